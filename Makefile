@@ -1,0 +1,44 @@
+# make demo    quantize the embedded model, reload it, generate, print one table (MODEL=, SCHEME=)
+# make test    run the tests (ARGS= goes to pytest)
+# make lint    ruff and mypy
+# make clean   remove what was built here
+# Every target makes .venv first. HF_VQ_NO_NATIVE=1 builds without a compiler.
+PYTHON ?= python3
+MODEL ?= tests/models/tinybooks-5m
+SCHEME ?=
+ARGS ?=
+
+BIN := .venv/bin
+# One stamp per kind of build, so that asking for the other kind installs again.
+STAMP := .venv/.installed$(if $(HF_VQ_NO_NATIVE),-no-native)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard plugins/optimum/commands/register/*.py) \
+  $(shell find kernels/cpu -type f)
+
+.PHONY: help environment demo test lint clean
+help:
+	@sed -n '/^# make/s/^# //p' Makefile
+
+environment: $(STAMP)
+
+$(STAMP): $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	rm -f .venv/.installed* && touch $@
+
+.venv/.lint: pyproject.toml | $(STAMP)
+	$(BIN)/python -m pip install --quiet mypy ruff
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/hf-vq demo --model "$(MODEL)" $(if $(SCHEME),--scheme "$(SCHEME)")
+
+test: $(STAMP)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+lint: .venv/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Who can run an op. Each module here only adds rows to the dispatch table of `hf_vq.ops`."""

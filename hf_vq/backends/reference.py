@@ -1,0 +1,18 @@
+"""The rows that every device can run: the reference implementations, at the end of the table."""
+
+from __future__ import annotations
+
+from ..ops import attention_reference, dispatch, reference
+from ..transforms import rotate
+
+
+def register() -> None:
+    """Add the rows to the dispatch table."""
+    for op, run in (
+        ("linear", reference.linear),
+        ("decode", reference.decode),
+        ("encode", reference.encode),
+        ("rotate", rotate),
+        ("attention", attention_reference.attention),
+    ):
+        dispatch.register(dispatch.Kernel("reference", op, run))

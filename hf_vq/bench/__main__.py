@@ -1,0 +1,96 @@
+"""`python -m hf_vq.bench SUITE`: run a suite, print its rows, write its record."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import VQError
+from . import quality_kv, quality_weights, tables
+from .record import RESULTS, make_record, write_record
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of every suite."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_vq.bench", description="Measure, record, and write the tables."
+    )
+    suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
+    for name, module, tokens, context in (
+        ("quality-weights", quality_weights, 32768, 1024),
+        ("quality-kv", quality_kv, 16384, 2048),
+    ):
+        suite = suites.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
+        suite.add_argument("model", metavar="MODEL_DIR", help="unquantized model")
+        suite.add_argument("--text", required=True, metavar="TEXT", help="UTF-8 text file")
+        suite.add_argument("--tokens", type=int, default=tokens, help="default: %(default)s")
+        suite.add_argument("--context", type=int, default=context, help="default: %(default)s")
+        suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES), metavar="SCHEME")
+        suite.add_argument("--no-baselines", action="store_true", help="only the schemes")
+        suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
+    write = suites.add_parser("tables", help="Write the tables of README.md and docs/*.md.")
+    write.add_argument("--check", action="store_true", help="change nothing, fail if one is old")
+    write.add_argument("--root", type=Path, default=RESULTS.parents[2], help="the checkout")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one suite; 0 if it succeeded, 1 if a checked table is not current, 2 on a VQError."""
+    args = build_parser().parse_args(argv)
+    try:
+        return _tables(args) if args.suite == "tables" else _measure(args)
+    except VQError as error:
+        print(f"hf_vq.bench: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure(args: argparse.Namespace) -> int:
+    module: Any = quality_weights if args.suite == "quality-weights" else quality_kv
+    settings, results = module.run(
+        args.model,
+        args.text,
+        tokens=args.tokens,
+        context=args.context,
+        schemes=args.schemes,
+        with_baselines=not args.no_baselines,
+        report=_print_row,
+    )
+    command = f"python -m hf_vq.bench {args.suite} MODEL_DIR --text TEXT"
+    record = make_record(args.suite, command, settings, results)
+    out = args.out or RESULTS / f"{args.suite}.json"
+    write_record(record, out)
+    print(f"wrote {out}")
+    return 0
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    case = f" ({row['case']})" if "case" in row else ""
+    bits = row.get("bits_per_weight", row.get("bits_per_element"))
+    print(
+        f"{row['name'] + case:44s} {bits:6.3f} bits  KLD {row['kld']:.5f} ± {row['kld_se']:.5f}  "
+        f"p99 {row['kld_p99']:.4f}  top-1 {row['top1']:.2f} %  perplexity {row['perplexity']:.3f} "
+        f"({row['change']:+.2f} %)  {row.get('quantize_seconds') or ''}",
+        flush=True,
+    )
+
+
+def _tables(args: argparse.Namespace) -> int:
+    old = []
+    for page in tables.pages(args.root):
+        before = page.read_text(encoding="utf-8")
+        after = tables.update(before)
+        if after != before:
+            old.append(page.name)
+            if not args.check:
+                page.write_text(after, encoding="utf-8")
+    if old and args.check:
+        print(
+            f"old tables in {', '.join(old)}: run `python -m hf_vq.bench tables`.", file=sys.stderr
+        )
+    return int(bool(old) and args.check)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,265 @@
+"""`hf-vq demo`: the whole path on a small model, and one table.
+
+Quantize, save, reload in a new process that imports Transformers and nothing of ours, generate
+with and without a quantized KV cache, and measure how far the reloaded model is from the original.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from .. import env
+from ..errors import VQError
+from .evaluate import CHUNK, cache_factory
+from .load import check_model, load_model, load_tokenizer
+from .score import Reference, model_forward, score
+from .show import significant
+from .storage import file_storage, model_storage, read_config, read_headers
+from .text import read_sequences, text_facts
+
+SCHEMES = ("vq-4", "vq-2")
+CONTEXT = 512
+PROMPT = 448  # tokens; the sinks and the window are 68 of them
+HEAD = (
+    *("weights", "KV cache", "MB", "bits/weight", "perplexity", "KLD", "bits/KV"),
+    *("KV kB", "tokens/s"),
+)
+
+# What runs in the new process: its own imports are the ones a user writes.
+_CHILD = """
+import json, sys, time, warnings
+warnings.simplefilter("ignore")
+job = json.loads(sys.argv[1])
+if job["import_hf_vq"]:
+    import hf_vq
+import torch
+from transformers import AutoModelForCausalLM
+loaded_early = "hf_vq" in sys.modules
+model = AutoModelForCausalLM.from_pretrained(job["model"]).eval()
+torch.set_num_threads(job["threads"])
+ids = torch.tensor([job["prompt"]])
+runs = {}
+for name, options in job["caches"].items():
+    start = time.perf_counter()
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, return_dict_in_generate=True,
+        min_new_tokens=job["count"], max_new_tokens=job["count"], **options,
+    )
+    seconds = time.perf_counter() - start
+    cache = out.past_key_values
+    if hasattr(cache, "nbytes"):
+        nbytes, bits = cache.nbytes, cache.bits_per_element
+    else:
+        tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+        nbytes = sum(t.nbytes for t in tensors)
+        bits = 8 * nbytes / sum(t.numel() for t in tensors)
+    runs[name] = dict(nbytes=int(nbytes), bits=float(bits), speed=job["count"] / seconds,
+                      tokens=out.sequences[0, ids.shape[1]:].tolist())
+print(json.dumps({"early": loaded_early, "runs": runs}))
+"""
+_CACHES: dict[str, dict[str, Any]] = {
+    "model's dtype": {},
+    "VQCache": {"cache_implementation": "quantized", "cache_config": {"backend": "vq"}},
+}
+
+
+def run(
+    model_dir: str,
+    text: str | Path,
+    *,
+    schemes: Sequence[str] = SCHEMES,
+    tokens: int = 8192,
+    new_tokens: int = 32,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run the demo; `say` gets a line per step.
+
+    Returns:
+        (settings, results) of a record; `results["table"]` is the table, its head first.
+
+    Raises:
+        VQError: the model, the text or a scheme cannot be used, or the reloaded model differs.
+    """
+    from ..formats.catalog import weight_scheme
+
+    for scheme in schemes:
+        weight_scheme(scheme)
+    check_model(model_dir)
+    if read_config(model_dir).get("quantization_config"):
+        raise VQError(f"{model_dir} is quantized already; the demo starts from the original.")
+    tokenizer = load_tokenizer(model_dir)
+    sequences = read_sequences(tokenizer, text, context=CONTEXT, tokens=tokens)
+    prompt = sequences[0][:PROMPT].tolist()
+    original = load_model(model_dir)
+    reference = Reference(model_forward(original), sequences)
+    say(f"original: perplexity {reference.perplexity:.2f} on {sequences.numel()} tokens")
+    table: list[list[str]] = [list(HEAD)]
+    base = generate_apart(model_dir, prompt, new_tokens, ["model's dtype"])
+    size = model_storage(original)
+    table += _rows(
+        "original", size.nbytes, size.bits_per_parameter, base, [(reference.perplexity, 0.0)]
+    )
+    with tempfile.TemporaryDirectory(prefix="hf_vq_demo_") as folder:
+        for scheme in schemes:
+            saved = str(Path(folder) / scheme.replace("/", "_"))
+            table += _one_scheme(model_dir, scheme, saved, prompt, new_tokens, reference, say)
+    settings = {
+        "model": Path(model_dir).name,
+        **text_facts(text),
+        "tokens": sequences.numel(),
+        "context": CONTEXT,
+        "generated": f"{new_tokens} after a prompt of {len(prompt)}",
+    }
+    return settings, {"table": table}
+
+
+def _one_scheme(
+    model_dir: str,
+    scheme: str,
+    saved: str,
+    prompt: list[int],
+    new_tokens: int,
+    reference: Reference,
+    say: Callable[[str], None],
+) -> Iterator[list[str]]:
+    say(f"{scheme}: quantizing while loading")
+    quantized = load_model(model_dir, scheme=scheme)
+    quantized.save_pretrained(saved)
+    say(f"{scheme}: saved, reloading in a new process and generating")
+    apart = generate_apart(saved, prompt, new_tokens, list(_CACHES))
+    here = greedy(quantized, prompt, new_tokens)
+    if apart["model's dtype"]["tokens"] != here:
+        raise VQError(
+            f"{scheme}: the reloaded model generates other tokens than the one in memory."
+        )
+    say(f"{scheme}: measuring against the original")
+    new_cache = cache_factory("u4")
+    reloaded = load_model(saved)
+    plain = score(model_forward(reloaded), reference)
+    cached = score(model_forward(reloaded, lambda: new_cache(reloaded.config), CHUNK), reference)
+    storage = file_storage(read_headers(saved), _scheme_of(saved))
+    yield from _rows(
+        scheme,
+        storage.nbytes,
+        storage.bits_per_weight,
+        apart,
+        [(plain.perplexity, plain.kld), (cached.perplexity, cached.kld)],
+    )
+
+
+def _rows(
+    name: str,
+    nbytes: int,
+    bits: float,
+    runs: dict[str, dict[str, Any]],
+    quality: list[tuple[float, float]],
+) -> Iterator[list[str]]:
+    for (cache, run), (perplexity, kld) in zip(runs.items(), quality, strict=True):
+        yield [
+            name,
+            cache,
+            f"{nbytes / 1e6:.2f}",
+            f"{bits:.3f}",
+            f"{perplexity:.2f}",
+            significant(kld),
+            f"{run['bits']:.2f}",
+            f"{run['nbytes'] / 1e3:.1f}",
+            f"{run['speed']:.1f}",
+        ]
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """`count` tokens that greedily continue a prompt."""
+    import torch
+
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=count,
+        max_new_tokens=count,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def generate_apart(
+    model: str, prompt: list[int], count: int, caches: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Generate in a new process that imports only Transformers.
+
+    Returns:
+        By cache: `tokens`, `nbytes` and `bits` per element of the cache, `speed` in tokens/s.
+
+    Raises:
+        VQError: the process failed, or imported hf_vq although nothing asked for it.
+    """
+    import torch
+
+    job = {
+        "model": model,
+        "prompt": prompt,
+        "count": count,
+        "threads": torch.get_num_threads(),
+        "caches": {name: _CACHES[name] for name in caches},
+        "import_hf_vq": not autoloads(),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, json.dumps(job)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        check=False,
+    )
+    if done.returncode:
+        last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit status {done.returncode}")
+        raise VQError(f"the new process could not load and run {Path(model).name}: {last}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    if found["early"] and not job["import_hf_vq"]:
+        raise VQError(
+            "hf_vq was imported by `import transformers`; its autoload hook is too eager."
+        )
+    runs: dict[str, dict[str, Any]] = found["runs"]
+    return runs
+
+
+def autoloads() -> bool:
+    """Whether a process that never imports hf_vq can load a VQ model (it is installed, not only on
+    the path, and HF_VQ_AUTOLOAD is not 0).
+    """
+    installed = any(
+        point.value.startswith("hf_vq_autoload") for point in entry_points(group="torch.backends")
+    )
+    return installed and env.AUTOLOAD.get()
+
+
+def demo_files() -> tuple[str, str]:
+    """The embedded model and its evaluation text, which are in a checkout of the repository.
+
+    Raises:
+        VQError: this is not a checkout.
+    """
+    for root in (Path(__file__).resolve().parents[2], Path.cwd()):
+        model = root / "tests" / "models" / "tinybooks-5m"
+        text = model.with_name("tinybooks-5m-eval.txt")
+        if (model / "config.json").is_file() and text.is_file():
+            return str(model), str(text)
+    raise VQError(
+        "the demo model is in the repository, not in the installed package: run `hf-vq demo` in a "
+        "checkout, or give --model and --text."
+    )
+
+
+def _scheme_of(model: str) -> Any:
+    from ..formats.scheme import VQScheme
+
+    return VQScheme.from_dict(read_config(model)["quantization_config"]["scheme"])

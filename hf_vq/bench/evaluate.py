@@ -1,0 +1,183 @@
+"""`hf-vq eval`: one model on one text, as a table and as JSON."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import VQError
+from .load import load_model, load_tokenizer
+from .record import machine, versions
+from .score import Reference, Score, model_forward, score
+from .show import significant, text_table
+from .storage import Storage, model_storage
+from .text import read_sequences, text_facts
+
+MOST_TOKENS = 16384  # without --tokens: enough for a standard error of a few percent
+CHUNK = 64  # tokens per step when a cache is read
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found; `score` is None without a reference."""
+
+    model: str
+    reference: str | None
+    cache: str | None
+    text: dict[str, str]
+    tokens: int
+    context: int
+    perplexity: float
+    score: Score | None
+    bits_per_weight: float
+    bits_per_parameter: float
+    nbytes: int
+    bits_per_kv_element: float | None
+    scored_tokens_per_second: float
+    generated_tokens_per_second: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types, with the machine and the versions."""
+        return {**asdict(self), "machine": machine(), "versions": versions()}
+
+    def table(self) -> str:
+        """Two columns for a terminal."""
+        rows = [["perplexity", f"{self.perplexity:.3f}"]]
+        if self.score is not None:
+            s = self.score
+            rows += [
+                ["perplexity against the reference", f"{s.change:+.2f} % ± {s.change_se:.2f}"],
+                ["KL divergence", f"{significant(s.kld)} ± {significant(s.kld_se, 1)}"],
+                ["KL divergence, 99th percentile", significant(s.kld_p99)],
+                ["top-1 agreement", f"{s.top1:.2f} % ± {s.top1_se:.2f}"],
+            ]
+        rows += [
+            ["stored bits per quantized weight", f"{self.bits_per_weight:.3f}"],
+            ["stored bits per parameter", f"{self.bits_per_parameter:.3f}"],
+            ["stored size", f"{self.nbytes / 1e6:.2f} MB"],
+        ]
+        if self.bits_per_kv_element is not None:
+            rows.append(["bits per KV element", f"{self.bits_per_kv_element:.3f}"])
+        rows += [
+            ["tokens/s, scoring", f"{self.scored_tokens_per_second:.0f}"],
+            ["tokens/s, generating", f"{self.generated_tokens_per_second:.1f}"],
+            ["text", f"{self.tokens} tokens of {self.text['text']}, context {self.context}"],
+        ]
+        return text_table(["", self.model], rows)
+
+
+def evaluate(
+    model: str,
+    *,
+    text: str | Path,
+    reference: str | None = None,
+    tokens: int | None = None,
+    context: int = 1024,
+    cache: str | None = None,
+    dtype: str = "auto",
+    device_map: str | None = None,
+) -> Evaluation:
+    """Score a model on a text.
+
+    Args:
+        model: directory or Hub id, quantized or not.
+        text: UTF-8 text file.
+        reference: the unquantized model. Without one, `cache` compares the model with itself under
+            its own cache, and without `cache` there is only a perplexity.
+        tokens: how many tokens of the text; None = all, at most MOST_TOKENS.
+        context: tokens per sequence.
+        cache: KV scheme to read keys and values from; predictions then see what is stored, except
+            the sinks and the recent window.
+        dtype: of both models.
+        device_map: of both models.
+
+    Raises:
+        VQError: a model, the text or the scheme cannot be used.
+    """
+    new_cache = cache_factory(cache) if cache is not None else None
+    tokenizer = load_tokenizer(model)
+    sequences = read_sequences(
+        tokenizer, text, context=context, tokens=tokens, most=max(MOST_TOKENS, 2 * context)
+    )
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    loaded = load_model(model, dtype=torch_dtype, device_map=device_map)
+    original = loaded
+    if reference is not None:
+        original = load_model(reference, dtype=torch_dtype, device_map=device_map)
+    expected = Reference(model_forward(original), sequences)
+    caches: list[Any] = []
+
+    def recorded() -> Any:
+        assert new_cache is not None
+        caches[:] = [new_cache(loaded.config)]
+        return caches[0]
+
+    found = score(model_forward(loaded, recorded if new_cache else None, CHUNK), expected)
+    compared = reference is not None or cache is not None
+    storage: Storage = model_storage(loaded)
+    speed = generation_speed(
+        loaded, sequences[0][: context // 2], 32, recorded if new_cache else None
+    )
+    return Evaluation(
+        model=_shown(model),
+        reference=_shown(reference) if reference else None,
+        cache=cache,
+        text=text_facts(text),
+        tokens=sequences.numel(),
+        context=context,
+        perplexity=found.perplexity,
+        score=found if compared else None,
+        bits_per_weight=storage.bits_per_weight,
+        bits_per_parameter=storage.bits_per_parameter,
+        nbytes=storage.nbytes,
+        bits_per_kv_element=float(caches[0].bits_per_element) if caches else None,
+        scored_tokens_per_second=found.tokens_per_second,
+        generated_tokens_per_second=speed,
+    )
+
+
+def cache_factory(scheme: str) -> Callable[[Any], Any]:
+    """config -> an empty `VQCache` of a scheme; checks the name at once.
+
+    Raises:
+        VQError: no such scheme, or it needs learned codebooks.
+    """
+    from ..cache import VQCache
+    from ..formats.catalog import kv_scheme
+
+    kv = kv_scheme(scheme)
+    if "channel_group" in (kv.key.codebook, kv.value.codebook):
+        raise VQError(
+            f"KV scheme {scheme} needs codebooks learned from data; use u4, u3, k4v2 or u2."
+        )
+    return lambda config: VQCache(config, scheme=scheme)
+
+
+@torch.no_grad()
+def generation_speed(
+    model: Any, prompt: torch.Tensor, count: int, new_cache: Callable[[], Any] | None = None
+) -> float:
+    """Tokens per second of greedy decoding of one sequence, after the prefill of `prompt`."""
+    ids = prompt[None].to(model.device)
+    options: dict[str, Any] = {}
+    if new_cache is not None:
+        options["past_key_values"] = new_cache()
+    state = model(ids, use_cache=True, **options)
+    start = math.nan
+    for step in range(count + 1):
+        if step == 1:  # the first step is a warm-up
+            start = time.perf_counter()
+        token = state.logits[:, -1:].argmax(-1)
+        state = model(token, past_key_values=state.past_key_values, use_cache=True)
+    return count / max(time.perf_counter() - start, 1e-9)
+
+
+def _shown(model: str) -> str:
+    """How a model is named in a record: a directory by its last part, a Hub id in full."""
+    return Path(model).resolve().name if Path(model).is_dir() else model

@@ -1,0 +1,104 @@
+"""`hf-vq info`: what is in a checkpoint, from its config and the headers of its files alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import VQFormatError
+from ..formats.catalog import scheme_name
+from ..formats.scheme import VQScheme
+from .show import significant, text_table
+from .storage import Kind, file_storage, kind_of, read_config, read_headers
+
+
+def describe(model: str) -> dict[str, Any]:
+    """Everything `hf-vq info` shows, as JSON types.
+
+    Raises:
+        VQError: the model cannot be read.
+        VQFormatError: its config and its files contradict each other.
+    """
+    config = read_config(model)
+    quantization = config.get("quantization_config") or {}
+    is_vq = isinstance(quantization, dict) and quantization.get("quant_method") == "vq"
+    scheme = VQScheme.from_dict(quantization.get("scheme") or {}) if is_vq else None
+    storage = file_storage(read_headers(model), scheme)
+    if scheme is not None and not storage.weights:
+        raise VQFormatError(
+            f"the config.json of {model} says scheme {scheme.spec()}, but no file holds codes; "
+            "download or save the model again."
+        )
+    provenance = quantization.get("provenance") or {} if is_vq else {}
+    return {
+        "model_type": config.get("model_type"),
+        "quant_method": quantization.get("quant_method") if quantization else None,
+        "scheme": None if scheme is None else scheme_name(scheme) or scheme.spec(),
+        "spec": None if scheme is None else scheme.spec(),
+        "format_version": quantization.get("format_version") if is_vq else None,
+        "bits_per_weight": round(storage.bits_per_weight, 4),
+        "bits_per_parameter": round(storage.bits_per_parameter, 4),
+        "bytes": storage.nbytes,
+        "shared_bytes": storage.shared_bytes,
+        "quantized": [_kind(kind) for kind in storage.quantized.values()],
+        "kept": [_kind(kind) for kind in storage.kept.values()],
+        "modules_to_not_convert": quantization.get("modules_to_not_convert") if is_vq else None,
+        "relative_error": mean_errors(provenance.get("relative_error") or {}),
+        "provenance": {key: value for key, value in provenance.items() if key != "relative_error"},
+    }
+
+
+def show(found: dict[str, Any]) -> str:
+    """The same for a terminal."""
+    lines = [f"model type        {found['model_type']}"]
+    if found["scheme"] is None:
+        lines.append(f"quantization      {found['quant_method'] or 'none'}")
+    else:
+        lines += [
+            f"scheme            {found['scheme']}  ({found['spec']})",
+            f"format version    {found['format_version']}",
+            f"bits per weight   {found['bits_per_weight']:.4g} (quantized layers)",
+        ]
+    lines += [
+        f"bits/parameter    {found['bits_per_parameter']:.4g} (whole model)",
+        f"size              {found['bytes'] / 1e6:.2f} MB",
+    ]
+    if found["modules_to_not_convert"]:
+        lines.append(f"skipped           {', '.join(found['modules_to_not_convert'])}")
+    lines += [f"{key:<17} {value}" for key, value in found["provenance"].items()]
+    return "\n".join([*lines, "", kinds_table(found)])
+
+
+def kinds_table(found: dict[str, Any]) -> str:
+    """One line per kind of layer: how many, weights, stored bits, and the error of quantizing."""
+    rows = []
+    for quantized, kinds in ((True, found["quantized"]), (False, found["kept"])):
+        for kind in kinds:
+            error = found["relative_error"].get(kind["name"])
+            rows.append(
+                [
+                    kind["name"],
+                    str(kind["layers"]),
+                    f"{kind['weights']:,}",
+                    f"{kind['bits_per_weight']:.3f}",
+                    significant(error) if quantized else "-",
+                ]
+            )
+    return text_table(["layers", "count", "weights", "bits", "relative error"], rows)
+
+
+def mean_errors(errors: dict[str, Any]) -> dict[str, float]:
+    """Mean relative error per kind of layer, of the errors per layer."""
+    grouped: dict[str, list[float]] = {}
+    for layer, error in errors.items():
+        if isinstance(error, (int, float)):
+            grouped.setdefault(kind_of(layer), []).append(float(error))
+    return {kind: sum(values) / len(values) for kind, values in grouped.items()}
+
+
+def _kind(kind: Kind) -> dict[str, Any]:
+    return {
+        "name": kind.name,
+        "layers": kind.layers,
+        "weights": kind.weights,
+        "bits_per_weight": round(kind.bits_per_weight, 4),
+    }

@@ -1,0 +1,80 @@
+"""Loading models for measurements, with this package's errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import VQError
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model directory or Hub id.
+
+    Raises:
+        VQError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    check_model(model)
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise VQError(f"cannot load the tokenizer of {model}: {first_line(error)}") from error
+
+
+def load_model(
+    model: str,
+    *,
+    dtype: torch.dtype | str = "auto",
+    scheme: str | None = None,
+    device_map: str | None = None,
+    skip: list[str] | None = None,
+) -> Any:
+    """A causal language model in evaluation mode.
+
+    Args:
+        model: directory or Hub id.
+        dtype: of what is not quantized.
+        scheme: quantize to this scheme while loading; None loads the model as it is.
+        device_map: as `from_pretrained` takes it.
+        skip: modules left unquantized, beyond the default ones.
+
+    Raises:
+        VQError: no such model, or it cannot be quantized.
+    """
+    from transformers import AutoModelForCausalLM
+
+    check_model(model)
+    options: dict[str, Any] = {"dtype": dtype}
+    if device_map is not None:
+        options["device_map"] = device_map
+    if scheme is not None:
+        from ..hf.config import VQConfig
+
+        options["quantization_config"] = VQConfig(scheme, modules_to_not_convert=skip)
+    try:
+        return AutoModelForCausalLM.from_pretrained(model, **options).eval()
+    except VQError:
+        raise
+    except OSError as error:
+        raise VQError(f"cannot load {model}: {first_line(error)}") from error
+
+
+def check_model(model: str) -> None:
+    """Tell a mistyped directory from a Hub id, which would be asked from the network.
+
+    Raises:
+        VQError: `model` looks like a path and is not a directory with a config.json.
+    """
+    path = Path(model)
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists()
+    if not model.strip() or (looks_like_path and not (path / "config.json").is_file()):
+        raise VQError(f"{model!r} is not a model: no config.json in that directory.")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

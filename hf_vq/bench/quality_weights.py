@@ -1,0 +1,99 @@
+"""Suite `quality-weights`: what each weight scheme costs in quality, against int4 and NF4.
+
+Every scheme is quantized the way a user does it, `from_pretrained(..., VQConfig(scheme))`, in
+float32, and predicts the same text as the original.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import baselines
+from .load import load_model, load_tokenizer
+from .score import Reference, model_forward, score
+from .storage import model_storage
+from .text import read_sequences, text_facts
+
+SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-3", "turboquant-2", "quip-sharp-2")
+
+# name -> (stored bits per weight with fp16 scales, weight -> weight)
+BASELINES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "int4 g128 (round to nearest)": (4.25, baselines.round_to_nearest),
+    "NF4 g64": (4.25, baselines.nf4),
+}
+
+
+def run(
+    model_dir: str,
+    text: str | Path,
+    *,
+    tokens: int = 32768,
+    context: int = 1024,
+    schemes: Sequence[str] = SCHEMES,
+    with_baselines: bool = True,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Measure; `report` gets each row when it is known.
+
+    Returns:
+        (settings, results) of the record.
+    """
+    tokenizer = load_tokenizer(model_dir)
+    sequences = read_sequences(tokenizer, text, context=context, tokens=tokens)
+    original = load_model(model_dir, dtype=torch.float32)
+    reference = Reference(model_forward(original), sequences)
+    rows: list[dict[str, Any]] = []
+    results = {"perplexity": round(reference.perplexity, 4), "rows": rows}
+    steps = _baseline_rows(original, reference) if with_baselines else iter(())
+    for row in (*steps, *_scheme_rows(model_dir, schemes, reference)):
+        rows.append(row)
+        report(row)
+    settings = {
+        "model": Path(model_dir).name,
+        **text_facts(text),
+        "tokens": tokens,
+        "context": context,
+        "dtype": "float32",
+    }
+    return settings, results
+
+
+def _baseline_rows(original: Any, reference: Reference) -> Iterator[dict[str, Any]]:
+    for name, (bits, quantize) in BASELINES.items():
+        model = copy.deepcopy(original)
+        skipped = model.get_output_embeddings()  # tied to the embedding, or kept like it
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module is not skipped:
+                module.weight.data = quantize(module.weight.data)
+        yield _row(name, "baseline", bits, None, score(model_forward(model), reference).to_dict())
+
+
+def _scheme_rows(
+    model_dir: str, schemes: Sequence[str], reference: Reference
+) -> Iterator[dict[str, Any]]:
+    for name in schemes:
+        start = time.perf_counter()
+        model = load_model(model_dir, dtype=torch.float32, scheme=name)
+        seconds = time.perf_counter() - start
+        bits = model_storage(model).bits_per_weight
+        yield _row(name, "scheme", bits, seconds, score(model_forward(model), reference).to_dict())
+
+
+def _row(
+    name: str, kind: str, bits: float, seconds: float | None, scores: dict[str, float]
+) -> dict[str, Any]:
+    rounded = None if seconds is None else round(seconds, 2)
+    return {
+        "name": name,
+        "kind": kind,
+        "bits_per_weight": round(bits, 4),
+        "quantize_seconds": rounded,
+        **scores,
+    }

@@ -1,0 +1,98 @@
+"""The JSON record of a suite: what ran, on what, and what came out.
+
+A record names the processor and the versions, never the host, the user or a path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1
+RESULTS = Path(__file__).with_name("results")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, and GPU if there is one."""
+    found: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for name in ("hf-vq", "torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def make_record(suite: str, command: str, settings: dict[str, Any], results: Any) -> dict[str, Any]:
+    """The record of one run; `command` must not hold paths of this machine."""
+    return {
+        "format": FORMAT,
+        "suite": suite,
+        "command": command,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "revision": _revision(),
+        "machine": machine(),
+        "versions": versions(),
+        "settings": settings,
+        "results": results,
+    }
+
+
+def write_record(record: dict[str, Any], path: Path) -> None:
+    """Write a record, whole or not at all."""
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_record(suite: str, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """The committed record of a suite, None if there is none."""
+    path = folder / f"{suite}.json"
+    if not path.is_file():
+        return None
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _revision() -> str | None:
+    """The commit of the checkout this package runs from, None outside one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    call = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(call, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,175 @@
+"""How far a model is from the original: perplexity, KL divergence, top-1 agreement.
+
+Every number is paired: both models predict the same tokens from the same contexts. The mean KL
+divergence KL(original || other) is the number to compare; perplexity can improve by luck.
+Standard errors are over sequences: tokens of one sequence are not independent.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import VQError
+
+Forward = Callable[[Tensor], Tensor]
+"""Token ids [tokens] of one sequence -> float32 logits [tokens - 1, vocabulary]."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One model against the original, over every predicted token of a text.
+
+    Args:
+        perplexity: exp of the mean negative log-likelihood.
+        change: perplexity over the original's, minus 1, in percent; `change_se` its standard error.
+        kld: mean KL(original || model) in nats; `kld_se` its standard error.
+        kld_p99: 99th percentile of the per-token divergence: the tail that a mean hides.
+        top1: predictions with the original's argmax, in percent; `top1_se` its standard error.
+        tokens_per_second: of the scoring passes.
+    """
+
+    perplexity: float
+    change: float
+    change_se: float
+    kld: float
+    kld_se: float
+    kld_p99: float
+    top1: float
+    top1_se: float
+    tokens_per_second: float
+
+    def to_dict(self) -> dict[str, float]:
+        """JSON types, rounded to six significant digits."""
+        return {key: float(f"{value:.6g}") for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What is kept of the original for one sequence of n predictions."""
+
+    probabilities: Tensor  # [n, vocabulary]
+    negative_entropy: Tensor  # [n]
+    best: Tensor  # [n]
+    nll: float
+
+
+class Reference:
+    """The original's predictions on a text, computed once and kept while they fit `keep_bytes`."""
+
+    def __init__(self, forward: Forward, sequences: Tensor, keep_bytes: int = 2 << 30) -> None:
+        self.forward = forward
+        self.sequences = sequences
+        self._room = keep_bytes
+        self._kept: dict[int, _Row] = {}
+
+    def __getitem__(self, index: int) -> _Row:
+        row = self._kept.get(index)
+        if row is None:
+            ids = self.sequences[index]
+            logits = self.forward(ids)
+            log_p = logits.log_softmax(-1)
+            p = log_p.exp()
+            negative_entropy = torch.einsum("tv,tv->t", p, log_p)
+            row = _Row(p, negative_entropy, logits.argmax(-1), _nll(log_p, ids))
+            if p.nbytes <= self._room:
+                self._room -= p.nbytes
+                self._kept[index] = row
+        return row
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of the original."""
+        count = len(self.sequences)
+        return math.exp(sum(self[i].nll for i in range(count)) / count)
+
+
+@torch.no_grad()
+def score(forward: Forward, reference: Reference) -> Score:
+    """Score a model on the reference's text.
+
+    Raises:
+        VQError: the vocabularies differ, or the model gives NaN.
+    """
+    nll, kld, top1, each = [], [], [], []
+    seconds = 0.0
+    for index, ids in enumerate(reference.sequences):
+        row = reference[index]
+        start = time.perf_counter()
+        log_q = forward(ids).log_softmax(-1)
+        seconds += time.perf_counter() - start
+        if log_q.shape != row.probabilities.shape:
+            raise VQError(
+                f"the model predicts {log_q.shape[-1]} tokens, the reference "
+                f"{row.probabilities.shape[-1]}: they do not share a vocabulary."
+            )
+        log_q = log_q.to(row.probabilities.device)
+        cross = torch.einsum("tv,tv->t", row.probabilities, log_q)
+        divergence = (row.negative_entropy - cross).double()
+        if not bool(divergence.isfinite().all()):
+            raise VQError(f"the model predicts NaN or infinity in sequence {index} of the text.")
+        each.append(divergence)
+        kld.append(divergence.mean().item())
+        top1.append((log_q.argmax(-1) == row.best).double().mean().item())
+        nll.append((_nll(log_q, ids), row.nll))
+    ours, theirs = torch.tensor(nll, dtype=torch.float64).unbind(1)
+    mean_change, se_change = _mean_se(ours - theirs)
+    kld_mean, kld_se = _mean_se(torch.tensor(kld, dtype=torch.float64))
+    top1_mean, top1_se = _mean_se(torch.tensor(top1, dtype=torch.float64))
+    tail = torch.cat(each)
+    return Score(
+        perplexity=math.exp(ours.mean().item()),
+        change=100 * math.expm1(mean_change),
+        change_se=100 * se_change,
+        kld=kld_mean,
+        kld_se=kld_se,
+        kld_p99=tail.kthvalue(max(1, math.ceil(0.99 * len(tail)))).values.item(),
+        top1=100 * top1_mean,
+        top1_se=100 * top1_se,
+        tokens_per_second=reference.sequences.numel() / max(seconds, 1e-9),
+    )
+
+
+def model_forward(
+    model: Any, new_cache: Callable[[], Any] | None = None, chunk: int = 64
+) -> Forward:
+    """The forward pass of a Transformers causal language model, as `score` wants it.
+
+    Args:
+        model: the model.
+        new_cache: makes the KV cache of one sequence. The sequence is then fed `chunk` tokens at a
+            time, as in a chunked prefill, so that predictions read what the cache stored.
+        chunk: tokens per step with a cache.
+    """
+
+    @torch.no_grad()
+    def forward(ids: Tensor) -> Tensor:
+        ids = ids[None].to(model.device)
+        if new_cache is None:
+            whole: Tensor = model(ids, use_cache=False).logits[0, :-1].float()
+            return whole
+        cache = new_cache()
+        steps = [
+            model(piece, past_key_values=cache, use_cache=True).logits[0].float()
+            for piece in ids.split(chunk, dim=1)
+        ]
+        return torch.cat(steps)[:-1]
+
+    return forward
+
+
+def _nll(log_p: Tensor, ids: Tensor) -> float:
+    targets = ids[1:, None].to(log_p.device)
+    return -log_p.gather(1, targets).double().mean().item()
+
+
+def _mean_se(values: Tensor) -> tuple[float, float]:
+    """Mean and standard error over sequences."""
+    spread = values.std().item() if len(values) > 1 else math.nan
+    return values.mean().item(), spread / math.sqrt(len(values))

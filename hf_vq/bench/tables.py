@@ -1,0 +1,199 @@
+"""Tables of the README and the docs, written from the records and the catalogue.
+
+A table stands between two marks and is never typed by hand:
+
+    <!-- results:quality-weights -->
+    ...
+    <!-- /results:quality-weights -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .. import env
+from ..errors import VQError
+from ..formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
+from ..formats.scheme import VQScheme
+from .record import read_record
+from .show import markdown_table, significant
+
+_BLOCK = re.compile(
+    r"(?P<open><!-- (?P<name>env|(?:results|schemes):[\w-]+) -->\n)(?P<body>.*?)"
+    r"(?P<close><!-- /(?P=name) -->)",
+    re.DOTALL,
+)
+HEAD_DIM = 128  # at which the bits of KV schemes are stated
+
+
+def update(text: str) -> str:
+    """A Markdown text with every marked table made anew.
+
+    Raises:
+        VQError: a mark has no table of that name, or its record is missing.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in TABLES:
+            raise VQError(f"no table {name!r}; there are: {', '.join(TABLES)}.")
+        return f"{match['open']}{TABLES[name]()}\n{match['close']}"
+
+    return _BLOCK.sub(replace, text)
+
+
+def marked(text: str) -> list[str]:
+    """Names of the tables that a text holds."""
+    return [match["name"] for match in _BLOCK.finditer(text)]
+
+
+def pages(root: Path) -> list[Path]:
+    """The Markdown pages of a checkout that may hold tables."""
+    return [
+        path
+        for path in (root / "README.md", *sorted((root / "docs").glob("*.md")))
+        if path.is_file()
+    ]
+
+
+def weights_table() -> str:
+    """Quality of weight schemes."""
+    record = _record("quality-weights")
+    head = ["weights", "bits", "KL divergence", "top-1 %", "perplexity", "change %", "seconds"]
+    rows = [["original", "-", "0", "100", f"{record['results']['perplexity']:.2f}", "0", "-"]]
+    for row in record["results"]["rows"]:
+        rows.append(
+            [
+                _label(row),
+                f"{row['bits_per_weight']:.3f}",
+                f"{significant(row['kld'])} ± {significant(row['kld_se'], 1)}",
+                f"{row['top1']:.1f}",
+                f"{row['perplexity']:.2f}",
+                f"{row['change']:+.1f}",
+                significant(row["quantize_seconds"], 2),
+            ]
+        )
+    return markdown_table(head, rows) + "\n\n" + _source(record)
+
+
+def kv_table() -> str:
+    """Quality of KV cache schemes; one line per scheme."""
+    record = _record("quality-kv")
+    by_name: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in record["results"]["rows"]:
+        by_name.setdefault(row["name"], {})[row["case"]] = row
+    head = [
+        "KV cache",
+        "bits",
+        "KLD, window 64",
+        "99th percentile",
+        "KLD, no window",
+        "KLD, shifted keys",
+    ]
+    rows = []
+    for cases in by_name.values():
+        row = next(iter(cases.values()))
+        rows.append(
+            [
+                _label(row),
+                f"{row['bits_per_element']:.3f}",
+                _cell(cases, "window", "kld"),
+                _cell(cases, "window", "kld_p99"),
+                _cell(cases, "no window", "kld"),
+                _cell(cases, "shifted", "kld"),
+            ]
+        )
+    return markdown_table(head, rows) + "\n\n" + _source(record)
+
+
+def demo_table() -> str:
+    """What `make demo` printed."""
+    record = _record("demo")
+    head, *rows = record["results"]["table"]
+    return markdown_table(head, rows) + "\n\n" + _source(record)
+
+
+def weight_schemes_table() -> str:
+    """The catalogue of weight schemes."""
+    head = ["scheme", "VQ<vector, log2 entries, stages>", "codebook", "rotation", "bits per weight"]
+    rows = [
+        [f"`{name}`", f"`{s.notation()}`", _codebook(s), _rotation(s), f"{s.bits():g}"]
+        for name, s in WEIGHT_SCHEMES.items()
+    ]
+    return markdown_table(head, rows)
+
+
+def kv_schemes_table() -> str:
+    """The catalogue of KV cache schemes."""
+    head = ["scheme", "keys", "values", "codebook", "keys centred", f"bits (head_dim {HEAD_DIM})"]
+    rows = []
+    for name, scheme in KV_SCHEMES.items():
+        bits = (scheme.key.bits(HEAD_DIM) + scheme.value.bits(HEAD_DIM)) / 2
+        rows.append(
+            [
+                f"`{name}`",
+                f"`{scheme.key.notation()}`",
+                f"`{scheme.value.notation()}`",
+                _codebook(scheme.key),
+                "yes" if scheme.centre_keys else "no",
+                f"{bits:g}",
+            ]
+        )
+    return markdown_table(head, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "results:quality-weights": weights_table,
+    "results:quality-kv": kv_table,
+    "results:demo": demo_table,
+    "schemes:weights": weight_schemes_table,
+    "schemes:kv": kv_schemes_table,
+    "env": env.table,
+}
+
+
+def _record(suite: str) -> dict[str, Any]:
+    record = read_record(suite)
+    if record is None:
+        raise VQError(f"no record of {suite}: run `python -m hf_vq.bench {suite}` first.")
+    return record
+
+
+def _label(row: dict[str, Any]) -> str:
+    return f"`{row['name']}`" if row["kind"] == "scheme" else row["name"]
+
+
+def _cell(cases: dict[str, dict[str, Any]], case: str, key: str) -> str:
+    return significant(cases[case][key]) if case in cases else "-"
+
+
+def _codebook(scheme: VQScheme) -> str:
+    if scheme.lattice:
+        return "universal (E8P)"
+    learned = {"tensor": "learned per tensor", "channel_group": "learned per channel group"}
+    if scheme.codebook == "tile":
+        return f"learned per {scheme.tile[0]} x {scheme.tile[1]} tile"
+    return learned.get(scheme.codebook, "universal")
+
+
+def _rotation(scheme: VQScheme) -> str:
+    if scheme.rotation == "none":
+        return "none"
+    return f"{scheme.rotation.replace('_', ' ')} {scheme.rotation_block or 'row'}"
+
+
+def _source(record: dict[str, Any]) -> str:
+    """One line on where the numbers come from."""
+    machine, versions, settings = record["machine"], record["versions"], record["settings"]
+    processor = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
+    parts = [
+        f"`{record['command']}`",
+        f"{settings['model']}, {settings['tokens']:,} tokens, context {settings['context']}",
+        processor,
+        f"torch {versions['torch']}, transformers {versions['transformers']}",
+        record["date"],
+    ]
+    return "Measured by " + "; ".join(parts) + "."

@@ -1,0 +1,80 @@
+"""Evaluation text: a file becomes token sequences of one length."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import VQError
+
+MIN_CONTEXT = 16
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        VQError: the file is missing, not UTF-8 or empty.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise VQError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
+    except OSError as error:
+        raise VQError(f"cannot read the text {path}: {error.strerror}.") from None
+    if not text.strip():
+        raise VQError(f"{path} is empty; give a text file with some thousand words.")
+    return text
+
+
+def read_sequences(
+    tokenizer: Any,
+    path: str | Path,
+    *,
+    context: int,
+    tokens: int | None = None,
+    most: int = 1 << 20,
+) -> Tensor:
+    """The first tokens of a text as sequences, int64 [sequences, context].
+
+    The text is tokenized whole, without special tokens, and cut; a rest shorter than `context` is
+    dropped.
+
+    Args:
+        tokenizer: of the model to evaluate.
+        path: UTF-8 text file.
+        context: tokens per sequence.
+        tokens: how many to use; None = as many as there are, at most `most`.
+        most: see `tokens`.
+
+    Raises:
+        VQError: the file cannot be used, or gives fewer tokens than asked for or than two sequences
+            (below that there is no standard error).
+    """
+    if context < MIN_CONTEXT:
+        raise VQError(f"a context of {context} tokens is too short; use {MIN_CONTEXT} or more.")
+    if tokens is not None and tokens < 2 * context:
+        raise VQError(
+            f"{tokens} tokens are fewer than two sequences of {context}; "
+            "use more tokens or a shorter context."
+        )
+    ids = tokenizer(read_text(path), add_special_tokens=False, verbose=False).input_ids
+    wanted = min(len(ids), most) if tokens is None else tokens
+    if len(ids) < wanted or wanted < 2 * context:
+        need = max(2 * context, tokens or 0)
+        raise VQError(
+            f"{path} gives {len(ids)} tokens with this tokenizer, {need} are needed: "
+            "use a longer text, fewer tokens or a shorter context."
+        )
+    count = wanted // context
+    return torch.tensor(ids[: count * context], dtype=torch.int64).reshape(count, context)
+
+
+def text_facts(path: str | Path) -> dict[str, str]:
+    """The name of a text file and what identifies its content, for a record."""
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return {"text": Path(path).name, "text_sha256": digest[:16]}

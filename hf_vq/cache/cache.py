@@ -1,0 +1,268 @@
+"""`VQCache`: a KV cache for Transformers that stores codebook indices."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from ..errors import VQCacheError
+from ..formats.catalog import KVScheme, kv_scheme, scheme_name
+from .layer import LayerOptions, VQCacheLayer
+from .prompt import Prompt
+from .sliding import VQSlidingCacheLayer
+
+
+class VQCache(Cache):
+    """Keys and values as vector-quantization codes, with sinks and the recent window as floats.
+
+    Keys are centred by a mean that is frozen per row and head, rotated by a Hadamard matrix over
+    head_dim, and coded with a universal codebook and one unbiased fp16 scale |x|^2 / <x, q> per
+    token and head; values likewise, without centring. Codes are written once. Full-attention layers
+    are coded; sliding-window layers stay in the model's dtype unless `quantize_sliding`; Mamba,
+    linear attention and shared layers are those of `DynamicCache`.
+
+        model.generate(**inputs, past_key_values=VQCache(model.config))
+
+    Attention reads the codes with the attention implementations `sdpa` and `vq`; any other decodes
+    them at every step, which is right but slow (`fallbacks` counts it, `strict` forbids it).
+
+    Args:
+        config: of the model.
+        scheme: `u4` (4 bits), `u3`, `u2`, `k4v2` (keys 4 bits, values 2), or a `KVScheme`; plus one
+            fp16 scale per token and head.
+        sinks: tokens at the start of each row that stay floats.
+        window: the newest tokens that stay floats, for each query.
+        max_cache_len: allocate for this many tokens at once, and refuse more; None = grow.
+        strict: raise instead of decoding for an attention that cannot read codes.
+        quantize_sliding: code sliding-window layers too.
+        offloading: keep all layers but the running one on the CPU (needs a GPU, else ignored).
+        key_means: calibrated mean of each layer's keys [heads, head_dim] (None for a layer that has
+            none), instead of measuring it on the prompt.
+
+    Raises:
+        VQCacheError: an argument has the wrong type or value.
+        VQSchemeError: the scheme is unknown.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        scheme: str | KVScheme = "u4",
+        sinks: int = 4,
+        window: int = 64,
+        max_cache_len: int | None = None,
+        strict: bool = False,
+        *,
+        quantize_sliding: bool = False,
+        offloading: bool = False,
+        key_means: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise VQCacheError(
+                f"VQCache needs the model's config as its first argument (VQCache(model.config)); "
+                f"got {type(config).__name__}."
+            )
+        _check_int("sinks", sinks, 0)
+        _check_int("window", window, 0)
+        if max_cache_len is not None:
+            _check_int("max_cache_len", max_cache_len, 1)
+        for name, flag in (
+            ("strict", strict), ("quantize_sliding", quantize_sliding), ("offloading", offloading)
+        ):  # fmt: skip
+            if not isinstance(flag, bool):
+                raise VQCacheError(f"VQCache({name}=...) must be True or False; got {flag!r}.")
+        self.options = LayerOptions(
+            _usable(kv_scheme(scheme)), sinks, window, max_cache_len, strict
+        )
+        self.quantize_sliding = quantize_sliding
+        self.prompt = Prompt()
+        # DynamicCache knows, in every version of Transformers, which layer of a config is what.
+        layers = DynamicCache(config=config).layers
+        means = _checked_means(key_means, len(layers))
+        for index, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                layers[index] = VQCacheLayer(self.options, self.prompt, index, means[index])
+            elif type(layer) is DynamicSlidingWindowLayer and quantize_sliding:
+                layers[index] = VQSlidingCacheLayer(
+                    self.options, self.prompt, index, means[index],
+                    sliding_window=layer.sliding_window,
+                )  # fmt: skip
+        if not any(isinstance(layer, VQCacheLayer) for layer in layers):
+            warnings.warn(
+                f"VQCache codes no layer of {type(config).__name__}: none has full attention. "
+                "quantize_sliding=True codes sliding-window layers.",
+                stacklevel=2,
+            )
+        super().__init__(layers=layers, offloading=offloading and torch.cuda.is_available())
+
+    def expect_prompt(
+        self, attention_mask: Tensor | None = None, length: int | None = None
+    ) -> None:
+        """Tell an empty cache about the prompt that comes; `model.generate` does this by itself.
+
+        Call it before a forward with left padding, so that each row's first real tokens become its
+        sinks and padding stays out of the mean of its keys.
+
+        Args:
+            attention_mask: [batch, tokens], nonzero for real tokens.
+            length: tokens of the prompt, if the first forward brings more than it.
+        """
+        if self.get_seq_length() == 0:
+            self.prompt.expect(attention_mask, length)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append to one layer; see `VQCacheLayer.update`."""
+        if self.offloading and key_states.device.type != "cuda":
+            # On the CPU everything is where offloading would move it, and there are no streams.
+            states: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
+                key_states, value_states, *args, **kwargs
+            )
+            return states
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return states
+
+    def reset(self) -> None:
+        """Forget all tokens and what was said of the prompt."""
+        super().reset()
+        self.prompt.expect(None, None)
+
+    @property
+    def coded_layers(self) -> list[VQCacheLayer]:
+        """The layers that hold codes."""
+        return [layer for layer in self.layers if isinstance(layer, VQCacheLayer)]
+
+    @property
+    def fallbacks(self) -> dict[int, int]:
+        """How often each coded layer was decoded to dense keys or values, by layer number."""
+        return {layer.index: layer.fallbacks for layer in self.coded_layers}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values held: codes, scales, floats, means."""
+        coded = sum(layer.k.nbytes + layer.v.nbytes for layer in self._started())
+        return coded + sum(_dense_bytes(layer) for layer in self.layers)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """`nbytes` plus the room that is kept ahead of the tokens."""
+        coded = sum(layer.k.allocated + layer.v.allocated for layer in self._started())
+        return coded + sum(_dense_bytes(layer) for layer in self.layers)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits of a coded number, scales included; 0.0 before the first update."""
+        bits = elements = 0
+        for layer in self._started():
+            for store in (layer.k, layer.v):
+                heads = store.mean.shape[1]
+                bits += 8 * heads * (store.codes.data.shape[3] + 2)
+                elements += heads * store.dim
+        return bits / elements if elements else 0.0
+
+    @property
+    def overall_bits_per_element(self) -> float:
+        """8 `nbytes` over the numbers of all tokens of the coded layers, floats included."""
+        elements = sum(
+            layer.k.mean.shape[0] * layer.k.mean.shape[1] * (layer.k.dim + layer.v.dim) * layer.held
+            for layer in self._started()
+        )
+        stored = sum(layer.k.nbytes + layer.v.nbytes for layer in self._started())
+        return 8 * stored / elements if elements else 0.0
+
+    def _started(self) -> list[VQCacheLayer]:
+        return [layer for layer in self.coded_layers if layer.is_initialized]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to one safetensors file: a prefilled prompt that can be shipped.
+
+        Raises:
+            VQCacheError: a layer is of a kind that cannot be saved.
+        """
+        from .file import save
+
+        save(self, Path(path))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        config: PreTrainedConfig,
+        *,
+        device: str | torch.device = "cpu",
+        strict: bool = False,
+    ) -> VQCache:
+        """Read what `save` wrote; generation goes on as if it had not been saved.
+
+        Args:
+            config: of the model that goes on; its layers must be those of the saved cache.
+            device: of the model.
+            strict: as in `VQCache`.
+
+        Raises:
+            VQFormatError: the file is not a saved cache, is damaged, newer, or of another model.
+        """
+        from .file import load
+
+        return load(Path(path), config, torch.device(device), strict)
+
+    def __repr__(self) -> str:
+        scheme = scheme_name(self.options.scheme) or self.options.scheme
+        coded, layers = len(self.coded_layers), len(self.layers)
+        return (
+            f"VQCache(scheme={scheme!r}, sinks={self.options.sinks}, window={self.options.window}, "
+            f"{coded} of {layers} layers coded, {self.get_seq_length()} tokens, "
+            f"{self.nbytes} bytes)"
+        )
+
+
+def _check_int(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise VQCacheError(f"VQCache({name}=...) must be an integer >= {low}; got {value!r}.")
+
+
+def _usable(scheme: KVScheme) -> KVScheme:
+    for part in (scheme.key, scheme.value):
+        learned = part.codebook != "universal"
+        if learned or part.residuals != 1 or part.lattice or part.rotation == "random_hadamard":
+            why = "learned codebooks" if learned else "residual stages, a lattice or stored signs"
+            raise VQCacheError(
+                f"{scheme_name(scheme) or part.notation()} needs {why}, which VQCache of this "
+                "version cannot use. Use u4, u3, u2 or k4v2."
+            )
+    return scheme
+
+
+def _checked_means(means: Sequence[Tensor | None] | None, layers: int) -> Sequence[Tensor | None]:
+    if means is None:
+        return [None] * layers
+    bad = not isinstance(means, Sequence) or len(means) != layers
+    if bad or any(m is not None and not isinstance(m, Tensor) for m in means):
+        raise VQCacheError(
+            f"VQCache(key_means=...) must list one tensor [heads, head_dim] or None for each of "
+            f"the {layers} layers."
+        )
+    return means
+
+
+def _dense_bytes(layer: Any) -> int:
+    if isinstance(layer, VQCacheLayer):
+        return 0
+    tensors = [getattr(layer, "keys", None), getattr(layer, "values", None)]
+    for name in ("conv_states", "recurrent_states"):
+        tensors += list((getattr(layer, name, None) or {}).values())
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))

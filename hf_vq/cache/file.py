@@ -1,0 +1,282 @@
+"""A cache in one safetensors file.
+
+layers.<i>.{k,v}_{codes,scale,tail,sinks}, layers.<i>.k_mean      coded layers, live tokens only
+layers.<i>.keys, layers.<i>.values                                layers in the model's dtype
+codebook.key, codebook.value                                      what the codes mean
+metadata["hf_vq_cache"]                                           JSON, see `_description`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import VQCacheError, VQError, VQFormatError
+from ..formats.catalog import KVScheme
+from ..formats.scheme import VQScheme
+from .layer import VQCacheLayer
+from .sliding import VQSlidingCacheLayer
+
+if TYPE_CHECKING:
+    from .cache import VQCache
+
+FORMAT_VERSION = 1
+_KEY = "hf_vq_cache"
+_KINDS = {
+    VQCacheLayer: "vq",
+    VQSlidingCacheLayer: "vq_sliding",
+    DynamicLayer: "dynamic",
+    DynamicSlidingWindowLayer: "sliding",
+}
+
+
+def save(cache: VQCache, path: Path) -> None:
+    """Write `cache` to `path`: the old file stays whole until the new one is."""
+    tensors: dict[str, Tensor] = {}
+    layers = [_layer_state(layer, f"layers.{i}.", tensors) for i, layer in enumerate(cache.layers)]
+    for layer in cache.coded_layers:
+        if layer.is_initialized:
+            tensors["codebook.key"] = layer.k.codebook.cpu().clone()
+            tensors["codebook.value"] = layer.v.codebook.cpu().clone()
+    scheme, options = cache.options.scheme, cache.options
+    description = {
+        "format_version": FORMAT_VERSION,
+        "key_scheme": scheme.key.spec(),
+        "value_scheme": scheme.value.spec(),
+        "centre_keys": scheme.centre_keys,
+        "sinks": options.sinks,
+        "window": options.window,
+        "max_cache_len": options.max_cache_len,
+        "quantize_sliding": cache.quantize_sliding,
+        "layers": layers,
+    }
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, {_KEY: json.dumps(description), "format": "pt"})
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    kind = _KINDS.get(type(layer))
+    if kind is None:
+        raise VQCacheError(
+            f"{prefix[:-1]} is a {type(layer).__name__}, which VQCache.save cannot write; only "
+            "attention layers can be saved."
+        )
+    state: dict[str, Any] = {"kind": kind, "length": layer.get_seq_length()}
+    if kind.endswith("sliding"):
+        state["sliding_window"] = layer.sliding_window
+    if not layer.is_initialized:
+        return state
+    if isinstance(layer, VQCacheLayer):
+        state.update(first_code=layer.first_code, start=layer._start, frozen=layer._frozen)
+        parts = {f"{side}_{name}": tensor for side, name, tensor in _parts(layer)}
+    else:
+        parts = {"keys": layer.keys, "values": layer.values}
+    tensors.update(
+        {
+            prefix + name: part.cpu().clone(memory_format=torch.contiguous_format)
+            for name, part in parts.items()
+        }
+    )
+    return state
+
+
+def _parts(layer: VQCacheLayer) -> list[tuple[str, str, Tensor]]:
+    parts = [("k", "mean", layer.k.mean)]
+    for side, store in (("k", layer.k), ("v", layer.v)):
+        parts += [
+            (side, "codes", store.codes.view()),
+            (side, "scale", store.scale.view()),
+            (side, "tail", store.tail.view()),
+            (side, "sinks", store.sinks),
+        ]
+    return parts
+
+
+def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: bool) -> VQCache:
+    """Read the cache at `path` for the model of `config`."""
+    from .cache import VQCache
+
+    description, tensors = _read(path)
+    try:
+        scheme = KVScheme(
+            VQScheme.parse(description["key_scheme"]),
+            VQScheme.parse(description["value_scheme"]),
+            _typed(description, "centre_keys", bool),
+        )
+        cache = VQCache(
+            config, scheme,
+            _typed(description, "sinks", int), _typed(description, "window", int),
+            description["max_cache_len"], strict,
+            quantize_sliding=_typed(description, "quantize_sliding", bool),
+        )  # fmt: skip
+        states = _typed(description, "layers", list)
+        kinds = [state["kind"] for state in states]
+        expected = [_KINDS.get(type(layer)) for layer in cache.layers]
+        if kinds != expected:
+            raise VQFormatError(
+                f"the cache has layers {_short(kinds)} but {type(config).__name__} needs "
+                f"{_short(expected)}; load it with the config of the model that made it"
+            )
+        for index, (layer, state) in enumerate(zip(cache.layers, states, strict=True)):
+            _Reader(index, state, tensors, device).fill(layer)
+        for name in ("codebook.key", "codebook.value"):
+            tensors.pop(name, None)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise VQFormatError(f"{path}: its description is damaged ({error!r}).") from None
+    except VQFormatError as error:
+        raise VQFormatError(f"{path}: {error}.") from None
+    except VQError as error:
+        raise VQFormatError(f"{path}: {error}") from None
+    if tensors:
+        raise VQFormatError(f"{path}: unexpected tensors {sorted(tensors)[:4]}.")
+    return cache
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, "pt") as file:
+            text = (file.metadata() or {}).get(_KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise VQFormatError(f"{path} cannot be read as a saved VQCache: {error}.") from None
+    try:
+        description = json.loads(text or "")
+    except json.JSONDecodeError:
+        raise VQFormatError(f"{path} was not written by VQCache.save.") from None
+    version = description.get("format_version") if isinstance(description, dict) else None
+    if type(version) is not int or version < 1:
+        raise VQFormatError(f"{path}: format_version {version!r} is not a number of a version.")
+    if version > FORMAT_VERSION:
+        raise VQFormatError(
+            f"{path} has format_version {version}, this hf_vq reads up to {FORMAT_VERSION}; "
+            "upgrade hf_vq."
+        )
+    return description, tensors
+
+
+def _typed(description: dict[str, Any], name: str, kind: type) -> Any:
+    value = description[name]
+    if type(value) is not kind:
+        raise VQFormatError(f"{name} is {value!r}, expected {kind.__name__}")
+    return value
+
+
+def _short(kinds: list[Any]) -> str:
+    return f"{len(kinds)} x {kinds[0]}" if len(set(kinds)) == 1 else str(kinds)
+
+
+class _Reader:
+    """Checks the tensors of one layer and puts them into it, taking them out of `tensors`."""
+
+    def __init__(
+        self, index: int, state: dict[str, Any], tensors: dict[str, Tensor], device: torch.device
+    ) -> None:
+        self.prefix, self.state, self.tensors, self.device = (
+            f"layers.{index}.",
+            state,
+            tensors,
+            device,
+        )
+
+    def number(self, name: str) -> int:
+        value: int = _typed(self.state, name, int)
+        if not 0 <= value < 1 << 40:
+            raise VQFormatError(f"{self.prefix}{name} is {value}")
+        return value
+
+    def take(self, name: str, dtype: torch.dtype | None, *shape: int | None) -> Tensor:
+        """The tensor `name` with this dtype and shape (None = any)."""
+        tensor = self.tensors.pop(self.prefix + name, None)
+        if tensor is None:
+            raise VQFormatError(f"{self.prefix}{name} is missing")
+        fits = tensor.ndim == len(shape) and all(
+            want in (None, have) for want, have in zip(shape, tensor.shape, strict=False)
+        )
+        if not fits or (dtype is not None and tensor.dtype != dtype):
+            raise VQFormatError(
+                f"{self.prefix}{name} is {tensor.dtype} {list(tensor.shape)}, expected "
+                f"{dtype or 'floats'} {['any' if size is None else size for size in shape]}"
+            )
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise VQFormatError(f"{self.prefix}{name} holds NaN or infinity")
+        return tensor.to(self.device)
+
+    def fill(self, layer: Any) -> None:
+        """Restore `layer`."""
+        if self.state.get("sliding_window") != getattr(layer, "sliding_window", None):
+            raise VQFormatError(
+                f"{self.prefix}sliding_window is {self.state.get('sliding_window')}, the model has "
+                f"{getattr(layer, 'sliding_window', None)}"
+            )
+        length = self.number("length")
+        if length == 0:
+            return
+        if isinstance(layer, VQCacheLayer):
+            self._fill_coded(layer, length)
+            return
+        held = None if layer.is_sliding else length
+        keys = self.take("keys", None, None, None, held, None)
+        values = self.take("values", keys.dtype, *keys.shape[:3], None)
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if layer.is_sliding:
+            layer.cumulative_length = length
+
+    def _fill_coded(self, layer: VQCacheLayer, length: int) -> None:
+        tail_k = self.take("k_tail", None, None, None, None, None)
+        tail_v = self.take("v_tail", tail_k.dtype, *tail_k.shape[:3], None)
+        if not tail_k.is_floating_point() or tail_k.shape[2] > length:
+            raise VQFormatError(f"{self.prefix}k_tail is {tail_k.dtype} {list(tail_k.shape)}")
+        layer.lazy_initialization(tail_k, tail_v)
+        batch, heads = tail_k.shape[:2]
+        first, start, frozen = self.number("first_code"), self.state["start"], self.state["frozen"]
+        rows = 1 if start is None else batch
+        lists = [frozen] if start is None else [frozen, start]
+        if any(not isinstance(each, list) or len(each) != rows for each in lists):
+            raise VQFormatError(f"{self.prefix}start and frozen do not fit a batch of {batch}")
+        if not all(type(flag) is bool for flag in frozen) or not all(
+            type(position) is int and 0 <= position <= length for position in start or []
+        ):
+            raise VQFormatError(f"{self.prefix}start or frozen holds a wrong value")
+        layer.k.mean = self.take("k_mean", torch.float32, batch, heads, 1, layer.k.dim)
+        coded = None
+        for side, store, tail in (("k", layer.k, tail_k), ("v", layer.v, tail_v)):
+            width = store.codes.data.shape[3]
+            codes = self.take(f"{side}_codes", torch.uint8, batch, heads, coded, width)
+            coded = codes.shape[2]
+            scale = self.take(f"{side}_scale", torch.float16, batch, heads, coded, 1)
+            sinks = self.take(f"{side}_sinks", tail.dtype, batch, heads, layer.sinks, store.dim)
+            store.codes.replace(codes)
+            store.scale.replace(scale)
+            store.tail.replace(tail)
+            store.sinks = sinks
+        layer.length, layer.first_code, layer._frozen = length, first, list(frozen)
+        layer._set_start(start)
+        if not layer.tail_start <= layer.coded <= length or layer.coded < length - layer.window:
+            raise VQFormatError(f"{self.prefix}codes cover {layer.coded} of {length} tokens")
+        self._check_codebooks(layer)
+
+    def _check_codebooks(self, layer: VQCacheLayer) -> None:
+        for name, store in (("codebook.key", layer.k), ("codebook.value", layer.v)):
+            stored = self.tensors.get(name)
+            if stored is None or not torch.equal(stored, store.codebook.cpu()):
+                raise VQFormatError(
+                    f"{name} is not the universal codebook of {store.scheme.notation()} in this "
+                    "version of hf_vq; install the version that wrote the file"
+                )

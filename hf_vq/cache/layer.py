@@ -1,0 +1,415 @@
+"""One layer of `VQCache`: which tokens are floats, which are codes, and when.
+
+    query at position i reads   floats of the sinks, of every j > i - window, and of its own update
+                                codes of all other tokens
+    encoded                     when a token leaves the window of the newest query; once, for ever
+    tail of floats              window + SLACK tokens, so that a crop finds its window whole
+
+Whether a token is read as float or as code depends on positions only, never on how the tokens
+arrived, so chunks, rejected candidates and beams do not change the answer. A crop deeper than SLACK
+(and not announced by `activate_past_recording`) finds some tokens of the window as codes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import VQCacheError
+from ..formats.catalog import KVScheme
+from ..formats.scheme import VQScheme
+from ..formats.shared import universal_tensor
+from ..ops.attention import CachedKV
+from .handle import Update, VQHandle
+from .prompt import Prompt
+from .store import Store, key_mean
+from .tape import Tape
+
+SLACK = 32  # floats kept beyond the window
+
+
+@lru_cache(maxsize=64)
+def _codebook(scheme: VQScheme, device: torch.device) -> Tensor:
+    return universal_tensor(scheme).to(device)
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """The options of `VQCache` that a layer needs; see there."""
+
+    scheme: KVScheme
+    sinks: int
+    window: int
+    max_cache_len: int | None = None
+    strict: bool = False
+
+
+class VQCacheLayer(CacheLayerMixin):
+    """A full-attention layer stored as codes.
+
+    Args:
+        options: shared by all layers.
+        prompt: what the cache was told about the prompt; shared by all layers.
+        index: number of the layer, for messages.
+        key_mean: calibrated mean [H, D] of this layer's keys; None = measured on the prompt.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(
+        self,
+        options: LayerOptions,
+        prompt: Prompt,
+        index: int,
+        key_mean: Tensor | None = None,
+    ) -> None:
+        self.options, self.prompt, self.index = options, prompt, index
+        self.sinks, self.window = options.sinks, options.window
+        self.calibrated_mean = key_mean
+        self.record_past = False
+        self.fallbacks = 0
+        self.version = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_initialized = False
+        self.length = 0  # tokens seen; the position of the next one
+        self.first_code = 0  # position of the first code held
+        self.k: Store
+        self.v: Store
+        self._start: list[int] | None = None
+        self._start_tensor: Tensor | None = None
+        self._frozen: list[bool] = []
+
+    @property
+    def where(self) -> str:
+        """The layer's name in messages."""
+        return f"layer {self.index} of the cache"
+
+    @property
+    def tail_start(self) -> int:
+        """Position of the oldest token of the tail."""
+        return self.length - len(self.k.tail)
+
+    @property
+    def coded(self) -> int:
+        """Position after the last coded token."""
+        return self.first_code + len(self.k.codes)
+
+    @property
+    def held(self) -> int:
+        """Tokens that are still in the layer, as floats or codes."""
+        return self.length - self.first_code
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for keys [B, H, n, D] and values [B, H, n, Dv]."""
+        self._check_states(key_states, value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        limit = self.options.max_cache_len
+        stores = []
+        for like, scheme in (
+            (key_states, self.options.scheme.key),
+            (value_states, self.options.scheme.value),
+        ):
+            codebook = _codebook(scheme, like.device)
+            stores.append(
+                Store(
+                    like, scheme, codebook,
+                    sinks=self.sinks, capacity=limit or 0, limit=limit, where=self.where,
+                )
+            )  # fmt: skip
+        self.k, self.v = stores
+        self._set_start(self.prompt.starts_for(key_states.shape[0]))
+        self._frozen = [not self.options.scheme.centre_keys] * (
+            1 if self._start is None else len(self._start)
+        )
+        if self.calibrated_mean is not None:
+            self._use_calibrated_mean(self.calibrated_mean)
+        self.is_initialized = True
+
+    def _set_start(self, start: list[int] | None) -> None:
+        self._start = start
+        self._start_tensor = None if start is None else torch.tensor(start, device=self.device)
+
+    def _use_calibrated_mean(self, mean: Tensor) -> None:
+        heads, dim = self.k.mean.shape[1], self.k.mean.shape[3]
+        if tuple(mean.shape) != (heads, dim):
+            raise VQCacheError(
+                f"key_means of {self.where} is {list(mean.shape)}, the model's keys need "
+                f"[{heads}, {dim}] (heads, head_dim)."
+            )
+        self.k.mean = mean.to(self.k.mean)[None, :, None].expand_as(self.k.mean).clone()
+        self._frozen = [True] * len(self._frozen)
+
+    def _check_states(self, k: Tensor, v: Tensor) -> None:
+        problem = None
+        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
+            problem = (
+                f"keys {list(k.shape)} and values {list(v.shape)}; they must be [batch, heads, "
+                "tokens, head_dim] and agree in the first three"
+            )
+        elif not k.is_floating_point() or k.dtype != v.dtype or k.device != v.device:
+            problem = f"keys {k.dtype} on {k.device} and values {v.dtype} on {v.device}"
+        elif self.is_initialized:
+            held, new = self.k.tail.data, (k.shape[0], k.shape[1], k.shape[3], v.shape[3])
+            had = (held.shape[0], held.shape[1], self.k.dim, self.v.dim)
+            if new != had:
+                problem = (
+                    f"[batch, heads, head_dim of keys, of values] = {list(new)} after {list(had)}; "
+                    "use a new cache, or batch_select_indices, for another batch"
+                )
+            elif k.dtype != self.dtype or k.device != self.device:
+                problem = (
+                    f"{k.dtype} on {k.device} after {self.dtype} on {self.device}; load or make "
+                    "the cache for the model's dtype and device"
+                )
+        if problem:
+            raise VQCacheError(f"{self.where} was updated with {problem}.")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys [B, H, n, D] and values [B, H, n, Dv]; return all that attention may see.
+
+        Returns:
+            The tensors themselves if the layer was empty, else two `VQHandle`s [B, H, length, D].
+
+        Raises:
+            VQCacheError: shape, dtype or device changed, or the cache is full.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check_states(key_states, value_states)
+        before, count = self.length, key_states.shape[2]
+        limit = self.options.max_cache_len
+        if limit is not None and before + count > limit:
+            raise VQCacheError(
+                f"{self.where} is full: {before + count} tokens, max_cache_len={limit}. Make the "
+                "cache larger or shorten the prompt."
+            )
+        if count == 0:
+            return self._held("k"), self._held("v")
+        window = []  # floats of everything that is not encoded yet, and of the window
+        for store, tokens in ((self.k, key_states), (self.v, value_states)):
+            store.remember_sinks(tokens, before, self._start_tensor)
+            window.append(self._floats_with(store.tail, tokens, before))
+        self.length += count
+        self._encode(window[0], window[1], count if before == 0 else 0)
+        result: tuple[Tensor, Tensor] = (key_states, value_states)
+        if before:
+            update = Update(self._visible(window[0], window[1], before, count), self)
+            result = VQHandle(update, "k"), VQHandle(update, "v")
+        self._trim(window[0], window[1])
+        return result
+
+    def _floats_with(self, tail: Tape, tokens: Tensor, before: int) -> Tensor:
+        """The tail, then `tokens`. Many tokens do not enter the tape: `_trim` keeps the last."""
+        if before == 0:
+            return tokens
+        if tokens.shape[2] > SLACK:
+            return torch.cat([tail.view(), tokens], 2)
+        tail.append(tokens)
+        return tail.view()
+
+    def _encode(self, keys: Tensor, values: Tensor, prompt: int) -> None:
+        """Encode the tokens that left the window of the newest query.
+
+        Args:
+            keys: floats [B, H, n, D] of the n newest tokens.
+            values: floats [B, H, n, Dv].
+            prompt: tokens of the first update, 0 if this is a later one.
+        """
+        begin, end = self.coded, self.length - self.window
+        if end <= begin:
+            return
+        origin = self.length - keys.shape[2]
+        self._freeze_means(keys, origin, end, min(prompt, self.prompt.length or prompt))
+        for store, floats in ((self.k, keys), (self.v, values)):
+            store.encode(floats[:, :, begin - origin : end - origin])
+
+    def _freeze_means(self, keys: Tensor, origin: int, end: int, prompt: int) -> None:
+        """Decide the mean of each row whose first token after the sinks is about to be encoded.
+
+        It is the mean over the prompt if that is longer than sinks + window, else over the first
+        half of the first window. Neither contains a candidate that can still be rejected (unless
+        window / 2 of them are in flight), so assisted decoding finds the mean of greedy decoding.
+        """
+        starts = [0] if self._start is None else self._start
+        for row, start in enumerate(starts):
+            first = start + self.sinks
+            if self._frozen[row] or end <= first:
+                continue
+            last = prompt if prompt > first + self.window else first + max(self.window // 2, 1)
+            rows = slice(None) if self._start is None else slice(row, row + 1)
+            mean = self.k.mean.clone()
+            known = keys[rows, :, max(start - origin, 0) : last - origin]
+            mean[rows] = key_mean(known, first - max(start, origin))
+            self.k.mean, self._frozen[row] = mean, True
+
+    def _trim(self, keys: Tensor, values: Tensor) -> None:
+        """Forget floats that no query will read, unless a crop was announced."""
+        for store, floats in ((self.k, keys), (self.v, values)):
+            keep = (
+                floats.shape[2] if self.record_past else min(floats.shape[2], self._tail_length())
+            )
+            if len(store.tail) == floats.shape[2]:
+                store.tail.drop(floats.shape[2] - keep)
+            else:
+                store.tail.replace(floats[:, :, floats.shape[2] - keep :])
+
+    def _tail_length(self) -> int:
+        return self.window + SLACK
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _visible(self, keys: Tensor, values: Tensor, before: int, fresh: int) -> CachedKV:
+        """What attention sees, given the floats [B, H, n, D] of the n newest tokens."""
+        return self._cached(keys, values, 0, fresh)
+
+    def _cached(self, keys: Tensor, values: Tensor, first: int, fresh: int) -> CachedKV:
+        """The tokens from position `first` on."""
+        skip = first - self.first_code
+        tail_start = self.length - keys.shape[2]
+        tail_skip = max(first - tail_start, 0)
+        return CachedKV(
+            sink_k=self.k.sinks, sink_v=self.v.sinks,
+            k_codes=self.k.codes.view()[:, :, skip:], k_scale=self.k.scale.view()[:, :, skip:],
+            k_mean=self.k.mean,
+            v_codes=self.v.codes.view()[:, :, skip:], v_scale=self.v.scale.view()[:, :, skip:],
+            tail_k=keys[:, :, tail_skip:], tail_v=values[:, :, tail_skip:],
+            codebook_k=self.k.codebook, codebook_v=self.v.codebook,
+            start=self._start_tensor, tail_start=tail_start + tail_skip - first,
+            window=self.window, fresh=fresh,
+            key_scheme=self.k.scheme, value_scheme=self.v.scheme,
+        )  # fmt: skip
+
+    def _held(self, side: str) -> Tensor:
+        cached = self._cached(self.k.tail.view(), self.v.tail.view(), self.first_code, 0)
+        return VQHandle(Update(cached, self), side)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All keys held, as a handle; None before the first update."""
+        return self._held("k") if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """All values held, as a handle; None before the first update."""
+        return self._held("v") if self.is_initialized else None
+
+    def count_fallback(self) -> None:
+        """Record that a handle was decoded because an operation asked for dense numbers.
+
+        Raises:
+            VQCacheError: the cache is `strict`.
+        """
+        if self.options.strict:
+            raise VQCacheError(
+                f"{self.where} would be decoded: the model's attention does not read codes. Use "
+                'model.set_attn_implementation("vq"), or VQCache(strict=False) to accept the cost.'
+            )
+        self.fallbacks += 1
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that an update with `query_length` tokens will return."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """`max_cache_len`, -1 without one."""
+        return self.options.max_cache_len or -1
+
+    # -- rows and ends ---------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.version += 1
+        self._clear()
+
+    def activate_past_recording(self) -> None:
+        """Keep all floats until the next `crop`, so that it finds its window whole."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens.
+
+        A positive number is the length to keep (the meaning before Transformers 5.20).
+        """
+        if not self.is_initialized:
+            return
+        remove = (
+            max(self.length - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
+        )
+        if remove >= self.length > 0:
+            self.reset()
+        elif remove:
+            self.version += 1
+            self.length -= remove
+            for store in (self.k, self.v):
+                extra = self.first_code + len(store.codes) - self.length
+                store.codes.pop(max(extra, 0))
+                store.scale.pop(max(extra, 0))
+                store.tail.pop(remove)
+        self._forget_past()
+
+    def _forget_past(self) -> None:
+        """Drop what `record_past` kept."""
+        if self.is_initialized:
+            for store in (self.k, self.v):
+                store.tail.drop(len(store.tail) - self._tail_length())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        for store in (self.k, self.v):
+            store.map(function)
+        if self._start_tensor is not None:
+            self._start_tensor = function(self._start_tensor)
+
+    def _select(self, function: Callable[[Tensor], Tensor]) -> None:
+        if not self.is_initialized:
+            return
+        if self._start_tensor is not None:
+            frozen = torch.tensor(self._frozen, device=self.device)
+            self._frozen = function(frozen).tolist()
+        self._map(function)
+        if self._start_tensor is not None:
+            self._start = self._start_tensor.tolist()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes row `beam_idx[b]`."""
+        self._select(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._select(lambda rows: rows.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._select(lambda rows: rows[indices.to(rows.device)])
+
+    def offload(self) -> None:
+        """Move to the CPU."""
+        if self.is_initialized:
+            self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move back to the device of the model."""
+        if self.is_initialized:
+            self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def __repr__(self) -> str:
+        if not self.is_initialized:
+            return f"{type(self).__name__}(empty)"
+        return f"{type(self).__name__}({self.length} tokens, {len(self.k.codes)} coded)"

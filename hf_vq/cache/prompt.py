@@ -1,0 +1,42 @@
+"""What a cache is told about the prompt before it comes; all its layers read the same object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import VQCacheError
+
+
+@dataclass
+class Prompt:
+    """The prompt that an empty cache is about to receive. `model.generate` fills this in.
+
+    Args:
+        length: tokens of the prompt, padding included. The first update may bring more: candidates
+            of assisted decoding, which may be rejected and must not decide the mean of the keys.
+        start: position of the first real token of each row (left padding); None = all 0.
+    """
+
+    length: int | None = None
+    start: list[int] | None = None
+
+    def expect(self, attention_mask: Tensor | None, length: int | None) -> None:
+        """Take the facts from an attention mask [B, T] (nonzero = real) or a plain length."""
+        self.length, self.start = length, None
+        if attention_mask is None:
+            return
+        if attention_mask.ndim != 2:
+            raise VQCacheError(
+                f"expect_prompt needs an attention mask [batch, tokens]; got "
+                f"{list(attention_mask.shape)}."
+            )
+        self.length = attention_mask.shape[1] if length is None else length
+        # argmax finds the first 1; a row without any counts as unpadded.
+        start: list[int] = (attention_mask != 0).int().argmax(1).tolist()
+        self.start = start if any(start) else None
+
+    def starts_for(self, batch: int) -> list[int] | None:
+        """`start` for a batch of `batch` rows; None if it was said of another batch."""
+        return self.start if self.start is not None and len(self.start) == batch else None

@@ -1,0 +1,270 @@
+"""`hf-vq`: quantize, evaluate and look at models from a shell; `optimum-cli vq` is the same.
+
+Exit status: 0 done, 1 interrupted or an unexpected error, 2 an error that says what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .errors import VQConfigError, VQError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="hf-vq",
+        description="Vector quantization of weights and KV cache for Hugging Face Transformers.",
+    )
+    from . import __version__
+
+    parser.add_argument("--version", action="version", version=f"hf-vq {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for add in (_add_quantize, _add_eval, _add_info, _add_explain, _add_demo):
+        verb = add(verbs)
+        verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except VQError as error:
+        if args.debug:
+            raise
+        message = " ".join(str(error).split())
+        print(f"hf-vq: error: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("hf-vq: interrupted; nothing was left behind", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `hf-vq info ... | head`
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+def _add_quantize(verbs: Any) -> argparse.ArgumentParser:
+    verb = _verb(verbs, "quantize", _quantize, "Quantize a model and save it.")
+    verb.add_argument("model", metavar="MODEL", help="directory or Hub id of the original")
+    verb.add_argument("out", metavar="OUT", help="directory to write; must not hold anything yet")
+    verb.add_argument("--scheme", default="vq-4", help="name or spec string (default: %(default)s)")
+    verb.add_argument(
+        "--skip", nargs="+", metavar="NAME", help="modules to leave as they are, besides the head"
+    )
+    _add_loading(verb)
+    verb.add_argument("--push-to", metavar="REPO", help="also push to this Hub repository")
+    verb.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    return verb
+
+
+def _add_eval(verbs: Any) -> argparse.ArgumentParser:
+    verb = _verb(verbs, "eval", _eval, "Perplexity, KL divergence, stored bits, tokens per second.")
+    verb.add_argument("model", metavar="MODEL", help="directory or Hub id, quantized or not")
+    verb.add_argument("--reference", metavar="MODEL", help="the original, to compare with")
+    verb.add_argument("--text", metavar="FILE", help="UTF-8 text (default: the demo's)")
+    verb.add_argument("--tokens", type=_positive, metavar="N", help="tokens of the text to use")
+    verb.add_argument(
+        "--context", type=_positive, default=1024, metavar="L", help="default: %(default)s"
+    )
+    verb.add_argument("--cache", metavar="SCHEME", help="read keys and values from a VQCache")
+    _add_loading(verb)
+    verb.add_argument("--json", metavar="OUT", help="also write the result here; - is stdout")
+    return verb
+
+
+def _add_info(verbs: Any) -> argparse.ArgumentParser:
+    verb = _verb(verbs, "info", _info, "What a checkpoint holds, without loading its weights.")
+    verb.add_argument("model", metavar="MODEL", help="directory or Hub id")
+    verb.add_argument("--json", metavar="OUT", help="also write the result here; - is stdout")
+    return verb
+
+
+def _add_explain(verbs: Any) -> argparse.ArgumentParser:
+    verb = _verb(verbs, "explain", _explain, "Which kernel runs each layer, and why no faster one.")
+    verb.add_argument("model", metavar="MODEL", help="directory or Hub id of a quantized model")
+    _add_loading(verb)
+    return verb
+
+
+def _add_demo(verbs: Any) -> argparse.ArgumentParser:
+    verb = _verb(verbs, "demo", _demo, "Quantize, save, reload, generate, and print one table.")
+    verb.add_argument("--model", metavar="MODEL", help="the original (default: the embedded one)")
+    verb.add_argument("--scheme", nargs="+", metavar="S", help="default: vq-4 vq-2")
+    verb.add_argument("--text", metavar="FILE", help="UTF-8 text to measure on")
+    verb.add_argument("--tokens", type=_positive, default=8192, metavar="N", help="of the text")
+    verb.add_argument("--json", metavar="OUT", help="also write a record here")
+    return verb
+
+
+def _verb(
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], None], text: str
+) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
+    verb.set_defaults(run=run)
+    return verb
+
+
+def _add_loading(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--dtype", choices=DTYPES, default="auto", help="of what is not quantized")
+    verb.add_argument("--device-map", metavar="MAP", help="as from_pretrained takes it")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError("must be positive")
+    return value
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    from .bench.info import describe, kinds_table
+    from .bench.load import load_model, load_tokenizer
+    from .bench.storage import read_config
+    from .formats.catalog import weight_scheme
+    from .hf.save import replacing
+
+    scheme = weight_scheme(args.scheme)
+    out = Path(args.out)
+    if out.exists() and not args.force and (not out.is_dir() or any(out.iterdir())):
+        raise VQConfigError(f"{out} exists; choose another directory or give --force.")
+    found = (read_config(args.model).get("quantization_config") or {}).get("quant_method")
+    if found:
+        raise VQConfigError(
+            f"{args.model} is quantized already ({found}); quantize the original model."
+        )
+    model = load_model(
+        args.model,
+        dtype=_dtype(args.dtype),
+        scheme=args.scheme,
+        device_map=args.device_map,
+        skip=args.skip,
+    )
+    tokenizer = _tokenizer_or_none(load_tokenizer, args.model)
+
+    with replacing(out) as folder:  # model and tokenizer, whole or not at all
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    description = describe(str(out))
+    print(kinds_table(description))
+    print(
+        f"\n{args.scheme}: {description['bits_per_weight']:.3f} bits per quantized weight "
+        f"({scheme.bits():g} nominal), {description['bits_per_parameter']:.3f} per parameter, "
+        f"{description['bytes'] / 1e6:.2f} MB in {out}"
+    )
+    if args.push_to:
+        model.push_to_hub(args.push_to)
+        if tokenizer is not None:
+            tokenizer.push_to_hub(args.push_to)
+        print(f"pushed to {args.push_to}")
+
+
+def _tokenizer_or_none(load: Callable[[str], Any], model: str) -> Any:
+    try:
+        return load(model)
+    except VQError as error:
+        print(f"hf-vq: saving without a tokenizer: {error}", file=sys.stderr)
+        return None
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from .bench.demo import demo_files
+    from .bench.evaluate import evaluate
+
+    found = evaluate(
+        args.model,
+        text=args.text or demo_files()[1],
+        reference=args.reference,
+        tokens=args.tokens,
+        context=args.context,
+        cache=args.cache,
+        dtype=args.dtype,
+        device_map=args.device_map,
+    )
+    if args.json != "-":
+        print(found.table())
+        if found.score is None:
+            print("\nGive --reference for the KL divergence from the original.")
+    _write_json(args.json, found.to_dict())
+
+
+def _info(args: argparse.Namespace) -> None:
+    from .bench.info import describe, show
+
+    found = describe(args.model)
+    if args.json != "-":
+        print(show(found))
+    _write_json(args.json, found)
+
+
+def _explain(args: argparse.Namespace) -> None:
+    from .bench.load import load_model
+    from .hf.explain import explain
+
+    model = load_model(args.model, dtype=_dtype(args.dtype), device_map=args.device_map)
+    print(explain(model))
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from .bench import demo
+    from .bench.record import make_record
+    from .bench.show import text_table
+
+    model, text = args.model, args.text
+    if model is None or text is None:
+        files = demo.demo_files()
+        model, text = model or files[0], text or files[1]
+    schemes = " ".join(args.scheme or demo.SCHEMES).replace(",", " ").split()
+    with warnings.catch_warnings():
+        # The demo shows what data-free 2 bits cost; the advice to calibrate is for users.
+        warnings.filterwarnings("ignore", message=".*without calibration data.*")
+        settings, results = demo.run(
+            model,
+            text,
+            schemes=schemes,
+            tokens=args.tokens,
+            say=lambda line: print(line, flush=True),
+        )
+    head, *rows = results["table"]
+    print("\n" + text_table(head, rows))
+    if not demo.autoloads():
+        print(
+            "\nThe new process had to import hf_vq: it is not installed, or HF_VQ_AUTOLOAD=0. "
+            "Run `pip install -e .` to load models without importing it."
+        )
+    _write_json(args.json, make_record("demo", "make demo", settings, results))
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return name if name == "auto" else getattr(torch, name)
+
+
+def _write_json(out: str | None, found: dict[str, Any]) -> None:
+    if out is None:
+        return
+    if out == "-":
+        print(json.dumps(found, indent=1, allow_nan=False))
+        return
+    from .bench.record import write_record
+
+    try:
+        write_record(found, Path(out))
+    except OSError as error:
+        raise VQError(f"cannot write {out}: {error.strerror}.") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Every HF_VQ_* environment variable: its default, what it does, and how it is read.
+
+`python -m hf_vq.env` prints the table that the README carries.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def flag(text: str) -> bool:
+    """Read `1/0`, `true/false`, `yes/no` or `on/off`; anything else raises ValueError."""
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("expected 0 or 1")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable, read anew at every `get()`: it may change while Python runs."""
+
+    name: str
+    default: T
+    doc: str
+    read: Callable[[str], T]
+
+    def get(self) -> T:
+        """Its value now. Unset or empty means the default; a value it cannot read raises."""
+        text = os.environ.get(self.name, "")
+        if not text.strip():
+            return self.default
+        try:
+            return self.read(text)
+        except ValueError as error:
+            raise ValueError(f"{self.name}={text!r}: {error}") from None
+
+
+AUTOLOAD = Variable(
+    "HF_VQ_AUTOLOAD",
+    True,
+    "`0`: a process loads VQ models only after it imported hf_vq itself.",
+    flag,
+)
+BACKEND = Variable(
+    "HF_VQ_BACKEND",
+    "",
+    "Run only the rows of the dispatch table with this name or prefix, for example `reference`.",
+    str.strip,
+)
+NO_NATIVE = Variable(
+    "HF_VQ_NO_NATIVE",
+    False,
+    "`1` while installing: build without a compiler; ops run in PyTorch.",
+    flag,
+)
+
+VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (AUTOLOAD, BACKEND, NO_NATIVE)
+
+
+def table() -> str:
+    """All variables as a Markdown table."""
+    rows = ["| variable | default | meaning |", "|---|---|---|"]
+    for variable in VARIABLES:
+        default = variable.default
+        shown = (
+            f"`{int(default) if isinstance(default, bool) else default}`" if default != "" else ""
+        )
+        rows.append(f"| `{variable.name}` | {shown} | {variable.doc} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

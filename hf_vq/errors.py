@@ -1,0 +1,25 @@
+"""Every error that hf_vq raises on purpose. The message says what, where and what to do."""
+
+
+class VQError(ValueError):
+    """Base of all errors of hf_vq: catching it catches every one below."""
+
+
+class VQSchemeError(VQError):
+    """An unknown scheme, a wrong value in one of its fields, a dimension it cannot pack."""
+
+
+class VQConfigError(VQError):
+    """An argument of `VQConfig`, or a stored value, of a wrong type or out of range."""
+
+
+class VQFormatError(VQError):
+    """A stored tensor is missing, of the wrong shape or type, truncated or corrupted."""
+
+
+class VQCacheError(VQError):
+    """A KV cache is asked for something that it, or the model it serves, cannot do."""
+
+
+class VQBackendError(VQError):
+    """No kernel can run an op, or the one that was forced cannot: the message lists why."""

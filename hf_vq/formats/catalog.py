@@ -1,0 +1,119 @@
+"""The named schemes: what a user writes in `VQConfig("vq-4")` and `VQCache(scheme="u4")`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from ..errors import VQSchemeError
+from .scheme import VQScheme
+
+
+def _gauss(vector_size: int, entry_bits: int, **fields: Any) -> VQScheme:
+    return VQScheme(vector_size, entry_bits, **fields)
+
+
+def _learned(vector_size: int, entry_bits: int, residuals: int, codebook: str) -> VQScheme:
+    return VQScheme(vector_size, entry_bits, residuals, codebook, scale_group=0, rotation="none")
+
+
+WEIGHT_SCHEMES: dict[str, VQScheme] = {
+    "vq-4": _gauss(2, 8),
+    "vq-3": _gauss(2, 6),
+    "vq-2": _gauss(4, 8),
+    **{f"turboquant-{bits}": _gauss(1, bits) for bits in range(1, 9)},
+    "turboquant-4+4": _gauss(1, 4, residuals=2, stages="nested"),
+    "quip-sharp-4": _gauss(8, 16, residuals=2, lattice="e8p"),
+    "quip-sharp-2": _gauss(8, 16, lattice="e8p"),
+    "aqlm-3": _learned(8, 12, 2, "tensor"),
+    "aqlm-2": _learned(8, 8, 2, "tensor"),
+    "gptvq-2": _learned(4, 8, 1, "tile"),
+}
+"""Weight schemes by name (the papers of each: docs/architecture.md)."""
+
+
+@dataclass(frozen=True)
+class KVScheme:
+    """How keys and values are stored: one `VQScheme` each, a row being the head_dim numbers of one
+    token and head.
+
+    Args:
+        key: scheme of the keys (after RoPE).
+        value: scheme of the values.
+        centre_keys: subtract a frozen per-head mean from the keys before encoding.
+    """
+
+    key: VQScheme
+    value: VQScheme
+    centre_keys: bool = True
+
+
+def _row(vector_size: int, entry_bits: int) -> VQScheme:
+    return VQScheme(vector_size, entry_bits, scale_group=0, rotation="hadamard", rotation_block=0)
+
+
+def _per_channel(vector_size: int, entry_bits: int) -> VQScheme:
+    return VQScheme(
+        vector_size, entry_bits, codebook="channel_group", scale_group=0, rotation="none"
+    )
+
+
+def _same(scheme: VQScheme, centre_keys: bool = True) -> KVScheme:
+    return KVScheme(scheme, scheme, centre_keys)
+
+
+KV_SCHEMES: dict[str, KVScheme] = {
+    "u4": _same(_row(2, 8)),
+    "u3": _same(_row(2, 6)),
+    "u2": _same(_row(4, 8)),
+    "k4v2": KVScheme(_row(2, 8), _row(4, 8)),
+    "cq-4": _same(_per_channel(2, 8), centre_keys=False),
+    "cq-2": _same(_per_channel(4, 8), centre_keys=False),
+    "nomad-4": _same(_per_channel(1, 4), centre_keys=False),
+    "nomad-2": _same(_per_channel(2, 4), centre_keys=False),
+    "nomad-1": _same(_per_channel(4, 4), centre_keys=False),
+}
+"""KV cache schemes by name. `cq-*` and `nomad-*` need codebooks learned from recorded keys."""
+
+
+def weight_scheme(scheme: str | dict[str, Any] | VQScheme) -> VQScheme:
+    """The weight scheme of a name, a spec string, a dict of fields or a `VQScheme`.
+
+    Raises:
+        VQSchemeError: no such scheme; the message lists the names.
+    """
+    if isinstance(scheme, VQScheme):
+        return scheme
+    if isinstance(scheme, dict):
+        return VQScheme.from_dict(scheme)
+    if isinstance(scheme, str) and scheme in WEIGHT_SCHEMES:
+        return WEIGHT_SCHEMES[scheme]
+    if isinstance(scheme, str) and scheme.startswith("vq") and "x" in scheme:
+        return VQScheme.parse(scheme)
+    raise _unknown("weight", scheme, list(WEIGHT_SCHEMES))
+
+
+def kv_scheme(scheme: str | KVScheme) -> KVScheme:
+    """The KV scheme of a name or a `KVScheme`.
+
+    Raises:
+        VQSchemeError: no such scheme; the message lists the names.
+    """
+    if isinstance(scheme, KVScheme):
+        return scheme
+    if isinstance(scheme, str) and scheme in KV_SCHEMES:
+        return KV_SCHEMES[scheme]
+    raise _unknown("KV cache", scheme, list(KV_SCHEMES))
+
+
+def scheme_name(scheme: VQScheme | KVScheme) -> str | None:
+    """The catalogue name of a scheme, None if it has none."""
+    known: dict[str, Any] = WEIGHT_SCHEMES if isinstance(scheme, VQScheme) else KV_SCHEMES
+    return next((name for name, candidate in known.items() if candidate == scheme), None)
+
+
+def _unknown(kind: str, scheme: object, names: list[str]) -> VQSchemeError:
+    near = get_close_matches(scheme, names, 1) if isinstance(scheme, str) else []
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return VQSchemeError(f"unknown {kind} scheme {scheme!r}.{hint} Known: {', '.join(names)}.")

@@ -1,0 +1,244 @@
+"""`VQScheme`: everything that decides which numbers are stored for a tensor.
+
+    W[o, :] ~ R^-1( scale[o, g] * concat_j( sum_z codebook[z][ code[o, j, z] ] ) )      VQ<x, y, z>
+
+<x, y, z> is the notation of VQ-LLM: vector size, log2 of the entries of a codebook, residual stages.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from ..errors import VQSchemeError
+
+CODEBOOKS = ("universal", "tensor", "tile", "channel_group")
+ROTATIONS = ("none", "hadamard", "random_hadamard", "qr")
+STAGES = ("independent", "rerotated", "nested")
+SMALLEST_GROUP = 16  # a smaller scale group would add more than one bit per weight
+_LIMITS = {
+    "vector_size": (1, 64),
+    "entry_bits": (1, 16),
+    "residuals": (1, 8),
+    "scale_group": (0, 1 << 20),
+    "rotation_block": (0, 1 << 20),
+}
+_SPEC = re.compile(
+    r"vq(?P<x>\d+)x(?P<y>\d+)r(?P<z>\d+)-(?P<codebook>universal|e8p|tensor|channel_group"
+    r"|tile(?P<rows>\d+)x(?P<columns>\d+))-g(?P<group>\d+)"
+    r"-(?P<rotation>none|hadamard|random_hadamard|qr)(?P<block>\d+)?(-(?P<stages>rerotated|nested))?"
+)
+
+
+@dataclass(frozen=True)
+class VQScheme:
+    """How one tensor is stored.
+
+    Args:
+        vector_size: x, weights that share one code.
+        entry_bits: y, log2 of the entries of one codebook; the bits of one code.
+        residuals: z, stages whose entries are added (VQ-LLM, section II).
+        codebook: scope of a codebook: `universal` (computed once for Gaussian data), `tensor`,
+            `tile` (`tile` rows x columns share one) or `channel_group` (per KV head and group).
+        lattice: `"e8p"` for the structured 2^16-entry codebook of QuIP#, else None.
+        tile: rows and columns of a tile; only read when `codebook == "tile"`.
+        scale_group: weights along in_features that share one fp16 scale; 0 = the whole row.
+        rotation: `none`, `hadamard`, `random_hadamard` (with stored signs) or `qr`.
+        rotation_block: size of the rotation; 0 = the whole row.
+        stages: `independent` residuals in one stream, `rerotated` (TurboQuant: the second pass has
+            a rotation and scales of its own) or `nested` (the second pass refines the first one's
+            cell: same rotation, same scale). The second pass of the last two is stored apart.
+
+    Raises:
+        VQSchemeError: a field is of the wrong type, out of range, or contradicts another one.
+    """
+
+    vector_size: int
+    entry_bits: int
+    residuals: int = 1
+    codebook: str = "universal"
+    lattice: str | None = None
+    tile: tuple[int, int] = (256, 256)
+    scale_group: int = 128
+    rotation: str = "random_hadamard"
+    rotation_block: int = 128
+    stages: str = "independent"
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _LIMITS.items():
+            _check_int(name, getattr(self, name), low, high)
+        for name, allowed in (
+            ("codebook", CODEBOOKS),
+            ("rotation", ROTATIONS),
+            ("stages", STAGES),
+            ("lattice", (None, "e8p")),
+        ):
+            value = getattr(self, name)
+            if (value is not None and not isinstance(value, str)) or value not in allowed:
+                choices = ", ".join(map(repr, allowed))
+                raise VQSchemeError(f"VQScheme.{name} must be one of {choices}; got {value!r}.")
+        if not isinstance(self.tile, tuple) or len(self.tile) != 2:
+            raise VQSchemeError(f"VQScheme.tile must be (rows, columns); got {self.tile!r}.")
+        for size in self.tile:
+            _check_int("tile", size, 1, 1 << 20)
+        # Fields that nothing reads take their defaults, so that equal schemes compare equal.
+        if self.rotation == "none":
+            object.__setattr__(self, "rotation_block", 128)
+        if self.codebook != "tile":
+            object.__setattr__(self, "tile", (256, 256))
+        for problem, wrong in self._contradictions().items():
+            if wrong:
+                raise VQSchemeError(f"{self.notation()} cannot be stored: {problem}.")
+
+    def _contradictions(self) -> dict[str, bool]:
+        tiled, second = self.codebook == "tile", self.stages != "independent"
+        sizes = [size for size in (self.scale_group, self.rotation_block) if size]
+        return {
+            'lattice "e8p" is a universal codebook of VQ<8,16,z>': self.lattice is not None
+            and (self.vector_size, self.entry_bits, self.codebook) != (8, 16, "universal"),
+            "a tile needs columns divisible by vector_size": tiled
+            and self.tile[1] % self.vector_size > 0,
+            "a codebook per tile has one stage": tiled and self.residuals > 1,
+            f"{self.stages} stages need residuals=2 and a universal codebook": second
+            and (self.residuals, self.codebook) != (2, "universal"),
+            "nested stages need vector_size=1 and at most 4 bits": self.stages == "nested"
+            and (self.vector_size > 1 or self.entry_bits > 4),
+            "rerotated stages need a random rotation": self.stages == "rerotated"
+            and self.rotation not in ("random_hadamard", "qr"),
+            "scale_group and rotation_block must be 0 or powers of two": any(
+                size & (size - 1) for size in sizes
+            ),
+            "scale_group and rotation_block must be multiples of vector_size": any(
+                size % self.vector_size for size in sizes
+            ),
+        }
+
+    def notation(self) -> str:
+        """The paper's notation, e.g. `VQ<2,8,1>`."""
+        return f"VQ<{self.vector_size},{self.entry_bits},{self.residuals}>"
+
+    @property
+    def entries(self) -> int:
+        """Entries of one codebook."""
+        return 1 << self.entry_bits
+
+    @property
+    def streams(self) -> int:
+        """Code streams stored side by side in `codes` (a second pass is stored apart)."""
+        return self.residuals if self.stages == "independent" else 1
+
+    def spec(self) -> str:
+        """One line that says the whole scheme; `VQScheme.parse` is its exact inverse."""
+        scope = self.lattice or self.codebook
+        if self.codebook == "tile":
+            scope = f"tile{self.tile[0]}x{self.tile[1]}"
+        block = "" if self.rotation == "none" else str(self.rotation_block)
+        tail = "" if self.stages == "independent" else f"-{self.stages}"
+        return (
+            f"vq{self.vector_size}x{self.entry_bits}r{self.residuals}-{scope}"
+            f"-g{self.scale_group}-{self.rotation}{block}{tail}"
+        )
+
+    @classmethod
+    def parse(cls, spec: str) -> VQScheme:
+        """The scheme that `spec()` wrote.
+
+        Raises:
+            VQSchemeError: `spec` is not the spec string of a scheme.
+        """
+        return _parse(spec)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON types."""
+        return {**asdict(self), "tile": list(self.tile)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> VQScheme:
+        """The scheme of `to_dict()`.
+
+        Raises:
+            VQSchemeError: a field is unknown, missing or of the wrong type.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(data) - known):
+            raise VQSchemeError(
+                f"unknown scheme field {', '.join(map(repr, unknown))}; known: {sorted(known)}."
+            )
+        if missing := {"vector_size", "entry_bits"} - set(data):
+            raise VQSchemeError(f"a scheme needs {sorted(missing)}; got {data!r}.")
+        tile = data.get("tile", (256, 256))
+        return cls(**{**data, "tile": tuple(tile) if isinstance(tile, list) else tile})
+
+    def group(self, in_features: int, where: str = "the tensor") -> int:
+        """Effective scale group for rows of `in_features` weights: the largest power of two that
+        is at most `scale_group` and divides the row, e.g. 32 for 288 = 9 x 32.
+
+        Raises:
+            VQSchemeError: no such group of at least 16 (or of a vector) exists.
+        """
+        return self._divisor(self.scale_group, in_features, where, "scale group")
+
+    def block(self, in_features: int, where: str = "the tensor") -> int:
+        """Effective rotation block for rows of `in_features` weights (see `group`); 1 = none."""
+        if self.rotation == "none":
+            return 1
+        return self._divisor(self.rotation_block, in_features, where, "rotation block")
+
+    def _divisor(self, size: int, in_features: int, where: str, what: str) -> int:
+        if in_features <= 0 or in_features % self.vector_size:
+            raise VQSchemeError(
+                f"{self.notation()} needs in_features divisible by {self.vector_size}; {where} has "
+                f"{in_features}. Add it to VQConfig(modules_to_not_convert=[...])."
+            )
+        power = in_features & -in_features
+        if size == 0:
+            # The whole row; a rotation of the whole row is made of blocks of its power of two.
+            return in_features if what == "scale group" else power
+        found = min(size, power)
+        if found < min(size, SMALLEST_GROUP) or found % self.vector_size:
+            raise VQSchemeError(
+                f"{where} has in_features={in_features}, whose largest power-of-two divisor {power} "
+                f"is too small for a {what} ({SMALLEST_GROUP} at least). "
+                "Add it to VQConfig(modules_to_not_convert=[...])."
+            )
+        return found
+
+    def bits(self, in_features: int | None = None) -> float:
+        """Nominal bits per weight: codes and fp16 scales, without codebooks and signs."""
+        group = self.scale_group if in_features is None else self.group(in_features)
+        scales = 2 if self.stages == "rerotated" else 1
+        code_bits = self.residuals * self.entry_bits / self.vector_size
+        return code_bits + (16 * scales / group if group else 0.0)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise VQSchemeError(
+            f"VQScheme.{name} must be an integer in [{low}, {high}]; got {value!r}."
+        )
+
+
+@lru_cache(maxsize=None)
+def _parse(spec: str) -> VQScheme:
+    match = _SPEC.fullmatch(spec) if isinstance(spec, str) and len(spec) < 200 else None
+    if match is None:
+        raise VQSchemeError(
+            f"{spec!r} is not a scheme; write e.g. 'vq2x8r1-universal-g128-random_hadamard128'."
+        )
+    part = match.groupdict()
+    scope = part["codebook"]
+    scheme = VQScheme(
+        vector_size=int(part["x"]),
+        entry_bits=int(part["y"]),
+        residuals=int(part["z"]),
+        codebook="universal" if scope == "e8p" else "tile" if part["rows"] else scope,
+        lattice="e8p" if scope == "e8p" else None,
+        tile=(int(part["rows"]), int(part["columns"])) if part["rows"] else (256, 256),
+        scale_group=int(part["group"]),
+        rotation=part["rotation"],
+        rotation_block=128 if part["rotation"] == "none" else int(part["block"] or 128),
+        stages=part["stages"] or "independent",
+    )
+    return scheme

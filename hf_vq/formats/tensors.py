@@ -1,0 +1,122 @@
+"""What is stored: the named tensors of one [out_features, in_features] matrix under a scheme.
+
+    codes      uint8 [out, streams * bytes]     the independent stages' streams, one after another
+    scale      fp16  [out, groups]
+    codebook   fp16  [z, 2^y, x]                (E8P: [z, 257, 8]; tile: [row tiles, column tiles, 2^y, x])
+    signs      uint8 [ceil(in / 8)]             random_hadamard: bit 1 = the input is negated
+    rotation   fp16  [block, block]             qr
+    codes_2, codebook_2, scale_2, signs_2, rotation_2     the second pass (nested, rerotated)
+
+Tensors with a `shared_name` do not depend on the data. A checkpoint keeps each of them once, at its
+top level, under that name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import VQFormatError, VQSchemeError
+from .packing import packed_size
+from .scheme import VQScheme
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and, for a tensor that all layers share, its name in the checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shared_name: str | None = None
+
+
+def tensor_specs(
+    scheme: VQScheme,
+    out_features: int,
+    in_features: int,
+    *,
+    seed: int = 0,
+    where: str = "the tensor",
+) -> dict[str, TensorSpec]:
+    """Every tensor of a stored [out_features, in_features] matrix, by key (see the module).
+
+    Raises:
+        VQSchemeError: the dimensions cannot be stored; the message names `where` and the cure.
+    """
+    if scheme.codebook == "channel_group":
+        raise VQSchemeError(
+            f"{where}: codebooks per channel group are for the KV cache, not for weights."
+        )
+    group, block = scheme.group(in_features, where), scheme.block(in_features, where)
+    stream = packed_size(in_features // scheme.vector_size, scheme.entry_bits)
+    codes = TensorSpec((out_features, scheme.streams * stream), torch.uint8)
+    scale = TensorSpec((out_features, in_features // group), torch.float16)
+    specs = {
+        "codes": codes,
+        "scale": scale,
+        "codebook": _codebook_spec(scheme, out_features, in_features),
+        **_rotation_specs(scheme, in_features, block, seed, suffix=""),
+    }
+    if scheme.stages == "nested":
+        entries = 1 << (2 * scheme.entry_bits)
+        name = f"vq_codebook.gauss_1x{scheme.entry_bits}_nested"
+        specs["codes_2"] = TensorSpec((out_features, stream), torch.uint8)
+        specs["codebook_2"] = TensorSpec((1, entries, 1), torch.float16, name)
+    elif scheme.stages == "rerotated":
+        specs["codes_2"] = TensorSpec((out_features, stream), torch.uint8)
+        specs["scale_2"] = scale
+        specs.update(_rotation_specs(scheme, in_features, block, seed + 1, suffix="_2"))
+    return specs
+
+
+def _codebook_spec(scheme: VQScheme, out_features: int, in_features: int) -> TensorSpec:
+    x, entries, stages = scheme.vector_size, scheme.entries, scheme.streams
+    if scheme.codebook == "tile":
+        tiles = (math.ceil(out_features / scheme.tile[0]), math.ceil(in_features / scheme.tile[1]))
+        return TensorSpec((*tiles, entries, x), torch.float16)
+    if scheme.codebook == "tensor":
+        return TensorSpec((stages, entries, x), torch.float16)
+    repeated = f"_r{stages}" if stages > 1 else ""
+    if scheme.lattice:
+        return TensorSpec((stages, 257, 8), torch.float16, f"vq_codebook.e8p{repeated}")
+    name = f"vq_codebook.gauss_{x}x{scheme.entry_bits}{repeated}"
+    return TensorSpec((stages, entries, x), torch.float16, name)
+
+
+def _rotation_specs(
+    scheme: VQScheme, in_features: int, block: int, seed: int, suffix: str
+) -> dict[str, TensorSpec]:
+    if scheme.rotation == "random_hadamard":
+        return {f"signs{suffix}": TensorSpec((packed_size(in_features, 1),), torch.uint8)}
+    if scheme.rotation == "qr":
+        name = f"vq_rotation.qr{block}_seed{seed}"
+        return {f"rotation{suffix}": TensorSpec((block, block), torch.float16, name)}
+    return {}
+
+
+def validate_tensor(key: str, tensor: Tensor, spec: TensorSpec, where: str) -> None:
+    """Check one stored tensor against its spec; float tensors must be finite.
+
+    Only shape and dtype are checked of a tensor on the meta device.
+
+    Raises:
+        VQFormatError: names `where`, what was found and what was expected.
+    """
+    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        raise VQFormatError(
+            f"{where}: {key} is {tensor.dtype} {list(tensor.shape)}, expected {spec.dtype} "
+            f"{list(spec.shape)}. The checkpoint does not fit its config.json; download it again."
+        )
+    finite = tensor.is_meta or not tensor.is_floating_point() or bool(tensor.isfinite().all())
+    if not finite:
+        raise VQFormatError(
+            f"{where}: {key} holds NaN or infinity. The checkpoint is corrupted; download it again."
+        )
+
+
+def stored_bits(tensors: dict[str, Tensor]) -> int:
+    """Bits of a dict of stored tensors."""
+    return sum(8 * tensor.numel() * tensor.element_size() for tensor in tensors.values())

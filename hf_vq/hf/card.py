@@ -1,0 +1,70 @@
+"""The model card that is saved with a quantized model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from .checkpoint import storage
+
+CARD = "README.md"
+_MARKER = "<!-- Written by hf_vq. Delete this line to keep your own text: hf_vq then leaves it. -->"
+_TAGS = ["hf_vq", "vq", "vector-quantization"]
+
+
+def is_ours(text: str) -> bool:
+    """Whether a card was written by hf_vq and not edited into a person's own."""
+    return _MARKER in text
+
+
+def model_card(model: Any) -> str:
+    """The text of a quantized model's `README.md`: how it was made and loads, what was measured."""
+    config = model.config.quantization_config
+    provenance = config.provenance or {}
+    base = provenance.get("base_model")
+    bits, weights = storage(model)
+    tags = list(dict.fromkeys([*_TAGS, *(model.model_tags or [])]))
+    data = ModelCardData(base_model=base, library_name="transformers", tags=tags)
+    if base:
+        data["base_model_relation"] = "quantized"
+    errors: dict[str, float] = provenance.get("relative_error", {})
+    name = base or "a Transformers model"
+    source = f"[{base}](https://huggingface.co/{base})" if base else name
+    auto = "AutoModelForCausalLM" if "ForCausalLM" in type(model).__name__ else "AutoModel"
+    rows = "\n".join(f"| `{layer}` | {100 * error:.3g} % |" for layer, error in errors.items())
+    mean = 100 * sum(errors.values()) / len(errors) if errors else 0.0
+    return f"""---
+{data.to_yaml()}
+---
+{_MARKER}
+
+# {name}, quantized to {bits / weights:.2f} bits
+
+The linear layers of {source} stored as indices into codebooks (vector quantization) by
+[hf_vq](https://pypi.org/project/hf-vq), and computed on in that form.
+
+```python
+# pip install hf_vq
+from transformers import {auto}
+
+model = {auto}.from_pretrained("<this repository>")
+```
+
+| | |
+|---|---|
+| scheme | `{config.scheme_name}`, {config.vq_scheme.notation()} |
+| bits per weight, stored | {bits / weights:.3f} |
+| quantized weights | {weights:,} |
+| size of the quantized layers | {bits / 8e6:,.1f} MB |
+| mean squared error of a layer, relative | {mean:.3g} % |
+| hf_vq | {provenance.get("hf_vq", "")} |
+
+<details><summary>Squared error of every layer, relative to its squared norm</summary>
+
+| layer | error |
+|---|---|
+{rows}
+
+</details>
+"""

@@ -1,0 +1,177 @@
+"""`VQConfig`: what a user asks for, and what `config.json` keeps as `quantization_config`."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..errors import VQConfigError
+from ..fit.rows import SEARCHES
+from ..formats.catalog import scheme_name, weight_scheme
+from ..formats.scheme import VQScheme
+
+QUANT_METHOD = "vq"
+FORMAT_VERSION = 1
+_LARGEST_SEED = 2**31 - 1
+_ADVISE_CALIBRATION = 2.5  # bits per weight
+
+
+class VQConfig(QuantizationConfigMixin):
+    """Quantize the linear layers of a model to codes into codebooks.
+
+        AutoModelForCausalLM.from_pretrained(model_id, quantization_config=VQConfig())
+
+    Args:
+        scheme: a name (`hf_vq.formats.catalog.WEIGHT_SCHEMES`), a spec string, a dict of fields or
+            a `VQScheme`.
+        bits: 4, 3 or 2, short for the schemes `vq-4`, `vq-3` and `vq-2`.
+        modules_to_not_convert: layers to leave dense, besides tied weights and the output head: a
+            name, the start of one (`"model.layers.0"`), its end (`"down_proj"`) or a regular
+            expression that matches from the start.
+        seed: seed of the rotations and of k-means.
+        search: how a group's scale is found: `search`, `least_squares` or `norm`.
+        quant_method: always `vq`.
+        format_version: version of what is stored.
+        provenance: written by hf_vq: versions, the error of every layer, hashes of the codebooks.
+
+    Raises:
+        VQConfigError: an argument is of a wrong type, out of range or unknown.
+        VQSchemeError: an unknown scheme.
+    """
+
+    # What is stored in config.json is `__dict__`, and it comes back as these arguments.
+    def __init__(
+        self,
+        scheme: str | dict[str, Any] | VQScheme = "vq-4",
+        *,
+        bits: int | None = None,
+        modules_to_not_convert: list[str] | None = None,
+        seed: int = 0,
+        search: str = "search",
+        quant_method: str = QUANT_METHOD,
+        format_version: int = FORMAT_VERSION,
+        provenance: dict[str, Any] | None = None,
+        **unknown: Any,
+    ) -> None:
+        _check_version(format_version)
+        if unknown:
+            raise VQConfigError(
+                f"VQConfig has no argument {', '.join(map(repr, sorted(unknown)))}. Known: scheme, "
+                "bits, modules_to_not_convert, seed, search. If config.json holds it, a newer "
+                "hf_vq wrote the file: pip install -U hf_vq."
+            )
+        if quant_method != QUANT_METHOD:
+            raise VQConfigError(
+                f"quant_method must be {QUANT_METHOD!r}; got {quant_method!r}. "
+                "The checkpoint belongs to another library."
+            )
+        self.scheme = weight_scheme(scheme if bits is None else _of_bits(bits, scheme)).to_dict()
+        self.modules_to_not_convert = _check_skips(modules_to_not_convert)
+        self.seed = _check_int("seed", seed, 0, _LARGEST_SEED)
+        if search not in SEARCHES:
+            raise VQConfigError(f"search must be one of {', '.join(SEARCHES)}; got {search!r}.")
+        self.search = search
+        self.quant_method = QUANT_METHOD
+        self.format_version = format_version
+        self.provenance = _check_provenance(provenance)
+        if provenance is None and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
+            _warn_once(self.scheme_name)
+
+    @property
+    def vq_scheme(self) -> VQScheme:
+        """The scheme as an object."""
+        return VQScheme.from_dict(self.scheme)
+
+    @property
+    def scheme_name(self) -> str:
+        """The scheme's name in the catalogue, else its spec string."""
+        scheme = self.vq_scheme
+        return scheme_name(scheme) or scheme.spec()
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """The config of `to_dict()`.
+
+        Raises:
+            VQConfigError: not a dict, or as in the constructor.
+        """
+        if not isinstance(config_dict, dict):
+            raise VQConfigError(f"quantization_config must be a dict; got {config_dict!r}.")
+        if not all(isinstance(key, str) for key in config_dict):
+            raise VQConfigError(f"the keys of quantization_config must be strings: {config_dict!r}")
+        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(name: str) -> None:
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"{name} without calibration data loses much quality: calibrate the model "
+            "(hf-vq calibrate), or use vq-3 or vq-4.",
+            stacklevel=4,
+        )
+
+
+def _of_bits(bits: int, scheme: object) -> str:
+    name = f"vq-{_check_int('bits', bits, 2, 4)}"
+    if scheme not in ("vq-4", name):
+        raise VQConfigError(f"VQConfig got both scheme={scheme!r} and bits={bits}: give one.")
+    return name
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        shown = repr(value)[:80]
+        raise VQConfigError(f"{name} must be an integer in [{low}, {high}]; got {shown}.")
+    return value
+
+
+def _check_version(version: object) -> None:
+    if _check_int("format_version", version, 1, 2**31) > FORMAT_VERSION:
+        raise VQConfigError(
+            f"format_version {version} is newer than this hf_vq reads ({FORMAT_VERSION}): "
+            "pip install -U hf_vq."
+        )
+
+
+def _check_skips(skips: object) -> list[str] | None:
+    if skips is None:
+        return None
+    names: list[Any] = list(skips) if isinstance(skips, (list, tuple)) else [skips]
+    for name in names:
+        if isinstance(skips, str) or not isinstance(name, str) or not name:
+            raise VQConfigError(
+                f"modules_to_not_convert must be a list of names; got {skips!r}. "
+                'Write e.g. ["lm_head"].'
+            )
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise VQConfigError(
+                f"modules_to_not_convert: {name!r} is not a regular expression: {error}."
+            ) from None
+    return names
+
+
+def _check_provenance(provenance: object) -> dict[str, Any] | None:
+    if provenance is None:
+        return None
+    if not isinstance(provenance, dict):
+        raise VQConfigError(f"provenance must be a dict; got {provenance!r}.")
+    for key in ("relative_error", "codebooks"):
+        if not isinstance(provenance.get(key, {}), dict):
+            raise VQConfigError(f"provenance[{key!r}] must be a dict; got {provenance[key]!r}.")
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(provenance, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise VQConfigError(f"provenance must be JSON: {error}.") from None
+    return copied

@@ -1,0 +1,76 @@
+"""What `model.generate` does with a `VQCache`.
+
+Two names of `transformers.generation.utils` are replaced, once and for every model:
+
+- `QuantizedCache`, so that `cache_implementation="quantized", cache_config={"backend": "vq"}` makes
+  a `VQCache` (also from a saved generation_config.json); other backends are untouched;
+- `GenerationMixin._prepare_cache_for_generation` is followed by `VQCache.expect_prompt`, so that
+  the cache knows the left padding and where the prompt ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import EncoderDecoderCache, QuantizedCache
+from transformers.generation import utils
+
+from ..cache import VQCache
+from ..errors import VQCacheError
+
+BACKEND = "vq"
+_OPTIONS = [
+    name
+    for name in inspect.signature(VQCache).parameters
+    if name not in ("config", "key_means")  # a generation_config.json cannot hold tensors
+]
+
+
+class QuantizedCacheOrVQCache(QuantizedCache):
+    """Stands for `QuantizedCache` in generate: makes a `VQCache` for the backend `vq`."""
+
+    def __new__(cls, backend: str, config: PreTrainedConfig, **options: Any) -> Any:
+        """The cache of a backend.
+
+        Raises:
+            VQCacheError: an option that VQCache does not have.
+        """
+        if backend != BACKEND:
+            return QuantizedCache(backend, config, **options)
+        if unknown := sorted(set(options) - set(_OPTIONS)):
+            raise VQCacheError(
+                f"cache_config of the backend 'vq' has unknown keys {unknown}; known: {_OPTIONS}."
+            )
+        return VQCache(config, **options)
+
+
+def register() -> None:
+    """Replace the two names; a second call does nothing."""
+    utils.QuantizedCache = QuantizedCacheOrVQCache
+    prepare = utils.GenerationMixin._prepare_cache_for_generation
+    if not hasattr(prepare, "_hf_vq"):
+        utils.GenerationMixin._prepare_cache_for_generation = _telling_the_prompt(prepare)
+
+
+def _telling_the_prompt(prepare: Any) -> Any:
+    @functools.wraps(prepare)
+    def wrapped(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        result = prepare(self, generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, EncoderDecoderCache):
+            return result  # the decoder's prompt is a few tokens and has no padding mask
+        if isinstance(cache, VQCache):
+            mask = model_kwargs.get("attention_mask")
+            mask = mask if mask is not None and mask.ndim == 2 else None
+            # generate drops a mask of ones but remembers its length.
+            length = getattr(generation_config, "_mask_length", None) if mask is None else None
+            cache.expect_prompt(mask, length)
+        return result
+
+    wrapped._hf_vq = True  # type: ignore[attr-defined]
+    return wrapped

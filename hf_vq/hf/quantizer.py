@@ -1,0 +1,260 @@
+"""The quantizer that Transformers calls while it loads a model with `quant_method: "vq"`."""
+
+from __future__ import annotations
+
+import copy
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils import logging
+
+from ..errors import VQConfigError
+from ..nn.experts import VQExperts
+from ..nn.linear import VQLinear
+from ..nn.replace import candidates, replace_modules, restore_modules, vq_modules
+from ..nn.stored import Stored
+from . import checkpoint as stored_files
+from .config import QUANT_METHOD, VQConfig
+from .conversions import dense_conversions, renamer
+from .operation import Progress, Quantize, bytes_per_weight
+from .parallel import ranks, split_plan
+from .provenance import record
+from .save import install_saving, remove_saving
+
+logger = logging.get_logger("hf_vq")
+
+
+class VQHfQuantizer(HfQuantizer):
+    """Replaces layers by VQ modules before the weights are loaded, and fills them.
+
+    On the fly, every dense tensor is quantized as soon as it is read. From a VQ checkpoint, the
+    modules' parameters are the file's tensors, so nothing is converted.
+
+    The hooks take any further arguments: their signatures differ between releases.
+    """
+
+    requires_calibration = False
+    quantization_config: VQConfig
+
+    def __init__(self, quantization_config: VQConfig, **kwargs: Any) -> None:
+        # What is learned while quantizing goes into the copy, not into the user's object.
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)
+        if not self.pre_quantized:
+            self.quantization_config.provenance = None
+        self.errors: dict[str, float] = {}
+        self.progress = Progress("", 0)
+        self._checkpoint: stored_files.Checkpoint | None = None
+        self._model: Any = None
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        config = self.quantization_config
+        if not self.pre_quantized and ranks(model) > 1:
+            raise VQConfigError(
+                "a model cannot be quantized while it is split over devices: quantize and save it "
+                "on one device first, then load the result with tensor parallelism."
+            )
+        if ranks(model) > 1 and not hasattr(HfQuantizer, "update_parallel_plan"):
+            raise VQConfigError("tensor parallelism needs a newer Transformers: 5.23 or later.")
+        files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
+        if self.pre_quantized and files:
+            self._checkpoint = stored_files.Checkpoint(files)
+        wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)
+        modules = replace_modules(
+            model,
+            config.vq_scheme,
+            wanted.__contains__,
+            seed=config.seed,
+            keep_dense=not self.pre_quantized,
+        )
+        if not modules:
+            raise VQConfigError(
+                f"{type(model).__name__} has no layer to quantize: all are in "
+                f"modules_to_not_convert={config.modules_to_not_convert} or of unknown kinds."
+            )
+        for module in modules.values():
+            # Their tensors come from a file or from quantization, never from a random generator.
+            module._is_hf_initialized = True  # type: ignore[assignment]
+        # The tensors that layers share are read by us, not by Transformers.
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        ignored.add(r"(^|\.)vq_(codebook|rotation)\.[^.]+$")
+        model._keys_to_ignore_on_load_unexpected = ignored
+        self._watch_missing(model)
+        self._model = model
+        if not self.pre_quantized:
+            total = sum(len(module.weights()) for module in modules.values())
+            self.progress = Progress(f"Quantizing to {config.scheme_name}", total)
+        return model
+
+    def _wanted_dense(self, model: Any) -> set[str]:
+        """Names of the layers to quantize; what is left out is recorded in the config."""
+        config = self.quantization_config
+        names = [name for name, _ in candidates(model)]
+        for entry in config.modules_to_not_convert or ():
+            modules = [name for name, _ in model.named_modules() if name]
+            if all(should_convert_module(name, [entry]) for name in modules):
+                near = get_close_matches(entry, modules, 3, 0.3)
+                raise VQConfigError(
+                    f"modules_to_not_convert: {entry!r} matches no module of "
+                    f"{type(model).__name__}. Near names: {', '.join(near) or 'none'}."
+                )
+        skipped = self._default_skips(model) + (config.modules_to_not_convert or [])
+        wanted = {name for name in names if should_convert_module(name, skipped)}
+        left = [name for name in names if name not in wanted]
+        config.modules_to_not_convert = sorted({*(config.modules_to_not_convert or ()), *left})
+        return wanted
+
+    def _wanted_stored(self, model: Any) -> set[str]:
+        """Names of the layers whose codes the checkpoint holds, or should hold."""
+        prefix = f"{model.base_model_prefix}."
+        entries = list(self.quantization_config.modules_to_not_convert or ())
+        # The file may have been written by the model with a head, or by the one without.
+        entries += [entry.removeprefix(prefix) for entry in entries if entry.startswith(prefix)]
+        entries += [prefix + entry for entry in list(entries)]
+        defaults = self._default_skips(model)
+        headless = model.base_model is model
+        wanted = set()
+        for name, _ in candidates(model):
+            if not should_convert_module(name, entries):
+                continue
+            optional = not should_convert_module(name, defaults)
+            new_head = not headless and not name.startswith(prefix)
+            # A head that the file knows nothing about is a new one, for Transformers to make.
+            if (optional or new_head) and not self._in_file(name, prefix, codes=optional):
+                continue
+            wanted.add(name)
+        return wanted
+
+    def _in_file(self, name: str, prefix: str, codes: bool) -> bool:
+        if self._checkpoint is None:
+            return not codes
+        starts = tuple(f"{start}{name}.{'vq_' if codes else ''}" for start in ("", prefix))
+        return any(entry.startswith(starts) for entry in self._checkpoint.entries)
+
+    def _default_skips(self, model: Any) -> list[str]:
+        kept = list(model._keep_in_fp32_modules or ())
+        skips: list[str] = self.get_modules_to_not_convert(model, None, kept)
+        return skips
+
+    def _watch_missing(self, model: Any) -> None:
+        """Look at what the loader did not find, just before it is filled with random numbers."""
+        original = model.mark_tied_weights_as_initialized
+
+        def checked(loading_info: Any) -> Any:
+            unloaded = loading_info.missing_and_mismatched()
+            stored_files.check_loaded(model, unloaded, self.pre_quantized)
+            return original(loading_info)
+
+        model.mark_tied_weights_as_initialized = checked
+
+    def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:
+        """Leave codes alone, and verify the checkpoint with the names that it will be given."""
+        model, files = self._model, self._checkpoint
+        if model is None or not self.pre_quantized:
+            return weight_conversions
+        conversions = dense_conversions(weight_conversions, model)
+        if files is not None:
+            stored_files.verify(model, files, renamer(conversions, model))
+        return conversions
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether `param_name` is a dense tensor that becomes codes."""
+        if self.pre_quantized:
+            return False
+        module, name = get_module_from_name(model, param_name)
+        return isinstance(module, Stored) and name in module.weights()
+
+    def get_quantize_ops(self) -> Quantize:
+        """The operation of one dense tensor."""
+        return Quantize(
+            self.quantization_config, self.param_needs_quantization, self.progress, self.errors
+        )
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes per element once loaded: `device_map="auto"` plans with it."""
+        if self.param_needs_quantization(model, param_name):
+            module: VQLinear | VQExperts = get_module_from_name(model, param_name)[0]
+            return bytes_per_weight(module)
+        return float(param.element_size())
+
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        """Say how stored tensors are split."""
+        split_plan(model, plan)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.progress.close()
+        model.__dict__.pop("mark_tied_weights_as_initialized", None)
+        config, specs = self.quantization_config, stored_files.shared_specs(model)
+        if self._checkpoint is not None:
+            shared = self._checkpoint.shared(specs, config.provenance or {})
+        else:
+            shared = stored_files.packaged(specs, config.vq_scheme)
+            if self.pre_quantized:
+                stored_files.check_recorded(shared, config.provenance or {})
+        # Only now: loading replaces every non-persistent buffer by an empty one.
+        for module in vq_modules(model).values():
+            module.fill(shared)
+        if self._checkpoint is None:
+            stored_files.check_values(model)
+        if not self.pre_quantized:
+            config.provenance = record(model, self.errors, shared)
+        used = getattr(model, "_weight_conversions", None) or []
+        model._weight_conversions = dense_conversions(used, model, reverse=True)
+        self._checkpoint = self._model = None
+        install_saving(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, Any]:
+        """What is saved: the state dict, and once each the tensors that layers share."""
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}
+        state: dict[str, Tensor] = dict(model.state_dict())
+        for prefix, module in vq_modules(model).items():
+            for attribute, spec in module.specs.items():
+                if spec.shared_name is None:
+                    name = f"{prefix}.{attribute}"
+                    state[name] = state[name].to(spec.dtype)
+                else:
+                    state[spec.shared_name] = module.stored(attribute).cpu()
+        return state, {"hf_vq": str(self.quantization_config.format_version)}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        held = [name for name, module in vq_modules(model).items() if _is_offloaded(module)]
+        if held:
+            raise VQConfigError(
+                f"cannot dequantize {held[0]}: its codes are offloaded. Load the model without "
+                "offloading first."
+            )
+        restore_modules(model, dtype or model.dtype)
+        remove_saving(model)
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether it can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters can be trained on it."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile it."""
+        return True
+
+
+def _is_offloaded(module: torch.nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters(recurse=False))
+
+
+def register() -> None:
+    """Tell Transformers about `quant_method: "vq"`; may be called again, e.g. after a reload."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = VQConfig
+    auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = VQHfQuantizer

@@ -1,0 +1,193 @@
+"""`VQExperts`: the fused expert tensors of a mixture-of-experts layer, stored as codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..errors import VQConfigError
+from ..formats.scheme import VQScheme
+from ..formats.tensors import tensor_specs
+from .stored import Stored
+
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+"""What Transformers' `use_experts_implementation` says about a class of experts."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One fused tensor: the attribute of each of its stored tensors, and one expert's sizes."""
+
+    out_features: int
+    in_features: int
+    attributes: dict[str, str]
+
+
+class VQExperts(Stored):
+    """Experts whose `[experts, out, in]` (transposed: `[experts, in, out]`) tensors are codes.
+
+    Each expert's matrix is stored on its own and computed on its own, so that memory never holds
+    more than one decoded expert. The gating function, its constants and the biases are those of
+    the module that is replaced. Stored names start with `vq_`: a name that starts with an original
+    parameter's name would be split by some versions of Transformers when saving.
+
+    Args:
+        experts: the module to replace; it gives up its parameters.
+        scheme: how each expert's matrices are stored.
+        seed: seed of the rotation.
+        where: name of the module, for errors.
+
+    Raises:
+        VQConfigError: the layout of the module is not known.
+        VQSchemeError: the scheme cannot store matrices of this size.
+    """
+
+    def __init__(
+        self, experts: nn.Module, scheme: VQScheme, *, seed: int = 0, where: str = "the experts"
+    ) -> None:
+        super().__init__()
+        names = projections_of(experts, where)
+        self.scheme = scheme
+        self.specs = {}
+        self.num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+        self.has_gate = bool(experts.has_gate)
+        self.has_bias = bool(experts.has_bias)
+        self.is_transposed = bool(experts.is_transposed)
+        self.projections: dict[str, Projection] = {}
+        for name in names:
+            weight = experts._parameters.pop(name)
+            assert weight is not None
+            rows, columns = weight.shape[-2:]
+            out_features, in_features = (columns, rows) if self.is_transposed else (rows, columns)
+            specs = tensor_specs(
+                scheme, out_features, in_features, seed=seed, where=f"{where}.{name}"
+            )
+            attributes = {key: f"vq_{name}_{key}" for key in specs}
+            for key, spec in specs.items():
+                self.register(attributes[key], spec, (self.num_experts,))
+            self.projections[name] = Projection(out_features, in_features, attributes)
+        # Not a submodule: its tensors live here under the same names, so only its code is used.
+        self._source: list[Any] = [experts]
+        self._parameters.update(experts._parameters)
+        self._buffers.update(experts._buffers)
+        self._modules.update(experts._modules)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Weighted sum over the chosen experts.
+
+        Args:
+            hidden_states: [tokens, hidden].
+            top_k_index: [tokens, k] experts of each token; `num_experts` and more mean none.
+            top_k_weights: [tokens, k].
+        """
+        result = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            if expert >= self.num_experts:
+                continue
+            token, position = torch.where(top_k_index == expert)
+            y = self.expert(expert, hidden_states[token])
+            weighted = y * top_k_weights[token, position, None]
+            result.index_add_(0, token, weighted.to(result.dtype))
+        return result
+
+    def expert(self, index: int, x: Tensor) -> Tensor:
+        """One expert's output [tokens, hidden] for its tokens `x` [tokens, hidden]."""
+        source = self._source[0]
+        first, last = self.projections
+        y = self.project(first, index, x)
+        y = source._apply_gate(y) if self.has_gate else source.act_fn(y)
+        y = self.project(last, index, y)
+        if getattr(source, "has_post_expert_norm", False):
+            y = source.post_expert_norm(y)
+        return y
+
+    def project(self, name: str, index: int, x: Tensor) -> Tensor:
+        """x W^T + b of one expert and one projection."""
+        bias = getattr(self, f"{name}_bias")[index] if self.has_bias else None
+        return ops.linear(x, self.tensors(name, index), bias, self.scheme)
+
+    def tensors(self, name: str, index: int) -> dict[str, Tensor]:
+        """The stored tensors of one expert's matrix by key (`formats.tensor_specs`)."""
+        return {
+            key: tensor if self.specs[attribute].shared_name else tensor[index]
+            for key, attribute in self.projections[name].attributes.items()
+            if (tensor := getattr(self, attribute)) is not None
+        }
+
+    def decoded(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The dense tensor of one projection, in the layout of the replaced module."""
+        size = self.projections[name].in_features
+        matrices = [
+            ops.decode_weight(self.tensors(name, index), self.scheme, size, dtype)
+            for index in range(self.num_experts)
+        ]
+        return torch.stack([matrix.T if self.is_transposed else matrix for matrix in matrices])
+
+    def restored(self, dtype: torch.dtype) -> nn.Module:
+        """The replaced module with dense weights."""
+        source = self._source[0]
+        for name in self.projections:
+            source.register_parameter(name, nn.Parameter(self.decoded(name, dtype)))
+        for name, parameter in self._parameters.items():
+            if name not in self.specs and parameter is not None:
+                dense = nn.Parameter(parameter.detach().to(dtype))
+                source.register_parameter(name, dense)
+        restored: nn.Module = source.train(self.training)
+        return restored
+
+    def weights(self) -> list[str]:
+        """Names of the dense parameters that the codes replace."""
+        return list(self.projections)
+
+    def matrices(self, weight: str, dense: Tensor) -> list[Tensor]:
+        """The matrix [out, in] of every expert in a fused tensor."""
+        return [matrix.T if self.is_transposed else matrix for matrix in dense]
+
+    def accept(self, weight: str, fitted: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Drop the dense parameter; return the experts' stored tensors by attribute."""
+        del self._parameters[weight]
+        attributes = self.projections[weight].attributes
+        return {
+            attributes[key]: torch.stack([tensors[key] for tensors in fitted]) for key in fitted[0]
+        }
+
+    def weight_count(self) -> int:
+        """Weights of all experts."""
+        sizes = (p.out_features * p.in_features for p in self.projections.values())
+        return self.num_experts * sum(sizes)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"{self.num_experts} experts, {self.scheme.spec()}"
+
+
+def projections_of(experts: nn.Module, where: str) -> tuple[str, str]:
+    """Names of the two fused tensors of `experts`.
+
+    Raises:
+        VQConfigError: they are not laid out as `use_experts_implementation` says.
+    """
+    names = ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
+    shapes = [getattr(experts, name, torch.empty(0)).shape for name in names]
+    known = all(hasattr(experts, flag) for flag in FLAGS)
+    if known and all(len(shape) == 3 and shape[0] == experts.num_experts for shape in shapes):
+        return names
+    raise VQConfigError(
+        f"{where} ({type(experts).__name__}) keeps expert weights in a layout that hf_vq does not "
+        f"know. Leave it dense: VQConfig(modules_to_not_convert=[{where!r}])."
+    )
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module itself owns fused expert tensors."""
+    names = ("gate_up_proj", "up_proj", "down_proj")
+    fused = any(
+        parameter is not None and parameter.ndim == 3 and ("Experts" in kind or name in names)
+        for kind in [type(module).__name__]
+        for name, parameter in module._parameters.items()
+    )
+    return fused and not isinstance(module, VQExperts)

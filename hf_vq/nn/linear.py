@@ -1,0 +1,150 @@
+"""`VQLinear`: a linear layer that computes on codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..errors import VQFormatError
+from ..formats.scheme import VQScheme
+from ..formats.tensors import tensor_specs
+from .stored import Stored
+
+
+def attribute_of(key: str) -> str:
+    """Attribute that holds the stored tensor `key`: codes are called `weight`.
+
+    A library that does not know us then meets a `weight` of another shape and stops, instead of
+    loading random numbers.
+    """
+    return "weight" if key == "codes" else f"vq_{key}"
+
+
+class VQLinear(Stored, nn.Linear):
+    """y = W x + b with W stored as codes.
+
+    It is an `nn.Linear` so that adapters wrap it as one. `weight` holds the packed codes.
+
+    Args:
+        in_features: size of the input's last dimension.
+        out_features: size of the output's last dimension.
+        bias: add a learned bias.
+        scheme: how W is stored.
+        seed: seed of the rotation.
+        dtype: dtype of the bias.
+        where: name of the layer, for errors.
+        source: class of the layer that this one replaces, for `restored`.
+
+    Raises:
+        VQSchemeError: the scheme cannot store a matrix of this size.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        scheme: VQScheme,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        where: str = "the layer",
+        source: type[nn.Module] = nn.Linear,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = scheme
+        self.source = source
+        self.specs = {}
+        found = tensor_specs(scheme, out_features, in_features, seed=seed, where=where)
+        self.register("weight", found.pop("codes"))
+        self.attributes = {"codes": "weight"}
+        empty = torch.empty(out_features, dtype=dtype)
+        self.register_parameter("bias", nn.Parameter(empty) if bias else None)
+        for key, spec in found.items():
+            self.attributes[key] = attribute_of(key)
+            self.register(self.attributes[key], spec)
+
+    @classmethod
+    def replacing(
+        cls, layer: nn.Module, scheme: VQScheme, *, seed: int = 0, where: str = "the layer"
+    ) -> VQLinear:
+        """An empty `VQLinear` for an `nn.Linear` or a `Conv1D` (whose weight is [in, out])."""
+        weight, bias = layer.weight, layer.bias
+        assert isinstance(weight, Tensor)
+        out_features, in_features = weight.shape if isinstance(layer, nn.Linear) else weight.T.shape
+        return cls(
+            in_features,
+            out_features,
+            bias is not None,
+            scheme,
+            seed=seed,
+            dtype=weight.dtype,
+            where=where,
+            source=type(layer),
+        )
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the layer that this one replaces keeps its weight as [in, out]."""
+        return not issubclass(self.source, nn.Linear)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored tensors by key (`formats.tensor_specs`)."""
+        return {key: getattr(self, attribute) for key, attribute in self.attributes.items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features], in the dtype of `x`."""
+        if not x.is_floating_point():
+            raise VQFormatError(
+                f"VQLinear got an input of {x.dtype}: the model casts it to `weight.dtype`, but "
+                "`weight` holds codes. Add this layer to VQConfig(modules_to_not_convert=[...])."
+            )
+        return ops.linear(x, self.tensors(), self.bias, self.scheme)
+
+    def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The dense weight [out_features, in_features]."""
+        return ops.decode_weight(self.tensors(), self.scheme, self.in_features, dtype)
+
+    def restored(self, dtype: torch.dtype) -> nn.Module:
+        """A dense layer of the class that this one replaced."""
+        weight = self.decoded(dtype)
+        layer: nn.Module
+        with torch.device("meta"):
+            if self.transposed:
+                layer = self.source(self.out_features, self.in_features)
+                weight = weight.T.contiguous()
+            else:
+                layer = nn.Linear(self.in_features, self.out_features, self.bias is not None)
+        layer.register_parameter("weight", nn.Parameter(weight))
+        if self.bias is not None:
+            layer.register_parameter("bias", nn.Parameter(self.bias.detach().to(dtype)))
+        return layer.train(self.training)
+
+    def weights(self) -> list[str]:
+        """Name of the dense parameter that the codes replace."""
+        return ["weight"]
+
+    def matrices(self, weight: str, dense: Tensor) -> list[Tensor]:
+        """`dense` as a list of one matrix [out_features, in_features]."""
+        return [dense.T if self.transposed else dense]
+
+    def accept(self, weight: str, fitted: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Make room for the tensors that were fitted to `matrices`; return them by attribute."""
+        with torch.device("meta"):
+            self.register("weight", self.specs["weight"])
+        return {self.attributes[key]: tensor for key, tensor in fitted[0].items()}
+
+    def weight_count(self) -> int:
+        """Weights of W."""
+        return self.in_features * self.out_features
+
+    def reset_parameters(self) -> None:
+        """Do nothing: codes have no random initial value."""
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        bias = self.bias is not None
+        return f"{self.in_features}, {self.out_features}, bias={bias}, {self.scheme.spec()}"

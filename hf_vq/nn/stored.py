@@ -1,0 +1,127 @@
+"""What `VQLinear` and `VQExperts` have in common: stored tensors as parameters, and the tensors
+that all layers share as buffers with one storage per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..formats.scheme import VQScheme
+from ..formats.tensors import TensorSpec
+from ..formats.universal import tensor_hash
+
+_shared: WeakValueDictionary[tuple[str, str], Tensor] = WeakValueDictionary()
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of the bytes of a tensor, as `sha256:<hex>`."""
+    return f"sha256:{tensor_hash(tensor.detach().cpu())}"
+
+
+def share(tensor: Tensor) -> Tensor:
+    """The one tensor that holds these values on this device; `tensor` itself if it is the first."""
+    if tensor.is_meta:
+        return tensor
+    return _shared.setdefault((digest(tensor), str(tensor.device)), tensor)
+
+
+class Stored(nn.Module):
+    """Base of modules whose weights are stored tensors (`formats.tensor_specs`).
+
+    Every stored tensor is a parameter without gradient, because buffers are not offloaded, except
+    the shared ones: those are non-persistent buffers, kept once per checkpoint and per device.
+
+    Codes, scales and codebooks keep their dtype when the model is cast: a scale in bfloat16 would
+    lose three bits and the file would no longer be the one that was written.
+    """
+
+    scheme: VQScheme
+    specs: dict[str, TensorSpec]  # by attribute
+
+    def register(self, attribute: str, spec: TensorSpec, lead: tuple[int, ...] = ()) -> None:
+        """Add one stored tensor, empty, on the default device; `lead` is put before its shape."""
+        if spec.shared_name is None:
+            spec = TensorSpec((*lead, *spec.shape), spec.dtype)
+            empty = torch.empty(spec.shape, dtype=spec.dtype)
+            self.register_parameter(attribute, nn.Parameter(empty, requires_grad=False))
+        else:
+            empty = torch.empty(spec.shape, dtype=spec.dtype)
+            self.register_buffer(attribute, empty, persistent=False)
+        self.specs[attribute] = spec
+
+    def fill(self, shared: Mapping[str, Tensor]) -> None:
+        """Put the tensors that layers share in place, from their names in the checkpoint.
+
+        They go to the device where this module's buffers are.
+        """
+        for attribute, spec in self.specs.items():
+            if spec.shared_name is not None:
+                buffer = self._buffers[attribute]
+                assert buffer is not None
+                tensor = shared[spec.shared_name]
+                if not buffer.is_meta:
+                    tensor = tensor.to(buffer.device)
+                self._buffers[attribute] = share(tensor)
+
+    def stored(self, attribute: str) -> Tensor:
+        """One stored tensor in the dtype of its spec (a tool may have cast it behind our back)."""
+        tensor: Tensor = getattr(self, attribute)
+        return tensor.detach().to(self.specs[attribute].dtype)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        # Module.to casts floating tensors only, so those that keep their dtype pass as integers.
+        kept = {
+            id(tensor)
+            for attribute in self.specs
+            if (tensor := getattr(self, attribute)).dtype == torch.float16
+        }
+
+        def cast_others(tensor: Tensor) -> Tensor:
+            if id(tensor) not in kept:
+                return fn(tensor)  # type: ignore[no-any-return]
+            moved: Tensor = fn(tensor.view(torch.int16))
+            return moved.view(torch.float16)
+
+        super()._apply(cast_others, recurse)  # type: ignore[no-untyped-call]
+        for attribute, spec in self.specs.items():
+            buffer = self._buffers.get(attribute)
+            if spec.shared_name is not None and buffer is not None:
+                self._buffers[attribute] = share(buffer)
+        return self
+
+    def weights(self) -> list[str]:
+        """Names of the dense parameters that codes replace."""
+        raise NotImplementedError
+
+    def pending(self) -> list[str]:
+        """The dense parameters that are not quantized yet."""
+        return [
+            name
+            for name in self.weights()
+            if (weight := self._parameters.get(name)) is not None and weight.dtype.is_floating_point
+        ]
+
+    def weight_count(self) -> int:
+        """Weights of the matrices that are stored here."""
+        raise NotImplementedError
+
+    def stored_bits(self) -> int:
+        """Bits of the stored tensors, without the shared ones."""
+        return sum(
+            8 * spec.dtype.itemsize * torch.Size(spec.shape).numel()
+            for spec in self.specs.values()
+            if spec.shared_name is None
+        )
+
+    def shared_names(self) -> dict[str, str]:
+        """Name in the checkpoint of every shared tensor, by attribute."""
+        return {
+            attribute: spec.shared_name
+            for attribute, spec in self.specs.items()
+            if spec.shared_name is not None
+        }

@@ -1,0 +1,20 @@
+"""The contract: schemas of `torch.ops.hf_vq.*`, their reference, and the dispatch table."""
+
+from .codes import decode_kv, decode_weight, encode_kv, rotate
+from .dispatch import Kernel, Problem, Verdict, explain, register, rows, select
+from .linear import linear
+
+__all__ = [
+    "Kernel",
+    "Problem",
+    "Verdict",
+    "decode_kv",
+    "decode_weight",
+    "encode_kv",
+    "explain",
+    "linear",
+    "register",
+    "rotate",
+    "rows",
+    "select",
+]

@@ -1,0 +1,141 @@
+"""`hf_vq::encode`, `hf_vq::decode`, `hf_vq::rotate`: rows <-> codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..formats.packing import packed_size
+from ..formats.scheme import VQScheme
+from . import dispatch
+from .library import define, parse, problem
+
+
+def rotation_of(tensors: Mapping[str, Tensor], suffix: str = "") -> Tensor | None:
+    """The rotation argument of an op: packed signs, a QR matrix, or None."""
+    return tensors.get(f"signs{suffix}", tensors.get(f"rotation{suffix}"))
+
+
+def decode_weight(
+    tensors: Mapping[str, Tensor],
+    scheme: VQScheme,
+    in_features: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The dense weight [out, in] of stored tensors (keys of `formats.tensor_specs`)."""
+    decoded: Tensor = torch.ops.hf_vq.decode(*stored_arguments(tensors), scheme.spec(), in_features)
+    return decoded.to(dtype)
+
+
+def stored_arguments(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """Stored tensors in the order of the ops' schemas."""
+    return (
+        tensors["codes"],
+        tensors["codebook"],
+        tensors["scale"],
+        rotation_of(tensors),
+        tensors.get("codes_2"),
+        tensors.get("codebook_2"),
+        tensors.get("scale_2"),
+        rotation_of(tensors, "_2"),
+    )
+
+
+def encode_kv(x: Tensor, codebook: Tensor, scheme: VQScheme) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [..., bytes] and unbiased scale fp16 [..., 1] of keys or values [..., head_dim]."""
+    codes, scale = torch.ops.hf_vq.encode(x, codebook, None, scheme.spec())
+    return codes, scale
+
+
+def decode_kv(
+    codes: Tensor,
+    scale: Tensor,
+    codebook: Tensor,
+    scheme: VQScheme,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Keys or values [..., head_dim] of `encode_kv`, rotated back."""
+    tensors = {"codes": codes, "codebook": codebook, "scale": scale}
+    return decode_weight(tensors, scheme, head_dim, dtype)
+
+
+def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool = False) -> Tensor:
+    """Rotate the rows of `x` [..., n] as the scheme says (see `transforms.rotate`)."""
+    rotated: Tensor = torch.ops.hf_vq.rotate(x, rotation, scheme.spec(), inverse)
+    return rotated
+
+
+def _decode(
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    rotation_2: Tensor | None,
+    scheme: str,
+    length: int,
+) -> Tensor:
+    kernel = dispatch.select(problem("decode", codes, scheme, length))
+    rows: Tensor = kernel.run(
+        codes, codebook, scale, rotation, codes_2, codebook_2, scale_2, rotation_2,
+        parse(scheme), length,
+    )  # fmt: skip
+    return rows
+
+
+def _encode(
+    x: Tensor, codebook: Tensor, rotation: Tensor | None, scheme: str
+) -> tuple[Tensor, Tensor]:
+    kernel = dispatch.select(problem("encode", x, scheme, 0))
+    codes, scale = kernel.run(x, codebook, rotation, parse(scheme))
+    return codes, scale
+
+
+def _rotate(x: Tensor, rotation: Tensor | None, scheme: str, inverse: bool) -> Tensor:
+    kernel = dispatch.select(problem("rotate", x, scheme, x.shape[-1]))
+    rotated: Tensor = kernel.run(x, parse(scheme), rotation, inverse=inverse)
+    # An op's output must not be its input: a scheme without rotation returns it.
+    return rotated.clone() if rotated is x else rotated
+
+
+def _fake_decode(codes: Tensor, *arguments: object) -> Tensor:
+    return codes.new_empty(*codes.shape[:-1], arguments[-1], dtype=torch.float32)
+
+
+def _fake_encode(
+    x: Tensor, codebook: Tensor, rotation: Tensor | None, scheme: str
+) -> tuple[Tensor, Tensor]:
+    parsed = parse(scheme)
+    size = packed_size(x.shape[-1] // parsed.vector_size, parsed.entry_bits)
+    codes = x.new_empty(*x.shape[:-1], size, dtype=torch.uint8)
+    return codes, x.new_empty(*x.shape[:-1], 1, dtype=torch.float16)
+
+
+def _fake_rotate(x: Tensor, rotation: Tensor | None, scheme: str, inverse: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+define(
+    "decode",
+    "(Tensor codes, Tensor codebook, Tensor scale, Tensor? rotation, Tensor? codes_2, "
+    "Tensor? codebook_2, Tensor? scale_2, Tensor? rotation_2, str scheme, int length) -> Tensor",
+    _decode,
+    _fake_decode,
+)
+define(
+    "encode",
+    "(Tensor x, Tensor codebook, Tensor? rotation, str scheme) -> (Tensor, Tensor)",
+    _encode,
+    _fake_encode,
+)
+define(
+    "rotate",
+    "(Tensor x, Tensor? rotation, str scheme, bool inverse) -> Tensor",
+    _rotate,
+    _fake_rotate,
+)

@@ -1,0 +1,135 @@
+"""Who runs an op: one table, read from the top; the first row that can, does.
+
+>>> explain(Problem("linear", "cpu", "float32", spec, tokens=1, n=4096, k=4096))
+cpu.vq_linear   no    built without the native library
+reference       yes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from .. import env
+from ..errors import VQBackendError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is asked of an op; everything a row may look at when it decides.
+
+    Args:
+        op: `linear`, `encode`, `decode`, `rotate` or `attention`.
+        device: device type of the input, e.g. `cpu`.
+        dtype: dtype of the input, e.g. `bfloat16`.
+        scheme: spec string; for attention, that of the keys and of the values, with a space.
+        tokens: rows of the input, rounded up to a power of two.
+        n: output features, or tokens in the cache, rounded up to a power of two.
+        k: input features, or head_dim.
+    """
+
+    op: str
+    device: str
+    dtype: str
+    scheme: str
+    tokens: int = 1
+    n: int = 0
+    k: int = 0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row: who, for which op, what it needs and what it accepts.
+
+    Args:
+        name: `backend.kernel`, e.g. `cpu.vq_linear`; unique per op.
+        op: the op it runs.
+        run: called with the op's arguments.
+        device: device type, or `any`.
+        needs: None if this machine has what it takes, else the reason why not.
+        accepts: None if it can solve the problem, else the reason why not.
+    """
+
+    name: str
+    op: str
+    run: Callable[..., Any]
+    device: str = "any"
+    needs: Callable[[], str | None] = lambda: None
+    accepts: Callable[[Problem], str | None] = lambda problem: None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the table says of one row: `reason` is empty for the row that runs."""
+
+    kernel: Kernel
+    chosen: bool
+    reason: str
+
+
+_table: list[Kernel] = []
+
+
+def register(kernel: Kernel, *, first: bool = False) -> None:
+    """Add a row at the end of the table, or at its top; a row of the same op and name is replaced."""
+    _table[:] = [row for row in _table if (row.op, row.name) != (kernel.op, kernel.name)]
+    _table.insert(0 if first else len(_table), kernel)
+    _select.cache_clear()
+
+
+def rows(op: str) -> list[Kernel]:
+    """The rows of one op, in the order in which they are asked."""
+    return [row for row in _table if row.op == op]
+
+
+def select(problem: Problem) -> Kernel:
+    """The row that runs `problem`, remembered per problem.
+
+    Raises:
+        VQBackendError: none can, or the backend forced by HF_VQ_BACKEND cannot.
+    """
+    return _select(problem, env.BACKEND.get())
+
+
+@lru_cache(maxsize=4096)
+def _select(problem: Problem, forced: str) -> Kernel:
+    verdicts = _judge(problem, forced)
+    for verdict in verdicts:
+        if verdict.chosen:
+            return verdict.kernel
+    reasons = "; ".join(f"{verdict.kernel.name}: {verdict.reason}" for verdict in verdicts)
+    cure = f" Unset HF_VQ_BACKEND={forced}." if forced else ""
+    raise VQBackendError(f"no kernel runs {problem}: {reasons or 'the table is empty'}.{cure}")
+
+
+def explain(problem: Problem) -> list[Verdict]:
+    """What the table says of every row of the problem's op, in order."""
+    return _judge(problem, env.BACKEND.get())
+
+
+def _judge(problem: Problem, forced: str) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+    taken = False
+    for row in rows(problem.op):
+        reason = _objection(row, problem, forced)
+        chosen = reason is None and not taken
+        if reason is None and taken:
+            reason = "a row above runs it"
+        taken |= chosen
+        verdicts.append(Verdict(row, chosen, reason or ""))
+    return verdicts
+
+
+def _objection(row: Kernel, problem: Problem, forced: str) -> str | None:
+    if forced and not (row.name == forced or row.name.startswith(forced + ".")):
+        return f"HF_VQ_BACKEND={forced}"
+    if row.device not in ("any", problem.device):
+        return f"tensor is on {problem.device}"
+    return row.needs() or row.accepts(problem)
+
+
+def bucket(count: int) -> int:
+    """`count` rounded up to a power of two: problems that differ less share a row."""
+    return 1 << max(count - 1, 0).bit_length()

@@ -1,0 +1,71 @@
+"""`hf_vq::linear`: y = W x + b on the codes of W, differentiable with respect to x."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats.scheme import VQScheme
+from . import dispatch
+from .codes import stored_arguments
+from .library import define, library, parse, problem
+
+
+def linear(
+    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, scheme: VQScheme
+) -> Tensor:
+    """y = W x + b.
+
+    Args:
+        x: [..., in_features], any float dtype.
+        tensors: stored tensors of W (keys of `formats.tensor_specs`).
+        bias: [out_features] or None.
+
+    Returns:
+        [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
+    """
+    y: Tensor = torch.ops.hf_vq.linear(x, *stored_arguments(tensors), bias, scheme.spec())
+    return y
+
+
+def _linear(x: Tensor, codes: Tensor, *arguments: Any) -> Tensor:
+    *stored, scheme = arguments
+    kernel = dispatch.select(problem("linear", x, scheme, codes.shape[0]))
+    y: Tensor = kernel.run(x, codes, *stored, parse(scheme))
+    return y
+
+
+def _fake_linear(x: Tensor, codes: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *stored, bias, scheme = inputs
+    ctx.save_for_backward(*stored)
+    ctx.scheme, ctx.length, ctx.dtype = scheme, x.shape[-1], x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        weight = torch.ops.hf_vq.decode(*ctx.saved_tensors, ctx.scheme, ctx.length)
+        grad_x = (grad.float() @ weight).to(ctx.dtype)
+    if ctx.needs_input_grad[9]:
+        grad_bias = grad.float().flatten(0, -2).sum(0).to(ctx.bias_dtype)
+    return grad_x, *[None] * 8, grad_bias, None
+
+
+define(
+    "linear",
+    "(Tensor x, Tensor codes, Tensor codebook, Tensor scale, Tensor? rotation, Tensor? codes_2, "
+    "Tensor? codebook_2, Tensor? scale_2, Tensor? rotation_2, Tensor? bias, str scheme) -> Tensor",
+    _linear,
+    _fake_linear,
+)
+torch.library.register_autograd(
+    "hf_vq::linear", _backward, setup_context=_save_for_backward, lib=library
+)

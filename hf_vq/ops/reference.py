@@ -1,0 +1,143 @@
+"""The specification of every op, in float32, as the papers write it. Fast kernels are compared
+with these functions and never with each other.
+
+`[...]` is any leading shape; a row is the last dimension: in_features weights, or the head_dim
+numbers of one token and head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import lattice
+from ..formats.nearest import nearest_entry
+from ..formats.packing import pack_bits, unpack_bits
+from ..formats.scheme import VQScheme
+from ..transforms import rotate as rotate_rows
+
+
+def lookup(codes: Tensor, codebook: Tensor, scheme: VQScheme) -> Tensor:
+    """Entries [..., vectors, x] float32 of one stage's codes [..., vectors].
+
+    Args:
+        codebook: [entries, x]; E8P [257, 8]; tile scope [row tiles, column tiles, entries, x].
+    """
+    if scheme.lattice:
+        return lattice.e8p_decode(codes, codebook)
+    if scheme.codebook == "tile":
+        rows = torch.arange(codes.shape[-2], device=codes.device) // scheme.tile[0]
+        columns = torch.arange(codes.shape[-1], device=codes.device)
+        columns = columns // (scheme.tile[1] // scheme.vector_size)
+        tile = rows[:, None] * codebook.shape[1] + columns
+        codes = codes + tile * codebook.shape[2]
+    entries = codebook.reshape(-1, scheme.vector_size).float()
+    return entries.index_select(0, codes.reshape(-1)).reshape(*codes.shape, scheme.vector_size)
+
+
+def decode_rotated(
+    codes: Tensor, codebook: Tensor, scale: Tensor, scheme: VQScheme, length: int
+) -> Tensor:
+    """sum_z codebook[z][code[z]] * scale, not yet rotated back: [..., length] float32.
+
+    Args:
+        codes: uint8 [..., streams * bytes].
+        scale: fp16 [..., groups].
+    """
+    vectors = length // scheme.vector_size
+    streams = codes.unflatten(-1, (scheme.streams, -1)).unbind(-2)
+    books = [codebook] if scheme.codebook == "tile" else list(codebook.unbind(0))
+    rows = sum(
+        lookup(unpack_bits(stream, scheme.entry_bits, vectors), book, scheme)
+        for stream, book in zip(streams, books, strict=True)
+    )
+    assert isinstance(rows, Tensor)
+    grouped = rows.flatten(-2).unflatten(-1, (scale.shape[-1], -1))
+    return (grouped * scale.float()[..., None]).flatten(-2)
+
+
+def decode_nested(
+    codes: Tensor, codes_2: Tensor, codebook_2: Tensor, scale: Tensor, scheme: VQScheme, length: int
+) -> Tensor:
+    """codebook_2[first code, second code] * scale, not yet rotated back: [..., length] float32."""
+    bits = scheme.entry_bits
+    pair = (unpack_bits(codes, bits, length) << bits) | unpack_bits(codes_2, bits, length)
+    rows = codebook_2[0].float()[:, 0][pair].unflatten(-1, (scale.shape[-1], -1))
+    return (rows * scale.float()[..., None]).flatten(-2)
+
+
+def decode(
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    rotation_2: Tensor | None,
+    scheme: VQScheme,
+    length: int,
+) -> Tensor:
+    """The stored rows, rotated back: R^-1(pass 1) + R_2^-1(pass 2), [..., length] float32.
+
+    A second pass that is absent counts as zero.
+    """
+    if codes_2 is not None and codebook_2 is not None:
+        rows = decode_nested(codes, codes_2, codebook_2, scale, scheme, length)
+        return rotate_rows(rows, scheme, rotation, inverse=True)
+    rows = decode_rotated(codes, codebook, scale, scheme, length)
+    rows = rotate_rows(rows, scheme, rotation, inverse=True)
+    if codes_2 is None or scale_2 is None:
+        return rows
+    second = decode_rotated(codes_2, codebook, scale_2, scheme, length)
+    return rows + rotate_rows(second, scheme, rotation_2, inverse=True)
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    rotation_2: Tensor | None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    """y = W x + b with the input rotated instead of the weight (TurboQuant): [..., in] -> [..., out]."""
+    length = x.shape[-1]
+    rotated = rotate_rows(x.float(), scheme, rotation)
+    if codes_2 is not None and codebook_2 is not None:
+        weight = decode_nested(codes, codes_2, codebook_2, scale, scheme, length)
+    else:
+        weight = decode_rotated(codes, codebook, scale, scheme, length)
+    y = rotated @ weight.T
+    if codes_2 is not None and scale_2 is not None:
+        rotated = rotate_rows(x.float(), scheme, rotation_2)
+        y += rotated @ decode_rotated(codes_2, codebook, scale_2, scheme, length).T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def encode(
+    x: Tensor, codebook: Tensor, rotation: Tensor | None, scheme: VQScheme
+) -> tuple[Tensor, Tensor]:
+    """Codes of rows that arrive one by one (keys and values): no search, one unbiased scale.
+
+    With u = R(x) and q the entries nearest to u / rms(u), the stored scale is s = |u|^2 / <u, q>,
+    so that <s q, u> = |u|^2: logits are not shrunk (EDEN; research of the scale: docs/kv_cache.md).
+
+    Returns:
+        codes uint8 [..., bytes], scale fp16 [..., 1].
+    """
+    rows = rotate_rows(x.float(), scheme, rotation)
+    energy = rows.square().sum(-1, keepdim=True)
+    unit = rows / (energy / x.shape[-1]).sqrt().clamp_min(1e-30)
+    vectors = unit.reshape(-1, scheme.vector_size)
+    index = nearest_entry(codebook[0]).index(vectors)
+    chosen = codebook[0].float()[index].reshape(unit.shape)
+    along = (rows * chosen).sum(-1, keepdim=True)
+    scale = torch.where(along > 0, energy / along, 0).clamp_max(torch.finfo(torch.float16).max)
+    codes = index.reshape(*x.shape[:-1], x.shape[-1] // scheme.vector_size)
+    return pack_bits(codes, scheme.entry_bits), scale.half()

@@ -1,0 +1,84 @@
+"""Block rotations along the last dimension: Hadamard with or without random signs, or QR.
+
+    rotate(x) = (x * s) H    per block of the row        inverse: (y H^T) * s
+
+A rotation makes the coordinates of a block nearly Gaussian, so one universal codebook fits every
+tensor (TurboQuant; QuIP#, section 3). It is orthonormal: W x = rotate(W) rotate(x).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..formats.packing import pack_bits, unpack_bits
+from ..formats.scheme import VQScheme
+
+_FACTOR = 128  # a larger Hadamard matrix is applied as H_a (x) H_128
+
+
+def draw_signs(features: int, seed: int) -> Tensor:
+    """Random signs of a `random_hadamard` rotation: uint8 [ceil(features / 8)], bit 1 = -1.
+
+    They depend on `features` and `seed` only, so that layers with the same input share them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return pack_bits(torch.randint(0, 2, (features,), generator=generator), 1)
+
+
+def qr_matrix(block: int, seed: int) -> Tensor:
+    """A Haar-distributed rotation [block, block] fp16, by QR of a Gaussian matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(block, block, generator=generator, dtype=torch.float64)
+    q, r = torch.linalg.qr(gaussian)
+    return (q * r.diagonal().sign()).half()
+
+
+def rotate(
+    x: Tensor, scheme: VQScheme, rotation: Tensor | None = None, *, inverse: bool = False
+) -> Tensor:
+    """Rotate the rows of `x` [..., n] as `scheme` says.
+
+    Args:
+        rotation: packed signs of `random_hadamard`, the matrix of `qr`, else None.
+        inverse: undo the rotation.
+
+    Returns:
+        [..., n] of the dtype of `x`.
+
+    Raises:
+        VQSchemeError: n has no rotation block.
+    """
+    if scheme.rotation == "none":
+        return x
+    block = scheme.block(x.shape[-1])
+    rows = x.unflatten(-1, (-1, block))
+    if scheme.rotation == "qr":
+        assert rotation is not None
+        matrix = rotation.to(x.dtype)
+        return (rows @ (matrix.T if inverse else matrix)).flatten(-2)
+    if rotation is None:
+        return _hadamard(rows).flatten(-2)
+    signs = (1 - 2 * unpack_bits(rotation, 1, x.shape[-1])).to(x.dtype)
+    if inverse:
+        return _hadamard(rows).flatten(-2) * signs
+    return _hadamard((x * signs).unflatten(-1, (-1, block))).flatten(-2)
+
+
+def _hadamard(rows: Tensor) -> Tensor:
+    size = rows.shape[-1]
+    if size <= _FACTOR:
+        return rows @ _hadamard_matrix(size, rows.dtype, str(rows.device))
+    factors = rows.unflatten(-1, (-1, _FACTOR))
+    factors = factors @ _hadamard_matrix(_FACTOR, rows.dtype, str(rows.device))
+    return _hadamard(factors.transpose(-1, -2)).transpose(-1, -2).flatten(-2)
+
+
+@lru_cache(maxsize=64)
+def _hadamard_matrix(size: int, dtype: torch.dtype, device: str) -> Tensor:
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / size**0.5).to(device=device, dtype=dtype)

@@ -1,0 +1,178 @@
+"""Every weight scheme of the catalogue is fitted without data, as well as theory says."""
+
+import pytest
+import torch
+
+from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
+from hf_vq.fit import fit_weight, fixed_tensors
+from hf_vq.fit.assign import Assigner
+from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, stored_bits, tensor_specs, weight_scheme
+from hf_vq.formats.tensors import validate_tensor
+from hf_vq.ops import decode_weight
+
+# Relative squared error on Gaussian weights with the searched scale, group 128, and the number of
+# weights used here: their mean varies by about 2 / sqrt(weights) of itself.
+GAUSSIAN = {
+    "vq-4": 0.00669,
+    "vq-3": 0.02715,
+    "turboquant-2": 0.1143,
+    "turboquant-3": 0.0316,
+    "turboquant-4": 0.00779,
+}
+
+
+def decoded(fitted, scheme, in_features, seed=0):
+    tensors = {**fixed_tensors(scheme, in_features, seed), **fitted.tensors}
+    return decode_weight(tensors, scheme, in_features)
+
+
+def relative_error(weight, approximation):
+    return float((weight - approximation).square().sum() / weight.square().sum())
+
+
+@pytest.mark.parametrize("name", WEIGHT_SCHEMES)
+def test_catalogue(name):
+    scheme = weight_scheme(name)
+    weight = torch.randn(48, 256) * 0.02
+    fitted = fit_weight(weight, scheme)
+    specs = tensor_specs(scheme, 48, 256)
+    assert set(fitted.tensors) == {key for key, spec in specs.items() if not spec.shared_name}
+    for key, tensor in fitted.tensors.items():
+        validate_tensor(key, tensor, specs[key], name)
+    assert fitted.relative_error == pytest.approx(
+        relative_error(weight, decoded(fitted, scheme, 256)), rel=1e-4
+    )
+    # 4^-bits is Shannon's limit for Gaussian data; no scheme of 2 or more bits is 3 times worse.
+    code_bits = scheme.residuals * scheme.entry_bits / scheme.vector_size
+    assert fitted.relative_error < 3 * 4**-code_bits + 1e-5 or code_bits == 1
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_gaussian_error(name):
+    weight = torch.randn(256, 512)
+    fitted = fit_weight(weight, weight_scheme(name))
+    assert fitted.relative_error == pytest.approx(GAUSSIAN[name], rel=0.015)
+
+
+def test_residual_beats_one_stage_and_e8p_beats_its_bound():
+    weight = torch.randn(64, 512)
+    two = fit_weight(weight, weight_scheme("quip-sharp-2")).relative_error
+    four = fit_weight(weight, weight_scheme("quip-sharp-4")).relative_error
+    assert two < 0.092
+    assert four < 0.0095
+
+
+def test_nested_pass_refines_and_its_first_pass_stands_alone():
+    weight = torch.randn(64, 512)
+    both = weight_scheme("turboquant-4+4")
+    one = weight_scheme("turboquant-4")
+    fitted, single = fit_weight(weight, both), fit_weight(weight, one)
+    assert torch.equal(fitted.tensors["codes"], single.tensors["codes"])
+    assert torch.equal(fitted.tensors["scale"], single.tensors["scale"])
+    # 4.29e-5 with the norm's scale; the searched scale moves weights within their cells.
+    assert fitted.relative_error < 6e-5
+    without = {key: t for key, t in fitted.tensors.items() if key != "codes_2"}
+    alone = decode_weight({**fixed_tensors(one, 512, 0), **without}, one, 512)
+    assert relative_error(weight, alone) == pytest.approx(single.relative_error, rel=1e-4)
+
+
+@pytest.mark.parametrize("rotation", ["random_hadamard", "qr"])
+def test_rerotated_passes_multiply_their_errors(rotation):
+    scheme = VQScheme(1, 4, residuals=2, rotation=rotation, stages="rerotated")
+    weight = torch.randn(64, 512)
+    fitted = fit_weight(weight, scheme, search="norm")
+    # Upstream's re-rotated 4+4: .0093^2 = 8.7e-5. A QR matrix is stored in fp16, whose rounding
+    # (2^-12 per entry, relative) adds about 2e-7.
+    assert fitted.relative_error == pytest.approx(0.00933**2, rel=0.06)
+
+
+def test_search_beats_least_squares_beats_norm():
+    weight = torch.randn(128, 512)
+    errors = [
+        fit_weight(weight, weight_scheme("vq-2"), search=how).relative_error
+        for how in ("search", "least_squares", "norm")
+    ]
+    assert errors == sorted(errors)
+    assert errors[0] < 0.97 * errors[2]
+
+
+@pytest.mark.parametrize("in_features", [288, 80, 13696, 48])
+@pytest.mark.parametrize("name", ["vq-4", "vq-3", "vq-2", "turboquant-3", "aqlm-2", "gptvq-2"])
+def test_dimensions_without_a_tail(name, in_features):
+    scheme = weight_scheme(name)
+    weight = torch.randn(5, in_features)
+    fitted = fit_weight(weight, scheme)
+    approximation = decoded(fitted, scheme, in_features)
+    # No column is worse than the rest: a wrong tail would have an error of the order of one.
+    columns = (weight - approximation).square().reshape(5, -1, 16).mean((0, 2))
+    assert columns.max() < 0.5
+    assert fitted.relative_error < 0.15
+
+
+def test_stored_bits_are_nominal():
+    for name in ("vq-4", "vq-3", "vq-2", "turboquant-3", "turboquant-4+4", "quip-sharp-2"):
+        scheme = weight_scheme(name)
+        fitted = fit_weight(torch.randn(128, 512), scheme)
+        assert stored_bits(fitted.tensors) / (128 * 512) == pytest.approx(scheme.bits(), rel=0.01)
+
+
+def test_chunks_do_not_change_the_result(monkeypatch):
+    from hf_vq.fit import weight as module
+
+    weight = torch.randn(37, 256)
+    for name in ("vq-4", "turboquant-4+4", "gptvq-2"):
+        whole = fit_weight(weight, weight_scheme(name))
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_CHUNK", 256 * 5)
+            parts = fit_weight(weight, weight_scheme(name))
+        assert all(torch.equal(whole.tensors[key], parts.tensors[key]) for key in whole.tensors)
+        assert whole.relative_error == pytest.approx(parts.relative_error, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_are_read_exactly(dtype):
+    weight = torch.randn(16, 256).to(dtype)
+    low, full = (fit_weight(w, weight_scheme("vq-4")) for w in (weight, weight.float()))
+    assert all(torch.equal(low.tensors[key], full.tensors[key]) for key in full.tensors)
+
+
+def test_hard_weights():
+    scheme = weight_scheme("vq-4")
+    zero = fit_weight(torch.zeros(4, 128), scheme)
+    assert zero.relative_error == 0
+    assert torch.equal(decoded(zero, scheme, 128), torch.zeros(4, 128))
+    constant = fit_weight(torch.ones(4, 128), scheme)
+    assert constant.relative_error < 0.02  # without signs: one spike per group
+    outlier = torch.randn(64, 256)
+    outlier[:, 5] *= 50
+    assert fit_weight(outlier, scheme).relative_error < 0.02
+    tiny = fit_weight(torch.randn(16, 128) * 1e-3, scheme)
+    assert tiny.relative_error < 0.01
+
+
+def test_weights_that_cannot_be_stored():
+    scheme = weight_scheme("vq-4")
+    bad = torch.randn(4, 128)
+    bad[1, 3] = float("nan")
+    with pytest.raises(VQFormatError, match=r"q_proj holds NaN.*modules_to_not_convert"):
+        fit_weight(bad, scheme, where="q_proj")
+    with pytest.raises(VQFormatError, match="too large for fp16"):
+        fit_weight(torch.randn(4, 128) * 1e6, scheme)
+    with pytest.raises(VQSchemeError, match="q_proj has"):
+        fit_weight(torch.randn(4, 129), scheme, where="q_proj")
+    with pytest.raises(VQConfigError, match="search must be one of"):
+        fit_weight(torch.randn(4, 128), scheme, search="best")
+    with pytest.raises(VQFormatError, match="float matrix"):
+        fit_weight(torch.zeros(4, 128, dtype=torch.int8), scheme)
+
+
+def test_beam_finds_what_greedy_misses():
+    codebook = torch.randn(2, 64, 4).half()
+    vectors = torch.randn(500, 4)
+    assigner = Assigner(codebook, VQScheme(4, 6, 2, "tensor"), grid=False)
+    error = (vectors - assigner.entries(assigner.codes(vectors))).square().sum(1)
+    first = assigner.searches[0].index(vectors)
+    second = assigner.searches[1].index(vectors - codebook[0].float()[first])
+    greedy = (vectors - assigner.entries(torch.stack([first, second], 1))).square().sum(1)
+    assert (error <= greedy + 1e-5).all()
+    assert error.mean() < 0.95 * greedy.mean()

@@ -1,0 +1,63 @@
+"""The nearest entry is the nearest entry, whatever the search."""
+
+import pytest
+import torch
+
+from hf_vq.formats.nearest import NearestEntry, nearest_entry
+from hf_vq.formats.universal import universal_codebook
+
+
+def squared_distances(vectors, codebook):
+    return (vectors.double()[:, None] - codebook.double()).square().sum(-1)
+
+
+def assert_nearest(vectors, codebook, index):
+    """Only float32 ties may differ: the chosen distance is the least one up to rounding."""
+    distances = squared_distances(vectors, codebook)
+    chosen = distances.gather(1, index[:, None])[:, 0]
+    rounding = (
+        8
+        * torch.finfo(torch.float32).eps
+        * (vectors.double().square().sum(1) + codebook.double().square().sum(1).max())
+    )
+    assert (chosen - distances.amin(1) <= rounding).all()
+
+
+@pytest.mark.parametrize(("size", "bits"), [(1, 1), (1, 4), (1, 8), (2, 4), (2, 6), (2, 8), (4, 8)])
+def test_universal_codebooks(size, bits):
+    codebook = universal_codebook(size, bits).float()
+    vectors = torch.cat(
+        [torch.randn(3000, size), 40 * torch.randn(50, size), torch.zeros(1, size), codebook]
+    )
+    search = NearestEntry(codebook)
+    index = search.index(vectors)
+    assert_nearest(vectors, codebook, index)
+    expected = squared_distances(vectors, codebook).amin(1)
+    rounding = 8 * torch.finfo(torch.float32).eps * (vectors.double().square().sum(1) + 20)
+    assert ((search.distance(vectors).double() - expected).abs() <= rounding).all()
+    assert torch.equal(index[-len(codebook) :], torch.arange(len(codebook)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_learned_codebooks(size):
+    codebook = torch.randn(300, size)
+    vectors = torch.randn(2000, size)
+    assert_nearest(vectors, codebook, NearestEntry(codebook, grid=False).index(vectors))
+    assert_nearest(vectors, codebook, nearest_entry(codebook).index(vectors))
+    top = NearestEntry(codebook, grid=False).top(vectors, 3)
+    assert_nearest(vectors, codebook, top[:, 0])
+    assert (top.sort(1).values.diff(dim=1) > 0).all()
+
+
+def test_grid_handles_points_on_cell_edges():
+    codebook = universal_codebook(2, 8).float()
+    grid = NearestEntry(codebook)._grid
+    edges = torch.arange(-2, 131) / grid.scale - grid.reach
+    vectors = torch.cartesian_prod(edges, edges)
+    assert_nearest(vectors, codebook, NearestEntry(codebook).index(vectors))
+
+
+def test_an_equal_codebook_is_searched_with_the_same_tables():
+    codebook = torch.randn(64, 2)
+    assert nearest_entry(codebook) is nearest_entry(codebook.clone())
+    assert nearest_entry(codebook) is not nearest_entry(codebook + 1)

@@ -1,0 +1,134 @@
+"""Schemes: spec strings, JSON, validation, dimensions."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from hf_vq.errors import VQSchemeError
+from hf_vq.formats import (
+    KV_SCHEMES,
+    WEIGHT_SCHEMES,
+    VQScheme,
+    kv_scheme,
+    scheme_name,
+    tensor_specs,
+    weight_scheme,
+)
+from hf_vq.formats.scheme import CODEBOOKS, ROTATIONS, STAGES
+
+CATALOGUE = [*WEIGHT_SCHEMES.values(), *(s.key for s in KV_SCHEMES.values())]
+
+
+@pytest.mark.parametrize("scheme", CATALOGUE, ids=lambda scheme: scheme.spec())
+def test_catalogue_survives_spec_and_json(scheme):
+    assert VQScheme.parse(scheme.spec()) == scheme
+    assert VQScheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+
+
+@given(
+    st.builds(
+        dict,
+        vector_size=st.sampled_from([1, 2, 4, 8]),
+        entry_bits=st.integers(1, 16),
+        residuals=st.integers(1, 3),
+        codebook=st.sampled_from(CODEBOOKS),
+        scale_group=st.sampled_from([0, 32, 128]),
+        rotation=st.sampled_from(ROTATIONS[1:]),
+        rotation_block=st.sampled_from([0, 64, 128]),
+        stages=st.sampled_from(STAGES),
+    )
+)
+def test_any_scheme_survives_spec(fields):
+    try:
+        scheme = VQScheme(**fields)
+    except VQSchemeError:
+        assume(False)
+    assert VQScheme.parse(scheme.spec()) == scheme
+    assert VQScheme.from_dict(scheme.to_dict()) == scheme
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("vq-4", 4.125),
+        ("vq-3", 3.125),
+        ("vq-2", 2.125),
+        ("turboquant-4", 4.125),
+        ("turboquant-4+4", 8.125),
+        ("quip-sharp-4", 4.125),
+        ("quip-sharp-2", 2.125),
+        ("aqlm-3", 3.0),
+        ("aqlm-2", 2.0),
+        ("gptvq-2", 2.0),
+    ],
+)
+def test_nominal_bits(name, bits):
+    assert weight_scheme(name).bits() == bits
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vector_size": "2"}, "vector_size must be an integer"),
+        ({"entry_bits": True}, "entry_bits must be an integer"),
+        ({"entry_bits": 10**9}, r"in \[1, 16\]"),
+        ({"scale_group": 10**30}, "scale_group"),
+        ({"scale_group": 96}, "powers of two"),
+        ({"rotation": "fourier"}, "rotation must be one of"),
+        ({"codebook": None}, None),
+        ({"stages": "nested"}, "residuals=2"),
+        ({"lattice": "e8p"}, "of VQ<8,16,z>"),
+        ({"tile": [256, 256]}, "tile"),
+    ],
+)
+def test_wrong_fields_are_refused(fields, message):
+    with pytest.raises(VQSchemeError, match=message):
+        VQScheme(**{"vector_size": 2, "entry_bits": 8, **fields})
+
+
+def test_from_dict_names_what_is_wrong():
+    with pytest.raises(VQSchemeError, match="unknown scheme field 'bits'"):
+        VQScheme.from_dict({"vector_size": 2, "entry_bits": 8, "bits": 4})
+    with pytest.raises(VQSchemeError, match="entry_bits"):
+        VQScheme.from_dict({"vector_size": 2})
+
+
+@pytest.mark.parametrize("spec", ["", "vq2x8", "vq2x8r1-universal", "vq0x8r1-universal-g128-none"])
+def test_bad_spec_is_refused(spec):
+    with pytest.raises(VQSchemeError):
+        VQScheme.parse(spec)
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(VQSchemeError, match=r"Did you mean 'vq-4'.*gptvq-2"):
+        weight_scheme("vq_4")
+    with pytest.raises(VQSchemeError, match="Known: u4, u3, u2"):
+        kv_scheme("int4")
+    for wrong in (None, 4, ["vq-4"]):
+        with pytest.raises(VQSchemeError):
+            weight_scheme(wrong)
+
+
+def test_names_are_found_again():
+    for name, scheme in WEIGHT_SCHEMES.items():
+        assert scheme_name(scheme) == name
+    assert scheme_name(replace(WEIGHT_SCHEMES["vq-4"], scale_group=64)) is None
+
+
+@pytest.mark.parametrize(
+    ("in_features", "group"), [(4096, 128), (288, 32), (80, 16), (13696, 128), (2880, 64), (48, 16)]
+)
+def test_group_divides_the_row(in_features, group):
+    scheme = weight_scheme("vq-4")
+    assert scheme.group(in_features) == group
+    assert scheme.block(in_features) == group
+    assert in_features % group == 0
+
+
+@pytest.mark.parametrize("in_features", [11007, 172, 40, 0, -128])
+def test_a_row_that_cannot_be_packed_names_the_layer_and_the_cure(in_features):
+    with pytest.raises(VQSchemeError, match=r"down_proj.*modules_to_not_convert"):
+        tensor_specs(weight_scheme("vq-4"), 8, in_features, where="layers.3.mlp.down_proj")

@@ -1,0 +1,141 @@
+"""`hf_vq::linear`, `decode`, `encode`, `rotate`: schemas, gradients, and the reference itself."""
+
+import pytest
+import torch
+
+from hf_vq import ops
+from hf_vq.fit import fit_weight, fixed_tensors
+from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, weight_scheme
+from hf_vq.formats.shared import universal_tensor
+from hf_vq.ops.codes import stored_arguments
+from hf_vq.transforms import rotate
+
+
+def stored(name, out_features=24, in_features=256):
+    scheme = weight_scheme(name)
+    fitted = fit_weight(torch.randn(out_features, in_features), scheme)
+    return scheme, {**fixed_tensors(scheme, in_features, 0), **fitted.tensors}
+
+
+@pytest.mark.parametrize("name", WEIGHT_SCHEMES)
+def test_linear_is_the_product_with_the_decoded_weight(name):
+    scheme, tensors = stored(name)
+    weight = ops.decode_weight(tensors, scheme, 256).double()
+    x, bias = torch.randn(3, 5, 256), torch.randn(24)
+    exact = x.double() @ weight.T + bias
+    y = ops.linear(x, tensors, bias, scheme)
+    same = (x @ weight.float().T + bias).double()
+    eps = torch.finfo(torch.float32).eps * x.norm() * weight.norm()
+    assert (y - exact).norm() <= 2 * (same - exact).norm() + eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(256,), (0, 256), (2, 1, 256)])
+def test_shapes_and_dtypes(dtype, shape):
+    scheme, tensors = stored("vq-4")
+    y = ops.linear(torch.randn(shape).to(dtype), tensors, None, scheme)
+    assert y.shape == (*shape[:-1], 24)
+    assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["vq-4", "vq-3", "turboquant-4+4", "aqlm-2", "gptvq-2"])
+def test_opcheck(name):
+    scheme, tensors = stored(name)
+    x = torch.randn(3, 256, requires_grad=True)
+    bias = torch.randn(24, requires_grad=True)
+    arguments = (x, *stored_arguments(tensors), bias, scheme.spec())
+    torch.library.opcheck(torch.ops.hf_vq.linear.default, arguments)
+    decode = (*stored_arguments(tensors), scheme.spec(), 256)
+    torch.library.opcheck(torch.ops.hf_vq.decode.default, decode)
+    rotation = (x.detach(), tensors.get("signs"), scheme.spec(), True)
+    torch.library.opcheck(torch.ops.hf_vq.rotate.default, rotation)
+
+
+def test_opcheck_encode():
+    scheme = KV_SCHEMES["u3"].key
+    arguments = (torch.randn(2, 3, 80), universal_tensor(scheme), None, scheme.spec())
+    torch.library.opcheck(torch.ops.hf_vq.encode.default, arguments)
+
+
+def test_gradients_are_those_of_the_dense_layer():
+    scheme, tensors = stored("vq-4")
+    weight = ops.decode_weight(tensors, scheme, 256)
+    grads = []
+    for forward in (
+        lambda x, b: ops.linear(x, tensors, b, scheme),
+        lambda x, b: torch.nn.functional.linear(x, weight, b),
+    ):
+        x = torch.linspace(-1, 1, 2 * 3 * 256).reshape(2, 3, 256).requires_grad_()
+        bias = torch.zeros(24, requires_grad=True)
+        forward(x, bias).square().sum().backward()
+        grads.append((x.grad, bias.grad))
+    for ours, dense in zip(*grads, strict=True):
+        assert (ours - dense).norm() <= 1e-5 * dense.norm()
+
+
+def test_compiles_without_graph_breaks():
+    scheme, tensors = stored("vq-4")
+
+    def forward(x):
+        return ops.linear(x, tensors, None, scheme) + 1
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 256)
+    assert torch.equal(compiled(x), forward(x))
+
+
+@pytest.mark.parametrize("name", ["u4", "u3", "u2", "k4v2"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_encode_is_unbiased_along_the_row(name, head_dim):
+    """<decoded, x> = |x|^2, up to fp16 rounding of the scale: logits are not shrunk."""
+    for scheme in (KV_SCHEMES[name].key, KV_SCHEMES[name].value):
+        codebook = universal_tensor(scheme)
+        x = torch.randn(6, 7, head_dim) * 20
+        codes, scale = ops.encode_kv(x, codebook, scheme)
+        y = ops.decode_kv(codes, scale, codebook, scheme, head_dim)
+        assert codes.dtype == torch.uint8
+        assert scale.shape == (6, 7, 1)
+        along = (x * y).sum(-1) / x.square().sum(-1)
+        assert (along - 1).abs().max() < 2**-10
+
+
+@pytest.mark.parametrize(("name", "theory"), [("u4", 0.00774), ("u3", 0.02966), ("u2", 0.0973)])
+def test_kv_error_is_that_of_the_codebook(name, theory):
+    """An unbiased scale adds its own variance: error / (1 - error), see TurboQuant."""
+    scheme = KV_SCHEMES[name].key
+    codebook = universal_tensor(scheme)
+    x = torch.randn(4000, 128)
+    y = ops.decode_kv(*ops.encode_kv(x, codebook, scheme), codebook, scheme, 128)
+    error = float((x - y).square().sum() / x.square().sum())
+    assert error == pytest.approx(theory / (1 - theory), rel=0.02)
+
+
+def test_encode_hard_rows():
+    scheme = KV_SCHEMES["u4"].key
+    codebook = universal_tensor(scheme)
+    rows = torch.stack([torch.zeros(64), torch.full((64,), 1e-6), torch.eye(64)[3] * 1e4])
+    y = ops.decode_kv(*ops.encode_kv(rows, codebook, scheme), codebook, scheme, 64)
+    assert y.isfinite().all()
+    assert torch.equal(y[0], rows[0])
+    assert (y[2] - rows[2]).norm() < 0.2 * rows[2].norm()
+
+
+def test_codes_depend_on_the_row_only():
+    scheme = KV_SCHEMES["u4"].key
+    codebook = universal_tensor(scheme)
+    x = torch.randn(50, 64)
+    codes, scale = ops.encode_kv(x, codebook, scheme)
+    for i in (0, 17, 49):
+        one, one_scale = ops.encode_kv(x[i : i + 1], codebook, scheme)
+        assert torch.equal(one[0], codes[i])
+        assert torch.equal(one_scale[0], scale[i])
+
+
+def test_rotate_op_is_the_transform():
+    scheme, tensors = stored("vq-4")
+    x = torch.randn(3, 256)
+    assert torch.equal(ops.rotate(x, tensors["signs"], scheme), rotate(x, scheme, tensors["signs"]))
+    unrotated = weight_scheme("aqlm-2")
+    same = ops.rotate(x, None, unrotated)
+    assert torch.equal(same, x)
+    assert same.data_ptr() != x.data_ptr()

@@ -1,0 +1,143 @@
+"""What is installed, and what importing it costs."""
+
+import importlib.util
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from hf_vq import paths
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def installed() -> metadata.Distribution:
+    try:
+        return metadata.distribution("hf-vq")
+    except metadata.PackageNotFoundError:
+        pytest.skip("hf_vq is not installed")
+
+
+def test_kernel_sources_are_found():
+    sources = paths.kernel_sources()
+    assert (sources / "cpu" / "api.h").is_file()
+    assert (sources / "cpu" / "CMakeLists.txt").is_file()
+
+
+def test_kernels_is_never_our_import_name(run_python):
+    """`kernels` is Hugging Face's package: a folder without __init__.py cannot hide it."""
+    assert not list(paths.kernel_sources().rglob("*.py"))
+    assert not list((ROOT / "kernels").rglob("*.py"))
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or spec.origin is None or "hf_vq" not in spec.origin
+    assert not (ROOT / "plugins" / "optimum" / "commands" / "register" / "__init__.py").exists()
+
+
+def test_entry_points(installed):
+    found = {(point.group, point.name): point.value for point in installed.entry_points}
+    assert found == {
+        ("console_scripts", "hf-vq"): "hf_vq.cli:main",
+        ("torch.backends", "hf_vq"): "hf_vq_autoload:hook",
+    }
+
+
+def test_version_is_that_of_the_package(installed):
+    import hf_vq
+
+    assert hf_vq.__version__ == installed.version
+
+
+def test_optimum_finds_the_command(installed, run_python):
+    """And starting optimum-cli does not import hf_vq."""
+    out = run_python(
+        "import sys\n"
+        "from optimum.commands.optimum_cli import load_optimum_namespace_cli_commands as load\n"
+        "print([command.COMMAND.name for command, parent in load() if parent is None])\n"
+        "print('hf_vq' in sys.modules)\n"
+    )
+    names, imported = out.splitlines()[-2:]
+    assert "'vq'" in names
+    assert imported == "False"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"]])
+def test_optimum_hands_over_every_argument(installed, run_python, arguments):
+    out = run_python(
+        "import sys\n"
+        f"sys.argv = ['optimum-cli', 'vq', *{arguments}]\n"
+        "import hf_vq.cli\n"
+        "def main(argv=None):\n"
+        "    print('HANDED', argv)\n"
+        "    return 0\n"
+        "hf_vq.cli.main = main\n"
+        "from optimum.commands.optimum_cli import main\n"
+        "main()\n"
+    )
+    assert f"HANDED {arguments}" in out
+
+
+AUTOLOAD_COST = """
+import json, sys, time
+start = time.perf_counter()
+import torch
+base = time.perf_counter() - start
+before = set(sys.modules)
+start = time.perf_counter()
+import hf_vq_autoload
+hf_vq_autoload.hook()
+cost = time.perf_counter() - start
+start = time.perf_counter()
+for _ in range(2000):                       # as many imports as torch and Transformers make
+    sys.meta_path[0].find_spec("a.module", None)
+cost += time.perf_counter() - start
+print(json.dumps({"base": base, "cost": cost, "new": sorted(set(sys.modules) - before)}))
+"""
+
+
+def test_import_torch_gets_no_slower(run_python):
+    """All that autoload does, against `import torch` in the same process: at most one percent.
+
+    One percent is below what repeated `import torch` differ by, so it cannot be noticed. The
+    best of three, because another process can only make a measurement worse.
+    """
+    runs = [json.loads(run_python(AUTOLOAD_COST, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) for _ in "123"]
+    assert runs[0]["new"] == ["hf_vq_autoload"]
+    assert min(run["cost"] / run["base"] for run in runs) < 0.01
+
+
+def test_import_torch_imports_autoload_and_not_hf_vq(installed, run_python):
+    code = "import sys, torch; print(*[m for m in sys.modules if m.startswith('hf_vq')])"
+    assert run_python(code).split() == ["hf_vq_autoload"]
+
+
+IMPORT_COST = """
+import json, sys, time, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+import transformers.quantizers.auto, transformers.models.llama.modeling_llama
+before, touched = set(sys.modules), []
+for name in ("init", "_lazy_init", "is_available", "device_count", "current_device",
+             "get_device_capability", "get_device_properties"):
+    def record(*args, name=name, real=getattr(torch.cuda, name), **kwargs):
+        touched.append(name)
+        return real(*args, **kwargs)
+    setattr(torch.cuda, name, record)
+start = time.perf_counter()
+import hf_vq
+cost = time.perf_counter() - start
+new = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+ours = [name for name in sys.modules if name.startswith("hf_vq.")]
+print(json.dumps({"cost": cost, "touched": touched, "new": new, "ours": ours}))
+"""
+
+
+def test_import_hf_vq_is_light(run_python):
+    """Under 0.3 s beyond torch and Transformers, and CUDA is not even asked about."""
+    runs = [json.loads(run_python(IMPORT_COST)) for _ in "123"]
+    assert min(run["cost"] for run in runs) < 0.3
+    assert runs[0]["touched"] == []
+    assert "hf_vq" in runs[0]["new"]
+    heavy = {"IPython", "datasets", "matplotlib", "nbformat", "optimum", "peft", "scipy", "triton"}
+    assert not heavy & set(runs[0]["new"])
+    assert not {"hf_vq.bench", "hf_vq.cli", "hf_vq.testing"} & set(runs[0]["ours"])
