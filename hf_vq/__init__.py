@@ -1,11 +1,41 @@
-"""Vector quantization for Hugging Face Transformers."""
+"""Vector quantization for Hugging Face Transformers.
+
+    model = AutoModelForCausalLM.from_pretrained(model_id, quantization_config=VQConfig())
+    model.generate(**inputs, past_key_values=VQCache(model.config))
+"""
 
 from .backends import reference as _reference
-from .errors import VQError
-from .formats import VQScheme
+from .cache import VQCache
+from .errors import (
+    VQBackendError,
+    VQCacheError,
+    VQConfigError,
+    VQError,
+    VQFormatError,
+    VQSchemeError,
+)
+from .formats import KVScheme, VQScheme
+from .hf import VQConfig, explain
+from .hf import attention as _attention
+from .hf import generation as _generation
+from .hf import quantizer as _quantizer
 
 __version__ = "0.1.0"
 
-_reference.register()
+for _plugin in (_reference, _quantizer, _attention, _generation):
+    _plugin.register()
 
-__all__ = ["VQError", "VQScheme", "__version__"]
+__all__ = [
+    "KVScheme",
+    "VQBackendError",
+    "VQCache",
+    "VQCacheError",
+    "VQConfig",
+    "VQConfigError",
+    "VQError",
+    "VQFormatError",
+    "VQScheme",
+    "VQSchemeError",
+    "__version__",
+    "explain",
+]

@@ -22,17 +22,18 @@ norm, ties lexicographic.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
-import scipy.optimize
+import scipy.optimize  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from scipy.spatial import Voronoi, cKDTree
-from scipy.special import ndtr, ndtri, owens_t
-from scipy.stats import qmc
+from scipy.spatial import Voronoi, cKDTree  # type: ignore[import-untyped]
+from scipy.special import ndtr, ndtri, owens_t  # type: ignore[import-untyped]
+from scipy.stats import qmc  # type: ignore[import-untyped]
 
 from hf_vq.formats.lattice import e8p_decode, e8p_encode, e8p_patterns
 from hf_vq.formats.universal import read_universal, tensor_hash
@@ -43,7 +44,8 @@ SQRT_2PI = np.sqrt(2.0 * np.pi)
 
 
 def density(x: Array) -> Array:
-    return np.exp(-0.5 * x * x) / SQRT_2PI
+    """Of N(0, 1)."""
+    return np.asarray(np.exp(-0.5 * x * x) / SQRT_2PI)
 
 
 # 1-D ---------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ def lloyd_max(bits: int, low: float = -np.inf, high: float = np.inf) -> Array:
         if np.abs(step).max() < 1e-13:
             break
     assert np.abs(residual(entries)).max() < 1e-12
-    return entries
+    return np.asarray(entries)
 
 
 def nested(bits: int, first: Array) -> Array:
@@ -100,11 +102,12 @@ def nested(bits: int, first: Array) -> Array:
     Row h is the optimal quantizer of N(0, 1) within the cell of first[h].
     """
     edges = np.concatenate([0.5 * (first[1:] + first[:-1]), [np.inf]])[len(first) // 2 - 1 :]
-    right = np.stack([lloyd_max(bits, *pair) for pair in zip(edges[:-1], edges[1:], strict=True)])
+    right = np.stack([lloyd_max(bits, low, high) for low, high in itertools.pairwise(edges)])
     return np.concatenate([-right[::-1, ::-1], right])
 
 
 def mse_1d(entries: Array) -> float:
+    """Exact MSE of ascending `entries` [n]."""
     mass, first = moments_1d(entries, -np.inf, np.inf)
     return float(1.0 - 2.0 * entries @ first + (entries * entries) @ mass)
 
@@ -144,11 +147,11 @@ def moments_2d(entries: Array) -> tuple[Array, Array]:
     t0, t1 = np.minimum(t0, t1), np.maximum(t0, t1)
 
     def flux(t: Array) -> Array:
-        ratio = t / np.where(distance == 0, 1e-300, distance)
-        return np.arctan(ratio) / (2 * np.pi) - owens_t(distance, ratio)
+        ratio = t / np.where(distance == 0, 1e-30, distance)
+        return np.asarray(np.arctan(ratio) / (2 * np.pi) - owens_t(distance, ratio))
 
     out = flux(t1) - flux(t0)
-    mass = np.bincount(i, out, len(points)) - np.bincount(j, out, len(points))
+    mass = (np.bincount(i, out, len(points)) - np.bincount(j, out, len(points))).astype(np.float64)
     side = density(distance) * (ndtr(t1) - ndtr(t0))
     first = np.stack(
         [
@@ -162,6 +165,7 @@ def moments_2d(entries: Array) -> tuple[Array, Array]:
 
 
 def mse_2d(entries: Array) -> float:
+    """Exact MSE per dimension of `entries` [n, 2]."""
     mass, first = moments_2d(entries)
     distortion = 2.0 - 2.0 * (entries * first).sum() + ((entries * entries).sum(1) * mass).sum()
     return float(distortion) / 2
@@ -170,6 +174,7 @@ def mse_2d(entries: Array) -> float:
 def descend_2d(entries: Array, iterations: int) -> Array:
     """A local optimum of the distortion near `entries`: L-BFGS in units of sqrt(cell mass)."""
     unit = 1.0 / np.sqrt(np.maximum(moments_2d(entries)[0], 1e-6))[:, None]
+    reach = np.broadcast_to(8.0 / unit, entries.shape).ravel()  # keeps line searches sane
 
     def distortion(z: Array) -> tuple[float, Array]:
         c = z.reshape(-1, 2) * unit
@@ -179,9 +184,10 @@ def descend_2d(entries: Array, iterations: int) -> Array:
 
     found = scipy.optimize.minimize(
         distortion,
-        (entries / unit).ravel(),
+        np.clip((entries / unit).ravel(), -reach, reach),
         jac=True,
         method="L-BFGS-B",
+        bounds=scipy.optimize.Bounds(-reach, reach),
         options={"maxiter": iterations, "ftol": 1e-13, "gtol": 1e-9, "maxcor": 30},
     )
     return np.asarray(found.x).reshape(-1, 2) * unit
@@ -196,9 +202,7 @@ def rings(n: int, rng: np.random.Generator) -> Array:
     rank = (np.cumsum(sizes) - 0.5 * sizes) / n
     radius = np.sqrt(-4.0 * np.log1p(-rank))  # Rayleigh with variance 2 per axis
     angle = [2 * np.pi * (np.arange(k) + rng.uniform()) / k for k in sizes]
-    ring = [
-        np.stack([r * np.cos(a), r * np.sin(a)], 1) for r, a in zip(radius, angle, strict=True)
-    ]
+    ring = [np.stack([r * np.cos(a), r * np.sin(a)], 1) for r, a in zip(radius, angle, strict=True)]
     return np.concatenate(ring) + 1e-3 * rng.standard_normal((n, 2))
 
 
@@ -237,10 +241,11 @@ def cells(samples: Array, entries: Array) -> tuple[Array, Array, Array]:
         np.bincount(index, weight, len(entries))
         for weight in (np.ones(len(samples)), *samples.T, distance * distance)
     )
-    return count, np.stack(total, axis=1), error
+    return count.astype(np.float64), np.stack(total, axis=1), error.astype(np.float64)
 
 
 def sampled_mse(samples: Array, entries: Array) -> float:
+    """MSE per dimension of `entries` [n, d] on `samples` [m, d]."""
     return float(cells(samples, entries)[2].sum()) / samples.size
 
 
@@ -273,6 +278,7 @@ def e8p_book(shift: float) -> torch.Tensor:
 
 
 def mse_e8p(codebook: torch.Tensor, samples: torch.Tensor) -> float:
+    """MSE per dimension of an E8P codebook [257, 8] on `samples` [m, 8]."""
     found = e8p_decode(e8p_encode(samples, codebook), codebook)
     return float((found.double() - samples).square().mean())
 
@@ -295,6 +301,7 @@ def ordered(entries: Array, mass: Array) -> Array:
 
 
 def compute() -> dict[str, torch.Tensor]:
+    """Every tensor of the file, by name."""
     tables: dict[str, Array] = {f"gauss_1x{b}": lloyd_max(b)[:, None] for b in range(1, 9)}
     for bits in range(1, 5):
         first = tables[f"gauss_1x{bits}"][:, 0].astype(np.float16).astype(np.float64)
@@ -329,6 +336,7 @@ def measure(tables: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def main() -> None:
+    """Compute or only measure; print a line per table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only measure the stored tables")
     check = parser.parse_args().check

@@ -1,10 +1,13 @@
 """hf_vq_autoload: a process that never imports hf_vq knows the quantization method "vq"."""
 
-import subprocess
+import importlib.util
 import sys
+import types
 from importlib import metadata
 
 import pytest
+
+import hf_vq_autoload
 
 LOOK = """
 import sys
@@ -20,19 +23,19 @@ print(auto.AUTO_QUANTIZER_MAPPING["vq"].__module__.split(".")[0])
 SEEN = ["hf_vq_autoload", "True False", "False", "True", "hf_vq", "hf_vq"]
 
 
-@pytest.fixture(autouse=True)
-def _installed() -> None:
+@pytest.fixture
+def installed() -> None:
     try:
         metadata.distribution("hf-vq")
     except metadata.PackageNotFoundError:
         pytest.skip("hf_vq is not installed: torch runs no entry point")
 
 
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     "first",
     [
         "import torch",
-        "import transformers, torch",
         "from transformers import AutoModelForCausalLM",
         # Here torch is imported by a Transformers module that is itself half imported.
         "import transformers.quantizers.auto; from transformers import LlamaForCausalLM",
@@ -42,46 +45,84 @@ def test_every_order_of_imports(run_python, first):
     assert run_python(f"{first}\n{LOOK}").splitlines() == SEEN
 
 
-@pytest.mark.parametrize(
-    "look", ["table['vq']", "table.get('vq')", "'vq' in table and table['vq']"]
-)
-def test_every_way_to_look_up(run_python, look):
+@pytest.mark.usefixtures("installed")
+def test_importing_hf_vq_oneself_still_works(run_python):
     code = (
-        "import torch\n"
-        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as table\n"
-        "assert table.get('nope', 7) == 7\n"
-        "try:\n    table['nope']\nexcept KeyError as error:\n    assert error.args == ('nope',)\n"
-        f"print(({look}).__module__.split('.')[0])"
+        "import hf_vq\nfrom transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as table\n"
     )
-    assert run_python(code).split() == ["hf_vq"]
+    assert run_python(code + "print('vq' in table)").split() == ["True"]
 
 
-@pytest.mark.parametrize("first", ["import hf_vq", "import torch, hf_vq", "import hf_vq, torch"])
-def test_importing_hf_vq_oneself_still_works(run_python, first):
-    code = f"{first}\nfrom transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as table\n"
-    code += "print('vq' in table)"
-    assert run_python(code).split() == ["True"]
-
-
-def test_it_can_be_turned_off(run_python):
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("value", "found"), [("0", "0"), ("1", "1")])
+def test_it_can_be_turned_off(run_python, value, found):
     code = (
         "import torch, sys\n"
-        "from transformers.quantizers import auto\n"
-        "print(type(auto.AUTO_QUANTIZER_MAPPING).__name__, 'vq' in auto.AUTO_QUANTIZER_MAPPING)\n"
-        "print('hf_vq' in sys.modules)"
+        "print(sum(type(f).__module__ == 'hf_vq_autoload' for f in sys.meta_path))"
     )
-    assert run_python(code, HF_VQ_AUTOLOAD="0").split() == ["dict", "False", "False"]
+    assert run_python(code, HF_VQ_AUTOLOAD=value).split() == [found]
 
 
-def test_a_transformers_without_the_tables_still_imports(run_python):
-    """Whatever a future Transformers does there, `import torch` and that import go on."""
-    code = (
-        "import sys, types, torch\n"
-        "module = types.ModuleType('transformers.quantizers.auto')\n"
-        "sys.modules[module.__name__] = module\n"
-        "import this_is_not_there\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert "ModuleNotFoundError: No module named 'this_is_not_there'" in done.stderr
+@pytest.fixture
+def table(monkeypatch):
+    """A table of Transformers as autoload leaves it, and an hf_vq that registers itself in it."""
+    mapping = hf_vq_autoload._Mapping(awq="AwqQuantizer")
+    imports = []
+
+    class Plugin:
+        def find_spec(self, name, path=None, target=None):
+            return importlib.util.spec_from_loader(name, self) if name == "hf_vq" else None
+
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            imports.append(module.__name__)
+            # As Transformers' register_quantizer does: this look-up must not import again.
+            assert "vq" not in mapping
+            mapping["vq"] = "VQQuantizer"
+
+    monkeypatch.delitem(sys.modules, "hf_vq", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Plugin(), *sys.meta_path])
+    yield mapping
+    assert len(imports) == 1
+
+
+LOOKS = {
+    "in": lambda table: "VQQuantizer" if "vq" in table else None,
+    "brackets": lambda table: table["vq"],
+    "get": lambda table: table.get("vq"),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_every_way_to_look_up(table, look):
+    assert table["awq"] == table.get("awq") == "AwqQuantizer"
+    assert "nope" not in table
+    assert table.get("nope", 7) == 7
+    with pytest.raises(KeyError, match="nope"):
+        table["nope"]
+    assert "hf_vq" not in sys.modules
+    assert look(table) == look(table) == "VQQuantizer"
+
+
+@pytest.mark.parametrize("holds", [{}, {"AUTO_QUANTIZATION_CONFIG_MAPPING": 3}], ids=str)
+def test_a_transformers_with_other_tables_is_left_alone(monkeypatch, holds):
+    """Whatever Transformers holds there one day, or not yet, importing goes on."""
+    module = types.SimpleNamespace(**holds)
+    monkeypatch.setitem(sys.modules, hf_vq_autoload.TARGET, module)
+    assert hf_vq_autoload._Finder().find_spec("anything") is None
+    assert vars(module) == holds
+
+
+def test_tables_are_replaced_once(monkeypatch):
+    tables = {"AUTO_QUANTIZATION_CONFIG_MAPPING": {"a": 1}, "AUTO_QUANTIZER_MAPPING": {"b": 2}}
+    module = types.SimpleNamespace(**tables)
+    monkeypatch.setitem(sys.modules, hf_vq_autoload.TARGET, module)
+    for _ in range(2):
+        hf_vq_autoload._Finder().find_spec("anything")
+        assert vars(module) == tables
+        replaced = dict(vars(module))
+    hf_vq_autoload._Finder().find_spec("anything")
+    assert all(vars(module)[name] is table for name, table in replaced.items())
+    assert {type(table) for table in replaced.values()} == {hf_vq_autoload._Mapping}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def test_kernel_sources_are_found():
     assert (sources / "cpu" / "CMakeLists.txt").is_file()
 
 
-def test_kernels_is_never_our_import_name(run_python):
+def test_kernels_is_never_our_import_name():
     """`kernels` is Hugging Face's package: a folder without __init__.py cannot hide it."""
     assert not list(paths.kernel_sources().rglob("*.py"))
     assert not list((ROOT / "kernels").rglob("*.py"))
@@ -62,20 +63,32 @@ def test_optimum_finds_the_command(installed, run_python):
     assert imported == "False"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"]])
-def test_optimum_hands_over_every_argument(installed, run_python, arguments):
+def test_optimum_hands_over_every_argument(installed, run_python):
+    """Options too, and `--help`, which optimum would otherwise answer itself."""
     out = run_python(
-        "import sys\n"
-        f"sys.argv = ['optimum-cli', 'vq', *{arguments}]\n"
-        "import hf_vq.cli\n"
+        "import sys, types\n"
         "def main(argv=None):\n"
         "    print('HANDED', argv)\n"
         "    return 0\n"
-        "hf_vq.cli.main = main\n"
+        "sys.modules['hf_vq.cli'] = types.SimpleNamespace(main=main)\n"
         "from optimum.commands.optimum_cli import main\n"
-        "main()\n"
+        "for arguments in (['--help'], ['--model', 'x', 'info', '-h']):\n"
+        "    sys.argv = ['optimum-cli', 'vq', *arguments]\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as status:\n"
+        "        assert status.code == 0\n"
     )
-    assert f"HANDED {arguments}" in out
+    assert "HANDED ['--help']" in out
+    assert "HANDED ['--model', 'x', 'info', '-h']" in out
+
+
+def best_of_three(measure: Callable[[], float], bound: float) -> float:
+    """The smallest of up to three measurements: another process can only make one larger."""
+    values = [measure()]
+    while values[-1] >= bound and len(values) < 3:
+        values.append(measure())
+    return min(values)
 
 
 AUTOLOAD_COST = """
@@ -99,12 +112,15 @@ print(json.dumps({"base": base, "cost": cost, "new": sorted(set(sys.modules) - b
 def test_import_torch_gets_no_slower(run_python):
     """All that autoload does, against `import torch` in the same process: at most one percent.
 
-    One percent is below what repeated `import torch` differ by, so it cannot be noticed. The
-    best of three, because another process can only make a measurement worse.
+    One percent is below what repeated `import torch` differ by, so it cannot be noticed.
     """
-    runs = [json.loads(run_python(AUTOLOAD_COST, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) for _ in "123"]
-    assert runs[0]["new"] == ["hf_vq_autoload"]
-    assert min(run["cost"] / run["base"] for run in runs) < 0.01
+
+    def share() -> float:
+        run = json.loads(run_python(AUTOLOAD_COST, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
+        assert run["new"] == ["hf_vq_autoload"]
+        return run["cost"] / run["base"]
+
+    assert best_of_three(share, 0.01) < 0.01
 
 
 def test_import_torch_imports_autoload_and_not_hf_vq(installed, run_python):
@@ -134,10 +150,14 @@ print(json.dumps({"cost": cost, "touched": touched, "new": new, "ours": ours}))
 
 def test_import_hf_vq_is_light(run_python):
     """Under 0.3 s beyond torch and Transformers, and CUDA is not even asked about."""
-    runs = [json.loads(run_python(IMPORT_COST)) for _ in "123"]
-    assert min(run["cost"] for run in runs) < 0.3
-    assert runs[0]["touched"] == []
-    assert "hf_vq" in runs[0]["new"]
     heavy = {"IPython", "datasets", "matplotlib", "nbformat", "optimum", "peft", "scipy", "triton"}
-    assert not heavy & set(runs[0]["new"])
-    assert not {"hf_vq.bench", "hf_vq.cli", "hf_vq.testing"} & set(runs[0]["ours"])
+
+    def seconds() -> float:
+        run = json.loads(run_python(IMPORT_COST))
+        assert run["touched"] == []
+        assert "hf_vq" in run["new"]
+        assert not heavy & set(run["new"])
+        assert not {"hf_vq.bench", "hf_vq.cli", "hf_vq.testing"} & set(run["ours"])
+        return run["cost"]
+
+    assert best_of_three(seconds, 0.3) < 0.3

@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import env
 from ..errors import VQError
-from .evaluate import CHUNK, cache_factory
+from .evaluate import BATCH, CHUNK, cache_factory
 from .load import check_model, load_model, load_tokenizer
 from .score import Reference, model_forward, score
 from .show import significant
@@ -143,8 +143,10 @@ def _one_scheme(
     say(f"{scheme}: measuring against the original")
     new_cache = cache_factory("u4")
     reloaded = load_model(saved)
-    plain = score(model_forward(reloaded), reference)
-    cached = score(model_forward(reloaded, lambda: new_cache(reloaded.config), CHUNK), reference)
+    plain = score(model_forward(reloaded), reference, BATCH)
+    cached = score(
+        model_forward(reloaded, lambda: new_cache(reloaded.config), CHUNK), reference, BATCH
+    )
     storage = file_storage(read_headers(saved), _scheme_of(saved))
     yield from _rows(
         scheme,

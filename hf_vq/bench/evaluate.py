@@ -20,6 +20,7 @@ from .storage import Storage, model_storage
 from .text import read_sequences, text_facts
 
 MOST_TOKENS = 16384  # without --tokens: enough for a standard error of a few percent
+BATCH = 8  # sequences per forward
 CHUNK = 64  # tokens per step when a cache is read
 
 
@@ -118,7 +119,7 @@ def evaluate(
         caches[:] = [new_cache(loaded.config)]
         return caches[0]
 
-    found = score(model_forward(loaded, recorded if new_cache else None, CHUNK), expected)
+    found = score(model_forward(loaded, recorded if new_cache else None, CHUNK), expected, BATCH)
     compared = reference is not None or cache is not None
     storage: Storage = model_storage(loaded)
     speed = generation_speed(

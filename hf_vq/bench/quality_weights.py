@@ -23,6 +23,8 @@ from .text import read_sequences, text_facts
 
 SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-3", "turboquant-2", "quip-sharp-2")
 
+BATCH = 4  # sequences per forward
+
 # name -> (stored bits per weight with fp16 scales, weight -> weight)
 BASELINES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
     "int4 g128 (round to nearest)": (4.25, baselines.round_to_nearest),
@@ -72,7 +74,9 @@ def _baseline_rows(original: Any, reference: Reference) -> Iterator[dict[str, An
         for module in model.modules():
             if isinstance(module, nn.Linear) and module is not skipped:
                 module.weight.data = quantize(module.weight.data)
-        yield _row(name, "baseline", bits, None, score(model_forward(model), reference).to_dict())
+        yield _row(
+            name, "baseline", bits, None, score(model_forward(model), reference, BATCH).to_dict()
+        )
 
 
 def _scheme_rows(
@@ -83,7 +87,9 @@ def _scheme_rows(
         model = load_model(model_dir, dtype=torch.float32, scheme=name)
         seconds = time.perf_counter() - start
         bits = model_storage(model).bits_per_weight
-        yield _row(name, "scheme", bits, seconds, score(model_forward(model), reference).to_dict())
+        yield _row(
+            name, "scheme", bits, seconds, score(model_forward(model), reference, BATCH).to_dict()
+        )
 
 
 def _row(

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import VQError
 
 Forward = Callable[[Tensor], Tensor]
-"""Token ids [tokens] of one sequence -> float32 logits [tokens - 1, vocabulary]."""
+"""Token ids [sequences, tokens] -> float32 logits [sequences, tokens - 1, vocabulary]."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Reference:
         row = self._kept.get(index)
         if row is None:
             ids = self.sequences[index]
-            logits = self.forward(ids)
+            logits = self.forward(ids[None])[0]
             log_p = logits.log_softmax(-1)
             p = log_p.exp()
             negative_entropy = torch.einsum("tv,tv->t", p, log_p)
@@ -91,8 +91,8 @@ class Reference:
 
 
 @torch.no_grad()
-def score(forward: Forward, reference: Reference) -> Score:
-    """Score a model on the reference's text.
+def score(forward: Forward, reference: Reference, batch: int = 1) -> Score:
+    """Score a model on the reference's text, `batch` sequences at a time.
 
     Raises:
         VQError: the vocabularies differ, or the model gives NaN.
@@ -101,9 +101,11 @@ def score(forward: Forward, reference: Reference) -> Score:
     seconds = 0.0
     for index, ids in enumerate(reference.sequences):
         row = reference[index]
-        start = time.perf_counter()
-        log_q = forward(ids).log_softmax(-1)
-        seconds += time.perf_counter() - start
+        if index % batch == 0:
+            start = time.perf_counter()
+            several = forward(reference.sequences[index : index + batch])
+            seconds += time.perf_counter() - start
+        log_q = several[index % batch].log_softmax(-1)
         if log_q.shape != row.probabilities.shape:
             raise VQError(
                 f"the model predicts {log_q.shape[-1]} tokens, the reference "
@@ -143,23 +145,24 @@ def model_forward(
 
     Args:
         model: the model.
-        new_cache: makes the KV cache of one sequence. The sequence is then fed `chunk` tokens at a
-            time, as in a chunked prefill, so that predictions read what the cache stored.
+        new_cache: makes an empty KV cache. The first quarter of the tokens is then fed at once, as
+            a prompt, and the rest `chunk` at a time, so that predictions read what was stored.
         chunk: tokens per step with a cache.
     """
 
     @torch.no_grad()
     def forward(ids: Tensor) -> Tensor:
-        ids = ids[None].to(model.device)
+        ids = ids.to(model.device)
         if new_cache is None:
-            whole: Tensor = model(ids, use_cache=False).logits[0, :-1].float()
+            whole: Tensor = model(ids, use_cache=False).logits[:, :-1].float()
             return whole
         cache = new_cache()
+        prompt = max(ids.shape[1] // 4, 1)
         steps = [
-            model(piece, past_key_values=cache, use_cache=True).logits[0].float()
-            for piece in ids.split(chunk, dim=1)
+            model(piece, past_key_values=cache, use_cache=True).logits.float()
+            for piece in (ids[:, :prompt], *ids[:, prompt:].split(chunk, dim=1))
         ]
-        return torch.cat(steps)[:-1]
+        return torch.cat(steps, 1)[:, :-1]
 
     return forward
 

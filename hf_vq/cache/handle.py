@@ -78,7 +78,7 @@ class VQHandle(torch.Tensor):
         handle.update, handle.side, handle.form, handle.repeats = update, side, form, repeats
         return handle
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"VQHandle({list(self.shape)}, {self.dtype}, {self.side})"
 
     def decode(self) -> Tensor:

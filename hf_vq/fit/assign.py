@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..formats import lattice
-from ..formats.nearest import NearestEntry
+from ..formats.nearest import NearestEntry, nearest_entry
 from ..formats.scheme import VQScheme
 
 BEAM = 8  # first-stage candidates that are followed; more gains under 1 % on Gaussian data
@@ -25,9 +25,13 @@ class Assigner:
     def __init__(self, codebook: Tensor, scheme: VQScheme, grid: bool = True) -> None:
         self.codebook = codebook
         self.lattice = scheme.lattice is not None
-        self.searches = (
-            [] if self.lattice else [NearestEntry(stage.float(), grid) for stage in codebook]
-        )
+        self.searches: list[NearestEntry] = []
+        if not self.lattice:
+            # Every layer of a model has the same universal codebook: its grid is made once.
+            self.searches = [
+                nearest_entry(stage) if grid else NearestEntry(stage, grid=False)
+                for stage in codebook
+            ]
 
     def codes(self, vectors: Tensor) -> Tensor:
         """Codes int64 [n, z] of `vectors` [n, x] float32."""

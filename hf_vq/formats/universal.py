@@ -30,7 +30,7 @@ class _Table(NamedTuple):
 
 def tensor_hash(tensor: torch.Tensor) -> str:
     """sha256, in hex, of the little-endian bytes of a contiguous CPU tensor."""
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
 
 
 def read_universal(path: Path) -> dict[str, _Table]:
@@ -41,7 +41,7 @@ def read_universal(path: Path) -> dict[str, _Table]:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["universal"])
             tensors = {name: file.get_tensor(name) for name in about["tables"]}
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise VQFormatError(f"{path} is no file of universal codebooks: {error}") from error
     if about["version"] != str(UNIVERSAL_VERSION):
         raise VQFormatError(f"{path} has version {about['version']}, not {UNIVERSAL_VERSION}")

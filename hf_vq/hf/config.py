@@ -92,6 +92,10 @@ class VQConfig(QuantizationConfigMixin):
         scheme = self.vq_scheme
         return scheme_name(scheme) or scheme.spec()
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field, as of a dict: `from_pretrained(config=model.config)` asks for them so."""
+        return getattr(self, key, default)
+
     @classmethod
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any

@@ -96,7 +96,8 @@ class VQHfQuantizer(HfQuantizer):
         """Names of the layers to quantize; what is left out is recorded in the config."""
         config = self.quantization_config
         names = [name for name, _ in candidates(model)]
-        for entry in config.modules_to_not_convert or ():
+        entries = config.modules_to_not_convert or []
+        for entry in entries:
             modules = [name for name, _ in model.named_modules() if name]
             if all(should_convert_module(name, [entry]) for name in modules):
                 near = get_close_matches(entry, modules, 3, 0.3)
@@ -104,10 +105,15 @@ class VQHfQuantizer(HfQuantizer):
                     f"modules_to_not_convert: {entry!r} matches no module of "
                     f"{type(model).__name__}. Near names: {', '.join(near) or 'none'}."
                 )
-        skipped = self._default_skips(model) + (config.modules_to_not_convert or [])
-        wanted = {name for name in names if should_convert_module(name, skipped)}
+        defaults = self._default_skips(model)
+        wanted = {
+            name
+            for name in names
+            if should_convert_module(name, defaults)
+            and all(should_convert_module(part, entries) for part in _with_parents(name))
+        }
         left = [name for name in names if name not in wanted]
-        config.modules_to_not_convert = sorted({*(config.modules_to_not_convert or ()), *left})
+        config.modules_to_not_convert = sorted({*entries, *left})
         return wanted
 
     def _wanted_stored(self, model: Any) -> set[str]:
@@ -222,7 +228,8 @@ class VQHfQuantizer(HfQuantizer):
                     state[name] = state[name].to(spec.dtype)
                 else:
                     state[spec.shared_name] = module.stored(attribute).cpu()
-        return state, {"hf_vq": str(self.quantization_config.format_version)}
+        # No metadata: safetensors writes it in any order, and equal models should be equal files.
+        return state, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         held = [name for name, module in vq_modules(model).items() if _is_offloaded(module)]
@@ -248,6 +255,12 @@ class VQHfQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether `generate` may compile it."""
         return True
+
+
+def _with_parents(name: str) -> list[str]:
+    """A module's name and those of the modules that hold it: leaving one out leaves out its parts."""
+    parts = name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _is_offloaded(module: torch.nn.Module) -> bool:

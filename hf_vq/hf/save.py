@@ -18,6 +18,9 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from huggingface_hub.errors import HfHubHTTPError
+from transformers.utils.hub import hf_api
+
 from .card import CARD, is_ours, model_card
 
 _AT_FDCWD = -100
@@ -100,9 +103,7 @@ def _upload(
     tags: None = None,
     **commit: Any,
 ) -> Any:
-    from huggingface_hub import HfApi
-
-    api = HfApi()
+    api = hf_api()
     repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     if _remote_card_is_foreign(repo_id, token, commit.get("revision")):
         path = os.path.join(folder, CARD)
@@ -111,11 +112,8 @@ def _upload(
 
 
 def _remote_card_is_foreign(repo_id: str, token: Any, revision: str | None) -> bool:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
-        path = hf_hub_download(repo_id, CARD, token=token, revision=revision)
+        path = hf_api().hf_hub_download(repo_id, CARD, token=token, revision=revision)
     except (HfHubHTTPError, FileNotFoundError):
         return False
     return not is_ours(Path(path).read_text(encoding="utf-8"))

@@ -8,7 +8,8 @@ from hf_vq.formats.nearest import NearestEntry
 
 
 def error(vectors, codebook):
-    return float(NearestEntry(codebook, grid=False).distance(vectors).mean()) / vectors.shape[1]
+    index = NearestEntry(codebook, grid=False).index(vectors)
+    return float((vectors - codebook[index]).square().mean())
 
 
 def test_separated_clusters_are_found():

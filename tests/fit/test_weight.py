@@ -1,5 +1,7 @@
 """Every weight scheme of the catalogue is fitted without data, as well as theory says."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -89,15 +91,20 @@ def test_rerotated_passes_multiply_their_errors(rotation):
 def test_search_beats_least_squares_beats_norm():
     weight = torch.randn(128, 512)
     errors = [
-        fit_weight(weight, weight_scheme("vq-2"), search=how).relative_error
+        fit_weight(weight, weight_scheme("vq-4"), search=how).relative_error
         for how in ("search", "least_squares", "norm")
     ]
     assert errors == sorted(errors)
-    assert errors[0] < 0.97 * errors[2]
+    assert errors[0] < 0.9 * errors[2]  # .00669 and .00767 in theory
 
 
-@pytest.mark.parametrize("in_features", [288, 80, 13696, 48])
-@pytest.mark.parametrize("name", ["vq-4", "vq-3", "vq-2", "turboquant-3", "aqlm-2", "gptvq-2"])
+@pytest.mark.parametrize(
+    ("name", "in_features"),
+    [
+        *itertools.product(["vq-4", "vq-3", "vq-2", "turboquant-3"], [288, 80, 13696, 48]),
+        *itertools.product(["aqlm-2", "gptvq-2"], [288, 80, 48]),
+    ],
+)
 def test_dimensions_without_a_tail(name, in_features):
     scheme = weight_scheme(name)
     weight = torch.randn(5, in_features)

@@ -101,13 +101,14 @@ def test_encode_is_unbiased_along_the_row(name, head_dim):
 
 @pytest.mark.parametrize(("name", "theory"), [("u4", 0.00774), ("u3", 0.02966), ("u2", 0.0973)])
 def test_kv_error_is_that_of_the_codebook(name, theory):
-    """An unbiased scale adds its own variance: error / (1 - error), see TurboQuant."""
+    """tan^2 of the angle between row and code, theory / (1 - theory) for an unbiased scale. Long
+    rows: knowing the norm exactly takes some 3 % off the error of 128 numbers."""
     scheme = KV_SCHEMES[name].key
     codebook = universal_tensor(scheme)
-    x = torch.randn(4000, 128)
-    y = ops.decode_kv(*ops.encode_kv(x, codebook, scheme), codebook, scheme, 128)
+    x = torch.randn(128, 4096)
+    y = ops.decode_kv(*ops.encode_kv(x, codebook, scheme), codebook, scheme, 4096)
     error = float((x - y).square().sum() / x.square().sum())
-    assert error == pytest.approx(theory / (1 - theory), rel=0.02)
+    assert error == pytest.approx(theory / (1 - theory), rel=0.01)
 
 
 def test_encode_hard_rows():

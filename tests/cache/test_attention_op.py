@@ -1,0 +1,227 @@
+"""`hf_vq::attention` against attention written out in float64, one query at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import product
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from hf_vq.errors import VQCacheError
+from hf_vq.formats.catalog import KV_SCHEMES
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.formats.shared import universal_tensor
+from hf_vq.ops import encode_kv
+from hf_vq.ops.attention import CachedKV, attention
+
+
+def make(
+    scheme: str = "u4",
+    dtype: torch.dtype = torch.float32,
+    *,
+    batch: int = 2,
+    heads: int = 2,
+    dim: int = 64,
+    value_dim: int | None = None,
+    length: int = 61,
+    sinks: int = 4,
+    window: int = 16,
+    fresh: int = 1,
+    slack: int = 5,
+    start: list[int] | None = None,
+) -> CachedKV:
+    """A cache of random tokens with codes for all that left the window, floats for the rest."""
+    both = KV_SCHEMES[scheme]
+    value_dim = value_dim or dim
+    mean = 2 * torch.randn(batch, heads, 1, dim)
+    keys = (torch.randn(batch, heads, length, dim) + mean).to(dtype)
+    values = torch.randn(batch, heads, length, value_dim).to(dtype)
+    codebooks = [universal_tensor(part) for part in (both.key, both.value)]
+    coded = max(length - window, 0)
+    k = encode_kv(keys[:, :, :coded].float() - mean, codebooks[0], both.key)
+    v = encode_kv(values[:, :, :coded].float(), codebooks[1], both.value)
+    tail = max(length - window - slack - fresh, 0)
+    first = [0] * batch if start is None else start
+    pick = [slice(position, position + sinks) for position in first]
+    return CachedKV(
+        sink_k=torch.stack([keys[b, :, pick[b]] for b in range(batch)]),
+        sink_v=torch.stack([values[b, :, pick[b]] for b in range(batch)]),
+        k_codes=k[0], k_scale=k[1], k_mean=mean, v_codes=v[0], v_scale=v[1],
+        tail_k=keys[:, :, tail:], tail_v=values[:, :, tail:],
+        codebook_k=codebooks[0], codebook_v=codebooks[1],
+        start=None if start is None else torch.tensor(start), tail_start=tail,
+        window=window, fresh=fresh, key_scheme=both.key, value_scheme=both.value,
+    )  # fmt: skip
+
+
+def decode(
+    codes: Tensor, scale: Tensor, codebook: Tensor, scheme: VQScheme, dim: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows in `dtype`: bits, table, scale, Hadamard; nothing shared with the package."""
+    bits = numpy.unpackbits(codes.numpy(), axis=-1, bitorder="little")
+    bits = bits[..., : dim // scheme.vector_size * scheme.entry_bits]
+    shape = (*bits.shape[:-1], dim // scheme.vector_size, scheme.entry_bits)
+    bits = bits.reshape(shape).astype(numpy.int64)
+    index = (bits << numpy.arange(scheme.entry_bits)).sum(-1)
+    rows = codebook[0].to(dtype)[torch.from_numpy(index)].flatten(-2) * scale.to(dtype)
+    block = dim & -dim
+    hadamard = torch.ones(1, 1, dtype=dtype)
+    while len(hadamard) < block:
+        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype), hadamard)
+    return (rows.unflatten(-1, (-1, block)) @ hadamard / math.sqrt(block)).flatten(-2)
+
+
+def written_out(
+    query: Tensor,
+    cached: CachedKV,
+    dtype: torch.dtype,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    softcap: float = 0.0,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Attention in `dtype`, by loops over rows, heads and queries."""
+    batch, query_heads, queries, dim = query.shape
+    groups = query_heads // cached.tail_k.shape[1]
+    length, tail = cached.length, cached.tail_start
+    sinks = cached.sink_k.shape[2]
+    k = decode(cached.k_codes, cached.k_scale, cached.codebook_k, cached.key_scheme, dim, dtype)
+    k = k + cached.k_mean.to(dtype)
+    value_dim = cached.tail_v.shape[-1]
+    stored = cached.v_codes, cached.v_scale, cached.codebook_v, cached.value_scheme
+    v = decode(*stored, value_dim, dtype)
+    out = torch.zeros(batch, query_heads, queries, value_dim, dtype=dtype)
+    j = torch.arange(length)
+    for b, h, t in product(range(batch), range(query_heads), range(queries)):
+        i = length - queries + t
+        start = 0 if cached.start is None else int(cached.start[b])
+        rows = []
+        for codes, floats, sink in (
+            (k, cached.tail_k, cached.sink_k), (v, cached.tail_v, cached.sink_v)
+        ):  # fmt: skip
+            first = min(i - cached.window + 1, length - cached.fresh)
+            near = range(max(first, tail), length)
+            row = floats[b, h // groups].new_zeros(length, floats.shape[-1]).to(dtype)
+            row[: codes.shape[2]] = codes[b, h // groups]
+            row[near.start :] = floats[b, h // groups, near.start - tail :].to(dtype)
+            row[start : start + sinks] = sink[b, h // groups].to(dtype)
+            rows.append(row)
+        scores = (rows[0] @ query[b, h, t].to(dtype)) * scaling
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if mask is None:
+            scores[j > i] = -math.inf
+        elif mask.dtype == torch.bool:
+            scores[~mask[min(b, len(mask) - 1), 0, t]] = -math.inf
+        else:
+            scores = scores + mask[min(b, len(mask) - 1), 0, t].to(dtype)
+        if s_aux is not None:
+            scores = torch.cat([scores, s_aux[h : h + 1].to(dtype)])
+        out[b, h, t] = scores.softmax(0)[:length].nan_to_num(0.0) @ rows[1]
+    return out
+
+
+def check(query: Tensor, cached: CachedKV, **options: object) -> None:
+    """err(op) <= 2 err(same maths in torch at that dtype) + eps.
+
+    eps: the output is rounded once to its dtype, and inside, in float32, a logit of at most
+    scaling |q| |k| is off by one rounding, which moves the output by as much times |v|.
+    """
+    options = {"scaling": query.shape[-1] ** -0.5, **options}
+    out = attention(query, cached, **options)  # type: ignore[arg-type]
+    exact = written_out(query, cached, torch.float64, **options)  # type: ignore[arg-type]
+    plain = written_out(query, cached, query.dtype, **options)  # type: ignore[arg-type]
+    assert out.dtype == query.dtype and out.shape == exact.shape
+    allowed = 2 * (plain.double() - exact).abs().max()
+    allowed += torch.finfo(query.dtype).eps * exact.abs().max()
+    largest = [x.float().norm(dim=-1).max() for x in (query, cached.tail_k, cached.tail_v)]
+    allowed += torch.finfo(torch.float32).eps * options["scaling"] * math.prod(largest)
+    assert (out.double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dim", [8, 16, 64, 80, 96, 128, 192, 256])
+def test_head_dims(dim: int) -> None:
+    check(torch.randn(2, 2, 1, dim), make(dim=dim, length=29, window=8, slack=3))
+
+
+@pytest.mark.parametrize("scheme", ["u4", "u3", "u2", "k4v2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_schemes_and_dtypes(scheme: str, dtype: torch.dtype) -> None:
+    check(torch.randn(2, 2, 1, 64).to(dtype), make(scheme, dtype, length=29, window=8))
+
+
+@pytest.mark.parametrize(("heads", "query_heads"), [(4, 4), (2, 4), (1, 4)])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_heads_and_queries(heads: int, query_heads: int, queries: int) -> None:
+    cached = make(heads=heads, dim=16, length=40, window=8, fresh=queries, slack=3)
+    check(torch.randn(2, query_heads, queries, 16), cached)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 100])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_windows(window: int, sinks: int) -> None:
+    cached = make(dim=16, length=23, window=window, sinks=sinks, fresh=3, slack=0)
+    check(torch.randn(2, 2, 3, 16), cached)
+
+
+def test_softcap_and_sink_logits() -> None:
+    cached = make(dim=16, length=30, window=8, fresh=2)
+    query = 3 * torch.randn(2, 4, 2, 16)
+    check(query, cached, softcap=5.0, scaling=0.5)
+    check(query, cached, s_aux=torch.randn(4))
+
+
+def test_different_dims_of_keys_and_values() -> None:
+    check(torch.randn(2, 4, 1, 32), make(dim=32, value_dim=16, length=30, window=8))
+
+
+def test_masks_and_left_padding() -> None:
+    cached = make(dim=16, length=30, window=8, fresh=3, start=[0, 11])
+    query = torch.randn(2, 2, 3, 16)
+    causal = torch.ones(3, 30, dtype=torch.bool).tril(27)
+    mask = causal.expand(2, 1, 3, 30).clone()
+    mask[1, :, :, :11] = False
+    check(query, cached, mask=mask)
+    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    check(query, cached, mask=additive)
+    check(query, cached, mask=torch.randn(1, 1, 3, 30))  # a position bias
+    mask[0] = False  # a query that sees nothing
+    assert torch.equal(attention(query, cached, mask=mask, scaling=0.2)[0], torch.zeros(2, 3, 16))
+
+
+def test_longer_mask_is_cut_and_shorter_refused() -> None:
+    cached = make(dim=16, length=30, window=8)
+    query = torch.randn(2, 2, 1, 16)
+    mask = torch.rand(2, 1, 1, 40) > 0.3
+    cut = attention(query, cached, mask=mask[..., :30], scaling=1.0)
+    assert torch.equal(attention(query, cached, mask=mask, scaling=1.0), cut)
+    with pytest.raises(VQCacheError, match="mask covers 29"):
+        attention(query, cached, mask=mask[..., :29], scaling=1.0)
+    with pytest.raises(VQCacheError, match="heads"):
+        attention(query[:, :1], cached, scaling=1.0)
+
+
+def test_dense_is_what_the_first_query_sees() -> None:
+    cached = make(dim=16, length=30, window=8, fresh=1)
+    query = torch.randn(2, 2, 1, 16)
+    scores = query @ cached.dense("k", 29).mT / 4
+    plain = scores.softmax(-1) @ cached.dense("v", 29)
+    exact = written_out(query, cached, torch.float64, scaling=0.25)
+    assert (plain.double() - exact).abs().max() < 1e-5
+
+
+def test_opcheck() -> None:
+    cached = make(dim=16, length=30, window=8, fresh=2, start=[0, 3])
+    fields = {f.name: getattr(cached, f.name) for f in dataclasses.fields(cached)}
+    schemes = [fields.pop(name).spec() for name in ("key_scheme", "value_scheme")]
+    ints = [fields.pop(name) for name in ("tail_start", "window", "fresh")]
+    tensors = list(fields.values())
+    mask = torch.rand(2, 1, 2, 30) > 0.3
+    for extra in ([mask, torch.randn(4)], [None, None]):
+        arguments = (torch.randn(2, 4, 2, 16), *tensors, *extra, *ints, 0.25, 0.0, *schemes)
+        torch.library.opcheck(torch.ops.hf_vq.attention, arguments)

@@ -1,0 +1,56 @@
+"""Save a model and die in the middle: python killed_save.py <model> <target> <point>."""
+
+import os
+import signal
+import sys
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedConfig, modeling_utils
+
+from hf_vq.hf import register, save
+
+
+def die(*arguments: Any) -> None:
+    """End at once, without any cleaning up."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after(owner: Any, name: str) -> None:
+    """End just after a function returned."""
+    original = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        die()
+
+    setattr(owner, name, call)
+
+
+def write_half(tensors: Any, filename: str, metadata: Any = None) -> None:
+    """Begin to write a file."""
+    with open(filename, "wb") as file:
+        file.write(b"half")
+    die()
+
+
+def main(source: str, target: str, point: str) -> None:
+    """Save `source` to `target` and die at `point`."""
+    register()
+    model = AutoModelForCausalLM.from_pretrained(source)
+    if point == "config":
+        die_after(PreTrainedConfig, "save_pretrained")
+    elif point == "half weights":
+        modeling_utils.safe_save_file = write_half
+    elif point == "weights":
+        die_after(modeling_utils, "safe_save_file")
+    elif point == "card":
+        die_after(save, "_write_card")
+    elif point == "before exchange":
+        save.exchange = die
+    elif point == "after exchange":
+        die_after(save, "exchange")
+    model.save_pretrained(target)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

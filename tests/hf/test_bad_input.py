@@ -1,0 +1,208 @@
+"""Broken checkpoints and unsuitable models: one VQ...Error that says what, where and what to do."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
+from hf_vq.formats import VQScheme
+from hf_vq.hf import VQConfig
+
+LOAD = AutoModelForCausalLM.from_pretrained
+LAYER = "layers.1.mlp.down_proj"  # as AutoModel names it
+NAME = f"model.{LAYER}"  # as the file does
+CODEBOOK = "vq_codebook.gauss_2x8"
+
+
+@pytest.fixture
+def broken(quantized, tmp_path):
+    """Change a copy of a checkpoint: `broken(change)`, or `broken(change, "config.json")`."""
+
+    def make(change, name="model.safetensors", model="llama", scheme="vq-4"):
+        folder = tmp_path / "broken"
+        shutil.copytree(quantized(model, scheme), folder)
+        file = folder / name
+        if name.endswith(".json"):
+            data = json.loads(file.read_text())
+            change(data["quantization_config"])
+            file.write_text(json.dumps(data))
+        else:
+            data = load_file(file)
+            change(data)
+            save_file(data, file, metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+def put(name, value):
+    def change(data):
+        data[name] = value(data[name])
+
+    return change
+
+
+def nan_at_the_end(tensor):
+    tensor = tensor.clone()
+    tensor.view(-1)[-1] = float("nan")
+    return tensor
+
+
+CHANGES = {
+    "no codes": (lambda d: d.pop(f"{NAME}.weight"), f"lacks .*{LAYER}.weight.*random"),
+    "no scales": (lambda d: d.pop(f"{NAME}.vq_scale"), f"lacks .*{LAYER}.vq_scale.*random"),
+    "no signs": (lambda d: d.pop(f"{NAME}.vq_signs"), f"lacks .*{LAYER}.vq_signs.*random"),
+    "no codebook": (lambda d: d.pop(CODEBOOK), f"lacks {CODEBOOK}"),
+    "no layer": (
+        lambda d: [d.pop(key) for key in list(d) if key.startswith(NAME)],
+        f"lacks .*{LAYER}",
+    ),
+    "cut codes": (put(f"{NAME}.weight", lambda t: t[:, :-1].clone()), f"{LAYER}.weight is torch"),
+    "fewer rows": (put(f"{NAME}.vq_scale", lambda t: t[1:].clone()), f"{LAYER}.vq_scale is torch"),
+    "other dtype": (put(f"{NAME}.vq_scale", lambda t: t.float()), f"{LAYER}.vq_scale is of another"),
+    "dense weights": (put(f"{NAME}.weight", lambda t: t.half()), f"{LAYER}.weight is torch.float16"),
+    "scale nan": (put(f"{NAME}.vq_scale", nan_at_the_end), f"{LAYER}.vq_scale: vq_scale holds NaN"),
+    "codebook nan": (put(CODEBOOK, nan_at_the_end), f"{CODEBOOK} holds NaN"),
+    "codebook shape": (put(CODEBOOK, lambda t: t[:, :-1].clone()), f"{CODEBOOK} is torch"),
+    "codebook values": (put(CODEBOOK, lambda t: t * 2), "config.json records"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_is_missing_or_wrong(broken, change):
+    folder = broken(CHANGES[change][0])
+    for load in (LOAD, AutoModel.from_pretrained):
+        with pytest.raises(VQFormatError, match=f"{folder}.*{CHANGES[change][1]}") as caught:
+            load(folder)
+        assert "again" in str(caught.value)  # says what to do
+
+
+def test_an_experts_tensor_is_missing(broken):
+    name = "model.layers.0.mlp.experts.vq_down_proj_codes"
+    folder = broken(lambda d: d.pop(name), model="qwen3-moe")
+    with pytest.raises(VQFormatError, match=f"lacks {name}"):
+        LOAD(folder)
+
+
+def test_a_learned_codebook_with_nan(broken):
+    name = f"{NAME}.vq_codebook"
+    folder = broken(put(name, nan_at_the_end), scheme="vq2x6r1-tensor-g64-none")
+    with pytest.raises(VQFormatError, match=f"{name}.*NaN"):
+        LOAD(folder)
+
+
+@pytest.mark.parametrize("size", [0, 5, 1000, -1])
+def test_a_truncated_file(quantized, tmp_path, size):
+    folder = tmp_path / "cut"
+    shutil.copytree(quantized(), folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(VQFormatError, match=r"model\.safetensors is truncated or corrupted"):
+        LOAD(folder)
+
+
+def test_a_missing_shard(quantized, tmp_path):
+    LOAD(quantized()).save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*"))[1]
+    shard.unlink()
+    with pytest.raises(VQFormatError, match=shard.name):
+        LOAD(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (put("format_version", lambda v: 2), "pip install -U"),
+        (put("format_version", str), "must be an integer"),
+        (put("seed", lambda v: "0"), "seed must be an integer"),
+        (put("scheme", lambda v: {**v, "entry_bits": "8"}), "entry_bits must be an integer"),
+        (put("scheme", lambda v: {**v, "entry_bits": 10**20}), "entry_bits must be an integer"),
+        (put("scheme", lambda v: {**v, "codebook": "unknown"}), "codebook must be one of"),
+        (put("scheme", lambda v: "vq-9"), "Known"),
+        (lambda d: d.update(group_size=32), "'group_size'"),
+        (put("scheme", lambda v: {**v, "entry_bits": 6}), "does not fit config.json"),
+        (put("scheme", lambda v: {**v, "rotation": "none"}), None),
+    ],
+)
+def test_config_json(broken, change, says):
+    folder = broken(change, "config.json")
+    if says is None:  # signs that nothing reads: a file may hold more than is needed
+        LOAD(folder)
+        return
+    with pytest.raises((VQConfigError, VQSchemeError, VQFormatError), match=says):
+        LOAD(folder)
+
+
+def test_dimensions_that_cannot_be_packed(tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(hidden_size=60, intermediate_size=128, vocab_size=50, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(VQSchemeError, match=r"layers\.0.*60.*modules_to_not_convert"):
+        LOAD(tmp_path, quantization_config=VQConfig())
+
+
+def test_skips_that_match_nothing(dense):
+    config = VQConfig(modules_to_not_convert=["lm_haed"])
+    with pytest.raises(VQConfigError, match=r"'lm_haed' matches no module.*lm_head"):
+        LOAD(dense("llama"), quantization_config=config)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [(float("nan"), "NaN"), (float("inf"), "infinity"), (1e38, "too large")]
+)
+def test_dense_weights_that_cannot_be_quantized(dense, tmp_path, value, says):
+    shutil.copytree(dense("llama"), tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    data = load_file(file)
+    data[f"{NAME}.weight"][3, 5] = value
+    save_file(data, file, metadata={"format": "pt"})
+    with pytest.raises(VQFormatError, match=f"{LAYER}.*{says}"):
+        LOAD(tmp_path / "m", quantization_config=VQConfig())
+
+
+def test_a_dense_checkpoint_without_a_weight(dense, tmp_path):
+    shutil.copytree(dense("llama"), tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    data = load_file(file)
+    del data[f"{NAME}.weight"]
+    save_file(data, file, metadata={"format": "pt"})
+    with pytest.raises(VQFormatError, match=f"lacks .*{LAYER}.*modules_to_not_convert"):
+        LOAD(tmp_path / "m", quantization_config=VQConfig())
+
+
+def test_a_dense_weight_of_another_shape(dense, tmp_path):
+    shutil.copytree(dense("llama"), tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    data = load_file(file)
+    data[f"{NAME}.weight"] = data[f"{NAME}.weight"][1:].clone()
+    save_file(data, file, metadata={"format": "pt"})
+    with pytest.raises(VQFormatError, match=f"{LAYER}.weight has shape"):
+        LOAD(tmp_path / "m", quantization_config=VQConfig())
+
+
+def test_an_integer_input_is_refused(quantized):
+    layer = LOAD(quantized()).model.layers[0].mlp.up_proj
+    with pytest.raises(VQFormatError, match=r"weight\.dtype.*modules_to_not_convert"):
+        layer(torch.zeros(1, 64, dtype=torch.uint8))
+
+
+def test_a_scheme_that_weights_cannot_have(dense):
+    scheme = VQScheme(2, 8, codebook="channel_group", scale_group=0, rotation="none")
+    with pytest.raises(VQSchemeError, match="KV cache"):
+        LOAD(dense("llama"), quantization_config=VQConfig(scheme))
+
+
+def test_without_the_plugin_loading_fails_loudly(quantized, run_python):
+    """Codes are stored as `weight`, so that Transformers alone meets a wrong shape and stops."""
+    code = (
+        "from transformers import AutoModelForCausalLM\n"
+        "try:\n"
+        f"    AutoModelForCausalLM.from_pretrained({str(quantized())!r})\n"
+        "except RuntimeError as error:\n"
+        "    print('stopped', 'ignore_mismatched_sizes' in str(error))\n"
+    )
+    assert run_python(code, HF_VQ_AUTOLOAD="0").split() == ["stopped", "True"]

@@ -1,0 +1,108 @@
+"""VQConfig: what it takes, what it keeps, and what it refuses."""
+
+import json
+import re
+
+import pytest
+from transformers import LlamaConfig
+
+from hf_vq.errors import VQConfigError, VQError, VQSchemeError
+from hf_vq.formats import VQScheme
+from hf_vq.formats.catalog import WEIGHT_SCHEMES, weight_scheme
+from hf_vq.hf import VQConfig
+from hf_vq.hf import config as module
+
+
+@pytest.fixture(autouse=True)
+def _advice_was_given(monkeypatch):
+    monkeypatch.setattr(module, "_warned", set(WEIGHT_SCHEMES))
+
+
+@pytest.mark.parametrize("name", WEIGHT_SCHEMES)
+def test_every_form_of_a_scheme_is_the_same(name):
+    scheme = weight_scheme(name)
+    for form in (name, scheme, scheme.spec(), scheme.to_dict()):
+        config = VQConfig(form)
+        assert config.vq_scheme == scheme
+        assert config.scheme_name == name
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_bits_are_short_for_a_scheme(bits):
+    assert VQConfig(bits=bits).scheme_name == f"vq-{bits}"
+
+
+def test_what_is_kept_is_json_and_comes_back():
+    config = VQConfig(
+        "vq-3", modules_to_not_convert=["a", "b"], seed=7, provenance={"relative_error": {"x": 0.1}}
+    )
+    for _ in range(3):
+        kept = json.loads(json.dumps(config.to_dict()))
+        assert kept == config.to_dict() == config.__dict__
+        config = VQConfig.from_dict(kept)
+        assert config.to_dict() == kept
+
+
+def test_it_lives_in_a_model_config(tmp_path):
+    config = LlamaConfig(quantization_config=VQConfig("vq-3", seed=3))
+    config.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert stored["quant_method"] == "vq" and stored["format_version"] == 1
+    assert VQScheme.from_dict(stored["scheme"]) == weight_scheme("vq-3")
+    again = LlamaConfig.from_pretrained(tmp_path)
+    assert VQConfig.from_dict(again.quantization_config).to_dict() == stored
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"scheme": "vq-5"}, "vq-4"),
+        ({"scheme": "vq_4"}, "Did you mean 'vq-4'"),
+        ({"scheme": 4}, "Known"),
+        ({"scheme": {"vector_size": "2", "entry_bits": 8}}, "vector_size must be an integer"),
+        ({"scheme": {"vector_size": 10**30, "entry_bits": 8}}, "integer in"),
+        ({"scheme": {"vector_size": 2, "entry_bits": 8, "colour": 1}}, "colour"),
+        ({"scheme": {"vector_size": 2, "entry_bits": 8.0}}, "integer in"),
+        ({"bits": "4"}, "bits must be an integer"),
+        ({"bits": 5}, "bits must be an integer in"),
+        ({"bits": True}, "bits must be an integer"),
+        ({"scheme": "vq-3", "bits": 4}, "give one"),
+        ({"seed": "0"}, "seed must be an integer"),
+        ({"seed": 10**40}, "seed must be an integer"),
+        ({"seed": -1}, "seed must be an integer"),
+        ({"search": "best"}, "least_squares"),
+        ({"search": ["search"]}, "least_squares"),
+        ({"modules_to_not_convert": "lm_head"}, "list of names"),
+        ({"modules_to_not_convert": [1]}, "list of names"),
+        ({"modules_to_not_convert": [""]}, "list of names"),
+        ({"modules_to_not_convert": ["("]}, "regular expression"),
+        ({"quant_method": "gptq"}, "another library"),
+        ({"format_version": 2}, "pip install -U hf_vq"),
+        ({"format_version": "1"}, "format_version must be an integer"),
+        ({"provenance": "me"}, "provenance must be a dict"),
+        ({"provenance": {"relative_error": [1]}}, "relative_error"),
+        ({"provenance": {"x": float("nan")}}, "JSON"),
+        ({"group_size": 64}, "'group_size'"),
+    ],
+)
+def test_bad_arguments(arguments, says):
+    with pytest.raises((VQConfigError, VQSchemeError), match=re.escape(says)):
+        VQConfig(**arguments)
+    with pytest.raises(VQError):
+        VQConfig.from_dict({**VQConfig().to_dict(), **arguments})
+
+
+def test_a_newer_file_says_so_before_its_new_fields_are_read():
+    with pytest.raises(VQConfigError, match="newer"):
+        VQConfig.from_dict({**VQConfig().to_dict(), "format_version": 2, "new_field": 1})
+
+
+def test_two_bits_advise_calibration_once(monkeypatch, recwarn):
+    monkeypatch.setattr(module, "_warned", set())
+    VQConfig("vq-2")
+    VQConfig("vq-2")
+    VQConfig("vq-3")
+    assert [str(warning.message) for warning in recwarn if "calibrat" in str(warning.message)] == [
+        "vq-2 without calibration data loses much quality: calibrate the model (hf-vq calibrate), "
+        "or use vq-3 or vq-4."
+    ]

@@ -1,0 +1,150 @@
+"""Saving: all files or none, other files stay, and a killed save can be repeated."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hf_vq.hf import save
+from hf_vq.hf.save import exchange
+
+LOAD = AutoModelForCausalLM.from_pretrained
+SCRIPT = Path(__file__).parent / "killed_save.py"
+
+
+def contents(folder):
+    """Every file below a folder, with its bytes."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def saved(quantized, tmp_path):
+    """A folder with a 4-bit model, and a file and a folder of the user's."""
+    folder = tmp_path / "parent" / "model"
+    LOAD(quantized("llama", "vq-4")).save_pretrained(folder)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "one.txt").write_text("mine too")
+    return folder
+
+
+def test_other_files_stay(saved, quantized):
+    before = contents(saved)
+    inode = (saved / "notes.txt").stat().st_ino
+    LOAD(quantized("llama", "vq-3")).save_pretrained(saved)
+    after = contents(saved)
+    assert after.keys() == before.keys()
+    assert [name for name in after if after[name] != before[name]] == [
+        "README.md", "config.json", "model.safetensors",
+    ]  # fmt: skip
+    assert (saved / "notes.txt").stat().st_ino == inode  # linked, not copied
+    assert os.listdir(saved.parent) == ["model"]
+    assert LOAD(saved).config.quantization_config.scheme_name == "vq-3"
+
+
+def test_a_model_can_be_saved_over_itself(saved):
+    before = contents(saved)
+    LOAD(saved).save_pretrained(saved)
+    assert contents(saved) == before
+
+
+def test_a_failed_save_changes_nothing(saved, quantized, monkeypatch):
+    before = contents(saved)
+    model = LOAD(quantized("llama", "vq-3"))
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save, "model_card", full)
+    with pytest.raises(OSError, match="No space"):
+        model.save_pretrained(saved)
+    with pytest.raises(OSError, match="No space"):
+        model.save_pretrained(saved.parent / "new")
+    assert contents(saved.parent) == {f"model/{name}": data for name, data in before.items()}
+
+
+POINTS = ["config", "half weights", "weights", "card", "before exchange", "after exchange"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_a_killed_save_leaves_the_old_model_or_the_new_one(saved, quantized, point):
+    old = contents(saved)
+    new = quantized("llama", "vq-3")
+    command = [sys.executable, str(SCRIPT), str(new), str(saved), point]
+    path = os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])
+    killed = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    now = contents(saved)
+    if point == "after exchange":
+        written = contents(new)
+        assert all(now[name] == data for name, data in written.items() if name != "README.md")
+        assert now["notes.txt"] == b"mine" and now["logs/one.txt"] == b"mine too"
+    else:
+        assert now == old
+    assert len(os.listdir(saved.parent)) == 2  # the hidden folder of the dead process
+    LOAD(new).save_pretrained(saved)
+    assert os.listdir(saved.parent) == ["model"]
+    assert LOAD(saved).config.quantization_config.scheme_name == "vq-3"
+
+
+def test_without_an_exchange_it_takes_two_steps(saved, quantized, monkeypatch):
+    monkeypatch.setattr(save, "exchange", lambda *paths: False)
+    LOAD(quantized("llama", "vq-3")).save_pretrained(saved)
+    assert os.listdir(saved.parent) == ["model"]
+    assert LOAD(saved).config.quantization_config.scheme_name == "vq-3"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_exchange(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert exchange(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
+    assert not exchange(tmp_path / "a", tmp_path / "c")
+
+
+def test_a_link_to_a_folder_is_followed(saved, quantized, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(saved, target_is_directory=True)
+    LOAD(quantized("llama", "vq-3")).save_pretrained(link)
+    assert link.is_symlink()
+    assert LOAD(saved).config.quantization_config.scheme_name == "vq-3"
+
+
+def test_variants_live_side_by_side(quantized, tmp_path):
+    model = LOAD(quantized("llama", "vq-4"))
+    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, variant="b")
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert names == ["model.b.safetensors", "model.safetensors"]
+
+
+def test_arguments_of_transformers_still_work(quantized, tmp_path):
+    model = LOAD(quantized())
+    model.save_pretrained(str(tmp_path / "a"), True, None, False, max_shard_size="20KB")
+    index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
+    assert "vq_codebook.gauss_2x8" in index["weight_map"]
+    model.save_pretrained(tmp_path / "b", is_main_process=False)
+    assert not (tmp_path / "b").exists()
+
+
+def test_files_can_be_read_by_others(quantized):
+    mask = os.umask(0)
+    os.umask(mask)
+    folder = quantized()
+    for path in (folder, folder / "config.json", folder / "README.md"):
+        expected = (0o777 if path.is_dir() else 0o666) & ~mask
+        assert path.stat().st_mode & 0o777 == expected, path
