@@ -356,6 +356,7 @@ def main() -> None:
         # one key only: the header's order, and so the file, is then reproducible
         header = {"universal": json.dumps({"version": "1", "tables": about}, sort_keys=True)}
         save_file(dict(sorted(tables.items())), DATA, metadata=header)
+        DATA.chmod(0o644)
 
 
 if __name__ == "__main__":

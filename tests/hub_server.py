@@ -6,6 +6,7 @@ import base64
 import http.server
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ class HubServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         """Send huggingface_hub and Transformers here, whatever they read when they were imported."""
         import huggingface_hub
         from huggingface_hub import constants
@@ -46,11 +47,11 @@ class HubServer:
                 self.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
             ),
             ("HF_HUB_DISABLE_XET", True),
+            ("HF_HUB_CACHE", str(cache)),
         ):
             monkeypatch.setattr(constants, name, value)
         api = huggingface_hub.HfApi(endpoint=self.endpoint)
-        if hasattr(hub, "hf_api"):
-            monkeypatch.setattr(hub, "hf_api", lambda: api)
+        monkeypatch.setattr(hub, "_hf_api", api)
 
 
 def _handler(hub: HubServer) -> type[http.server.BaseHTTPRequestHandler]:

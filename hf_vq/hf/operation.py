@@ -13,7 +13,8 @@ from transformers.utils import logging
 from ..errors import VQFormatError
 from ..fit import fit_weight
 from ..nn.experts import VQExperts
-from ..nn.linear import VQLinear
+from ..nn.linear import LOADING, VQLinear
+from ..nn.replace import vq_modules
 
 if TYPE_CHECKING:
     from .config import VQConfig
@@ -141,6 +142,28 @@ class Quantize(ConversionOps):
             kept = nn.Parameter(tensor.contiguous(), requires_grad=False)
             yield f"{prefix}.{stored}", kept
         self.progress.done()
+
+
+def settle(model: nn.Module) -> None:
+    """Give the codes of a model that was just quantized their name, also where they are offloaded."""
+    for prefix, module in vq_modules(model).items():
+        if not isinstance(module, VQLinear):
+            continue
+        module.settle()
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", [hook]):
+            weights = getattr(part, "weights_map", None)
+            if weights is None:
+                continue
+            old, new = f"{weights.prefix}{LOADING}", f"{weights.prefix}weight"
+            stores = [weights.dataset]
+            if not isinstance(weights.dataset, dict):
+                stores = [weights.dataset.state_dict, weights.dataset.index]
+            if not any(old in store for store in stores):
+                raise VQFormatError(f"{prefix}: its offloaded codes are not where accelerate puts them.")
+            for store in stores:
+                if old in store:
+                    store[new] = store.pop(old)
 
 
 def bytes_per_weight(module: VQLinear | VQExperts) -> float:

@@ -21,7 +21,7 @@ from ..nn.stored import Stored
 from . import checkpoint as stored_files
 from .config import QUANT_METHOD, VQConfig
 from .conversions import dense_conversions, renamer
-from .operation import Progress, Quantize, bytes_per_weight
+from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
 from .provenance import record
 from .save import install_saving, remove_saving
@@ -196,6 +196,8 @@ class VQHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.progress.close()
         model.__dict__.pop("mark_tied_weights_as_initialized", None)
+        if not self.pre_quantized:
+            settle(model)
         config, specs = self.quantization_config, stored_files.shared_specs(model)
         if self._checkpoint is not None:
             shared = self._checkpoint.shared(specs, config.provenance or {})

@@ -9,7 +9,7 @@ from .. import ops
 from ..errors import VQFormatError
 from ..formats.scheme import VQScheme
 from ..formats.tensors import tensor_specs
-from .stored import Stored
+from .stored import Stored, mark_initialized
 
 
 def attribute_of(key: str) -> str:
@@ -19,6 +19,9 @@ def attribute_of(key: str) -> str:
     loading random numbers.
     """
     return "weight" if key == "codes" else f"vq_{key}"
+
+
+LOADING = "vq_codes"  # what codes are called while a model is being loaded
 
 
 class VQLinear(Stored, nn.Linear):
@@ -132,10 +135,25 @@ class VQLinear(Stored, nn.Linear):
         return [dense.T if self.transposed else dense]
 
     def accept(self, weight: str, fitted: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Make room for the tensors that were fitted to `matrices`; return them by attribute."""
-        with torch.device("meta"):
-            self.register("weight", self.specs["weight"])
-        return {self.attributes[key]: tensor for key, tensor in fitted[0].items()}
+        """Make room for the tensors that were fitted to `matrices`; return them by attribute.
+
+        The codes are called `vq_codes` until `settle`: a loader that offloads to disk would
+        otherwise keep reading `weight` from the dense checkpoint.
+        """
+        codes = self.specs["weight"]
+        del self._parameters["weight"]
+        empty = torch.empty(codes.shape, dtype=codes.dtype, device="meta")
+        self.register_parameter(LOADING, nn.Parameter(empty, requires_grad=False))
+        # Some models initialize `layer.weight` from outside; this one is marked as done.
+        self.__dict__["weight"] = mark_initialized(torch.empty(0, device="meta"))
+        names = {**self.attributes, "codes": LOADING}
+        return {names[key]: tensor for key, tensor in fitted[0].items()}
+
+    def settle(self) -> None:
+        """Give the codes that were accepted their own name."""
+        del self.__dict__["weight"]
+        codes = self._parameters.pop(LOADING)
+        self._parameters = {"weight": codes, **self._parameters}
 
     def weight_count(self) -> int:
         """Weights of W."""

@@ -30,6 +30,12 @@ def share(tensor: Tensor) -> Tensor:
     return _shared.setdefault((digest(tensor), str(tensor.device)), tensor)
 
 
+def mark_initialized(tensor: Tensor) -> Tensor:
+    """Keep Transformers from filling a tensor with random numbers."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    return tensor
+
+
 class Stored(nn.Module):
     """Base of modules whose weights are stored tensors (`formats.tensor_specs`).
 
@@ -48,7 +54,9 @@ class Stored(nn.Module):
         if spec.shared_name is None:
             spec = TensorSpec((*lead, *spec.shape), spec.dtype)
             empty = torch.empty(spec.shape, dtype=spec.dtype)
-            self.register_parameter(attribute, nn.Parameter(empty, requires_grad=False))
+            parameter = nn.Parameter(empty, requires_grad=False)
+            mark_initialized(parameter)
+            self.register_parameter(attribute, parameter)
         else:
             empty = torch.empty(spec.shape, dtype=spec.dtype)
             self.register_buffer(attribute, empty, persistent=False)

@@ -53,16 +53,17 @@ def attention(
     j = torch.arange(tail_start, total, device=query.device)
     exact = (j > i - window) | (j >= total - fresh)  # [Q, tail]
 
-    grouped = query.float().unflatten(1, (kv_heads, -1))  # [B, H, n, Q, D]
-    scores = grouped @ k.mT[:, :, None]
-    near = grouped @ tail_k.float().mT[:, :, None]
+    grouped = query.float().reshape(query.shape[0], kv_heads, -1, query.shape[-1])  # [B, H, nQ, D]
+    exact = exact.repeat(grouped.shape[2] // queries, 1)
+    scores = grouped @ k.mT
+    near = grouped @ tail_k.float().mT
     scores[..., tail_start:] = torch.where(exact, near, scores[..., tail_start:])
-    weights = softmax(scores.flatten(1, 2) * scaling, mask, softcap, s_aux)
-    weights = weights.unflatten(1, (kv_heads, -1))
+    scores = scores.reshape(*query.shape[:3], total) * scaling
+    weights = softmax(scores, mask, softcap, s_aux).reshape(*grouped.shape[:3], total)
     near = weights[..., tail_start:] * exact
     weights = torch.cat([weights[..., :tail_start], weights[..., tail_start:] * ~exact], -1)
-    out = weights @ v[:, :, None] + near @ tail_v.float()[:, :, None]
-    return out.flatten(1, 2).to(query.dtype)
+    out = weights @ v + near @ tail_v.float()
+    return out.reshape(*query.shape[:3], -1).to(query.dtype)
 
 
 def outside_window(

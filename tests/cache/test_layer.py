@@ -93,9 +93,7 @@ def test_mean_of_a_short_prompt(config: LlamaConfig, tokens: Tokens, feed: Feed)
     assert torch.allclose(cache.layers[0].k.mean, mean, atol=1e-6)
 
 
-def test_candidates_do_not_enter_the_mean(
-    config: LlamaConfig, tokens: Tokens, feed: Feed
-) -> None:
+def test_candidates_do_not_enter_the_mean(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
     keys, values = tokens(40)
     plain = VQCache(config, window=4)
     feed(plain, (keys, values), 0, 30)
@@ -132,8 +130,12 @@ def test_left_padding_shifts_a_row(config: LlamaConfig, tokens: Tokens, feed: Fe
             a, b = cache.layers[0], alone.layers[0]
             assert torch.equal(a.k.sinks[row], b.k.sinks[0])
             assert torch.allclose(a.k.mean[row], b.k.mean[0], atol=1e-6)
-            assert torch.equal(a.v.codes.view()[row, :, skip:], b.v.codes.view()[0, :, skip - pad :])
-            assert torch.equal(a.k.codes.view()[row, :, skip:], b.k.codes.view()[0, :, skip - pad :])
+            assert torch.equal(
+                a.v.codes.view()[row, :, skip:], b.v.codes.view()[0, :, skip - pad :]
+            )
+            assert torch.equal(
+                a.k.codes.view()[row, :, skip:], b.k.codes.view()[0, :, skip - pad :]
+            )
 
 
 @pytest.mark.parametrize("remove", [1, 9, 32, 33, 75])
@@ -231,7 +233,9 @@ def test_bytes(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
     assert "100 tokens" in repr(cache) and "u4" in repr(cache)
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("u4", 4.125), ("u3", 3.125), ("u2", 2.125), ("k4v2", 3.125)])
+@pytest.mark.parametrize(
+    ("scheme", "bits"), [("u4", 4.125), ("u3", 3.125), ("u2", 2.125), ("k4v2", 3.125)]
+)
 def test_nominal_bits(config: LlamaConfig, feed: Feed, scheme: str, bits: float) -> None:
     cache = VQCache(config, scheme)
     states = torch.randn(2, 1, 2, 10, 128).unbind(0)

@@ -55,8 +55,10 @@ def quantized(dense: Find, tmp_path_factory: pytest.TempPathFactory) -> Find:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HubServer]:
     """A Hub on this machine: what is pushed lies in `hub.files`."""
     with HubServer() as server:
-        server.use(monkeypatch)
+        server.use(monkeypatch, tmp_path_factory.mktemp("hub"))
         yield server

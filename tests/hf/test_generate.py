@@ -187,8 +187,7 @@ def test_steps_equal_the_whole_sequence(name: str, scheme: str) -> None:
     effect = (simulated - whole)[:, length:].abs().max()
     # A code may flip when its input moves by a rounding; at most a few of thousands do.
     assert effect > 1000 * noise
-    assert (vq - simulated).abs().median() <= 2 * (plain - whole).abs().median() + 1e-7
-    assert (vq - simulated).abs().max() <= 4 * noise
+    assert (vq - simulated).abs().max() <= 2 * noise
 
 
 def test_left_padding_equals_each_row_alone() -> None:
@@ -197,11 +196,12 @@ def test_left_padding_equals_each_row_alone() -> None:
     rows = [prompt(length) for length in lengths]
     ids = torch.cat([torch.nn.functional.pad(row, (40 - row.shape[1], 0)) for row in rows])
     mask = (torch.arange(40) >= 40 - torch.tensor(lengths)[:, None]).long()
-    for implementation in ("sdpa", "vq", "eager"):
+    for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
-        together = greedy(model, ids, VQCache(model.config, window=8), attention_mask=mask)
+        cache = VQCache(model.config, window=8)
+        together = greedy(model, ids, cache, 12, attention_mask=mask)
         for index, row in enumerate(rows):
-            alone = greedy(model, row, VQCache(model.config, window=8))
+            alone = greedy(model, row, VQCache(model.config, window=8), 12)
             assert torch.equal(together[index, 40:], alone[0, row.shape[1] :])
 
 
@@ -211,11 +211,11 @@ def test_beams_and_samples() -> None:
     ids[0, :5] = 0
     mask = (ids != 0).long()
     beams = []
-    for implementation in ("sdpa", "vq", "eager"):
+    for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
         cache = VQCache(model.config, window=8)
         options = {"attention_mask": mask, "num_beams": 3, "num_return_sequences": 2}
-        beams.append(greedy(model, ids, cache, **options))
+        beams.append(greedy(model, ids, cache, 12, **options))
         assert beams[0].shape[0] == 4 and torch.equal(beams[-1], beams[0])
     torch.manual_seed(5)
     options = {"do_sample": True, "num_return_sequences": 3, "top_k": 5, "attention_mask": mask}
@@ -226,7 +226,7 @@ def test_beams_and_samples() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*return_dict_in_generate.*")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("length", [6, 23, 45])
 def test_assisted_decoding_is_greedy_decoding(length: int, seed: int) -> None:
     model = build("gqa", seed=seed)
@@ -234,14 +234,14 @@ def test_assisted_decoding_is_greedy_decoding(length: int, seed: int) -> None:
     for parameter in helper.parameters():  # right often, but not always
         parameter.data += 0.15 * parameter.data.std() * torch.randn_like(parameter)
     ids = prompt(length)
-    ids[0, length // 2 :] = ids[0, : length - length // 2]  # something to look up
+    ids[0, length // 2 :] = ids[0, : length - length // 2].clone()  # something to look up
     helper.generation_config.num_assistant_tokens = 4
-    wanted = greedy(model, ids, VQCache(model.config, window=16, strict=True), 40)
+    wanted = greedy(model, ids, VQCache(model.config, window=16, strict=True), 30)
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": helper}):
         cache = VQCache(model.config, window=16, strict=True)
-        assert torch.equal(greedy(model, ids, cache, 40, **options), wanted)
+        assert torch.equal(greedy(model, ids, cache, 30, **options), wanted)
     plain = VQCache(helper.config, window=16)
-    assert not torch.equal(greedy(helper, ids, plain, 40), wanted)  # candidates were rejected
+    assert not torch.equal(greedy(helper, ids, plain, 30), wanted)  # candidates were rejected
 
 
 def test_several_turns() -> None:
@@ -326,10 +326,13 @@ def test_the_embedded_model(tinybooks: Path, root: Path, dtype: torch.dtype) -> 
     model = transformers.AutoModelForCausalLM.from_pretrained(tinybooks, dtype=dtype)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tinybooks)
     text = (root / "tests" / "models" / "tinybooks-5m-eval.txt").read_text()
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, :160]
-    bits = {}
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :120]
+    error = {}
     for scheme in ("u4", "u2"):
-        caches = [DynamicCache(config=model.config), VQCache(model.config, scheme, window=16, strict=True)]
+        caches = [
+            DynamicCache(config=model.config),
+            VQCache(model.config, scheme, window=16, strict=True),
+        ]
         with torch.no_grad():
             parts = [ids[:, :100], *ids[:, 100:].split(1, 1)]
             logits = [
@@ -338,6 +341,6 @@ def test_the_embedded_model(tinybooks: Path, root: Path, dtype: torch.dtype) -> 
             ]
         exact, coded = (x[:, 100:].float().log_softmax(-1) for x in logits)
         assert torch.equal(logits[0][:, :100], logits[1][:, :100])
-        bits[scheme] = (exact.exp() * (exact - coded)).sum(-1).mean().item()
-    assert 0 < bits["u4"] < bits["u2"] < 0.2
+        error[scheme] = (exact.exp() * (exact - coded)).sum(-1).mean().item()
+    assert 0 < error["u4"] < error["u2"] < 0.2
     assert isinstance(caches[1].layers[0].keys, VQHandle)

@@ -1,0 +1,103 @@
+"""The attention implementation `vq` on its own: with plain tensors it is ordinary attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
+
+from hf_vq.cache import VQCache
+from hf_vq.hf import attention
+from hf_vq.hf.attention import vq_attention
+
+
+def module(groups: int = 2, causal: bool = True) -> Any:
+    layer = torch.nn.Module()
+    layer.num_key_value_groups, layer.is_causal = groups, causal
+    return layer
+
+
+def states(queries: int = 5, total: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.randn(2, 4, queries, 16),
+        torch.randn(2, 2, total, 16),
+        torch.randn(2, 2, total, 16),
+    )
+
+
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: Any, s_aux: Any
+) -> Tensor:
+    q, k, v = q.double(), k.double().repeat_interleave(2, 1), v.double().repeat_interleave(2, 1)
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = torch.where(mask, scores, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask.double()
+    weights = scores.exp()
+    extra = 0.0 if s_aux is None else s_aux.double().exp()[None, :, None, None]
+    weights = weights / (weights.sum(-1, keepdim=True) + extra)
+    return torch.einsum("bhqk,bhkd->bqhd", weights, v)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "additive", "none"])
+def test_plain_tensors(softcap: float | None, sink: bool, kind: str) -> None:
+    q, k, v = states()
+    if kind == "none":
+        q = q[:, :, :1]
+    s_aux = torch.randn(4) if sink else None
+    causal = torch.ones(q.shape[2], 12, dtype=torch.bool).tril(12 - q.shape[2])[None, None]
+    mask = None
+    if kind == "bool":
+        mask = causal.expand(2, 1, -1, -1).clone()
+        mask[1, ..., :3] = False
+    elif kind == "additive":
+        mask = torch.zeros(causal.shape).masked_fill(~causal, -torch.inf)
+    out, weights = vq_attention(module(), q, k, v, mask, scaling=0.3, softcap=softcap, s_aux=s_aux)
+    wanted = written_out(q, k, v, mask, 0.3, softcap, s_aux)
+    plain = written_out(q, k, v, mask, 0.3, softcap, s_aux).float()
+    assert weights is None and out.shape == (2, q.shape[2], 4, 16) and out.is_contiguous()
+    # float32 dot products of 16 terms, a softmax over 12: tens of roundings of numbers near 1
+    assert (out.double() - wanted).abs().max() <= 64 * torch.finfo(torch.float32).eps
+    assert plain.shape == out.shape
+
+
+def test_codes_and_fallbacks() -> None:
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    q, k, v = states(40, 40)
+    cache = VQCache(config, window=4)
+    cache.update(k[:, :, :35], v[:, :, :35], 0)
+    key, value = cache.update(k[:, :, 35:], v[:, :, 35:], 0)
+    q = q[:, :, 35:]
+    mask = torch.ones(5, 40, dtype=torch.bool).tril(35)[None, None]
+    coded, _ = vq_attention(module(), q, key, value, mask)
+    none, _ = vq_attention(module(), q, key, value, None)
+    assert torch.equal(coded, none) and cache.fallbacks == {0: 0}
+    # a layer that is not causal, dropout and a position bias: none is what the op computes
+    dense = key.decode(), value.decode()
+    decoded = cache.fallbacks[0]
+    for options in (
+        {"is_causal": False},
+        {"dropout": 0.0, "position_bias": torch.randn(1, 4, 5, 40)},
+    ):
+        out, _ = vq_attention(module(), q, key, value, None, **options)
+        wanted, _ = AttentionInterface()["sdpa"](module(), q, *dense, None, **options)
+        assert (out - wanted).abs().max() < 1e-2  # the window is that of the first query
+    vq_attention(module(), q, key, value, mask, dropout=0.5)
+    assert cache.fallbacks[0] == decoded  # one update is decoded once
+
+
+def test_registered_with_a_mask() -> None:
+    attention.register()
+    assert AttentionInterface()["vq"] is vq_attention
+    make = AttentionMaskInterface()["vq"]
+    padding = torch.tensor([[False, True, True, True]])
+    mask = make(batch_size=1, q_length=4, kv_length=4, attention_mask=padding)
+    assert mask.shape == (1, 1, 4, 4) and not mask[..., 0].any() and mask[0, 0, 3, 1:].all()
