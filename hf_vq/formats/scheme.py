@@ -2,14 +2,14 @@
 
     W[o, :] ~ R^-1( scale[o, g] * concat_j( sum_z codebook[z][ code[o, j, z] ] ) )      VQ<x, y, z>
 
-<x, y, z> is the notation of VQ-LLM: vector size, log2 of the entries of a codebook, residual stages.
+<x, y, z> is the notation of VQ-LLM: vector size, log2 of a codebook's entries, residual stages.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from ..errors import VQSchemeError
@@ -199,8 +199,8 @@ class VQScheme:
         found = min(size, power)
         if found < min(size, SMALLEST_GROUP) or found % self.vector_size:
             raise VQSchemeError(
-                f"{where} has in_features={in_features}, whose largest power-of-two divisor {power} "
-                f"is too small for a {what} ({SMALLEST_GROUP} at least). "
+                f"{where} has in_features={in_features}, whose largest power-of-two divisor "
+                f"{power} is too small for a {what} ({SMALLEST_GROUP} at least). "
                 "Add it to VQConfig(modules_to_not_convert=[...])."
             )
         return found
@@ -220,7 +220,7 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(spec: str) -> VQScheme:
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) and len(spec) < 200 else None
     if match is None:

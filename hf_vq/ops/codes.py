@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def stored_arguments(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]
 
 
 def encode_kv(x: Tensor, codebook: Tensor, scheme: VQScheme) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [..., bytes] and unbiased scale fp16 [..., 1] of keys or values [..., head_dim]."""
+    """Codes uint8 [..., bytes] and unbiased scale fp16 [..., 1] of rows `x` [..., head_dim]."""
     codes, scale = torch.ops.hf_vq.encode(x, codebook, None, scheme.spec())
     return codes, scale
 
@@ -103,7 +104,7 @@ def _rotate(x: Tensor, rotation: Tensor | None, scheme: str, inverse: bool) -> T
     return rotated.clone() if rotated is x else rotated
 
 
-def _fake_decode(codes: Tensor, *arguments: object) -> Tensor:
+def _fake_decode(codes: Tensor, *arguments: Any) -> Tensor:
     return codes.new_empty(*codes.shape[:-1], arguments[-1], dtype=torch.float32)
 
 

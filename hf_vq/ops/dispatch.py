@@ -73,7 +73,7 @@ _table: list[Kernel] = []
 
 
 def register(kernel: Kernel, *, first: bool = False) -> None:
-    """Add a row at the end of the table, or at its top; a row of the same op and name is replaced."""
+    """Add a row at the end of the table or at its top, instead of one with its op and name."""
     _table[:] = [row for row in _table if (row.op, row.name) != (kernel.op, kernel.name)]
     _table.insert(0 if first else len(_table), kernel)
     _select.cache_clear()

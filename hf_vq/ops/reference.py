@@ -106,7 +106,7 @@ def linear(
     bias: Tensor | None,
     scheme: VQScheme,
 ) -> Tensor:
-    """y = W x + b with the input rotated instead of the weight (TurboQuant): [..., in] -> [..., out]."""
+    """y = W x + b, [..., in] -> [..., out]; the input is rotated, not the weight (TurboQuant)."""
     length = x.shape[-1]
     rotated = rotate_rows(x.float(), scheme, rotation)
     if codes_2 is not None and codebook_2 is not None:

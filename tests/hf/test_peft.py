@@ -10,7 +10,9 @@ from hf_vq.nn import VQLinear
 peft = pytest.importorskip("peft")
 LOAD = AutoModelForCausalLM.from_pretrained
 TARGETS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:peft", "ignore:.*is_gradient_checkpointing:FutureWarning"
+)
 
 
 @pytest.mark.parametrize("name", TARGETS)
