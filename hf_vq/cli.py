@@ -217,10 +217,13 @@ def _explain(args: argparse.Namespace) -> None:
 
 
 def _demo(args: argparse.Namespace) -> None:
+    from transformers.utils import logging
+
     from .bench import demo
     from .bench.record import make_record
     from .bench.show import text_table
 
+    logging.disable_progress_bar()  # the demo says itself what it does
     model, text = args.model, args.text
     if model is None or text is None:
         files = demo.demo_files()

@@ -32,7 +32,7 @@ class HubServer:
         self._server.server_close()
 
     def use(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-        """Send huggingface_hub and Transformers here, whatever they read when they were imported."""
+        """Send huggingface_hub and Transformers here, whatever they have read before."""
         import huggingface_hub
         from huggingface_hub import constants
         from transformers.utils import hub

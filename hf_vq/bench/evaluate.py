@@ -42,10 +42,11 @@ class Evaluation:
     bits_per_kv_element: float | None
     scored_tokens_per_second: float
     generated_tokens_per_second: float
+    device: str = "cpu"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types, with the machine and the versions."""
-        return {**asdict(self), "machine": machine(), "versions": versions()}
+        return {**asdict(self), "machine": machine(self.device), "versions": versions()}
 
     def table(self) -> str:
         """Two columns for a terminal."""
@@ -140,6 +141,7 @@ def evaluate(
         bits_per_kv_element=float(caches[0].bits_per_element) if caches else None,
         scored_tokens_per_second=found.tokens_per_second,
         generated_tokens_per_second=speed,
+        device=str(loaded.device),
     )
 
 

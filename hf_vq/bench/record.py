@@ -19,29 +19,26 @@ FORMAT = 1
 RESULTS = Path(__file__).with_name("results")
 
 
-def machine() -> dict[str, Any]:
-    """Processor, cores, and GPU if there is one."""
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """Processor and cores that may be used, and the GPU if `device` is one."""
     found: dict[str, Any] = {
         "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": _usable_cores(),
         "threads": torch.get_num_threads(),
     }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
+    if device.startswith("cuda"):
+        found["gpu"] = torch.cuda.get_device_name(device)
     return found
 
 
 def versions() -> dict[str, str]:
     """Versions of what computes."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import version
 
-    found = {"python": platform.python_version()}
-    for name in ("hf-vq", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    from .. import __version__
+
+    found = {"python": platform.python_version(), "hf-vq": __version__}
+    return {**found, "torch": torch.__version__, "transformers": version("transformers")}
 
 
 def make_record(suite: str, command: str, settings: dict[str, Any], results: Any) -> dict[str, Any]:
@@ -73,6 +70,12 @@ def read_record(suite: str, folder: Path = RESULTS) -> dict[str, Any] | None:
         return None
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

@@ -188,7 +188,7 @@ def _rotation(scheme: VQScheme) -> str:
 def _source(record: dict[str, Any]) -> str:
     """One line on where the numbers come from."""
     machine, versions, settings = record["machine"], record["versions"], record["settings"]
-    processor = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
+    processor = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
     parts = [
         f"`{record['command']}`",
         f"{settings['model']}, {settings['tokens']:,} tokens, context {settings['context']}",

@@ -60,7 +60,7 @@ def fit_weight(
         raise VQConfigError(f"search must be one of {', '.join(SEARCHES)}; got {search!r}.")
     if weight.ndim != 2 or not weight.is_floating_point():
         raise VQFormatError(
-            f"{where}: a float matrix [out, in] is expected, got {weight.dtype} {list(weight.shape)}."
+            f"{where} must be a float matrix [out, in]; got {weight.dtype} {list(weight.shape)}."
         )
     specs = tensor_specs(scheme, weight.shape[0], weight.shape[1], seed=seed, where=where)
     tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device)

@@ -160,7 +160,9 @@ def settle(model: nn.Module) -> None:
             if not isinstance(weights.dataset, dict):
                 stores = [weights.dataset.state_dict, weights.dataset.index]
             if not any(old in store for store in stores):
-                raise VQFormatError(f"{prefix}: its offloaded codes are not where accelerate puts them.")
+                raise VQFormatError(
+                    f"{prefix}: its offloaded codes are not where accelerate puts them."
+                )
             for store in stores:
                 if old in store:
                     store[new] = store.pop(old)

@@ -91,7 +91,7 @@ class Stored(nn.Module):
 
         def cast_others(tensor: Tensor) -> Tensor:
             if id(tensor) not in kept:
-                return fn(tensor)  # type: ignore[no-any-return]
+                return fn(tensor)
             moved: Tensor = fn(tensor.view(torch.int16))
             return moved.view(torch.float16)
 

@@ -63,8 +63,14 @@ CHANGES = {
     ),
     "cut codes": (put(f"{NAME}.weight", lambda t: t[:, :-1].clone()), f"{LAYER}.weight is torch"),
     "fewer rows": (put(f"{NAME}.vq_scale", lambda t: t[1:].clone()), f"{LAYER}.vq_scale is torch"),
-    "other dtype": (put(f"{NAME}.vq_scale", lambda t: t.float()), f"{LAYER}.vq_scale is of another"),
-    "dense weights": (put(f"{NAME}.weight", lambda t: t.half()), f"{LAYER}.weight is torch.float16"),
+    "other dtype": (
+        put(f"{NAME}.vq_scale", lambda t: t.float()),
+        f"{LAYER}.vq_scale is of another",
+    ),
+    "dense weights": (
+        put(f"{NAME}.weight", lambda t: t.half()),
+        f"{LAYER}.weight is torch.float16",
+    ),
     "scale nan": (put(f"{NAME}.vq_scale", nan_at_the_end), f"{LAYER}.vq_scale: vq_scale holds NaN"),
     "codebook nan": (put(CODEBOOK, nan_at_the_end), f"{CODEBOOK} holds NaN"),
     "codebook shape": (put(CODEBOOK, lambda t: t[:, :-1].clone()), f"{CODEBOOK} is torch"),

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from tiny import tokens
+from torch import nn
 from transformers import AutoModelForCausalLM, Llama4TextConfig, MixtralConfig
 from transformers.integrations.moe import use_experts_implementation
 
@@ -72,7 +72,9 @@ def test_every_layout(has_gate, has_bias, is_transposed, is_concatenated, has_po
     for name in module.weights():
         module.register_parameter(name, None)
         dense = getattr(kept, name)
-        fitted = [fit_weight(m, SCHEME, search="norm").tensors for m in module.matrices(name, dense)]
+        fitted = [
+            fit_weight(m, SCHEME, search="norm").tensors for m in module.matrices(name, dense)
+        ]
         for attribute, tensor in module.accept(name, fitted).items():
             assert tensor.shape == module.specs[attribute].shape
             setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))

@@ -56,7 +56,10 @@ def test_which_layers_can_be_split(scheme, inputs, style, problem):
 def test_what_is_whole_everywhere():
     module = layer(VQScheme(2, 8, codebook="tensor"))
     names = module._parameters
-    assert [n for n in names if whole_everywhere(module, n, "colwise")] == ["vq_codebook", "vq_signs"]
+    assert [n for n in names if whole_everywhere(module, n, "colwise")] == [
+        "vq_codebook",
+        "vq_signs",
+    ]
     assert [n for n in names if whole_everywhere(module, n, "rowwise")] == ["vq_codebook"]
     module = layer(VQScheme(2, 8, scale_group=0))
     assert [n for n in module._parameters if whole_everywhere(module, n, "rowwise")] == ["vq_scale"]
@@ -69,11 +72,17 @@ def test_two_processes(quantized, dense, tmp_path):
     arguments = [
         quantized("llama", scheme),
         quantized("llama", VQScheme(2, 4, residuals=2, scale_group=16, rotation_block=16)),
-        quantized("qwen3-moe"),
+        quantized("qwen3-moe", scheme),
         dense("llama"),
         tmp_path / "saved",
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port=0",
+    ]
     path = os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])
     done = subprocess.run(
         [*command, str(SCRIPT), *map(str, arguments)],

@@ -197,9 +197,7 @@ def test_skips_are_added_to_the_default_ones(dense, tmp_path, skip):
 def test_a_base_model_and_one_with_a_head_read_each_other(dense, quantized, tmp_path):
     whole = LOAD(quantized())
     base = AutoModel.from_pretrained(quantized())
-    assert torch.equal(
-        base(tokens()).last_hidden_state, whole.model(tokens()).last_hidden_state
-    )
+    assert torch.equal(base(tokens()).last_hidden_state, whole.model(tokens()).last_hidden_state)
     base.save_pretrained(tmp_path / "base")
     headed, info = LOAD(tmp_path / "base", output_loading_info=True)
     assert info["missing_keys"] == {"lm_head.weight"}

@@ -56,13 +56,17 @@ def test_forward_is_the_op():
     assert (made.decoded() - weight).square().sum() < 0.02 * weight.square().sum()
 
 
-@pytest.mark.parametrize("move", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), copy.deepcopy])
+@pytest.mark.parametrize(
+    "move", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), copy.deepcopy]
+)
 def test_moving_and_casting(move):
     made, _ = layer()
     before = {name: getattr(made, name).clone() for name in made.specs}
     moved = move(made)
     for name, tensor in before.items():
-        assert torch.equal(getattr(moved, name), tensor) and getattr(moved, name).dtype == tensor.dtype
+        assert (
+            torch.equal(getattr(moved, name), tensor) and getattr(moved, name).dtype == tensor.dtype
+        )
     assert moved.vq_codebook.data_ptr() == share(universal_tensor(SCHEME)).data_ptr() or (
         move is copy.deepcopy
     )

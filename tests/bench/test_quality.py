@@ -1,0 +1,101 @@
+"""The suites run, and what they simulate is what it should be."""
+
+import json
+
+import pytest
+import torch
+
+from hf_vq import ops
+from hf_vq.bench import baselines, quality_kv
+from hf_vq.bench.__main__ import main
+from hf_vq.bench.banded import Simulation, banded_attention, exact_attention
+from hf_vq.cache.store import key_mean
+from hf_vq.formats.catalog import KV_SCHEMES
+from hf_vq.formats.shared import universal_tensor
+
+
+def qkv(tokens=150, heads=2, group=2, dim=32):
+    shape = (heads, tokens, dim)
+    return torch.randn(heads, group, tokens, dim), torch.randn(shape), torch.randn(shape)
+
+
+@pytest.mark.parametrize("window", [0, 1, 16, 200])
+def test_banded_attention_by_brute_force(window):
+    """Each query alone, with its own exact and stored tokens."""
+    q, k, v = qkv()
+    simulation = Simulation(lambda x: x.round(), lambda x: 2 * x, window, sinks=4)
+    out = banded_attention(q, k, v, simulation)
+    for t in (0, 3, 4, 5, 40, 127, 128, 149):
+        at = torch.arange(t + 1)
+        exact = ((at < 4) | (at > t - window))[:, None]
+        keys = torch.where(exact, k[:, : t + 1], k[:, : t + 1].round())
+        values = torch.where(exact, v[:, : t + 1], 2 * v[:, : t + 1])
+        p = torch.einsum("hgd,hsd->hgs", q[:, :, t], keys).softmax(-1)
+        expected = torch.einsum("hgs,hsd->hgd", p, values)
+        torch.testing.assert_close(out[:, :, t], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_without_quantization_it_is_attention():
+    q, k, v = qkv()
+    plain = Simulation(lambda x: x, lambda x: x, 64)
+    expected = exact_attention(q, k, v)
+    torch.testing.assert_close(banded_attention(q, k, v, plain), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_keys_are_stored_as_the_cache_stores_them():
+    k = torch.randn(2, 40, 64) + 3
+    scheme = KV_SCHEMES["u4"].key
+    codebook = universal_tensor(scheme)
+    mean = key_mean(k[None], 4)[0]
+    codes, scale = ops.encode_kv(k - mean, codebook, scheme)
+    expected = ops.decode_kv(codes, scale, codebook, scheme, 64) + mean
+    assert torch.equal(quality_kv.round_trip(scheme, centre=True)(k), expected)
+
+
+def test_the_shifted_twin_computes_the_same_function():
+    k = torch.randn(2, 40, 64)
+    torch.testing.assert_close(quality_kv.shifted(lambda x: x)(k), k, atol=1e-4, rtol=1e-4)
+    seen = []
+    quality_kv.shifted(lambda x: seen.append(x) or x)(k)
+    constant = seen[0] - k
+    assert torch.allclose(constant, constant[:, :1], atol=1e-4)
+    assert constant[:, 0].norm(dim=-1).tolist() == pytest.approx(
+        (5 * k.norm(dim=-1).mean(1)).tolist(), rel=1e-3
+    )
+    slow = [*range(16, 32), *range(48, 64)]
+    assert constant[:, 0].abs().gt(1e-3).sum(1).tolist() == [len(slow)] * 2
+    # Centring takes it off again, whatever its size.
+    stored = quality_kv.round_trip(KV_SCHEMES["u4"].key, centre=True)
+    error = (stored(k) - k).square().mean()
+    assert (quality_kv.shifted(stored)(k) - k).square().mean() < 1.05 * error
+
+
+def test_baselines_round_to_their_grids():
+    w = torch.randn(8, 256)
+    for bits, limit in ((4, 0.02), (8, 1e-4)):
+        error = (baselines.round_to_nearest(w, bits, 128) - w).square().mean() / w.square().mean()
+        assert error < limit
+    assert len(baselines.nf4(w, 64)[0, :64].unique()) <= 16
+    x = torch.randn(2, 70, 32)
+    assert torch.allclose(baselines.per_channel(x, 16), x, atol=1e-2)
+    assert torch.allclose(baselines.asymmetric(x, 16, 32), x, atol=1e-2)
+    group = baselines.per_channel(x, 2)[0, :32, 0]
+    assert len(group.unique()) <= 4
+
+
+@pytest.mark.parametrize(("suite", "scheme"), [("quality-weights", "vq-3"), ("quality-kv", "u2")])
+def test_a_suite_runs_and_writes_its_record(suite, scheme, tiny_model, eval_text, tmp_path, capsys):
+    out = tmp_path / "record.json"
+    arguments = [suite, str(tiny_model), "--text", str(eval_text), "--tokens", "256"]
+    assert main([*arguments, "--context", "128", "--schemes", scheme, "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert record["suite"] == suite and record["settings"]["model"] == "tiny"
+    names = {row["name"] for row in record["results"]["rows"]}
+    assert scheme in names and len(names) == 3
+    assert str(tmp_path) not in out.read_text() and "tests/" not in out.read_text()
+    assert scheme in capsys.readouterr().out
+
+
+def test_a_suite_says_what_is_wrong_in_one_line(tiny_model, tmp_path, capsys):
+    assert main(["quality-kv", str(tiny_model), "--text", str(tmp_path / "none.txt")]) == 2
+    assert "cannot read the text" in capsys.readouterr().err

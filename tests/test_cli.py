@@ -1,0 +1,241 @@
+"""`hf-vq`, verb by verb, on a tiny model; the demo on the embedded one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_vq.bench.storage import Entry, file_storage, model_storage
+from hf_vq.cli import build_parser, main
+from hf_vq.formats import VQScheme
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory, tinybooks) -> Path:
+    """A random Llama whose rows do not all divide by 128, with a tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=8192,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=2,
+    )
+    folder = tmp_path_factory.mktemp("cli") / "original"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tinybooks / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantized(original) -> Path:
+    out = original.with_name("quantized")
+    assert main(["quantize", str(original), str(out), "--scheme", "vq-3"]) == 0
+    return out
+
+
+def test_quantize_saves_what_loads(quantized, original, capsys):
+    model = AutoModelForCausalLM.from_pretrained(quantized)
+    assert model.config.quantization_config.scheme_name == "vq-3"
+    assert (quantized / "tokenizer.json").is_file()
+    leftovers = {path.name for path in original.parent.iterdir()}
+    assert leftovers == {"original", "quantized"}
+
+
+def test_quantize_prints_bits_and_errors(original, tmp_path, capsys):
+    out = tmp_path / "out"
+    skip = ["--skip", "mlp.down_proj"]
+    assert main(["quantize", str(original), str(out), "--dtype", "float32", *skip]) == 0
+    shown = capsys.readouterr().out
+    assert "self_attn.q_proj" in shown and "relative error" in shown
+    assert "bits per quantized weight (4.125 nominal)" in shown
+    assert main(["info", str(out), "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "mlp.down_proj" in {kind["name"] for kind in found["kept"]}
+    assert "mlp.down_proj" not in {kind["name"] for kind in found["quantized"]}
+
+
+def test_info_reads_headers_only(quantized, capsys, tmp_path):
+    out = tmp_path / "info.json"
+    assert main(["info", str(quantized), "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "vq-3" in shown and "mlp.gate_proj" in shown and "format version    1" in shown
+    found = json.loads(out.read_text())
+    model = AutoModelForCausalLM.from_pretrained(quantized)
+    storage = model_storage(model)
+    assert found["bits_per_weight"] == pytest.approx(storage.bits_per_weight, abs=1e-3)
+    assert found["bytes"] == storage.nbytes
+    assert sum(kind["weights"] for kind in found["quantized"]) == storage.weights
+    assert set(found["relative_error"]) == {kind["name"] for kind in found["quantized"]}
+    assert all(0 < error < 0.1 for error in found["relative_error"].values())
+
+
+def test_info_of_a_model_that_is_not_quantized(original, capsys):
+    assert main(["info", str(original)]) == 0
+    assert "none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length", [48, 96, 160, 416, 1376])
+@pytest.mark.parametrize("name", ["vq-4", "vq-3", "aqlm-3", "quip-sharp-2", "turboquant-3"])
+def test_header_arithmetic(length, name):
+    from hf_vq.formats.catalog import weight_scheme
+    from hf_vq.formats.tensors import tensor_specs
+
+    scheme: VQScheme = weight_scheme(name)
+    specs = tensor_specs(scheme, 24, length)
+    names = {"codes": "m.layers.0.p.weight"}
+    entries = [
+        Entry(
+            spec.shared_name or names.get(key, f"m.layers.0.p.vq_{key}"),
+            "U8" if spec.dtype == torch.uint8 else "F16",
+            spec.shape,
+        )
+        for key, spec in specs.items()
+    ]
+    storage = file_storage(entries, scheme)
+    assert storage.weights == 24 * length and not storage.kept
+    total = sum(torch.Size(s.shape).numel() * s.dtype.itemsize for s in specs.values())
+    assert storage.nbytes == total
+
+
+def test_eval_against_the_original(quantized, original, eval_text, capsys, tmp_path):
+    out = tmp_path / "eval.json"
+    small = ["--text", eval_text, "--tokens", "256", "--context", "128"]
+    arguments = ["eval", str(quantized), "--reference", str(original), *small]
+    assert main([*arguments, "--cache", "u4", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    for line in ("KL divergence", "top-1 agreement", "tokens/s", "bits per KV element"):
+        assert line in shown
+    found = json.loads(out.read_text())
+    assert found["score"]["kld"] > 0 and found["tokens"] == 256
+    assert found["bits_per_kv_element"] == pytest.approx(4.5)  # 16 bits of scale for 32 numbers
+    assert 3 < found["bits_per_weight"] < 4.5 and "cpu" in found["machine"]
+    assert str(original.parent) not in out.read_text()
+    assert main(["eval", str(original), *small, "--json", "-"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["score"] is None and alone["perplexity"] > 1
+
+
+@pytest.fixture(scope="module")
+def eval_text(tinybooks) -> str:
+    return str(tinybooks.with_name("tinybooks-5m-eval.txt"))
+
+
+def test_explain_names_the_kernel(quantized, capsys):
+    assert main(["explain", str(quantized)]) == 0
+    assert "reference" in capsys.readouterr().out
+
+
+def wrong(*arguments, capsys) -> str:
+    """The one line that a wrong command prints."""
+    assert main([str(a) for a in arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("hf-vq: error: ") and "Traceback" not in "".join(lines)
+    return lines[-1]
+
+
+def test_errors_are_one_line(quantized, original, eval_text, tmp_path, capsys):
+    out = tmp_path / "out"
+    text = ["--text", eval_text, "--tokens", "256", "--context", "128"]
+    assert "vq-4" in wrong("quantize", original, out, "--scheme", "vq-44", capsys=capsys)
+    assert "exists" in wrong("quantize", original, quantized, capsys=capsys)
+    assert "already" in wrong("quantize", quantized, out, capsys=capsys)
+    assert "config.json" in wrong("quantize", tmp_path / "nothing", out, capsys=capsys)
+    assert "matches no" in wrong("quantize", original, out, "--skip", "nose", capsys=capsys)
+    assert not out.exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert "config.json" in wrong("info", "", capsys=capsys)
+    assert "cannot read" in wrong("eval", original, "--text", tmp_path / "no.txt", capsys=capsys)
+    assert "KV" in wrong("eval", original, *text, "--cache", "u9", capsys=capsys)
+    assert "learned" in wrong("eval", original, *text, "--cache", "cq-4", capsys=capsys)
+    assert "already" in wrong("demo", "--model", quantized, "--text", eval_text, capsys=capsys)
+    assert "unknown" in wrong("demo", "--scheme", "no", capsys=capsys)
+    nowhere = tmp_path / "none" / "x.json"
+    assert "cannot write" in wrong("info", original, "--json", nowhere, capsys=capsys)
+
+
+def test_a_damaged_file_is_an_error(quantized, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in quantized.iterdir():
+        if path.is_file():
+            (broken / path.name).write_bytes(path.read_bytes())
+    whole = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "model.safetensors" in wrong("info", broken, capsys=capsys)
+    config = json.loads((broken / "config.json").read_text())
+    del config["quantization_config"]["scheme"]["vector_size"]
+    (broken / "config.json").write_text(json.dumps(config))
+    assert "vector_size" in wrong("info", broken, capsys=capsys)
+
+
+def test_usage(capsys):
+    for arguments in (
+        [],
+        ["nothing"],
+        ["eval", "m", "--tokens", "-3"],
+        ["eval", "m", "--tokens", "x"],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+    verbs = ("quantize", "eval", "info", "explain", "demo")
+    assert all(verb in build_parser().format_help() for verb in verbs)
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    with pytest.raises(ValueError):
+        main(["info", str(tmp_path), "--debug"])
+
+
+def test_help_is_quick_and_imports_no_torch_of_its_own(run_python):
+    code = "import hf_vq.cli; hf_vq.cli.build_parser().format_help()"
+    run_python(code, PYTHONPATH=str(ROOT))
+
+
+@pytest.mark.slow
+def test_the_demo(tmp_path):
+    out = tmp_path / "demo.json"
+    call = [
+        sys.executable,
+        "-m",
+        "hf_vq.cli",
+        "demo",
+        "--tokens",
+        "1024",
+        "--scheme",
+        "turboquant-4",
+    ]
+    done = subprocess.run(
+        [*call, "--json", str(out)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = json.loads(out.read_text())["results"]["table"]
+    assert [row[:2] for row in table[1:]] == [
+        ["original", "model's dtype"],
+        ["turboquant-4", "model's dtype"],
+        ["turboquant-4", "VQCache"],
+    ]
+    assert all(cell in done.stdout for cell in table[2])
+    assert float(table[2][3]) < 4.3 < float(table[1][3])
+    assert float(table[3][7]) < float(table[2][7])
+    assert list(tmp_path.iterdir()) == [out]
