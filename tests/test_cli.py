@@ -201,11 +201,6 @@ def test_debug_shows_the_traceback(tmp_path):
         main(["info", str(tmp_path), "--debug"])
 
 
-def test_help_is_quick_and_imports_no_torch_of_its_own(run_python):
-    code = "import hf_vq.cli; hf_vq.cli.build_parser().format_help()"
-    run_python(code, PYTHONPATH=str(ROOT))
-
-
 @pytest.mark.slow
 def test_the_demo(tmp_path):
     out = tmp_path / "demo.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..ops import attention_reference, dispatch, reference
-from ..transforms import rotate
 
 
 def register() -> None:
@@ -12,7 +11,7 @@ def register() -> None:
         ("linear", reference.linear),
         ("decode", reference.decode),
         ("encode", reference.encode),
-        ("rotate", rotate),
+        ("rotate", reference.rotate),
         ("attention", attention_reference.attention),
     ):
         dispatch.register(dispatch.Kernel("reference", op, run))

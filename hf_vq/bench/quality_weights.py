@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def run(
     rows: list[dict[str, Any]] = []
     results = {"perplexity": round(reference.perplexity, 4), "rows": rows}
     steps = _baseline_rows(original, reference) if with_baselines else iter(())
-    for row in (*steps, *_scheme_rows(model_dir, schemes, reference)):
+    for row in chain(steps, _scheme_rows(model_dir, schemes, reference)):
         rows.append(row)
         report(row)
     settings = {

@@ -118,11 +118,19 @@ def demo_table() -> str:
 
 def weight_schemes_table() -> str:
     """The catalogue of weight schemes."""
-    head = ["scheme", "VQ<vector, log2 entries, stages>", "codebook", "rotation", "bits per weight"]
-    rows = [
-        [f"`{name}`", f"`{s.notation()}`", _codebook(s), _rotation(s), f"{s.bits():g}"]
-        for name, s in WEIGHT_SCHEMES.items()
-    ]
+    head = ["scheme", "VQ<vector, log2 entries, stages>", "codebook", "rotation", "nominal bits"]
+    rows = []
+    # turboquant-1 to -8 differ in one number: one line for all of them.
+    scalar = [name for name in WEIGHT_SCHEMES if re.fullmatch(r"turboquant-\d", name)]
+    for name, s in WEIGHT_SCHEMES.items():
+        if name in scalar[1:]:
+            continue
+        shown, notation, bits = name, s.notation(), f"{s.bits():g}"
+        if name in scalar:
+            last = WEIGHT_SCHEMES[scalar[-1]]
+            shown, bits = f"{name}` … `{scalar[-1]}", f"{bits} … {last.bits():g}"
+            notation = f"{notation}` … `{last.notation()}"
+        rows.append([f"`{shown}`", f"`{notation}`", _codebook(s), _rotation(s), bits])
     return markdown_table(head, rows)
 
 

@@ -60,6 +60,9 @@ def _telling_the_prompt(prepare: Any) -> Any:
     def wrapped(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
+        if generation_config.cache_config is not None:
+            # Transformers before 5.20 takes the backend's name out of the user's own dict.
+            generation_config.cache_config = dict(generation_config.cache_config)
         result = prepare(self, generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, EncoderDecoderCache):

@@ -145,7 +145,7 @@ class Quantize(ConversionOps):
 
 
 def settle(model: nn.Module) -> None:
-    """Give the codes of a model that was just quantized their name, also where they are offloaded."""
+    """Give the codes of a model that was just quantized their name, offloaded ones too."""
     for prefix, module in vq_modules(model).items():
         if not isinstance(module, VQLinear):
             continue

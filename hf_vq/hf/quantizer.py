@@ -260,7 +260,7 @@ class VQHfQuantizer(HfQuantizer):
 
 
 def _with_parents(name: str) -> list[str]:
-    """A module's name and those of the modules that hold it: leaving one out leaves out its parts."""
+    """A module's name, after those of the modules that hold it: leaving out one means its parts."""
     parts = name.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 

@@ -99,7 +99,7 @@ def _encode(
 
 def _rotate(x: Tensor, rotation: Tensor | None, scheme: str, inverse: bool) -> Tensor:
     kernel = dispatch.select(problem("rotate", x, scheme, x.shape[-1]))
-    rotated: Tensor = kernel.run(x, parse(scheme), rotation, inverse=inverse)
+    rotated: Tensor = kernel.run(x, rotation, parse(scheme), inverse)
     # An op's output must not be its input: a scheme without rotation returns it.
     return rotated.clone() if rotated is x else rotated
 

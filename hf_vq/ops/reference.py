@@ -17,6 +17,11 @@ from ..formats.scheme import VQScheme
 from ..transforms import rotate as rotate_rows
 
 
+def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool) -> Tensor:
+    """(x * signs) H per block of the row, or its inverse: [..., n] of the dtype of `x`."""
+    return rotate_rows(x, scheme, rotation, inverse=inverse)
+
+
 def lookup(codes: Tensor, codebook: Tensor, scheme: VQScheme) -> Tensor:
     """Entries [..., vectors, x] float32 of one stage's codes [..., vectors].
 

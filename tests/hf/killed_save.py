@@ -1,10 +1,16 @@
-"""Save a model and die in the middle: python killed_save.py <model> <target> <point>."""
+"""Save a model in processes that die in the middle.
+
+    python killed_save.py <model> <point>=<target> ...
+
+prints one line for each: the point, and the signal that ended its process.
+"""
 
 import os
 import signal
 import sys
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, modeling_utils
 
 from hf_vq.hf import register, save
@@ -33,10 +39,8 @@ def write_half(tensors: Any, filename: str, metadata: Any = None) -> None:
     die()
 
 
-def main(source: str, target: str, point: str) -> None:
-    """Save `source` to `target` and die at `point`."""
-    register()
-    model = AutoModelForCausalLM.from_pretrained(source)
+def save_and_die(model: Any, target: str, point: str) -> None:
+    """Save and die at `point`."""
     if point == "config":
         die_after(PreTrainedConfig, "save_pretrained")
     elif point == "half weights":
@@ -50,6 +54,20 @@ def main(source: str, target: str, point: str) -> None:
     elif point == "after exchange":
         die_after(save, "exchange")
     model.save_pretrained(target)
+
+
+def main(source: str, *deaths: str) -> None:
+    """Load once and fork for each point: a process of its own would import for seconds."""
+    torch.set_num_threads(1)
+    register()
+    model = AutoModelForCausalLM.from_pretrained(source)
+    for death in deaths:
+        point, _, target = death.partition("=")
+        child = os.fork()
+        if child == 0:
+            save_and_die(model, target, point)
+            os._exit(0)
+        print(point, os.waitpid(child, 0)[1] & 0x7F, flush=True)
 
 
 if __name__ == "__main__":

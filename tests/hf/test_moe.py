@@ -1,6 +1,7 @@
 """Fused expert tensors: which layouts are quantized, and which are refused."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -65,7 +66,13 @@ class Config:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_every_layout(has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm):
-    original = experts_class(**locals())(Config())
+    flags = locals()
+    known = inspect.signature(use_experts_implementation).parameters
+    if not flags.keys() <= known.keys() and not has_post_expert_norm:
+        del flags["has_post_expert_norm"]
+    if not flags.keys() <= known.keys():
+        pytest.skip("this Transformers has no such experts")
+    original = experts_class(**flags)(Config())
     kept = copy.deepcopy(original)
     with torch.device("meta"):
         module = VQExperts(original, SCHEME)

@@ -81,7 +81,7 @@ def test_two_processes(quantized, dense, tmp_path):
         "-m",
         "torch.distributed.run",
         "--nproc-per-node=2",
-        "--master-port=0",
+        "--standalone",
     ]
     path = os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])
     done = subprocess.run(
@@ -89,7 +89,7 @@ def test_two_processes(quantized, dense, tmp_path):
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
