@@ -23,3 +23,12 @@ class VQCacheError(VQError):
 
 class VQBackendError(VQError):
     """No kernel can run an op, or the one that was forced cannot: the message lists why."""
+
+
+def shown(value: object) -> str:
+    """`repr(value)` for a message, cut to one line's length; never raises."""
+    try:
+        text = repr(value)
+    except Exception:  # for example an integer of more digits than Python prints
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,67 +1,77 @@
-"""Codebooks learned from the weight itself, without data: per tensor (AQLM) or per tile (GPTVQ)."""
+"""Codebooks learned from the weight itself, without data: per tensor (AQLM) or per tile (GPTVQ).
+
+The weight is read in chunks of rows, as for universal codebooks.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .assign import Assigner
-from .kmeans import kmeans
+from .kmeans import SAMPLES_PER_ENTRY, kmeans
 from .rows import RowFitter
 
+Rows = Callable[[int, int], Tensor]  # (first, last) -> rotated rows [n, in] float32
 
-def fit_tensor_codebook(rows: Tensor, fitter: RowFitter, seed: int) -> dict[str, Tensor]:
+
+def tensor_codebook(rows: Rows, shape: torch.Size, fitter: RowFitter, seed: int) -> Tensor:
     """One codebook per residual stage, each learned on what the stages before it leave.
 
     Args:
-        rows: rotated weights [out, in] float32.
+        rows: reads rows of the weight.
+        shape: (out, in) of the weight.
 
     Returns:
-        `codebook` fp16 [z, entries, x], `codes`, `scale`.
+        fp16 [z, entries, x].
     """
     scheme = fitter.scheme
-    groups = fitter.groups(rows)
-    unit = groups / fitter.norm_scale(groups).float().clamp_min(1e-30)
-    rest = unit.reshape(-1, scheme.vector_size)
+    vectors_per_row = shape[1] // scheme.vector_size
+    wanted = -(-SAMPLES_PER_ENTRY * scheme.entries // vectors_per_row)  # rows that suffice
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(shape[0], generator=generator)[:wanted].tolist()
+    sample = torch.cat([_unit(rows(row, row + 1), fitter) for row in sorted(chosen)])
+    rest = sample.reshape(-1, scheme.vector_size)
     stages = []
     for stage in range(scheme.residuals):
         entries = kmeans(rest, scheme.entries, seed=seed + stage).half()
         stages.append(entries)
-        one = Assigner(entries[None], scheme, grid=False)
+        one = Assigner(entries[None], scheme, learned=True)
         rest = rest - one.entries(one.codes(rest))
-    codebook = torch.stack(stages)
-    fitted = fitter.fit(rows, Assigner(codebook, scheme, grid=False))
-    return {"codebook": codebook, **fitted}
+    return torch.stack(stages)
 
 
-def fit_tile_codebooks(rows: Tensor, fitter: RowFitter, seed: int) -> dict[str, Tensor]:
-    """One codebook for each tile of `scheme.tile` rows x columns; tiles at the edge are smaller.
+def fit_tile_band(rows: Tensor, fitter: RowFitter, seed: int) -> dict[str, Tensor]:
+    """One codebook for each tile of a band of at most `scheme.tile[0]` rows.
+
+    The scale of a row spans tiles, so it is fitted by least squares (or norm), not searched.
 
     Args:
-        rows: rotated weights [out, in] float32.
+        rows: rotated rows [n, in] float32.
 
     Returns:
-        `codebook` fp16 [row tiles, column tiles, entries, x], `codes`, `scale`.
+        `codebook` fp16 [1, column tiles, entries, x], `codes`, `scale` of these rows.
     """
     scheme = fitter.scheme
     groups = fitter.groups(rows)
     scale = fitter.norm_scale(groups)
-    unit = (groups / scale.float().clamp_min(1e-30)).reshape(rows.shape)
-    books, codes, chosen = [], [], []
-    for band in unit.split(scheme.tile[0], 0):
-        fitted = [_fit_tile(tile, fitter, seed) for tile in band.split(scheme.tile[1], 1)]
-        books.append(torch.stack([entries for entries, _, _ in fitted]))
-        codes.append(torch.cat([index for _, index, _ in fitted], 1))
-        chosen.append(torch.cat([decoded for _, _, decoded in fitted], 1))
-    scale = fitter.refit_scale(groups, torch.cat(chosen).reshape(groups.shape), scale)
-    packed = fitter.pack(torch.cat(codes)[..., None], scale)
-    return {"codebook": torch.stack(books), **packed}
+    books, codes, decoded = [], [], []
+    for tile in _unit(rows, fitter).split(scheme.tile[1], 1):
+        vectors = tile.reshape(-1, scheme.vector_size)
+        entries = kmeans(vectors, scheme.entries, seed=seed).half()
+        assigner = Assigner(entries[None], scheme, learned=True)
+        index = assigner.codes(vectors)
+        books.append(entries)
+        codes.append(index.reshape(len(tile), -1))
+        decoded.append(assigner.entries(index).reshape(tile.shape))
+    scale = fitter.refit_scale(groups, torch.cat(decoded, 1).reshape(groups.shape), scale)
+    packed = fitter.pack(torch.cat(codes, 1)[..., None], scale)
+    return {"codebook": torch.stack(books)[None], **packed}
 
 
-def _fit_tile(tile: Tensor, fitter: RowFitter, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Entries [entries, x] fp16, codes [rows, vectors] and decoded tile of one tile."""
-    vectors = tile.reshape(-1, fitter.scheme.vector_size)
-    entries = kmeans(vectors, fitter.scheme.entries, seed=seed).half()
-    assigner = Assigner(entries[None], fitter.scheme, grid=False)
-    codes = assigner.codes(vectors)
-    return entries, codes.reshape(len(tile), -1), assigner.entries(codes).reshape(tile.shape)
+def _unit(rows: Tensor, fitter: RowFitter) -> Tensor:
+    """`rows` over their scales as stored."""
+    groups = fitter.groups(rows)
+    return (groups / fitter.norm_scale(groups).float().clamp_min(1e-30)).reshape(rows.shape)

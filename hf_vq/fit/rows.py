@@ -48,8 +48,8 @@ class RowFitter:
     def fit(self, rows: Tensor, assigner: Assigner) -> dict[str, Tensor]:
         """Stored `codes` [n, bytes] and `scale` [n, groups] of float32 `rows` [n, in]."""
         groups = self.groups(rows)
-        if self.search == "search" and assigner.searches:
-            scale = self._store(search_scale(groups, assigner.searches[0]))
+        if self.search == "search":
+            scale = self._store(search_scale(groups, assigner, self.scheme.vector_size))
         else:
             scale = self.norm_scale(groups)
         codes, chosen = self._assign(groups, scale, assigner)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats.nearest import NearestEntry
+from .assign import Assigner
 
 FACTORS = (0.80, 0.85, 0.90, 0.95, 1.0, 1.05, 1.10, 1.15)
 """Candidates of the search, in units of the group's root mean square."""
@@ -20,16 +20,15 @@ def root_mean_square(groups: Tensor) -> Tensor:
     return groups.square().mean(-1, keepdim=True).sqrt()
 
 
-def search_scale(groups: Tensor, search: NearestEntry) -> Tensor:
+def search_scale(groups: Tensor, assigner: Assigner, vector_size: int) -> Tensor:
     """The candidate scale [n, 1] with the least squared error for each of `groups` [n, size]."""
     rms = root_mean_square(groups)
-    vectors = search.codebook.shape[1]
     best = torch.full_like(rms, torch.inf)
     scale = rms
     for factor in FACTORS:
         candidate = rms * factor
         unit = groups / candidate.clamp_min(1e-30)
-        distance = search.distance(unit.reshape(-1, vectors)).reshape(len(groups), -1)
+        distance = assigner.distance(unit.reshape(-1, vector_size)).reshape(len(groups), -1)
         error = distance.sum(1, keepdim=True) * candidate.square()
         better = error < best
         best, scale = torch.where(better, error, best), torch.where(better, candidate, scale)

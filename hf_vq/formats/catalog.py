@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from ..errors import VQSchemeError
+from ..errors import VQSchemeError, shown
 from .scheme import VQScheme
+from .universal import universal_codebook
 
 
 def _gauss(vector_size: int, entry_bits: int, **fields: Any) -> VQScheme:
@@ -84,14 +85,21 @@ def weight_scheme(scheme: str | dict[str, Any] | VQScheme) -> VQScheme:
         VQSchemeError: no such scheme; the message lists the names.
     """
     if isinstance(scheme, VQScheme):
-        return scheme
+        return _available(scheme)
     if isinstance(scheme, dict):
-        return VQScheme.from_dict(scheme)
+        return _available(VQScheme.from_dict(scheme))
     if isinstance(scheme, str) and scheme in WEIGHT_SCHEMES:
         return WEIGHT_SCHEMES[scheme]
     if isinstance(scheme, str) and scheme.startswith("vq") and "x" in scheme:
-        return VQScheme.parse(scheme)
+        return _available(VQScheme.parse(scheme))
     raise _unknown("weight", scheme, list(WEIGHT_SCHEMES))
+
+
+def _available(scheme: VQScheme) -> VQScheme:
+    """The scheme, if its universal codebook exists; VQSchemeError lists those that do."""
+    if scheme.codebook == "universal" and not scheme.lattice:
+        universal_codebook(scheme.vector_size, scheme.entry_bits)
+    return scheme
 
 
 def kv_scheme(scheme: str | KVScheme) -> KVScheme:
@@ -101,6 +109,8 @@ def kv_scheme(scheme: str | KVScheme) -> KVScheme:
         VQSchemeError: no such scheme; the message lists the names.
     """
     if isinstance(scheme, KVScheme):
+        for part in (scheme.key, scheme.value):
+            _available(part)
         return scheme
     if isinstance(scheme, str) and scheme in KV_SCHEMES:
         return KV_SCHEMES[scheme]
@@ -116,4 +126,4 @@ def scheme_name(scheme: VQScheme | KVScheme) -> str | None:
 def _unknown(kind: str, scheme: object, names: list[str]) -> VQSchemeError:
     near = get_close_matches(scheme, names, 1) if isinstance(scheme, str) else []
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return VQSchemeError(f"unknown {kind} scheme {scheme!r}.{hint} Known: {', '.join(names)}.")
+    return VQSchemeError(f"unknown {kind} scheme {shown(scheme)}.{hint} Known: {', '.join(names)}.")

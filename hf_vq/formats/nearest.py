@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _BLOCK = 4096  # vectors per matrix product: 4096 x 256 scores are 4 MB
 _CELLS = 128
@@ -137,14 +138,24 @@ class _PlaneGrid:
         return dx.mul_(dx).addcmul_(dy, dy)
 
 
+_of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
 @lru_cache(maxsize=64)
-def _cached(data: bytes, shape: tuple[int, int], device: str) -> NearestEntry:
+def _cached(data: bytes, shape: tuple[int, ...], device: str) -> NearestEntry:
     codebook = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
     return NearestEntry(codebook.to(device))
 
 
-def nearest_entry(codebook: Tensor) -> NearestEntry:
-    """A `NearestEntry` for `codebook` [entries, x], kept for the next call with equal entries."""
-    content = codebook.detach().float().cpu().contiguous().numpy().tobytes()
-    shape = (codebook.shape[0], codebook.shape[1])
-    return _cached(content, shape, str(codebook.device))
+def nearest_entries(codebook: Tensor) -> list[NearestEntry]:
+    """A `NearestEntry` for each stage of `codebook` [z, entries, x].
+
+    They are kept as long as the tensor is, and equal codebooks share them, so a codebook must not
+    be written to.
+    """
+    if codebook not in _of_tensor:
+        _of_tensor[codebook] = [
+            _cached(stage.numpy().tobytes(), tuple(stage.shape), str(codebook.device))
+            for stage in codebook.detach().float().cpu().contiguous()
+        ]
+    return _of_tensor[codebook]

@@ -18,14 +18,17 @@ def packed_size(count: int, bits: int) -> int:
     return (count * bits + 7) // 8
 
 
-def pack_bits(codes: Tensor, bits: int) -> Tensor:
+def pack_bits(codes: Tensor, bits: int, *, check: bool = True) -> Tensor:
     """Pack integer `codes` [..., n] in [0, 2**bits) into uint8 [..., ceil(n * bits / 8)].
+
+    Args:
+        check: whether to look for codes that do not fit; a GPU must wait for that.
 
     Raises:
         VQFormatError: `bits` is not in 1..16, or a code does not fit.
     """
     _check_bits(bits)
-    if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 1 << bits):
+    if check and codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 1 << bits):
         raise VQFormatError(f"codes must be in [0, {1 << bits}) to be packed to {bits} bits.")
     *lead, n = codes.shape
     if bits == 8:

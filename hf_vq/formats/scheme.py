@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any
 
-from ..errors import VQSchemeError
+from ..errors import VQSchemeError, shown
 
 CODEBOOKS = ("universal", "tensor", "tile", "channel_group")
 ROTATIONS = ("none", "hadamard", "random_hadamard", "qr")
@@ -78,9 +79,9 @@ class VQScheme:
             value = getattr(self, name)
             if (value is not None and not isinstance(value, str)) or value not in allowed:
                 choices = ", ".join(map(repr, allowed))
-                raise VQSchemeError(f"VQScheme.{name} must be one of {choices}; got {value!r}.")
+                raise VQSchemeError(f"VQScheme.{name} must be one of {choices}; got {shown(value)}.")
         if not isinstance(self.tile, tuple) or len(self.tile) != 2:
-            raise VQSchemeError(f"VQScheme.tile must be (rows, columns); got {self.tile!r}.")
+            raise VQSchemeError(f"VQScheme.tile must be (rows, columns); got {shown(self.tile)}.")
         for size in self.tile:
             _check_int("tile", size, 1, 1 << 20)
         # Fields that nothing reads take their defaults, so that equal schemes compare equal.
@@ -162,12 +163,12 @@ class VQScheme:
             VQSchemeError: a field is unknown, missing or of the wrong type.
         """
         known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(data) - known):
+        if unknown := sorted(map(str, set(data) - known)):
             raise VQSchemeError(
                 f"unknown scheme field {', '.join(map(repr, unknown))}; known: {sorted(known)}."
             )
         if missing := {"vector_size", "entry_bits"} - set(data):
-            raise VQSchemeError(f"a scheme needs {sorted(missing)}; got {data!r}.")
+            raise VQSchemeError(f"a scheme needs {sorted(missing)}; got {shown(data)}.")
         tile = data.get("tile", (256, 256))
         return cls(**{**data, "tile": tuple(tile) if isinstance(tile, list) else tile})
 
@@ -195,28 +196,41 @@ class VQScheme:
         power = in_features & -in_features
         if size == 0:
             # The whole row; a rotation of the whole row is made of blocks of its power of two.
+            if what == "rotation block" and power < min(4, in_features):
+                raise self._too_small(where, in_features, power, what)
             return in_features if what == "scale group" else power
         found = min(size, power)
         if found < min(size, SMALLEST_GROUP) or found % self.vector_size:
-            raise VQSchemeError(
-                f"{where} has in_features={in_features}, whose largest power-of-two divisor "
-                f"{power} is too small for a {what} ({SMALLEST_GROUP} at least). "
-                "Add it to VQConfig(modules_to_not_convert=[...])."
-            )
+            raise self._too_small(where, in_features, power, what)
         return found
 
-    def bits(self, in_features: int | None = None) -> float:
-        """Nominal bits per weight: codes and fp16 scales, without codebooks and signs."""
+    @staticmethod
+    def _too_small(where: str, in_features: int, power: int, what: str) -> VQSchemeError:
+        return VQSchemeError(
+            f"{where} has in_features={in_features}, whose largest power-of-two divisor "
+            f"{power} is too small for a {what}. "
+            "Add it to VQConfig(modules_to_not_convert=[...])."
+        )
+
+    def bits(self, in_features: int | None = None, out_features: int | None = None) -> float:
+        """Nominal bits per weight: codes and fp16 scales; with both dimensions of a matrix given,
+        also its learned codebooks (universal ones are stored once per checkpoint)."""
         group = self.scale_group if in_features is None else self.group(in_features)
         scales = 2 if self.stages == "rerotated" else 1
-        code_bits = self.residuals * self.entry_bits / self.vector_size
-        return code_bits + (16 * scales / group if group else 0.0)
+        bits = self.residuals * self.entry_bits / self.vector_size
+        bits += 16 * scales / group if group else 0.0
+        if in_features and out_features and self.codebook != "universal":
+            books = self.residuals
+            if self.codebook == "tile":
+                books = math.ceil(out_features / self.tile[0]) * math.ceil(in_features / self.tile[1])
+            bits += 16 * books * self.entries * self.vector_size / (in_features * out_features)
+        return bits
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise VQSchemeError(
-            f"VQScheme.{name} must be an integer in [{low}, {high}]; got {value!r}."
+            f"VQScheme.{name} must be an integer in [{low}, {high}]; got {shown(value)}."
         )
 
 
@@ -225,7 +239,7 @@ def _parse(spec: str) -> VQScheme:
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) and len(spec) < 200 else None
     if match is None:
         raise VQSchemeError(
-            f"{spec!r} is not a scheme; write e.g. 'vq2x8r1-universal-g128-random_hadamard128'."
+            f"{shown(spec)} is not a scheme; write e.g. 'vq2x8r1-universal-g128-random_hadamard128'."
         )
     part = match.groupdict()
     scope = part["codebook"]

@@ -55,7 +55,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight = torch.ops.hf_vq.decode(*ctx.saved_tensors, ctx.scheme, ctx.length)
         grad_x = (grad.float() @ weight).to(ctx.dtype)
     if ctx.needs_input_grad[9]:
-        grad_bias = grad.float().flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        grad_bias = grad.float().reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
     return grad_x, *[None] * 8, grad_bias, None
 
 

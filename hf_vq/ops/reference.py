@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import lattice
-from ..formats.nearest import nearest_entry
+from ..formats.nearest import nearest_entries
 from ..formats.packing import pack_bits, unpack_bits
 from ..formats.scheme import VQScheme
 from ..transforms import rotate as rotate_rows
@@ -131,7 +131,8 @@ def encode(
     """Codes of rows that arrive one by one (keys and values): no search, one unbiased scale.
 
     With u = R(x) and q the entries nearest to u / rms(u), the stored scale is s = |u|^2 / <u, q>,
-    so that <s q, u> = |u|^2: logits are not shrunk (EDEN; research of the scale: docs/kv_cache.md).
+    so that <s q, u> = |u|^2: logits are not shrunk (EDEN; measured in docs/kv_cache.md). A row that
+    is not finite, or beyond fp16 (65504), gets a scale that is not finite, and decodes to NaN.
 
     Returns:
         codes uint8 [..., bytes], scale fp16 [..., 1].
@@ -140,9 +141,9 @@ def encode(
     energy = rows.square().sum(-1, keepdim=True)
     unit = rows / (energy / x.shape[-1]).sqrt().clamp_min(1e-30)
     vectors = unit.reshape(-1, scheme.vector_size)
-    index = nearest_entry(codebook[0]).index(vectors)
+    index = nearest_entries(codebook)[0].index(vectors)
     chosen = codebook[0].float()[index].reshape(unit.shape)
     along = (rows * chosen).sum(-1, keepdim=True)
-    scale = torch.where(along > 0, energy / along, 0).clamp_max(torch.finfo(torch.float16).max)
+    scale = torch.where(energy == 0, 0, energy / along)
     codes = index.reshape(*x.shape[:-1], x.shape[-1] // scheme.vector_size)
-    return pack_bits(codes, scheme.entry_bits), scale.half()
+    return pack_bits(codes, scheme.entry_bits, check=False), scale.half()

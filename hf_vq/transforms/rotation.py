@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..errors import VQSchemeError
 from ..formats.packing import pack_bits, unpack_bits
 from ..formats.scheme import VQScheme
 
@@ -49,18 +50,19 @@ def rotate(
         [..., n] of the dtype of `x`.
 
     Raises:
-        VQSchemeError: n has no rotation block.
+        VQSchemeError: n has no rotation block, or the rotation is missing.
     """
     if scheme.rotation == "none":
         return x
     block = scheme.block(x.shape[-1])
     rows = x.unflatten(-1, (-1, block))
+    if scheme.rotation == "hadamard":
+        return _hadamard(rows).flatten(-2)
+    if rotation is None:
+        raise VQSchemeError(f"a {scheme.rotation} rotation needs its stored signs or matrix.")
     if scheme.rotation == "qr":
-        assert rotation is not None
         matrix = rotation.to(x.dtype)
         return (rows @ (matrix.T if inverse else matrix)).flatten(-2)
-    if rotation is None:
-        return _hadamard(rows).flatten(-2)
     signs = (1 - 2 * unpack_bits(rotation, 1, x.shape[-1])).to(x.dtype)
     if inverse:
         return _hadamard(rows).flatten(-2) * signs

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_vq.formats.nearest import NearestEntry, nearest_entry
+from hf_vq.formats.nearest import NearestEntry, nearest_entries
 from hf_vq.formats.universal import universal_codebook
 
 
@@ -43,7 +43,7 @@ def test_learned_codebooks(size):
     codebook = torch.randn(300, size)
     vectors = torch.randn(2000, size)
     assert_nearest(vectors, codebook, NearestEntry(codebook, grid=False).index(vectors))
-    assert_nearest(vectors, codebook, nearest_entry(codebook).index(vectors))
+    assert_nearest(vectors, codebook, nearest_entries(codebook[None])[0].index(vectors))
     top = NearestEntry(codebook, grid=False).top(vectors, 3)
     assert_nearest(vectors, codebook, top[:, 0])
     assert (top.sort(1).values.diff(dim=1) > 0).all()
@@ -58,6 +58,8 @@ def test_grid_handles_points_on_cell_edges():
 
 
 def test_an_equal_codebook_is_searched_with_the_same_tables():
-    codebook = torch.randn(64, 2)
-    assert nearest_entry(codebook) is nearest_entry(codebook.clone())
-    assert nearest_entry(codebook) is not nearest_entry(codebook + 1)
+    codebook = torch.randn(2, 64, 2)
+    first, second = nearest_entries(codebook)
+    assert first is not second
+    assert nearest_entries(codebook.clone())[0] is first
+    assert nearest_entries(codebook + 1)[0] is not first
