@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -37,20 +36,7 @@ def nested_codes(
         distance = (unit - table[:, code][first]).abs()
         closer = distance < best
         best, second = torch.where(closer, distance, best), torch.where(closer, code, second)
-    return pack_bits(second, bits)
-
-
-def rerotated(
-    residual: Tensor, scheme: VQScheme, fit: Callable[[Tensor, VQScheme], dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """The second pass fitted to what the first one leaves, with a rotation of its own.
-
-    Args:
-        residual: weight minus the decoded first pass, [out, in] float32, not rotated.
-        fit: fits a matrix to a one-stage scheme and returns its tensors.
-    """
-    tensors = fit(residual, one_pass(scheme))
-    return {f"{key}_2": tensors[key] for key in ("codes", "scale", "signs") if key in tensors}
+    return pack_bits(second, bits, check=False)
 
 
 def one_pass(scheme: VQScheme) -> VQScheme:

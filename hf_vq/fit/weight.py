@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import VQConfigError, VQFormatError
+from ..errors import VQConfigError, VQFormatError, shown
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
 from ..formats.tensors import tensor_specs
 from ..ops import decode_weight
+from ..ops.codes import rotation_of
 from ..transforms import draw_signs, qr_matrix, rotate
 from .assign import Assigner
-from .learned import fit_tensor_codebook, fit_tile_codebooks
-from .passes import nested_codes, one_pass, rerotated
+from .learned import fit_tile_band, tensor_codebook
+from .passes import nested_codes, one_pass
 from .rows import SEARCHES, RowFitter
 
 _CHUNK = 1 << 21  # weights held at once in float32
@@ -53,12 +55,12 @@ def fit_weight(
 
     Raises:
         VQSchemeError: the dimensions do not fit the scheme.
-        VQFormatError: the weight is not a finite matrix, or too large for fp16 scales.
+        VQFormatError: the weight is not a finite matrix, or too large or small for fp16 scales.
         VQConfigError: unknown `search`.
     """
     if search not in SEARCHES:
-        raise VQConfigError(f"search must be one of {', '.join(SEARCHES)}; got {search!r}.")
-    if weight.ndim != 2 or not weight.is_floating_point():
+        raise VQConfigError(f"search must be one of {', '.join(SEARCHES)}; got {shown(search)}.")
+    if weight.ndim != 2 or not weight.is_floating_point() or not weight.numel():
         raise VQFormatError(
             f"{where} must be a float matrix [out, in]; got {weight.dtype} {list(weight.shape)}."
         )
@@ -66,21 +68,16 @@ def fit_weight(
     tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device)
     fitter = RowFitter(scheme, weight.shape[1], search, where)
     tensors.update(_first_pass(weight, tensors, fitter, seed))
-    if scheme.stages == "nested":
-        tensors["codes_2"] = _refine(weight, tensors, scheme)
-    elif scheme.stages == "rerotated":
-        residual = weight.float() - decode_weight(tensors, one_pass(scheme), weight.shape[1])
-        tensors.update(
-            rerotated(
-                residual,
-                scheme,
-                lambda rest, single: (
-                    fit_weight(rest, single, seed=seed + 1, where=where, search=search).tensors
-                ),
-            )
+    if scheme.stages != "independent":
+        tensors.update(_second_pass(weight, tensors, fitter))
+    relative_error = _relative_error(weight, tensors, scheme)
+    if relative_error > 0.9:
+        raise VQFormatError(
+            f"{where} has weights too small for fp16 scales. "
+            "Add the module to VQConfig(modules_to_not_convert=[...])."
         )
     stored = {key: tensors[key] for key, spec in specs.items() if spec.shared_name is None}
-    return FittedWeight(stored, _relative_error(weight, tensors, scheme))
+    return FittedWeight(stored, relative_error)
 
 
 def fixed_tensors(
@@ -102,53 +99,75 @@ def fixed_tensors(
     return {key: tensor.to(device) for key, tensor in tensors.items()}
 
 
-def _rotation(tensors: dict[str, Tensor]) -> Tensor | None:
-    return tensors.get("signs", tensors.get("rotation"))
-
-
 def _first_pass(
     weight: Tensor, tensors: dict[str, Tensor], fitter: RowFitter, seed: int
 ) -> dict[str, Tensor]:
-    scheme, rotation = fitter.scheme, _rotation(tensors)
-    if scheme.codebook == "tensor":
-        return fit_tensor_codebook(rotate(weight.float(), scheme, rotation), fitter, seed)
+    scheme, rotation = fitter.scheme, rotation_of(tensors)
+
+    def rows(first: int, last: int) -> Tensor:
+        return rotate(weight[first:last].float(), scheme, rotation)
+
     if scheme.codebook == "tile":
-        return fit_tile_codebooks(rotate(weight.float(), scheme, rotation), fitter, seed)
-    assigner = Assigner(tensors["codebook"], scheme)
-    parts = [
-        fitter.fit(rotate(chunk.float(), scheme, rotation), assigner)
-        for chunk in weight.split(_rows(weight))
-    ]
-    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        bands = range(0, len(weight), scheme.tile[0])
+        return _joined(fit_tile_band(rows(i, i + scheme.tile[0]), fitter, seed) for i in bands)
+    learned: dict[str, Tensor] = {}
+    if scheme.codebook == "tensor":
+        learned["codebook"] = tensor_codebook(rows, weight.shape, fitter, seed)
+    assigner = Assigner({**tensors, **learned}["codebook"], scheme, learned=bool(learned))
+    size = _rows_at_once(weight, scheme)
+    parts = (fitter.fit(rows(i, i + size), assigner) for i in range(0, len(weight), size))
+    return {**learned, **_joined(parts)}
 
 
-def _refine(weight: Tensor, tensors: dict[str, Tensor], scheme: VQScheme) -> Tensor:
-    parts = []
-    for start in _starts(weight):
-        part = slice(start, start + _rows(weight))
-        rows = rotate(weight[part].float(), scheme, _rotation(tensors))
-        codes, scale = tensors["codes"][part], tensors["scale"][part]
-        parts.append(nested_codes(rows, codes, scale, tensors["codebook_2"], scheme))
-    return torch.cat(parts)
+def _second_pass(
+    weight: Tensor, tensors: dict[str, Tensor], fitter: RowFitter
+) -> dict[str, Tensor]:
+    scheme, parts = fitter.scheme, []
+    single = one_pass(scheme)
+    again = RowFitter(single, weight.shape[1], fitter.search, fitter.where)
+    assigner = Assigner(tensors["codebook"], single)
+    for chunk, stored in _chunks(weight, tensors, scheme):
+        if scheme.stages == "nested":
+            rows = rotate(chunk, scheme, rotation_of(tensors))
+            second = nested_codes(
+                rows, stored["codes"], stored["scale"], stored["codebook_2"], scheme
+            )
+            parts.append({"codes_2": second})
+            continue
+        residual = chunk - decode_weight(stored, single, weight.shape[1])
+        fitted = again.fit(rotate(residual, scheme, rotation_of(tensors, "_2")), assigner)
+        parts.append({f"{key}_2": tensor for key, tensor in fitted.items()})
+    return _joined(parts)
 
 
 def _relative_error(weight: Tensor, tensors: dict[str, Tensor], scheme: VQScheme) -> float:
     error = energy = 0.0
-    by_row = ("codes", "scale", "codes_2", "scale_2")
-    whole = scheme.codebook == "tile"  # a chunk of rows would start in the wrong tile
-    for start in [0] if whole else _starts(weight):
-        part = slice(None) if whole else slice(start, start + _rows(weight))
-        chunk = {key: t[part] if key in by_row else t for key, t in tensors.items()}
-        exact = weight[part].float()
-        decoded = decode_weight(chunk, scheme, weight.shape[1])
-        error += float((exact - decoded).square().sum(dtype=torch.float64))
-        energy += float(exact.square().sum(dtype=torch.float64))
+    for chunk, stored in _chunks(weight, tensors, scheme):
+        decoded = decode_weight(stored, scheme, weight.shape[1])
+        error += float((chunk - decoded).square().sum(dtype=torch.float64))
+        energy += float(chunk.square().sum(dtype=torch.float64))
     return error / energy if energy else 0.0
 
 
-def _rows(weight: Tensor) -> int:
+def _chunks(
+    weight: Tensor, tensors: dict[str, Tensor], scheme: VQScheme
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Rows of the weight in float32, with the stored tensors of just these rows."""
+    size = _rows_at_once(weight, scheme)
+    for start in range(0, len(weight), size):
+        part = {"codes", "scale", "codes_2", "scale_2"}
+        stored = {k: t[start : start + size] if k in part else t for k, t in tensors.items()}
+        if scheme.codebook == "tile":
+            stored["codebook"] = stored["codebook"][start // scheme.tile[0] :]
+        yield weight[start : start + size].float(), stored
+
+
+def _rows_at_once(weight: Tensor, scheme: VQScheme) -> int:
+    if scheme.codebook == "tile":
+        return scheme.tile[0]  # a chunk must begin with a tile
     return max(1, _CHUNK // weight.shape[1])
 
 
-def _starts(weight: Tensor) -> range:
-    return range(0, weight.shape[0], _rows(weight))
+def _joined(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    listed = list(parts)
+    return {key: torch.cat([part[key] for part in listed]) for key in listed[0]}

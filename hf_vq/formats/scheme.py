@@ -79,7 +79,9 @@ class VQScheme:
             value = getattr(self, name)
             if (value is not None and not isinstance(value, str)) or value not in allowed:
                 choices = ", ".join(map(repr, allowed))
-                raise VQSchemeError(f"VQScheme.{name} must be one of {choices}; got {shown(value)}.")
+                raise VQSchemeError(
+                    f"VQScheme.{name} must be one of {choices}; got {shown(value)}."
+                )
         if not isinstance(self.tile, tuple) or len(self.tile) != 2:
             raise VQSchemeError(f"VQScheme.tile must be (rows, columns); got {shown(self.tile)}.")
         for size in self.tile:
@@ -222,7 +224,9 @@ class VQScheme:
         if in_features and out_features and self.codebook != "universal":
             books = self.residuals
             if self.codebook == "tile":
-                books = math.ceil(out_features / self.tile[0]) * math.ceil(in_features / self.tile[1])
+                books = math.ceil(out_features / self.tile[0]) * math.ceil(
+                    in_features / self.tile[1]
+                )
             bits += 16 * books * self.entries * self.vector_size / (in_features * out_features)
         return bits
 

@@ -46,7 +46,7 @@ def test_catalogue(name):
     )
     # 4^-bits is Shannon's limit for Gaussian data; no scheme of 2 or more bits is 3 times worse.
     code_bits = scheme.residuals * scheme.entry_bits / scheme.vector_size
-    assert fitted.relative_error < 3 * 4**-code_bits + 1e-5 or code_bits == 1
+    assert fitted.relative_error < 3 * 4**-code_bits
 
 
 @pytest.mark.parametrize("name", GAUSSIAN)
@@ -60,8 +60,8 @@ def test_residual_beats_one_stage_and_e8p_beats_its_bound():
     weight = torch.randn(64, 512)
     two = fit_weight(weight, weight_scheme("quip-sharp-2")).relative_error
     four = fit_weight(weight, weight_scheme("quip-sharp-4")).relative_error
-    assert two < 0.092
-    assert four < 0.0095
+    assert two < 0.0914  # E8P on N(0, 1) with one fixed scale; the searched scale gains
+    assert four < 0.0088  # QuIP#'s residual E8P in units of 1 / 3.45
 
 
 def test_nested_pass_refines_and_its_first_pass_stands_alone():
@@ -116,18 +116,20 @@ def test_dimensions_without_a_tail(name, in_features):
     assert fitted.relative_error < 0.15
 
 
-def test_stored_bits_are_nominal():
-    for name in ("vq-4", "vq-3", "vq-2", "turboquant-3", "turboquant-4+4", "quip-sharp-2"):
-        scheme = weight_scheme(name)
-        fitted = fit_weight(torch.randn(128, 512), scheme)
-        assert stored_bits(fitted.tensors) / (128 * 512) == pytest.approx(scheme.bits(), rel=0.01)
+@pytest.mark.parametrize("name", WEIGHT_SCHEMES)
+def test_stored_bits_are_nominal(name):
+    scheme = weight_scheme(name)
+    fitted = fit_weight(torch.randn(128, 512), scheme)
+    assert stored_bits(fitted.tensors) / (128 * 512) == pytest.approx(
+        scheme.bits(512, 128), rel=0.01
+    )
 
 
 def test_chunks_do_not_change_the_result(monkeypatch):
     from hf_vq.fit import weight as module
 
     weight = torch.randn(37, 256)
-    for name in ("vq-4", "turboquant-4+4", "gptvq-2"):
+    for name in ("vq-4", "turboquant-4+4", "aqlm-2", "vq1x3r2-universal-g128-qr64-rerotated"):
         whole = fit_weight(weight, weight_scheme(name))
         with monkeypatch.context() as patch:
             patch.setattr(module, "_CHUNK", 256 * 5)
@@ -165,6 +167,10 @@ def test_weights_that_cannot_be_stored():
         fit_weight(bad, scheme, where="q_proj")
     with pytest.raises(VQFormatError, match="too large for fp16"):
         fit_weight(torch.randn(4, 128) * 1e6, scheme)
+    with pytest.raises(VQFormatError, match="too small for fp16"):
+        fit_weight(torch.randn(4, 128) * 1e-9, scheme)
+    with pytest.raises(VQFormatError, match="float matrix"):
+        fit_weight(torch.zeros(0, 128), scheme)
     with pytest.raises(VQSchemeError, match="q_proj has"):
         fit_weight(torch.randn(4, 129), scheme, where="q_proj")
     with pytest.raises(VQConfigError, match="search must be one of"):
@@ -176,7 +182,7 @@ def test_weights_that_cannot_be_stored():
 def test_beam_finds_what_greedy_misses():
     codebook = torch.randn(2, 64, 4).half()
     vectors = torch.randn(500, 4)
-    assigner = Assigner(codebook, VQScheme(4, 6, 2, "tensor"), grid=False)
+    assigner = Assigner(codebook, VQScheme(4, 6, 2, "tensor"), learned=True)
     error = (vectors - assigner.entries(assigner.codes(vectors))).square().sum(1)
     first = assigner.searches[0].index(vectors)
     second = assigner.searches[1].index(vectors - codebook[0].float()[first])

@@ -76,6 +76,7 @@ def test_nominal_bits(name, bits):
         ({"entry_bits": True}, "entry_bits must be an integer"),
         ({"entry_bits": 10**9}, r"in \[1, 16\]"),
         ({"scale_group": 10**30}, "scale_group"),
+        ({"entry_bits": 10**5000}, "entry_bits must be an integer"),
         ({"scale_group": 96}, "powers of two"),
         ({"rotation": "fourier"}, "rotation must be one of"),
         ({"codebook": None}, None),
@@ -94,6 +95,8 @@ def test_from_dict_names_what_is_wrong():
         VQScheme.from_dict({"vector_size": 2, "entry_bits": 8, "bits": 4})
     with pytest.raises(VQSchemeError, match="entry_bits"):
         VQScheme.from_dict({"vector_size": 2})
+    with pytest.raises(VQSchemeError, match="unknown scheme field '1', 'a'"):
+        VQScheme.from_dict({1: 2, "a": 3})
 
 
 @pytest.mark.parametrize("spec", ["", "vq2x8", "vq2x8r1-universal", "vq0x8r1-universal-g128-none"])
@@ -110,6 +113,18 @@ def test_unknown_names_list_the_known_ones():
     for wrong in (None, 4, ["vq-4"]):
         with pytest.raises(VQSchemeError):
             weight_scheme(wrong)
+
+
+def test_a_universal_codebook_that_does_not_exist_is_refused_early():
+    with pytest.raises(VQSchemeError, match=r"<1,1>.*<2,8>"):
+        weight_scheme("vq2x7r1-universal-g128-none")
+
+
+def test_a_rotation_of_the_whole_row_is_never_silently_none():
+    scheme = VQScheme(1, 4, rotation_block=0, scale_group=0)
+    with pytest.raises(VQSchemeError, match="rotation block"):
+        scheme.block(11007)
+    assert scheme.block(8) == 8
 
 
 def test_names_are_found_again():

@@ -73,6 +73,15 @@ def test_gradients_are_those_of_the_dense_layer():
         assert (ours - dense).norm() <= 1e-5 * dense.norm()
 
 
+@pytest.mark.parametrize("shape", [(256,), (0, 256)])
+def test_gradients_of_one_row_and_of_none(shape):
+    scheme, tensors = stored("vq-4")
+    x, bias = torch.ones(shape, requires_grad=True), torch.zeros(24, requires_grad=True)
+    ops.linear(x, tensors, bias, scheme).sum().backward()
+    assert x.grad.shape == shape
+    assert torch.equal(bias.grad, torch.full((24,), float(x[..., 0].numel())))
+
+
 def test_compiles_without_graph_breaks():
     scheme, tensors = stored("vq-4")
 
@@ -119,6 +128,9 @@ def test_encode_hard_rows():
     assert y.isfinite().all()
     assert torch.equal(y[0], rows[0])
     assert (y[2] - rows[2]).norm() < 0.2 * rows[2].norm()
+    lost = torch.stack([torch.full((64,), float("nan")), torch.full((64,), 1e6)])
+    y = ops.decode_kv(*ops.encode_kv(lost, codebook, scheme), codebook, scheme, 64)
+    assert not y.isfinite().any()  # loud, not wrong
 
 
 def test_codes_depend_on_the_row_only():

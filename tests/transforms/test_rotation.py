@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_vq.errors import VQSchemeError
 from hf_vq.formats import VQScheme
 from hf_vq.formats.packing import unpack_bits
 from hf_vq.transforms import draw_signs, qr_matrix, rotate
@@ -63,3 +64,9 @@ def test_qr_is_a_rotation_of_its_seed():
     assert torch.allclose(matrix @ matrix.T, torch.eye(64), atol=2**-10)
     assert torch.equal(qr_matrix(64, 0), qr_matrix(64, 0))
     assert not torch.equal(qr_matrix(64, 0), qr_matrix(64, 1))
+
+
+@pytest.mark.parametrize("kind", ["random_hadamard", "qr"])
+def test_a_missing_rotation_is_an_error(kind):
+    with pytest.raises(VQSchemeError, match="stored signs or matrix"):
+        rotate(torch.randn(2, 128), scheme(kind))
