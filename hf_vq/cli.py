@@ -72,7 +72,9 @@ def _add_eval(verbs: Any) -> argparse.ArgumentParser:
     verb = _verb(verbs, "eval", _eval, "Perplexity, KL divergence, stored bits, tokens per second.")
     verb.add_argument("model", metavar="MODEL", help="directory or Hub id, quantized or not")
     verb.add_argument("--reference", metavar="MODEL", help="the original, to compare with")
-    verb.add_argument("--text", metavar="FILE", help="UTF-8 text (default: the demo's)")
+    verb.add_argument(
+        "--text", metavar="FILE", help="UTF-8 text (default, for the demo's model only: the demo's)"
+    )
     verb.add_argument("--tokens", type=_positive, metavar="N", help="tokens of the text to use")
     verb.add_argument(
         "--context", type=_positive, default=1024, metavar="L", help="default: %(default)s"
@@ -103,7 +105,8 @@ def _add_demo(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument("--scheme", nargs="+", metavar="S", help="default: vq-4 vq-2")
     verb.add_argument("--text", metavar="FILE", help="UTF-8 text to measure on")
     verb.add_argument("--tokens", type=_positive, default=8192, metavar="N", help="of the text")
-    verb.add_argument("--json", metavar="OUT", help="also write a record here")
+    verb.add_argument("--json", metavar="OUT", help="also write a record here; - is stdout")
+    verb.add_argument("--revision", help="of the source, for the record (default: git is asked)")
     return verb
 
 
@@ -111,7 +114,7 @@ def _verb(
     verbs: Any, name: str, run: Callable[[argparse.Namespace], None], text: str
 ) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run, parser=verb)
     return verb
 
 
@@ -132,7 +135,7 @@ def _quantize(args: argparse.Namespace) -> None:
     from .bench.load import load_model, load_tokenizer
     from .bench.storage import read_config
     from .formats.catalog import weight_scheme
-    from .hf.save import replacing
+    from .hf.folder import replacing
 
     scheme = weight_scheme(args.scheme)
     out = Path(args.out)
@@ -179,12 +182,13 @@ def _tokenizer_or_none(load: Callable[[str], Any], model: str) -> Any:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from .bench.demo import demo_files
+    from .bench.demo import default_text
     from .bench.evaluate import evaluate
+    from .bench.record import command_line
 
     found = evaluate(
         args.model,
-        text=args.text or demo_files()[1],
+        text=args.text or default_text(args.model),
         reference=args.reference,
         tokens=args.tokens,
         context=args.context,
@@ -196,7 +200,10 @@ def _eval(args: argparse.Namespace) -> None:
         print(found.table())
         if found.score is None:
             print("\nGive --reference for the KL divergence from the original.")
-    _write_json(args.json, found.to_dict())
+    options = {"reference": "MODEL", "text": "TEXT", "tokens": "", "context": "", "cache": ""}
+    options |= {"dtype": "", "device_map": "MAP"}
+    command = command_line("hf-vq eval MODEL", args.parser, args, options)
+    _write_json(args.json, {"command": command, **found.to_dict()})
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -220,14 +227,20 @@ def _demo(args: argparse.Namespace) -> None:
     from transformers.utils import logging
 
     from .bench import demo
-    from .bench.record import make_record
+    from .bench.record import command_line, make_record
     from .bench.show import text_table
+    from .bench.tables import demo_cells
 
     logging.disable_progress_bar()  # the demo says itself what it does
     model, text = args.model, args.text
     if model is None or text is None:
         files = demo.demo_files()
         model, text = model or files[0], text or files[1]
+    out = sys.stderr if args.json == "-" else sys.stdout
+
+    def say(line: str) -> None:
+        print(line, file=out, flush=True)
+
     schemes = " ".join(args.scheme or demo.SCHEMES).replace(",", " ").split()
     with warnings.catch_warnings():
         # The demo shows what data-free 2 bits cost; the advice to calibrate is for users.
@@ -237,16 +250,18 @@ def _demo(args: argparse.Namespace) -> None:
             text,
             schemes=schemes,
             tokens=args.tokens,
-            say=lambda line: print(line, flush=True),
+            new_tokens=demo.NEW_TOKENS,
+            say=say,
         )
-    head, *rows = results["table"]
-    print("\n" + text_table(head, rows))
+    say("\n" + text_table(*demo_cells(results["rows"])))
     if not demo.autoloads():
-        print(
+        say(
             "\nThe new process had to import hf_vq: it is not installed, or HF_VQ_AUTOLOAD=0. "
             "Run `pip install -e .` to load models without importing it."
         )
-    _write_json(args.json, make_record("demo", "make demo", settings, results))
+    options = {"model": "MODEL", "scheme": "", "text": "TEXT", "tokens": ""}
+    command = command_line("hf-vq demo", args.parser, args, options)
+    _write_json(args.json, make_record("demo", command, settings, results, args.revision))
 
 
 def _dtype(name: str) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from hf_vq import env
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("docs", "hf_vq", "kernels", "model_cards", "notebooks", "plugins", "scripts", "tests")
+FOLDERS = ("docs", "hf_vq", "kernels", "notebooks", "plugins", "scripts", "tests")
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import VQError
 from . import quality_kv, quality_weights, tables
-from .record import RESULTS, make_record, write_record
+from .record import RESULTS, command_line, make_record, write_record
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,6 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
         suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES), metavar="SCHEME")
         suite.add_argument("--no-baselines", action="store_true", help="only the schemes")
         suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
+        suite.add_argument("--revision", help="of the source (default: git is asked)")
+        suite.set_defaults(parser=suite)
     write = suites.add_parser("tables", help="Write the tables of README.md and docs/*.md.")
     write.add_argument("--check", action="store_true", help="change nothing, fail if one is old")
     write.add_argument("--root", type=Path, default=RESULTS.parents[2], help="the checkout")
@@ -48,6 +50,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     module: Any = quality_weights if args.suite == "quality-weights" else quality_kv
+    start = f"python -m hf_vq.bench {args.suite} MODEL_DIR --text TEXT"
+    options = dict.fromkeys(("tokens", "context", "schemes", "no_baselines"), "")
+    command = command_line(start, args.parser, args, options)
+    if command != start and args.out is None:
+        raise VQError("the tables need the whole suite: give --out for a partial run.")
     settings, results = module.run(
         args.model,
         args.text,
@@ -57,8 +64,7 @@ def _measure(args: argparse.Namespace) -> int:
         with_baselines=not args.no_baselines,
         report=_print_row,
     )
-    command = f"python -m hf_vq.bench {args.suite} MODEL_DIR --text TEXT"
-    record = make_record(args.suite, command, settings, results)
+    record = make_record(args.suite, command, settings, results, args.revision)
     out = args.out or RESULTS / f"{args.suite}.json"
     write_record(record, out)
     print(f"wrote {out}")
@@ -68,10 +74,11 @@ def _measure(args: argparse.Namespace) -> int:
 def _print_row(row: dict[str, Any]) -> None:
     case = f" ({row['case']})" if "case" in row else ""
     bits = row.get("bits_per_weight", row.get("bits_per_element"))
+    seconds = row.get("quantize_seconds")
     print(
         f"{row['name'] + case:44s} {bits:6.3f} bits  KLD {row['kld']:.5f} ± {row['kld_se']:.5f}  "
         f"p99 {row['kld_p99']:.4f}  top-1 {row['top1']:.2f} %  perplexity {row['perplexity']:.3f} "
-        f"({row['change']:+.2f} %)  {row.get('quantize_seconds') or ''}",
+        f"({row['change']:+.2f} %)  {f'{seconds:.1f} s' if seconds else ''}",
         flush=True,
     )
 

@@ -22,7 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import VQError
+
 NAME = "hf_vq_bench_banded"
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux")  # arguments of Transformers' attention
 _QUERIES = 128  # queries per block: bounds the memory of the scores
 
 RoundTrip = Callable[[Tensor], Tensor]
@@ -44,7 +47,11 @@ _active: list[Simulation] = []
 
 @contextmanager
 def simulate(model: Any, simulation: Simulation) -> Iterator[None]:
-    """Run `model` with the simulated cache inside the `with` block; batches of one sequence."""
+    """Run `model` with the simulated cache inside the `with` block; batches of one sequence.
+
+    Raises:
+        VQError: inside, when a layer's attention is more than causal softmax attention.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -70,6 +77,12 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As Transformers calls it: query [1, heads, T, D], key and value [1, kv heads, T, D]."""
+    unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if unknown or len(query) != 1 or key.shape[2] != query.shape[2]:
+        what = ", ".join(unknown) or "several sequences, or a cache of its own"
+        raise VQError(f"the simulated cache cannot be used with this model's attention: {what}.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
     q = (query[0] * scale).float().reshape(kv_heads, heads // kv_heads, tokens, -1)

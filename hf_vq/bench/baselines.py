@@ -19,7 +19,7 @@ def round_to_nearest(weight: Tensor, bits: int = 4, group: int = 128) -> Tensor:
     """Asymmetric integers, a float32 minimum and step per group (QServe and GPTQ's baseline)."""
     w = weight.float().reshape(-1, group)
     low, high = w.amin(1, keepdim=True), w.amax(1, keepdim=True)
-    step = (high - low) / (2**bits - 1)
+    step = ((high - low) / (2**bits - 1)).clamp(min=1e-30)  # of a constant group
     rounded: Tensor = ((w - low) / step).round() * step + low
     return rounded.reshape(weight.shape)
 

@@ -1,41 +1,39 @@
 """`hf-vq demo`: the whole path on a small model, and one table.
 
 Quantize, save, reload in a new process that imports Transformers and nothing of ours, generate
-with and without a quantized KV cache, and measure how far the reloaded model is from the original.
+with and without a quantized KV cache, and measure how far the reloaded model is from the original
+(with the cache: where it is read, after the first quarter of each context).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from .. import env
 from ..errors import VQError
-from .evaluate import BATCH, CHUNK, cache_factory
+from .evaluate import BATCH, CHUNK, cache_factory, prompt_length
 from .load import check_model, load_model, load_tokenizer
 from .score import Reference, model_forward, score
-from .show import significant
 from .storage import file_storage, model_storage, read_config, read_headers
 from .text import read_sequences, text_facts
 
 SCHEMES = ("vq-4", "vq-2")
 CONTEXT = 512
+NEW_TOKENS = 24
 PROMPT = 448  # tokens; the sinks and the window are 68 of them
-HEAD = (
-    *("weights", "KV cache", "MB", "bits/weight", "perplexity", "KLD", "bits/KV"),
-    *("KV kB", "tokens/s"),
-)
 
 # What runs in the new process: its own imports are the ones a user writes.
 _CHILD = """
-import json, sys, time, warnings
+import hashlib, json, sys, time, warnings
 warnings.simplefilter("ignore")
 job = json.loads(sys.argv[1])
 if job["import_hf_vq"]:
@@ -46,14 +44,20 @@ loaded_early = "hf_vq" in sys.modules
 model = AutoModelForCausalLM.from_pretrained(job["model"]).eval()
 torch.set_num_threads(job["threads"])
 ids = torch.tensor([job["prompt"]])
-runs = {}
-for name, options in job["caches"].items():
+with torch.no_grad():
+    logits = model(ids, use_cache=False).logits.float().numpy()
+def generate(count, options):
     start = time.perf_counter()
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, return_dict_in_generate=True,
-        min_new_tokens=job["count"], max_new_tokens=job["count"], **options,
+        min_new_tokens=count, max_new_tokens=count, **options,
     )
-    seconds = time.perf_counter() - start
+    return out, time.perf_counter() - start
+runs = {}
+for name, options in job["caches"].items():
+    generate(2, options)  # the first calls are slower
+    prefill = generate(1, options)[1]
+    out, seconds = generate(job["count"], options)
     cache = out.past_key_values
     if hasattr(cache, "nbytes"):
         nbytes, bits = cache.nbytes, cache.bits_per_element
@@ -61,9 +65,10 @@ for name, options in job["caches"].items():
         tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
         nbytes = sum(t.nbytes for t in tensors)
         bits = 8 * nbytes / sum(t.numel() for t in tensors)
-    runs[name] = dict(nbytes=int(nbytes), bits=float(bits), speed=job["count"] / seconds,
-                      tokens=out.sequences[0, ids.shape[1]:].tolist())
-print(json.dumps({"early": loaded_early, "runs": runs}))
+    runs[name] = dict(kv_bytes=int(nbytes), bits_per_kv_element=float(bits),
+                      tokens_per_second=(job["count"] - 1) / max(seconds - prefill, 1e-9))
+digest = hashlib.sha256(logits.tobytes()).hexdigest()
+print(json.dumps({"early": loaded_early, "runs": runs, "logits": digest}))
 """
 _CACHES: dict[str, dict[str, Any]] = {
     "model's dtype": {},
@@ -77,13 +82,13 @@ def run(
     *,
     schemes: Sequence[str] = SCHEMES,
     tokens: int = 8192,
-    new_tokens: int = 24,
+    new_tokens: int = NEW_TOKENS,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run the demo; `say` gets a line per step.
 
     Returns:
-        (settings, results) of a record; `results["table"]` is the table, its head first.
+        (settings, results) of a record; `results["rows"]` are the rows of the table.
 
     Raises:
         VQError: the model, the text or a scheme cannot be used, or the reloaded model differs.
@@ -99,26 +104,26 @@ def run(
     sequences = read_sequences(tokenizer, text, context=CONTEXT, tokens=tokens)
     prompt = sequences[0][:PROMPT].tolist()
     original = load_model(model_dir)
-    reference = Reference(model_forward(original), sequences)
+    unscored = prompt_length(CONTEXT)  # in all rows, so that they can be compared
+    reference = Reference(model_forward(original), sequences, skip=unscored)
     say(f"original: perplexity {reference.perplexity:.2f} on {sequences.numel()} tokens")
-    table: list[list[str]] = [list(HEAD)]
-    base = generate_apart(model_dir, prompt, new_tokens, ["model's dtype"])
+    base, _ = generate_apart(model_dir, prompt, new_tokens, ["model's dtype"])
     size = model_storage(original)
-    table += _rows(
-        "original", size.nbytes, size.bits_per_parameter, base, [(reference.perplexity, 0.0)]
-    )
+    quality = [{"perplexity": reference.perplexity, "kld": 0.0}]
+    rows = _rows("original", size.nbytes, size.bits_per_parameter, base, quality)
     with tempfile.TemporaryDirectory(prefix="hf_vq_demo_") as folder:
         for scheme in schemes:
             saved = str(Path(folder) / scheme.replace("/", "_"))
-            table += _one_scheme(model_dir, scheme, saved, prompt, new_tokens, reference, say)
+            rows += _one_scheme(model_dir, scheme, saved, prompt, new_tokens, reference, say)
     settings = {
         "model": Path(model_dir).name,
         **text_facts(text),
         "tokens": sequences.numel(),
         "context": CONTEXT,
+        "not scored": f"the first {unscored} of each context",
         "generated": f"{new_tokens} after a prompt of {len(prompt)}",
     }
-    return settings, {"table": table}
+    return settings, {"rows": rows}
 
 
 def _one_scheme(
@@ -129,32 +134,25 @@ def _one_scheme(
     new_tokens: int,
     reference: Reference,
     say: Callable[[str], None],
-) -> Iterator[list[str]]:
+) -> list[dict[str, Any]]:
     say(f"{scheme}: quantizing while loading")
     quantized = load_model(model_dir, scheme=scheme)
     quantized.save_pretrained(saved)
     say(f"{scheme}: saved, reloading in a new process and generating")
-    apart = generate_apart(saved, prompt, new_tokens, list(_CACHES))
-    here = greedy(quantized, prompt, min(new_tokens, 8))
-    if apart["model's dtype"]["tokens"][: len(here)] != here:
-        raise VQError(
-            f"{scheme}: the reloaded model generates other tokens than the one in memory."
-        )
+    apart, there = generate_apart(saved, prompt, new_tokens, list(_CACHES))
+    if there != logits_digest(quantized, prompt):
+        raise VQError(f"{scheme}: the reloaded model has other logits than the one in memory.")
     say(f"{scheme}: measuring against the original")
     new_cache = cache_factory("u4")
     reloaded = load_model(saved)
     plain = score(model_forward(reloaded), reference, BATCH)
-    cached = score(
-        model_forward(reloaded, lambda: new_cache(reloaded.config), CHUNK), reference, BATCH
+    with_cache = model_forward(
+        reloaded, lambda: new_cache(reloaded.config), prompt=reference.skip, chunk=CHUNK
     )
+    cached = score(with_cache, reference, len(reference.sequences))  # weights are decoded per step
     storage = file_storage(read_headers(saved), _scheme_of(saved))
-    yield from _rows(
-        scheme,
-        storage.nbytes,
-        storage.bits_per_weight,
-        apart,
-        [(plain.perplexity, plain.kld), (cached.perplexity, cached.kld)],
-    )
+    quality = [plain.to_dict(), cached.to_dict()]
+    return _rows(scheme, storage.nbytes, storage.bits_per_weight, apart, quality)
 
 
 def _rows(
@@ -162,45 +160,33 @@ def _rows(
     nbytes: int,
     bits: float,
     runs: dict[str, dict[str, Any]],
-    quality: list[tuple[float, float]],
-) -> Iterator[list[str]]:
-    for (cache, run), (perplexity, kld) in zip(runs.items(), quality, strict=True):
-        yield [
-            name,
-            cache,
-            f"{nbytes / 1e6:.2f}",
-            f"{bits:.3f}",
-            f"{perplexity:.2f}",
-            significant(kld),
-            f"{run['bits']:.2f}",
-            f"{run['nbytes'] / 1e3:.1f}",
-            f"{run['speed']:.1f}",
-        ]
+    quality: list[dict[str, float]],
+) -> list[dict[str, Any]]:
+    same = {"weights": name, "bytes": nbytes, "bits_per_weight": bits}
+    return [
+        {**same, "cache": cache, **run, "perplexity": found["perplexity"], "kld": found["kld"]}
+        for (cache, run), found in zip(runs.items(), quality, strict=True)
+    ]
 
 
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """`count` tokens that greedily continue a prompt."""
+def logits_digest(model: Any, prompt: list[int]) -> str:
+    """Identifies the logits of a prompt, bit for bit."""
     import torch
 
-    ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=count,
-        max_new_tokens=count,
-    )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
+    with torch.no_grad():
+        ids = torch.tensor([prompt], device=model.device)
+        logits = model(ids, use_cache=False).logits.float().cpu().numpy()
+    return hashlib.sha256(logits.tobytes()).hexdigest()
 
 
 def generate_apart(
     model: str, prompt: list[int], count: int, caches: list[str]
-) -> dict[str, dict[str, Any]]:
+) -> tuple[dict[str, dict[str, Any]], str]:
     """Generate in a new process that imports only Transformers.
 
     Returns:
-        By cache: `tokens`, `nbytes` and `bits` per element of the cache, `speed` in tokens/s.
+        By cache, `kv_bytes`, `bits_per_kv_element` and `tokens_per_second` after the prefill; and
+        the `logits_digest` of the prompt.
 
     Raises:
         VQError: the process failed, or imported hf_vq although nothing asked for it.
@@ -231,7 +217,7 @@ def generate_apart(
             "hf_vq was imported by `import transformers`; its autoload hook is too eager."
         )
     runs: dict[str, dict[str, Any]] = found["runs"]
-    return runs
+    return runs, found["logits"]
 
 
 def autoloads() -> bool:
@@ -259,6 +245,21 @@ def demo_files() -> tuple[str, str]:
         "the demo model is in the repository, not in the installed package: run `hf-vq demo` in a "
         "checkout, or give --model and --text."
     )
+
+
+def default_text(model: str) -> str:
+    """The demo's text, for the demo's model.
+
+    Raises:
+        VQError: the model has another tokenizer.
+    """
+    original, text = demo_files()
+    if load_tokenizer(model).get_vocab() != load_tokenizer(original).get_vocab():
+        raise VQError(
+            "the demo's text was sampled from the demo's model and says little of another one: "
+            "give --text."
+        )
+    return text
 
 
 def _scheme_of(model: str) -> Any:

@@ -21,12 +21,16 @@ from .text import read_sequences, text_facts
 
 MOST_TOKENS = 16384  # without --tokens: enough for a standard error of a few percent
 BATCH = 8  # sequences per forward
-CHUNK = 64  # tokens per step when a cache is read
+CHUNK = 8  # tokens per step when a cache is read
+EXACT = 4 + 64  # sinks and window of a VQCache: a shorter prompt leaves nothing to read as codes
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found; `score` is None without a reference."""
+    """What `evaluate` found; `score` is None without a reference.
+
+    `skipped` predictions at the start of each sequence are not scored.
+    """
 
     model: str
     reference: str | None
@@ -42,6 +46,7 @@ class Evaluation:
     bits_per_kv_element: float | None
     scored_tokens_per_second: float
     generated_tokens_per_second: float
+    skipped: int = 0
     device: str = "cpu"
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,6 +76,8 @@ class Evaluation:
             ["tokens/s, generating", f"{self.generated_tokens_per_second:.1f}"],
             ["text", f"{self.tokens} tokens of {self.text['text']}, context {self.context}"],
         ]
+        if self.skipped:
+            rows.append(["not scored", f"the first {self.skipped} of each context: the prompt"])
         return text_table(["", self.model], rows)
 
 
@@ -94,8 +101,9 @@ def evaluate(
             its own cache, and without `cache` there is only a perplexity.
         tokens: how many tokens of the text; None = all, at most MOST_TOKENS.
         context: tokens per sequence.
-        cache: KV scheme to read keys and values from; predictions then see what is stored, except
-            the sinks and the recent window.
+        cache: KV scheme to read keys and values from. The start of each sequence is then a prompt
+            (`prompt_length`), and only what follows it is scored: every scored prediction reads
+            codes, except for the sinks and its 64 to 71 newest tokens.
         dtype: of both models.
         device_map: of both models.
 
@@ -103,6 +111,7 @@ def evaluate(
         VQError: a model, the text or the scheme cannot be used.
     """
     new_cache = cache_factory(cache) if cache is not None else None
+    prompt = prompt_length(context) if new_cache else 0
     tokenizer = load_tokenizer(model)
     sequences = read_sequences(
         tokenizer, text, context=context, tokens=tokens, most=max(MOST_TOKENS, 2 * context)
@@ -112,7 +121,7 @@ def evaluate(
     original = loaded
     if reference is not None:
         original = load_model(reference, dtype=torch_dtype, device_map=device_map)
-    expected = Reference(model_forward(original), sequences)
+    expected = Reference(model_forward(original), sequences, skip=prompt)
     caches: list[Any] = []
 
     def recorded() -> Any:
@@ -120,7 +129,10 @@ def evaluate(
         caches[:] = [new_cache(loaded.config)]
         return caches[0]
 
-    found = score(model_forward(loaded, recorded if new_cache else None, CHUNK), expected, BATCH)
+    forward = model_forward(loaded)
+    if new_cache:
+        forward = model_forward(loaded, recorded, prompt=prompt, chunk=CHUNK)
+    found = score(forward, expected, BATCH)
     compared = reference is not None or cache is not None
     storage: Storage = model_storage(loaded)
     speed = generation_speed(
@@ -141,8 +153,23 @@ def evaluate(
         bits_per_kv_element=float(caches[0].bits_per_element) if caches else None,
         scored_tokens_per_second=found.tokens_per_second,
         generated_tokens_per_second=speed,
+        skipped=prompt,
         device=str(loaded.device),
     )
+
+
+def prompt_length(context: int) -> int:
+    """Tokens of a sequence that are its prompt when a cache is measured: a quarter, at least EXACT.
+
+    Raises:
+        VQError: little would be left to score.
+    """
+    if context < 2 * EXACT:
+        raise VQError(
+            f"in a context of {context} tokens hardly a code is read: sinks and window are {EXACT} "
+            f"tokens. Use a context of {2 * EXACT} or more."
+        )
+    return max(context // 4, EXACT)
 
 
 def cache_factory(scheme: str) -> Callable[[Any], Any]:

@@ -43,7 +43,7 @@ def load_model(
         skip: modules left unquantized, beyond the default ones.
 
     Raises:
-        VQError: no such model, or it cannot be quantized.
+        VQError: no such model, it is no causal language model, or it cannot be quantized.
     """
     from transformers import AutoModelForCausalLM
 
@@ -59,7 +59,7 @@ def load_model(
         return AutoModelForCausalLM.from_pretrained(model, **options).eval()
     except VQError:
         raise
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise VQError(f"cannot load {model}: {first_line(error)}") from error
 
 

@@ -1,9 +1,11 @@
 """Suite `quality-kv`: what each KV cache scheme costs in quality, against QServe's and KIVI's.
 
 Teacher-forced over whole sequences with the window exact for every query (`banded`). Keys are
-quantized after RoPE, by the ops and the centring rule of `VQCache`.
+quantized after RoPE, by the ops and the centring rule of `VQCache`: their mean is that of the
+prompt, which here is the whole sequence. The case `short prompt` takes the mean that the cache
+takes if the prompt is no longer than sinks and window: over the first half of the first window.
 
-The `shifted` case adds a constant of five times the key norm to the 16 slowest RoPE pairs of every
+The case `shifted` adds a constant of five times the key norm to the 16 slowest RoPE pairs of every
 key before it is stored and takes it off afterwards. Softmax does not see such a constant, so the
 model computes the same function; it stands for models whose keys have a large bias.
 """
@@ -11,6 +13,7 @@ model computes the same function; it stands for models whose keys have a large b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from .score import Reference, model_forward, score
 from .text import read_sequences, text_facts
 
 SCHEMES = ("u4", "u3", "k4v2", "u2")
-CASES = ("window", "no window", "shifted")
+CASES = ("window", "short prompt", "no window", "shifted")
 WINDOW = 64
 SINKS = 4
 _SHIFT = 5.0  # times the mean norm of the keys
@@ -55,21 +58,25 @@ def run(
     sequences = read_sequences(tokenizer, text, context=context, tokens=tokens)
     model = load_model(model_dir, dtype=torch.float32)
     reference = Reference(model_forward(model), sequences)
-    results: dict[str, Any] = {"perplexity": round(reference.perplexity, 4), "rows": []}
+    results: dict[str, Any] = {"perplexity": reference.perplexity, "rows": []}
     head_dim = getattr(model.config, "head_dim", None)
     head_dim = head_dim or model.config.hidden_size // model.config.num_attention_heads
     contestants = [*(_baselines(head_dim) if with_baselines else ()), *_schemes(schemes, head_dim)]
-    for name, kind, bits, keys, values in contestants:
+    for one in contestants:
         for case in CASES:
-            stored = shifted(keys) if case == "shifted" else keys
+            keys = one.short if case == "short prompt" else one.keys
+            if keys is None:
+                continue
+            if case == "shifted":
+                keys = shifted(keys)
             window = 0 if case == "no window" else WINDOW
-            with simulate(model, Simulation(stored, values, window, SINKS)):
+            with simulate(model, Simulation(keys, one.values, window, SINKS)):
                 scores = score(model_forward(model), reference).to_dict()
             row = {
-                "name": name,
-                "kind": kind,
+                "name": one.name,
+                "kind": one.kind,
                 "case": case,
-                "bits_per_element": bits,
+                "bits_per_element": one.bits,
                 "window": window,
                 **scores,
             }
@@ -78,7 +85,7 @@ def run(
     settings = {
         "model": Path(model_dir).name,
         **text_facts(text),
-        "tokens": tokens,
+        "tokens": sequences.numel(),
         "context": context,
         "sinks": SINKS,
         "dtype": "float32",
@@ -86,22 +93,42 @@ def run(
     return settings, results
 
 
-Contestant = tuple[str, str, float, RoundTrip, RoundTrip]  # name, kind, bits, keys, values
+@dataclass(frozen=True)
+class _Contestant:
+    """A way to store keys and values; `short` stores keys as after a short prompt, None = same."""
+
+    name: str
+    kind: str
+    bits: float
+    keys: RoundTrip
+    values: RoundTrip
+    short: RoundTrip | None = None
 
 
-def _schemes(names: Sequence[str], head_dim: int) -> Iterator[Contestant]:
+def _schemes(names: Sequence[str], head_dim: int) -> Iterator[_Contestant]:
     for name in names:
         scheme = kv_scheme(name)
-        bits = (scheme.key.bits(head_dim) + scheme.value.bits(head_dim)) / 2
+        bits = (_stored_bits(scheme.key, head_dim) + _stored_bits(scheme.value, head_dim)) / 2
         keys = round_trip(scheme.key, centre=scheme.centre_keys)
-        yield name, "scheme", bits, keys, round_trip(scheme.value, centre=False)
+        values = round_trip(scheme.value, centre=False)
+        short = None
+        if scheme.centre_keys:
+            short = round_trip(scheme.key, centre=True, known=SINKS + WINDOW // 2)
+        yield _Contestant(name, "scheme", bits, keys, values, short)
 
 
-def _baselines(head_dim: int) -> Iterator[Contestant]:
+def _stored_bits(scheme: VQScheme, head_dim: int) -> float:
+    """Bits per number of what is stored of one token and head."""
+    stored = ops.encode_kv(torch.ones(1, 1, head_dim), universal_tensor(scheme), scheme)
+    return 8 * sum(tensor.nbytes for tensor in stored) / head_dim
+
+
+def _baselines(head_dim: int) -> Iterator[_Contestant]:
     def qserve(x: Tensor) -> Tensor:
         return baselines.asymmetric(x, 4, head_dim)
 
-    yield "QServe KV4 (no SmoothAttention)", "baseline", 4 + 32 / head_dim, qserve, qserve
+    name = "QServe KV4 (no SmoothAttention)"
+    yield _Contestant(name, "baseline", 4 + 32 / head_dim, qserve, qserve)
 
     def kivi_values(x: Tensor) -> Tensor:
         return baselines.asymmetric(x, 4, 32)
@@ -109,15 +136,21 @@ def _baselines(head_dim: int) -> Iterator[Contestant]:
     def kivi_keys(x: Tensor) -> Tensor:
         return baselines.per_channel(x, 4, 32)
 
-    yield "KIVI-4 g32", "baseline", 4 + 32 / 32, kivi_keys, kivi_values
+    yield _Contestant("KIVI-4 g32", "baseline", 4 + 32 / 32, kivi_keys, kivi_values)
 
 
-def round_trip(scheme: VQScheme, *, centre: bool) -> RoundTrip:
-    """Store and read back [kv heads, tokens, head_dim] the way `VQCache` does."""
+def round_trip(scheme: VQScheme, *, centre: bool, known: int | None = None) -> RoundTrip:
+    """Store and read back [kv heads, tokens, head_dim] the way `VQCache` does.
+
+    Args:
+        scheme: of keys or of values.
+        centre: take off the mean over the first `known` tokens without the sinks.
+        known: None = all tokens.
+    """
     codebook = universal_tensor(scheme)
 
     def stored(x: Tensor) -> Tensor:
-        mean = key_mean(x[None], SINKS)[0] if centre else torch.zeros(())
+        mean = key_mean(x[None, :, :known], SINKS)[0] if centre else torch.zeros(())
         codes, scale = ops.encode_kv(x - mean, codebook, scheme)
         return ops.decode_kv(codes, scale, codebook, scheme, x.shape[-1]) + mean
 

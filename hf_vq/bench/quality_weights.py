@@ -53,7 +53,7 @@ def run(
     original = load_model(model_dir, dtype=torch.float32)
     reference = Reference(model_forward(original), sequences)
     rows: list[dict[str, Any]] = []
-    results = {"perplexity": round(reference.perplexity, 4), "rows": rows}
+    results = {"perplexity": reference.perplexity, "rows": rows}
     steps = _baseline_rows(original, reference) if with_baselines else iter(())
     for row in chain(steps, _scheme_rows(model_dir, schemes, reference)):
         rows.append(row)
@@ -61,7 +61,7 @@ def run(
     settings = {
         "model": Path(model_dir).name,
         **text_facts(text),
-        "tokens": tokens,
+        "tokens": sequences.numel(),
         "context": context,
         "dtype": "float32",
     }
@@ -96,11 +96,10 @@ def _scheme_rows(
 def _row(
     name: str, kind: str, bits: float, seconds: float | None, scores: dict[str, float]
 ) -> dict[str, Any]:
-    rounded = None if seconds is None else round(seconds, 2)
     return {
         "name": name,
         "kind": kind,
-        "bits_per_weight": round(bits, 4),
-        "quantize_seconds": rounded,
+        "bits_per_weight": bits,
+        "quantize_seconds": seconds,
         **scores,
     }

@@ -5,6 +5,7 @@ A record names the processor and the versions, never the host, the user or a pat
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -41,14 +42,52 @@ def versions() -> dict[str, str]:
     return {**found, "torch": torch.__version__, "transformers": version("transformers")}
 
 
-def make_record(suite: str, command: str, settings: dict[str, Any], results: Any) -> dict[str, Any]:
-    """The record of one run; `command` must not hold paths of this machine."""
+def command_line(
+    start: str, parser: argparse.ArgumentParser, args: argparse.Namespace, names: dict[str, str]
+) -> str:
+    """The command that repeats a run: `start` and the options that differ from their defaults.
+
+    Args:
+        start: program, verb and positional arguments.
+        parser: has the defaults.
+        args: what it parsed.
+        names: options by their name in `args`, with what stands for a value that can be a path of
+            this machine (as MODEL_DIR), "" to show the value itself.
+    """
+    parts = [start]
+    for name, shown in names.items():
+        value = getattr(args, name)
+        if value in (parser.get_default(name), None, False):
+            continue
+        parts.append("--" + name.replace("_", "-"))
+        if value is not True:
+            values = value if isinstance(value, list) else [value]
+            parts.append(shown or " ".join(map(str, values)))
+    return " ".join(parts)
+
+
+def make_record(
+    suite: str,
+    command: str,
+    settings: dict[str, Any],
+    results: Any,
+    revision: str | None = None,
+) -> dict[str, Any]:
+    """The record of one run.
+
+    Args:
+        suite: its name.
+        command: as `command_line` gives it, without paths of this machine.
+        settings: what was measured.
+        results: what came out, unrounded.
+        revision: of the source; None asks git.
+    """
     return {
         "format": FORMAT,
         "suite": suite,
         "command": command,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "revision": _revision(),
+        "revision": revision or _revision(),
         "machine": machine(),
         "versions": versions(),
         "settings": settings,

@@ -46,13 +46,13 @@ class Score:
     tokens_per_second: float
 
     def to_dict(self) -> dict[str, float]:
-        """JSON types, rounded to six significant digits."""
-        return {key: float(f"{value:.6g}") for key, value in asdict(self).items()}
+        """JSON types."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """What is kept of the original for one sequence of n predictions."""
+    """What is kept of the original for the n scored predictions of one sequence."""
 
     probabilities: Tensor  # [n, vocabulary]
     negative_entropy: Tensor  # [n]
@@ -61,11 +61,21 @@ class _Row:
 
 
 class Reference:
-    """The original's predictions on a text, computed once and kept while they fit `keep_bytes`."""
+    """The original's predictions on a text, computed once and kept while they fit `keep_bytes`.
 
-    def __init__(self, forward: Forward, sequences: Tensor, keep_bytes: int = 2 << 30) -> None:
+    Args:
+        forward: the original.
+        sequences: token ids [sequences, tokens].
+        skip: predictions at the start of each sequence that are not scored.
+        keep_bytes: what does not fit is computed again.
+    """
+
+    def __init__(
+        self, forward: Forward, sequences: Tensor, *, skip: int = 0, keep_bytes: int = 2 << 30
+    ) -> None:
         self.forward = forward
         self.sequences = sequences
+        self.skip = skip
         self._room = keep_bytes
         self._kept: dict[int, _Row] = {}
 
@@ -73,7 +83,7 @@ class Reference:
         row = self._kept.get(index)
         if row is None:
             ids = self.sequences[index]
-            logits = self.forward(ids[None])[0]
+            logits = self.forward(ids[None])[0, self.skip :]
             log_p = logits.log_softmax(-1)
             p = log_p.exp()
             negative_entropy = torch.einsum("tv,tv->t", p, log_p)
@@ -105,7 +115,7 @@ def score(forward: Forward, reference: Reference, batch: int = 1) -> Score:
             start = time.perf_counter()
             several = forward(reference.sequences[index : index + batch])
             seconds += time.perf_counter() - start
-        log_q = several[index % batch].log_softmax(-1)
+        log_q = several[index % batch, reference.skip :].log_softmax(-1)
         if log_q.shape != row.probabilities.shape:
             raise VQError(
                 f"the model predicts {log_q.shape[-1]} tokens, the reference "
@@ -139,15 +149,17 @@ def score(forward: Forward, reference: Reference, batch: int = 1) -> Score:
 
 
 def model_forward(
-    model: Any, new_cache: Callable[[], Any] | None = None, chunk: int = 64
+    model: Any, new_cache: Callable[[], Any] | None = None, *, prompt: int = 1, chunk: int = 8
 ) -> Forward:
     """The forward pass of a Transformers causal language model, as `score` wants it.
 
     Args:
         model: the model.
-        new_cache: makes an empty KV cache. The first quarter of the tokens is then fed at once, as
-            a prompt, and the rest `chunk` at a time, so that predictions read what was stored.
-        chunk: tokens per step with a cache.
+        new_cache: makes an empty KV cache. The tokens are then fed in steps, so that predictions
+            read what was stored; those of the prompt do not.
+        prompt: tokens of the first step.
+        chunk: tokens of every later step. A query has up to `chunk` - 1 more exact tokens behind it
+            than in generation.
     """
 
     @torch.no_grad()
@@ -157,7 +169,6 @@ def model_forward(
             whole: Tensor = model(ids, use_cache=False).logits[:, :-1].float()
             return whole
         cache = new_cache()
-        prompt = max(ids.shape[1] // 4, 1)
         steps = [
             model(piece, past_key_values=cache, use_cache=True).logits.float()
             for piece in (ids[:, :prompt], *ids[:, prompt:].split(chunk, dim=1))
@@ -168,7 +179,7 @@ def model_forward(
 
 
 def _nll(log_p: Tensor, ids: Tensor) -> float:
-    targets = ids[1:, None].to(log_p.device)
+    targets = ids[-len(log_p) :, None].to(log_p.device)
     return -log_p.gather(1, targets).double().mean().item()
 
 

@@ -12,32 +12,11 @@ from typing import Any
 from ..errors import VQError, VQFormatError, VQSchemeError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
+from ..hf.checkpoint import Entry, read_header, shared_bytes
+from ..nn.replace import vq_modules
 from .load import check_model, first_line
 
 SHARED = ("vq_codebook.", "vq_rotation.")  # tensors that all layers share: once per checkpoint
-_SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One stored tensor: its name, its dtype as safetensors writes it, and its shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """Elements of the tensor."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.elements * _SIZES.get(self.dtype, 1)
 
 
 @dataclass
@@ -103,25 +82,17 @@ def kind_of(name: str) -> str:
 
 def model_storage(model: Any) -> Storage:
     """Measure a model in memory (one that is loaded or just quantized)."""
-    from ..nn.stored import Stored
-
-    storage = Storage({}, {})
+    storage = Storage({}, {}, shared_bytes(model))
     stored: set[int] = set()
-    shared: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, Stored):
-            continue
+    for name, module in vq_modules(model).items():
         kind = storage.quantized.setdefault(kind_of(name), Kind(kind_of(name)))
         kind.layers += 1
         kind.weights += module.weight_count()
         kind.nbytes += module.stored_bits() // 8
-        for attribute, shared_name in module.shared_names().items():
-            shared[shared_name] = getattr(module, attribute).nbytes
         stored |= {id(getattr(module, attribute)) for attribute in module.specs}
     for name, parameter in model.named_parameters():
         if id(parameter) not in stored:
             _keep(storage, name, parameter.numel(), parameter.numel() * parameter.element_size())
-    storage.shared_bytes = sum(shared.values())
     return storage
 
 
@@ -165,7 +136,7 @@ def read_headers(model: str) -> list[Entry]:
         sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
     )
     paths = [folder / file for file in files] or [folder / "model.safetensors"]
-    return [entry for path in paths for entry in _file_headers(path)]
+    return [entry for path in paths for entry in read_header(str(path))]
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -185,22 +156,6 @@ def read_config(model: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise VQError(f"cannot read the config.json of {model}: {first_line(error)}") from None
     return config
-
-
-def _file_headers(path: Path) -> list[Entry]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return [
-                Entry(name, part.get_dtype(), tuple(part.get_shape()))
-                for name, part in slices.items()
-            ]
-    except (OSError, SafetensorError) as error:
-        raise VQFormatError(
-            f"cannot read {path}: {first_line(error)}. Download or save the model again."
-        ) from None
 
 
 def _hub_headers(model: str) -> list[Entry]:

@@ -10,7 +10,7 @@ A table stands between two marks and is never typed by hand:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ def kv_table() -> str:
         "bits",
         "KLD, window 64",
         "99th percentile",
+        "KLD, short prompt",
         "KLD, no window",
         "KLD, shifted keys",
     ]
@@ -102,6 +103,7 @@ def kv_table() -> str:
                 f"{row['bits_per_element']:.3f}",
                 _cell(cases, "window", "kld"),
                 _cell(cases, "window", "kld_p99"),
+                _cell(cases, "short prompt", "kld"),
                 _cell(cases, "no window", "kld"),
                 _cell(cases, "shifted", "kld"),
             ]
@@ -112,8 +114,30 @@ def kv_table() -> str:
 def demo_table() -> str:
     """What `make demo` printed."""
     record = _record("demo")
-    head, *rows = record["results"]["table"]
-    return markdown_table(head, rows) + "\n\n" + _source(record)
+    return markdown_table(*demo_cells(record["results"]["rows"])) + "\n\n" + _source(record)
+
+
+def demo_cells(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Head and cells of the demo's table."""
+    head = [
+        *("weights", "KV cache", "MB", "bits/weight", "perplexity", "KLD", "bits/KV"),
+        *("KV kB", "tokens/s"),
+    ]
+    rows = [
+        [
+            row["weights"],
+            row["cache"],
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{row['bits_per_weight']:.3f}",
+            f"{row['perplexity']:.2f}",
+            significant(row["kld"]),
+            f"{row['bits_per_kv_element']:.2f}",
+            f"{row['kv_bytes'] / 1e3:.1f}",
+            f"{row['tokens_per_second']:.1f}",
+        ]
+        for row in found
+    ]
+    return head, rows
 
 
 def weight_schemes_table() -> str:

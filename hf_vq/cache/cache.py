@@ -39,6 +39,9 @@ class VQCache(Cache):
     Attention reads the codes with the attention implementations `sdpa` and `vq`; any other decodes
     them at every step, which is right but slow (`fallbacks` counts it, `strict` forbids it).
 
+    An encoder-decoder model needs `EncoderDecoderCache(VQCache(config), DynamicCache(config=
+    config))`: cross-attention over a `VQCache` works too, but is decoded at every step.
+
     Args:
         config: of the model.
         scheme: `u4` (4 bits), `u3`, `u2`, `k4v2` (keys 4 bits, values 2), or a `KVScheme`; plus one
@@ -127,6 +130,11 @@ class VQCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append to one layer; see `VQCacheLayer.update`."""
+        if layer_idx >= len(self.layers):
+            raise VQCacheError(
+                f"the cache has {len(self.layers)} layers, the model has a layer {layer_idx}; make "
+                "the cache from the config of this model."
+            )
         if self.offloading and key_states.device.type != "cuda":
             # On the CPU everything is where offloading would move it, and there are no streams.
             states: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
@@ -140,6 +148,18 @@ class VQCache(Cache):
         """Forget all tokens and what was said of the prompt."""
         super().reset()
         self.prompt.expect(None, None)
+        self.stop_past_recording()
+
+    def stop_past_recording(self) -> None:
+        """Undo `activate_past_recording`, which lets the floats grow from crop to crop.
+
+        `model.generate` does this by itself: assisted decoding leaves the recording on.
+        """
+        for layer in self.layers:
+            if isinstance(layer, VQCacheLayer):
+                layer.stop_past_recording()
+            elif isinstance(layer, DynamicSlidingWindowLayer):
+                layer.record_past = False
 
     @property
     def coded_layers(self) -> list[VQCacheLayer]:
@@ -191,7 +211,7 @@ class VQCache(Cache):
         """Write the cache to one safetensors file: a prefilled prompt that can be shipped.
 
         Raises:
-            VQCacheError: a layer is of a kind that cannot be saved.
+            VQCacheError: a layer is of a kind that cannot be saved, or the file cannot be written.
         """
         from .file import save
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,14 +60,19 @@ def save(cache: VQCache, path: Path) -> None:
         "quantize_sliding": cache.quantize_sliding,
         "layers": layers,
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode  # that of any new file here; safetensors makes it private
         save_file(tensors, temporary, {_KEY: json.dumps(description), "format": "pt"})
+        temporary.chmod(mode)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    except (OSError, SafetensorError) as error:
+        raise VQCacheError(
+            f"the cache cannot be saved as {path}: {error}. The folder must exist and be writable."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -232,7 +237,7 @@ class _Reader:
             return
         held = None if layer.is_sliding else length
         keys = self.take("keys", None, None, None, held, None)
-        values = self.take("values", keys.dtype, *keys.shape[:3], None)
+        values = self.take("values", None, *keys.shape[:3], None)
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         if layer.is_sliding:
@@ -240,12 +245,16 @@ class _Reader:
 
     def _fill_coded(self, layer: VQCacheLayer, length: int) -> None:
         tail_k = self.take("k_tail", None, None, None, None, None)
-        tail_v = self.take("v_tail", tail_k.dtype, *tail_k.shape[:3], None)
-        if not tail_k.is_floating_point() or tail_k.shape[2] > length:
-            raise VQFormatError(f"{self.prefix}k_tail is {tail_k.dtype} {list(tail_k.shape)}")
+        tail_v = self.take("v_tail", None, *tail_k.shape[:3], None)
+        for side, tail in (("k", tail_k), ("v", tail_v)):
+            if not tail.is_floating_point() or tail.shape[2] > length:
+                raise VQFormatError(f"{self.prefix}{side}_tail is {tail.dtype} {list(tail.shape)}")
         layer.lazy_initialization(tail_k, tail_v)
         batch, heads = tail_k.shape[:2]
         first, start, frozen = self.number("first_code"), self.state["start"], self.state["frozen"]
+        gone = max(length - layer.sliding_window + 1, 0) if layer.is_sliding else 0
+        if first > gone:
+            raise VQFormatError(f"{self.prefix}first_code is {first}, expected at most {gone}")
         rows = 1 if start is None else batch
         lists = [frozen] if start is None else [frozen, start]
         if any(not isinstance(each, list) or len(each) != rows for each in lists):

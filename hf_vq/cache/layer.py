@@ -5,9 +5,17 @@
     encoded                     when a token leaves the window of the newest query; once, for ever
     tail of floats              window + SLACK tokens, so that a crop finds its window whole
 
-Whether a token is read as float or as code depends on positions only, never on how the tokens
-arrived, so chunks, rejected candidates and beams do not change the answer. A crop deeper than SLACK
-(and not announced by `activate_past_recording`) finds some tokens of the window as codes only.
+A token's codes depend on the token and the frozen mean of its row alone, so beams and rejected
+candidates change nothing. Two things depend on how the tokens arrived:
+
+    the mean                of the prompt if the first update brings it whole, else of half a window
+                            (`_freeze_means`); calibrated `key_means` depend on nothing
+    a query's own update    is read as floats even beyond the window, so updates of more than
+                            `window` tokens (a prompt, large chunks, more than window - 1
+                            candidates) read more floats than token by token
+
+A crop deeper than SLACK (and not announced by `activate_past_recording`) finds some tokens of the
+window as codes only.
 """
 
 from __future__ import annotations
@@ -29,14 +37,23 @@ from ..ops.attention import CachedKV
 from .handle import Update, VQHandle
 from .prompt import Prompt
 from .store import Store, key_mean
-from .tape import Tape
+from .tape import Tape, storing
 
 SLACK = 32  # floats kept beyond the window
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for callers that will want gradients
 def _codebook(scheme: VQScheme, device: torch.device) -> Tensor:
     return universal_tensor(scheme).to(device)
+
+
+def _dense(states: Tensor) -> Tensor:
+    return states.decode() if isinstance(states, VQHandle) else states
+
+
+def _dtypes(key: torch.dtype, value: torch.dtype) -> str:
+    return str(key) if key == value else f"keys {key} and values {value}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +132,11 @@ class VQCacheLayer(CacheLayerMixin):
         """Allocate for keys [B, H, n, D] and values [B, H, n, Dv]."""
         self._check_states(key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
+        with storing(self.device):
+            self._allocate(key_states, value_states)
+        self.is_initialized = True
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         limit = self.options.max_cache_len
         stores = []
         for like, scheme in (
@@ -135,7 +157,6 @@ class VQCacheLayer(CacheLayerMixin):
         )
         if self.calibrated_mean is not None:
             self._use_calibrated_mean(self.calibrated_mean)
-        self.is_initialized = True
 
     def _set_start(self, start: list[int] | None) -> None:
         self._start = start
@@ -158,7 +179,7 @@ class VQCacheLayer(CacheLayerMixin):
                 f"keys {list(k.shape)} and values {list(v.shape)}; they must be [batch, heads, "
                 "tokens, head_dim] and agree in the first three"
             )
-        elif not k.is_floating_point() or k.dtype != v.dtype or k.device != v.device:
+        elif not k.is_floating_point() or not v.is_floating_point() or k.device != v.device:
             problem = f"keys {k.dtype} on {k.device} and values {v.dtype} on {v.device}"
         elif self.is_initialized:
             held, new = self.k.tail.data, (k.shape[0], k.shape[1], k.shape[3], v.shape[3])
@@ -168,11 +189,16 @@ class VQCacheLayer(CacheLayerMixin):
                     f"[batch, heads, head_dim of keys, of values] = {list(new)} after {list(had)}; "
                     "use a new cache, or batch_select_indices, for another batch"
                 )
-            elif k.dtype != self.dtype or k.device != self.device:
-                problem = (
-                    f"{k.dtype} on {k.device} after {self.dtype} on {self.device}; load or make "
-                    "the cache for the model's dtype and device"
-                )
+            else:
+                # Keys and values are of two dtypes under autocast: RoPE is computed in float32.
+                dtypes = k.dtype, v.dtype
+                before = self.dtype, self.v.tail.data.dtype
+                if dtypes != before or k.device != self.device:
+                    problem = (
+                        f"{_dtypes(*dtypes)} on {k.device} after {_dtypes(*before)} on "
+                        f"{self.device}; load or make the cache for the model's dtype and device, "
+                        "and use autocast for all of a sequence or none"
+                    )
         if problem:
             raise VQCacheError(f"{self.where} was updated with {problem}.")
 
@@ -182,7 +208,8 @@ class VQCacheLayer(CacheLayerMixin):
         """Append keys [B, H, n, D] and values [B, H, n, Dv]; return all that attention may see.
 
         Returns:
-            The tensors themselves if the layer was empty, else two `VQHandle`s [B, H, length, D].
+            The tensors themselves if the layer was empty, else two `VQHandle`s [B, H, length, D];
+            decoded, if gradients shall flow into the new tokens (older ones are constants).
 
         Raises:
             VQCacheError: shape, dtype or device changed, or the cache is full.
@@ -190,6 +217,24 @@ class VQCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check_states(key_states, value_states)
+        new = key_states.shape[2]
+        gradients = key_states.requires_grad or value_states.requires_grad
+        gradients = gradients and torch.is_grad_enabled() and self.length > 0 and new > 0
+        if gradients and self.options.strict:
+            raise VQCacheError(
+                f"{self.where} would be decoded: gradients are enabled, and codes have none. Run "
+                "the model under torch.no_grad(), or use VQCache(strict=False) to accept the cost."
+            )
+        with storing(self.device):
+            keys, values = self._append(key_states, value_states)
+        if not gradients:
+            return keys, values
+        return (
+            torch.cat([_dense(keys)[:, :, :-new], key_states], 2),
+            torch.cat([_dense(values)[:, :, :-new], value_states], 2),
+        )
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         before, count = self.length, key_states.shape[2]
         limit = self.options.max_cache_len
         if limit is not None and before + count > limit:
@@ -316,7 +361,8 @@ class VQCacheLayer(CacheLayerMixin):
         if self.options.strict:
             raise VQCacheError(
                 f"{self.where} would be decoded: the model's attention does not read codes. Use "
-                'model.set_attn_implementation("vq"), or VQCache(strict=False) to accept the cost.'
+                'model.set_attn_implementation("vq") and torch.no_grad(), or VQCache(strict=False) '
+                "to accept the cost."
             )
         self.fallbacks += 1
 
@@ -365,6 +411,11 @@ class VQCacheLayer(CacheLayerMixin):
                 store.tail.pop(remove)
         self._forget_past()
 
+    def stop_past_recording(self) -> None:
+        """Undo `activate_past_recording`."""
+        self.record_past = False
+        self._forget_past()
+
     def _forget_past(self) -> None:
         """Drop what `record_past` kept."""
         if self.is_initialized:
@@ -372,10 +423,11 @@ class VQCacheLayer(CacheLayerMixin):
                 store.tail.drop(len(store.tail) - self._tail_length())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        for store in (self.k, self.v):
-            store.map(function)
-        if self._start_tensor is not None:
-            self._start_tensor = function(self._start_tensor)
+        with storing(self.device):
+            for store in (self.k, self.v):
+                store.map(function)
+            if self._start_tensor is not None:
+                self._start_tensor = function(self._start_tensor)
 
     def _select(self, function: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:

@@ -38,5 +38,15 @@ class Prompt:
         self.start = start if any(start) else None
 
     def starts_for(self, batch: int) -> list[int] | None:
-        """`start` for a batch of `batch` rows; None if it was said of another batch."""
-        return self.start if self.start is not None and len(self.start) == batch else None
+        """`start` for a batch of `batch` rows.
+
+        Raises:
+            VQCacheError: it was said of another batch.
+        """
+        if self.start is not None and len(self.start) != batch:
+            raise VQCacheError(
+                f"the cache was told of a prompt with {len(self.start)} rows (attention mask), but "
+                f"the first update brings {batch}; call expect_prompt with the mask of these rows, "
+                "repeated for beams and return sequences."
+            )
+        return self.start

@@ -69,7 +69,8 @@ class Store:
         if start is None:
             count = min(slots - position, tokens.shape[2])
             if count > 0:
-                self.sinks[:, :, position : position + count] = tokens[:, :, :count]
+                parts = (self.sinks[:, :, :position], tokens[:, :, :count])
+                self.sinks = torch.cat([*parts, self.sinks[:, :, position + count :]], 2)
             return
         index = start[:, None] + torch.arange(slots, device=start.device) - position  # [B, S]
         inside = ((index >= 0) & (index < tokens.shape[2]))[:, None, :, None]

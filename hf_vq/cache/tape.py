@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from ..errors import VQCacheError
+from ..ops.attention import without_autocast
 
 GROWTH = 1.5  # a full tape moves to one this much larger: appending costs O(1) copies per token
+
+
+@contextmanager
+def storing(device: torch.device) -> Iterator[None]:
+    """What is computed inside outlives the forward that computes it.
+
+    So it holds no autograd graph and no inference tensors, which could not be updated in place by
+    a later forward outside `torch.inference_mode()`, and autocast does not round it.
+    """
+    with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
+        yield
 
 
 class Tape:
@@ -42,7 +55,8 @@ class Tape:
             VQCacheError: more tokens than `limit`.
         """
         count = tokens.shape[2]
-        if self.end + count > self.data.shape[2]:
+        # A deepcopy under inference_mode is made of inference tensors.
+        if self.end + count > self.data.shape[2] or self.data.is_inference():
             self._move(len(self) + count)
         self.data[:, :, self.end : self.end + count] = tokens
         self.end += count

@@ -39,11 +39,10 @@ class Assigner:
         return torch.cat([self._beam(part) for part in vectors.split(_CHUNK)])
 
     def distance(self, vectors: Tensor) -> Tensor:
-        """Squared distance [n] of `vectors` [n, x] to what the first stage makes of them."""
+        """Squared distance [n] of `vectors` [n, x] to what their codes give (with several stages
+        of entries, to what the first one gives: following them all would take too long)."""
         if self.lattice:
-            stage = self.codebook[0]
-            found = lattice.e8p_decode(lattice.e8p_encode(vectors, stage), stage)
-            return (vectors - found).square().sum(1)
+            return (vectors - self.entries(self.codes(vectors))).square().sum(1)
         return self.searches[0].distance(vectors)
 
     def entries(self, codes: Tensor) -> Tensor:

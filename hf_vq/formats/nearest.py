@@ -142,6 +142,7 @@ _of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for callers outside inference mode
 def _cached(data: bytes, shape: tuple[int, ...], device: str) -> NearestEntry:
     codebook = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
     return NearestEntry(codebook.to(device))

@@ -243,7 +243,8 @@ def _parse(spec: str) -> VQScheme:
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) and len(spec) < 200 else None
     if match is None:
         raise VQSchemeError(
-            f"{shown(spec)} is not a scheme; write e.g. 'vq2x8r1-universal-g128-random_hadamard128'."
+            f"{shown(spec)} is not a scheme; write e.g. "
+            "'vq2x8r1-universal-g128-random_hadamard128'."
         )
     part = match.groupdict()
     scope = part["codebook"]

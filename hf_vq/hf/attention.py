@@ -47,7 +47,8 @@ def vq_attention(
         query: [B, Hq, Q, D].
         key: [B, H, T, D], or the handle of a `VQCache`.
         value: [B, H, T, Dv], or the handle of a `VQCache`.
-        attention_mask: bool or additive [B, 1 or Hq, Q, T]; None = causal.
+        attention_mask: bool or additive [B, 1 or Hq, Q, T]; None = causal, or everything if the
+            layer is not causal.
         dropout: of the attention weights.
         scaling: factor of the logits; None = D^-1/2.
         softcap: c of c tanh(s / c); None = off.
@@ -58,11 +59,11 @@ def vq_attention(
     """
     special = softcap is not None or s_aux is not None
     plain = dropout == 0.0 and kwargs.get("position_bias") is None
-    if (
-        isinstance(key, VQHandle)
-        and plain
-        and (attention_mask is not None or _causal(module, kwargs))
-    ):
+    own = special or (isinstance(key, VQHandle) and plain)
+    if own and attention_mask is None and not _causal(module, kwargs):
+        # Without a mask our softmax is causal.
+        attention_mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
+    if isinstance(key, VQHandle) and plain:
         out = attend(
             query, key, value,
             scaling=scaling, mask=attention_mask, softcap=softcap or 0.0, s_aux=s_aux,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
 from huggingface_hub import ModelCardData
 
 from .checkpoint import storage
@@ -16,6 +17,21 @@ _TAGS = ["hf_vq", "vq", "vector-quantization"]
 def is_ours(text: str) -> bool:
     """Whether a card was written by hf_vq and not edited into a person's own."""
     return _MARKER in text
+
+
+def loading_class(model: Any) -> str:
+    """Name of the class in `transformers` that loads a saved `model`: an Auto class if one does."""
+    kind = type(model)
+    autos = [name for name in dir(transformers) if name.startswith("AutoModel")]
+    # Many models appear under ForPreTraining once more.
+    for name in sorted(autos, key=lambda name: (name == "AutoModelForPreTraining", name)):
+        mapping = getattr(getattr(transformers, name), "_model_mapping", None)
+        found = mapping.get(type(model.config), ()) if mapping is not None else ()
+        if kind in (found if isinstance(found, tuple) else (found,)):
+            return name
+    if hasattr(transformers, kind.__name__):
+        return kind.__name__
+    return "AutoModelForCausalLM" if kind.__name__.endswith("ForCausalLM") else "AutoModel"
 
 
 def model_card(model: Any) -> str:
@@ -31,7 +47,7 @@ def model_card(model: Any) -> str:
     errors: dict[str, float] = provenance.get("relative_error", {})
     name = base or "a Transformers model"
     source = f"[{base}](https://huggingface.co/{base})" if base else name
-    auto = "AutoModelForCausalLM" if "ForCausalLM" in type(model).__name__ else "AutoModel"
+    loader = loading_class(model)
     rows = "\n".join(f"| `{layer}` | {100 * error:.3g} % |" for layer, error in errors.items())
     mean = 100 * sum(errors.values()) / len(errors) if errors else 0.0
     return f"""---
@@ -46,9 +62,9 @@ The linear layers of {source} stored as indices into codebooks (vector quantizat
 
 ```python
 # pip install hf_vq
-from transformers import {auto}
+from transformers import {loader}
 
-model = {auto}.from_pretrained("<this repository>")
+model = {loader}.from_pretrained("<this repository>")
 ```
 
 | | |

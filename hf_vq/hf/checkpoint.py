@@ -6,6 +6,7 @@ missing or of a wrong shape must stop the load instead, so every file's header i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,26 +16,67 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..errors import VQFormatError
-from ..formats.scheme import VQScheme
-from ..formats.shared import universal_tensor
+from ..fit.weight import fixed_tensors
 from ..formats.tensors import TensorSpec, validate_tensor
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.replace import vq_modules
-from ..nn.stored import digest
-from ..transforms import qr_matrix
+from ..nn.stored import Stored, digest
 
 CURE = "Download or copy the checkpoint again, or quantize the model again."
-_DTYPES = {"U8": torch.uint8, "F16": torch.float16}
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in a header: its file, shape and dtype (None: not one that hf_vq stores)."""
+    """One tensor in a header: its name, dtype as safetensors writes it, shape, and file."""
 
-    file: str
+    name: str
+    dtype: str
     shape: tuple[int, ...]
-    dtype: torch.dtype | None
+    file: str = ""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.elements * _DTYPES.get(self.dtype, torch.uint8).itemsize
+
+    def placeholder(self) -> Tensor:
+        """A tensor of this shape and dtype without data.
+
+        Raises:
+            VQFormatError: a dtype that hf_vq does not know.
+        """
+        if self.dtype not in _DTYPES:
+            raise VQFormatError(f"{self.file}: {self.name} has the unknown dtype {self.dtype}.")
+        return torch.empty(self.shape, dtype=_DTYPES[self.dtype], device="meta")
+
+
+def read_header(file: str) -> list[Entry]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        VQFormatError: it is missing, truncated or not a safetensors file.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return [
+                Entry(name, part.get_dtype(), tuple(part.get_shape()), file)
+                for name, part in parts.items()
+            ]
+    except (SafetensorError, OSError) as error:
+        raise VQFormatError(f"{file} is truncated or corrupted ({error}). {CURE}") from error
 
 
 class Checkpoint:
@@ -46,18 +88,7 @@ class Checkpoint:
 
     def __init__(self, files: Iterable[str]) -> None:
         self.files = list(files)
-        self.entries: dict[str, Entry] = {}
-        for file in self.files:
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    for name in opened.keys():  # noqa: SIM118 - safe_open has no __iter__
-                        part = opened.get_slice(name)
-                        dtype = _DTYPES.get(part.get_dtype())
-                        self.entries[name] = Entry(file, tuple(part.get_shape()), dtype)
-            except (SafetensorError, OSError) as error:
-                raise VQFormatError(
-                    f"{file} is truncated or corrupted ({error}). {CURE}"
-                ) from error
+        self.entries = {entry.name: entry for file in self.files for entry in read_header(file)}
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU."""
@@ -119,28 +150,32 @@ def shared_specs(model: nn.Module) -> dict[str, TensorSpec]:
     }
 
 
-def packaged(specs: Mapping[str, TensorSpec], scheme: VQScheme) -> dict[str, Tensor]:
-    """The same shared tensors, from the package instead of a checkpoint."""
-    tensors = {}
-    for name in specs:
-        if name.startswith("vq_rotation.qr"):
-            block, seed = name.removeprefix("vq_rotation.qr").split("_seed")
-            tensors[name] = qr_matrix(int(block), int(seed))
-        else:
-            tensors[name] = universal_tensor(scheme, refined=name.endswith("_nested"))
-    return tensors
+def packaged(modules: Iterable[VQLinear | VQExperts], seed: int) -> dict[str, Tensor]:
+    """The shared tensors that modules need, from the package instead of a checkpoint."""
+    found: dict[str, Tensor] = {}
+    for module in modules:
+        for part in module.projections.values() if isinstance(module, VQExperts) else [module]:
+            names = {key: module.specs[name].shared_name for key, name in part.attributes.items()}
+            if new := {key: name for key, name in names.items() if name and name not in found}:
+                fixed = fixed_tensors(module.scheme, part.in_features, seed)
+                found.update({name: fixed[key] for key, name in new.items()})
+    return found
 
 
 def verify(model: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str]) -> None:
-    """Check that every stored tensor of every VQ module is in the checkpoint and right.
+    """Check that every stored tensor of every VQ module is in the checkpoint and right, no more.
 
     Args:
         rename: name in a file -> name in the model, as Transformers will rename it.
 
     Raises:
-        VQFormatError: names the first tensor that is missing, wrong or not finite.
+        VQFormatError: names the first tensor that is missing, wrong, not finite or not expected.
     """
     available = {rename(name): name for name in checkpoint.entries}
+    modules = dict(model.named_modules())
+    for name, stored in available.items():
+        if name.rpartition(".")[2].startswith("vq_"):
+            _check_expected(model, modules, name, checkpoint.entries[stored])
     for prefix, module in vq_modules(model).items():
         for attribute, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{attribute}"
@@ -148,25 +183,32 @@ def verify(model: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str
                 raise missing(name, ", ".join(checkpoint.files))
             stored = available[name]
             entry = checkpoint.entries[stored]
-            where = f"{entry.file}: {stored}"
-            spec = module.specs.get(attribute)
-            if spec is None:
-                _check_shape(entry, parameter, where)
-                continue
-            if entry.shape != spec.shape or entry.dtype != spec.dtype:
-                shown = "of another type" if entry.dtype is None else str(entry.dtype)
-                raise VQFormatError(
-                    f"{where} is {shown} {list(entry.shape)}, expected {spec.dtype} "
-                    f"{list(spec.shape)}: it does not fit config.json. {CURE}"
-                )
-            if spec.dtype.is_floating_point:
-                validate_tensor(attribute, checkpoint.read(stored), spec, where)
+            tensor = entry.placeholder()
+            # A bias may be of any dtype.
+            spec = module.specs.get(attribute) or TensorSpec(tuple(parameter.shape), tensor.dtype)
+            validate_tensor(stored, tensor, spec, entry.file)
+            if attribute in module.specs and spec.dtype.is_floating_point:
+                validate_tensor(stored, checkpoint.read(stored), spec, entry.file)
 
 
-def _check_shape(entry: Entry, parameter: Tensor, where: str) -> None:
-    if entry.shape != tuple(parameter.shape):
+def _check_expected(
+    model: nn.Module, modules: Mapping[str, nn.Module], name: str, entry: Entry
+) -> None:
+    """Raise if a stored tensor belongs to a module that would not read it.
+
+    The codes would then be read in another way than they were written. Tensors of modules that
+    this class of model does not have are left alone.
+    """
+    prefix, _, attribute = name.rpartition(".")
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    for owner in (prefix, prefix.removeprefix(base), base + prefix):
+        if owner not in modules:
+            continue
+        if isinstance(modules[owner], Stored) and attribute in modules[owner]._parameters:
+            return
         raise VQFormatError(
-            f"{where} has shape {list(entry.shape)}, expected {list(parameter.shape)}. {CURE}"
+            f"{entry.file} holds {entry.name}, which the scheme and the skipped modules of its "
+            f"config.json leave no use for: it was edited or belongs to another file. {CURE}"
         )
 
 
@@ -212,7 +254,11 @@ def check_values(model: nn.Module) -> None:
 def storage(model: nn.Module) -> tuple[int, int]:
     """Bits stored for the weights of VQ modules, shared tensors counted once, and the weights."""
     modules: list[VQLinear | VQExperts] = list(vq_modules(model).values())
-    shared = shared_specs(model).values()
-    bits = sum(module.stored_bits() for module in modules)
-    bits += sum(8 * spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in shared)
+    bits = sum(module.stored_bits() for module in modules) + 8 * shared_bytes(model)
     return bits, sum(module.weight_count() for module in modules)
+
+
+def shared_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors that the VQ modules of a model share."""
+    specs = shared_specs(model).values()
+    return sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs)

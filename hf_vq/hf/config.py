@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..errors import VQConfigError
+from ..errors import VQConfigError, shown
 from ..fit.rows import SEARCHES
 from ..formats.catalog import scheme_name, weight_scheme
 from ..formats.scheme import VQScheme
@@ -27,11 +27,11 @@ class VQConfig(QuantizationConfigMixin):
 
     Args:
         scheme: a name (`hf_vq.formats.catalog.WEIGHT_SCHEMES`), a spec string, a dict of fields or
-            a `VQScheme`.
+            a `VQScheme`; None is `vq-4`.
         bits: 4, 3 or 2, short for the schemes `vq-4`, `vq-3` and `vq-2`.
         modules_to_not_convert: layers to leave dense, besides tied weights and the output head: a
-            name, the start of one (`"model.layers.0"`), its end (`"down_proj"`) or a regular
-            expression that matches from the start.
+            name, a part of one between dots (`"layers.0"`, `"down_proj"`), or a regular expression
+            that matches from the start up to a dot.
         seed: seed of the rotations and of k-means.
         search: how a group's scale is found: `search`, `least_squares` or `norm`.
         quant_method: always `vq`.
@@ -46,7 +46,7 @@ class VQConfig(QuantizationConfigMixin):
     # What is stored in config.json is `__dict__`, and it comes back as these arguments.
     def __init__(
         self,
-        scheme: str | dict[str, Any] | VQScheme = "vq-4",
+        scheme: str | dict[str, Any] | VQScheme | None = None,
         *,
         bits: int | None = None,
         modules_to_not_convert: list[str] | None = None,
@@ -66,14 +66,15 @@ class VQConfig(QuantizationConfigMixin):
             )
         if quant_method != QUANT_METHOD:
             raise VQConfigError(
-                f"quant_method must be {QUANT_METHOD!r}; got {quant_method!r}. "
+                f"quant_method must be {QUANT_METHOD!r}; got {shown(quant_method)}. "
                 "The checkpoint belongs to another library."
             )
-        self.scheme = weight_scheme(scheme if bits is None else _of_bits(bits, scheme)).to_dict()
+        self.scheme = _check_scheme(scheme, bits).to_dict()
         self.modules_to_not_convert = _check_skips(modules_to_not_convert)
         self.seed = _check_int("seed", seed, 0, _LARGEST_SEED)
         if search not in SEARCHES:
-            raise VQConfigError(f"search must be one of {', '.join(SEARCHES)}; got {search!r}.")
+            known = ", ".join(SEARCHES)
+            raise VQConfigError(f"search must be one of {known}; got {shown(search)}.")
         self.search = search
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
@@ -106,9 +107,11 @@ class VQConfig(QuantizationConfigMixin):
             VQConfigError: not a dict, or as in the constructor.
         """
         if not isinstance(config_dict, dict):
-            raise VQConfigError(f"quantization_config must be a dict; got {config_dict!r}.")
+            raise VQConfigError(f"quantization_config must be a dict; got {shown(config_dict)}.")
         if not all(isinstance(key, str) for key in config_dict):
-            raise VQConfigError(f"the keys of quantization_config must be strings: {config_dict!r}")
+            raise VQConfigError(
+                f"the keys of quantization_config must be strings: {shown(config_dict)}."
+            )
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
@@ -119,23 +122,24 @@ def _warn_once(name: str) -> None:
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"{name} without calibration data loses much quality: calibrate the model "
-            "(hf-vq calibrate), or use vq-3 or vq-4.",
+            f"{name} loses much quality without calibration, which a later version of hf_vq will "
+            "bring: use vq-3 or vq-4 until then.",
             stacklevel=4,
         )
 
 
-def _of_bits(bits: int, scheme: object) -> str:
-    name = f"vq-{_check_int('bits', bits, 2, 4)}"
-    if scheme not in ("vq-4", name):
-        raise VQConfigError(f"VQConfig got both scheme={scheme!r} and bits={bits}: give one.")
-    return name
+def _check_scheme(scheme: str | dict[str, Any] | VQScheme | None, bits: int | None) -> VQScheme:
+    if bits is None:
+        return weight_scheme("vq-4" if scheme is None else scheme)
+    short = weight_scheme(f"vq-{_check_int('bits', bits, 2, 4)}")
+    if scheme is not None and weight_scheme(scheme) != short:
+        raise VQConfigError(f"VQConfig got both scheme={shown(scheme)} and bits={bits}: give one.")
+    return short
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        shown = repr(value)[:80]
-        raise VQConfigError(f"{name} must be an integer in [{low}, {high}]; got {shown}.")
+        raise VQConfigError(f"{name} must be an integer in [{low}, {high}]; got {shown(value)}.")
     return value
 
 
@@ -154,7 +158,7 @@ def _check_skips(skips: object) -> list[str] | None:
     for name in names:
         if isinstance(skips, str) or not isinstance(name, str) or not name:
             raise VQConfigError(
-                f"modules_to_not_convert must be a list of names; got {skips!r}. "
+                f"modules_to_not_convert must be a list of names; got {shown(skips)}. "
                 'Write e.g. ["lm_head"].'
             )
         try:
@@ -170,10 +174,11 @@ def _check_provenance(provenance: object) -> dict[str, Any] | None:
     if provenance is None:
         return None
     if not isinstance(provenance, dict):
-        raise VQConfigError(f"provenance must be a dict; got {provenance!r}.")
+        raise VQConfigError(f"provenance must be a dict; got {shown(provenance)}.")
     for key in ("relative_error", "codebooks"):
         if not isinstance(provenance.get(key, {}), dict):
-            raise VQConfigError(f"provenance[{key!r}] must be a dict; got {provenance[key]!r}.")
+            found = shown(provenance[key])
+            raise VQConfigError(f"provenance[{key!r}] must be a dict; got {found}.")
     try:
         copied: dict[str, Any] = json.loads(json.dumps(provenance, allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -5,13 +5,15 @@ Two names of `transformers.generation.utils` are replaced, once and for every mo
 - `QuantizedCache`, so that `cache_implementation="quantized", cache_config={"backend": "vq"}` makes
   a `VQCache` (also from a saved generation_config.json); other backends are untouched;
 - `GenerationMixin._prepare_cache_for_generation` is followed by `VQCache.expect_prompt`, so that
-  the cache knows the left padding and where the prompt ends.
+  the cache knows the left padding and where the prompt ends, and by
+  `VQCache.stop_past_recording`: an earlier assisted generation left the recording on.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -60,20 +62,43 @@ def _telling_the_prompt(prepare: Any) -> Any:
     def wrapped(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if generation_config.cache_config is not None:
+        options = getattr(generation_config, "cache_config", None)
+        if isinstance(options, dict) and options.get("backend") == BACKEND:
             # Transformers before 5.20 takes the backend's name out of the user's own dict.
-            generation_config.cache_config = dict(generation_config.cache_config)
+            generation_config.cache_config = dict(options)
         result = prepare(self, generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
-        if isinstance(cache, EncoderDecoderCache):
-            return result  # the decoder's prompt is a few tokens and has no padding mask
         if isinstance(cache, VQCache):
+            if self.config.is_encoder_decoder:
+                raise VQCacheError(
+                    f"{type(self).__name__} has cross-attention, which needs a cache of its own: "
+                    "past_key_values=EncoderDecoderCache(VQCache(config), "
+                    "DynamicCache(config=config))."
+                )
             mask = model_kwargs.get("attention_mask")
             mask = mask if mask is not None and mask.ndim == 2 else None
             # generate drops a mask of ones but remembers its length.
             length = getattr(generation_config, "_mask_length", None) if mask is None else None
             cache.expect_prompt(mask, length)
+        # The decoder's prompt of an encoder-decoder is a few tokens and has no padding mask.
+        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        if isinstance(own, VQCache):
+            # An assistant's own cache records from one of its many calls to the next.
+            if not getattr(generation_config, "is_assistant", False):
+                own.stop_past_recording()
+            _check_candidates(generation_config, own)
         return result
 
     wrapped._hf_vq = True  # type: ignore[attr-defined]
     return wrapped
+
+
+def _check_candidates(generation_config: Any, cache: VQCache) -> None:
+    candidates = getattr(generation_config, "prompt_lookup_num_tokens", None) or 0
+    if candidates >= cache.options.window:
+        warnings.warn(
+            f"prompt_lookup_num_tokens={candidates} with VQCache(window={cache.options.window}): "
+            "candidates read each other as floats, greedy decoding reads codes beyond the window, "
+            "so the two may differ. Use fewer candidates than the window.",
+            stacklevel=4,
+        )

@@ -50,6 +50,7 @@ def split_plan(model: Any, plan: dict[str, str]) -> None:
             continue
         if size > 1:
             check_split(module, name, style, size)
+            module.input_parts = size if style in _ROWWISE else 1
         # Its op reads plain tensors, not DTensors.
         module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
         for attribute in module._parameters:

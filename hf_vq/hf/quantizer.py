@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 
 from ..errors import VQConfigError
@@ -99,42 +100,38 @@ class VQHfQuantizer(HfQuantizer):
         entries = config.modules_to_not_convert or []
         for entry in entries:
             modules = [name for name, _ in model.named_modules() if name]
-            if all(should_convert_module(name, [entry]) for name in modules):
+            if not any(matches(name, entry) for name in modules):
                 near = get_close_matches(entry, modules, 3, 0.3)
                 raise VQConfigError(
                     f"modules_to_not_convert: {entry!r} matches no module of "
                     f"{type(model).__name__}. Near names: {', '.join(near) or 'none'}."
                 )
-        defaults = self._default_skips(model)
-        wanted = {
-            name
-            for name in names
-            if should_convert_module(name, defaults)
-            and all(should_convert_module(part, entries) for part in _with_parents(name))
-        }
+        skips = [*entries, *self._default_skips(model)]
+        wanted = {name for name in names if not any(matches(name, entry) for entry in skips)}
         left = [name for name in names if name not in wanted]
         config.modules_to_not_convert = sorted({*entries, *left})
         return wanted
 
     def _wanted_stored(self, model: Any) -> set[str]:
         """Names of the layers whose codes the checkpoint holds, or should hold."""
-        prefix = f"{model.base_model_prefix}."
-        entries = list(self.quantization_config.modules_to_not_convert or ())
-        # The file may have been written by the model with a head, or by the one without.
-        entries += [entry.removeprefix(prefix) for entry in entries if entry.startswith(prefix)]
-        entries += [prefix + entry for entry in list(entries)]
+        config, prefix = self.quantization_config, f"{model.base_model_prefix}."
+        skipped = set(config.modules_to_not_convert or ())
+        recorded = set((config.provenance or {}).get("relative_error", {}))
+        recorded |= {name.rpartition(".")[0] for name in recorded}  # experts: one for each tensor
         defaults = self._default_skips(model)
         headless = model.base_model is model
         wanted = set()
         for name, _ in candidates(model):
-            if not should_convert_module(name, entries):
+            # The file may have been written by the model with a head, or by the one without.
+            names = {name, name.removeprefix(prefix), prefix + name}
+            if names & skipped:
                 continue
-            optional = not should_convert_module(name, defaults)
+            optional = any(matches(name, entry) for entry in defaults)
             new_head = not headless and not name.startswith(prefix)
             # A head that the file knows nothing about is a new one, for Transformers to make.
-            if (optional or new_head) and not self._in_file(name, prefix, codes=optional):
-                continue
-            wanted.add(name)
+            known = names & recorded or not (optional or new_head)
+            if known or self._in_file(name, prefix, codes=optional):
+                wanted.add(name)
         return wanted
 
     def _in_file(self, name: str, prefix: str, codes: bool) -> bool:
@@ -198,11 +195,12 @@ class VQHfQuantizer(HfQuantizer):
         model.__dict__.pop("mark_tied_weights_as_initialized", None)
         if not self.pre_quantized:
             settle(model)
-        config, specs = self.quantization_config, stored_files.shared_specs(model)
+        config = self.quantization_config
         if self._checkpoint is not None:
+            specs = stored_files.shared_specs(model)
             shared = self._checkpoint.shared(specs, config.provenance or {})
         else:
-            shared = stored_files.packaged(specs, config.vq_scheme)
+            shared = stored_files.packaged(vq_modules(model).values(), config.seed)
             if self.pre_quantized:
                 stored_files.check_recorded(shared, config.provenance or {})
         # Only now: loading replaces every non-persistent buffer by an empty one.
@@ -259,10 +257,14 @@ class VQHfQuantizer(HfQuantizer):
         return True
 
 
-def _with_parents(name: str) -> list[str]:
-    """A module's name, after those of the modules that hold it: leaving out one means its parts."""
-    parts = name.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+def matches(name: str, entry: str) -> bool:
+    """Whether an entry of `modules_to_not_convert` means the module `name`, or one that holds it.
+
+    Always up to a dot: "layers.1" does not mean layers.11. (Transformers' own matching did before
+    5.23.)
+    """
+    start = re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name)
+    return start is not None or f".{entry}." in f".{name}."
 
 
 def _is_offloaded(module: torch.nn.Module) -> bool:

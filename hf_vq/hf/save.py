@@ -1,36 +1,30 @@
-"""Saving a quantized model: all files or none, with our model card.
-
-A save is made in a hidden folder beside the target and then takes its place in one step, so that
-a killed save leaves the old folder or the new one.
-"""
+"""Saving a quantized model: all files or none (`folder`), with our model card."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
-import shutil
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from transformers.utils.hub import hf_api
 
 from .card import CARD, is_ours, model_card
-
-_AT_FDCWD = -100
-_EXCHANGE = {"linux": ("renameat2", 2), "darwin": ("renamex_np", 2)}
+from .folder import replacing
 
 
 def install_saving(model: Any) -> None:
-    """Give one model our `save_pretrained` and `push_to_hub`."""
-    model.save_pretrained = MethodType(save_pretrained, model)
-    model.push_to_hub = MethodType(push_to_hub, model)
+    """Give one model our `save_pretrained` and `push_to_hub`; its copies and pickles keep them."""
+    # A bound method would be unpickled as the method of the model's class.
+    model.save_pretrained = partial(save_pretrained, model)
+    model.push_to_hub = partial(push_to_hub, model)
 
 
 def remove_saving(model: Any) -> None:
@@ -114,112 +108,16 @@ def _upload(
 def _remote_card_is_foreign(repo_id: str, token: Any, revision: str | None) -> bool:
     try:
         path = hf_api().hf_hub_download(repo_id, CARD, token=token, revision=revision)
-    except (HfHubHTTPError, FileNotFoundError):
+    except (RemoteEntryNotFoundError, RepositoryNotFoundError):
         return False
-    return not is_ours(Path(path).read_text(encoding="utf-8"))
+    except RevisionNotFoundError:  # a new branch begins as a copy of the main one
+        return revision is not None and _remote_card_is_foreign(repo_id, token, None)
+    except (HfHubHTTPError, OSError):  # it may be there: a card that cannot be read is left alone
+        return True
+    return not is_ours(Path(path).read_text(encoding="utf-8", errors="replace"))
 
 
 def _write_card(model: Any, folder: Path, target: Path) -> None:
     old = target / CARD
     if not old.exists() or is_ours(old.read_text(encoding="utf-8", errors="replace")):
         (folder / CARD).write_text(model_card(model), encoding="utf-8")
-
-
-@contextmanager
-def replacing(target: Path, variant: str | None = None, writes: bool = True) -> Iterator[Path]:
-    """A new folder that takes the place of `target` if the block succeeds.
-
-    Files of `target` that were not written anew are kept, except weights of an earlier save.
-
-    Args:
-        variant: `save_pretrained`'s; part of the names of the weights.
-        writes: False on ranks that only take part in gathering: their folder is thrown away.
-    """
-    target = Path(os.path.realpath(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
-    prefix = f".{target.name}.hf_vq-{os.getpid()}-"
-    new = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-    try:
-        yield new
-        if writes:
-            _publish(new, target, variant)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _publish(new: Path, target: Path, variant: str | None) -> None:
-    # mkdtemp makes a folder that only its owner can read.
-    mask = os.umask(0)
-    os.umask(mask)
-    new.chmod(0o777 & ~mask)
-    if not target.exists():
-        os.rename(new, target)
-        return
-    _keep_other_files(target, new, variant)
-    shutil.copymode(target, new)
-    if not exchange(new, target):
-        # Two steps, where the file system cannot exchange: a kill between them leaves both
-        # complete folders, the old one under a hidden name.
-        old = new.with_name(new.name + "-old")
-        os.rename(target, old)
-        os.rename(new, target)
-        os.rename(old, new)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two paths of one file system in a single step; False where that is not possible."""
-    name, flag = _EXCHANGE.get(sys.platform, ("", 0))
-    call = getattr(ctypes.CDLL(None), name, None) if name else None
-    if call is None:
-        return False
-    paths = os.fsencode(one), os.fsencode(other)
-    if name == "renameat2":
-        failed = call(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], flag)
-    else:
-        failed = call(*paths, flag)
-    return not failed
-
-
-def _keep_other_files(source: Path, destination: Path, variant: str | None) -> None:
-    part = rf"\.{re.escape(variant)}" if variant else ""
-    index = rf"model\.safetensors\.index{part}\.json"
-    weights = re.compile(rf"{index}|model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors")
-    for entry in source.iterdir():
-        copy = destination / entry.name
-        if os.path.lexists(copy) or weights.fullmatch(entry.name):
-            continue
-        if entry.is_symlink():
-            copy.symlink_to(os.readlink(entry))
-        elif entry.is_dir():
-            shutil.copytree(entry, copy, symlinks=True, copy_function=_link)
-        else:
-            _link(entry, copy)
-
-
-def _link(source: str | Path, destination: str | Path) -> None:
-    try:
-        os.link(source, destination, follow_symlinks=False)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, destination)
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove the folders of saves to `target` whose process was killed."""
-    pattern = re.compile(re.escape(f".{target.name}.hf_vq-") + r"(\d+)-.*")
-    for entry in target.parent.iterdir():
-        match = pattern.fullmatch(entry.name)
-        if match and not _is_running(int(match.group(1))):
-            shutil.rmtree(entry, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    if process == os.getpid() or sys.platform == "win32":
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -183,11 +183,15 @@ def projections_of(experts: nn.Module, where: str) -> tuple[str, str]:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether a module itself owns fused expert tensors."""
+    """Whether a module itself owns fused expert tensors, in a layout that is known or not."""
+    if isinstance(module, (VQExperts, nn.Linear, nn.Embedding)):
+        return False
     names = ("gate_up_proj", "up_proj", "down_proj")
-    fused = any(
-        parameter is not None and parameter.ndim == 3 and ("Experts" in kind or name in names)
-        for kind in [type(module).__name__]
+    named = "Expert" in type(module).__name__
+    return any(
+        (parameter.ndim == 3 and (named or name in names))
+        # Some keep the experts' matrices one below the other.
+        or (named and parameter.ndim == 2 and min(parameter.shape) > 1 and "bias" not in name)
         for name, parameter in module._parameters.items()
+        if parameter is not None
     )
-    return fused and not isinstance(module, VQExperts)

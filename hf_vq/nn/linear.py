@@ -27,7 +27,8 @@ LOADING = "vq_codes"  # what codes are called while a model is being loaded
 class VQLinear(Stored, nn.Linear):
     """y = W x + b with W stored as codes.
 
-    It is an `nn.Linear` so that adapters wrap it as one. `weight` holds the packed codes.
+    It is an `nn.Linear` so that adapters wrap it as one. `weight` holds the packed codes: [out,
+    bytes], or [1, out, bytes] where the dense weight has that shape (8 bits of codes per weight).
 
     Args:
         in_features: size of the input's last dimension.
@@ -42,6 +43,8 @@ class VQLinear(Stored, nn.Linear):
     Raises:
         VQSchemeError: the scheme cannot store a matrix of this size.
     """
+
+    input_parts = 1  # devices that share in_features: each one's input is so much shorter
 
     def __init__(
         self,
@@ -59,10 +62,14 @@ class VQLinear(Stored, nn.Linear):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
+        self.where = where
         self.source = source
         self.specs = {}
         found = tensor_specs(scheme, out_features, in_features, seed=seed, where=where)
-        self.register("weight", found.pop("codes"))
+        codes = found.pop("codes")
+        # Without hf_vq, Transformers would load codes of the dense shape as if they were weights.
+        lead = (1,) if codes.shape == (out_features, in_features) else ()
+        self.register("weight", codes, lead)
         self.attributes = {"codes": "weight"}
         empty = torch.empty(out_features, dtype=dtype)
         self.register_parameter("bias", nn.Parameter(empty) if bias else None)
@@ -96,14 +103,23 @@ class VQLinear(Stored, nn.Linear):
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by key (`formats.tensor_specs`)."""
-        return {key: getattr(self, attribute) for key, attribute in self.attributes.items()}
+        found = {key: getattr(self, attribute) for key, attribute in self.attributes.items()}
+        if found["codes"].ndim == 3:
+            found["codes"] = found["codes"][0]
+        return found
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `x`."""
         if not x.is_floating_point():
             raise VQFormatError(
-                f"VQLinear got an input of {x.dtype}: the model casts it to `weight.dtype`, but "
-                "`weight` holds codes. Add this layer to VQConfig(modules_to_not_convert=[...])."
+                f"{self.where} got an input of {x.dtype}: the model casts it to `weight.dtype`, "
+                "but `weight` holds codes. Leave it dense: "
+                f"VQConfig(modules_to_not_convert=[{self.where!r}])."
+            )
+        if x.shape[-1] * self.input_parts != self.in_features:
+            raise VQFormatError(
+                f"{self.where} got an input of shape {list(x.shape)}; its last dimension must be "
+                f"in_features={self.in_features // self.input_parts}."
             )
         return ops.linear(x, self.tensors(), self.bias, self.scheme)
 
@@ -147,7 +163,8 @@ class VQLinear(Stored, nn.Linear):
         # Some models initialize `layer.weight` from outside; this one is marked as done.
         self.__dict__["weight"] = mark_initialized(torch.empty(0, device="meta"))
         names = {**self.attributes, "codes": LOADING}
-        return {names[key]: tensor for key, tensor in fitted[0].items()}
+        tensors = {**fitted[0], "codes": fitted[0]["codes"].reshape(codes.shape)}
+        return {names[key]: tensor for key, tensor in tensors.items()}
 
     def settle(self) -> None:
         """Give the codes that were accepted their own name."""

@@ -15,7 +15,7 @@ from ..formats.scheme import VQScheme
 from ..formats.tensors import TensorSpec
 from ..formats.universal import tensor_hash
 
-_shared: WeakValueDictionary[tuple[str, str], Tensor] = WeakValueDictionary()
+_shared: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
 
 
 def digest(tensor: Tensor) -> str:
@@ -27,7 +27,9 @@ def share(tensor: Tensor) -> Tensor:
     """The one tensor that holds these values on this device; `tensor` itself if it is the first."""
     if tensor.is_meta:
         return tensor
-    return _shared.setdefault((digest(tensor), str(tensor.device)), tensor)
+    # The digest is one of bytes alone.
+    key = (digest(tensor), tensor.dtype, tensor.shape, str(tensor.device))
+    return _shared.setdefault(key, tensor)
 
 
 def mark_initialized(tensor: Tensor) -> Tensor:

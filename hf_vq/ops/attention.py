@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,19 @@ from .codes import decode_kv
 from .library import define, parse
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Codes and scales are computed in float32, which autocast would quietly lower."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class CachedKV:
     """One layer's keys and values, as attention reads them. Position 0 is the first visible token.
+
+    Keys and values may differ in dtype, as they do under autocast.
 
     B rows, H key/value heads, S sinks, C coded tokens, L tokens in the tail; the layer holds
     `tail_start + L` tokens and `tail_start <= C`. Tensors may be views: only the last dimension
@@ -80,7 +91,8 @@ class CachedKV:
         tail, sinks = (self.tail_k, self.sink_k) if key else (self.tail_v, self.sink_v)
         near = max(min(window_of - self.window + 1, self.length - self.fresh), self.tail_start, 0)
         near = min(near, codes.shape[2])
-        rows = decode_kv(codes[:, :, :near], scale[:, :, :near], book, scheme, tail.shape[-1])
+        with without_autocast(tail.device):
+            rows = decode_kv(codes[:, :, :near], scale[:, :, :near], book, scheme, tail.shape[-1])
         rows = rows + self.k_mean if key else rows
         rows = torch.cat([rows.to(tail.dtype), tail[:, :, near - self.tail_start :]], 2)
         if not sinks.shape[2]:
@@ -132,13 +144,14 @@ def attention(
             f"the attention mask covers {mask.shape[-1]} tokens but the cache holds "
             f"{cached.length}; pass a mask over past and new tokens."
         )
-    out: Tensor = torch.ops.hf_vq.attention(
-        query, cached.sink_k, cached.sink_v,
-        cached.k_codes, cached.k_scale, cached.k_mean, cached.v_codes, cached.v_scale,
-        cached.tail_k, cached.tail_v, cached.codebook_k, cached.codebook_v,
-        cached.start, mask, s_aux, cached.tail_start, cached.window, cached.fresh,
-        scaling, softcap, cached.key_scheme.spec(), cached.value_scheme.spec(),
-    )  # fmt: skip
+    with without_autocast(query.device):
+        out: Tensor = torch.ops.hf_vq.attention(
+            query, cached.sink_k, cached.sink_v,
+            cached.k_codes, cached.k_scale, cached.k_mean, cached.v_codes, cached.v_scale,
+            cached.tail_k, cached.tail_v, cached.codebook_k, cached.codebook_v,
+            cached.start, mask, s_aux, cached.tail_start, cached.window, cached.fresh,
+            scaling, softcap, cached.key_scheme.spec(), cached.value_scheme.spec(),
+        )  # fmt: skip
     return out
 
 

@@ -79,6 +79,7 @@ def _hadamard(rows: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for callers that will want gradients
 def _hadamard_matrix(size: int, dtype: torch.dtype, device: str) -> Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while matrix.shape[0] < size:

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from hf_vq import ops
-from hf_vq.bench import baselines, quality_kv
+from hf_vq import VQCache, VQError, ops
+from hf_vq.bench import banded, baselines, quality_kv
 from hf_vq.bench.__main__ import main
 from hf_vq.bench.banded import Simulation, banded_attention, exact_attention
 from hf_vq.cache.store import key_mean
@@ -52,6 +53,33 @@ def test_keys_are_stored_as_the_cache_stores_them():
     assert torch.equal(quality_kv.round_trip(scheme, centre=True)(k), expected)
 
 
+@pytest.mark.parametrize("prompt", ["whole text", "short"])
+def test_keys_are_centred_as_the_cache_centres_them(prompt):
+    """The two cases stand for a prompt that is the whole sequence, and for one in the window."""
+    window, sinks = quality_kv.WINDOW, quality_kv.SINKS
+    k, v = torch.randn(2, 1, 2, 150, 32) + 2
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, head_dim=32, hidden_size=64)
+    cache = VQCache(config, "u4", window=window, sinks=sinks)
+    first = 150 if prompt == "whole text" else 20
+    for at in [slice(0, first), *(slice(i, i + 1) for i in range(first, 150))]:
+        cache.update(k[:, :, at], v[:, :, at], 0)
+    known = sinks + window // 2 if prompt == "short" else None
+    stored = quality_kv.round_trip(KV_SCHEMES["u4"].key, centre=True, known=known)(k[0])
+    coded = slice(sinks, 150 - window)
+    held = cache.layers[0].keys.clone()[0]
+    torch.testing.assert_close(held[:, coded], stored[:, coded], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "unknown", [{"softcap": 30.0}, {"sliding_window": 8}, {"s_aux": torch.zeros(4)}, {"mask": 1}]
+)
+def test_attention_that_is_not_simulated_is_an_error(unknown):
+    q, k, v = qkv(tokens=8)
+    mask = torch.ones(1, 1, 8, 8) if unknown.pop("mask", None) else None
+    with pytest.raises(VQError, match="cannot be used"):
+        banded._attention(None, q.flatten(0, 1)[None], k[None], v[None], mask, **unknown)
+
+
 def test_the_shifted_twin_computes_the_same_function():
     k = torch.randn(2, 40, 64)
     torch.testing.assert_close(quality_kv.shifted(lambda x: x)(k), k, atol=1e-4, rtol=1e-4)
@@ -79,6 +107,9 @@ def test_baselines_round_to_their_grids():
     x = torch.randn(2, 70, 32)
     assert torch.allclose(baselines.per_channel(x, 16), x, atol=1e-2)
     assert torch.allclose(baselines.asymmetric(x, 16, 32), x, atol=1e-2)
+    assert torch.equal(
+        baselines.round_to_nearest(torch.full((2, 128), 0.7)), torch.full((2, 128), 0.7)
+    )
     group = baselines.per_channel(x, 2)[0, :32, 0]
     assert len(group.unique()) <= 4
 
@@ -87,9 +118,15 @@ def test_baselines_round_to_their_grids():
 def test_a_suite_runs_and_writes_its_record(suite, scheme, tiny_model, eval_text, tmp_path, capsys):
     out = tmp_path / "record.json"
     arguments = [suite, str(tiny_model), "--text", str(eval_text), "--tokens", "256"]
-    assert main([*arguments, "--context", "128", "--schemes", scheme, "--out", str(out)]) == 0
+    arguments += ["--context", "128", "--schemes", scheme, "--revision", "abc"]
+    assert main([*arguments, "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert record["suite"] == suite and record["settings"]["model"] == "tiny"
+    assert record["revision"] == "abc"
+    options = f"--tokens 256 --context 128 --schemes {scheme}"
+    assert record["command"] == f"python -m hf_vq.bench {suite} MODEL_DIR --text TEXT {options}"
+    cases = [row["case"] for row in record["results"]["rows"] if row["name"] == "u2"]
+    assert cases == (list(quality_kv.CASES) if suite == "quality-kv" else [])
     names = {row["name"] for row in record["results"]["rows"]}
     assert scheme in names and len(names) == 3
     assert str(tmp_path) not in out.read_text() and "tests/" not in out.read_text()
@@ -99,3 +136,5 @@ def test_a_suite_runs_and_writes_its_record(suite, scheme, tiny_model, eval_text
 def test_a_suite_says_what_is_wrong_in_one_line(tiny_model, tmp_path, capsys):
     assert main(["quality-kv", str(tiny_model), "--text", str(tmp_path / "none.txt")]) == 2
     assert "cannot read the text" in capsys.readouterr().err
+    assert main(["quality-kv", str(tiny_model), "--text", "t", "--no-baselines"]) == 2
+    assert "--out" in capsys.readouterr().err

@@ -37,6 +37,15 @@ def test_numbers_are_those_of_the_definitions():
     assert found.top1 == pytest.approx(100 * same)
 
 
+def test_predictions_that_are_not_scored():
+    ids = torch.randint(0, 8, (3, 20))
+    p, q = torch.randn(8, 8), torch.randn(8, 8)
+    found = score(table(q), Reference(table(p), ids, skip=5), batch=2)
+    rest = score(table(q), Reference(table(p), ids[:, 5:]))
+    for name in ("perplexity", "change", "kld", "kld_p99", "top1"):
+        assert getattr(found, name) == pytest.approx(getattr(rest, name))
+
+
 def test_a_reference_that_does_not_fit_is_computed_again():
     ids = torch.randint(0, 8, (3, 20))
     p, q = table(torch.randn(8, 8)), table(torch.randn(8, 8))
@@ -59,10 +68,14 @@ def test_a_cache_that_codes_nothing_changes_nothing(tiny_model, eval_text):
     tokenizer = load_tokenizer(str(tiny_model))
     ids = read_sequences(tokenizer, eval_text, context=96, tokens=192)
     reference = Reference(model_forward(model), ids)
-    exact = model_forward(model, lambda: VQCache(model.config, window=96), chunk=16)
+    exact = model_forward(model, lambda: VQCache(model.config, window=96), prompt=24)
     assert score(exact, reference, batch=2).kld < 1e-6
-    coded = model_forward(model, lambda: VQCache(model.config, "u2", window=4), chunk=16)
-    assert score(coded, reference, batch=2).kld > 1e-6
+    coded = model_forward(model, lambda: VQCache(model.config, "u2", window=4), prompt=24)
+    whole = score(coded, reference, batch=2).kld
+    assert whole > 1e-6
+    # The prompt reads no code: without it the mean is over fewer predictions with the same sum.
+    late = score(coded, Reference(model_forward(model), ids, skip=24), batch=2).kld
+    assert late == pytest.approx(whole * 95 / (95 - 24), rel=0.02)
 
 
 def test_text_that_cannot_be_used(tmp_path, tiny_model):

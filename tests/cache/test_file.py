@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ def test_goes_on_as_if_not_saved(
     cache.save(tmp_path / "c.safetensors")
     loaded = VQCache.load(tmp_path / "c.safetensors", config)
     assert repr(loaded) == repr(cache) and loaded.nbytes == cache.nbytes
-    for begin in range(length, 80):
-        a, b = feed(cache, states, begin, begin + 1), feed(loaded, states, begin, begin + 1)
+    for begin, end in pairwise([length, length + 1, length + 2, (length + 80) // 2, 80]):
+        a, b = feed(cache, states, begin, end), feed(loaded, states, begin, end)
         assert torch.equal(a[0] + 0, b[0] + 0) and torch.equal(a[1] + 0, b[1] + 0)
     with pytest.raises(VQCacheError, match="max_cache_len=100"):
         feed(loaded, tokens(30), 0, 30)
@@ -69,6 +70,11 @@ def test_hybrid(feed: Feed, tmp_path: Path, quantize_sliding: bool) -> None:
         a, b = cache.update(*new, index), loaded.update(*new, index)
         assert torch.equal(a[0] + 0, b[0] + 0) and torch.equal(a[1] + 0, b[1] + 0)
         assert cache.layers[index].get_mask_sizes(3) == loaded.layers[index].get_mask_sizes(3)
+    if quantize_sliding:
+        shift = lambda d, t: d["layers"][0].update(first_code=40)  # noqa: E731
+        rewrite(tmp_path / "c.safetensors", shift)
+        with pytest.raises(VQFormatError, match="first_code is 40, expected at most 39"):
+            VQCache.load(tmp_path / "c.safetensors", config)
     config.sliding_window = 16
     with pytest.raises(VQFormatError, match="sliding_window is 12, the model has 16"):
         VQCache.load(tmp_path / "c.safetensors", config)
@@ -88,6 +94,16 @@ def test_an_interrupted_save_leaves_the_old_file(
     with pytest.raises(KeyboardInterrupt):
         VQCache(config).save(saved)
     assert saved.read_bytes() == before and list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_saved_file_is_like_any_other(config: LlamaConfig, saved: Path) -> None:
+    other = saved.with_name("other")
+    other.write_text("")
+    assert saved.stat().st_mode == other.stat().st_mode
+    with pytest.raises(VQCacheError, match=r"absent.*The folder must exist"):
+        VQCache(config).save(saved.parent / "absent" / "c")
+    other.unlink()
+    assert list(saved.parent.iterdir()) == [saved]
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> None:
@@ -117,6 +133,9 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]
     "length huge": (lambda d, t: d["layers"][0].update(length=1 << 60), "length is"),
     "length wrong": (lambda d, t: d["layers"][0].update(length=90), "codes cover"),
     "length text": (lambda d, t: d["layers"][0].update(length="60"), "length is '60'"),
+    "first code": (lambda d, t: d["layers"][0].update(first_code=5), "first_code is 5"),
+    "tail of values": (lambda d, t: t.update({"layers.0.v_tail": t["layers.0.v_tail"].int()}),
+                       "v_tail"),
     "frozen wrong": (lambda d, t: d["layers"][0].update(frozen=[1]), "frozen"),
     "start wrong": (lambda d, t: d["layers"][0].update(start=[0]), "start"),
     "codes missing": (lambda d, t: t.pop("layers.1.k_codes"), r"layers.1.k_codes is missing"),

@@ -61,7 +61,7 @@ def test_residual_beats_one_stage_and_e8p_beats_its_bound():
     two = fit_weight(weight, weight_scheme("quip-sharp-2")).relative_error
     four = fit_weight(weight, weight_scheme("quip-sharp-4")).relative_error
     assert two < 0.0914  # E8P on N(0, 1) with one fixed scale; the searched scale gains
-    assert four < 0.0088  # QuIP#'s residual E8P in units of 1 / 3.45
+    assert four < 0.0088  # QuIP#'s own residual stage, 1 / 3.45 of the first
 
 
 def test_nested_pass_refines_and_its_first_pass_stands_alone():

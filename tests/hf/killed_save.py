@@ -8,12 +8,13 @@ prints one line for each: the point, and the signal that ended its process.
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, modeling_utils
 
-from hf_vq.hf import register, save
+from hf_vq.hf import folder, register, save
 
 
 def die(*arguments: Any) -> None:
@@ -50,9 +51,12 @@ def save_and_die(model: Any, target: str, point: str) -> None:
     elif point == "card":
         die_after(save, "_write_card")
     elif point == "before exchange":
-        save.exchange = die
+        folder.exchange = die
     elif point == "after exchange":
-        die_after(save, "exchange")
+        die_after(folder, "exchange")
+    elif point == "between the renames":
+        folder.exchange = lambda *paths: False
+        die_after(Path, "rename")
     model.save_pretrained(target)
 
 

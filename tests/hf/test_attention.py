@@ -77,6 +77,25 @@ def test_plain_tensors(softcap: float | None, sink: bool, kind: str) -> None:
     assert (out - exact).abs().max() <= allowed
 
 
+@pytest.mark.parametrize("by", ["module", "argument"])
+@pytest.mark.parametrize(("softcap", "sink"), [(None, False), (3.0, False), (None, True)])
+def test_without_a_mask_the_layer_decides(softcap: float | None, sink: bool, by: str) -> None:
+    q, k, v = states()
+    s_aux = torch.randn(4) if sink else None
+    causal = torch.ones(5, 12, dtype=torch.bool).tril(7)[None, None]
+    options = {"scaling": 0.3, "softcap": softcap, "s_aux": s_aux}
+    layer, given = (
+        (module(causal=False), {}) if by == "module" else (module(), {"is_causal": False})
+    )
+    out, _ = vq_attention(layer, q, k, v, None, **options, **given)
+    wanted = written_out(torch.float64, q, k, v, None, 0.3, softcap, s_aux)
+    assert (out - wanted).abs().max() < 1e-5
+    if softcap or sink:  # PyTorch's own attention aligns a causal mask to the first key
+        out, _ = vq_attention(module(), q, k, v, None, **options)
+        wanted = written_out(torch.float64, q, k, v, causal, 0.3, softcap, s_aux)
+        assert (out - wanted).abs().max() < 1e-5
+
+
 def test_codes_and_fallbacks() -> None:
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
     q, k, v = states(40, 40)
@@ -88,16 +107,20 @@ def test_codes_and_fallbacks() -> None:
     coded, _ = vq_attention(module(), q, key, value, mask)
     none, _ = vq_attention(module(), q, key, value, None)
     assert torch.equal(coded, none) and cache.fallbacks == {0: 0}
-    # a layer that is not causal, dropout and a position bias: none is what the op computes
+    # a layer that is not causal sees the tokens to come, with a soft-cap or without
+    for softcap in (None, 3.0):
+        ahead, _ = vq_attention(module(causal=False), q, key, value, None, softcap=softcap)
+        every = torch.ones_like(mask)
+        wanted, _ = vq_attention(module(), q, key, value, every, softcap=softcap)
+        assert torch.equal(ahead, wanted) and (ahead - coded)[:, 0].abs().max() > 0.01
+    assert cache.fallbacks == {0: 0}
+    # dropout and a position bias: neither is what the op computes
     dense = key.decode(), value.decode()
     decoded = cache.fallbacks[0]
-    for options in (
-        {"is_causal": False},
-        {"dropout": 0.0, "position_bias": torch.randn(1, 4, 5, 40)},
-    ):
-        out, _ = vq_attention(module(), q, key, value, None, **options)
-        wanted, _ = AttentionInterface()["sdpa"](module(), q, *dense, None, **options)
-        assert (out - wanted).abs().max() < 1e-2  # the window is that of the first query
+    bias = {"dropout": 0.0, "position_bias": torch.randn(1, 4, 5, 40)}
+    out, _ = vq_attention(module(), q, key, value, None, **bias)
+    wanted, _ = AttentionInterface()["sdpa"](module(), q, *dense, None, **bias)
+    assert (out - wanted).abs().max() < 1e-2  # the window is that of the first query
     vq_attention(module(), q, key, value, mask, dropout=0.5)
     assert cache.fallbacks[0] == decoded  # one update is decoded once
 

@@ -6,11 +6,19 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
 from hf_vq.formats import VQScheme
 from hf_vq.hf import VQConfig
+from hf_vq.nn import VQLinear
 
 LOAD = AutoModelForCausalLM.from_pretrained
 LAYER = "layers.1.mlp.down_proj"  # as AutoModel names it
@@ -65,13 +73,13 @@ CHANGES = {
     "fewer rows": (put(f"{NAME}.vq_scale", lambda t: t[1:].clone()), f"{LAYER}.vq_scale is torch"),
     "other dtype": (
         put(f"{NAME}.vq_scale", lambda t: t.float()),
-        f"{LAYER}.vq_scale is of another",
+        f"{LAYER}.vq_scale is torch.float32",
     ),
     "dense weights": (
         put(f"{NAME}.weight", lambda t: t.half()),
         f"{LAYER}.weight is torch.float16",
     ),
-    "scale nan": (put(f"{NAME}.vq_scale", nan_at_the_end), f"{LAYER}.vq_scale: vq_scale holds NaN"),
+    "scale nan": (put(f"{NAME}.vq_scale", nan_at_the_end), f"{LAYER}.vq_scale holds NaN"),
     "codebook nan": (put(CODEBOOK, nan_at_the_end), f"{CODEBOOK} holds NaN"),
     "codebook shape": (put(CODEBOOK, lambda t: t[:, :-1].clone()), f"{CODEBOOK} is torch"),
     "codebook values": (put(CODEBOOK, lambda t: t * 2), "config.json records"),
@@ -130,17 +138,33 @@ def test_a_missing_shard(quantized, tmp_path):
         (put("scheme", lambda v: {**v, "codebook": "unknown"}), "codebook must be one of"),
         (put("scheme", lambda v: "vq-9"), "Known"),
         (lambda d: d.update(group_size=32), "'group_size'"),
-        (put("scheme", lambda v: {**v, "entry_bits": 6}), "does not fit config.json"),
-        (put("scheme", lambda v: {**v, "rotation": "none"}), None),
+        (put("scheme", lambda v: {**v, "entry_bits": 6}), "does not fit its config.json"),
+        (put("scheme", lambda v: {**v, "rotation": "none"}), r"holds .*vq_signs.* no use for"),
+        (put("scheme", lambda v: {**v, "rotation": "hadamard"}), r"holds .*vq_signs"),
+        (put("modules_to_not_convert", lambda v: [*v, NAME]), rf"holds .*{LAYER}\.vq_"),
     ],
 )
 def test_config_json(broken, change, says):
     folder = broken(change, "config.json")
-    if says is None:  # signs that nothing reads: a file may hold more than is needed
-        LOAD(folder)
-        return
-    with pytest.raises((VQConfigError, VQSchemeError, VQFormatError), match=says):
-        LOAD(folder)
+    for load in (LOAD, AutoModel.from_pretrained):
+        with pytest.raises((VQConfigError, VQSchemeError, VQFormatError), match=says):
+            load(folder)
+
+
+def test_a_layer_outside_the_base_model_is_not_taken_for_a_new_head(tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+    config = BertConfig(hidden_size=32, intermediate_size=32, vocab_size=50, **sizes)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "dense")
+    load, folder = BertForMaskedLM.from_pretrained, tmp_path / "vq"
+    model = load(tmp_path / "dense", quantization_config=VQConfig())
+    model.save_pretrained(folder)
+    assert "AutoModelForMaskedLM.from_pretrained" in (folder / "README.md").read_text()
+    name, file = "cls.predictions.transform.dense", folder / "model.safetensors"
+    assert isinstance(load(folder).get_submodule(name), VQLinear)
+    data = {key: tensor for key, tensor in load_file(file).items() if not key.startswith(name)}
+    save_file(data, file, metadata={"format": "pt"})
+    with pytest.raises(VQFormatError, match=f"lacks {name}"):
+        load(folder)
 
 
 def test_dimensions_that_cannot_be_packed(tmp_path):
@@ -192,8 +216,11 @@ def test_a_dense_weight_of_another_shape(dense, tmp_path):
 
 def test_an_integer_input_is_refused(quantized):
     layer = LOAD(quantized()).model.layers[0].mlp.up_proj
-    with pytest.raises(VQFormatError, match=r"weight\.dtype.*modules_to_not_convert"):
+    name = r"model\.layers\.0\.mlp\.up_proj"
+    with pytest.raises(VQFormatError, match=rf"{name} .*weight\.dtype.*modules_to_.*'{name}'"):
         layer(torch.zeros(1, 64, dtype=torch.uint8))
+    with pytest.raises(VQFormatError, match=rf"{name} .*\[1, 63\].*in_features=64"):
+        layer(torch.zeros(1, 63))
 
 
 def test_a_scheme_that_weights_cannot_have(dense):
@@ -202,13 +229,20 @@ def test_a_scheme_that_weights_cannot_have(dense):
         LOAD(dense("llama"), quantization_config=VQConfig(scheme))
 
 
+@pytest.mark.filterwarnings("ignore:.*calibration")
 def test_without_the_plugin_loading_fails_loudly(quantized, run_python):
     """Codes are stored as `weight`, so that Transformers alone meets a wrong shape and stops."""
+    models = [("llama", name) for name in ("vq-4", "vq-2", "turboquant-8", "turboquant-4+4")]
+    models += [("gpt2", "turboquant-8"), ("llama", "vq1x4r2-universal-g64-none")]
+    folders = [str(quantized(*model)) for model in models]
     code = (
         "from transformers import AutoModelForCausalLM\n"
-        "try:\n"
-        f"    AutoModelForCausalLM.from_pretrained({str(quantized())!r})\n"
-        "except RuntimeError as error:\n"
-        "    print('stopped', 'ignore_mismatched_sizes' in str(error))\n"
+        f"for folder in {folders!r}:\n"
+        "    try:\n"
+        "        AutoModelForCausalLM.from_pretrained(folder)\n"
+        "        print('loaded', folder)\n"
+        "    except RuntimeError as error:\n"
+        "        print('stopped', 'ignore_mismatched_sizes' in str(error))\n"
     )
-    assert run_python(code, HF_VQ_AUTOLOAD="0").split() == ["stopped", "True"]
+    shown = run_python(code, HF_VQ_AUTOLOAD="0").splitlines()
+    assert shown == ["stopped True"] * len(folders)

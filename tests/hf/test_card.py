@@ -1,12 +1,16 @@
 """The model card that is saved and pushed."""
 
 import json
+from unittest.mock import MagicMock
 
 import pytest
-from huggingface_hub import ModelCard
+import torch
+import transformers
+from huggingface_hub import ModelCard, errors
 from transformers import AutoModelForCausalLM
+from transformers.utils.hub import hf_api
 
-from hf_vq.hf.card import CARD, is_ours
+from hf_vq.hf.card import CARD, is_ours, loading_class
 
 LOAD = AutoModelForCausalLM.from_pretrained
 
@@ -33,6 +37,28 @@ def test_what_it_says(model, tmp_path):
     assert f"{stored['bits_per_weight']:.3f}" in text and "`vq-4`, VQ<2,8,1>" in text
     for layer, error in stored["relative_error"].items():
         assert f"| `{layer}` | {100 * error:.3g} % |" in text
+
+
+def test_the_class_that_loads():
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    llama = transformers.LlamaConfig(intermediate_size=8, num_key_value_heads=1, **sizes)
+    bert = transformers.BertConfig(intermediate_size=8, **sizes)
+    t5 = transformers.T5Config(d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1, vocab_size=8)
+
+    class Mine(transformers.LlamaForCausalLM):
+        pass
+
+    with torch.device("meta"):
+        for config, name, loader in (
+            (llama, "LlamaForCausalLM", "AutoModelForCausalLM"),
+            (llama, "LlamaModel", "AutoModel"),
+            (llama, "LlamaForSequenceClassification", "AutoModelForSequenceClassification"),
+            (bert, "BertForMaskedLM", "AutoModelForMaskedLM"),
+            (t5, "T5ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+            (bert, "BertLMHeadModel", "AutoModelForCausalLM"),
+        ):
+            assert loading_class(getattr(transformers, name)(config)) == loader
+        assert loading_class(Mine(llama)) == "AutoModel"
 
 
 def test_a_local_source_is_no_base_model(quantized):
@@ -82,3 +108,21 @@ def test_a_remote_card_written_by_a_person_stays(model, hub):
         ["config.json", "generation_config.json", "model.safetensors"]
     ]
     assert b"My own words" in hub.files[CARD]
+
+
+@pytest.mark.parametrize(
+    ("error", "uploads"),
+    [
+        (errors.LocalEntryNotFoundError("offline"), False),
+        (ConnectionError("no network"), False),
+        (errors.HfHubHTTPError("500", response=MagicMock()), False),
+        (errors.RemoteEntryNotFoundError("404", response=MagicMock()), True),
+    ],
+)
+def test_a_remote_card_that_cannot_be_read_stays(model, hub, monkeypatch, error, uploads):
+    def download(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(type(hf_api()), "hf_hub_download", download)
+    model.push_to_hub("me/x")
+    assert (CARD in hub.files) == uploads

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,13 +10,14 @@ from tiny import tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, Llama4TextConfig, MixtralConfig
 from transformers.integrations.moe import use_experts_implementation
+from transformers.models.dbrx.modeling_dbrx import DbrxExpertGLU
 
 from hf_vq.errors import VQConfigError
 from hf_vq.fit import fit_weight
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.hf import VQConfig
 from hf_vq.hf.checkpoint import packaged
-from hf_vq.nn import VQExperts
+from hf_vq.nn import VQExperts, replace_modules
 
 LOAD = AutoModelForCausalLM.from_pretrained
 SCHEME = weight_scheme("vq-4")
@@ -85,10 +87,9 @@ def test_every_layout(has_gate, has_bias, is_transposed, is_concatenated, has_po
         for attribute, tensor in module.accept(name, fitted).items():
             assert tensor.shape == module.specs[attribute].shape
             setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))
-    shared = {spec.shared_name: spec for spec in module.specs.values() if spec.shared_name}
     for attribute in module.shared_names():
         module._buffers[attribute] = torch.empty(0)
-    module.fill(packaged(shared, SCHEME))
+    module.fill(packaged([module], seed=0))
     for name in module.weights():
         getattr(kept, name).data.copy_(module.decoded(name))
     x = torch.randn(5, HIDDEN)
@@ -146,6 +147,13 @@ def test_an_unknown_layout_is_refused(tmp_path):
     skip = ["model.layers.0.feed_forward.experts"]
     model = LOAD(tmp_path, quantization_config=VQConfig(modules_to_not_convert=skip))
     assert model(tokens() % 64).logits.isfinite().all()
+
+
+def test_experts_below_one_another_are_refused():
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 32, "moe_num_experts": 2, "ffn_act_fn": {}}
+    model = nn.ModuleDict({"mlp": DbrxExpertGLU(SimpleNamespace(**sizes))})
+    with pytest.raises(VQConfigError, match=r"mlp \(DbrxExpertGLU\).*not_convert=\['mlp'\]"):
+        replace_modules(model, SCHEME, lambda name: True)
 
 
 def test_mixtral(tmp_path):

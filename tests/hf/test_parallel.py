@@ -30,7 +30,7 @@ def layer(scheme, inputs=512, outputs=256):
         (weight_scheme("vq-3"), 512, "rowwise", None),
         (weight_scheme("turboquant-4+4"), 512, "rowwise", None),
         (weight_scheme("vq-4"), 384, "rowwise", "scale groups of 128"),
-        (weight_scheme("vq-4"), 514, "colwise", None),
+        (VQScheme(2, 8, rotation_block=16), 528, "colwise", None),
         (weight_scheme("quip-sharp-4"), 512, "colwise", None),
         (weight_scheme("quip-sharp-4"), 512, "rowwise", "residual stages"),
         (weight_scheme("gptvq-2"), 512, "colwise", "tiles"),
@@ -43,8 +43,6 @@ def layer(scheme, inputs=512, outputs=256):
     ],
 )
 def test_which_layers_can_be_split(scheme, inputs, style, problem):
-    if inputs == 514:
-        inputs, scheme = 528, VQScheme(2, 8, rotation_block=16)
     module = layer(scheme, inputs)
     if problem is None:
         check_split(module, "q_proj", style, 2)

@@ -1,6 +1,7 @@
 """Quantizing while loading, saving and loading again."""
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers.quantizers import auto
 from hf_vq import ops
 from hf_vq.errors import VQConfigError, VQFormatError
 from hf_vq.hf import VQConfig, VQHfQuantizer, operation, register
+from hf_vq.hf.quantizer import matches
 from hf_vq.nn import VQLinear
 from hf_vq.nn.replace import vq_modules
 
@@ -88,6 +90,7 @@ def test_a_saved_model_is_bit_equal(dense, tmp_path, name):
     "scheme",
     [
         "turboquant-4+4",
+        "turboquant-8",
         "turboquant-2",
         "quip-sharp-2",
         "gptvq-2",
@@ -192,6 +195,24 @@ def test_skips_are_added_to_the_default_ones(dense, tmp_path, skip):
     base, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
     assert len(vq_modules(base)) == len(vq_modules(model))
+
+
+def test_what_a_skip_means():
+    for name, entry, skipped in (
+        ("model.layers.1.mlp", "model.layers.1", True),
+        ("model.layers.11.mlp", "model.layers.1", False),
+        ("model.layers.11.mlp", "layers.1", False),
+        ("model.layers.1.mlp.up_proj", "layers.1", True),
+        ("model.layers.11.mlp", r"model\.layers\.1", False),
+        ("model.layers.11.mlp", r"model\.layers\.\d+", True),
+        ("model.layers.11.mlp", "model.layers.11.", True),
+        ("mlp.gate_proj", "mlp.gate", False),
+        ("lm_head", "lm_head|other", True),
+        ("lm_head2", "lm_head|other", False),
+        ("a.down_proj", "down_proj", True),
+        ("a.down_proj", "proj", False),
+    ):
+        assert matches(name, entry) == skipped, (name, entry)
 
 
 def test_a_base_model_and_one_with_a_head_read_each_other(dense, quantized, tmp_path):
@@ -307,10 +328,51 @@ def test_interrupting(dense, tmp_path, monkeypatch):
 
     fit = operation.fit_weight
     monkeypatch.setattr(operation, "fit_weight", interrupted)
+    monkeypatch.setattr(operation.logging, "tqdm", Bar)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         LOAD(dense("llama"), quantization_config=VQConfig())
     assert len(calls) == 3 and list(tmp_path.iterdir()) == []
+    (bar,) = Bar.quantizing()
+    assert (bar.total, bar.count, bar.closed) == (14, 2, 1)
+    monkeypatch.setattr(operation, "fit_weight", fit)
+    LOAD(dense("llama"), quantization_config=VQConfig(search="norm"))
+    _, bar = Bar.quantizing()
+    assert (bar.total, bar.count, bar.closed) == (14, 14, 1)
+    assert "model.layers.1.mlp.down_proj" in bar.names and "vq-4" in bar.label
+
+
+class Bar:
+    """A progress bar that remembers."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, iterable=None, *, total=None, desc="", **options):
+        self.iterable, self.total, self.label = iterable, total, desc
+        self.names, self.count, self.closed = [], 0, 0
+        Bar.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def __iter__(self):
+        return iter(self.iterable)
+
+    def set_postfix_str(self, name):
+        self.names.append(name)
+
+    def update(self, count=1):
+        self.count += count
+
+    def close(self):
+        self.closed += 1
+
+    @classmethod
+    def quantizing(cls):
+        return [bar for bar in cls.made if bar.label.startswith("Quantizing")]
 
 
 def test_nothing_to_quantize(dense):

@@ -1,5 +1,8 @@
 """Saving: all files or none, other files stay, and a killed save can be repeated."""
 
+import copy
+import errno
+import io
 import json
 import os
 import signal
@@ -8,10 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+from hf_vq.hf import folder as module
 from hf_vq.hf import save
-from hf_vq.hf.save import exchange
+from hf_vq.hf.folder import exchange, replacing
 
 LOAD = AutoModelForCausalLM.from_pretrained
 SCRIPT = Path(__file__).parent / "killed_save.py"
@@ -75,7 +80,10 @@ def test_a_failed_save_changes_nothing(saved, quantized, monkeypatch):
     assert contents(saved.parent) == {f"model/{name}": data for name, data in before.items()}
 
 
-POINTS = ["config", "half weights", "weights", "card", "before exchange", "after exchange"]
+POINTS = [
+    "config", "half weights", "weights", "card", "before exchange", "after exchange",
+    "between the renames",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +111,11 @@ def killed(quantized, tmp_path_factory):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_killed_save_leaves_the_old_model_or_the_new_one(saved, killed, quantized, point):
     target, new = killed[point], quantized("llama", "vq-3")
+    if point == "between the renames":
+        assert len(os.listdir(target.parent)) == 1 and not target.exists()
+        module._recover(target)  # as the next save begins
+        assert contents(target.parent) == contents(saved.parent)
+        return
     now = contents(target)
     if point == "after exchange":
         written = contents(new)
@@ -117,7 +130,7 @@ def test_a_killed_save_leaves_the_old_model_or_the_new_one(saved, killed, quanti
 
 
 def test_without_an_exchange_it_takes_two_steps(saved, quantized, monkeypatch):
-    monkeypatch.setattr(save, "exchange", lambda *paths: False)
+    monkeypatch.setattr(module, "exchange", lambda *paths: False)
     LOAD(quantized("llama", "vq-3")).save_pretrained(saved)
     assert os.listdir(saved.parent) == ["model"]
     assert LOAD(saved).config.quantization_config.scheme_name == "vq-3"
@@ -165,3 +178,124 @@ def test_files_can_be_read_by_others(quantized):
     for path in (folder, folder / "config.json", folder / "README.md"):
         expected = (0o777 if path.is_dir() else 0o666) & ~mask
         assert path.stat().st_mode & 0o777 == expected, path
+
+
+def test_copies_and_pickles_are_saved_with_a_card(quantized, tmp_path):
+    model = LOAD(quantized())
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for name, again in (
+        ("copy", copy.deepcopy(model)),
+        ("pickle", torch.load(buffer, weights_only=False)),
+    ):
+        again.model.norm.weight.data.fill_(2)
+        again.save_pretrained(tmp_path / name)
+        assert (tmp_path / name / "README.md").exists()
+        assert (LOAD(tmp_path / name).model.norm.weight == 2).all()
+
+
+# The same without a model: what is written into a folder, and how it takes the place of another.
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder of an earlier save in two shards, with a file of the user's."""
+    target = tmp_path / "parent" / "small"
+    target.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors.index.json", "notes.txt"):
+        (target / name).write_text("old")
+    for part in (1, 2):
+        (target / f"model-0000{part}-of-00002.safetensors").write_text("old")
+    return target
+
+
+NEW = {name: b"new" for name in ("README.md", "config.json", "model.safetensors", "a/b.py")}
+
+
+def write_new(folder):
+    for name, data in NEW.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
+def refused(number):
+    def call(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.parametrize("place", ["parent", "cwd", "below cwd", "mount", "read-only", "busy"])
+def test_a_folder_that_must_stay_in_its_place(small, monkeypatch, place):
+    inode = small.stat().st_ino
+    real = os.access
+    if place == "cwd":
+        monkeypatch.chdir(small)
+    elif place == "below cwd":
+        (small / "logs").mkdir()
+        monkeypatch.chdir(small / "logs")
+    elif place == "mount":
+        monkeypatch.setattr(os.path, "ismount", lambda path: path == small)
+    elif place == "read-only":
+        monkeypatch.setattr(os, "access", lambda path, mode: path != small.parent)
+    elif place == "busy":  # a mount that looks like a folder
+        monkeypatch.setattr(module, "exchange", lambda *paths: False)
+        monkeypatch.setattr(Path, "rename", refused(errno.EBUSY))
+    assert os.access is real or place == "read-only"
+    with replacing(Path() if place == "cwd" else small) as folder:
+        write_new(folder)
+    assert (small.stat().st_ino == inode) == (place != "parent")
+    (small / "logs").exists() and (small / "logs").rmdir()
+    assert contents(small) == {**NEW, "notes.txt": b"old"}
+    assert sorted(os.listdir(small)) == [
+        "README.md",
+        "a",
+        "config.json",
+        "model.safetensors",
+        "notes.txt",
+    ]
+    assert os.listdir(small.parent) == ["small"]
+
+
+def test_a_failed_save_in_place_changes_nothing(small, monkeypatch):
+    monkeypatch.chdir(small)
+    before = contents(small)
+    with pytest.raises(KeyboardInterrupt), replacing(small) as folder:
+        write_new(folder)
+        raise KeyboardInterrupt
+    assert contents(small) == before
+
+
+def test_in_place_the_config_is_moved_last(small, monkeypatch):
+    monkeypatch.chdir(small)
+    moved, replace = [], Path.replace
+    monkeypatch.setattr(Path, "replace", lambda a, b: moved.append(b.name) or replace(a, b))
+    with replacing(small) as folder:
+        for name in ("config.json", "model.safetensors.index.json", "a.txt", "z.txt"):
+            (folder / name).write_text("new")
+        for part in (1, 2):
+            (folder / f"model-0000{part}-of-00002.safetensors").write_text("new")
+    assert set(moved[:2]) == {"a.txt", "z.txt"}
+    assert moved[-2:] == ["model.safetensors.index.json", "config.json"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_only_folders_of_dead_processes_are_removed(small, monkeypatch, inside):
+    dead = small / ".hf_vq-dead" if inside else small.parent / ".small.hf_vq-dead"
+    foreign = small.parent / ".small.hf_vq-foreign"
+    for folder in (dead, foreign):
+        folder.mkdir()
+    (dead / "lock").touch()
+    with replacing(small, writes=False):
+        pass  # another rank of the same save removes nothing
+    assert dead.exists()
+    if inside:
+        monkeypatch.chdir(small)
+    with replacing(small) as first:
+        with replacing(small) as second:
+            assert first.is_dir() and second != first and not dead.exists()
+            (second / "config.json").write_text("second")
+        (first / "config.json").write_text("first")
+    assert (small / "config.json").read_text() == "first"
+    assert foreign.exists() and not [n for n in os.listdir(small) if n.startswith(".")]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_vq import ops
-from hf_vq.errors import VQSchemeError
+from hf_vq.errors import VQFormatError, VQSchemeError
 from hf_vq.fit import fit_weight
 from hf_vq.formats import VQScheme
 from hf_vq.formats.catalog import weight_scheme
@@ -67,9 +67,10 @@ def test_moving_and_casting(move):
         assert (
             torch.equal(getattr(moved, name), tensor) and getattr(moved, name).dtype == tensor.dtype
         )
-    assert moved.vq_codebook.data_ptr() == share(universal_tensor(SCHEME)).data_ptr() or (
-        move is copy.deepcopy
-    )
+    # A copy has a codebook of its own, until it is moved.
+    shared = moved.vq_codebook.data_ptr() == share(universal_tensor(SCHEME)).data_ptr()
+    assert shared == (move is not copy.deepcopy)
+    assert moved.float().vq_codebook.data_ptr() == share(universal_tensor(SCHEME)).data_ptr()
 
 
 def test_to_empty_and_meta_keep_dtypes():
@@ -99,8 +100,32 @@ def test_the_same_values_are_held_once():
     one, two = torch.arange(6.0), torch.arange(6.0)
     assert share(one) is one and share(two) is one and digest(one) == digest(two)
     del one
+    assert share(two) is two  # the first one is gone
     three = torch.arange(6.0)
-    assert share(three) is two or share(three) is not None
+    assert share(three) is two
+
+
+def test_the_same_bytes_may_be_other_values():
+    half = torch.zeros(2, 3, dtype=torch.float16)
+    for other in (half.view(torch.int16), half.view(3, 2)):
+        assert share(half) is half and share(other) is other
+
+
+def test_codes_never_have_the_shape_of_the_weight():
+    scheme = weight_scheme("turboquant-8")
+    made, weight = layer(scheme)
+    assert made.weight.shape == (1, 24, 48) and made.tensors()["codes"].shape == (24, 48)
+    assert (made.decoded() - weight).square().sum() < 1e-4 * weight.square().sum()
+    assert made(torch.randn(5, 48)).shape == (5, 24)
+
+
+def test_an_input_that_does_not_fit():
+    made = VQLinear(48, 24, False, SCHEME, where="mlp.up")
+    with pytest.raises(VQFormatError, match=r"mlp\.up got an input of shape \[2, 47\].*=48"):
+        made(torch.zeros(2, 47))
+    made.input_parts = 2  # as tensor parallelism sets it
+    with pytest.raises(VQFormatError, match="in_features=24"):
+        made(torch.zeros(2, 48))
 
 
 def test_a_size_that_does_not_fit():

@@ -5,7 +5,7 @@ import torch
 
 from hf_vq import ops
 from hf_vq.fit import fit_weight, fixed_tensors
-from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, weight_scheme
+from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, VQScheme, weight_scheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.codes import stored_arguments
 from hf_vq.transforms import rotate
@@ -152,3 +152,15 @@ def test_rotate_op_is_the_transform():
     same = ops.rotate(x, None, unrotated)
     assert torch.equal(same, x)
     assert same.data_ptr() != x.data_ptr()
+
+
+def test_what_inference_mode_keeps_serves_gradients():
+    """Tables made under inference_mode must not be inference tensors."""
+    rotated = VQScheme(2, 8, rotation="hadamard", rotation_block=32, scale_group=32)
+    plain = VQScheme(2, 7, scale_group=0, rotation="none")
+    with torch.inference_mode():
+        ops.rotate(torch.randn(2, 32), None, rotated)
+        ops.encode_kv(torch.randn(2, 48), torch.randn(1, 128, 2).half(), plain)
+    x = torch.randn(2, 32, requires_grad=True)
+    rotate(x, rotated).sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,69 @@
+"""The committed records hold what the project promises, and say what made them."""
+
+import pytest
+
+from hf_vq.bench.record import read_record
+from hf_vq.formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
+
+HEAD_DIM = 128  # at which the bits of KV schemes are nominal
+
+# scheme -> most KL divergence, most change of perplexity in percent
+WEIGHT_BARS = {"vq-4": (0.0260, 2.9), "vq-3": (0.112, 10.5), "vq-2": (0.55, 66.0)}
+# (scheme, case, number) -> most
+KV_BARS = {
+    ("u4", "window", "kld"): 0.00045,
+    ("u4", "window", "kld_p99"): 0.006,
+    ("u4", "no window", "kld"): 0.0075,
+    ("u4", "shifted", "kld"): 0.0005,
+    ("u3", "window", "kld"): 0.0018,
+    ("u3", "no window", "kld"): 0.031,
+    ("k4v2", "window", "kld"): 0.0027,
+    ("u2", "window", "kld"): 0.0060,
+    ("u2", "no window", "kld"): 0.115,
+}
+
+
+def rows(suite: str) -> list[dict]:
+    record = read_record(suite)
+    assert record is not None
+    return record["results"]["rows"]
+
+
+@pytest.mark.parametrize("suite", ["quality-weights", "quality-kv", "demo"])
+def test_a_record_says_what_made_it(suite):
+    record = read_record(suite)
+    assert record["revision"] and record["date"]
+    assert record["versions"]["hf-vq"][0].isdigit()
+    plain = {"demo": "hf-vq demo"}
+    command = plain.get(suite, f"python -m hf_vq.bench {suite} MODEL_DIR --text TEXT")
+    assert record["command"] == command, "the tables show whole runs only"
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_BARS)
+def test_weights(scheme):
+    (row,) = (row for row in rows("quality-weights") if row["name"] == scheme)
+    kld, change = WEIGHT_BARS[scheme]
+    assert row["kld"] <= kld and row["change"] <= change
+
+
+def test_stored_bits_of_weights_are_nominal():
+    measured = [row for row in rows("quality-weights") if row["kind"] == "scheme"]
+    assert measured
+    for row in measured:
+        nominal = WEIGHT_SCHEMES[row["name"]].bits()
+        assert row["bits_per_weight"] == pytest.approx(nominal, rel=0.01)
+
+
+@pytest.mark.parametrize(("scheme", "case", "number"), KV_BARS, ids=" ".join)
+def test_kv_cache(scheme, case, number):
+    (row,) = (r for r in rows("quality-kv") if (r["name"], r["case"]) == (scheme, case))
+    assert row[number] <= KV_BARS[scheme, case, number]
+
+
+def test_stored_bits_of_the_kv_cache_are_nominal():
+    measured = [row for row in rows("quality-kv") if row["kind"] == "scheme"]
+    assert {row["case"] for row in measured} == {"window", "short prompt", "no window", "shifted"}
+    for row in measured:
+        scheme = KV_SCHEMES[row["name"]]
+        nominal = (scheme.key.bits(HEAD_DIM) + scheme.value.bits(HEAD_DIM)) / 2
+        assert row["bits_per_element"] == pytest.approx(nominal, rel=0.01)
