@@ -1,7 +1,7 @@
 """Vector quantization for Hugging Face Transformers.
 
-    model = AutoModelForCausalLM.from_pretrained(model_id, quantization_config=VQConfig())
-    model.generate(**inputs, past_key_values=VQCache(model.config))
+model = AutoModelForCausalLM.from_pretrained(model_id, quantization_config=VQConfig())
+model.generate(**inputs, past_key_values=VQCache(model.config))
 """
 
 from .backends import reference as _reference

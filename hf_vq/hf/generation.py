@@ -100,5 +100,5 @@ def _check_candidates(generation_config: Any, cache: VQCache) -> None:
             f"prompt_lookup_num_tokens={candidates} with VQCache(window={cache.options.window}): "
             "candidates read each other as floats, greedy decoding reads codes beyond the window, "
             "so the two may differ. Use fewer candidates than the window.",
-            stacklevel=4,
+            stacklevel=5,  # through torch.no_grad of generate, to its caller
         )
