@@ -72,3 +72,11 @@ def test_empty_table(table):
 @pytest.mark.parametrize("count,bucket", [(0, 1), (1, 1), (2, 2), (3, 4), (16, 16), (17, 32)])
 def test_bucket(count, bucket):
     assert dispatch.bucket(count) == bucket
+
+
+@pytest.mark.parametrize("op", ["linear", "decode", "encode", "rotate", "attention"])
+def test_every_op_ends_with_its_reference(op):
+    import hf_vq  # noqa: F401  registers the backends
+
+    assert dispatch.rows(op)[-1].name == "reference"
+    assert dispatch.rows(op)[-1].device == "any"
