@@ -77,7 +77,7 @@ def test_cpu_offload_hooks(quantized):
 
 def test_an_automatic_device_map(quantized):
     model = LOAD(quantized(), device_map="auto")
-    assert torch.equal(logits(model), logits(LOAD(quantized())))
+    assert torch.equal(logits(model), logits(LOAD(quantized()).to(model.device)))
 
 
 def test_an_offloaded_model_is_not_dequantized(quantized, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.quantizers import HfQuantizer
 
 from hf_vq.errors import VQConfigError
 from hf_vq.formats import VQScheme
@@ -65,6 +66,9 @@ def test_what_is_whole_everywhere():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")
+@pytest.mark.skipif(
+    not hasattr(HfQuantizer, "update_parallel_plan"), reason="needs Transformers 5.23"
+)
 def test_two_processes(quantized, dense, tmp_path):
     scheme = VQScheme(2, 8, scale_group=16, rotation_block=16)
     arguments = [
