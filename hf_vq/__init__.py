@@ -4,6 +4,8 @@ model = AutoModelForCausalLM.from_pretrained(model_id, quantization_config=VQCon
 model.generate(**inputs, past_key_values=VQCache(model.config))
 """
 
+from .backends import cpu_attention as _cpu_attention
+from .backends import cpu_linear as _cpu_linear
 from .backends import reference as _reference
 from .cache import VQCache
 from .errors import (
@@ -15,14 +17,15 @@ from .errors import (
     VQSchemeError,
 )
 from .formats import KVScheme, VQScheme
-from .hf import VQConfig, explain
+from .hf import VQConfig, calibrate_kv, explain
 from .hf import attention as _attention
 from .hf import generation as _generation
 from .hf import quantizer as _quantizer
 
 __version__ = "0.1.0"
 
-for _plugin in (_reference, _quantizer, _attention, _generation):
+# Rows of the dispatch table are asked in this order.
+for _plugin in (_cpu_linear, _cpu_attention, _reference, _quantizer, _attention, _generation):
     _plugin.register()
 
 __all__ = [
@@ -37,5 +40,6 @@ __all__ = [
     "VQScheme",
     "VQSchemeError",
     "__version__",
+    "calibrate_kv",
     "explain",
 ]

@@ -1,4 +1,4 @@
-"""`hf-vq`: quantize, evaluate and look at models from a shell; `optimum-cli vq` is the same.
+"""`hf-vq`: quantize, calibrate, evaluate and look at models from a shell, as `optimum-cli vq`.
 
 Exit status: 0 done, 1 interrupted or an unexpected error, 2 an error that says what to do.
 """
@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser.add_argument("--version", action="version", version=f"hf-vq {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_add_quantize, _add_eval, _add_info, _add_explain, _add_demo):
+    for add in (_add_quantize, _add_calibrate, _add_eval, _add_info, _add_explain, _add_demo):
         verb = add(verbs)
         verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -65,6 +65,29 @@ def _add_quantize(verbs: Any) -> argparse.ArgumentParser:
     _add_loading(verb)
     verb.add_argument("--push-to", metavar="REPO", help="also push to this Hub repository")
     verb.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    return verb
+
+
+def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
+    text = "Learn a KV cache's codebooks, or the means of its keys, and save them beside the model."
+    verb = _verb(verbs, "calibrate", _calibrate, text)
+    verb.add_argument("model", metavar="MODEL", help="directory or Hub id, quantized or not")
+    verb.add_argument(
+        "--kv", required=True, metavar="SCHEME", help="of the cache: nomad-4, cq-4, u4, ..."
+    )
+    verb.add_argument(
+        "--text", metavar="FILE", help="UTF-8 text (default: what the model writes by itself)"
+    )
+    verb.add_argument("--out", metavar="DIR", help="where to save (default: the model's directory)")
+    verb.add_argument(
+        "--tokens", type=_positive, default=8192, metavar="N", help="default: %(default)s"
+    )
+    verb.add_argument(
+        "--context", type=_positive, metavar="L", help="tokens of a sequence (default: up to 2048)"
+    )
+    verb.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    _add_loading(verb)
+    verb.add_argument("--force", action="store_true", help="replace codebooks that are there")
     return verb
 
 
@@ -171,6 +194,43 @@ def _quantize(args: argparse.Namespace) -> None:
         if tokenizer is not None:
             tokenizer.push_to_hub(args.push_to)
         print(f"pushed to {args.push_to}")
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    from .bench.load import load_model, load_tokenizer
+    from .bench.text import read_text
+    from .cache.codebooks import FILE_NAME
+    from .formats.catalog import kv_scheme
+    from .hf.calibrate import calibrate_kv
+
+    kv_scheme(args.kv)
+    folder = Path(args.out or args.model)
+    if args.out is None and not folder.is_dir():
+        raise VQConfigError(f"{args.model} is not a directory; give --out DIR.")
+    path = folder / FILE_NAME
+    if path.exists() and not args.force:
+        raise VQConfigError(f"{path} exists; give another --out, or --force to replace it.")
+    text = None if args.text is None else read_text(args.text)
+    tokenizer = None if text is None else load_tokenizer(args.model)
+    model = load_model(args.model, dtype=_dtype(args.dtype), device_map=args.device_map)
+    codebooks = calibrate_kv(
+        model, args.kv, text, tokenizer, tokens=args.tokens, context=args.context, seed=args.seed
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise VQError(f"cannot make {folder}: {error.strerror}.") from None
+    codebooks.save(path)
+    found = {
+        "codebooks of keys": codebooks.keys,
+        "codebooks of values": codebooks.values,
+        "means of keys": codebooks.key_means,
+    }
+    learned = [what for what, parts in found.items() if any(part is not None for part in parts)]
+    print(
+        f"{args.kv}: {' and '.join(learned)} in {len(codebooks)} layers, "
+        f"{path.stat().st_size / 1e3:.1f} kB in {path}"
+    )
 
 
 def _tokenizer_or_none(load: Callable[[str], Any], model: str) -> Any:

@@ -53,6 +53,12 @@ BACKEND = Variable(
     "Run only the rows of the dispatch table with this name or prefix, for example `reference`.",
     str.strip,
 )
+CPU_ISA = Variable(
+    "HF_VQ_CPU_ISA",
+    "",
+    "Use the CPU kernels of `avx512`, `avx2`, `dotprod`, `neon` or `scalar` instead of the best.",
+    str.strip,
+)
 NO_NATIVE = Variable(
     "HF_VQ_NO_NATIVE",
     False,
@@ -60,7 +66,7 @@ NO_NATIVE = Variable(
     flag,
 )
 
-VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (AUTOLOAD, BACKEND, NO_NATIVE)
+VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (AUTOLOAD, BACKEND, CPU_ISA, NO_NATIVE)
 
 
 def table() -> str:

@@ -37,6 +37,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+@pytest.fixture
+def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every op by its reference: for tests that hold float32 results to each other."""
+    monkeypatch.setenv("HF_VQ_BACKEND", "reference")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_progress_bars() -> None:
     from transformers.utils import logging

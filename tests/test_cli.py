@@ -1,17 +1,26 @@
 """`hf-vq`, verb by verb, on a tiny model; the demo on the embedded one."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+)
 
+from hf_vq import VQCache, calibrate_kv
 from hf_vq.bench import demo
 from hf_vq.bench.storage import Entry, file_storage, model_storage
 from hf_vq.bench.tables import demo_cells
+from hf_vq.cache import KVCodebooks
 from hf_vq.cli import build_parser, main
-from hf_vq.formats import VQScheme
+from hf_vq.formats import KV_SCHEMES, VQScheme
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -136,6 +145,97 @@ def eval_text(tinybooks) -> str:
     return str(tinybooks.with_name("tinybooks-5m-eval.txt"))
 
 
+@pytest.fixture
+def copied(original, tmp_path) -> Path:
+    """The original model in a folder of its own."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+CALIBRATION = ["--tokens", "320", "--context", "64"]
+
+
+def test_calibrate_saves_what_a_cache_finds(copied, eval_text, capsys):
+    arguments = ["calibrate", str(copied), "--kv", "nomad-4", "--text", eval_text, *CALIBRATION]
+    before = {path.name for path in copied.iterdir()}
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    path = copied / "kv_codebooks.safetensors"
+    assert shown.startswith("nomad-4: codebooks of keys in 2 layers, ") and str(path) in shown
+    assert {path.name for path in copied.iterdir()} == before | {path.name}, "nothing else is left"
+    model = AutoModelForCausalLM.from_pretrained(copied)
+    cache = VQCache.from_pretrained(model)
+    assert cache.options.scheme == KV_SCHEMES["nomad-4"]
+    text = Path(eval_text).read_text(encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(copied)
+    again = calibrate_kv(model, "nomad-4", text, tokenizer, tokens=320, context=64)
+    stored = KVCodebooks.load(path)
+    assert all(torch.equal(a, b) for a, b in zip(stored.keys, again.keys, strict=True))
+    small = ["--text", eval_text, "--tokens", "320", "--context", "160", "--json", "-"]
+    assert main(["eval", str(copied), *small, "--cache", "nomad-4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        found["bits_per_kv_element"] == pytest.approx((4 + 4.5) / 2) and found["score"]["kld"] > 0
+    )
+
+
+def test_calibrate_replaces_only_when_told(copied, eval_text, tmp_path, capsys):
+    arguments = ["calibrate", copied, "--text", eval_text, *CALIBRATION]
+    path = copied / "kv_codebooks.safetensors"
+    path.write_bytes(b"other")
+    assert "--force" in wrong(*arguments, "--kv", "u4", capsys=capsys)
+    assert path.read_bytes() == b"other"
+    assert main([*map(str, arguments), "--kv", "u4", "--force", "--seed", "1"]) == 0
+    assert "u4: means of keys in 2 layers" in capsys.readouterr().out
+    assert KVCodebooks.load(path).key_means[0].shape == (2, 32)
+    elsewhere = tmp_path / "new" / "folder"
+    assert main([*map(str, arguments), "--kv", "nomad-2", "--out", str(elsewhere)]) == 0
+    assert [path.name for path in elsewhere.iterdir()] == ["kv_codebooks.safetensors"]
+
+
+def test_calibrate_without_text(copied, capsys):
+    """The model writes it."""
+    tokens = ["--tokens", "128", "--context", "32"]
+    assert main(["calibrate", str(copied), "--kv", "nomad-2", *tokens]) == 0
+    assert (copied / "kv_codebooks.safetensors").is_file()
+
+
+def test_calibrate_says_what_is_wrong(copied, eval_text, tmp_path, capsys):
+    def fails(*arguments):
+        return wrong("calibrate", *arguments, capsys=capsys)
+
+    text = ["--text", eval_text]
+    assert "Did you mean 'nomad-4'" in fails(copied, "--kv", "nomad4", *text)
+    assert "not a directory" in fails("someone/model", "--kv", "u4", *text)
+    assert "config.json" in fails(tmp_path, "--kv", "u4", *text)
+    assert "cannot read" in fails(copied, "--kv", "u4", "--text", tmp_path / "no.txt")
+    short = tmp_path / "short.txt"
+    short.write_text("too short a text")
+    assert "too short" in fails(copied, "--kv", "u4", "--text", short)
+    assert "at least 2048" in fails(copied, "--kv", "cq-2", *text, *CALIBRATION)
+    assert "more than the 2048" in fails(copied, "--kv", "u4", *text, "--context", "4096")
+    file = tmp_path / "a_file"
+    file.write_text("")
+    assert "cannot make" in fails(copied, "--kv", "u4", *text, *CALIBRATION, "--out", file / "x")
+    assert not (copied / "kv_codebooks.safetensors").exists()
+
+
+def test_an_interrupted_calibration_leaves_nothing(copied, eval_text, monkeypatch, capsys):
+    """Whether it records, fits or writes; what was there stays."""
+    before = {path: path.read_bytes() for path in copied.iterdir()}
+    arguments = ["calibrate", str(copied), "--kv", "nomad-4", "--text", eval_text, *CALIBRATION]
+    places = ("hf_vq.hf.calibrate._run", "hf_vq.hf.calibrate.fit_kv_codebook", "os.replace")
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for place in places:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, interrupt)
+            assert main(arguments) == 1
+        assert "nothing was left behind" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in copied.iterdir()} == before
+
+
 def test_explain_names_the_kernel(quantized, capsys):
     assert main(["explain", str(quantized)]) == 0
     assert "reference" in capsys.readouterr().out
@@ -162,7 +262,9 @@ def test_errors_are_one_line(quantized, original, eval_text, tmp_path, capsys):
     assert "cannot read" in wrong("eval", original, "--text", tmp_path / "no.txt", capsys=capsys)
     assert "hardly a code" in wrong("eval", original, *text, "--cache", "u4", capsys=capsys)
     assert "KV" in wrong("eval", original, *text, "--cache", "u9", capsys=capsys)
-    assert "learned" in wrong("eval", original, *text, "--cache", "cq-4", capsys=capsys)
+    longer = ["--text", eval_text, "--tokens", "320", "--context", "160"]
+    missing = wrong("eval", original, *longer, "--cache", "cq-4", capsys=capsys)
+    assert "calibrate --kv cq-4" in missing
     assert "already" in wrong("demo", "--model", quantized, "--text", eval_text, capsys=capsys)
     assert "unknown" in wrong("demo", "--scheme", "no", capsys=capsys)
     nowhere = tmp_path / "none" / "x.json"
@@ -190,11 +292,13 @@ def test_usage(capsys):
         ["nothing"],
         ["eval", "m", "--tokens", "-3"],
         ["eval", "m", "--tokens", "x"],
+        ["calibrate", "m"],
+        ["calibrate", "m", "--kv", "u4", "--tokens", "0"],
     ):
         with pytest.raises(SystemExit) as stop:
             main(arguments)
         assert stop.value.code == 2
-    verbs = ("quantize", "eval", "info", "explain", "demo")
+    verbs = ("quantize", "calibrate", "eval", "info", "explain", "demo")
     assert all(verb in build_parser().format_help() for verb in verbs)
 
 

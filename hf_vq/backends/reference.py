@@ -12,6 +12,7 @@ def register() -> None:
         ("decode", reference.decode),
         ("encode", reference.encode),
         ("rotate", reference.rotate),
+        ("append", reference.append),
         ("attention", attention_reference.attention),
     ):
         dispatch.register(dispatch.Kernel("reference", op, run))

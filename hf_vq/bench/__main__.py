@@ -31,6 +31,8 @@ def build_parser() -> argparse.ArgumentParser:
         suite.add_argument("--no-baselines", action="store_true", help="only the schemes")
         suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
         suite.add_argument("--revision", help="of the source (default: git is asked)")
+        if module is quality_kv:
+            suite.add_argument("--calibration", metavar="TEXT", help="text for learned schemes")
         suite.set_defaults(parser=suite)
     write = suites.add_parser("tables", help="Write the tables of README.md and docs/*.md.")
     write.add_argument("--check", action="store_true", help="change nothing, fail if one is old")
@@ -51,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 def _measure(args: argparse.Namespace) -> int:
     module: Any = quality_weights if args.suite == "quality-weights" else quality_kv
     start = f"python -m hf_vq.bench {args.suite} MODEL_DIR --text TEXT"
+    more = {}
+    if getattr(args, "calibration", None):
+        start, more = f"{start} --calibration TEXT", {"calibration": args.calibration}
     options = dict.fromkeys(("tokens", "context", "schemes", "no_baselines"), "")
     command = command_line(start, args.parser, args, options)
     if command != start and args.out is None:
@@ -63,6 +68,7 @@ def _measure(args: argparse.Namespace) -> int:
         schemes=args.schemes,
         with_baselines=not args.no_baselines,
         report=_print_row,
+        **more,
     )
     record = make_record(args.suite, command, settings, results, args.revision)
     out = args.out or RESULTS / f"{args.suite}.json"

@@ -28,18 +28,37 @@ NAME = "hf_vq_bench_banded"
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux")  # arguments of Transformers' attention
 _QUERIES = 128  # queries per block: bounds the memory of the scores
 
-RoundTrip = Callable[[Tensor], Tensor]
-"""Keys or values [kv heads, tokens, head_dim] float32 -> the same, stored and read back."""
+RoundTrip = Callable[[Tensor, int], Tensor]
+"""Keys or values [kv heads, tokens, head_dim] float32 of a layer (by its number) -> the same,
+stored and read back."""
+
+Scores = Callable[[Tensor, int], Tensor]
+"""Scaled queries [kv heads, queries per kv head, Q, head_dim] -> scores [..., end] of the first
+`end` stored keys."""
+
+
+def dot_products(k_stored: Tensor, layer: int) -> Scores:
+    """Scores by definition, of stored keys [kv heads, tokens, head_dim]."""
+    return lambda q, end: torch.einsum("hgqd,hkd->hgqk", q, k_stored[:, :end])
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """How keys and values are stored, and which tokens are not."""
+    """How keys and values are stored, and which tokens are not.
+
+    Args:
+        keys: what is read back of the keys.
+        values: what is read back of the values.
+        window: the newest tokens that a query reads as they are.
+        sinks: the first tokens, likewise.
+        scores: how a query meets stored keys; gets these and the layer's number.
+    """
 
     keys: RoundTrip
     values: RoundTrip
     window: int
     sinks: int = 4
+    scores: Callable[[Tensor, int], Scores] = dot_products
 
 
 _active: list[Simulation] = []
@@ -86,25 +105,29 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
     q = (query[0] * scale).float().reshape(kv_heads, heads // kv_heads, tokens, -1)
-    out = banded_attention(q, key[0].float(), value[0].float(), _active[-1])
+    out = banded_attention(q, key[0].float(), value[0].float(), _active[-1], module.layer_idx)
     out = out.reshape(1, heads, tokens, -1).transpose(1, 2).contiguous()
     return out.to(query.dtype), None
 
 
-def banded_attention(q: Tensor, k: Tensor, v: Tensor, simulation: Simulation) -> Tensor:
+def banded_attention(
+    q: Tensor, k: Tensor, v: Tensor, simulation: Simulation, layer: int = 0
+) -> Tensor:
     """Causal attention by the rule of the module.
 
     Args:
         q: scaled queries [kv heads, queries per kv head, T, D].
         k: exact keys [kv heads, T, D]; `v` likewise.
         simulation: how keys and values are stored, and the window.
+        layer: its number.
 
     Returns:
         [kv heads, queries per kv head, T, D].
     """
     window, sinks = simulation.window, simulation.sinks
-    k_stored, v_stored = simulation.keys(k).clone(), simulation.values(v).clone()
-    k_stored[:, :sinks], v_stored[:, :sinks] = k[:, :sinks], v[:, :sinks]
+    stored_scores = simulation.scores(simulation.keys(k, layer), layer)
+    v_stored = simulation.values(v, layer).clone()
+    v_stored[:, :sinks] = v[:, :sinks]
     tokens = q.shape[2]
     blocks = []
     for start in range(0, tokens, _QUERIES):
@@ -114,7 +137,8 @@ def banded_attention(q: Tensor, k: Tensor, v: Tensor, simulation: Simulation) ->
         in_window = torch.arange(first, end, device=q.device)[None] > position - window
         future = torch.arange(end, device=q.device)[None] > position
         block = q[:, :, start:end]
-        scores = torch.einsum("hgqd,hkd->hgqk", block, k_stored[:, :end])
+        scores = stored_scores(block, end)
+        scores[..., :sinks] = torch.einsum("hgqd,hkd->hgqk", block, k[:, : min(sinks, end)])
         exact = torch.einsum("hgqd,hkd->hgqk", block, k[:, first:end])
         scores[..., first:] = torch.where(in_window, exact, scores[..., first:])
         p = scores.masked_fill_(future, -torch.inf).softmax(-1)

@@ -143,12 +143,10 @@ def _one_scheme(
     if there != logits_digest(quantized, prompt):
         raise VQError(f"{scheme}: the reloaded model has other logits than the one in memory.")
     say(f"{scheme}: measuring against the original")
-    new_cache = cache_factory("u4")
     reloaded = load_model(saved)
+    new_cache = cache_factory(reloaded, "u4")
     plain = score(model_forward(reloaded), reference, BATCH)
-    with_cache = model_forward(
-        reloaded, lambda: new_cache(reloaded.config), prompt=reference.skip, chunk=CHUNK
-    )
+    with_cache = model_forward(reloaded, new_cache, prompt=reference.skip, chunk=CHUNK)
     cached = score(with_cache, reference, len(reference.sequences))  # weights are decoded per step
     storage = file_storage(read_headers(saved), _scheme_of(saved))
     quality = [plain.to_dict(), cached.to_dict()]

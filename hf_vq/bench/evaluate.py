@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import VQError
+from ..formats.catalog import kv_scheme
 from .load import load_model, load_tokenizer
 from .record import machine, versions
 from .score import Reference, Score, model_forward, score
@@ -101,7 +102,8 @@ def evaluate(
             its own cache, and without `cache` there is only a perplexity.
         tokens: how many tokens of the text; None = all, at most MOST_TOKENS.
         context: tokens per sequence.
-        cache: KV scheme to read keys and values from. The start of each sequence is then a prompt
+        cache: KV scheme to read keys and values from, with the codebooks or means that were
+            calibrated for the model, if there are. The start of each sequence is then a prompt
             (`prompt_length`), and only what follows it is scored: every scored prediction reads
             codes, except for the sinks and its 64 to 71 newest tokens.
         dtype: of both models.
@@ -110,14 +112,16 @@ def evaluate(
     Raises:
         VQError: a model, the text or the scheme cannot be used.
     """
-    new_cache = cache_factory(cache) if cache is not None else None
-    prompt = prompt_length(context) if new_cache else 0
+    if cache is not None:
+        kv_scheme(cache)  # a wrong name, before anything is loaded
+    prompt = prompt_length(context) if cache is not None else 0
     tokenizer = load_tokenizer(model)
     sequences = read_sequences(
         tokenizer, text, context=context, tokens=tokens, most=max(MOST_TOKENS, 2 * context)
     )
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     loaded = load_model(model, dtype=torch_dtype, device_map=device_map)
+    new_cache = None if cache is None else cache_factory(loaded, cache)
     original = loaded
     if reference is not None:
         original = load_model(reference, dtype=torch_dtype, device_map=device_map)
@@ -126,7 +130,7 @@ def evaluate(
 
     def recorded() -> Any:
         assert new_cache is not None
-        caches[:] = [new_cache(loaded.config)]
+        caches[:] = [new_cache()]
         return caches[0]
 
     forward = model_forward(loaded)
@@ -172,21 +176,16 @@ def prompt_length(context: int) -> int:
     return max(context // 4, EXACT)
 
 
-def cache_factory(scheme: str) -> Callable[[Any], Any]:
-    """config -> an empty `VQCache` of a scheme; checks the name at once.
+def cache_factory(model: Any, scheme: str) -> Callable[[], Any]:
+    """Makes empty caches of a scheme for a loaded model; the first is made at once.
 
     Raises:
-        VQError: no such scheme, or it needs learned codebooks.
+        VQError: the scheme needs learned codebooks, and there are none beside the model.
     """
     from ..cache import VQCache
-    from ..formats.catalog import kv_scheme
 
-    kv = kv_scheme(scheme)
-    if "channel_group" in (kv.key.codebook, kv.value.codebook):
-        raise VQError(
-            f"KV scheme {scheme} needs codebooks learned from data; use u4, u3, k4v2 or u2."
-        )
-    return lambda config: VQCache(config, scheme=scheme)
+    VQCache.from_pretrained(model, scheme)
+    return lambda: VQCache.from_pretrained(model, scheme)
 
 
 @torch.no_grad()

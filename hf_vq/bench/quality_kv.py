@@ -8,6 +8,9 @@ takes if the prompt is no longer than sinks and window: over the first half of t
 The case `shifted` adds a constant of five times the key norm to the 16 slowest RoPE pairs of every
 key before it is stored and takes it off afterwards. Softmax does not see such a constant, so the
 model computes the same function; it stands for models whose keys have a large bias.
+
+Learned schemes are calibrated on another text. Besides what this package ships, NoMAD-Attention is
+measured as its paper has it: keys alone are coded, and their scores are sums of tables in 8 bits.
 """
 
 from __future__ import annotations
@@ -21,20 +24,28 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..cache.codebooks import KVCodebooks, needs_codebooks
 from ..cache.store import key_mean
+from ..errors import VQError
 from ..formats.catalog import kv_scheme
+from ..formats.nearest import nearest_in_groups
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
+from ..hf.calibrate import calibrate_kv
+from ..ops.nomad_reference import quantized_tables, score_tables
 from . import baselines
-from .banded import RoundTrip, Simulation, simulate
+from .banded import RoundTrip, Scores, Simulation, dot_products, simulate
 from .load import load_model, load_tokenizer
 from .score import Reference, model_forward, score
-from .text import read_sequences, text_facts
+from .text import read_sequences, read_text, text_facts
 
-SCHEMES = ("u4", "u3", "k4v2", "u2")
+LEARNED = ("nomad-4", "nomad-2", "nomad-1", "cq-4", "cq-2")
+SCHEMES = ("u4", "nomad-u4", "u3", "k4v2", "u2", *LEARNED)
 CASES = ("window", "short prompt", "no window", "shifted")
+LEARNED_CASES = ("window", "no window")
 WINDOW = 64
 SINKS = 4
+CALIBRATION_TOKENS = 8192
 _SHIFT = 5.0  # times the mean norm of the keys
 _SLOW_PAIRS = 16
 
@@ -43,6 +54,7 @@ def run(
     model_dir: str,
     text: str | Path,
     *,
+    calibration: str | Path | None = None,
     tokens: int = 16384,
     context: int = 2048,
     schemes: Sequence[str] = SCHEMES,
@@ -51,9 +63,18 @@ def run(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure; `report` gets each row when it is known.
 
+    Args:
+        calibration: text for learned schemes; not `text`.
+
     Returns:
         (settings, results) of the record.
+
+    Raises:
+        VQError: a scheme must be calibrated, and there is no text for it.
     """
+    learned = [name for name in schemes if needs_codebooks(kv_scheme(name))]
+    if learned and calibration is None:
+        raise VQError(f"{', '.join(learned)} must be calibrated: give --calibration TEXT.")
     tokenizer = load_tokenizer(model_dir)
     sequences = read_sequences(tokenizer, text, context=context, tokens=tokens)
     model = load_model(model_dir, dtype=torch.float32)
@@ -61,16 +82,28 @@ def run(
     results: dict[str, Any] = {"perplexity": reference.perplexity, "rows": []}
     head_dim = getattr(model.config, "head_dim", None)
     head_dim = head_dim or model.config.hidden_size // model.config.num_attention_heads
-    contestants = [*(_baselines(head_dim) if with_baselines else ()), *_schemes(schemes, head_dim)]
-    for one in contestants:
-        for case in CASES:
+
+    def contestants() -> Iterator[_Contestant]:
+        if with_baselines:
+            yield from _baselines(head_dim)
+        yield from _schemes([name for name in schemes if name not in learned], head_dim)
+        known = "" if calibration is None else read_text(calibration)
+        for name in learned:
+            codebooks = calibrate_kv(
+                model, name, known, tokenizer,
+                tokens=min(CALIBRATION_TOKENS, tokens), context=context, progress=False,
+            )  # fmt: skip
+            yield from _learned(name, codebooks, head_dim)
+
+    for one in contestants():
+        for case in one.cases:
             keys = one.short if case == "short prompt" else one.keys
             if keys is None:
                 continue
             if case == "shifted":
                 keys = shifted(keys)
             window = 0 if case == "no window" else WINDOW
-            with simulate(model, Simulation(keys, one.values, window, SINKS)):
+            with simulate(model, Simulation(keys, one.values, window, SINKS, one.scores)):
                 scores = score(model_forward(model), reference).to_dict()
             row = {
                 "name": one.name,
@@ -90,6 +123,11 @@ def run(
         "sinks": SINKS,
         "dtype": "float32",
     }
+    if calibration is not None:
+        facts = text_facts(calibration)
+        settings["calibration_text"] = facts["text"]
+        settings["calibration_text_sha256"] = facts["text_sha256"]
+        settings["calibration_tokens"] = min(CALIBRATION_TOKENS, tokens)
     return settings, results
 
 
@@ -103,6 +141,8 @@ class _Contestant:
     keys: RoundTrip
     values: RoundTrip
     short: RoundTrip | None = None
+    cases: Sequence[str] = CASES
+    scores: Callable[[Tensor, int], Scores] = dot_products
 
 
 def _schemes(names: Sequence[str], head_dim: int) -> Iterator[_Contestant]:
@@ -117,50 +157,110 @@ def _schemes(names: Sequence[str], head_dim: int) -> Iterator[_Contestant]:
         yield _Contestant(name, "scheme", bits, keys, values, short)
 
 
-def _stored_bits(scheme: VQScheme, head_dim: int) -> float:
+def _learned(name: str, codebooks: KVCodebooks, head_dim: int) -> Iterator[_Contestant]:
+    """A learned scheme as it is shipped, and the paper's own form of NoMAD-Attention."""
+    scheme = codebooks.scheme
+    sides = (scheme.key, codebooks.keys), (scheme.value, codebooks.values)
+    keys, values = (round_trip(part, centre=False, codebooks=books) for part, books in sides)
+    key_bits, value_bits = (_stored_bits(part, head_dim, books[0]) for part, books in sides)
+    bits = (key_bits + value_bits) / 2
+    yield _Contestant(name, "scheme", bits, keys, values, cases=LEARNED_CASES)
+    if not name.startswith("nomad"):
+        return
+
+    def exact(x: Tensor, layer: int) -> Tensor:
+        return x
+
+    def in_8_bits(k_stored: Tensor, layer: int) -> Scores:
+        codebook = codebooks.keys[layer]
+        assert codebook is not None
+        return table_scores(k_stored, codebook)
+
+    paper = f"NoMAD d_sub {scheme.key.vector_size}, keys only"
+    options: dict[str, Any] = {"cases": LEARNED_CASES}
+    yield _Contestant(paper, "baseline", key_bits, keys, exact, **options)
+    options["scores"] = in_8_bits
+    yield _Contestant(f"{paper}, 8-bit tables", "baseline", key_bits, keys, exact, **options)
+
+
+def _stored_bits(scheme: VQScheme, head_dim: int, codebook: Tensor | None = None) -> float:
     """Bits per number of what is stored of one token and head."""
-    stored = ops.encode_kv(torch.ones(1, 1, head_dim), universal_tensor(scheme), scheme)
-    return 8 * sum(tensor.nbytes for tensor in stored) / head_dim
+    heads = 1 if codebook is None else len(codebook)
+    codebook = universal_tensor(scheme) if codebook is None else codebook
+    stored = ops.encode_kv(torch.ones(heads, 1, head_dim), codebook, scheme)
+    return 8 * sum(tensor.nbytes for tensor in stored) / (heads * head_dim)
 
 
 def _baselines(head_dim: int) -> Iterator[_Contestant]:
-    def qserve(x: Tensor) -> Tensor:
+    def qserve(x: Tensor, layer: int) -> Tensor:
         return baselines.asymmetric(x, 4, head_dim)
 
     name = "QServe KV4 (no SmoothAttention)"
     yield _Contestant(name, "baseline", 4 + 32 / head_dim, qserve, qserve)
 
-    def kivi_values(x: Tensor) -> Tensor:
+    def kivi_values(x: Tensor, layer: int) -> Tensor:
         return baselines.asymmetric(x, 4, 32)
 
-    def kivi_keys(x: Tensor) -> Tensor:
+    def kivi_keys(x: Tensor, layer: int) -> Tensor:
         return baselines.per_channel(x, 4, 32)
 
     yield _Contestant("KIVI-4 g32", "baseline", 4 + 32 / 32, kivi_keys, kivi_values)
 
 
-def round_trip(scheme: VQScheme, *, centre: bool, known: int | None = None) -> RoundTrip:
+def round_trip(
+    scheme: VQScheme,
+    *,
+    centre: bool,
+    known: int | None = None,
+    codebooks: Sequence[Tensor | None] | None = None,
+) -> RoundTrip:
     """Store and read back [kv heads, tokens, head_dim] the way `VQCache` does.
 
     Args:
         scheme: of keys or of values.
         centre: take off the mean over the first `known` tokens without the sinks.
         known: None = all tokens.
+        codebooks: of each layer; None, or None for a layer = the universal one.
     """
-    codebook = universal_tensor(scheme)
+    universal = universal_tensor(scheme) if scheme.codebook == "universal" else None
 
-    def stored(x: Tensor) -> Tensor:
+    def stored(x: Tensor, layer: int) -> Tensor:
         mean = key_mean(x[None, :, :known], SINKS)[0] if centre else torch.zeros(())
+        learned = None if codebooks is None else codebooks[layer]
+        codebook = universal if learned is None else learned
+        assert codebook is not None, f"no codebook for layer {layer}"
         codes, scale = ops.encode_kv(x - mean, codebook, scheme)
         return ops.decode_kv(codes, scale, codebook, scheme, x.shape[-1]) + mean
 
     return stored
 
 
+def table_scores(k_stored: Tensor, codebook: Tensor) -> Scores:
+    """Scores of stored keys [kv heads, tokens, head_dim] as sums of tables in 8 bits.
+
+    Args:
+        codebook: fp16 [kv heads, S, entries, x], whose entries the stored keys consist of.
+    """
+    heads, groups, entries, size = codebook.shape
+    vectors = k_stored.unflatten(-1, (groups, size)).transpose(1, 2).flatten(0, 1)
+    codes = nearest_in_groups(vectors, codebook.float().flatten(0, 1))
+    # Summing table entries by codes is a product with a matrix of zeros and ones, and exact.
+    chosen = torch.zeros(len(vectors), entries, k_stored.shape[1])
+    chosen.scatter_(1, codes[:, None], 1.0)
+    chosen = chosen.reshape(heads, groups * entries, -1)
+
+    def scores(q: Tensor, end: int) -> Tensor:
+        tables, step, low = quantized_tables(score_tables(q.transpose(0, 1), codebook))
+        sums = torch.einsum("ghqc,hck->hgqk", tables.float().flatten(-2), chosen[..., :end])
+        return sums * step[..., 0].transpose(0, 1) + low[..., 0].transpose(0, 1)
+
+    return scores
+
+
 def shifted(keys: RoundTrip) -> RoundTrip:
     """`keys` on the shifted twin: a fixed random constant per head on the slowest RoPE pairs."""
 
-    def stored(x: Tensor) -> Tensor:
+    def stored(x: Tensor, layer: int) -> Tensor:
         heads, _, head_dim = x.shape
         half = head_dim // 2
         slow = range(half - min(_SLOW_PAIRS, half), half)
@@ -171,6 +271,6 @@ def shifted(keys: RoundTrip) -> RoundTrip:
         )
         size = _SHIFT * x.norm(dim=-1).mean(1).reshape(heads, 1, 1)
         constant *= size / constant.norm(dim=-1, keepdim=True)
-        return keys(x + constant) - constant
+        return keys(x + constant, layer) - constant
 
     return stored

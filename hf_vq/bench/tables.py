@@ -80,11 +80,8 @@ def weights_table() -> str:
 
 
 def kv_table() -> str:
-    """Quality of KV cache schemes; one line per scheme."""
-    record = _record("quality-kv")
-    by_name: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in record["results"]["rows"]:
-        by_name.setdefault(row["name"], {})[row["case"]] = row
+    """Quality of KV cache schemes without learned codebooks; one line per scheme."""
+    record, by_name = _kv_cases()
     head = [
         "KV cache",
         "bits",
@@ -96,7 +93,9 @@ def kv_table() -> str:
     ]
     rows = []
     for cases in by_name.values():
-        row = next(iter(cases.values()))
+        if "shifted" not in cases:
+            continue
+        row = cases["window"]
         rows.append(
             [
                 _label(row),
@@ -109,6 +108,33 @@ def kv_table() -> str:
             ]
         )
     return markdown_table(head, rows) + "\n\n" + _source(record)
+
+
+def learned_kv_table() -> str:
+    """Quality of learned KV codebooks, and of the universal schemes of as many bits."""
+    record, by_name = _kv_cases()
+    head = ["KV cache", "bits"]
+    for where in ("window 64", "no window"):
+        head += [f"KLD, {where}", "99th percentile", "perplexity, %"]
+    rows = []
+    for name, cases in by_name.items():
+        if "shifted" in cases and name not in ("u4", "nomad-u4", "u2"):
+            continue
+        row = [_label(cases["window"]), f"{cases['window']['bits_per_element']:.3f}"]
+        for case in ("window", "no window"):
+            row += [_cell(cases, case, "kld"), _cell(cases, case, "kld_p99")]
+            row.append(f"{cases[case]['change']:+.2f}")
+        rows.append(row)
+    return markdown_table(head, rows) + "\n\n" + _source(record)
+
+
+def _kv_cases() -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
+    """The record of `quality-kv`, and its rows by name and case."""
+    record = _record("quality-kv")
+    by_name: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in record["results"]["rows"]:
+        by_name.setdefault(row["name"], {})[row["case"]] = row
+    return record, by_name
 
 
 def demo_table() -> str:
@@ -164,12 +190,15 @@ def kv_schemes_table() -> str:
     rows = []
     for name, scheme in KV_SCHEMES.items():
         bits = (scheme.key.bits(HEAD_DIM) + scheme.value.bits(HEAD_DIM)) / 2
+        codebooks = [_codebook(scheme.key), _codebook(scheme.value)]
+        if codebooks[0] == codebooks[1]:
+            del codebooks[1]
         rows.append(
             [
                 f"`{name}`",
                 f"`{scheme.key.notation()}`",
                 f"`{scheme.value.notation()}`",
-                _codebook(scheme.key),
+                " / ".join(codebooks),
                 "yes" if scheme.centre_keys else "no",
                 f"{bits:g}",
             ]
@@ -180,6 +209,7 @@ def kv_schemes_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "results:quality-weights": weights_table,
     "results:quality-kv": kv_table,
+    "results:quality-kv-learned": learned_kv_table,
     "results:demo": demo_table,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,

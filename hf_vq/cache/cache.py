@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -20,6 +21,7 @@ from transformers.cache_utils import (
 
 from ..errors import VQCacheError
 from ..formats.catalog import KVScheme, kv_scheme, scheme_name
+from .codebooks import KVCodebooks, cure, find, learned, needs_codebooks, title
 from .layer import LayerOptions, VQCacheLayer
 from .prompt import Prompt
 from .sliding import VQSlidingCacheLayer
@@ -44,8 +46,8 @@ class VQCache(Cache):
 
     Args:
         config: of the model.
-        scheme: `u4` (4 bits), `u3`, `u2`, `k4v2` (keys 4 bits, values 2), or a `KVScheme`; plus one
-            fp16 scale per token and head.
+        scheme: `u4` (4 bits), `u3`, `u2`, `k4v2` (keys 4 bits, values 2), another name of the
+            catalogue, or a `KVScheme`. Universal codebooks add one fp16 scale per token and head.
         sinks: tokens at the start of each row that stay floats.
         window: the newest tokens that stay floats, for each query.
         max_cache_len: allocate for this many tokens at once, and refuse more; None = grow.
@@ -54,9 +56,12 @@ class VQCache(Cache):
         offloading: keep all layers but the running one on the CPU (needs a GPU, else ignored).
         key_means: calibrated mean of each layer's keys [heads, head_dim] (None for a layer that has
             none), instead of measuring it on the prompt.
+        codebooks: what `hf-vq calibrate` learned of this model; needed by schemes such as
+            `nomad-4`, whose codebooks are not universal. `from_pretrained` finds them.
 
     Raises:
-        VQCacheError: an argument has the wrong type or value.
+        VQCacheError: an argument has the wrong type or value, or the codebooks are missing or not
+            of this scheme and model.
         VQSchemeError: the scheme is unknown.
     """
 
@@ -72,6 +77,7 @@ class VQCache(Cache):
         quantize_sliding: bool = False,
         offloading: bool = False,
         key_means: Sequence[Tensor | None] | None = None,
+        codebooks: KVCodebooks | None = None,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise VQCacheError(
@@ -94,15 +100,16 @@ class VQCache(Cache):
         self.prompt = Prompt()
         # DynamicCache knows, in every version of Transformers, which layer of a config is what.
         layers = DynamicCache(config=config).layers
-        means = _checked_means(key_means, len(layers))
+        means, books = _calibrated(self.options.scheme, len(layers), key_means, codebooks)
+        self.codebooks = codebooks
         for index, layer in enumerate(layers):
+            arguments = self.options, self.prompt, index, means[index], books[index]
             if type(layer) is DynamicLayer:
-                layers[index] = VQCacheLayer(self.options, self.prompt, index, means[index])
+                layers[index] = VQCacheLayer(*arguments)
             elif type(layer) is DynamicSlidingWindowLayer and quantize_sliding:
-                layers[index] = VQSlidingCacheLayer(
-                    self.options, self.prompt, index, means[index],
-                    sliding_window=layer.sliding_window,
-                )  # fmt: skip
+                layers[index] = VQSlidingCacheLayer(*arguments, sliding_window=layer.sliding_window)
+            if isinstance(layers[index], VQCacheLayer):
+                _check_complete(self.options.scheme, index, books[index])
         if not any(isinstance(layer, VQCacheLayer) for layer in layers):
             warnings.warn(
                 f"VQCache codes no layer of {type(config).__name__}: none has full attention. "
@@ -110,6 +117,51 @@ class VQCache(Cache):
                 stacklevel=2,
             )
         super().__init__(layers=layers, offloading=offloading and torch.cuda.is_available())
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_or_dir: PreTrainedModel | str | os.PathLike[str],
+        scheme: str | KVScheme | None = None,
+        **options: Any,
+    ) -> VQCache:
+        """A cache with the codebooks that were calibrated for a model: kv_codebooks.safetensors.
+
+            VQCache.from_pretrained(model)                  # with the scheme of that file
+            VQCache.from_pretrained("out", "nomad-4", window=128)
+
+        Args:
+            model_or_dir: a model that was loaded, its folder, or its name on the Hub.
+            scheme: as in `VQCache`; None = that of the file, `u4` without one.
+            **options: of `VQCache`.
+
+        Raises:
+            VQCacheError: the scheme needs codebooks and there are none, or none of this scheme.
+            VQFormatError: the file is damaged.
+        """
+        if isinstance(model_or_dir, (str, os.PathLike)):
+            name = os.fspath(model_or_dir)
+            config = AutoConfig.from_pretrained(name)
+        elif isinstance(model_or_dir, PreTrainedModel):
+            config, name = model_or_dir.config, model_or_dir.config.name_or_path
+        else:
+            raise VQCacheError(
+                "VQCache.from_pretrained needs a model, its folder or its name on the Hub; got "
+                f"{type(model_or_dir).__name__}."
+            )
+        path = find(name, getattr(config, "_commit_hash", None))
+        codebooks = None if path is None else KVCodebooks.load(path)
+        if scheme is None:
+            scheme = "u4" if codebooks is None else codebooks.scheme
+        wanted = kv_scheme(scheme)
+        if codebooks is not None and codebooks.scheme != wanted:
+            if needs_codebooks(wanted):
+                raise VQCacheError(
+                    f"{path} holds codebooks of {title(codebooks.scheme)}, not of {title(wanted)}; "
+                    f"{cure(wanted)}."
+                )
+            codebooks = None
+        return cls(config, scheme, codebooks=codebooks, **options)
 
     def expect_prompt(
         self, attention_mask: Tensor | None = None, length: int | None = None
@@ -188,17 +240,16 @@ class VQCache(Cache):
         """Stored bits of a coded number, scales included; 0.0 before the first update."""
         bits = elements = 0
         for layer in self._started():
-            for store in (layer.k, layer.v):
-                heads = store.mean.shape[1]
-                bits += 8 * heads * (store.codes.data.shape[3] + 2)
-                elements += heads * store.dim
+            heads = layer.k.sinks.shape[1]
+            bits += heads * (layer.k.token_bits + layer.v.token_bits)
+            elements += heads * (layer.k.dim + layer.v.dim)
         return bits / elements if elements else 0.0
 
     @property
     def overall_bits_per_element(self) -> float:
         """8 `nbytes` over the numbers of all tokens of the coded layers, floats included."""
         elements = sum(
-            layer.k.mean.shape[0] * layer.k.mean.shape[1] * (layer.k.dim + layer.v.dim) * layer.held
+            math.prod(layer.k.sinks.shape[:2]) * (layer.k.dim + layer.v.dim) * layer.held
             for layer in self._started()
         )
         stored = sum(layer.k.nbytes + layer.v.nbytes for layer in self._started())
@@ -257,14 +308,51 @@ def _check_int(name: str, value: object, low: int) -> None:
 
 def _usable(scheme: KVScheme) -> KVScheme:
     for part in (scheme.key, scheme.value):
-        learned = part.codebook != "universal"
-        if learned or part.residuals != 1 or part.lattice or part.rotation == "random_hadamard":
-            why = "learned codebooks" if learned else "residual stages, a lattice or stored signs"
-            raise VQCacheError(
-                f"{scheme_name(scheme) or part.notation()} needs {why}, which VQCache of this "
-                "version cannot use. Use u4, u3, u2 or k4v2."
-            )
+        problem = {
+            f"a codebook per {part.codebook}": part.codebook not in ("universal", "channel_group"),
+            "residual stages": part.residuals != 1,
+            "a lattice": part.lattice is not None,
+            f"a stored rotation ({part.rotation})": part.rotation in ("random_hadamard", "qr"),
+        }
+        for what, wrong in problem.items():
+            if wrong:
+                raise VQCacheError(
+                    f"{scheme_name(scheme) or part.notation()} needs {what}, which VQCache cannot "
+                    "use. Use u4, u3, u2 or k4v2."
+                )
     return scheme
+
+
+def _calibrated(
+    scheme: KVScheme,
+    layers: int,
+    key_means: Sequence[Tensor | None] | None,
+    codebooks: KVCodebooks | None,
+) -> tuple[Sequence[Tensor | None], Sequence[tuple[Tensor | None, Tensor | None]]]:
+    """Of each layer: the mean of its keys, and the codebooks of its keys and its values."""
+    means = _checked_means(key_means, layers)
+    if codebooks is None:
+        if needs_codebooks(scheme):
+            raise VQCacheError(f"{title(scheme)} needs learned codebooks: {cure(scheme)}.")
+        return means, [(None, None)] * layers
+    if not isinstance(codebooks, KVCodebooks):
+        raise VQCacheError(
+            f"VQCache(codebooks=...) must be KVCodebooks; got {type(codebooks).__name__}."
+        )
+    if key_means is not None:
+        raise VQCacheError("VQCache takes key_means or codebooks, which hold means, but not both.")
+    return codebooks.for_model(scheme, layers)
+
+
+def _check_complete(
+    scheme: KVScheme, layer: int, books: tuple[Tensor | None, Tensor | None]
+) -> None:
+    for side, part, book in zip(("keys", "values"), (scheme.key, scheme.value), books, strict=True):
+        if learned(part) and book is None:
+            raise VQCacheError(
+                f"there are no codebooks for the {side} of layer {layer}, which {title(scheme)} "
+                f"needs; {cure(scheme)}."
+            )
 
 
 def _checked_means(means: Sequence[Tensor | None] | None, layers: int) -> Sequence[Tensor | None]:

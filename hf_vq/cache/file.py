@@ -2,21 +2,17 @@
 
 layers.<i>.{k,v}_{codes,scale,tail,sinks}, layers.<i>.k_mean      coded layers, live tokens only
 layers.<i>.keys, layers.<i>.values                                layers in the model's dtype
-codebook.key, codebook.value                                      what the codes mean
+codebook.key, codebook.value                                      what the codes mean: universal
+codebooks.layers.<i>.{key,value,key_mean}                         or learned, see `codebooks`
 metadata["hf_vq_cache"]                                           JSON, see `_description`
 """
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -24,14 +20,19 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..errors import VQCacheError, VQError, VQFormatError
 from ..formats.catalog import KVScheme
 from ..formats.scheme import VQScheme
+from . import stored
+from .codebooks import KVCodebooks, learned
 from .layer import VQCacheLayer
 from .sliding import VQSlidingCacheLayer
+from .store import Store
+from .stored import typed
 
 if TYPE_CHECKING:
     from .cache import VQCache
 
 FORMAT_VERSION = 1
 _KEY = "hf_vq_cache"
+_LEARNED = "codebooks."
 _KINDS = {
     VQCacheLayer: "vq",
     VQSlidingCacheLayer: "vq_sliding",
@@ -46,8 +47,13 @@ def save(cache: VQCache, path: Path) -> None:
     layers = [_layer_state(layer, f"layers.{i}.", tensors) for i, layer in enumerate(cache.layers)]
     for layer in cache.coded_layers:
         if layer.is_initialized:
-            tensors["codebook.key"] = layer.k.codebook.cpu().clone()
-            tensors["codebook.value"] = layer.v.codebook.cpu().clone()
+            tensors |= {
+                name: store.codebook.cpu().clone()
+                for name, store in _sides(layer)
+                if not learned(store.scheme)
+            }
+    if cache.codebooks is not None:
+        tensors |= {_LEARNED + name: part for name, part in cache.codebooks.tensors().items()}
     scheme, options = cache.options.scheme, cache.options
     description = {
         "format_version": FORMAT_VERSION,
@@ -60,19 +66,7 @@ def save(cache: VQCache, path: Path) -> None:
         "quantize_sliding": cache.quantize_sliding,
         "layers": layers,
     }
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode  # that of any new file here; safetensors makes it private
-        save_file(tensors, temporary, {_KEY: json.dumps(description), "format": "pt"})
-        temporary.chmod(mode)
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise VQCacheError(
-            f"the cache cannot be saved as {path}: {error}. The folder must exist and be writable."
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    stored.write(path, tensors, _KEY, description)
 
 
 def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -101,12 +95,16 @@ def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[st
     return state
 
 
+def _sides(layer: VQCacheLayer) -> list[tuple[str, Store]]:
+    return [("codebook.key", layer.k), ("codebook.value", layer.v)]
+
+
 def _parts(layer: VQCacheLayer) -> list[tuple[str, str, Tensor]]:
-    parts = [("k", "mean", layer.k.mean)]
+    parts = [] if layer.k.mean is None else [("k", "mean", layer.k.mean)]
     for side, store in (("k", layer.k), ("v", layer.v)):
         parts += [
-            (side, "codes", store.codes.view()),
-            (side, "scale", store.scale.view()),
+            (side, "codes", store.codes.rows()),
+            (side, "scale", store.codes.scales()),
             (side, "tail", store.tail.view()),
             (side, "sinks", store.sinks),
         ]
@@ -117,20 +115,23 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
     """Read the cache at `path` for the model of `config`."""
     from .cache import VQCache
 
-    description, tensors = _read(path)
+    description, tensors = stored.read(
+        path, _KEY, FORMAT_VERSION, "a saved VQCache", "VQCache.save"
+    )
     try:
         scheme = KVScheme(
             VQScheme.parse(description["key_scheme"]),
             VQScheme.parse(description["value_scheme"]),
-            _typed(description, "centre_keys", bool),
+            typed(description, "centre_keys", bool),
         )
         cache = VQCache(
             config, scheme,
-            _typed(description, "sinks", int), _typed(description, "window", int),
+            typed(description, "sinks", int), typed(description, "window", int),
             description["max_cache_len"], strict,
-            quantize_sliding=_typed(description, "quantize_sliding", bool),
+            quantize_sliding=typed(description, "quantize_sliding", bool),
+            codebooks=_learned(scheme, tensors),
         )  # fmt: skip
-        states = _typed(description, "layers", list)
+        states = typed(description, "layers", list)
         kinds = [state["kind"] for state in states]
         expected = [_KINDS.get(type(layer)) for layer in cache.layers]
         if kinds != expected:
@@ -153,33 +154,11 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
     return cache
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    try:
-        with safe_open(path, "pt") as file:
-            text = (file.metadata() or {}).get(_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise VQFormatError(f"{path} cannot be read as a saved VQCache: {error}.") from None
-    try:
-        description = json.loads(text or "")
-    except json.JSONDecodeError:
-        raise VQFormatError(f"{path} was not written by VQCache.save.") from None
-    version = description.get("format_version") if isinstance(description, dict) else None
-    if type(version) is not int or version < 1:
-        raise VQFormatError(f"{path}: format_version {version!r} is not a number of a version.")
-    if version > FORMAT_VERSION:
-        raise VQFormatError(
-            f"{path} has format_version {version}, this hf_vq reads up to {FORMAT_VERSION}; "
-            "upgrade hf_vq."
-        )
-    return description, tensors
-
-
-def _typed(description: dict[str, Any], name: str, kind: type) -> Any:
-    value = description[name]
-    if type(value) is not kind:
-        raise VQFormatError(f"{name} is {value!r}, expected {kind.__name__}")
-    return value
+def _learned(scheme: KVScheme, tensors: dict[str, Tensor]) -> KVCodebooks | None:
+    """The learned codebooks among `tensors`, taken out of them."""
+    names = [name for name in tensors if name.startswith(_LEARNED)]
+    found = {name.removeprefix(_LEARNED): tensors.pop(name) for name in names}
+    return KVCodebooks.from_tensors(scheme, found) if found else None
 
 
 def _short(kinds: list[Any]) -> str:
@@ -200,7 +179,7 @@ class _Reader:
         )
 
     def number(self, name: str) -> int:
-        value: int = _typed(self.state, name, int)
+        value: int = typed(self.state, name, int)
         if not 0 <= value < 1 << 40:
             raise VQFormatError(f"{self.prefix}{name} is {value}")
         return value
@@ -263,16 +242,16 @@ class _Reader:
             type(position) is int and 0 <= position <= length for position in start or []
         ):
             raise VQFormatError(f"{self.prefix}start or frozen holds a wrong value")
-        layer.k.mean = self.take("k_mean", torch.float32, batch, heads, 1, layer.k.dim)
+        if layer.k.mean is not None or f"{self.prefix}k_mean" in self.tensors:
+            layer.k.mean = self.take("k_mean", torch.float32, batch, heads, 1, layer.k.dim)
         coded = None
         for side, store, tail in (("k", layer.k, tail_k), ("v", layer.v, tail_v)):
-            width = store.codes.data.shape[3]
+            width, scales = store.codes.width, store.codes.scale.shape[3]
             codes = self.take(f"{side}_codes", torch.uint8, batch, heads, coded, width)
             coded = codes.shape[2]
-            scale = self.take(f"{side}_scale", torch.float16, batch, heads, coded, 1)
+            scale = self.take(f"{side}_scale", torch.float16, batch, heads, coded, scales)
             sinks = self.take(f"{side}_sinks", tail.dtype, batch, heads, layer.sinks, store.dim)
-            store.codes.replace(codes)
-            store.scale.replace(scale)
+            store.codes.replace(codes, scale)
             store.tail.replace(tail)
             store.sinks = sinks
         layer.length, layer.first_code, layer._frozen = length, first, list(frozen)
@@ -282,9 +261,11 @@ class _Reader:
         self._check_codebooks(layer)
 
     def _check_codebooks(self, layer: VQCacheLayer) -> None:
-        for name, store in (("codebook.key", layer.k), ("codebook.value", layer.v)):
-            stored = self.tensors.get(name)
-            if stored is None or not torch.equal(stored, store.codebook.cpu()):
+        for name, store in _sides(layer):
+            if learned(store.scheme):
+                continue
+            found = self.tensors.get(name)
+            if found is None or not torch.equal(found, store.codebook.cpu()):
                 raise VQFormatError(
                     f"{name} is not the universal codebook of {store.scheme.notation()} in this "
                     "version of hf_vq; install the version that wrote the file"

@@ -66,12 +66,13 @@ class VQHandle(torch.Tensor):
     @staticmethod
     def __new__(cls, update: Update, side: str, form: str = _HEADS, repeats: int = 1) -> VQHandle:
         """A view of one side of an update; `repeats` and `form` follow `repeat_kv`."""
-        tail = update.cached.tail_k if side == "k" else update.cached.tail_v
-        batch, heads, _, dim = tail.shape
-        middle = {
-            _HEADS: (heads * repeats,), _UNSQUEEZED: (heads, 1), _EXPANDED: (heads, repeats)
-        }  # fmt: skip
-        shape = (batch, *middle[form], update.cached.length, dim)
+        cached = update.cached
+        tail = cached.tail_k if side == "k" else cached.tail_v
+        batch, heads, length, dim = tail.shape
+        length += cached.tail_start
+        shape: tuple[int, ...] = (batch, heads * repeats, length, dim)
+        if form != _HEADS:
+            shape = (batch, heads, 1 if form == _UNSQUEEZED else repeats, length, dim)
         handle: VQHandle = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=tail.dtype, device=tail.device
         )

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,21 +30,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import VQCacheError
 from ..formats.catalog import KVScheme
-from ..formats.scheme import VQScheme
-from ..formats.shared import universal_tensor
 from ..ops.attention import CachedKV
+from ..ops.layout import layouts_for
+from .codebooks import codebook_for
 from .handle import Update, VQHandle
 from .prompt import Prompt
-from .store import Store, key_mean
+from .store import Store, check_head_dim, key_mean
 from .tape import Tape, storing
 
 SLACK = 32  # floats kept beyond the window
-
-
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)  # kept for callers that will want gradients
-def _codebook(scheme: VQScheme, device: torch.device) -> Tensor:
-    return universal_tensor(scheme).to(device)
 
 
 def _dense(states: Tensor) -> Tensor:
@@ -75,6 +68,7 @@ class VQCacheLayer(CacheLayerMixin):
         prompt: what the cache was told about the prompt; shared by all layers.
         index: number of the layer, for messages.
         key_mean: calibrated mean [H, D] of this layer's keys; None = measured on the prompt.
+        codebooks: of this layer's keys and of its values, if they were learned.
     """
 
     is_sliding = False
@@ -87,10 +81,11 @@ class VQCacheLayer(CacheLayerMixin):
         prompt: Prompt,
         index: int,
         key_mean: Tensor | None = None,
+        codebooks: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         self.options, self.prompt, self.index = options, prompt, index
         self.sinks, self.window = options.sinks, options.window
-        self.calibrated_mean = key_mean
+        self.calibrated_mean, self.codebooks = key_mean, codebooks
         self.record_past = False
         self.fallbacks = 0
         self.version = 0
@@ -137,32 +132,42 @@ class VQCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
-        limit = self.options.max_cache_len
-        stores = []
-        for like, scheme in (
-            (key_states, self.options.scheme.key),
-            (value_states, self.options.scheme.value),
-        ):
-            codebook = _codebook(scheme, like.device)
-            stores.append(
-                Store(
-                    like, scheme, codebook,
-                    sinks=self.sinks, capacity=limit or 0, limit=limit, where=self.where,
-                )
-            )  # fmt: skip
-        self.k, self.v = stores
-        self._set_start(self.prompt.starts_for(key_states.shape[0]))
-        self._frozen = [not self.options.scheme.centre_keys] * (
-            1 if self._start is None else len(self._start)
+        scheme, limit = self.options.scheme, self.options.max_cache_len
+        sides = (scheme.key, key_states), (scheme.value, value_states)
+        for part, like in sides:
+            check_head_dim(part, like.shape[3], self.where)
+        layouts = layouts_for(
+            scheme.key, scheme.value, key_states.shape[3], value_states.shape[3], key_states
         )
+        centred = scheme.centre_keys or self.calibrated_mean is not None, False
+        self.k, self.v = (
+            Store(
+                like, part, codebook_for(part, self.codebooks[index], like, self.where),
+                layout=layouts[index], centred=centred[index],
+                sinks=self.sinks, capacity=limit or 0, limit=limit,
+            )
+            for index, (part, like) in enumerate(sides)
+        )  # fmt: skip
+        self._set_start(self.prompt.starts_for(key_states.shape[0]))
+        self._frozen = [not scheme.centre_keys] * (1 if self._start is None else len(self._start))
         if self.calibrated_mean is not None:
             self._use_calibrated_mean(self.calibrated_mean)
+        self._remember_sizes()
 
     def _set_start(self, start: list[int] | None) -> None:
         self._start = start
         self._start_tensor = None if start is None else torch.tensor(start, device=self.device)
+        self._sinks_end = self.sinks + max(start or [0])
+
+    def _remember_sizes(self) -> None:
+        """What every update must have again."""
+        keys, values = self.k.tail.data, self.v.tail.data
+        rows = keys.shape[0], keys.shape[1]
+        self._sizes = (*rows, self.k.dim), (*rows, self.v.dim)
+        self._dtypes = keys.dtype, values.dtype
 
     def _use_calibrated_mean(self, mean: Tensor) -> None:
+        assert self.k.mean is not None
         heads, dim = self.k.mean.shape[1], self.k.mean.shape[3]
         if tuple(mean.shape) != (heads, dim):
             raise VQCacheError(
@@ -173,34 +178,43 @@ class VQCacheLayer(CacheLayerMixin):
         self._frozen = [True] * len(self._frozen)
 
     def _check_states(self, k: Tensor, v: Tensor) -> None:
-        problem = None
+        of_k, of_v = k.shape, v.shape
+        if (
+            self.is_initialized
+            and len(of_k) == len(of_v) == 4
+            and of_k[2] == of_v[2]
+            and (of_k[0], of_k[1], of_k[3]) == self._sizes[0]
+            and (of_v[0], of_v[1], of_v[3]) == self._sizes[1]
+            and (k.dtype, v.dtype) == self._dtypes
+            and k.device == v.device == self.device
+        ):
+            return
+        if problem := self._problem_with(k, v):
+            raise VQCacheError(f"{self.where} was updated with {problem}.")
+
+    def _problem_with(self, k: Tensor, v: Tensor) -> str | None:
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
-            problem = (
+            return (
                 f"keys {list(k.shape)} and values {list(v.shape)}; they must be [batch, heads, "
                 "tokens, head_dim] and agree in the first three"
             )
-        elif not k.is_floating_point() or not v.is_floating_point() or k.device != v.device:
-            problem = f"keys {k.dtype} on {k.device} and values {v.dtype} on {v.device}"
-        elif self.is_initialized:
-            held, new = self.k.tail.data, (k.shape[0], k.shape[1], k.shape[3], v.shape[3])
-            had = (held.shape[0], held.shape[1], self.k.dim, self.v.dim)
-            if new != had:
-                problem = (
-                    f"[batch, heads, head_dim of keys, of values] = {list(new)} after {list(had)}; "
-                    "use a new cache, or batch_select_indices, for another batch"
-                )
-            else:
-                # Keys and values are of two dtypes under autocast: RoPE is computed in float32.
-                dtypes = k.dtype, v.dtype
-                before = self.dtype, self.v.tail.data.dtype
-                if dtypes != before or k.device != self.device:
-                    problem = (
-                        f"{_dtypes(*dtypes)} on {k.device} after {_dtypes(*before)} on "
-                        f"{self.device}; load or make the cache for the model's dtype and device, "
-                        "and use autocast for all of a sequence or none"
-                    )
-        if problem:
-            raise VQCacheError(f"{self.where} was updated with {problem}.")
+        if not k.is_floating_point() or not v.is_floating_point() or k.device != v.device:
+            return f"keys {k.dtype} on {k.device} and values {v.dtype} on {v.device}"
+        if not self.is_initialized:
+            return None
+        sizes = [*k.shape[:2], k.shape[3], v.shape[3]]
+        before = [*self._sizes[0], self._sizes[1][2]]
+        if sizes != before:
+            return (
+                f"[batch, heads, head_dim of keys, of values] = {sizes} after "
+                f"{before}; use a new cache, or batch_select_indices, for another batch"
+            )
+        # Keys and values are of two dtypes under autocast: RoPE is computed in float32.
+        return (
+            f"{_dtypes(k.dtype, v.dtype)} on {k.device} after {_dtypes(*self._dtypes)} on "
+            f"{self.device}; load or make the cache for the model's dtype and device, "
+            "and use autocast for all of a sequence or none"
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -218,8 +232,8 @@ class VQCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._check_states(key_states, value_states)
         new = key_states.shape[2]
-        gradients = key_states.requires_grad or value_states.requires_grad
-        gradients = gradients and torch.is_grad_enabled() and self.length > 0 and new > 0
+        gradients = torch.is_grad_enabled() and self.length > 0 and new > 0
+        gradients = gradients and (key_states.requires_grad or value_states.requires_grad)
         if gradients and self.options.strict:
             raise VQCacheError(
                 f"{self.where} would be decoded: gradients are enabled, and codes have none. Run "
@@ -246,7 +260,8 @@ class VQCacheLayer(CacheLayerMixin):
             return self._held("k"), self._held("v")
         window = []  # floats of everything that is not encoded yet, and of the window
         for store, tokens in ((self.k, key_states), (self.v, value_states)):
-            store.remember_sinks(tokens, before, self._start_tensor)
+            if before < self._sinks_end:
+                store.remember_sinks(tokens, before, self._start_tensor)
             window.append(self._floats_with(store.tail, tokens, before))
         self.length += count
         self._encode(window[0], window[1], count if before == 0 else 0)
@@ -278,9 +293,10 @@ class VQCacheLayer(CacheLayerMixin):
         if end <= begin:
             return
         origin = self.length - keys.shape[2]
-        self._freeze_means(keys, origin, end, min(prompt, self.prompt.length or prompt))
-        for store, floats in ((self.k, keys), (self.v, values)):
-            store.encode(floats[:, :, begin - origin : end - origin])
+        if False in self._frozen:
+            self._freeze_means(keys, origin, end, min(prompt, self.prompt.length or prompt))
+        self.k.encode(keys.narrow(2, begin - origin, end - begin))
+        self.v.encode(values.narrow(2, begin - origin, end - begin))
 
     def _freeze_means(self, keys: Tensor, origin: int, end: int, prompt: int) -> None:
         """Decide the mean of each row whose first token after the sinks is about to be encoded.
@@ -296,6 +312,7 @@ class VQCacheLayer(CacheLayerMixin):
                 continue
             last = prompt if prompt > first + self.window else first + max(self.window // 2, 1)
             rows = slice(None) if self._start is None else slice(row, row + 1)
+            assert self.k.mean is not None
             mean = self.k.mean.clone()
             known = keys[rows, :, max(start - origin, 0) : last - origin]
             mean[rows] = key_mean(known, first - max(start, origin))
@@ -303,14 +320,13 @@ class VQCacheLayer(CacheLayerMixin):
 
     def _trim(self, keys: Tensor, values: Tensor) -> None:
         """Forget floats that no query will read, unless a crop was announced."""
+        count = keys.shape[2]
+        gone = 0 if self.record_past else max(count - self._tail_length(), 0)
         for store, floats in ((self.k, keys), (self.v, values)):
-            keep = (
-                floats.shape[2] if self.record_past else min(floats.shape[2], self._tail_length())
-            )
-            if len(store.tail) == floats.shape[2]:
-                store.tail.drop(floats.shape[2] - keep)
+            if len(store.tail) == count:
+                store.tail.drop(gone)
             else:
-                store.tail.replace(floats[:, :, floats.shape[2] - keep :])
+                store.tail.replace(floats[:, :, gone:])
 
     def _tail_length(self) -> int:
         return self.window + SLACK
@@ -323,19 +339,20 @@ class VQCacheLayer(CacheLayerMixin):
 
     def _cached(self, keys: Tensor, values: Tensor, first: int, fresh: int) -> CachedKV:
         """The tokens from position `first` on."""
+        k, v = self.k, self.v
         skip = first - self.first_code
+        coded = max(len(k.codes) - skip, 0)
         tail_start = self.length - keys.shape[2]
-        tail_skip = max(first - tail_start, 0)
+        if first > tail_start:
+            keys, values = keys[:, :, first - tail_start :], values[:, :, first - tail_start :]
+            tail_start = first
+        # By position: names cost more than all the rest.
         return CachedKV(
-            sink_k=self.k.sinks, sink_v=self.v.sinks,
-            k_codes=self.k.codes.view()[:, :, skip:], k_scale=self.k.scale.view()[:, :, skip:],
-            k_mean=self.k.mean,
-            v_codes=self.v.codes.view()[:, :, skip:], v_scale=self.v.scale.view()[:, :, skip:],
-            tail_k=keys[:, :, tail_skip:], tail_v=values[:, :, tail_skip:],
-            codebook_k=self.k.codebook, codebook_v=self.v.codebook,
-            start=self._start_tensor, tail_start=tail_start + tail_skip - first,
-            window=self.window, fresh=fresh,
-            key_scheme=self.k.scheme, value_scheme=self.v.scheme,
+            k.sinks, v.sinks, k.codes.data, k.codes.scale, k.mean, v.codes.data, v.codes.scale,
+            keys, values, k.codebook, v.codebook, self._start_tensor,
+            tail_start - first, self.window, fresh,
+            coded, k.codes.end - coded, v.codes.end - coded,
+            k.spec, v.spec, k.codes.layout, v.codes.layout,
         )  # fmt: skip
 
     def _held(self, side: str) -> Tensor:
@@ -407,7 +424,6 @@ class VQCacheLayer(CacheLayerMixin):
             for store in (self.k, self.v):
                 extra = self.first_code + len(store.codes) - self.length
                 store.codes.pop(max(extra, 0))
-                store.scale.pop(max(extra, 0))
                 store.tail.pop(remove)
         self._forget_past()
 
@@ -436,6 +452,7 @@ class VQCacheLayer(CacheLayerMixin):
             frozen = torch.tensor(self._frozen, device=self.device)
             self._frozen = function(frozen).tolist()
         self._map(function)
+        self._remember_sizes()
         if self._start_tensor is not None:
             self._start = self._start_tensor.tolist()
 

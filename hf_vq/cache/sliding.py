@@ -28,10 +28,11 @@ class VQSlidingCacheLayer(VQCacheLayer):
         prompt: Prompt,
         index: int,
         key_mean: Tensor | None = None,
+        codebooks: tuple[Tensor | None, Tensor | None] = (None, None),
         *,
         sliding_window: int,
     ) -> None:
-        super().__init__(options, prompt, index, key_mean)
+        super().__init__(options, prompt, index, key_mean, codebooks)
         self.sinks, self.window = 0, min(options.window, sliding_window)
         self.sliding_window = sliding_window
 
@@ -54,7 +55,6 @@ class VQSlidingCacheLayer(VQCacheLayer):
             drop = min(max(drop, 0), len(self.k.codes))
             for store in (self.k, self.v):
                 store.codes.drop(drop)
-                store.scale.drop(drop)
             self.first_code += drop
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

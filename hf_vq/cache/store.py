@@ -13,12 +13,20 @@ import torch
 from torch import Tensor
 
 from ..errors import VQCacheError
-from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from ..ops import encode_kv
-from .tape import Tape, empty_like_row
+from ..ops import append_kv
+from .tape import CodeTape, Tape
 
-ENCODE_TOKENS = 4096  # tokens encoded at a time: bounds the float32 copies of a long prompt
+
+def check_head_dim(scheme: VQScheme, head_dim: int, where: str) -> None:
+    """Raise VQCacheError, naming `where`, if rows of `head_dim` numbers cannot be coded."""
+    size = scheme.vector_size
+    turned = scheme.rotation != "none"
+    if head_dim % size or (turned and scheme.block(head_dim, where) % size):
+        raise VQCacheError(
+            f"{scheme.notation()} needs a head_dim divisible by {size}; {where} has {head_dim}. Use"
+            " a scheme with shorter vectors, such as u4."
+        )
 
 
 class Store:
@@ -27,14 +35,12 @@ class Store:
     Args:
         like: [B, H, n, D] of the tensor to come; decides shape, dtype and device.
         scheme: how a row of head_dim numbers is coded.
-        codebook: fp16 [1, entries, x] on the device of `like`.
+        codebook: fp16 [1, entries, x] or, learned, [H, D / x, entries, x], on the device of `like`.
+        layout: of the codes (`ops.layout`).
+        centred: whether a mean is subtracted before tokens are coded; zero until it is known.
         sinks: tokens at the start of each row that stay floats.
         capacity: tokens to allocate codes for at first.
         limit: tokens it may ever hold; None = no limit.
-        where: the layer, for messages.
-
-    Raises:
-        VQCacheError: head_dim cannot be coded by the scheme.
     """
 
     def __init__(
@@ -43,25 +49,21 @@ class Store:
         scheme: VQScheme,
         codebook: Tensor,
         *,
+        layout: str,
+        centred: bool,
         sinks: int,
         capacity: int,
         limit: int | None,
-        where: str,
     ) -> None:
-        dim = like.shape[-1]
-        if dim % scheme.vector_size or scheme.block(dim, where) % scheme.vector_size:
-            raise VQCacheError(
-                f"{scheme.notation()} needs a head_dim divisible by {scheme.vector_size}; {where} "
-                f"has {dim}. Use a scheme with shorter vectors, such as u4."
-            )
+        batch, heads, _, dim = like.shape
         self.scheme, self.codebook, self.dim = scheme, codebook, dim
-        width = packed_size(dim // scheme.vector_size, scheme.entry_bits)
-        self.codes = Tape(empty_like_row(like, width, torch.uint8), capacity, limit)
-        self.scale = Tape(empty_like_row(like, 1, torch.float16), capacity, limit)
+        self.spec = scheme.spec()
+        self.codes = CodeTape(like, scheme, layout, capacity, limit)
         self.tail = Tape(like)
-        batch, heads = like.shape[:2]
         self.sinks = like.new_zeros(batch, heads, sinks, dim)
-        self.mean = torch.zeros(batch, heads, 1, dim, dtype=torch.float32, device=like.device)
+        self.mean: Tensor | None = None
+        if centred:
+            self.mean = like.new_zeros(batch, heads, 1, dim, dtype=torch.float32)
 
     def remember_sinks(self, tokens: Tensor, position: int, start: Tensor | None) -> None:
         """Keep those of `tokens` [B, H, n, D], which begin at `position`, that are sinks."""
@@ -79,32 +81,38 @@ class Store:
 
     def encode(self, tokens: Tensor) -> None:
         """Append the codes of `tokens` [B, H, n, D]. They are never computed again."""
-        for part in tokens.split(ENCODE_TOKENS, 2):
-            codes, scale = encode_kv(part.float() - self.mean, self.codebook, self.scheme)
-            self.codes.append(codes)
-            self.scale.append(scale)
+        codes, count = self.codes, tokens.shape[2]
+        at = codes.reserve(count)
+        append_kv(
+            tokens, self.mean, self.codebook, codes.data, codes.scale, at, self.spec, codes.layout
+        )
+        codes.end += count
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function of rows, such as a permutation or a move to another device."""
-        for tape in (self.codes, self.scale, self.tail):
-            tape.map(function)
-        self.sinks, self.mean = function(self.sinks), function(self.mean)
+        self.codes.map(function)
+        self.tail.map(function)
+        self.sinks = function(self.sinks)
+        self.mean = None if self.mean is None else function(self.mean)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is held."""
-        return self.coded_nbytes + self.tail.nbytes + self.sinks.nbytes + self.mean.nbytes
-
-    @property
-    def coded_nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.codes.nbytes + self.scale.nbytes
+        """Bytes of what is held; codebooks belong to the model."""
+        return self.codes.nbytes + self.tail.nbytes + self._fixed
 
     @property
     def allocated(self) -> int:
         """Bytes of the memory behind it."""
-        tapes = self.codes.allocated + self.scale.allocated + self.tail.allocated
-        return tapes + self.sinks.nbytes + self.mean.nbytes
+        return self.codes.allocated + self.tail.allocated + self._fixed
+
+    @property
+    def _fixed(self) -> int:
+        return self.sinks.nbytes + (0 if self.mean is None else self.mean.nbytes)
+
+    @property
+    def token_bits(self) -> int:
+        """Bits of one token's codes and scales, of one head."""
+        return 8 * (self.codes.width + 2 * self.codes.scale.shape[3])
 
 
 def key_mean(keys: Tensor, sinks: int) -> Tensor:

@@ -71,11 +71,17 @@ KV_SCHEMES: dict[str, KVScheme] = {
     "k4v2": KVScheme(_row(2, 8), _row(4, 8)),
     "cq-4": _same(_per_channel(2, 8), centre_keys=False),
     "cq-2": _same(_per_channel(4, 8), centre_keys=False),
-    "nomad-4": _same(_per_channel(1, 4), centre_keys=False),
-    "nomad-2": _same(_per_channel(2, 4), centre_keys=False),
-    "nomad-1": _same(_per_channel(4, 4), centre_keys=False),
+    "nomad-4": KVScheme(_per_channel(1, 4), _row(1, 4), centre_keys=False),
+    "nomad-2": KVScheme(_per_channel(2, 4), _row(1, 4), centre_keys=False),
+    "nomad-1": KVScheme(_per_channel(4, 4), _row(1, 4), centre_keys=False),
+    "nomad-u4": _same(_row(1, 4)),
 }
-"""KV cache schemes by name. `cq-*` and `nomad-*` need codebooks learned from recorded keys."""
+"""KV cache schemes by name.
+
+`nomad-<bits per key>` are the keys of NoMAD-Attention (d_sub 1, 2, 4; the paper keeps values as
+floats, here they are codes too); `cq-*` are those of VQ-LLM. Both need codebooks learned from
+recorded keys (`hf_vq.calibrate_kv`). `nomad-u4` has NoMAD's 16 entries and no learned codebook.
+"""
 
 
 def weight_scheme(scheme: str | dict[str, Any] | VQScheme) -> VQScheme:

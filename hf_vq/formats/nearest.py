@@ -6,6 +6,8 @@ Three searches, one answer (lowest squared distance; ties may fall to either ent
     x = 2      a 128 x 128 grid over the plane; most cells meet one Voronoi region, so one table
                read answers. Cells that meet several compare their few candidates.
     else       argmax_c <v, c> - |c|^2 / 2 by blocks of a matrix product that stay in the cache
+
+`NearestEntry` searches one codebook many times, `nearest_in_groups` many codebooks at once.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _BLOCK = 4096  # vectors per matrix product: 4096 x 256 scores are 4 MB
+_SCORES = 1 << 20  # scores per matrix product of several codebooks
 _CELLS = 128
 _MIN_GRID = 64  # a grid pays when the codebook will be searched often; learned ones are not
 
@@ -78,6 +81,30 @@ class NearestEntry:
             part = slice(start, start + _BLOCK)
             torch.argmax(self._scores(vectors[part]), 1, out=found[part])
         return found
+
+
+def nearest_in_groups(vectors: Tensor, codebooks: Tensor) -> Tensor:
+    """Index int64 [g, n] of the entry of `codebooks` [g, entries, x] nearest to each vector of the
+    same group in `vectors` [g, n, x]; both float32. An entry is found for NaN too."""
+    groups, count, size = vectors.shape
+    if size == 1:
+        ordered, order = codebooks[..., 0].sort(-1)
+        midpoints = ((ordered[:, 1:] + ordered[:, :-1]) / 2).contiguous()
+        return order.gather(1, torch.searchsorted(midpoints, vectors[..., 0].contiguous()))
+    half_norm = codebooks.square().sum(-1)[:, None] / 2
+    found = torch.empty(groups, count, dtype=torch.int64, device=vectors.device)
+    entries = codebooks.shape[1]
+    rows = max(1, min(count, _SCORES // entries))
+    step = max(1, _SCORES // (rows * entries))
+    for first in range(0, groups, step):
+        some = slice(first, first + step)
+        for start in range(0, count, rows):
+            part = slice(start, start + rows)
+            scores = torch.baddbmm(
+                half_norm[some], vectors[some, part], codebooks[some].mT, beta=-1
+            )
+            found[some, part] = scores.max(-1).indices  # argmax is slower, by up to a half
+    return found
 
 
 class _PlaneGrid:

@@ -30,7 +30,7 @@ def pack_bits(codes: Tensor, bits: int, *, check: bool = True) -> Tensor:
     _check_bits(bits)
     if check and codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 1 << bits):
         raise VQFormatError(f"codes must be in [0, {1 << bits}) to be packed to {bits} bits.")
-    *lead, n = codes.shape
+    n = codes.shape[-1]
     if bits == 8:
         return codes.to(torch.uint8)
     if bits == 16:
@@ -42,7 +42,7 @@ def pack_bits(codes: Tensor, bits: int, *, check: bool = True) -> Tensor:
         shifted = eights[..., j] << shift
         for k in range(3):
             stream[..., byte + k] |= (shifted >> (8 * k)) & 255
-    packed = stream[..., :bits].to(torch.uint8).reshape(*lead, -1)
+    packed = stream[..., :bits].to(torch.uint8).flatten(-2)
     return packed[..., : packed_size(n, bits)].contiguous()
 
 

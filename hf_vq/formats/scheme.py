@@ -42,7 +42,8 @@ class VQScheme:
         entry_bits: y, log2 of the entries of one codebook; the bits of one code.
         residuals: z, stages whose entries are added (VQ-LLM, section II).
         codebook: scope of a codebook: `universal` (computed once for Gaussian data), `tensor`,
-            `tile` (`tile` rows x columns share one) or `channel_group` (per KV head and group).
+            `tile` (`tile` rows x columns share one) or `channel_group` (one per KV head and group
+            of `vector_size` channels; its entries have the data's own size, so rows have no scale).
         lattice: `"e8p"` for the structured 2^16-entry codebook of QuIP#, else None.
         tile: rows and columns of a tile; only read when `codebook == "tile"`.
         scale_group: weights along in_features that share one fp16 scale; 0 = the whole row.
@@ -104,6 +105,9 @@ class VQScheme:
             "a tile needs columns divisible by vector_size": tiled
             and self.tile[1] % self.vector_size > 0,
             "a codebook per tile has one stage": tiled and self.residuals > 1,
+            "codebooks per channel group have one stage and no scale (scale_group=0)": (
+                not self.has_scale and (self.residuals, self.scale_group) != (1, 0)
+            ),
             f"{self.stages} stages need residuals=2 and a universal codebook": second
             and (self.residuals, self.codebook) != (2, "universal"),
             "nested stages need vector_size=1 and at most 4 bits": self.stages == "nested"
@@ -126,6 +130,11 @@ class VQScheme:
     def entries(self) -> int:
         """Entries of one codebook."""
         return 1 << self.entry_bits
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether rows are stored with fp16 scales."""
+        return self.codebook != "channel_group"
 
     @property
     def streams(self) -> int:
@@ -216,12 +225,14 @@ class VQScheme:
 
     def bits(self, in_features: int | None = None, out_features: int | None = None) -> float:
         """Nominal bits per weight: codes and fp16 scales; with both dimensions of a matrix given,
-        also its learned codebooks (universal ones are stored once per checkpoint)."""
+        also its learned codebooks (universal ones are stored once per checkpoint, those of a KV
+        cache once per model)."""
         group = self.scale_group if in_features is None else self.group(in_features)
+        group = group if self.has_scale else 0
         scales = 2 if self.stages == "rerotated" else 1
         bits = self.residuals * self.entry_bits / self.vector_size
         bits += 16 * scales / group if group else 0.0
-        if in_features and out_features and self.codebook != "universal":
+        if in_features and out_features and self.codebook in ("tensor", "tile"):
             books = self.residuals
             if self.codebook == "tile":
                 books = math.ceil(out_features / self.tile[0]) * math.ceil(

@@ -7,6 +7,10 @@
     rotation   fp16  [block, block]             qr
     codes_2, codebook_2, scale_2, signs_2, rotation_2     the second pass (nested, rerotated)
 
+A KV cache has no matrix: its rows are tokens [batch, heads, tokens, head_dim], coded one by one as
+they come. With universal codebooks a row has one fp16 scale; with codebooks per channel group it
+has none, and the model has one codebook per layer (`kv_codebook_spec`).
+
 Tensors with a `shared_name` do not depend on the data. A checkpoint keeps each of them once, at its
 top level, under that name.
 """
@@ -84,6 +88,24 @@ def _codebook_spec(scheme: VQScheme, out_features: int, in_features: int) -> Ten
         return TensorSpec((stages, 257, 8), torch.float16, f"vq_codebook.e8p{repeated}")
     name = f"vq_codebook.gauss_{x}x{scheme.entry_bits}{repeated}"
     return TensorSpec((stages, entries, x), torch.float16, name)
+
+
+def kv_codebook_spec(
+    scheme: VQScheme, heads: int, head_dim: int, where: str = "the cache"
+) -> TensorSpec:
+    """The codebooks that one layer's keys (or values) of a `channel_group` scheme are coded with:
+    fp16 [heads, head_dim / x, 2^y, x].
+
+    Raises:
+        VQSchemeError: head_dim cannot be split into vectors; the message names `where`.
+    """
+    if head_dim <= 0 or head_dim % scheme.vector_size:
+        raise VQSchemeError(
+            f"{scheme.notation()} needs a head_dim divisible by {scheme.vector_size}; {where} has "
+            f"{head_dim}. Use a scheme with shorter vectors, such as nomad-4."
+        )
+    groups = head_dim // scheme.vector_size
+    return TensorSpec((heads, groups, scheme.entries, scheme.vector_size), torch.float16)
 
 
 def _rotation_specs(

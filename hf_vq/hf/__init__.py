@@ -1,7 +1,8 @@
 """All that knows how Transformers loads, saves and shares models."""
 
+from .calibrate import calibrate_kv
 from .config import VQConfig
 from .explain import explain
 from .quantizer import VQHfQuantizer, register
 
-__all__ = ["VQConfig", "VQHfQuantizer", "explain", "register"]
+__all__ = ["VQConfig", "VQHfQuantizer", "calibrate_kv", "explain", "register"]

@@ -27,7 +27,7 @@ BACKEND = "vq"
 _OPTIONS = [
     name
     for name in inspect.signature(VQCache).parameters
-    if name not in ("config", "key_means")  # a generation_config.json cannot hold tensors
+    if name not in ("config", "key_means", "codebooks")  # JSON cannot hold tensors
 ]
 
 

@@ -1,6 +1,6 @@
 """The contract: schemas of `torch.ops.hf_vq.*`, their reference, and the dispatch table."""
 
-from .codes import decode_kv, decode_weight, encode_kv, rotate
+from .codes import append_kv, decode_kv, decode_weight, encode_kv, rotate
 from .dispatch import Kernel, Problem, Verdict, explain, register, rows, select
 from .linear import linear
 
@@ -8,6 +8,7 @@ __all__ = [
     "Kernel",
     "Problem",
     "Verdict",
+    "append_kv",
     "decode_kv",
     "decode_weight",
     "encode_kv",

@@ -3,62 +3,74 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import VQCacheError
-from ..formats.scheme import VQScheme
 from . import dispatch
 from .codes import decode_kv
-from .library import define, parse
+from .layout import to_rows
+from .library import attention_problem, define, parse
+
+_can_autocast = lru_cache(torch.amp.is_autocast_available)
+_AS_IT_IS = nullcontext()
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for a device."""
+    kind = device.type
+    return _can_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Codes and scales are computed in float32, which autocast would quietly lower."""
-    kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else _AS_IT_IS
 
 
-@dataclass(frozen=True)
-class CachedKV:
+class CachedKV(NamedTuple):
     """One layer's keys and values, as attention reads them. Position 0 is the first visible token.
 
-    Keys and values may differ in dtype, as they do under autocast.
+    Keys and values may differ in dtype, as they do under autocast. A tuple, because every layer
+    makes one at every step.
 
     B rows, H key/value heads, S sinks, C coded tokens, L tokens in the tail; the layer holds
     `tail_start + L` tokens and `tail_start <= C`. Tensors may be views: only the last dimension
-    must be dense.
+    must be dense. Codes and scales are those of a tape, longer than its tokens: what lies in front
+    of `k_first` and behind C tokens is not read.
 
     Args:
         sink_k: [B, H, S, D] the first S tokens of each row in the model's dtype.
         sink_v: [B, H, S, Dv].
-        k_codes: uint8 [B, H, C, bytes] codes of positions 0..C-1 (sinks included, unread).
-        k_scale: fp16 [B, H, C, 1].
-        k_mean: float32 [B, H, 1, D], added to every decoded key.
-        v_codes: uint8 [B, H, C, bytes].
-        v_scale: fp16 [B, H, C, 1].
+        k_codes: uint8 codes of a tape in `key_layout` (`ops.layout`), sinks included, unread.
+        k_scale: fp16 [B, H, tape, 1], or [B, H, tape, 0] for a scheme without scales.
+        k_mean: float32 [B, H, 1, D], added to every decoded key; None = 0.
+        v_codes: uint8 codes of a tape in `value_layout`.
+        v_scale: like `k_scale`.
         tail_k: [B, H, L, D] the newest tokens in the model's dtype, at positions tail_start...
         tail_v: [B, H, L, Dv].
-        codebook_k: fp16 [1, entries, x].
-        codebook_v: fp16 [1, entries, x].
+        codebook_k: fp16 [1, entries, x], or learned [H, D / x, entries, x].
+        codebook_v: fp16 [1, entries, x], or learned [H, Dv / x, entries, x].
         start: int64 [B], the position of each row's first token (left padding); None = all 0.
         tail_start: position of the first token of the tail.
         window: a query at position i reads j > i - window from the tail.
         fresh: tokens of the newest update, which all queries read from the tail.
-        key_scheme: how keys were encoded.
-        value_scheme: how values were encoded.
+        coded: C, tokens that have codes: positions 0..C-1.
+        k_first: index on the tape of the keys of the token at position 0.
+        v_first: index on the tape of the values of the token at position 0.
+        key_scheme: spec string, how keys were encoded.
+        value_scheme: spec string, how values were encoded.
+        key_layout: order of the codes on the tape of the keys.
+        value_layout: order of the codes on the tape of the values.
     """
 
     sink_k: Tensor
     sink_v: Tensor
     k_codes: Tensor
     k_scale: Tensor
-    k_mean: Tensor
+    k_mean: Tensor | None
     v_codes: Tensor
     v_scale: Tensor
     tail_k: Tensor
@@ -69,8 +81,13 @@ class CachedKV:
     tail_start: int
     window: int
     fresh: int
-    key_scheme: VQScheme
-    value_scheme: VQScheme
+    coded: int
+    k_first: int
+    v_first: int
+    key_scheme: str
+    value_scheme: str
+    key_layout: str
+    value_layout: str
 
     @property
     def length(self) -> int:
@@ -83,17 +100,21 @@ class CachedKV:
         Args:
             window_of: the position whose window is exact; later queries share it.
         """
-        key = side == "k"
-        codes, scale = (self.k_codes, self.k_scale) if key else (self.v_codes, self.v_scale)
-        book, scheme = (
-            (self.codebook_k, self.key_scheme) if key else (self.codebook_v, self.value_scheme)
-        )
-        tail, sinks = (self.tail_k, self.sink_k) if key else (self.tail_v, self.sink_v)
+        if side == "k":
+            codes, scale, first, mean = self.k_codes, self.k_scale, self.k_first, self.k_mean
+            book, scheme, layout = self.codebook_k, parse(self.key_scheme), self.key_layout
+            tail, sinks = self.tail_k, self.sink_k
+        else:
+            codes, scale, first, mean = self.v_codes, self.v_scale, self.v_first, None
+            book, scheme, layout = self.codebook_v, parse(self.value_scheme), self.value_layout
+            tail, sinks = self.tail_v, self.sink_v
         near = max(min(window_of - self.window + 1, self.length - self.fresh), self.tail_start, 0)
-        near = min(near, codes.shape[2])
+        near = min(near, self.coded)
+        codes = to_rows(codes, first, near, scheme.entry_bits, layout)
         with without_autocast(tail.device):
-            rows = decode_kv(codes[:, :, :near], scale[:, :, :near], book, scheme, tail.shape[-1])
-        rows = rows + self.k_mean if key else rows
+            scale = scale[:, :, first : first + near]
+            rows = decode_kv(codes, scale, book, scheme, tail.shape[-1])
+        rows = rows if mean is None else rows + mean
         rows = torch.cat([rows.to(tail.dtype), tail[:, :, near - self.tail_start :]], 2)
         if not sinks.shape[2]:
             return rows
@@ -145,26 +166,29 @@ def attention(
             f"{cached.length}; pass a mask over past and new tokens."
         )
     with without_autocast(query.device):
-        out: Tensor = torch.ops.hf_vq.attention(
+        out: Tensor = torch.ops.hf_vq.attention.default(
             query, cached.sink_k, cached.sink_v,
             cached.k_codes, cached.k_scale, cached.k_mean, cached.v_codes, cached.v_scale,
             cached.tail_k, cached.tail_v, cached.codebook_k, cached.codebook_v,
             cached.start, mask, s_aux, cached.tail_start, cached.window, cached.fresh,
-            scaling, softcap, cached.key_scheme.spec(), cached.value_scheme.spec(),
+            cached.coded, cached.k_first, cached.v_first, scaling, softcap,
+            cached.key_scheme, cached.value_scheme, cached.key_layout, cached.value_layout,
         )  # fmt: skip
     return out
 
 
 def _attention(query: Tensor, *arguments: Any) -> Tensor:
-    *tensors, key_scheme, value_scheme = arguments
-    tail_k, tail_start = tensors[7], tensors[14]
-    problem = dispatch.Problem(
-        "attention", query.device.type, str(query.dtype)[6:], f"{key_scheme} {value_scheme}",
-        tokens=dispatch.bucket(query.shape[0] * query.shape[2]),
-        n=dispatch.bucket(tail_start + tail_k.shape[2]), k=query.shape[-1],
+    *tensors, key_scheme, value_scheme, key_layout, value_layout = arguments
+    tail_k, tail_v, tail_start = tensors[7], tensors[8], tensors[14]
+    rows, _, queries, dim = query.shape
+    asked = attention_problem(
+        query, key_scheme, value_scheme, dim, tail_v.shape[3],
+        queries=rows * queries, length=tail_start + tail_k.shape[2],
+        layout=f"{key_layout} {value_layout}",
     )  # fmt: skip
-    kernel = dispatch.select(problem)
-    out: Tensor = kernel.run(query, *tensors, parse(key_scheme), parse(value_scheme))
+    out: Tensor = dispatch.select(asked).run(
+        query, *tensors, parse(key_scheme), parse(value_scheme), key_layout, value_layout
+    )
     return out
 
 
@@ -175,10 +199,11 @@ def _fake_attention(query: Tensor, *arguments: Any) -> Tensor:
 
 define(
     "attention",
-    "(Tensor query, Tensor sink_k, Tensor sink_v, Tensor k_codes, Tensor k_scale, Tensor k_mean, "
+    "(Tensor query, Tensor sink_k, Tensor sink_v, Tensor k_codes, Tensor k_scale, Tensor? k_mean, "
     "Tensor v_codes, Tensor v_scale, Tensor tail_k, Tensor tail_v, Tensor codebook_k, "
     "Tensor codebook_v, Tensor? start, Tensor? mask, Tensor? s_aux, int tail_start, int window, "
-    "int fresh, float scaling, float softcap, str key_scheme, str value_scheme) -> Tensor",
+    "int fresh, int coded, int k_first, int v_first, float scaling, float softcap, "
+    "str key_scheme, str value_scheme, str key_layout, str value_layout) -> Tensor",
     _attention,
     _fake_attention,
 )

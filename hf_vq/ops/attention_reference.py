@@ -2,7 +2,7 @@
 
 s_ij = scaling <q_i, k_j>                      softcap: c tanh(s / c)
 k_j, v_j  the stored floats    if j is a sink, j > i - window, or j came with this update
-          m + R^-1(scale codebook[code])       otherwise (m = 0 for values)
+          m + R^-1(scale codebook[code])       otherwise (m = 0 for values and without k_mean)
 o_i = sum_j softmax_j(s_i, s_aux) v_j
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..formats.scheme import VQScheme
 from . import reference
+from .layout import to_rows
 
 
 def attention(
@@ -21,7 +22,7 @@ def attention(
     sink_v: Tensor,
     k_codes: Tensor,
     k_scale: Tensor,
-    k_mean: Tensor,
+    k_mean: Tensor | None,
     v_codes: Tensor,
     v_scale: Tensor,
     tail_k: Tensor,
@@ -34,14 +35,23 @@ def attention(
     tail_start: int,
     window: int,
     fresh: int,
+    coded: int,
+    k_first: int,
+    v_first: int,
     scaling: float,
     softcap: float,
     key_scheme: VQScheme,
     value_scheme: VQScheme,
+    key_layout: str,
+    value_layout: str,
 ) -> Tensor:
     """Attention over a coded cache; shapes and meaning in `ops.attention.CachedKV`."""
     kv_heads, queries = tail_k.shape[1], query.shape[2]
     total = tail_start + tail_k.shape[2]
+    k_codes = to_rows(k_codes, k_first, coded, key_scheme.entry_bits, key_layout)
+    v_codes = to_rows(v_codes, v_first, coded, value_scheme.entry_bits, value_layout)
+    k_scale = k_scale[:, :, k_first : k_first + coded]
+    v_scale = v_scale[:, :, v_first : v_first + coded]
     k = outside_window(
         k_codes, k_scale, codebook_k, key_scheme, k_mean, tail_k, sink_k, start, tail_start
     )
@@ -80,6 +90,10 @@ def outside_window(
     """Every key (or value) as a query sees it that has it outside its window: [B, H, total, D].
 
     Sinks are floats, and so are the tokens at the end that have no code yet.
+
+    Args:
+        codes: canonical rows of positions 0, 1, ...
+        scale: theirs.
     """
     dim, coded, slots = tail.shape[-1], codes.shape[2], sinks.shape[2]
     rows = reference.decode(

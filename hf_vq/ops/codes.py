@@ -1,8 +1,9 @@
-"""`hf_vq::encode`, `hf_vq::decode`, `hf_vq::rotate`: rows <-> codes."""
+"""`hf_vq::encode`, `hf_vq::decode`, `hf_vq::rotate`, `hf_vq::append`: rows <-> codes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,7 +46,13 @@ def stored_arguments(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]
 
 
 def encode_kv(x: Tensor, codebook: Tensor, scheme: VQScheme) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [..., bytes] and unbiased scale fp16 [..., 1] of rows `x` [..., head_dim]."""
+    """Codes uint8 [..., bytes] and unbiased scale fp16 [..., 1] of rows `x` [..., head_dim].
+
+    Args:
+        x: for codebooks per channel group [..., heads, tokens, head_dim].
+        codebook: [1, entries, x], or per channel group [heads, head_dim / x, entries, x]; the scale
+            then is [..., 0].
+    """
     codes, scale = torch.ops.hf_vq.encode(x, codebook, None, scheme.spec())
     return codes, scale
 
@@ -61,6 +68,28 @@ def decode_kv(
     """Keys or values [..., head_dim] of `encode_kv`, rotated back."""
     tensors = {"codes": codes, "codebook": codebook, "scale": scale}
     return decode_weight(tensors, scheme, head_dim, dtype)
+
+
+def append_kv(
+    x: Tensor,
+    mean: Tensor | None,
+    codebook: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    at: int,
+    scheme: str,
+    layout: str,
+) -> None:
+    """Encode x - mean [B, H, n, head_dim] and write it to tokens `at`, `at` + 1, ... of a tape.
+
+    Args:
+        mean: float32 [B, H, 1, head_dim]; None = 0.
+        codebook: as for `encode_kv`.
+        codes: the tape's codes in `layout` (`ops.layout`); written to.
+        scale: fp16 [B, H, tokens, 1], or [B, H, tokens, 0] without scales; written to.
+        scheme: spec string.
+    """
+    torch.ops.hf_vq.append.default(x, mean, codebook, codes, scale, at, scheme, layout)
 
 
 def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool = False) -> Tensor:
@@ -104,6 +133,23 @@ def _rotate(x: Tensor, rotation: Tensor | None, scheme: str, inverse: bool) -> T
     return rotated.clone() if rotated is x else rotated
 
 
+def _append(x: Tensor, *arguments: Any) -> None:
+    *tensors, scheme, layout = arguments
+    kernel = dispatch.select(_append_problem(x.device, x.dtype, x.shape, scheme, layout))
+    kernel.run(x, *tensors, parse(scheme), layout)
+
+
+@lru_cache(maxsize=256)  # every layer asks this twice for every token
+def _append_problem(
+    device: torch.device, dtype: torch.dtype, shape: torch.Size, scheme: str, layout: str
+) -> dispatch.Problem:
+    batch, heads, tokens, dim = shape
+    return dispatch.Problem(
+        "append", device.type, str(dtype)[6:], scheme,
+        dispatch.bucket(batch * heads * tokens), k=dim, layout=layout,
+    )  # fmt: skip
+
+
 def _fake_decode(codes: Tensor, *arguments: Any) -> Tensor:
     return codes.new_empty(*codes.shape[:-1], arguments[-1], dtype=torch.float32)
 
@@ -114,7 +160,11 @@ def _fake_encode(
     parsed = parse(scheme)
     size = packed_size(x.shape[-1] // parsed.vector_size, parsed.entry_bits)
     codes = x.new_empty(*x.shape[:-1], size, dtype=torch.uint8)
-    return codes, x.new_empty(*x.shape[:-1], 1, dtype=torch.float16)
+    return codes, x.new_empty(*x.shape[:-1], int(parsed.has_scale), dtype=torch.float16)
+
+
+def _fake_append(x: Tensor, *arguments: Any) -> None:
+    return None
 
 
 def _fake_rotate(x: Tensor, rotation: Tensor | None, scheme: str, inverse: bool) -> Tensor:
@@ -139,4 +189,11 @@ define(
     "(Tensor x, Tensor? rotation, str scheme, bool inverse) -> Tensor",
     _rotate,
     _fake_rotate,
+)
+define(
+    "append",
+    "(Tensor x, Tensor? mean, Tensor codebook, Tensor(a!) codes, Tensor(b!) scale, int at, "
+    "str scheme, str layout) -> ()",
+    _append,
+    _fake_append,
 )

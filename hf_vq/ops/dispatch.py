@@ -10,24 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import env
 from ..errors import VQBackendError
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What is asked of an op; everything a row may look at when it decides.
 
+    A tuple, because one is made at every call of an op: a frozen dataclass takes ten times as long.
+
     Args:
-        op: `linear`, `encode`, `decode`, `rotate` or `attention`.
+        op: `linear`, `encode`, `decode`, `rotate`, `append` or `attention`.
         device: device type of the input, e.g. `cpu`.
         dtype: dtype of the input, e.g. `bfloat16`.
         scheme: spec string; for attention, that of the keys and of the values, with a space.
         tokens: rows of the input, rounded up to a power of two.
         n: output features, or tokens in the cache, rounded up to a power of two.
         k: input features, or head_dim.
+        value_dim: head_dim of the values, for attention.
+        layout: of the codes in a KV cache (`ops.layout`), for append; for attention, that of the
+            keys and of the values, with a space. Empty when a new cache asks what it should be.
     """
 
     op: str
@@ -37,6 +41,8 @@ class Problem:
     tokens: int = 1
     n: int = 0
     k: int = 0
+    value_dim: int = 0
+    layout: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Kernel:
         device: device type, or `any`.
         needs: None if this machine has what it takes, else the reason why not.
         accepts: None if it can solve the problem, else the reason why not.
+        layouts: for attention, the layouts of keys and of values that it wants in a new cache.
     """
 
     name: str
@@ -58,6 +65,7 @@ class Kernel:
     device: str = "any"
     needs: Callable[[], str | None] = lambda: None
     accepts: Callable[[Problem], str | None] = lambda problem: None
+    layouts: Callable[[Problem], tuple[str, str]] = lambda problem: ("rows", "rows")
 
 
 @dataclass(frozen=True)

@@ -31,4 +31,27 @@ def problem(op: str, x: torch.Tensor, spec: str, n: int) -> dispatch.Problem:
     )
 
 
+def attention_problem(
+    query: torch.Tensor,
+    key_scheme: str,
+    value_scheme: str,
+    head_dim: int,
+    value_dim: int,
+    *,
+    queries: int = 1,
+    length: int = 0,
+    layout: str = "",
+) -> dispatch.Problem:
+    """The problem of attention: `queries` of all rows over a cache of `length` tokens.
+
+    Args:
+        query: decides device and dtype.
+        layout: of keys and of values; empty to ask what a new cache's should be.
+    """
+    return dispatch.Problem(
+        "attention", query.device.type, str(query.dtype)[6:], f"{key_scheme} {value_scheme}",
+        dispatch.bucket(queries), dispatch.bucket(length), head_dim, value_dim, layout,
+    )  # fmt: skip
+
+
 parse = VQScheme.parse

@@ -7,14 +7,19 @@ numbers of one token and head.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..formats import lattice
-from ..formats.nearest import nearest_entries
+from ..formats.nearest import nearest_entries, nearest_in_groups
 from ..formats.packing import pack_bits, unpack_bits
 from ..formats.scheme import VQScheme
 from ..transforms import rotate as rotate_rows
+from .layout import write_rows
+
+APPEND_TOKENS = 4096  # tokens encoded at a time: bounds the float32 copies of a long prompt
 
 
 def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool) -> Tensor:
@@ -26,7 +31,8 @@ def lookup(codes: Tensor, codebook: Tensor, scheme: VQScheme) -> Tensor:
     """Entries [..., vectors, x] float32 of one stage's codes [..., vectors].
 
     Args:
-        codebook: [entries, x]; E8P [257, 8]; tile scope [row tiles, column tiles, entries, x].
+        codebook: [entries, x]; E8P [257, 8]; tile scope [row tiles, column tiles, entries, x];
+            channel group scope [heads, vectors, entries, x], codes [..., heads, tokens, vectors].
     """
     if scheme.lattice:
         return lattice.e8p_decode(codes, codebook)
@@ -36,6 +42,10 @@ def lookup(codes: Tensor, codebook: Tensor, scheme: VQScheme) -> Tensor:
         columns = columns // (scheme.tile[1] // scheme.vector_size)
         tile = rows[:, None] * codebook.shape[1] + columns
         codes = codes + tile * codebook.shape[2]
+    elif scheme.codebook == "channel_group":
+        heads, groups, count = codebook.shape[:3]
+        group = torch.arange(heads * groups, device=codes.device).reshape(heads, 1, groups)
+        codes = codes + group * count
     entries = codebook.reshape(-1, scheme.vector_size).float()
     return entries.index_select(0, codes.reshape(-1)).reshape(*codes.shape, scheme.vector_size)
 
@@ -47,17 +57,21 @@ def decode_rotated(
 
     Args:
         codes: uint8 [..., streams * bytes].
-        scale: fp16 [..., groups].
+        scale: fp16 [..., groups]; [..., 0] and not used for a scheme without scales.
     """
     vectors = length // scheme.vector_size
     streams = codes.unflatten(-1, (scheme.streams, -1)).unbind(-2)
-    books = [codebook] if scheme.codebook == "tile" else list(codebook.unbind(0))
+    whole = scheme.codebook in ("tile", "channel_group")
+    books = [codebook] if whole else list(codebook.unbind(0))
     rows = sum(
         lookup(unpack_bits(stream, scheme.entry_bits, vectors), book, scheme)
         for stream, book in zip(streams, books, strict=True)
     )
     assert isinstance(rows, Tensor)
-    grouped = rows.flatten(-2).unflatten(-1, (scale.shape[-1], -1))
+    rows = rows.flatten(-2)
+    if not scheme.has_scale:
+        return rows
+    grouped = rows.unflatten(-1, (scale.shape[-1], -1))
     return (grouped * scale.float()[..., None]).flatten(-2)
 
 
@@ -133,10 +147,14 @@ def encode(
     With u = R(x) and q the entries nearest to u / rms(u), the stored scale is s = |u|^2 / <u, q>,
     so that <s q, u> = |u|^2: logits are not shrunk (EDEN; measured in docs/kv_cache.md). A row that
     is not finite, or beyond fp16 (65504), gets a scale that is not finite, and decodes to NaN.
+    Codebooks per channel group have no scale (`encode_in_groups`).
 
     Returns:
-        codes uint8 [..., bytes], scale fp16 [..., 1].
+        codes uint8 [..., bytes], scale fp16 [..., 1], or [..., 0] without scales.
     """
+    if not scheme.has_scale:
+        codes = encode_in_groups(x, codebook, rotation, scheme)
+        return codes, x.new_empty(*x.shape[:-1], 0, dtype=torch.float16)
     rows = rotate_rows(x.float(), scheme, rotation)
     energy = rows.square().sum(-1, keepdim=True)
     unit = rows / (energy / x.shape[-1]).sqrt().clamp_min(1e-30)
@@ -147,3 +165,52 @@ def encode(
     scale = torch.where(energy == 0, 0, energy / along)
     codes = index.reshape(*x.shape[:-1], x.shape[-1] // scheme.vector_size)
     return pack_bits(codes, scheme.entry_bits, check=False), scale.half()
+
+
+def encode_in_groups(
+    x: Tensor, codebook: Tensor, rotation: Tensor | None, scheme: VQScheme
+) -> Tensor:
+    """c_s = argmin_c |pi_s(x) - b_s,c|, each sub-vector under the codebook of its head and channels
+    (NoMAD-Attention, section 3.1; VQ-LLM's CQ). A row that is not finite gets codes all the same.
+
+    Args:
+        x: [..., heads, tokens, head_dim].
+        codebook: [heads, vectors, entries, x].
+
+    Returns:
+        codes uint8 [..., heads, tokens, bytes].
+    """
+    rows = rotate_rows(x.float(), scheme, rotation)
+    heads, groups, entries, size = codebook.shape
+    batch, tokens = math.prod(x.shape[:-3]), x.shape[-2]
+    vectors = rows.reshape(batch, heads, tokens, groups, size).permute(1, 3, 0, 2, 4)
+    vectors = vectors.reshape(heads * groups, batch * tokens, size)
+    index = nearest_in_groups(vectors, codebook.float().reshape(-1, entries, size))
+    codes = index.reshape(heads, groups, batch, tokens).permute(2, 0, 3, 1)
+    codes = codes.reshape(*x.shape[:-1], groups).contiguous()
+    return pack_bits(codes, scheme.entry_bits, check=False)
+
+
+def append(
+    x: Tensor,
+    mean: Tensor | None,
+    codebook: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    at: int,
+    scheme: VQScheme,
+    layout: str,
+) -> None:
+    """Encode x - mean [B, H, n, D] and write it to tokens `at`, `at` + 1, ... of a tape.
+
+    Args:
+        mean: float32 [B, H, 1, D]; None = 0.
+        codes: the tape's codes in `layout` (`ops.layout`).
+        scale: fp16 [B, H, tokens, 1], or [..., 0] without scales.
+    """
+    for part in x.split(APPEND_TOKENS, 2):
+        rows = part.float() if mean is None else part.float() - mean
+        packed, scales = encode(rows, codebook, None, scheme)
+        write_rows(codes, at, packed, scheme.entry_bits, layout)
+        scale[:, :, at : at + part.shape[2]] = scales
+        at += part.shape[2]

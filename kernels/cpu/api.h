@@ -3,9 +3,12 @@
 //   - every exported name is hf_vq_*; everything else is hidden
 //   - plain C types only: pointers, fixed-width integers, float
 //   - a change that breaks a caller raises HF_VQ_ABI_VERSION here and ABI_VERSION there
+//   - functions return 0, or one of HF_VQ_*; what they write is undefined then
+//   - sizes and strides count elements, not bytes, unless a name says so
 #pragma once
+#include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 1
+#define HF_VQ_ABI_VERSION 2
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -13,5 +16,129 @@
 #define HF_VQ_API extern "C" __attribute__((visibility("default")))
 #endif
 
+enum hf_vq_status { HF_VQ_OK = 0, HF_VQ_NO_MEMORY = 1, HF_VQ_UNSUPPORTED = 2 };
+enum hf_vq_dtype { HF_VQ_FLOAT32 = 0, HF_VQ_FLOAT16 = 1, HF_VQ_BFLOAT16 = 2, HF_VQ_BOOL = 3 };
+
+// -- the library ---------------------------------------------------------------------------------
+
 // The version of this page that the library was built from.
 HF_VQ_API int hf_vq_abi_version(void);
+
+// The instruction sets that this processor can run, best first, separated by spaces: of
+// "avx512 avx2 dotprod neon scalar". avx512 means F, BW, DQ, VL, VBMI and VNNI.
+HF_VQ_API const char* hf_vq_isas(void);
+
+// Use the kernels of one of them; NULL or "" means the best. HF_VQ_UNSUPPORTED if there is no such.
+HF_VQ_API int hf_vq_use_isa(const char* name);
+
+// The one in use.
+HF_VQ_API const char* hf_vq_isa(void);
+
+// torch's torch_parallel_for and torch_get_num_threads (torch/csrc/stable/c/shim.h), or NULL.
+HF_VQ_API void hf_vq_use_threads(void* parallel_for, void* num_threads);
+
+// Zeroed memory for codes, on a 2 MiB boundary and advised to lie on huge pages where it is large
+// enough: reads that miss every cache are then up to 1.5 times as fast. NULL if there is none.
+HF_VQ_API void* hf_vq_allocate(int64_t bytes);
+HF_VQ_API void hf_vq_free(void* memory, int64_t bytes);
+
+// -- linear layers -------------------------------------------------------------------------------
+
+enum hf_vq_scope { HF_VQ_SHARED = 0, HF_VQ_TILE = 1, HF_VQ_E8P = 2 };
+
+// A stored matrix W [out, in] as hf_vq/formats/tensors.py describes it; rows of codes are canonical.
+typedef struct hf_vq_matrix {
+  const uint8_t* codes;      // [out, bytes of a row]; the streams of residual stages side by side
+  const uint16_t* codebook;  // fp16 [stages, 2^bits, x]; e8p [stages, 257, 8]; tile [.., .., 2^bits, x]
+  const uint16_t* scale;     // fp16 [out, in / group]
+  const uint8_t* signs;      // bit i: input i is negated before the rotation; NULL = none is
+  int64_t out, in;
+  int32_t x, bits, stages;   // VQ<x, bits, stages>
+  int32_t scope;             // enum hf_vq_scope
+  int32_t tile_rows, tile_columns;
+  int32_t group;             // weights of a row that share a scale
+  int32_t block;             // size of the Hadamard blocks along the row; 1 = not rotated
+} hf_vq_matrix;
+
+// HF_VQ_OK if hf_vq_linear and hf_vq_decode compute with such a matrix; its pointers are not read.
+HF_VQ_API int hf_vq_linear_supports(const hf_vq_matrix* w);
+
+// y[i] = W x[i] + bias for i < rows. x [rows, in] and y [rows, out] have one dtype (float32, float16 or
+// bfloat16) and dense rows; bias [out] has bias_dtype, or is NULL. Inputs are rounded to 8 bits per scale
+// group after the rotation; sums are exact.
+HF_VQ_API int hf_vq_linear(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, const void* bias,
+                           int bias_dtype, void* y);
+
+// Rows first..first + rows - 1 of the rotated W (what W is before the inverse rotation), dense, as
+// float32 or bfloat16 [rows, in]: for many inputs at once a matrix product is faster.
+HF_VQ_API int hf_vq_decode(const hf_vq_matrix* w, int64_t first, int64_t rows, void* dense, int dtype);
+
+// x [rows, in] rotated as hf_vq_linear does it (signs, then Hadamard blocks), as float32 or bfloat16.
+HF_VQ_API int hf_vq_rotate(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, void* rotated,
+                           int rotated_dtype);
+
+// -- the KV cache --------------------------------------------------------------------------------
+
+// Codes lie in blocks of 256 tokens; hf_vq/ops/layout.py draws both layouts.
+enum hf_vq_layout { HF_VQ_QUADS = 1, HF_VQ_PLANES = 2 };
+
+// Keys or values of one layer as codes. A stride is that of [batch, head].
+typedef struct hf_vq_codes {
+  uint8_t* data;             // [batch, heads, blocks, (dim / x) * 32 * bits]
+  uint16_t* scale;           // fp16 [batch, heads, tokens]; NULL: entries have the data's own size
+  const uint16_t* codebook;  // fp16 [2^bits, x], or learned [heads, dim / x, 2^bits, x]
+  const float* mean;         // [batch, heads, dim], subtracted before coding; NULL = 0
+  int64_t data_stride[2], scale_stride[2], mean_stride[2];
+  int64_t first;             // index on the tape of the token at position 0
+  int64_t count;             // coded tokens from there on
+  int32_t layout, x, bits, learned;
+  int32_t dim;
+  int32_t block;             // size of the Hadamard blocks; 1 = not rotated
+} hf_vq_codes;
+
+// HF_VQ_OK if hf_vq_append and hf_vq_attention compute with such codes; their pointers are not read.
+HF_VQ_API int hf_vq_codes_supported(const hf_vq_codes* codes, int values);
+
+// Tokens as floats: [batch, heads, tokens, dim], the last dimension dense.
+typedef struct hf_vq_floats {
+  const void* data;
+  int64_t stride[3];
+  int64_t tokens;
+  int32_t dtype;
+} hf_vq_floats;
+
+// Encode x [batch, heads, tokens, dim] and write its codes (and scales) at positions at.. of the tape.
+HF_VQ_API int hf_vq_append(const hf_vq_codes* codes, const hf_vq_floats* x, int64_t batch, int64_t heads,
+                           int64_t at);
+
+// One attention step over a coded cache: ops/attention.py says what is read from where.
+typedef struct hf_vq_attention_step {
+  hf_vq_codes k, v;
+  hf_vq_floats sink_k, sink_v, tail_k, tail_v;
+  hf_vq_floats query;        // [batch, heads * group, queries, k.dim]
+  void* out;                 // [batch, heads * group, queries, v.dim], dtype of the query
+  int64_t out_stride[3];
+  const int64_t* start;      // [batch] position of each row's first token; NULL = 0
+  const void* mask;          // bool (may attend) or additive; NULL = causal
+  int64_t mask_stride[3];    // batch, query head, query; 0 where it is broadcast
+  const float* s_aux;        // [heads * group]; NULL = none
+  int64_t batch, heads, group, queries;
+  int64_t tail_start, window, fresh;
+  int32_t mask_dtype;        // enum hf_vq_dtype
+  float scaling, softcap;    // softcap 0 = off
+} hf_vq_attention_step;
+
+HF_VQ_API int hf_vq_attention(const hf_vq_attention_step* step);
+
+// -- yardsticks ----------------------------------------------------------------------------------
+
+// Read `bytes` bytes once in the calling thread; the result only keeps the reads alive.
+HF_VQ_API int64_t hf_vq_read_memory(const void* memory, int64_t bytes);
+
+// score[t] = <query, keys[t]> in the calling thread: keys [tokens, dim] float32 or bfloat16.
+HF_VQ_API int hf_vq_dense_scores(const void* keys, int dtype, const float* query, int64_t tokens, int64_t dim,
+                                 float* score);
+
+// The coded logits of step->query alone (no floats, no mask, no softcap), [batch, heads * group, queries,
+// k.count] float32, by the kernels that hf_vq_attention uses.
+HF_VQ_API int hf_vq_coded_scores(const hf_vq_attention_step* step, float* score);

@@ -13,6 +13,11 @@ from hf_vq.bench.banded import Simulation, banded_attention, exact_attention
 from hf_vq.cache.store import key_mean
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor
+from hf_vq.ops.nomad_reference import look_up, quantized_tables, score_tables
+
+
+def as_it_is(x, layer):
+    return x
 
 
 def qkv(tokens=150, heads=2, group=2, dim=32):
@@ -24,7 +29,7 @@ def qkv(tokens=150, heads=2, group=2, dim=32):
 def test_banded_attention_by_brute_force(window):
     """Each query alone, with its own exact and stored tokens."""
     q, k, v = qkv()
-    simulation = Simulation(lambda x: x.round(), lambda x: 2 * x, window, sinks=4)
+    simulation = Simulation(lambda x, _: x.round(), lambda x, _: 2 * x, window, sinks=4)
     out = banded_attention(q, k, v, simulation)
     for t in (0, 3, 4, 5, 40, 127, 128, 149):
         at = torch.arange(t + 1)
@@ -38,7 +43,7 @@ def test_banded_attention_by_brute_force(window):
 
 def test_without_quantization_it_is_attention():
     q, k, v = qkv()
-    plain = Simulation(lambda x: x, lambda x: x, 64)
+    plain = Simulation(as_it_is, as_it_is, 64)
     expected = exact_attention(q, k, v)
     torch.testing.assert_close(banded_attention(q, k, v, plain), expected, atol=1e-5, rtol=1e-4)
 
@@ -50,7 +55,7 @@ def test_keys_are_stored_as_the_cache_stores_them():
     mean = key_mean(k[None], 4)[0]
     codes, scale = ops.encode_kv(k - mean, codebook, scheme)
     expected = ops.decode_kv(codes, scale, codebook, scheme, 64) + mean
-    assert torch.equal(quality_kv.round_trip(scheme, centre=True)(k), expected)
+    assert torch.equal(quality_kv.round_trip(scheme, centre=True)(k, 0), expected)
 
 
 @pytest.mark.parametrize("prompt", ["whole text", "short"])
@@ -64,7 +69,7 @@ def test_keys_are_centred_as_the_cache_centres_them(prompt):
     for at in [slice(0, first), *(slice(i, i + 1) for i in range(first, 150))]:
         cache.update(k[:, :, at], v[:, :, at], 0)
     known = sinks + window // 2 if prompt == "short" else None
-    stored = quality_kv.round_trip(KV_SCHEMES["u4"].key, centre=True, known=known)(k[0])
+    stored = quality_kv.round_trip(KV_SCHEMES["u4"].key, centre=True, known=known)(k[0], 0)
     coded = slice(sinks, 150 - window)
     held = cache.layers[0].keys.clone()[0]
     torch.testing.assert_close(held[:, coded], stored[:, coded], atol=1e-3, rtol=1e-3)
@@ -82,9 +87,9 @@ def test_attention_that_is_not_simulated_is_an_error(unknown):
 
 def test_the_shifted_twin_computes_the_same_function():
     k = torch.randn(2, 40, 64)
-    torch.testing.assert_close(quality_kv.shifted(lambda x: x)(k), k, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(quality_kv.shifted(as_it_is)(k, 0), k, atol=1e-4, rtol=1e-4)
     seen = []
-    quality_kv.shifted(lambda x: seen.append(x) or x)(k)
+    quality_kv.shifted(lambda x, _: seen.append(x) or x)(k, 0)
     constant = seen[0] - k
     assert torch.allclose(constant, constant[:, :1], atol=1e-4)
     assert constant[:, 0].norm(dim=-1).tolist() == pytest.approx(
@@ -94,8 +99,8 @@ def test_the_shifted_twin_computes_the_same_function():
     assert constant[:, 0].abs().gt(1e-3).sum(1).tolist() == [len(slow)] * 2
     # Centring takes it off again, whatever its size.
     stored = quality_kv.round_trip(KV_SCHEMES["u4"].key, centre=True)
-    error = (stored(k) - k).square().mean()
-    assert (quality_kv.shifted(stored)(k) - k).square().mean() < 1.05 * error
+    error = (stored(k, 0) - k).square().mean()
+    assert (quality_kv.shifted(stored)(k, 0) - k).square().mean() < 1.05 * error
 
 
 def test_baselines_round_to_their_grids():
@@ -133,8 +138,49 @@ def test_a_suite_runs_and_writes_its_record(suite, scheme, tiny_model, eval_text
     assert scheme in capsys.readouterr().out
 
 
+def test_learned_schemes_are_calibrated_on_another_text(tiny_model, eval_text, tmp_path):
+    out = tmp_path / "record.json"
+    arguments = ["quality-kv", str(tiny_model), "--text", str(eval_text), "--tokens", "256"]
+    arguments += ["--context", "128", "--schemes", "nomad-2", "--no-baselines", "--revision", "abc"]
+    assert main([*arguments, "--calibration", str(eval_text), "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert record["command"].startswith(
+        "python -m hf_vq.bench quality-kv MODEL_DIR --text TEXT --calibration TEXT --tokens 256"
+    )
+    assert record["settings"]["calibration_tokens"] == 256
+    assert record["settings"]["calibration_text"] == eval_text.name
+    rows = record["results"]["rows"]
+    paper = "NoMAD d_sub 2, keys only"
+    assert [row["name"] for row in rows[::2]] == ["nomad-2", paper, f"{paper}, 8-bit tables"]
+    assert [row["case"] for row in rows] == list(quality_kv.LEARNED_CASES) * 3
+    # 2 bits for keys; values 4 bits and a scale for 32 numbers
+    assert [row["bits_per_element"] for row in rows[::2]] == [(2 + 4.5) / 2, 2, 2]
+    klds = [row["kld"] for row in rows[1::2]]
+    assert klds[0] > klds[1] > 0, "coded values cost something"
+    assert klds[2] == pytest.approx(klds[1], rel=0.1), "8-bit tables cost little"
+
+
+def test_scores_from_tables_are_those_of_the_reference():
+    """Matrix products with ones at the codes, against lookups; sinks and window stay exact."""
+    q, _, _ = qkv(tokens=40)
+    codebook = torch.randn(2, 16, 16, 2).half()
+    codes = torch.randint(0, 16, (2, 40, 16))
+    k = codebook.float().gather(2, codes.transpose(1, 2)[..., None].expand(-1, -1, -1, 2))
+    k = k.transpose(1, 2).flatten(-2)
+    scores = quality_kv.table_scores(k, codebook)(q, 30)
+    for group in range(2):
+        tables, step, low = quantized_tables(score_tables(q[:, group], codebook))
+        expected = look_up(tables, codes[:, :30]) * step[..., 0] + low[..., 0]
+        torch.testing.assert_close(scores[:, group], expected, atol=1e-4, rtol=1e-5)
+    exact = torch.einsum("hgqd,hkd->hgqk", q, k[:, :30])
+    assert (scores - exact).abs().max() < 0.5 < exact.abs().max()
+
+
 def test_a_suite_says_what_is_wrong_in_one_line(tiny_model, tmp_path, capsys):
-    assert main(["quality-kv", str(tiny_model), "--text", str(tmp_path / "none.txt")]) == 2
+    whole = ["quality-kv", str(tiny_model), "--text", str(tmp_path / "none.txt")]
+    assert main([*whole, "--calibration", "t"]) == 2
     assert "cannot read the text" in capsys.readouterr().err
-    assert main(["quality-kv", str(tiny_model), "--text", "t", "--no-baselines"]) == 2
+    assert main([*whole, "--no-baselines"]) == 2
     assert "--out" in capsys.readouterr().err
+    assert main(whole) == 2
+    assert "nomad-4" in (error := capsys.readouterr().err) and "--calibration" in error

@@ -1,8 +1,9 @@
-"""A config and tokens small enough to follow by hand."""
+"""A config and tokens small enough to follow by hand. Every test runs on both orders of codes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,34 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from hf_vq.cache import VQCache
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops import dispatch
+from hf_vq.ops.layout import BLOCK_BITS
+
+
+def block_layouts(problem: dispatch.Problem) -> tuple[str, str]:
+    """The block layouts that fit a problem of attention: quads for universal keys, else planes."""
+    key, value = (VQScheme.parse(spec) for spec in problem.scheme.split())
+    quads = key.codebook == "universal" and problem.k // key.vector_size % 4 == 0
+    return (
+        ("quads" if quads else "planes") if key.entry_bits in BLOCK_BITS else "rows",
+        "planes" if value.entry_bits in BLOCK_BITS else "rows",
+    )
+
+
+@pytest.fixture(params=["rows", "blocks"], autouse=True)
+def layouts(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Only the reference runs, over canonical rows or over the blocks of the fast kernels."""
+    before = list(dispatch._table)
+    dispatch._table[:] = [row for row in before if row.name == "reference"]
+    dispatch._select.cache_clear()
+    if request.param == "blocks":
+        row = dispatch.rows("attention")[0]
+        row = dataclasses.replace(row, name="test.blocks", layouts=block_layouts)
+        dispatch.register(row, first=True)
+    yield request.param
+    dispatch._table[:] = before
+    dispatch._select.cache_clear()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from itertools import product
 
@@ -11,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_vq.cache.tape import CodeTape
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
+from hf_vq.formats.tensors import kv_codebook_spec
 from hf_vq.ops import encode_kv
 from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops.layout import layouts_for, to_rows, write_rows
 
 
 def make(
@@ -37,36 +39,75 @@ def make(
     """A cache of random tokens with codes for all that left the window, floats for the rest."""
     both = KV_SCHEMES[scheme]
     value_dim = value_dim or dim
-    mean = 2 * torch.randn(batch, heads, 1, dim)
+    mean = 2 * both.centre_keys * torch.randn(batch, heads, 1, dim)
     keys = (torch.randn(batch, heads, length, dim) + mean).to(dtype)
     values = torch.randn(batch, heads, length, value_dim).to(dtype)
-    codebooks = [universal_tensor(part) for part in (both.key, both.value)]
+    codebooks = [codebook_of(both.key, heads, dim), codebook_of(both.value, heads, value_dim)]
     coded = max(length - window, 0)
     k = encode_kv(keys[:, :, :coded].float() - mean, codebooks[0], both.key)
     v = encode_kv(values[:, :, :coded].float(), codebooks[1], both.value)
     tail = max(length - window - slack - fresh, 0)
     first = [0] * batch if start is None else start
     pick = [slice(position, position + sinks) for position in first]
+    layouts = layouts_for(both.key, both.value, dim, value_dim, keys)
+    k_codes, k_scale, k_first = on_tape(*k, both.key, dim, layouts[0])
+    v_codes, v_scale, v_first = on_tape(*v, both.value, value_dim, layouts[1])
     return CachedKV(
         sink_k=torch.stack([keys[b, :, pick[b]] for b in range(batch)]),
         sink_v=torch.stack([values[b, :, pick[b]] for b in range(batch)]),
-        k_codes=k[0], k_scale=k[1], k_mean=mean, v_codes=v[0], v_scale=v[1],
+        k_codes=k_codes, k_scale=k_scale, k_mean=mean if both.centre_keys else None,
+        v_codes=v_codes, v_scale=v_scale,
         tail_k=keys[:, :, tail:], tail_v=values[:, :, tail:],
         codebook_k=codebooks[0], codebook_v=codebooks[1],
         start=None if start is None else torch.tensor(start), tail_start=tail,
-        window=window, fresh=fresh, key_scheme=both.key, value_scheme=both.value,
+        window=window, fresh=fresh, coded=coded, k_first=k_first, v_first=v_first,
+        key_scheme=both.key.spec(), value_scheme=both.value.spec(),
+        key_layout=layouts[0], value_layout=layouts[1],
     )  # fmt: skip
 
 
-def decode(
-    codes: Tensor, scale: Tensor, codebook: Tensor, scheme: VQScheme, dim: int, dtype: torch.dtype
-) -> Tensor:
-    """Rows in `dtype`: bits, table, scale, Hadamard; nothing shared with the package."""
+def codebook_of(scheme: VQScheme, heads: int, dim: int) -> Tensor:
+    if scheme.codebook == "universal":
+        return universal_tensor(scheme)
+    return torch.randn(kv_codebook_spec(scheme, heads, dim).shape).half()
+
+
+def on_tape(
+    rows: Tensor, scale: Tensor, scheme: VQScheme, dim: int, layout: str
+) -> tuple[Tensor, Tensor, int]:
+    """Codes and scales somewhere on a tape, and where; around them is what must not be read."""
+    first, count = 250 if layout != "rows" else 3, rows.shape[2]
+    tape = CodeTape(rows.new_empty(*rows.shape[:3], dim), scheme, layout)
+    tape.reserve(first + count + 1)
+    tape.data.random_(256)
+    tape.scale.fill_(torch.nan)
+    write_rows(tape.data, first, rows, scheme.entry_bits, layout)
+    tape.scale[:, :, first : first + count] = scale
+    return tape.data, tape.scale, first
+
+
+def decode(cached: CachedKV, side: str, dtype: torch.dtype) -> Tensor:
+    """Rows in `dtype`: bits, table, scale, Hadamard; nothing shared with the package but the order
+    of blocks, which tests/ops/test_layout.py writes out."""
+    spec, layout, codes, scale, codebook, first, dim = (
+        (cached.key_scheme, cached.key_layout, cached.k_codes, cached.k_scale, cached.codebook_k,
+         cached.k_first, cached.tail_k.shape[-1])
+        if side == "k"
+        else (cached.value_scheme, cached.value_layout, cached.v_codes, cached.v_scale,
+              cached.codebook_v, cached.v_first, cached.tail_v.shape[-1])
+    )  # fmt: skip
+    scheme = VQScheme.parse(spec)
+    codes = to_rows(codes, first, cached.coded, scheme.entry_bits, layout)
+    scale = scale[:, :, first : first + cached.coded]
     bits = numpy.unpackbits(codes.numpy(), axis=-1, bitorder="little")
     bits = bits[..., : dim // scheme.vector_size * scheme.entry_bits]
     shape = (*bits.shape[:-1], dim // scheme.vector_size, scheme.entry_bits)
     bits = bits.reshape(shape).astype(numpy.int64)
     index = (bits << numpy.arange(scheme.entry_bits)).sum(-1)
+    if scheme.codebook != "universal":
+        head = torch.arange(codebook.shape[0])[:, None, None]
+        chosen = codebook[head, torch.arange(codebook.shape[1]), torch.from_numpy(index)]
+        return chosen.to(dtype).flatten(-2)
     rows = codebook[0].to(dtype)[torch.from_numpy(index)].flatten(-2) * scale.to(dtype)
     block = dim & -dim
     hadamard = torch.ones(1, 1, dtype=dtype)
@@ -86,16 +127,13 @@ def written_out(
     s_aux: Tensor | None = None,
 ) -> Tensor:
     """Attention in `dtype`, by loops over rows, heads and queries."""
-    batch, query_heads, queries, dim = query.shape
+    batch, query_heads, queries, _ = query.shape
     groups = query_heads // cached.tail_k.shape[1]
     length, tail = cached.length, cached.tail_start
     sinks = cached.sink_k.shape[2]
-    k = decode(cached.k_codes, cached.k_scale, cached.codebook_k, cached.key_scheme, dim, dtype)
-    k = k + cached.k_mean.to(dtype)
-    value_dim = cached.tail_v.shape[-1]
-    stored = cached.v_codes, cached.v_scale, cached.codebook_v, cached.value_scheme
-    v = decode(*stored, value_dim, dtype)
-    out = torch.zeros(batch, query_heads, queries, value_dim, dtype=dtype)
+    k, v = decode(cached, "k", dtype), decode(cached, "v", dtype)
+    k = k if cached.k_mean is None else k + cached.k_mean.to(dtype)
+    out = torch.zeros(batch, query_heads, queries, v.shape[-1], dtype=dtype)
     j = torch.arange(length)
     for b, h, t in product(range(batch), range(query_heads), range(queries)):
         i = length - queries + t
@@ -149,7 +187,10 @@ def test_head_dims(dim: int) -> None:
     check(torch.randn(2, 2, 1, dim), make(dim=dim, length=29, window=8, slack=3))
 
 
-@pytest.mark.parametrize("scheme", ["u4", "u3", "u2", "k4v2"])
+SCHEMES = ["u4", "u3", "u2", "k4v2", "nomad-u4", "nomad-4", "nomad-2", "nomad-1", "cq-4", "cq-2"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_schemes_and_dtypes(scheme: str, dtype: torch.dtype) -> None:
     check(torch.randn(2, 2, 1, 64).to(dtype), make(scheme, dtype, length=29, window=8))
@@ -217,11 +258,10 @@ def test_dense_is_what_the_first_query_sees() -> None:
 
 def test_opcheck() -> None:
     cached = make(dim=16, length=30, window=8, fresh=2, start=[0, 3])
-    fields = {f.name: getattr(cached, f.name) for f in dataclasses.fields(cached)}
-    schemes = [fields.pop(name).spec() for name in ("key_scheme", "value_scheme")]
-    ints = [fields.pop(name) for name in ("tail_start", "window", "fresh")]
-    tensors = list(fields.values())
+    scales = {name: getattr(cached, name).nan_to_num() for name in ("k_scale", "v_scale")}
+    cached = cached._replace(**scales)
+    tensors, numbers, names = cached[:12], cached[12:-4], cached[-4:]
     mask = torch.rand(2, 1, 2, 30) > 0.3
     for extra in ([mask, torch.randn(4)], [None, None]):
-        arguments = (torch.randn(2, 4, 2, 16), *tensors, *extra, *ints, 0.25, 0.0, *schemes)
+        arguments = (torch.randn(2, 4, 2, 16), *tensors, *extra, *numbers, 0.25, 0.0, *names)
         torch.library.opcheck(torch.ops.hf_vq.attention, arguments)

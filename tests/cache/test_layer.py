@@ -15,10 +15,12 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_vq.cache import VQCache, VQHandle, attend
 from hf_vq.errors import VQCacheError, VQSchemeError
-from hf_vq.formats.catalog import KV_SCHEMES
+from hf_vq.formats.catalog import KV_SCHEMES, KVScheme
+from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops import decode_kv, encode_kv
 
+RESIDUAL = KVScheme(*[VQScheme(1, 4, 2, scale_group=0)] * 2)
 Tokens = Callable[..., tuple[Tensor, Tensor]]
 Feed = Callable[..., Any]
 
@@ -27,8 +29,8 @@ def held(cache: VQCache) -> list[Tensor]:
     """Everything the first layer holds."""
     layer = cache.layers[0]
     stores = [layer.k, layer.v]
-    tapes = [tape.view().clone() for s in stores for tape in (s.codes, s.scale, s.tail)]
-    return [*tapes, *(x for s in stores for x in (s.sinks.clone(), s.mean.clone()))]
+    tapes = [x.clone() for s in stores for x in (s.codes.rows(), s.codes.scales(), s.tail.view())]
+    return [*tapes, layer.k.sinks.clone(), layer.k.mean.clone(), layer.v.sinks.clone()]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -52,7 +54,7 @@ def test_what_is_kept(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
     codes, scale = encode_kv(
         keys[:, :, :62] - layer.k.mean, universal_tensor(scheme.key), scheme.key
     )
-    assert torch.equal(layer.k.codes.view(), codes) and torch.equal(layer.k.scale.view(), scale)
+    assert torch.equal(layer.k.codes.rows(), codes) and torch.equal(layer.k.codes.scales(), scale)
     assert torch.equal(layer.k.sinks, keys[:, :, :3])
     assert torch.equal(layer.k.tail.view(), keys[:, :, layer.tail_start :])
 
@@ -74,7 +76,7 @@ def test_codes_do_not_depend_on_chunks(
     for size in sizes:
         feed(parts, states, position, position + size)
         position += size
-        now = parts.layers[0].k.codes.view()
+        now = parts.layers[0].k.codes.rows()
         if before:
             assert torch.equal(now[:, :, : before[-1].shape[2]], before[-1])  # never rewritten
         before.append(now.clone())
@@ -82,7 +84,7 @@ def test_codes_do_not_depend_on_chunks(
     scheme = KV_SCHEMES["u4"].key
     for x, store in zip(centred, (parts.layers[0].k, parts.layers[0].v), strict=True):
         codes, scale = encode_kv(x[:, :, :92], universal_tensor(scheme), scheme)
-        assert torch.equal(store.codes.view(), codes) and torch.equal(store.scale.view(), scale)
+        assert torch.equal(store.codes.rows(), codes) and torch.equal(store.codes.scales(), scale)
     assert torch.equal(parts.layers[0].v.sinks, states[1][:, :, :4])
     assert torch.equal(parts.layers[0].v.tail.view(), states[1][:, :, 60:])
 
@@ -137,10 +139,10 @@ def test_left_padding_shifts_a_row(config: LlamaConfig, tokens: Tokens, feed: Fe
             assert torch.equal(a.k.sinks[row], b.k.sinks[0])
             assert torch.allclose(a.k.mean[row], b.k.mean[0], atol=1e-6)
             assert torch.equal(
-                a.v.codes.view()[row, :, skip:], b.v.codes.view()[0, :, skip - pad :]
+                a.v.codes.rows()[row, :, skip:], b.v.codes.rows()[0, :, skip - pad :]
             )
             assert torch.equal(
-                a.k.codes.view()[row, :, skip:], b.k.codes.view()[0, :, skip - pad :]
+                a.k.codes.rows()[row, :, skip:], b.k.codes.rows()[0, :, skip - pad :]
             )
 
 
@@ -231,10 +233,10 @@ def test_bytes(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
     codes, scales = 92 * 8, 92 * 2  # bytes of one row's codes and scales
     floats = (40 + 4) * 16 * 4  # tail (window + slack) and sinks
     means = 16 * 4
-    store = rows * (codes + scales + floats + means)
-    assert cache.nbytes == 2 * 2 * store
+    layer = rows * (2 * (codes + scales + floats) + means)
+    assert cache.nbytes == 2 * layer
     assert cache.bits_per_element == (8 * 8 + 16) / 16
-    assert cache.overall_bits_per_element == 8 * 2 * store / (rows * 100 * 16 * 2)
+    assert cache.overall_bits_per_element == 8 * layer / (rows * 100 * 16 * 2)
     assert cache.allocated_nbytes >= cache.nbytes
     assert "100 tokens" in repr(cache) and "u4" in repr(cache)
 
@@ -249,7 +251,7 @@ def test_nominal_bits(config: LlamaConfig, feed: Feed, scheme: str, bits: float)
     assert cache.bits_per_element == bits
 
 
-def test_growing_is_amortised(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
+def test_growing_is_amortised(config: LlamaConfig, tokens: Tokens, layouts: str) -> None:
     cache = VQCache(config, window=0)
     states = tokens(100, batch=1)
     moves, address = 0, 0
@@ -258,7 +260,8 @@ def test_growing_is_amortised(config: LlamaConfig, tokens: Tokens, feed: Feed) -
         now = cache.layers[0].k.codes.data.data_ptr()
         moves, address = moves + (now != address), now
     assert moves < 14
-    assert cache.layers[0].k.codes.data.shape[2] <= 1.5 * 100
+    room = 1.5 * 100 if layouts == "rows" else 256
+    assert cache.layers[0].k.codes.scale.shape[2] <= room
 
 
 def test_max_cache_len(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
@@ -409,8 +412,10 @@ def test_strict(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
     [
         ({"scheme": "u5"}, VQSchemeError, "Known: u4, u3, u2, k4v2"),
         ({"scheme": 4}, VQSchemeError, "unknown KV cache scheme 4"),
-        ({"scheme": "cq-4"}, VQCacheError, "learned codebooks"),
-        ({"scheme": "nomad-2"}, VQCacheError, "Use u4"),
+        ({"scheme": "cq-4"}, VQCacheError, "learned codebooks.*hf-vq calibrate --kv cq-4"),
+        ({"scheme": "nomad-2"}, VQCacheError, "VQCache.from_pretrained"),
+        ({"scheme": RESIDUAL}, VQCacheError, "residual stages.*Use u4"),
+        ({"codebooks": {}}, VQCacheError, "must be KVCodebooks; got dict"),
         ({"window": -1}, VQCacheError, "window"),
         ({"window": 1.5}, VQCacheError, "window"),
         ({"sinks": -1}, VQCacheError, "sinks"),

@@ -21,8 +21,13 @@ Feed = Callable[..., Any]
 def stored(cache: VQCache) -> list[Tensor]:
     layer = cache.layers[0]
     stores = [layer.k, layer.v]
-    tapes = [tape.view() for s in stores for tape in (s.codes, s.scale, s.tail)]
-    return [*tapes, *(x for s in stores for x in (s.sinks, s.mean))]
+    tapes = [x for s in stores for x in (s.codes.rows(), s.codes.scales(), s.tail.view())]
+    return [*tapes, *(s.sinks for s in stores), layer.k.mean]
+
+
+def memory(cache: VQCache) -> list[Tensor]:
+    tapes = [store.codes for store in (cache.layers[0].k, cache.layers[0].v)]
+    return [x for tape in tapes for x in (tape.data, tape.scale)]
 
 
 @pytest.mark.parametrize("how", ["as it is", "copied", "loaded", "reordered"])
@@ -47,6 +52,7 @@ def test_inference_mode_then_not(
         feed(wanted, states, begin, end)
     for a, b in zip(stored(cache), stored(wanted), strict=True):
         assert torch.equal(a, b) and (how == "copied" or not a.is_inference())
+    assert not any(x.is_inference() for x in memory(cache))
 
 
 def test_nothing_stored_has_a_graph(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:

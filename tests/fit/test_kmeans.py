@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_vq.fit.kmeans import _lloyd, kmeans
+from hf_vq.fit.kmeans import _lloyd, kmeans, kmeans_in_groups
 from hf_vq.formats.nearest import NearestEntry
 
 
@@ -28,9 +28,15 @@ def test_gaussian_error_is_near_the_optimum():
 def test_empty_clusters_are_repaired():
     vectors = torch.randn(500, 2)
     codebook = torch.cat([vectors[:8], torch.full((8, 2), 1e3)])
-    repaired = _lloyd(vectors, codebook)
-    assert (repaired.norm(dim=1) < 10).all()
-    assert error(vectors, _lloyd(vectors, repaired)) < error(vectors, codebook)
+    repaired = _lloyd(vectors[None], codebook[None])
+    assert (repaired[0].norm(dim=1) < 10).all()
+    assert error(vectors, _lloyd(vectors[None], repaired)[0]) < error(vectors, codebook)
+
+
+def test_more_empty_clusters_than_vectors():
+    codebook = torch.cat([torch.zeros(1, 2), torch.full((15, 2), 1e3)])
+    repaired = _lloyd(torch.randn(2, 5, 2), codebook.expand(2, -1, -1))
+    assert (repaired.norm(dim=2) < 10).all()
 
 
 def test_same_seed_same_codebook():
@@ -51,3 +57,41 @@ def test_equal_vectors():
     codebook = kmeans(torch.ones(100, 2), 16)
     assert codebook.isfinite().all()
     assert error(torch.ones(5, 2), codebook) == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_groups_do_not_meet(size):
+    """Each group has a codebook of its own data, wherever that lies and however large it is."""
+    scale = torch.tensor([1.0, 1e-3, 50.0]).reshape(3, 1, 1)
+    vectors = torch.randn(3, 3000, size) * scale + 10 * scale
+    codebooks = kmeans_in_groups(vectors, 16)
+    best = {1: 0.0106, 2: 0.120, 4: 0.40}[size]  # on Gaussian data, found here; 1: .0095 at best
+    for group in range(3):
+        found = error(vectors[group], codebooks[group]) / float(scale[group]) ** 2
+        assert found < best, group
+
+
+def test_codebooks_of_numbers_are_those_of_lloyd_and_max():
+    """The optimum of 16 levels for Gaussian data is .009497, and the entries are known."""
+    codebook = kmeans_in_groups(torch.randn(4, 60_000, 1), 16)
+    assert (codebook.diff(dim=1) > 0).all()
+    levels = torch.tensor([0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6180, 2.0690, 2.7326])
+    expected = torch.cat([-levels.flip(0), levels])
+    for group in codebook:
+        assert error(torch.randn(60_000, 1), group) < 1.03 * 0.009497
+        torch.testing.assert_close(group[:, 0], expected, atol=0.1, rtol=0.0)
+
+
+def test_numbers_that_repeat_and_tails():
+    """Most of the data in one place must not take most of the entries."""
+    values = torch.cat([torch.zeros(900), torch.randn(100), torch.tensor([40.0])])
+    codebook = kmeans_in_groups(values.reshape(1, -1, 1), 16)[0]
+    assert codebook.isfinite().all() and error(values[:, None], codebook) < 1e-3
+    constant = kmeans_in_groups(torch.full((1, 500, 1), 3.0), 16)[0]
+    assert error(torch.full((1, 1), 3.0), constant) == 0
+
+
+def test_groups_are_seeded():
+    vectors = torch.randn(5, 400, 2)
+    assert torch.equal(kmeans_in_groups(vectors, 16, seed=1), kmeans_in_groups(vectors, 16, seed=1))
+    assert not torch.equal(kmeans_in_groups(vectors, 16), kmeans_in_groups(vectors, 16, seed=1))

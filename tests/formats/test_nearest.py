@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_vq.formats.nearest import NearestEntry, nearest_entries
+from hf_vq.formats.nearest import NearestEntry, nearest_entries, nearest_in_groups
 from hf_vq.formats.universal import universal_codebook
 
 
@@ -63,3 +63,40 @@ def test_an_equal_codebook_is_searched_with_the_same_tables():
     assert first is not second
     assert nearest_entries(codebook.clone())[0] is first
     assert nearest_entries(codebook + 1)[0] is not first
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize(("groups", "count", "entries"), [(1, 700, 256), (37, 130, 16), (3, 1, 5)])
+def test_many_codebooks_at_once(size, groups, count, entries):
+    codebooks = torch.randn(groups, entries, size)
+    vectors = torch.randn(groups, count, size)
+    index = nearest_in_groups(vectors, codebooks)
+    for group in range(groups):
+        assert_nearest(vectors[group], codebooks[group], index[group])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_many_codebooks_in_small_blocks(size, monkeypatch):
+    codebooks, vectors = torch.randn(9, 16, size), torch.randn(9, 50, size)
+    whole = nearest_in_groups(vectors, codebooks)
+    monkeypatch.setattr("hf_vq.formats.nearest._SCORES", 16 * 50 * 4)  # four groups at a time
+    assert torch.equal(nearest_in_groups(vectors, codebooks), whole)
+    monkeypatch.setattr("hf_vq.formats.nearest._SCORES", 16 * 7)
+    assert torch.equal(nearest_in_groups(vectors, codebooks), whole)
+    assert nearest_in_groups(vectors[:, :0], codebooks).shape == (9, 0)
+
+
+def test_numbers_that_are_not_find_an_entry_all_the_same():
+    for size in (1, 2):
+        vectors = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat_interleave(size)
+        index = nearest_in_groups(vectors.reshape(1, 3, size), torch.randn(1, 16, size))
+        assert ((index >= 0) & (index < 16)).all()
+
+
+def test_a_number_between_two_entries_takes_the_lower_one():
+    """Midpoints of fp16 entries are exact in float32, so every kernel can do the same."""
+    codebook = torch.randn(1, 16, 1).half().float()
+    ordered = codebook.sort(1).values
+    midpoints = (ordered[:, 1:] + ordered[:, :-1]) / 2
+    chosen = codebook[0][nearest_in_groups(midpoints, codebook)[0]]
+    assert torch.equal(chosen, ordered[0, :-1])

@@ -12,6 +12,7 @@ from hf_vq.formats import (
     KV_SCHEMES,
     WEIGHT_SCHEMES,
     VQScheme,
+    kv_codebook_spec,
     kv_scheme,
     scheme_name,
     tensor_specs,
@@ -70,8 +71,40 @@ def test_nominal_bits(name, bits):
 
 
 @pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("u4", 4.125, 4.125),
+        ("k4v2", 4.125, 2.125),
+        ("nomad-u4", 4.125, 4.125),
+        ("nomad-4", 4.0, 4.125),
+        ("nomad-2", 2.0, 4.125),
+        ("nomad-1", 1.0, 4.125),
+        ("cq-4", 4.0, 4.0),
+        ("cq-2", 2.0, 2.0),
+    ],
+)
+def test_nominal_bits_of_keys_and_values(name, key, value):
+    """A codebook per channel group has the data's own size: no scale is stored."""
+    scheme = kv_scheme(name)
+    assert (scheme.key.bits(128), scheme.value.bits(128)) == (key, value)
+    assert scheme.key.has_scale == (scheme.key.codebook != "channel_group")
+    if not scheme.key.has_scale:
+        assert scheme.key.bits() == scheme.key.bits(128, 128) == key
+
+
+def test_codebooks_of_a_kv_cache():
+    spec = kv_codebook_spec(kv_scheme("nomad-2").key, heads=3, head_dim=64)
+    assert spec.shape == (3, 32, 16, 2) and spec.shared_name is None
+    assert kv_codebook_spec(kv_scheme("cq-2").key, 1, 80).shape == (1, 20, 256, 4)
+    with pytest.raises(VQSchemeError, match=r"divisible by 4; layer 7 has 50\. Use"):
+        kv_codebook_spec(kv_scheme("nomad-1").key, 2, 50, "layer 7")
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"codebook": "channel_group"}, "no scale"),
+        ({"codebook": "channel_group", "scale_group": 0, "residuals": 2}, "one stage"),
         ({"vector_size": "2"}, "vector_size must be an integer"),
         ({"entry_bits": True}, "entry_bits must be an integer"),
         ({"entry_bits": 10**9}, r"in \[1, 16\]"),

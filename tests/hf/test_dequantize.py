@@ -15,6 +15,7 @@ LOAD = AutoModelForCausalLM.from_pretrained
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.usefixtures("reference_kernels")
 def test_dequantize(dense, quantized, tmp_path, name):
     model = LOAD(quantized(name))
     stored = {

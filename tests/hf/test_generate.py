@@ -19,14 +19,16 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from hf_vq.cache import VQCache, VQHandle
-from hf_vq.cache.layer import SLACK, _codebook
+from hf_vq.cache import VQCache, VQHandle, codebooks
+from hf_vq.cache.layer import SLACK
 from hf_vq.cache.store import key_mean
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.hf import attention, generation
 from hf_vq.ops import decode_kv, encode_kv
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 attention.register()
 generation.register()
@@ -331,7 +333,7 @@ def test_grad_and_inference_modes() -> None:
                 logits.append(model(part, past_key_values=cache).logits)
         return torch.cat(logits, 1)
 
-    _codebook.cache_clear()
+    codebooks.universal.cache_clear()
     inference, graded = torch.inference_mode, torch.enable_grad
     cache = VQCache(model.config, window=8, strict=True)
     mixed = run(cache, inference, inference, inference, torch.no_grad)

@@ -67,6 +67,7 @@ class Config:
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.usefixtures("reference_kernels")
 def test_every_layout(has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm):
     flags = locals()
     known = inspect.signature(use_experts_implementation).parameters

@@ -61,6 +61,7 @@ def with_decoded_weights(folder, quantized):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.usefixtures("reference_kernels")
 def test_it_computes_what_it_stores(dense, name):
     model = LOAD(dense(name), quantization_config=VQConfig("vq-4"))
     exact = with_decoded_weights(dense(name), model)

@@ -74,7 +74,7 @@ def test_bucket(count, bucket):
     assert dispatch.bucket(count) == bucket
 
 
-@pytest.mark.parametrize("op", ["linear", "decode", "encode", "rotate", "attention"])
+@pytest.mark.parametrize("op", ["linear", "decode", "encode", "rotate", "append", "attention"])
 def test_every_op_ends_with_its_reference(op):
     import hf_vq  # noqa: F401  registers the backends
 

@@ -11,6 +11,9 @@ from hf_vq.ops.codes import stored_arguments
 from hf_vq.transforms import rotate
 
 
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+
 def stored(name, out_features=24, in_features=256):
     scheme = weight_scheme(name)
     fitted = fit_weight(torch.randn(out_features, in_features), scheme)

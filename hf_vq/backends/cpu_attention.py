@@ -1,0 +1,267 @@
+"""`append` and `attention` on the CPU: the KV cache rows of libhf_vq_cpu (`kernels/cpu/api.h`)."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..errors import VQBackendError, VQSchemeError
+from ..formats.scheme import VQScheme
+from ..ops import dispatch
+from ..ops.attention import CachedKV
+from ..ops.layout import BLOCK_BITS, PLANES, QUADS
+from ..ops.library import parse
+from . import native
+
+LARGEST_DIM = 256
+VECTOR_SIZES = (1, 2, 4)
+_FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# Structs of api.h, field by field.
+_CODES = "4P8q6i"
+_FLOATS = "P4qi0q"
+_append_codes = struct.Struct(f"@{_CODES}")
+_append_floats = struct.Struct(f"@{_FLOATS}")
+_step = struct.Struct(f"@{2 * _CODES}{5 * _FLOATS}P3q2P3qP7qi2f0q")
+_LAYOUTS = {QUADS: 1, PLANES: 2}
+
+
+def register() -> None:
+    """Add the rows to the dispatch table."""
+    dispatch.register(
+        dispatch.Kernel("cpu.vq_append", "append", _append, "cpu", _needs, _accepts_append)
+    )
+    dispatch.register(
+        dispatch.Kernel(
+            "cpu.vq_attention", "attention", _attention, "cpu", _needs, _accepts_attention, _layouts
+        )
+    )
+
+
+def _needs() -> str | None:
+    return None if native.load() is not None else native.why_not()
+
+
+def key_layout(scheme: VQScheme) -> str:
+    """The layout in which keys are read: codes that share a codebook are multiplied, others are
+    looked up."""
+    return QUADS if scheme.codebook == "universal" else PLANES
+
+
+@lru_cache(maxsize=256)
+def _shape(scheme: VQScheme, dim: int, layout: str) -> tuple[int, ...]:
+    """The last fields of `hf_vq_codes`."""
+    learned = int(scheme.codebook == "channel_group")
+    return (
+        _LAYOUTS[layout], scheme.vector_size, scheme.entry_bits, learned, dim, scheme.block(dim)
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _objection(scheme: VQScheme, dim: int, layout: str, values: bool) -> str | None:
+    """Why rows of `dim` numbers are not computed with in this scheme and layout, or None."""
+    wanted = PLANES if values else key_layout(scheme)
+    if scheme.residuals != 1 or scheme.lattice or scheme.codebook not in (
+        "universal", "channel_group"
+    ):  # fmt: skip
+        return "KV codes have one stage and a universal codebook, or one per channel group"
+    if scheme.vector_size not in VECTOR_SIZES or scheme.entry_bits not in BLOCK_BITS:
+        return f"{scheme.notation()} has no kernel: x is 1, 2 or 4, codes have 4, 6 or 8 bits"
+    if scheme.rotation not in ("none", "hadamard"):
+        return f"rotation {scheme.rotation!r}"
+    if dim > LARGEST_DIM or dim % (4 * scheme.vector_size):
+        unit = 4 * scheme.vector_size
+        return f"head_dim {dim}: it needs a multiple of {unit} up to {LARGEST_DIM}"
+    if scheme.has_scale and scheme.scale_group:
+        return "several scales per token"
+    if layout != wanted:
+        return f"codes lie in {layout!r}, not {wanted!r}"
+    try:
+        shape = _shape(scheme, dim, layout)
+    except VQSchemeError as error:
+        return str(error)
+    library = native.load()
+    packed = _append_codes.pack(*(0,) * 12, *shape)
+    if library is None or library.hf_vq_codes_supported(packed, int(values)) != native.OK:
+        return f"libhf_vq_cpu does not support {scheme.spec()} at head_dim {dim}"
+    return None
+
+
+def _wrong_dtype(dtype: str) -> str | None:
+    return None if getattr(torch, dtype) in _FLOAT_TYPES else f"dtype {dtype}"
+
+
+def _accepts_append(problem: dispatch.Problem) -> str | None:
+    scheme = parse(problem.scheme)
+    values = problem.layout == PLANES
+    return _wrong_dtype(problem.dtype) or _objection(scheme, problem.k, problem.layout, values)
+
+
+def _accepts_attention(problem: dispatch.Problem) -> str | None:
+    keys, values = map(parse, problem.scheme.split())
+    found = tuple(problem.layout.split()) or _layouts(problem)
+    return (
+        _wrong_dtype(problem.dtype)
+        or _objection(keys, problem.k, found[0], False)
+        or _objection(values, problem.value_dim, found[1], True)
+    )
+
+
+def _layouts(problem: dispatch.Problem) -> tuple[str, str]:
+    return key_layout(parse(problem.scheme.split()[0])), PLANES
+
+
+def _codes(
+    codes: Tensor,
+    scale: Tensor,
+    mean: Tensor | None,
+    codebook: Tensor,
+    first: int,
+    count: int,
+    scheme: VQScheme,
+    dim: int,
+    layout: str,
+) -> tuple[int, ...]:
+    """The fields of `hf_vq_codes`."""
+    data, scales = codes.stride(), scale.stride()
+    means = (0, 0) if mean is None else mean.stride()
+    return (
+        codes.data_ptr(), scale.data_ptr() if scheme.has_scale else 0, codebook.data_ptr(),
+        0 if mean is None else mean.data_ptr(),
+        data[0], data[1], scales[0], scales[1], means[0], means[1], first, count,
+        *_shape(scheme, dim, layout),
+    )  # fmt: skip
+
+
+def _floats(x: Tensor) -> tuple[int, ...]:
+    """The fields of `hf_vq_floats`."""
+    strides = x.stride()
+    return x.data_ptr(), strides[0], strides[1], strides[2], x.shape[2], native.DTYPES[x.dtype]
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x` [B, H, n, D] as the library reads it: the last dimension dense."""
+    x = x if x.dtype in _FLOAT_TYPES else x.float()
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _append(
+    x: Tensor,
+    mean: Tensor | None,
+    codebook: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    at: int,
+    scheme: VQScheme,
+    layout: str,
+) -> None:
+    if codes.stride(2) != codes.shape[3] or codes.stride(3) != 1:
+        raise VQBackendError("append needs a tape whose blocks lie one after another.")
+    x, codebook = _dense(x), codebook.contiguous()
+    mean = None if mean is None else mean.contiguous()
+    fields = _codes(codes, scale, mean, codebook, 0, 0, scheme, x.shape[3], layout)
+    library = native.load()
+    assert library is not None
+    status = library.hf_vq_append(
+        _append_codes.pack(*fields), _append_floats.pack(*_floats(x)), x.shape[0], x.shape[1], at
+    )
+    native.check(status, "append")
+
+
+def _attention(
+    query: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    codebook_k: Tensor,
+    codebook_v: Tensor,
+    start: Tensor | None,
+    mask: Tensor | None,
+    s_aux: Tensor | None,
+    tail_start: int,
+    window: int,
+    fresh: int,
+    coded: int,
+    k_first: int,
+    v_first: int,
+    scaling: float,
+    softcap: float,
+    key_scheme: VQScheme,
+    value_scheme: VQScheme,
+    key_layout: str,
+    value_layout: str,
+    score: Tensor | None = None,
+) -> Tensor:
+    """Attention over a coded cache; shapes and meaning in `ops.attention.CachedKV`.
+
+    Args:
+        score: float32 [B, Hq, Q, coded], if not None: write only the logits of coded keys there.
+    """
+    batch, heads, queries, dim = query.shape
+    value_dim, kv_heads = tail_v.shape[3], tail_k.shape[1]
+    out = query.new_empty(batch, heads, queries, value_dim)
+    # Names keep what had to be copied alive until the call is over.
+    query, sink_k, sink_v = _dense(query), _dense(sink_k), _dense(sink_v)
+    tail_k, tail_v = _dense(tail_k), _dense(tail_v)
+    k_codes, v_codes = k_codes.contiguous(), v_codes.contiguous()
+    codebook_k, codebook_v = codebook_k.contiguous(), codebook_v.contiguous()
+    mean = None if k_mean is None else k_mean.contiguous()
+    start = None if start is None else start.contiguous()
+    s_aux = None if s_aux is None else s_aux.float().contiguous()
+    masks: tuple[int, ...] = (0, 0, 0)
+    mask_dtype = 0
+    if mask is not None:
+        mask = mask if mask.dtype in native.DTYPES else mask.float()
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        mask = mask.expand(batch, heads, queries, mask.shape[-1])
+        masks, mask_dtype = mask.stride()[:3], native.DTYPES[mask.dtype]
+    step = _step.pack(
+        *_codes(k_codes, k_scale, mean, codebook_k, k_first, coded, key_scheme, dim, key_layout),
+        *_codes(
+            v_codes, v_scale, None, codebook_v, v_first, coded, value_scheme, value_dim,
+            value_layout,
+        ),
+        *_floats(sink_k), *_floats(sink_v), *_floats(tail_k), *_floats(tail_v), *_floats(query),
+        out.data_ptr(), *out.stride()[:3],
+        0 if start is None else start.data_ptr(), 0 if mask is None else mask.data_ptr(), *masks,
+        0 if s_aux is None else s_aux.data_ptr(),
+        batch, kv_heads, heads // kv_heads, queries, tail_start, window, fresh,
+        mask_dtype, scaling, softcap,
+    )  # fmt: skip
+    library = native.load()
+    assert library is not None
+    if score is None:
+        native.check(library.hf_vq_attention(step), "attention")
+    else:
+        native.check(library.hf_vq_coded_scores(step, score.data_ptr()), "attention")
+    return out
+
+
+def scores(query: Tensor, cached: CachedKV, scaling: float = 1.0) -> Tensor:
+    """The logits of coded keys as `cpu.vq_attention` computes them, for benchmarks and tests.
+
+    Args:
+        query: [B, Hq, Q, D].
+        cached: the layer; its codes lie in the layouts of `cpu.vq_attention`.
+
+    Returns:
+        float32 [B, Hq, Q, coded] scaling <q, k>.
+    """
+    score = torch.empty(*query.shape[:3], cached.coded)
+    c = cached
+    _attention(
+        query, c.sink_k, c.sink_v, c.k_codes, c.k_scale, c.k_mean, c.v_codes, c.v_scale,
+        c.tail_k, c.tail_v, c.codebook_k, c.codebook_v, c.start, None, None, c.tail_start,
+        c.window, c.fresh, c.coded, c.k_first, c.v_first, scaling, 0.0,
+        parse(c.key_scheme), parse(c.value_scheme), c.key_layout, c.value_layout, score,
+    )  # fmt: skip
+    return score

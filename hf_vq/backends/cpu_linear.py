@@ -1,0 +1,221 @@
+"""The rows `cpu.linear` and `cpu.decode`: weights as codes, computed on by libhf_vq_cpu.
+
+Few tokens multiply with codes in the kernel. For many a product with the decoded weight is faster:
+some output features at a time are decoded, so that they stay in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..formats.packing import unpack_bits
+from ..formats.scheme import VQScheme
+from ..ops import dispatch
+from . import native
+
+FEW_TOKENS = 64  # up to here the kernel multiplies with codes
+DECODED_BYTES = 2 << 20  # of dense weights at a time
+
+_DTYPES = {"float32", "float16", "bfloat16"}
+_SHARED, _TILE, _E8P = range(3)  # enum hf_vq_scope
+
+
+class Matrix(ctypes.Structure):
+    """struct hf_vq_matrix of api.h."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("codebook", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("signs", ctypes.c_void_p),
+        ("out", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("x", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("stages", ctypes.c_int32),
+        ("scope", ctypes.c_int32),
+        ("tile_rows", ctypes.c_int32),
+        ("tile_columns", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("block", ctypes.c_int32),
+    ]
+
+
+@lru_cache(maxsize=1 << 14)
+def matrix(
+    scheme: VQScheme,
+    out_features: int,
+    in_features: int,
+    codes: int | None = None,
+    codebook: int | None = None,
+    scale: int | None = None,
+    signs: int | None = None,
+) -> Matrix:
+    """The description of a matrix whose tensors lie at these addresses.
+
+    It holds nothing but its arguments: a tensor that moved gives another one.
+    """
+    scope = _E8P if scheme.lattice else _TILE if scheme.codebook == "tile" else _SHARED
+    return Matrix(
+        codes, codebook, scale, signs, out_features, in_features,
+        scheme.vector_size, scheme.entry_bits, scheme.streams, scope, *scheme.tile,
+        scheme.group(in_features), scheme.block(in_features),
+    )  # fmt: skip
+
+
+def _not_stored_so(scheme: VQScheme) -> str | None:
+    """Why the library does not know such a matrix."""
+    if scheme.stages != "independent":
+        return f"{scheme.stages} stages have a second pass"
+    if scheme.rotation == "qr":
+        return "a QR rotation is a matrix product"
+    return "it has codebooks per channel group" if scheme.codebook == "channel_group" else None
+
+
+def accepts_linear(problem: dispatch.Problem) -> str | None:
+    """None if the library multiplies with such a matrix, else the reason why not."""
+    scheme = VQScheme.parse(problem.scheme)
+    if problem.dtype not in _DTYPES:
+        return f"inputs are {problem.dtype}"
+    if reason := _not_stored_so(scheme):
+        return reason
+    library = native.load()
+    asked = matrix(scheme, max(problem.n, 1), problem.k)
+    if library is None or library.hf_vq_linear_supports(ctypes.byref(asked)) != native.OK:
+        return f"no kernel for {scheme.notation()} with scales per {asked.group}"
+    return None
+
+
+def accepts_decode(problem: dispatch.Problem) -> str | None:
+    """None if the library decodes such rows, else the reason why not."""
+    return _not_stored_so(VQScheme.parse(problem.scheme))
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    rotation_2: Tensor | None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    """y = W x + b (`ops.reference.linear`).
+
+    Few tokens are rounded to 8 bits per scale group of the rotated input, and so are the entries of
+    the codebook. A token with infinity or NaN gives NaN.
+    """
+    library = native.load()
+    assert library is not None
+    shape = x.shape
+    in_features, out_features = shape[-1], codes.shape[0]
+    tokens = x.numel() // in_features
+    x, codes = _dense(x, x.dtype), _dense(codes, torch.uint8)
+    codebook, scale = _dense(codebook, torch.float16), _dense(scale, torch.float16)
+    signs = None if rotation is None else _dense(rotation, torch.uint8)
+    stored = matrix(
+        scheme, out_features, in_features, codes.data_ptr(), codebook.data_ptr(),
+        scale.data_ptr(), None if signs is None else signs.data_ptr(),
+    )  # fmt: skip
+    if tokens > FEW_TOKENS:
+        y = _multiply_decoded(library, stored, x.view(tokens, in_features))
+        y = y if bias is None else y + bias
+        return y.to(x.dtype).view(*shape[:-1], out_features)
+    y = x.new_empty((*shape[:-1], out_features))
+    dtype, address, bias_dtype = native.DTYPES[x.dtype], None, 0
+    if bias is not None:
+        bias = _dense(bias, bias.dtype if bias.dtype in native.DTYPES else torch.float32)
+        address, bias_dtype = bias.data_ptr(), native.DTYPES[bias.dtype]
+    status = library.hf_vq_linear(
+        ctypes.byref(stored), x.data_ptr(), dtype, tokens, address, bias_dtype, y.data_ptr()
+    )
+    if status != native.OK:
+        native.check(status, "linear")
+    return y
+
+
+def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype is dtype and tensor.is_contiguous():
+        return tensor
+    return tensor.to(dtype).contiguous()
+
+
+def _multiply_decoded(library: ctypes.CDLL, stored: Matrix, x: Tensor) -> Tensor:
+    """W x of many tokens [tokens, in]: [tokens, out] in float32, or in the dtype of the product."""
+    fast_bfloat16 = x.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+    dtype = torch.bfloat16 if fast_bfloat16 else torch.float32
+    pointer, number = ctypes.byref(stored), native.DTYPES[dtype]
+    rotated = torch.empty(x.shape, dtype=dtype)
+    status = library.hf_vq_rotate(
+        pointer, x.data_ptr(), native.DTYPES[x.dtype], len(x), rotated.data_ptr(), number
+    )
+    native.check(status, "rotate")
+    out_features: int = stored.out
+    rows = max(DECODED_BYTES // (stored.in_features * dtype.itemsize), 1)
+    dense = torch.empty((min(rows, out_features), stored.in_features), dtype=dtype)
+    y = torch.empty((len(x), out_features), dtype=dtype)
+    for first in range(0, out_features, rows):
+        count = min(rows, out_features - first)
+        status = library.hf_vq_decode(pointer, first, count, dense.data_ptr(), number)
+        native.check(status, "decode")
+        torch.mm(rotated, dense[:count].T, out=y[:, first : first + count])
+    return y
+
+
+def decode(
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    rotation_2: Tensor | None,
+    scheme: VQScheme,
+    length: int,
+) -> Tensor:
+    """The stored rows, rotated back (`ops.reference.decode`): [..., length] float32."""
+    library = native.load()
+    assert library is not None
+    lead = codes.shape[:-1]
+    codes, codebook = _dense(codes, torch.uint8), _dense(codebook, torch.float16)
+    scale = _dense(scale, torch.float16)
+    stored = matrix(
+        scheme, max(math.prod(lead), 1), length,
+        codes.data_ptr(), codebook.data_ptr(), scale.data_ptr(),
+    )  # fmt: skip
+    rows = torch.empty((*lead, length), dtype=torch.float32)
+    count, pointer, float32 = math.prod(lead), ctypes.byref(stored), native.DTYPES[torch.float32]
+    status = library.hf_vq_decode(pointer, 0, count, rows.data_ptr(), float32)
+    native.check(status, "decode")
+    if scheme.rotation != "none":  # a Hadamard transform is its own inverse
+        status = library.hf_vq_rotate(
+            pointer, rows.data_ptr(), float32, count, rows.data_ptr(), float32
+        )
+        native.check(status, "rotate")
+    if rotation is not None:
+        rows *= 1 - 2 * unpack_bits(rotation, 1, length)
+    return rows
+
+
+def _needs() -> str | None:
+    return native.why_not() or None
+
+
+def register() -> None:
+    """Add the rows to the top of the dispatch table."""
+    for op, run, accepts in (
+        ("linear", linear, accepts_linear),
+        ("decode", decode, accepts_decode),
+    ):
+        kernel = dispatch.Kernel(f"cpu.{op}", op, run, "cpu", _needs, accepts)
+        dispatch.register(kernel, first=True)

@@ -1,0 +1,142 @@
+"""Suite `cpu-generate`: milliseconds a token of `generate()` on the CPU, for a Llama of the 1B class.
+
+Ours: all linear layers as `vq-4`, the cache as `u4`. Peers: the same model dense in bfloat16 with
+`DynamicCache`, with the attention implementations `sdpa` and `eager`; and llama.cpp, if the path of
+its `llama-bench` and of GGUF files of this model are given. Weights and contexts are random.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+from transformers.cache_utils import Cache, DynamicCache
+
+from .. import VQCache
+from ..errors import VQError
+from .random_llama import TokenClock, fill_cache, llama_config, random_llama
+
+CONTEXTS = (0, 16384)
+KV_HEADS = (16, 4)
+SCHEME, CACHE = "vq-4", "u4"
+TOKENS = {0: 24, 16384: 8}  # generated per run; the first is not counted
+LLAMA_SETTINGS = (  # weights, flash attention, type of the cache
+    ("Q4_0", 0, "f16"),
+    ("Q4_0", 1, "q4_0"),
+    ("Q4_K_M", 0, "f16"),
+)
+
+
+def run(
+    *,
+    contexts: Sequence[int] = CONTEXTS,
+    kv_heads: Sequence[int] = KV_HEADS,
+    rounds: int = 3,
+    threads: int = 1,
+    peers: bool = True,
+    llama_bench: Path | None = None,
+    gguf: Path | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Time every model at every context; `report` gets each row when it is known.
+
+    Args:
+        peers: whether the dense model runs too.
+        llama_bench: program of llama.cpp.
+        gguf: folder with `kv<heads>-<weights>.gguf`, e.g. kv16-Q4_0.gguf.
+
+    Returns:
+        (settings, results) of the record.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found: list[dict[str, Any]] = []
+    try:
+        for heads in kv_heads:
+            config = llama_config(heads, max(contexts) + 64)
+            models = {
+                f"{SCHEME} + {CACHE}": random_llama(config, torch.bfloat16, SCHEME),
+                **_dense(config, peers),
+            }
+            for context in contexts:
+                for row in _generate(models, context, rounds, threads):
+                    found.append({"kv_heads": heads, **row})
+                    report(found[-1])
+                if llama_bench is not None and gguf is not None:
+                    for row in _llama(llama_bench, gguf, heads, context, threads):
+                        found.append({"kv_heads": heads, **row})
+                        report(found[-1])
+    finally:
+        torch.set_num_threads(before)
+    settings = {"rounds": rounds, "threads": threads, "scheme": SCHEME, "cache": CACHE}
+    return settings, {"rows": found}
+
+
+def _dense(config: Any, peers: bool) -> dict[str, LlamaForCausalLM]:
+    if not peers:
+        return {}
+    model = random_llama(config, torch.bfloat16, None)
+    return {"bf16 sdpa": model, "bf16 eager": model}
+
+
+def _generate(
+    models: dict[str, LlamaForCausalLM], context: int, rounds: int, threads: int
+) -> list[dict[str, Any]]:
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    prompt = torch.randint(100, 1000, (1, context + 1))
+    for _ in range(rounds):
+        for name, model in models.items():
+            own = "+" in name
+            model.set_attn_implementation("eager" if name.endswith("eager") else "sdpa")
+            cache: Cache = VQCache(model.config, CACHE) if own else DynamicCache(config=model.config)
+            if context:
+                fill_cache(cache, model.config, context, torch.bfloat16)
+            clock = TokenClock()
+            tokens = TOKENS.get(context, 8)
+            model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache,
+                max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock,
+            )  # fmt: skip
+            seconds[name] += clock.seconds
+    ours = next(name for name in models if "+" in name)
+    found = []
+    for name, times in seconds.items():
+        row: dict[str, Any] = {
+            "name": name, "context": context, "threads": threads, "ms": median(times) * 1e3,
+        }  # fmt: skip
+        if name != ours:
+            row["times_ours"] = row["ms"] / (median(seconds[ours]) * 1e3)
+        found.append(row)
+    return found
+
+
+def _llama(
+    program: Path, gguf: Path, kv_heads: int, context: int, threads: int
+) -> list[dict[str, Any]]:
+    found = []
+    for weights, flash, cache in LLAMA_SETTINGS:
+        model = gguf / f"kv{kv_heads}-{weights}.gguf"
+        if not model.is_file():
+            raise VQError(f"{model} is missing; make it with llama-quantize.")
+        call = [
+            str(program), "-m", str(model), "-p", "0", "-n", "6", "-d", str(context),
+            "-t", str(threads), "-fa", str(flash), "-ctk", cache, "-ctv", cache,
+            "-r", "2", "-o", "jsonl",
+        ]  # fmt: skip
+        done = subprocess.run(call, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise VQError(f"llama-bench failed: {done.stderr.strip()[-300:]}")
+        tokens_per_second = json.loads(done.stdout.strip().splitlines()[-1])["avg_ts"]
+        found.append(
+            {
+                "name": f"llama.cpp {weights}, {cache} cache" + (", flash" if flash else ""),
+                "context": context, "threads": threads, "ms": 1e3 / tokens_per_second,
+            }
+        )  # fmt: skip
+    return found

@@ -1,0 +1,143 @@
+"""Suite `cpu-linear`: one token through a quantized linear layer on the CPU, against PyTorch.
+
+Peers: `_weight_int4pack_mm_for_cpu` (4 bits, groups of 128), and dense layers in bfloat16 and
+float32. Codes are random: how fast a kernel is does not depend on them. The weights of every call
+come from main memory, as they do when a model generates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..formats.catalog import weight_scheme
+from ..formats.scheme import VQScheme
+from ..formats.shared import universal_tensor
+from ..formats.tensors import tensor_specs
+from ..ops import dispatch
+from ..ops.library import problem
+from .timing import Contestant, cold_copies, interleave, speedup, summary
+
+SCHEMES = (
+    "vq-4", "turboquant-4", "vq-3", "vq-2", "gptvq-2", "aqlm-2", "aqlm-3",
+    "quip-sharp-2", "quip-sharp-4",
+)  # fmt: skip
+SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))  # out_features, in_features
+INT4_GROUP = 128
+
+
+def run(
+    *,
+    schemes: Sequence[str] = SCHEMES,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    rows: int = 1,
+    rounds: int = 30,
+    threads: Sequence[int] = (1, 2),
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Time every scheme at every shape; `report` gets each row when it is known.
+
+    Args:
+        rows: tokens that go through the layer at once.
+
+    Returns:
+        (settings, results) of the record.
+    """
+    found: list[dict[str, Any]] = []
+    before = torch.get_num_threads()
+    try:
+        for out_features, in_features in shapes:
+            for count in threads:
+                torch.set_num_threads(count)
+                for row in _shape(schemes, out_features, in_features, rows, rounds):
+                    row["threads"] = count
+                    found.append(row)
+                    report(row)
+    finally:
+        torch.set_num_threads(before)
+    settings = {"rows": rows, "rounds": rounds, "int4_group": INT4_GROUP, "dtype": "bfloat16"}
+    return settings, {"rows": found}
+
+
+@torch.inference_mode()
+def _shape(
+    schemes: Sequence[str], out_features: int, in_features: int, rows: int, rounds: int
+) -> list[dict[str, Any]]:
+    x = torch.randn(rows, in_features, dtype=torch.bfloat16)
+    contestants = _peers(x, out_features)
+    kernels = {}
+    for name in schemes:
+        scheme = weight_scheme(name)
+        contestants[name] = _ours(scheme, x, out_features)
+        asked = problem("linear", x, scheme.spec(), out_features)
+        kernels[name] = dispatch.select(asked).name
+    seconds = interleave(contestants, rounds)
+    found = []
+    for name in contestants:
+        row: dict[str, Any] = {
+            "name": name,
+            "out_features": out_features,
+            "in_features": in_features,
+            **summary(seconds[name]),
+        }
+        if name in kernels:
+            row["kernel"] = kernels[name]
+            row["speedup"] = {
+                peer: speedup(seconds[name], seconds[peer]) for peer in ("int4", "bf16", "fp32")
+            }
+            nbytes = weight_scheme(name).bits(in_features, out_features) / 8
+            row["gb_per_second"] = nbytes * out_features * in_features / row["us"] / 1e3
+        found.append(row)
+    return found
+
+
+def random_tensors(scheme: VQScheme, out_features: int, in_features: int) -> dict[str, Tensor]:
+    """Stored tensors with random codes; decoded weights have the size of a trained layer's."""
+    tensors = {}
+    for key, spec in tensor_specs(scheme, out_features, in_features).items():
+        if spec.dtype == torch.uint8:
+            tensors[key] = torch.randint(256, spec.shape, dtype=torch.uint8)
+        elif key == "codebook" and spec.shared_name:
+            tensors[key] = universal_tensor(scheme)
+        elif key == "codebook":
+            tensors[key] = torch.randn(spec.shape).half()
+        else:
+            tensors[key] = torch.rand(spec.shape).add_(0.5).mul_(in_features**-0.5).half()
+    return tensors
+
+
+def _ours(scheme: VQScheme, x: Tensor, out_features: int) -> Contestant:
+    in_features = x.shape[-1]
+    stored = random_tensors(scheme, out_features, in_features)
+    copies = cold_copies(stored["codes"].nbytes + stored["scale"].nbytes)
+    sets = [
+        {**stored, "codes": stored["codes"].clone(), "scale": stored["scale"].clone()}
+        for _ in range(copies)
+    ]
+    return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), copies)
+
+
+def _peers(x: Tensor, out_features: int) -> dict[str, Contestant]:
+    in_features = x.shape[-1]
+    found: dict[str, Contestant] = {}
+    codes = torch.randint(16, (out_features, in_features), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    scales = torch.rand(in_features // INT4_GROUP, out_features, 2).to(torch.bfloat16)
+    weights = [packed.clone() for _ in range(cold_copies(packed.nbytes))]
+    found["int4"] = Contestant(
+        lambda i: torch.ops.aten._weight_int4pack_mm_for_cpu(x, weights[i], INT4_GROUP, scales),
+        len(weights),
+    )
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        dense = torch.randn(out_features, in_features, dtype=torch.float32).to(dtype)
+        copies = [dense.clone() for _ in range(cold_copies(dense.nbytes))]
+        found[name] = _dense(x.to(dtype), copies)
+    return found
+
+
+def _dense(x: Tensor, copies: list[Tensor]) -> Contestant:
+    return Contestant(lambda i: torch.nn.functional.linear(x, copies[i]), len(copies))

@@ -1,0 +1,101 @@
+"""A Llama of the 1B class with random weights, dense or as codes, and caches full of random tokens.
+
+How fast a model generates depends on its shapes and not on its numbers, so nothing is trained,
+downloaded or fitted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import Cache
+
+from ..formats.catalog import weight_scheme
+from ..nn import VQLinear
+from ..nn.replace import replace_modules
+from .cpu_linear import random_tensors
+
+LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN, VOCABULARY = 16, 2048, 16, 128, 8192, 32000
+TOKENS = 1024  # appended to a cache at a time
+
+
+def llama_config(kv_heads: int, context: int, layers: int = LAYERS) -> LlamaConfig:
+    """16 query heads of 128; the output layer is a matrix of its own."""
+    return LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        intermediate_size=FFN,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=context,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+def random_llama(config: LlamaConfig, dtype: torch.dtype, scheme: str | None) -> LlamaForCausalLM:
+    """The model with random weights; every linear layer as codes of `scheme`, or dense (None)."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    codes = {}
+    if scheme is not None:
+        codes = replace_modules(model, weight_scheme(scheme), lambda name: True)
+    model.to_empty(device="cpu")
+    model.to(dtype)
+    for module in codes.values():
+        assert isinstance(module, VQLinear)
+        _fill_codes(module)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not name.rpartition(".")[2].startswith("vq_"):
+            norm = parameter.ndim == 1
+            nn.init.ones_(parameter) if norm else nn.init.normal_(parameter, std=0.02)
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config)
+    return model.eval()
+
+
+def _fill_codes(layer: VQLinear) -> None:
+    stored = random_tensors(layer.scheme, layer.out_features, layer.in_features)
+    for key, tensor in stored.items():
+        attribute = layer.attributes[key]
+        if attribute in layer._buffers:
+            layer._buffers[attribute] = tensor
+        else:
+            layer._parameters[attribute] = nn.Parameter(
+                tensor.reshape(getattr(layer, attribute).shape), requires_grad=False
+            )
+
+
+@torch.inference_mode()
+def fill_cache(cache: Cache, config: LlamaConfig, tokens: int, dtype: torch.dtype) -> None:
+    """Append `tokens` random tokens to every layer of an empty cache."""
+    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+    for index in range(config.num_hidden_layers):
+        cache.update(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), index)
+
+
+class TokenClock:
+    """Seconds between the tokens that `generate` hands to its streamer."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Called by generate with the prompt, then with every token."""
+        import time
+
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Called by generate at its end."""
+
+    @property
+    def seconds(self) -> list[float]:
+        """One number per token after the first."""
+        tokens = self.times[1:]
+        return [after - before for before, after in zip(tokens, tokens[1:], strict=False)]

@@ -1,0 +1,74 @@
+"""Times that may be compared: contestants take turns, and no call finds its data in a cache.
+
+Machines are shared and change their clocks, so a time alone says little. All contestants run in one
+process, one after another in every round, and what is reported beside the medians is the median of
+the ratios of a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN_CACHE = 64 << 20
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of this processor; 64 MB where the system does not say."""
+    sizes = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
+    return max((int(size[:-1]) * _UNITS[size[-1]] for size in sizes if size), default=_UNKNOWN_CACHE)
+
+
+def cold_copies(nbytes: int) -> int:
+    """How many copies of `nbytes` bytes, read in turn, are never found in a cache."""
+    return max(2, -(-3 * last_level_cache() // (2 * max(nbytes, 1))))
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What is timed: `call(i)` runs once, on copy number i of its data.
+
+    Args:
+        call: the computation.
+        copies: of its data; it gets 0, 1, .. copies - 1, 0, ..
+        calls: how often it is called in a round, to make short calls measurable.
+    """
+
+    call: Callable[[int], Any]
+    copies: int = 1
+    calls: int = 1
+
+
+def interleave(
+    contestants: Mapping[str, Contestant], rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds per call of every contestant in every round, in rounds of one turn each."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    turn = dict.fromkeys(contestants, 0)
+    for round_ in range(warmup + rounds):
+        for name, contestant in contestants.items():
+            first = turn[name]
+            turn[name] += contestant.calls
+            start = time.perf_counter()
+            for i in range(first, first + contestant.calls):
+                contestant.call(i % contestant.copies)
+            passed = (time.perf_counter() - start) / contestant.calls
+            if round_ >= warmup:
+                seconds[name].append(passed)
+    return seconds
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """Median and minimum in microseconds."""
+    return {"us": median(seconds) * 1e6, "us_min": min(seconds) * 1e6}
+
+
+def speedup(ours: list[float], peer: list[float]) -> float:
+    """How many times as fast as the peer we are: the median over the rounds."""
+    return median(theirs / mine for mine, theirs in zip(ours, peer, strict=True))

@@ -1,0 +1,289 @@
+"""Codebooks of a KV cache that were learned from recorded keys and values: `KVCodebooks`.
+
+kv_codebooks.safetensors, beside a model:
+
+layers.<i>.key, layers.<i>.value    fp16 [heads, head_dim / x, entries, x], of learned schemes
+layers.<i>.key_mean                 float32 [heads, head_dim], of centred keys
+metadata["hf_vq_kv"]                JSON: format_version, key_scheme, value_scheme, centre_keys
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.utils import cached_file
+
+from ..errors import VQCacheError, VQError, VQFormatError
+from ..formats.catalog import KVScheme, scheme_name
+from ..formats.scheme import VQScheme
+from ..formats.shared import universal_tensor
+from ..formats.tensors import kv_codebook_spec
+from . import stored
+
+FILE_NAME = "kv_codebooks.safetensors"
+FORMAT_VERSION = 1
+_KEY = "hf_vq_kv"
+_NAME = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(key|value|key_mean)")
+_CURE = "Make the file again with `hf-vq calibrate`"
+
+
+def learned(scheme: VQScheme) -> bool:
+    """Whether rows of this scheme need codebooks of their own model, one per head and group."""
+    return scheme.codebook == "channel_group"
+
+
+def needs_codebooks(scheme: KVScheme) -> bool:
+    """Whether keys or values of this scheme need learned codebooks."""
+    return learned(scheme.key) or learned(scheme.value)
+
+
+def title(scheme: KVScheme) -> str:
+    """The scheme for a message: its name, else what keys and values are."""
+    name = scheme_name(scheme)
+    return name or f"keys {scheme.key.notation()} and values {scheme.value.notation()}"
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for callers that will want gradients
+def universal(scheme: VQScheme, device: torch.device) -> Tensor:
+    """The universal codebook of a scheme on a device: all layers share it."""
+    return universal_tensor(scheme).to(device)
+
+
+def codebook_for(scheme: VQScheme, own: Tensor | None, like: Tensor, where: str) -> Tensor:
+    """What a layer's keys or values [B, H, n, D] are coded with, on the device of `like`.
+
+    Args:
+        own: the layer's learned codebooks; None = the universal one.
+        where: the layer, for messages.
+
+    Raises:
+        VQCacheError: the learned ones are for other heads.
+    """
+    if own is None:
+        return universal(scheme, like.device)
+    heads, dim = like.shape[1], like.shape[3]
+    if tuple(own.shape) != kv_codebook_spec(scheme, heads, dim, where).shape:
+        raise VQCacheError(
+            f"the codebooks of {where} are for {own.shape[0]} heads of "
+            f"{own.shape[1] * own.shape[3]}, the model has {heads} heads of {dim}. Make them with "
+            "`hf-vq calibrate` and this model."
+        )
+    return own.to(like.device)
+
+
+def cure(scheme: KVScheme) -> str:
+    """What to do where the codebooks of this scheme are missing."""
+    name = scheme_name(scheme)
+    return (
+        f"learn them with `hf-vq calibrate{f' --kv {name}' if name else ''}` and make the cache "
+        "with VQCache.from_pretrained"
+    )
+
+
+def find(name: str, revision: str | None = None) -> Path | None:
+    """The file of codebooks in a model's folder or repository on the Hub; None if there is none."""
+    quiet = ("gated_repo", "missing_entries", "connection_errors")
+    try:
+        path = name and cached_file(
+            name, FILE_NAME, revision=revision,
+            **{f"_raise_exceptions_for_{kind}": False for kind in quiet},
+        )  # fmt: skip
+    except OSError:  # the folder that the model was loaded from is gone
+        return None
+    return Path(path) if path else None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KVCodebooks:
+    """What `hf-vq calibrate` learned of one model, layer by layer; None where there is nothing.
+
+    Args:
+        scheme: of the cache that these codebooks are for.
+        keys: codebooks fp16 [H, S, entries, x] of each layer's keys, S = head_dim / x; all None if
+            the scheme of the keys is universal.
+        values: likewise.
+        key_means: float32 [H, head_dim], subtracted from keys before they are coded. A layer whose
+            learned codebooks are of centred keys needs one; without `scheme.centre_keys` all are
+            None.
+
+    Raises:
+        VQFormatError: a tensor is missing, too many, of a wrong shape or type, or not finite.
+    """
+
+    scheme: KVScheme
+    keys: list[Tensor | None]
+    values: list[Tensor | None]
+    key_means: list[Tensor | None]
+
+    def __post_init__(self) -> None:
+        lists = (self.keys, self.values, self.key_means)
+        if any(not isinstance(each, list) for each in lists) or len(set(map(len, lists))) != 1:
+            raise VQFormatError(
+                "KVCodebooks needs lists of one length, with a tensor or None for each layer."
+            )
+        for layer, (key, value, mean) in enumerate(zip(*lists, strict=True)):
+            where = f"layer {layer}"
+            _check_codebook(f"{where}, keys", self.scheme.key, key)
+            _check_codebook(f"{where}, values", self.scheme.value, value)
+            _check_mean(where, self.scheme, key, mean)
+            both = learned(self.scheme.key) and learned(self.scheme.value)
+            if both and (key is None) != (value is None):
+                raise VQFormatError(
+                    f"{where} has codebooks of its {'values' if key is None else 'keys'} only; "
+                    f"{title(self.scheme)} needs both. {_CURE}."
+                )
+            if key is not None and value is not None and key.shape[0] != value.shape[0]:
+                raise VQFormatError(
+                    f"{where} has codebooks for {key.shape[0]} heads of keys and {value.shape[0]} "
+                    f"of values. {_CURE}."
+                )
+        if all(part is None for each in lists for part in each):
+            raise VQFormatError(f"there is no codebook and no mean for any layer. {_CURE}.")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        return f"KVCodebooks({title(self.scheme)}, {len(self)} layers)"
+
+    def for_model(
+        self, scheme: KVScheme, layers: int
+    ) -> tuple[list[Tensor | None], list[tuple[Tensor | None, Tensor | None]]]:
+        """Means of the keys, and codebooks of keys and of values, for each of a model's layers.
+
+        Raises:
+            VQCacheError: they are of another scheme, or of a model with more layers.
+        """
+        if self.scheme != scheme:
+            raise VQCacheError(
+                f"the codebooks are of {title(self.scheme)}, the cache is of {title(scheme)}; "
+                f"{cure(scheme)}."
+            )
+        if len(self) > layers:
+            raise VQCacheError(
+                f"there are codebooks for {len(self)} layers, the model has {layers}: they are of "
+                f"another model; {cure(scheme)}."
+            )
+        more = [None] * (layers - len(self))
+        books = zip([*self.keys, *more], [*self.values, *more], strict=True)
+        return [*self.key_means, *more], list(books)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by the names they have in a file."""
+        sides = {"key": self.keys, "value": self.values, "key_mean": self.key_means}
+        return {
+            f"layers.{layer}.{side}": part.detach().cpu().contiguous().clone()
+            for side, parts in sides.items()
+            for layer, part in enumerate(parts)
+            if part is not None
+        }
+
+    @classmethod
+    def from_tensors(cls, scheme: KVScheme, tensors: dict[str, Tensor]) -> KVCodebooks:
+        """The inverse of `tensors`, but for layers without any behind the last that has some.
+
+        Raises:
+            VQFormatError: as the constructor, or a name is not one of `tensors`.
+        """
+        found = {name: _NAME.fullmatch(name) for name in tensors}
+        if wrong := sorted(name for name, match in found.items() if match is None):
+            raise VQFormatError(f"unexpected tensors {wrong[:4]}. {_CURE}.")
+        numbers = [int(match[1]) for match in found.values() if match is not None]
+        layers = range(max(numbers, default=-1) + 1)
+        key, value, mean = (
+            [tensors.get(f"layers.{layer}.{side}") for layer in layers]
+            for side in ("key", "value", "key_mean")
+        )
+        return cls(scheme, key, value, mean)
+
+    def save(self, path: Path) -> None:
+        """Write the file `path`: the old one stays whole until the new one is.
+
+        Raises:
+            VQCacheError: it cannot be written.
+        """
+        description = {
+            "format_version": FORMAT_VERSION,
+            "key_scheme": self.scheme.key.spec(),
+            "value_scheme": self.scheme.value.spec(),
+            "centre_keys": self.scheme.centre_keys,
+        }
+        stored.write(Path(path), self.tensors(), _KEY, description)
+
+    @classmethod
+    def load(cls, path: Path) -> KVCodebooks:
+        """Read the file that `save` wrote.
+
+        Raises:
+            VQFormatError: it is missing, damaged, newer, or not such a file.
+        """
+        description, tensors = stored.read(
+            Path(path), _KEY, FORMAT_VERSION, "KV codebooks", "`hf-vq calibrate`"
+        )
+        try:
+            scheme = KVScheme(
+                VQScheme.parse(stored.typed(description, "key_scheme", str)),
+                VQScheme.parse(stored.typed(description, "value_scheme", str)),
+                stored.typed(description, "centre_keys", bool),
+            )
+            return cls.from_tensors(scheme, tensors)
+        except KeyError as error:
+            raise VQFormatError(f"{path}: its description lacks {error}. {_CURE}.") from None
+        except VQError as error:
+            raise VQFormatError(f"{path}: {error}") from None
+
+
+def _check_codebook(where: str, scheme: VQScheme, codebook: Tensor | None) -> None:
+    if codebook is None:
+        return
+    if not learned(scheme):
+        raise VQFormatError(
+            f"{where}: codebooks were given, but {scheme.notation()} has a universal one."
+        )
+    shape = tuple(codebook.shape) if isinstance(codebook, Tensor) else ()
+    size = scheme.vector_size
+    if (
+        len(shape) != 4
+        or 0 in shape
+        or shape != kv_codebook_spec(scheme, shape[0], shape[1] * size, where).shape
+        or codebook.dtype != torch.float16
+    ):
+        got = f"{codebook.dtype} {list(shape)}" if shape else type(codebook).__name__
+        raise VQFormatError(
+            f"{where}: codebooks of {scheme.notation()} are float16 [heads, head_dim / {size}, "
+            f"{scheme.entries}, {size}]; got {got}. {_CURE}."
+        )
+    _check_finite(where, codebook)
+
+
+def _check_mean(where: str, scheme: KVScheme, key: Tensor | None, mean: Tensor | None) -> None:
+    if mean is None:
+        if key is not None and scheme.centre_keys:
+            raise VQFormatError(
+                f"{where} has codebooks of centred keys but no mean of its keys. {_CURE}."
+            )
+        return
+    if not scheme.centre_keys:
+        raise VQFormatError(
+            f"{where}: a mean of the keys was given, but {title(scheme)} does not centre keys."
+        )
+    fits = isinstance(mean, Tensor) and mean.ndim == 2 and mean.dtype == torch.float32
+    if fits and key is not None:
+        fits = tuple(mean.shape) == (key.shape[0], key.shape[1] * key.shape[3])
+    if not fits:
+        got = f"{mean.dtype} {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean)
+        raise VQFormatError(
+            f"{where}: the mean of the keys is float32 [heads, head_dim]; got {got}. {_CURE}."
+        )
+    _check_finite(f"{where}, mean of the keys", mean)
+
+
+def _check_finite(where: str, tensor: Tensor) -> None:
+    if not bool(tensor.isfinite().all()):
+        raise VQFormatError(f"{where}: NaN or infinity. {_CURE}.")

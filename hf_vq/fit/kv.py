@@ -1,0 +1,115 @@
+"""Codebooks of a KV cache from recorded keys and values: what is kept of them, and k-means.
+
+NoMAD-Attention, section 3.5: record the keys of each layer and head while the original attention
+runs on a learning set, then cluster each sub-quantizer of each head by itself. VQ-LLM's CQ does the
+same with values too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import VQCacheError
+from ..formats.scheme import VQScheme
+from ..formats.tensors import kv_codebook_spec
+from ..transforms import rotate
+from .kmeans import kmeans_in_groups
+
+ROUNDS = 10  # of k-means; twice as many change the error on keys by under 1 %
+_AT_ONCE = 1 << 25  # numbers clustered at once: bounds the float32 copies of a large layer
+
+
+class TokenSample:
+    """The mean of all tokens of a stream, and a uniform sample of at most `size` of them.
+
+    Reservoir sampling (Vitter's algorithm R, by blocks): memory does not grow with the stream, and
+    two samples with one size and seed keep the same tokens.
+
+    Args:
+        size: tokens to keep; 0 keeps the mean alone.
+        seed: of the choice.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seen = size, 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._kept: Tensor | None = None  # [H, size, D], filled from the front
+        self._sum: Tensor | None = None  # [H, D]; float64: a stream can be long
+
+    def add(self, states: Tensor) -> None:
+        """Count the tokens of `states` [B, H, n, D]: all of row 0, then those of row 1, ..."""
+        tokens = states.detach().transpose(1, 2).flatten(0, 1)  # [B * n, H, D]
+        if not len(tokens):
+            return
+        total = tokens.float().sum(0).cpu().double()
+        self._sum = total if self._sum is None else self._sum + total
+        if self.size:
+            self._sample(tokens)
+        self.seen += len(tokens)
+
+    def _sample(self, tokens: Tensor) -> None:
+        if self._kept is None:
+            self._kept = tokens.new_empty(self.size, *tokens.shape[1:], device="cpu")
+        index = torch.arange(len(tokens))
+        number = self.seen + index  # of the token in the stream: it replaces one with chance size/n
+        draw = torch.rand(len(tokens), generator=self._generator, dtype=torch.float64)
+        slot = torch.where(number < self.size, number, (draw * (number + 1)).long())
+        inside = slot < self.size
+        newest = torch.full((self.size,), -1)
+        newest.scatter_reduce_(0, slot[inside], index[inside], "amax")
+        slots = (newest >= 0).nonzero()[:, 0]
+        self._kept[slots] = tokens[newest[slots].to(tokens.device)].cpu()
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of all tokens seen: float32 [H, D]."""
+        assert self._sum is not None, "no token was added"
+        return (self._sum / self.seen).float()
+
+    @property
+    def tokens(self) -> Tensor:
+        """The sample [H, tokens, D], in the dtype of the states, on the CPU."""
+        assert self._kept is not None, "no token was added"
+        return self._kept[: self.seen].transpose(0, 1)
+
+
+@torch.no_grad()
+def fit_kv_codebook(
+    tokens: Tensor,
+    scheme: VQScheme,
+    *,
+    seed: int = 0,
+    where: str = "the cache",
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Codebooks by k-means of `tokens` [H, n, D], one for each head and group of channels.
+
+    Args:
+        tokens: keys or values (centred, if the cache will centre them), any float dtype.
+        scheme: with `codebook == "channel_group"`; its rotation is applied first.
+        where: the layer, for messages.
+        device: where to compute.
+
+    Returns:
+        fp16 [H, D / x, entries, x] on the CPU; codebooks of numbers (x = 1) ascend.
+
+    Raises:
+        VQSchemeError: head_dim does not fit the scheme.
+        VQCacheError: the tokens are not finite, or too large for fp16 entries.
+    """
+    heads, count, dim = tokens.shape
+    shape = kv_codebook_spec(scheme, heads, dim, where).shape
+    step = max(1, _AT_ONCE // (count * dim))
+    books = []
+    for some in tokens.split(step):
+        rows = rotate(some.to(device).float(), scheme)
+        vectors = rows.unflatten(-1, (shape[1], shape[3])).transpose(1, 2).flatten(0, 1)
+        books.append(kmeans_in_groups(vectors, shape[2], rounds=ROUNDS, seed=seed).half().cpu())
+    codebooks = torch.cat(books).reshape(shape)
+    if not bool(codebooks.isfinite().all()):
+        raise VQCacheError(
+            f"{where} holds NaN, infinity or numbers beyond 65504, of which no codebook can be "
+            "learned. Load the model in bfloat16 or float32."
+        )
+    return codebooks

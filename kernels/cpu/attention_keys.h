@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// <q, k_t> of 8-bit queries and 8-bit entries, for keys in quads:
+//
+//   dot[t] = sum_r sum_c sum_{j<4} q[(4 r + j) x + c] * level_c[code(t, 4 r + j)]
+//
+// A packet holds 64 tokens x 4 sub-quantizers, so that one `dot` adds the four of a token into its own
+// sum of 32 bits: nothing is reduced at the end. Codes are read once: 4.25 bits per key of VQ<1,4> with
+// its scale. One query: unpack, lookup and dot in registers. More: a strip is decoded into 64 dim bytes
+// of L1 and all queries read it in tiles of four. Bound by memory for one query, by `dot` for many.
+#pragma once
+#include "tables.h"
+
+namespace hf_vq {
+namespace {
+namespace kv {
+
+// Groups of a packet whose sums stay in registers at once: 4, 2 or 1.
+constexpr int groups_in_registers(int taken, int rows) {
+  const int room = (kRegisters - taken) / rows;
+  return room >= 4 ? 4 : room >= 2 ? 2 : 1;
+}
+
+// Sums over a packet's groups First.. at byte `at` of each, for one query.
+template <int E, int X, int First, int Count>
+inline void sum_groups(const Codebook<E, X>& book, const uint8_t* packet, int quads, int at, const uint8_t* query,
+                       int32_t bias, float* out) {
+  Ints sums[Count];
+  for (Ints& each : sums) each = splat_int(bias);
+  for (int r = 0; r < quads; ++r, packet += packet_bytes(bits_of(E)), query += 4 * X) {
+    for (int line = at; line < packet_bytes(bits_of(E)); line += kStrip)
+      if (First == 0) prefetch(packet + line);
+    Bytes code[Count];
+    unpack<E, First, Count>(packet, at, code);
+    for (int v = 0; v < Count; ++v) {
+      Bytes level[X];
+      lookup(book, code[v], level);
+      for (int c = 0; c < X; ++c) sums[v] = dot(sums[v], level[c], splat_4(query + 4 * c));
+    }
+  }
+  for (int v = 0; v < Count; ++v) store(out + 16 * (First + v) + at / 4, to_floats(sums[v]));
+}
+
+// out[t] = bias + <query, level(t)> of the tokens of `strips` strips. query: bytes [quads][X][4].
+template <int E, int X>
+void score_strips(const uint8_t* table, const uint8_t* packets, int strips, int quads, const uint8_t* query,
+                  int32_t bias, float* out) {
+  constexpr int kTables = kBytes == 64 ? (E == 256 ? 4 * X : X) : (E == 16 ? X : 0);
+  constexpr int kCount = E == 256 ? groups_in_registers(kTables + X + 4, 1) : 4;
+  const Codebook<E, X> book = load_codebook<E, X>(table);
+  for (int u = 0; u < strips; ++u, packets += quads * packet_bytes(bits_of(E)), out += kStrip)
+    for (int at = 0; at < kStrip; at += kBytes) {
+      sum_groups<E, X, 0, kCount>(book, packets, quads, at, query, bias, out);
+      if constexpr (kCount == 1) sum_groups<E, X, 1, 1>(book, packets, quads, at, query, bias, out);
+      if constexpr (kCount <= 2) sum_groups<E, X, 2, kCount>(book, packets, quads, at, query, bias, out);
+      if constexpr (kCount == 1) sum_groups<E, X, 3, 1>(book, packets, quads, at, query, bias, out);
+    }
+}
+
+using ScoreStrips = void (*)(const uint8_t*, const uint8_t*, int, int, const uint8_t*, int32_t, float*);
+
+// The same for G queries over a decoded strip, level [n][256]. query: bytes [n][G][4].
+template <int G>
+void score_decoded(const uint8_t* level, int n, const uint8_t* query, const int32_t* bias, float* const* out) {
+  constexpr int kCount = groups_in_registers(8, G);
+  for (int at = 0; at < kStrip; at += kBytes)
+    for (int first = 0; first < 4; first += kCount) {
+      Ints sums[G][kCount];
+      for (int g = 0; g < G; ++g)
+        for (Ints& each : sums[g]) each = splat_int(bias[g]);
+      const uint8_t *p = level + kStrip * first + at, *q = query;
+      for (int i = 0; i < n; ++i, p += kBlock, q += 4 * G) {
+        Bytes levels[kCount];
+        for (int v = 0; v < kCount; ++v) levels[v] = load_bytes(p + kStrip * v);
+        for (int g = 0; g < G; ++g)
+          for (int v = 0; v < kCount; ++v) sums[g][v] = dot(sums[g][v], levels[v], splat_4(q + 4 * g));
+      }
+      for (int g = 0; g < G; ++g)
+        for (int v = 0; v < kCount; ++v) store(out[g] + 16 * (first + v) + at / 4, to_floats(sums[g][v]));
+    }
+}
+
+inline void score_decoded(int rows, const uint8_t* level, int n, const uint8_t* query, const int32_t* bias,
+                          float* const* out) {
+  if (rows == 1) score_decoded<1>(level, n, query, bias, out);
+  if (rows == 2) score_decoded<2>(level, n, query, bias, out);
+  if (rows == 3) score_decoded<3>(level, n, query, bias, out);
+  if (rows == 4) score_decoded<4>(level, n, query, bias, out);
+}
+
+// A query [dim] rounded to bytes, scale * byte, in tiles of rows as score_decoded reads them.
+// Byte (r, c, j) of row g of G is channel (4 r + j) x + c. Returns the sum of all bytes.
+inline int32_t round_query(const float* query, int dim, int x, int g, int rows, uint8_t* bytes, float& scale) {
+  float top = 0.0f, finite = 0.0f;
+  for (int i = 0; i < dim; ++i) {
+    const float magnitude = query[i] < 0.0f ? -query[i] : query[i];
+    top = magnitude > top ? magnitude : top;
+    finite += query[i] - query[i];
+  }
+  const bool usable = finite == 0.0f && top > kSmallest;
+  scale = finite == 0.0f ? top / 127.0f : finite;
+  const Floats factor = splat(usable ? 127.0f / top : 0.0f);
+  uint8_t rounded[kFloats];
+  int32_t total = 0;
+  for (int i = 0; i < dim; i += kFloats) {
+    float some[kFloats];
+    const int count = dim - i < kFloats ? dim - i : kFloats;
+    for (int k = 0; k < kFloats; ++k) some[k] = k < count && usable ? query[i + k] : 0.0f;
+    store_low_bytes(rounded, to_ints(load(some) * factor));
+    for (int k = 0; k < count; ++k) {
+      const int s = (i + k) / x, c = (i + k) % x;
+      bytes[(s / 4 * x + c) * rows * 4 + g * 4 + s % 4] = rounded[k];
+      total += int8_t(rounded[k]);
+    }
+  }
+  return total;
+}
+
+}  // namespace kv
+}  // namespace
+}  // namespace hf_vq

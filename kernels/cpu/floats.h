@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of float32, float16 or bfloat16 as float32, and back.
+#pragma once
+#include "api.h"
+#include "numbers.h"
+
+namespace hf_vq {
+namespace {
+
+inline int64_t bytes_of(int dtype) { return dtype == HF_VQ_FLOAT32 ? 4 : dtype == HF_VQ_BOOL ? 1 : 2; }
+
+inline float read_float(const void* p, int dtype, int64_t i) {
+  if (dtype == HF_VQ_FLOAT32) return static_cast<const float*>(p)[i];
+  const uint16_t half = static_cast<const uint16_t*>(p)[i];
+  if (dtype == HF_VQ_FLOAT16) return half_to_float(half);
+  return bfloat_to_float(half);
+}
+
+// n numbers at p, from number `first` on.
+inline void read_floats(const void* p, int dtype, int64_t first, int64_t n, float* to) {
+  if (dtype == HF_VQ_FLOAT32) {
+    memcpy(to, static_cast<const float*>(p) + first, size_t(n) * 4);
+    return;
+  }
+  const uint16_t* from = static_cast<const uint16_t*>(p) + first;
+  int64_t i = 0;
+  for (; i + kFloats <= n; i += kFloats)
+    store(to + i, dtype == HF_VQ_FLOAT16 ? load_half(from + i) : load_bfloat(from + i));
+  for (; i < n; ++i) to[i] = read_float(from, dtype, i);
+}
+
+inline void write_floats(void* p, int dtype, int64_t first, int64_t n, const float* from) {
+  if (dtype == HF_VQ_FLOAT32) {
+    memcpy(static_cast<float*>(p) + first, from, size_t(n) * 4);
+    return;
+  }
+  uint16_t* to = static_cast<uint16_t*>(p) + first;
+  for (int64_t i = 0; i < n; ++i) to[i] = dtype == HF_VQ_FLOAT16 ? float_to_half(from[i]) : float_to_bfloat(from[i]);
+}
+
+}  // namespace
+}  // namespace hf_vq

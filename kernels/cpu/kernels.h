@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a target (targets/*.cpp) offers: one pointer per op. dispatch.cpp picks a table at run time.
+#pragma once
+#include "api.h"
+
+namespace hf_vq {
+
+struct Kernels {
+  const char* isa;
+  int (*linear_supports)(const hf_vq_matrix*);
+  int (*linear)(const hf_vq_matrix*, const void*, int, int64_t, const void*, int, void*);
+  int (*decode)(const hf_vq_matrix*, int64_t, int64_t, void*, int);
+  int (*rotate)(const hf_vq_matrix*, const void*, int, int64_t, void*, int);
+  int (*codes_supported)(const hf_vq_codes*, int);
+  int (*append)(const hf_vq_codes*, const hf_vq_floats*, int64_t, int64_t, int64_t);
+  int (*attention)(const hf_vq_attention_step*);
+  int (*coded_scores)(const hf_vq_attention_step*, float*);
+  int64_t (*read_memory)(const void*, int64_t);
+  int (*dense_scores)(const void*, int, const float*, int64_t, int64_t, float*);
+};
+
+#if defined(HF_VQ_X86)
+extern const Kernels avx512_kernels, avx2_kernels;
+#elif defined(HF_VQ_ARM)
+extern const Kernels dotprod_kernels, neon_kernels;
+#endif
+extern const Kernels scalar_kernels;
+
+// The table in use.
+const Kernels& kernels();
+
+}  // namespace hf_vq

@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+// Linear layers on codes:  y[m, o] = sum_g scale[o, g] * xscale[m, g] * unit * sum_j level[o, j] number[m, j]
+//
+// A thread takes neighbouring rows of W: their codes are one sequential stream of canonical bytes, read
+// once, which is what bounds the kernel at one input. A step decodes 16 to 64 codes in registers
+// (linear_codes.h, linear_e8p.h, linear_words.h) and multiplies the entries with up to four inputs in 8 bits;
+// sums of a step are exact in 32 bits and are scaled and added as floats, one lane for 4 codes.
+//
+// A row takes several passes: one per residual stage, one per half of an 8-vector, one per tile. Each pass
+// keeps its tables, in registers or in the L1 cache, for a block of rows. Codes are prefetched in the order
+// in which they lie in memory, except that a stage reads ahead in its own stream.
+#pragma once
+#include "kernels.h"
+#include "linear_codes.h"
+#include "linear_decode.h"
+#include "linear_e8p.h"
+#include "linear_words.h"
+#include "threads.h"
+
+namespace hf_vq {
+namespace {
+
+constexpr int kInputs = 4;            // inputs that one decoded vector is multiplied with
+constexpr int64_t kAhead = 2048;      // bytes between a read and its prefetch
+constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
+
+struct Pass {
+  int64_t stream;  // bytes from the start of a row to the stream of this stage
+  int64_t first, steps;
+  int set;
+};
+
+// One call of hf_vq_linear.
+struct LinearCall {
+  const hf_vq_matrix* w;
+  Cut cut;
+  Activations x;
+  int64_t inputs, row_bytes, stream_bytes, passes;
+  int64_t whole;   // steps that end within a stream
+  int shift;       // a span is 2^shift steps,
+  int spans;       // or a step has so many spans; 0 otherwise
+  const uint8_t* tables;
+  const float* units;
+  const void* bias;
+  int bias_dtype;
+  void* y;
+  int dtype;
+  int status;
+};
+
+template <class Codes> inline Pass pass_of(const LinearCall& call, int64_t number) {
+  const hf_vq_matrix& w = *call.w;
+  Pass pass{0, 0, call.cut.steps, int(number % Codes::kSets)};
+  const int64_t stage = number / Codes::kSets;
+  if (w.scope != HF_VQ_TILE) {
+    pass.stream = stage * call.stream_bytes;
+  } else {
+    const int64_t steps = divide_up(w.tile_columns, call.cut.step);
+    pass.first = stage * steps;
+    pass.steps = steps < call.cut.steps - pass.first ? steps : call.cut.steps - pass.first;
+  }
+  return pass;
+}
+
+// What one pass multiplies a row of codes with: M inputs, `*_stride` apart.
+struct PassInputs {
+  const uint8_t* numbers;
+  const int32_t* start;
+  const float* factors;
+  int64_t numbers_stride, start_stride, factors_stride;
+  int shift, spans;
+  Spread spread;
+};
+
+// sums[m] += factor * (entries of step v, whose codes lie at p) * numbers of input m
+template <class Codes, int M, bool OneSpan>
+inline void add_step(const Codes& codes, const uint8_t* p, const PassInputs& x, int64_t v, Floats (&sums)[M]) {
+  Ints exact[M];
+  for (int m = 0; m < M; ++m)
+    exact[m] = kLevelBias ? load_ints(x.start + m * x.start_stride + v * kFloats) : zero_ints();
+  codes.template dots<M>(p, x.numbers + v * Codes::kPlanes * kBytes, x.numbers_stride, exact);
+  for (int m = 0; m < M; ++m) {
+    const float* factor = x.factors + m * x.factors_stride;
+    sums[m] = fma(to_floats(exact[m]),
+                  OneSpan ? splat(factor[v >> x.shift]) : load(factor + v * x.spans, x.spread), sums[m]);
+  }
+}
+
+// sums[m] of the pass over one row, whose codes lie at `stream`.
+template <class Codes, int M, bool OneSpan>
+inline void add_row(const Codes& codes, const LinearCall& call, const uint8_t* stream, const Pass& pass,
+                    const PassInputs& x, const uint8_t* ahead, Floats (&sums)[M]) {
+  const int64_t last = pass.first + pass.steps;
+  for (int64_t v = pass.first; v < (last < call.whole ? last : call.whole); ++v) {
+    __builtin_prefetch(ahead + v * Codes::kStepBytes);
+    add_step<Codes, M, OneSpan>(codes, stream + v * Codes::kStepBytes, x, v, sums);
+  }
+  if (last > call.whole) {  // the row ends within a step
+    uint8_t tail[Codes::kStepBytes] = {};
+    memcpy(tail, stream + call.whole * Codes::kStepBytes, size_t(call.stream_bytes - call.whole * Codes::kStepBytes));
+    add_step<Codes, M, OneSpan>(codes, tail, x, call.whole, sums);
+  }
+}
+
+// factors[r, m, g] = scale of row first + r * scale of input m, for a matrix with several scales per row.
+inline void make_factors(const LinearCall& call, int64_t first, int rows, int64_t input, int inputs, float* factors) {
+  const hf_vq_matrix& w = *call.w;
+  const int64_t groups = w.in / w.group;
+  for (int r = 0; r < rows; ++r) {
+    const uint16_t* scale = w.scale + (first + r) * groups;
+    for (int m = 0; m < inputs; ++m) {
+      const float* x = call.x.scale + (input + m) * call.cut.scales;
+      float* to = factors + (r * inputs + m) * call.cut.scales;
+      int64_t g = 0;
+      if (w.group == call.cut.span)
+        for (; g + kFloats <= groups; g += kFloats) store(to + g, load_half(scale + g) * load(x + g));
+      for (; g < call.cut.spans; ++g) to[g] = half_to_float(scale[g * call.cut.span / w.group]) * x[g];
+      memset(to + g, 0, size_t(call.cut.scales - g) * 4);
+    }
+  }
+}
+
+// M outputs of each of `rows` rows, at most a block, from row `first` and input `input` on.
+template <class Codes, int M, bool OneSpan>
+inline void compute_block(const LinearCall& call, const uint8_t* tables, const float* units, int64_t first, int rows,
+                          int64_t input, float* factors) {
+  const hf_vq_matrix& w = *call.w;
+  const Cut& cut = call.cut;
+  const bool grouped = w.group < w.in, tiles = w.scope == HF_VQ_TILE;
+  if (grouped) make_factors(call, first, rows, input, M, factors);
+
+  PassInputs x{};
+  x.numbers_stride = cut.numbers();
+  x.start_stride = cut.starts();
+  x.factors_stride = cut.scales;
+  x.shift = call.shift;
+  x.spans = call.spans;
+  x.spread = spread(OneSpan ? 1 : call.spans);
+
+  Floats total[Codes::kBlock][M];
+  for (int r = 0; r < Codes::kBlock; ++r)
+    for (int m = 0; m < M; ++m) total[r][m] = splat(0.0f);
+  const uint8_t* block = w.codes + first * call.row_bytes;
+  for (int64_t number = 0; number < call.passes; ++number) {
+    const Pass pass = pass_of<Codes>(call, number);
+    const Codes codes(tables + number * Codes::kTableBytes);
+    const Floats unit = splat(units[number / Codes::kSets]);
+    x.numbers = call.x.numbers + input * x.numbers_stride + pass.set * cut.steps * Codes::kPlanes * kBytes;
+    x.start = call.x.start + input * x.start_stride + (kLevelBias ? pass.set * cut.steps * kFloats : 0);
+    for (int r = 0; r < rows; ++r) {
+      const uint8_t* stream = block + r * call.row_bytes + pass.stream;
+      const uint8_t* ahead = stream + (call.passes > 1 ? call.row_bytes : kAhead);
+      if (tiles) ahead = block + rows * call.row_bytes + (pass.first * (rows - 1) + r * pass.steps) * Codes::kStepBytes;
+      x.factors = grouped ? factors + r * M * cut.scales : call.x.scale + input * cut.scales;
+      Floats sums[M];
+      for (int m = 0; m < M; ++m) sums[m] = splat(0.0f);
+      add_row<Codes, M, OneSpan>(codes, call, stream, pass, x, ahead, sums);
+      for (int m = 0; m < M; ++m) total[r][m] = fma(sums[m], unit, total[r][m]);
+    }
+  }
+
+  for (int m = 0; m < M; ++m) {
+    float y[Codes::kBlock];
+    for (int r = 0; r < rows; ++r) {
+      y[r] = sum(total[r][m]);
+      if (!grouped) y[r] *= half_to_float(w.scale[first + r]);
+      if (call.bias != nullptr) y[r] += read_float(call.bias, call.bias_dtype, first + r);
+    }
+    write_floats(call.y, call.dtype, (input + m) * w.out + first, rows, y);
+  }
+}
+
+// All inputs of rows first..last - 1, which share their tables.
+template <class Codes, bool OneSpan>
+inline void compute_rows(const LinearCall& call, const uint8_t* tables, const float* units, int64_t first, int64_t last,
+                         float* factors) {
+  for (; first < last; first += Codes::kBlock) {
+    const int rows = last - first < Codes::kBlock ? int(last - first) : Codes::kBlock;
+    int64_t m = 0;
+    for (; m + kInputs <= call.inputs; m += kInputs)
+      compute_block<Codes, kInputs, OneSpan>(call, tables, units, first, rows, m, factors);
+    for (; m < call.inputs; ++m) compute_block<Codes, 1, OneSpan>(call, tables, units, first, rows, m, factors);
+  }
+}
+
+template <class Codes> inline void run_rows(int64_t first, int64_t last, void* context) {
+  LinearCall& call = *static_cast<LinearCall*>(context);
+  const hf_vq_matrix& w = *call.w;
+  const auto compute = call.spans ? compute_rows<Codes, false> : compute_rows<Codes, true>;
+  const Scratch<float> factors{size_t(Codes::kBlock * kInputs * call.cut.scales)};
+  const bool tiles = w.scope == HF_VQ_TILE;
+  const Scratch<uint8_t> tables{tiles ? size_t(call.passes * Codes::kTableBytes) : 1};
+  const Scratch<float> units{tiles ? size_t(call.passes) : 1};
+  if (!factors || !tables || !units) {
+    call.status = HF_VQ_NO_MEMORY;
+  } else if (!tiles) {
+    compute(call, call.tables, call.units, first, last, factors.get());
+  } else {
+    const int64_t books = call.passes / Codes::kSets;
+    while (first < last) {
+      const int64_t row = first / w.tile_rows, next = (row + 1) * w.tile_rows;
+      for (int64_t book = 0; book < books; ++book)
+        units[book] = Codes::make_tables(w.codebook + (row * books + book) * Codes::kBookHalves,
+                                         tables.get() + book * Codes::kTableBytes * Codes::kSets);
+      compute(call, tables.get(), units.get(), first, next < last ? next : last, factors.get());
+      first = next;
+    }
+  }
+}
+
+struct PrepareCall {
+  LinearCall* linear;
+  const void* x;
+};
+
+template <class Codes> inline void run_prepare(int64_t first, int64_t last, void* context) {
+  const PrepareCall& call = *static_cast<PrepareCall*>(context);
+  const Cut& cut = call.linear->cut;
+  const size_t columns = size_t(cut.steps * cut.step);
+  const Scratch<float> u(columns);
+  const Scratch<uint8_t> natural(columns);
+  if (!u || !natural) {
+    call.linear->status = HF_VQ_NO_MEMORY;
+    return;
+  }
+  for (int64_t row = first; row < last; ++row)
+    prepare_row<Codes>(*call.linear->w, cut, call.x, call.linear->dtype, row, call.linear->x, u.get(), natural.get());
+}
+
+template <class Codes> inline Cut cut_for(const hf_vq_matrix& w) {
+  return cut_row(w, Codes::kStepColumns, Codes::kPlanes, Codes::kSets);
+}
+
+// Whether the kernels can compute with a matrix of their codes; the same for every target. Four codes are
+// added up before they are scaled, and tiles end with a step.
+inline bool fits(const hf_vq_matrix& w) {
+  const int64_t span = w.group < kLargestSpan ? w.group : kLargestSpan;
+  if (w.in > span && (!power_of_two(span) || span < 16 || span < 4 * w.x)) return false;
+  if (w.group < w.in && !power_of_two(w.group)) return false;
+  const int64_t step = 64 * w.x < 128 ? 128 : 64 * w.x;
+  return w.scope != HF_VQ_TILE || (w.bits <= 8 && (w.tile_columns >= w.in || w.tile_columns % step == 0));
+}
+
+template <class Codes>
+inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows, const void* bias, int bias_dtype, void* y) {
+  LinearCall call{};
+  call.w = &w;
+  call.cut = cut_for<Codes>(w);
+  const Cut& cut = call.cut;
+  call.inputs = rows;
+  call.stream_bytes = divide_up(w.in / w.x * w.bits, 8);
+  call.row_bytes = call.stream_bytes * w.stages;
+  call.whole = call.stream_bytes / Codes::kStepBytes;
+  const bool tiles = w.scope == HF_VQ_TILE;
+  const int64_t books = tiles ? divide_up(w.in, w.tile_columns) : w.stages;
+  call.passes = books * Codes::kSets;
+  call.shift = 62;
+  if (cut.spans > 1) {
+    for (call.shift = 0; cut.step << call.shift < cut.span;) ++call.shift;
+    if (cut.step > cut.span) call.spans = int(cut.step / cut.span);
+  }
+  call.bias = bias;
+  call.bias_dtype = bias_dtype;
+  call.y = y;
+  call.dtype = dtype;
+
+  const Scratch<uint8_t> numbers{size_t(rows * cut.numbers())};
+  const Scratch<int32_t> start{size_t(rows * cut.starts())};
+  const Scratch<float> scale{size_t(rows * cut.scales)};
+  const Scratch<uint8_t> tables{tiles ? 1 : size_t(call.passes * Codes::kTableBytes)};
+  const Scratch<float> units{size_t(books)};
+  if (!numbers || !start || !scale || !tables || !units) return HF_VQ_NO_MEMORY;
+  call.x = {numbers.get(), start.get(), scale.get()};
+  call.tables = tables.get();
+  call.units = units.get();
+  for (int64_t stage = 0; stage < books && !tiles; ++stage)
+    units[size_t(stage)] = Codes::make_tables(w.codebook + stage * Codes::kBookHalves,
+                                              tables.get() + stage * Codes::kTableBytes * Codes::kSets);
+
+  PrepareCall prepare{&call, x};
+  parallel_for(rows, 1, run_prepare<Codes>, &prepare);
+  if (call.status == HF_VQ_OK)
+    parallel_for(w.out, divide_up(divide_up(kPiece, call.row_bytes), Codes::kBlock) * Codes::kBlock, run_rows<Codes>, &call);
+  return call.status;
+}
+
+// Call visit.operator()<Codes>() with the codes of the matrix; HF_VQ_UNSUPPORTED if there are none.
+template <class Visit> inline int with_codes(const hf_vq_matrix& w, const Visit& visit) {
+  if (!stored_as_said(w) || !fits(w)) return HF_VQ_UNSUPPORTED;
+  const int shape = w.x * 100 + w.bits;
+  if (w.scope == HF_VQ_E8P) return visit.template operator()<E8PCodes>();
+  if (shape == 104) return visit.template operator()<TableCodes<16, 1, 4>>();
+  if (shape == 206) return visit.template operator()<TableCodes<64, 2, 6>>();
+  if (shape == 812) return visit.template operator()<WordCodes<8, 12>>();
+  if constexpr (kWideLookup) {
+    if (shape == 208) return visit.template operator()<TableCodes<256, 2, 8>>();
+    if (shape == 408) return visit.template operator()<TableCodes<256, 4, 8>>();
+    if (shape == 808) return visit.template operator()<TableCodes<256, 4, 8, 2>>();
+  } else {
+    if (shape == 208) return visit.template operator()<WordCodes<2, 8>>();
+    if (shape == 408) return visit.template operator()<WordCodes<4, 8>>();
+    if (shape == 808) return visit.template operator()<WordCodes<8, 8>>();
+  }
+  return HF_VQ_UNSUPPORTED;
+}
+
+int linear_supports(const hf_vq_matrix* w) {
+  return with_codes(*w, []<class Codes>() -> int { return HF_VQ_OK; });
+}
+
+int linear(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, const void* bias, int bias_dtype, void* y) {
+  if (dtype > HF_VQ_BFLOAT16 || bias_dtype > HF_VQ_BFLOAT16) return HF_VQ_UNSUPPORTED;
+  return with_codes(*w, [&]<class Codes>() -> int { return compute<Codes>(*w, x, dtype, rows, bias, bias_dtype, y); });
+}
+
+}  // namespace
+}  // namespace hf_vq

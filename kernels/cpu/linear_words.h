@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codes whose entries are loaded from the L1 cache: VQ<8,12> everywhere, since 4096 entries do not fit
+// into registers, and <2,8>, <4,8>, <8,8> where lookup() of 256 entries is slow.
+//
+// One load finds all components of a code. Entries of less than eight bytes have a table for every place in
+// a word, so that a word is a union of loads. Numbers stay in the order of columns.
+#pragma once
+#include "linear_codes.h"
+
+namespace hf_vq {
+namespace {
+
+template <int X, int Bits> struct WordCodes {
+  static constexpr int kEntries = 1 << Bits;
+  static constexpr int kPlaces = 8 / X;
+  static constexpr int kPlanes = 1, kSets = 1;
+  static constexpr int kBlock = 32;  // rows for which a pass keeps its tables
+  static constexpr int kStepColumns = kBytes, kStepCodes = kBytes / X;
+  static constexpr int kStepBytes = kStepCodes * Bits / 8;
+  static constexpr int kTableBytes = kPlaces * kEntries * 8;
+  static constexpr int64_t kBookHalves = kEntries * X;
+
+  const uint64_t* tables;
+  explicit WordCodes(const uint8_t* words) : tables(reinterpret_cast<const uint64_t*>(words)) {}
+
+  static float make_tables(const uint16_t* entries, uint8_t* words) {
+    const float unit = unit_of(entries, kBookHalves);
+    if constexpr (X == 8) {
+      round_halves(entries, kBookHalves, inverse_of(unit), words);
+    } else {
+      uint8_t level[kBookHalves];
+      round_halves(entries, kBookHalves, inverse_of(unit), level);
+      for (int place = 0; place < kPlaces; ++place)
+        for (int e = 0; e < kEntries; ++e) {
+          uint64_t word = 0;
+          memcpy(&word, level + e * X, X);
+          word <<= 8 * X * place;
+          memcpy(words + (place * kEntries + e) * 8, &word, 8);
+        }
+    }
+    return unit;
+  }
+
+  static void arrange(const uint8_t* natural, uint8_t* numbers, int64_t) { memcpy(numbers, natural, kBytes); }
+
+  // sums[m] += entries of the step's codes * numbers of input m
+  template <int M> void dots(const uint8_t* codes, const uint8_t* numbers, int64_t stride, Ints (&sums)[M]) const {
+    Bytes level;
+    if constexpr (Bits == 8) {
+      level = load_words<kEntries, X>(tables, codes);
+    } else {
+      uint16_t index[kStepCodes];
+      for (int i = 0; i < kStepCodes; i += 2) {  // two codes in three bytes
+        uint16_t first, second;
+        memcpy(&first, codes + i / 2 * 3, 2);
+        memcpy(&second, codes + i / 2 * 3 + 1, 2);
+        index[i] = first & 4095;
+        index[i + 1] = second >> 4;
+      }
+      level = load_words<kEntries, X>(tables, index);
+    }
+    for (int m = 0; m < M; ++m) sums[m] = dot(sums[m], level, load_bytes(numbers + m * stride));
+  }
+};
+
+}  // namespace
+}  // namespace hf_vq

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// The SIMD set (scalar.h says what each name means) with AVX-512 F, BW, DQ, VL, VBMI and VNNI.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "../numbers.h"
+
+namespace hf_vq {
+namespace {
+
+constexpr int kBytes = 64;
+constexpr int kFloats = kBytes / 4;
+constexpr int kLevelBias = 128;  // vpdpbusd multiplies unsigned entries with signed numbers
+constexpr int kWeightBits = 8;
+constexpr bool kWideLookup = true;
+constexpr int kRegisters = 32;
+
+struct Bytes { __m512i v; };
+struct Ints { __m512i v; };
+struct Floats { __m512 v; };
+
+// -- bytes ---------------------------------------------------------------------------------------
+
+inline Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline void store(void* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
+inline Bytes splat_byte(int value) { return {_mm512_set1_epi8(char(value))}; }
+inline Bytes splat_4(const void* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return {_mm512_set1_epi32(four)};
+}
+inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+inline Bytes high_nibbles(Bytes a) { return low_nibbles({_mm512_srli_epi16(a.v, 4)}); }
+inline Bytes low_codes(Bytes a) { return a; }
+inline Bytes high_codes(Bytes a) { return {_mm512_srli_epi16(a.v, 4)}; }
+template <int I> inline Bytes upper_crumbs(Bytes a) {
+  const __m512i moved = I < 2 ? _mm512_slli_epi16(a.v, I < 2 ? 4 - 2 * I : 0)
+                              : _mm512_srli_epi16(a.v, I < 2 ? 0 : 2 * I - 4);
+  return {_mm512_and_si512(moved, _mm512_set1_epi8(0x30))};
+}
+inline Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline Bytes operator&(Bytes a, Bytes b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline Bytes operator^(Bytes a, Bytes b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline __m512i byte_numbers() {  // 0, 1, 2 .. 63
+  const __m512i four = _mm512_set1_epi32(0x03020100);
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_add_epi8(four, _mm512_mullo_epi32(lane, _mm512_set1_epi32(0x04040404)));
+}
+inline Bytes even_bytes(Bytes a, Bytes b) {
+  const __m512i number = byte_numbers();
+  return {_mm512_permutex2var_epi8(a.v, _mm512_add_epi8(number, number), b.v)};
+}
+inline Bytes odd_bytes(Bytes a, Bytes b) {
+  const __m512i number = byte_numbers();
+  const __m512i odd = _mm512_add_epi8(_mm512_add_epi8(number, number), _mm512_set1_epi8(1));
+  return {_mm512_permutex2var_epi8(a.v, odd, b.v)};
+}
+inline Bytes load_6_bits(const void* p) {
+  const __m512i packed = _mm512_maskz_loadu_epi8(0xffffffffffff, p);
+  const __m512i number = byte_numbers();  // byte j of 64-bit lane i takes byte 6 i + j: number - 2 i
+  const __m512i lane = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m512i skipped = _mm512_mullo_epi64(lane, _mm512_set1_epi64(0x0202020202020202));
+  const __m512i six = _mm512_permutexvar_epi8(_mm512_sub_epi8(number, skipped), packed);
+  const __m512i shift = _mm512_set1_epi64(0x2a241e18120c0600);  // 0, 6, 12 .. 42
+  return {_mm512_and_si512(_mm512_multishift_epi64_epi8(shift, six), _mm512_set1_epi8(63))};
+}
+template <int E, int X, class Code> inline __m128i load_two_words(const uint64_t* tables, const Code* code) {
+  if constexpr (X == 8) {
+    const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(tables + code[0]));
+    const double* second = reinterpret_cast<const double*>(tables + code[1]);
+    return _mm_castpd_si128(_mm_loadh_pd(_mm_castsi128_pd(first), second));
+  } else {
+    static_assert(E == 256);
+    uint64_t word[2], codes = 0;  // moving bytes down in a register leaves the load ports to the tables
+    memcpy(&codes, code, 16 / X);
+    for (int i = 0; i < 2; ++i) {
+      word[i] = tables[codes & 255];
+      codes >>= 8;
+      for (int k = 1; k < 8 / X; ++k, codes >>= 8) word[i] |= tables[k * E + (codes & 255)];
+    }
+    return _mm_insert_epi64(_mm_cvtsi64_si128(int64_t(word[0])), int64_t(word[1]), 1);
+  }
+}
+template <int E, int X, class Code> inline __m256i load_four_words(const uint64_t* tables, const Code* code) {
+  const __m256i first = _mm256_castsi128_si256(load_two_words<E, X>(tables, code));
+  return _mm256_inserti128_si256(first, load_two_words<E, X>(tables, code + 16 / X), 1);
+}
+template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tables, const Code* code) {
+  const __m512i first = _mm512_castsi256_si512(load_four_words<E, X>(tables, code));
+  return {_mm512_inserti64x4(first, load_four_words<E, X>(tables, code + 32 / X), 1)};
+}
+inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
+  const __mmask64 mask = _mm512_test_epi8_mask(signs.v, _mm512_set1_epi8(char(1 << bit)));
+  return {_mm512_mask_sub_epi8(a.v, mask, _mm512_setzero_si512(), a.v)};
+}
+
+// -- tables --------------------------------------------------------------------------------------
+
+// 64 entries: vpermb, which ignores bits 6 and 7 of a code. 16: the same of four copies, so that bits 4 and
+// 5 do not matter either. 256: two vpermi2b of 128 entries each, picked by bit 7 of the code.
+template <int E, int X> struct Codebook { __m512i table[X][E == 256 ? 4 : 1]; };
+
+template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(table);
+  Codebook<E, X> book;
+  for (int c = 0; c < X; ++c) {
+    if constexpr (E == 16) {
+      book.table[c][0] = _mm512_broadcast_i32x4(
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + c * E)));
+    } else {
+      for (int part = 0; part < E / 64; ++part)
+        book.table[c][part] = _mm512_loadu_si512(bytes + c * E + 64 * part);
+    }
+  }
+  return book;
+}
+
+template <int E, int X> inline void lookup(const Codebook<E, X>& book, Bytes code, Bytes (&entry)[X]) {
+  if constexpr (E <= 64) {
+    for (int c = 0; c < X; ++c) entry[c].v = _mm512_permutexvar_epi8(code.v, book.table[c][0]);
+  } else {
+    const __mmask64 upper = _mm512_movepi8_mask(code.v);
+    for (int c = 0; c < X; ++c) {
+      const __m512i* t = book.table[c];
+      entry[c].v = _mm512_mask_blend_epi8(upper, _mm512_permutex2var_epi8(t[0], code.v, t[1]),
+                                          _mm512_permutex2var_epi8(t[2], code.v, t[3]));
+    }
+  }
+}
+
+// -- sums of bytes -------------------------------------------------------------------------------
+
+inline Ints zero_ints() { return {_mm512_setzero_si512()}; }
+inline Ints load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store(int32_t* p, Ints a) { _mm512_storeu_si512(p, a.v); }
+inline Ints splat_int(int32_t value) { return {_mm512_set1_epi32(value)}; }
+inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
+inline Ints dot(Ints acc, Bytes level, Bytes number) { return {_mm512_dpbusd_epi32(acc.v, level.v, number.v)}; }
+inline Ints dot_weights(Ints acc, Bytes weight, Bytes entry) { return {_mm512_dpbusd_epi32(acc.v, weight.v, entry.v)}; }
+
+// Every 16-bit lane of `whole` sums even + 256 odd (mod 2^16), of `odd` the odd bytes.
+struct Sums16 { __m512i whole, odd; };
+inline Sums16 zero_sums() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+inline void add(Sums16& sums, Bytes a) {
+  sums.whole = _mm512_add_epi16(sums.whole, a.v);
+  sums.odd = _mm512_add_epi16(sums.odd, _mm512_srli_epi16(a.v, 8));
+}
+inline void store(uint16_t* p, const Sums16& sums) {
+  const __m512i even = _mm512_sub_epi16(sums.whole, _mm512_slli_epi16(sums.odd, 8));
+  const __m512i low = _mm512_unpacklo_epi16(even, sums.odd), high = _mm512_unpackhi_epi16(even, sums.odd);
+  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), last = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi64(low, first, high));
+  _mm512_storeu_si512(p + 32, _mm512_permutex2var_epi64(low, last, high));
+}
+
+// -- floats --------------------------------------------------------------------------------------
+
+inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
+inline Floats splat(float value) { return {_mm512_set1_ps(value)}; }
+struct Spread { __m512i lane; };
+inline Spread spread(int count) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return {_mm512_srli_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(count)), 4)};
+}
+inline Floats load(const float* p, Spread s) { return {_mm512_permutexvar_ps(s.lane, _mm512_loadu_ps(p))}; }
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
+inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
+inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline void unzip(Floats a, Floats b, Floats& even, Floats& odd) {
+  const __m512i first = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  even = {_mm512_permutex2var_ps(a.v, first, b.v)};
+  odd = {_mm512_permutex2var_ps(a.v, _mm512_add_epi32(first, _mm512_set1_epi32(1)), b.v)};
+}
+inline Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline Floats exp2_of(Ints n) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))};
+}
+inline Floats where_less(Floats a, Floats b, Floats x, Floats y) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
+}
+inline Ints where_less(Floats a, Floats b, Ints x, Ints y) {
+  return {_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
+}
+inline void store_low_bytes(void* p, Ints a) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
+inline Floats load_half(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Floats load_unsigned(const uint16_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))))};
+}
+inline Floats load_bfloat(const uint16_t* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+
+}  // namespace
+}  // namespace hf_vq

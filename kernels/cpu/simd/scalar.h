@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+// The SIMD set in plain C++: the meaning of every name that the other files of this folder implement
+// with instructions. Kernels are written once over these names; a target includes one of the files.
+//
+//   Bytes    kBytes codes, table entries, or 8-bit numbers
+//   Ints     kFloats = kBytes / 4 sums of 32 bits
+//   Floats   kFloats numbers
+//
+// Codebook<E, X> holds X tables of E = 16, 64 or 256 bytes: the components of a codebook's entries.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "../numbers.h"
+
+namespace hf_vq {
+namespace {
+
+constexpr int kBytes = 16;
+constexpr int kFloats = kBytes / 4;
+
+// Entries that `dot` reads are stored as value + kLevelBias: some instructions want them unsigned.
+constexpr int kLevelBias = 0;
+
+// Softmax weights that `dot_weights` reads are unsigned numbers of this many bits.
+constexpr int kWeightBits = 7;
+
+// Whether lookup() finds 256 entries faster than loads from the L1 cache do.
+constexpr bool kWideLookup = false;
+
+// Vectors that fit into registers.
+constexpr int kRegisters = 16;
+
+struct Bytes { uint8_t v[kBytes]; };
+struct Ints { int32_t v[kFloats]; };
+struct Floats { float v[kFloats]; };
+
+// -- bytes ---------------------------------------------------------------------------------------
+
+inline Bytes load_bytes(const void* p) { Bytes r; memcpy(r.v, p, kBytes); return r; }
+inline void store(void* p, Bytes a) { memcpy(p, a.v, kBytes); }
+inline Bytes splat_byte(int value) { Bytes r; memset(r.v, value, kBytes); return r; }
+
+// The four bytes at p, again and again.
+inline Bytes splat_4(const void* p) {
+  Bytes r;
+  for (int i = 0; i < kBytes; i += 4) memcpy(r.v + i, p, 4);
+  return r;
+}
+
+inline Bytes low_nibbles(Bytes a) { for (auto& x : a.v) x &= 15; return a; }
+inline Bytes high_nibbles(Bytes a) { for (auto& x : a.v) x >>= 4; return a; }
+
+// The same as codes for lookup<16, X>, which does not need the upper bits to be 0 everywhere.
+inline Bytes low_codes(Bytes a) { return low_nibbles(a); }
+inline Bytes high_codes(Bytes a) { return high_nibbles(a); }
+
+// Bits 2 I and 2 I + 1 of every byte, as bits 4 and 5: the upper part of a 6-bit code.
+template <int I> inline Bytes upper_crumbs(Bytes a) {
+  for (auto& x : a.v) x = uint8_t(((x >> (2 * I)) & 3) << 4);
+  return a;
+}
+
+inline Bytes operator|(Bytes a, Bytes b) { for (int i = 0; i < kBytes; ++i) a.v[i] |= b.v[i]; return a; }
+inline Bytes operator&(Bytes a, Bytes b) { for (int i = 0; i < kBytes; ++i) a.v[i] &= b.v[i]; return a; }
+inline Bytes operator^(Bytes a, Bytes b) { for (int i = 0; i < kBytes; ++i) a.v[i] ^= b.v[i]; return a; }
+
+// Bytes 0, 2, 4 .. of a and then of b; bytes 1, 3, 5 ..
+inline Bytes even_bytes(Bytes a, Bytes b) {
+  Bytes r;
+  for (int i = 0; i < kBytes; ++i) r.v[i] = i < kBytes / 2 ? a.v[2 * i] : b.v[2 * i - kBytes];
+  return r;
+}
+inline Bytes odd_bytes(Bytes a, Bytes b) {
+  Bytes r;
+  for (int i = 0; i < kBytes; ++i) r.v[i] = i < kBytes / 2 ? a.v[2 * i + 1] : b.v[2 * i + 1 - kBytes];
+  return r;
+}
+
+// kBytes codes from the 6-bit codes in the kBytes * 3 / 4 bytes at p.
+inline Bytes load_6_bits(const void* p) {
+  const uint8_t* from = static_cast<const uint8_t*>(p);
+  Bytes r;
+  for (int i = 0; i < kBytes; i += 4, from += 3) {
+    const uint32_t four = from[0] | uint32_t(from[1]) << 8 | uint32_t(from[2]) << 16;
+    for (int j = 0; j < 4; ++j) r.v[i + j] = uint8_t(four >> (6 * j) & 63);
+  }
+  return r;
+}
+
+// kBytes / X entries of X bytes each. tables[k * E + c] is entry c, moved up by k entries of a word, so that
+// a word is the union of 8 / X of them.
+template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tables, const Code* code) {
+  Bytes r;
+  for (int i = 0; i < kBytes / 8; ++i) {
+    uint64_t word = 0;
+    for (int k = 0; k < 8 / X; ++k) word |= tables[k * E + code[i * (8 / X) + k]];
+    memcpy(r.v + 8 * i, &word, 8);
+  }
+  return r;
+}
+
+// -v (mod 256) where bit `bit` of `signs` is 1. Right for entries with a kLevelBias of 0 or 128.
+inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
+  for (int i = 0; i < kBytes; ++i)
+    if (signs.v[i] >> bit & 1) a.v[i] = uint8_t(-a.v[i]);
+  return a;
+}
+
+// -- tables --------------------------------------------------------------------------------------
+
+template <int E, int X> struct Codebook { const uint8_t* table; };
+
+// X tables of E bytes, one after another. Where they do not fit into registers they stay at `table`.
+template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
+  return {static_cast<const uint8_t*>(table)};
+}
+
+// entry[c] = component c of the entries `code`. Every code must be less than E, or come from low_codes or
+// high_codes.
+template <int E, int X> inline void lookup(const Codebook<E, X>& book, Bytes code, Bytes (&entry)[X]) {
+  for (int c = 0; c < X; ++c)
+    for (int i = 0; i < kBytes; ++i) entry[c].v[i] = book.table[c * E + code.v[i]];
+}
+
+// -- sums of bytes -------------------------------------------------------------------------------
+
+inline Ints zero_ints() { return Ints{}; }
+inline Ints load_ints(const int32_t* p) { Ints r; memcpy(r.v, p, sizeof r); return r; }
+inline void store(int32_t* p, Ints a) { memcpy(p, a.v, sizeof a); }
+inline Ints splat_int(int32_t value) { Ints r; for (auto& x : r.v) x = value; return r; }
+inline Ints operator+(Ints a, Ints b) { for (int i = 0; i < kFloats; ++i) a.v[i] += b.v[i]; return a; }
+inline Ints operator-(Ints a, Ints b) { for (int i = 0; i < kFloats; ++i) a.v[i] -= b.v[i]; return a; }
+inline int32_t sum(Ints a) { int32_t r = 0; for (int32_t x : a.v) r += x; return r; }
+
+// sum[i] += sum_{j<4} level[4i+j] * number[4i+j]
+// level: value + kLevelBias with value in [-127, 127]; number: signed, in [-127, 127].
+inline Ints dot(Ints acc, Bytes level, Bytes number) {
+  for (int i = 0; i < kBytes; ++i) acc.v[i / 4] += int8_t(level.v[i]) * int8_t(number.v[i]);
+  return acc;
+}
+
+// The same with weights in [0, 2^kWeightBits) and signed entries without bias, in [-127, 127].
+inline Ints dot_weights(Ints acc, Bytes weight, Bytes entry) {
+  for (int i = 0; i < kBytes; ++i) acc.v[i / 4] += weight.v[i] * int8_t(entry.v[i]);
+  return acc;
+}
+
+// kBytes sums of 16 bits, to which unsigned bytes are added: exact for 257 additions.
+struct Sums16 { uint16_t v[kBytes]; };
+inline Sums16 zero_sums() { return Sums16{}; }
+inline void add(Sums16& sums, Bytes a) {
+  for (int i = 0; i < kBytes; ++i) sums.v[i] = uint16_t(sums.v[i] + a.v[i]);
+}
+// The sums in the order of their bytes.
+inline void store(uint16_t* p, const Sums16& sums) { memcpy(p, sums.v, sizeof sums.v); }
+
+// -- floats --------------------------------------------------------------------------------------
+
+inline Floats load(const float* p) { Floats r; memcpy(r.v, p, sizeof r); return r; }
+inline void store(float* p, Floats a) { memcpy(p, a.v, sizeof a); }
+inline Floats splat(float value) { Floats r; for (auto& x : r.v) x = value; return r; }
+
+// `count` numbers at p, each in kFloats / count neighbouring lanes; kFloats numbers at p are read.
+struct Spread { int count; };
+inline Spread spread(int count) { return {count}; }
+inline Floats load(const float* p, Spread s) {
+  Floats r;
+  for (int i = 0; i < kFloats; ++i) r.v[i] = p[i * s.count / kFloats];
+  return r;
+}
+inline Floats operator+(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] += b.v[i]; return a; }
+inline Floats operator-(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] -= b.v[i]; return a; }
+inline Floats operator*(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] *= b.v[i]; return a; }
+inline Floats operator/(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] /= b.v[i]; return a; }
+inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
+inline Floats max(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline Floats min(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline float sum(Floats a) { float r = 0; for (float x : a.v) r += x; return r; }
+inline float largest(Floats a) { float r = a.v[0]; for (float x : a.v) r = x > r ? x : r; return r; }
+
+inline Floats to_floats(Ints a) { Floats r; for (int i = 0; i < kFloats; ++i) r.v[i] = float(a.v[i]); return r; }
+
+// The even and the odd ones of the 2 kFloats numbers a, b.
+inline void unzip(Floats a, Floats b, Floats& even, Floats& odd) {
+  for (int i = 0; i < kFloats; ++i) {
+    const Floats& from = i < kFloats / 2 ? a : b;
+    even.v[i] = from.v[2 * i % kFloats];
+    odd.v[i] = from.v[2 * i % kFloats + 1];
+  }
+}
+
+// Rounded to nearest, ties to even; |a| < 2^22.
+inline Ints to_ints(Floats a) {
+  Ints r;
+  for (int i = 0; i < kFloats; ++i) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23
+    volatile float shifted = a.v[i] + magic;
+    r.v[i] = int32_t(shifted - magic);
+  }
+  return r;
+}
+
+// 2^n for n in [-126, 127].
+inline Floats exp2_of(Ints n) {
+  Floats r;
+  for (int i = 0; i < kFloats; ++i) {
+    const int32_t bits = (n.v[i] + 127) << 23;
+    memcpy(&r.v[i], &bits, 4);
+  }
+  return r;
+}
+
+// a < b ? x : y
+inline Floats where_less(Floats a, Floats b, Floats x, Floats y) {
+  for (int i = 0; i < kFloats; ++i) x.v[i] = a.v[i] < b.v[i] ? x.v[i] : y.v[i];
+  return x;
+}
+inline Ints where_less(Floats a, Floats b, Ints x, Ints y) {
+  for (int i = 0; i < kFloats; ++i) x.v[i] = a.v[i] < b.v[i] ? x.v[i] : y.v[i];
+  return x;
+}
+
+// The low bytes of kFloats ints.
+inline void store_low_bytes(void* p, Ints a) {
+  for (int i = 0; i < kFloats; ++i) static_cast<uint8_t*>(p)[i] = uint8_t(a.v[i]);
+}
+
+inline Floats load_half(const uint16_t* p) { Floats r; for (int i = 0; i < kFloats; ++i) r.v[i] = half_to_float(p[i]); return r; }
+// Numbers of 16 bits without a sign.
+inline Floats load_unsigned(const uint16_t* p) { Floats r; for (int i = 0; i < kFloats; ++i) r.v[i] = float(p[i]); return r; }
+inline Floats load_bfloat(const uint16_t* p) {
+  Floats r;
+  for (int i = 0; i < kFloats; ++i) {
+    const uint32_t bits = uint32_t(p[i]) << 16;
+    memcpy(&r.v[i], &bits, 4);
+  }
+  return r;
+}
+
+}  // namespace
+}  // namespace hf_vq

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../simd/neon.h"
+
+#include "kernels_of.h"
+
+namespace hf_vq {
+const Kernels dotprod_kernels = HF_VQ_KERNELS("dotprod");
+}

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every op, written over the SIMD set that the including file has chosen, as one table.
+#pragma once
+#include "../append.h"
+#include "../attention.h"
+#include "../kernels.h"
+#include "../linear.h"
+#include "../yardsticks.h"
+
+#define HF_VQ_KERNELS(isa) \
+  {isa, linear_supports, linear, decode, rotate, codes_supported, append, attention, coded_scores, \
+   read_memory, dense_scores}

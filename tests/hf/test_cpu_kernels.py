@@ -1,0 +1,76 @@
+"""A whole model on the kernels of libhf_vq_cpu: the same model as on the reference."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import hf_vq
+from hf_vq import VQCache, VQConfig
+from hf_vq.backends import native
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+
+PROMPT, CHUNK, CHUNKS = 96, 16, 6
+
+
+@pytest.fixture(scope="module")
+def model(tinybooks):
+    config = VQConfig("vq-4")
+    return AutoModelForCausalLM.from_pretrained(tinybooks, quantization_config=config).eval()
+
+
+@pytest.fixture(scope="module")
+def tokens(tinybooks):
+    text = (tinybooks.parent / "tinybooks-5m-eval.txt").read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(tinybooks)(text, return_tensors="pt").input_ids
+    return ids[:, : PROMPT + CHUNK * CHUNKS + 1]
+
+
+@torch.no_grad()
+def predictions(model, tokens, cache):
+    """Log-probabilities of what comes after the prompt, which is read in chunks over the cache."""
+    logits = [model(tokens[:, :PROMPT], past_key_values=cache).logits[:, -1:]]
+    for start in range(PROMPT, PROMPT + CHUNK * CHUNKS, CHUNK):
+        logits.append(model(tokens[:, start : start + CHUNK], past_key_values=cache).logits)
+    return torch.cat(logits, 1).double().log_softmax(-1)
+
+
+def divergence(wanted, found):
+    return (wanted.exp() * (wanted - found)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("scheme", ["u4", "nomad-u4"])
+def test_the_kernels_cost_little_beside_the_codes(model, tokens, tinybooks, scheme, monkeypatch):
+    """Inputs, entries and softmax weights in 8 bits are ten times finer than codes of 4 bits, so
+    each adds a hundredth of their error; a tenth is the bound for all of them."""
+    cache = VQCache(model.config, scheme, window=0)
+    found = predictions(model, tokens, cache)
+    assert not any(cache.fallbacks.values())
+    monkeypatch.setenv("HF_VQ_BACKEND", "reference")
+    reference = predictions(model, tokens, VQCache(model.config, scheme, window=0))
+    dense = AutoModelForCausalLM.from_pretrained(tinybooks).eval()
+    original = predictions(dense, tokens, DynamicCache(config=dense.config))
+    assert divergence(reference, found) <= 0.1 * divergence(original, reference)
+
+
+def test_generation_uses_them(model, tokens):
+    assert "cpu.linear" in str(hf_vq.explain(model))
+    cache = VQCache(model.config, "u4")
+    prompt = tokens[:, :PROMPT]
+    out = model.generate(prompt, past_key_values=cache, max_new_tokens=16, do_sample=False)
+    assert out.shape[1] == PROMPT + 16
+    (layer, *_) = cache.coded_layers
+    assert (layer.k.codes.layout, layer.v.codes.layout) == ("quads", "planes")
+
+
+def test_candidates_change_nothing(model, tokens):
+    """A token's result does not depend on how many are computed beside it."""
+    x = tokens[:, :PROMPT]
+    alone = model.generate(
+        x, past_key_values=VQCache(model.config), max_new_tokens=24, do_sample=False
+    )
+    looked_up = model.generate(
+        x, past_key_values=VQCache(model.config), max_new_tokens=24, do_sample=False,
+        prompt_lookup_num_tokens=4,
+    )  # fmt: skip
+    assert torch.equal(alone, looked_up)

@@ -1,0 +1,233 @@
+"""What `cpu.vq_attention` computes, in float64: every rounding that is its design, and no other.
+
+    queries     rounded to 8 bits, step max |q| / 127 (universal keys)
+    levels      a codebook's entries rounded to 8 bits, step max |entry| / 127
+    tables      <q, entry> per sub-quantizer in 8 bits above its minimum, with one step for all
+                within a factor of two of the widest, of half of it, .. (learned keys)
+    weights     softmax weight times the value's scale in 2 * `bits` bits, one step per block of 256
+
+Each result comes with a tolerance: what float32 may be wrong by on the way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_vq.formats.packing import unpack_bits
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops.attention import CachedKV
+from hf_vq.ops.layout import BLOCK, to_rows
+from hf_vq.transforms import rotate
+
+ROUNDING = 2.0**-24  # of float32, relative
+FUNCTIONS = 1e-6  # of exp and tanh, and of a sum of weights; relative
+
+
+class Bounded(NamedTuple):
+    """A number and how far float32 may be from it."""
+
+    value: Tensor
+    slack: Tensor
+
+
+def rounded(codebook: Tensor) -> Tensor:
+    """Entries [entries, x] float64 in steps of max |entry| / 127, as float32 rounds them."""
+    entries = codebook.float()
+    top = entries.abs().max()
+    return (entries * (127 / top)).round().double() * (top / 127).double()
+
+
+def codes_of(cached: CachedKV, side: str) -> Tensor:
+    """int64 [B, H, coded, S]."""
+    key = side == "k"
+    scheme = VQScheme.parse(cached.key_scheme if key else cached.value_scheme)
+    data, first = (cached.k_codes, cached.k_first) if key else (cached.v_codes, cached.v_first)
+    layout = cached.key_layout if key else cached.value_layout
+    dim = (cached.tail_k if key else cached.tail_v).shape[3]
+    rows = to_rows(data, first, cached.coded, scheme.entry_bits, layout)
+    return unpack_bits(rows, scheme.entry_bits, dim // scheme.vector_size).long()
+
+
+def universal_dots(query: Tensor, scheme: VQScheme, codebook: Tensor, codes: Tensor) -> Bounded:
+    """<query, key> [coded], not scaled, of a query [D] and codes [coded, S]."""
+    turned = rotate(query[None].double(), scheme)[0]
+    step = turned.abs().max() / 127
+    units = turned / step
+    levels = rounded(codebook[0])
+    dots = (levels[codes].flatten(-2) @ units.round()) * step
+    # A number in the middle between two integers may go either way.
+    doubt = 16 * ROUNDING * query.double().norm() / step
+    undecided = ((units - units.floor() - 0.5).abs() < doubt).sum()
+    return Bounded(dots, undecided * step * levels.abs().max() + 4 * ROUNDING * dots.abs())
+
+
+def table_dots(query: Tensor, codebook: Tensor, codes: Tensor) -> Bounded:
+    """The same for learned codebooks [S, entries, x]."""
+    parts = query.double().unflatten(-1, (codebook.shape[0], -1))
+    products = parts[:, None] * codebook.double()
+    table = products.sum(-1)
+    low = table.amin(1, keepdim=True)
+    span = (table.amax(1, keepdim=True) - low)[:, 0]
+    group = (-torch.log2(span / span.max())).floor().clamp(0, 3)
+    step = torch.stack([span[group == g].max() for g in group])[:, None] / 255
+    units = (table - low) / step
+    values = low + units.round() * step
+    doubt = 8 * ROUNDING * products.abs().sum(-1).amax(1, keepdim=True) / step + 256 * ROUNDING
+    undecided = (((units - units.floor() - 0.5).abs() < doubt) * step).amax(1).sum()
+    picked = values.gather(1, codes.T).T
+    return Bounded(picked.sum(-1), undecided + 16 * ROUNDING * picked.abs().sum(-1))
+
+
+def float_dots(query: Tensor, keys: Tensor) -> Bounded:
+    """<query, key> of floats [n, D]: the errors of D additions add up like a random walk."""
+    products = keys.double() * query.double()
+    walk = 4 * ROUNDING * query.shape[0] ** 0.5
+    return Bounded(products.sum(-1), walk * products.abs().sum(-1))
+
+
+def weighted_codes(weights: Tensor, first: int, levels: Tensor, bits: int) -> Bounded:
+    """sum_t w_t levels_t [Dv] of weights [coded] in 2 * `bits` bits, one step per block."""
+    steps = 4**bits - 1
+    pad = (first % BLOCK, -(first + len(weights)) % BLOCK)
+    blocks = torch.nn.functional.pad(weights, pad).unflatten(0, (-1, BLOCK))
+    total, slack = torch.zeros(levels.shape[1]).double(), torch.zeros(levels.shape[1]).double()
+    for sign in (1, -1):
+        part = (sign * blocks).clamp_min(0)
+        step = part.amax(1, keepdim=True) / steps
+        units = torch.where(step > 0, part / step, 0)
+        undecided = (units - units.floor() - 0.5).abs() < units * FUNCTIONS + 1e-9
+        cut = slice(pad[0], pad[0] + len(weights))
+        total += sign * (units.round() * step).flatten()[cut] @ levels
+        slack += (undecided * step).flatten()[cut] @ levels.abs()
+    return Bounded(total, slack)
+
+
+def attend(
+    query: Tensor,
+    cached: CachedKV,
+    bits: int,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    softcap: float = 0.0,
+    s_aux: Tensor | None = None,
+) -> Bounded:
+    """Attention [B, Hq, Q, Dv] float64 over codes in blocks; arguments as `ops.attention`.
+
+    Args:
+        bits: half the bits of a weight.
+    """
+    batch, heads, queries, _ = query.shape
+    dim = cached.tail_v.shape[3]
+    out = torch.zeros(batch, heads, queries, dim, dtype=torch.float64)
+    slack = torch.zeros_like(out)
+    codes = codes_of(cached, "k"), codes_of(cached, "v")
+    if mask is not None:
+        mask = mask.expand(batch, heads, queries, mask.shape[-1])
+    for b in range(batch):
+        for h in range(heads):
+            for t in range(queries):
+                seen = None if mask is None else mask[b, h, t, : cached.length]
+                sink = None if s_aux is None else s_aux[h].double()
+                i = cached.length - queries + t
+                head = h // (heads // cached.tail_k.shape[1])
+                logits, coded = _logits(
+                    query[b, h, t], cached, codes[0][b, head], b, head, i, scaling
+                )
+                value, error = _finish(logits, seen, i, softcap)
+                result = _values(
+                    value, error, coded, sink, cached, codes[1][b, head], b, head, bits
+                )
+                out[b, h, t], slack[b, h, t] = result
+    return Bounded(out, slack)
+
+
+def _logits(
+    query: Tensor, cached: CachedKV, codes: Tensor, b: int, head: int, i: int, scaling: float
+) -> tuple[Bounded, Tensor]:
+    """Logits of all positions, and which of them come from codes."""
+    scheme, length = VQScheme.parse(cached.key_scheme), cached.length
+    near = max(cached.tail_start, min(i - cached.window + 1, length - cached.fresh))
+    near = min(near, cached.coded)
+    value, slack = (torch.zeros(length, dtype=torch.float64) for _ in range(2))
+    if scheme.has_scale:
+        dots = universal_dots(query, scheme, cached.codebook_k, codes[:near])
+        scale = cached.k_scale[b, head, cached.k_first :][:near, 0].double()
+        dots = Bounded(dots.value * scale, dots.slack * scale.abs())
+    else:
+        dots = table_dots(query, cached.codebook_k[head], codes[:near])
+    value[:near], slack[:near] = dots
+    if cached.k_mean is not None:
+        shift = float_dots(query, cached.k_mean[b, head])
+        value[:near] += shift.value
+        slack[:near] += shift.slack
+    tail = float_dots(query, cached.tail_k[b, head, near - cached.tail_start :])
+    value[near:], slack[near:] = tail
+    coded = torch.arange(length) < near
+    start = 0 if cached.start is None else int(cached.start[b])
+    for slot in range(cached.sink_k.shape[2]):
+        j = start + slot
+        if 0 <= j < near:
+            sink = float_dots(query, cached.sink_k[b, head, slot : slot + 1])
+            value[j], slack[j], coded[j] = sink.value[0], sink.slack[0], False
+    return Bounded(value * scaling, slack * abs(scaling) + 4 * ROUNDING * value.abs()), coded
+
+
+def _finish(logits: Bounded, seen: Tensor | None, i: int, softcap: float) -> Bounded:
+    value, slack = logits
+    if softcap:
+        value = softcap * torch.tanh(value / softcap)
+        slack = slack + 2 * FUNCTIONS * softcap
+    if seen is None:
+        value = value.masked_fill(torch.arange(len(value)) > i, -torch.inf)
+    elif seen.dtype == torch.bool:
+        value = value.masked_fill(~seen, -torch.inf)
+    else:
+        value = value + seen.double()
+        slack = slack + ROUNDING * value.abs()
+    return Bounded(value, slack)
+
+
+def _values(
+    value: Tensor, slack: Tensor, coded: Tensor, sink: Tensor | None, cached: CachedKV,
+    codes: Tensor, b: int, head: int, bits: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scheme, dim = VQScheme.parse(cached.value_scheme), cached.tail_v.shape[3]
+    top = value.max()
+    if top == -torch.inf:
+        return torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dtype=torch.float64)
+    top = top if sink is None else torch.maximum(top, sink)
+    p = (value - top).exp()
+    total = p.sum() + (0 if sink is None else (sink - top).exp())
+
+    codebook, count = cached.codebook_v, cached.coded
+    if scheme.has_scale:
+        levels = rounded(codebook[0])[codes].flatten(-2)
+        scale = cached.v_scale[b, head, cached.v_first :][:count, 0].double()
+    else:
+        books = torch.stack([rounded(book) for book in codebook[head]])
+        levels = books[torch.arange(codes.shape[1]), codes].flatten(-2)
+        scale = torch.ones(count, dtype=torch.float64)
+    weights = torch.where(coded, p, 0)[:count] * scale
+    sums, undecided = weighted_codes(weights, cached.v_first, levels, bits)
+    size = weights.abs() @ levels.abs()
+    turned = rotate(sums[None], scheme)[0]
+    out = turned.clone()
+
+    floats = torch.where(coded, 0, p)
+    start = 0 if cached.start is None else int(cached.start[b])
+    rows = torch.zeros(len(p), dim, dtype=torch.float64)
+    rows[cached.tail_start :] = cached.tail_v[b, head].double()
+    for slot in range(cached.sink_v.shape[2]):
+        j = start + slot
+        if 0 <= j < len(p) and not coded[j] and j < cached.tail_start + cached.tail_v.shape[2]:
+            rows[j] = cached.sink_v[b, head, slot].double()
+    out += floats @ rows
+
+    # Wrong logits change the weights; sums are rounded before they are rotated back.
+    wrong = 2 * (2 * slack[value > -torch.inf].max().clamp(max=1) + FUNCTIONS)
+    error = wrong * (size.norm() + floats @ rows.abs()) + undecided.norm() + FUNCTIONS * size.norm()
+    return out / total, error / total

@@ -1,0 +1,324 @@
+"""The rows `cpu.linear` and `cpu.decode` on every instruction set of this machine.
+
+The kernels round inputs and codebook entries to 8 bits and are exact from there on. So they are
+compared with the float64 product of the rounded operands, up to the rounding of float32 sums, and
+with the reference, up to the error that rounding the operands may make: both bounds are derived.
+"""
+
+import ctypes
+import mmap
+import sys
+
+import pytest
+import torch
+
+from hf_vq import ops
+from hf_vq.backends import cpu_linear, native
+from hf_vq.env import CPU_ISA
+from hf_vq.fit import fixed_tensors
+from hf_vq.formats import VQScheme, weight_scheme
+from hf_vq.formats.tensors import tensor_specs
+from hf_vq.ops import dispatch, reference
+from hf_vq.ops.codes import stored_arguments
+from hf_vq.ops.library import problem
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+
+EPS = torch.finfo(torch.float32).eps
+SCHEMES = [
+    "vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-4", "quip-sharp-2", "aqlm-3", "aqlm-2",
+    "gptvq-2",
+]  # fmt: skip
+OTHERS = [
+    "vq2x8r1-universal-g16-hadamard64",
+    "vq4x8r1-universal-g512-random_hadamard0",
+    "vq4x8r2-tensor-g32-none",
+    "vq2x6r1-tile8x128-g0-none",
+    "vq8x8r1-tile100x512-g64-random_hadamard32",
+    "vq1x4r3-tensor-g64-none",
+    "vq8x12r1-tensor-g64-hadamard128",
+]
+SHAPES = [(1, 48), (3, 80), (5, 288), (100, 896), (300, 1024), (3, 11008)]
+
+
+@pytest.fixture(params=native.isas())
+def isa(request):
+    native.use_isa(request.param)
+    yield request.param
+    native.use_isa(CPU_ISA.get())
+
+
+def stored(name, out_features, in_features):
+    """A scheme and tensors with random codes; skips what the kernel leaves to the reference."""
+    scheme = weight_scheme(name)
+    if scheme.group(in_features) < min(4 * scheme.vector_size, in_features):
+        pytest.skip("four codes have more than one scale")
+    tensors = fixed_tensors(scheme, in_features, 0)
+    for key, spec in tensor_specs(scheme, out_features, in_features).items():
+        if key in tensors:
+            continue
+        if spec.dtype == torch.uint8:
+            tensors[key] = torch.randint(0, 256, spec.shape, dtype=torch.uint8)
+        elif key == "scale":
+            tensors[key] = (0.5 + torch.rand(spec.shape)).half()
+        else:
+            tensors[key] = torch.randn(spec.shape).half()
+    return scheme, tensors
+
+
+def description(scheme, tensors, in_features):
+    addresses = [
+        tensors[key].data_ptr() if key in tensors else None
+        for key in ("codes", "codebook", "scale", "signs")
+    ]
+    return cpu_linear.matrix(scheme, len(tensors["codes"]), in_features, *addresses)
+
+
+def multiply(scheme, tensors, x, bias=None):
+    """hf_vq_linear into poisoned memory."""
+    y = torch.full((len(x), len(tensors["codes"])), torch.nan, dtype=x.dtype)
+    status = native.load().hf_vq_linear(
+        ctypes.byref(description(scheme, tensors, x.shape[-1])),
+        x.data_ptr(),
+        native.DTYPES[x.dtype],
+        len(x),
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else native.DTYPES[bias.dtype],
+        y.data_ptr(),
+    )
+    assert status == native.OK
+    return y
+
+
+def rotated(scheme, tensors, x):
+    """hf_vq_rotate: the float32 numbers that hf_vq_linear rounds."""
+    u = torch.full(x.shape, torch.nan, dtype=torch.float32)
+    status = native.load().hf_vq_rotate(
+        ctypes.byref(description(scheme, tensors, x.shape[-1])),
+        x.data_ptr(),
+        native.DTYPES[x.dtype],
+        len(x),
+        u.data_ptr(),
+        native.DTYPES[torch.float32],
+    )
+    assert status == native.OK
+    return u
+
+
+def rounded_inputs(u, scheme):
+    """u rounded to 8 bits per scale group, at most 128 columns: float64, and the unit of each."""
+    numbers, units = [], []
+    for part in u.split(min(scheme.group(u.shape[-1]), 128), dim=-1):
+        most = part.abs().amax(-1, keepdim=True)
+        inverse = torch.where(most > 1e-30, 127 / most, 0)
+        unit = (most / 127).double()
+        numbers.append((part * inverse).round().double() * unit)
+        units.append(unit.expand_as(part))
+    return torch.cat(numbers, -1), torch.cat(units, -1)
+
+
+def rounded_codebook(codebook, scheme):
+    """Entries rounded to 8 bits, with one unit per stage or tile; E8P to multiples of the shift."""
+    book = codebook.float()
+    if scheme.lattice:
+        unit = book[:, 256:, :1]
+        return (book / unit).round() * unit, torch.zeros(())
+    dims = (-2, -1)
+    unit = book.abs().amax(dims, keepdim=True) / 127
+    return (book * (1 / unit)).round() * unit, unit.amax()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", [*SCHEMES, *OTHERS])
+def test_linear_is_the_product_of_the_rounded_operands(isa, name, shape):
+    if isa == "scalar" and shape[0] * shape[1] > 1 << 16:
+        pytest.skip("slow")
+    scheme, tensors = stored(name, *shape)
+    tensors["codes"][0], tensors["codes"][-1] = 0, 255
+    x = torch.randn(2, shape[1])
+    x[1, :40] *= 50
+    y = multiply(scheme, tensors, x).double()
+
+    u = rotated(scheme, tensors, x)
+    numbers, input_units = rounded_inputs(u, scheme)
+    codebook, unit = rounded_codebook(tensors["codebook"], scheme)
+    codes, scale = tensors["codes"], tensors["scale"]
+    levels = reference.decode_rotated(codes, codebook, scale, scheme, shape[1]).double()
+    exact = numbers @ levels.T
+    sizes = numbers.abs() @ levels.abs().T
+    additions = shape[1] / 32 + 40  # of one lane, then of lanes and passes
+    assert ((y - exact).abs() <= EPS * additions * sizes).all()
+
+    weight = reference.decode_rotated(codes, tensors["codebook"], scale, scheme, shape[1]).double()
+    per_weight = scale.double().repeat_interleave(shape[1] // scale.shape[-1], -1)
+    lost = unit * scheme.streams / 2 * per_weight  # of a weight, at most
+    if scheme.lattice:
+        lost = (weight - levels).abs()
+    bound = (input_units / 2) @ (weight.abs() + lost).T + u.double().abs() @ lost.T
+    bound += EPS * additions * (sizes + u.double().abs() @ weight.abs().T)
+    truth = reference.linear(x, *stored_arguments(tensors), None, scheme).double()
+    assert ((y - truth).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_token_does_not_depend_on_its_batch(isa, name):
+    scheme, tensors = stored(name, 20, 512)
+    x = torch.randn(64, 512)
+    alone = torch.cat([multiply(scheme, tensors, x[i : i + 1].clone()) for i in range(64)])
+    for tokens in (1, 2, 3, 4, 5, 16, 17, 64):
+        assert torch.equal(multiply(scheme, tensors, x[:tokens].clone()), alone[:tokens])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes_and_bias(isa, dtype, bias_dtype):
+    scheme, tensors = stored("vq-4", 33, 256)
+    x = torch.randn(3, 256).to(dtype)
+    bias = None if bias_dtype is None else torch.randn(33).to(bias_dtype)
+    expected = multiply(scheme, tensors, x.float(), None if bias is None else bias.float())
+    assert torch.equal(multiply(scheme, tensors, x, bias), expected.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["vq-4", "vq-2", "quip-sharp-2", "aqlm-3", "gptvq-2"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_token_that_is_not_finite_gives_nan(isa, name, value):
+    scheme, tensors = stored(name, 9, 512)
+    x = torch.randn(3, 512)
+    x[1, 300] = value
+    y = multiply(scheme, tensors, x)
+    assert y[1].isnan().all()
+    assert y[::2].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e20])
+def test_sizes_of_inputs(isa, size):
+    scheme, tensors = stored("vq-4", 9, 512)
+    x = torch.randn(1, 512)
+    expected = multiply(scheme, tensors, x).double() * size
+    y = multiply(scheme, tensors, x * size)
+    # What is below the smallest magnitude counts as zero.
+    floor = 1e-30 * 512 * 10
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=floor + 3e-3 * size)
+
+
+def at_the_end_of_memory(tensor, kept):
+    """A copy of the tensor whose last byte is the last one that may be read."""
+    page = mmap.PAGESIZE
+    size = tensor.numel() * tensor.element_size()
+    pages = (size + page - 1) // page + 1
+    memory = mmap.mmap(-1, pages * page)
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    last = first + (pages - 1) * page
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(last), page, 0) == 0
+    kept.append(memory)
+    array = (ctypes.c_uint8 * size).from_address(last - size)
+    copy = torch.frombuffer(array, dtype=tensor.dtype).view(tensor.shape)
+    copy.copy_(tensor)
+    return copy
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect")
+@pytest.mark.parametrize("name", [*SCHEMES, *OTHERS])
+@pytest.mark.parametrize("in_features", [48, 96, 288, 640])
+def test_nothing_is_read_beyond_a_tensor(isa, name, in_features):
+    scheme, tensors = stored(name, 3, in_features)
+    x = torch.randn(5, in_features)
+    kept = []
+    guarded = {key: at_the_end_of_memory(tensor, kept) for key, tensor in tensors.items()}
+    x_guarded = at_the_end_of_memory(x, kept)
+    y = multiply(scheme, guarded, x_guarded, at_the_end_of_memory(torch.zeros(3), kept))
+    assert torch.equal(y, multiply(scheme, tensors, x))
+    decoded = cpu_linear.decode(*stored_arguments(guarded), scheme, in_features)
+    assert torch.equal(decoded, cpu_linear.decode(*stored_arguments(tensors), scheme, in_features))
+
+
+def test_threads_do_not_change_a_result(isa):
+    scheme, tensors = stored("gptvq-2", 700, 1024)
+    x = torch.randn(3, 1024)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = multiply(scheme, tensors, x)
+        torch.set_num_threads(3)
+        assert torch.equal(multiply(scheme, tensors, x), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+DECODED = [*SCHEMES, *OTHERS, "turboquant-1", "turboquant-3", "turboquant-8"]
+
+
+@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("shape", [(3, 80), (100, 512), (300, 1024)], ids=str)
+def test_decode_is_the_reference(isa, name, shape):
+    scheme, tensors = stored(name, *shape)
+    rows = cpu_linear.decode(*stored_arguments(tensors), scheme, shape[1])
+    truth = reference.decode(*stored_arguments(tensors), scheme, shape[1])
+    # Every number is a sum of `block` numbers in either, and of the stages.
+    size = truth.norm(dim=-1, keepdim=True)
+    assert ((rows - truth).abs() <= 4 * EPS * scheme.block(shape[1]) ** 0.5 * size).all()
+
+
+def test_decode_keeps_leading_dimensions():
+    scheme = VQScheme.parse("vq2x8r1-universal-g0-hadamard0")
+    codebook = fixed_tensors(scheme, 64, 0)["codebook"]
+    codes = torch.randint(0, 256, (2, 3, 5, 32), dtype=torch.uint8)[:, :, 1:4]
+    scale = torch.rand(2, 3, 3, 1).half()
+    arguments = (codes, codebook, scale, *[None] * 5, scheme, 64)
+    torch.testing.assert_close(cpu_linear.decode(*arguments), reference.decode(*arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["vq-4", "gptvq-2", "quip-sharp-4"])
+def test_many_tokens(isa, name, dtype, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "DECODED_BYTES", 1 << 14)
+    scheme, tensors = stored(name, 100, 512)
+    x, bias = torch.randn(2, cpu_linear.FEW_TOKENS, 512).to(dtype), torch.randn(100)
+    y = cpu_linear.linear(x, *stored_arguments(tensors), bias, scheme)
+    assert y.dtype == dtype
+    weight = reference.decode(*stored_arguments(tensors), scheme, 512).double()
+    exact = x.double() @ weight.T + bias.double()
+    same = (x @ weight.to(dtype).T + bias.to(dtype)).double()
+    eps = EPS * x.double().norm() * weight.norm()
+    assert (y.double() - exact).norm() <= 2 * (same - exact).norm() + eps
+
+
+def test_op_takes_any_strides_and_shapes():
+    scheme, tensors = stored("vq-4", 24, 256)
+    x = torch.randn(256, 3, 2).permute(2, 1, 0)
+    y = ops.linear(x, tensors, None, scheme)
+    assert y.shape == (2, 3, 24)
+    assert torch.equal(y, ops.linear(x.contiguous(), tensors, None, scheme))
+    strided = {key: torch.stack([t, t], -1)[..., 0] for key, t in tensors.items()}
+    assert torch.equal(y, ops.linear(x, strided, None, scheme))
+    assert ops.linear(x[:0], tensors, None, scheme).shape == (0, 3, 24)
+
+
+def test_tensors_that_move_or_change_are_seen():
+    scheme, tensors = stored("vq-4", 24, 256)
+    _, others = stored("vq-4", 24, 256)
+    x = torch.randn(1, 256)
+    old, new = (ops.linear(x, t, None, scheme) for t in (tensors, others))
+    codes = torch.nn.Parameter(tensors["codes"].clone(), requires_grad=False)
+    moving = {**tensors, "scale": others["scale"], "codes": codes}
+    assert not torch.equal(ops.linear(x, moving, None, scheme), new)
+    codes.data = others["codes"].clone()
+    assert torch.equal(ops.linear(x, moving, None, scheme), new)
+    codes.data.copy_(tensors["codes"])
+    moving["scale"] = tensors["scale"]
+    assert torch.equal(ops.linear(x, moving, None, scheme), old)
+
+
+def test_table_says_why():
+    def reason(name, dtype=torch.float32):
+        asked = problem("linear", torch.empty(1, 256, dtype=dtype), weight_scheme(name).spec(), 8)
+        return {verdict.kernel.name: verdict.reason for verdict in dispatch.explain(asked)}[
+            "cpu.linear"
+        ]
+
+    for name in SCHEMES:
+        assert reason(name) == ""
+    assert reason("vq-4", torch.float64) == "inputs are float64"
+    assert reason("turboquant-4+4") == "nested stages have a second pass"
+    assert reason("turboquant-8") == "no kernel for VQ<1,8,1> with scales per 128"
+    assert reason("vq2x8r1-universal-g128-qr128") == "a QR rotation is a matrix product"
