@@ -1,5 +1,6 @@
 # make demo    quantize the embedded model, reload it, generate, print one table (MODEL=, SCHEME=)
 # make test    run the tests (ARGS= goes to pytest)
+# make native  run the C++ tests of kernels/cpu: sanitizers here, other processors under qemu
 # make lint    ruff and mypy
 # make clean   remove what was built here
 # Every target makes .venv first. HF_VQ_NO_NATIVE=1 builds without a compiler.
@@ -12,9 +13,9 @@ BIN := .venv/bin
 # One stamp per kind of build, so that asking for the other kind installs again.
 STAMP := .venv/.installed$(if $(HF_VQ_NO_NATIVE),-no-native)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard plugins/optimum/commands/register/*.py) \
-  $(shell find kernels/cpu -type f)
+  $(shell find kernels/cpu -type f -not -path "*/tests/*")
 
-.PHONY: help environment demo test lint clean
+.PHONY: help environment demo test native lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -34,6 +35,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+native:
+	kernels/cpu/tests/run
 
 lint: .venv/.lint
 	$(BIN)/ruff check .

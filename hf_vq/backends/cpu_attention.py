@@ -12,7 +12,7 @@ from ..errors import VQBackendError, VQSchemeError
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
 from ..ops.attention import CachedKV
-from ..ops.layout import BLOCK_BITS, PLANES, QUADS
+from ..ops.layout import BLOCK_BITS, PLANES, QUADS, use_allocator
 from ..ops.library import parse
 from . import native
 
@@ -30,7 +30,8 @@ _LAYOUTS = {QUADS: 1, PLANES: 2}
 
 
 def register() -> None:
-    """Add the rows to the dispatch table."""
+    """Add the rows to the dispatch table, and let blocks lie on huge pages."""
+    use_allocator("cpu", native.allocate)
     dispatch.register(
         dispatch.Kernel("cpu.vq_append", "append", _append, "cpu", _needs, _accepts_append)
     )

@@ -18,8 +18,9 @@ from ..formats.scheme import VQScheme
 from ..ops import dispatch
 from . import native
 
-FEW_TOKENS = 64  # up to here the kernel multiplies with codes
-DECODED_BYTES = 2 << 20  # of dense weights at a time
+FEW_TOKENS = {"avx512": 128}  # up to here the kernel multiplies with codes, by instruction set
+FEW_TOKENS_ELSEWHERE = 16  # without an instruction for sums of 8-bit products
+DECODED_ROWS = 256  # output features at a time
 
 _DTYPES = {"float32", "float16", "bfloat16"}
 _SHARED, _TILE, _E8P = range(3)  # enum hf_vq_scope
@@ -126,10 +127,10 @@ def linear(
         scheme, out_features, in_features, codes.data_ptr(), codebook.data_ptr(),
         scale.data_ptr(), None if signs is None else signs.data_ptr(),
     )  # fmt: skip
-    if tokens > FEW_TOKENS:
+    if tokens > FEW_TOKENS_ELSEWHERE and tokens > few_tokens():
         y = _multiply_decoded(library, stored, x.view(tokens, in_features))
         y = y if bias is None else y + bias
-        return y.to(x.dtype).view(*shape[:-1], out_features)
+        return y.to(x.dtype).contiguous().view(*shape[:-1], out_features)
     y = x.new_empty((*shape[:-1], out_features))
     dtype, address, bias_dtype = native.DTYPES[x.dtype], None, 0
     if bias is not None:
@@ -141,6 +142,11 @@ def linear(
     if status != native.OK:
         native.check(status, "linear")
     return y
+
+
+def few_tokens() -> int:
+    """Up to how many tokens the kernel multiplies with codes."""
+    return FEW_TOKENS.get(native.isa() or "", FEW_TOKENS_ELSEWHERE)
 
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,15 +166,14 @@ def _multiply_decoded(library: ctypes.CDLL, stored: Matrix, x: Tensor) -> Tensor
     )
     native.check(status, "rotate")
     out_features: int = stored.out
-    rows = max(DECODED_BYTES // (stored.in_features * dtype.itemsize), 1)
-    dense = torch.empty((min(rows, out_features), stored.in_features), dtype=dtype)
-    y = torch.empty((len(x), out_features), dtype=dtype)
-    for first in range(0, out_features, rows):
-        count = min(rows, out_features - first)
+    dense = torch.empty((min(DECODED_ROWS, out_features), stored.in_features), dtype=dtype)
+    y = torch.empty((out_features, len(x)), dtype=dtype)
+    for first in range(0, out_features, DECODED_ROWS):
+        count = min(DECODED_ROWS, out_features - first)
         status = library.hf_vq_decode(pointer, first, count, dense.data_ptr(), number)
         native.check(status, "decode")
-        torch.mm(rotated, dense[:count].T, out=y[:, first : first + count])
-    return y
+        torch.mm(dense[:count], rotated.T, out=y[first : first + count])
+    return y.T
 
 
 def decode(

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VQError
-from . import quality_kv, quality_weights, tables
+from . import cpu_attention, cpu_generate, cpu_linear, quality_kv, quality_weights, tables
 from .record import RESULTS, command_line, make_record, write_record
+
+CPU_SUITES: dict[str, Any] = {
+    "cpu-linear": cpu_linear, "cpu-attention": cpu_attention, "cpu-generate": cpu_generate
+}  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,6 +38,17 @@ def build_parser() -> argparse.ArgumentParser:
         if module is quality_kv:
             suite.add_argument("--calibration", metavar="TEXT", help="text for learned schemes")
         suite.set_defaults(parser=suite)
+    for name, module in CPU_SUITES.items():
+        suite = suites.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
+        if name == "cpu-generate":
+            suite.add_argument("--llama-bench", type=Path, help="program of llama.cpp")
+            suite.add_argument("--gguf", type=Path, help="folder with kv16-Q4_0.gguf and others")
+        else:
+            suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+        suite.add_argument("--rounds", type=int, help="turns of every contestant")
+        suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
+        suite.add_argument("--revision", help="of the source (default: git is asked)")
+        suite.set_defaults(parser=suite)
     write = suites.add_parser("tables", help="Write the tables of README.md and docs/*.md.")
     write.add_argument("--check", action="store_true", help="change nothing, fail if one is old")
     write.add_argument("--root", type=Path, default=RESULTS.parents[2], help="the checkout")
@@ -44,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one suite; 0 if it succeeded, 1 if a checked table is not current, 2 on a VQError."""
     args = build_parser().parse_args(argv)
     try:
+        if args.suite in CPU_SUITES:
+            return _time(args)
         return _tables(args) if args.suite == "tables" else _measure(args)
     except VQError as error:
         print(f"hf_vq.bench: error: {error}", file=sys.stderr)
@@ -75,6 +92,28 @@ def _measure(args: argparse.Namespace) -> int:
     write_record(record, out)
     print(f"wrote {out}")
     return 0
+
+
+def _time(args: argparse.Namespace) -> int:
+    options = {"threads": "", "rounds": "", "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR"}
+    names = {name: shown for name, shown in options.items() if hasattr(args, name)}
+    command = command_line(f"python -m hf_vq.bench {args.suite}", args.parser, args, names)
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    settings, results = CPU_SUITES[args.suite].run(**given, report=_print_time)
+    record = make_record(args.suite, command, settings, results, args.revision)
+    out = args.out or RESULTS / f"{args.suite}.json"
+    write_record(record, out)
+    print(f"wrote {out}")
+    return 0
+
+
+def _print_time(row: dict[str, Any]) -> None:
+    def shown(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{name} {number:.2f}" for name, number in value.items())
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    print("  ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
 
 
 def _print_row(row: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Suite `cpu-attention`: one token's attention over a long KV cache on the CPU, in time per head.
 
-    scores    q K^T alone: the coded keys against dense ones in float32 and bfloat16, and against the
-              time that this processor needs to read as many bytes once
+    scores    q K^T alone: the coded keys against dense ones in float32 and bfloat16, and against
+              the time that this processor needs to read as many bytes once
     step      q K^T, softmax and the values: against PyTorch's operations one by one (bmm, softmax,
               bmm: what eager attention does), against its fused SDPA, and against onnxruntime's
               GroupQueryAttention with an int8 cache where that package is installed
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..backends import native
 from ..backends.cpu_attention import scores
+from ..cache.handle import VQHandle
 from ..cache.layer import LayerOptions, VQCacheLayer
 from ..cache.prompt import Prompt
 from ..formats.catalog import kv_scheme
@@ -84,7 +85,9 @@ def _caches(name: str, context: int, copies: int, dtype: torch.dtype) -> list[Ca
     for _ in range(copies):
         layer = VQCacheLayer(options, Prompt(), 0)
         layer.update(keys, values)
-        found.append(layer.update(token, token)[0].update.cached)
+        handle = layer.update(token, token)[0]
+        assert isinstance(handle, VQHandle)
+        found.append(handle.update.cached)
     return found
 
 
@@ -139,7 +142,9 @@ def _dense_scores(library: ctypes.CDLL, context: int, dtype: torch.dtype) -> Con
     """Our own loop over dense keys, one head after the other, on huge pages as the codes are."""
     shape = (HEADS, context, HEAD_DIM)
     nbytes = HEADS * context * HEAD_DIM * dtype.itemsize
-    copies = [native.allocate((nbytes,)).view(dtype).view(shape) for _ in range(cold_copies(nbytes))]
+    copies = [
+        native.allocate((nbytes,)).view(dtype).view(shape) for _ in range(cold_copies(nbytes))
+    ]
     copies = [copy.copy_(torch.randn(shape)) for copy in copies]
     query, out = torch.randn(HEADS, HEAD_DIM), torch.empty(HEADS, context)
 

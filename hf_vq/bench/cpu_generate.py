@@ -1,4 +1,4 @@
-"""Suite `cpu-generate`: milliseconds a token of `generate()` on the CPU, for a Llama of the 1B class.
+"""Suite `cpu-generate`: milliseconds a token of `generate()` on the CPU, a Llama of the 1B class.
 
 Ours: all linear layers as `vq-4`, the cache as `u4`. Peers: the same model dense in bfloat16 with
 `DynamicCache`, with the attention implementations `sdpa` and `eager`; and llama.cpp, if the path of
@@ -94,9 +94,10 @@ def _generate(
         for name, model in models.items():
             own = "+" in name
             model.set_attn_implementation("eager" if name.endswith("eager") else "sdpa")
-            cache: Cache = VQCache(model.config, CACHE) if own else DynamicCache(config=model.config)
+            config = model.config
+            cache: Cache = VQCache(config, CACHE) if own else DynamicCache(config=config)
             if context:
-                fill_cache(cache, model.config, context, torch.bfloat16)
+                fill_cache(cache, config, context, torch.bfloat16)
             clock = TokenClock()
             tokens = TOKENS.get(context, 8)
             model.generate(

@@ -6,6 +6,9 @@ downloaded or fitted.
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -87,8 +90,6 @@ class TokenClock:
 
     def put(self, value: Tensor) -> None:
         """Called by generate with the prompt, then with every token."""
-        import time
-
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
@@ -98,4 +99,4 @@ class TokenClock:
     def seconds(self) -> list[float]:
         """One number per token after the first."""
         tokens = self.times[1:]
-        return [after - before for before, after in zip(tokens, tokens[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(tokens)]

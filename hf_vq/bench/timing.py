@@ -21,8 +21,9 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def last_level_cache() -> int:
     """Bytes of the largest cache of this processor; 64 MB where the system does not say."""
-    sizes = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
-    return max((int(size[:-1]) * _UNITS[size[-1]] for size in sizes if size), default=_UNKNOWN_CACHE)
+    texts = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
+    sizes = [int(text[:-1]) * _UNITS[text[-1]] for text in texts if text]
+    return max(sizes, default=_UNKNOWN_CACHE)
 
 
 def cold_copies(nbytes: int) -> int:

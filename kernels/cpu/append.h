@@ -3,8 +3,10 @@
 //
 //   u = R (x - mean)    codes of u / rms(u)    scale = |u|^2 / <u, chosen entries>
 //
-// A task owns the tokens of one block of one head: no two tasks write into the same packet. Whole blocks
-// are packed at once; single tokens are written over what their packets hold.
+// A task owns the tokens of one block of a head, so that no two tasks write into one packet; of single tokens
+// it owns those of several heads. It takes 16 rows at a time through each step, because a step of one row
+// waits for the step before. Whole blocks are packed at once, other tokens are written over what their packets
+// hold.
 #pragma once
 #include "encode.h"
 #include "hadamard.h"
@@ -15,122 +17,161 @@ namespace hf_vq {
 namespace {
 namespace kv {
 
-constexpr int kTokens = 16;  // encoded together
+constexpr int kTogether = 16;  // rows
 
 struct Append {
   const hf_vq_codes& codes;
   const hf_vq_floats& x;
-  int64_t heads, at, first_block, blocks;  // blocks that the tokens fall into
-  Entries entries;                         // unless learned
+  int64_t batch, heads, at;
+  int64_t first_block, blocks;  // that the tokens fall into
+  int64_t units;                // heads of a task
+  int vectors;                  // sub-quantizers
+  Entries entries;              // unless learned
 
   Append(const hf_vq_codes& to, const hf_vq_floats& from) : codes(to), x(from) {}
 };
 
-// Rows of `count` tokens, centred and rotated, from token `begin` of x on.
-inline void read_rows(const Append& job, int64_t batch, int64_t head, int64_t begin, int count, float (*rows)[kDim]) {
+// Rows on their way: token t of x, of a head.
+struct Rows {
+  int count;
+  int64_t batch[kTogether], head[kTogether], t[kTogether];
+  alignas(64) float row[kTogether][kDim];  // zeros from dim up to a multiple of 16
+  uint8_t code[kTogether][kDim];
+  uint16_t scale[kTogether];
+};
+
+inline void read_row(const Append& job, Rows& rows, int r) {
   const hf_vq_codes& codes = job.codes;
-  const float* mean = codes.mean;
-  if (mean != nullptr) mean += batch * codes.mean_stride[0] + head * codes.mean_stride[1];
-  for (int t = 0; t < count; ++t) {
-    const int64_t at = batch * job.x.stride[0] + head * job.x.stride[1] + (begin + t) * job.x.stride[2];
-    read_floats(job.x.data, job.x.dtype, at, codes.dim, rows[t]);
-    for (int i = 0; i < codes.dim && mean != nullptr; ++i) rows[t][i] -= mean[i];
-    hadamard_blocks(rows[t], codes.dim, codes.block);
-    for (int i = codes.dim; i < (codes.dim + 15) / 16 * 16; ++i) rows[t][i] = 0.0f;
+  float* row = rows.row[r];
+  const int64_t batch = rows.batch[r], head = rows.head[r];
+  const int64_t from = batch * job.x.stride[0] + head * job.x.stride[1] + rows.t[r] * job.x.stride[2];
+  read_floats(job.x.data, job.x.dtype, from, codes.dim, row);
+  if (codes.mean != nullptr) {
+    const float* mean = codes.mean + batch * codes.mean_stride[0] + head * codes.mean_stride[1];
+    for (int i = 0; i < codes.dim; ++i) row[i] -= mean[i];
   }
+  hadamard_blocks(row, codes.dim, codes.block);
+  for (int i = codes.dim; i < padded(codes.dim); ++i) row[i] = 0.0f;
 }
 
-inline float dot_rows(const float* a, const float* b, int n) {
-  constexpr int kSums = 16 / kFloats;
-  Floats sums[kSums];
-  for (Floats& each : sums) each = splat(0.0f);
-  for (int i = 0; i < n; i += 16)
-    for (int k = 0; k < kSums; ++k) sums[k] = fma(load(a + i + k * kFloats), load(b + i + k * kFloats), sums[k]);
-  for (int k = 1; k < kSums; ++k) sums[0] = sums[0] + sums[k];
-  return sum(sums[0]);
+// Codes under the shared codebook, and unbiased scales.
+inline void encode_shared(const Append& job, Rows& rows) {
+  const int dim = job.codes.dim;
+  float energy[kTogether], rms[kTogether], along[kTogether];
+  for (int r = 0; r < rows.count; ++r) energy[r] = dot_floats(rows.row[r], rows.row[r], padded(dim));
+  for (int r = 0; r < rows.count; ++r) {
+    rms[r] = __builtin_sqrtf(energy[r] / float(dim));
+    rms[r] = rms[r] > kSmallest ? rms[r] : kSmallest;
+  }
+  for (int r = 0; r < rows.count; ++r)
+    along[r] = nearest_shared(job.entries, rows.row[r], dim, rms[r], rows.code[r]);
+  for (int r = 0; r < rows.count; ++r)
+    rows.scale[r] = float_to_half(energy[r] == 0.0f ? 0.0f : energy[r] / along[r]);
 }
 
-// Codes of one row under the shared codebook; the unbiased scale is returned.
-inline uint16_t encode_row(const Entries& entries, const float* row, int dim, uint8_t* code) {
-  alignas(64) float unit[kDim], chosen[kDim];
-  const int n = (dim + 15) / 16 * 16;
-  const float energy = dot_rows(row, row, n);
-  const float rms = __builtin_sqrtf(energy / float(dim));
-  const Floats factor = splat(1.0f / (rms > 1e-30f ? rms : 1e-30f));
-  for (int i = 0; i < n; i += kFloats) store(unit + i, load(row + i) * factor);
-  nearest_shared(entries, unit, dim, code, chosen);
-  for (int i = dim; i < n; ++i) chosen[i] = 0.0f;
-  const float along = dot_rows(row, chosen, n);
-  return float_to_half(energy == 0.0f ? 0.0f : energy / along);
-}
-
-// Codes of rows under the learned codebooks of a head.
-template <int X>
-void encode_learned(const uint16_t* codebook, int entries, const float (*rows)[kDim], int count, int vectors,
-                    uint8_t (*code)[kDim]) {
+// Codes of rows begin..end - 1, all of one head, under its own codebooks.
+template <int X> void encode_learned(const Append& job, Rows& rows, int begin, int end) {
+  const int entries = 1 << job.codes.bits;
+  const uint16_t* codebook = job.codes.codebook + rows.head[begin] * job.codes.dim * entries;
   alignas(64) Components number;
-  for (int s = 0; s < vectors; ++s) {
-    read_entries(codebook + int64_t(s) * entries * X, entries, X, number);
-    for (int t = 0; t < count; ++t) code[t][s] = uint8_t(nearest_entry<X>(number, entries, rows[t] + s * X));
+  for (int s = 0; s < job.vectors; ++s, codebook += entries * X) {
+    read_entries(codebook, entries, X, number);
+    for (int r = begin; r < end; ++r) rows.code[r][s] = uint8_t(nearest_entry<X>(number, entries, rows.row[r] + s * X));
   }
 }
 
-inline void encode_rows(const Append& job, int64_t head, const float (*rows)[kDim], int count, uint8_t (*code)[kDim],
-                        uint16_t* scale) {
-  const hf_vq_codes& codes = job.codes;
-  const int vectors = codes.dim / codes.x, entries = 1 << codes.bits;
-  if (codes.learned == 0) {
-    for (int t = 0; t < count; ++t) scale[t] = encode_row(job.entries, rows[t], codes.dim, code[t]);
+inline void encode_rows(const Append& job, Rows& rows) {
+  for (int r = 0; r < rows.count; ++r) read_row(job, rows, r);
+  if (job.codes.learned == 0) {
+    encode_shared(job, rows);
     return;
   }
-  const uint16_t* codebook = codes.codebook + head * codes.dim * entries;
-  if (codes.x == 1) encode_learned<1>(codebook, entries, rows, count, vectors, code);
-  if (codes.x == 2) encode_learned<2>(codebook, entries, rows, count, vectors, code);
-  if (codes.x == 4) encode_learned<4>(codebook, entries, rows, count, vectors, code);
-}
-
-// Packet and index in it of sub-quantizer s of token t of a block with S sub-quantizers.
-inline void locate(int layout, int vectors, int t, int s, int& packet, int& i) {
-  packet = layout == HF_VQ_PLANES ? s : t / 64 * (vectors / 4) + s / 4;
-  i = layout == HF_VQ_PLANES ? t : t % 64 / 16 * 64 + t % 16 * 4 + s % 4;
-}
-
-// Tokens low..high - 1 of a block, the first of which is token `begin` of x.
-inline void append_block(const Append& job, int64_t batch, int64_t head, int64_t block, int low, int high, int64_t begin) {
-  const hf_vq_codes& codes = job.codes;
-  const int vectors = codes.dim / codes.x, bytes = packet_bytes(codes.bits);
-  uint8_t* packets = codes.data + batch * codes.data_stride[0] + head * codes.data_stride[1] + block * vectors * bytes;
-  const bool whole = low == 0 && high == kBlock;
-  uint8_t unpacked[kDim][kBlock];  // where whole
-  for (int t = low; t < high; t += kTokens) {
-    alignas(64) float rows[kTokens][kDim];
-    uint8_t code[kTokens][kDim];
-    uint16_t scale[kTokens];
-    const int count = high - t < kTokens ? high - t : kTokens;
-    read_rows(job, batch, head, begin + t - low, count, rows);
-    encode_rows(job, head, rows, count, code, scale);
-    for (int k = 0; k < count; ++k)
-      for (int s = 0; s < vectors; ++s) {
-        int packet, i;
-        locate(codes.layout, vectors, t + k, s, packet, i);
-        if (whole) unpacked[packet][i] = code[k][s];
-        else insert(packets + packet * bytes, codes.bits, i, code[k][s]);
-      }
-    if (codes.scale != nullptr)
-      memcpy(codes.scale + batch * codes.scale_stride[0] + head * codes.scale_stride[1] + block * kBlock + t, scale,
-             size_t(count) * 2);
+  for (int begin = 0, end = 0; begin < rows.count; begin = end) {
+    while (end < rows.count && rows.head[end] == rows.head[begin]) ++end;
+    if (job.codes.x == 1) encode_learned<1>(job, rows, begin, end);
+    if (job.codes.x == 2) encode_learned<2>(job, rows, begin, end);
+    if (job.codes.x == 4) encode_learned<4>(job, rows, begin, end);
   }
-  for (int p = 0; whole && p < vectors; ++p) pack(unpacked[p], codes.bits, packets + p * bytes);
+}
+
+inline uint8_t* packets_of(const Append& job, int64_t batch, int64_t head, int64_t block) {
+  const hf_vq_codes& codes = job.codes;
+  const int64_t size = int64_t(job.vectors) * packet_bytes(codes.bits);
+  return codes.data + batch * codes.data_stride[0] + head * codes.data_stride[1] + block * size;
+}
+
+// Codes (over those that are there) and scales of rows.
+inline void write_rows(const Append& job, const Rows& rows, bool with_codes) {
+  const hf_vq_codes& codes = job.codes;
+  for (int r = 0; r < rows.count; ++r) {
+    const int64_t token = job.at + rows.t[r];
+    if (with_codes)
+      write_token(codes.layout, codes.bits, packets_of(job, rows.batch[r], rows.head[r], token / kBlock),
+                  job.vectors, int(token % kBlock), rows.code[r]);
+    if (codes.scale != nullptr)
+      codes.scale[rows.batch[r] * codes.scale_stride[0] + rows.head[r] * codes.scale_stride[1] + token] = rows.scale[r];
+  }
+}
+
+// Codes of token t of a block as bytes, [packet][256].
+inline void place_token(int layout, int vectors, int t, const uint8_t* code, uint8_t (*unpacked)[kBlock]) {
+  if (layout == HF_VQ_PLANES) {
+    for (int s = 0; s < vectors; ++s) unpacked[s][t] = code[s];
+    return;
+  }
+  const int first = t / 64 * (vectors / 4), i = t % 64 / 16 * 64 + t % 16 * 4;
+  for (int r = 0; r < vectors / 4; ++r) memcpy(unpacked[first + r] + i, code + 4 * r, 4);
+}
+
+// All tokens of a block of one head, the first of which is token `begin` of x.
+inline void append_block(const Append& job, int64_t batch, int64_t head, int64_t begin) {
+  const int bytes = packet_bytes(job.codes.bits);
+  uint8_t unpacked[kDim][kBlock];
+  Rows rows;
+  rows.count = kTogether;
+  for (int t = 0; t < kBlock; t += kTogether) {
+    for (int r = 0; r < kTogether; ++r) {
+      rows.batch[r] = batch;
+      rows.head[r] = head;
+      rows.t[r] = begin + t + r;
+    }
+    encode_rows(job, rows);
+    write_rows(job, rows, false);
+    for (int r = 0; r < kTogether; ++r) place_token(job.codes.layout, job.vectors, t + r, rows.code[r], unpacked);
+  }
+  uint8_t* packets = packets_of(job, batch, head, (job.at + begin) / kBlock);
+  for (int p = 0; p < job.vectors; ++p) pack(unpacked[p], job.codes.bits, packets + p * bytes);
+}
+
+// Tokens begin..end - 1 of x of some heads.
+inline void append_tokens(const Append& job, int64_t first_unit, int64_t last_unit, int64_t begin, int64_t end) {
+  Rows rows;
+  rows.count = 0;
+  int64_t batch = first_unit / job.heads, head = first_unit % job.heads;
+  for (int64_t unit = first_unit; unit < last_unit; ++unit) {
+    for (int64_t t = begin; t < end; ++t) {
+      rows.batch[rows.count] = batch;
+      rows.head[rows.count] = head;
+      rows.t[rows.count++] = t;
+      if (rows.count < kTogether && (unit + 1 < last_unit || t + 1 < end)) continue;
+      encode_rows(job, rows);
+      write_rows(job, rows, true);
+      rows.count = 0;
+    }
+    if (++head < job.heads) continue;
+    head = 0;
+    ++batch;
+  }
 }
 
 inline void append_blocks(int64_t from, int64_t to, void* context) {
   const Append& job = *static_cast<Append*>(context);
   for (int64_t task = from; task < to; ++task) {
-    const int64_t block = job.first_block + task % job.blocks, unit = task / job.blocks;
-    const int64_t origin = block * kBlock, end = job.at + job.x.tokens;
-    const int low = int(job.at > origin ? job.at - origin : 0);
-    const int high = int(end - origin < kBlock ? end - origin : kBlock);
-    append_block(job, unit / job.heads, unit % job.heads, block, low, high, origin + low - job.at);
+    const int64_t block = job.first_block + task % job.blocks, unit = task / job.blocks * job.units;
+    const int64_t begin = larger(block * kBlock - job.at, 0);
+    const int64_t end = smaller((block + 1) * kBlock - job.at, job.x.tokens);
+    if (end - begin == kBlock) append_block(job, unit / job.heads, unit % job.heads, begin);
+    else append_tokens(job, unit, smaller(unit + job.units, job.batch * job.heads), begin, end);
   }
 }
 
@@ -140,8 +181,7 @@ int codes_supported(const hf_vq_codes* codes, int values) {
   const hf_vq_codes& c = *codes;
   const bool shape = (c.x == 1 || c.x == 2 || c.x == 4) && (c.bits == 4 || c.bits == 6 || c.bits == 8);
   if (!shape || c.dim < 4 || c.dim > kv::kDim || c.dim % (4 * c.x) != 0) return HF_VQ_UNSUPPORTED;
-  const bool block = c.block >= 1 && (c.block & (c.block - 1)) == 0 && c.dim % c.block == 0;
-  if (!block) return HF_VQ_UNSUPPORTED;
+  if (c.block < 1 || (c.block & (c.block - 1)) != 0 || c.dim % c.block != 0) return HF_VQ_UNSUPPORTED;
   const int layout = values != 0 || c.learned != 0 ? HF_VQ_PLANES : HF_VQ_QUADS;
   return c.layout == layout ? HF_VQ_OK : HF_VQ_UNSUPPORTED;
 }
@@ -151,13 +191,15 @@ int append(const hf_vq_codes* codes, const hf_vq_floats* x, int64_t batch, int64
   if (codes_supported(codes, codes->layout == HF_VQ_PLANES) != HF_VQ_OK) return HF_VQ_UNSUPPORTED;
   if (x->tokens == 0 || batch == 0 || heads == 0) return HF_VQ_OK;
   Append job(*codes, *x);
+  job.batch = batch;
   job.heads = heads;
   job.at = at;
+  job.vectors = codes->dim / codes->x;
   job.first_block = at / kBlock;
   job.blocks = (at + x->tokens - 1) / kBlock + 1 - job.first_block;
+  job.units = x->tokens < kTogether && codes->learned == 0 ? kTogether / x->tokens : 1;
   if (codes->learned == 0) read_entries(codes->codebook, 1 << codes->bits, codes->x, job.entries);
-  const int64_t tokens = smaller(x->tokens, kBlock);
-  parallel_for(batch * heads * job.blocks, larger(kTokens / tokens, 1), append_blocks, &job);
+  parallel_for((batch * heads + job.units - 1) / job.units * job.blocks, 1, append_blocks, &job);
   return HF_VQ_OK;
 }
 

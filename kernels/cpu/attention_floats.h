@@ -9,17 +9,6 @@ namespace kv {
 
 constexpr int kFloatTokens = 64;  // at a time
 
-// <a, b> of n numbers, a multiple of 16.
-inline float dot_floats(const float* a, const float* b, int n) {
-  constexpr int kSums = 16 / kFloats;
-  Floats sums[kSums];
-  for (Floats& each : sums) each = splat(0.0f);
-  for (int i = 0; i < n; i += 16)
-    for (int k = 0; k < kSums; ++k) sums[k] = fma(load(a + i + k * kFloats), load(b + i + k * kFloats), sums[k]);
-  for (int k = 1; k < kSums; ++k) sums[0] = sums[0] + sums[k];
-  return sum(sums[0]);
-}
-
 // Token t of a head: floats [n], then zeros up to a multiple of 16.
 inline void read_token(const hf_vq_floats& tokens, int64_t batch, int64_t head, int64_t t, int n, float* to) {
   const int64_t first = batch * tokens.stride[0] + head * tokens.stride[1] + t * tokens.stride[2];
@@ -43,7 +32,7 @@ inline void add_floats(const hf_vq_attention_step& step, const hf_vq_floats& key
         p[r][t] = dot_floats(rows[r].query, token[0], padded(dim)) * step.scaling;
   }
   for (int r = 0; r < count; ++r) {
-    const int from = int(smaller(larger(low[r] - first, 0), n)), to = int(smaller(high[r] - first, n));
+    const int from = int(smaller(larger(low[r] - first, 0), n)), to = int(larger(smaller(high[r] - first, n), from));
     finish_logits(step, rows[r], first, from, to, kFloatTokens, p[r]);
     seen[r] = from < to && soften(rows[r], value_dim, p[r], kFloatTokens);
   }

@@ -14,7 +14,6 @@ namespace kv {
 
 constexpr int kRows = 16;  // of a task: they share every decoded code
 
-inline int padded(int64_t dim) { return int(dim + 15) / 16 * 16; }
 
 struct Row {
   float* query;   // [padded dim], 0 after dim

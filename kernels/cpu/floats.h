@@ -26,7 +26,7 @@ inline void read_floats(const void* p, int dtype, int64_t first, int64_t n, floa
   int64_t i = 0;
   for (; i + kFloats <= n; i += kFloats)
     store(to + i, dtype == HF_VQ_FLOAT16 ? load_half(from + i) : load_bfloat(from + i));
-  for (; i < n; ++i) to[i] = read_float(from, dtype, i);
+  for (int rest = int(n - i); rest > 0; --rest, ++i) to[i] = read_float(from, dtype, i);
 }
 
 inline void write_floats(void* p, int dtype, int64_t first, int64_t n, const float* from) {

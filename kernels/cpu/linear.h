@@ -21,7 +21,7 @@ namespace hf_vq {
 namespace {
 
 constexpr int kInputs = 4;            // inputs that one decoded vector is multiplied with
-constexpr int64_t kAhead = 2048;      // bytes between a read and its prefetch
+constexpr int64_t kAhead = 8192;      // bytes between a read and its prefetch
 constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
 
 struct Pass {
@@ -92,7 +92,7 @@ inline void add_row(const Codes& codes, const LinearCall& call, const uint8_t* s
                     const PassInputs& x, const uint8_t* ahead, Floats (&sums)[M]) {
   const int64_t last = pass.first + pass.steps;
   for (int64_t v = pass.first; v < (last < call.whole ? last : call.whole); ++v) {
-    __builtin_prefetch(ahead + v * Codes::kStepBytes);
+    __builtin_prefetch(ahead + v * Codes::kStepBytes, 0, 1);
     add_step<Codes, M, OneSpan>(codes, stream + v * Codes::kStepBytes, x, v, sums);
   }
   if (last > call.whole) {  // the row ends within a step
@@ -159,7 +159,7 @@ inline void compute_block(const LinearCall& call, const uint8_t* tables, const f
     }
   }
 
-  for (int m = 0; m < M; ++m) {
+  for (int m = 0; m < M && input + m < call.inputs; ++m) {
     float y[Codes::kBlock];
     for (int r = 0; r < rows; ++r) {
       y[r] = sum(total[r][m]);
@@ -177,9 +177,9 @@ inline void compute_rows(const LinearCall& call, const uint8_t* tables, const fl
   for (; first < last; first += Codes::kBlock) {
     const int rows = last - first < Codes::kBlock ? int(last - first) : Codes::kBlock;
     int64_t m = 0;
-    for (; m + kInputs <= call.inputs; m += kInputs)
+    for (; m + 1 < call.inputs; m += kInputs)
       compute_block<Codes, kInputs, OneSpan>(call, tables, units, first, rows, m, factors);
-    for (; m < call.inputs; ++m) compute_block<Codes, 1, OneSpan>(call, tables, units, first, rows, m, factors);
+    if (m < call.inputs) compute_block<Codes, 1, OneSpan>(call, tables, units, first, rows, m, factors);
   }
 }
 
@@ -264,13 +264,18 @@ inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows
   call.y = y;
   call.dtype = dtype;
 
-  const Scratch<uint8_t> numbers{size_t(rows * cut.numbers())};
-  const Scratch<int32_t> start{size_t(rows * cut.starts())};
-  const Scratch<float> scale{size_t(rows * cut.scales)};
+  // Inputs that fill up the last four count as zero.
+  const int64_t padded = rows % kInputs > 1 ? divide_up(rows, kInputs) * kInputs : rows;
+  const Scratch<uint8_t> numbers{size_t(padded * cut.numbers())};
+  const Scratch<int32_t> start{size_t(padded * cut.starts())};
+  const Scratch<float> scale{size_t(padded * cut.scales)};
   const Scratch<uint8_t> tables{tiles ? 1 : size_t(call.passes * Codes::kTableBytes)};
   const Scratch<float> units{size_t(books)};
   if (!numbers || !start || !scale || !tables || !units) return HF_VQ_NO_MEMORY;
   call.x = {numbers.get(), start.get(), scale.get()};
+  memset(numbers.get() + rows * cut.numbers(), 0, size_t((padded - rows) * cut.numbers()));
+  memset(start.get() + rows * cut.starts(), 0, size_t((padded - rows) * cut.starts()) * 4);
+  memset(scale.get() + rows * cut.scales, 0, size_t((padded - rows) * cut.scales) * 4);
   call.tables = tables.get();
   call.units = units.get();
   for (int64_t stage = 0; stage < books && !tiles; ++stage)

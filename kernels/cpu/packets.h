@@ -78,18 +78,42 @@ void decode_packets(const uint8_t* table, int64_t table_stride, const uint8_t* p
 
 using DecodePackets = void (*)(const uint8_t*, int64_t, const uint8_t*, int, uint8_t*);
 
-// Write one code over what the packet holds at i.
-inline void insert(uint8_t* packet, int bits, int i, int code) {
-  if (bits == 8) {
-    packet[i] = uint8_t(code);
-    return;
+// Write the codes [S] of token t of a block in planes over what its packets hold.
+template <int Bits> void write_planes(uint8_t* packets, int vectors, int t, const uint8_t* code) {
+  const int byte = Bits == 8 ? t : code_byte(t), shift = code_shift(t), crumb = t / 64 * 2;
+  for (int s = 0; s < vectors; ++s, packets += packet_bytes(Bits)) {
+    if (Bits == 8) {
+      packets[byte] = code[s];
+      continue;
+    }
+    packets[byte] = uint8_t((packets[byte] & 0xf0 >> shift) | (code[s] & 15) << shift);
+    if (Bits == 6) packets[128 + t % 64] = uint8_t((packets[128 + t % 64] & ~(3 << crumb)) | code[s] >> 4 << crumb);
   }
-  uint8_t& nibble = packet[code_byte(i)];
-  nibble = uint8_t((nibble & (0xf0 >> code_shift(i))) | (code & 15) << code_shift(i));
-  if (bits == 4) return;
-  const int shift = i / 64 * 2;
-  uint8_t& crumb = packet[128 + i % 64];
-  crumb = uint8_t((crumb & ~(3 << shift)) | code >> 4 << shift);
+}
+
+// The same in quads: four neighbouring codes lie in four neighbouring bytes.
+template <int Bits> void write_quads(uint8_t* packets, int vectors, int t, const uint8_t* code) {
+  const int i = t % 64 / 16 * 64 + t % 16 * 4, byte = Bits == 8 ? i : code_byte(i), shift = code_shift(i);
+  const int crumb = i / 64 * 2;
+  packets += t / 64 * (vectors / 4) * packet_bytes(Bits);
+  for (int s = 0; s < vectors; s += 4, packets += packet_bytes(Bits)) {
+    uint32_t four, held;
+    memcpy(&four, code + s, 4);
+    memcpy(&held, packets + byte, 4);
+    held = Bits == 8 ? four : (held & 0xf0f0f0f0u >> shift) | (four & 0x0f0f0f0fu) << shift;
+    memcpy(packets + byte, &held, 4);
+    if (Bits != 6) continue;
+    memcpy(&held, packets + 128 + i % 64, 4);
+    held = (held & ~(0x03030303u << crumb)) | (four >> 4 & 0x03030303u) << crumb;
+    memcpy(packets + 128 + i % 64, &held, 4);
+  }
+}
+
+inline void write_token(int layout, int bits, uint8_t* packets, int vectors, int t, const uint8_t* code) {
+  const bool planes = layout == HF_VQ_PLANES;
+  if (bits == 4) (planes ? write_planes<4> : write_quads<4>)(packets, vectors, t, code);
+  if (bits == 6) (planes ? write_planes<6> : write_quads<6>)(packets, vectors, t, code);
+  if (bits == 8) (planes ? write_planes<8> : write_quads<8>)(packets, vectors, t, code);
 }
 
 // A whole packet from its 256 codes.

@@ -14,6 +14,19 @@ constexpr int kComponents = 4;     // of an entry, at most
 constexpr float kInfinity = __builtin_inff();
 constexpr float kSmallest = 1e-30f;  // smaller numbers have no reciprocal to scale with
 
+inline int padded(int64_t dim) { return int(dim + 15) / 16 * 16; }
+
+// <a, b> of n numbers, a multiple of 16.
+inline float dot_floats(const float* a, const float* b, int n) {
+  constexpr int kSums = 16 / kFloats;
+  Floats sums[kSums];
+  for (Floats& each : sums) each = splat(0.0f);
+  for (int i = 0; i < n; i += 16)
+    for (int k = 0; k < kSums; ++k) sums[k] = fma(load(a + i + k * kFloats), load(b + i + k * kFloats), sums[k]);
+  for (int k = 1; k < kSums; ++k) sums[0] = sums[0] + sums[k];
+  return sum(sums[0]);
+}
+
 // Component c of entry e.
 using Components = float[kComponents][kEntries];
 

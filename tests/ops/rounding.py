@@ -36,8 +36,8 @@ class Bounded(NamedTuple):
 def rounded(codebook: Tensor) -> Tensor:
     """Entries [entries, x] float64 in steps of max |entry| / 127, as float32 rounds them."""
     entries = codebook.float()
-    top = entries.abs().max()
-    return (entries * (127 / top)).round().double() * (top / 127).double()
+    top, steps = entries.abs().max(), torch.tensor(127.0)  # number / tensor is rounded twice
+    return (entries * (steps / top)).round().double() * (top / steps).double()
 
 
 def codes_of(cached: CachedKV, side: str) -> Tensor:
@@ -75,7 +75,7 @@ def table_dots(query: Tensor, codebook: Tensor, codes: Tensor) -> Bounded:
     step = torch.stack([span[group == g].max() for g in group])[:, None] / 255
     units = (table - low) / step
     values = low + units.round() * step
-    doubt = 8 * ROUNDING * products.abs().sum(-1).amax(1, keepdim=True) / step + 256 * ROUNDING
+    doubt = ROUNDING * (8 * products.abs().sum(-1).amax(1, keepdim=True) / step + 4 * 255)
     undecided = (((units - units.floor() - 0.5).abs() < doubt) * step).amax(1).sum()
     picked = values.gather(1, codes.T).T
     return Bounded(picked.sum(-1), undecided + 16 * ROUNDING * picked.abs().sum(-1))
@@ -88,8 +88,14 @@ def float_dots(query: Tensor, keys: Tensor) -> Bounded:
     return Bounded(products.sum(-1), walk * products.abs().sum(-1))
 
 
-def weighted_codes(weights: Tensor, first: int, levels: Tensor, bits: int) -> Bounded:
-    """sum_t w_t levels_t [Dv] of weights [coded] in 2 * `bits` bits, one step per block."""
+def weighted_codes(
+    weights: Tensor, wrong: Tensor, first: int, levels: Tensor, bits: int
+) -> Bounded:
+    """sum_t w_t levels_t [Dv] of weights [coded] in 2 * `bits` bits, one step per block.
+
+    Args:
+        wrong: what the weights may be wrong by, relative.
+    """
     steps = 4**bits - 1
     pad = (first % BLOCK, -(first + len(weights)) % BLOCK)
     blocks = torch.nn.functional.pad(weights, pad).unflatten(0, (-1, BLOCK))
@@ -98,7 +104,7 @@ def weighted_codes(weights: Tensor, first: int, levels: Tensor, bits: int) -> Bo
         part = (sign * blocks).clamp_min(0)
         step = part.amax(1, keepdim=True) / steps
         units = torch.where(step > 0, part / step, 0)
-        undecided = (units - units.floor() - 0.5).abs() < units * FUNCTIONS + 1e-9
+        undecided = (units - units.floor() - 0.5).abs() < units * wrong + 1e-9
         cut = slice(pad[0], pad[0] + len(weights))
         total += sign * (units.round() * step).flatten()[cut] @ levels
         slack += (undecided * step).flatten()[cut] @ levels.abs()
@@ -212,7 +218,9 @@ def _values(
         levels = books[torch.arange(codes.shape[1]), codes].flatten(-2)
         scale = torch.ones(count, dtype=torch.float64)
     weights = torch.where(coded, p, 0)[:count] * scale
-    sums, undecided = weighted_codes(weights, cached.v_first, levels, bits)
+    # Wrong logits change the weights; sums are rounded before they are rotated back.
+    wrong = 2 * (2 * slack[value > -torch.inf].max().clamp(max=1) + FUNCTIONS)
+    sums, undecided = weighted_codes(weights, wrong, cached.v_first, levels, bits)
     size = weights.abs() @ levels.abs()
     turned = rotate(sums[None], scheme)[0]
     out = turned.clone()
@@ -227,7 +235,5 @@ def _values(
             rows[j] = cached.sink_v[b, head, slot].double()
     out += floats @ rows
 
-    # Wrong logits change the weights; sums are rounded before they are rotated back.
-    wrong = 2 * (2 * slack[value > -torch.inf].max().clamp(max=1) + FUNCTIONS)
     error = wrong * (size.norm() + floats @ rows.abs()) + undecided.norm() + FUNCTIONS * size.norm()
     return out / total, error / total

@@ -271,9 +271,9 @@ def test_decode_keeps_leading_dimensions():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["vq-4", "gptvq-2", "quip-sharp-4"])
 def test_many_tokens(isa, name, dtype, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "DECODED_BYTES", 1 << 14)
+    monkeypatch.setattr(cpu_linear, "DECODED_ROWS", 48)
     scheme, tensors = stored(name, 100, 512)
-    x, bias = torch.randn(2, cpu_linear.FEW_TOKENS, 512).to(dtype), torch.randn(100)
+    x, bias = torch.randn(2, cpu_linear.few_tokens(), 512).to(dtype), torch.randn(100)
     y = cpu_linear.linear(x, *stored_arguments(tensors), bias, scheme)
     assert y.dtype == dtype
     weight = reference.decode(*stored_arguments(tensors), scheme, 512).double()

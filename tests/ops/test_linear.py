@@ -10,7 +10,6 @@ from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.codes import stored_arguments
 from hf_vq.transforms import rotate
 
-
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 

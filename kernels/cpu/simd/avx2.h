@@ -218,6 +218,18 @@ inline Ints where_less(Floats a, Floats b, Ints x, Ints y) {
   return {_mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(y.v), _mm256_castsi256_ps(x.v),
                                                _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)))};
 }
+inline Ints count_less(Ints n, Floats a, Floats b) {
+  return {_mm256_sub_epi32(n.v, _mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)))};
+}
+inline int first_at_least(Floats a, Floats b) {
+  return __builtin_ctz(uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ))) | 0x100u);
+}
+template <int N> inline Floats pick(const float* table, Ints index) {
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index.v);
+  if constexpr (N == 8) return {low};
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + N - 8), index.v);
+  return {_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index.v, 28)))};
+}
 inline void store_low_bytes(void* p, Ints a) {
   const __m256i first = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
                                          0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);

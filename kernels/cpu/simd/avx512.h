@@ -193,6 +193,16 @@ inline Floats where_less(Floats a, Floats b, Floats x, Floats y) {
 inline Ints where_less(Floats a, Floats b, Ints x, Ints y) {
   return {_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
 }
+inline Ints count_less(Ints n, Floats a, Floats b) {
+  return {_mm512_mask_add_epi32(n.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), n.v, _mm512_set1_epi32(1))};
+}
+inline int first_at_least(Floats a, Floats b) {
+  return __builtin_ctz(uint32_t(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ)) | 0x10000u);
+}
+template <int N> inline Floats pick(const float* table, Ints index) {
+  const __m512 all = N == 16 ? _mm512_loadu_ps(table) : _mm512_castps256_ps512(_mm256_loadu_ps(table));
+  return {_mm512_permutexvar_ps(index.v, all)};
+}
 inline void store_low_bytes(void* p, Ints a) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 inline Floats load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};

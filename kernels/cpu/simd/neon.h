@@ -177,6 +177,20 @@ inline Floats exp2_of(Ints n) {
 }
 inline Floats where_less(Floats a, Floats b, Floats x, Floats y) { return {vbslq_f32(vcltq_f32(a.v, b.v), x.v, y.v)}; }
 inline Ints where_less(Floats a, Floats b, Ints x, Ints y) { return {vbslq_s32(vcltq_f32(a.v, b.v), x.v, y.v)}; }
+inline Ints count_less(Ints n, Floats a, Floats b) {
+  return {vsubq_s32(n.v, vreinterpretq_s32_u32(vcltq_f32(a.v, b.v)))};
+}
+inline int first_at_least(Floats a, Floats b) {
+  const uint32_t bits[4] = {1, 2, 4, 8};
+  return __builtin_ctz(vaddvq_u32(vandq_u32(vcgeq_f32(a.v, b.v), vld1q_u32(bits))) | 16u);
+}
+template <int N> inline Floats pick(const float* table, Ints index) {
+  const uint32x4_t first = vmulq_n_u32(vreinterpretq_u32_s32(index.v), 0x04040404);  // of a number's bytes
+  const uint8x16_t bytes = vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(0x03020100)));
+  const uint8_t* from = reinterpret_cast<const uint8_t*>(table);
+  if constexpr (N == 8) return {vreinterpretq_f32_u8(vqtbl2q_u8(vld1q_u8_x2(from), bytes))};
+  return {vreinterpretq_f32_u8(vqtbl4q_u8(vld1q_u8_x4(from), bytes))};
+}
 inline void store_low_bytes(void* p, Ints a) {
   int32_t four[4];
   vst1q_s32(four, a.v);

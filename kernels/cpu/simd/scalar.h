@@ -221,6 +221,26 @@ inline Ints where_less(Floats a, Floats b, Ints x, Ints y) {
   return x;
 }
 
+// n + 1 where a < b, else n
+inline Ints count_less(Ints n, Floats a, Floats b) {
+  for (int i = 0; i < kFloats; ++i) n.v[i] += a.v[i] < b.v[i] ? 1 : 0;
+  return n;
+}
+
+// The first lane where a >= b; kFloats if there is none.
+inline int first_at_least(Floats a, Floats b) {
+  int lane = 0;
+  while (lane < kFloats && !(a.v[lane] >= b.v[lane])) ++lane;
+  return lane;
+}
+
+// table[index], 0 <= index < N, from N = 8 or 16 numbers.
+template <int N> inline Floats pick(const float* table, Ints index) {
+  Floats r;
+  for (int i = 0; i < kFloats; ++i) r.v[i] = table[index.v[i]];
+  return r;
+}
+
 // The low bytes of kFloats ints.
 inline void store_low_bytes(void* p, Ints a) {
   for (int i = 0; i < kFloats; ++i) static_cast<uint8_t*>(p)[i] = uint8_t(a.v[i]);

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+// hf_vq_linear, hf_vq_decode and hf_vq_rotate with random matrices: every instruction set against plain
+// double arithmetic on the stored tensors, and against scalar.
+#include <cmath>
+
+#include "arrays.h"
+#include "library.h"
+
+namespace hf_vq::check {
+namespace {
+
+struct Family {
+  int x, bits, stages, scope;
+};
+
+constexpr Family kFamilies[] = {
+    {2, 8, 1, HF_VQ_SHARED}, {2, 6, 1, HF_VQ_SHARED},  {4, 8, 1, HF_VQ_SHARED}, {1, 1, 1, HF_VQ_SHARED},
+    {1, 2, 1, HF_VQ_SHARED}, {1, 3, 1, HF_VQ_SHARED},  {1, 4, 1, HF_VQ_SHARED}, {1, 5, 1, HF_VQ_SHARED},
+    {1, 6, 1, HF_VQ_SHARED}, {1, 7, 1, HF_VQ_SHARED},  {1, 8, 1, HF_VQ_SHARED}, {4, 8, 1, HF_VQ_TILE},
+    {8, 8, 2, HF_VQ_SHARED}, {8, 12, 2, HF_VQ_SHARED}, {8, 16, 1, HF_VQ_E8P},   {8, 16, 2, HF_VQ_E8P},
+};
+
+// What the catalogue of schemes uses has kernels wherever rows are multiples of 128.
+bool in_catalogue(const hf_vq_matrix& w) {
+  const int shape = w.x * 100 + w.bits;
+  const bool known = shape == 208 || shape == 206 || shape == 408 || shape == 104 || shape == 808 || shape == 812 || shape == 816;
+  return known && w.in % 128 == 0 && (w.scope != HF_VQ_TILE || w.tile_columns % 256 == 0);
+}
+
+// A stored matrix of random bytes, and the same as numbers.
+struct Matrix {
+  hf_vq_matrix w{};
+  Guarded<uint8_t> codes, signs;
+  Guarded<uint16_t> codebook, scale;
+  int64_t stream = 0;  // bytes of a row of one stage
+
+  Matrix(const Family& f, int64_t out, int64_t in, bool rotated, bool whole_rows) {
+    w.out = out;
+    w.in = in;
+    w.x = f.x;
+    w.bits = f.bits;
+    w.stages = f.stages;
+    w.scope = f.scope;
+    // As formats/scheme.py chooses them: powers of two that divide the row.
+    const int64_t power = in & -in, most = power < 128 ? power : 128;
+    w.group = int32_t(whole_rows ? in : most);
+    w.block = int32_t(rotated ? most : 1);
+    w.tile_rows = f.scope == HF_VQ_TILE ? int32_t(random_bits() % 2 ? 256 : 16 * random_int(1, 4)) : 0;
+    w.tile_columns = f.scope == HF_VQ_TILE ? int32_t(random_bits() % 2 ? 256 : 32 * random_int(1, 4)) : 0;
+    stream = (in / f.x * f.bits + 7) / 8;
+    codes = Guarded<uint8_t>(size_t(out * stream * f.stages));
+    fill_some(codes.get(), codes.bytes());
+    scale = random_halves(size_t(out * (in / w.group)), 0.1f, true);
+    size_t tables = size_t(f.stages);
+    if (f.scope == HF_VQ_TILE)
+      tables = size_t((out + w.tile_rows - 1) / w.tile_rows * ((in + w.tile_columns - 1) / w.tile_columns));
+    codebook = f.scope == HF_VQ_E8P ? patterns(tables) : random_halves((tables * size_t(f.x)) << f.bits, 1, false);
+    if (rotated && random_bits() % 4 != 0) {
+      signs = Guarded<uint8_t>(size_t(in + 7) / 8);
+      fill_random(signs.get(), signs.bytes());
+      w.signs = signs.get();
+    }
+    w.codes = codes.get();
+    w.codebook = codebook.get();
+    w.scale = scale.get();
+  }
+
+  // E8P: 256 rows of 1/2, 3/2 and 5/2, and the shift of 1/4.
+  static Guarded<uint16_t> patterns(size_t stages) {
+    Guarded<uint16_t> rows(stages * 257 * 8);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const bool shift = i % (257 * 8) >= 256 * 8;
+      const float size = i / (257 * 8) == 0 ? 1.0f : 0.125f;
+      rows[i] = float_to_half(size * (shift ? 0.25f : 0.5f + float(random_int(0, 2))));
+    }
+    return rows;
+  }
+
+  // Component c of an entry, before the scale.
+  double entry(int64_t o, int64_t vector, int stage, int c) const {
+    const uint8_t* row = codes.get() + (o * w.stages + stage) * stream;
+    const int64_t at = vector * w.bits;
+    uint32_t code = 0;
+    for (int64_t byte = at / 8; byte <= (at + w.bits - 1) / 8; ++byte) code |= uint32_t(row[byte]) << 8 * (byte - at / 8);
+    code = code >> at % 8 & ((1u << w.bits) - 1);
+    int64_t table = stage;
+    if (w.scope == HF_VQ_TILE)
+      table = o / w.tile_rows * ((w.in + w.tile_columns - 1) / w.tile_columns) + vector * w.x / w.tile_columns;
+    if (w.scope != HF_VQ_E8P)
+      return double(half_to_float(codebook[size_t((table << w.bits) + code) * size_t(w.x) + size_t(c)]));
+    const uint16_t* book = codebook.get() + stage * 257 * 8;
+    const uint16_t* pattern = book + (code & 255) * 8;
+    const double shift = double(half_to_float(book[256 * 8 + size_t(c)]));
+    double total = 0;
+    for (int i = 0; i < 8; ++i) total += double(half_to_float(pattern[i]));
+    const bool odd = int64_t(std::lround(total / (4 * shift))) & 1;
+    bool negative = c < 7 ? code >> (8 + c) & 1 : odd;
+    if (c == 7)
+      for (int b = 8; b < 15; ++b) negative ^= code >> b & 1;
+    const double value = double(half_to_float(pattern[c]));
+    return (negative ? -value : value) + (code >> 15 ? -shift : shift);
+  }
+
+  double weight(int64_t o, int64_t i) const {
+    double total = 0;
+    for (int stage = 0; stage < w.stages; ++stage) total += entry(o, i / w.x, stage, int(i % w.x));
+    return total * scale_of(o, i / w.group);
+  }
+  double scale_of(int64_t o, int64_t g) const { return double(half_to_float(scale[size_t(o * (w.in / w.group) + g)])); }
+
+  // One row of inputs, rotated.
+  void rotate(const Numbers& x, int64_t row, double* to) const {
+    for (int64_t i = 0; i < w.in; ++i) {
+      const bool negative = w.signs != nullptr && signs[size_t(i / 8)] >> i % 8 & 1;
+      to[i] = double(x[size_t(row * w.in + i)]) * (negative ? -1 : 1);
+    }
+    for (int64_t i = 0; i < w.in; i += w.block) plain_hadamard(to + i, w.block);
+  }
+};
+
+double rms(const double* x, int64_t n) {
+  double total = 0;
+  for (int64_t i = 0; i < n; ++i) total += x[i] * x[i];
+  return std::sqrt(total / double(n > 0 ? n : 1));
+}
+
+// What is the same for every instruction set: a problem, its exact results, and those of scalar.
+struct Problem {
+  const Matrix& matrix;
+  Numbers x, bias;
+  int64_t rows, first, count;  // count rows of W from first on are decoded
+  int dense_dtype;
+  Guarded<double> dense, rotated, y;
+  Guarded<double> most;  // what rounding to 8 bits may do to an output
+  Numbers scalar_y;
+
+  Problem(const Matrix& m, int64_t rows_of_x, int dtype)
+      : matrix(m), x(dtype, size_t(rows_of_x * m.w.in)), rows(rows_of_x) {
+    const int64_t in = m.w.in, out = m.w.out;
+    x.fill_normal();
+    if (random_bits() % 2) {
+      bias = Numbers(random_dtype(), size_t(out));
+      bias.fill_normal();
+    }
+    first = random_int(0, out - 1);
+    count = random_int(0, out - first);
+    dense_dtype = random_bits() % 2 ? HF_VQ_FLOAT32 : HF_VQ_BFLOAT16;
+    dense = Guarded<double>(size_t(out * in));
+    rotated = Guarded<double>(size_t(rows * in));
+    y = Guarded<double>(size_t(rows * out));
+    for (int64_t i = 0; i < out * in; ++i) dense[size_t(i)] = m.weight(i / in, i % in);
+    for (int64_t r = 0; r < rows; ++r) m.rotate(x, r, rotated.get() + r * in);
+    most = Guarded<double>(size_t(rows * out));
+    // Half a step of 1/127 of the largest entry, and of the largest input that shares a scale.
+    double entry = 0;
+    for (size_t i = 0; i < m.codebook.size(); ++i)
+      entry = std::fmax(entry, std::fabs(double(half_to_float(m.codebook[i]))));
+    entry *= m.w.stages / 254.0;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t o = 0; o < out; ++o) {
+        double total = bias.size() > 0 ? double(bias[size_t(o)]) : 0, moved = 0;
+        const double *weights = dense.get() + o * in, *inputs = rotated.get() + r * in;
+        for (int64_t g = 0; g < in / m.w.group; ++g) {
+          double weight_size = 0, input_size = 0, largest = 0;
+          for (int64_t i = g * m.w.group; i < (g + 1) * m.w.group; ++i) {
+            total += weights[i] * inputs[i];
+            weight_size += std::fabs(weights[i]);
+            input_size += std::fabs(inputs[i]);
+            largest = std::fmax(largest, std::fabs(inputs[i]));
+          }
+          moved += weight_size * largest / 254 + input_size * entry * m.scale_of(o, g);
+        }
+        y[size_t(r * out + o)] = total;
+        most[size_t(r * out + o)] = 1.01 * moved;
+      }
+  }
+};
+
+bool close(double got, double want, double size, int dtype) {
+  return std::fabs(got - want) <= 1e-4 * size + step_of(dtype) * std::fabs(want) && std::isfinite(got);
+}
+
+void check_linear(Problem& p, const char* isa, Tally& tally) {
+  const hf_vq_matrix& w = p.matrix.w;
+  Numbers y(p.x.dtype(), size_t(p.rows * w.out));
+  use_some_threads();
+  const void* bias = p.bias.size() > 0 ? p.bias.data() : nullptr;
+  if (!tally.computed(library.linear(&w, p.x.data(), p.x.dtype(), p.rows, bias, p.bias.dtype(), y.data()))) {
+    that(library.linear_supports(&w) != HF_VQ_OK, "linear %s refuses what it supports", isa);
+    that(!in_catalogue(w), "linear %s refuses <%d,%d,%d>, group %d", isa, w.x, w.bits, w.stages, w.group);
+    return;
+  }
+  that(library.linear_supports(&w) == HF_VQ_OK, "linear %s computes what it does not support", isa);
+  const double size = rms(p.y.get(), p.rows * w.out);
+  for (size_t i = 0; i < y.size(); ++i) {
+    const double got = double(y[i]), allowed = p.most[i] + step_of(y.dtype()) * std::fabs(p.y[i]) + 1e-5 * size;
+    that(std::fabs(got - p.y[i]) <= allowed,
+         "linear %s <%d,%d,%d> scope %d [%d, %d] group %d block %d rows %d: %g, not %g, allowed %g", isa, w.x, w.bits,
+         w.stages, w.scope, int(w.out), int(w.in), w.group, w.block, int(p.rows), got, p.y[i], allowed);
+    if (p.scalar_y.size() == y.size())
+      that(close(got, double(p.scalar_y[i]), size, y.dtype()), "linear %s <%d,%d,%d>: %g, scalar %g", isa, w.x, w.bits,
+           w.stages, got, double(p.scalar_y[i]));
+  }
+  if (strcmp(isa, "scalar") == 0) p.scalar_y = std::move(y);
+}
+
+void check_decode(const Problem& p, const char* isa, Tally& tally) {
+  const hf_vq_matrix& w = p.matrix.w;
+  Numbers dense(p.dense_dtype, size_t(p.count * w.in));
+  use_some_threads();
+  if (!tally.computed(library.decode(&w, p.first, p.count, dense.data(), p.dense_dtype))) return;
+  for (size_t i = 0; i < dense.size(); ++i) {
+    const double want = p.dense[size_t(p.first * w.in) + i];
+    if (!that(close(double(dense[i]), want, 0.1, p.dense_dtype),
+              "decode %s <%d,%d,%d>: %g, not %g", isa, w.x, w.bits, w.stages, double(dense[i]), want))
+      return;
+  }
+}
+
+void check_rotate(const Problem& p, const char* isa, Tally& tally) {
+  const hf_vq_matrix& w = p.matrix.w;
+  Numbers rotated(p.dense_dtype, size_t(p.rows * w.in));
+  use_some_threads();
+  if (!tally.computed(library.rotate(&w, p.x.data(), p.x.dtype(), p.rows, rotated.data(), p.dense_dtype))) return;
+  for (size_t i = 0; i < rotated.size(); ++i)
+    if (!that(close(double(rotated[i]), p.rotated[i], 1, p.dense_dtype), "rotate %s: %g, not %g", isa,
+              double(rotated[i]), p.rotated[i]))
+      return;
+}
+
+// Memory is all that counts here: floats of any bits, and the codes of any bytes that there always are.
+void check_wild(const Family& family, int64_t out, int64_t in) {
+  Matrix matrix(family, out, in, true, random_bits() % 2);
+  fill_random(matrix.codebook.get(), matrix.codebook.bytes());
+  fill_random(matrix.scale.get(), matrix.scale.bytes());
+  const int64_t rows = random_int(1, 5);
+  Numbers x(random_dtype(), size_t(rows * in)), y(x.dtype(), size_t(rows * out)), dense(HF_VQ_FLOAT32, size_t(out * in));
+  x.make_wild();
+  use_some_threads();
+  library.linear(&matrix.w, x.data(), x.dtype(), rows, nullptr, HF_VQ_FLOAT32, y.data());
+  library.decode(&matrix.w, 0, out, dense.data(), HF_VQ_FLOAT32);
+}
+
+}  // namespace
+
+void test_linear() {
+  Tally linear{"linear"}, decode{"decode"}, rotate{"rotate"};
+  const int64_t ins[] = {16, 32, 64, 96, 128, 256, 288, 384, 512, 640, 1152, 11008};
+  const int64_t outs[] = {1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 130};
+  const int64_t batches[] = {1, 1, 1, 2, 3, 4, 5, 8, 9, 17, 0};
+  for (const Family& family : kFamilies) {
+    for (int repeat = 0; repeat < repeats; ++repeat) {
+      const int64_t in = ins[random_int(0, 11)], out = in > 2000 ? random_int(1, 3) : outs[random_int(0, 12)];
+      const int64_t rows = in * out > 20000 ? random_int(0, 2) : batches[random_int(0, 10)];
+      const Matrix matrix(family, out, in, random_bits() % 4 != 0, random_bits() % 4 == 0);
+      Problem problem(matrix, rows, random_dtype());
+      for (int i = 0; i < isas.count; ++i) {
+        library.use_isa(isas.names[i]);
+        check_linear(problem, isas.names[i], linear);
+        check_decode(problem, isas.names[i], decode);
+        check_rotate(problem, isas.names[i], rotate);
+      }
+    }
+    for (int i = 0; i < isas.count; ++i) {
+      library.use_isa(isas.names[i]);
+      check_wild(family, outs[random_int(0, 12)], ins[random_int(0, 9)]);
+    }
+  }
+  linear.report();
+  decode.report();
+  rotate.report();
+}
+
+}  // namespace hf_vq::check
