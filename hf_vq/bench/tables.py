@@ -206,11 +206,105 @@ def kv_schemes_table() -> str:
     return markdown_table(head, rows)
 
 
+def cpu_linear_table() -> str:
+    """One token through a linear layer on the CPU, one thread, against PyTorch."""
+    record = _record("cpu-linear")
+    rows = [row for row in record["results"]["rows"] if row["threads"] == 1]
+    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
+    head = ["weights"]
+    for out_features, in_features in shapes:
+        head += [f"{out_features} x {in_features}, us", "x int4", "x bf16"]
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    cells = []
+    for name in names:
+        line = [CPU_PEERS.get(name, f"`{name}`")]
+        for shape in shapes:
+            (row,) = (
+                r
+                for r in rows
+                if r["name"] == name and (r["out_features"], r["in_features"]) == shape
+            )
+            faster = row.get("speedup", {})
+            line += [f"{row['us']:.0f}", *(_ratio(faster.get(peer)) for peer in ("int4", "bf16"))]
+        cells.append(line)
+    return markdown_table(head, cells) + "\n\n" + _timed(record)
+
+
+CPU_PEERS = {
+    "int4": "torch int4 (groups of 128)",
+    "bf16": "torch bfloat16",
+    "fp32": "torch float32",
+}
+
+
+def cpu_attention_table() -> str:
+    """One token's attention on the CPU, one thread, per key/value head."""
+    record = _record("cpu-attention")
+    steps = [row for row in record["results"]["rows"] if row["what"] == "step"]
+    first = steps[0]["threads"]
+    groups = sorted({row["group"] for row in steps})
+    head = ["KV cache"]
+    for group in groups:
+        head += [
+            f"us, {group} query heads",
+            "x bmm fp32",
+            "x SDPA fp32",
+            "x SDPA bf16",
+            "x ORT int8",
+        ]
+    peers = ("torch bmm fp32", "torch SDPA fp32", "torch SDPA bf16", "onnxruntime int8")
+    names = [row["name"] for row in steps if row["group"] == groups[0] and row["threads"] == first]
+    cells = []
+    for name in names:
+        line = [name]
+        for group in groups:
+            (row,) = (
+                r for r in steps if (r["name"], r["group"], r["threads"]) == (name, group, first)
+            )
+            faster = row.get("speedup", {})
+            line += [f"{row['us']:.0f}", *(_ratio(faster.get(peer)) for peer in peers)]
+        cells.append(line)
+    return markdown_table(head, cells) + "\n\n" + _timed(record)
+
+
+def cpu_generate_table() -> str:
+    """Milliseconds a token of generate, one thread."""
+    record = _record("cpu-generate")
+    rows = record["results"]["rows"]
+    columns = list(dict.fromkeys((row["kv_heads"], row["context"]) for row in rows))
+    head = ["ms a token"]
+    head += [f"{heads} kv heads, context {context:,}" for heads, context in columns]
+    cells = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        by_column = {(r["kv_heads"], r["context"]): r["ms"] for r in rows if r["name"] == name}
+        cells.append([name, *(f"{by_column[column]:.0f}" for column in columns)])
+    return markdown_table(head, cells) + "\n\n" + _timed(record)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _timed(record: dict[str, Any]) -> str:
+    """One line on where times come from."""
+    machine, versions = record["machine"], record["versions"]
+    parts = [
+        f"`{record['command']}`",
+        f"{machine['cpu']}, {machine['cores']} cores",
+        f"torch {versions['torch']}, transformers {versions['transformers']}",
+        record["date"],
+    ]
+    return "Measured by " + "; ".join(parts) + "."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "results:quality-weights": weights_table,
     "results:quality-kv": kv_table,
     "results:quality-kv-learned": learned_kv_table,
     "results:demo": demo_table,
+    "results:cpu-linear": cpu_linear_table,
+    "results:cpu-attention": cpu_attention_table,
+    "results:cpu-generate": cpu_generate_table,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,

@@ -1,0 +1,101 @@
+"""The suites that time CPU kernels: they run, and what they report is what was timed."""
+
+import time
+
+import pytest
+
+from hf_vq.backends import native
+from hf_vq.bench import cpu_attention, cpu_generate, cpu_linear, random_llama, timing
+from hf_vq.bench.record import read_record
+
+
+def test_contestants_take_turns_and_go_through_their_copies():
+    seen = []
+    contestants = {
+        "a": timing.Contestant(lambda i: seen.append(("a", i)), copies=3),
+        "b": timing.Contestant(lambda i: seen.append(("b", i)), copies=2, calls=2),
+    }
+    seconds = timing.interleave(contestants, rounds=2, warmup=1)
+    assert seen == [
+        ("a", 0), ("b", 0), ("b", 1), ("a", 1), ("b", 0), ("b", 1), ("a", 2), ("b", 0), ("b", 1),
+    ]  # fmt: skip
+    assert [len(times) for times in seconds.values()] == [2, 2]
+
+
+def test_seconds_are_per_call():
+    sleeper = timing.Contestant(lambda i: time.sleep(0.01), calls=3)
+    (seconds,) = timing.interleave({"sleeper": sleeper}, rounds=1, warmup=0)["sleeper"]
+    assert 0.01 <= seconds < 0.03
+
+
+def test_a_speedup_is_the_median_ratio_of_a_round():
+    assert timing.speedup([1.0, 2.0, 1.0], [3.0, 3.0, 5.0]) == 3.0
+
+
+def test_copies_outgrow_the_cache():
+    size = timing.last_level_cache() // 4
+    assert timing.cold_copies(size) * size > timing.last_level_cache()
+
+
+@pytest.fixture
+def few_copies(monkeypatch):
+    for module in (cpu_linear, cpu_attention):
+        monkeypatch.setattr(module, "cold_copies", lambda nbytes: 2)
+
+
+@pytest.mark.usefixtures("few_copies")
+def test_cpu_linear():
+    _, results = cpu_linear.run(
+        schemes=("vq-4", "aqlm-2"), shapes=((256, 256),), rounds=1, threads=(1,)
+    )
+    rows = {row["name"]: row for row in results["rows"]}
+    assert set(rows) == {"int4", "bf16", "fp32", "vq-4", "aqlm-2"}
+    assert set(rows["vq-4"]["speedup"]) == {"int4", "bf16", "fp32"} and rows["vq-4"]["us"] > 0
+
+
+@pytest.mark.skipif(native.load() is None, reason=native.why_not())
+@pytest.mark.usefixtures("few_copies")
+def test_cpu_attention(monkeypatch):
+    monkeypatch.setattr(cpu_attention, "_onnxruntime_step", lambda *sizes: None)
+    _, results = cpu_attention.run(
+        schemes=("u4",), context=512, groups=(1, 2), threads=(1,), rounds=1
+    )
+    assert {row["what"] for row in results["rows"]} == {"scores", "step", "append"}
+    (scores,) = (r for r in results["rows"] if r["name"] == "u4" and r["what"] == "scores")
+    assert scores["of_bandwidth"] > 0 and "torch K q" in scores["speedup"]
+
+
+def test_cpu_generate(monkeypatch):
+    monkeypatch.setattr(
+        cpu_generate, "llama_config", lambda heads, length: tiny_llama(heads, length)
+    )
+    _, results = cpu_generate.run(contexts=(0, 80), kv_heads=(2,), rounds=1)
+    names = [row["name"] for row in results["rows"]]
+    assert names == ["vq-4 + u4", "bf16 sdpa", "bf16 eager"] * 2
+    assert all(row["ms"] > 0 for row in results["rows"])
+
+
+def tiny_llama(kv_heads, length):
+    config = random_llama.llama_config(kv_heads, length, layers=1)
+    config.hidden_size, config.num_attention_heads, config.head_dim = 128, 4, 32
+    config.intermediate_size, config.vocab_size = 256, 1001
+    return config
+
+
+@pytest.mark.parametrize("suite", ["cpu-linear", "cpu-attention", "cpu-generate"])
+def test_the_committed_records_say_what_made_them(suite):
+    record = read_record(suite)
+    assert record["revision"] and record["command"].startswith(f"python -m hf_vq.bench {suite}")
+
+
+def test_what_the_records_promise():
+    """On a processor whose memory bounds both: faster than the peers that a user would take."""
+    rows = read_record("cpu-attention")["results"]["rows"]
+    steps = [row for row in rows if row["what"] == "step" and "speedup" in row]
+    assert {row["name"] for row in steps} == set(cpu_attention.SCHEMES)
+    assert all(min(row["speedup"].values()) > 1 for row in steps)
+    rows = read_record("cpu-generate")["results"]["rows"]
+    ours = {(r["kv_heads"], r["context"]): r["ms"] for r in rows if r["name"] == "vq-4 + u4"}
+    for row in rows:
+        if row["context"] or "Q4_K_M" in row["name"]:
+            assert ours[row["kv_heads"], row["context"]] <= row["ms"]
