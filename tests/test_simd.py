@@ -1,6 +1,6 @@
 """The SIMD sets of kernels/cpu/simd: one meaning, four implementations, all tested in C++.
 
-The tests themselves are C++ (kernels/cpu/tests, run by .ci/run): this file sees to it that nothing
+The tests themselves are C++ (`kernels/cpu/tests/run`): this file sees to it that nothing
 is left out of them.
 """
 
