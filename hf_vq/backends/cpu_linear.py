@@ -1,13 +1,14 @@
 """The rows `cpu.linear` and `cpu.decode`: weights as codes, computed on by libhf_vq_cpu.
 
-Few tokens multiply with codes in the kernel. For many a product with the decoded weight is faster:
-some output features at a time are decoded, so that they stay in the cache.
+Few tokens multiply with codes in the kernel. For many, and for codes that have no kernel, the
+weight is decoded, some rows at a time so that they stay in the cache, and PyTorch multiplies.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -23,6 +24,7 @@ FEW_TOKENS_ELSEWHERE = 16  # without an instruction for sums of 8-bit products
 DECODED_ROWS = 256  # output features at a time
 
 _DTYPES = {"float32", "float16", "bfloat16"}
+_HALF = torch.float16
 _SHARED, _TILE, _E8P = range(3)  # enum hf_vq_scope
 
 
@@ -45,6 +47,7 @@ class Matrix(ctypes.Structure):
         ("group", ctypes.c_int32),
         ("block", ctypes.c_int32),
     ]
+    has_kernel: bool  # whether hf_vq_linear multiplies with it; hf_vq_decode decodes any
 
 
 @lru_cache(maxsize=1 << 14)
@@ -62,39 +65,27 @@ def matrix(
     It holds nothing but its arguments: a tensor that moved gives another one.
     """
     scope = _E8P if scheme.lattice else _TILE if scheme.codebook == "tile" else _SHARED
-    return Matrix(
+    described = Matrix(
         codes, codebook, scale, signs, out_features, in_features,
         scheme.vector_size, scheme.entry_bits, scheme.streams, scope, *scheme.tile,
         scheme.group(in_features), scheme.block(in_features),
     )  # fmt: skip
+    library = native.load()
+    status = library and library.hf_vq_linear_supports(ctypes.byref(described))
+    described.has_kernel = status == native.OK
+    return described
 
 
-def _not_stored_so(scheme: VQScheme) -> str | None:
-    """Why the library does not know such a matrix."""
+def accepts(problem: dispatch.Problem) -> str | None:
+    """None if the library knows such a matrix, else the reason why not."""
+    scheme = VQScheme.parse(problem.scheme)
+    if problem.op == "linear" and problem.dtype not in _DTYPES:
+        return f"inputs are {problem.dtype}"
     if scheme.stages != "independent":
         return f"{scheme.stages} stages have a second pass"
     if scheme.rotation == "qr":
         return "a QR rotation is a matrix product"
     return "it has codebooks per channel group" if scheme.codebook == "channel_group" else None
-
-
-def accepts_linear(problem: dispatch.Problem) -> str | None:
-    """None if the library multiplies with such a matrix, else the reason why not."""
-    scheme = VQScheme.parse(problem.scheme)
-    if problem.dtype not in _DTYPES:
-        return f"inputs are {problem.dtype}"
-    if reason := _not_stored_so(scheme):
-        return reason
-    library = native.load()
-    asked = matrix(scheme, max(problem.n, 1), problem.k)
-    if library is None or library.hf_vq_linear_supports(ctypes.byref(asked)) != native.OK:
-        return f"no kernel for {scheme.notation()} with scales per {asked.group}"
-    return None
-
-
-def accepts_decode(problem: dispatch.Problem) -> str | None:
-    """None if the library decodes such rows, else the reason why not."""
-    return _not_stored_so(VQScheme.parse(problem.scheme))
 
 
 def linear(
@@ -112,29 +103,36 @@ def linear(
 ) -> Tensor:
     """y = W x + b (`ops.reference.linear`).
 
-    Few tokens are rounded to 8 bits per scale group of the rotated input, and so are the entries of
-    the codebook. A token with infinity or NaN gives NaN.
+    The kernel rounds rotated inputs to 8 bits per scale group, and so the entries of the codebook.
+    A token with infinity or NaN gives NaN.
     """
     library = native.load()
     assert library is not None
     shape = x.shape
     in_features, out_features = shape[-1], codes.shape[0]
     tokens = x.numel() // in_features
-    x, codes = _dense(x, x.dtype), _dense(codes, torch.uint8)
-    codebook, scale = _dense(codebook, torch.float16), _dense(scale, torch.float16)
-    signs = None if rotation is None else _dense(rotation, torch.uint8)
+    if not (
+        x.is_contiguous() and codes.is_contiguous()
+        and codebook.is_contiguous() and codebook.dtype is _HALF
+        and scale.is_contiguous() and scale.dtype is _HALF
+        and (rotation is None or rotation.is_contiguous())
+    ):  # fmt: skip
+        x, codes = x.contiguous(), codes.contiguous()
+        codebook, scale = _half(codebook), _half(scale)
+        rotation = None if rotation is None else rotation.contiguous()
     stored = matrix(
         scheme, out_features, in_features, codes.data_ptr(), codebook.data_ptr(),
-        scale.data_ptr(), None if signs is None else signs.data_ptr(),
+        scale.data_ptr(), None if rotation is None else rotation.data_ptr(),
     )  # fmt: skip
-    if tokens > FEW_TOKENS_ELSEWHERE and tokens > few_tokens():
-        y = _multiply_decoded(library, stored, x.view(tokens, in_features))
-        y = y if bias is None else y + bias
-        return y.to(x.dtype).contiguous().view(*shape[:-1], out_features)
+    # Never a view: a model may add to it in place, which autograd forbids for views.
     y = x.new_empty((*shape[:-1], out_features))
+    if not stored.has_kernel or (tokens > FEW_TOKENS_ELSEWHERE and tokens > few_tokens()):
+        product = _multiply_decoded(library, stored, x.view(tokens, in_features))
+        y.view(tokens, out_features).copy_(product if bias is None else product + bias)
+        return y
     dtype, address, bias_dtype = native.DTYPES[x.dtype], None, 0
     if bias is not None:
-        bias = _dense(bias, bias.dtype if bias.dtype in native.DTYPES else torch.float32)
+        bias = bias.contiguous() if bias.dtype in native.DTYPES else bias.float()
         address, bias_dtype = bias.data_ptr(), native.DTYPES[bias.dtype]
     status = library.hf_vq_linear(
         ctypes.byref(stored), x.data_ptr(), dtype, tokens, address, bias_dtype, y.data_ptr()
@@ -149,10 +147,8 @@ def few_tokens() -> int:
     return FEW_TOKENS.get(native.isa() or "", FEW_TOKENS_ELSEWHERE)
 
 
-def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.dtype is dtype and tensor.is_contiguous():
-        return tensor
-    return tensor.to(dtype).contiguous()
+def _half(tensor: Tensor) -> Tensor:
+    return tensor.to(_HALF).contiguous()
 
 
 def _multiply_decoded(library: ctypes.CDLL, stored: Matrix, x: Tensor) -> Tensor:
@@ -192,8 +188,7 @@ def decode(
     library = native.load()
     assert library is not None
     lead = codes.shape[:-1]
-    codes, codebook = _dense(codes, torch.uint8), _dense(codebook, torch.float16)
-    scale = _dense(scale, torch.float16)
+    codes, codebook, scale = codes.contiguous(), _half(codebook), _half(scale)
     stored = matrix(
         scheme, max(math.prod(lead), 1), length,
         codes.data_ptr(), codebook.data_ptr(), scale.data_ptr(),
@@ -218,9 +213,7 @@ def _needs() -> str | None:
 
 def register() -> None:
     """Add the rows to the top of the dispatch table."""
-    for op, run, accepts in (
-        ("linear", linear, accepts_linear),
-        ("decode", decode, accepts_decode),
-    ):
+    rows: tuple[tuple[str, Callable[..., Tensor]], ...] = (("linear", linear), ("decode", decode))
+    for op, run in rows:
         kernel = dispatch.Kernel(f"cpu.{op}", op, run, "cpu", _needs, accepts)
         dispatch.register(kernel, first=True)

@@ -6,9 +6,9 @@
 // (linear_codes.h, linear_e8p.h, linear_words.h) and multiplies the entries with up to four inputs in 8 bits;
 // sums of a step are exact in 32 bits and are scaled and added as floats, one lane for 4 codes.
 //
-// A row takes several passes: one per residual stage, one per half of an 8-vector, one per tile. Each pass
-// keeps its tables, in registers or in the L1 cache, for a block of rows. Codes are prefetched in the order
-// in which they lie in memory, except that a stage reads ahead in its own stream.
+// A row may take several passes: one per residual stage, one per half of an 8-vector, one per tile. Each pass
+// keeps its tables, in registers or in the L1 cache, for a block of rows, and takes the rows in turn, step by
+// step. Either way the codes that come next are prefetched in the order in which they lie in memory.
 #pragma once
 #include "kernels.h"
 #include "linear_codes.h"
@@ -24,9 +24,9 @@ constexpr int kInputs = 4;            // inputs that one decoded vector is multi
 constexpr int64_t kAhead = 8192;      // bytes between a read and its prefetch
 constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
 
+// Steps first..first + steps - 1 of the stream of one stage, with one set of tables.
 struct Pass {
-  int64_t stream;  // bytes from the start of a row to the stream of this stage
-  int64_t first, steps;
+  int64_t stage, first, steps;
   int set;
 };
 
@@ -53,7 +53,7 @@ template <class Codes> inline Pass pass_of(const LinearCall& call, int64_t numbe
   Pass pass{0, 0, call.cut.steps, int(number % Codes::kSets)};
   const int64_t stage = number / Codes::kSets;
   if (w.scope != HF_VQ_TILE) {
-    pass.stream = stage * call.stream_bytes;
+    pass.stage = stage;
   } else {
     const int64_t steps = divide_up(w.tile_columns, call.cut.step);
     pass.first = stage * steps;
@@ -61,6 +61,14 @@ template <class Codes> inline Pass pass_of(const LinearCall& call, int64_t numbe
   }
   return pass;
 }
+
+// What a thread needs for a block of rows.
+struct BlockWork {
+  const uint8_t* tables;
+  const float* units;
+  float* factors;
+  uint8_t* tails;
+};
 
 // What one pass multiplies a row of codes with: M inputs, `*_stride` apart.
 struct PassInputs {
@@ -72,34 +80,57 @@ struct PassInputs {
   Spread spread;
 };
 
-// sums[m] += factor * (entries of step v, whose codes lie at p) * numbers of input m
+// sums[m] += factor * (entries of step v, whose codes lie at p) * numbers of input m. x is at step v.
 template <class Codes, int M, bool OneSpan>
 inline void add_step(const Codes& codes, const uint8_t* p, const PassInputs& x, int64_t v, Floats (&sums)[M]) {
   Ints exact[M];
-  for (int m = 0; m < M; ++m)
-    exact[m] = kLevelBias ? load_ints(x.start + m * x.start_stride + v * kFloats) : zero_ints();
-  codes.template dots<M>(p, x.numbers + v * Codes::kPlanes * kBytes, x.numbers_stride, exact);
+  for (int m = 0; m < M; ++m) exact[m] = kLevelBias ? load_ints(x.start + m * x.start_stride) : zero_ints();
+  codes.template dots<M>(p, x.numbers, x.numbers_stride, exact);
   for (int m = 0; m < M; ++m) {
     const float* factor = x.factors + m * x.factors_stride;
-    sums[m] = fma(to_floats(exact[m]),
-                  OneSpan ? splat(factor[v >> x.shift]) : load(factor + v * x.spans, x.spread), sums[m]);
+    sums[m] = fma(to_floats(exact[m]), OneSpan ? splat(factor[v >> x.shift]) : load(factor, x.spread), sums[m]);
   }
 }
 
-// sums[m] of the pass over one row, whose codes lie at `stream`.
+// The inputs of step v: x is at step 0.
+template <class Codes, bool OneSpan> inline PassInputs at_step(PassInputs x, int64_t v) {
+  x.numbers += v * Codes::kPlanes * kBytes;
+  if (kLevelBias) x.start += v * kFloats;
+  if (!OneSpan) x.factors += v * x.spans;
+  return x;
+}
+
+// sums[m] of a pass over one row, whose codes lie at `stream`; steps from `whole` on lie at `tail`.
 template <class Codes, int M, bool OneSpan>
-inline void add_row(const Codes& codes, const LinearCall& call, const uint8_t* stream, const Pass& pass,
-                    const PassInputs& x, const uint8_t* ahead, Floats (&sums)[M]) {
+inline void add_row(const Codes& codes, const uint8_t* stream, const uint8_t* tail, int64_t whole, const Pass& pass,
+                    PassInputs x, int64_t ahead, Floats (&sums)[M]) {
   const int64_t last = pass.first + pass.steps;
-  for (int64_t v = pass.first; v < (last < call.whole ? last : call.whole); ++v) {
-    __builtin_prefetch(ahead + v * Codes::kStepBytes, 0, 1);
-    add_step<Codes, M, OneSpan>(codes, stream + v * Codes::kStepBytes, x, v, sums);
+  int64_t v = pass.first, end = last < whole ? last : whole;
+  const uint8_t* p = stream + v * Codes::kStepBytes;
+  x = at_step<Codes, OneSpan>(x, v);
+  for (int part = 0; part < 2; ++part) {
+    for (; v < end; ++v) {
+      __builtin_prefetch(p + ahead, 0, 1);
+      add_step<Codes, M, OneSpan>(codes, p, x, v, sums);
+      p += Codes::kStepBytes;
+      x = at_step<Codes, OneSpan>(x, 1);
+    }
+    p = tail;
+    end = last;
   }
-  if (last > call.whole) {  // the row ends within a step
-    uint8_t tail[Codes::kStepBytes] = {};
-    memcpy(tail, stream + call.whole * Codes::kStepBytes, size_t(call.stream_bytes - call.whole * Codes::kStepBytes));
-    add_step<Codes, M, OneSpan>(codes, tail, x, call.whole, sums);
-  }
+}
+
+// Where a row ends within a step: tails[r, stage] = the codes of that step, then zeros. Numbers beyond the
+// row are zero too. Copied before the passes, which keep their tables in registers.
+template <class Codes>
+inline void copy_tails(const LinearCall& call, int64_t first, int rows, uint8_t* tails) {
+  const int64_t done = call.whole * Codes::kStepBytes;
+  if (done == call.stream_bytes) return;
+  const int64_t streams = rows * call.w->stages;
+  memset(tails, 0, size_t(streams * Codes::kStepBytes));
+  for (int64_t i = 0; i < streams; ++i)
+    memcpy(tails + i * Codes::kStepBytes, call.w->codes + first * call.row_bytes + i * call.stream_bytes + done,
+           size_t(call.stream_bytes - done));
 }
 
 // factors[r, m, g] = scale of row first + r * scale of input m, for a matrix with several scales per row.
@@ -122,12 +153,11 @@ inline void make_factors(const LinearCall& call, int64_t first, int rows, int64_
 
 // M outputs of each of `rows` rows, at most a block, from row `first` and input `input` on.
 template <class Codes, int M, bool OneSpan>
-inline void compute_block(const LinearCall& call, const uint8_t* tables, const float* units, int64_t first, int rows,
-                          int64_t input, float* factors) {
+inline void compute_block(const LinearCall& call, const BlockWork& work, int64_t first, int rows, int64_t input) {
   const hf_vq_matrix& w = *call.w;
   const Cut& cut = call.cut;
-  const bool grouped = w.group < w.in, tiles = w.scope == HF_VQ_TILE;
-  if (grouped) make_factors(call, first, rows, input, M, factors);
+  const bool grouped = w.group < w.in;
+  if (grouped) make_factors(call, first, rows, input, M, work.factors);
 
   PassInputs x{};
   x.numbers_stride = cut.numbers();
@@ -140,22 +170,45 @@ inline void compute_block(const LinearCall& call, const uint8_t* tables, const f
   Floats total[Codes::kBlock][M];
   for (int r = 0; r < Codes::kBlock; ++r)
     for (int m = 0; m < M; ++m) total[r][m] = splat(0.0f);
-  const uint8_t* block = w.codes + first * call.row_bytes;
+  const uint8_t *block = w.codes + first * call.row_bytes, *next_block = block + rows * call.row_bytes;
+  const int64_t row_factors = grouped ? M * cut.scales : 0;
   for (int64_t number = 0; number < call.passes; ++number) {
     const Pass pass = pass_of<Codes>(call, number);
-    const Codes codes(tables + number * Codes::kTableBytes);
-    const Floats unit = splat(units[number / Codes::kSets]);
+    const Codes codes(work.tables + number * Codes::kTableBytes);
+    const Floats unit = splat(work.units[number / Codes::kSets]);
     x.numbers = call.x.numbers + input * x.numbers_stride + pass.set * cut.steps * Codes::kPlanes * kBytes;
     x.start = call.x.start + input * x.start_stride + (kLevelBias ? pass.set * cut.steps * kFloats : 0);
-    for (int r = 0; r < rows; ++r) {
-      const uint8_t* stream = block + r * call.row_bytes + pass.stream;
-      const uint8_t* ahead = stream + (call.passes > 1 ? call.row_bytes : kAhead);
-      if (tiles) ahead = block + rows * call.row_bytes + (pass.first * (rows - 1) + r * pass.steps) * Codes::kStepBytes;
-      x.factors = grouped ? factors + r * M * cut.scales : call.x.scale + input * cut.scales;
-      Floats sums[M];
-      for (int m = 0; m < M; ++m) sums[m] = splat(0.0f);
-      add_row<Codes, M, OneSpan>(codes, call, stream, pass, x, ahead, sums);
-      for (int m = 0; m < M; ++m) total[r][m] = fma(sums[m], unit, total[r][m]);
+    x.factors = grouped ? work.factors : call.x.scale + input * cut.scales;
+    const uint8_t* stream = block + pass.stage * call.stream_bytes;
+    const uint8_t* tail = work.tails + pass.stage * Codes::kStepBytes;
+    const int64_t next_tail = w.stages * Codes::kStepBytes;
+    if (Codes::kStepsFirst && call.passes > 1) {
+      for (int64_t v = pass.first; v < pass.first + pass.steps; ++v) {
+        const uint8_t* p = v < call.whole ? stream + v * Codes::kStepBytes : tail;
+        const int64_t next = v < call.whole ? call.row_bytes : next_tail;
+        const uint8_t* ahead = next_block + (pass.stage * cut.steps + v) * rows * Codes::kStepBytes;
+        PassInputs at = at_step<Codes, OneSpan>(x, v);
+        for (int r = 0; r < rows; ++r) {
+          __builtin_prefetch(ahead + r * Codes::kStepBytes, 0, 1);
+          Floats sums[M];
+          for (int m = 0; m < M; ++m) sums[m] = splat(0.0f);
+          add_step<Codes, M, OneSpan>(codes, p, at, v, sums);
+          for (int m = 0; m < M; ++m) total[r][m] = fma(sums[m], unit, total[r][m]);
+          p += next;
+          at.factors += row_factors;
+        }
+      }
+    } else {
+      const int64_t ahead = call.passes > 1 ? call.row_bytes : kAhead;
+      for (int r = 0; r < rows; ++r) {
+        Floats sums[M];
+        for (int m = 0; m < M; ++m) sums[m] = splat(0.0f);
+        add_row<Codes, M, OneSpan>(codes, stream, tail, call.whole, pass, x, ahead, sums);
+        for (int m = 0; m < M; ++m) total[r][m] = fma(sums[m], unit, total[r][m]);
+        stream += call.row_bytes;
+        tail += next_tail;
+        x.factors += row_factors;
+      }
     }
   }
 
@@ -172,14 +225,13 @@ inline void compute_block(const LinearCall& call, const uint8_t* tables, const f
 
 // All inputs of rows first..last - 1, which share their tables.
 template <class Codes, bool OneSpan>
-inline void compute_rows(const LinearCall& call, const uint8_t* tables, const float* units, int64_t first, int64_t last,
-                         float* factors) {
+inline void compute_rows(const LinearCall& call, const BlockWork& work, int64_t first, int64_t last) {
   for (; first < last; first += Codes::kBlock) {
     const int rows = last - first < Codes::kBlock ? int(last - first) : Codes::kBlock;
+    copy_tails<Codes>(call, first, rows, work.tails);
     int64_t m = 0;
-    for (; m + 1 < call.inputs; m += kInputs)
-      compute_block<Codes, kInputs, OneSpan>(call, tables, units, first, rows, m, factors);
-    if (m < call.inputs) compute_block<Codes, 1, OneSpan>(call, tables, units, first, rows, m, factors);
+    for (; m + 1 < call.inputs; m += kInputs) compute_block<Codes, kInputs, OneSpan>(call, work, first, rows, m);
+    if (m < call.inputs) compute_block<Codes, 1, OneSpan>(call, work, first, rows, m);
   }
 }
 
@@ -187,24 +239,27 @@ template <class Codes> inline void run_rows(int64_t first, int64_t last, void* c
   LinearCall& call = *static_cast<LinearCall*>(context);
   const hf_vq_matrix& w = *call.w;
   const auto compute = call.spans ? compute_rows<Codes, false> : compute_rows<Codes, true>;
-  const Scratch<float> factors{size_t(Codes::kBlock * kInputs * call.cut.scales)};
   const bool tiles = w.scope == HF_VQ_TILE;
-  const Scratch<uint8_t> tables{tiles ? size_t(call.passes * Codes::kTableBytes) : 1};
-  const Scratch<float> units{tiles ? size_t(call.passes) : 1};
-  if (!factors || !tables || !units) {
+  const int64_t books = call.passes / Codes::kSets;
+  const Scratch<float> factors{size_t(Codes::kBlock * kInputs * call.cut.scales)};
+  const Scratch<uint8_t> tails{size_t(Codes::kBlock * w.stages * Codes::kStepBytes)};
+  const Scratch<uint8_t> tables{size_t(tiles ? call.passes * Codes::kTableBytes : 0)};
+  const Scratch<float> units{size_t(tiles ? books : 0)};
+  if (!factors || !tails || !tables || !units) {
     call.status = HF_VQ_NO_MEMORY;
-  } else if (!tiles) {
-    compute(call, call.tables, call.units, first, last, factors.get());
-  } else {
-    const int64_t books = call.passes / Codes::kSets;
-    while (first < last) {
-      const int64_t row = first / w.tile_rows, next = (row + 1) * w.tile_rows;
-      for (int64_t book = 0; book < books; ++book)
-        units[book] = Codes::make_tables(w.codebook + (row * books + book) * Codes::kBookHalves,
-                                         tables.get() + book * Codes::kTableBytes * Codes::kSets);
-      compute(call, tables.get(), units.get(), first, next < last ? next : last, factors.get());
-      first = next;
-    }
+    return;
+  }
+  if (!tiles) {
+    compute(call, {call.tables, call.units, factors.get(), tails.get()}, first, last);
+    return;
+  }
+  while (first < last) {  // a row of tiles at a time
+    const int64_t row = first / w.tile_rows, next = (row + 1) * w.tile_rows;
+    for (int64_t book = 0; book < books; ++book)
+      units[size_t(book)] = Codes::make_tables(w.codebook + (row * books + book) * Codes::kBookHalves,
+                                               tables.get() + book * Codes::kTableBytes * Codes::kSets);
+    compute(call, {tables.get(), units.get(), factors.get(), tails.get()}, first, next < last ? next : last);
+    first = next;
   }
 }
 
@@ -238,11 +293,12 @@ inline bool fits(const hf_vq_matrix& w) {
   if (w.in > span && (!power_of_two(span) || span < 16 || span < 4 * w.x)) return false;
   if (w.group < w.in && !power_of_two(w.group)) return false;
   const int64_t step = 64 * w.x < 128 ? 128 : 64 * w.x;
-  return w.scope != HF_VQ_TILE || (w.bits <= 8 && (w.tile_columns >= w.in || w.tile_columns % step == 0));
+  return w.scope != HF_VQ_TILE || (w.bits == 8 && (w.tile_columns >= w.in || w.tile_columns % step == 0));
 }
 
 template <class Codes>
-inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows, const void* bias, int bias_dtype, void* y) {
+inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows, const void* bias, int bias_dtype,
+                   void* y) {
   LinearCall call{};
   call.w = &w;
   call.cut = cut_for<Codes>(w);
@@ -269,7 +325,7 @@ inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows
   const Scratch<uint8_t> numbers{size_t(padded * cut.numbers())};
   const Scratch<int32_t> start{size_t(padded * cut.starts())};
   const Scratch<float> scale{size_t(padded * cut.scales)};
-  const Scratch<uint8_t> tables{tiles ? 1 : size_t(call.passes * Codes::kTableBytes)};
+  const Scratch<uint8_t> tables{size_t(tiles ? 0 : call.passes * Codes::kTableBytes)};
   const Scratch<float> units{size_t(books)};
   if (!numbers || !start || !scale || !tables || !units) return HF_VQ_NO_MEMORY;
   call.x = {numbers.get(), start.get(), scale.get()};
@@ -284,8 +340,8 @@ inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows
 
   PrepareCall prepare{&call, x};
   parallel_for(rows, 1, run_prepare<Codes>, &prepare);
-  if (call.status == HF_VQ_OK)
-    parallel_for(w.out, divide_up(divide_up(kPiece, call.row_bytes), Codes::kBlock) * Codes::kBlock, run_rows<Codes>, &call);
+  const int64_t blocks = divide_up(kPiece, call.row_bytes * Codes::kBlock);
+  if (call.status == HF_VQ_OK) parallel_for(w.out, blocks * Codes::kBlock, run_rows<Codes>, &call);
   return call.status;
 }
 

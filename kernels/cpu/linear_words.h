@@ -15,6 +15,7 @@ template <int X, int Bits> struct WordCodes {
   static constexpr int kPlaces = 8 / X;
   static constexpr int kPlanes = 1, kSets = 1;
   static constexpr int kBlock = 32;  // rows for which a pass keeps its tables
+  static constexpr bool kStepsFirst = false;
   static constexpr int kStepColumns = kBytes, kStepCodes = kBytes / X;
   static constexpr int kStepBytes = kStepCodes * Bits / 8;
   static constexpr int kTableBytes = kPlaces * kEntries * 8;

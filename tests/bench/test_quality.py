@@ -157,7 +157,9 @@ def test_learned_schemes_are_calibrated_on_another_text(tiny_model, eval_text, t
     assert [row["bits_per_element"] for row in rows[::2]] == [(2 + 4.5) / 2, 2, 2]
     klds = [row["kld"] for row in rows[1::2]]
     assert klds[0] > klds[1], "coded values cost something"
-    assert klds[2] == pytest.approx(klds[1], rel=0.1), "8-bit tables cost little"
+    # Those of a random model are as small as the rounding of its float32 logits.
+    assert klds[2] == pytest.approx(klds[1], rel=0.1, abs=1e-6), "8-bit tables cost little"
+    assert klds[2] != klds[1], "tables of 8 bits are not those of floats"
 
 
 def test_scores_from_tables_are_those_of_the_reference():

@@ -33,12 +33,14 @@ OTHERS = [
     "vq2x8r1-universal-g16-hadamard64",
     "vq4x8r1-universal-g512-random_hadamard0",
     "vq4x8r2-tensor-g32-none",
-    "vq2x6r1-tile8x128-g0-none",
+    "vq2x8r1-tile8x128-g0-none",
     "vq8x8r1-tile100x512-g64-random_hadamard32",
     "vq1x4r3-tensor-g64-none",
     "vq8x12r1-tensor-g64-hadamard128",
 ]
 SHAPES = [(1, 48), (3, 80), (5, 288), (100, 896), (300, 1024), (3, 11008)]
+CASES = [(name, shape) for name in SCHEMES for shape in SHAPES]
+CASES += [(name, shape) for name in OTHERS for shape in ((3, 80), (101, 1024))]
 
 
 @pytest.fixture(params=native.isas())
@@ -128,8 +130,7 @@ def rounded_codebook(codebook, scheme):
     return (book * (1 / unit)).round() * unit, unit.amax()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", [*SCHEMES, *OTHERS])
+@pytest.mark.parametrize("name,shape", CASES, ids=str)
 def test_linear_is_the_product_of_the_rounded_operands(isa, name, shape):
     if isa == "scalar" and shape[0] * shape[1] > 1 << 16:
         pytest.skip("slow")
@@ -219,7 +220,7 @@ def at_the_end_of_memory(tensor, kept):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect")
 @pytest.mark.parametrize("name", [*SCHEMES, *OTHERS])
-@pytest.mark.parametrize("in_features", [48, 96, 288, 640])
+@pytest.mark.parametrize("in_features", [48, 288])
 def test_nothing_is_read_beyond_a_tensor(isa, name, in_features):
     scheme, tensors = stored(name, 3, in_features)
     x = torch.randn(5, in_features)
@@ -249,7 +250,7 @@ DECODED = [*SCHEMES, *OTHERS, "turboquant-1", "turboquant-3", "turboquant-8"]
 
 
 @pytest.mark.parametrize("name", DECODED)
-@pytest.mark.parametrize("shape", [(3, 80), (100, 512), (300, 1024)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 80), (300, 512)], ids=str)
 def test_decode_is_the_reference(isa, name, shape):
     scheme, tensors = stored(name, *shape)
     rows = cpu_linear.decode(*stored_arguments(tensors), scheme, shape[1])
@@ -269,13 +270,15 @@ def test_decode_keeps_leading_dimensions():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["vq-4", "gptvq-2", "quip-sharp-4"])
-def test_many_tokens(isa, name, dtype, monkeypatch):
+@pytest.mark.parametrize("name,many", [("vq-4", True), ("gptvq-2", True), ("turboquant-8", False)])
+def test_product_with_the_decoded_weight(isa, name, many, dtype, monkeypatch):
     monkeypatch.setattr(cpu_linear, "DECODED_ROWS", 48)
     scheme, tensors = stored(name, 100, 512)
-    x, bias = torch.randn(2, cpu_linear.few_tokens(), 512).to(dtype), torch.randn(100)
+    assert description(scheme, tensors, 512).has_kernel == many
+    tokens = cpu_linear.few_tokens() if many else 1
+    x, bias = torch.randn(2, tokens, 512).to(dtype), torch.randn(100)
     y = cpu_linear.linear(x, *stored_arguments(tensors), bias, scheme)
-    assert y.dtype == dtype
+    assert y.dtype == dtype and not y._is_view()
     weight = reference.decode(*stored_arguments(tensors), scheme, 512).double()
     exact = x.double() @ weight.T + bias.double()
     same = (x @ weight.to(dtype).T + bias.to(dtype)).double()
@@ -320,5 +323,4 @@ def test_table_says_why():
         assert reason(name) == ""
     assert reason("vq-4", torch.float64) == "inputs are float64"
     assert reason("turboquant-4+4") == "nested stages have a second pass"
-    assert reason("turboquant-8") == "no kernel for VQ<1,8,1> with scales per 128"
     assert reason("vq2x8r1-universal-g128-qr128") == "a QR rotation is a matrix product"
