@@ -14,6 +14,7 @@
 #include "linear_codes.h"
 #include "linear_decode.h"
 #include "linear_e8p.h"
+#include "linear_luts.h"
 #include "linear_words.h"
 #include "threads.h"
 
@@ -371,6 +372,8 @@ int linear_supports(const hf_vq_matrix* w) {
 
 int linear(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, const void* bias, int bias_dtype, void* y) {
   if (dtype > HF_VQ_BFLOAT16 || bias_dtype > HF_VQ_BFLOAT16) return HF_VQ_UNSUPPORTED;
+  if (kWideLookup && luts::worth_it(*w, rows) && linear_supports(w) == HF_VQ_OK)
+    return luts::compute(*w, x, dtype, bias, bias_dtype, y);
   return with_codes(*w, [&]<class Codes>() -> int { return compute<Codes>(*w, x, dtype, rows, bias, bias_dtype, y); });
 }
 

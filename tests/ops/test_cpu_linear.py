@@ -233,6 +233,49 @@ def test_nothing_is_read_beyond_a_tensor(isa, name, in_features):
     assert torch.equal(decoded, cpu_linear.decode(*stored_arguments(tensors), scheme, in_features))
 
 
+def norms(rows, x):
+    """Euclidean norms of the x-vectors of the last dimension."""
+    return rows.double().unflatten(-1, (-1, x)).norm(dim=-1)
+
+
+# What kernels/cpu/linear_luts.h computes; kernels/cpu/tests does on any processor with AVX-512.
+@pytest.mark.skipif("avx512" not in native.isas(), reason="no tables of 256 entries in registers")
+@pytest.mark.parametrize("out_features", [2048, 2311])
+@pytest.mark.parametrize("in_features", [48, 288, 1216, 4608])
+@pytest.mark.parametrize(
+    "name", ["vq-2", "aqlm-2", "vq4x8r2-tensor-g32-none", "vq8x8r3-tensor-g64-hadamard64"]
+)
+def test_one_token_by_tables_of_products(name, in_features, out_features):
+    native.use_isa("avx512")
+    scheme, tensors = stored(name, out_features, in_features)
+    tensors["codes"][0], tensors["codes"][-1] = 0, 255
+    x = torch.randn(1, in_features)
+    x[0, :40] *= 20
+    kept = []
+    guarded = {key: at_the_end_of_memory(tensor, kept) for key, tensor in tensors.items()}
+    bias = at_the_end_of_memory(torch.randn(out_features), kept)
+    y = multiply(scheme, guarded, at_the_end_of_memory(x, kept), bias).double()
+    truth = reference.linear(x, *stored_arguments(tensors), bias, scheme).double()
+    error = (y - truth)[0]
+
+    # Every product of a span is rounded to the same unit: 1/127 of what its norms allow.
+    u, width = rotated(scheme, tensors, x)[0], scheme.vector_size
+    spans = u.split(min(scheme.group(in_features), 128))
+    counts = torch.tensor([len(span) // width for span in spans])
+    most = torch.stack([norms(span, width).amax() for span in spans])
+    reach = norms(tensors["codebook"], width).flatten(1).amax(1)  # of a stage
+    scale = tensors["scale"].double()
+    scale = scale.repeat_interleave(len(spans) // scale.shape[-1], -1)
+    exact = EPS * 300 * scale.amax() * in_features * most.amax() * reach.sum()
+    assert (error.abs() <= scale @ (most * counts) * reach.sum() / 254 * 1.001 + exact).all()
+    variance = scale.square() @ (most.square() * counts) * reach.square().sum() / 127**2 / 12
+    assert error.norm() <= 1.5 * variance.sum().sqrt() + exact
+
+    x[0, in_features // 2] = torch.nan
+    assert multiply(scheme, tensors, x).isnan().all()
+    native.use_isa(CPU_ISA.get())
+
+
 def test_threads_do_not_change_a_result(isa):
     scheme, tensors = stored("gptvq-2", 700, 1024)
     x = torch.randn(3, 1024)

@@ -16,6 +16,7 @@ constexpr int kLevelBias = 0;
 constexpr int kWeightBits = 7;
 constexpr bool kWideLookup = false;
 constexpr int kRegisters = 16;
+constexpr int kColumns = 16;
 
 struct Bytes { __m256i v; };
 struct Ints { __m256i v; };
@@ -51,6 +52,18 @@ inline Bytes even_bytes(Bytes a, Bytes b) {
 inline Bytes odd_bytes(Bytes a, Bytes b) {
   const __m256i both = _mm256_packus_epi16(_mm256_srli_epi16(a.v, 8), _mm256_srli_epi16(b.v, 8));
   return {_mm256_permute4x64_epi64(both, 0xd8)};
+}
+inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColumns]) {
+  for (int c = 0; c < kColumns; ++c) {
+    uint8_t bytes[kBytes];
+    for (int i = 0; i < kBytes; ++i) bytes[i] = p[i * stride + c];
+    column[c] = load_bytes(bytes);
+  }
+}
+inline void store_pairs(uint16_t* p, Bytes low, Bytes high) {
+  const __m256i even = _mm256_unpacklo_epi8(low.v, high.v), odd = _mm256_unpackhi_epi8(low.v, high.v);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute2x128_si256(even, odd, 0x20));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), _mm256_permute2x128_si256(even, odd, 0x31));
 }
 inline Bytes load_6_bits(const void* p) {
   const uint8_t* from = static_cast<const uint8_t*>(p);

@@ -16,6 +16,7 @@ constexpr int kLevelBias = 128;  // vpdpbusd multiplies unsigned entries with si
 constexpr int kWeightBits = 8;
 constexpr bool kWideLookup = true;
 constexpr int kRegisters = 32;
+constexpr int kColumns = 16;
 
 struct Bytes { __m512i v; };
 struct Ints { __m512i v; };
@@ -56,6 +57,31 @@ inline Bytes odd_bytes(Bytes a, Bytes b) {
   const __m512i number = byte_numbers();
   const __m512i odd = _mm512_add_epi8(_mm512_add_epi8(number, number), _mm512_set1_epi8(1));
   return {_mm512_permutex2var_epi8(a.v, odd, b.v)};
+}
+inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColumns]) {
+  const auto row = [&](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + r * stride)); };
+  __m512i a[kColumns], b[kColumns];
+  for (int i = 0; i < kColumns; ++i) {  // rows i, 16 + i, 32 + i, 48 + i
+    a[i] = _mm512_castsi128_si512(row(i));
+    a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x00f0, row(16 + i));
+    a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x0f00, row(32 + i));
+    a[i] = _mm512_mask_broadcast_i32x4(a[i], 0xf000, row(48 + i));
+  }
+  // Each time the numbers of vector and byte, 8 bits together, are rotated by one.
+  for (int times = 0; times < 4; ++times) {
+    for (int i = 0; i < kColumns / 2; ++i) {
+      b[2 * i] = _mm512_unpacklo_epi8(a[i], a[i + kColumns / 2]);
+      b[2 * i + 1] = _mm512_unpackhi_epi8(a[i], a[i + kColumns / 2]);
+    }
+    for (int i = 0; i < kColumns; ++i) a[i] = b[i];
+  }
+  for (int i = 0; i < kColumns; ++i) column[i].v = a[i];
+}
+inline void store_pairs(uint16_t* p, Bytes low, Bytes high) {
+  const __m512i even = _mm512_unpacklo_epi8(low.v, high.v), odd = _mm512_unpackhi_epi8(low.v, high.v);
+  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), last = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi64(even, first, odd));
+  _mm512_storeu_si512(p + 32, _mm512_permutex2var_epi64(even, last, odd));
 }
 inline Bytes load_6_bits(const void* p) {
   const __m512i packed = _mm512_maskz_loadu_epi8(0xffffffffffff, p);

@@ -17,6 +17,7 @@ constexpr int kLevelBias = 0;
 constexpr int kWeightBits = 7;
 constexpr bool kWideLookup = false;
 constexpr int kRegisters = 32;
+constexpr int kColumns = 16;
 
 struct Bytes { uint8x16_t v; };
 struct Ints { int32x4_t v; };
@@ -50,6 +51,17 @@ inline Bytes operator&(Bytes a, Bytes b) { return {vandq_u8(a.v, b.v)}; }
 inline Bytes operator^(Bytes a, Bytes b) { return {veorq_u8(a.v, b.v)}; }
 inline Bytes even_bytes(Bytes a, Bytes b) { return {vuzp1q_u8(a.v, b.v)}; }
 inline Bytes odd_bytes(Bytes a, Bytes b) { return {vuzp2q_u8(a.v, b.v)}; }
+inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColumns]) {
+  for (int c = 0; c < kColumns; ++c) {
+    uint8_t bytes[kBytes];
+    for (int i = 0; i < kBytes; ++i) bytes[i] = p[i * stride + c];
+    column[c] = load_bytes(bytes);
+  }
+}
+inline void store_pairs(uint16_t* p, Bytes low, Bytes high) {
+  vst1q_u16(p, vreinterpretq_u16_u8(vzip1q_u8(low.v, high.v)));
+  vst1q_u16(p + 8, vreinterpretq_u16_u8(vzip2q_u8(low.v, high.v)));
+}
 inline Bytes load_6_bits(const void* p) {
   uint8_t bytes[16] = {};
   memcpy(bytes, p, 12);

@@ -30,6 +30,8 @@ constexpr bool kWideLookup = false;
 
 // Vectors that fit into registers.
 constexpr int kRegisters = 16;
+// Columns that load_columns takes at once.
+constexpr int kColumns = 16;
 
 struct Bytes { uint8_t v[kBytes]; };
 struct Ints { int32_t v[kFloats]; };
@@ -75,6 +77,17 @@ inline Bytes odd_bytes(Bytes a, Bytes b) {
   Bytes r;
   for (int i = 0; i < kBytes; ++i) r.v[i] = i < kBytes / 2 ? a.v[2 * i + 1] : b.v[2 * i + 1 - kBytes];
   return r;
+}
+
+// column[c] = bytes c of kBytes rows that begin at p, p + stride, p + 2 stride ..
+inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColumns]) {
+  for (int c = 0; c < kColumns; ++c)
+    for (int i = 0; i < kBytes; ++i) column[c].v[i] = p[i * stride + c];
+}
+
+// p[i] = low[i] + 256 high[i]
+inline void store_pairs(uint16_t* p, Bytes low, Bytes high) {
+  for (int i = 0; i < kBytes; ++i) p[i] = uint16_t(low.v[i] | high.v[i] << 8);
 }
 
 // kBytes codes from the 6-bit codes in the kBytes * 3 / 4 bytes at p.
