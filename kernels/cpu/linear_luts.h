@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// One input times codes of 8 bits by tables (asymmetric distances; NoMAD-Attention's in-register lookups, for
-// weights). A position p is sub-vector j of stage s: a byte of every row of codes.
+// One input times VQ<8,8,z> with one scale per row, by tables (asymmetric distances; NoMAD-Attention's in-register
+// lookups, for weights). A position p is sub-vector j of stage s: a byte of every row of codes.
 //
 //     table[p][e] = 128 + round(<entry e, u_p> / unit)           unit: of a stage and a span of columns
-//     y[o] = sum over spans of scale unit (sum_p table[p][code(o, p)] - 128 positions)
+//     y[o] = scale[o] * sum over spans of unit (sum_p table[p][code(o, p)] - 128 positions)
 //
 // 256 entries are found in four registers, so that a table must meet many rows while it is in them:
 //
 //     codes [256 rows][64 positions]  --transposed-->  columns [64 positions][256 rows]  --looked up-->  sums [256]
 //
 // Codes stay in their canonical rows: turning them costs as much as looking them up, and both together less than
-// reading them from memory. Decoding the entries instead (linear_codes.h) takes a lookup for every component.
+// reading them from memory. Decoding the entries instead (linear_codes.h) takes a lookup for every component; of
+// vectors of 4 or fewer that is as fast.
 #pragma once
 #include "activations.h"
 #include "threads.h"
@@ -19,23 +20,23 @@ namespace hf_vq {
 namespace {
 namespace luts {
 
-constexpr int kBlock = 256;          // rows that meet a table
-constexpr int kLine = 64;            // positions that are transposed together
+constexpr int kSize = 8;          // of a vector
 constexpr int kEntries = 256;
-constexpr int kMiddle = 128;         // what zero is in a table
-constexpr int64_t kPanel = 1024;     // positions whose tables stay in the L2 cache
+constexpr int kMiddle = 128;      // what zero is in a table
+constexpr int kBlock = 256;       // rows that meet a table
+constexpr int kLine = 64;         // positions that are transposed together
+constexpr int64_t kPanel = 1024;  // positions whose tables stay in the L2 cache
 
 // One call of hf_vq_linear.
 struct Call {
   const hf_vq_matrix& w;
   const float* u;            // [in], rotated
-  const float* entries;      // [stages, x, 256]
+  const float* entries;      // [stages, 8, 256]
   const float* reach;        // [stages], the largest norm of an entry
   uint8_t* tables;           // [positions, 256]
   float* unit;               // [stages, spans]
   int64_t span, spans;       // columns of a span; spans of a row
   int64_t parts, positions;  // positions of a stage; of all of them
-  bool grouped;              // several scales per row
   const void* bias;
   int bias_dtype;
   void* y;
@@ -44,17 +45,17 @@ struct Call {
 };
 
 // The tables of spans first..last - 1 of all stages. Meanwhile the first codes come from memory.
-template <int X> void make_tables(int64_t first, int64_t last, void* context) {
+inline void make_tables(int64_t first, int64_t last, void* context) {
   const Call& call = *static_cast<Call*>(context);
   const int64_t bytes = call.w.out * call.positions;
   for (int64_t number = first; number < last; ++number) {
     const int64_t stage = number / call.spans, begin = number % call.spans * call.span;
-    const int64_t rest = call.w.in - begin, count = (rest < call.span ? rest : call.span) / X;
+    const int64_t rest = call.w.in - begin, count = (rest < call.span ? rest : call.span) / kSize;
     const float* u = call.u + begin;
     float energy = 0.0f, not_finite = 0.0f;
     for (int64_t i = 0; i < count; ++i) {
       float norm = 0.0f;
-      for (int c = 0; c < X; ++c) norm += u[i * X + c] * u[i * X + c];
+      for (int c = 0; c < kSize; ++c) norm += u[i * kSize + c] * u[i * kSize + c];
       energy = norm > energy ? norm : energy;
       not_finite += norm * 0.0f;  // 0, or NaN
     }
@@ -63,15 +64,15 @@ template <int X> void make_tables(int64_t first, int64_t last, void* context) {
     const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
     call.unit[number] = most / 127.0f + not_finite;
 
-    const int64_t position = stage * call.parts + begin / X;
-    const float* entries = call.entries + stage * X * kEntries;
+    const int64_t position = stage * call.parts + begin / kSize;
+    const float* entries = call.entries + stage * kSize * kEntries;
     for (int64_t i = 0; i < count; ++i) {
       uint8_t* table = call.tables + (position + i) * kEntries;
-      Floats part[X];
-      for (int c = 0; c < X; ++c) part[c] = splat(u[i * X + c] * inverse);
+      Floats part[kSize];
+      for (int c = 0; c < kSize; ++c) part[c] = splat(u[i * kSize + c] * inverse);
       for (int e = 0; e < kEntries; e += kFloats) {
         Floats product = splat(float(kMiddle));
-        for (int c = 0; c < X; ++c) product = fma(load(entries + c * kEntries + e), part[c], product);
+        for (int c = 0; c < kSize; ++c) product = fma(load(entries + c * kEntries + e), part[c], product);
         store_low_bytes(table + e, to_ints(product));
       }
       for (int64_t line = (position + i) * kBlock; line < (position + i + 1) * kBlock && line < bytes; line += 64)
@@ -84,8 +85,6 @@ template <int X> void make_tables(int64_t first, int64_t last, void* context) {
 struct Work {
   alignas(64) uint8_t lines[kBytes * kLine];
   alignas(64) uint8_t columns[kLine * kBlock];
-  uint16_t* scales;  // fp16 [groups, 256] of the block
-  float* sums;       // of all rows of the thread
 };
 
 // Codes that will be needed next, line by line: `width` bytes of each row. Asked for all the time, half of them
@@ -119,25 +118,9 @@ inline void transpose(const uint8_t* from, int64_t stride, int rows, int n, Ahea
   }
 }
 
-// work.scales[g] = scales first + g of `rows` rows from row `row` on.
-inline void transpose_scales(const Call& call, int64_t row, int rows, int64_t first, int64_t last, Ahead& ahead,
-                             Work& work) {
-  const int64_t groups = call.w.in / call.w.group;
-  constexpr int kHalves = kLine / 2;
-  for (int64_t g = first; g < last; g += kHalves) {
-    const int count = last - g < kHalves ? int(last - g) : kHalves;
-    transpose(reinterpret_cast<const uint8_t*>(call.w.scale + row * groups + g), groups * 2, rows, count * 2, ahead,
-              work);
-    for (int i = 0; i < count; ++i)
-      for (int r = 0; r < kBlock; r += kBytes)
-        store_pairs(work.scales + (g - first + i) * kBlock + r, load_bytes(work.columns + 2 * i * kBlock + r),
-                    load_bytes(work.columns + (2 * i + 1) * kBlock + r));
-  }
-}
-
-// sums[r] += scale[r] unit sum_p (table[p][columns[p][r]] - 128) of `count` positions, at most 257.
-inline void look_up(const uint8_t* tables, const uint8_t* columns, int64_t count, float unit, const uint16_t* scale,
-                    Ahead& ahead, float* sums) {
+// sums[r] += unit sum_p (table[p][columns[p][r]] - 128) of `count` positions, at most 257.
+inline void look_up(const uint8_t* tables, const uint8_t* columns, int64_t count, float unit, Ahead& ahead,
+                    float* sums) {
   constexpr int kVectors = kBlock / kBytes;
   Sums16 sum[kVectors];
   for (Sums16& each : sum) each = zero_sums();
@@ -154,38 +137,23 @@ inline void look_up(const uint8_t* tables, const uint8_t* columns, int64_t count
   for (int v = 0; v < kVectors; ++v) {
     alignas(64) uint16_t total[kBytes];
     store(total, sum[v]);
-    for (int r = 0; r < kBytes; r += kFloats) {
-      const int row = v * kBytes + r;
-      const Floats factor = scale == nullptr ? size : load_half(scale + row) * size;
-      store(sums + row, fma(load_unsigned(total + r) - middle, factor, load(sums + row)));
-    }
+    for (int r = 0; r < kBytes; r += kFloats, sums += kFloats)
+      store(sums, fma(load_unsigned(total + r) - middle, size, load(sums)));
   }
 }
 
 // The part of rows row..row + rows - 1 that positions begin..end - 1 contribute.
 inline void add_panel(const Call& call, int64_t row, int rows, int64_t begin, int64_t end, Ahead& ahead, Work& work,
                       float* sums) {
-  const hf_vq_matrix& w = call.w;
-  int64_t first_group = 0;
-  if (call.grouped) {
-    int64_t last_group = w.in / w.group;
-    if (w.stages == 1) {
-      first_group = begin * w.x / w.group;
-      last_group = (end * w.x - 1) / w.group + 1;
-    }
-    transpose_scales(call, row, rows, first_group, last_group, ahead, work);
-  }
   for (int64_t at = begin; at < end; at += kLine) {
     const int64_t stop = at + kLine < end ? at + kLine : end;
-    transpose(w.codes + row * call.positions + at, call.positions, rows, int(stop - at), ahead, work);
+    transpose(call.w.codes + row * call.positions + at, call.positions, rows, int(stop - at), ahead, work);
     for (int64_t p = at, next = at; p < stop; p = next) {  // a span, or what of it lies in these columns
-      const int64_t stage = p / call.parts, column = p % call.parts * w.x, span = column / call.span;
-      next = stage * call.parts + (span + 1) * call.span / w.x;
-      if (next > (stage + 1) * call.parts) next = (stage + 1) * call.parts;
+      const int64_t stage = p / call.parts, span = p % call.parts * kSize / call.span;
+      next = stage * call.parts + (span + 1 < call.spans ? (span + 1) * call.span / kSize : call.parts);
       if (next > stop) next = stop;
-      const uint16_t* scale = call.grouped ? work.scales + (column / w.group - first_group) * kBlock : nullptr;
       look_up(call.tables + p * kEntries, work.columns + (p - at) * kBlock, next - p,
-              call.unit[stage * call.spans + span], scale, ahead, sums);
+              call.unit[stage * call.spans + span], ahead, sums);
     }
   }
 }
@@ -195,15 +163,13 @@ inline void run_rows(int64_t first, int64_t last, void* context) {
   const hf_vq_matrix& w = call.w;
   const size_t rows = size_t(divide_up(last - first, kBlock) * kBlock);
   const Scratch<float> sums(rows);
-  const Scratch<uint16_t> scales(call.grouped ? size_t(w.in / w.group * kBlock) : 0);
   const Scratch<Work> work(1);
-  if (!sums || !scales || !work) {
+  if (!sums || !work) {
     call.status = HF_VQ_NO_MEMORY;
     return;
   }
   memset(sums.get(), 0, rows * 4);
   memset(work.get(), 0, sizeof(Work));
-  work[0].scales = scales.get();
   for (int64_t begin = 0; begin < call.positions; begin += kPanel) {
     const int64_t end = begin + kPanel < call.positions ? begin + kPanel : call.positions;
     for (int64_t row = first; row < last; row += kBlock) {
@@ -216,19 +182,19 @@ inline void run_rows(int64_t first, int64_t last, void* context) {
   }
   for (int64_t row = first; row < last; ++row) {
     float& y = sums[size_t(row - first)];
-    if (!call.grouped) y *= half_to_float(w.scale[row]);
+    y *= half_to_float(w.scale[row]);
     if (call.bias != nullptr) y += read_float(call.bias, call.bias_dtype, row);
   }
   write_floats(call.y, call.dtype, first, last - first, sums.get());
 }
 
 // entries[c][e] = component c of entry e; returns the largest norm of an entry.
-inline float read_entries(const uint16_t* codebook, int x, float* entries) {
+inline float read_entries(const uint16_t* codebook, float* entries) {
   float most = 0.0f;
   for (int e = 0; e < kEntries; ++e) {
     float norm = 0.0f;
-    for (int c = 0; c < x; ++c) {
-      const float value = half_to_float(codebook[e * x + c]);
+    for (int c = 0; c < kSize; ++c) {
+      const float value = half_to_float(codebook[e * kSize + c]);
       entries[c * kEntries + e] = value;
       norm += value * value;
     }
@@ -237,26 +203,26 @@ inline float read_entries(const uint16_t* codebook, int x, float* entries) {
   return __builtin_sqrtf(most);
 }
 
-// Whether tables save more than making them costs: every thread reads them all, and decoding an 8-vector takes
-// twice as long as decoding a 4-vector. More than one input shares the decoded entries instead.
+// Whether tables save more than making them costs: every thread reads them all. More than one input shares decoded
+// entries instead.
 inline bool worth_it(const hf_vq_matrix& w, int64_t inputs) {
-  if (inputs != 1 || w.scope != HF_VQ_SHARED || w.bits != 8) return false;
-  return (w.x == 8 && w.out >= 512 * threads()) || (w.x == 4 && w.out >= 2048 * threads());
+  return inputs == 1 && w.scope == HF_VQ_SHARED && w.bits == 8 && w.x == kSize && w.group == w.in &&
+         w.out >= 512 * threads();
 }
 
 inline int compute(const hf_vq_matrix& w, const void* x, int dtype, const void* bias, int bias_dtype, void* y) {
-  const int64_t span = w.group < kLargestSpan ? w.group : kLargestSpan;
-  const int64_t spans = divide_up(w.in, span), parts = w.in / w.x, positions = parts * w.stages;
-  const Scratch<float> u{size_t(w.in)}, entries{size_t(w.stages * w.x * kEntries)}, reach{size_t(w.stages)};
+  const int64_t span = w.in < kLargestSpan ? w.in : kLargestSpan;
+  const int64_t spans = divide_up(w.in, span), parts = w.in / kSize, positions = parts * w.stages;
+  const Scratch<float> u{size_t(w.in)}, entries{size_t(w.stages * kSize * kEntries)}, reach{size_t(w.stages)};
   const Scratch<float> unit{size_t(w.stages * spans)};
   const Scratch<uint8_t> tables{size_t(positions * kEntries)};
   if (!u || !entries || !reach || !unit || !tables) return HF_VQ_NO_MEMORY;
   rotate_row(w, x, dtype, 0, u.get());
   for (int stage = 0; stage < w.stages; ++stage)
-    reach[size_t(stage)] = read_entries(w.codebook + stage * w.x * kEntries, w.x, entries.get() + stage * w.x * kEntries);
+    reach[size_t(stage)] = read_entries(w.codebook + stage * kSize * kEntries, entries.get() + stage * kSize * kEntries);
   Call call{w, u.get(), entries.get(), reach.get(), tables.get(), unit.get(), span, spans, parts, positions,
-            w.group < w.in, bias, bias_dtype, y, dtype, HF_VQ_OK};
-  parallel_for(w.stages * spans, 8, w.x == 4 ? make_tables<4> : make_tables<8>, &call);
+            bias, bias_dtype, y, dtype, HF_VQ_OK};
+  parallel_for(w.stages * spans, 8, make_tables, &call);
   parallel_for(w.out, kBlock, run_rows, &call);
   return call.status;
 }

@@ -46,20 +46,7 @@ template <int X, int Bits> struct WordCodes {
 
   // sums[m] += entries of the step's codes * numbers of input m
   template <int M> void dots(const uint8_t* codes, const uint8_t* numbers, int64_t stride, Ints (&sums)[M]) const {
-    Bytes level;
-    if constexpr (Bits == 8) {
-      level = load_words<kEntries, X>(tables, codes);
-    } else {
-      uint16_t index[kStepCodes];
-      for (int i = 0; i < kStepCodes; i += 2) {  // two codes in three bytes
-        uint16_t first, second;
-        memcpy(&first, codes + i / 2 * 3, 2);
-        memcpy(&second, codes + i / 2 * 3 + 1, 2);
-        index[i] = first & 4095;
-        index[i + 1] = second >> 4;
-      }
-      level = load_words<kEntries, X>(tables, index);
-    }
+    const Bytes level = Bits == 8 ? load_words<kEntries, X>(tables, codes) : load_words_12_bits(tables, codes);
     for (int m = 0; m < M; ++m) sums[m] = dot(sums[m], level, load_bytes(numbers + m * stride));
   }
 };

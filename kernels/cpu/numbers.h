@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One number at a time: fp16 and bf16 to float and back, as IEEE 754 says.
+// One number at a time: fp16 and bf16 to float and back, as IEEE 754 says; packed codes.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -51,6 +51,17 @@ inline uint16_t float_to_bfloat(float value) {
   memcpy(&bits, &value, 4);
   if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Two codes of 12 bits lie in three bytes.
+template <int N> inline void unpack_12_bits(const uint8_t* packed, uint16_t (&code)[N]) {
+  for (int i = 0; i < N; i += 2, packed += 3) {
+    uint16_t first, second;
+    memcpy(&first, packed, 2);
+    memcpy(&second, packed + 1, 2);
+    code[i] = first & 4095;
+    code[i + 1] = second >> 4;
+  }
 }
 
 }  // namespace

@@ -60,11 +60,6 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColu
     column[c] = load_bytes(bytes);
   }
 }
-inline void store_pairs(uint16_t* p, Bytes low, Bytes high) {
-  const __m256i even = _mm256_unpacklo_epi8(low.v, high.v), odd = _mm256_unpackhi_epi8(low.v, high.v);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute2x128_si256(even, odd, 0x20));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), _mm256_permute2x128_si256(even, odd, 0x31));
-}
 inline Bytes load_6_bits(const void* p) {
   const uint8_t* from = static_cast<const uint8_t*>(p);
   const __m256i halves = _mm256_inserti128_si256(
@@ -99,6 +94,11 @@ template <int E, int X, class Code> inline __m128i load_two_words(const uint64_t
 template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tables, const Code* code) {
   const __m256i first = _mm256_castsi128_si256(load_two_words<E, X>(tables, code));
   return {_mm256_inserti128_si256(first, load_two_words<E, X>(tables, code + 16 / X), 1)};
+}
+inline Bytes load_words_12_bits(const uint64_t* table, const uint8_t* codes) {
+  uint16_t code[kBytes / 8];
+  unpack_12_bits(codes, code);
+  return load_words<4096, 8>(table, code);
 }
 inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
   const __m256i one = _mm256_set1_epi8(char(1 << bit));

@@ -77,12 +77,6 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColu
   }
   for (int i = 0; i < kColumns; ++i) column[i].v = a[i];
 }
-inline void store_pairs(uint16_t* p, Bytes low, Bytes high) {
-  const __m512i even = _mm512_unpacklo_epi8(low.v, high.v), odd = _mm512_unpackhi_epi8(low.v, high.v);
-  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), last = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  _mm512_storeu_si512(p, _mm512_permutex2var_epi64(even, first, odd));
-  _mm512_storeu_si512(p + 32, _mm512_permutex2var_epi64(even, last, odd));
-}
 inline Bytes load_6_bits(const void* p) {
   const __m512i packed = _mm512_maskz_loadu_epi8(0xffffffffffff, p);
   const __m512i number = byte_numbers();  // byte j of 64-bit lane i takes byte 6 i + j: number - 2 i
@@ -116,6 +110,13 @@ template <int E, int X, class Code> inline __m256i load_four_words(const uint64_
 template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tables, const Code* code) {
   const __m512i first = _mm512_castsi256_si512(load_four_words<E, X>(tables, code));
   return {_mm512_inserti64x4(first, load_four_words<E, X>(tables, code + 32 / X), 1)};
+}
+inline Bytes load_words_12_bits(const uint64_t* table, const uint8_t* codes) {
+  const __m512i packed = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(0x0fff, codes));
+  const __m512i pair = _mm512_setr_epi64(0x0100, 0x0201, 0x0403, 0x0504, 0x0706, 0x0807, 0x0a09, 0x0b0a);
+  const __m512i both = _mm512_permutexvar_epi8(pair, packed);
+  const __m512i code = _mm512_srlv_epi64(both, _mm512_setr_epi64(0, 4, 0, 4, 0, 4, 0, 4));
+  return {_mm512_i64gather_epi64(_mm512_and_si512(code, _mm512_set1_epi64(4095)), table, 8)};
 }
 inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
   const __mmask64 mask = _mm512_test_epi8_mask(signs.v, _mm512_set1_epi8(char(1 << bit)));

@@ -58,10 +58,6 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColu
     column[c] = load_bytes(bytes);
   }
 }
-inline void store_pairs(uint16_t* p, Bytes low, Bytes high) {
-  vst1q_u16(p, vreinterpretq_u16_u8(vzip1q_u8(low.v, high.v)));
-  vst1q_u16(p + 8, vreinterpretq_u16_u8(vzip2q_u8(low.v, high.v)));
-}
 inline Bytes load_6_bits(const void* p) {
   uint8_t bytes[16] = {};
   memcpy(bytes, p, 12);
@@ -80,6 +76,11 @@ template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tabl
     for (int k = 1; k < 8 / X; ++k) word[i] |= tables[k * E + code[i * (8 / X) + k]];
   }
   return {vreinterpretq_u8_u64(vcombine_u64(vcreate_u64(word[0]), vcreate_u64(word[1])))};
+}
+inline Bytes load_words_12_bits(const uint64_t* table, const uint8_t* codes) {
+  uint16_t code[kBytes / 8];
+  unpack_12_bits(codes, code);
+  return load_words<4096, 8>(table, code);
 }
 inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
   const uint8x16_t mask = vtstq_u8(signs.v, vdupq_n_u8(uint8_t(1 << bit)));

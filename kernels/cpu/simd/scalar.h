@@ -85,11 +85,6 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColu
     for (int i = 0; i < kBytes; ++i) column[c].v[i] = p[i * stride + c];
 }
 
-// p[i] = low[i] + 256 high[i]
-inline void store_pairs(uint16_t* p, Bytes low, Bytes high) {
-  for (int i = 0; i < kBytes; ++i) p[i] = uint16_t(low.v[i] | high.v[i] << 8);
-}
-
 // kBytes codes from the 6-bit codes in the kBytes * 3 / 4 bytes at p.
 inline Bytes load_6_bits(const void* p) {
   const uint8_t* from = static_cast<const uint8_t*>(p);
@@ -111,6 +106,13 @@ template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tabl
     memcpy(r.v + 8 * i, &word, 8);
   }
   return r;
+}
+
+// kBytes / 8 entries of 8 bytes, whose codes of 12 bits are packed at `codes`.
+inline Bytes load_words_12_bits(const uint64_t* table, const uint8_t* codes) {
+  uint16_t code[kBytes / 8];
+  unpack_12_bits(codes, code);
+  return load_words<4096, 8>(table, code);
 }
 
 // -v (mod 256) where bit `bit` of `signs` is 1. Right for entries with a kLevelBias of 0 or 128.
