@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import env, paths
 from ..errors import VQBackendError
 
-ABI_VERSION = 2  # HF_VQ_ABI_VERSION of the api.h that this module was written for
+ABI_VERSION = 3  # HF_VQ_ABI_VERSION of the api.h that this module was written for
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 3}
 """torch dtype -> enum hf_vq_dtype."""
@@ -66,6 +66,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ("coded_scores", number, [pointer, pointer]),
         ("read_memory", size, [pointer, size]),
         ("dense_scores", number, [pointer, number, pointer, size, size, pointer]),
+        ("table_scores", number, [pointer, pointer, number, pointer, size, size, pointer]),
     ):
         function = getattr(library, f"hf_vq_{name}")
         function.restype, function.argtypes = result, arguments

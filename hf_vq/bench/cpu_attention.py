@@ -1,20 +1,24 @@
 """Suite `cpu-attention`: one token's attention over a long KV cache on the CPU, in time per head.
 
-    scores    q K^T alone: the coded keys against dense ones in float32 and bfloat16, and against
-              the time that this processor needs to read as many bytes once
-    step      q K^T, softmax and the values: against PyTorch's operations one by one (bmm, softmax,
-              bmm: what eager attention does), against its fused SDPA, and against onnxruntime's
-              GroupQueryAttention with an int8 cache where that package is installed
-    append    one token's keys and values into the cache, per vector
+    scores        q K^T alone: the coded keys against dense ones in float32 and bfloat16, against
+                  lookups in tables that are not in registers (the PQ-Attention of NoMAD-Attention,
+                  figure 5), and against the time that this processor needs to read as many bytes
+    step          q K^T, softmax and the values: against PyTorch's operations one by one (bmm,
+                  softmax, bmm: what eager attention does), against its fused SDPA, and against
+                  onnxruntime's GroupQueryAttention with an int8 cache where that is installed
+    prefill       the same for a chunk of a prompt behind a cached one
+    append        one token's keys and values into the cache, per vector
+    append keys   keys alone, against a copy into a dense cache and against the 256-entry search of
+                  `cq-4`, which is that of PQ-Attention
 
-Keys and values are random: how fast a kernel is does not depend on them. Every call finds its cache
-in main memory, as it does when a model generates.
+Keys, values and codebooks are random: how fast a kernel is does not depend on them. Every call
+finds its cache in main memory, as it does when a model generates.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,50 +26,70 @@ from torch import Tensor
 
 from ..backends import native
 from ..backends.cpu_attention import scores
+from ..cache.codebooks import learned as is_learned
 from ..cache.handle import VQHandle
 from ..cache.layer import LayerOptions, VQCacheLayer
 from ..cache.prompt import Prompt
 from ..formats.catalog import kv_scheme
+from ..formats.scheme import VQScheme
+from ..formats.tensors import kv_codebook_spec
 from ..ops.attention import CachedKV, attention
 from .timing import Contestant, cold_copies, interleave, speedup, summary
 
 SCHEMES = ("u4", "u3", "u2", "nomad-u4")
+PQ = "cq-4"  # 256 entries of 2 numbers: the codes of the paper's PQ-Attention
+LEARNED = ("nomad-4", PQ)  # of these the keys are of interest; steps are not timed
 CONTEXT = 16384
 HEADS = 8  # key/value heads of a call
 HEAD_DIM = 128
 GROUPS = (1, 4)  # query heads per key/value head
+CHUNKS = (32,)  # tokens of a prompt at a time
+CHUNK_SCHEMES = ("u4", "nomad-u4", "nomad-4")
 THREADS = (1, 2)
+APPENDED = 64  # tokens of an append
 
 
 def run(
     *,
     schemes: Sequence[str] = SCHEMES,
+    learned: Sequence[str] = LEARNED,
     context: int = CONTEXT,
     groups: Sequence[int] = GROUPS,
+    chunks: Sequence[int] = CHUNKS,
     threads: Sequence[int] = THREADS,
     rounds: int = 20,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Time scores, whole steps and appending; `report` gets each row when it is known.
 
+    Args:
+        learned: schemes whose scores and appends are timed, but no steps.
+        groups: query heads per key/value head of the steps; none = no steps.
+        chunks: tokens of a prompt; none = no prefill.
+
     Returns:
         (settings, results) of the record.
     """
+    every = (*schemes, *learned)
+
+    def sections() -> Iterator[list[dict[str, Any]]]:
+        yield _scores(every, context, rounds)
+        for group in groups:
+            yield _steps(schemes, context, group, 1, threads, rounds)
+        for chunk in chunks:
+            yield _steps(CHUNK_SCHEMES, context, 1, chunk, threads[:1], rounds)
+        torch.set_num_threads(1)
+        yield _appends(every, "kv", rounds)
+        yield _appends(every, "k", rounds)
+
     found: list[dict[str, Any]] = []
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        for row in _scores(schemes, context, rounds):
-            found.append(row)
-            report(row)
-        for group in groups:
-            for row in _steps(schemes, context, group, threads, rounds):
+        for section in sections():
+            for row in section:
                 found.append(row)
                 report(row)
-        torch.set_num_threads(1)
-        for row in _appends(schemes, rounds):
-            found.append(row)
-            report(row)
     finally:
         torch.set_num_threads(before)
     settings = {
@@ -75,27 +99,51 @@ def run(
     return settings, {"rows": found}
 
 
-def _caches(name: str, context: int, copies: int, dtype: torch.dtype) -> list[CachedKV]:
-    """The same tokens in as many caches: all but one token are codes."""
-    options = LayerOptions(kv_scheme(name), sinks=0, window=0)
-    shape = (1, HEADS, context, HEAD_DIM)
-    keys, values = (torch.randn(shape).to(dtype) for _ in range(2))
-    token = torch.randn(1, HEADS, 1, HEAD_DIM).to(dtype)
-    found = []
-    for _ in range(copies):
-        layer = VQCacheLayer(options, Prompt(), 0)
-        layer.update(keys, values)
-        handle = layer.update(token, token)[0]
-        assert isinstance(handle, VQHandle)
-        found.append(handle.update.cached)
-    return found
+def _layer(name: str) -> VQCacheLayer:
+    """An empty layer of a cache that keeps floats of the newest update only."""
+    scheme = kv_scheme(name)
+    books = _codebook(scheme.key), _codebook(scheme.value)
+    return VQCacheLayer(LayerOptions(scheme, sinks=0, window=0), Prompt(), 0, codebooks=books)
 
 
-def _coded_bytes(cached: CachedKV, side: str) -> int:
-    codes, scale = (
-        (cached.k_codes, cached.k_scale) if side == "k" else (cached.v_codes, cached.v_scale)
-    )
-    return codes.nbytes + scale.nbytes
+def _codebook(scheme: VQScheme) -> Tensor | None:
+    """Codebooks fp16 [heads, groups of channels, entries, x] of a learned scheme, else None."""
+    if not is_learned(scheme):
+        return None
+    entries = torch.randn(kv_codebook_spec(scheme, HEADS, HEAD_DIM, "the layer").shape).half()
+    return entries.sort(2).values if scheme.vector_size == 1 else entries  # as k-means leaves them
+
+
+def _cached(name: str, context: int, fresh: int = 1) -> CachedKV:
+    """A cache of `context` tokens as codes, and `fresh` newer ones."""
+    layer = _layer(name)
+    layer.update(*torch.randn(2, 1, HEADS, context, HEAD_DIM).unbind())
+    tokens = torch.randn(1, HEADS, fresh, HEAD_DIM)
+    handle = layer.update(tokens, tokens)[0]
+    assert isinstance(handle, VQHandle)
+    return handle.update.cached
+
+
+def _coded_bytes(cached: CachedKV, sides: str) -> int:
+    coded = {"k": (cached.k_codes, cached.k_scale), "v": (cached.v_codes, cached.v_scale)}
+    return sum(tensor.nbytes for side in sides for tensor in coded[side])
+
+
+def _cold(cached: CachedKV, nbytes: int) -> list[CachedKV]:
+    """As many copies of a cache as are never found in a processor's cache, if a call reads `nbytes`
+    bytes of one."""
+
+    def copy(codes: Tensor) -> Tensor:
+        return native.allocate(tuple(codes.shape)).copy_(codes)
+
+    copies = (
+        cached._replace(
+            k_codes=copy(cached.k_codes), k_scale=cached.k_scale.clone(),
+            v_codes=copy(cached.v_codes), v_scale=cached.v_scale.clone(),
+        )
+        for _ in range(cold_copies(nbytes) - 1)
+    )  # fmt: skip
+    return [cached, *copies]
 
 
 @torch.inference_mode()
@@ -104,10 +152,9 @@ def _scores(schemes: Sequence[str], context: int, rounds: int) -> list[dict[str,
     contestants: dict[str, Contestant] = {}
     nbytes = {}
     for name in schemes:
-        caches = _caches(name, context, 1, torch.float32)
-        nbytes[name] = _coded_bytes(caches[0], "k")
-        caches += _caches(name, context, cold_copies(nbytes[name]) - 1, torch.float32)
-        contestants[name] = _scoring(caches)
+        cached = _cached(name, context)
+        nbytes[name] = _coded_bytes(cached, "k")
+        contestants[name] = _scoring(_cold(cached, nbytes[name]))
     size = max(nbytes.values())
     if library is not None:
         memory = [native.allocate((size,)) for _ in range(cold_copies(size))]
@@ -116,6 +163,7 @@ def _scores(schemes: Sequence[str], context: int, rounds: int) -> list[dict[str,
         )
         contestants["dense bf16"] = _dense_scores(library, context, torch.bfloat16)
         contestants["dense fp32"] = _dense_scores(library, context, torch.float32)
+        contestants["PQ fp32 tables"] = _table_scores(library, context)
     contestants.update(_torch_scores(context))
     seconds = interleave(contestants, rounds)
     found = []
@@ -158,6 +206,26 @@ def _dense_scores(library: ctypes.CDLL, context: int, dtype: torch.dtype) -> Con
     return Contestant(call, len(copies))
 
 
+def _table_scores(library: ctypes.CDLL, context: int) -> Contestant:
+    """PQ-Attention: float32 tables of each query, made in the call, and a load for each code."""
+    scheme = kv_scheme(PQ).key
+    size, codebook = scheme.vector_size, _codebook(scheme)
+    assert codebook is not None
+    shape = (HEADS, context, HEAD_DIM // size)
+    nbytes = HEADS * context * HEAD_DIM // size
+    copies = [native.allocate(shape).random_(0, 256) for _ in range(cold_copies(nbytes))]
+    query, out = torch.randn(HEADS, HEAD_DIM), torch.empty(HEADS, context)
+
+    def call(i: int) -> None:
+        for head in range(HEADS):
+            library.hf_vq_table_scores(
+                copies[i][head].data_ptr(), codebook[head].data_ptr(), size, query[head].data_ptr(),
+                context, HEAD_DIM, out[head].data_ptr(),
+            )  # fmt: skip
+
+    return Contestant(call, len(copies))
+
+
 def _torch_scores(context: int) -> dict[str, Contestant]:
     keys = _dense(context, torch.float32)
     query = torch.randn(HEADS, HEAD_DIM, 1)
@@ -176,16 +244,21 @@ def _dense(context: int, dtype: torch.dtype) -> list[Tensor]:
 
 @torch.inference_mode()
 def _steps(
-    schemes: Sequence[str], context: int, group: int, threads: Sequence[int], rounds: int
+    schemes: Sequence[str],
+    context: int,
+    group: int,
+    queries: int,
+    threads: Sequence[int],
+    rounds: int,
 ) -> list[dict[str, Any]]:
+    """Steps of one query, or of the `queries` tokens of a chunk."""
     ours: dict[str, Contestant] = {}
     for name in schemes:
-        (first,) = _caches(name, context, 1, torch.float32)
-        nbytes = _coded_bytes(first, "k") + _coded_bytes(first, "v")
-        caches = [first, *_caches(name, context, cold_copies(nbytes) - 1, torch.float32)]
-        ours[name] = _stepping(caches, group)
-    peers = _torch_steps(context, group)
-    if (gqa := _onnxruntime_step(context, group)) is not None:
+        cached = _cached(name, context, queries)
+        caches = _cold(cached, _coded_bytes(cached, "kv"))
+        ours[name] = _stepping(caches, group, queries)
+    peers = _torch_steps(context, group * queries)
+    if queries == 1 and (gqa := _onnxruntime_step(context, group)) is not None:
         peers["onnxruntime int8"] = gqa
     found = []
     single: dict[str, float] = {}
@@ -196,8 +269,8 @@ def _steps(
         for name, times in seconds.items():
             per_head = [time / HEADS for time in times]
             row: dict[str, Any] = {
-                "what": "step", "name": name, "threads": count, "group": group,
-                **summary(per_head),
+                "what": "step" if queries == 1 else "prefill", "name": name, "threads": count,
+                "group": group, "queries": queries, **summary(per_head),
             }  # fmt: skip
             if count == threads[0]:
                 single[name] = row["us"]
@@ -209,17 +282,18 @@ def _steps(
     return found
 
 
-def _stepping(caches: list[CachedKV], group: int) -> Contestant:
-    query = torch.randn(1, HEADS * group, 1, HEAD_DIM)
+def _stepping(caches: list[CachedKV], group: int, queries: int) -> Contestant:
+    query = torch.randn(1, HEADS * group, queries, HEAD_DIM)
     scaling = HEAD_DIM**-0.5
     return Contestant(lambda i: attention(query, caches[i], scaling=scaling), len(caches))
 
 
-def _torch_steps(context: int, group: int) -> dict[str, Contestant]:
+def _torch_steps(context: int, rows: int) -> dict[str, Contestant]:
+    """`rows` queries of each key/value head: of a group, or of a chunk whose mask hides little."""
     found = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         keys, values = _dense(context, dtype), _dense(context, dtype)
-        query = torch.randn(HEADS, group, HEAD_DIM).to(dtype)
+        query = torch.randn(HEADS, rows, HEAD_DIM).to(dtype)
         found[f"torch bmm {name}"] = _composed(query, keys, values)
         found[f"torch SDPA {name}"] = _fused(query, keys, values)
     return found
@@ -238,7 +312,7 @@ def _composed(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Contes
 
 def _fused(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Contestant:
     def call(i: int) -> Tensor:
-        # [1, heads, group, D] over [1, heads, T, D]: the group's heads are as good as queries.
+        # [1, heads, rows, D] over [1, heads, T, D]: a group's heads are as good as queries.
         return torch.nn.functional.scaled_dot_product_attention(
             query[None], keys[i][None], values[i][None]
         )
@@ -255,29 +329,42 @@ def _onnxruntime_step(context: int, group: int) -> Contestant | None:
 
 
 @torch.inference_mode()
-def _appends(schemes: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    contestants = {}
-    for name in schemes:
-        layer = VQCacheLayer(LayerOptions(kv_scheme(name), sinks=0, window=0), Prompt(), 0)
-        tokens = torch.randn(1, HEADS, 256, HEAD_DIM)
-        layer.update(tokens, tokens)
-        contestants[name] = _appending(layer)
+def _appends(schemes: Sequence[str], sides: str, rounds: int) -> list[dict[str, Any]]:
+    """Appending keys and values ("kv"), or keys alone ("k"), which have peers."""
+    contestants = {name: _appending(_layer(name), sides) for name in schemes}
+    peers = []
+    if sides == "k":
+        contestants["dense fp32"] = _copying()
+        peers = [name for name in (PQ, "dense fp32") if name in contestants]
     seconds = interleave(contestants, rounds)
-    vectors = 2 * HEADS * 64
-    return [
-        {
-            "what": "append", "name": name, "threads": 1,
+    vectors = len(sides) * HEADS * APPENDED
+    found = []
+    for name, times in seconds.items():
+        row: dict[str, Any] = {
+            "what": "append keys" if sides == "k" else "append", "name": name, "threads": 1,
             **summary([time / vectors for time in times]),
-        }
-        for name, times in seconds.items()
-    ]  # fmt: skip
+        }  # fmt: skip
+        if name in schemes and peers:
+            row["speedup"] = {peer: speedup(times, seconds[peer]) for peer in peers if peer != name}
+        found.append(row)
+    return found
 
 
-def _appending(layer: VQCacheLayer) -> Contestant:
-    tokens = torch.randn(1, HEADS, 64, HEAD_DIM)
+def _appending(layer: VQCacheLayer, sides: str) -> Contestant:
+    tokens = torch.randn(1, HEADS, APPENDED, HEAD_DIM)
+    layer.update(tokens, tokens)
+    stores = [getattr(layer, side) for side in sides]
 
     def call(i: int) -> None:
-        layer.k.encode(tokens)
-        layer.v.encode(tokens)
+        for store in stores:
+            store.encode(tokens)
 
     return Contestant(call)
+
+
+def _copying() -> Contestant:
+    """Keys as they are, into the next place of a cache in float32."""
+    tokens = torch.randn(1, HEADS, APPENDED, HEAD_DIM)
+    places = cold_copies(tokens.nbytes)
+    cache = torch.randn(1, HEADS, places * APPENDED, HEAD_DIM)
+    return Contestant(lambda i: cache.narrow(2, i * APPENDED, APPENDED).copy_(tokens), places)

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 2
+#define HF_VQ_ABI_VERSION 3
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -138,6 +138,11 @@ HF_VQ_API int64_t hf_vq_read_memory(const void* memory, int64_t bytes);
 // score[t] = <query, keys[t]> in the calling thread: keys [tokens, dim] float32 or bfloat16.
 HF_VQ_API int hf_vq_dense_scores(const void* keys, int dtype, const float* query, int64_t tokens, int64_t dim,
                                  float* score);
+
+// score[t] = <query, keys[t]> of keys as 8-bit codes [tokens, dim / x], in the calling thread, by loads from float32
+// tables: product quantization without registers. codebook fp16 [dim / x, 256, x].
+HF_VQ_API int hf_vq_table_scores(const uint8_t* codes, const uint16_t* codebook, int x, const float* query,
+                                 int64_t tokens, int64_t dim, float* score);
 
 // The coded logits of step->query alone (no floats, no mask, no softcap), [batch, heads * group, queries,
 // k.count] float32, by the kernels that hf_vq_attention uses.

@@ -162,3 +162,8 @@ int64_t hf_vq_read_memory(const void* memory, int64_t bytes) { return hf_vq::ker
 int hf_vq_dense_scores(const void* keys, int dtype, const float* query, int64_t tokens, int64_t dim, float* score) {
   return hf_vq::kernels().dense_scores(keys, dtype, query, tokens, dim, score);
 }
+
+int hf_vq_table_scores(const uint8_t* codes, const uint16_t* codebook, int x, const float* query, int64_t tokens,
+                       int64_t dim, float* score) {
+  return hf_vq::kernels().table_scores(codes, codebook, x, query, tokens, dim, score);
+}

@@ -17,6 +17,7 @@ struct Kernels {
   int (*coded_scores)(const hf_vq_attention_step*, float*);
   int64_t (*read_memory)(const void*, int64_t);
   int (*dense_scores)(const void*, int, const float*, int64_t, int64_t, float*);
+  int (*table_scores)(const uint8_t*, const uint16_t*, int, const float*, int64_t, int64_t, float*);
 };
 
 #if defined(HF_VQ_X86)

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the benchmarks compare with: how fast memory can be read, and q K^T over dense keys.
+// What the benchmarks compare with: how fast memory can be read, q K^T over dense keys, and over codes without
+// tables in registers.
 #pragma once
-#include "floats.h"
+#include "scratch.h"
+#include "tables.h"
 
 namespace hf_vq {
 namespace {
@@ -33,6 +35,34 @@ int dense_scores(const void* keys, int dtype, const float* query, int64_t tokens
         sums[j] = fma(key, load(query + i + j * kFloats), sums[j]);
       }
     score[t] = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+  return HF_VQ_OK;
+}
+
+// score[t] = sum_s T_s[codes[t][s]], T_s[e] = <query_s, codebook[s][e]>: product quantization as textbooks have it,
+// with 256 float32 entries a table (64 KB at dim 128, x 2) and one load from a cache for each code.
+// codes [tokens, dim / x], dim / x a multiple of 4; codebook fp16 [dim / x, 256, x].
+int table_scores(const uint8_t* codes, const uint16_t* codebook, int x, const float* query, int64_t tokens, int64_t dim,
+                 float* score) {
+  if ((x != 1 && x != 2 && x != 4) || dim > kv::kDim || dim % (4 * x) != 0) return HF_VQ_UNSUPPORTED;
+  const int64_t vectors = dim / x;
+  const Scratch<float> memory(size_t(vectors) * kv::kEntries);
+  if (!memory) return HF_VQ_NO_MEMORY;
+  alignas(64) kv::Components number;
+  for (int64_t s = 0; s < vectors; ++s) {
+    kv::read_entries(codebook + s * kv::kEntries * x, kv::kEntries, x, number);
+    for (int e = 0; e < kv::kEntries; e += kFloats) {
+      Floats dot = load(number[0] + e) * splat(query[s * x]);
+      for (int c = 1; c < x; ++c) dot = fma(load(number[c] + e), splat(query[s * x + c]), dot);
+      store(memory.get() + s * kv::kEntries + e, dot);
+    }
+  }
+  for (int64_t t = 0; t < tokens; ++t, codes += vectors) {
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // a single one would wait for itself
+    const float* table = memory.get();
+    for (int64_t s = 0; s < vectors; s += 4)
+      for (int j = 0; j < 4; ++j, table += kv::kEntries) sums[j] += table[codes[s + j]];
+    score[t] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
   return HF_VQ_OK;
 }

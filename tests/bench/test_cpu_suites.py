@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 
 from hf_vq.backends import native
 from hf_vq.bench import cpu_attention, cpu_generate, cpu_linear, random_llama, timing
@@ -57,12 +58,55 @@ def test_cpu_linear():
 @pytest.mark.usefixtures("few_copies")
 def test_cpu_attention(monkeypatch):
     monkeypatch.setattr(cpu_attention, "_onnxruntime_step", lambda *sizes: None)
+    monkeypatch.setattr(cpu_attention, "CHUNK_SCHEMES", ("nomad-4",))
     _, results = cpu_attention.run(
-        schemes=("u4",), context=512, groups=(1, 2), threads=(1,), rounds=1
+        schemes=("u4",), context=512, groups=(1, 2), chunks=(3,), threads=(1,), rounds=1
     )
-    assert {row["what"] for row in results["rows"]} == {"scores", "step", "append"}
-    (scores,) = (r for r in results["rows"] if r["name"] == "u4" and r["what"] == "scores")
-    assert scores["of_bandwidth"] > 0 and "torch K q" in scores["speedup"]
+    rows = {}
+    for row in results["rows"]:
+        rows.setdefault(row["what"], {})[row["name"]] = row
+        assert row["us"] > 0
+    assert set(rows) == {"scores", "step", "prefill", "append", "append keys"}
+    coded = {"u4", "nomad-4", "cq-4"}
+    assert coded | {"PQ fp32 tables", "dense fp32"} <= set(rows["scores"])
+    for name in coded:
+        row = rows["scores"][name]
+        assert row["of_bandwidth"] > 0 and {"torch K q", "PQ fp32 tables"} <= set(row["speedup"])
+    assert "nomad-4" not in rows["step"] and rows["step"]["u4"]["queries"] == 1
+    assert "torch SDPA fp32" in rows["prefill"]["nomad-4"]["speedup"]
+    assert rows["prefill"]["nomad-4"]["queries"] == 3
+    assert set(rows["append"]) == coded
+    assert set(rows["append keys"]) == coded | {"dense fp32"}
+    assert set(rows["append keys"]["nomad-4"]["speedup"]) == {"cq-4", "dense fp32"}
+
+
+@pytest.mark.skipif(native.load() is None, reason=native.why_not())
+@pytest.mark.usefixtures("few_copies")
+def test_parts_of_cpu_attention():
+    """As notebooks/20_nomad_attention.ipynb runs it."""
+    _, results = cpu_attention.run(
+        schemes=("nomad-u4",), context=256, groups=(), chunks=(), rounds=1
+    )
+    assert {row["what"] for row in results["rows"]} == {"scores", "append", "append keys"}
+
+
+@pytest.mark.skipif(native.load() is None, reason=native.why_not())
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_table_scores_are_those_of_the_decoded_keys(size):
+    tokens, dim = 7, 48
+    vectors = dim // size
+    codes = torch.randint(0, 256, (tokens, vectors), dtype=torch.uint8)
+    codebook = torch.randn(vectors, 256, size).half()
+    query, found = torch.randn(dim), torch.empty(tokens)
+    library = native.load()
+    arguments = codes.data_ptr(), codebook.data_ptr(), size, query.data_ptr()
+    status = library.hf_vq_table_scores(*arguments, tokens, dim, found.data_ptr())
+    assert status == native.OK
+    keys = codebook[torch.arange(vectors), codes.long()].flatten(1).double()
+    slack = dim * 2**-24 * (keys.abs() @ query.double().abs())  # a rounding per term and sum
+    assert ((found - keys @ query.double()).abs() <= slack).all()
+    arguments = codes.data_ptr(), codebook.data_ptr(), 3, query.data_ptr()
+    assert library.hf_vq_table_scores(*arguments, tokens, dim, 0) == native.UNSUPPORTED
 
 
 def test_cpu_generate(monkeypatch):

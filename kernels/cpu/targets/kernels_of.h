@@ -9,4 +9,4 @@
 
 #define HF_VQ_KERNELS(isa) \
   {isa, linear_supports, linear, decode, rotate, codes_supported, append, attention, coded_scores, \
-   read_memory, dense_scores}
+   read_memory, dense_scores, table_scores}

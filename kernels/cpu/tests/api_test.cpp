@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
+#include "../numbers.h"
 #include "library.h"
 #include "processor.h"
 
@@ -43,6 +44,7 @@ void open(const char* path) {
   find(handle, "hf_vq_coded_scores", library.coded_scores);
   find(handle, "hf_vq_read_memory", library.read_memory);
   find(handle, "hf_vq_dense_scores", library.dense_scores);
+  find(handle, "hf_vq_table_scores", library.table_scores);
 }
 
 // The run-time choice: what runs here is offered, best first, and can be forced; nothing else can.
@@ -104,6 +106,24 @@ void test_yardsticks() {
     for (size_t i = 0; i < 128; ++i) want += double(keys[t * 128 + i]) * query[i];
     that(__builtin_fabs(score[t] - want) < 1e-4, "dense_scores: %g, not %g", double(score[t]), want);
   }
+  for (int x : {1, 2, 4}) {
+    const size_t vectors = 32 / size_t(x);
+    Guarded<uint8_t> codes(3 * vectors);
+    Guarded<uint16_t> codebook(vectors * 256 * size_t(x));
+    for (size_t i = 0; i < codes.size(); ++i) codes[i] = uint8_t(random_int(0, 255));
+    for (size_t i = 0; i < codebook.size(); ++i) codebook[i] = float_to_half(random_normal());
+    const int status = library.table_scores(codes.get(), codebook.get(), x, query.get(), 3, 32, score.get());
+    if (!that(status == HF_VQ_OK, "table_scores: status %d", status)) return;
+    for (size_t t = 0; t < 3; ++t) {
+      double want = 0;
+      for (size_t i = 0; i < 32; ++i) {
+        const size_t s = i / size_t(x), entry = s * 256 + codes[t * vectors + s];
+        want += double(half_to_float(codebook[entry * size_t(x) + i % size_t(x)])) * query[i];
+      }
+      that(__builtin_fabs(score[t] - want) < 1e-4, "table_scores: %g, not %g", double(score[t]), want);
+    }
+  }
+  that(library.table_scores(nullptr, nullptr, 3, nullptr, 3, 96, nullptr) == HF_VQ_UNSUPPORTED, "table_scores of x 3");
 }
 
 // -- pools in the form of torch_parallel_for ----------------------------------------------------

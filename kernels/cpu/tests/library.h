@@ -24,6 +24,7 @@ struct Library {
   decltype(&hf_vq_coded_scores) coded_scores;
   decltype(&hf_vq_read_memory) read_memory;
   decltype(&hf_vq_dense_scores) dense_scores;
+  decltype(&hf_vq_table_scores) table_scores;
 };
 extern Library library;
 
