@@ -11,7 +11,8 @@ namespace kv {
 // e^x for x <= 0; below -87 it is 0. Cephes' polynomial: a relative error of 2e-7.
 inline Floats exp_of(Floats x) {
   const Floats y = max(x, splat(-87.0f));  // and NaN becomes -87
-  const Floats n = to_floats(to_ints(y * splat(1.44269504f)));
+  const Ints whole = to_ints(y * splat(1.44269504f));
+  const Floats n = to_floats(whole);
   const Floats r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), y));  // y - n log 2
   Floats p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
   p = fma(p, r, splat(8.3334519073e-3f));
@@ -19,7 +20,7 @@ inline Floats exp_of(Floats x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p * r, r, r + splat(1.0f));
-  return where_less(x, splat(-87.0f), splat(0.0f), p * exp2_of(to_ints(n)));
+  return where_less(x, splat(-87.0f), splat(0.0f), p * exp2_of(whole));
 }
 
 inline float exp_of(float x) {
@@ -99,17 +100,14 @@ inline bool scale_weights(float* p, const float* scale, float& highest, float& l
 
 // The positive ones of sign * x [256], whose largest is given, rounded to 2 kWeightBits bits.
 inline void round_weights(const float* x, float sign, float highest, Weights& w) {
-  constexpr float kLow = float(1 << kWeightBits), kSteps = kLow * kLow - 1.0f;
+  constexpr float kSteps = float((1 << 2 * kWeightBits) - 1);
   w.step = highest > kSmallest ? highest / kSteps : 0.0f;
   if (w.step == 0.0f) return;
   const Floats factor = splat(sign * kSteps / highest);
   for (int i = 0; i < kBlock; i += kFloats) {
-    const Floats whole = to_floats(to_ints(min(max(load(x + i) * factor, splat(0.0f)), splat(kSteps))));
-    // floor(whole / 2^bits): the middle of the rounding interval is never met.
-    const Ints high = to_ints(fma(whole, splat(1.0f / kLow), splat(0.5f / kLow - 0.5f)));
-    const Ints low = to_ints(fma(to_floats(high), splat(-kLow), whole));
-    store_low_bytes(w.high + i, high);
-    store_low_bytes(w.low + i, low);
+    const Ints whole = to_ints(min(max(load(x + i) * factor, splat(0.0f)), splat(kSteps)));
+    store_low_bytes(w.high + i, high_bits<kWeightBits>(whole));
+    store_low_bytes(w.low + i, low_bits<kWeightBits>(whole));
   }
 }
 

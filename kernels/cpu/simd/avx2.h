@@ -153,6 +153,8 @@ inline void store(int32_t* p, Ints a) { _mm256_storeu_si256(reinterpret_cast<__m
 inline Ints splat_int(int32_t value) { return {_mm256_set1_epi32(value)}; }
 inline Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
 inline Ints operator-(Ints a, Ints b) { return {_mm256_sub_epi32(a.v, b.v)}; }
+template <int N> inline Ints high_bits(Ints a) { return {_mm256_srli_epi32(a.v, N)}; }
+template <int N> inline Ints low_bits(Ints a) { return {_mm256_and_si256(a.v, _mm256_set1_epi32((1 << N) - 1))}; }
 inline int32_t sum(Ints a) {
   __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
   s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
