@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// api_test LIBRARY [REPEATS [ISAS]]: the C ABI of a built library, on every instruction set that this
+// api_test LIBRARY [REPEATS [ISAS [ONLY]]]: the C ABI of a built library, on every instruction set that this
 // processor has.
 //
 // REPEATS: random problems of each kind. ISAS: what hf_vq_isas() must answer; without it, that follows from
-// the processor.
+// the processor. ONLY: the one whose kernels are tested; without it, all are.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -48,7 +48,7 @@ void open(const char* path) {
 }
 
 // The run-time choice: what runs here is offered, best first, and can be forced; nothing else can.
-void test_choice(const char* wanted) {
+void test_choice(const char* wanted, const char* only) {
   that(library.abi_version() == HF_VQ_ABI_VERSION, "ABI %d", library.abi_version());
   const char* all[] = {"avx512", "avx2", "dotprod", "neon", "scalar"};
   char expected[64] = "";
@@ -69,10 +69,14 @@ void test_choice(const char* wanted) {
     that(library.use_isa(name) == HF_VQ_OK, "use_isa of the best");
     that(strlen(library.isa()) == best && strncmp(library.isa(), expected, best) == 0, "the best is %s", library.isa());
   }
-  strcpy(isas.names[isas.count++], "scalar");
+  const auto add = [&](const char* isa) {
+    const bool asked = only == nullptr || strcmp(isa, only) == 0;
+    if (asked && library.use_isa(isa) == HF_VQ_OK) strcpy(isas.names[isas.count++], isa);
+  };
+  add("scalar");
   for (const char* isa : all)
-    if (strcmp(isa, "scalar") != 0 && library.use_isa(isa) == HF_VQ_OK)
-      strcpy(isas.names[isas.count++], isa);
+    if (strcmp(isa, "scalar") != 0) add(isa);
+  that(isas.count > 0, "there are no kernels for %s", only);
 }
 
 void test_memory() {
@@ -99,8 +103,8 @@ void test_yardsticks() {
   Guarded<float> keys(3 * 128), query(128), score(3);
   for (size_t i = 0; i < keys.size(); ++i) keys[i] = random_normal();
   for (size_t i = 0; i < query.size(); ++i) query[i] = random_normal();
-  if (!that(library.dense_scores(keys.get(), HF_VQ_FLOAT32, query.get(), 3, 128, score.get()) == HF_VQ_OK, "dense_scores"))
-    return;
+  const int status = library.dense_scores(keys.get(), HF_VQ_FLOAT32, query.get(), 3, 128, score.get());
+  if (!that(status == HF_VQ_OK, "dense_scores: status %d", status)) return;
   for (size_t t = 0; t < 3; ++t) {
     double want = 0;
     for (size_t i = 0; i < 128; ++i) want += double(keys[t * 128 + i]) * query[i];
@@ -188,12 +192,11 @@ void use_some_threads() {
 
 int main(int count, char** arguments) {
   using namespace hf_vq::check;
-  if (count < 2) stop("api_test LIBRARY [REPEATS [ISAS]]");
+  if (count < 2) stop("api_test LIBRARY [REPEATS [ISAS [ONLY]]]");
   if (count > 2) repeats = atoi(arguments[2]);
-  const char* wanted = count > 3 ? arguments[3] : nullptr;
-  start();
+  start("api_test");
   open(arguments[1]);
-  test_choice(wanted);
+  test_choice(count > 3 ? arguments[3] : nullptr, count > 4 ? arguments[4] : nullptr);
   test_memory();
   for (int i = 0; i < isas.count; ++i) {
     library.use_isa(isas.names[i]);

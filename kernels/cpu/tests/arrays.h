@@ -15,6 +15,8 @@ inline double step_of(int dtype) {
   return dtype == HF_VQ_FLOAT32 ? 1.2e-7 : dtype == HF_VQ_FLOAT16 ? 9.8e-4 : 7.9e-3;
 }
 
+constexpr double kHalfUlp = 5.9604644775390625e-8;  // 2^-24: what rounding to float32 may do, relative
+
 inline int random_dtype() { return int(random_int(HF_VQ_FLOAT32, HF_VQ_BFLOAT16)); }
 
 // `count` numbers of a dtype; a new one is NaN everywhere.
@@ -77,6 +79,23 @@ inline void plain_hadamard(double* x, int64_t n) {
         x[i + half] = a - b;
       }
   for (int64_t i = 0; i < n; ++i) x[i] *= 1 / __builtin_sqrt(double(n));
+}
+
+// Numbers u [n] are rounded to integers of `step` = max |u| / 127 after a Hadamard transform in float32, each of
+// whose passes, factor and constant are wrong by half an ulp of the norm. An instruction set that adds in
+// another order may round a number to the other side if it lies nearer than this, in steps, to the middle.
+inline double doubt_of_rounding(const double* u, int64_t n, int64_t block, double& step) {
+  double largest = 0, norm = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    largest = __builtin_fmax(largest, __builtin_fabs(u[i]));
+    norm += u[i] * u[i];
+  }
+  step = largest / 127;
+  if (step == 0) return 0;
+  return kHalfUlp * (2 * (double(__builtin_ctzll(uint64_t(block))) + 2) * __builtin_sqrt(norm) / step + 3 * 127);
+}
+inline bool undecided(double units, double doubt) {
+  return __builtin_fabs(units - __builtin_floor(units) - 0.5) < doubt;
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ namespace hf_vq::check {
 
 // Of the whole program.
 inline int64_t checks = 0, failures = 0;
-inline uint64_t first_seed = 0, random_state = 0;
+inline uint64_t random_state = 0;
 
 namespace {
 
@@ -48,15 +48,16 @@ namespace {
 
 // -- random numbers ------------------------------------------------------------------------------
 
-// splitmix64, from a seed that is new in every run and printed where a check fails: HF_VQ_TEST_SEED
-// runs it again.
-inline void start() {
+// splitmix64, from a seed that is new in every run. It is printed at once, since a program may not come to
+// its end; with HF_VQ_TEST_SEED it runs again.
+inline void start(const char* program) {
   timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
   const char* again = getenv("HF_VQ_TEST_SEED");
-  first_seed = again != nullptr ? strtoull(again, nullptr, 10)
-                                : (uint64_t(now.tv_nsec) * 1000003 + uint64_t(getpid())) % 1000000000;
-  random_state = first_seed;
+  random_state = again != nullptr ? strtoull(again, nullptr, 10)
+                                  : (uint64_t(now.tv_nsec) * 1000003 + uint64_t(getpid())) % 1000000000;
+  printf("%s, HF_VQ_TEST_SEED=%llu\n", program, static_cast<unsigned long long>(random_state));
+  fflush(stdout);
 }
 inline uint64_t random_bits() {
   uint64_t z = random_state += 0x9e3779b97f4a7c15;
@@ -160,7 +161,6 @@ template <typename T> class Guarded {
 inline int finish(const char* program, const char* what) {
   printf("%s %s: %lld checks, %lld failures\n", program, what, static_cast<long long>(checks),
          static_cast<long long>(failures));
-  if (failures != 0) printf("run it again with HF_VQ_TEST_SEED=%llu\n", static_cast<unsigned long long>(first_seed));
   return failures == 0 ? 0 : 1;
 }
 

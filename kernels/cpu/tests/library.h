@@ -28,7 +28,7 @@ struct Library {
 };
 extern Library library;
 
-// The instruction sets under test, scalar first: what the others compute is compared with it.
+// The instruction sets under test. Where scalar is one of them it is the first, and others are compared with it.
 struct Isas {
   char names[8][16];
   int count;

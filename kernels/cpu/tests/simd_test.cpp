@@ -461,7 +461,8 @@ void test_hadamard() {
         want += __builtin_popcountll(uint64_t(i % block & j)) % 2 ? -term : term;
         size += std::fabs(term);
       }
-      that(std::fabs(x[size_t(i)] - want) <= size * 1e-6, "hadamard of %d: %.9g, not %.9g", int(block), double(x[size_t(i)]), want);
+      const double got = double(x[size_t(i)]);
+      that(std::fabs(got - want) <= size * 1e-6, "hadamard of %d: %.9g, not %.9g", int(block), got, want);
     }
   }
 }
@@ -471,7 +472,7 @@ void test_hadamard() {
 
 int run_simd_tests() {
   using namespace hf_vq;
-  start();
+  start("simd_test");
   test_bytes();
   test_6_bits();
   test_codebooks();
