@@ -187,6 +187,11 @@ def test_head_dims(dim: int) -> None:
     check(torch.randn(2, 2, 1, dim), make(dim=dim, length=29, window=8, slack=3))
 
 
+@pytest.mark.parametrize(("scheme", "dim"), [("nomad-4", 320), ("nomad-u4", 264), ("u4", 520)])
+def test_more_sub_quantizers_than_kernels_have(scheme: str, dim: int) -> None:
+    check(torch.randn(2, 2, 1, dim), make(scheme, dim=dim, length=29, window=8, slack=3))
+
+
 SCHEMES = ["u4", "u3", "u2", "k4v2", "nomad-u4", "nomad-4", "nomad-2", "nomad-1", "cq-4", "cq-2"]
 
 

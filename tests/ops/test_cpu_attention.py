@@ -19,7 +19,7 @@ from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
 from hf_vq.ops import append_kv, attention_reference, dispatch
 from hf_vq.ops.attention import CachedKV, attention
-from hf_vq.ops.layout import BLOCK, block_bytes
+from hf_vq.ops.layout import BLOCK, block_bytes, to_rows
 from hf_vq.ops.library import parse
 
 from . import rounding
@@ -292,18 +292,42 @@ def test_threads_share_the_tokens(scheme: str) -> None:
 
 
 def test_a_million_tokens() -> None:
-    length, dim = 1 << 20, 16
-    cached = make(heads=1, dim=dim, length=600, window=2, sinks=0)
-    times = length // BLOCK
-    cached = cached._replace(
-        k_codes=cached.k_codes[:, :, :1].repeat(1, 1, times, 1),
-        v_codes=cached.v_codes[:, :, :1].repeat(1, 1, times, 1),
-        k_scale=cached.k_scale[:, :, :BLOCK].repeat(1, 1, times, 1),
-        v_scale=cached.v_scale[:, :, :BLOCK].repeat(1, 1, times, 1),
-        coded=length, tail_start=length, tail_k=cached.tail_k[:, :, -2:],
-        tail_v=cached.tail_v[:, :, -2:],
-    )  # fmt: skip
-    check(torch.randn(1, 1, 1, dim), cached)
+    """Appended in chunks that end within blocks; each token has the codes that it has alone."""
+    length, dim, chunk = 1 << 20, 16, 99_991
+    both = KV_SCHEMES["nomad-u4"]
+    cached = make(both, heads=1, dim=dim, length=2, window=2, sinks=0, slack=0)
+    tapes = {}
+    for side, scheme in (("k", both.key), ("v", both.value)):
+        layout = getattr(cached, {"k": "key_layout", "v": "value_layout"}[side])
+        mean, codebook = cached.k_mean if side == "k" else None, universal_tensor(scheme)
+        x = torch.randn(1, 1, length, dim)
+        size = block_bytes(dim // scheme.vector_size, scheme.entry_bits)
+        codes = torch.empty(1, 1, length // BLOCK, size, dtype=torch.uint8)
+        scale = torch.empty(1, 1, length, 1, dtype=torch.float16)
+        for at in range(0, length, chunk):
+            part = x[:, :, at : at + chunk]
+            append_kv(part, mean, codebook, codes, scale, at, scheme.spec(), layout)
+        for t in (0, chunk - 1, chunk, length - 1, *torch.randint(length, (50,)).tolist()):
+            alone = store(x[:, :, t : t + 1], mean, scheme, codebook, layout, t % BLOCK)
+            found = to_rows(codes, t, 1, scheme.entry_bits, layout)
+            assert torch.equal(found, to_rows(alone[0], t % BLOCK, 1, scheme.entry_bits, layout))
+            assert torch.equal(scale[:, :, t], alone[1][:, :, -1])
+        tapes |= {f"{side}_codes": codes, f"{side}_scale": scale}
+    del x, part
+    cached = cached._replace(**tapes, coded=length, tail_start=length)
+    check(3 * torch.randn(1, 1, 1, dim), cached)
+
+
+def test_the_largest_sums_of_tables() -> None:
+    """256 sub-quantizers whose codes all have the highest of 255 steps: 65280 in 16 bits."""
+    dim = 256
+    cached = make("nomad-4", dim=dim, heads=1, window=2, sinks=0)
+    levels = torch.linspace(-1, 1, 16).half()[:, None]
+    cached = cached._replace(codebook_k=levels.expand(1, dim, 16, 1).contiguous())
+    for code in (255, 0):
+        cached.k_codes.fill_(code)
+        for sign in (1.0, -1.0):
+            check(sign * torch.ones(1, 2, 1, dim), cached)
 
 
 @pytest.mark.parametrize("scheme", ["u4", "nomad-u4", "u2", "nomad-4"])
@@ -419,6 +443,7 @@ def test_who_attends_and_why_not() -> None:
     assert ask("u4", "quads planes") == "quads planes"
     assert "'rows'" in ask("u4", "rows rows")
     assert "head_dim 512" in ask("u4", dim=512)
+    assert "head_dim 264" in ask("nomad-4", dim=264)  # more tables than sums of 16 bits hold
     assert "head_dim 36" in ask("u2", dim=36)
     assert "head_dim 258" in ask("u4", value_dim=258)
 
