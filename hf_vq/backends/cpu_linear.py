@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from ..formats.packing import unpack_bits
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
-from . import native
+from . import native, torch_ops
 
 FEW_TOKENS = {"avx512": 128}  # up to here the kernel multiplies with codes, by instruction set
 FEW_TOKENS_ELSEWHERE = 16  # without an instruction for sums of 8-bit products
@@ -64,16 +63,22 @@ def matrix(
 
     It holds nothing but its arguments: a tensor that moved gives another one.
     """
-    scope = _E8P if scheme.lattice else _TILE if scheme.codebook == "tile" else _SHARED
     described = Matrix(
-        codes, codebook, scale, signs, out_features, in_features,
-        scheme.vector_size, scheme.entry_bits, scheme.streams, scope, *scheme.tile,
-        scheme.group(in_features), scheme.block(in_features),
-    )  # fmt: skip
+        codes, codebook, scale, signs, out_features, in_features, *_numbers(scheme, in_features)
+    )
     library = native.load()
     status = library and library.hf_vq_linear_supports(ctypes.byref(described))
     described.has_kernel = status == native.OK
     return described
+
+
+def _numbers(scheme: VQScheme, in_features: int) -> tuple[int, ...]:
+    """The last fields of `hf_vq_matrix`."""
+    scope = _E8P if scheme.lattice else _TILE if scheme.codebook == "tile" else _SHARED
+    return (
+        scheme.vector_size, scheme.entry_bits, scheme.streams, scope, *scheme.tile,
+        scheme.group(in_features), scheme.block(in_features),
+    )  # fmt: skip
 
 
 def accepts(problem: dispatch.Problem) -> str | None:
@@ -140,6 +145,31 @@ def linear(
     if status != native.OK:
         native.check(status, "linear")
     return y
+
+
+def direct(problem: dispatch.Problem) -> dispatch.Direct | None:
+    """`hf_vq::cpu_linear` for a problem of few tokens, if torch lets us register it."""
+    op, scheme = torch_ops.cpu_linear(), VQScheme.parse(problem.scheme)
+    few = problem.tokens <= FEW_TOKENS_ELSEWHERE
+    if op is None or not few or not matrix(scheme, problem.n, problem.k).has_kernel:
+        return None
+    numbers = torch.tensor(_numbers(scheme, problem.k), dtype=torch.int32, device="cpu")
+    none = torch.empty(0, device="cpu")
+
+    def run(
+        x: Tensor,
+        codes: Tensor,
+        codebook: Tensor,
+        scale: Tensor,
+        rotation: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor | None:
+        signs = none if rotation is None else rotation
+        added = none if bias is None else bias
+        y: Tensor | None = op(x, codes, codebook, scale, signs, added, numbers)
+        return y
+
+    return run
 
 
 def few_tokens() -> int:
@@ -213,7 +243,8 @@ def _needs() -> str | None:
 
 def register() -> None:
     """Add the rows to the top of the dispatch table."""
-    rows: tuple[tuple[str, Callable[..., Tensor]], ...] = (("linear", linear), ("decode", decode))
-    for op, run in rows:
-        kernel = dispatch.Kernel(f"cpu.{op}", op, run, "cpu", _needs, accepts)
+    for kernel in (
+        dispatch.Kernel("cpu.linear", "linear", linear, "cpu", _needs, accepts, direct=direct),
+        dispatch.Kernel("cpu.decode", "decode", decode, "cpu", _needs, accepts),
+    ):
         dispatch.register(kernel, first=True)

@@ -64,6 +64,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("append", number, [pointer, pointer, size, size, size]),
         ("attention", number, [pointer]),
         ("coded_scores", number, [pointer, pointer]),
+        ("use_torch", None, [pointer]),
+        ("torch_linear", None, [pointer, ctypes.c_uint64, ctypes.c_uint64]),
         ("read_memory", size, [pointer, size]),
         ("dense_scores", number, [pointer, number, pointer, size, size, pointer]),
         ("table_scores", number, [pointer, pointer, number, pointer, size, size, pointer]),
@@ -73,7 +75,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 @functools.cache
-def _torch() -> ctypes.CDLL | None:
+def torch_shim() -> ctypes.CDLL | None:
     """The library that exports torch's C shim."""
     for path in Path(torch.__file__).parent.glob("lib/*torch_cpu.*"):
         try:
@@ -85,7 +87,7 @@ def _torch() -> ctypes.CDLL | None:
 
 def _share_threads(library: ctypes.CDLL) -> None:
     """Let kernels run on torch's own threads; without its C shim they run on the caller's."""
-    shim = _torch()
+    shim = torch_shim()
     names = ("torch_parallel_for", "torch_get_num_threads")
     if shim is not None and all(hasattr(shim, name) for name in names):
         library.hf_vq_use_threads(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from ..errors import VQSchemeError, shown
@@ -143,6 +143,10 @@ class VQScheme:
 
     def spec(self) -> str:
         """One line that says the whole scheme; `VQScheme.parse` is its exact inverse."""
+        return self._spec
+
+    @cached_property  # every layer asks at every call
+    def _spec(self) -> str:
         scope = self.lattice or self.codebook
         if self.codebook == "tile":
             scope = f"tile{self.tile[0]}x{self.tile[1]}"

@@ -103,7 +103,7 @@ class VQLinear(Stored, nn.Linear):
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by key (`formats.tensor_specs`)."""
-        found = {key: getattr(self, attribute) for key, attribute in self.attributes.items()}
+        found = self.held(self.attributes)
         if found["codes"].ndim == 3:
             found["codes"] = found["codes"][0]
         return found
@@ -121,7 +121,9 @@ class VQLinear(Stored, nn.Linear):
                 f"{self.where} got an input of shape {list(x.shape)}; its last dimension must be "
                 f"in_features={self.in_features // self.input_parts}."
             )
-        return ops.linear(x, self.tensors(), self.bias, self.scheme)
+        parameters = self._parameters
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, it is slow
+        return ops.linear(x, self.tensors(), bias, self.scheme)
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight [out_features, in_features]."""

@@ -78,6 +78,20 @@ class Stored(nn.Module):
                     tensor = tensor.to(buffer.device)
                 self._buffers[attribute] = share(tensor)
 
+    def held(self, attributes: Mapping[str, str]) -> dict[str, Any]:
+        """The registered tensors of some attributes, by key, as `getattr` gives them but faster.
+
+        Asked anew at every call: a tensor may be moved or replaced at any time.
+        """
+        parameters, buffers = self._parameters, self._buffers
+        try:
+            return {
+                key: (parameters if attribute in parameters else buffers)[attribute]
+                for key, attribute in attributes.items()
+            }
+        except KeyError:  # a tool that shards or parametrizes modules keeps some elsewhere
+            return {key: getattr(self, attribute) for key, attribute in attributes.items()}
+
     def stored(self, attribute: str) -> Tensor:
         """One stored tensor in the dtype of its spec (a tool may have cast it behind our back)."""
         tensor: Tensor = getattr(self, attribute)

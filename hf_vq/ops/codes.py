@@ -17,7 +17,8 @@ from .library import define, parse, problem
 
 def rotation_of(tensors: Mapping[str, Tensor], suffix: str = "") -> Tensor | None:
     """The rotation argument of an op: packed signs, a QR matrix, or None."""
-    return tensors.get(f"signs{suffix}", tensors.get(f"rotation{suffix}"))
+    signs = tensors.get(f"signs{suffix}")
+    return tensors.get(f"rotation{suffix}") if signs is None else signs
 
 
 def decode_weight(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from .. import env
 from ..errors import VQBackendError
 
@@ -45,6 +47,10 @@ class Problem(NamedTuple):
     layout: str = ""
 
 
+Direct = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
+"""(x, codes, codebook, scale, rotation, bias) -> y, or None for tensors that it does not take."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One row: who, for which op, what it needs and what it accepts.
@@ -57,6 +63,7 @@ class Kernel:
         needs: None if this machine has what it takes, else the reason why not.
         accepts: None if it can solve the problem, else the reason why not.
         layouts: for attention, the layouts of keys and of values that it wants in a new cache.
+        direct: for linear, a shorter way to `run` for weights of one pass, if there is one.
     """
 
     name: str
@@ -66,6 +73,7 @@ class Kernel:
     needs: Callable[[], str | None] = lambda: None
     accepts: Callable[[Problem], str | None] = lambda problem: None
     layouts: Callable[[Problem], tuple[str, str]] = lambda problem: ("rows", "rows")
+    direct: Callable[[Problem], Direct | None] = lambda problem: None
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ def register(kernel: Kernel, *, first: bool = False) -> None:
     _table[:] = [row for row in _table if (row.op, row.name) != (kernel.op, kernel.name)]
     _table.insert(0 if first else len(_table), kernel)
     _select.cache_clear()
+    _direct.cache_clear()
 
 
 def rows(op: str) -> list[Kernel]:
@@ -110,6 +119,16 @@ def _select(problem: Problem, forced: str) -> Kernel:
     reasons = "; ".join(f"{verdict.kernel.name}: {verdict.reason}" for verdict in verdicts)
     cure = f" Unset HF_VQ_BACKEND={forced}." if forced else ""
     raise VQBackendError(f"no kernel runs {problem}: {reasons or 'the table is empty'}.{cure}")
+
+
+def direct(problem: Problem) -> Direct | None:
+    """The shorter way of the row that runs `problem`, if it has one; raises as `select` does."""
+    return _direct(problem, env.BACKEND.get())
+
+
+@lru_cache(maxsize=4096)
+def _direct(problem: Problem, forced: str) -> Direct | None:
+    return _select(problem, forced).direct(problem)
 
 
 def explain(problem: Problem) -> list[Verdict]:

@@ -6,14 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..formats.scheme import VQScheme
 from . import dispatch
 
 library = torch.library.Library("hf_vq", "DEF")
+
+# Not public: a torch without one of them is taken to be looking on always.
+_modes, _transforms, _traces = (
+    getattr(torch._C, name, lambda: True)
+    for name in ("_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_is_tracing")
+)
 
 
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -23,12 +32,29 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     torch.library.register_fake(f"hf_vq::{name}", fake, lib=library)
 
 
-def problem(op: str, x: torch.Tensor, spec: str, n: int) -> dispatch.Problem:
+def only_result(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call of `hf_vq::linear` is eager and nothing follows it but its result.
+
+    False while a compiler, a tracer, a mode or a transform looks on, or a gradient will be asked.
+    """
+    if is_compiling() or type(x) is not Tensor or _modes() or _transforms() or _traces():
+        return False
+    differentiable = x.requires_grad or (bias is not None and bias.requires_grad)
+    return not (differentiable and torch.is_grad_enabled())
+
+
+def problem(op: str, x: Tensor, spec: str, n: int) -> dispatch.Problem:
     """The problem of an op whose input `x` is [..., k] and whose output has `n` features."""
-    k = x.shape[-1]
-    return dispatch.Problem(
-        op, x.device.type, str(x.dtype)[6:], spec, dispatch.bucket(x.numel() // max(k, 1)), n, k
-    )
+    return _problem(op, x.device, x.dtype, x.shape, spec, n)
+
+
+@lru_cache(maxsize=4096)  # every layer asks this for every token
+def _problem(
+    op: str, device: torch.device, dtype: torch.dtype, shape: torch.Size, spec: str, n: int
+) -> dispatch.Problem:
+    k = shape[-1]
+    tokens = dispatch.bucket(shape.numel() // max(k, 1))
+    return dispatch.Problem(op, device.type, str(dtype)[6:], spec, tokens, n, k)
 
 
 def attention_problem(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..formats.scheme import VQScheme
 from . import dispatch
-from .codes import stored_arguments
-from .library import define, library, parse, problem
+from .codes import rotation_of, stored_arguments
+from .library import define, library, only_result, parse, problem
 
 
 def linear(
@@ -27,14 +27,44 @@ def linear(
     Returns:
         [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
     """
-    y: Tensor = torch.ops.hf_vq.linear(x, *stored_arguments(tensors), bias, scheme.spec())
+    spec, y = scheme.spec(), None
+    if only_result(x, bias):
+        codes, rotation = tensors["codes"], rotation_of(tensors)
+        y = _direct(x, codes, tensors["codebook"], tensors["scale"], rotation, bias, spec)
+    if y is None:
+        y = torch.ops.hf_vq.linear.default(x, *stored_arguments(tensors), bias, spec)
     return y
 
 
-def _linear(x: Tensor, codes: Tensor, *arguments: Any) -> Tensor:
-    *stored, scheme = arguments
-    kernel = dispatch.select(problem("linear", x, scheme, codes.shape[0]))
-    y: Tensor = kernel.run(x, codes, *stored, parse(scheme))
+def _direct(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    bias: Tensor | None,
+    scheme: str,
+) -> Tensor | None:
+    """y where the row that the table chose has a shorter way and takes these tensors."""
+    run = dispatch.direct(problem("linear", x, scheme, codes.shape[0]))
+    return None if run is None else run(x, codes, codebook, scale, rotation, bias)
+
+
+def _linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    *arguments: Any,
+) -> Tensor:
+    *second, bias, scheme = arguments
+    y = _direct(x, codes, codebook, scale, rotation, bias, scheme)
+    if y is None:
+        asked = problem("linear", x, scheme, codes.shape[0])
+        y = dispatch.select(asked).run(
+            x, codes, codebook, scale, rotation, *second, bias, parse(scheme)
+        )
     return y
 
 

@@ -130,6 +130,32 @@ typedef struct hf_vq_attention_step {
 
 HF_VQ_API int hf_vq_attention(const hf_vq_attention_step* step);
 
+// -- torch's dispatcher --------------------------------------------------------------------------
+
+// What torch_ops.cpp needs of torch: functions of its C shim, each named aoti_torch_<field> there
+// (torch/csrc/inductor/aoti_torch/c/shim.h; 0 is success, tensors are handles), and its numbers for types.
+typedef struct hf_vq_torch {
+  int32_t (*get_data_ptr)(void* tensor, void** data);
+  int32_t (*get_dim)(void* tensor, int64_t* dim);
+  int32_t (*get_numel)(void* tensor, int64_t* numel);
+  int32_t (*get_sizes)(void* tensor, int64_t** sizes);
+  int32_t (*get_dtype)(void* tensor, int32_t* dtype);
+  int32_t (*is_contiguous)(void* tensor, bool* contiguous);
+  int32_t (*empty_strided)(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                           int32_t device_type, int32_t device_index, void** tensor);
+  int32_t (*new_uninitialized_tensor)(void** tensor);
+  int32_t (*delete_tensor_object)(void* tensor);
+  int32_t floats[3];         // by enum hf_vq_dtype
+  int32_t uint8, int32, cpu;
+} hf_vq_torch;
+
+HF_VQ_API void hf_vq_use_torch(const hf_vq_torch* torch);
+
+// hf_vq::cpu_linear (hf_vq/backends/torch_ops.py has its schema) as a boxed kernel of the shim, after
+// hf_vq_use_torch: takes the arguments off the stack and leaves y there, or an undefined tensor if they
+// are not what hf_vq_linear takes as they are.
+HF_VQ_API void hf_vq_torch_linear(uint64_t* stack, uint64_t arguments, uint64_t results);
+
 // -- yardsticks ----------------------------------------------------------------------------------
 
 // Read `bytes` bytes once in the calling thread; the result only keeps the reads alive.

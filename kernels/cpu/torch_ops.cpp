@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// hf_vq_linear as a kernel of torch's dispatcher: between a call in Python and the matrix product there is
+// no Python. No header of torch is included and nothing of it is linked: Python hands over the functions.
+//
+// The stack holds owned handles of x, codes, codebook, scale, signs, bias (no elements = none) and a tensor
+// int32 [8], the last fields of hf_vq_matrix. Tensors only: the dispatcher takes longer for a number than for
+// a tensor, and versions of torch differ in who frees an optional or a string.
+#include "api.h"
+
+namespace hf_vq {
+namespace {
+
+constexpr int kTensors = 7;
+constexpr int64_t kNumbers = 8;
+constexpr int64_t kMostDims = 8;
+
+hf_vq_torch torch{};
+
+struct Dense {
+  void* data;
+  int64_t* sizes;
+  int64_t dim, numel;
+  int32_t dtype;
+};
+
+void* handle(uint64_t value) { return reinterpret_cast<void*>(uintptr_t(value)); }
+
+bool read(void* tensor, Dense& found) {
+  bool contiguous = false;
+  return torch.is_contiguous(tensor, &contiguous) == 0 && contiguous && torch.get_data_ptr(tensor, &found.data) == 0 &&
+         torch.get_sizes(tensor, &found.sizes) == 0 && torch.get_dim(tensor, &found.dim) == 0 &&
+         torch.get_numel(tensor, &found.numel) == 0 && torch.get_dtype(tensor, &found.dtype) == 0;
+}
+
+// enum hf_vq_dtype of a number of torch, or -1.
+int float_type(int32_t dtype) {
+  for (int i = 0; i < 3; ++i)
+    if (torch.floats[i] == dtype) return i;
+  return -1;
+}
+
+// y, or NULL if a tensor must be converted first or hf_vq_linear refuses.
+void* linear(const uint64_t* stack) {
+  Dense tensors[kTensors];
+  for (int i = 0; i < kTensors; ++i)
+    if (!read(handle(stack[i]), tensors[i])) return nullptr;
+  const auto& [x, codes, codebook, scale, signs, bias, matrix] = tensors;
+  const int dtype = float_type(x.dtype), bias_dtype = float_type(bias.dtype);
+  const int32_t half = torch.floats[HF_VQ_FLOAT16];
+  if (dtype < 0 || bias_dtype < 0 || codes.dtype != torch.uint8 || codebook.dtype != half || scale.dtype != half ||
+      (signs.numel > 0 && signs.dtype != torch.uint8))
+    return nullptr;
+  if (x.dim < 1 || x.dim > kMostDims || x.numel == 0 || codes.dim != 2 || matrix.dtype != torch.int32 ||
+      matrix.numel != kNumbers)
+    return nullptr;
+
+  const int64_t last = x.dim - 1;
+  const int32_t* number = static_cast<const int32_t*>(matrix.data);
+  const hf_vq_matrix w{static_cast<const uint8_t*>(codes.data),
+                       static_cast<const uint16_t*>(codebook.data),
+                       static_cast<const uint16_t*>(scale.data),
+                       signs.numel > 0 ? static_cast<const uint8_t*>(signs.data) : nullptr,
+                       codes.sizes[0], x.sizes[last],
+                       number[0], number[1], number[2], number[3], number[4], number[5], number[6], number[7]};
+  const void* added = bias.numel > 0 ? bias.data : nullptr;
+
+  int64_t sizes[kMostDims], strides[kMostDims], stride = 1;
+  for (int64_t d = last; d >= 0; --d) {
+    sizes[d] = d == last ? w.out : x.sizes[d];
+    strides[d] = stride;
+    stride *= sizes[d];
+  }
+  void *y, *data;
+  if (torch.empty_strided(x.dim, sizes, strides, x.dtype, torch.cpu, 0, &y) != 0) return nullptr;
+  if (torch.get_data_ptr(y, &data) == 0 &&
+      hf_vq_linear(&w, x.data, dtype, x.numel / w.in, added, bias_dtype, data) == HF_VQ_OK)
+    return y;
+  torch.delete_tensor_object(y);
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace hf_vq
+
+void hf_vq_use_torch(const hf_vq_torch* torch) { hf_vq::torch = *torch; }
+
+void hf_vq_torch_linear(uint64_t* stack, uint64_t, uint64_t) {
+  void* y = hf_vq::linear(stack);
+  for (int i = 0; i < hf_vq::kTensors; ++i) hf_vq::torch.delete_tensor_object(hf_vq::handle(stack[i]));
+  if (y == nullptr) hf_vq::torch.new_uninitialized_tensor(&y);
+  stack[0] = uint64_t(reinterpret_cast<uintptr_t>(y));
+}
