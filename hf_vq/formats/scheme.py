@@ -145,7 +145,10 @@ class VQScheme:
         """One line that says the whole scheme; `VQScheme.parse` is its exact inverse."""
         return self._spec
 
-    @cached_property  # every layer asks at every call
+    def __hash__(self) -> int:
+        return hash(self._spec)
+
+    @cached_property  # asked by every layer at every call, as is the hash
     def _spec(self) -> str:
         scope = self.lattice or self.codebook
         if self.codebook == "tile":

@@ -165,15 +165,10 @@ def attention(
             f"the attention mask covers {mask.shape[-1]} tokens but the cache holds "
             f"{cached.length}; pass a mask over past and new tokens."
         )
-    with without_autocast(query.device):
+    with without_autocast(query.device):  # the schema's order is that of CachedKV
         out: Tensor = torch.ops.hf_vq.attention.default(
-            query, cached.sink_k, cached.sink_v,
-            cached.k_codes, cached.k_scale, cached.k_mean, cached.v_codes, cached.v_scale,
-            cached.tail_k, cached.tail_v, cached.codebook_k, cached.codebook_v,
-            cached.start, mask, s_aux, cached.tail_start, cached.window, cached.fresh,
-            cached.coded, cached.k_first, cached.v_first, scaling, softcap,
-            cached.key_scheme, cached.value_scheme, cached.key_layout, cached.value_layout,
-        )  # fmt: skip
+            query, *cached[:12], mask, s_aux, *cached[12:18], scaling, softcap, *cached[18:]
+        )
     return out
 
 

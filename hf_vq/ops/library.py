@@ -74,10 +74,15 @@ def attention_problem(
         query: decides device and dtype.
         layout: of keys and of values; empty to ask what a new cache's should be.
     """
-    return dispatch.Problem(
-        "attention", query.device.type, str(query.dtype)[6:], f"{key_scheme} {value_scheme}",
+    return _attention_problem(
+        query.device, query.dtype, f"{key_scheme} {value_scheme}",
         dispatch.bucket(queries), dispatch.bucket(length), head_dim, value_dim, layout,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _attention_problem(device: torch.device, dtype: torch.dtype, *asked: Any) -> dispatch.Problem:
+    return dispatch.Problem("attention", device.type, str(dtype)[6:], *asked)
 
 
 parse = VQScheme.parse
