@@ -64,8 +64,9 @@ def test_every_function_is_tested():
 
 
 def test_every_op_is_tested():
-    """Every function of the C ABI is called by the test program."""
+    """Every function of the C ABI is called by the test program, unless torch has to call it."""
     api = (CPU / "api.h").read_text(encoding="utf-8")
+    api = re.sub(r"// -- torch's dispatcher -+\n.*?\n// -- ", "", api, flags=re.DOTALL)
     declared = set(re.findall(r"^HF_VQ_API .*?\bhf_vq_(\w+)\(", api, flags=re.MULTILINE))
     calls = "".join(code(path) for path in (CPU / "tests").glob("api_*.cpp"))
     assert declared - set(re.findall(r"library\.(\w+)\(", calls)) == set()

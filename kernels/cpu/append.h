@@ -3,10 +3,9 @@
 //
 //   u = R (x - mean)    codes of u / rms(u)    scale = |u|^2 / <u, chosen entries>
 //
-// A task owns the tokens of one block of a head, so that no two tasks write into one packet; of single tokens
-// it owns those of several heads. It takes 16 rows at a time through each step, because a step of one row
-// waits for the step before. Whole blocks are packed at once, other tokens are written over what their packets
-// hold.
+// A task owns the tokens of one block of a head, so that no two tasks write into one packet; of a few tokens it
+// owns those of several heads. It takes 16 rows at a time through each step, one per lane. Where they are tokens
+// 16 g .. 16 g + 15 of a block, their codes are whole pieces of packets: 64 bytes of a quad, 16 of a plane.
 #pragma once
 #include "encode.h"
 #include "hadamard.h"
@@ -17,7 +16,12 @@ namespace hf_vq {
 namespace {
 namespace kv {
 
-constexpr int kTogether = 16;  // rows
+template <bool First, class A, class B> struct Choose { using Type = A; };
+template <class A, class B> struct Choose<false, A, B> { using Type = B; };
+
+// Pieces that search one learned codebook after the other together: 64 tokens lie in at most five.
+constexpr int kPieces = 5;
+constexpr int kFew = 4;  // rows, for which lanes would be idle
 
 struct Append {
   const hf_vq_codes& codes;
@@ -31,66 +35,156 @@ struct Append {
   Append(const hf_vq_codes& to, const hf_vq_floats& from) : codes(to), x(from) {}
 };
 
-// Rows on their way: token t of x, of a head.
-struct Rows {
-  int count;
-  int64_t batch[kTogether], head[kTogether], t[kTogether];
-  alignas(64) float row[kTogether][kDim];  // zeros from dim up to a multiple of 16
-  uint8_t code[kTogether][kDim];
+// Rows on their way, in the lanes first..last - 1; the others repeat the first one.
+struct Piece {
+  int first = 0, last = 0;
+  int64_t from[kTogether];        // the row's first number in x
+  const float* mean[kTogether];
+  alignas(64) float number[kDim * kTogether];  // [dim][lane], u / root
+  alignas(64) float energy[kTogether], rms[kTogether], factor[kTogether];
+  alignas(64) uint8_t codes[kStrip + kDim * kTogether + kStrip];
+  uint8_t* const code = codes + kStrip;  // code_of() says where; what lies around is read, but means nothing
   uint16_t scale[kTogether];
 };
 
-inline void read_row(const Append& job, Rows& rows, int r) {
+// The next lane is token t of a head.
+inline void add_row(const Append& job, int64_t batch, int64_t head, int64_t t, Piece& piece) {
+  static const float zeros[kDim] = {};
   const hf_vq_codes& codes = job.codes;
-  float* row = rows.row[r];
-  const int64_t batch = rows.batch[r], head = rows.head[r];
-  const int64_t from = batch * job.x.stride[0] + head * job.x.stride[1] + rows.t[r] * job.x.stride[2];
-  read_floats(job.x.data, job.x.dtype, from, codes.dim, row);
-  if (codes.mean != nullptr) {
-    const float* mean = codes.mean + batch * codes.mean_stride[0] + head * codes.mean_stride[1];
-    for (int i = 0; i < codes.dim; ++i) row[i] -= mean[i];
+  piece.from[piece.last] = batch * job.x.stride[0] + head * job.x.stride[1] + t * job.x.stride[2];
+  piece.mean[piece.last++] =
+      codes.mean == nullptr ? zeros : codes.mean + batch * codes.mean_stride[0] + head * codes.mean_stride[1];
+}
+
+// Of the numbers at p from number `first` on, the `count` < kFloats that are there, and zeros.
+inline Floats load_some(const void* p, int dtype, int64_t first, int count) {
+  float some[kFloats] = {};
+  read_floats(p, dtype, first, count, some);
+  return load(some);
+}
+
+// u = R (x - mean), across the lanes; a rotation keeps |x - mean|.
+template <int Dtype> void read_piece(const Append& job, Piece& piece) {
+  const int dim = job.codes.dim, block = job.codes.block;
+  for (int lane = 0; lane < kTogether; ++lane) {
+    if (lane >= piece.first && lane < piece.last) continue;
+    piece.from[lane] = piece.from[piece.first];
+    piece.mean[lane] = piece.mean[piece.first];
   }
-  hadamard_blocks(row, codes.dim, codes.block);
-  for (int i = codes.dim; i < padded(codes.dim); ++i) row[i] = 0.0f;
+  const Floats root = splat(inverse_root(block));
+  Floats energy[kParts];
+  for (Floats& each : energy) each = splat(0.0f);
+  const int done = block >= kFloats ? kFloats : 1;  // size of the blocks that are transformed on the way
+  for (int i = 0; i < dim; i += kFloats)
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t* from = piece.from + part * kFloats;
+      const float* const* mean = piece.mean + part * kFloats;
+      Floats v[kFloats];
+      if (i + kFloats <= dim) {
+        for (int k = 0; k < kFloats; ++k) v[k] = load_floats<Dtype>(job.x.data, from[k] + i) - load(mean[k] + i);
+      } else {
+        for (int k = 0; k < kFloats; ++k)
+          v[k] = load_some(job.x.data, Dtype, from[k] + i, dim - i) - load_some(mean[k], HF_VQ_FLOAT32, i, dim - i);
+      }
+      transpose(v);
+      Floats sums[4];
+      for (int k = 0; k < kFloats; ++k) sums[k % 4] = k < 4 ? v[k] * v[k] : fma(v[k], v[k], sums[k % 4]);
+      energy[part] = energy[part] + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+      if (done > 1) butterflies<1>(v);
+      for (int k = 0; k < kFloats; ++k) store(piece.number + (i + k) * kTogether + part * kFloats, v[k]);
+    }
+  for (int part = 0; part < kParts; ++part) {
+    const Floats rms = max(sqrt(energy[part] / splat(float(dim))), splat(kSmallest));
+    store(piece.energy + part * kFloats, energy[part]);
+    store(piece.rms + part * kFloats, rms);
+    store(piece.factor + part * kFloats, root / rms);
+  }
+  hadamard_lanes(piece.number, dim, done, block, kTogether);
+}
+
+inline auto reader_of(const Append& job) {
+  const int dtype = job.x.dtype;
+  return dtype == HF_VQ_FLOAT32   ? read_piece<HF_VQ_FLOAT32>
+         : dtype == HF_VQ_FLOAT16 ? read_piece<HF_VQ_FLOAT16>
+                                  : read_piece<HF_VQ_BFLOAT16>;
+}
+
+// Codes of all sub-vectors u under a shared codebook; along[part] = <their rows, the entries>.
+template <int X> void encode_vectors(const Append& job, const float* u, uint8_t* code, Floats (&along)[kParts]) {
+  constexpr int kMany = X <= 2 ? 4 : 2;
+  const int layout = job.codes.layout, step = code_step(layout);
+  for (Floats& each : along) each = splat(0.0f);
+  for (int first = 0; first < job.vectors * kParts; first += kMany) {
+    const float* vector[kMany];
+    uint8_t* place[kMany];
+    Floats some[kMany];
+    for (int k = 0; k < kMany; ++k) {
+      const int s = (first + k) / kParts, lane = (first + k) % kParts * kFloats;
+      vector[k] = u + s * X * kTogether + lane;
+      place[k] = code_of(layout, code, s) + lane * step;
+    }
+    nearest_some<X, kMany>(job.entries, vector, place, step, some);
+    for (int k = 0; k < kMany; ++k) along[(first + k) % kParts] = along[(first + k) % kParts] + some[k];
+  }
 }
 
 // Codes under the shared codebook, and unbiased scales.
-inline void encode_shared(const Append& job, Rows& rows) {
-  const int dim = job.codes.dim;
-  float energy[kTogether], rms[kTogether], along[kTogether];
-  for (int r = 0; r < rows.count; ++r) energy[r] = dot_floats(rows.row[r], rows.row[r], padded(dim));
-  for (int r = 0; r < rows.count; ++r) {
-    rms[r] = __builtin_sqrtf(energy[r] / float(dim));
-    rms[r] = rms[r] > kSmallest ? rms[r] : kSmallest;
+inline void encode_shared(const Append& job, Piece& piece) {
+  const int dim = job.codes.dim, layout = job.codes.layout;
+  const Floats none = splat(0.0f);
+  Floats along[kParts];
+  if (job.entries.ascending) {
+    const auto levels = layout == HF_VQ_QUADS ? nearest_levels<HF_VQ_QUADS> : nearest_levels<HF_VQ_PLANES>;
+    for (int part = 0, lane = 0; part < kParts; ++part, lane += kFloats)
+      along[part] = levels(job.entries, piece.number + lane, load(piece.factor + lane), dim,
+                           piece.code + lane * code_step(layout));
+  } else {
+    float* u = piece.number;
+    for (int i = 0; i < dim; ++i)
+      for (int part = 0; part < kParts; ++part, u += kFloats) store(u, load(u) * load(piece.factor + part * kFloats));
+    const int x = job.codes.x;
+    (x == 1 ? encode_vectors<1> : x == 2 ? encode_vectors<2> : encode_vectors<4>)(job, piece.number, piece.code, along);
   }
-  for (int r = 0; r < rows.count; ++r)
-    along[r] = nearest_shared(job.entries, rows.row[r], dim, rms[r], rows.code[r]);
-  for (int r = 0; r < rows.count; ++r)
-    rows.scale[r] = float_to_half(energy[r] == 0.0f ? 0.0f : energy[r] / along[r]);
+  for (int part = 0, lane = 0; part < kParts; ++part, lane += kFloats) {
+    const Floats energy = load(piece.energy + lane), scale = energy / (load(piece.rms + lane) * along[part]);
+    store_half(piece.scale + lane, where_less(none, energy, scale, energy));
+  }
 }
 
-// Codes of rows begin..end - 1, all of one head, under its own codebooks.
-template <int X> void encode_learned(const Append& job, Rows& rows, int begin, int end) {
+// Codes of pieces of one head, under its own codebooks.
+template <int X> void encode_learned(const Append& job, int64_t head, Piece* pieces, int count) {
+  constexpr int kMany = X <= 2 ? 4 : 2;
   const int entries = 1 << job.codes.bits;
-  const uint16_t* codebook = job.codes.codebook + rows.head[begin] * job.codes.dim * entries;
-  alignas(64) Components number;
+  const uint16_t* codebook = job.codes.codebook + head * job.codes.dim * entries;
+  int rows = 0;
+  for (int p = 0; p < count; ++p) rows += pieces[p].last - pieces[p].first;
+  const Floats root = splat(inverse_root(job.codes.block));
+  for (int p = 0; p < count && job.codes.block > 1; ++p) {
+    float* u = pieces[p].number;
+    for (int i = 0; i < job.codes.dim * kTogether; i += kFloats) store(u + i, load(u + i) * root);
+  }
+  const int vectors = count * kParts;
+  Entries book;
+  book.count = entries;
   for (int s = 0; s < job.vectors; ++s, codebook += entries * X) {
-    read_entries(codebook, entries, X, number);
-    for (int r = begin; r < end; ++r) rows.code[r][s] = uint8_t(nearest_entry<X>(number, entries, rows.row[r] + s * X));
-  }
-}
-
-inline void encode_rows(const Append& job, Rows& rows) {
-  for (int r = 0; r < rows.count; ++r) read_row(job, rows, r);
-  if (job.codes.learned == 0) {
-    encode_shared(job, rows);
-    return;
-  }
-  for (int begin = 0, end = 0; begin < rows.count; begin = end) {
-    while (end < rows.count && rows.head[end] == rows.head[begin]) ++end;
-    if (job.codes.x == 1) encode_learned<1>(job, rows, begin, end);
-    if (job.codes.x == 2) encode_learned<2>(job, rows, begin, end);
-    if (job.codes.x == 4) encode_learned<4>(job, rows, begin, end);
+    if (rows <= kFew) {
+      read_entries(codebook, entries, X, book.number);
+      for (int p = 0; p < count; ++p)
+        for (int r = pieces[p].first; r < pieces[p].last; ++r)
+          pieces[p].code[s * kTogether + r] = uint8_t(nearest_entry<X>(book, pieces[p].number + s * X * kTogether + r));
+      continue;
+    }
+    read_entries(codebook, entries, X, book);
+    const float* vector[kPieces * kParts];
+    uint8_t* place[kPieces * kParts];
+    for (int k = 0; k < vectors; ++k) {
+      const int lane = k % kParts * kFloats;
+      vector[k] = pieces[k / kParts].number + s * X * kTogether + lane;
+      place[k] = pieces[k / kParts].code + s * kTogether + lane;
+    }
+    int k = 0;
+    for (; k + kMany <= vectors; k += kMany) nearest_own_entry<X, kMany>(book, vector + k, place + k);
+    for (; k < vectors; ++k) nearest_own_entry<X, 1>(book, vector + k, place + k);
   }
 }
 
@@ -100,68 +194,85 @@ inline uint8_t* packets_of(const Append& job, int64_t batch, int64_t head, int64
   return codes.data + batch * codes.data_stride[0] + head * codes.data_stride[1] + block * size;
 }
 
-// Codes (over those that are there) and scales of rows.
-inline void write_rows(const Append& job, const Rows& rows, bool with_codes) {
-  const hf_vq_codes& codes = job.codes;
-  for (int r = 0; r < rows.count; ++r) {
-    const int64_t token = job.at + rows.t[r];
-    if (with_codes)
-      write_token(codes.layout, codes.bits, packets_of(job, rows.batch[r], rows.head[r], token / kBlock),
-                  job.vectors, int(token % kBlock), rows.code[r]);
-    if (codes.scale != nullptr)
-      codes.scale[rows.batch[r] * codes.scale_stride[0] + rows.head[r] * codes.scale_stride[1] + token] = rows.scale[r];
-  }
-}
-
-// Codes of token t of a block as bytes, [packet][256].
-inline void place_token(int layout, int vectors, int t, const uint8_t* code, uint8_t (*unpacked)[kBlock]) {
+// The codes of a piece that begins with token t of a block, of the lanes first..last - 1; or, where Width is 1,
+// of token t alone. A plane is written kBytes codes at a time, of which 16 change: nobody else owns the others.
+template <int Bits, int Width>
+void write_piece(int layout, uint8_t* packets, int vectors, int t, const uint8_t* code, int first, int last) {
+  constexpr int kPacket = packet_bytes(Bits);
+  alignas(64) uint8_t lanes[kStrip] = {};
   if (layout == HF_VQ_PLANES) {
-    for (int s = 0; s < vectors; ++s) unpacked[s][t] = code[s];
+    using Word = typename Choose<Width == 1, uint8_t, Bytes>::Type;
+    const int before = Width == 1 ? 0 : t % kBytes;
+    memset(lanes + before + first, 255, size_t(last - first));
+    const Word where[] = {load_word<Word>(lanes)};
+    for (int s = 0; s < vectors; ++s)
+      write_codes<Bits>(packets + s * kPacket, t - before, code + s * kTogether - before, where);
     return;
   }
-  const int first = t / 64 * (vectors / 4), i = t % 64 / 16 * 64 + t % 16 * 4;
-  for (int r = 0; r < vectors / 4; ++r) memcpy(unpacked[first + r] + i, code + 4 * r, 4);
+  using Word = typename Choose<Width == 1, uint32_t, Bytes>::Type;
+  memset(lanes + first * 4, 255, size_t(last - first) * 4);
+  Word where[4 * Width / sizeof(Word)];
+  for (size_t k = 0; k < 4 * Width / sizeof(Word); ++k) where[k] = load_word<Word>(lanes + k * sizeof(Word));
+  packets += t / kStrip * (vectors / 4) * kPacket;
+  for (int r = 0; r < vectors / 4; ++r)
+    write_codes<Bits>(packets + r * kPacket, t % kStrip * 4, code + r * 4 * kTogether, where);
 }
 
-// All tokens of a block of one head, the first of which is token `begin` of x.
-inline void append_block(const Append& job, int64_t batch, int64_t head, int64_t begin) {
-  const int bytes = packet_bytes(job.codes.bits);
-  uint8_t unpacked[kDim][kBlock];
-  Rows rows;
-  rows.count = kTogether;
-  for (int t = 0; t < kBlock; t += kTogether) {
-    for (int r = 0; r < kTogether; ++r) {
-      rows.batch[r] = batch;
-      rows.head[r] = head;
-      rows.t[r] = begin + t + r;
-    }
-    encode_rows(job, rows);
-    write_rows(job, rows, false);
-    for (int r = 0; r < kTogether; ++r) place_token(job.codes.layout, job.vectors, t + r, rows.code[r], unpacked);
-  }
-  uint8_t* packets = packets_of(job, batch, head, (job.at + begin) / kBlock);
-  for (int p = 0; p < job.vectors; ++p) pack(unpacked[p], job.codes.bits, packets + p * bytes);
+template <int Width> inline auto writer_of(const Append& job) {
+  const int bits = job.codes.bits;
+  return bits == 4 ? write_piece<4, Width> : bits == 6 ? write_piece<6, Width> : write_piece<8, Width>;
 }
 
-// Tokens begin..end - 1 of x of some heads.
-inline void append_tokens(const Append& job, int64_t first_unit, int64_t last_unit, int64_t begin, int64_t end) {
-  Rows rows;
-  rows.count = 0;
-  int64_t batch = first_unit / job.heads, head = first_unit % job.heads;
-  for (int64_t unit = first_unit; unit < last_unit; ++unit) {
-    for (int64_t t = begin; t < end; ++t) {
-      rows.batch[rows.count] = batch;
-      rows.head[rows.count] = head;
-      rows.t[rows.count++] = t;
-      if (rows.count < kTogether && (unit + 1 < last_unit || t + 1 < end)) continue;
-      encode_rows(job, rows);
-      write_rows(job, rows, true);
-      rows.count = 0;
+inline uint16_t* scales_of(const Append& job, int64_t batch, int64_t head) {
+  const hf_vq_codes& codes = job.codes;
+  return codes.scale + batch * codes.scale_stride[0] + head * codes.scale_stride[1];
+}
+
+// Tokens begin..end - 1 of x, of one head. Lane r holds token r of 16 that begin at a multiple of 16.
+inline void append_head(const Append& job, int64_t batch, int64_t head, int64_t begin, int64_t end) {
+  const auto read = reader_of(job);
+  const int most = job.codes.learned == 0 ? 1 : kPieces;
+  Piece pieces[kPieces];
+  while (begin < end) {
+    const int64_t first = begin;
+    int count = 0;
+    for (; count < most && begin < end; ++count) {
+      Piece& piece = pieces[count];
+      piece.first = piece.last = int((job.at + begin) % kTogether);
+      while (piece.last < kTogether && begin < end) add_row(job, batch, head, begin++, piece);
+      read(job, piece);
     }
-    if (++head < job.heads) continue;
-    head = 0;
-    ++batch;
+    if (job.codes.learned == 0) encode_shared(job, pieces[0]);
+    else if (job.codes.x == 1) encode_learned<1>(job, head, pieces, count);
+    else if (job.codes.x == 2) encode_learned<2>(job, head, pieces, count);
+    else encode_learned<4>(job, head, pieces, count);
+    int64_t token = job.at + first;
+    for (const Piece* piece = pieces; piece < pieces + count; ++piece) {
+      const int rows = piece->last - piece->first;
+      writer_of<kTogether>(job)(job.codes.layout, packets_of(job, batch, head, token / kBlock), job.vectors,
+                                int(token % kBlock) - piece->first, piece->code, piece->first, piece->last);
+      if (job.codes.scale != nullptr)
+        memcpy(scales_of(job, batch, head) + token, piece->scale + piece->first, size_t(rows) * 2);
+      token += rows;
+    }
   }
+}
+
+// Tokens begin..end - 1 of x, of some heads that share a codebook: at most 16 rows, one after the other.
+inline void append_heads(const Append& job, int64_t first_unit, int64_t last_unit, int64_t begin, int64_t end) {
+  Piece piece;
+  for (int64_t unit = first_unit; unit < last_unit; ++unit)
+    for (int64_t t = begin; t < end; ++t) add_row(job, unit / job.heads, unit % job.heads, t, piece);
+  reader_of(job)(job, piece);
+  encode_shared(job, piece);
+  int lane = 0;
+  for (int64_t unit = first_unit; unit < last_unit; ++unit)
+    for (int64_t token = job.at + begin; token < job.at + end; ++token, ++lane) {
+      const int64_t batch = unit / job.heads, head = unit % job.heads;
+      writer_of<1>(job)(job.codes.layout, packets_of(job, batch, head, token / kBlock), job.vectors,
+                        int(token % kBlock), piece.code + lane * code_step(job.codes.layout), 0, 1);
+      if (job.codes.scale != nullptr) scales_of(job, batch, head)[token] = piece.scale[lane];
+    }
 }
 
 inline void append_blocks(int64_t from, int64_t to, void* context) {
@@ -170,8 +281,8 @@ inline void append_blocks(int64_t from, int64_t to, void* context) {
     const int64_t block = job.first_block + task % job.blocks, unit = task / job.blocks * job.units;
     const int64_t begin = larger(block * kBlock - job.at, 0);
     const int64_t end = smaller((block + 1) * kBlock - job.at, job.x.tokens);
-    if (end - begin == kBlock) append_block(job, unit / job.heads, unit % job.heads, begin);
-    else append_tokens(job, unit, smaller(unit + job.units, job.batch * job.heads), begin, end);
+    if (job.units == 1) append_head(job, unit / job.heads, unit % job.heads, begin, end);
+    else append_heads(job, unit, smaller(unit + job.units, job.batch * job.heads), begin, end);
   }
 }
 

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The nearest entry of each sub-vector of a row: c_s = argmin_c |u_s - b_c|.
+// The nearest entry of each sub-vector u_s: c_s = argmin_c |u_s - b_c|, of kTogether rows at once. Row r is lane
+// r of everything: component c of sub-vector s lies at u[(s x + c) kTogether + r], so that no step waits for a
+// sum across lanes.
 //
-//   shared, x = 1, ascending   the midpoints below u are counted, kFloats numbers at once; for 16 entries by
-//                              four steps of a binary search in registers
-//   shared                     argmax <u, b> - |b|^2 / 2 for kFloats sub-vectors at once, sixteen entries
-//                              at a time; the winning sixteen are then searched for the entry
-//   one codebook per s         argmin |u_s - b|^2, kFloats entries at once
+//   16 ascending numbers   the midpoints below u are counted, by four steps of a binary search in registers
+//   all others             argmax <u, b> - |b|^2 / 2, sixteen entries at a time; the winning sixteen are then
+//                          searched for the entry
+//   16 others              the same, the best so far is remembered
+//   few rows               argmin |u - b|^2, kFloats entries at once, row after row
 #pragma once
 #include "tables.h"
 
@@ -13,56 +15,75 @@ namespace hf_vq {
 namespace {
 namespace kv {
 
-constexpr int kSome = 16;  // entries searched together
+constexpr int kTogether = 16;                 // rows
+constexpr int kParts = kTogether / kFloats;   // vectors that hold one number of each
+constexpr int kSome = 16;                     // entries searched together
 
-// A codebook that all sub-vectors share.
 struct Entries {
   alignas(64) Components number;
-  alignas(64) float bonus[kEntries];   // -|b|^2 / 2
-  alignas(64) float middle[kEntries];  // of entries i and i + 1
-  alignas(64) float tree[4][8];        // of 16 entries: the midpoints that step k of the search compares with
-  int count, x;
-  bool ascending;
+  alignas(64) float bonus[kEntries];  // -|b|^2 / 2
+  alignas(64) float tree[4][kSome];   // of 16 numbers: the 2^k midpoints that step k of the search compares with
+  int count;
+  bool ascending;  // 16 numbers in order
 };
+
+// The tree of 16 ascending numbers; says whether they are.
+inline bool read_tree(Entries& entries) {
+  static const int32_t next[kSome] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 15};
+  static const int32_t place[4][kSome] = {{7}, {3, 11}, {1, 5, 9, 13}, {0, 2, 4, 6, 8, 10, 12, 14}};
+  const float* number = entries.number[0];
+  alignas(64) float middle[kSome];  // of numbers i and i + 1
+  Ints descents = zero_ints();
+  for (int e = 0; e < kSome; e += kFloats) {
+    const Floats low = load(number + e), high = pick<16>(number, load_ints(next + e));
+    descents = count_less(descents, high, low);
+    store(middle + e, (low + high) * splat(0.5f));
+  }
+  for (int k = 0; k < 4; ++k)
+    for (int i = 0; i < 8; i += kFloats) store(entries.tree[k] + i, pick<16>(middle, load_ints(place[k] + i)));
+  return sum(descents) == 0;
+}
 
 inline void read_entries(const uint16_t* codebook, int count, int x, Entries& entries) {
   entries.count = count;
-  entries.x = x;
   read_entries(codebook, count, x, entries.number);
-  for (int e = 0; e < count; ++e) {
-    float norm = 0.0f;
-    for (int c = 0; c < x; ++c) norm += entries.number[c][e] * entries.number[c][e];
-    entries.bonus[e] = -0.5f * norm;
+  entries.ascending = x == 1 && count == kSome && read_tree(entries);
+  if (entries.ascending) return;
+  for (int e = 0; e < count; e += kFloats) {
+    Floats norm = splat(0.0f);
+    for (int c = 0; c < x; ++c) norm = fma(load(entries.number[c] + e), load(entries.number[c] + e), norm);
+    store(entries.bonus + e, norm * splat(-0.5f));
   }
-  entries.ascending = x == 1;
-  for (int e = 0; e + 1 < count && entries.ascending; ++e) {
-    entries.middle[e] = (entries.number[0][e] + entries.number[0][e + 1]) / 2;
-    entries.ascending = entries.number[0][e] <= entries.number[0][e + 1];
-  }
-  for (int k = 0; k < 4; ++k)
-    for (int i = 0; i < 8; ++i) entries.tree[k][i] = entries.middle[i < 1 << k ? (2 * i + 1) * (8 >> k) - 1 : 0];
 }
 
-// code[i] = the nearest level of factor * x[i]; returns <x, those levels>. n numbers, a multiple of 16, of
-// which those from dim on are 0 and their codes nothing.
-inline float nearest_levels(const Entries& entries, const float* x, int n, float factor, uint8_t* code) {
+// Where the code of row 0 for sub-quantizer s lies, in the order of the packets' bytes; rows are `code_step` apart.
+inline uint8_t* code_of(int layout, uint8_t* code, int s) {
+  return code + (layout == HF_VQ_QUADS ? s / 4 * 4 * kTogether + s % 4 : s * kTogether);
+}
+inline int code_step(int layout) { return layout == HF_VQ_QUADS ? 4 : 1; }
+
+// The nearest of 16 ascending numbers to each u[j]; their steps alternate, because each waits for the one before.
+template <int N> inline void nearest_level(const Entries& entries, const Floats (&u)[N], Ints (&index)[N]) {
+  for (int j = 0; j < N; ++j) index[j] = count_less(zero_ints(), splat(entries.tree[0][0]), u[j]);
+  for (int k = 1; k < 4; ++k)
+    for (int j = 0; j < N; ++j)
+      index[j] = count_less(index[j] + index[j], pick<8>(entries.tree[k], index[j]), u[j]);
+}
+
+// Codes of all numbers of kFloats rows u, times `factor`; returns sum_s u_s b_code(s). S is a multiple of 4.
+template <int Layout>
+Floats nearest_levels(const Entries& entries, const float* u, Floats factor, int vectors, uint8_t* code) {
   Floats along = splat(0.0f);
-  for (int i = 0; i < n; i += kFloats) {
-    const Floats number = load(x + i), unit = number * splat(factor);
-    Ints index = zero_ints();
-    if (entries.count == 16) {
-      for (int k = 0; k < 4; ++k) index = count_less(index + index, pick<8>(entries.tree[k], index), unit);
-      along = fma(number, pick<16>(entries.number[0], index), along);
-      store_low_bytes(code + i, index);
-      continue;
-    }
-    for (int e = 0; e + 1 < entries.count; ++e) index = count_less(index, splat(entries.middle[e]), unit);
-    store_low_bytes(code + i, index);
-    alignas(64) float level[kFloats];
-    for (int k = 0; k < kFloats; ++k) level[k] = entries.number[0][code[i + k]];
-    along = fma(number, load(level), along);
+  for (int s = 0; s < vectors; s += 4) {
+    Floats number[4];
+    Ints index[4];
+    for (int j = 0; j < 4; ++j) number[j] = load(u + (s + j) * kTogether) * factor;
+    nearest_level(entries, number, index);
+    for (int j = 0; j < 4; ++j) along = fma(number[j], pick<16>(entries.number[0], index[j]), along);
+    if constexpr (Layout == HF_VQ_QUADS) store(code_of(Layout, code, s), join(index[0], index[1], index[2], index[3]));
+    else for (int j = 0; j < 4; ++j) store_low_bytes(code_of(Layout, code, s + j), index[j]);
   }
-  return sum(along);
+  return along;
 }
 
 // <u, b> - |b|^2 / 2; every search computes it in this order, so that equal means equal.
@@ -71,43 +92,30 @@ template <int X> inline Floats affinity(const Floats (&u)[X], const Floats (&b)[
   return bonus;
 }
 
-// The first of entries begin..begin + 15 whose affinity to u [X] is `best`; one of them if none is.
+// The first of entries begin..begin + 15 whose affinity to u is `best`; one of them if none is.
 template <int X> inline int find_entry(const Entries& entries, int begin, const float* u, float best) {
   Floats vector[X], b[X];
-  for (int c = 0; c < X; ++c) vector[c] = splat(u[c]);
-  int e = begin, lane = kFloats;
-  for (; e < begin + kSome; e += kFloats) {
-    for (int c = 0; c < X; ++c) b[c] = load(entries.number[c] + e);
-    lane = first_at_least(affinity<X>(vector, b, load(entries.bonus + e)), splat(best));
-    if (lane < kFloats) return e + lane;
+  for (int c = 0; c < X; ++c) vector[c] = splat(u[c * kTogether]);
+  int found = 0;
+  for (int e = kSome - kFloats; e >= 0; e -= kFloats) {
+    for (int c = 0; c < X; ++c) b[c] = load(entries.number[c] + begin + e);
+    const int lane = first_at_least(affinity<X>(vector, b, load(entries.bonus + begin + e)), splat(best));
+    found = lane < kFloats ? e + lane : found;
   }
-  return begin;
+  return begin + found;
 }
 
-// u [n][X] -> part[c][i]; n is a multiple of kFloats.
-template <int X, int N> inline void split_vectors(const float* u, float (&part)[X][N]) {
-  if constexpr (X == 1) {
-    memcpy(part[0], u, sizeof part);
-  } else if constexpr (X == 2) {
-    unzip_all(u, 2 * N, part[0], part[1]);
-  } else {
-    float even[2 * N], odd[2 * N];
-    unzip_all(u, 4 * N, even, odd);
-    unzip_all(even, 2 * N, part[0], part[2]);
-    unzip_all(odd, 2 * N, part[1], part[3]);
-  }
-}
-
-// Codes of the first `count` of V kFloats sub-vectors u; returns sum_s <u_s, b_code(s)>.
-template <int X, int V> inline float nearest_some(const Entries& entries, const float* u, int count, uint8_t* code) {
+// code[k][i step] = the code of sub-vector i of the kFloats at u[k]; along[k] = <them, their entries>.
+template <int X, int V>
+inline void nearest_some(const Entries& entries, const float* const* u, uint8_t* const* code, int step,
+                         Floats (&along)[V]) {
   constexpr float kLowest = -3e38f;
-  alignas(64) float part[X][V * kFloats], best[V * kFloats];
-  alignas(64) int32_t begin[V * kFloats];
-  split_vectors(u, part);
+  alignas(64) float best[V][kFloats], bonus[V][kFloats];
+  alignas(64) int32_t begin[V][kFloats];
   Floats vector[V][X], top[V];
   Ints block[V];
   for (int k = 0; k < V; ++k) {
-    for (int c = 0; c < X; ++c) vector[k][c] = load(part[c] + k * kFloats);
+    for (int c = 0; c < X; ++c) vector[k][c] = load(u[k] + c * kTogether);
     top[k] = splat(kLowest);
     block[k] = zero_ints();
   }
@@ -117,8 +125,7 @@ template <int X, int V> inline float nearest_some(const Entries& entries, const 
     for (int i = e; i < e + kSome; ++i) {
       Floats b[X];
       for (int c = 0; c < X; ++c) b[c] = splat(entries.number[c][i]);
-      const Floats bonus = splat(entries.bonus[i]);
-      for (int k = 0; k < V; ++k) highest[k] = max(affinity<X>(vector[k], b, bonus), highest[k]);
+      for (int k = 0; k < V; ++k) highest[k] = max(affinity<X>(vector[k], b, splat(entries.bonus[i])), highest[k]);
     }
     for (int k = 0; k < V; ++k) {
       block[k] = where_less(top[k], highest[k], splat_int(e), block[k]);
@@ -126,54 +133,64 @@ template <int X, int V> inline float nearest_some(const Entries& entries, const 
     }
   }
   for (int k = 0; k < V; ++k) {
-    store(best + k * kFloats, top[k]);
-    store(begin + k * kFloats, block[k]);
+    store(best[k], top[k]);
+    store(begin[k], block[k]);
   }
-  float along = 0.0f;
-  for (int i = 0; i < count; ++i) {
-    code[i] = uint8_t(find_entry<X>(entries, begin[i], u + i * X, best[i]));
-    along += best[i] - entries.bonus[code[i]];
-  }
-  return along;
+  for (int k = 0; k < V; ++k)
+    for (int i = 0; i < kFloats; ++i) {
+      const int entry = find_entry<X>(entries, begin[k][i], u[k] + i, best[k][i]);
+      code[k][i * step] = uint8_t(entry);
+      bonus[k][i] = entries.bonus[entry];
+    }
+  for (int k = 0; k < V; ++k) along[k] = top[k] - load(bonus[k]);
 }
 
-// Codes of `vectors` sub-vectors u; returns sum_s <u_s, b_code(s)>. u may be read up to 64 numbers X further on.
-template <int X> float nearest_vectors(const Entries& entries, const float* u, int vectors, uint8_t* code) {
-  constexpr int kMany = X <= 2 ? 4 : 2;
-  float along = 0.0f;
-  while (vectors > 0) {
-    const bool many = vectors > 2 * kFloats;
-    const int room = (many ? kMany : 2) * kFloats, count = vectors < room ? vectors : room;
-    along += many ? nearest_some<X, kMany>(entries, u, count, code) : nearest_some<X, 2>(entries, u, count, code);
-    u += count * X;
-    code += count;
-    vectors -= count;
+// The same of 16 entries, whose numbers are remembered on the way.
+template <int X, int V> inline void nearest_of_16(const Entries& entries, const float* const* u, uint8_t* const* code) {
+  Floats vector[V][X], top[V];
+  Ints best[V];
+  for (int k = 0; k < V; ++k) {
+    for (int c = 0; c < X; ++c) vector[k][c] = load(u[k] + c * kTogether);
+    top[k] = splat(-kInfinity);
+    best[k] = zero_ints();
   }
-  return along;
+  for (int e = 0; e < kSome; ++e) {
+    Floats b[X];
+    for (int c = 0; c < X; ++c) b[c] = splat(entries.number[c][e]);
+    for (int k = 0; k < V; ++k) {
+      const Floats found = affinity<X>(vector[k], b, splat(entries.bonus[e]));
+      best[k] = where_less(top[k], found, splat_int(e), best[k]);
+      top[k] = max(found, top[k]);
+    }
+  }
+  for (int k = 0; k < V; ++k) store_low_bytes(code[k], best[k]);
 }
 
-// Codes of the sub-vectors of x / rms under a shared codebook; returns <x, the chosen entries>. x [dim], then
-// zeros up to a multiple of 16.
-inline float nearest_shared(const Entries& entries, const float* x, int dim, float rms, uint8_t* code) {
-  const float factor = 1.0f / rms;
-  if (entries.ascending) return nearest_levels(entries, x, padded(dim), factor, code);
-  alignas(64) float unit[kDim + 64 * kComponents];
-  for (int i = 0; i < padded(dim); i += kFloats) store(unit + i, load(x + i) * splat(factor));
-  for (int i = padded(dim); i < padded(dim) + 64 * entries.x; i += kFloats) store(unit + i, splat(0.0f));
-  const int vectors = dim / entries.x;
-  if (entries.x == 1) return rms * nearest_vectors<1>(entries, unit, vectors, code);
-  if (entries.x == 2) return rms * nearest_vectors<2>(entries, unit, vectors, code);
-  return rms * nearest_vectors<4>(entries, unit, vectors, code);
+// code[k][i] = the code of sub-vector i of the kFloats at u[k], for a codebook of one sub-quantizer.
+template <int X, int V>
+inline void nearest_own_entry(const Entries& entries, const float* const* u, uint8_t* const* code) {
+  if (X == 1 && entries.ascending) {
+    Floats number[V];
+    Ints index[V];
+    for (int k = 0; k < V; ++k) number[k] = load(u[k]);
+    nearest_level(entries, number, index);
+    for (int k = 0; k < V; ++k) store_low_bytes(code[k], index[k]);
+  } else if (entries.count == kSome) {
+    nearest_of_16<X, V>(entries, u, code);
+  } else {
+    Floats along[V];  // of no use here
+    nearest_some<X, V>(entries, u, code, 1, along);
+  }
 }
 
-// The entry of number[component][entry] nearest to u [X]; one of them if u is NaN.
-template <int X> inline int nearest_entry(const Components& number, int count, const float* u) {
+// The entry nearest to u, whose components are kTogether apart; one of them if u is NaN.
+template <int X> inline int nearest_entry(const Entries& entries, const float* u) {
   Floats vector[X], best = splat(kInfinity), begin = splat(0.0f);
-  for (int c = 0; c < X; ++c) vector[c] = splat(u[c]);
-  for (int e = 0; e < count; e += kFloats) {
+  for (int c = 0; c < X; ++c) vector[c] = splat(u[c * kTogether]);
+  for (int e = 0; e < entries.count; e += kFloats) {
     Floats distance = splat(0.0f);
     for (int c = 0; c < X; ++c) {
-      const Floats apart = load(number[c] + e) - vector[c];
+      const Floats apart = load(entries.number[c] + e) - vector[c];
       distance = fma(apart, apart, distance);
     }
     begin = where_less(distance, best, splat(float(e)), begin);

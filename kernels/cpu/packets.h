@@ -78,56 +78,32 @@ void decode_packets(const uint8_t* table, int64_t table_stride, const uint8_t* p
 
 using DecodePackets = void (*)(const uint8_t*, int64_t, const uint8_t*, int, uint8_t*);
 
-// Write the codes [S] of token t of a block in planes over what its packets hold.
-template <int Bits> void write_planes(uint8_t* packets, int vectors, int t, const uint8_t* code) {
-  const int byte = Bits == 8 ? t : code_byte(t), shift = code_shift(t), crumb = t / 64 * 2;
-  for (int s = 0; s < vectors; ++s, packets += packet_bytes(Bits)) {
-    if (Bits == 8) {
-      packets[byte] = code[s];
-      continue;
-    }
-    packets[byte] = uint8_t((packets[byte] & 0xf0 >> shift) | (code[s] & 15) << shift);
-    if (Bits == 6) packets[128 + t % 64] = uint8_t((packets[128 + t % 64] & ~(3 << crumb)) | code[s] >> 4 << crumb);
-  }
+// Codes as bytes of a word: of Bytes, or of an unsigned number that holds as many as are written at once.
+template <class Word> inline Word load_word(const uint8_t* p) { Word a; memcpy(&a, p, sizeof a); return a; }
+template <> inline Bytes load_word<Bytes>(const uint8_t* p) { return load_bytes(p); }
+template <class Word> inline Word splat_word(int byte) { return Word(Word(-1) / 255 * Word(byte)); }
+template <> inline Bytes splat_word<Bytes>(int byte) { return splat_byte(byte); }
+template <class Word> inline Word shift_left(Word a, int bits) { return Word(a << bits); }
+template <class Word> inline Word high_nibbles(Word a) { return Word(a >> 4 & splat_word<Word>(15)); }
+template <class Word> inline void store_word(uint8_t* p, Word a) { memcpy(p, &a, sizeof a); }
+template <> inline void store_word<Bytes>(uint8_t* p, Bytes a) { store(p, a); }
+
+// The bits of `part` in every byte at `to` become those of `code`, where `where` has ones.
+template <class Word> inline void write_bits(uint8_t* to, Word code, Word where, int part, int shift) {
+  const Word mask = Word(where & splat_word<Word>(part)), held = load_word<Word>(to);
+  store_word(to, Word(held ^ ((held ^ shift_left(Word(code & mask), shift)) & shift_left(mask, shift))));
 }
 
-// The same in quads: four neighbouring codes lie in four neighbouring bytes.
-template <int Bits> void write_quads(uint8_t* packets, int vectors, int t, const uint8_t* code) {
-  const int i = t % 64 / 16 * 64 + t % 16 * 4, byte = Bits == 8 ? i : code_byte(i), shift = code_shift(i);
-  const int crumb = i / 64 * 2;
-  packets += t / 64 * (vectors / 4) * packet_bytes(Bits);
-  for (int s = 0; s < vectors; s += 4, packets += packet_bytes(Bits)) {
-    uint32_t four, held;
-    memcpy(&four, code + s, 4);
-    memcpy(&held, packets + byte, 4);
-    held = Bits == 8 ? four : (held & 0xf0f0f0f0u >> shift) | (four & 0x0f0f0f0fu) << shift;
-    memcpy(packets + byte, &held, 4);
-    if (Bits != 6) continue;
-    memcpy(&held, packets + 128 + i % 64, 4);
-    held = (held & ~(0x03030303u << crumb)) | (four >> 4 & 0x03030303u) << crumb;
-    memcpy(packets + 128 + i % 64, &held, 4);
+// Codes i.. of a packet become `code` where `where` has ones: Count words of neighbours of one group.
+template <int Bits, class Word, int Count>
+inline void write_codes(uint8_t* packet, int i, const uint8_t* code, const Word (&where)[Count]) {
+  uint8_t* low = packet + (Bits == 8 ? i : code_byte(i));
+  for (size_t k = 0; k < Count; ++k) {
+    const size_t at = k * sizeof(Word);
+    const Word fresh = load_word<Word>(code + at);
+    write_bits(low + at, fresh, where[k], Bits == 8 ? 255 : 15, Bits == 8 ? 0 : code_shift(i));
+    if (Bits == 6) write_bits(packet + 128 + i % 64 + at, high_nibbles(fresh), where[k], 3, i / 64 * 2);
   }
-}
-
-inline void write_token(int layout, int bits, uint8_t* packets, int vectors, int t, const uint8_t* code) {
-  const bool planes = layout == HF_VQ_PLANES;
-  if (bits == 4) (planes ? write_planes<4> : write_quads<4>)(packets, vectors, t, code);
-  if (bits == 6) (planes ? write_planes<6> : write_quads<6>)(packets, vectors, t, code);
-  if (bits == 8) (planes ? write_planes<8> : write_quads<8>)(packets, vectors, t, code);
-}
-
-// A whole packet from its 256 codes.
-inline void pack(const uint8_t* code, int bits, uint8_t* packet) {
-  if (bits == 8) {
-    memcpy(packet, code, kBlock);
-    return;
-  }
-  for (int half = 0; half < 2; ++half)
-    for (int j = 0; j < 64; ++j)
-      packet[64 * half + j] = uint8_t((code[128 * half + j] & 15) | (code[128 * half + 64 + j] & 15) << 4);
-  if (bits == 4) return;
-  for (int j = 0; j < 64; ++j)
-    packet[128 + j] = uint8_t(code[j] >> 4 | code[64 + j] >> 4 << 2 | code[128 + j] >> 4 << 4 | code[192 + j] >> 4 << 6);
 }
 
 }  // namespace kv

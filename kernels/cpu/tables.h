@@ -31,12 +31,14 @@ inline float dot_floats(const float* a, const float* b, int n) {
 using Components = float[kComponents][kEntries];
 
 inline void unzip_all(const float* mixed, int n, float* even, float* odd) {
-  for (int i = 0; i < n; i += 2 * kFloats) {
+  int i = 0;
+  do {  // n > 0
     Floats first, second;
     unzip(load(mixed + i), load(mixed + i + kFloats), first, second);
     store(even + i / 2, first);
     store(odd + i / 2, second);
-  }
+    i += 2 * kFloats;
+  } while (i < n);
 }
 
 // From fp16 entries [count, x].

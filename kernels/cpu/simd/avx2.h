@@ -44,6 +44,7 @@ template <int I> inline Bytes upper_crumbs(Bytes a) {
 inline Bytes operator|(Bytes a, Bytes b) { return {_mm256_or_si256(a.v, b.v)}; }
 inline Bytes operator&(Bytes a, Bytes b) { return {_mm256_and_si256(a.v, b.v)}; }
 inline Bytes operator^(Bytes a, Bytes b) { return {_mm256_xor_si256(a.v, b.v)}; }
+inline Bytes shift_left(Bytes a, int bits) { return {_mm256_sll_epi16(a.v, _mm_cvtsi32_si128(bits))}; }
 inline Bytes even_bytes(Bytes a, Bytes b) {
   const __m256i low = _mm256_set1_epi16(255);
   const __m256i both = _mm256_packus_epi16(_mm256_and_si256(a.v, low), _mm256_and_si256(b.v, low));
@@ -204,6 +205,7 @@ inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.v, b.v)}; 
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline Floats sqrt(Floats a) { return {_mm256_sqrt_ps(a.v)}; }
 inline float sum(Floats a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -252,8 +254,16 @@ inline void store_low_bytes(void* p, Ints a) {
   const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
   _mm_storel_epi64(static_cast<__m128i*>(p), both);
 }
+inline Bytes join(Ints a, Ints b, Ints c, Ints d) {
+  const __m256i low = _mm256_or_si256(a.v, _mm256_slli_epi32(b.v, 8));
+  const __m256i high = _mm256_or_si256(_mm256_slli_epi32(c.v, 16), _mm256_slli_epi32(d.v, 24));
+  return {_mm256_or_si256(low, high)};
+}
 inline Floats load_half(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline void store_half(uint16_t* p, Floats a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
 inline Floats load_unsigned(const uint16_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};

@@ -44,6 +44,7 @@ template <int I> inline Bytes upper_crumbs(Bytes a) {
 inline Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
 inline Bytes operator&(Bytes a, Bytes b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline Bytes operator^(Bytes a, Bytes b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline Bytes shift_left(Bytes a, int bits) { return {_mm512_sll_epi16(a.v, _mm_cvtsi32_si128(bits))}; }
 inline __m512i byte_numbers() {  // 0, 1, 2 .. 63
   const __m512i four = _mm512_set1_epi32(0x03020100);
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -204,6 +205,7 @@ inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; 
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Floats sqrt(Floats a) { return {_mm512_sqrt_ps(a.v)}; }
 inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
@@ -233,8 +235,16 @@ template <int N> inline Floats pick(const float* table, Ints index) {
   return {_mm512_permutexvar_ps(index.v, all)};
 }
 inline void store_low_bytes(void* p, Ints a) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
+inline Bytes join(Ints a, Ints b, Ints c, Ints d) {
+  const __m512i low = _mm512_or_si512(a.v, _mm512_slli_epi32(b.v, 8));
+  const __m512i high = _mm512_or_si512(_mm512_slli_epi32(c.v, 16), _mm512_slli_epi32(d.v, 24));
+  return {_mm512_or_si512(low, high)};
+}
 inline Floats load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline void store_half(uint16_t* p, Floats a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
 inline Floats load_unsigned(const uint16_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))))};

@@ -49,6 +49,7 @@ template <int I> inline Bytes upper_crumbs(Bytes a) {
 inline Bytes operator|(Bytes a, Bytes b) { return {vorrq_u8(a.v, b.v)}; }
 inline Bytes operator&(Bytes a, Bytes b) { return {vandq_u8(a.v, b.v)}; }
 inline Bytes operator^(Bytes a, Bytes b) { return {veorq_u8(a.v, b.v)}; }
+inline Bytes shift_left(Bytes a, int bits) { return {vshlq_u8(a.v, vdupq_n_s8(int8_t(bits)))}; }
 inline Bytes even_bytes(Bytes a, Bytes b) { return {vuzp1q_u8(a.v, b.v)}; }
 inline Bytes odd_bytes(Bytes a, Bytes b) { return {vuzp2q_u8(a.v, b.v)}; }
 inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColumns]) {
@@ -179,6 +180,7 @@ inline Floats operator/(Floats a, Floats b) { return {vdivq_f32(a.v, b.v)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
 inline Floats max(Floats a, Floats b) { return {vbslq_f32(vcgtq_f32(a.v, b.v), a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {vbslq_f32(vcltq_f32(a.v, b.v), a.v, b.v)}; }
+inline Floats sqrt(Floats a) { return {vsqrtq_f32(a.v)}; }
 inline float sum(Floats a) { return vaddvq_f32(a.v); }
 inline float largest(Floats a) { return vmaxvq_f32(a.v); }
 inline Floats to_floats(Ints a) { return {vcvtq_f32_s32(a.v)}; }
@@ -211,9 +213,15 @@ inline void store_low_bytes(void* p, Ints a) {
   vst1q_s32(four, a.v);
   for (int i = 0; i < 4; ++i) static_cast<uint8_t*>(p)[i] = uint8_t(four[i]);
 }
+inline Bytes join(Ints a, Ints b, Ints c, Ints d) {
+  const int32x4_t low = vorrq_s32(a.v, vshlq_n_s32(b.v, 8));
+  const int32x4_t high = vorrq_s32(vshlq_n_s32(c.v, 16), vshlq_n_s32(d.v, 24));
+  return {vreinterpretq_u8_s32(vorrq_s32(low, high))};
+}
 inline Floats load_half(const uint16_t* p) {
   return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))};
 }
+inline void store_half(uint16_t* p, Floats a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a.v))); }
 inline Floats load_unsigned(const uint16_t* p) { return {vcvtq_f32_u32(vmovl_u16(vld1_u16(p)))}; }
 inline Floats load_bfloat(const uint16_t* p) {
   return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16))};

@@ -67,6 +67,9 @@ inline Bytes operator|(Bytes a, Bytes b) { for (int i = 0; i < kBytes; ++i) a.v[
 inline Bytes operator&(Bytes a, Bytes b) { for (int i = 0; i < kBytes; ++i) a.v[i] &= b.v[i]; return a; }
 inline Bytes operator^(Bytes a, Bytes b) { for (int i = 0; i < kBytes; ++i) a.v[i] ^= b.v[i]; return a; }
 
+// Every byte times 2^bits; no bit may leave its byte.
+inline Bytes shift_left(Bytes a, int bits) { for (auto& x : a.v) x = uint8_t(x << bits); return a; }
+
 // Bytes 0, 2, 4 .. of a and then of b; bytes 1, 3, 5 ..
 inline Bytes even_bytes(Bytes a, Bytes b) {
   Bytes r;
@@ -194,6 +197,7 @@ inline Floats operator/(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) 
 inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 inline Floats max(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 inline Floats min(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline Floats sqrt(Floats a) { for (auto& x : a.v) x = __builtin_sqrtf(x); return a; }
 inline float sum(Floats a) { float r = 0; for (float x : a.v) r += x; return r; }
 inline float largest(Floats a) { float r = a.v[0]; for (float x : a.v) r = x > r ? x : r; return r; }
 
@@ -264,7 +268,19 @@ inline void store_low_bytes(void* p, Ints a) {
   for (int i = 0; i < kFloats; ++i) static_cast<uint8_t*>(p)[i] = uint8_t(a.v[i]);
 }
 
+// Byte 4 i + j: the low byte of lane i of a, b, c, d for j = 0, 1, 2, 3. The lanes are less than 256.
+inline Bytes join(Ints a, Ints b, Ints c, Ints d) {
+  Bytes r;
+  for (int i = 0; i < kFloats; ++i) {
+    const Ints* four[] = {&a, &b, &c, &d};
+    for (int j = 0; j < 4; ++j) r.v[4 * i + j] = uint8_t(four[j]->v[i]);
+  }
+  return r;
+}
+
 inline Floats load_half(const uint16_t* p) { Floats r; for (int i = 0; i < kFloats; ++i) r.v[i] = half_to_float(p[i]); return r; }
+// fp16, rounded to nearest, ties to even.
+inline void store_half(uint16_t* p, Floats a) { for (int i = 0; i < kFloats; ++i) p[i] = float_to_half(a.v[i]); }
 // Numbers of 16 bits without a sign.
 inline Floats load_unsigned(const uint16_t* p) { Floats r; for (int i = 0; i < kFloats; ++i) r.v[i] = float(p[i]); return r; }
 inline Floats load_bfloat(const uint16_t* p) {

@@ -97,6 +97,19 @@ void test_bytes() {
     for (int bit = 0; bit < 8; ++bit)
       expect(lanes(negate_where(v, w, bit)), "negate_where",
              [&](int i) { return b.v[i] & (1 << bit) ? 256 - a.v[i] : a.v[i]; });
+    for (int bits = 0; bits <= 6; ++bits) {  // no bit leaves its byte
+      ByteLanes c = a;
+      for (auto& x : c.v) x = uint8_t(x & 255 >> bits);
+      expect(lanes(shift_left(vector(c), bits)), "shift_left", [&](int i) { return c.v[i] << bits; });
+    }
+  }
+  for (int64_t stride : {kColumns, 64, 1000}) {
+    Guarded<uint8_t> rows(size_t((kBytes - 1) * stride + kColumns));
+    fill_random(rows.get(), rows.bytes());
+    Bytes column[kColumns];
+    load_columns(rows.get(), stride, column);
+    for (int c = 0; c < kColumns; ++c)
+      expect(lanes(column[c]), "load_columns", [&](int i) { return rows[size_t(i * stride + c)]; });
   }
 }
 
@@ -133,6 +146,23 @@ template <int E, int X, class Code> void test_words() {
       code[i] = Code(round < 4 ? (round % 2 ? E - 1 : 0) : random_int(0, E - 1));
     const Bytes found = load_words<E, X>(tables.get(), code.get());
     expect(lanes(found), "load_words", [&](int i) { return entries[size_t(code[size_t(i / X)]) * X + size_t(i % X)]; });
+  }
+}
+
+void test_words_of_12_bits() {
+  Guarded<uint64_t> table(4096);
+  fill_random(table.get(), table.bytes());
+  for (int round = 0; round < 300; ++round) {
+    Guarded<uint8_t> packed(kBytes * 3 / 16);
+    if (round < 2) memset(packed.get(), round * 255, packed.bytes());
+    else fill_random(packed.get(), packed.bytes());
+    uint8_t want[kBytes];
+    for (int i = 0; i < kBytes / 8; ++i) {
+      int code = 0;
+      for (int bit = 0; bit < 12; ++bit) code |= (packed[size_t((12 * i + bit) / 8)] >> (12 * i + bit) % 8 & 1) << bit;
+      memcpy(want + 8 * i, &table[size_t(code)], 8);
+    }
+    expect(lanes(load_words_12_bits(table.get(), packed.get())), "load_words_12_bits", [&](int i) { return want[i]; });
   }
 }
 
@@ -179,6 +209,7 @@ void test_codebooks() {
   test_words<256, 4, uint8_t>();
   test_words<256, 8, uint8_t>();
   test_words<4096, 8, uint16_t>();
+  test_words_of_12_bits();
 }
 
 // -- sums of bytes -------------------------------------------------------------------------------
@@ -255,6 +286,14 @@ void test_ints() {
     Guarded<uint8_t> low(kFloats);
     store_low_bytes(low.get(), load_ints(from.get()));
     for (size_t i = 0; i < size_t(kFloats); ++i) that(low[i] == uint8_t(from[i] & 255), "store_low_bytes");
+    IntLanes whole = random_ints(1 << 30), four[4];
+    for (auto& n : whole.v) n = n < 0 ? -n : n;
+    expect(lanes(high_bits<7>(vector(whole))), "high_bits", [&](int i) { return whole.v[i] / 128; });
+    expect(lanes(low_bits<7>(vector(whole))), "low_bits", [&](int i) { return whole.v[i] % 128; });
+    for (auto& each : four)
+      for (auto& n : each.v) n = int32_t(random_int(0, 255));
+    expect(lanes(join(vector(four[0]), vector(four[1]), vector(four[2]), vector(four[3]))), "join",
+           [&](int i) { return four[i % 4].v[i / 4]; });
   }
 }
 
@@ -303,6 +342,11 @@ void test_arithmetic() {
     expect(lanes(where_less(v, w, vector(x), vector(y))), "where_less of Ints",
            [&](int i) { return a.v[i] < b.v[i] ? x.v[i] : y.v[i]; });
     expect(lanes(count_less(vector(x), v, w)), "count_less", [&](int i) { return x.v[i] + (a.v[i] < b.v[i]); });
+    expect(lanes(sqrt(v)), "sqrt", [&](int i) { return std::sqrt(a.v[i]); });
+    Guarded<uint16_t> halves(kFloats);
+    store_half(halves.get(), v);
+    for (int i = 0; i < kFloats; ++i)  // a NaN may have any payload
+      that(same(half_to_float(halves[size_t(i)]), half_to_float(float_to_half(a.v[i]))), "store_half");
     int lane = 0;
     while (lane < kFloats && !(a.v[lane] >= b.v[lane])) ++lane;
     that(first_at_least(v, w) == lane, "first_at_least: %d, not %d", first_at_least(v, w), lane);
