@@ -47,6 +47,7 @@ CHUNKS = (32,)  # tokens of a prompt at a time
 CHUNK_SCHEMES = ("u4", "nomad-u4", "nomad-4")
 THREADS = (1, 2)
 APPENDED = 64  # tokens of an append
+LAYERS = 16  # of a model: all of them append in the same step
 
 
 def run(
@@ -359,7 +360,7 @@ def _appending(layer: VQCacheLayer, sides: str) -> Contestant:
         for store in stores:
             store.encode(tokens)
 
-    return Contestant(call)
+    return Contestant(call, calls=LAYERS)
 
 
 def _copying() -> Contestant:
@@ -367,4 +368,6 @@ def _copying() -> Contestant:
     tokens = torch.randn(1, HEADS, APPENDED, HEAD_DIM)
     places = cold_copies(tokens.nbytes)
     cache = torch.randn(1, HEADS, places * APPENDED, HEAD_DIM)
-    return Contestant(lambda i: cache.narrow(2, i * APPENDED, APPENDED).copy_(tokens), places)
+    return Contestant(
+        lambda i: cache.narrow(2, i * APPENDED, APPENDED).copy_(tokens), places, LAYERS
+    )

@@ -13,7 +13,7 @@ from ..errors import VQCacheError
 from . import dispatch
 from .codes import decode_kv
 from .layout import to_rows
-from .library import attention_problem, define, parse
+from .library import attention_problem, define, only_result, parse
 
 _can_autocast = lru_cache(torch.amp.is_autocast_available)
 _AS_IT_IS = nullcontext()
@@ -165,8 +165,10 @@ def attention(
             f"the attention mask covers {mask.shape[-1]} tokens but the cache holds "
             f"{cached.length}; pass a mask over past and new tokens."
         )
+    alone = only_result(query, cached.tail_k, cached.tail_v, mask, s_aux)
+    run = _attention if alone else torch.ops.hf_vq.attention.default
     with without_autocast(query.device):  # the schema's order is that of CachedKV
-        out: Tensor = torch.ops.hf_vq.attention.default(
+        out: Tensor = run(
             query, *cached[:12], mask, s_aux, *cached[12:18], scaling, softcap, *cached[18:]
         )
     return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from . import dispatch
-from .library import define, parse, problem
+from .library import define, only_result, parse, problem
 
 
 def rotation_of(tensors: Mapping[str, Tensor], suffix: str = "") -> Tensor | None:
@@ -90,7 +90,8 @@ def append_kv(
         scale: fp16 [B, H, tokens, 1], or [B, H, tokens, 0] without scales; written to.
         scheme: spec string.
     """
-    torch.ops.hf_vq.append.default(x, mean, codebook, codes, scale, at, scheme, layout)
+    run = _append if only_result(x) else torch.ops.hf_vq.append.default
+    run(x, mean, codebook, codes, scale, at, scheme, layout)
 
 
 def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool = False) -> Tensor:

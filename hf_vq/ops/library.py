@@ -32,15 +32,20 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     torch.library.register_fake(f"hf_vq::{name}", fake, lib=library)
 
 
-def only_result(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call of `hf_vq::linear` is eager and nothing follows it but its result.
+def only_result(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call of an op is eager and nothing follows it but its result: then the way through
+    torch's dispatcher and back into Python may be left out.
 
-    False while a compiler, a tracer, a mode or a transform looks on, or a gradient will be asked.
+    False while a compiler, a tracer, a mode or a transform looks on, or a gradient will be asked of
+    `x` or of one of the `others`.
     """
     if is_compiling() or type(x) is not Tensor or _modes() or _transforms() or _traces():
         return False
-    differentiable = x.requires_grad or (bias is not None and bias.requires_grad)
-    return not (differentiable and torch.is_grad_enabled())
+    if x.is_meta:
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not (x.requires_grad or any(y is not None and y.requires_grad for y in others))
 
 
 def problem(op: str, x: Tensor, spec: str, n: int) -> dispatch.Problem:
