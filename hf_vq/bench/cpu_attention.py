@@ -329,7 +329,7 @@ def _onnxruntime_step(context: int, group: int) -> Contestant | None:
     return onnxruntime_peer.step(context, HEADS, group, HEAD_DIM)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # a cache would not keep tensors of inference_mode
 def _appends(schemes: Sequence[str], sides: str, rounds: int) -> list[dict[str, Any]]:
     """Appending keys and values ("kv"), or keys alone ("k"), which have peers."""
     contestants = {name: _appending(_layer(name), sides) for name in schemes}

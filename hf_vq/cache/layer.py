@@ -413,6 +413,7 @@ class VQCacheLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             return
+        tokens_to_remove = int(tokens_to_remove)  # generate may count with tensors
         remove = (
             max(self.length - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
         )
