@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .. import env
 from ..errors import VQError
 from . import cpu_attention, cpu_generate, cpu_linear, quality_kv, quality_weights, tables
 from .record import RESULTS, command_line, make_record, write_record
@@ -97,7 +98,9 @@ def _measure(args: argparse.Namespace) -> int:
 def _time(args: argparse.Namespace) -> int:
     options = {"threads": "", "rounds": "", "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR"}
     names = {name: shown for name, shown in options.items() if hasattr(args, name)}
-    command = command_line(f"python -m hf_vq.bench {args.suite}", args.parser, args, names)
+    isa = env.CPU_ISA.get()
+    start = f"{f'HF_VQ_CPU_ISA={isa} ' if isa else ''}python -m hf_vq.bench {args.suite}"
+    command = command_line(start, args.parser, args, names)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     settings, results = CPU_SUITES[args.suite].run(**given, report=_print_time)
     record = make_record(args.suite, command, settings, results, args.revision)

@@ -237,9 +237,9 @@ CPU_PEERS = {
 }
 
 
-def cpu_attention_table() -> str:
+def cpu_attention_table(name: str = "cpu-attention") -> str:
     """One token's attention on the CPU, one thread, per key/value head."""
-    record = _record("cpu-attention")
+    record = _record(name)
     steps = [row for row in record["results"]["rows"] if row["what"] == "step"]
     first = steps[0]["threads"]
     groups = sorted({row["group"] for row in steps})
@@ -304,6 +304,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:demo": demo_table,
     "results:cpu-linear": cpu_linear_table,
     "results:cpu-attention": cpu_attention_table,
+    "results:cpu-attention-avx2": lambda: cpu_attention_table("cpu-attention-avx2"),
     "results:cpu-generate": cpu_generate_table,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,

@@ -132,6 +132,16 @@ def test_the_committed_records_say_what_made_them(suite):
     assert record["revision"] and record["command"].startswith(f"python -m hf_vq.bench {suite}")
 
 
+def test_the_record_of_avx2():
+    """Sixteen entries fit into its registers; 256 do not, and are no faster than float32."""
+    record = read_record("cpu-attention-avx2")
+    assert record["settings"]["isa"] == "avx2"
+    assert record["command"].startswith("HF_VQ_CPU_ISA=avx2 python -m hf_vq.bench cpu-attention")
+    wanted = {"what": "step", "name": "nomad-u4", "group": 1, "threads": 1}
+    (step,) = (row for row in record["results"]["rows"] if wanted.items() <= row.items())
+    assert step["speedup"]["torch bmm fp32"] >= 7
+
+
 def test_what_the_records_promise():
     """On a processor whose memory bounds both: faster than the peers that a user would take."""
     rows = read_record("cpu-attention")["results"]["rows"]
