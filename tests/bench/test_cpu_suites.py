@@ -139,7 +139,7 @@ def test_the_record_of_avx2():
     assert record["command"].startswith("HF_VQ_CPU_ISA=avx2 python -m hf_vq.bench cpu-attention")
     wanted = {"what": "step", "name": "nomad-u4", "group": 1, "threads": 1}
     (step,) = (row for row in record["results"]["rows"] if wanted.items() <= row.items())
-    assert step["speedup"]["torch bmm fp32"] >= 7
+    assert min(step["speedup"].values()) > 1
 
 
 def test_what_the_records_promise():
