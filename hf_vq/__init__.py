@@ -6,6 +6,7 @@ model.generate(**inputs, past_key_values=VQCache(model.config))
 
 from .backends import cpu_attention as _cpu_attention
 from .backends import cpu_linear as _cpu_linear
+from .backends import cuda as _cuda
 from .backends import reference as _reference
 from .cache import VQCache
 from .errors import (
@@ -25,7 +26,9 @@ from .hf import quantizer as _quantizer
 __version__ = "0.1.0"
 
 # Rows of the dispatch table are asked in this order.
-for _plugin in (_cpu_linear, _cpu_attention, _reference, _quantizer, _attention, _generation):
+for _plugin in (
+    _cuda, _cpu_linear, _cpu_attention, _reference, _quantizer, _attention, _generation,
+):  # fmt: skip
     _plugin.register()
 
 __all__ = [

@@ -65,8 +65,20 @@ NO_NATIVE = Variable(
     "`1` while installing: build without a compiler; ops run in PyTorch.",
     flag,
 )
+STORE = Variable(
+    "HF_VQ_STORE",
+    "",
+    "Folder of the GPU kernels that were compiled; by default `hf_vq/kernels` in `HF_HOME`.",
+    str.strip,
+)
 
-VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (AUTOLOAD, BACKEND, CPU_ISA, NO_NATIVE)
+VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (
+    AUTOLOAD,
+    BACKEND,
+    CPU_ISA,
+    NO_NATIVE,
+    STORE,
+)
 
 
 def table() -> str:

@@ -1,0 +1,264 @@
+"""`linear` and `decode` on a GPU: weights as codes, decoded by a generated CUDA kernel.
+
+A linear layer rotates its input, decodes some rows of the weight at a time, and cuBLAS multiplies.
+That suits many tokens; for a few it moves more bytes than a dense layer would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from ..codegen.choose import (
+    LARGEST_PANEL,
+    DecodeProblem,
+    choose,
+    panels,
+    rotate_plan,
+)
+from ..codegen.device import device_arch
+from ..codegen.launch import Kernel
+from ..codegen.plan import DecodePlan, Dtype, RotatePlan
+from ..codegen.store import default_store
+from ..errors import VQBackendError, VQFormatError
+from ..formats.packing import packed_size
+from ..formats.scheme import VQScheme
+from ..ops import dispatch
+
+DECODED_BYTES = 32 << 20  # of dense rows at a time: they stay in the L2 cache of a large GPU
+
+_ALIGNED = 16  # bytes of the widest load
+_WORD = 4  # bytes; codes are read by whole words
+_MOST_BLOCKS = (1 << 31) - 1
+_ROWS_OF_A_PLAN = 4096  # more rows need no other plan
+_DTYPES = {torch.float32: Dtype.FLOAT32, torch.float16: Dtype.FLOAT16,
+           torch.bfloat16: Dtype.BFLOAT16}  # fmt: skip
+
+
+class DecodeArguments(ctypes.Structure):
+    """struct Arguments of kernels/cuda/decode.cu."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("codebook", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("first_row", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int32),
+    ]
+
+
+class RotateArguments(ctypes.Structure):
+    """struct Arguments of kernels/cuda/rotate.cu."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("signs", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("blocks", ctypes.c_uint32),
+        ("across", ctypes.c_uint32),
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _decoder(
+    scheme: VQScheme, rows: int, in_features: int, dtype: torch.dtype, ordinal: int
+) -> tuple[Kernel, DecodePlan]:
+    arch = device_arch(ordinal)
+    plan = choose(DecodeProblem(scheme, rows, in_features, _DTYPES[dtype], arch))
+    return _kernel(plan, DecodeArguments, ordinal), plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _rotator(
+    source: torch.dtype, out: torch.dtype, block: int, signs: bool, inverse: bool, ordinal: int
+) -> tuple[Kernel, RotatePlan]:
+    plan = rotate_plan(_DTYPES[source], _DTYPES[out], block, signs, inverse)
+    return _kernel(plan, RotateArguments, ordinal), plan
+
+
+@functools.cache  # problems share plans
+def _kernel(
+    plan: DecodePlan | RotatePlan, arguments: type[ctypes.Structure], ordinal: int
+) -> Kernel:
+    return Kernel(plan, arguments, ordinal, default_store())
+
+
+def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor as kernels read it: its numbers side by side, from an aligned address on."""
+    tensor = tensor.to(dtype).contiguous()
+    return tensor if tensor.data_ptr() % _ALIGNED == 0 else tensor.clone()
+
+
+class Stored:
+    """Codes, codebooks and scales of rows, checked and ready to be decoded on the current device.
+
+    Args:
+        codes: uint8 [rows, bytes].
+        codebook: see `formats.tensor_specs`.
+        scale: [rows, groups].
+        scheme: of the codes.
+        in_features: weights of a row.
+
+    Raises:
+        VQFormatError: sizes do not belong together. A kernel would read what is not there.
+    """
+
+    def __init__(
+        self, codes: Tensor, codebook: Tensor, scale: Tensor, scheme: VQScheme, in_features: int
+    ) -> None:
+        self.codes = _ready(codes, torch.uint8)
+        self.codebook = _ready(codebook, torch.float16)
+        self.scale = _ready(scale, torch.float16)
+        self.scheme, self.rows, self.in_features = scheme, len(codes), in_features
+        sizes = (self.codes.numel(), self.codebook.numel(), self.scale.numel())
+        if sizes != _sizes(scheme, self.rows, in_features):
+            raise VQFormatError(
+                f"{self.rows} rows of {in_features} weights as {scheme.spec()} have "
+                f"{_sizes(scheme, self.rows, in_features)} codes, codebook entries and scales; "
+                f"got {sizes}."
+            )
+        if odd := self.codes.numel() % _WORD:
+            self.codes = torch.nn.functional.pad(self.codes.view(-1), (0, _WORD - odd))
+
+    def decode(self, first: int, out: Tensor) -> None:
+        """Rows `first`, `first` + 1, .. to `out` [rows, in_features], dense and still rotated.
+
+        Args:
+            first: a multiple of `rows_at_a_time`.
+        """
+        rows, ordinal = len(out), out.device.index
+        bucket = min(dispatch.bucket(self.rows), _ROWS_OF_A_PLAN)
+        kernel, plan = _decoder(self.scheme, bucket, self.in_features, out.dtype, ordinal)
+        kernel(
+            _blocks(panels(plan, rows, self.in_features)),
+            torch._C._cuda_getCurrentRawStream(ordinal),
+            self.codes.data_ptr(),
+            self.codebook.data_ptr(),
+            self.scale.data_ptr(),
+            out.data_ptr(),
+            first,
+            rows,
+            self.in_features,
+        )
+
+    def rows_at_a_time(self, dtype: torch.dtype) -> int:
+        """Rows that are `DECODED_BYTES` when dense; whole panels, whatever the plan."""
+        rows = DECODED_BYTES // (dtype.itemsize * self.in_features)
+        whole = self.scheme.tile[0] if self.scheme.codebook == "tile" else LARGEST_PANEL
+        return max(rows // whole, 1) * whole
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(scheme: VQScheme, rows: int, in_features: int) -> tuple[int, int, int]:
+    """Bytes of codes, numbers of codebooks, and scales."""
+    x = scheme.vector_size
+    stream = packed_size(in_features // x, scheme.entry_bits)
+    books = scheme.streams
+    if scheme.codebook == "tile":
+        books = math.ceil(rows / scheme.tile[0]) * math.ceil(in_features / scheme.tile[1])
+    entries = 257 if scheme.lattice else scheme.entries
+    scales = in_features // scheme.group(in_features)
+    return rows * scheme.streams * stream, books * entries * x, rows * scales
+
+
+def _rotate(
+    x: Tensor, rotation: Tensor | None, scheme: VQScheme, out: Tensor, inverse: bool = False
+) -> None:
+    """`x` [rows, in_features], rotated by a Hadamard matrix, to `out`, which may be `x`."""
+    block, ordinal = scheme.block(x.shape[-1]), x.device.index
+    signs = scheme.rotation == "random_hadamard"
+    if signs and (rotation is None or rotation.numel() != packed_size(x.shape[-1], 1)):
+        raise VQFormatError(f"{scheme.spec()} needs a sign for each of {x.shape[-1]} inputs.")
+    count = x.numel() // block
+    kernel, plan = _rotator(x.dtype, out.dtype, block, signs, inverse, ordinal)
+    packed = None if rotation is None else _ready(rotation, torch.uint8)
+    kernel(
+        _blocks(-(-count // plan.blocks_at_a_time)),
+        torch._C._cuda_getCurrentRawStream(ordinal),
+        x.data_ptr(),
+        None if packed is None else packed.data_ptr(),
+        out.data_ptr(),
+        count,
+        x.shape[-1] // block,
+    )
+
+
+def _blocks(count: int) -> int:
+    if count > _MOST_BLOCKS:
+        raise VQBackendError(f"{count} blocks are more than a launch can have: split the input.")
+    return count
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    rotation_2: Tensor | None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    """y = W x + b (`ops.reference.linear`), with W and the rotated x rounded to the dtype of x."""
+    in_features, out_features = x.shape[-1], codes.shape[0]
+    y = x.new_empty(*x.shape[:-1], out_features)
+    if not y.numel():
+        return y
+    with torch.cuda.device(x.device):
+        inputs = _ready(x, x.dtype).view(-1, in_features)
+        if scheme.rotation != "none":
+            rotated = torch.empty_like(inputs)
+            _rotate(inputs, rotation, scheme, rotated)
+            inputs = rotated
+        stored = Stored(codes, codebook, scale, scheme, in_features)
+        at_a_time = min(stored.rows_at_a_time(x.dtype), out_features)
+        # From PyTorch's allocator, which hands the same memory to the next layer, another one to
+        # another stream, and a graph its own.
+        dense = x.new_empty(at_a_time, in_features)
+        products = y.view(-1, out_features)
+        for first in range(0, out_features, at_a_time):
+            rows = slice(first, min(first + at_a_time, out_features))
+            weight = dense[: rows.stop - first]
+            stored.decode(first, weight)
+            if bias is None:
+                torch.mm(inputs, weight.T, out=products[:, rows])
+            else:
+                added = bias[rows].to(x.dtype)
+                torch.addmm(added, inputs, weight.T, out=products[:, rows])
+    return y
+
+
+def decode(
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    rotation_2: Tensor | None,
+    scheme: VQScheme,
+    length: int,
+) -> Tensor:
+    """The stored rows, rotated back (`ops.reference.decode`): [..., length] float32."""
+    decoded = torch.empty(*codes.shape[:-1], length, dtype=torch.float32, device=codes.device)
+    if not decoded.numel():
+        return decoded
+    rows = decoded.view(-1, length)
+    with torch.cuda.device(codes.device):
+        stored = Stored(
+            codes.reshape(len(rows), -1), codebook, scale.reshape(len(rows), -1), scheme, length
+        )
+        stored.decode(0, rows)
+        if scheme.rotation != "none":
+            _rotate(rows, rotation, scheme, rows, inverse=True)
+    return decoded

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codes of 1 to 16 bits, from the dense little-endian stream of a row (hf_vq/formats/packing.py).
+//
+//     word 0: c3[1:0] c2 c1 c0    word 1: c6[..] c5 c4 c3[9:2] ...         10 bits
+//
+// A thread reads the codes of one unit of weights, side by side at any bit, by whole aligned words and one
+// funnel shift for each; a shift by constants then takes every code out of registers.
+#pragma once
+#include "numbers.cuh"
+
+// `Count` codes of `Bits` bits.
+template <int Bits, int Count> struct Codes {
+  static constexpr int words = (Bits * Count + 31) / 32;
+  uint32_t word[words];
+
+  // From bit `at` of a stream. No word is read that has none of these bits.
+  __device__ void load(const uint32_t* stream, int64_t at) {
+    const uint32_t* from = stream + at / 32;
+    const int shift = int(at % 32);
+#pragma unroll
+    for (int i = 0; i < words; ++i) word[i] = __ldg(from + i);
+    if (shift == 0) return;  // the same for all threads where a unit has whole words
+    const uint32_t after = shift + Bits * Count > 32 * words ? __ldg(from + words) : 0;
+#pragma unroll
+    for (int i = 0; i < words; ++i)
+      word[i] = __funnelshift_r(word[i], i + 1 < words ? word[i + 1] : after, shift);
+  }
+
+  // Code `i`, a constant once the caller's loop is unrolled; always below 2^Bits.
+  __device__ uint32_t operator[](int i) const {
+    const int bit = i * Bits, at = bit / 32, shift = bit % 32;
+    uint32_t code = word[at] >> shift;
+    if (shift + Bits > 32) code |= word[at + 1] << (32 - shift);
+    return code & ((1u << Bits) - 1);
+  }
+};

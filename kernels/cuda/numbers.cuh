@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// Names of a plan's values, fixed-width integers, and floats as fp16, bf16 or fp32 in memory.
+//
+// NVRTC brings no headers and none is needed: a half is 16 bits, and PTX converts.
+#pragma once
+
+using int64_t = long long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+
+enum class Dtype { FLOAT32, FLOAT16, BFLOAT16 };
+enum class Scope { SHARED, TILE, E8P };  // who shares a codebook: all weights, a tile; or it is the lattice
+
+template <Dtype D> constexpr int size_of = D == Dtype::FLOAT32 ? 4 : 2;
+
+__device__ inline float half_to_float(uint32_t half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(uint16_t(half)));
+  return value;
+}
+
+// Two numbers of a 32-bit word, the first in its low half.
+template <Dtype D> __device__ inline void unpack_pair(uint32_t word, float& first, float& second) {
+  static_assert(D != Dtype::FLOAT32, "a float32 fills the word");
+  if constexpr (D == Dtype::FLOAT16) {
+    first = half_to_float(word), second = half_to_float(word >> 16);
+  } else {
+    first = __uint_as_float(word << 16), second = __uint_as_float(word & 0xffff0000u);
+  }
+}
+
+template <Dtype D> __device__ inline uint32_t pack_pair(float first, float second) {
+  static_assert(D != Dtype::FLOAT32, "a float32 fills the word");
+  uint32_t word;
+  if constexpr (D == Dtype::FLOAT16) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  }
+  return word;
+}
+
+// `Bytes` bytes (2, or a multiple of 4) as words; the address is a multiple of min(Bytes, 16).
+template <int Bytes> __device__ inline void load_words(const void* from, uint32_t* word) {
+  if constexpr (Bytes == 2) {
+    word[0] = *static_cast<const uint16_t*>(from);
+  } else if constexpr (Bytes == 4) {
+    word[0] = *static_cast<const uint32_t*>(from);
+  } else if constexpr (Bytes == 8) {
+    const uint2 two = *static_cast<const uint2*>(from);
+    word[0] = two.x, word[1] = two.y;
+  } else {
+    static_assert(Bytes % 16 == 0, "a power of two");
+#pragma unroll
+    for (int i = 0; i < Bytes / 16; ++i) {
+      const uint4 four = static_cast<const uint4*>(from)[i];
+      word[4 * i] = four.x, word[4 * i + 1] = four.y, word[4 * i + 2] = four.z, word[4 * i + 3] = four.w;
+    }
+  }
+}
+
+template <int Bytes> __device__ inline void store_words(void* to, const uint32_t* word) {
+  if constexpr (Bytes == 2) {
+    *static_cast<uint16_t*>(to) = uint16_t(word[0]);
+  } else if constexpr (Bytes == 4) {
+    *static_cast<uint32_t*>(to) = word[0];
+  } else if constexpr (Bytes == 8) {
+    *static_cast<uint2*>(to) = {word[0], word[1]};
+  } else {
+    static_assert(Bytes % 16 == 0, "a power of two");
+#pragma unroll
+    for (int i = 0; i < Bytes / 16; ++i)
+      static_cast<uint4*>(to)[i] = {word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
+  }
+}
+
+constexpr int words_of(int bytes) { return bytes < 4 ? 1 : bytes / 4; }
+
+// N neighbouring numbers, a power of two; their address is a multiple of min(N * size_of<D>, 16).
+template <Dtype D, int N> __device__ inline void load_floats(const void* from, float (&value)[N]) {
+  uint32_t word[words_of(N * size_of<D>)];
+  load_words<N * size_of<D>>(from, word);
+  if constexpr (D == Dtype::FLOAT32) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = __uint_as_float(word[i]);
+  } else if constexpr (N == 1) {
+    float none;
+    unpack_pair<D>(word[0], value[0], none);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) unpack_pair<D>(word[i / 2], value[i], value[i + 1]);
+  }
+}
+
+template <Dtype D, int N> __device__ inline void store_floats(void* to, const float (&value)[N]) {
+  uint32_t word[words_of(N * size_of<D>)];
+  if constexpr (D == Dtype::FLOAT32) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) word[i] = __float_as_uint(value[i]);
+  } else if constexpr (N == 1) {
+    word[0] = pack_pair<D>(value[0], 0.0f);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) word[i / 2] = pack_pair<D>(value[i], value[i + 1]);
+  }
+  store_words<N * size_of<D>>(to, word);
+}

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows rotated block by block with a Hadamard matrix, with or without random signs, or rotated back:
+//
+//     y = (x * s) H        inverse: y = (x H) * s        H = 1 / sqrt(B) [[1, 1], [1, -1]] (x) .. (x) [[1, 1], [1, -1]]
+//
+// A block of B numbers belongs to `lanes` threads of one warp, `each` numbers to a thread, in chunks of at most 8:
+//
+//     number of a block = (chunk * lanes + lane) * width + i       butterflies over i and chunk: in registers
+//                                                                  butterflies over lane: by shuffles
+// Bytes: x and y once, which bounds it. Sums are float32.
+#include "numbers.cuh"
+#include "plan.cuh"
+
+struct Arguments {
+  const void* x;         // [rows, columns] of Plan::source, at a multiple of 16
+  const uint8_t* signs;  // bit 1 = negative [ceil(columns / 8)]; not read without signs
+  void* y;               // [rows, columns] of Plan::out; may be x
+  uint32_t blocks;       // rows * columns / B
+  uint32_t across;       // columns / B
+};
+
+constexpr int B = Plan::block;
+constexpr int width = B < 8 ? B : 8;
+constexpr int lanes = B / width < 32 ? B / width : 32;
+constexpr int chunks = B / (width * lanes);
+constexpr int each = width * chunks;
+
+constexpr float inverse_root(int power_of_two) {
+  return power_of_two == 1   ? 1.0f
+         : power_of_two == 2 ? 0.70710678118654752f
+                             : inverse_root(power_of_two / 4) / 2;
+}
+
+constexpr float size_of_entry = inverse_root(B);
+
+__device__ inline void flip(float (&value)[each], const Arguments& a, uint32_t block, int lane) {
+#pragma unroll
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const uint32_t column = block % a.across * B + (chunk * lanes + lane) * width;
+    const uint32_t bits = __ldg(a.signs + column / 8) >> column % 8;
+#pragma unroll
+    for (int i = 0; i < width; ++i)
+      if (bits >> i & 1) value[chunk * width + i] = -value[chunk * width + i];
+  }
+}
+
+__device__ inline void transform(float (&value)[each], int lane) {
+#pragma unroll
+  for (int half = 1; half < each; half *= 2)
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (!(i & half)) {
+        const float low = value[i], high = value[i + half];
+        value[i] = low + high, value[i + half] = low - high;
+      }
+#pragma unroll
+  for (int half = 1; half < lanes; half *= 2)
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const float other = __shfl_xor_sync(0xffffffffu, value[i], half);
+      value[i] = lane & half ? other - value[i] : value[i] + other;
+    }
+#pragma unroll
+  for (int i = 0; i < each; ++i) value[i] *= size_of_entry;
+}
+
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rotate(const Arguments a) {
+  const uint32_t block = blockIdx.x * (Plan::threads / lanes) + threadIdx.x / lanes;
+  const bool exists = block < a.blocks;  // all lanes of a warp take part in its shuffles
+  const int lane = threadIdx.x % lanes;
+  float value[each] = {};
+  if (exists) {
+#pragma unroll
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int64_t at = int64_t(block) * B + (chunk * lanes + lane) * width;
+      float part[width];
+      load_floats<Plan::source>(static_cast<const char*>(a.x) + at * size_of<Plan::source>, part);
+#pragma unroll
+      for (int i = 0; i < width; ++i) value[chunk * width + i] = part[i];
+    }
+    if constexpr (Plan::signs && !Plan::inverse) flip(value, a, block, lane);
+  }
+  transform(value, lane);
+  if (!exists) return;
+  if constexpr (Plan::signs && Plan::inverse) flip(value, a, block, lane);
+#pragma unroll
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t at = int64_t(block) * B + (chunk * lanes + lane) * width;
+    float part[width];
+#pragma unroll
+    for (int i = 0; i < width; ++i) part[i] = value[chunk * width + i];
+    store_floats<Plan::out>(static_cast<char*>(a.y) + at * size_of<Plan::out>, part);
+  }
+}

@@ -1,0 +1,73 @@
+"""A plan is the parameter list of its template."""
+
+import dataclasses
+import re
+
+import pytest
+
+from hf_vq import paths
+from hf_vq.codegen.choose import rotate_plan
+from hf_vq.codegen.plan import DecodePlan, Dtype, RotatePlan, Scope, render
+
+PLAN = DecodePlan(
+    threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=8, entry_bits=12, stages=2,
+    scope=Scope.SHARED, tile_rows=0, tile_columns=0, group=128, unit=8, steps=2, panel_rows=16,
+    codebook_in_shared=True,
+)  # fmt: skip
+
+
+def source(name):
+    return (paths.kernel_sources() / "cuda" / name).read_text(encoding="utf-8")
+
+
+def test_every_field_is_rendered_once_under_its_own_name():
+    lines = render(PLAN).splitlines()
+    assert "  static constexpr int vector_size = 8;" in lines
+    assert "  static constexpr Dtype out = Dtype::BFLOAT16;" in lines
+    assert "  static constexpr Scope scope = Scope::SHARED;" in lines
+    assert "  static constexpr bool codebook_in_shared = true;" in lines
+    names = re.findall(r"static constexpr \w+ (\w+) =", render(PLAN))
+    assert names == [field.name for field in dataclasses.fields(PLAN)]
+
+
+@pytest.mark.parametrize("plan", [PLAN, rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)])
+def test_a_template_reads_every_field_and_no_other(plan):
+    text = source(f"{plan.template}.cu")
+    if isinstance(plan, DecodePlan):
+        text += source("codebook.cuh")
+    read = set(re.findall(r"Plan::(\w+)", text))
+    assert read == {field.name for field in dataclasses.fields(plan)}
+
+
+@pytest.mark.parametrize("kind", [Dtype, Scope])
+def test_enumerations_have_the_same_names_in_the_source(kind):
+    found = re.search(rf"enum class {kind.__name__} {{([^}}]*)}}", source("numbers.cuh"))
+    assert [name.strip() for name in found[1].split(",")] == [member.name for member in kind]
+
+
+def test_arguments_are_those_of_the_source():
+    """Names and order; their types are a pointer, or integers of the named size."""
+    from hf_vq.backends.cuda_linear import DecodeArguments, RotateArguments
+
+    sizes = {"int64_t": 8, "uint32_t": 4, "int": 4}
+    for arguments, file in ((DecodeArguments, "decode.cu"), (RotateArguments, "rotate.cu")):
+        body = re.search(r"struct Arguments {\n(.*?)};", source(file), re.DOTALL)[1]
+        fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)
+        expected = [(name, 8 if "*" in kind else sizes[kind.strip()]) for kind, name in fields]
+        found = [(name, getattr(arguments, name).size) for name, _ in arguments._fields_]
+        assert found == expected
+
+
+def test_codebook_bytes():
+    assert PLAN.codebook_bytes == PLAN.shared_bytes == 2 * 4096 * 8 * 2
+    in_l2 = dataclasses.replace(PLAN, codebook_in_shared=False)
+    assert (in_l2.codebook_bytes, in_l2.shared_bytes) == (PLAN.codebook_bytes, 0)
+    lattice = dataclasses.replace(PLAN, scope=Scope.E8P, entry_bits=16)
+    assert lattice.codebook_bytes == 2 * 257 * 8 * 2
+
+
+@pytest.mark.parametrize("block", [2**i for i in range(11)])
+def test_rotation_blocks_are_dealt_to_whole_warps(block):
+    plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, block, True, False)
+    assert plan.blocks_at_a_time * min(32, max(1, block // 8)) == plan.threads
+    assert block <= RotatePlan.LARGEST_BLOCK

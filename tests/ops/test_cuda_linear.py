@@ -1,0 +1,121 @@
+"""The CUDA rows of the dispatch table, as far as they can be asked without a GPU."""
+
+import pytest
+import torch
+
+from hf_vq.backends import cuda, cuda_linear
+from hf_vq.bench.cpu_linear import random_tensors
+from hf_vq.codegen import compiler, device
+from hf_vq.errors import VQFormatError
+from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
+from hf_vq.ops import dispatch
+from hf_vq.ops.dispatch import Problem
+
+
+@pytest.fixture(autouse=True)
+def ask_anew():
+    cuda.needs.cache_clear()
+    yield
+    cuda.needs.cache_clear()
+
+
+@pytest.mark.parametrize("op", ["linear", "decode"])
+def test_the_rows_come_first(op):
+    assert f"cuda.{op}" in [row.name for row in dispatch.rows(op)[:2]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_they_say_so():
+    problem = Problem("linear", "cuda", "float16", WEIGHT_SCHEMES["vq-4"].spec(), 1, 64, 256)
+    reasons = {verdict.kernel.name: verdict.reason for verdict in dispatch.explain(problem)}
+    assert reasons["cuda.linear"] == "no CUDA device"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with one GPU, as far as `needs` looks."""
+
+    def make(capability, targets=(80, 90), reason=""):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda ordinal: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda ordinal: "GPU")
+        monkeypatch.setattr(compiler, "why_not", lambda: reason)
+        monkeypatch.setattr(compiler, "version", lambda: (12, 8))
+        monkeypatch.setattr(compiler, "known_targets", lambda: frozenset(targets))
+        return cuda.needs()
+
+    return make
+
+
+def test_what_a_machine_needs(gpu):
+    assert gpu((9, 0)) is None
+
+
+def test_an_old_gpu(gpu):
+    assert gpu((7, 5)) == "GPU has compute capability 7.5, less than 8.0"
+
+
+def test_an_old_compiler(gpu):
+    assert gpu((12, 1)) == "NVRTC 12.8 does not compile for GPU: install a newer one"
+
+
+def test_no_compiler(gpu):
+    assert gpu((9, 0), reason="NVRTC is missing") == "NVRTC is missing"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "reason"),
+    [
+        (WEIGHT_SCHEMES["vq-4"], "float16", None),
+        (WEIGHT_SCHEMES["vq-4"], "float64", "inputs are float64"),
+        (WEIGHT_SCHEMES["turboquant-4+4"], "float16", "nested stages have a second pass"),
+        (VQScheme(2, 8, rotation="qr"), "float16", "a QR rotation is a matrix product"),
+        (
+            VQScheme(2, 8, rotation_block=0),
+            "float16",
+            "a rotation block has 2048 weights, more than 1024",
+        ),
+    ],
+)
+def test_what_they_accept(scheme, dtype, reason):
+    linear = Problem("linear", "cuda", dtype, scheme.spec(), 1, 64, 2048)
+    assert cuda.accepts(linear) == reason
+    if dtype == "float16":
+        decode = Problem("decode", "cuda", "uint8", scheme.spec(), 64, 2048, 1024)
+        assert cuda.accepts(decode) == reason
+
+
+@pytest.mark.parametrize("name", [n for n in WEIGHT_SCHEMES if n != "turboquant-4+4"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 256), (77, 256), (300, 1152)])
+def test_sizes_are_checked(name, rows, columns):
+    scheme = WEIGHT_SCHEMES[name]
+    tensors = random_tensors(scheme, rows, columns)
+    parts = [tensors[key] for key in ("codes", "codebook", "scale")]
+    stored = cuda_linear.Stored(*parts, scheme, columns)
+    assert stored.codes.numel() % 4 == 0
+    assert torch.equal(stored.codes.flatten()[: parts[0].numel()], parts[0].flatten())
+    at_a_time = stored.rows_at_a_time(torch.float16)
+    assert at_a_time % (256 if scheme.codebook == "tile" else cuda_linear.LARGEST_PANEL) == 0
+    for i in range(3):
+        cut = [part.flatten()[:-1] if i == j else part for j, part in enumerate(parts)]
+        cut[0] = cut[0].reshape(rows, -1) if i else parts[0][:, :-1]
+        with pytest.raises(VQFormatError, match=f"{rows} rows of {columns} weights"):
+            cuda_linear.Stored(*cut, scheme, columns)
+
+
+def test_a_tensor_made_ready():
+    half = torch.randn(4, 33).half()
+    assert cuda_linear._ready(half, torch.float16) is half
+    moved = torch.empty(133, dtype=torch.float16)[1:].view(4, 33).copy_(half)
+    for tensor in (moved, half.T.contiguous().T, half.float()):
+        ready = cuda_linear._ready(tensor, torch.float16)
+        assert torch.equal(ready, half) and ready.is_contiguous()
+        assert ready.data_ptr() % 16 == 0
+
+
+def test_targets_of_devices():
+    assert [device.target(*c) for c in ((8, 0), (9, 0), (10, 0), (12, 1))] == [
+        "sm_80", "sm_90a", "sm_100", "sm_121",
+    ]  # fmt: skip
