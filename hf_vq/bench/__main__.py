@@ -9,11 +9,20 @@ from typing import Any
 
 from .. import env
 from ..errors import VQError
-from . import cpu_attention, cpu_generate, cpu_linear, quality_kv, quality_weights, tables
+from . import (
+    cpu_attention,
+    cpu_generate,
+    cpu_linear,
+    cuda_linear,
+    quality_kv,
+    quality_weights,
+    tables,
+)
 from .record import RESULTS, command_line, make_record, write_record
 
-CPU_SUITES: dict[str, Any] = {
-    "cpu-linear": cpu_linear, "cpu-attention": cpu_attention, "cpu-generate": cpu_generate
+TIMED_SUITES: dict[str, Any] = {
+    "cpu-linear": cpu_linear, "cpu-attention": cpu_attention, "cpu-generate": cpu_generate,
+    "cuda-linear": cuda_linear,
 }  # fmt: skip
 
 
@@ -39,11 +48,14 @@ def build_parser() -> argparse.ArgumentParser:
         if module is quality_kv:
             suite.add_argument("--calibration", metavar="TEXT", help="text for learned schemes")
         suite.set_defaults(parser=suite)
-    for name, module in CPU_SUITES.items():
+    for name, module in TIMED_SUITES.items():
         suite = suites.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         if name == "cpu-generate":
             suite.add_argument("--llama-bench", type=Path, help="program of llama.cpp")
             suite.add_argument("--gguf", type=Path, help="folder with kv16-Q4_0.gguf and others")
+        elif name == "cuda-linear":
+            suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
+            suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
         else:
             suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])
         suite.add_argument("--rounds", type=int, help="turns of every contestant")
@@ -60,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one suite; 0 if it succeeded, 1 if a checked table is not current, 2 on a VQError."""
     args = build_parser().parse_args(argv)
     try:
-        if args.suite in CPU_SUITES:
+        if args.suite in TIMED_SUITES:
             return _time(args)
         return _tables(args) if args.suite == "tables" else _measure(args)
     except VQError as error:
@@ -96,14 +108,16 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _time(args: argparse.Namespace) -> int:
-    options = {"threads": "", "rounds": "", "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR"}
+    options = {"threads": "", "tokens": "", "schemes": "", "rounds": "",
+               "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR"}  # fmt: skip
     names = {name: shown for name, shown in options.items() if hasattr(args, name)}
     isa = env.CPU_ISA.get()
     start = f"{f'HF_VQ_CPU_ISA={isa} ' if isa else ''}python -m hf_vq.bench {args.suite}"
     command = command_line(start, args.parser, args, names)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    settings, results = CPU_SUITES[args.suite].run(**given, report=_print_time)
-    record = make_record(args.suite, command, settings, results, args.revision)
+    settings, results = TIMED_SUITES[args.suite].run(**given, report=_print_time)
+    device = args.suite.partition("-")[0]
+    record = make_record(args.suite, command, settings, results, args.revision, device)
     out = args.out or RESULTS / f"{args.suite}.json"
     write_record(record, out)
     print(f"wrote {out}")

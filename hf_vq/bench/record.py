@@ -72,6 +72,7 @@ def make_record(
     settings: dict[str, Any],
     results: Any,
     revision: str | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """The record of one run.
 
@@ -81,6 +82,7 @@ def make_record(
         settings: what was measured.
         results: what came out, unrounded.
         revision: of the source; None asks git.
+        device: that computed.
     """
     return {
         "format": FORMAT,
@@ -88,7 +90,7 @@ def make_record(
         "command": command,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "revision": revision or _revision(),
-        "machine": machine(),
+        "machine": machine(device),
         "versions": versions(),
         "settings": settings,
         "results": results,
