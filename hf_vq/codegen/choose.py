@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -167,11 +166,14 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
     nbytes = problem.rows * (plan.stages * stream + 2 * scales) + weights * plan.out.size
     nbytes += books * plan.codebook_bytes
 
-    per_sm = panels(plan, problem.rows, columns) / arch.sms  # blocks of one multiprocessor
-    threads = min(plan.resident, max(per_sm, 1)) * plan.threads  # at a time
+    # The busiest multiprocessor: the others wait for its last block.
+    blocks = panels(plan, problem.rows, columns)
+    busiest = -(-blocks // arch.sms)
+    share = weights / blocks * busiest
+    width = min(plan.tile_columns or columns, columns)
+    units_of_block = min(plan.panel_rows, problem.rows) * width // plan.unit
+    on_their_way = min(plan.resident, busiest) * min(plan.threads * plan.steps, units_of_block)
 
-    # Weights of the busiest multiprocessor: the others wait for its last block.
-    share = weights / arch.sms * math.ceil(per_sm) / per_sm
     lookups = share / plan.vector_size * plan.stages
     entry = min(max(2 * plan.vector_size, 4), 16)
     rate = _SHARED_LOOKUPS[entry] if plan.codebook_in_shared else _L2_LOOKUPS
@@ -186,12 +188,12 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
         "L1": lines + (lookup if plan.codebook_in_shared else 0),
         "L2": sectors / _L2_BYTES + (0 if plan.codebook_in_shared else lookup),
         "instructions": (40 * units + 2.5 * share + 6 * lookups) / _WARP / _WARP_INSTRUCTIONS,
-        "latency": units / (threads * plan.steps) * _LATENCY,
+        "latency": units / on_their_way * _LATENCY,
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = longest + _NOT_HIDDEN * (sum(parts.values()) - longest)
-    fill = math.ceil(per_sm) * plan.shared_bytes / _L2_BYTES
-    return Cost(nbytes, busy + fill + math.ceil(per_sm / plan.resident) * _START, bound)
+    fill = busiest * plan.shared_bytes / _L2_BYTES
+    return Cost(nbytes, busy + fill + -(-busiest // plan.resident) * _START, bound)
 
 
 def panels(plan: DecodePlan, rows: int, columns: int) -> int:

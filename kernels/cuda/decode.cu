@@ -30,6 +30,7 @@ struct Arguments {
 };
 
 constexpr int x = Plan::vector_size, unit = Plan::unit;
+constexpr int group = Plan::group ? Plan::group : 1;
 constexpr bool tiled = Plan::scope == Scope::TILE;
 
 // Neighbouring weights of one row.
@@ -44,7 +45,7 @@ struct Unit {
 #pragma unroll
     for (int stage = 0; stage < Plan::stages; ++stage)
       codes[stage].load(a.codes, (row * Plan::stages + stage) * stream_bits + at);
-    scale = __ldg(a.scale + (Plan::group ? row * (a.columns / Plan::group) + column / Plan::group : row));
+    scale = __ldg(a.scale + (Plan::group ? row * (a.columns / group) + column / group : row));
   }
 
   __device__ void store(const Codebook& codebook, void* out) const {

@@ -60,6 +60,10 @@ def test_the_chosen_plan_can_run_and_none_costs_less(asked):
     assert chosen.shared_bytes <= asked.arch.shared_per_block
     assert chosen.threads * chosen.resident <= asked.arch.threads_per_sm
     assert 0 < panels(chosen, asked.rows, asked.in_features) < 1 << 31
+    # A block has work for more than half of its threads.
+    width = min(chosen.tile_columns or asked.in_features, asked.in_features)
+    units = min(chosen.panel_rows, asked.rows) * width // chosen.unit
+    assert chosen.threads == 128 or units > chosen.threads // 2
 
 
 @settings(max_examples=60, deadline=None)
