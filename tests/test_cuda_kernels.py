@@ -46,6 +46,12 @@ ODD = [  # spec, out_features, in_features
 CASES = [(WEIGHT_SCHEMES[name].spec(), 130, 1152) for name in CATALOGUE] + ODD
 
 
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    """The rows stand below the reference."""
+    monkeypatch.setenv("HF_VQ_BACKEND", "cuda")
+
+
 def stored(spec, out_features, in_features):
     scheme = VQScheme.parse(spec)
     tensors = random_tensors(scheme, out_features, in_features)
@@ -329,7 +335,8 @@ def test_sizes_that_do_not_belong_together():
         ops.linear(x, {**tensors, "signs": tensors["signs"][:-1]}, None, scheme)
 
 
-def test_schemes_without_a_kernel_say_why():
+def test_schemes_without_a_kernel_say_why(monkeypatch):
+    monkeypatch.delenv("HF_VQ_BACKEND")
     codes = torch.empty(1, 2048, dtype=torch.uint8, device="cuda")
     for spec, reason in (
         (WEIGHT_SCHEMES["turboquant-4+4"].spec(), "second pass"),

@@ -61,8 +61,9 @@ def _decode(*arguments: Tensor | VQScheme | int | None) -> Tensor:
 
 
 def register() -> None:
-    """Add the rows to the top of the dispatch table."""
+    """Add the rows below the reference: they have not run on a GPU, `HF_VQ_BACKEND=cuda` asks for
+    them."""
     rows: tuple[tuple[str, Callable[..., Tensor]], ...] = (("linear", _linear), ("decode", _decode))
     for op, run in rows:
         kernel = dispatch.Kernel(f"cuda.{op}", op, run, "cuda", needs, accepts)
-        dispatch.register(kernel, first=True)
+        dispatch.register(kernel)

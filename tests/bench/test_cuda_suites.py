@@ -16,6 +16,7 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.gpu
 def test_cuda_linear(monkeypatch):
     monkeypatch.setattr(cuda_linear, "cold_copies", lambda nbytes: 2)
+    monkeypatch.setenv("HF_VQ_BACKEND", "cuda")
     _, results = cuda_linear.run(
         schemes=("vq-4", "aqlm-2"), shapes=((256, 256),), tokens=(1, 64), rounds=1
     )
