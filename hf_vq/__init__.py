@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 # Rows of the dispatch table are asked in this order.
 for _plugin in (
-    _cpu_linear, _cpu_attention, _reference, _cuda, _quantizer, _attention, _generation,
+    _cuda, _cpu_linear, _cpu_attention, _reference, _quantizer, _attention, _generation,
 ):  # fmt: skip
     _plugin.register()
 

@@ -48,7 +48,7 @@ CASES = [(WEIGHT_SCHEMES[name].spec(), 130, 1152) for name in CATALOGUE] + ODD
 
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch):
-    """The rows stand below the reference."""
+    """They have not run on a GPU: somebody must ask."""
     monkeypatch.setenv("HF_VQ_BACKEND", "cuda")
 
 

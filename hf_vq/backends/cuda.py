@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import env
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
 
@@ -34,6 +35,14 @@ def needs() -> str | None:
             version = ".".join(map(str, compiler.version()))
             return f"NVRTC {version} does not compile for {name}: install a newer one"
     return None
+
+
+def asked_for() -> str | None:
+    """`needs`; and as long as the kernels have not run on a GPU, somebody who asks for them."""
+    if reason := needs():
+        return reason
+    asked = env.BACKEND.get().startswith("cuda")
+    return None if asked else "they have not run on a GPU yet, HF_VQ_BACKEND=cuda asks for them"
 
 
 def accepts(problem: dispatch.Problem) -> str | None:
@@ -61,9 +70,8 @@ def _decode(*arguments: Tensor | VQScheme | int | None) -> Tensor:
 
 
 def register() -> None:
-    """Add the rows below the reference: they have not run on a GPU, `HF_VQ_BACKEND=cuda` asks for
-    them."""
+    """Add the rows to the top of the dispatch table."""
     rows: tuple[tuple[str, Callable[..., Tensor]], ...] = (("linear", _linear), ("decode", _decode))
     for op, run in rows:
-        kernel = dispatch.Kernel(f"cuda.{op}", op, run, "cuda", needs, accepts)
-        dispatch.register(kernel)
+        kernel = dispatch.Kernel(f"cuda.{op}", op, run, "cuda", asked_for, accepts)
+        dispatch.register(kernel, first=True)

@@ -20,9 +20,15 @@ def ask_anew():
 
 
 @pytest.mark.parametrize("op", ["linear", "decode"])
-def test_the_rows_come_last(op):
-    """Until they have run on a GPU they run where they are asked for."""
-    assert [row.name for row in dispatch.rows(op)][-2:] == ["reference", f"cuda.{op}"]
+def test_the_rows_come_first(op):
+    assert f"cuda.{op}" in [row.name for row in dispatch.rows(op)[:2]]
+
+
+def test_somebody_must_ask_for_them(gpu, monkeypatch):
+    assert gpu((9, 0)) is None
+    assert "HF_VQ_BACKEND=cuda" in cuda.asked_for()
+    monkeypatch.setenv("HF_VQ_BACKEND", "cuda")
+    assert cuda.asked_for() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
