@@ -68,7 +68,7 @@ NO_NATIVE = Variable(
 STORE = Variable(
     "HF_VQ_STORE",
     "",
-    "Folder of the GPU kernels that were compiled; by default `hf_vq/kernels` in `HF_HOME`.",
+    "Where compiled GPU kernels are kept; by default `hf_vq/kernels` in `HF_HOME`.",
     str.strip,
 )
 

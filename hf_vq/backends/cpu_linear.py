@@ -108,7 +108,8 @@ def linear(
 ) -> Tensor:
     """y = W x + b (`ops.reference.linear`).
 
-    The kernel rounds rotated inputs to 8 bits per scale group, and so the entries of the codebook.
+    The kernel rounds rotated inputs to 8 bits per scale group, and so the entries of the codebook;
+    or, for one token of a large matrix of 8-vectors, their products (docs/cpu.md).
     A token with infinity or NaN gives NaN.
     """
     library = native.load()
@@ -137,6 +138,7 @@ def linear(
         return y
     dtype, address, bias_dtype = native.DTYPES[x.dtype], None, 0
     if bias is not None:
+        bias = bias.expand(out_features)
         bias = bias.contiguous() if bias.dtype in native.DTYPES else bias.float()
         address, bias_dtype = bias.data_ptr(), native.DTYPES[bias.dtype]
     status = library.hf_vq_linear(

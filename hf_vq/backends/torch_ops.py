@@ -9,6 +9,7 @@ and takes only what the kernel reads as it is. `ops.linear` calls it where the t
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 from typing import Any
 
@@ -42,12 +43,20 @@ class _Torch(ctypes.Structure):
     ]
 
 
-@cache
+_registering = threading.Lock()  # threads may call their first layers at once
+
+
 def cpu_linear() -> Any | None:
     """The op, registered at the first call; None without the library or torch's C shim.
 
     It gives None instead of y for tensors that the kernel does not read as they are.
     """
+    with _registering:
+        return _register()
+
+
+@cache
+def _register() -> Any | None:
     kernels, shim = native.load(), native.torch_shim()
     names = [f"aoti_torch_{name}" for name in (*_FUNCTIONS, *_NUMBERS, *_REGISTRATION)]
     if kernels is None or shim is None or not all(hasattr(shim, name) for name in names):

@@ -95,6 +95,7 @@ class VQScheme:
         for problem, wrong in self._contradictions().items():
             if wrong:
                 raise VQSchemeError(f"{self.notation()} cannot be stored: {problem}.")
+        hash(self)  # composes the spec, which a compiler that looks on later could not trace
 
     def _contradictions(self) -> dict[str, bool]:
         tiled, second = self.codebook == "tile", self.stages != "independent"

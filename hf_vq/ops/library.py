@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from ..formats.scheme import VQScheme
 from . import dispatch
 
 library = torch.library.Library("hf_vq", "DEF")
 
+_PLAIN = {Tensor, Parameter, type(None)}
 # Not public: a torch without one of them is taken to be looking on always.
 _modes, _transforms, _traces = (
     getattr(torch._C, name, lambda: True)
@@ -41,7 +43,7 @@ def only_result(x: Tensor, *others: Tensor | None) -> bool:
     """
     if is_compiling() or type(x) is not Tensor or _modes() or _transforms() or _traces():
         return False
-    if x.is_meta:
+    if x.is_meta or any(type(y) not in _PLAIN for y in others):
         return False
     if not torch.is_grad_enabled():
         return True

@@ -28,7 +28,7 @@ def linear(
         [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
     """
     spec, y = scheme.spec(), None
-    if only_result(x, bias):
+    if only_result(x, bias, tensors["codebook"], tensors["scale"]):
         codes, rotation = tensors["codes"], rotation_of(tensors)
         y = _direct(x, codes, tensors["codebook"], tensors["scale"], rotation, bias, spec)
     if y is None:

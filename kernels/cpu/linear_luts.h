@@ -52,16 +52,22 @@ inline void make_tables(int64_t first, int64_t last, void* context) {
     const int64_t stage = number / call.spans, begin = number % call.spans * call.span;
     const int64_t rest = call.w.in - begin, count = (rest < call.span ? rest : call.span) / kSize;
     const float* u = call.u + begin;
-    float energy = 0.0f, not_finite = 0.0f;
+    float size = 0.0f, energy = 0.0f, not_finite = 0.0f;
+    for (int64_t i = 0; i < count * kSize; ++i) {
+      const float magnitude = __builtin_fabsf(u[i]);
+      size = magnitude > size ? magnitude : size;
+      not_finite += u[i] * 0.0f;  // 0, or NaN
+    }
+    // In units of the largest number: squares neither overflow nor vanish.
+    const float whole = size > 1e-30f ? 1.0f / size : 0.0f;
     for (int64_t i = 0; i < count; ++i) {
       float norm = 0.0f;
-      for (int c = 0; c < kSize; ++c) norm += u[i * kSize + c] * u[i * kSize + c];
+      for (int c = 0; c < kSize; ++c) norm += (u[i * kSize + c] * whole) * (u[i * kSize + c] * whole);
       energy = norm > energy ? norm : energy;
-      not_finite += norm * 0.0f;  // 0, or NaN
     }
     // No product is larger than that of the norms, so that no table overflows.
-    const float most = __builtin_sqrtf(energy) * call.reach[stage];
-    const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
+    const float most = __builtin_sqrtf(energy) * size * call.reach[stage];
+    const float inverse = most > 1e-36f ? 127.0f / most : 0.0f;
     call.unit[number] = most / 127.0f + not_finite;
 
     const int64_t position = stage * call.parts + begin / kSize;
@@ -203,8 +209,8 @@ inline float read_entries(const uint16_t* codebook, float* entries) {
   return __builtin_sqrtf(most);
 }
 
-// Whether tables save more than making them costs: every thread reads them all. More than one input shares decoded
-// entries instead.
+// Whether tables save more than making them costs: every thread reads them all, so the number of threads decides
+// too. More than one input shares decoded entries instead.
 inline bool worth_it(const hf_vq_matrix& w, int64_t inputs) {
   return inputs == 1 && w.scope == HF_VQ_SHARED && w.bits == 8 && w.x == kSize && w.group == w.in &&
          w.out >= 512 * threads();

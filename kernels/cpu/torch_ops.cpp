@@ -23,6 +23,24 @@ struct Dense {
   int32_t dtype;
 };
 
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Whether the tensors are as large as the matrix says.
+bool sizes_match(const hf_vq_matrix& w, const Dense& codes, const Dense& codebook, const Dense& scale,
+                 const Dense& signs, const Dense& bias) {
+  if (w.x < 1 || w.bits < 1 || w.stages < 1 || w.group < 1 || w.in < 1 || w.in % w.x != 0 || w.in % w.group != 0)
+    return false;
+  int64_t halves = (int64_t(w.stages) << w.bits) * w.x;
+  if (w.scope == HF_VQ_E8P) halves = int64_t(w.stages) * 257 * 8;
+  if (w.scope == HF_VQ_TILE) {
+    if (w.tile_rows < 1 || w.tile_columns < 1) return false;
+    halves *= divide_up(w.out, w.tile_rows) * divide_up(w.in, w.tile_columns);
+  }
+  return codes.sizes[1] == divide_up(w.in / w.x * w.bits, 8) * w.stages && codebook.numel == halves &&
+         scale.numel == w.out * (w.in / w.group) && (signs.numel == 0 || signs.numel == divide_up(w.in, 8)) &&
+         (bias.numel == 0 || bias.numel == w.out);
+}
+
 void* handle(uint64_t value) { return reinterpret_cast<void*>(uintptr_t(value)); }
 
 bool read(void* tensor, Dense& found) {
@@ -62,6 +80,7 @@ void* linear(const uint64_t* stack) {
                        signs.numel > 0 ? static_cast<const uint8_t*>(signs.data) : nullptr,
                        codes.sizes[0], x.sizes[last],
                        number[0], number[1], number[2], number[3], number[4], number[5], number[6], number[7]};
+  if (!sizes_match(w, codes, codebook, scale, signs, bias)) return nullptr;
   const void* added = bias.numel > 0 ? bias.data : nullptr;
 
   int64_t sizes[kMostDims], strides[kMostDims], stride = 1;

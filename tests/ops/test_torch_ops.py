@@ -87,7 +87,7 @@ def test_without_the_shim_the_row_runs(monkeypatch):
 
     for shim in (None, Older()):
         monkeypatch.setattr(native, "torch_shim", lambda shim=shim: shim)
-        assert torch_ops.cpu_linear.__wrapped__() is None
+        assert torch_ops._register.__wrapped__() is None
     monkeypatch.setattr(torch_ops, "cpu_linear", lambda: None)
     dispatch._direct.cache_clear()
     scheme, tensors = stored()
@@ -176,6 +176,20 @@ def test_the_op_is_given_something_else():
         assert op(x, *four, none, wrong) is None
     assert op(none, none, none, none, none, none, none) is None
     assert op(torch.tensor(1.0), *four, none, numbers) is None
+    assert op(torch.randn(1, 512), *four, none, numbers) is None
+    assert op(x, *four, torch.zeros(23), numbers) is None
+    for i, part in enumerate(four):
+        shorter = [*four[:i], part[..., :-1].contiguous(), *four[i + 1 :]]
+        assert op(x, *shorter, none, numbers) is None
+
+
+def test_a_bias_of_another_size():
+    scheme, tensors = stored()
+    x = torch.randn(2, 256)
+    one = ops.linear(x, tensors, torch.ones(1), scheme)
+    assert torch.equal(one, ops.linear(x, tensors, torch.ones(24), scheme))
+    with pytest.raises(RuntimeError, match="expand"):
+        ops.linear(x, tensors, torch.ones(23), scheme)
 
 
 def test_the_environment_and_new_rows_are_seen(monkeypatch):
