@@ -38,11 +38,14 @@ def needs() -> str | None:
 
 
 def asked_for() -> str | None:
-    """`needs`; and as long as the kernels have not run on a GPU, somebody who asks for them."""
-    if reason := needs():
-        return reason
+    """`needs`; and as long as the kernels have not run on a GPU, somebody who asks for them.
+
+    Nor has `needs` itself looked at a GPU: until somebody asks, it does not.
+    """
     asked = env.BACKEND.get().startswith("cuda")
-    return None if asked else "they have not run on a GPU yet, HF_VQ_BACKEND=cuda asks for them"
+    if torch.version.cuda and torch.cuda.is_available() and not asked:
+        return "they have not run on a GPU yet, HF_VQ_BACKEND=cuda asks for them"
+    return needs()
 
 
 def accepts(problem: dispatch.Problem) -> str | None:

@@ -7,8 +7,6 @@
 namespace hf_vq {
 namespace {
 
-inline int64_t bytes_of(int dtype) { return dtype == HF_VQ_FLOAT32 ? 4 : dtype == HF_VQ_BOOL ? 1 : 2; }
-
 inline float read_float(const void* p, int dtype, int64_t i) {
   if (dtype == HF_VQ_FLOAT32) return static_cast<const float*>(p)[i];
   const uint16_t half = static_cast<const uint16_t*>(p)[i];

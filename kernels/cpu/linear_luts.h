@@ -9,9 +9,9 @@
 //
 //     codes [256 rows][64 positions]  --transposed-->  columns [64 positions][256 rows]  --looked up-->  sums [256]
 //
-// Codes stay in their canonical rows: turning them costs as much as looking them up, and both together less than
-// reading them from memory. Decoding the entries instead (linear_codes.h) takes a lookup for every component; of
-// vectors of 4 or fewer that is as fast.
+// Codes stay in their canonical rows: turning them costs about as much as looking them up. A layout of their own
+// would save that, and would have to be undone when a model is saved. Decoding the entries instead
+// (linear_codes.h) takes a lookup for every component; for vectors of 4 or fewer that is as fast.
 #pragma once
 #include "activations.h"
 #include "threads.h"

@@ -26,7 +26,9 @@ def test_the_rows_come_first(op):
 
 def test_somebody_must_ask_for_them(gpu, monkeypatch):
     assert gpu((9, 0)) is None
-    assert "HF_VQ_BACKEND=cuda" in cuda.asked_for()
+    with monkeypatch.context() as untouched:
+        untouched.setattr(cuda, "needs", lambda: pytest.fail("looked at the GPU"))
+        assert "HF_VQ_BACKEND=cuda" in cuda.asked_for()
     monkeypatch.setenv("HF_VQ_BACKEND", "cuda")
     assert cuda.asked_for() is None
 

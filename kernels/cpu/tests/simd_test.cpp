@@ -471,9 +471,10 @@ void test_halves() {
 
 void test_rows() {
   for (int dtype : {HF_VQ_FLOAT32, HF_VQ_FLOAT16, HF_VQ_BFLOAT16}) {
+    const int64_t bytes = dtype == HF_VQ_FLOAT32 ? 4 : 2;
     for (int64_t n = 0; n <= 67; ++n) {
       const int64_t first = random_int(0, 3);
-      Guarded<uint8_t> stored(size_t((first + n) * bytes_of(dtype))), back(stored.size());
+      Guarded<uint8_t> stored(size_t((first + n) * bytes)), back(stored.size());
       Guarded<float> floats{size_t(n)}, expected{size_t(n)};
       for (int64_t i = 0; i < n; ++i) {
         float x = random_normal();
