@@ -72,7 +72,7 @@ def test_generate_on_cuda(tinybooks, implementation, offloading):
     assert torch.equal(out, generate(False))
 
 
-def test_quantize_on_cuda_save_and_reload_on_cpu(tinybooks, tmp_path):
+def test_quantize_on_cuda_save_and_reload_on_cpu(tinybooks, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(
         tinybooks, quantization_config=VQConfig(), device_map="cuda", dtype=torch.float32
     )
@@ -84,6 +84,7 @@ def test_quantize_on_cuda_save_and_reload_on_cpu(tinybooks, tmp_path):
         assert torch.equal(ours.cpu(), theirs), name
     ids = torch.arange(50, 80)[None]
     logits = model(ids.cuda()).logits.cpu()
+    monkeypatch.setenv("HF_VQ_BACKEND", "reference")  # kernels for the CPU round inputs to 8 bits
     assert (logits - again(ids).logits).norm() <= 1e-4 * logits.norm()
 
 

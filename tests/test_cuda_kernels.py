@@ -5,15 +5,20 @@ needs less than a minute, most of it compiling.
 """
 
 import contextlib
+import random
 import shutil
 
 import pytest
 import torch
 
 from hf_vq import ops
+from hf_vq.backends import cuda_fused as fused
 from hf_vq.backends import cuda_linear as cuda
 from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.codegen.choose import decodable
+from hf_vq.codegen.choose_linear import MOST_TOKENS, LinearProblem, best, fusable
+from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, VQScheme, weight_scheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops import dispatch, reference
@@ -44,12 +49,6 @@ ODD = [  # spec, out_features, in_features
     ("vq1x2r1-tile300x7-g0-none", 301, 23),
 ]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 130, 1152) for name in CATALOGUE] + ODD
-
-
-@pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    """They have not run on a GPU: somebody must ask."""
-    monkeypatch.setenv("HF_VQ_BACKEND", "cuda")
 
 
 def stored(spec, out_features, in_features):
@@ -130,7 +129,7 @@ def test_decode(spec, rows, columns, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 33, 64, 90])
 @pytest.mark.parametrize(("spec", "rows", "columns"), CASES)
 def test_linear(spec, rows, columns, tokens, dtype, monkeypatch):
     """As far from float64 as the same maths in torch at that dtype, at most twice."""
@@ -138,11 +137,83 @@ def test_linear(spec, rows, columns, tokens, dtype, monkeypatch):
     x = torch.randn(tokens, columns, device="cuda").to(dtype)
     bias = torch.randn(rows, device="cuda").to(dtype) if tokens > 1 else None
     poison()
-    assert runs("linear", x, scheme, rows) == "cuda.linear"
+    few = tokens <= MOST_TOKENS and dtype != torch.float32 and not fusable(scheme, columns)
+    assert runs("linear", x, scheme, rows) in ({few and "cuda.fused_linear", "cuda.linear"})
     with only_cuda(monkeypatch):
         y = ops.linear(x, tensors, bias, scheme)
     assert y.dtype == dtype and y.shape == (tokens, rows)
     check(y, x, tensors, bias, scheme)
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize(("spec", "rows", "columns"), CASES)
+def test_decoded_linear(spec, rows, columns, tokens, monkeypatch):
+    """Also where the fused kernel would run."""
+    scheme, tensors = stored(spec, rows, columns)
+    x = torch.randn(tokens, columns, device="cuda", dtype=torch.float16)
+    poison()
+    monkeypatch.setenv("HF_VQ_BACKEND", "cuda.linear")
+    check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)
+
+
+def test_the_catalogue_is_fused(monkeypatch):
+    """Every scheme that linear.cu is made for runs it, at all numbers of tokens it takes."""
+    for name in CATALOGUE:
+        for tokens in (1, 8, 16, 64):
+            x = torch.empty(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+            expected = "cuda.linear" if name == "gptvq-2" else "cuda.fused_linear"
+            assert runs("linear", x, WEIGHT_SCHEMES[name], 4096) == expected, (name, tokens)
+
+
+@pytest.mark.parametrize("byte", [0x00, 0xFF, 0x80])
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_extreme_codes_multiplied(name, byte):
+    scheme, tensors = stored(WEIGHT_SCHEMES[name].spec(), 130, 1152)
+    tensors["codes"].fill_(byte)
+    for tokens in (1, 7):
+        x = torch.randn(tokens, 1152, device="cuda", dtype=torch.float16)
+        check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)
+
+
+PLANS = [
+    (name, tokens, 16 * rows + odd, columns)
+    for name, columns in (("vq-4", 1152), ("aqlm-2", 1100 * 4), ("quip-sharp-4", 640))
+    for tokens in (1, 8, 16, 32)
+    for rows, odd in ((3, 1), (140, 0))
+]
+
+
+@pytest.mark.parametrize(("name", "tokens", "rows", "columns"), PLANS)
+def test_every_kind_of_plan(name, tokens, rows, columns):
+    """Not only those that are chosen: a sample of all feasible ones."""
+    scheme, tensors = stored(WEIGHT_SCHEMES[name].spec(), rows, columns)
+    x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
+    arch = device_arch(0)
+    plans = best(LinearProblem(scheme, tokens, rows, columns, Dtype.BFLOAT16, arch))
+    for plan in random.Random(0).sample(plans, min(6, len(plans))):
+        launch = fused.prepare(plan, scheme, rows, columns, x.dtype, 0)
+        y = torch.full((tokens + 1, rows), float("nan"), device="cuda", dtype=torch.bfloat16)
+        poison()
+        rotation = ops.codes.rotation_of(tensors)
+        given = (tensors["codes"], tensors["codebook"], tensors["scale"], rotation, bias, scheme)
+        fused.run(x, *given, y[:tokens], 0, launch)
+        check(y[:tokens], x, tensors, bias, scheme)
+        assert y[tokens:].isnan().all()
+
+
+def test_weights_that_were_just_written(monkeypatch):
+    """A kernel begins before the one before it has ended, and must not read old codes."""
+    scheme, tensors = stored(weight_scheme("vq-4").spec(), 4096, 4096)
+    others = [stored(weight_scheme("vq-4").spec(), 4096, 4096)[1] for _ in range(4)]
+    x = torch.randn(1, 4096, device="cuda", dtype=torch.float16)
+    exact = [ops.linear(x, other, None, scheme) for other in others]
+    for turn in range(40):
+        for key in ("codes", "scale", "signs"):
+            tensors[key].copy_(others[turn % 4][key])
+        y = ops.linear(x, tensors, None, scheme)
+        again = ops.linear(x, tensors, None, scheme)
+        assert torch.equal(y, exact[turn % 4]) and torch.equal(again, y)
 
 
 def check(y, x, tensors, bias, scheme):
@@ -249,6 +320,8 @@ def test_graph(monkeypatch):
     cuda._decoder.cache_clear()
     cuda._rotator.cache_clear()
     cuda._kernel.cache_clear()
+    for cache in (fused._kernel, fused._rotator, fused._prepare):
+        cache.cache_clear()
     layers = [stored(weight_scheme(name).spec(), 512, 512) for name in ("vq-4", "quip-sharp-2")]
     x = torch.randn(8, 512, device="cuda", dtype=torch.float16)
     torch.mm(x, x.T)  # cuBLAS has its workspace before
@@ -336,7 +409,6 @@ def test_sizes_that_do_not_belong_together():
 
 
 def test_schemes_without_a_kernel_say_why(monkeypatch):
-    monkeypatch.delenv("HF_VQ_BACKEND")
     codes = torch.empty(1, 2048, dtype=torch.uint8, device="cuda")
     for spec, reason in (
         (WEIGHT_SCHEMES["turboquant-4+4"].spec(), "second pass"),
@@ -346,4 +418,5 @@ def test_schemes_without_a_kernel_say_why(monkeypatch):
         asked = problem("linear", codes.half(), spec, 64)
         verdicts = {verdict.kernel.name: verdict for verdict in dispatch.explain(asked)}
         assert reason in verdicts["cuda.linear"].reason
-        assert verdicts["reference"].chosen
+        assert reason in verdicts["cuda.fused_linear"].reason
+        assert not verdicts["cuda.linear"].chosen

@@ -1,4 +1,4 @@
-"""The rows `cuda.linear` and `cuda.decode`, and what they need.
+"""The rows `cuda.fused_linear`, `cuda.linear` and `cuda.decode`, and what they need.
 
 What runs them (`cuda_linear`, `codegen`) is imported when a tensor on a GPU asks for it.
 """
@@ -6,12 +6,10 @@ What runs them (`cuda_linear`, `codegen`) is imported when a tensor on a GPU ask
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .. import env
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
 
@@ -37,17 +35,6 @@ def needs() -> str | None:
     return None
 
 
-def asked_for() -> str | None:
-    """`needs`; and as long as the kernels have not run on a GPU, somebody who asks for them.
-
-    Nor has `needs` itself looked at a GPU: until somebody asks, it does not.
-    """
-    asked = env.BACKEND.get().startswith("cuda")
-    if torch.version.cuda and torch.cuda.is_available() and not asked:
-        return "they have not run on a GPU yet, HF_VQ_BACKEND=cuda asks for them"
-    return needs()
-
-
 def accepts(problem: dispatch.Problem) -> str | None:
     """None if there are kernels for the codes and the rotation, else the reason why not."""
     from ..codegen.choose import decodable, rotatable
@@ -58,6 +45,34 @@ def accepts(problem: dispatch.Problem) -> str | None:
     scheme = VQScheme.parse(problem.scheme)
     in_features = problem.k if problem.op == "linear" else problem.n
     return decodable(scheme) or rotatable(scheme, in_features)
+
+
+def accepts_few(problem: dispatch.Problem) -> str | None:
+    """None if the fused kernel computes with the codes, else the reason why not."""
+    from ..codegen.choose import rotatable
+    from ..codegen.choose_linear import MOST_TOKENS, LinearProblem, choose, fusable
+    from ..codegen.device import device_arch
+    from ..codegen.plan import Dtype
+
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"inputs are {problem.dtype}"
+    if problem.tokens > MOST_TOKENS:
+        return f"{problem.tokens} tokens: decoded rows are used often enough"
+    scheme = VQScheme.parse(problem.scheme)
+    reason = fusable(scheme, problem.k) or rotatable(scheme, problem.k)
+    if reason:
+        return reason
+    arch, dtype = device_arch(torch.cuda.current_device()), Dtype(problem.dtype)
+    tokens = problem.tokens if problem.tokens == 1 else max(problem.tokens, 8)
+    if choose(LinearProblem(scheme, tokens, problem.n, problem.k, dtype, arch)) is None:
+        return f"tables and inputs of {problem.tokens} tokens do not fit this GPU"
+    return None
+
+
+def _fused(*arguments: Tensor | VQScheme | None) -> Tensor:
+    from . import cuda_fused
+
+    return cuda_fused.linear(*arguments)  # type: ignore[arg-type]
 
 
 def _linear(*arguments: Tensor | VQScheme | None) -> Tensor:
@@ -74,7 +89,9 @@ def _decode(*arguments: Tensor | VQScheme | int | None) -> Tensor:
 
 def register() -> None:
     """Add the rows to the top of the dispatch table."""
-    rows: tuple[tuple[str, Callable[..., Tensor]], ...] = (("linear", _linear), ("decode", _decode))
-    for op, run in rows:
-        kernel = dispatch.Kernel(f"cuda.{op}", op, run, "cuda", asked_for, accepts)
-        dispatch.register(kernel, first=True)
+    for name, op, run, accepted in (
+        ("cuda.decode", "decode", _decode, accepts),
+        ("cuda.linear", "linear", _linear, accepts),
+        ("cuda.fused_linear", "linear", _fused, accepts_few),
+    ):
+        dispatch.register(dispatch.Kernel(name, op, run, "cuda", needs, accepted), first=True)

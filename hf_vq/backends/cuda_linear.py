@@ -35,7 +35,7 @@ _ALIGNED = 16  # bytes of the widest load
 _WORD = 4  # bytes; codes are read by whole words
 _MOST_BLOCKS = (1 << 31) - 1
 _ROWS_OF_A_PLAN = 4096  # more rows need no other plan
-_DTYPES = {torch.float32: Dtype.FLOAT32, torch.float16: Dtype.FLOAT16,
+DTYPES = {torch.float32: Dtype.FLOAT32, torch.float16: Dtype.FLOAT16,
            torch.bfloat16: Dtype.BFLOAT16}  # fmt: skip
 
 
@@ -62,6 +62,7 @@ class RotateArguments(ctypes.Structure):
         ("y", ctypes.c_void_p),
         ("blocks", ctypes.c_uint32),
         ("across", ctypes.c_uint32),
+        ("token_tiles", ctypes.c_uint32),
     ]
 
 
@@ -70,7 +71,7 @@ def _decoder(
     scheme: VQScheme, rows: int, in_features: int, dtype: torch.dtype, ordinal: int
 ) -> tuple[Kernel, DecodePlan]:
     arch = device_arch(ordinal)
-    plan = choose(DecodeProblem(scheme, rows, in_features, _DTYPES[dtype], arch))
+    plan = choose(DecodeProblem(scheme, rows, in_features, DTYPES[dtype], arch))
     return _kernel(plan, DecodeArguments, ordinal), plan
 
 
@@ -78,7 +79,7 @@ def _decoder(
 def _rotator(
     source: torch.dtype, out: torch.dtype, block: int, signs: bool, inverse: bool, ordinal: int
 ) -> tuple[Kernel, RotatePlan]:
-    plan = rotate_plan(_DTYPES[source], _DTYPES[out], block, signs, inverse)
+    plan = rotate_plan(DTYPES[source], DTYPES[out], block, signs, inverse)
     return _kernel(plan, RotateArguments, ordinal), plan
 
 
@@ -116,6 +117,10 @@ class Stored:
         self.codebook = _ready(codebook, torch.float16)
         self.scale = _ready(scale, torch.float16)
         self.scheme, self.rows, self.in_features = scheme, len(codes), in_features
+        given = (codes, codebook, scale)
+        kept = (self.codes, self.codebook, self.scale)
+        # A copy does not follow what is written to its original.
+        self.copied = any(a.data_ptr() != b.data_ptr() for a, b in zip(given, kept, strict=True))
         sizes = (self.codes.numel(), self.codebook.numel(), self.scale.numel())
         if sizes != _sizes(scheme, self.rows, in_features):
             raise VQFormatError(
@@ -125,6 +130,7 @@ class Stored:
             )
         if odd := self.codes.numel() % _WORD:
             self.codes = torch.nn.functional.pad(self.codes.view(-1), (0, _WORD - odd))
+            self.copied = True
 
     def decode(self, first: int, out: Tensor) -> None:
         """Rows `first`, `first` + 1, .. to `out` [rows, in_features], dense and still rotated.
@@ -167,14 +173,25 @@ def _sizes(scheme: VQScheme, rows: int, in_features: int) -> tuple[int, int, int
     return rows * scheme.streams * stream, books * entries * x, rows * scales
 
 
+def needs_signs(rotation: Tensor | None, scheme: VQScheme, in_features: int) -> bool:
+    """Whether a rotation has random signs.
+
+    Raises:
+        VQFormatError: they are not there.
+    """
+    if scheme.rotation != "random_hadamard":
+        return False
+    if rotation is None or rotation.numel() != packed_size(in_features, 1):
+        raise VQFormatError(f"{scheme.spec()} needs a sign for each of {in_features} inputs.")
+    return True
+
+
 def _rotate(
     x: Tensor, rotation: Tensor | None, scheme: VQScheme, out: Tensor, inverse: bool = False
 ) -> None:
     """`x` [rows, in_features], rotated by a Hadamard matrix, to `out`, which may be `x`."""
     block, ordinal = scheme.block(x.shape[-1]), x.device.index
-    signs = scheme.rotation == "random_hadamard"
-    if signs and (rotation is None or rotation.numel() != packed_size(x.shape[-1], 1)):
-        raise VQFormatError(f"{scheme.spec()} needs a sign for each of {x.shape[-1]} inputs.")
+    signs = needs_signs(rotation, scheme, x.shape[-1])
     count = x.numel() // block
     kernel, plan = _rotator(x.dtype, out.dtype, block, signs, inverse, ordinal)
     packed = None if rotation is None else _ready(rotation, torch.uint8)
@@ -186,6 +203,8 @@ def _rotate(
         out.data_ptr(),
         count,
         x.shape[-1] // block,
+        0,
+        dependent=True,
     )
 
 

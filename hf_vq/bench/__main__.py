@@ -14,6 +14,7 @@ from . import (
     cpu_generate,
     cpu_linear,
     cuda_linear,
+    cuda_tune,
     quality_kv,
     quality_weights,
     tables,
@@ -62,6 +63,13 @@ def build_parser() -> argparse.ArgumentParser:
         suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
         suite.add_argument("--revision", help="of the source (default: git is asked)")
         suite.set_defaults(parser=suite)
+    tune = suites.add_parser("cuda-tune", help=(cuda_tune.__doc__ or "").splitlines()[0])
+    tune.add_argument("--tokens", type=int, nargs="+", default=list(cuda_tune.TOKENS))
+    tune.add_argument("--schemes", nargs="+", default=list(cuda_tune.SCHEMES), metavar="SCHEME")
+    tune.add_argument("--shapes", type=_shape, nargs="+", default=list(cuda_tune.SHAPES),
+                      metavar="ROWSxCOLUMNS")  # fmt: skip
+    tune.add_argument("--rounds", type=int, default=5, help="turns of every plan")
+    tune.add_argument("--out", type=Path, help="table that is extended (default: on disk)")
     write = suites.add_parser("tables", help="Write the tables of README.md and docs/*.md.")
     write.add_argument("--check", action="store_true", help="change nothing, fail if one is old")
     write.add_argument("--root", type=Path, default=RESULTS.parents[2], help="the checkout")
@@ -74,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.suite in TIMED_SUITES:
             return _time(args)
+        if args.suite == "cuda-tune":
+            return _tune(args)
         return _tables(args) if args.suite == "tables" else _measure(args)
     except VQError as error:
         print(f"hf_vq.bench: error: {error}", file=sys.stderr)
@@ -121,6 +131,24 @@ def _time(args: argparse.Namespace) -> int:
     out = args.out or RESULTS / f"{args.suite}.json"
     write_record(record, out)
     print(f"wrote {out}")
+    return 0
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, _, columns = text.partition("x")
+    return int(rows), int(columns)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    path = cuda_tune.run(
+        schemes=args.schemes,
+        shapes=args.shapes,
+        tokens=args.tokens,
+        rounds=args.rounds,
+        table=args.out,
+        report=_print_time,
+    )
+    print(f"wrote {path}")
     return 0
 
 

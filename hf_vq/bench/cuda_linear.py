@@ -83,7 +83,7 @@ def _decode_rows(
     moved = {"write": nbytes, "read and write": 2 * nbytes}
     for name in schemes:
         scheme = weight_scheme(name)
-        sets = _copies(scheme, out_features, in_features)
+        sets = copies_of(scheme, out_features, in_features)
         moved[name] = nbytes + sum(
             tensor.nbytes for key, tensor in sets[0].items() if key != "signs"
         )
@@ -129,7 +129,7 @@ def _linear_rows(
     kernels = {}
     for name in schemes:
         scheme = weight_scheme(name)
-        sets = _copies(scheme, out_features, in_features)
+        sets = copies_of(scheme, out_features, in_features)
         contestants[name] = _ours(x, sets, scheme)
         contestants[f"{name} reference"] = _reference(x, sets, scheme)
         asked = problem("linear", x, scheme.spec(), out_features)
@@ -149,7 +149,8 @@ def _linear_rows(
     return found
 
 
-def _copies(scheme: VQScheme, out_features: int, in_features: int) -> list[dict[str, Tensor]]:
+def copies_of(scheme: VQScheme, out_features: int, in_features: int) -> list[dict[str, Tensor]]:
+    """Stored tensors of a layer, as often as no cache holds their codes and scales."""
     tensors = {
         key: tensor.cuda()
         for key, tensor in random_tensors(scheme, out_features, in_features).items()

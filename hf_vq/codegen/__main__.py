@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ..errors import VQError
+from ..errors import VQBackendError, VQError
 from ..formats.catalog import WEIGHT_SCHEMES, weight_scheme
 from ..formats.scheme import VQScheme
-from .choose import DecodeProblem, candidates, choose, cost, decodable, feasible, rotate_plan
+from . import choose as decode
+from . import choose_linear as linear
+from . import tuned
+from .choose import Cost
 from .compiler import compile_plan, key
 from .device import ARCHES, named_arch
-from .plan import Dtype, Plan
+from .plan import Dtype, LinearPlan, Plan
 from .store import Store, default_store
 
 _SHAPE = (4096, 4096)
+_TOKENS = (1, 16)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -23,16 +29,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hf_vq.codegen", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     explain = verbs.add_parser("explain", help="the candidates of a problem, and the one chosen")
-    explain.add_argument("op", choices=["decode"])
+    explain.add_argument("op", choices=["linear", "decode"])
     explain.add_argument("scheme", help="name or spec string")
+    explain.add_argument("--m", type=int, default=1, help="tokens of linear (%(default)s)")
     explain.add_argument("--n", type=int, default=_SHAPE[0], help="out_features (%(default)s)")
     explain.add_argument("--k", type=int, default=_SHAPE[1], help="in_features (%(default)s)")
     explain.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default="float16")
     explain.add_argument("--arch", default="sm_90a", help="%(default)s or " + ", ".join(ARCHES))
     explain.add_argument("--top", type=int, default=10, help="candidates shown (%(default)s)")
-    compile_ = verbs.add_parser("compile", help="compile decode and rotate kernels into the store")
-    decodable_names = [name for name in WEIGHT_SCHEMES if not decodable(WEIGHT_SCHEMES[name])]
-    compile_.add_argument("--schemes", nargs="+", default=decodable_names, metavar="SCHEME")
+    compile_ = verbs.add_parser("compile", help="compile kernels into the store")
+    decodable = [name for name in WEIGHT_SCHEMES if not decode.decodable(WEIGHT_SCHEMES[name])]
+    compile_.add_argument("--schemes", nargs="+", default=decodable, metavar="SCHEME")
     compile_.add_argument("--arches", nargs="+", default=list(ARCHES), metavar="ARCH")
     compile_.add_argument(
         "--dtypes", nargs="+", default=["float16"], choices=[dtype.value for dtype in Dtype]
@@ -52,21 +59,59 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    arch = named_arch(args.arch)
-    problem = DecodeProblem(weight_scheme(args.scheme), args.n, args.k, Dtype(args.dtype), arch)
-    chosen = choose(problem)
-    every = candidates(problem)
-    ranked = [(cost(plan, problem), plan) for plan in every if feasible(plan, problem) is None]
-    ranked.sort(key=lambda pair: pair[0].cycles)
-    print(f"decode {problem.scheme.spec()} [{args.n}, {args.k}] to {args.dtype} on {arch.name}")
-    print(f"{len(every)} candidates, {len(ranked)} feasible; modelled, lowest first:")
-    print("  threads  steps  unit  panel rows  codebook        MB    cycles  bound by")
-    for costs, plan in ranked[: args.top]:
-        print(
-            f"{'*' if plan == chosen else ' '} {plan.threads:7}{plan.steps:7}{plan.unit:6}"
-            f"{plan.panel_rows:12}  {'shared' if plan.codebook_in_shared else 'L2':8}"
-            f"{costs.bytes / 1e6:10.2f}{costs.cycles:10.0f}  {costs.bound}"
+    arch, scheme, dtype = named_arch(args.arch), weight_scheme(args.scheme), Dtype(args.dtype)
+    print(f"{args.op} {scheme.spec()} [{args.n}, {args.k}] {dtype.value} on {arch.name}")
+    if args.op == "decode":
+        asked = decode.DecodeProblem(scheme, args.n, args.k, dtype, arch)
+        chosen = decode.choose(asked)
+        every = decode.candidates(asked)
+        able = [plan for plan in every if decode.feasible(plan, asked) is None]
+        costs = {plan: decode.cost(plan, asked) for plan in able}
+        return _show(len(every), chosen, costs, _DECODE_COLUMNS, args.top)
+    reason = linear.fusable(scheme, args.k)
+    if reason or dtype is Dtype.FLOAT32:
+        raise VQBackendError(f"no fused kernel: {reason or 'factors have 16 bits'}.")
+    problem = linear.LinearProblem(scheme, args.m, args.n, args.k, dtype, arch)
+    plan = linear.choose(problem)
+    if plan is None:
+        raise VQBackendError(f"no fused kernel for {args.m} tokens: tables or inputs do not fit.")
+    ranked = {other: linear.cost(other, problem) for other in linear.best(problem)}
+    print(_verdict(problem, plan))
+    return _show(len(linear.candidates(problem)), plan, ranked, tuned.KNOBS, args.top)
+
+
+_DECODE_COLUMNS = ("threads", "steps", "unit", "panel_rows", "codebook_in_shared")
+
+
+def _verdict(problem: linear.LinearProblem, plan: LinearPlan) -> str:
+    """What a dense bfloat16 weight would cost at least, and what the plan is modelled to."""
+    arch = problem.arch
+    dense = 2 * problem.rows * problem.in_features / arch.sms / arch.dram_bytes_per_clock
+    cycles = linear.cost(plan, problem).cycles
+    verdict = f"modelled {cycles:.0f} cycles; reading a bfloat16 weight takes {dense:.0f}"
+    if cycles > dense:
+        verdict += (
+            ": on this GPU these codes save memory, not time. Entries of a codebook this large are "
+            "looked up in L2 or collide in shared memory; vq-2 or quip-sharp-2 would not"
         )
+    return verdict
+
+
+def _show(
+    count: int, chosen: Plan, costs: Mapping[Any, Cost], columns: Sequence[str], top: int
+) -> int:
+    """Print the plans of the lowest cost, and mark the one that was chosen."""
+    ranked = sorted(costs.items(), key=lambda pair: pair[1].cycles)
+    print(f"{count} candidates, {len(ranked)} feasible; modelled, lowest first:")
+    print(
+        "  " + "".join(f"{name:>{len(name) + 2}}" for name in columns) + "      MB    cycles  bound"
+    )
+    shown = ranked[:top]
+    shown += [pair for pair in ranked[top:] if pair[0] == chosen]  # measured to be better
+    for plan, costs_ in shown:
+        knobs = "".join(f"{getattr(plan, name):>{len(name) + 2}}" for name in columns)
+        mark = "*" if plan == chosen else " "
+        print(f"{mark} {knobs}{costs_.bytes / 1e6:8.2f}{costs_.cycles:10.0f}  {costs_.bound}")
     print(f"chosen: {chosen}")
     return 0
 
@@ -82,24 +127,40 @@ def _compile(args: argparse.Namespace) -> int:
             spilled += bool(found.stack or found.spilled)
             print(
                 f"{arch:7} {name:34} {len(image):6} bytes  {found.registers:3} registers  "
-                f"{plan.shared_bytes + found.shared:6} shared  {found.stack:3} local",
+                f"{shared_bytes(plan) + found.shared:6} shared  {found.stack:3} local",
                 flush=True,
             )
     return 1 if spilled else 0
 
 
+def shared_bytes(plan: Plan) -> int:
+    """Shared memory of a block of a plan that `_plans` gives."""
+    return plan.shared_bytes_for(_SHAPE[1]) if isinstance(plan, LinearPlan) else plan.shared_bytes
+
+
 def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list[tuple[str, Plan]]:
-    """The kernels that a linear layer of each scheme runs, without repetitions."""
+    """The kernels that linear layers of each scheme run, without repetitions."""
     found: dict[Plan, str] = {}
     for name, scheme in schemes.items():
         for dtype in dtypes:
-            problem = DecodeProblem(scheme, *_SHAPE, dtype, named_arch(arch))
-            found.setdefault(choose(problem), f"decode {name} {dtype.value}")
+            decoding = decode.DecodeProblem(scheme, *_SHAPE, dtype, named_arch(arch))
+            found.setdefault(decode.choose(decoding), f"decode {name} {dtype.value}")
             block = scheme.block(_SHAPE[1])
+            signs = scheme.rotation == "random_hadamard"
             if scheme.rotation.endswith("hadamard"):
-                signs = scheme.rotation == "random_hadamard"
-                plan = rotate_plan(dtype, dtype, block, signs, inverse=False)
-                found.setdefault(plan, f"rotate {block} {dtype.value}")
+                rotation = decode.rotate_plan(dtype, dtype, block, signs, inverse=False)
+                found.setdefault(rotation, f"rotate {block} {dtype.value}")
+            if dtype is Dtype.FLOAT32 or linear.fusable(scheme, _SHAPE[1]):
+                continue
+            for tokens in _TOKENS:
+                few = linear.LinearProblem(scheme, tokens, *_SHAPE, dtype, named_arch(arch))
+                plan = linear.choose(few)
+                if plan is None:
+                    continue
+                found.setdefault(plan, f"linear {name} {dtype.value} x{tokens}")
+                if tokens > 1:
+                    rotation = decode.rotate_plan(dtype, dtype, block, signs, False, plan.unit)
+                    found.setdefault(rotation, f"arrange {block} {dtype.value}")
     return [(name, plan) for plan, name in found.items()]
 
 

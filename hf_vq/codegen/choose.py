@@ -27,14 +27,14 @@ _WARP = 32
 _LARGEST_UNIT = 16
 # Random lookups of entries of 4, 8 and 16 bytes in shared memory, and of any entry in L2.
 _SHARED_LOOKUPS = {4: 9.0, 8: 5.2, 16: 3.06}
-_L2_LOOKUPS = 0.62
+L2_LOOKUPS = 0.62
 _L2_BYTES = 40.0  # per clock
 _SECTOR_BYTES = 32  # what L2 takes at a time, also where a store fills only half of it
 _LINE_BYTES = 128  # a store takes a clock for every line that a warp touches
-_WARP_INSTRUCTIONS = 4.0
+WARP_INSTRUCTIONS = 4.0
 _LATENCY = 1200  # clocks from a load to a store that depends on it, through one lookup
 _START = 1500  # clocks before a block's first load
-_NOT_HIDDEN = 0.2  # of what does not bind
+NOT_HIDDEN = 0.2  # of what does not bind
 _RESERVED = 1024  # bytes of shared memory that every block leaves to the system
 
 
@@ -176,7 +176,7 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
 
     lookups = share / plan.vector_size * plan.stages
     entry = min(max(2 * plan.vector_size, 4), 16)
-    rate = _SHARED_LOOKUPS[entry] if plan.codebook_in_shared else _L2_LOOKUPS
+    rate = _SHARED_LOOKUPS[entry] if plan.codebook_in_shared else L2_LOOKUPS
     span = plan.unit * plan.out.size  # bytes between the stores of neighbouring threads
     units = share / plan.unit
     lookup = lookups / rate * max(1, 2 * plan.vector_size // 16)
@@ -187,11 +187,11 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
         "DRAM": nbytes / arch.sms / arch.dram_bytes_per_clock,
         "L1": lines + (lookup if plan.codebook_in_shared else 0),
         "L2": sectors / _L2_BYTES + (0 if plan.codebook_in_shared else lookup),
-        "instructions": (40 * units + 2.5 * share + 6 * lookups) / _WARP / _WARP_INSTRUCTIONS,
+        "instructions": (40 * units + 2.5 * share + 6 * lookups) / _WARP / WARP_INSTRUCTIONS,
         "latency": units / on_their_way * _LATENCY,
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
-    busy = longest + _NOT_HIDDEN * (sum(parts.values()) - longest)
+    busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
     fill = busiest * plan.shared_bytes / _L2_BYTES
     return Cost(nbytes, busy + fill + -(-busiest // plan.resident) * _START, bound)
 
@@ -216,6 +216,8 @@ def choose(problem: DecodeProblem) -> DecodePlan:
     return min(plans, key=lambda plan: cost(plan, problem).cycles)
 
 
-def rotate_plan(source: Dtype, out: Dtype, block: int, signs: bool, inverse: bool) -> RotatePlan:
+def rotate_plan(
+    source: Dtype, out: Dtype, block: int, signs: bool, inverse: bool, arranged: int = 0
+) -> RotatePlan:
     """The plan of a rotation: nothing in it is a matter of choice."""
-    return RotatePlan(256, 4, source, out, block, signs, inverse)
+    return RotatePlan(256, 4, source, out, block, signs, inverse, arranged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,11 @@ class Arch:
     threads_per_sm: int
     dram_bytes_per_clock: float
     registers_per_sm: int = 65536
+
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel may begin before the one before it has ended: from sm_90 on."""
+        return int(re.sub(r"\D", "", self.name)) >= 90
 
 
 def _named(

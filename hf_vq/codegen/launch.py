@@ -28,38 +28,53 @@ class Kernel:
         arguments: the kernel's `struct Arguments`, field by field.
         device: CUDA ordinal.
         store: where its machine code is, or will be.
+        shared: bytes of shared memory of a block, of kernels whose problem decides them.
 
     Raises:
         VQBackendError: it does not compile or does not load.
     """
 
     def __init__(
-        self, plan: Plan, arguments: type[ctypes.Structure], device: int, store: Store
+        self,
+        plan: Plan,
+        arguments: type[ctypes.Structure],
+        device: int,
+        store: Store,
+        shared: int | None = None,
     ) -> None:
         from cuda.bindings import driver
 
         self.plan = plan
         self._launch = driver.cuLaunchKernel
-        self._threads, self._shared = plan.threads, plan.shared_bytes
+        self._launch_dependent = driver.cuLaunchKernelEx
+        self._stream = driver.CUstream
+        self._threads = plan.threads
+        self._shared = plan.shared_bytes if shared is None else shared
         self._values = arguments()
         self._names = [field[0] for field in arguments._fields_]
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._values))
         self._address = ctypes.addressof(self._pointers)
         # Launching lets other Python threads run, which must not change the arguments meanwhile.
         self._lock = threading.Lock()
-        image = cubin(plan, device_arch(device).name, store)
+        self._config = _dependent_config(self._threads, self._shared)
+        arch = device_arch(device)
+        self._overlaps = arch.overlaps_launches
+        image = cubin(plan, arch.name, store)
         self._context = checked(driver.cuDevicePrimaryCtxRetain(device))[0]
         checked(driver.cuCtxPushCurrent(self._context))
         try:
-            self._function = _load(image, plan)
+            self._function = _load(image, plan, self._shared)
         finally:
             checked(driver.cuCtxPopCurrent())
 
-    def __call__(self, blocks: int, stream: int, *values: int | None) -> None:
+    def __call__(
+        self, blocks: int, stream: int, *values: int | None, dependent: bool = False
+    ) -> None:
         """Launch `blocks` blocks on a stream of the kernel's device.
 
         Args:
             values: of the fields of the arguments, in their order; addresses are numbers.
+            dependent: let it begin while the kernel before it runs (kernels/cuda/grids.cuh).
 
         Raises:
             VQBackendError: the driver refuses.
@@ -68,26 +83,46 @@ class Kernel:
             arguments = self._values
             for name, value in zip(self._names, values, strict=True):
                 setattr(arguments, name, value)
-            (status,) = self._start(blocks, stream)
+            (status,) = self._start(blocks, stream, dependent)
             if int(status) == 201:  # no context yet: the first CUDA call of this thread
                 from cuda.bindings import driver
 
                 checked(driver.cuCtxSetCurrent(self._context))
-                (status,) = self._start(blocks, stream)
+                (status,) = self._start(blocks, stream, dependent)
         if int(status):
             raise VQBackendError(
                 f"CUDA: {status.name} launching {blocks} blocks of {self._threads} threads and "
                 f"{self._shared} bytes of shared memory for {self.plan}."
             )
 
-    def _start(self, blocks: int, stream: int) -> Any:
+    def _start(self, blocks: int, stream: int, dependent: bool) -> Any:
+        if dependent and self._overlaps:
+            config = self._config
+            config.gridDimX, config.hStream = blocks, self._stream(stream)
+            return self._launch_dependent(config, self._function, self._address, 0)
         return self._launch(
             self._function, blocks, 1, 1, self._threads, 1, 1, self._shared, stream,
             self._address, 0,
         )  # fmt: skip
 
 
-def _load(image: bytes, plan: Plan) -> Any:
+def _dependent_config(threads: int, shared: int) -> Any:
+    """What `cuLaunchKernelEx` needs to let a kernel begin before the one before it has ended."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    kinds = driver.CUlaunchAttributeID
+    attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX = config.gridDimY = config.gridDimZ = 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def _load(image: bytes, plan: Plan, shared: int) -> Any:
     """The function of a module loaded into the current context, ready to be launched."""
     from cuda.bindings import driver
 
@@ -107,9 +142,9 @@ def _load(image: bytes, plan: Plan) -> Any:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if plan.shared_bytes > _WITHOUT_OPT_IN:
+        if shared > _WITHOUT_OPT_IN:
             attribute = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked(driver.cuFuncSetAttribute(function, attribute, plan.shared_bytes))
+            checked(driver.cuFuncSetAttribute(function, attribute, shared))
     finally:
         checked(driver.cuThreadExchangeStreamCaptureMode(mode))
     return function

@@ -96,6 +96,76 @@ class DecodePlan(Plan):
 
 
 @dataclass(frozen=True)
+class LinearPlan(Plan):
+    """A few tokens times codes (kernels/cuda/linear.cu).
+
+    Args:
+        dtype: of input, output and the factors that are multiplied; not FLOAT32.
+        vector_size: x of VQ<x, y, z>.
+        entry_bits: y.
+        stages: z independent stages.
+        scope: of a codebook.
+        group: weights that share a scale; 0 = the whole row.
+        fused: codes that lie side by side and are looked up together.
+        in_shared: whether the codebooks are tables in shared memory.
+        replicas: copies of an entry there, one for each group of banks.
+        interleaved: entries of one index that lie together, one for each book, or more places.
+        unit: weights of one row that a lane decodes of a chunk.
+        load_bytes: bytes of codes that a lane reads at a time.
+        split: warps that share the columns of the same rows.
+        row_tiles: tiles of 16 rows that a warp multiplies with the same input.
+        token_tiles: tiles of 8 tokens.
+        steps: chunks that a warp has on their way at a time.
+        scales_together: whether scales of `steps` chunks are read at once.
+        ragged: whether chunks do not divide a row.
+        single: whether there is one token, which a block copies to shared memory.
+        rotate: whether it is rotated on the way (blocks of 128).
+        in_features: of the input in shared memory, in whole chunks; 0 if it is not there.
+    """
+
+    template: ClassVar[str] = "linear"
+    dtype: Dtype
+    vector_size: int
+    entry_bits: int
+    stages: int
+    scope: Scope
+    group: int
+    fused: int
+    in_shared: bool
+    replicas: int
+    interleaved: int
+    unit: int
+    load_bytes: int
+    split: int
+    row_tiles: int
+    token_tiles: int
+    steps: int
+    scales_together: bool
+    ragged: bool
+    single: bool
+    rotate: bool
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables in shared memory: of all books."""
+        if not self.in_shared:
+            return 0
+        lattice = self.scope is Scope.E8P
+        entry = 8 if lattice else max(4, 2 * self.vector_size * self.fused)
+        entries = 256 if lattice else 1 << self.entry_bits * self.fused
+        if entry * self.replicas < 128:
+            return (self.stages + lattice) * entries * entry * self.replicas
+        return entries * entry * self.replicas * self.interleaved
+
+    def shared_bytes_for(self, in_features: int) -> int:
+        """Shared memory of a block: tables, where warps meet, and one token in whole chunks."""
+        meeting = 2 * self.threads // 32 * self.row_tiles * self.token_tiles * 512
+        chunk = 4 * self.unit
+        staged = 2 * -(-in_features // chunk) * chunk * self.single
+        return self.table_bytes + meeting + staged
+
+
+@dataclass(frozen=True)
 class RotatePlan(Plan):
     """Rows rotated with Hadamard matrices (kernels/cuda/rotate.cu).
 
@@ -105,6 +175,7 @@ class RotatePlan(Plan):
         block: numbers that are rotated together, a power of two up to `LARGEST_BLOCK`.
         signs: whether random signs are applied too.
         inverse: whether they come after the matrix.
+        arranged: unit of the `LinearPlan` for which numbers are put in order; 0 = rows as they are.
     """
 
     template: ClassVar[str] = "rotate"
@@ -114,11 +185,17 @@ class RotatePlan(Plan):
     block: int
     signs: bool
     inverse: bool
+    arranged: int = 0
+
+    @property
+    def numbers_of_a_block(self) -> int:
+        """What a group of lanes takes: a rotation block, or eight numbers to arrange."""
+        return 8 if self.arranged and self.block == 1 else self.block
 
     @property
     def blocks_at_a_time(self) -> int:
         """Rotation blocks that one block of threads takes."""
-        return self.threads // min(32, max(1, self.block // 8))
+        return self.threads // min(32, max(1, self.numbers_of_a_block // 8))
 
 
 def render(plan: Plan) -> str:

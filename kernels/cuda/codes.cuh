@@ -26,6 +26,22 @@ template <int Bits, int Count> struct Codes {
       word[i] = __funnelshift_r(word[i], i + 1 < words ? word[i + 1] : after, shift);
   }
 
+  // All bits begin at `from`, an address that is a multiple of `Bytes`. Streamed: they are read once.
+  template <int Bytes> __device__ void load_aligned(const char* from) {
+    static_assert(Bits * Count % 32 == 0 && words * 4 % Bytes == 0, "whole words");
+#pragma unroll
+    for (int i = 0; i < words * 4 / Bytes; ++i) stream_words<Bytes>(from + i * Bytes, word + i * Bytes / 4);
+  }
+
+  // `Width` bits from bit `at` on (a constant once loops are unrolled), times `Factor`, a power of two.
+  template <int Width, int Factor> __device__ uint32_t field(int at) const {
+    constexpr int up = log2_of(Factor);
+    constexpr uint32_t mask = ((1u << Width) - 1) << up;
+    const int i = at / 32, shift = at % 32;
+    if (shift + Width > 32) return __funnelshift_r(word[i], word[i + 1], shift) << up & mask;
+    return (shift >= up ? word[i] >> (shift - up) : word[i] << (up - shift)) & mask;
+  }
+
   // Code `i`, a constant once the caller's loop is unrolled; always below 2^Bits.
   __device__ uint32_t operator[](int i) const {
     const int bit = i * Bits, at = bit / 32, shift = bit % 32;

@@ -75,6 +75,40 @@ template <int Bytes> __device__ inline void store_words(void* to, const uint32_t
   }
 }
 
+// Words that nobody reads again: they leave no trace in L1.
+template <int Bytes> __device__ inline void stream_words(const void* from, uint32_t* word) {
+  if constexpr (Bytes == 4) {
+    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word[0]) : "l"(from));
+  } else if constexpr (Bytes == 8) {
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "l"(from));
+  } else {
+    static_assert(Bytes == 16, "4, 8 or 16");
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+        : "l"(from));
+  }
+}
+
+// Words of shared memory at an address of its own space. Volatile: not before the barrier that they wait for.
+template <int Bytes> __device__ inline void load_shared(uint32_t from, uint32_t* word) {
+  if constexpr (Bytes == 4) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[0]) : "r"(from));
+  } else if constexpr (Bytes == 8) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "r"(from));
+  } else {
+    static_assert(Bytes == 16, "4, 8 or 16");
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                 : "r"(from));
+  }
+}
+
+template <Dtype D> __device__ inline float to_float(uint16_t value) {
+  if constexpr (D == Dtype::FLOAT16) return half_to_float(value);
+  return __uint_as_float(uint32_t(value) << 16);
+}
+
+constexpr int log2_of(int power_of_two) { return power_of_two == 1 ? 0 : 1 + log2_of(power_of_two / 2); }
 constexpr int words_of(int bytes) { return bytes < 4 ? 1 : bytes / 4; }
 
 // N neighbouring numbers, a power of two; their address is a multiple of min(N * size_of<D>, 16).

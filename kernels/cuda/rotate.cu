@@ -8,6 +8,7 @@
 //     number of a block = (chunk * lanes + lane) * width + i       butterflies over i and chunk: in registers
 //                                                                  butterflies over lane: by shuffles
 // Bytes: x and y once, which bounds it. Sums are float32.
+#include "grids.cuh"
 #include "numbers.cuh"
 #include "plan.cuh"
 
@@ -17,9 +18,10 @@ struct Arguments {
   void* y;               // [rows, columns] of Plan::out; may be x
   uint32_t blocks;       // rows * columns / B
   uint32_t across;       // columns / B
+  uint32_t token_tiles;  // ceil(rows / 8); read where the result is arranged
 };
 
-constexpr int B = Plan::block;
+constexpr int B = Plan::block > 1 || !Plan::arranged ? Plan::block : 8;  // octets that are only arranged
 constexpr int width = B < 8 ? B : 8;
 constexpr int lanes = B / width < 32 ? B / width : 32;
 constexpr int chunks = B / (width * lanes);
@@ -44,6 +46,14 @@ __device__ inline void flip(float (&value)[each], const Arguments& a, uint32_t b
   }
 }
 
+// Where linear.cu reads number `column` of a token (its `Inputs`), for units of Plan::arranged columns.
+__device__ inline int64_t arranged(const Arguments& a, uint32_t token, uint32_t column) {
+  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8;
+  const uint32_t tile = column / (4 * unit) * a.token_tiles + token / 8;
+  const uint32_t lane = token % 8 * 4 + column / unit % 4;
+  return (int64_t(tile) * (unit / 8) + column % unit / 8) * 256 + lane * 8 + column % 8;
+}
+
 __device__ inline void transform(float (&value)[each], int lane) {
 #pragma unroll
   for (int half = 1; half < each; half *= 2)
@@ -65,6 +75,8 @@ __device__ inline void transform(float (&value)[each], int lane) {
 }
 
 extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rotate(const Arguments a) {
+  wait_for_grids();
+  let_next_grid_begin();
   const uint32_t block = blockIdx.x * (Plan::threads / lanes) + threadIdx.x / lanes;
   const bool exists = block < a.blocks;  // all lanes of a warp take part in its shuffles
   const int lane = threadIdx.x % lanes;
@@ -80,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rota
     }
     if constexpr (Plan::signs && !Plan::inverse) flip(value, a, block, lane);
   }
-  transform(value, lane);
+  if constexpr (Plan::block > 1) transform(value, lane);
   if (!exists) return;
   if constexpr (Plan::signs && Plan::inverse) flip(value, a, block, lane);
 #pragma unroll
@@ -89,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rota
     float part[width];
 #pragma unroll
     for (int i = 0; i < width; ++i) part[i] = value[chunk * width + i];
-    store_floats<Plan::out>(static_cast<char*>(a.y) + at * size_of<Plan::out>, part);
+    const int64_t to = Plan::arranged ? arranged(a, block / a.across, block % a.across * B + at % B) : at;
+    store_floats<Plan::out>(static_cast<char*>(a.y) + to * size_of<Plan::out>, part);
   }
 }

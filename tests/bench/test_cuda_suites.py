@@ -3,20 +3,26 @@
 import pytest
 import torch
 
-from hf_vq.bench import cuda_linear
+from hf_vq.bench import cuda_linear, cuda_tune
+from hf_vq.codegen import tuned
+from hf_vq.codegen.choose_linear import LinearProblem, choose
+from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQBackendError
+from hf_vq.formats import weight_scheme
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(VQBackendError, match="needs a CUDA device"):
         cuda_linear.run()
+    with pytest.raises(VQBackendError, match="needs a CUDA device"):
+        cuda_tune.run()
 
 
 @pytest.mark.gpu
 def test_cuda_linear(monkeypatch):
     monkeypatch.setattr(cuda_linear, "cold_copies", lambda nbytes: 2)
-    monkeypatch.setenv("HF_VQ_BACKEND", "cuda")
     _, results = cuda_linear.run(
         schemes=("vq-4", "aqlm-2"), shapes=((256, 256),), tokens=(1, 64), rounds=1
     )
@@ -26,5 +32,26 @@ def test_cuda_linear(monkeypatch):
     linear = [row for row in results["rows"] if row["what"] == "linear"]
     assert [row["tokens"] for row in linear if row["name"] == "bf16"] == [1, 64]
     ours = [row for row in linear if row["name"] == "vq-4"]
-    assert all(row["kernel"] == "cuda.linear" and row["us"] > 0 for row in ours)
+    assert [row["kernel"] for row in ours] == ["cuda.fused_linear"] * 2
+    assert all(row["us"] > 0 for row in ours)
     assert set(ours[0]["speedup"]) == {"bf16", "reference"}
+
+
+@pytest.mark.gpu
+def test_what_was_measured_is_chosen(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_VQ_STORE", str(tmp_path))
+    tuned._on_disk.cache_clear()
+    monkeypatch.setattr(cuda_tune, "PLANS", 3)
+    rows = []
+    path = cuda_tune.run(
+        schemes=("vq-2",), shapes=((272, 512),), tokens=(1, 16), rounds=1, report=rows.append
+    )
+    assert path.parent == tmp_path and len(rows) == 2
+    choose.cache_clear()
+    for row, tokens in zip(rows, (1, 16), strict=True):
+        problem = LinearProblem(
+            weight_scheme("vq-2"), tokens, 272, 512, Dtype.FLOAT16, device_arch(0)
+        )
+        assert tuned.knobs(choose(problem)) == row["knobs"] == tuned.find(problem)
+    tuned._on_disk.cache_clear()
+    choose.cache_clear()

@@ -1,0 +1,246 @@
+"""`linear` on a GPU for few tokens: the fused kernel, which computes on codes (linear.cu).
+
+What a layer's launches have in common is prepared once and kept with its codes: a launch from
+Python may take longer than the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..codegen.choose import rotate_plan
+from ..codegen.choose_linear import TILE_ROWS, LinearProblem, choose
+from ..codegen.device import device_arch
+from ..codegen.launch import Kernel
+from ..codegen.plan import LinearPlan, RotatePlan
+from ..codegen.store import default_store
+from ..errors import VQBackendError
+from ..formats.scheme import VQScheme
+from .cuda_linear import DTYPES, RotateArguments, Stored, needs_signs
+
+_KEPT = "_hf_vq_launches"  # attribute of a layer's codes
+
+
+class LinearArguments(ctypes.Structure):
+    """struct Arguments of kernels/cuda/linear.cu."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("codebook", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("signs", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+    ]
+
+
+def token_bucket(tokens: int) -> int:
+    """Tokens for which a kernel is made: 1, or whole tiles of 8, doubling."""
+    return 1 if tokens == 1 else 8 << max(-(-tokens // 8) - 1, 0).bit_length()
+
+
+@dataclass
+class Launch:
+    """One layer at one bucket of tokens, one dtype and one device."""
+
+    kernel: Kernel
+    plan: LinearPlan
+    blocks: int
+    before: Kernel | None  # rotates x and puts it in order
+    blocks_at_a_time: int  # of `before`
+    rotation_block: int
+    arranged: int  # numbers of x in order; 0 = as they are
+    ragged: bool
+
+
+class _Layer:
+    """Launches of one matrix, and what they were prepared for."""
+
+    def __init__(self, tensors: tuple[Tensor | None, ...], stored: Stored) -> None:
+        signs = tensors[3]
+        self.stored = stored
+        self.signs = None if signs is None else signs.contiguous()
+        # A copy does not follow what is written to its original.
+        self.copied = stored.copied or (signs is not None and not signs.is_contiguous())
+        self.places = _places(tensors)
+        self.versions: dict[int, tuple[int, ...] | None] = {}  # at the last launch on a stream
+        self.launches: dict[tuple[int, torch.dtype, int], Launch] = {}
+
+
+def _places(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+
+def _versions(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...] | None:
+    """Counters that every write to a tensor moves; None for tensors that do not count."""
+    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
+        return None
+    return tuple(0 if tensor is None else tensor._version for tensor in tensors)
+
+
+def _layer(tensors: tuple[Tensor | None, ...], scheme: VQScheme, in_features: int) -> _Layer:
+    codes, codebook, scale, _ = tensors
+    assert codes is not None and codebook is not None and scale is not None
+    keeper = codes if codes._base is None else codes._base
+    layer: _Layer | None = getattr(keeper, _KEPT, None)
+    if (
+        layer is None
+        or layer.copied
+        or layer.stored.scheme is not scheme
+        or layer.stored.in_features != in_features
+        or layer.places != _places(tensors)
+    ):
+        layer = _Layer(tensors, Stored(codes, codebook, scale, scheme, in_features))
+        setattr(keeper, _KEPT, layer)
+    return layer
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(plan: LinearPlan, shared: int, ordinal: int) -> Kernel:
+    return Kernel(plan, LinearArguments, ordinal, default_store(), shared)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rotator(plan: RotatePlan, ordinal: int) -> Kernel:
+    return Kernel(plan, RotateArguments, ordinal, default_store())
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(
+    scheme: VQScheme, rows: int, in_features: int, bucket: int, dtype: torch.dtype, ordinal: int
+) -> Launch:
+    arch = device_arch(ordinal)
+    problem = LinearProblem(scheme, bucket, rows, in_features, DTYPES[dtype], arch)
+    plan = choose(problem)
+    if plan is None:
+        raise VQBackendError(f"{scheme.spec()} has no fused kernel for {problem}.")
+    return prepare(plan, scheme, rows, in_features, dtype, ordinal)
+
+
+def prepare(
+    plan: LinearPlan,
+    scheme: VQScheme,
+    rows: int,
+    in_features: int,
+    dtype: torch.dtype,
+    ordinal: int,
+) -> Launch:
+    """How a layer of this size runs a plan: its kernels, loaded, and their sizes."""
+    arch = device_arch(ordinal)
+    chunk = 4 * plan.unit
+    width = -(-in_features // chunk) * chunk
+    teams = plan.threads // 32 // plan.split
+    tiles = -(-rows // (TILE_ROWS * plan.row_tiles))
+    turns = -(-tiles // (arch.sms * plan.resident * teams))
+    before, block, at_a_time = None, 0, 0
+    if not plan.single or (scheme.rotation != "none" and not plan.rotate):
+        rotated = scheme.rotation != "none"
+        rotation = rotate_plan(
+            DTYPES[dtype],
+            DTYPES[dtype],
+            scheme.block(in_features) if rotated else 1,
+            scheme.rotation == "random_hadamard",
+            False,
+            0 if plan.single else plan.unit,
+        )
+        before = _rotator(rotation, ordinal)
+        block, at_a_time = rotation.numbers_of_a_block, rotation.blocks_at_a_time
+    return Launch(
+        _kernel(plan, plan.shared_bytes_for(in_features), ordinal),
+        plan,
+        -(-tiles // (turns * teams)),
+        before,
+        at_a_time,
+        block,
+        0 if plan.single else 8 * plan.token_tiles * width,
+        plan.ragged and not plan.single,
+    )
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    rotation_2: Tensor | None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    """y = W x + b (`ops.reference.linear`) for few tokens, in 16-bit floats.
+
+    Entries of codebooks and the rotated x are rounded to the dtype of x, sums are float32.
+    """
+    out_features = codes.shape[0]
+    y = x.new_empty(*x.shape[:-1], out_features)
+    if not y.numel():
+        return y
+    ordinal = x.device.index
+    if ordinal == torch.cuda.current_device():
+        run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal)
+    else:
+        with torch.cuda.device(ordinal):
+            run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal)
+    return y
+
+
+def run(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+    y: Tensor,
+    ordinal: int,
+    launch: Launch | None = None,
+) -> None:
+    """To `y`, by a launch that is given or by the one of the layer."""
+    in_features, tensors = x.shape[-1], (codes, codebook, scale, rotation)
+    layer = _layer(tensors, scheme, in_features)
+    stored, tokens = layer.stored, x.numel() // in_features
+    key = (token_bucket(tokens), x.dtype, ordinal)
+    launch = launch or layer.launches.get(key)
+    if launch is None:
+        needs_signs(rotation, scheme, in_features)
+        launch = _prepare(scheme, stored.rows, in_features, key[0], x.dtype, ordinal)
+        layer.launches[key] = launch
+    # The kernel reads codes, scales and codebooks before it waits for the kernels before it, unless
+    # one of those may have written them.
+    stream = torch._C._cuda_getCurrentRawStream(ordinal)
+    versions = _versions(tensors)
+    settled = versions is not None and versions == layer.versions.get(stream)
+    layer.versions[stream] = versions
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    signs = None if layer.signs is None else layer.signs.data_ptr()
+    if launch.before is not None:
+        block, arranged = launch.rotation_block, launch.arranged
+        make = x.new_zeros if launch.ragged else x.new_empty
+        inputs = make(arranged or x.numel())
+        count = x.numel() // block
+        launch.before(
+            -(-count // launch.blocks_at_a_time), stream, x.data_ptr(), signs, inputs.data_ptr(),
+            count, in_features // block, launch.plan.token_tiles, dependent=True,
+        )  # fmt: skip
+        x = inputs
+    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
+        bias = bias.to(x.dtype).contiguous()
+    launch.kernel(
+        launch.blocks, stream, stored.codes.data_ptr(), stored.codebook.data_ptr(),
+        stored.scale.data_ptr(), signs, x.data_ptr(), None if bias is None else bias.data_ptr(),
+        y.data_ptr(), stored.rows, in_features, tokens, dependent=settled,
+    )  # fmt: skip

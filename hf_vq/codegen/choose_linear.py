@@ -1,0 +1,279 @@
+"""Plans of the fused linear kernel: candidates, feasible, cost, choose. Pure functions, no GPU.
+
+A plan is measured better than modelled: `choose` first looks into the table of measured ones
+(`tuned`), made by `python -m hf_vq.codegen tune`. The model ranks the rest; its parts are those
+that a profile of the kernel on an H200 showed to bind.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..formats.packing import packed_size
+from ..formats.scheme import VQScheme
+from . import tuned
+from .choose import L2_LOOKUPS, NOT_HIDDEN, WARP_INSTRUCTIONS, Cost, decodable
+from .device import Arch
+from .plan import Dtype, LinearPlan, Scope
+
+MOST_TOKENS = 64  # beyond, decoded rows are used often enough
+TILE_ROWS = 16
+FUSED_ROTATION = 128  # block of the rotation that this kernel can do
+
+_BLOCKS = ((256, 1), (256, 2), (256, 3), (384, 1), (384, 2), (512, 1), (512, 2), (768, 1), (896, 1))
+_SPLITS = (1, 2, 4, 6, 8, 16)
+_UNITS = (8, 16, 32, 64, 128)
+_TEAMS = 15  # of a block: each has a barrier, and there are 16
+_BANKS = 128  # bytes
+_LARGEST_INDEX = 12  # bits; a larger codebook stays in L2
+_SHARED_BOOKS = 160 << 10  # bytes of tables, at most
+_SPREAD = 3.0  # phases of a lookup whose lanes meet in the banks
+_CACHED_LINES = 5.0  # cycles of L1 for a load of eight rows
+_PROLOGUE = 3000  # cycles until the first product, part of them hidden
+_LATENCY = 500  # cycles that a load of codes takes, at least in part
+_WAITS = 6.0  # cycles from one instruction of a warp to its next
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """y = W x for a few tokens.
+
+    Args:
+        scheme: of the codes.
+        tokens: rows of x.
+        rows: out_features.
+        in_features: columns of W.
+        dtype: of x and y.
+        arch: of the GPU.
+    """
+
+    scheme: VQScheme
+    tokens: int
+    rows: int
+    in_features: int
+    dtype: Dtype
+    arch: Arch
+
+
+def fusable(scheme: VQScheme, in_features: int) -> str | None:
+    """None if the fused kernel computes with such codes, else the reason why not."""
+    reason = decodable(scheme)
+    if reason:
+        return reason
+    if scheme.codebook == "tile":
+        return "a codebook per tile is decoded first"
+    if not list(_units(scheme, in_features)):
+        return f"codes of {in_features} weights have no whole words for each scale"
+    return None
+
+
+def _units(scheme: VQScheme, in_features: int) -> Iterator[int]:
+    """Weights of a row that a lane may decode of a chunk."""
+    group = 0 if scheme.scale_group == 0 else scheme.group(in_features)
+    width = scheme.vector_size * _fused(scheme)
+    for unit in _UNITS:
+        whole_words = unit % width == 0 and unit // width * _index_bits(scheme) % 32 == 0
+        one_scale = group in (0, in_features) or group % (4 * unit) == 0
+        if whole_words and one_scale and in_features % unit == 0 and _load_bytes(
+            scheme, unit, in_features
+        ) >= 4:  # fmt: skip
+            yield unit
+
+
+def _fused(scheme: VQScheme) -> int:
+    """Codes that are looked up together: up to 8 bits and 8 weights."""
+    fused = 1
+    while 2 * fused * scheme.vector_size <= 8 and 2 * fused * scheme.entry_bits <= 8:
+        fused *= 2
+    return fused
+
+
+def _index_bits(scheme: VQScheme) -> int:
+    """Bits that are read of the stream for one entry."""
+    return scheme.entry_bits * _fused(scheme)
+
+
+def _load_bytes(scheme: VQScheme, unit: int, in_features: int) -> int:
+    """The widest load whose address is aligned for every row, stage and lane."""
+    stream = packed_size(in_features // scheme.vector_size, scheme.entry_bits)
+    return math.gcd(16, unit // scheme.vector_size * scheme.entry_bits // 8, stream)
+
+
+def candidates(problem: LinearProblem) -> list[LinearPlan]:
+    """Every plan that could be meant for a problem, also those that cannot run."""
+    scheme, columns = problem.scheme, problem.in_features
+    entry, index_bits, books = _tables(scheme)
+    copies = [max(1, _BANKS // entry)] if index_bits <= _LARGEST_INDEX else [1]
+    copies += (
+        [1] if (books * entry * copies[0] << index_bits) > problem.arch.shared_per_block else []
+    )
+    together = 1 << (books - 1).bit_length()
+    places = [together, 2] if together == 1 and index_bits == 8 else [together]
+    rotations = [0]
+    if problem.tokens == 1 and "hadamard" in scheme.rotation:
+        rotations += [1] if scheme.block(columns) == FUSED_ROTATION else []
+    return [
+        _plan(problem, dict(zip(tuned.KNOBS, (*block, *knobs), strict=True)))
+        for (block, *knobs) in itertools.product(
+            _BLOCKS, copies, places, list(_units(scheme, columns))[-2:], _SPLITS, (1, 2, 4),
+            (1, 2, 4), rotations,
+        )
+    ]  # fmt: skip
+
+
+def _tables(scheme: VQScheme) -> tuple[int, int, int]:
+    """Bytes of an entry in shared memory, bits of its index, and how many tables there are."""
+    if scheme.lattice:
+        return 8, 8, scheme.streams + 1
+    fused = _fused(scheme)
+    return max(4, 2 * scheme.vector_size * fused), scheme.entry_bits * fused, scheme.streams
+
+
+def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
+    """The plan of a problem and of what is a matter of choice (`tuned.KNOBS`)."""
+    scheme, columns = problem.scheme, problem.in_features
+    entry, index_bits, books = _tables(scheme)
+    group = 0 if scheme.group(columns) == columns else scheme.group(columns)
+    unit, steps = chosen["unit"], chosen["steps"]
+    return LinearPlan(
+        threads=chosen["threads"],
+        resident=chosen["resident"],
+        dtype=problem.dtype,
+        vector_size=scheme.vector_size,
+        entry_bits=scheme.entry_bits,
+        stages=scheme.streams,
+        scope=Scope.E8P if scheme.lattice else Scope.SHARED,
+        group=group,
+        fused=_fused(scheme),
+        in_shared=index_bits <= _LARGEST_INDEX and books * entry << index_bits <= _SHARED_BOOKS,
+        replicas=chosen["replicas"],
+        interleaved=chosen["interleaved"],
+        unit=unit,
+        load_bytes=_load_bytes(scheme, unit, columns),
+        split=chosen["split"],
+        row_tiles=chosen["row_tiles"],
+        token_tiles=-(-problem.tokens // 8),
+        steps=steps,
+        scales_together=steps > 1 and group == 4 * unit and -(-columns // group) % steps == 0,
+        ragged=columns % (4 * unit) > 0,
+        single=problem.tokens == 1,
+        rotate=bool(chosen["rotate"]),
+    )
+
+
+def registers(plan: LinearPlan) -> int:
+    """About how many registers a thread needs."""
+    words = plan.unit // plan.vector_size * plan.entry_bits // 32
+    rows = 2 * plan.row_tiles
+    codes = rows * plan.stages * words * plan.steps
+    scales = 2 * rows * ((plan.steps + 1) // 2) if plan.group else 0
+    sums = (plan.row_tiles + (2 if plan.token_tiles == 1 else 1)) * plan.token_tiles * 4
+    kept = 2 if plan.single or plan.token_tiles > 4 else plan.unit // 8
+    weights = 8 + 8 * (plan.stages > 1) + 4 * (plan.scope is Scope.E8P)
+    if not plan.in_shared and plan.dtype is Dtype.BFLOAT16:
+        weights += 8
+    return 18 + codes + scales + sums + kept * plan.token_tiles * 4 + weights + 4 * rows
+
+
+def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
+    """None if the plan solves the problem on its GPU, else the reason why not."""
+    arch, warps = problem.arch, plan.threads // 32
+    shared = plan.shared_bytes_for(problem.in_features)
+    if warps % plan.split or warps // plan.split > _TEAMS:
+        return "teams do not fill a block"
+    if plan.token_tiles > 4 and plan.row_tiles > 1:
+        return "inputs of many tokens are not kept for several tiles of rows"
+    if shared > arch.shared_per_block:
+        return "tables and inputs do not fit into shared memory"
+    if plan.resident * (shared + 1024) > arch.shared_per_sm:
+        return "shared memory does not hold so many blocks"
+    if plan.resident * plan.threads > arch.threads_per_sm:
+        return "a multiprocessor does not hold so many threads"
+    most = min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8)
+    if registers(plan) > most:
+        return "the threads of a block need too many registers"
+    return None
+
+
+def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
+    """The modelled cost of a feasible plan."""
+    arch, columns = problem.arch, problem.in_features
+    lattice, octets, rows = plan.scope is Scope.E8P, plan.unit // 8, 2 * plan.row_tiles
+    width = plan.vector_size * plan.fused
+    books = plan.stages + lattice
+    words = plan.unit // plan.vector_size * plan.entry_bits // 32
+    stream = packed_size(columns // plan.vector_size, plan.entry_bits)
+    nbytes = problem.rows * (
+        plan.stages * stream + 2 * (columns // plan.group if plan.group else 1)
+    ) + 2 * problem.tokens * (columns + problem.rows)
+
+    # The busiest multiprocessor, in chunks of a warp.
+    warps = plan.threads // 32
+    teams = warps // plan.split
+    tiles = -(-problem.rows // (TILE_ROWS * plan.row_tiles))
+    chunks = -(-columns // (4 * plan.unit))
+    share = -(-chunks // (plan.split * plan.steps)) * plan.steps
+    turns = -(-tiles // (arch.sms * plan.resident * teams))
+    busiest = min(-(-tiles // arch.sms), turns * plan.resident * teams)
+    work = busiest * chunks
+
+    # Cycles of one chunk: of the pipe of loads, and of issuing.
+    entry = 8 if lattice else max(4, 2 * width)
+    lookups = octets * rows * books * (8 // min(width, 8) if not lattice else 1)
+    phases = min(max(entry // 4, 1), 4)
+    spread = 1.0 if plan.replicas * entry >= _BANKS else _SPREAD
+    loads = rows * (plan.stages * words * 4 / plan.load_bytes)
+    scales = rows * (1 / plan.steps if plan.scales_together else 1) if plan.group else 0
+    pipe = float(octets * (plan.row_tiles if plan.single else 4 * plan.token_tiles))
+    pipe += (lookups * phases * spread if plan.in_shared else 0)
+    pipe += _CACHED_LINES * (loads + scales)
+    byte_wide = plan.replicas * entry * plan.interleaved == 256 and (lattice or _byte(plan))
+    instructions = lookups * (2 if byte_wide else 3) + 4 * octets * rows * (plan.stages - 1)
+    instructions += octets * plan.row_tiles * 2 * plan.token_tiles
+    instructions += octets * rows * 12 * plan.stages * lattice + 4 * loads + 30 * plan.row_tiles
+    parts = {
+        "DRAM": nbytes / arch.sms / arch.dram_bytes_per_clock * 1.3,
+        "L1": work * pipe,
+        "L2": 0.0 if plan.in_shared else work * 32 * lookups / L2_LOOKUPS,
+        "instructions": 1.3 * work * instructions / WARP_INSTRUCTIONS,
+        "latency": turns * share * (_WAITS * instructions + _LATENCY / plan.steps),
+    }
+    bound, longest = max(parts.items(), key=lambda part: part[1])
+    busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
+    # What begins a block is hidden behind the kernel before it where both fit on a multiprocessor.
+    shared = plan.shared_bytes_for(columns)
+    halves = 2 * plan.resident * plan.threads * registers(plan) <= arch.registers_per_sm
+    alone = not halves or 2 * plan.resident * (shared + 1024) > arch.shared_per_sm
+    prologue = _PROLOGUE * (1.0 if alone else 0.6) + plan.table_bytes / 128
+    if plan.single:
+        prologue += columns / warps * (0.9 if plan.rotate else 0.2)
+    if not plan.rotate and problem.scheme.rotation != "none":
+        prologue += 200
+    return Cost(nbytes, busy + prologue + 400 * turns, bound)
+
+
+def _byte(plan: LinearPlan) -> bool:
+    return plan.entry_bits * plan.fused == 8
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: LinearProblem) -> LinearPlan | None:
+    """The measured plan of a problem, else the feasible one of the lowest cost; None: no plan."""
+    if fusable(problem.scheme, problem.in_features) or problem.tokens > MOST_TOKENS:
+        return None
+    measured = tuned.find(problem)
+    if measured is not None and measured["unit"] in _units(problem.scheme, problem.in_features):
+        plan = _plan(problem, measured)
+        if feasible(plan, problem) is None:
+            return plan
+    return next(iter(best(problem)), None)
+
+
+def best(problem: LinearProblem) -> list[LinearPlan]:
+    """The feasible plans, the one of the lowest cost first."""
+    plans = [plan for plan in candidates(problem) if feasible(plan, problem) is None]
+    return sorted(plans, key=lambda plan: cost(plan, problem).cycles)

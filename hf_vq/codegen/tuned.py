@@ -1,0 +1,110 @@
+"""Measured plans: for each kind of GPU a small table, shipped with the package or made here.
+
+    {"sm_90a/132": {"vq2x8r1-universal-g128-.. 1x4096x4096 float16": {"threads": 256, ...}}}
+
+`python -m hf_vq.codegen tune` measures plans and writes the table on disk, beside the kernels; the
+one on disk wins. A GPU is told by its target and its number of multiprocessors.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .store import default_store
+
+if TYPE_CHECKING:
+    from .choose_linear import LinearProblem
+    from .plan import LinearPlan
+
+KNOBS = ("threads", "resident", "replicas", "interleaved", "unit", "split", "row_tiles", "steps",
+         "rotate")  # fmt: skip
+_SHIPPED = Path(__file__).with_name("tuned.json")
+
+Table = dict[str, dict[str, dict[str, int]]]
+
+
+def gpu(problem: LinearProblem) -> str:
+    """Name of a kind of GPU in the table."""
+    return f"{problem.arch.name}/{problem.arch.sms}"
+
+
+def name(problem: LinearProblem) -> str:
+    """Name of a problem in the table: plans of a bucket of tokens are the same."""
+    tokens = 1 if problem.tokens == 1 else -(-problem.tokens // 8) * 8
+    shape = f"{tokens}x{problem.rows}x{problem.in_features}"
+    return f"{problem.scheme.spec()} {shape} {problem.dtype.value}"
+
+
+def knobs(plan: LinearPlan) -> dict[str, int]:
+    """What is a matter of choice in a plan."""
+    return {knob: int(getattr(plan, knob)) for knob in KNOBS}
+
+
+def find(problem: LinearProblem) -> dict[str, int] | None:
+    """The knobs that were measured to be best, None if nobody measured."""
+    for table in (_on_disk(), _shipped()):
+        found = table.get(gpu(problem), {}).get(name(problem), {})
+        if set(found) == set(KNOBS):
+            return found
+    return None
+
+
+def keep(found: dict[LinearProblem, LinearPlan], path: Path | None = None) -> Path:
+    """Add measured plans to the table on disk, or to the one at `path`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = path or _path()
+    table = _read(path)
+    for problem, plan in found.items():
+        table.setdefault(gpu(problem), {})[name(problem)] = knobs(plan)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    number, temporary = tempfile.mkstemp(".unfinished", path.name, path.parent)
+    with os.fdopen(number, "w", encoding="utf-8") as file:
+        file.write(text(table))
+    os.replace(temporary, path)
+    _on_disk.cache_clear()
+    _shipped.cache_clear()
+    return path
+
+
+def text(table: Table) -> str:
+    """A table as JSON, one plan to a line."""
+    gpus = []
+    for kind, plans in sorted(table.items()):
+        lines = [f"  {json.dumps(key)}: {json.dumps(plan)}" for key, plan in sorted(plans.items())]
+        gpus.append(f"{json.dumps(kind)}: {{\n" + ",\n".join(lines) + "\n}")
+    return "{" + ",\n".join(gpus) + "}\n"
+
+
+def _path() -> Path:
+    return default_store().folder / "tuned.json"
+
+
+@functools.cache
+def _on_disk() -> Table:
+    return _read(_path())
+
+
+@functools.cache
+def _shipped() -> Table:
+    return _read(_SHIPPED)
+
+
+def _read(path: Path) -> Table:
+    """The table of a file; empty if there is none, or if it is not a table."""
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    whole = isinstance(found, dict) and all(
+        isinstance(plans, dict) and all(isinstance(plan, dict) for plan in plans.values())
+        for plans in found.values()
+    )
+    return found if whole else {}

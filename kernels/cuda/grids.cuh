@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Programmatic dependent launch (PTX: griddepcontrol; nothing before sm_90).
+//
+//     kernel A   [prologue]..wait|============|            prologue: only what no earlier kernel of the stream writes,
+//     kernel B               [prologue].......|wait|===    the codes of a layer that did not change since its last launch
+#pragma once
+
+// What earlier kernels wrote may be read, and what they read may be written, from here on.
+__device__ inline void wait_for_grids() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may begin. After `wait_for_grids`: then whatever came before this kernel is complete, so that the
+// next one may read in its prologue what they wrote.
+__device__ inline void let_next_grid_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}

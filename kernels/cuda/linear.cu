@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+// y = W x + b for few tokens, from the codes of W: no dense weight exists anywhere.
+//
+//     y[m, o] = bias[o] + sum_g scale[o, g] sum_{k in g} W'[o, k] x[m, k]        W' = entries of the codebook
+//
+// Tensor cores multiply 16 rows of W' with 8 tokens. A warp has a chunk of 4 * unit neighbouring columns; lane 4 g + t
+// decodes columns t * unit .. of rows g and g + 8, eight at a time, and those eight are two fragments of W' as they
+// are: the columns are numbered so that nothing has to be exchanged between lanes (VQ-LLM fuses by shuffles or through
+// shared memory, section VI.B). x comes in the same numbering.
+//
+//     team of `split` warps     +---------+---------+---------+---------+
+//     row_tiles x 16 rows       | warp 0  | warp 1  | warp 2  | warp 3  |     whole chunks of 4 * unit columns each
+//                               +---------+---------+---------+---------+
+//     their sums meet in shared memory, in the order of warps: the result does not depend on timing
+//
+// A block has several teams, which share its tables and wait only for their own. Codes of `steps` chunks are on their
+// way at a time. Bytes: codes and scales once, x once for every row_tiles x 16 rows (from L2). Bound by memory at 4
+// bits, by shared memory below.
+#include "codes.cuh"
+#include "grids.cuh"
+#include "hadamard.cuh"
+#include "mma.cuh"
+#include "plan.cuh"
+#include "table.cuh"
+
+struct Arguments {
+  const uint32_t* codes;     // uint8 [rows, stages * stream_bytes]
+  const uint16_t* codebook;  // fp16 [stages, entries, x]
+  const uint16_t* scale;     // fp16 [rows, columns / group]
+  const uint8_t* signs;      // bit 1 = negative [ceil(columns / 8)]; read where x is rotated here
+  const uint16_t* x;         // of Plan::dtype: one token, or in the order of `Inputs`
+  const uint16_t* bias;      // [rows] of Plan::dtype, or null
+  uint16_t* y;               // [tokens, rows] of Plan::dtype
+  int rows;
+  int columns;
+  int tokens;
+};
+
+constexpr int unit = Plan::unit, octets = unit / 8, chunk = 4 * unit;
+constexpr int tile_rows = 16 * Plan::row_tiles;
+constexpr int warps = Plan::threads / 32, teams = warps / Plan::split;
+constexpr int group = Plan::group ? Plan::group : 1;
+constexpr int unit_bytes = unit / Plan::vector_size * Plan::entry_bits / 8;
+constexpr int meeting_bytes = warps * Plan::row_tiles * Plan::token_tiles * 512;
+
+// Where the two rows of a lane begin, in every tile, at the lane's place in the first chunk.
+struct Rows {
+  const char* codes[Plan::row_tiles][2];
+  const uint16_t* scale[Plan::row_tiles][2];
+
+  __device__ void set(const Arguments& a, int first_row, int64_t stream, int lane) {
+#pragma unroll
+    for (int tile = 0; tile < Plan::row_tiles; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = min(first_row + tile * 16 + half * 8 + lane / 4, a.rows - 1);
+        codes[tile][half] = reinterpret_cast<const char*>(a.codes) + row * Plan::stages * stream + lane % 4 * unit_bytes;
+        scale[tile][half] = a.scale + int64_t(row) * (a.columns / group) + lane % 4 * unit / group;
+      }
+  }
+};
+
+// Codes that a lane has of its rows in one chunk.
+struct Step {
+  Table::RowCodes codes[Plan::row_tiles][2][Plan::stages];
+
+  __device__ void load(const Rows& rows, int at, int64_t stream) {
+#pragma unroll
+    for (int tile = 0; tile < Plan::row_tiles; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int stage = 0; stage < Plan::stages; ++stage)
+          codes[tile][half][stage].template load_aligned<Plan::load_bytes>(rows.codes[tile][half] + stage * stream +
+                                                                           int64_t(at) * (4 * unit_bytes));
+  }
+};
+
+// Scales of its rows in `steps` neighbouring chunks.
+struct Scales {
+  static constexpr int words = (Plan::steps + 1) / 2;
+  uint32_t word[Plan::row_tiles][2][words];
+
+  __device__ void load(const Rows& rows, int at, int end) {
+    if constexpr (Plan::group > 0)
+#pragma unroll
+      for (int tile = 0; tile < Plan::row_tiles; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint16_t* from = rows.scale[tile][half];
+          if constexpr (Plan::scales_together) {
+            load_words<2 * Plan::steps>(from + at, word[tile][half]);
+          } else {
+#pragma unroll
+            for (int i = 0; i < Plan::steps; ++i) {
+              const uint32_t scale = at + i < end ? __ldg(from + (at + i) * chunk / group) : 0;
+              word[tile][half][i / 2] = i % 2 ? word[tile][half][i / 2] | scale << 16 : scale;
+            }
+          }
+        }
+  }
+
+  __device__ float operator()(int tile, int half, int i) const {
+    return Plan::group ? half_to_float(word[tile][half][i / 2] >> i % 2 * 16) : 1.0f;
+  }
+};
+
+// x of one chunk in the columns' numbering, for 8 tokens a tile, in the order in which lanes hold it:
+//
+//     [chunks][token_tiles][octets][32 lanes][8]        one token: [chunks][octets][4 lanes][8], in shared memory
+// Lanes without a token keep what they have: it is multiplied for a token that nobody stores.
+struct Inputs {
+  static constexpr int lanes = Plan::single ? 4 : 32, kept = Plan::single || Plan::token_tiles > 4 ? 2 : octets;
+  uint32_t word[Plan::token_tiles][kept][4] = {};
+
+  __device__ void load(const char* x, int at, int j, int lane, int tokens) {
+    const char* from = x + ((int64_t(at) * Plan::token_tiles * octets + j) * lanes + lane) * 16;
+#pragma unroll
+    for (int n = 0; n < Plan::token_tiles; ++n)
+      if (n * 8 + lane / 4 < tokens) load_words<16>(from + n * octets * lanes * 16, word[n][j % kept]);
+  }
+
+  // The first octets of a chunk, as many as are kept.
+  __device__ void begin(const char* x, int at, int lane, int tokens) {
+#pragma unroll
+    for (int j = 0; j < kept; ++j) load(x, at, j, lane, tokens);
+  }
+};
+
+using Sums = float[Plan::row_tiles][Plan::token_tiles][4];
+
+__device__ inline void multiply(const Arguments& a, const Table& table, const Step& step, const Scales& scales, int i,
+                                Inputs& x, const char* inputs, int at, int end, Sums& sums) {
+  const int lane = threadIdx.x % 32;
+  constexpr int chains = Plan::token_tiles == 1 ? 2 : 1;  // a product waits for the one before it in its chain
+#pragma unroll
+  for (int tile = 0; tile < Plan::row_tiles; ++tile) {
+    float part[chains][Plan::token_tiles][4] = {};
+#pragma unroll
+    for (int j = 0; j < octets; ++j) {
+      if (Plan::single && (tile == 0 || octets > 2)) x.load(inputs, at, j, lane, 1);
+      uint32_t low[4], high[4];
+      table.eight(step.codes[tile][0], j, low);
+      table.eight(step.codes[tile][1], j, high);
+#pragma unroll
+      for (int n = 0; n < Plan::token_tiles; ++n) {
+        mma<Plan::dtype>(part[0][n], low[0], high[0], low[1], high[1], x.word[n][j % Inputs::kept][0], x.word[n][j % Inputs::kept][1]);
+        mma<Plan::dtype>(part[chains - 1][n], low[2], high[2], low[3], high[3], x.word[n][j % Inputs::kept][2], x.word[n][j % Inputs::kept][3]);
+      }
+      // In place of what was just multiplied.
+      const int ahead = j + Inputs::kept;
+      if (!Plan::single && tile == Plan::row_tiles - 1 && at + ahead / octets < end)
+        x.load(inputs, at + ahead / octets, ahead % octets, lane, a.tokens);
+    }
+    const float factor[2] = {scales(tile, 0, i), scales(tile, 1, i)};
+#pragma unroll
+    for (int n = 0; n < Plan::token_tiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float sum = part[0][n][c] + (chains == 2 ? part[chains - 1][n][c] : 0.0f);
+        sums[tile][n][c] += factor[c / 2] * sum;
+      }
+  }
+}
+
+// Sums of a team -> y. `meeting` holds [split][row_tiles][token_tiles][32][4] floats.
+__device__ inline void finish(const Arguments& a, const Table& table, const Sums& sums, float* meeting, int first_row) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % Plan::split, team = threadIdx.x / 32 / Plan::split;
+  constexpr int of_warp = Plan::row_tiles * Plan::token_tiles * 128;
+#pragma unroll
+  for (int tile = 0; tile < Plan::row_tiles; ++tile)
+#pragma unroll
+    for (int n = 0; n < Plan::token_tiles; ++n)
+      if (n * 8 + lane % 4 * 2 < a.tokens)
+        *reinterpret_cast<float4*>(meeting + warp * of_warp + ((tile * Plan::token_tiles + n) * 32 + lane) * 4) =
+            make_float4(sums[tile][n][0], sums[tile][n][1], sums[tile][n][2], sums[tile][n][3]);
+  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * Plan::split) : "memory");
+  for (int i = warp * 32 + lane; i < tile_rows * a.tokens; i += 32 * Plan::split) {
+    const int row = i % tile_rows, token = i / tile_rows;
+    const int holder = row % 8 * 4 + token % 8 / 2, which = token % 2 + row % 16 / 8 * 2;
+    const float* from = meeting + ((row / 16 * Plan::token_tiles + token / 8) * 32 + holder) * 4 + which;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < Plan::split; ++w) sum += from[w * of_warp];
+    const int out = first_row + row;
+    if (out >= a.rows) continue;
+    float factor = table.factor;
+    if (!Plan::group) factor *= half_to_float(__ldg(a.scale + out));
+    sum *= factor;
+    if (a.bias) sum += to_float<Plan::dtype>(a.bias[out]);
+    a.y[int64_t(token) * a.rows + out] = uint16_t(pack_pair<Plan::dtype>(sum, 0.0f));
+  }
+}
+
+// One token -> shared memory, in the order of `Inputs`, rotated where the plan says so.
+__device__ inline void copy_input(const Arguments& a, uint16_t* staged, int chunks) {
+  const auto place = [](int column) {
+    return (column / chunk * octets + column % unit / 8) * 32 + column % chunk / unit * 8 + column % 8;
+  };
+  if constexpr (Plan::rotate) {
+#pragma unroll 4
+    for (int block = threadIdx.x / 32; block < a.columns / 128; block += warps)
+      rotate_block<Plan::dtype>(
+          a.x + block * 128, a.signs ? a.signs + block * 16 : nullptr, threadIdx.x % 32,
+          [&](int i, uint16_t value) { staged[place(block * 128 + i)] = value; });
+  } else {
+#pragma unroll 4
+    for (int i = threadIdx.x * 8; i < a.columns; i += Plan::threads * 8)
+      *reinterpret_cast<uint4*>(staged + place(i)) = __ldg(reinterpret_cast<const uint4*>(a.x + i));
+  }
+  if constexpr (Plan::ragged)
+    for (int i = a.columns + threadIdx.x; i < chunks * chunk; i += Plan::threads) staged[place(i)] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) linear(const Arguments a) {
+  extern __shared__ __align__(16) char shared[];
+  char* const meeting = shared + Table::bytes;
+  char* const staged = meeting + 2 * meeting_bytes;
+  const char* const inputs = Plan::single ? staged : reinterpret_cast<const char*>(a.x);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % Plan::split, team = threadIdx.x / 32 / Plan::split;
+  const int64_t stream = (int64_t(a.columns / Plan::vector_size) * Plan::entry_bits + 7) / 8;
+  const int chunks = (a.columns + chunk - 1) / chunk, tiles = (a.rows + tile_rows - 1) / tile_rows;
+  // Whole groups of `steps` chunks: [begin, end) of this warp.
+  const int share = (chunks + Plan::split * Plan::steps - 1) / (Plan::split * Plan::steps) * Plan::steps;
+  const int begin = warp * share, end = min(begin + share, chunks);
+
+  Rows rows;
+  Step next[Plan::steps];
+  Scales next_scales;
+  const auto exists = [&](int at) { return !Plan::ragged || at * chunk + lane % 4 * unit < a.columns; };
+  const auto enter = [&](int tile) {
+    rows.set(a, tile * tile_rows, stream, lane);
+    next_scales.load(rows, begin, end);
+#pragma unroll
+    for (int i = 0; i < Plan::steps; ++i)
+      if (begin + i < end && exists(begin + i)) next[i].load(rows, begin + i, stream);
+  };
+  int tile = blockIdx.x * teams + team;
+  if (tile < tiles) enter(tile);
+  const Table table(a.codebook, shared, lane);
+  table.fill();
+  wait_for_grids();
+  let_next_grid_begin();
+  if constexpr (Plan::single) copy_input(a, reinterpret_cast<uint16_t*>(staged), chunks);
+  __syncthreads();
+
+  Inputs x;
+  for (int turn = 0; tile < tiles; turn ^= 1) {
+    Sums sums = {};
+    if (!Plan::single && begin < end) x.begin(inputs, begin, lane, a.tokens);
+    for (int first = begin; first < end; first += Plan::steps) {
+      const Scales scales = next_scales;
+      if (first + Plan::steps < end) next_scales.load(rows, first + Plan::steps, end);
+#pragma unroll
+      for (int i = 0; i < Plan::steps; ++i) {
+        const int at = first + i, ahead = at + Plan::steps;
+        if (at >= end) break;
+        multiply(a, table, next[i], scales, i, x, inputs, at, end, sums);
+        if (ahead < end && exists(ahead)) next[i].load(rows, ahead, stream);
+      }
+    }
+    const int done = tile * tile_rows;
+    tile += gridDim.x * teams;
+    if (tile < tiles) enter(tile);
+    // Turns have different places to meet, so that one barrier a turn is enough.
+    finish(a, table, sums, reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams), done);
+  }
+}
