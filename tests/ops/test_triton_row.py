@@ -1,0 +1,131 @@
+"""The row `triton.linear` without a GPU: what it accepts, and that its kernels compile."""
+
+import sys
+
+import pytest
+
+import hf_vq  # noqa: F401  registers the backends
+from hf_vq.backends import triton as row
+from hf_vq.errors import VQBackendError
+from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
+from hf_vq.ops import dispatch
+from hf_vq.ops.dispatch import Problem
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: hf-vq[triton]")
+
+
+def linear(scheme, device="cuda", dtype="float16", k=2048):
+    return Problem("linear", device, dtype, scheme.spec(), 1, 64, k)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    ("backend", "arch", "warp"), [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)]
+)
+def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hf_vq.backends import triton_linear
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    numbers = dict.fromkeys(("tokens", "rows", "in_features", "row_bytes", "group", "steps"), "i32")
+    tensors = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "scale": "*fp16", "signs": "*u8"}
+    signature = numbers | tensors | {"codes": "*u8", "codebook": "*i32", "norm": "fp32"}
+    rotation = {"VECTOR": 2, "BLOCK": 128, "TILE": 64, "BLOCK_TOKENS": 16}
+    product = {"VECTOR": 2, "BITS": 6, "CODE_BYTES": 2, "STEP": 128, "BLOCK_TOKENS": 16}
+    config = triton_linear._configs()[0]
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    for kernel, constants in (
+        (triton_linear._rotate, rotation),
+        (triton_linear._multiply, product | config.kwargs),
+    ):
+        names = kernel.arg_names
+        source = ASTSource(
+            fn=kernel,
+            signature={name: signature.get(name, "constexpr") for name in names},
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+        )
+        compiled = triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
+        assert compiled.metadata.shared <= 64 << 10  # of the smallest of these GPUs
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine whose GPU Triton can use, as far as `accepts` looks."""
+
+    class Driver:
+        class active:
+            target = triton.backends.compiler.GPUTarget("hip", "gfx942", 64)
+
+            @classmethod
+            def get_current_target(cls):
+                return cls.target
+
+    monkeypatch.setattr("triton.runtime.driver", Driver)
+    row.needs.cache_clear()
+    yield Driver.active
+    row.needs.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        *((WEIGHT_SCHEMES[name].spec(), None) for name in ("vq-4", "vq-3", "vq-2", "turboquant-5")),
+        ("vq2x12r1-tensor-g0-none", None),
+        ("vq2x8r1-universal-g32-random_hadamard0", None),
+        ("vq2x8r1-universal-g16-random_hadamard128", "16 weights share a scale, fewer than 32"),
+        ("vq2x8r2-universal-g128-hadamard128", "it has 2 stages"),
+        (WEIGHT_SCHEMES["turboquant-4+4"].spec(), "it has 2 stages"),
+        (WEIGHT_SCHEMES["quip-sharp-2"].spec(), "its codebook is e8p"),
+        (WEIGHT_SCHEMES["gptvq-2"].spec(), "its codebook is tile"),
+        ("vq8x8r1-tensor-g0-none", "vectors have 8 weights, not one of (1, 2, 4)"),
+        ("vq2x8r1-universal-g128-qr128", "a QR rotation is a matrix product"),
+    ],
+)
+def test_what_it_accepts(gpu, spec, reason):
+    assert row.accepts(linear(VQScheme.parse(spec))) == reason
+
+
+def test_which_tensors_it_accepts(gpu):
+    scheme = WEIGHT_SCHEMES["vq-4"]
+    assert row.accepts(linear(scheme, "xpu")) is None
+    assert row.accepts(linear(scheme, dtype="float64")) == "inputs are float64"
+    gpu.target = None  # nobody asks for a tensor that is elsewhere
+    row.needs.cache_clear()
+    assert row.accepts(linear(scheme, "cpu")) == "tensor is on cpu"
+
+
+def test_what_it_needs(gpu, monkeypatch):
+    assert row.needs() is None
+    for arch, reason in (
+        (90, None), (75, "the GPU has compute capability 7.5, less than 8.0"),
+    ):  # fmt: skip
+        gpu.target = triton.backends.compiler.GPUTarget("cuda", arch, 32)
+        row.needs.cache_clear()
+        assert row.needs() == reason
+
+    def fails():
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setattr(gpu, "get_current_target", fails)
+    row.needs.cache_clear()
+    assert row.needs() == "Triton finds no GPU that it can use: 0 active drivers"
+    monkeypatch.setattr(triton, "__version__", "2.3.1")
+    row.needs.cache_clear()
+    assert row.needs() == "Triton 2.3.1 is older than 3"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    row.needs.cache_clear()
+    assert row.needs() == "Triton is not installed: pip install hf-vq[triton]"
+
+
+def test_where_it_stands(gpu, monkeypatch):
+    """Below the CUDA rows, above the reference."""
+    names = [kernel.name for kernel in dispatch.rows("linear")]
+    assert names.index("cuda.linear") < names.index("triton.linear") < names.index("reference")
+    verdicts = {v.kernel.name: v for v in dispatch.explain(linear(WEIGHT_SCHEMES["vq-4"], "xpu"))}
+    assert verdicts["triton.linear"].chosen
+    assert verdicts["cuda.linear"].reason == "tensor is on xpu"
+    monkeypatch.setenv("HF_VQ_BACKEND", "triton")
+    with pytest.raises(VQBackendError, match=r"triton.linear: its codebook is tile"):
+        dispatch.select(linear(WEIGHT_SCHEMES["gptvq-2"]))
