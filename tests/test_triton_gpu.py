@@ -1,9 +1,10 @@
 """The Triton kernels on a GPU: NVIDIA (HF_VQ_BACKEND=triton), or any other that PyTorch calls cuda.
 
 Fresh random codes, scales and inputs; outputs lie in memory full of NaN. Most of the time goes
-into tuning: a kernel is compiled and measured for every scheme, size and number of tokens.
+into compiling; only where a test says so, tiles are measured.
 """
 
+import contextlib
 import shutil
 
 import pytest
@@ -22,6 +23,7 @@ pytestmark = [
 ]
 pytest.importorskip("triton", reason="Triton is not installed: hf-vq[triton]")
 
+TOKENS = (1, 5, 16, 100)
 SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-2", "turboquant-8")
 ODD = [  # spec, out_features, in_features
     ("vq1x3r1-tensor-g0-none", 7, 77),
@@ -39,12 +41,23 @@ def triton_rows_only(monkeypatch):
     monkeypatch.setenv("HF_VQ_BACKEND", "triton")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
+def one_tile(monkeypatch):
+    """Choose the n-th tile instead of measuring all."""
+    from hf_vq.backends import triton_linear
+
+    tuned = triton_linear._tuned
+    return lambda n: monkeypatch.setattr(tuned, "configs", [triton_linear._configs()[n]])
+
+
+@contextlib.contextmanager
 def poisoned():
-    """PyTorch fills new memory with NaN."""
+    """PyTorch fills new memory with NaN; not around all of a test, since cuBLAS then refuses."""
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def stored(spec, out_features, in_features):
@@ -53,8 +66,16 @@ def stored(spec, out_features, in_features):
     return scheme, {key: tensor.cuda() for key, tensor in tensors.items()}
 
 
+def linear(x, tensors, bias, scheme):
+    with poisoned():
+        return ops.linear(x, tensors, bias, scheme)
+
+
 def check(y, x, tensors, bias, scheme):
-    """As far from float64 as the same maths in torch at that dtype, at most twice."""
+    """As far from float64 as the same maths in torch at that dtype, at most twice.
+
+    And float32 sums, in whatever order: roundings of n additions add up like a random walk.
+    """
     rotation = ops.codes.rotation_of(tensors)
     weight = reference.decode_rotated(
         tensors["codes"], tensors["codebook"], tensors["scale"], scheme, x.shape[-1]
@@ -62,48 +83,51 @@ def check(y, x, tensors, bias, scheme):
     inputs = reference.rotate(x.double(), rotation, scheme, False)
     exact = inputs @ weight.double().T + (0 if bias is None else bias.double())
     rounded = reference.rotate(x.float(), rotation, scheme, False).to(x.dtype)
-    same = (rounded.double() @ weight.to(x.dtype).double().T).float()
-    same = (same if bias is None else same + bias.float()).to(x.dtype)
-    eps = torch.finfo(x.dtype).eps * exact.norm()
+    same = torch.nn.functional.linear(rounded, weight.to(x.dtype), bias)
+    eps = torch.finfo(x.dtype).eps + torch.finfo(torch.float32).eps * x.shape[-1] ** 0.5
+    bound = 2 * (same.double() - exact).norm() + eps * exact.norm()
     assert y.dtype == x.dtype and y.shape == exact.shape
-    assert (y.double() - exact).norm() <= 2 * (same.double() - exact).norm() + eps
+    assert (y.double() - exact).norm() <= bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 5, 16, 100])
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_linear(name, tokens, dtype):
+def test_linear(name, tokens, dtype, one_tile):
+    one_tile(TOKENS.index(tokens))
     scheme, tensors = stored(WEIGHT_SCHEMES[name].spec(), 333, 1152)
     x = torch.randn(tokens, 1152, device="cuda").to(dtype)
     bias = torch.randn(333, device="cuda").to(dtype) if tokens > 1 else None
     assert dispatch.select(problem("linear", x, scheme.spec(), 333)).name == "triton.linear"
-    check(ops.linear(x, tensors, bias, scheme), x, tensors, bias, scheme)
+    check(linear(x, tensors, bias, scheme), x, tensors, bias, scheme)
 
 
 @pytest.mark.parametrize(("spec", "rows", "columns"), ODD)
-def test_odd_sizes(spec, rows, columns):
+def test_odd_sizes(spec, rows, columns, one_tile):
+    one_tile(0)
     scheme, tensors = stored(spec, rows, columns)
     for dtype, tokens in ((torch.float16, 3), (torch.bfloat16, 33), (torch.float32, 3)):
         x = torch.randn(tokens, columns, device="cuda").to(dtype)
-        check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)
+        check(linear(x, tensors, None, scheme), x, tensors, None, scheme)
 
 
 @pytest.mark.parametrize("tokens", [1, 130, 1000])
 def test_a_layer_of_full_size(tokens):
-    """Rows are split for one token; many tokens take several tiles."""
+    """Measures tiles. Rows are split for one token; many tokens take several tiles."""
     scheme, tensors = stored(WEIGHT_SCHEMES["vq-4"].spec(), 4096, 4096)
     for dtype in (torch.float16, torch.float32):
         x = torch.randn(tokens, 4096, device="cuda").to(dtype)
-        check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)
+        check(linear(x, tensors, None, scheme), x, tensors, None, scheme)
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
-def test_extreme_codes(byte):
+def test_extreme_codes(byte, one_tile):
+    one_tile(0)
     for spec, rows, columns in ODD:
         scheme, tensors = stored(spec, rows, columns)
         tensors["codes"].fill_(byte)
         x = torch.randn(2, columns, device="cuda").half()
-        check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)
+        check(linear(x, tensors, None, scheme), x, tensors, None, scheme)
 
 
 def test_graph():

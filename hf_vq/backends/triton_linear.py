@@ -191,7 +191,7 @@ def linear(
     y = x.new_empty(*x.shape[:-1], rows)
     if not y.numel():
         return y
-    _check(scheme, in_features, codes, codebook, scale, rotation)
+    _check(scheme, in_features, codes, codebook, scale, rotation, bias)
     inputs = x.reshape(-1, in_features).contiguous()
     tokens = len(inputs)
     most = 128 if x.dtype.itemsize == 2 else 64
@@ -236,6 +236,7 @@ def _check(
     codebook: Tensor,
     scale: Tensor,
     rotation: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     shapes = tuple(codes.shape), tuple(codebook.shape), tuple(scale.shape)
     if shapes != _shapes(scheme, len(codes), in_features):
@@ -246,6 +247,8 @@ def _check(
     signs = scheme.rotation == "random_hadamard"
     if signs and (rotation is None or rotation.numel() != packed_size(in_features, 1)):
         raise VQFormatError(f"{scheme.spec()} needs a sign for each of {in_features} inputs.")
+    if bias is not None and bias.shape != (len(codes),):
+        raise VQFormatError(f"{len(codes)} rows need as many biases; got {tuple(bias.shape)}.")
 
 
 @functools.lru_cache(maxsize=1024)

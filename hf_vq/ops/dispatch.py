@@ -112,13 +112,15 @@ def select(problem: Problem) -> Kernel:
 
 @lru_cache(maxsize=4096)
 def _select(problem: Problem, forced: str) -> Kernel:
-    verdicts = _judge(problem, forced)
-    for verdict in verdicts:
-        if verdict.chosen:
-            return verdict.kernel
-    reasons = "; ".join(f"{verdict.kernel.name}: {verdict.reason}" for verdict in verdicts)
+    reasons = []
+    for row in rows(problem.op):  # those below the first that can are not asked
+        reason = _objection(row, problem, forced)
+        if reason is None:
+            return row
+        reasons.append(f"{row.name}: {reason}")
+    found = "; ".join(reasons) or "the table is empty"
     cure = f" Unset HF_VQ_BACKEND={forced}." if forced else ""
-    raise VQBackendError(f"no kernel runs {problem}: {reasons or 'the table is empty'}.{cure}")
+    raise VQBackendError(f"no kernel runs {problem}: {found}.{cure}")
 
 
 def direct(problem: Problem) -> Direct | None:
@@ -133,10 +135,7 @@ def _direct(problem: Problem, forced: str) -> Direct | None:
 
 def explain(problem: Problem) -> list[Verdict]:
     """What the table says of every row of the problem's op, in order."""
-    return _judge(problem, env.BACKEND.get())
-
-
-def _judge(problem: Problem, forced: str) -> list[Verdict]:
+    forced = env.BACKEND.get()
     verdicts: list[Verdict] = []
     taken = False
     for row in rows(problem.op):

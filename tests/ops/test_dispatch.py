@@ -40,6 +40,12 @@ def test_first_row_that_can_wins(table):
     assert [v.kernel.name for v in table.explain(PROBLEM) if v.chosen] == ["reference"]
 
 
+def test_rows_below_the_first_that_can_are_not_asked(table):
+    table.register(kernel("a"))
+    table.register(kernel("b", needs=lambda: pytest.fail("asked")))
+    assert table.select(PROBLEM).name == "a"
+
+
 def test_choice_is_remembered_until_the_table_changes(table):
     asked = []
     table.register(kernel("a", needs=lambda: asked.append(1)))
