@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
+from ..ops.library import parse
 
 
 @functools.cache
@@ -75,6 +76,27 @@ def _fused(*arguments: Tensor | VQScheme | None) -> Tensor:
     return cuda_fused.linear(*arguments)  # type: ignore[arg-type]
 
 
+def _direct(problem: dispatch.Problem) -> dispatch.Direct:
+    """Eager calls without gradients leave out the dispatcher."""
+    from . import cuda_fused
+
+    scheme = parse(problem.scheme)
+
+    def run(
+        x: Tensor,
+        codes: Tensor,
+        codebook: Tensor,
+        scale: Tensor,
+        rotation: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        return cuda_fused.linear(
+            x, codes, codebook, scale, rotation, None, None, None, None, bias, scheme
+        )
+
+    return run
+
+
 def _linear(*arguments: Tensor | VQScheme | None) -> Tensor:
     from . import cuda_linear
 
@@ -89,9 +111,12 @@ def _decode(*arguments: Tensor | VQScheme | int | None) -> Tensor:
 
 def register() -> None:
     """Add the rows to the top of the dispatch table."""
-    for name, op, run, accepted in (
-        ("cuda.decode", "decode", _decode, accepts),
-        ("cuda.linear", "linear", _linear, accepts),
-        ("cuda.fused_linear", "linear", _fused, accepts_few),
-    ):
-        dispatch.register(dispatch.Kernel(name, op, run, "cuda", needs, accepted), first=True)
+    rows = (
+        dispatch.Kernel("cuda.decode", "decode", _decode, "cuda", needs, accepts),
+        dispatch.Kernel("cuda.linear", "linear", _linear, "cuda", needs, accepts),
+        dispatch.Kernel(
+            "cuda.fused_linear", "linear", _fused, "cuda", needs, accepts_few, direct=_direct
+        ),
+    )
+    for row in rows:
+        dispatch.register(row, first=True)

@@ -65,41 +65,58 @@ class Launch:
 class _Layer:
     """Launches of one matrix, and what they were prepared for."""
 
-    def __init__(self, tensors: tuple[Tensor | None, ...], stored: Stored) -> None:
-        signs = tensors[3]
+    def __init__(self, stored: Stored, signs: Tensor | None, places: tuple[int, ...]) -> None:
         self.stored = stored
         self.signs = None if signs is None else signs.contiguous()
         # A copy does not follow what is written to its original.
         self.copied = stored.copied or (signs is not None and not signs.is_contiguous())
-        self.places = _places(tensors)
-        self.versions: dict[int, tuple[int, ...] | None] = {}  # at the last launch on a stream
+        self.places = places
+        self.fixed = (
+            stored.codes.data_ptr(),
+            stored.codebook.data_ptr(),
+            stored.scale.data_ptr(),
+            None if self.signs is None else self.signs.data_ptr(),
+        )
+        self.versions: tuple[int, ...] | None = None  # at the last launch
+        self.stream = 0  # of it
         self.launches: dict[tuple[int, torch.dtype, int], Launch] = {}
 
 
-def _places(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-
-
-def _versions(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...] | None:
+def _versions(
+    codes: Tensor, codebook: Tensor, scale: Tensor, rotation: Tensor | None
+) -> tuple[int, ...] | None:
     """Counters that every write to a tensor moves; None for tensors that do not count."""
-    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
+    if codes.is_inference() or codebook.is_inference() or scale.is_inference():
         return None
-    return tuple(0 if tensor is None else tensor._version for tensor in tensors)
+    signs = 0 if rotation is None or rotation.is_inference() else rotation._version
+    return codes._version, codebook._version, scale._version, signs
 
 
-def _layer(tensors: tuple[Tensor | None, ...], scheme: VQScheme, in_features: int) -> _Layer:
-    codes, codebook, scale, _ = tensors
-    assert codes is not None and codebook is not None and scale is not None
+def _layer(
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    scheme: VQScheme,
+    in_features: int,
+) -> _Layer:
     keeper = codes if codes._base is None else codes._base
+    places = (
+        codes.data_ptr(),
+        codebook.data_ptr(),
+        scale.data_ptr(),
+        0 if rotation is None else rotation.data_ptr(),
+    )
     layer: _Layer | None = getattr(keeper, _KEPT, None)
     if (
         layer is None
         or layer.copied
+        or layer.places != places
         or layer.stored.scheme is not scheme
         or layer.stored.in_features != in_features
-        or layer.places != _places(tensors)
     ):
-        layer = _Layer(tensors, Stored(codes, codebook, scale, scheme, in_features))
+        stored = Stored(codes, codebook, scale, scheme, in_features)
+        layer = _Layer(stored, rotation, places)
         setattr(keeper, _KEPT, layer)
     return layer
 
@@ -207,10 +224,15 @@ def run(
     y: Tensor,
     ordinal: int,
     launch: Launch | None = None,
+    overlap: bool = True,
 ) -> None:
-    """To `y`, by a launch that is given or by the one of the layer."""
-    in_features, tensors = x.shape[-1], (codes, codebook, scale, rotation)
-    layer = _layer(tensors, scheme, in_features)
+    """To `y`, by a launch that is given or by the one of the layer.
+
+    Args:
+        overlap: let kernels begin before those before them have ended (kernels/cuda/grids.cuh).
+    """
+    in_features = x.shape[-1]
+    layer = _layer(codes, codebook, scale, rotation, scheme, in_features)
     stored, tokens = layer.stored, x.numel() // in_features
     key = (token_bucket(tokens), x.dtype, ordinal)
     launch = launch or layer.launches.get(key)
@@ -221,26 +243,28 @@ def run(
     # The kernel reads codes, scales and codebooks before it waits for the kernels before it, unless
     # one of those may have written them.
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
-    versions = _versions(tensors)
-    settled = versions is not None and versions == layer.versions.get(stream)
-    layer.versions[stream] = versions
+    versions = _versions(codes, codebook, scale, rotation)
+    settled = overlap and versions is not None and versions == layer.versions
+    if settled and stream != layer.stream:  # within a graph, they would be written by a node of it
+        settled = torch.cuda.is_current_stream_capturing()
+    layer.versions, layer.stream = versions, stream
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    signs = None if layer.signs is None else layer.signs.data_ptr()
     if launch.before is not None:
         block, arranged = launch.rotation_block, launch.arranged
         make = x.new_zeros if launch.ragged else x.new_empty
         inputs = make(arranged or x.numel())
         count = x.numel() // block
         launch.before(
-            -(-count // launch.blocks_at_a_time), stream, x.data_ptr(), signs, inputs.data_ptr(),
-            count, in_features // block, launch.plan.token_tiles, dependent=True,
+            -(-count // launch.blocks_at_a_time), stream, x.data_ptr(), layer.fixed[3],
+            inputs.data_ptr(),
+            count, in_features // block, launch.plan.token_tiles, dependent=overlap,
         )  # fmt: skip
         x = inputs
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
         bias = bias.to(x.dtype).contiguous()
     launch.kernel(
-        launch.blocks, stream, stored.codes.data_ptr(), stored.codebook.data_ptr(),
-        stored.scale.data_ptr(), signs, x.data_ptr(), None if bias is None else bias.data_ptr(),
-        y.data_ptr(), stored.rows, in_features, tokens, dependent=settled,
+        launch.blocks, stream, *layer.fixed, x.data_ptr(),
+        None if bias is None else bias.data_ptr(), y.data_ptr(), stored.rows, in_features, tokens,
+        dependent=settled,
     )  # fmt: skip

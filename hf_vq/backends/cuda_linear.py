@@ -29,7 +29,7 @@ from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
 
-DECODED_BYTES = 32 << 20  # of dense rows at a time: they stay in the L2 cache of a large GPU
+DECODED_BYTES = 128 << 20  # of dense rows at a time: smaller products would take longer
 
 _ALIGNED = 16  # bytes of the widest load
 _WORD = 4  # bytes; codes are read by whole words

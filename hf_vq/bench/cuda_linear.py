@@ -1,32 +1,44 @@
-"""Suite `cuda-linear`: quantized linear layers on a GPU, against bfloat16 and the reference path.
+"""Suite `cuda-linear`: quantized linear layers on a GPU, against bfloat16 and tinygemm's int4.
 
-Also the decode kernel alone, as a fraction of what memory gives: of a kernel that only writes, and
-of one that reads as much as it writes. Codes are random: how fast a kernel is does not depend on
-them. The rows `cuda.*` are asked for by HF_VQ_BACKEND=cuda; each record says which row ran.
+Also the mechanisms of the fused kernel one by one, on and off; the host's time for a call; and the
+decode kernel as a fraction of what memory gives: of a kernel that only writes, and of one that
+reads as much as it writes. Codes are random: how fast a kernel is does not depend on them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..backends import cuda_fused
 from ..backends.cuda_linear import Stored
+from ..codegen.choose_linear import LinearProblem, choose, feasible, fusable
+from ..codegen.device import device_arch
+from ..codegen.plan import Dtype, LinearPlan
 from ..errors import VQBackendError
 from ..formats.catalog import weight_scheme
 from ..formats.scheme import VQScheme
-from ..ops import dispatch, reference
-from ..ops.codes import stored_arguments
+from ..ops import dispatch
+from ..ops.codes import rotation_of
 from ..ops.library import problem
-from .cpu_linear import SCHEMES, random_tensors
+from .cpu_linear import random_tensors
 from .cuda_timing import cold_copies, interleave_graphs
 from .timing import Contestant, speedup, summary
 
-SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))  # out_features, in_features
-TOKENS = (1, 16, 256, 1024, 4096)
+SCHEMES = ("vq-4", "turboquant-4", "vq-3", "vq-2", "quip-sharp-2", "quip-sharp-4", "aqlm-2",
+           "aqlm-3", "vq8x16r1-tensor-g0-none", "gptvq-2")  # fmt: skip
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096))  # out_features, in_features
+TOKENS = (1, 16, 32, 64, 128, 1024, 2048, 4096)
+_MECHANISMS = ("vq-4", "vq-2", "aqlm-2", "quip-sharp-2")
+_GROUP = 128  # of tinygemm's int4
+_HOST_CALLS = 2000
 _DTYPE = torch.bfloat16
 
 
@@ -53,9 +65,12 @@ def run(
         raise VQBackendError("the suite cuda-linear needs a CUDA device.")
     found: list[dict[str, Any]] = []
     for shape in shapes:
-        rows = _decode_rows(schemes, *shape, rounds)
-        for count in tokens:
-            rows += _linear_rows(schemes, *shape, count, rounds)
+        rows = [row for count in tokens for row in _linear_rows(schemes, *shape, count, rounds)]
+        rows += _decode_rows(schemes, *shape, rounds)
+        for name in _MECHANISMS if 1 in tokens else ():
+            rows += _mechanism_rows(name, *shape, rounds) if name in schemes else []
+        if shape == shapes[0]:
+            rows += _host_rows(schemes, *shape)
         for row in rows:
             row |= {"out_features": shape[0], "in_features": shape[1]}
             found.append(row)
@@ -63,7 +78,167 @@ def run(
     return {"rounds": rounds, "dtype": str(_DTYPE)[6:]}, {"rows": found}
 
 
-@torch.inference_mode()
+@torch.no_grad()
+def _linear_rows(
+    schemes: Sequence[str], out_features: int, in_features: int, tokens: int, rounds: int
+) -> list[dict[str, Any]]:
+    x = torch.randn(tokens, in_features, dtype=_DTYPE, device="cuda")
+    contestants = {"bf16": _dense(x, out_features), "int4 tinygemm": _tinygemm(x, out_features)}
+    kernels = {}
+    for name in schemes:
+        scheme = weight_scheme(name)
+        contestants[name] = _ours(x, copies_of(scheme, out_features, in_features), scheme)
+        asked = problem("linear", x, scheme.spec(), out_features)
+        kernels[name] = dispatch.select(asked).name
+    seconds = interleave_graphs(contestants, rounds)
+    found = []
+    for name in contestants:
+        row: dict[str, Any] = {"what": "linear", "name": name, "tokens": tokens}
+        row |= summary(seconds[name])
+        peers = [peer for peer in ("bf16", "int4 tinygemm") if peer != name]
+        if name in kernels:
+            row["kernel"] = kernels[name]
+            row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in peers}
+        found.append(row)
+    return found
+
+
+def _dense(x: Tensor, out_features: int) -> Contestant:
+    weight = torch.randn(out_features, x.shape[-1], dtype=_DTYPE, device="cuda")
+    weights = [weight.clone() for _ in range(cold_copies(weight.nbytes))]
+    return Contestant(lambda i: torch.nn.functional.linear(x, weights[i]), len(weights))
+
+
+def _tinygemm(x: Tensor, out_features: int) -> Contestant:
+    """int4 with scales for groups of 128, as torch computes with it."""
+    columns = x.shape[-1]
+    plain = torch.randint(256, (out_features, columns // 2), dtype=torch.uint8, device="cuda")
+    packed = torch._convert_weight_to_int4pack(plain, 8)
+    copies = [packed.clone() for _ in range(cold_copies(packed.nbytes))]
+    scales = torch.randn(columns // _GROUP, out_features, 2, dtype=_DTYPE, device="cuda")
+    return Contestant(
+        lambda i: torch._weight_int4pack_mm(x, copies[i], _GROUP, scales), len(copies)
+    )
+
+
+def _ours(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
+    return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), len(sets))
+
+
+def copies_of(scheme: VQScheme, out_features: int, in_features: int) -> list[dict[str, Tensor]]:
+    """Stored tensors of a layer, as often as no cache holds their codes and scales."""
+    tensors = {
+        key: tensor.cuda()
+        for key, tensor in random_tensors(scheme, out_features, in_features).items()
+    }
+    copies = cold_copies(tensors["codes"].nbytes + tensors["scale"].nbytes)
+    own = ("codes", "scale")
+    return [{**tensors, **{key: tensors[key].clone() for key in own}} for _ in range(copies)]
+
+
+@torch.no_grad()
+def _mechanism_rows(
+    name: str, out_features: int, in_features: int, rounds: int
+) -> list[dict[str, Any]]:
+    """One token by the chosen plan, and by plans that lack one thing each."""
+    scheme, arch = weight_scheme(name), device_arch(torch.cuda.current_device())
+    asked = LinearProblem(scheme, 1, out_features, in_features, Dtype.BFLOAT16, arch)
+    chosen = choose(asked)
+    if chosen is None:
+        return []
+    x = torch.randn(1, in_features, dtype=_DTYPE, device="cuda")
+    sets = copies_of(scheme, out_features, in_features)
+    plans = {"chosen": chosen} | {
+        what: plan for what, plan in _without(chosen).items() if feasible(plan, asked) is None
+    }
+    contestants = {
+        what: by_plan(x, sets, scheme, plan, out_features) for what, plan in plans.items()
+    }
+    contestants["no overlapping launches"] = by_plan(
+        x, sets, scheme, chosen, out_features, overlap=False
+    )
+    seconds = interleave_graphs(contestants, rounds)
+    return [
+        {"what": "mechanism", "name": name, "plan": what, **summary(seconds[what]),
+         "times chosen": speedup(seconds["chosen"], seconds[what])}
+        for what in contestants
+    ]  # fmt: skip
+
+
+def _without(plan: LinearPlan) -> dict[str, LinearPlan]:
+    """Plans that differ in one field, by what they lack."""
+    found = {
+        "one copy of the codebook (VQ-LLM)": replace(plan, replicas=1, interleaved=1),
+        "codebook in L2": replace(plan, in_shared=False, replicas=1, interleaved=1),
+        "one chunk on its way": replace(plan, steps=1, scales_together=False),
+        "one warp for all columns": replace(plan, split=1, threads=min(plan.threads, 480)),
+    }
+    if plan.interleaved == 2 and plan.stages == 1 and plan.scope.value != "e8p":
+        found["addresses by shift and mask"] = replace(plan, interleaved=1)
+    if plan.rotate:
+        found["rotation by a kernel of its own"] = replace(plan, rotate=False)
+    if plan.scope.value == "e8p":
+        del found["codebook in L2"]
+    return {what: other for what, other in found.items() if other != plan}
+
+
+def launch_of(
+    plan: LinearPlan, scheme: VQScheme, out_features: int, in_features: int
+) -> cuda_fused.Launch:
+    """The kernels of a plan, loaded."""
+    ordinal = torch.cuda.current_device()
+    return cuda_fused.prepare(plan, scheme, out_features, in_features, _DTYPE, ordinal)
+
+
+def by_plan(
+    x: Tensor,
+    sets: list[dict[str, Tensor]],
+    scheme: VQScheme,
+    plan: LinearPlan,
+    out_features: int,
+    *,
+    overlap: bool = True,
+) -> Contestant:
+    """The fused kernel with a plan that nobody chose; see `cuda_fused.run` for `overlap`."""
+    ordinal = torch.cuda.current_device()
+    launch = launch_of(plan, scheme, out_features, x.shape[-1])
+    y = x.new_empty(len(x), out_features)
+
+    def call(i: int) -> None:
+        codes, codebook, scale = (sets[i][key] for key in ("codes", "codebook", "scale"))
+        signs = rotation_of(sets[i])
+        cuda_fused.run(x, codes, codebook, scale, signs, None, scheme, y, ordinal, launch, overlap)
+
+    return Contestant(call, len(sets))
+
+
+@torch.no_grad()
+def _host_rows(schemes: Sequence[str], out_features: int, in_features: int) -> list[dict[str, Any]]:
+    """Microseconds that the host is busy with a call: of a layer so small that the GPU waits."""
+    x = torch.randn(1, 512, dtype=_DTYPE, device="cuda")
+    weight = torch.randn(64, 512, dtype=_DTYPE, device="cuda")
+    calls: dict[str, Callable[[], Any]] = {"bf16": lambda: torch.nn.functional.linear(x, weight)}
+    for name in schemes:
+        scheme = weight_scheme(name)
+        if fusable(scheme, 512) is None:
+            tensors = {key: value.cuda() for key, value in random_tensors(scheme, 64, 512).items()}
+            calls[name] = lambda t=tensors, s=scheme: ops.linear(x, t, None, s)  # type: ignore[misc]
+    return [{"what": "host", "name": name, "us": _host_time(call)} for name, call in calls.items()]
+
+
+def _host_time(call: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(_HOST_CALLS // 5):
+            call()
+        times.append((time.perf_counter() - start) / (_HOST_CALLS // 5) * 1e6)
+    torch.cuda.synchronize()
+    return median(times)
+
+
+@torch.no_grad()
 def _decode_rows(
     schemes: Sequence[str], out_features: int, in_features: int, rounds: int
 ) -> list[dict[str, Any]]:
@@ -114,58 +289,3 @@ def _decoding(
         stored[i % len(stored)].decode(0, buffers[i % len(buffers)])
 
     return Contestant(call, max(len(stored), len(buffers)))
-
-
-@torch.inference_mode()
-def _linear_rows(
-    schemes: Sequence[str], out_features: int, in_features: int, tokens: int, rounds: int
-) -> list[dict[str, Any]]:
-    x = torch.randn(tokens, in_features, dtype=_DTYPE, device="cuda")
-    weight = torch.randn(out_features, in_features, dtype=_DTYPE, device="cuda")
-    weights = [weight.clone() for _ in range(cold_copies(weight.nbytes))]
-    contestants = {
-        "bf16": Contestant(lambda i: torch.nn.functional.linear(x, weights[i]), len(weights))
-    }
-    kernels = {}
-    for name in schemes:
-        scheme = weight_scheme(name)
-        sets = copies_of(scheme, out_features, in_features)
-        contestants[name] = _ours(x, sets, scheme)
-        contestants[f"{name} reference"] = _reference(x, sets, scheme)
-        asked = problem("linear", x, scheme.spec(), out_features)
-        kernels[name] = dispatch.select(asked).name
-    seconds = interleave_graphs(contestants, rounds)
-    found = []
-    for name in contestants:
-        row: dict[str, Any] = {"what": "linear", "name": name, "tokens": tokens}
-        row |= summary(seconds[name])
-        if name in kernels:
-            row["kernel"] = kernels[name]
-            row["speedup"] = {
-                "bf16": speedup(seconds[name], seconds["bf16"]),
-                "reference": speedup(seconds[name], seconds[f"{name} reference"]),
-            }
-        found.append(row)
-    return found
-
-
-def copies_of(scheme: VQScheme, out_features: int, in_features: int) -> list[dict[str, Tensor]]:
-    """Stored tensors of a layer, as often as no cache holds their codes and scales."""
-    tensors = {
-        key: tensor.cuda()
-        for key, tensor in random_tensors(scheme, out_features, in_features).items()
-    }
-    copies = cold_copies(tensors["codes"].nbytes + tensors["scale"].nbytes)
-    own = ("codes", "scale")
-    return [{**tensors, **{key: tensors[key].clone() for key in own}} for _ in range(copies)]
-
-
-def _ours(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
-    return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), len(sets))
-
-
-def _reference(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
-    calls: list[tuple[Any, ...]] = [
-        (x, *stored_arguments(tensors), None, scheme) for tensors in sets
-    ]
-    return Contestant(lambda i: reference.linear(*calls[i]), len(calls))

@@ -12,7 +12,7 @@ import torch
 
 from .timing import Contestant
 
-_CALLS = 4  # at least, in a graph
+_CALLS = 24  # at least, in a graph: starting one takes as long as a kernel
 
 
 def cold_copies(nbytes: int) -> int:
@@ -44,7 +44,8 @@ def _capture(contestant: Contestant) -> tuple[torch.cuda.CUDAGraph, int]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        contestant.call(0)  # compiles, and lets cuBLAS choose
+        for i in range(contestant.copies):  # compiles, lets cuBLAS choose, prepares every copy
+            contestant.call(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):

@@ -75,7 +75,7 @@ def _explain(args: argparse.Namespace) -> int:
     plan = linear.choose(problem)
     if plan is None:
         raise VQBackendError(f"no fused kernel for {args.m} tokens: tables or inputs do not fit.")
-    ranked = {other: linear.cost(other, problem) for other in linear.best(problem)}
+    ranked = {other: linear.cost(other, problem) for other in [*linear.best(problem), plan]}
     print(_verdict(problem, plan))
     return _show(len(linear.candidates(problem)), plan, ranked, tuned.KNOBS, args.top)
 

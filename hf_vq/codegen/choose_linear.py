@@ -35,6 +35,7 @@ _SPREAD = 3.0  # phases of a lookup whose lanes meet in the banks
 _CACHED_LINES = 5.0  # cycles of L1 for a load of eight rows
 _PROLOGUE = 3000  # cycles until the first product, part of them hidden
 _LATENCY = 500  # cycles that a load of codes takes, at least in part
+_SPARE = 8  # registers by which the estimate may be wrong
 _WAITS = 6.0  # cycles from one instruction of a warp to its next
 
 
@@ -173,10 +174,9 @@ def registers(plan: LinearPlan) -> int:
     scales = 2 * rows * ((plan.steps + 1) // 2) if plan.group else 0
     sums = (plan.row_tiles + (2 if plan.token_tiles == 1 else 1)) * plan.token_tiles * 4
     kept = 2 if plan.single or plan.token_tiles > 4 else plan.unit // 8
-    weights = 8 + 8 * (plan.stages > 1) + 4 * (plan.scope is Scope.E8P)
-    if not plan.in_shared and plan.dtype is Dtype.BFLOAT16:
-        weights += 8
-    return 18 + codes + scales + sums + kept * plan.token_tiles * 4 + weights + 4 * rows
+    weights = 8 + 40 * (plan.stages > 1) + 16 * (plan.scope is Scope.E8P)
+    weights += 28 * (plan.unit > 64) + 44 * (not plan.in_shared)
+    return 26 + codes + scales + sums + kept * plan.token_tiles * 4 + weights + 4 * rows
 
 
 def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
@@ -193,10 +193,13 @@ def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
         return "shared memory does not hold so many blocks"
     if plan.resident * plan.threads > arch.threads_per_sm:
         return "a multiprocessor does not hold so many threads"
-    most = min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8)
-    if registers(plan) > most:
-        return "the threads of a block need too many registers"
     return None
+
+
+def spare_registers(plan: LinearPlan, arch: Arch) -> int:
+    """Registers that a thread can have beyond those it needs; fewer than none: it might spill."""
+    most = min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8)
+    return most - registers(plan)
 
 
 def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
@@ -226,13 +229,13 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     lookups = octets * rows * books * (8 // min(width, 8) if not lattice else 1)
     phases = min(max(entry // 4, 1), 4)
     spread = 1.0 if plan.replicas * entry >= _BANKS else _SPREAD
-    loads = rows * (plan.stages * words * 4 / plan.load_bytes)
-    scales = rows * (1 / plan.steps if plan.scales_together else 1) if plan.group else 0
-    pipe = float(octets * (plan.row_tiles if plan.single else 4 * plan.token_tiles))
-    pipe += (lookups * phases * spread if plan.in_shared else 0)
+    loads = rows * plan.stages * words * 4 / plan.load_bytes
+    scales = rows / (plan.steps if plan.scales_together else 1) if plan.group else 0.0
+    pipe = 1.0 * octets * (plan.row_tiles if plan.single else 4 * plan.token_tiles)
+    pipe += lookups * phases * spread if plan.in_shared else 0
     pipe += _CACHED_LINES * (loads + scales)
     byte_wide = plan.replicas * entry * plan.interleaved == 256 and (lattice or _byte(plan))
-    instructions = lookups * (2 if byte_wide else 3) + 4 * octets * rows * (plan.stages - 1)
+    instructions = 1.0 * lookups * (2 if byte_wide else 3) + 4 * octets * rows * (plan.stages - 1)
     instructions += octets * plan.row_tiles * 2 * plan.token_tiles
     instructions += octets * rows * 12 * plan.stages * lattice + 4 * loads + 30 * plan.row_tiles
     parts = {
@@ -270,10 +273,14 @@ def choose(problem: LinearProblem) -> LinearPlan | None:
         plan = _plan(problem, measured)
         if feasible(plan, problem) is None:
             return plan
-    return next(iter(best(problem)), None)
+    return next(iter(best(problem, _SPARE)), None)
 
 
-def best(problem: LinearProblem) -> list[LinearPlan]:
-    """The feasible plans, the one of the lowest cost first."""
-    plans = [plan for plan in candidates(problem) if feasible(plan, problem) is None]
+def best(problem: LinearProblem, spare: int = 0) -> list[LinearPlan]:
+    """The feasible plans with so many spare registers, the one of the lowest cost first."""
+    plans = [
+        plan
+        for plan in candidates(problem)
+        if spare_registers(plan, problem.arch) >= spare and feasible(plan, problem) is None
+    ]
     return sorted(plans, key=lambda plan: cost(plan, problem).cycles)

@@ -30,6 +30,9 @@ class Kernel:
         store: where its machine code is, or will be.
         shared: bytes of shared memory of a block, of kernels whose problem decides them.
 
+    Attributes:
+        local_bytes: what a thread spills.
+
     Raises:
         VQBackendError: it does not compile or does not load.
     """
@@ -56,6 +59,7 @@ class Kernel:
         self._address = ctypes.addressof(self._pointers)
         # Launching lets other Python threads run, which must not change the arguments meanwhile.
         self._lock = threading.Lock()
+        self._blocks, self._last_stream = 1, 0
         self._config = _dependent_config(self._threads, self._shared)
         arch = device_arch(device)
         self._overlaps = arch.overlaps_launches
@@ -63,7 +67,7 @@ class Kernel:
         self._context = checked(driver.cuDevicePrimaryCtxRetain(device))[0]
         checked(driver.cuCtxPushCurrent(self._context))
         try:
-            self._function = _load(image, plan, self._shared)
+            self._function, self.local_bytes = _load(image, plan, self._shared)
         finally:
             checked(driver.cuCtxPopCurrent())
 
@@ -98,7 +102,10 @@ class Kernel:
     def _start(self, blocks: int, stream: int, dependent: bool) -> Any:
         if dependent and self._overlaps:
             config = self._config
-            config.gridDimX, config.hStream = blocks, self._stream(stream)
+            if blocks != self._blocks:
+                config.gridDimX = self._blocks = blocks
+            if stream != self._last_stream:
+                config.hStream, self._last_stream = self._stream(stream), stream
             return self._launch_dependent(config, self._function, self._address, 0)
         return self._launch(
             self._function, blocks, 1, 1, self._threads, 1, 1, self._shared, stream,
@@ -122,8 +129,8 @@ def _dependent_config(threads: int, shared: int) -> Any:
     return config
 
 
-def _load(image: bytes, plan: Plan, shared: int) -> Any:
-    """The function of a module loaded into the current context, ready to be launched."""
+def _load(image: bytes, plan: Plan, shared: int) -> tuple[Any, int]:
+    """The function of a module loaded into the current context, and bytes that a thread spills."""
     from cuda.bindings import driver
 
     names = driver.CUfunction_attribute
@@ -147,4 +154,4 @@ def _load(image: bytes, plan: Plan, shared: int) -> Any:
             checked(driver.cuFuncSetAttribute(function, attribute, shared))
     finally:
         checked(driver.cuThreadExchangeStreamCaptureMode(mode))
-    return function
+    return function, int(local)

@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
   const auto exists = [&](int at) { return !Plan::ragged || at * chunk + lane % 4 * unit < a.columns; };
   const auto enter = [&](int tile) {
     rows.set(a, tile * tile_rows, stream, lane);
-    next_scales.load(rows, begin, end);
+    if (begin < end) next_scales.load(rows, begin, end);
 #pragma unroll
     for (int i = 0; i < Plan::steps; ++i)
       if (begin + i < end && exists(begin + i)) next[i].load(rows, begin + i, stream);

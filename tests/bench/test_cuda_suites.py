@@ -34,7 +34,12 @@ def test_cuda_linear(monkeypatch):
     ours = [row for row in linear if row["name"] == "vq-4"]
     assert [row["kernel"] for row in ours] == ["cuda.fused_linear"] * 2
     assert all(row["us"] > 0 for row in ours)
-    assert set(ours[0]["speedup"]) == {"bf16", "reference"}
+    assert set(ours[0]["speedup"]) == {"bf16", "int4 tinygemm"}
+    mechanisms = [row for row in results["rows"] if row["what"] == "mechanism"]
+    assert {"chosen", "no overlapping launches"} <= {row["plan"] for row in mechanisms}
+    assert {row["name"] for row in results["rows"] if row["what"] == "host"} == {
+        "bf16", "vq-4", "aqlm-2"
+    }  # fmt: skip
 
 
 @pytest.mark.gpu

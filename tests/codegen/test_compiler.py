@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hf_vq import paths
-from hf_vq.codegen import compiler
+from hf_vq.codegen import choose_linear, compiler
 from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.choose import DecodeProblem, choose, rotate_plan
 from hf_vq.codegen.device import ARCHES
@@ -44,9 +44,13 @@ def checked(plan, arch):
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_the_matrix_compiles_into_the_store(arch, tmp_path, capsys):
-    assert main(["compile", "--arches", arch, "--store", str(tmp_path)]) == 0
+    names = ["vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-8", "quip-sharp-2",
+             "quip-sharp-4", "aqlm-2", "aqlm-3", "gptvq-2"]  # fmt: skip
+    start = ["compile", "--arches", arch, "--store", str(tmp_path), "--schemes"]
+    assert main([*start, *names]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum("decode" in line for line in lines) >= 10
+    assert sum(" decode" in line for line in lines) >= 9
+    assert sum(" linear" in line for line in lines) >= 12
     assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)
     assert len(list(tmp_path.glob("*.kernel"))) == len(lines)
     # What a process with a GPU asks for is there.
@@ -90,6 +94,26 @@ def test_an_error_shows_the_line_and_the_plan(monkeypatch):
     assert "static constexpr int block = 128;" in message
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "vq8x16r1-tensor-g0-none",
+        "vq2x5r3-tensor-g256-none",
+        "vq2x8r1-universal-g32-random_hadamard32",
+        "vq16x4r1-tensor-g0-none",
+        "vq4x10r2-tensor-g0-none",
+    ],
+)
+def test_odd_schemes_multiplied(spec):
+    problem = choose_linear.LinearProblem(
+        VQScheme.parse(spec), 1, 300, 4352, Dtype.BFLOAT16, ARCHES["sm_90a"]
+    )
+    plan = choose_linear.choose(problem)
+    assert plan is not None
+    image, found = compiler.compile_plan(plan, "sm_90a")
+    assert image.startswith(b"\x7fELF") and found.spilled == 0
+
+
 def test_an_unknown_target_is_refused():
     plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, 128, True, False)
     with pytest.raises(VQBackendError, match="sm_999"):
@@ -119,7 +143,14 @@ def test_templates_need_no_header_of_cuda():
 def test_explain_names_the_choice(capsys):
     assert main(["explain", "decode", "vq-4", "--n", "4096", "--k", "4096", "--top", "3"]) == 0
     out = capsys.readouterr().out
-    assert "bound by" in out and out.count("\n*") == 1 and "chosen: DecodePlan(" in out
+    assert "cycles  bound" in out and out.count("\n*") == 1 and "chosen: DecodePlan(" in out
     assert main(["explain", "decode", "vq-4", "--arch", "sm_1"]) == 2
+    assert main(["explain", "linear", "vq-4", "--m", "16", "--top", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n*") == 1 and "chosen: LinearPlan(" in out and "save memory" not in out
+    assert main(["explain", "linear", "vq8x16r1-tensor-g0-none"]) == 0
+    assert "save memory, not time" in capsys.readouterr().out
+    assert main(["explain", "linear", "gptvq-2"]) == 2
+    assert "codebook per tile" in capsys.readouterr().err
     assert main(["explain", "decode", "turboquant-4+4"]) == 2
     assert "second pass" in capsys.readouterr().err

@@ -7,13 +7,20 @@ import pytest
 
 from hf_vq import paths
 from hf_vq.codegen.choose import rotate_plan
-from hf_vq.codegen.plan import DecodePlan, Dtype, RotatePlan, Scope, render
+from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, RotatePlan, Scope, render
 
 PLAN = DecodePlan(
     threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=8, entry_bits=12, stages=2,
     scope=Scope.SHARED, tile_rows=0, tile_columns=0, group=128, unit=8, steps=2, panel_rows=16,
     codebook_in_shared=True,
 )  # fmt: skip
+LINEAR = LinearPlan(
+    threads=512, resident=1, dtype=Dtype.BFLOAT16, vector_size=2, entry_bits=8, stages=1,
+    scope=Scope.SHARED, group=128, fused=1, in_shared=True, replicas=32, interleaved=2, unit=32,
+    load_bytes=16, split=8, row_tiles=1, token_tiles=1, steps=2, scales_together=True,
+    ragged=False, single=True, rotate=True,
+)  # fmt: skip
+ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)
 
 
 def source(name):
@@ -30,11 +37,13 @@ def test_every_field_is_rendered_once_under_its_own_name():
     assert names == [field.name for field in dataclasses.fields(PLAN)]
 
 
-@pytest.mark.parametrize("plan", [PLAN, rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)])
+@pytest.mark.parametrize("plan", [PLAN, LINEAR, ROTATE])
 def test_a_template_reads_every_field_and_no_other(plan):
     text = source(f"{plan.template}.cu")
     if isinstance(plan, DecodePlan):
         text += source("codebook.cuh")
+    if isinstance(plan, LinearPlan):
+        text += source("table.cuh") + source("hadamard.cuh")
     read = set(re.findall(r"Plan::(\w+)", text))
     assert read == {field.name for field in dataclasses.fields(plan)}
 
@@ -47,10 +56,14 @@ def test_enumerations_have_the_same_names_in_the_source(kind):
 
 def test_arguments_are_those_of_the_source():
     """Names and order; their types are a pointer, or integers of the named size."""
+    from hf_vq.backends.cuda_fused import LinearArguments
     from hf_vq.backends.cuda_linear import DecodeArguments, RotateArguments
 
     sizes = {"int64_t": 8, "uint32_t": 4, "int": 4}
-    for arguments, file in ((DecodeArguments, "decode.cu"), (RotateArguments, "rotate.cu")):
+    for arguments, file in (
+        (DecodeArguments, "decode.cu"), (RotateArguments, "rotate.cu"),
+        (LinearArguments, "linear.cu"),
+    ):  # fmt: skip
         body = re.search(r"struct Arguments {\n(.*?)};", source(file), re.DOTALL)[1]
         fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)
         expected = [(name, 8 if "*" in kind else sizes[kind.strip()]) for kind, name in fields]
@@ -64,6 +77,23 @@ def test_codebook_bytes():
     assert (in_l2.codebook_bytes, in_l2.shared_bytes) == (PLAN.codebook_bytes, 0)
     lattice = dataclasses.replace(PLAN, scope=Scope.E8P, entry_bits=16)
     assert lattice.codebook_bytes == 2 * 257 * 8 * 2
+
+
+def test_tables():
+    """Two copies of 256 entries of 128 bytes, or the books of both stages side by side."""
+    assert LINEAR.table_bytes == 2 * 256 * 128
+    assert dataclasses.replace(LINEAR, interleaved=1).table_bytes == 256 * 128
+    assert dataclasses.replace(LINEAR, in_shared=False).table_bytes == 0
+    once = dataclasses.replace(LINEAR, vector_size=8, stages=2, replicas=1, interleaved=2)
+    assert once.table_bytes == 2 * 256 * 16
+    lattice = dataclasses.replace(
+        LINEAR, vector_size=8, entry_bits=16, scope=Scope.E8P, replicas=16
+    )
+    assert lattice.table_bytes == 2 * 256 * 128  # patterns and flips
+    meeting, token = 2 * 16 * 512, 2 * 4096
+    assert LINEAR.shared_bytes_for(4096) == LINEAR.table_bytes + meeting + token
+    many = dataclasses.replace(LINEAR, single=False, token_tiles=2)
+    assert many.shared_bytes_for(4096) == many.table_bytes + 2 * meeting
 
 
 @pytest.mark.parametrize("block", [2**i for i in range(11)])

@@ -1,0 +1,153 @@
+"""Plans of the fused linear kernel: what is chosen can run, and what was measured is chosen."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_vq.codegen import tuned
+from hf_vq.codegen.choose_linear import (
+    MOST_TOKENS,
+    LinearProblem,
+    best,
+    choose,
+    cost,
+    feasible,
+    fusable,
+    spare_registers,
+)
+from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.plan import Dtype
+from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
+
+
+def problem(scheme, tokens=1, rows=4096, columns=4096, arch="sm_90a"):
+    return LinearProblem(scheme, tokens, rows, columns, Dtype.FLOAT16, ARCHES[arch])
+
+
+@pytest.fixture(autouse=True)
+def own_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_VQ_STORE", str(tmp_path))
+    for cache in (tuned._on_disk, tuned._shipped, choose):
+        cache.cache_clear()
+    yield
+    for cache in (tuned._on_disk, tuned._shipped, choose):
+        cache.cache_clear()
+
+
+@st.composite
+def problems(draw):
+    x = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    scheme = VQScheme(
+        x,
+        draw(st.integers(1, 16)),
+        draw(st.integers(1, 4)),
+        "tensor",
+        scale_group=draw(st.sampled_from([0, 32, 128, 256])),
+        rotation=draw(st.sampled_from(["none", "random_hadamard"])),
+    )
+    columns = 128 * draw(st.integers(1, 90))
+    tokens = draw(st.sampled_from([1, 8, 16, 32, 64]))
+    arch = draw(st.sampled_from(sorted(ARCHES)))
+    return problem(scheme, tokens, draw(st.integers(1, 20000)), columns, arch)
+
+
+@settings(max_examples=12, deadline=None)
+@given(problems())
+def test_the_chosen_plan_can_run(asked):
+    plan = choose(asked)
+    if plan is None:
+        assert fusable(asked.scheme, asked.in_features) or not best(asked, 8)
+        return
+    assert feasible(plan, asked) is None and spare_registers(plan, asked.arch) >= 0
+    scheme, warps = asked.scheme, plan.threads // 32
+    # What the kernel relies on.
+    width = plan.vector_size * plan.fused
+    unit_bits = plan.unit // plan.vector_size * plan.entry_bits
+    stream_bits = asked.in_features // scheme.vector_size * scheme.entry_bits
+    assert plan.unit % max(width, 8) == 0 and asked.in_features % plan.unit == 0
+    assert unit_bits % (8 * plan.load_bytes) == 0 and stream_bits % (8 * plan.load_bytes) == 0
+    assert plan.load_bytes in (4, 8, 16)
+    assert plan.group == 0 or plan.group % (4 * plan.unit) == 0
+    assert plan.group == 0 or not plan.ragged
+    assert warps % plan.split == 0 and warps // plan.split < 16  # barriers
+    assert plan.token_tiles * 8 >= asked.tokens
+    if plan.scales_together:
+        assert asked.in_features // plan.group % plan.steps == 0
+    shared = plan.shared_bytes_for(asked.in_features)
+    assert plan.resident * (shared + 1024) <= asked.arch.shared_per_sm
+
+
+def test_the_catalogue_has_plans_on_a_large_gpu():
+    for name, scheme in WEIGHT_SCHEMES.items():
+        reason = fusable(scheme, 4096)
+        if reason:
+            assert "tile" in reason or "second pass" in reason, name
+            continue
+        for tokens in (1, 16, 64):
+            assert choose(problem(scheme, tokens)) is not None, (name, tokens)
+    assert choose(problem(WEIGHT_SCHEMES["vq-4"], MOST_TOKENS + 1)) is None
+
+
+def test_codes_without_whole_words_have_none():
+    reason = fusable(VQScheme(2, 5, codebook="tensor", scale_group=16, rotation="none"), 48)
+    assert "whole words" in reason
+
+
+def test_the_model_knows_what_the_measurements_showed():
+    """On an H200: copies of a codebook pay, and so do several warps for a row."""
+    asked = problem(WEIGHT_SCHEMES["aqlm-2"], 1, 4096, 14336)
+    plan = choose(asked)
+    once = dataclasses.replace(plan, replicas=1, interleaved=1)
+    alone = dataclasses.replace(plan, split=1)
+    assert plan.replicas == 8 and plan.split > 1
+    assert cost(once, asked).cycles > 1.2 * cost(plan, asked).cycles
+    assert cost(alone, asked).cycles > 1.2 * cost(plan, asked).cycles
+
+
+def test_a_measured_plan_is_chosen_and_kept(tmp_path):
+    asked = problem(WEIGHT_SCHEMES["vq-2"], 8, 304, 512)
+    first, *_, last = best(asked, 8)
+    assert choose(asked) == first
+    assert tuned.keep({asked: last}) == tmp_path / "tuned.json"
+    choose.cache_clear()
+    assert choose(asked) == last
+    other = dataclasses.replace(asked, arch=ARCHES["sm_100"])
+    assert tuned.find(other) is None  # measured on another GPU
+    same_bucket = dataclasses.replace(asked, tokens=5)
+    assert tuned.find(same_bucket) == tuned.knobs(last)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"sm_90a/132": 3}', '{"sm_90a/132": {"a": []}}'])
+def test_a_file_that_is_no_table_is_as_good_as_none(tmp_path, text):
+    (tmp_path / "tuned.json").write_text(text)
+    asked = problem(WEIGHT_SCHEMES["vq-2"], 8, 304, 512)
+    assert choose(asked) == best(asked, 8)[0]
+
+
+def test_knobs_that_cannot_run_are_not_chosen(tmp_path):
+    asked = problem(WEIGHT_SCHEMES["vq-2"], 8, 304, 512)
+    plan = best(asked, 8)[0]
+    for wrong in ({"threads": 4096}, {"unit": 7}, {"split": 5}):
+        table = {tuned.gpu(asked): {tuned.name(asked): {**tuned.knobs(plan), **wrong}}}
+        (tmp_path / "tuned.json").write_text(json.dumps(table))
+        tuned._on_disk.cache_clear()
+        choose.cache_clear()
+        assert choose(asked) == plan
+
+
+def test_the_shipped_table_is_current():
+    """Every plan of it can run on the GPU that it names."""
+    table = json.loads(tuned._SHIPPED.read_text(encoding="utf-8"))
+    assert tuned.text(table) == tuned._SHIPPED.read_text(encoding="utf-8")
+    (plans,) = table.values()
+    assert list(table) == ["sm_90a/132"] and len(plans) > 100
+    for name, knobs in plans.items():
+        spec, shape, dtype = name.split()
+        tokens, rows, columns = map(int, shape.split("x"))
+        asked = LinearProblem(
+            VQScheme.parse(spec), tokens, rows, columns, Dtype(dtype), ARCHES["sm_90a"]
+        )
+        assert tuned.knobs(choose(asked)) == knobs, name
