@@ -10,7 +10,7 @@ A table stands between two marks and is never typed by hand:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,73 @@ def cpu_generate_table() -> str:
     return markdown_table(head, cells) + "\n\n" + _timed(record)
 
 
+def cuda_linear_table() -> str:
+    """Few tokens through a linear layer on a GPU: how many times faster than bfloat16."""
+    return _cuda_speedups((1, 16, 32, 64))
+
+
+def cuda_prefill_table() -> str:
+    """The same for many tokens."""
+    return _cuda_speedups((128, 1024, 2048, 4096))
+
+
+def _cuda_speedups(tokens: Sequence[int]) -> str:
+    record = _record("cuda-linear")
+    rows = [row for row in record["results"]["rows"] if row["what"] == "linear"]
+    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
+    found = {(row["name"], row["out_features"], row["in_features"], row["tokens"]): row
+             for row in rows}  # fmt: skip
+    names = [name for name in dict.fromkeys(row["name"] for row in rows) if name != "bf16"]
+    head = ["weights", *(f"{n} x {k}, {' / '.join(map(str, tokens))}" for n, k in shapes)]
+    cells = [["bf16, us", *(_joined(f"{found['bf16', *shape, m]['us']:.1f}" for m in tokens)
+                            for shape in shapes)]]  # fmt: skip
+    for name in names:
+        ratios = [
+            _joined(_cuda_ratio(found[name, *shape, m], found["bf16", *shape, m]) for m in tokens)
+            for shape in shapes
+        ]
+        cells.append([f"`{name}`" if name != "int4 tinygemm" else name, *ratios])
+    return markdown_table(head, cells) + "\n\n" + _timed(record)
+
+
+def _cuda_ratio(row: dict[str, Any], dense: dict[str, Any]) -> str:
+    return f"{row['speedup']['bf16'] if 'speedup' in row else dense['us'] / row['us']:.2f}"
+
+
+def _joined(cells: Iterable[str]) -> str:
+    return " / ".join(cells)
+
+
+def cuda_mechanisms_table() -> str:
+    """What one token takes without each mechanism, in multiples of the chosen plan."""
+    record = _record("cuda-linear")
+    rows = [row for row in record["results"]["rows"] if row["what"] == "mechanism"]
+    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    head = ["without, or instead", *(f"`{name}`" for name in names)]
+    cells = []
+    for plan in dict.fromkeys(row["plan"] for row in rows):
+        line = [f"us of the chosen plan at {_joined(f'{n} x {k}' for n, k in shapes)}"
+                if plan == "chosen" else plan]  # fmt: skip
+        for name in names:
+            found = {(row["out_features"], row["in_features"]): row for row in rows
+                     if (row["name"], row["plan"]) == (name, plan)}  # fmt: skip
+            key, digits = ("us", 1) if plan == "chosen" else ("times chosen", 2)
+            shown = [f"{found[s][key]:.{digits}f}" if s in found else "-" for s in shapes]
+            line.append(_joined(shown) if found else "-")
+        cells.append(line)
+    return markdown_table(head, cells) + "\n\n" + _timed(record)
+
+
+def cuda_host_table() -> str:
+    """Microseconds of the host for one eager call of a layer."""
+    record = _record("cuda-linear")
+    rows = [row for row in record["results"]["rows"] if row["what"] == "host"]
+    head = ["us of the host", *(row["name"] for row in rows)]
+    cells = [["a call", *(f"{row['us']:.1f}" for row in rows)]]
+    return markdown_table(head, cells) + "\n\n" + _timed(record)
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
@@ -290,7 +357,7 @@ def _timed(record: dict[str, Any]) -> str:
     machine, versions = record["machine"], record["versions"]
     parts = [
         f"`{record['command']}`",
-        f"{machine['cpu']}, {machine['cores']} cores",
+        machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores",
         f"torch {versions['torch']}, transformers {versions['transformers']}",
         record["date"],
     ]
@@ -306,6 +373,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cpu-attention": cpu_attention_table,
     "results:cpu-attention-avx2": lambda: cpu_attention_table("cpu-attention-avx2"),
     "results:cpu-generate": cpu_generate_table,
+    "results:cuda-linear": cuda_linear_table,
+    "results:cuda-prefill": cuda_prefill_table,
+    "results:cuda-mechanisms": cuda_mechanisms_table,
+    "results:cuda-host": cuda_host_table,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,

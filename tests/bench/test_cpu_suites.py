@@ -126,7 +126,7 @@ def tiny_llama(kv_heads, length):
     return config
 
 
-@pytest.mark.parametrize("suite", ["cpu-linear", "cpu-attention", "cpu-generate"])
+@pytest.mark.parametrize("suite", ["cpu-linear", "cpu-attention", "cpu-generate", "cuda-linear"])
 def test_the_committed_records_say_what_made_them(suite):
     record = read_record(suite)
     assert record["revision"] and record["command"].startswith(f"python -m hf_vq.bench {suite}")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_vq.bench import cuda_linear, cuda_tune
+from hf_vq.bench.record import read_record
 from hf_vq.codegen import tuned
 from hf_vq.codegen.choose_linear import LinearProblem, choose
 from hf_vq.codegen.device import device_arch
@@ -60,3 +61,20 @@ def test_what_was_measured_is_chosen(tmp_path, monkeypatch):
         assert tuned.knobs(choose(problem)) == row["knobs"] == tuned.find(problem)
     tuned._on_disk.cache_clear()
     choose.cache_clear()
+
+
+def test_what_the_record_promises():
+    """What README, CHANGELOG and docs/cuda.md say of an H200."""
+    rows = read_record("cuda-linear")["results"]["rows"]
+    fast = {"vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "aqlm-2"}
+    few = [row for row in rows if row["what"] == "linear" and row["tokens"] <= 16]
+    ours = [row for row in few if row["name"] in fast]
+    assert {row["name"] for row in ours} == fast
+    assert all(row["speedup"]["bf16"] > 1.2 for row in ours)
+    assert all(row["kernel"] == "cuda.fused_linear" for row in ours)
+    without = {row["plan"]: [] for row in rows if row["what"] == "mechanism"}
+    for row in rows:
+        if row["what"] == "mechanism":
+            without[row["plan"]].append(row["times chosen"])
+    assert min(without["one copy of the codebook (VQ-LLM)"]) > 1.2
+    assert min(without["no overlapping launches"]) > 1
