@@ -5,6 +5,7 @@ needs less than a minute, most of it compiling.
 """
 
 import contextlib
+import copy
 import random
 import shutil
 
@@ -214,6 +215,20 @@ def test_weights_that_were_just_written(monkeypatch):
         y = ops.linear(x, tensors, None, scheme)
         again = ops.linear(x, tensors, None, scheme)
         assert torch.equal(y, exact[turn % 4]) and torch.equal(again, y)
+
+
+def test_layers_that_ran_can_be_copied_and_saved(tmp_path):
+    scheme, tensors = stored(weight_scheme("vq-4").spec(), 64, 256)
+    layer = torch.nn.Parameter(tensors["codes"], requires_grad=False)
+    x = torch.randn(1, 256, device="cuda", dtype=torch.float16)
+    y = ops.linear(x, {**tensors, "codes": layer}, None, scheme)
+    torch.save(layer, tmp_path / "layer.pt")
+    for other in (
+        copy.deepcopy(layer),
+        copy.deepcopy(layer.data),
+        torch.load(tmp_path / "layer.pt", weights_only=False),
+    ):
+        assert torch.equal(ops.linear(x, {**tensors, "codes": other}, None, scheme), y)
 
 
 def check(y, x, tensors, bias, scheme):

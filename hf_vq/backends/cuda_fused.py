@@ -1,13 +1,14 @@
 """`linear` on a GPU for few tokens: the fused kernel, which computes on codes (linear.cu).
 
-What a layer's launches have in common is prepared once and kept with its codes: a launch from
-Python may take longer than the kernel.
+What a layer's launches have in common is prepared once and kept as long as its codes live: a launch
+from Python may take longer than the kernel.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,6 @@ from ..codegen.store import default_store
 from ..errors import VQBackendError
 from ..formats.scheme import VQScheme
 from .cuda_linear import DTYPES, RotateArguments, Stored, needs_signs
-
-_KEPT = "_hf_vq_launches"  # attribute of a layer's codes
 
 
 class LinearArguments(ctypes.Structure):
@@ -63,23 +62,24 @@ class Launch:
 
 
 class _Layer:
-    """Launches of one matrix, and what they were prepared for."""
+    """Launches of one matrix, and what they were prepared for. It keeps no tensor alive."""
 
     def __init__(self, stored: Stored, signs: Tensor | None, places: tuple[int, ...]) -> None:
-        self.stored = stored
-        self.signs = None if signs is None else signs.contiguous()
-        # A copy does not follow what is written to its original.
-        self.copied = stored.copied or (signs is not None and not signs.is_contiguous())
-        self.places = places
+        self.scheme, self.rows = stored.scheme, stored.rows
+        self.in_features, self.places = stored.in_features, places
         self.fixed = (
             stored.codes.data_ptr(),
             stored.codebook.data_ptr(),
             stored.scale.data_ptr(),
-            None if self.signs is None else self.signs.data_ptr(),
+            None if signs is None else signs.data_ptr(),
         )
         self.versions: tuple[int, ...] | None = None  # at the last launch
         self.stream = 0  # of it
         self.launches: dict[tuple[int, torch.dtype, int], Launch] = {}
+
+
+# By the codes' identity, as long as they live.
+_layers: dict[int, tuple[weakref.ref[Tensor], _Layer]] = {}
 
 
 def _versions(
@@ -99,7 +99,8 @@ def _layer(
     rotation: Tensor | None,
     scheme: VQScheme,
     in_features: int,
-) -> _Layer:
+) -> tuple[_Layer, object]:
+    """The layer of these tensors, and what must live until it was launched."""
     keeper = codes if codes._base is None else codes._base
     places = (
         codes.data_ptr(),
@@ -107,18 +108,24 @@ def _layer(
         scale.data_ptr(),
         0 if rotation is None else rotation.data_ptr(),
     )
-    layer: _Layer | None = getattr(keeper, _KEPT, None)
-    if (
-        layer is None
-        or layer.copied
-        or layer.places != places
-        or layer.stored.scheme is not scheme
-        or layer.stored.in_features != in_features
-    ):
-        stored = Stored(codes, codebook, scale, scheme, in_features)
-        layer = _Layer(stored, rotation, places)
-        setattr(keeper, _KEPT, layer)
-    return layer
+    known = _layers.get(id(keeper))
+    if known is not None and known[0]() is keeper:
+        layer = known[1]
+        if (
+            layer.places == places
+            and layer.scheme is scheme
+            and (layer.rows, layer.in_features) == (codes.shape[0], in_features)
+        ):
+            return layer, None
+    needs_signs(rotation, scheme, in_features)
+    stored = Stored(codes, codebook, scale, scheme, in_features)
+    signs = None if rotation is None else rotation.contiguous()
+    layer = _Layer(stored, signs, places)
+    copied = stored.copied or (rotation is not None and not rotation.is_contiguous())
+    if not copied:  # a copy does not follow what is written to its original
+        key = id(keeper)
+        _layers[key] = weakref.ref(keeper, lambda _: _layers.pop(key, None)), layer
+    return layer, (stored, signs)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -232,13 +239,12 @@ def run(
         overlap: let kernels begin before those before them have ended (kernels/cuda/grids.cuh).
     """
     in_features = x.shape[-1]
-    layer = _layer(codes, codebook, scale, rotation, scheme, in_features)
-    stored, tokens = layer.stored, x.numel() // in_features
+    layer, _alive = _layer(codes, codebook, scale, rotation, scheme, in_features)
+    tokens = x.numel() // in_features
     key = (token_bucket(tokens), x.dtype, ordinal)
     launch = launch or layer.launches.get(key)
     if launch is None:
-        needs_signs(rotation, scheme, in_features)
-        launch = _prepare(scheme, stored.rows, in_features, key[0], x.dtype, ordinal)
+        launch = _prepare(scheme, layer.rows, in_features, key[0], x.dtype, ordinal)
         layer.launches[key] = launch
     # The kernel reads codes, scales and codebooks before it waits for the kernels before it, unless
     # one of those may have written them.
@@ -265,6 +271,6 @@ def run(
         bias = bias.to(x.dtype).contiguous()
     launch.kernel(
         launch.blocks, stream, *layer.fixed, x.data_ptr(),
-        None if bias is None else bias.data_ptr(), y.data_ptr(), stored.rows, in_features, tokens,
+        None if bias is None else bias.data_ptr(), y.data_ptr(), layer.rows, in_features, tokens,
         dependent=settled,
     )  # fmt: skip

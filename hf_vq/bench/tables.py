@@ -295,15 +295,16 @@ def _cuda_speedups(tokens: Sequence[int]) -> str:
     record = _record("cuda-linear")
     rows = [row for row in record["results"]["rows"] if row["what"] == "linear"]
     shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
-    found = {(row["name"], row["out_features"], row["in_features"], row["tokens"]): row
-             for row in rows}  # fmt: skip
+    found = {
+        (row["name"], (row["out_features"], row["in_features"]), row["tokens"]): row for row in rows
+    }
     names = [name for name in dict.fromkeys(row["name"] for row in rows) if name != "bf16"]
     head = ["weights", *(f"{n} x {k}, {' / '.join(map(str, tokens))}" for n, k in shapes)]
-    cells = [["bf16, us", *(_joined(f"{found['bf16', *shape, m]['us']:.1f}" for m in tokens)
+    cells = [["bf16, us", *(_joined(f"{found['bf16', shape, m]['us']:.1f}" for m in tokens)
                             for shape in shapes)]]  # fmt: skip
     for name in names:
         ratios = [
-            _joined(_cuda_ratio(found[name, *shape, m], found["bf16", *shape, m]) for m in tokens)
+            _joined(_cuda_ratio(found[name, shape, m], found["bf16", shape, m]) for m in tokens)
             for shape in shapes
         ]
         cells.append([f"`{name}`" if name != "int4 tinygemm" else name, *ratios])

@@ -1,9 +1,11 @@
 """The CUDA rows of the dispatch table, as far as they can be asked without a GPU."""
 
+import gc
+
 import pytest
 import torch
 
-from hf_vq.backends import cuda, cuda_linear
+from hf_vq.backends import cuda, cuda_fused, cuda_linear
 from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.codegen import compiler, device
 from hf_vq.errors import VQFormatError
@@ -121,3 +123,27 @@ def test_targets_of_devices():
     assert [device.target(*c) for c in ((8, 0), (9, 0), (10, 0), (12, 1))] == [
         "sm_80", "sm_90a", "sm_100", "sm_121",
     ]  # fmt: skip
+
+
+def test_layers_are_remembered_as_long_as_their_codes_live():
+    scheme = WEIGHT_SCHEMES["vq-4"]
+    tensors = random_tensors(scheme, 64, 256)
+
+    def layer(codes, scale=tensors["scale"], signs=tensors["signs"]):
+        return cuda_fused._layer(codes, tensors["codebook"], scale, signs, scheme, 256)[0]
+
+    before = len(cuda_fused._layers)
+    codes = tensors["codes"].clone()
+    first = layer(codes)
+    assert layer(codes) is first and len(cuda_fused._layers) == before + 1
+    assert layer(codes.view(64, -1)) is first  # a view of the same codes
+    assert layer(codes, tensors["scale"].clone()) is not first
+    assert layer(codes.clone()) is not first
+    wide = torch.zeros(64, 200, dtype=torch.uint8)
+    part = wide[:, :128]  # would be copied: nothing is remembered
+    assert layer(part) is not layer(part)
+    del codes, first
+    gc.collect()
+    assert len(cuda_fused._layers) == before
+    with pytest.raises(VQFormatError, match="a sign for each"):
+        layer(tensors["codes"].clone(), signs=tensors["signs"][:-1])
