@@ -1,6 +1,7 @@
 """The CUDA rows of the dispatch table, as far as they can be asked without a GPU."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,3 +148,71 @@ def test_layers_are_remembered_as_long_as_their_codes_live():
     assert len(cuda_fused._layers) == before
     with pytest.raises(VQFormatError, match="a sign for each"):
         layer(tensors["codes"].clone(), signs=tensors["signs"][:-1])
+
+
+class Recorder:
+    """Stands for a kernel: remembers what it is launched with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, blocks, stream, *values, dependent):
+        self.calls.append((blocks, stream, values, dependent))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(kernel, stream): what the fused layer launches, and the stream on which it does."""
+    kernel, before, stream = Recorder(), Recorder(), [7]
+    plan = SimpleNamespace(token_tiles=2)
+    launch = cuda_fused.Launch(kernel, plan, 3, before, 16, 128, 2 * 8 * 256, False)
+    monkeypatch.setattr(cuda_fused, "_prepare", lambda *asked: launch)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda ordinal: stream[0], raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream[0] == 9)
+    return kernel, before, stream
+
+
+def test_what_is_launched(launched):
+    kernel, before, stream = launched
+    scheme = WEIGHT_SCHEMES["vq-4"]
+    tensors = random_tensors(scheme, 64, 256)
+    x, y = torch.randn(9, 256).half(), torch.empty(9, 64).half()
+    given = [tensors[key] for key in ("codes", "codebook", "scale", "signs")]
+
+    def dependent(overlap=True):
+        cuda_fused.run(x, *given, None, scheme, y, 0, overlap=overlap)
+        return kernel.calls[-1][-1]
+
+    assert not dependent()  # who knows what wrote these codes just before
+    blocks, at, values, _ = kernel.calls[0]
+    assert (blocks, at) == (3, 7)
+    assert values[:4] == tuple(tensor.data_ptr() for tensor in given)
+    rotated = before.calls[0][2]
+    assert rotated[0] == x.data_ptr() and rotated[1] == tensors["signs"].data_ptr()
+    assert values[4] == rotated[2]  # what the rotation writes
+    assert values[5:] == (None, y.data_ptr(), 64, 256, 9)
+    assert rotated[3:] == (9 * 256 // 128, 2, 2) and before.calls[0][0] == 2
+    assert dependent() and not dependent(overlap=False) and dependent()
+    for tensor in given:  # a write, and the launch after it
+        tensor.add_(0)
+        assert not dependent() and dependent()
+    stream[0] = 8  # another stream does not know what was written on the first
+    assert not dependent() and dependent()
+    stream[0] = 9  # one that is captured knows its own writes
+    assert dependent()
+    tensors["codes"].add_(0)
+    assert not dependent() and dependent()
+
+
+def test_tensors_that_do_not_count_writes_never_overlap(launched):
+    kernel, _, _ = launched
+    scheme = WEIGHT_SCHEMES["vq-4"]
+    with torch.inference_mode():
+        tensors = {key: value.clone() for key, value in random_tensors(scheme, 64, 256).items()}
+        given = [tensors[key] for key in ("codes", "codebook", "scale", "signs")]
+        x, y = torch.randn(9, 256).half(), torch.empty(9, 64).half()
+        for _ in range(3):
+            cuda_fused.run(x, *given, None, scheme, y, 0)
+    assert not any(call[-1] for call in kernel.calls)
