@@ -66,7 +66,7 @@ def accepts_few(problem: dispatch.Problem) -> str | None:
     arch, dtype = device_arch(torch.cuda.current_device()), Dtype(problem.dtype)
     tokens = problem.tokens if problem.tokens == 1 else max(problem.tokens, 8)
     if choose(LinearProblem(scheme, tokens, problem.n, problem.k, dtype, arch)) is None:
-        return f"tables and inputs of {problem.tokens} tokens do not fit this GPU"
+        return f"no plan for {problem.tokens} tokens: shared memory or registers do not suffice"
     return None
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..codegen.choose import rotate_plan
-from ..codegen.choose_linear import TILE_ROWS, LinearProblem, choose
+from ..codegen.choose_linear import TILE_ROWS, LinearProblem, choose, token_bucket
 from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.plan import LinearPlan, RotatePlan
 from ..codegen.store import default_store
-from ..errors import VQBackendError
+from ..errors import VQBackendError, VQFormatError
 from ..formats.scheme import VQScheme
 from .cuda_linear import DTYPES, RotateArguments, Stored, needs_signs
 
@@ -42,11 +42,6 @@ class LinearArguments(ctypes.Structure):
     ]
 
 
-def token_bucket(tokens: int) -> int:
-    """Tokens for which a kernel is made: 1, or whole tiles of 8, doubling."""
-    return 1 if tokens == 1 else 8 << max(-(-tokens // 8) - 1, 0).bit_length()
-
-
 @dataclass
 class Launch:
     """One layer at one bucket of tokens, one dtype and one device."""
@@ -64,9 +59,8 @@ class Launch:
 class _Layer:
     """Launches of one matrix, and what they were prepared for. It keeps no tensor alive."""
 
-    def __init__(self, stored: Stored, signs: Tensor | None, places: tuple[int, ...]) -> None:
-        self.scheme, self.rows = stored.scheme, stored.rows
-        self.in_features, self.places = stored.in_features, places
+    def __init__(self, stored: Stored, signs: Tensor | None) -> None:
+        self.scheme, self.rows, self.in_features = stored.scheme, stored.rows, stored.in_features
         self.fixed = (
             stored.codes.data_ptr(),
             stored.codebook.data_ptr(),
@@ -78,53 +72,65 @@ class _Layer:
         self.launches: dict[tuple[int, torch.dtype, int], Launch] = {}
 
 
-# By the codes' identity, as long as they live.
-_layers: dict[int, tuple[weakref.ref[Tensor], _Layer]] = {}
+Places = tuple[tuple[int, ...], ...]
+
+# By the identity of the codes, or of what they are a view of (experts share one), as long as it
+# lives; then by where everything is.
+_layers: dict[int, tuple[weakref.ref[Tensor], dict[Places, _Layer]]] = {}
 
 
-def _versions(
-    codes: Tensor, codebook: Tensor, scale: Tensor, rotation: Tensor | None
-) -> tuple[int, ...] | None:
+def _versions(codes: Tensor, codebook: Tensor, scale: Tensor) -> tuple[int, ...] | None:
     """Counters that every write to a tensor moves; None for tensors that do not count."""
     if codes.is_inference() or codebook.is_inference() or scale.is_inference():
         return None
-    signs = 0 if rotation is None or rotation.is_inference() else rotation._version
-    return codes._version, codebook._version, scale._version, signs
+    return codes._version, codebook._version, scale._version
 
 
 def _layer(
+    x: Tensor,
     codes: Tensor,
     codebook: Tensor,
     scale: Tensor,
     rotation: Tensor | None,
     scheme: VQScheme,
-    in_features: int,
 ) -> tuple[_Layer, object]:
-    """The layer of these tensors, and what must live until it was launched."""
+    """The layer of these tensors, and what must live until it was launched.
+
+    Raises:
+        VQFormatError: a tensor is not where `x` is, or sizes do not belong together.
+    """
     keeper = codes if codes._base is None else codes._base
     places = (
-        codes.data_ptr(),
-        codebook.data_ptr(),
-        scale.data_ptr(),
-        0 if rotation is None else rotation.data_ptr(),
+        (codes.data_ptr(), codebook.data_ptr(), scale.data_ptr()),
+        (0,) if rotation is None else (rotation.data_ptr(), rotation.numel()),
+        codes.shape + codes.stride(),
+        codebook.shape + codebook.stride(),
+        scale.shape + scale.stride(),
     )
     known = _layers.get(id(keeper))
     if known is not None and known[0]() is keeper:
-        layer = known[1]
-        if (
-            layer.places == places
-            and layer.scheme is scheme
-            and (layer.rows, layer.in_features) == (codes.shape[0], in_features)
-        ):
+        layer = known[1].get(places)
+        if layer is not None and layer.scheme is scheme and layer.in_features == x.shape[-1]:
             return layer, None
-    needs_signs(rotation, scheme, in_features)
-    stored = Stored(codes, codebook, scale, scheme, in_features)
-    signs = None if rotation is None else rotation.contiguous()
-    layer = _Layer(stored, signs, places)
-    copied = stored.copied or (rotation is not None and not rotation.is_contiguous())
-    if not copied:  # a copy does not follow what is written to its original
-        key = id(keeper)
-        _layers[key] = weakref.ref(keeper, lambda _: _layers.pop(key, None)), layer
+    for name, tensor in zip(
+        ("codes", "codebook", "scale", "signs"), (codes, codebook, scale, rotation), strict=True
+    ):
+        if tensor is not None and tensor.device != x.device:
+            raise VQFormatError(
+                f"the input is on {x.device}, but the {name} of the weight on {tensor.device}: "
+                "move the layer, or let accelerate do it."
+            )
+    needs_signs(rotation, scheme, x.shape[-1])
+    stored = Stored(codes, codebook, scale, scheme, x.shape[-1])
+    signs = None if rotation is None else rotation.to(torch.uint8).contiguous()
+    layer = _Layer(stored, signs)
+    same = signs is None or (rotation is not None and signs.data_ptr() == rotation.data_ptr())
+    if same and not stored.copied:  # a copy does not follow what is written to its original
+        if known is None or known[0]() is not keeper:
+            key = id(keeper)
+            known = weakref.ref(keeper, lambda _: _layers.pop(key, None)), {}
+            _layers[key] = known
+        known[1][places] = layer
     return layer, (stored, signs)
 
 
@@ -239,7 +245,7 @@ def run(
         overlap: let kernels begin before those before them have ended (kernels/cuda/grids.cuh).
     """
     in_features = x.shape[-1]
-    layer, _alive = _layer(codes, codebook, scale, rotation, scheme, in_features)
+    layer, _alive = _layer(x, codes, codebook, scale, rotation, scheme)
     tokens = x.numel() // in_features
     key = (token_bucket(tokens), x.dtype, ordinal)
     launch = launch or layer.launches.get(key)
@@ -249,7 +255,7 @@ def run(
     # The kernel reads codes, scales and codebooks before it waits for the kernels before it, unless
     # one of those may have written them.
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
-    versions = _versions(codes, codebook, scale, rotation)
+    versions = _versions(codes, codebook, scale)
     settled = overlap and versions is not None and versions == layer.versions
     if settled and stream != layer.stream:  # within a graph, they would be written by a node of it
         settled = torch.cuda.is_current_stream_capturing()
@@ -267,6 +273,11 @@ def run(
             count, in_features // block, launch.plan.token_tiles, dependent=overlap,
         )  # fmt: skip
         x = inputs
+    if bias is not None and (bias.shape != (layer.rows,) or bias.device != x.device):
+        raise VQFormatError(
+            f"a bias of shape {list(bias.shape)} on {bias.device} does not suit {layer.rows} "
+            f"outputs on {x.device}."
+        )
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
         bias = bias.to(x.dtype).contiguous()
     launch.kernel(

@@ -177,7 +177,7 @@ def _without(plan: LinearPlan) -> dict[str, LinearPlan]:
         found["addresses by shift and mask"] = replace(plan, interleaved=1)
     if plan.rotate:
         found["rotation by a kernel of its own"] = replace(plan, rotate=False)
-    if plan.scope.value == "e8p":
+    if plan.scope.value == "e8p" or plan.fused > 1:  # tables are not what is stored
         del found["codebook in L2"]
     return {what: other for what, other in found.items() if other != plan}
 

@@ -71,7 +71,7 @@ def _explain(args: argparse.Namespace) -> int:
     reason = linear.fusable(scheme, args.k)
     if reason or dtype is Dtype.FLOAT32:
         raise VQBackendError(f"no fused kernel: {reason or 'factors have 16 bits'}.")
-    problem = linear.LinearProblem(scheme, args.m, args.n, args.k, dtype, arch)
+    problem = linear.LinearProblem(scheme, linear.token_bucket(args.m), args.n, args.k, dtype, arch)
     plan = linear.choose(problem)
     if plan is None:
         raise VQBackendError(f"no fused kernel for {args.m} tokens: tables or inputs do not fit.")
@@ -89,7 +89,7 @@ def _verdict(problem: linear.LinearProblem, plan: LinearPlan) -> str:
     dense = 2 * problem.rows * problem.in_features / arch.sms / arch.dram_bytes_per_clock
     cycles = linear.cost(plan, problem).cycles
     verdict = f"modelled {cycles:.0f} cycles; reading a bfloat16 weight takes {dense:.0f}"
-    if cycles > dense:
+    if cycles > dense and problem.tokens == 1:
         verdict += (
             ": on this GPU these codes save memory, not time. Entries of a codebook this large are "
             "looked up in L2 or collide in shared memory; vq-2 or quip-sharp-2 would not"

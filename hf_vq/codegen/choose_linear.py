@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
@@ -104,26 +105,33 @@ def _load_bytes(scheme: VQScheme, unit: int, in_features: int) -> int:
     return math.gcd(16, unit // scheme.vector_size * scheme.entry_bits // 8, stream)
 
 
+def token_bucket(tokens: int) -> int:
+    """Tokens for which a kernel is made: 1, or whole tiles of 8, doubling."""
+    return 1 if tokens == 1 else 8 << max(-(-tokens // 8) - 1, 0).bit_length()
+
+
 def candidates(problem: LinearProblem) -> list[LinearPlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
+    return [
+        _plan(problem, dict(zip(tuned.KNOBS, (*block, *knobs), strict=True)))
+        for block, *knobs in itertools.product(*_choices(problem))
+    ]
+
+
+def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
+    """The values of what is a matter of choice (`tuned.KNOBS`; the first two are one choice)."""
     scheme, columns = problem.scheme, problem.in_features
     entry, index_bits, books = _tables(scheme)
-    copies = [max(1, _BANKS // entry)] if index_bits <= _LARGEST_INDEX else [1]
-    copies += (
-        [1] if (books * entry * copies[0] << index_bits) > problem.arch.shared_per_block else []
-    )
     together = 1 << (books - 1).bit_length()
+    copies = [max(1, _BANKS // entry)] if index_bits <= _LARGEST_INDEX else [1]
+    if together * entry * copies[0] << index_bits > problem.arch.shared_per_block:
+        copies.append(1)
     places = [together, 2] if together == 1 and index_bits == 8 else [together]
     rotations = [0]
     if problem.tokens == 1 and "hadamard" in scheme.rotation:
         rotations += [1] if scheme.block(columns) == FUSED_ROTATION else []
-    return [
-        _plan(problem, dict(zip(tuned.KNOBS, (*block, *knobs), strict=True)))
-        for (block, *knobs) in itertools.product(
-            _BLOCKS, copies, places, list(_units(scheme, columns))[-2:], _SPLITS, (1, 2, 4),
-            (1, 2, 4), rotations,
-        )
-    ]  # fmt: skip
+    units = list(_units(scheme, columns))[-2:]
+    return [_BLOCKS, copies, places, units, _SPLITS, (1, 2, 4), (1, 2, 4), rotations]
 
 
 def _tables(scheme: VQScheme) -> tuple[int, int, int]:
@@ -173,7 +181,7 @@ def registers(plan: LinearPlan) -> int:
     codes = rows * plan.stages * words * plan.steps
     scales = 2 * rows * ((plan.steps + 1) // 2) if plan.group else 0
     sums = (plan.row_tiles + (2 if plan.token_tiles == 1 else 1)) * plan.token_tiles * 4
-    kept = 2 if plan.single or plan.token_tiles > 4 else plan.unit // 8
+    kept = min(2, plan.unit // 8) if plan.single or plan.token_tiles > 4 else plan.unit // 8
     weights = 8 + 40 * (plan.stages > 1) + 16 * (plan.scope is Scope.E8P)
     weights += 28 * (plan.unit > 64) + 44 * (not plan.in_shared)
     return 26 + codes + scales + sums + kept * plan.token_tiles * 4 + weights + 4 * rows
@@ -269,11 +277,20 @@ def choose(problem: LinearProblem) -> LinearPlan | None:
     if fusable(problem.scheme, problem.in_features) or problem.tokens > MOST_TOKENS:
         return None
     measured = tuned.find(problem)
-    if measured is not None and measured["unit"] in _units(problem.scheme, problem.in_features):
+    if measured is not None and _known(problem, measured):
         plan = _plan(problem, measured)
         if feasible(plan, problem) is None:
             return plan
     return next(iter(best(problem, _SPARE)), None)
+
+
+def _known(problem: LinearProblem, knobs: dict[str, int]) -> bool:
+    """Whether all knobs have values that a candidate may have: a file could hold anything."""
+    threads, resident, *others = (knobs[name] for name in tuned.KNOBS)
+    blocks, *choices = _choices(problem)
+    return (threads, resident) in blocks and all(
+        value in choice for value, choice in zip(others, choices, strict=True)
+    )
 
 
 def best(problem: LinearProblem, spare: int = 0) -> list[LinearPlan]:

@@ -120,7 +120,6 @@ class LinearPlan(Plan):
         ragged: whether chunks do not divide a row.
         single: whether there is one token, which a block copies to shared memory.
         rotate: whether it is rotated on the way (blocks of 128).
-        in_features: of the input in shared memory, in whole chunks; 0 if it is not there.
     """
 
     template: ClassVar[str] = "linear"

@@ -3,10 +3,10 @@
 //
 // H_128 = H_8 (x) H_16. A block is a matrix X[8 groups, 16 columns], and Y = H_8 X H_16 is two products of 16 x 16:
 //
-//     D^T = H_16 / 4 . X^T          X^T is read from memory as it lies: two neighbours are one register
+//     D^T = H_16 / 16 . X^T         X^T is read from memory as it lies: two neighbours are one register
 //     Y^T = D^T . H_8               the sums of the first product are the factors of the second, lane by lane
 //
-// D is float32 and becomes two 16-bit numbers, high + low, in the two halves of k: nothing is lost between them.
+// D is float32 and becomes two 16-bit numbers, high + low, in the two halves of k: nothing is lost between them, and no sum of sixteen overflows.
 #pragma once
 #include "mma.cuh"
 #include "plan.cuh"
@@ -21,7 +21,7 @@ __device__ inline uint32_t hadamard_pair(int row, int k, uint32_t one) {
 template <Dtype D, typename Store>
 __device__ inline void rotate_block(const uint16_t* x, const uint8_t* signs, int lane, const Store& store) {
   const int g = lane / 4, t = lane % 4;
-  constexpr uint32_t one = D == Dtype::FLOAT16 ? 0x3c00 : 0x3f80, quarter = D == Dtype::FLOAT16 ? 0x3400 : 0x3e80;
+  constexpr uint32_t one = D == Dtype::FLOAT16 ? 0x3c00 : 0x3f80, sixteenth = D == Dtype::FLOAT16 ? 0x2c00 : 0x3d80;
   uint32_t pair[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -33,8 +33,8 @@ __device__ inline void rotate_block(const uint16_t* x, const uint8_t* signs, int
     }
   }
   float d[4] = {}, sum[4] = {};
-  mma<D>(d, hadamard_pair(g, 2 * t, quarter), hadamard_pair(g + 8, 2 * t, quarter),
-         hadamard_pair(g, 2 * t + 8, quarter), hadamard_pair(g + 8, 2 * t + 8, quarter), pair[0], pair[1]);
+  mma<D>(d, hadamard_pair(g, 2 * t, sixteenth), hadamard_pair(g + 8, 2 * t, sixteenth),
+         hadamard_pair(g, 2 * t + 8, sixteenth), hadamard_pair(g + 8, 2 * t + 8, sixteenth), pair[0], pair[1]);
   uint32_t high[2], low[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -47,5 +47,5 @@ __device__ inline void rotate_block(const uint16_t* x, const uint8_t* signs, int
   mma<D>(sum, high[0], high[1], low[0], low[1], h8, h8);
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    store((2 * t + i % 2) * 16 + g + i / 2 * 8, uint16_t(pack_pair<D>(sum[i] * 0.35355339059327376f, 0.0f)));
+    store((2 * t + i % 2) * 16 + g + i / 2 * 8, uint16_t(pack_pair<D>(sum[i] * 1.4142135623730951f, 0.0f)));
 }

@@ -110,7 +110,8 @@ struct Scales {
 //     [chunks][token_tiles][octets][32 lanes][8]        one token: [chunks][octets][4 lanes][8], in shared memory
 // Lanes without a token keep what they have: it is multiplied for a token that nobody stores.
 struct Inputs {
-  static constexpr int lanes = Plan::single ? 4 : 32, kept = Plan::single || Plan::token_tiles > 4 ? 2 : octets;
+  static constexpr int lanes = Plan::single ? 4 : 32;
+  static constexpr int kept = octets > 1 && (Plan::single || Plan::token_tiles > 4) ? 2 : octets;
   uint32_t word[Plan::token_tiles][kept][4] = {};
 
   __device__ void load(const char* x, int at, int j, int lane, int tokens) {

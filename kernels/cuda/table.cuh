@@ -97,7 +97,7 @@ struct Table {
           part[i] = __byte_perm(low[0], high[0], 0x5410);
         }
       } else {
-        constexpr int each = width < 2 ? 2 : width < 8 ? width : 8;
+        constexpr int each = width < 2 ? 2 : width < 8 ? width : 8;  // (compiled also for a width of 1)
 #pragma unroll
         for (int i = 0; i < 8 / each; ++i) {
           uint32_t word[each / 2];

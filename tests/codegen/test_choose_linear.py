@@ -130,7 +130,10 @@ def test_a_file_that_is_no_table_is_as_good_as_none(tmp_path, text):
 def test_knobs_that_cannot_run_are_not_chosen(tmp_path):
     asked = problem(WEIGHT_SCHEMES["vq-2"], 8, 304, 512)
     plan = best(asked, 8)[0]
-    for wrong in ({"threads": 4096}, {"unit": 7}, {"split": 5}):
+    for wrong in (
+        {"threads": 4096}, {"unit": 7}, {"split": 5}, {"split": 0}, {"replicas": 3},
+        {"interleaved": 3}, {"rotate": 1},
+    ):  # fmt: skip
         table = {tuned.gpu(asked): {tuned.name(asked): {**tuned.knobs(plan), **wrong}}}
         (tmp_path / "tuned.json").write_text(json.dumps(table))
         tuned._on_disk.cache_clear()

@@ -129,9 +129,10 @@ def test_targets_of_devices():
 def test_layers_are_remembered_as_long_as_their_codes_live():
     scheme = WEIGHT_SCHEMES["vq-4"]
     tensors = random_tensors(scheme, 64, 256)
+    x = torch.empty(1, 256)
 
     def layer(codes, scale=tensors["scale"], signs=tensors["signs"]):
-        return cuda_fused._layer(codes, tensors["codebook"], scale, signs, scheme, 256)[0]
+        return cuda_fused._layer(x, codes, tensors["codebook"], scale, signs, scheme)[0]
 
     before = len(cuda_fused._layers)
     codes = tensors["codes"].clone()
@@ -140,14 +141,50 @@ def test_layers_are_remembered_as_long_as_their_codes_live():
     assert layer(codes.view(64, -1)) is first  # a view of the same codes
     assert layer(codes, tensors["scale"].clone()) is not first
     assert layer(codes.clone()) is not first
-    wide = torch.zeros(64, 200, dtype=torch.uint8)
-    part = wide[:, :128]  # would be copied: nothing is remembered
+    # From the same address on, but not the same rows.
+    assert layer(codes[:32], tensors["scale"][:32]).rows == 32
+    assert layer(codes[::2], tensors["scale"][::2]).rows == 32
+    assert layer(codes) is first and first.rows == 64
+    # A copy, since its rows do not lie side by side: nothing is remembered.
+    part = torch.zeros(64, 200, dtype=torch.uint8)[:, :128]
     assert layer(part) is not layer(part)
-    del codes, first
+    del codes, first, part
     gc.collect()
     assert len(cuda_fused._layers) == before
-    with pytest.raises(VQFormatError, match="a sign for each"):
-        layer(tensors["codes"].clone(), signs=tensors["signs"][:-1])
+
+
+def test_experts_share_one_tensor_and_have_a_layer_each():
+    scheme = WEIGHT_SCHEMES["vq-4"]
+    tensors = random_tensors(scheme, 64, 256)
+    codes = torch.stack([tensors["codes"]] * 3)
+    scale = torch.stack([tensors["scale"]] * 3)
+    x = torch.empty(1, 256)
+
+    def layer(i):
+        given = (codes[i], tensors["codebook"], scale[i], tensors["signs"])
+        return cuda_fused._layer(x, *given, scheme)[0]
+
+    layers = [layer(i) for i in range(3)]
+    assert len(set(map(id, layers))) == 3
+    assert [layer(i) for i in range(3)] == layers
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("signs", lambda t: t[:-1], "a sign for each"),
+        ("codes", lambda t: t[:, :-1], "64 rows of 256 weights"),
+        ("codes", lambda t: t.to("meta"), "the codes of the weight on meta"),
+        ("scale", lambda t: t.to("meta"), "the scale of the weight on meta"),
+    ],
+)
+def test_tensors_that_do_not_belong_together(key, change, message):
+    scheme = WEIGHT_SCHEMES["vq-4"]
+    tensors = random_tensors(scheme, 64, 256)
+    tensors[key] = change(tensors[key])
+    given = [tensors[name] for name in ("codes", "codebook", "scale", "signs")]
+    with pytest.raises(VQFormatError, match=message):
+        cuda_fused._layer(torch.empty(1, 256), *given, scheme)
 
 
 class Recorder:
@@ -195,7 +232,7 @@ def test_what_is_launched(launched):
     assert values[5:] == (None, y.data_ptr(), 64, 256, 9)
     assert rotated[3:] == (9 * 256 // 128, 2, 2) and before.calls[0][0] == 2
     assert dependent() and not dependent(overlap=False) and dependent()
-    for tensor in given:  # a write, and the launch after it
+    for tensor in given[:3]:  # a write, and the launch after it
         tensor.add_(0)
         assert not dependent() and dependent()
     stream[0] = 8  # another stream does not know what was written on the first
@@ -204,6 +241,9 @@ def test_what_is_launched(launched):
     assert dependent()
     tensors["codes"].add_(0)
     assert not dependent() and dependent()
+    for bias in (torch.zeros(1), torch.zeros(65), torch.zeros(64, device="meta")):
+        with pytest.raises(VQFormatError, match="does not suit 64 outputs"):
+            cuda_fused.run(x, *given, bias, scheme, y, 0)
 
 
 def test_tensors_that_do_not_count_writes_never_overlap(launched):
