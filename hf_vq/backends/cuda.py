@@ -73,7 +73,8 @@ def accepts_few(problem: dispatch.Problem) -> str | None:
 def _fused(*arguments: Tensor | VQScheme | None) -> Tensor:
     from . import cuda_fused
 
-    return cuda_fused.linear(*arguments)  # type: ignore[arg-type]
+    x, codes, codebook, scale, rotation, *_second_pass, bias, scheme = arguments
+    return cuda_fused.linear(x, codes, codebook, scale, rotation, bias, scheme)  # type: ignore[arg-type]
 
 
 def _direct(problem: dispatch.Problem) -> dispatch.Direct:
@@ -90,9 +91,7 @@ def _direct(problem: dispatch.Problem) -> dispatch.Direct:
         rotation: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        return cuda_fused.linear(
-            x, codes, codebook, scale, rotation, None, None, None, None, bias, scheme
-        )
+        return cuda_fused.linear(x, codes, codebook, scale, rotation, bias, scheme)
 
     return run
 

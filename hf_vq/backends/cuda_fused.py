@@ -56,10 +56,14 @@ class Launch:
     ragged: bool
 
 
+Keepers = tuple[Tensor, ...]
+Places = tuple[tuple[int, ...], ...]
+
+
 class _Layer:
     """Launches of one matrix, and what they were prepared for. It keeps no tensor alive."""
 
-    def __init__(self, stored: Stored, signs: Tensor | None) -> None:
+    def __init__(self, stored: Stored, signs: Tensor | None, keepers: Keepers) -> None:
         self.scheme, self.rows, self.in_features = stored.scheme, stored.rows, stored.in_features
         self.fixed = (
             stored.codes.data_ptr(),
@@ -67,12 +71,15 @@ class _Layer:
             stored.scale.data_ptr(),
             None if signs is None else signs.data_ptr(),
         )
+        self.keepers = tuple(map(weakref.ref, keepers))
         self.versions: tuple[int, ...] | None = None  # at the last launch
         self.stream = 0  # of it
         self.launches: dict[tuple[int, torch.dtype, int], Launch] = {}
 
+    def is_of(self, keepers: Keepers) -> bool:
+        """Whether it was made for these tensors, and not for others that had their addresses."""
+        return all(ref() is tensor for ref, tensor in zip(self.keepers, keepers, strict=True))
 
-Places = tuple[tuple[int, ...], ...]
 
 # By the identity of the codes, or of what they are a view of (experts share one), as long as it
 # lives; then by where everything is.
@@ -99,7 +106,8 @@ def _layer(
     Raises:
         VQFormatError: a tensor is not where `x` is, or sizes do not belong together.
     """
-    keeper = codes if codes._base is None else codes._base
+    keepers = tuple(t if t._base is None else t._base for t in (codes, codebook, scale))
+    keeper = keepers[0]
     places = (
         (codes.data_ptr(), codebook.data_ptr(), scale.data_ptr()),
         (0,) if rotation is None else (rotation.data_ptr(), rotation.numel()),
@@ -110,7 +118,12 @@ def _layer(
     known = _layers.get(id(keeper))
     if known is not None and known[0]() is keeper:
         layer = known[1].get(places)
-        if layer is not None and layer.scheme is scheme and layer.in_features == x.shape[-1]:
+        if (
+            layer is not None
+            and layer.scheme is scheme
+            and layer.in_features == x.shape[-1]
+            and layer.is_of(keepers)
+        ):
             return layer, None
     for name, tensor in zip(
         ("codes", "codebook", "scale", "signs"), (codes, codebook, scale, rotation), strict=True
@@ -123,7 +136,7 @@ def _layer(
     needs_signs(rotation, scheme, x.shape[-1])
     stored = Stored(codes, codebook, scale, scheme, x.shape[-1])
     signs = None if rotation is None else rotation.to(torch.uint8).contiguous()
-    layer = _Layer(stored, signs)
+    layer = _Layer(stored, signs, keepers)
     same = signs is None or (rotation is not None and signs.data_ptr() == rotation.data_ptr())
     if same and not stored.copied:  # a copy does not follow what is written to its original
         if known is None or known[0]() is not keeper:
@@ -202,16 +215,13 @@ def linear(
     codebook: Tensor,
     scale: Tensor,
     rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
     bias: Tensor | None,
     scheme: VQScheme,
 ) -> Tensor:
     """y = W x + b (`ops.reference.linear`) for few tokens, in 16-bit floats.
 
-    Entries of codebooks and the rotated x are rounded to the dtype of x, sums are float32.
+    Entries of codebooks, the sum of a weight's stages and the rotated x are rounded to the dtype of
+    x; sums over columns are float32.
     """
     out_features = codes.shape[0]
     y = x.new_empty(*x.shape[:-1], out_features)

@@ -74,7 +74,10 @@ def _explain(args: argparse.Namespace) -> int:
     problem = linear.LinearProblem(scheme, linear.token_bucket(args.m), args.n, args.k, dtype, arch)
     plan = linear.choose(problem)
     if plan is None:
-        raise VQBackendError(f"no fused kernel for {args.m} tokens: tables or inputs do not fit.")
+        raise VQBackendError(
+            f"no fused kernel for {args.m} tokens on {arch.name}: shared "
+            "memory or registers do not suffice; rows are decoded, and cuBLAS multiplies."
+        )
     ranked = {other: linear.cost(other, problem) for other in [*linear.best(problem), plan]}
     print(_verdict(problem, plan))
     return _show(len(linear.candidates(problem)), plan, ranked, tuned.KNOBS, args.top)

@@ -6,7 +6,8 @@
 //     D^T = H_16 / 16 . X^T         X^T is read from memory as it lies: two neighbours are one register
 //     Y^T = D^T . H_8               the sums of the first product are the factors of the second, lane by lane
 //
-// D is float32 and becomes two 16-bit numbers, high + low, in the two halves of k: nothing is lost between them, and no sum of sixteen overflows.
+// D is float32 and becomes two 16-bit numbers, high + low, in the two halves of k: almost nothing is lost
+// between them, and no sum of sixteen overflows.
 #pragma once
 #include "mma.cuh"
 #include "plan.cuh"

@@ -9,8 +9,8 @@
 //     entry 1    [copy 0 copy 1  ..  copy 7]
 //
 // and no two lanes of a phase meet. The books of all stages lie interleaved, Plan::interleaved times 128 bytes for each
-// index; with 256 bytes, one byte permutation makes an address of a code, else a shift and a LOP3 do. `fused` short codes that lie
-// side by side are one index (two 4-bit codes: 256 entries of two weights).
+// index; with 256 bytes, one byte permutation makes an address of a code, else a shift and a LOP3 do. `fused` short
+// codes that lie side by side are one index (two 4-bit codes: 256 entries of two weights).
 #pragma once
 #include "codes.cuh"
 #include "mma.cuh"

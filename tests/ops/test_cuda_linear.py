@@ -141,6 +141,13 @@ def test_layers_are_remembered_as_long_as_their_codes_live():
     assert layer(codes.view(64, -1)) is first  # a view of the same codes
     assert layer(codes, tensors["scale"].clone()) is not first
     assert layer(codes.clone()) is not first
+    # Another tensor where one of it has been: who knows what wrote it.
+    scale = tensors["scale"].clone()
+    of_scale, address = layer(codes, scale), scale.data_ptr()
+    assert layer(codes, scale) is of_scale
+    storage = scale.untyped_storage()
+    other = torch.empty(0, dtype=scale.dtype).set_(storage, 0, scale.shape)
+    assert other.data_ptr() == address and layer(codes, other) is not of_scale
     # From the same address on, but not the same rows.
     assert layer(codes[:32], tensors["scale"][:32]).rows == 32
     assert layer(codes[::2], tensors["scale"][::2]).rows == 32
@@ -244,6 +251,18 @@ def test_what_is_launched(launched):
     for bias in (torch.zeros(1), torch.zeros(65), torch.zeros(64, device="meta")):
         with pytest.raises(VQFormatError, match="does not suit 64 outputs"):
             cuda_fused.run(x, *given, bias, scheme, y, 0)
+
+
+def test_both_ways_into_the_fused_kernel_pass_the_same(monkeypatch):
+    """The op has ten tensors, of which a second pass has four; the short way has six."""
+    given = []
+    monkeypatch.setattr(cuda_fused, "linear", lambda *arguments: given.append(arguments))
+    scheme = WEIGHT_SCHEMES["vq-4"]
+    x, codes, codebook, scale, rotation, bias = tensors = [object() for _ in range(6)]
+    cuda._fused(x, codes, codebook, scale, rotation, *[None] * 4, bias, scheme)
+    problem = Problem("linear", "cuda", "float16", scheme.spec(), 1, 64, 256)
+    cuda._direct(problem)(*tensors)
+    assert given[0] == given[1] == (*tensors, scheme)
 
 
 def test_tensors_that_do_not_count_writes_never_overlap(launched):
