@@ -14,8 +14,8 @@
 //     their sums meet in shared memory, in the order of warps: the result does not depend on timing
 //
 // A block has several teams, which share its tables and wait only for their own. Codes of `steps` chunks are on their
-// way at a time. Bytes: codes and scales once, x once for every row_tiles x 16 rows (from L2). Bound by memory at 4
-// bits, by shared memory below.
+// way at a time. Bytes: codes and scales once, x once for every row_tiles x 16 rows (from L2). Bound by the pipe that
+// loads from L1 and shared memory take together: with all codes in L2 it is hardly faster.
 #include "codes.cuh"
 #include "grids.cuh"
 #include "hadamard.cuh"
