@@ -193,6 +193,9 @@ class VQCache(Cache):
                 key_states, value_states, *args, **kwargs
             )
             return states
+        if self.offloading:
+            # Transformers 5.17 fetches a layer while its copy to the CPU may still be under way.
+            self.prefetch_stream.wait_stream(torch.cuda.current_stream(key_states.device))
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
 
