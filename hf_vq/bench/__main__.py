@@ -13,7 +13,9 @@ from . import (
     cpu_attention,
     cpu_generate,
     cpu_linear,
+    cuda_generate,
     cuda_linear,
+    cuda_peers,
     cuda_tune,
     quality_kv,
     quality_weights,
@@ -23,7 +25,7 @@ from .record import RESULTS, command_line, make_record, write_record
 
 TIMED_SUITES: dict[str, Any] = {
     "cpu-linear": cpu_linear, "cpu-attention": cpu_attention, "cpu-generate": cpu_generate,
-    "cuda-linear": cuda_linear,
+    "cuda-linear": cuda_linear, "cuda-peers": cuda_peers, "cuda-generate": cuda_generate,
 }  # fmt: skip
 
 
@@ -54,8 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "cpu-generate":
             suite.add_argument("--llama-bench", type=Path, help="program of llama.cpp")
             suite.add_argument("--gguf", type=Path, help="folder with kv16-Q4_0.gguf and others")
-        elif name == "cuda-linear":
-            suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
+        elif name.startswith("cuda-"):
+            if name != "cuda-generate":
+                suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
         else:
             suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])

@@ -83,11 +83,11 @@ def _linear_rows(
     schemes: Sequence[str], out_features: int, in_features: int, tokens: int, rounds: int
 ) -> list[dict[str, Any]]:
     x = torch.randn(tokens, in_features, dtype=_DTYPE, device="cuda")
-    contestants = {"bf16": _dense(x, out_features), "int4 tinygemm": _tinygemm(x, out_features)}
+    contestants = {"bf16": dense(x, out_features), "int4 tinygemm": _tinygemm(x, out_features)}
     kernels = {}
     for name in schemes:
         scheme = weight_scheme(name)
-        contestants[name] = _ours(x, copies_of(scheme, out_features, in_features), scheme)
+        contestants[name] = ours(x, copies_of(scheme, out_features, in_features), scheme)
         asked = problem("linear", x, scheme.spec(), out_features)
         kernels[name] = dispatch.select(asked).name
     seconds = interleave_graphs(contestants, rounds)
@@ -103,7 +103,8 @@ def _linear_rows(
     return found
 
 
-def _dense(x: Tensor, out_features: int) -> Contestant:
+def dense(x: Tensor, out_features: int) -> Contestant:
+    """A layer in bfloat16."""
     weight = torch.randn(out_features, x.shape[-1], dtype=_DTYPE, device="cuda")
     weights = [weight.clone() for _ in range(cold_copies(weight.nbytes))]
     return Contestant(lambda i: torch.nn.functional.linear(x, weights[i]), len(weights))
@@ -121,7 +122,8 @@ def _tinygemm(x: Tensor, out_features: int) -> Contestant:
     )
 
 
-def _ours(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
+def ours(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
+    """The layer on codes, by the row that the table chooses."""
     return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), len(sets))
 
 

@@ -1,4 +1,4 @@
-"""A Llama of the 1B class with random weights, dense or as codes, and caches full of random tokens.
+"""Llamas with random weights, dense or as codes, and caches full of random tokens.
 
 How fast a model generates depends on its shapes and not on its numbers, so nothing is trained,
 downloaded or fitted.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformers.cache_utils import Cache
 from ..formats.catalog import weight_scheme
 from ..nn import VQLinear
 from ..nn.replace import replace_modules
+from ..nn.stored import share
 from .cpu_linear import random_tensors
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN, VOCABULARY = 16, 2048, 16, 128, 8192, 32000
@@ -41,36 +43,53 @@ def llama_config(kv_heads: int, context: int, layers: int = LAYERS) -> LlamaConf
     )
 
 
-def random_llama(config: LlamaConfig, dtype: torch.dtype, scheme: str | None) -> LlamaForCausalLM:
-    """The model with random weights; every linear layer as codes of `scheme`, or dense (None)."""
+def random_llama(
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    scheme: str | None,
+    device: str = "cpu",
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> LlamaForCausalLM:
+    """The model with random weights; linear layers as codes of `scheme`, or dense (None).
+
+    Args:
+        wanted: whether the linear layer of a name is stored as codes.
+    """
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     codes = {}
     if scheme is not None:
-        codes = replace_modules(model, weight_scheme(scheme), lambda name: True)
-    model.to_empty(device="cpu")
+        codes = replace_modules(model, weight_scheme(scheme), wanted)
+    model.to_empty(device=device)
     model.to(dtype)
+    sizes: dict[tuple[int, int], dict[str, Tensor]] = {}
     for module in codes.values():
         assert isinstance(module, VQLinear)
-        _fill_codes(module)
+        _fill_codes(module, sizes, device)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not name.rpartition(".")[2].startswith("vq_"):
             norm = parameter.ndim == 1
             nn.init.ones_(parameter) if norm else nn.init.normal_(parameter, std=0.02)
     rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config)
+    model.model.rotary_emb = type(rotary)(config).to(device)
     return model.eval()
 
 
-def _fill_codes(layer: VQLinear) -> None:
-    stored = random_tensors(layer.scheme, layer.out_features, layer.in_features)
-    for key, tensor in stored.items():
+def _fill_codes(
+    layer: VQLinear, sizes: dict[tuple[int, int], dict[str, Tensor]], device: str
+) -> None:
+    """Random tensors, the same numbers in layers of one size: only where they lie matters."""
+    size = layer.out_features, layer.in_features
+    if size not in sizes:
+        found = random_tensors(layer.scheme, *size)
+        sizes[size] = {key: tensor.to(device) for key, tensor in found.items()}
+    for key, tensor in sizes[size].items():
         attribute = layer.attributes[key]
         if attribute in layer._buffers:
-            layer._buffers[attribute] = tensor
+            layer._buffers[attribute] = share(tensor)
         else:
             layer._parameters[attribute] = nn.Parameter(
-                tensor.reshape(getattr(layer, attribute).shape), requires_grad=False
+                tensor.clone().reshape(getattr(layer, attribute).shape), requires_grad=False
             )
 
 

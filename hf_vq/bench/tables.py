@@ -18,6 +18,7 @@ from .. import env
 from ..errors import VQError
 from ..formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from ..formats.scheme import VQScheme
+from . import cuda_tables
 from .record import read_record
 from .show import markdown_table, significant
 
@@ -378,10 +379,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-prefill": cuda_prefill_table,
     "results:cuda-mechanisms": cuda_mechanisms_table,
     "results:cuda-host": cuda_host_table,
+    "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda_tables.peers),
+    "results:cuda-generate": lambda: _timed_table("cuda-generate", cuda_tables.generate),
+    "results:cuda-steps": lambda: _timed_table("cuda-generate", cuda_tables.steps),
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,
 }
+
+
+def _timed_table(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> str:
+    record = _record(suite)
+    return table(record["results"]["rows"]) + "\n\n" + _timed(record)
 
 
 def _record(suite: str) -> dict[str, Any]:

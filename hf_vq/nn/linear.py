@@ -103,10 +103,18 @@ class VQLinear(Stored, nn.Linear):
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by key (`formats.tensor_specs`)."""
-        found = self.held(self.attributes)
+        compiling = torch.compiler.is_compiling()
+        found = self.held(dict(self._constant()) if compiling else self.attributes)
         if found["codes"].ndim == 3:
             found["codes"] = found["codes"][0]
         return found
+
+    def _constant(self) -> tuple[tuple[str, str], ...]:
+        """Items of `attributes`, which a compiled model then does not compare at every token."""
+        return tuple(self.attributes.items())
+
+    # What torch.compiler.assume_constant_result does, without importing the compiler.
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `x`."""

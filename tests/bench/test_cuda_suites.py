@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from hf_vq.bench import cuda_linear, cuda_tune
+from hf_vq import ops
+from hf_vq.bench import aqlm_peer, cuda_generate, cuda_linear, cuda_peers, cuda_tune
+from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.bench.record import read_record
 from hf_vq.codegen import tuned
 from hf_vq.codegen.choose_linear import LinearProblem, choose
@@ -15,10 +18,9 @@ from hf_vq.formats import weight_scheme
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_it_says_so():
-    with pytest.raises(VQBackendError, match="needs a CUDA device"):
-        cuda_linear.run()
-    with pytest.raises(VQBackendError, match="needs a CUDA device"):
-        cuda_tune.run()
+    for suite in (cuda_linear, cuda_tune, cuda_peers, cuda_generate):
+        with pytest.raises(VQBackendError, match="needs a CUDA device"):
+            suite.run()
 
 
 @pytest.mark.gpu
@@ -40,6 +42,60 @@ def test_cuda_linear(monkeypatch):
     assert {"chosen", "no overlapping launches"} <= {row["plan"] for row in mechanisms}
     assert {row["name"] for row in results["rows"] if row["what"] == "host"} == {
         "bf16", "vq-4", "aqlm-2"
+    }  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_cuda_generate():
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=256, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=128, intermediate_size=512, vocab_size=32000, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    _, results = cuda_generate.run(schemes=("vq-4",), config=config, rounds=1)
+    dense, ours = results["rows"]
+    assert (dense["name"], ours["name"]) == ("bf16", "vq-4")
+    assert set(ours["speedup"]) == {"generate_ms", "step_ms", "eager_graph_ms", "bytes"}
+    assert ours["speedup"]["bytes"] > 1
+    assert sum(ours["parts_ms"].values()) == pytest.approx(ours["step_ms"], rel=0.2)
+    assert 0 < ours["step_ms"] < ours["generate_ms"]
+    assert dense["parts_ms"]["quantized layers"] == 0 < ours["parts_ms"]["quantized layers"]
+    assert all(row["parts_ms"]["attention"] > 0 for row in results["rows"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(aqlm_peer.version() is None, reason="needs the package aqlm")
+def test_cuda_peers(monkeypatch):
+    monkeypatch.setattr(cuda_linear, "cold_copies", lambda nbytes: 2)
+    _, results = cuda_peers.run(shapes=((256, 512),), tokens=(1, 3), rounds=1)  # compares results
+    peers = {(row["name"], row["peer"]) for row in results["rows"]}
+    assert {("aqlm-2", "aqlm 2x8, token by token"), ("aqlm-2", "aqlm 2x8, dequantized"),
+            ("quip-sharp-2", "dequantized, as QuIP# does")} <= peers  # fmt: skip
+    assert all(
+        row["speedup"] == pytest.approx(row["us"] / row["ours_us"]) for row in results["rows"]
+    )
+
+
+@pytest.mark.parametrize("name", cuda_peers.AQLM)
+def test_codes_as_aqlm_keeps_them(name):
+    scheme = weight_scheme(name)
+    tensors = random_tensors(scheme, 5, 64)
+    layer = cuda_peers.aqlm_layer(tensors, 64)
+    codes = layer.codes.long() & (len(tensors["codebook"][0]) - 1)
+    books = tensors["codebook"].float()
+    entries = sum(books[book][codes[..., book]] for book in range(len(books)))
+    dense = entries.flatten(1) * tensors["scale"].float()
+    assert torch.allclose(dense, ops.decode_weight(tensors, scheme, 64), atol=1e-6)
+
+
+def test_a_step_is_split_without_counting_twice():
+    kernels = [("rotate", 0, 1000), ("linear", 500, 3000), ("linear", 2000, 4000),
+               ("triton_poi_fused_linear_mul", 5000, 6000), ("nvjet_sm90", 6000, 16000),
+               ("triton_poi_fused__scaled_dot_product_attention_x", 16000, 17000)]  # fmt: skip
+    found = {part: ms * 1e6 for part, ms in cuda_generate.split_step(kernels[::-1]).items() if ms}
+    assert found == {
+        "rotation": 1000, "quantized layers": 3000, cuda_generate.OTHERS: 1000,
+        cuda_generate.IDLE: 1000, "output layer": 10000, "attention": 1000,
     }  # fmt: skip
 
 

@@ -1,0 +1,200 @@
+"""Suite `cuda-generate`: tokens a second of `generate()` on a GPU, a random Llama-3-8B.
+
+`generate(cache_implementation="static")` compiles the model for one token (torch.compile, mode
+reduce-overhead, here without a graph break) and replays CUDA graphs. Beside it a CUDA graph of one
+eager forward, which shows what compiling gives, the time of a step by what its kernels do, and the
+bytes that a step must read. The output layer stays dense, as `VQConfig` leaves it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from ..errors import VQBackendError
+from .cuda_timing import interleave_graphs
+from .random_llama import TokenClock, random_llama
+from .timing import Contestant
+
+SCHEMES = ("vq-4", "turboquant-4", "vq-2", "quip-sharp-2")
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY = 32, 4096, 32, 8, 128, 14336, 128256
+PROMPT, TOKENS = 128, 128
+_EAGER_ROUNDS = 3  # of 24 steps, and two before: the cache has room for them
+_FIRST = 8  # tokens that are not counted: compilers run, a graph is captured for a new cache
+_DTYPE = torch.bfloat16
+OTHERS, IDLE = "norms, RoPE, activations", "between kernels"
+Kernel = tuple[str, int, int]  # name, start and end in ns
+_OURS = {"linear": "quantized layers", "rotate": "rotation"}  # by the names of kernels
+_PARTS = {  # by what they contain; the first that fits
+    "attention": "attention", "sdpa": "attention", "fmha": "attention", "triton_": OTHERS,
+    "gemm": "dense layers", "gemv": "dense layers", "nvjet": "dense layers",
+    "splitk": "dense layers",
+}  # fmt: skip
+
+
+def llama_8b(layers: int = LAYERS) -> LlamaConfig:
+    """The shapes of Llama-3-8B."""
+    return LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        intermediate_size=FFN,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+def run(
+    *,
+    schemes: Sequence[str] = SCHEMES,
+    config: LlamaConfig | None = None,
+    rounds: int = 3,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Time the dense model and every scheme, one after another; `report` gets each row.
+
+    Args:
+        config: of the model; None for Llama-3-8B.
+        rounds: calls of `generate` that are timed.
+
+    Returns:
+        (settings, results) of the record.
+
+    Raises:
+        VQBackendError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise VQBackendError("the suite cuda-generate needs a CUDA device.")
+    config = config or llama_8b()
+    found: list[dict[str, Any]] = []
+    dense: dict[str, Any] = {}
+    for name in ("bf16", *schemes):
+        row = _model_row(name, config, rounds)
+        dense = dense or row
+        if row is not dense:
+            row["speedup"] = {
+                how: dense[how] / row[how] for how in ("generate_ms", "step_ms", "eager_graph_ms")
+            }
+            row["speedup"]["bytes"] = dense["gigabytes"] / row["gigabytes"]
+        found.append(row)
+        report(row)
+    settings = {
+        "rounds": rounds, "dtype": str(_DTYPE)[6:], "layers": config.num_hidden_layers,
+        "prompt": PROMPT, "tokens": TOKENS,
+    }  # fmt: skip
+    return settings, {"rows": found}
+
+
+@torch.no_grad()
+def _model_row(name: str, config: LlamaConfig, rounds: int) -> dict[str, Any]:
+    scheme = None if name == "bf16" else name
+    model = random_llama(config, _DTYPE, scheme, "cuda", lambda layer: layer != "lm_head")
+    row: dict[str, Any] = {"name": name, "gigabytes": _bytes_read(model) / 1e9}
+    row["eager_graph_ms"] = _eager_graph(model)
+    row["generate_ms"] = median(_generate(model) for _ in range(1 + rounds))
+    row["tokens_per_second"] = 1e3 / row["generate_ms"]
+    row["step_ms"], row["parts_ms"] = _step(model)
+    row["gb_per_second"] = row["gigabytes"] / row["step_ms"] * 1e3
+    del model
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
+
+
+def _bytes_read(model: nn.Module) -> int:
+    """Bytes of all parameters but the embedding, of which a step reads one row."""
+    return sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if "embed_tokens" not in name
+    )
+
+
+def _prompt(model: LlamaForCausalLM) -> Tensor:
+    return torch.randint(model.config.vocab_size, (1, PROMPT), device="cuda")
+
+
+def _generate(model: LlamaForCausalLM) -> float:
+    """Milliseconds a token, of the user's clock."""
+    clock, prompt = TokenClock(), _prompt(model)
+    model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), cache_implementation="static",
+        max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, streamer=clock,
+        compile_config=CompileConfig(fullgraph=True),
+    )  # fmt: skip
+    counted = clock.seconds[_FIRST:]
+    return sum(counted) / len(counted) * 1e3
+
+
+def _step(model: LlamaForCausalLM) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a compiled step on the GPU, and of its parts."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        _generate(model)
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    graphs: dict[int, list[Kernel]] = {}
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == DeviceType.CUDA:
+            start = event.start_ns()
+            kernel = event.name(), start, start + event.duration_ns()
+            graphs.setdefault(event.correlation_id(), []).append(kernel)
+    # What one launch of the host started: a step is the largest graph.
+    most = max(map(len, graphs.values()))
+    steps = [split_step(kernels) for kernels in graphs.values() if len(kernels) == most]
+    parts = {part: median(found[part] for found in steps) for part in steps[0]}
+    return median(sum(found.values()) for found in steps), parts
+
+
+def split_step(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Milliseconds of each part of a step, from all its kernels; they add up to the whole step.
+
+    Kernels that overlap share no time: one counts from the end of those before it, and the time in
+    which none runs is a part. The kernel that takes longest is the output layer.
+    """
+    kernels = sorted(kernels, key=lambda kernel: kernel[1])
+    longest = max(kernels, key=lambda kernel: kernel[2] - kernel[1])
+    found = dict.fromkeys((*_OURS.values(), *_PARTS.values(), "output layer", IDLE), 0.0)
+    before = kernels[0][1]
+    for kernel in kernels:
+        name, start, end = kernel
+        part = "output layer" if kernel is longest else _part(name)
+        found[part] += max(end - max(start, before), 0) / 1e6
+        found[IDLE] += max(start - before, 0) / 1e6
+        before = max(before, end)
+    return found
+
+
+def _part(kernel: str) -> str:
+    lower = kernel.lower()
+    found = (part for word, part in _PARTS.items() if word in lower)
+    return _OURS.get(kernel) or next(found, OTHERS)
+
+
+def _eager_graph(model: LlamaForCausalLM) -> float:
+    """Milliseconds of one forward as eager code launches it, without the host."""
+    cache = StaticCache(config=model.config, max_cache_len=PROMPT + TOKENS)
+    model(_prompt(model), past_key_values=cache, use_cache=True)
+    token = torch.zeros(1, 1, dtype=torch.long, device="cuda")
+    position = torch.full((1, 1), PROMPT, device="cuda")
+
+    def step(i: int) -> Tensor:
+        found = model(token, past_key_values=cache, position_ids=position, use_cache=True)
+        logits: Tensor = found.logits
+        return logits
+
+    seconds = interleave_graphs({"step": Contestant(step)}, _EAGER_ROUNDS)
+    return median(seconds["step"]) * 1e3
