@@ -34,7 +34,7 @@ def peers(rows: _Rows) -> str:
 def generate(rows: _Rows) -> str:
     """Tokens a second of a Llama-3-8B, and how many times those of bfloat16."""
     head = ["weights", "GB a token", "x less", "tokens/s of `generate`", "x bf16",
-            "compiled step, ms", "x bf16", "eager step in a graph, ms", "x bf16"]  # fmt: skip
+            "compiled step, ms", "x bf16", "ceiling", "eager graph, ms", "x bf16"]  # fmt: skip
     cells = []
     for row in rows:
         faster = row.get("speedup", {})
@@ -43,6 +43,7 @@ def generate(rows: _Rows) -> str:
             [_name(row), f"{row['gigabytes']:.2f}", ratio.get("bytes", "-"),
              f"{row['tokens_per_second']:.0f}", ratio.get("generate_ms", "-"),
              f"{row['step_ms']:.2f}", ratio.get("step_ms", "-"),
+             f"{row['ceiling']:.2f}" if "ceiling" in row else "-",
              f"{row['eager_graph_ms']:.2f}", ratio.get("eager_graph_ms", "-")]
         )  # fmt: skip
     return markdown_table(head, cells)
@@ -50,12 +51,9 @@ def generate(rows: _Rows) -> str:
 
 def steps(rows: _Rows) -> str:
     """Where the milliseconds of a compiled step go."""
-    parts = sorted({part for row in rows for part in row["parts_ms"]})
-    parts.sort(key=lambda part: -sum(row["parts_ms"].get(part, 0) for row in rows))
-    cells = [
-        [_name(row), *(f"{row['parts_ms'][p]:.3f}" if p in row["parts_ms"] else "-" for p in parts)]
-        for row in rows
-    ]
+    most = {part: max(row["parts_ms"][part] for row in rows) for part in rows[0]["parts_ms"]}
+    parts = sorted((part for part in most if most[part]), key=lambda part: -most[part])
+    cells = [[_name(row), *(f"{row['parts_ms'][part]:.3f}" for part in parts)] for row in rows]
     return markdown_table(["ms of a step", *parts], cells)
 
 

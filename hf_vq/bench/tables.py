@@ -380,8 +380,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-mechanisms": cuda_mechanisms_table,
     "results:cuda-host": cuda_host_table,
     "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda_tables.peers),
-    "results:cuda-generate": lambda: _timed_table("cuda-generate", cuda_tables.generate),
-    "results:cuda-steps": lambda: _timed_table("cuda-generate", cuda_tables.steps),
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,
