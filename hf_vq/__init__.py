@@ -18,6 +18,7 @@ from .errors import (
     VQFormatError,
     VQSchemeError,
 )
+from .fit import rows as _fit_rows
 from .formats import KVScheme, VQScheme
 from .hf import VQConfig, calibrate_kv, explain
 from .hf import attention as _attention
@@ -28,7 +29,8 @@ __version__ = "0.1.0"
 
 # Rows of the dispatch table are asked in this order.
 for _plugin in (
-    _cuda, _cpu_linear, _cpu_attention, _triton, _reference, _quantizer, _attention, _generation,
+    _cuda, _cpu_linear, _cpu_attention, _triton, _reference, _fit_rows, _quantizer, _attention,
+    _generation,
 ):  # fmt: skip
     _plugin.register()
 

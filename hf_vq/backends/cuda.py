@@ -1,6 +1,6 @@
-"""The rows `cuda.fused_linear`, `cuda.linear` and `cuda.decode`, and what they need.
+"""The rows `cuda.fused_linear`, `cuda.linear`, `cuda.decode`, `cuda.encode_weight`: what they need.
 
-What runs them (`cuda_linear`, `codegen`) is imported when a tensor on a GPU asks for it.
+What runs them (`cuda_*`, `codegen`) is imported when a tensor on a GPU asks for it.
 """
 
 from __future__ import annotations
@@ -70,6 +70,15 @@ def accepts_few(problem: dispatch.Problem) -> str | None:
     return None
 
 
+def accepts_rows(problem: dispatch.Problem) -> str | None:
+    """None if there is a kernel that finds the codes of rows, else the reason why not."""
+    from ..codegen.choose_encode import encodable
+    from ..codegen.device import device_arch
+
+    arch = device_arch(torch.cuda.current_device())
+    return encodable(VQScheme.parse(problem.scheme), problem.k, arch)
+
+
 def _fused(*arguments: Tensor | VQScheme | None) -> Tensor:
     from . import cuda_fused
 
@@ -108,9 +117,20 @@ def _decode(*arguments: Tensor | VQScheme | int | None) -> Tensor:
     return cuda_linear.decode(*arguments)  # type: ignore[arg-type]
 
 
+def _encode_weight(
+    rows: Tensor, codebook: Tensor, scheme: VQScheme, factors: tuple[float, ...], refit: bool
+) -> tuple[Tensor, Tensor]:
+    from . import cuda_encode
+
+    return cuda_encode.encode_weight(rows, codebook, scheme, factors, refit)
+
+
 def register() -> None:
     """Add the rows to the top of the dispatch table."""
     rows = (
+        dispatch.Kernel(
+            "cuda.encode_weight", "encode_weight", _encode_weight, "cuda", needs, accepts_rows
+        ),
         dispatch.Kernel("cuda.decode", "decode", _decode, "cuda", needs, accepts),
         dispatch.Kernel("cuda.linear", "linear", _linear, "cuda", needs, accepts),
         dispatch.Kernel(

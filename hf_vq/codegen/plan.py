@@ -197,6 +197,49 @@ class RotatePlan(Plan):
         return self.threads // min(32, max(1, self.numbers_of_a_block // 8))
 
 
+@dataclass(frozen=True)
+class EncodePlan(Plan):
+    """Rotated rows to codes and scales (kernels/cuda/encode.cu).
+
+    Args:
+        vector_size: x of VQ<x, y, z>.
+        entry_bits: y.
+        stages: z; more than one for E8P only.
+        scope: of a codebook; not TILE.
+        group: weights that share a scale; 0 = the whole row.
+        candidates: scales that are tried; 1 = the root mean square, untried.
+        refit: whether the scale is fitted to the codes, and codes are chosen anew.
+        lanes: of a warp, that share a group.
+        slots: vectors that a lane has at a time.
+        one_group: whether its slots are of one group.
+    """
+
+    template: ClassVar[str] = "encode"
+    vector_size: int
+    entry_bits: int
+    stages: int
+    scope: Scope
+    group: int
+    candidates: int
+    refit: bool
+    lanes: int
+    slots: int
+    one_group: bool
+
+    @property
+    def groups_of_warp(self) -> int:
+        """Groups that a warp has at a time."""
+        return 32 // self.lanes * (1 if self.one_group else self.slots)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: float32 entries and half their squared norms; E8P: patterns of
+        each stage, and the rows of masks."""
+        if self.scope is Scope.E8P:
+            return self.stages * 257 * 16 + 256 + 64
+        return 4 * (self.vector_size + 1) * max(4, 1 << self.entry_bits)
+
+
 def render(plan: Plan) -> str:
     """The header `plan.cuh` of a plan. Enumerations keep their names (kernels/cuda/numbers.cuh)."""
     lines = ["#pragma once", '#include "numbers.cuh"', "struct Plan {"]

@@ -23,7 +23,7 @@ class Assigner:
     """
 
     def __init__(self, codebook: Tensor, scheme: VQScheme, learned: bool = False) -> None:
-        self.codebook = codebook
+        self.codebook, self.vector_size = codebook, scheme.vector_size
         self.lattice = scheme.lattice is not None
         self.searches: list[NearestEntry] = []
         if not self.lattice:

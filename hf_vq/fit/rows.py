@@ -8,8 +8,9 @@ from torch import Tensor
 from ..errors import VQFormatError
 from ..formats.packing import pack_bits
 from ..formats.scheme import VQScheme
+from ..ops import dispatch, encode_weight
 from .assign import Assigner
-from .scale import least_squares, root_mean_square, search_scale
+from .scale import FACTORS, least_squares, root_mean_square, search_scale
 
 SEARCHES = ("search", "least_squares", "norm")
 
@@ -27,54 +28,83 @@ class RowFitter:
         self.group = scheme.group(in_features, where)
 
     def groups(self, rows: Tensor) -> Tensor:
-        """`rows` [n, in] as [n * groups, group size]; they must be finite."""
-        if not bool(rows.isfinite().all()):
-            raise VQFormatError(
-                f"{self.where} holds NaN or infinity, so it cannot be quantized. Check the "
-                "checkpoint, or add the module to VQConfig(modules_to_not_convert=[...])."
-            )
+        """`rows` [n, in] as [n * groups, group size]."""
         return rows.reshape(-1, self.group)
 
     def norm_scale(self, groups: Tensor) -> Tensor:
         """The root mean square of each group, as stored: fp16 [n * groups, 1]."""
-        return self._store(root_mean_square(groups))
+        return root_mean_square(groups).half()
 
     def refit_scale(self, groups: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
         """The least-squares scale of the chosen entries, as stored; unchanged for `norm`."""
-        if self.search == "norm":
-            return scale
-        return self._store(least_squares(groups, chosen, scale.float()))
+        return scale if self.search == "norm" else _refitted(groups, chosen, scale)
 
-    def fit(self, rows: Tensor, assigner: Assigner) -> dict[str, Tensor]:
+    def fit(self, rows: Tensor, codebook: Tensor) -> dict[str, Tensor]:
         """Stored `codes` [n, bytes] and `scale` [n, groups] of float32 `rows` [n, in]."""
-        groups = self.groups(rows)
-        if self.search == "search":
-            scale = self._store(search_scale(groups, assigner, self.scheme.vector_size))
-        else:
-            scale = self.norm_scale(groups)
-        codes, chosen = self._assign(groups, scale, assigner)
-        if self.search != "norm":
-            # Assign once more with the least-squares scale as it will be stored.
-            scale = self.refit_scale(groups, chosen, scale)
-            codes, chosen = self._assign(groups, scale, assigner)
-            scale = self.refit_scale(groups, chosen, scale)
-        return self.pack(codes.reshape(len(rows), -1, codes.shape[-1]), scale)
+        factors = FACTORS if self.search == "search" else (1.0,)
+        refit = self.search != "norm"
+        codes, scale = encode_weight(rows, codebook, self.scheme, factors, refit)
+        return {"codes": codes, "scale": scale}
 
     def pack(self, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
         """Stored tensors of `codes` [n, vectors, z] and `scale` [n * groups, 1]."""
-        streams = [pack_bits(stream, self.scheme.entry_bits) for stream in codes.unbind(-1)]
-        return {"codes": torch.cat(streams, 1), "scale": scale.reshape(len(codes), -1)}
+        packed = _packed(codes, self.scheme)
+        return {"codes": packed, "scale": scale.reshape(len(codes), -1)}
 
-    def _assign(self, groups: Tensor, scale: Tensor, assigner: Assigner) -> tuple[Tensor, Tensor]:
-        unit = groups / scale.float().clamp_min(1e-30)
-        codes = assigner.codes(unit.reshape(-1, self.scheme.vector_size))
-        return codes, assigner.entries(codes).reshape(groups.shape)
-
-    def _store(self, scale: Tensor) -> Tensor:
-        stored = scale.half()
-        if not bool(stored.isfinite().all()):
+    def check(self, weight: Tensor, scale: Tensor) -> None:
+        """Raise VQFormatError unless every stored scale of a weight is finite: a group that is not,
+        or that is too large for fp16, has a scale that is not."""
+        if bool(scale.isfinite().all()):
+            return
+        if not bool(weight.isfinite().all()):
             raise VQFormatError(
-                f"{self.where} has weights too large for fp16 scales. "
-                "Add the module to VQConfig(modules_to_not_convert=[...])."
+                f"{self.where} holds NaN or infinity, so it cannot be quantized. Check the "
+                "checkpoint, or add the module to VQConfig(modules_to_not_convert=[...])."
             )
-        return stored
+        raise VQFormatError(
+            f"{self.where} has weights too large for fp16 scales. "
+            "Add the module to VQConfig(modules_to_not_convert=[...])."
+        )
+
+
+def encode_rows(
+    rows: Tensor, codebook: Tensor, scheme: VQScheme, factors: tuple[float, ...], refit: bool
+) -> tuple[Tensor, Tensor]:
+    """The specification of `ops.encode_weight`."""
+    assigner = Assigner(codebook, scheme, learned=scheme.codebook != "universal")
+    groups = rows.reshape(-1, scheme.group(rows.shape[-1]))
+    scale = root_mean_square(groups)
+    if len(factors) > 1:
+        scale = search_scale(groups, assigner, factors)
+    scale = scale.half()
+    codes, chosen = _assigned(groups, scale, assigner)
+    if refit:
+        # Assign once more with the least-squares scale as it will be stored.
+        scale = _refitted(groups, chosen, scale)
+        codes, chosen = _assigned(groups, scale, assigner)
+        scale = _refitted(groups, chosen, scale)
+    packed = _packed(codes.reshape(len(rows), -1, codes.shape[-1]), scheme)
+    return packed, scale.reshape(len(rows), -1)
+
+
+def _assigned(groups: Tensor, scale: Tensor, assigner: Assigner) -> tuple[Tensor, Tensor]:
+    unit = groups / scale.float().clamp_min(1e-30)
+    codes = assigner.codes(unit.reshape(-1, assigner.vector_size))
+    return codes, assigner.entries(codes).reshape(groups.shape)
+
+
+def _refitted(groups: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
+    """The least-squares scale as stored; one that is not finite stays so."""
+    fitted = least_squares(groups, chosen, scale.float()).half()
+    return torch.where(scale.isfinite(), fitted, scale)
+
+
+def _packed(codes: Tensor, scheme: VQScheme) -> Tensor:
+    """Codes [n, vectors, z] as stored: uint8 [n, bytes]."""
+    streams = [pack_bits(stream, scheme.entry_bits, check=False) for stream in codes.unbind(-1)]
+    return torch.cat(streams, 1)
+
+
+def register() -> None:
+    """Add the row that every device can run to the dispatch table."""
+    dispatch.register(dispatch.Kernel("reference", "encode_weight", encode_rows))

@@ -20,16 +20,16 @@ def root_mean_square(groups: Tensor) -> Tensor:
     return groups.square().mean(-1, keepdim=True).sqrt()
 
 
-def search_scale(groups: Tensor, assigner: Assigner, vector_size: int) -> Tensor:
+def search_scale(groups: Tensor, assigner: Assigner, factors: tuple[float, ...]) -> Tensor:
     """The candidate scale [n, 1] with the least squared error for each of `groups` [n, size]."""
     rms = root_mean_square(groups)
     best = torch.full_like(rms, torch.inf)
     scale = rms
-    for factor in FACTORS:
+    for factor in factors:
         candidate = rms * factor
         unit = groups / candidate.clamp_min(1e-30)
-        distance = assigner.distance(unit.reshape(-1, vector_size)).reshape(len(groups), -1)
-        error = distance.sum(1, keepdim=True) * candidate.square()
+        distance = assigner.distance(unit.reshape(-1, assigner.vector_size))
+        error = distance.reshape(len(groups), -1).sum(1, keepdim=True) * candidate.square()
         better = error < best
         best, scale = torch.where(better, error, best), torch.where(better, candidate, scale)
     return scale

@@ -15,7 +15,6 @@ from ..formats.tensors import tensor_specs
 from ..ops import decode_weight
 from ..ops.codes import rotation_of
 from ..transforms import draw_signs, qr_matrix, rotate
-from .assign import Assigner
 from .learned import fit_tile_band, tensor_codebook
 from .passes import nested_codes, one_pass
 from .rows import SEARCHES, RowFitter
@@ -68,6 +67,7 @@ def fit_weight(
     tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device)
     fitter = RowFitter(scheme, weight.shape[1], search, where)
     tensors.update(_first_pass(weight, tensors, fitter, seed))
+    fitter.check(weight, tensors["scale"])
     if scheme.stages != "independent":
         tensors.update(_second_pass(weight, tensors, fitter))
     relative_error = _relative_error(weight, tensors, scheme)
@@ -113,9 +113,9 @@ def _first_pass(
     learned: dict[str, Tensor] = {}
     if scheme.codebook == "tensor":
         learned["codebook"] = tensor_codebook(rows, weight.shape, fitter, seed)
-    assigner = Assigner({**tensors, **learned}["codebook"], scheme, learned=bool(learned))
+    codebook = {**tensors, **learned}["codebook"]
     size = _rows_at_once(weight, scheme)
-    parts = (fitter.fit(rows(i, i + size), assigner) for i in range(0, len(weight), size))
+    parts = (fitter.fit(rows(i, i + size), codebook) for i in range(0, len(weight), size))
     return {**learned, **_joined(parts)}
 
 
@@ -125,7 +125,6 @@ def _second_pass(
     scheme, parts = fitter.scheme, []
     single = one_pass(scheme)
     again = RowFitter(single, weight.shape[1], fitter.search, fitter.where)
-    assigner = Assigner(tensors["codebook"], single)
     for chunk, stored in _chunks(weight, tensors, scheme):
         if scheme.stages == "nested":
             rows = rotate(chunk, scheme, rotation_of(tensors))
@@ -135,17 +134,19 @@ def _second_pass(
             parts.append({"codes_2": second})
             continue
         residual = chunk - decode_weight(stored, single, weight.shape[1])
-        fitted = again.fit(rotate(residual, scheme, rotation_of(tensors, "_2")), assigner)
+        rows = rotate(residual, scheme, rotation_of(tensors, "_2"))
+        fitted = again.fit(rows, tensors["codebook"])
         parts.append({f"{key}_2": tensor for key, tensor in fitted.items()})
     return _joined(parts)
 
 
 def _relative_error(weight: Tensor, tensors: dict[str, Tensor], scheme: VQScheme) -> float:
-    error = energy = 0.0
+    sums = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of errors, of weights
     for chunk, stored in _chunks(weight, tensors, scheme):
         decoded = decode_weight(stored, scheme, weight.shape[1])
-        error += float((chunk - decoded).square().sum(dtype=torch.float64))
-        energy += float(chunk.square().sum(dtype=torch.float64))
+        for i, values in enumerate((chunk - decoded, chunk)):
+            sums[i] += values.square().sum(dtype=torch.float64)
+    error, energy = sums.tolist()
     return error / energy if energy else 0.0
 
 
@@ -158,7 +159,8 @@ def _chunks(
         part = {"codes", "scale", "codes_2", "scale_2"}
         stored = {k: t[start : start + size] if k in part else t for k, t in tensors.items()}
         if scheme.codebook == "tile":
-            stored["codebook"] = stored["codebook"][start // scheme.tile[0] :]
+            band = start // scheme.tile[0]
+            stored["codebook"] = stored["codebook"][band : band + 1]
         yield weight[start : start + size].float(), stored
 
 

@@ -1,6 +1,6 @@
 """The contract: schemas of `torch.ops.hf_vq.*`, their reference, and the dispatch table."""
 
-from .codes import append_kv, decode_kv, decode_weight, encode_kv, rotate
+from .codes import append_kv, decode_kv, decode_weight, encode_kv, encode_weight, rotate
 from .dispatch import Kernel, Problem, Verdict, explain, register, rows, select
 from .linear import linear
 
@@ -12,6 +12,7 @@ __all__ = [
     "decode_kv",
     "decode_weight",
     "encode_kv",
+    "encode_weight",
     "explain",
     "linear",
     "register",

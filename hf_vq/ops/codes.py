@@ -1,4 +1,4 @@
-"""`hf_vq::encode`, `hf_vq::decode`, `hf_vq::rotate`, `hf_vq::append`: rows <-> codes."""
+"""Rows <-> codes: `hf_vq::encode`, `decode`, `rotate` and `append`, and `encode_weight`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,25 @@ def decode_weight(
     """The dense weight [out, in] of stored tensors (keys of `formats.tensor_specs`)."""
     decoded: Tensor = torch.ops.hf_vq.decode(*stored_arguments(tensors), scheme.spec(), in_features)
     return decoded.to(dtype)
+
+
+def encode_weight(
+    rows: Tensor, codebook: Tensor, scheme: VQScheme, factors: tuple[float, ...], refit: bool
+) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [n, bytes] and scales fp16 [n, groups] of float32 `rows` [n, in] that are rotated
+    already: for each group the scale of the least squared error among its root mean square times
+    each of `factors`, and the nearest entries under it.
+
+    A group that is not finite, or beyond fp16, has a scale that is not finite. No op of torch:
+    nobody compiles or differentiates it.
+
+    Args:
+        codebook: fp16 [z, entries, x] (E8P [z, 257, 8]) for all rows.
+        refit: choose codes, fit the scale to them by least squares, and both once more.
+    """
+    kernel = dispatch.select(problem("encode_weight", rows, scheme.spec(), len(factors)))
+    codes, scale = kernel.run(rows, codebook, scheme, factors, refit)
+    return codes, scale
 
 
 def stored_arguments(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:

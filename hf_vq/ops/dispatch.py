@@ -24,12 +24,13 @@ class Problem(NamedTuple):
     A tuple, because one is made at every call of an op: a frozen dataclass takes ten times as long.
 
     Args:
-        op: `linear`, `encode`, `decode`, `rotate`, `append` or `attention`.
+        op: `linear`, `encode`, `decode`, `rotate`, `append`, `attention` or `encode_weight`.
         device: device type of the input, e.g. `cpu`.
         dtype: dtype of the input, e.g. `bfloat16`.
         scheme: spec string; for attention, that of the keys and of the values, with a space.
         tokens: rows of the input, rounded up to a power of two.
-        n: output features, or tokens in the cache, rounded up to a power of two.
+        n: output features, or tokens in the cache, rounded up to a power of two; for
+            encode_weight, candidates of a scale.
         k: input features, or head_dim.
         value_dim: head_dim of the values, for attention.
         layout: of the codes in a KV cache (`ops.layout`), for append; for attention, that of the

@@ -80,7 +80,9 @@ def test_bucket(count, bucket):
     assert dispatch.bucket(count) == bucket
 
 
-@pytest.mark.parametrize("op", ["linear", "decode", "encode", "rotate", "append", "attention"])
+@pytest.mark.parametrize(
+    "op", ["linear", "decode", "encode", "rotate", "append", "attention", "encode_weight"]
+)
 def test_every_op_ends_with_its_reference(op):
     import hf_vq  # noqa: F401  registers the backends
 

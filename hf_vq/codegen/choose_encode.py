@@ -1,0 +1,48 @@
+"""From a scheme to the plan that encodes rows: which lanes own a group. Pure functions, no GPU."""
+
+from __future__ import annotations
+
+from ..formats.scheme import VQScheme
+from .choose import VECTOR_SIZES
+from .device import Arch
+from .plan import EncodePlan, Scope
+
+_THREADS = 256
+_RESIDENT = 2  # leaves a thread 128 registers
+_WARP = 32
+
+
+def encodable(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
+    """None if a plan can have rows of this scheme, else the reason why not."""
+    if scheme.codebook not in ("universal", "tensor"):
+        return f"its codebooks are per {scheme.codebook.replace('_', ' ')}"
+    if scheme.streams > 1 and not scheme.lattice:
+        return f"it has {scheme.streams} stages, which a beam follows"
+    if scheme.vector_size not in VECTOR_SIZES:
+        return f"vectors have {scheme.vector_size} weights, not one of {VECTOR_SIZES}"
+    vectors = scheme.group(in_features) // scheme.vector_size
+    if vectors % _WARP and (vectors > _WARP or vectors & (vectors - 1)):
+        return f"{vectors} vectors of a group are not whole warps"
+    if in_features // scheme.vector_size * scheme.entry_bits % 8:
+        return "a row's codes are not whole bytes"
+    needed = encode_plan(scheme, in_features, 1, False).shared_bytes
+    if needed > arch.shared_per_block:
+        return f"its codebook needs {needed} bytes of shared memory, of {arch.shared_per_block}"
+    return None
+
+
+def encode_plan(scheme: VQScheme, in_features: int, candidates: int, refit: bool) -> EncodePlan:
+    """The plan of an encodable scheme: nothing in it is a matter of choice.
+
+    Args:
+        candidates: scales that are tried for each group.
+        refit: whether scales are fitted to codes.
+    """
+    group = scheme.group(in_features)
+    vectors = group // scheme.vector_size
+    slots = 1 if scheme.lattice or (vectors % (2 * _WARP) and vectors > _WARP) else 2
+    return EncodePlan(
+        _THREADS, _RESIDENT, scheme.vector_size, scheme.entry_bits, scheme.streams,
+        Scope.E8P if scheme.lattice else Scope.SHARED, 0 if group == in_features else group,
+        candidates, refit, min(vectors, _WARP), slots, slots == 1 or vectors > _WARP,
+    )  # fmt: skip
