@@ -302,6 +302,25 @@ def test_rotations(block, dtype):
             assert y[37:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inverse", [False, True])
+def test_rotate_as_an_op(dtype, inverse):
+    """Also rows that do not lie side by side, or nowhere."""
+    scheme = weight_scheme("vq-4")
+    signs = torch.randint(256, (32,), dtype=torch.uint8, device="cuda")
+    wide = torch.randn(5, 3, 300, device="cuda").to(dtype)
+    for x in (wide[..., 3:259], wide[:, :0, :256], wide[:, :, :256].transpose(0, 1)):
+        assert runs("rotate", x, scheme, 256) == "cuda.rotate"
+        y = ops.rotate(x, signs, scheme, inverse)
+        exact = reference.rotate(x.double(), signs, scheme, inverse)
+        assert y.shape == x.shape and y.dtype == dtype
+        # A sum of 128 terms in 7 roundings of float32, rounded once.
+        bound = (torch.finfo(torch.float32).eps * 8 + torch.finfo(dtype).eps) * exact.norm()
+        assert (y - exact).norm() <= bound
+    plain = VQScheme(2, 8, rotation="none")
+    assert torch.equal(ops.rotate(wide, None, plain), wide)
+
+
 @pytest.mark.parametrize("name", ["u4", "u3", "u2", "nomad-u4"])
 def test_keys_and_values(name, monkeypatch):
     scheme = KV_SCHEMES[name].key

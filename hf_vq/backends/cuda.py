@@ -1,4 +1,4 @@
-"""The rows `cuda.fused_linear`, `cuda.linear`, `cuda.decode`, `cuda.encode_weight`: what they need.
+"""The rows that run generated CUDA kernels, and what they need.
 
 What runs them (`cuda_*`, `codegen`) is imported when a tensor on a GPU asks for it.
 """
@@ -79,6 +79,16 @@ def accepts_rows(problem: dispatch.Problem) -> str | None:
     return encodable(VQScheme.parse(problem.scheme), problem.k, arch)
 
 
+def accepts_rotation(problem: dispatch.Problem) -> str | None:
+    """None if there is a kernel for the rotation, else the reason why not."""
+    from ..codegen.choose import rotatable
+    from ..codegen.plan import Dtype
+
+    if problem.dtype not in {dtype.value for dtype in Dtype}:
+        return f"numbers are {problem.dtype}"
+    return rotatable(VQScheme.parse(problem.scheme), problem.k)
+
+
 def _fused(*arguments: Tensor | VQScheme | None) -> Tensor:
     from . import cuda_fused
 
@@ -117,6 +127,12 @@ def _decode(*arguments: Tensor | VQScheme | int | None) -> Tensor:
     return cuda_linear.decode(*arguments)  # type: ignore[arg-type]
 
 
+def _rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool) -> Tensor:
+    from . import cuda_linear
+
+    return cuda_linear.rotate(x, rotation, scheme, inverse)
+
+
 def _encode_weight(
     rows: Tensor, codebook: Tensor, scheme: VQScheme, factors: tuple[float, ...], refit: bool
 ) -> tuple[Tensor, Tensor]:
@@ -128,6 +144,7 @@ def _encode_weight(
 def register() -> None:
     """Add the rows to the top of the dispatch table."""
     rows = (
+        dispatch.Kernel("cuda.rotate", "rotate", _rotate, "cuda", needs, accepts_rotation),
         dispatch.Kernel(
             "cuda.encode_weight", "encode_weight", _encode_weight, "cuda", needs, accepts_rows
         ),

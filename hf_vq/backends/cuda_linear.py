@@ -208,6 +208,17 @@ def _rotate(
     )
 
 
+def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool) -> Tensor:
+    """`ops.reference.rotate`, summed in float32 and rounded once."""
+    if scheme.rotation == "none":
+        return x
+    rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rotated.numel():
+        with torch.cuda.device(x.device):
+            _rotate(_ready(x, x.dtype), rotation, scheme, rotated, inverse)
+    return rotated
+
+
 def _blocks(count: int) -> int:
     if count > _MOST_BLOCKS:
         raise VQBackendError(f"{count} blocks are more than a launch can have: split the input.")

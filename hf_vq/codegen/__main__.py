@@ -12,6 +12,7 @@ from ..errors import VQBackendError, VQError
 from ..formats.catalog import WEIGHT_SCHEMES, weight_scheme
 from ..formats.scheme import VQScheme
 from . import choose as decode
+from . import choose_encode as encode
 from . import choose_linear as linear
 from . import tuned
 from .choose import Cost
@@ -22,6 +23,7 @@ from .store import Store, default_store
 
 _SHAPE = (4096, 4096)
 _TOKENS = (1, 16)
+_CANDIDATES = 8  # scales that fitting tries for a group
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -142,9 +144,12 @@ def shared_bytes(plan: Plan) -> int:
 
 
 def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list[tuple[str, Plan]]:
-    """The kernels that linear layers of each scheme run, without repetitions."""
+    """The kernels that make and run linear layers of each scheme, without repetitions."""
     found: dict[Plan, str] = {}
     for name, scheme in schemes.items():
+        if encode.encodable(scheme, _SHAPE[1], named_arch(arch)) is None:
+            encoding = encode.encode_plan(scheme, _SHAPE[1], _CANDIDATES, True)
+            found.setdefault(encoding, f"encode {name}")
         for dtype in dtypes:
             decoding = decode.DecodeProblem(scheme, *_SHAPE, dtype, named_arch(arch))
             found.setdefault(decode.choose(decoding), f"decode {name} {dtype.value}")

@@ -12,9 +12,10 @@ from ..errors import VQConfigError, VQFormatError, shown
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
 from ..formats.tensors import tensor_specs
-from ..ops import decode_weight
+from ..ops import decode_weight, rotate
 from ..ops.codes import rotation_of
-from ..transforms import draw_signs, qr_matrix, rotate
+from ..transforms import draw_signs, qr_matrix
+from .frequency import by_frequency
 from .learned import fit_tile_band, tensor_codebook
 from .passes import nested_codes, one_pass
 from .rows import SEARCHES, RowFitter
@@ -105,7 +106,7 @@ def _first_pass(
     scheme, rotation = fitter.scheme, rotation_of(tensors)
 
     def rows(first: int, last: int) -> Tensor:
-        return rotate(weight[first:last].float(), scheme, rotation)
+        return rotate(weight[first:last].float(), rotation, scheme)
 
     if scheme.codebook == "tile":
         bands = range(0, len(weight), scheme.tile[0])
@@ -116,7 +117,11 @@ def _first_pass(
     codebook = {**tensors, **learned}["codebook"]
     size = _rows_at_once(weight, scheme)
     parts = (fitter.fit(rows(i, i + size), codebook) for i in range(0, len(weight), size))
-    return {**learned, **_joined(parts)}
+    stored = _joined(parts)
+    if learned:
+        ordered = by_frequency(stored["codes"], codebook, scheme, weight.shape[1])
+        stored["codes"], stored["codebook"] = ordered
+    return stored
 
 
 def _second_pass(
@@ -127,14 +132,14 @@ def _second_pass(
     again = RowFitter(single, weight.shape[1], fitter.search, fitter.where)
     for chunk, stored in _chunks(weight, tensors, scheme):
         if scheme.stages == "nested":
-            rows = rotate(chunk, scheme, rotation_of(tensors))
+            rows = rotate(chunk, rotation_of(tensors), scheme)
             second = nested_codes(
                 rows, stored["codes"], stored["scale"], stored["codebook_2"], scheme
             )
             parts.append({"codes_2": second})
             continue
         residual = chunk - decode_weight(stored, single, weight.shape[1])
-        rows = rotate(residual, scheme, rotation_of(tensors, "_2"))
+        rows = rotate(residual, rotation_of(tensors, "_2"), scheme)
         fitted = again.fit(rows, tensors["codebook"])
         parts.append({f"{key}_2": tensor for key, tensor in fitted.items()})
     return _joined(parts)

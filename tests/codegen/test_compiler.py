@@ -8,6 +8,7 @@ from hf_vq import paths
 from hf_vq.codegen import choose_linear, compiler
 from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.choose import DecodeProblem, choose, rotate_plan
+from hf_vq.codegen.choose_encode import encodable, encode_plan
 from hf_vq.codegen.device import ARCHES
 from hf_vq.codegen.plan import Dtype
 from hf_vq.codegen.store import Store
@@ -51,6 +52,7 @@ def test_the_matrix_compiles_into_the_store(arch, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sum(" decode" in line for line in lines) >= 9
     assert sum(" linear" in line for line in lines) >= 12
+    assert sum(" encode" in line for line in lines) == 7
     assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)
     assert len(list(tmp_path.glob("*.kernel"))) == len(lines)
     # What a process with a GPU asks for is there.
@@ -73,6 +75,24 @@ def test_odd_schemes(spec, rows, columns):
 @pytest.mark.parametrize("rows", [1, 64, 1024, 1 << 17])
 def test_other_numbers_of_rows(rows):
     checked(plan_for(WEIGHT_SCHEMES["vq-4"], rows), "sm_86")
+
+
+@pytest.mark.parametrize(
+    ("spec", "columns"),
+    [
+        ("vq1x3r1-tensor-g16-none", 48),
+        ("vq2x1r1-tensor-g32-none", 160),
+        ("vq8x12r1-tensor-g128-none", 256),
+        ("vq16x5r1-tensor-g16-none", 128),
+        ("vq4x6r1-tensor-g0-none", 4480),
+        ("vq8x16r2-e8p-g0-none", 1280),
+    ],
+)
+@pytest.mark.parametrize(("candidates", "refit"), [(1, False), (1, True), (8, False)])
+def test_odd_schemes_encoded(spec, columns, candidates, refit):
+    scheme = VQScheme.parse(spec)
+    assert encodable(scheme, columns, ARCHES["sm_80"]) is None
+    checked(encode_plan(scheme, columns, candidates, refit), "sm_80")
 
 
 @pytest.mark.parametrize("block", [1, 2, 4, 8, 32, 256, 512, 1024])

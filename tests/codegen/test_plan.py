@@ -7,7 +7,15 @@ import pytest
 
 from hf_vq import paths
 from hf_vq.codegen.choose import rotate_plan
-from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, RotatePlan, Scope, render
+from hf_vq.codegen.plan import (
+    DecodePlan,
+    Dtype,
+    EncodePlan,
+    LinearPlan,
+    RotatePlan,
+    Scope,
+    render,
+)
 
 PLAN = DecodePlan(
     threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=8, entry_bits=12, stages=2,
@@ -19,6 +27,10 @@ LINEAR = LinearPlan(
     scope=Scope.SHARED, group=128, fused=1, in_shared=True, replicas=32, interleaved=2, unit=32,
     load_bytes=16, split=8, row_tiles=1, token_tiles=1, steps=2, scales_together=True,
     ragged=False, single=True, rotate=True,
+)  # fmt: skip
+ENCODE = EncodePlan(
+    threads=256, resident=2, vector_size=2, entry_bits=8, stages=1, scope=Scope.SHARED, group=128,
+    candidates=8, refit=True, lanes=32, slots=2, one_group=True,
 )  # fmt: skip
 ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)
 
@@ -37,13 +49,15 @@ def test_every_field_is_rendered_once_under_its_own_name():
     assert names == [field.name for field in dataclasses.fields(PLAN)]
 
 
-@pytest.mark.parametrize("plan", [PLAN, LINEAR, ROTATE])
+@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, ROTATE])
 def test_a_template_reads_every_field_and_no_other(plan):
     text = source(f"{plan.template}.cu")
     if isinstance(plan, DecodePlan):
         text += source("codebook.cuh")
     if isinstance(plan, LinearPlan):
         text += source("table.cuh") + source("hadamard.cuh")
+    if isinstance(plan, EncodePlan):
+        text += source("nearest.cuh") + source("nearest_e8p.cuh")
     read = set(re.findall(r"Plan::(\w+)", text))
     assert read == {field.name for field in dataclasses.fields(plan)}
 
@@ -56,13 +70,14 @@ def test_enumerations_have_the_same_names_in_the_source(kind):
 
 def test_arguments_are_those_of_the_source():
     """Names and order; their types are a pointer, or integers of the named size."""
+    from hf_vq.backends.cuda_encode import EncodeArguments
     from hf_vq.backends.cuda_fused import LinearArguments
     from hf_vq.backends.cuda_linear import DecodeArguments, RotateArguments
 
     sizes = {"int64_t": 8, "uint32_t": 4, "int": 4}
     for arguments, file in (
         (DecodeArguments, "decode.cu"), (RotateArguments, "rotate.cu"),
-        (LinearArguments, "linear.cu"),
+        (LinearArguments, "linear.cu"), (EncodeArguments, "encode.cu"),
     ):  # fmt: skip
         body = re.search(r"struct Arguments {\n(.*?)};", source(file), re.DOTALL)[1]
         fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)

@@ -1,0 +1,63 @@
+"""Lanes and slots of the encode kernel own every vector once."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_vq.codegen.choose_encode import encodable, encode_plan
+from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.plan import Scope
+from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
+
+
+@st.composite
+def schemes(draw):
+    x = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    group = draw(st.sampled_from([0, 16, 32, 64, 128, 256, 1024]))
+    bits = draw(st.integers(1, 16))
+    return VQScheme(x, bits, 1, "tensor", scale_group=group, rotation="none")
+
+
+@settings(max_examples=200, deadline=None)
+@given(schemes(), st.integers(1, 900))
+def test_a_warp_has_whole_groups_or_whole_turns_of_one(scheme, blocks):
+    columns = 16 * blocks
+    if encodable(scheme, columns, ARCHES["sm_90a"]):
+        return
+    plan = encode_plan(scheme, columns, 8, True)
+    vectors = (plan.group or columns) // scheme.vector_size
+    if plan.one_group and plan.lanes == 32:
+        assert plan.groups_of_warp == 1 and vectors % (32 * plan.slots) == 0
+    else:  # then a group is in one slot
+        assert vectors == plan.lanes and 32 % plan.lanes == 0
+        assert plan.groups_of_warp == 32 // plan.lanes * plan.slots
+    assert columns % (plan.group or columns) == 0
+    assert columns // scheme.vector_size * scheme.entry_bits % 8 == 0  # rows follow each other
+    assert plan.shared_bytes <= ARCHES["sm_90a"].shared_per_block
+
+
+@pytest.mark.parametrize("columns", [4096, 14336, 11008, 1152])
+@pytest.mark.parametrize(
+    "name", [n for n, s in WEIGHT_SCHEMES.items() if s.codebook == "universal"]
+)
+def test_every_universal_scheme_is_encoded_on_every_gpu(name, columns):
+    scheme = weight_scheme(name)
+    assert all(encodable(scheme, columns, arch) is None for arch in ARCHES.values())
+    plan = encode_plan(scheme, columns, 8, True)
+    assert (plan.scope is Scope.E8P) == (scheme.lattice is not None)
+    assert plan.stages == scheme.streams and plan.group == 128
+
+
+@pytest.mark.parametrize(
+    ("scheme", "columns", "reason"),
+    [
+        (WEIGHT_SCHEMES["gptvq-2"], 4096, "per tile"),
+        (WEIGHT_SCHEMES["aqlm-2"], 4096, "2 stages, which a beam follows"),
+        (VQScheme(32, 4, 1, "tensor", scale_group=0), 4096, "32 weights"),
+        (VQScheme(2, 8, 1, "tensor", scale_group=0, rotation="none"), 288, "144 vectors"),
+        (VQScheme(2, 5, 1, "tensor", scale_group=0, rotation="none"), 8, "whole bytes"),
+        (VQScheme(8, 16, 1, "tensor", scale_group=0, rotation="none"), 4096, "shared memory"),
+    ],
+)
+def test_what_is_not_encoded_says_why(scheme, columns, reason):
+    assert reason in encodable(scheme, columns, ARCHES["sm_90a"])
