@@ -16,6 +16,7 @@ from . import (
     cuda_generate,
     cuda_linear,
     cuda_peers,
+    cuda_quantize,
     cuda_tune,
     quality_kv,
     quality_weights,
@@ -26,6 +27,7 @@ from .record import RESULTS, command_line, make_record, write_record
 TIMED_SUITES: dict[str, Any] = {
     "cpu-linear": cpu_linear, "cpu-attention": cpu_attention, "cpu-generate": cpu_generate,
     "cuda-linear": cuda_linear, "cuda-peers": cuda_peers, "cuda-generate": cuda_generate,
+    "cuda-quantize": cuda_quantize,
 }  # fmt: skip
 
 
@@ -57,9 +59,11 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--llama-bench", type=Path, help="program of llama.cpp")
             suite.add_argument("--gguf", type=Path, help="folder with kv16-Q4_0.gguf and others")
         elif name.startswith("cuda-"):
-            if name != "cuda-generate":
-                suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
+            if name in ("cuda-linear", "cuda-peers"):
+                suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
+            if name == "cuda-quantize":
+                suite.add_argument("--layers", type=int, default=module.LAYERS)
         else:
             suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])
         suite.add_argument("--rounds", type=int, help="turns of every contestant")
@@ -121,7 +125,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _time(args: argparse.Namespace) -> int:
-    options = {"threads": "", "tokens": "", "schemes": "", "rounds": "",
+    options = {"threads": "", "tokens": "", "schemes": "", "layers": "", "rounds": "",
                "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR"}  # fmt: skip
     names = {name: shown for name, shown in options.items() if hasattr(args, name)}
     isa = env.CPU_ISA.get()

@@ -350,6 +350,28 @@ def cuda_host_table() -> str:
     return markdown_table(head, cells) + "\n\n" + _timed(record)
 
 
+def cuda_quantize_table() -> str:
+    """Seconds for the matrices of a model, and memory while one is loaded."""
+    record = _record("cuda-quantize")
+    rows = {(row["what"], row["name"]): row for row in record["results"]["rows"]}
+    billions = next(iter(rows.values()))["weights"] / 1e9
+    head = ["weights", f"seconds for {billions:.2f} billion", "times as fast as PyTorch alone",
+            "loading: MB stored / above / of a layer",
+            "quantizing while loading: MB above / of a dense layer"]  # fmt: skip
+    cells = []
+    for what, name in rows:
+        if what != "quantize":
+            continue
+        fit, load, flying = (rows[w, name] for w in (what, "load", "quantize while loading"))
+        stored = [load["stored_mb"], load["above_mb"], load["layer_mb"]]
+        cells.append([
+            f"`{name}`", f"{fit['seconds']:.1f}", f"{fit['speedup']['PyTorch']:.0f}",
+            _joined(f"{mb:.0f}" for mb in stored),
+            _joined(f"{flying[key]:.0f}" for key in ("above_mb", "layer_mb")),
+        ])  # fmt: skip
+    return markdown_table(head, cells) + "\n\n" + _timed(record)
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
@@ -380,6 +402,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-mechanisms": cuda_mechanisms_table,
     "results:cuda-host": cuda_host_table,
     "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda_tables.peers),
+    "results:cuda-quantize": cuda_quantize_table,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,

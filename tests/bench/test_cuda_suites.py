@@ -5,7 +5,14 @@ import torch
 from transformers import LlamaConfig
 
 from hf_vq import ops
-from hf_vq.bench import aqlm_peer, cuda_generate, cuda_linear, cuda_peers, cuda_tune
+from hf_vq.bench import (
+    aqlm_peer,
+    cuda_generate,
+    cuda_linear,
+    cuda_peers,
+    cuda_quantize,
+    cuda_tune,
+)
 from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.bench.record import read_record
 from hf_vq.codegen import tuned
@@ -18,7 +25,7 @@ from hf_vq.formats import weight_scheme
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_it_says_so():
-    for suite in (cuda_linear, cuda_tune, cuda_peers, cuda_generate):
+    for suite in (cuda_linear, cuda_tune, cuda_peers, cuda_generate, cuda_quantize):
         with pytest.raises(VQBackendError, match="needs a CUDA device"):
             suite.run()
 
@@ -100,6 +107,25 @@ def test_a_step_is_split_without_counting_twice():
 
 
 @pytest.mark.gpu
+def test_cuda_quantize(monkeypatch):
+    monkeypatch.setattr(cuda_quantize, "LAYER", ((256, 512), (128, 512)))
+    monkeypatch.setattr(cuda_quantize, "_LOADED_LAYERS", 1)
+    monkeypatch.setattr(cuda_quantize, "_COMPARED", (64, 512))
+    names = ("vq-4", "aqlm-2")
+    settings, results = cuda_quantize.run(schemes=names, layers=2, rounds=1)
+    assert settings["layers"] == 2 and settings["matrices"] == [[256, 512], [128, 512]]
+    rows = {(row["what"], row["name"]): row for row in results["rows"]}
+    whats = ("quantize", "quantize while loading", "load")
+    assert set(rows) == {(what, name) for what in whats for name in names}
+    for name in names:
+        made = rows["quantize", name]
+        assert made["weights"] == 2 * 384 * 512 and made["seconds"] > 0 < made["relative_error"]
+        assert made["speedup"]["PyTorch"] > 0 and made["above_mb"] > 0
+        assert rows["load", name]["above_mb"] <= rows["load", name]["layer_mb"]
+        assert rows["load", name]["layer_mb"] < rows["quantize while loading", name]["layer_mb"]
+
+
+@pytest.mark.gpu
 def test_what_was_measured_is_chosen(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_VQ_STORE", str(tmp_path))
     tuned._on_disk.cache_clear()
@@ -134,3 +160,16 @@ def test_what_the_record_promises():
             without[row["plan"]].append(row["times chosen"])
     assert min(without["one copy of the codebook (VQ-LLM)"]) > 1.2
     assert min(without["no overlapping launches"]) > 1
+
+
+def test_what_the_record_of_quantizing_promises():
+    """What CHANGELOG and docs/cuda.md say: 8 billion parameters in a minute, no copy of a layer."""
+    record = read_record("cuda-quantize")
+    assert record["settings"]["layers"] == 32
+    rows = record["results"]["rows"]
+    quantized = {row["name"]: row for row in rows if row["what"] == "quantize"}
+    assert {"vq-4", "vq-2", "turboquant-4", "quip-sharp-2"} <= set(quantized)
+    assert all(row["seconds"] < 60 and row["weights"] > 6.9e9 for row in quantized.values())
+    for row in rows:
+        if row["what"] != "quantize":
+            assert row["above_mb"] <= row["layer_mb"], row
