@@ -204,7 +204,8 @@ class EncodePlan(Plan):
     Args:
         vector_size: x of VQ<x, y, z>.
         entry_bits: y.
-        stages: z; more than one for E8P only.
+        stages: z; at most two, but for E8P.
+        beam: entries of the first of two stages that are followed; E8P follows one.
         scope: of a codebook; not TILE.
         group: weights that share a scale; 0 = the whole row.
         candidates: scales that are tried; 1 = the root mean square, untried.
@@ -220,6 +221,7 @@ class EncodePlan(Plan):
     stages: int
     scope: Scope
     group: int
+    beam: int
     candidates: int
     refit: bool
     lanes: int
@@ -237,7 +239,7 @@ class EncodePlan(Plan):
         each stage, and the rows of masks."""
         if self.scope is Scope.E8P:
             return self.stages * 257 * 16 + 256 + 64
-        return 4 * (self.vector_size + 1) * max(4, 1 << self.entry_bits)
+        return 4 * self.stages * (self.vector_size + 1) * max(4, 1 << self.entry_bits)
 
 
 def render(plan: Plan) -> str:

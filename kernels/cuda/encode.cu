@@ -119,7 +119,7 @@ template <typename Books> __device__ inline void search(const Books& book, const
   }
 }
 
-// The codes of 32 lanes from vector `first` of the stream on: lane w writes word w.
+// The codes of 32 lanes, number `first` and on of all that are stored: lane w writes word w.
 __device__ inline void store_words(uint32_t* codes, int64_t first, uint32_t code) {
   constexpr int bits = Plan::entry_bits, pieces = 32 % bits ? 31 / bits + 2 : 32 / bits;
   const int lane = threadIdx.x % 32, begin = lane * 32 / bits;
@@ -134,20 +134,22 @@ __device__ inline void store_words(uint32_t* codes, int64_t first, uint32_t code
 }
 
 __device__ inline void store_codes(const Groups& groups, int chunk, const uint32_t (&code)[slots][Plan::stages]) {
+  const int across = groups.a.columns / x;
 #pragma unroll
   for (int slot = 0; slot < slots; ++slot) {
-    const int64_t at = groups.at(chunk, slot);
-    if constexpr (lattice) {
-      const int across = groups.a.columns / x;
-      uint16_t* to = reinterpret_cast<uint16_t*>(groups.a.codes) + at / across * across * Plan::stages + at % across;
-      if (!groups.exists(slot % sets)) continue;
+    const bool exists = groups.exists(slot % sets);
+    const int64_t at = groups.at(chunk, slot), first = at - threadIdx.x % 32;
 #pragma unroll
-      for (int stage = 0; stage < Plan::stages; ++stage) to[stage * across] = uint16_t(code[slot][stage]);
-    } else {
-      const int64_t first = at - threadIdx.x % 32;
-      const int vectors = Plan::group ? Plan::group / x : groups.a.columns / x;
-      if (first < groups.a.groups * vectors)
-        store_words(groups.a.codes, first, groups.exists(slot % sets) ? code[slot][0] : 0);
+    for (int stage = 0; stage < Plan::stages; ++stage) {
+      // Number of a code among all: a row's streams follow each other, as rows do.
+      const auto number = [&](int64_t vector) {
+        return Plan::stages == 1 ? vector : vector + (vector / across * (Plan::stages - 1) + stage) * across;
+      };
+      if constexpr (lattice) {
+        if (exists) reinterpret_cast<uint16_t*>(groups.a.codes)[number(at)] = uint16_t(code[slot][stage]);
+      } else if (__any_sync(0xffffffffu, exists)) {
+        store_words(groups.a.codes, number(first), exists ? code[slot][stage] : 0);
+      }
     }
   }
 }

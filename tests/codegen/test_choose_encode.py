@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_vq.codegen import choose_encode
 from hf_vq.codegen.choose_encode import encodable, encode_plan
 from hf_vq.codegen.device import ARCHES
 from hf_vq.codegen.plan import Scope
+from hf_vq.fit import assign
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
 
 
@@ -15,7 +17,7 @@ def schemes(draw):
     x = draw(st.sampled_from([1, 2, 4, 8, 16]))
     group = draw(st.sampled_from([0, 16, 32, 64, 128, 256, 1024]))
     bits = draw(st.integers(1, 16))
-    return VQScheme(x, bits, 1, "tensor", scale_group=group, rotation="none")
+    return VQScheme(x, bits, draw(st.integers(1, 2)), "tensor", scale_group=group, rotation="none")
 
 
 @settings(max_examples=200, deadline=None)
@@ -33,6 +35,7 @@ def test_a_warp_has_whole_groups_or_whole_turns_of_one(scheme, blocks):
         assert plan.groups_of_warp == 32 // plan.lanes * plan.slots
     assert columns % (plan.group or columns) == 0
     assert columns // scheme.vector_size * scheme.entry_bits % 8 == 0  # rows follow each other
+    assert plan.stages == 1 or columns // scheme.vector_size % 32 == 0
     assert plan.shared_bytes <= ARCHES["sm_90a"].shared_per_block
 
 
@@ -48,11 +51,17 @@ def test_every_universal_scheme_is_encoded_on_every_gpu(name, columns):
     assert plan.stages == scheme.streams and plan.group == 128
 
 
+def test_the_kernel_follows_as_many_as_the_specification():
+    assert choose_encode.BEAM == assign.BEAM
+
+
 @pytest.mark.parametrize(
     ("scheme", "columns", "reason"),
     [
         (WEIGHT_SCHEMES["gptvq-2"], 4096, "per tile"),
-        (WEIGHT_SCHEMES["aqlm-2"], 4096, "2 stages, which a beam follows"),
+        (WEIGHT_SCHEMES["aqlm-3"], 4096, "shared memory"),
+        (VQScheme(2, 4, 3, "tensor", scale_group=0), 4096, "3 stages"),
+        (VQScheme(8, 8, 2, "tensor", scale_group=128), 128, "16 codes of a stage"),
         (VQScheme(32, 4, 1, "tensor", scale_group=0), 4096, "32 weights"),
         (VQScheme(2, 8, 1, "tensor", scale_group=0, rotation="none"), 288, "144 vectors"),
         (VQScheme(2, 5, 1, "tensor", scale_group=0, rotation="none"), 8, "whole bytes"),

@@ -52,7 +52,7 @@ def test_the_matrix_compiles_into_the_store(arch, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sum(" decode" in line for line in lines) >= 9
     assert sum(" linear" in line for line in lines) >= 12
-    assert sum(" encode" in line for line in lines) == 7
+    assert sum(" encode" in line for line in lines) == 8
     assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)
     assert len(list(tmp_path.glob("*.kernel"))) == len(lines)
     # What a process with a GPU asks for is there.
@@ -86,6 +86,8 @@ def test_other_numbers_of_rows(rows):
         ("vq16x5r1-tensor-g16-none", 128),
         ("vq4x6r1-tensor-g0-none", 4480),
         ("vq8x16r2-e8p-g0-none", 1280),
+        ("vq16x8r2-tensor-g0-none", 4096),
+        ("vq1x2r2-tensor-g16-none", 96),
     ],
 )
 @pytest.mark.parametrize(("candidates", "refit"), [(1, False), (1, True), (8, False)])

@@ -30,7 +30,7 @@ LINEAR = LinearPlan(
 )  # fmt: skip
 ENCODE = EncodePlan(
     threads=256, resident=2, vector_size=2, entry_bits=8, stages=1, scope=Scope.SHARED, group=128,
-    candidates=8, refit=True, lanes=32, slots=2, one_group=True,
+    beam=8, candidates=8, refit=True, lanes=32, slots=2, one_group=True,
 )  # fmt: skip
 ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)
 
