@@ -4,11 +4,18 @@ A weight's last scale is fitted to codes that were chosen under the scale before
 are followed one by one: without refitting, what is stored shows the scale and its codes.
 """
 
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from hf_vq.backends import cuda_encode
-from hf_vq.codegen.choose_encode import BEAM
+from hf_vq.codegen.choose_encode import BEAM, encode_plan
+from hf_vq.codegen.compiler import cubin
+from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.store import default_store
 from hf_vq.fit import fit_weight
 from hf_vq.fit.rows import encode_rows
 from hf_vq.fit.scale import FACTORS
@@ -43,6 +50,19 @@ ODD = [  # spec, rows, in_features
 ]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 37, 1152) for name in CATALOGUE] + ODD
 EPS = torch.finfo(torch.float32).eps / 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """All kernels of this file, by all cores."""
+    plans = {
+        encode_plan(VQScheme.parse(spec), columns, candidates, refit)
+        for (spec, _, columns), candidates, refit in itertools.product(
+            CASES, (1, len(FACTORS)), (False, True)
+        )
+    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda plan: cubin(plan, device_arch(0).name, default_store()), plans))
 
 
 def given(spec, rows, columns):

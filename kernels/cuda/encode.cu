@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes and scales of rows that are rotated already, v = one group of a row (hf_vq/fit/rows.py is the specification):
+// Scales and codes of rows that are rotated already, v being one group of a row:
 //
-//     s = argmin_f |v - s_f e|^2,  s_f = f rms(v),  e = the entries nearest to v / s_f        f of `factors`
-//     then, where the plan refits, twice:  e = the entries nearest to v / s,  s = <v, e> / |e|^2
+//     s = argmin_f |v - s_f e_f|^2,  s_f = f rms(v)              e_f: the entries nearest to v / s_f
+//     where the plan refits, twice:  s = <v, e> / |e|^2          e: the entries nearest to v / s
 //
-// The entry of a vector u under scale s maximises <u, e> - s |e|^2 / 2 (`nearest.cuh`; E8P: `nearest_e8p.cuh`), so
-// all candidates share the products <u, e> of a search: x multiply-adds for an entry, then one and a maximum for each.
+// hf_vq/fit/rows.py is the specification. A warp owns groups; vector i of its stream is in slot i / 32 of lane i % 32:
 //
-// A warp owns groups; vector i of its stream is lane i % 32 of slot i / 32:
-//
-//     32 lanes   |  v0  v1  v2 .. v31 |  slot 0      up to 32 vectors a group: a slot has 32 / lanes groups
+//     32 lanes   | v0  v1  v2  .. v31 |  slot 0      up to 32 vectors a group: a slot has 32 / lanes groups
 //                | v32 v33 v34 .. v63 |  slot 1      more: all slots are one group, in `chunks` turns
 //
-// so that 32 codes are Plan::entry_bits whole words, put together by shuffles. Bytes: rows once from DRAM (three times
-// from L1), codes and scales once. Bound by instructions: 256 entries are 8 candidates x 2 + 2 x 3 for each and vector.
+// so that 32 codes are Plan::entry_bits whole words, put together by shuffles. Bytes: rows once from DRAM (and from L1
+// once for each step), codes and scales once. Bound by instructions: all entries are tried for every vector, eight
+// candidates at once and then twice more (nearest.cuh).
 #include "nearest.cuh"
 #include "nearest_e8p.cuh"
 

@@ -107,6 +107,7 @@ def test_a_step_is_split_without_counting_twice():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:aqlm-2 loses much quality")
 def test_cuda_quantize(monkeypatch):
     monkeypatch.setattr(cuda_quantize, "LAYER", ((256, 512), (128, 512)))
     monkeypatch.setattr(cuda_quantize, "_LOADED_LAYERS", 1)
