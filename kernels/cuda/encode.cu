@@ -201,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) enco
     if constexpr (candidates > 1) search(book, groups, scale);
 #pragma unroll
     for (int set = 0; set < sets; ++set) scale[set] = rounded(scale[set]);
-    if constexpr (Plan::refit) assign(book, groups, false, scale);
-    assign(book, groups, true, scale);
+#pragma unroll 1
+    for (int pass = Plan::refit ? 0 : 1; pass < 2; ++pass) assign(book, groups, pass == 1, scale);
 #pragma unroll
     for (int set = 0; set < sets; ++set)
       if (groups.exists(set) && threadIdx.x % lanes == 0)
