@@ -111,10 +111,8 @@ def _first_pass(
     if scheme.codebook == "tile":
         bands = range(0, len(weight), scheme.tile[0])
         return _joined(fit_tile_band(rows(i, i + scheme.tile[0]), fitter, seed) for i in bands)
-    learned: dict[str, Tensor] = {}
-    if scheme.codebook == "tensor":
-        learned["codebook"] = tensor_codebook(rows, weight.shape, fitter, seed)
-    codebook = {**tensors, **learned}["codebook"]
+    learned = scheme.codebook == "tensor"
+    codebook = tensor_codebook(rows, weight.shape, fitter, seed) if learned else tensors["codebook"]
     size = _rows_at_once(weight, scheme)
     parts = (fitter.fit(rows(i, i + size), codebook) for i in range(0, len(weight), size))
     stored = _joined(parts)

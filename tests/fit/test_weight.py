@@ -163,8 +163,9 @@ def test_weights_that_cannot_be_stored():
     scheme = weight_scheme("vq-4")
     bad = torch.randn(4, 128)
     bad[1, 3] = float("nan")
-    with pytest.raises(VQFormatError, match=r"q_proj holds NaN.*modules_to_not_convert"):
-        fit_weight(bad, scheme, where="q_proj")
+    for name in ("vq-4", "aqlm-2", "gptvq-2"):
+        with pytest.raises(VQFormatError, match=r"q_proj holds NaN.*modules_to_not_convert"):
+            fit_weight(bad, weight_scheme(name), where="q_proj")
     with pytest.raises(VQFormatError, match="too large for fp16"):
         fit_weight(torch.randn(4, 128) * 1e6, scheme)
     with pytest.raises(VQFormatError, match="too small for fp16"):
