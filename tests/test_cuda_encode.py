@@ -36,14 +36,14 @@ ODD = [  # spec, rows, in_features
     ("vq1x9r1-tensor-g64-none", 5, 192),
     ("vq2x1r1-tensor-g32-none", 9, 160),
     ("vq2x8r1-universal-g0-random_hadamard0", 31, 1024),
-    ("vq2x8r1-universal-g0-random_hadamard0", 3, 8192),
+    ("vq2x8r1-universal-g0-random_hadamard0", 16, 8192),
     ("vq4x8r1-universal-g32-random_hadamard32", 5, 96),
-    ("vq4x6r1-tensor-g0-none", 4, 4480),
+    ("vq4x6r1-tensor-g0-none", 16, 4480),
     ("vq8x8r1-tensor-g0-none", 9, 768),
     ("vq8x12r1-tensor-g128-none", 5, 256),
     ("vq16x5r1-tensor-g16-none", 9, 128),
     ("vq8x16r2-e8p-g16-none", 3, 48),
-    ("vq8x16r1-e8p-g0-none", 3, 1280),
+    ("vq8x16r1-e8p-g0-none", 9, 1280),
     (WEIGHT_SCHEMES["aqlm-2"].spec(), 9, 1280),
     ("vq4x5r2-tensor-g64-none", 7, 256),
     ("vq1x2r2-tensor-g16-none", 5, 96),
@@ -221,7 +221,7 @@ def test_refitted_scales(spec, count, columns, factors):
     check_nearest(rows, before, codes, book, scheme, but=unsure)
     after, near = fitted_scale(rows, codes, book, scheme, before)
     assert ((scale == after) | near | unsure).all()
-    assert (~unsure).float().mean() > 0.5
+    assert (~unsure).float().mean() > 0.3
 
 
 @pytest.mark.parametrize("name", [*CATALOGUE, "aqlm-2"])
