@@ -50,6 +50,7 @@ ODD = [  # spec, rows, in_features
 ]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 37, 1152) for name in CATALOGUE] + ODD
 EPS = torch.finfo(torch.float32).eps / 2
+STEPS = 16  # of integer entries, in 1
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,6 +76,8 @@ def given(spec, rows, columns):
     else:
         book = torch.randn(scheme.streams, scheme.entries, scheme.vector_size).half()
         book *= 0.4 ** torch.arange(scheme.streams)[:, None, None]
+    if scheme.largest_entry:
+        book = (book * STEPS).round().clamp(-63, 63).char()
     return scheme, values.reshape(rows, columns), book.cuda()
 
 
@@ -174,12 +177,13 @@ def fitted_scale(rows, codes, book, scheme, scale):
     return torch.where(positive, exact.half(), scale), positive & (low != high)
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.75])
 @pytest.mark.parametrize(("spec", "count", "columns"), CASES)
-def test_nearest_entries_under_the_norm(spec, count, columns):
+def test_nearest_entries_under_the_norm(spec, count, columns, factor):
     scheme, rows, book = given(spec, count, columns)
-    codes, scale = encoded(rows, book, scheme, (1.0,), False)
+    codes, scale = encoded(rows, book, scheme, (factor,), False)
     groups = rows.double().unflatten(1, (scale.shape[1], -1))
-    exact = groups.square().mean(-1).sqrt()
+    exact = groups.square().mean(-1).sqrt() * factor
     assert ((scale.double() - exact).abs() <= exact * 2.0**-10.9 + 2.0**-24).all()
     check_nearest(rows, scale, codes, book, scheme)
 
@@ -224,13 +228,14 @@ def test_refitted_scales(spec, count, columns, factors):
     assert (~unsure).float().mean() > 0.3
 
 
-@pytest.mark.parametrize("name", [*CATALOGUE, "aqlm-2"])
+@pytest.mark.parametrize("name", [*CATALOGUE, "aqlm-2", "aqlm-2-int7"])
 def test_as_good_as_the_specification(name):
     """What the steps above add up to: the error of a weight, and most of its codes."""
     scheme, _, book = given(weight_scheme(name).spec(), 1, 2048)
+    factors = tuple(one / STEPS for one in FACTORS) if scheme.largest_entry else FACTORS
     rows = torch.randn(256, 2048, device="cuda")
-    packed, scale = cuda_encode.encode_weight(rows, book, scheme, FACTORS, True)
-    expected, expected_scale = encode_rows(rows, book, scheme, FACTORS, True)
+    packed, scale = cuda_encode.encode_weight(rows, book, scheme, factors, True)
+    expected, expected_scale = encode_rows(rows, book, scheme, factors, True)
     assert packed.shape == expected.shape and packed.dtype == expected.dtype
     assert scale.shape == expected_scale.shape
     same = (scale == expected_scale).float().mean()

@@ -103,10 +103,15 @@ def random_tensors(scheme: VQScheme, out_features: int, in_features: int) -> dic
             tensors[key] = torch.randint(256, spec.shape, dtype=torch.uint8)
         elif key == "codebook" and spec.shared_name:
             tensors[key] = universal_tensor(scheme)
+        elif spec.largest:
+            tensors[key] = torch.randint(
+                -spec.largest, spec.largest + 1, spec.shape, dtype=spec.dtype
+            )
         elif key == "codebook":
             tensors[key] = torch.randn(spec.shape).half()
         else:
-            tensors[key] = torch.rand(spec.shape).add_(0.5).mul_(in_features**-0.5).half()
+            size = in_features**-0.5 / max(scheme.largest_entry / 2, 1)
+            tensors[key] = torch.rand(spec.shape).add_(0.5).mul_(size).half()
     return tensors
 
 

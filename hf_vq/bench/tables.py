@@ -432,7 +432,11 @@ def _cell(cases: dict[str, dict[str, Any]], case: str, key: str) -> str:
 def _codebook(scheme: VQScheme) -> str:
     if scheme.lattice:
         return "universal (E8P)"
-    learned = {"tensor": "learned per tensor", "channel_group": "learned per channel group"}
+    integers = f", integers of {scheme.codebook_bits} bits" if scheme.largest_entry else ""
+    learned = {
+        "tensor": f"learned per tensor{integers}",
+        "channel_group": "learned per channel group",
+    }
     if scheme.codebook == "tile":
         return f"learned per {scheme.tile[0]} x {scheme.tile[1]} tile"
     return learned.get(scheme.codebook, "universal")

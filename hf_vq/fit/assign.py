@@ -17,7 +17,7 @@ class Assigner:
     """Finds codes for vectors under one codebook [z, entries, x] (E8P: [z, 257, 8]).
 
     Args:
-        codebook: the stored fp16 codebook, on the device of the vectors.
+        codebook: the stored codebook, on the device of the vectors.
         scheme: says how its stages are to be read.
         learned: the codebook serves one tensor, so nothing is kept for the next one.
     """

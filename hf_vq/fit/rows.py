@@ -39,9 +39,14 @@ class RowFitter:
         """The least-squares scale of the chosen entries, as stored; unchanged for `norm`."""
         return scale if self.search == "norm" else _refitted(groups, chosen, scale)
 
-    def fit(self, rows: Tensor, codebook: Tensor) -> dict[str, Tensor]:
-        """Stored `codes` [n, bytes] and `scale` [n, groups] of float32 `rows` [n, in]."""
-        factors = FACTORS if self.search == "search" else (1.0,)
+    def fit(self, rows: Tensor, codebook: Tensor, step: float = 1.0) -> dict[str, Tensor]:
+        """Stored `codes` [n, bytes] and `scale` [n, groups] of float32 `rows` [n, in].
+
+        Args:
+            step: what 1 in the codebook is for rows whose root mean square is 1.
+        """
+        tried = FACTORS if self.search == "search" else (1.0,)
+        factors = tuple(step * factor for factor in tried)
         refit = self.search != "norm"
         codes, scale = encode_weight(rows, codebook, self.scheme, factors, refit)
         return {"codes": codes, "scale": scale}
@@ -73,10 +78,10 @@ def encode_rows(
     """The specification of `ops.encode_weight`."""
     assigner = Assigner(codebook, scheme, learned=scheme.codebook != "universal")
     groups = rows.reshape(-1, scheme.group(rows.shape[-1]))
-    scale = root_mean_square(groups)
     if len(factors) > 1:
-        scale = search_scale(groups, assigner, factors)
-    scale = scale.half()
+        scale = search_scale(groups, assigner, factors).half()
+    else:
+        scale = (root_mean_square(groups) * factors[0]).half()
     codes, chosen = _assigned(groups, scale, assigner)
     if refit:
         # Assign once more with the least-squares scale as it will be stored.

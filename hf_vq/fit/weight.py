@@ -112,9 +112,12 @@ def _first_pass(
         bands = range(0, len(weight), scheme.tile[0])
         return _joined(fit_tile_band(rows(i, i + scheme.tile[0]), fitter, seed) for i in bands)
     learned = scheme.codebook == "tensor"
-    codebook = tensor_codebook(rows, weight.shape, fitter, seed) if learned else tensors["codebook"]
+    if learned:
+        codebook, step = tensor_codebook(rows, weight.shape, fitter, seed)
+    else:
+        codebook, step = tensors["codebook"], 1.0
     size = _rows_at_once(weight, scheme)
-    parts = (fitter.fit(rows(i, i + size), codebook) for i in range(0, len(weight), size))
+    parts = (fitter.fit(rows(i, i + size), codebook, step) for i in range(0, len(weight), size))
     stored = _joined(parts)
     if learned:
         ordered = by_frequency(stored["codes"], codebook, scheme, weight.shape[1])

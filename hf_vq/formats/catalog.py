@@ -15,8 +15,11 @@ def _gauss(vector_size: int, entry_bits: int, **fields: Any) -> VQScheme:
     return VQScheme(vector_size, entry_bits, **fields)
 
 
-def _learned(vector_size: int, entry_bits: int, residuals: int, codebook: str) -> VQScheme:
-    return VQScheme(vector_size, entry_bits, residuals, codebook, scale_group=0, rotation="none")
+def _learned(
+    vector_size: int, entry_bits: int, residuals: int, codebook: str, **fields: Any
+) -> VQScheme:
+    unrotated: dict[str, Any] = {"scale_group": 0, "rotation": "none"}
+    return VQScheme(vector_size, entry_bits, residuals, codebook, **unrotated, **fields)
 
 
 WEIGHT_SCHEMES: dict[str, VQScheme] = {
@@ -29,6 +32,8 @@ WEIGHT_SCHEMES: dict[str, VQScheme] = {
     "quip-sharp-2": _gauss(8, 16, lattice="e8p"),
     "aqlm-3": _learned(8, 12, 2, "tensor"),
     "aqlm-2": _learned(8, 8, 2, "tensor"),
+    "aqlm-3-int7": _learned(8, 12, 2, "tensor", codebook_bits=7),
+    "aqlm-2-int7": _learned(8, 8, 2, "tensor", codebook_bits=7),
     "gptvq-2": _learned(4, 8, 1, "tile"),
 }
 """Weight schemes by name (the papers of each: docs/architecture.md)."""

@@ -18,6 +18,7 @@ from ..errors import VQSchemeError, shown
 CODEBOOKS = ("universal", "tensor", "tile", "channel_group")
 ROTATIONS = ("none", "hadamard", "random_hadamard", "qr")
 STAGES = ("independent", "rerotated", "nested")
+CODEBOOK_BITS = (16, 7)
 SMALLEST_GROUP = 16  # a smaller scale group would add more than one bit per weight
 _LIMITS = {
     "vector_size": (1, 64),
@@ -28,7 +29,7 @@ _LIMITS = {
 }
 _SPEC = re.compile(
     r"vq(?P<x>\d+)x(?P<y>\d+)r(?P<z>\d+)-(?P<codebook>universal|e8p|tensor|channel_group"
-    r"|tile(?P<rows>\d+)x(?P<columns>\d+))-g(?P<group>\d+)"
+    r"|tile(?P<rows>\d+)x(?P<columns>\d+))(-int(?P<bits>7))?-g(?P<group>\d+)"
     r"-(?P<rotation>none|hadamard|random_hadamard|qr)(?P<block>\d+)?(-(?P<stages>rerotated|nested))?"
 )
 
@@ -49,6 +50,9 @@ class VQScheme:
         scale_group: weights along in_features that share one fp16 scale; 0 = the whole row.
         rotation: `none`, `hadamard`, `random_hadamard` (with stored signs) or `qr`.
         rotation_block: size of the rotation; 0 = the whole row.
+        codebook_bits: of a number of the codebook: 16 for fp16, or 7 for integers, stored as int8.
+            Their size is in the rows' scales. Half as many bytes are looked up on a GPU
+            (kernels/cuda/table.cuh).
         stages: `independent` residuals in one stream, `rerotated` (TurboQuant: the second pass has
             a rotation and scales of its own) or `nested` (the second pass refines the first one's
             cell: same rotation, same scale). The second pass of the last two is stored apart.
@@ -66,6 +70,7 @@ class VQScheme:
     scale_group: int = 128
     rotation: str = "random_hadamard"
     rotation_block: int = 128
+    codebook_bits: int = 16
     stages: str = "independent"
 
     def __post_init__(self) -> None:
@@ -83,6 +88,9 @@ class VQScheme:
                 raise VQSchemeError(
                     f"VQScheme.{name} must be one of {choices}; got {shown(value)}."
                 )
+        bits = self.codebook_bits
+        if isinstance(bits, bool) or not isinstance(bits, int) or bits not in CODEBOOK_BITS:
+            raise VQSchemeError(f"VQScheme.codebook_bits must be 16 or 7; got {shown(bits)}.")
         if not isinstance(self.tile, tuple) or len(self.tile) != 2:
             raise VQSchemeError(f"VQScheme.tile must be (rows, columns); got {shown(self.tile)}.")
         for size in self.tile:
@@ -105,6 +113,9 @@ class VQScheme:
             and (self.vector_size, self.entry_bits, self.codebook) != (8, 16, "universal"),
             "a tile needs columns divisible by vector_size": tiled
             and self.tile[1] % self.vector_size > 0,
+            "integer entries are learned per tensor, for vectors of 4, 8, .. weights": (
+                self.largest_entry > 0 and (self.codebook != "tensor" or self.vector_size % 4 > 0)
+            ),
             "a codebook per tile has one stage": tiled and self.residuals > 1,
             "codebooks per channel group have one stage and no scale (scale_group=0)": (
                 not self.has_scale and (self.residuals, self.scale_group) != (1, 0)
@@ -133,6 +144,11 @@ class VQScheme:
         return 1 << self.entry_bits
 
     @property
+    def largest_entry(self) -> int:
+        """Largest integer of an entry (the least is its negative); 0 where entries are fp16."""
+        return 0 if self.codebook_bits == 16 else (1 << self.codebook_bits - 1) - 1
+
+    @property
     def has_scale(self) -> bool:
         """Whether rows are stored with fp16 scales."""
         return self.codebook != "channel_group"
@@ -154,10 +170,11 @@ class VQScheme:
         scope = self.lattice or self.codebook
         if self.codebook == "tile":
             scope = f"tile{self.tile[0]}x{self.tile[1]}"
+        integers = f"-int{self.codebook_bits}" if self.largest_entry else ""
         block = "" if self.rotation == "none" else str(self.rotation_block)
         tail = "" if self.stages == "independent" else f"-{self.stages}"
         return (
-            f"vq{self.vector_size}x{self.entry_bits}r{self.residuals}-{scope}"
+            f"vq{self.vector_size}x{self.entry_bits}r{self.residuals}-{scope}{integers}"
             f"-g{self.scale_group}-{self.rotation}{block}{tail}"
         )
 
@@ -246,7 +263,8 @@ class VQScheme:
                 books = math.ceil(out_features / self.tile[0]) * math.ceil(
                     in_features / self.tile[1]
                 )
-            bits += 16 * books * self.entries * self.vector_size / (in_features * out_features)
+            stored = 8 if self.largest_entry else 16
+            bits += stored * books * self.entries * self.vector_size / (in_features * out_features)
         return bits
 
 
@@ -277,6 +295,7 @@ def _parse(spec: str) -> VQScheme:
         scale_group=int(part["group"]),
         rotation=part["rotation"],
         rotation_block=128 if part["rotation"] == "none" else int(part["block"] or 128),
+        codebook_bits=int(part["bits"] or 16),
         stages=part["stages"] or "independent",
     )
     return scheme

@@ -3,6 +3,7 @@
     codes      uint8 [out, streams * bytes]     the independent stages' streams, one after another
     scale      fp16  [out, groups]
     codebook   fp16  [z, 2^y, x]                E8P: [z, 257, 8]; tile: [tile rows, columns, 2^y, x]
+               int8                             where codebook_bits is 7
     signs      uint8 [ceil(in / 8)]             random_hadamard: bit 1 = the input is negated
     rotation   fp16  [block, block]             qr
     codes_2, codebook_2, scale_2, signs_2, rotation_2     the second pass (nested, rerotated)
@@ -30,11 +31,16 @@ from .scheme import VQScheme
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and, for a tensor that all layers share, its name in the checkpoint."""
+    """Shape, dtype and, for a tensor that all layers share, its name in the checkpoint.
+
+    Args:
+        largest: absolute value of its integers; 0 = any.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     shared_name: str | None = None
+    largest: int = 0
 
 
 def tensor_specs(
@@ -82,7 +88,8 @@ def _codebook_spec(scheme: VQScheme, out_features: int, in_features: int) -> Ten
         tiles = (math.ceil(out_features / scheme.tile[0]), math.ceil(in_features / scheme.tile[1]))
         return TensorSpec((*tiles, entries, x), torch.float16)
     if scheme.codebook == "tensor":
-        return TensorSpec((stages, entries, x), torch.float16)
+        dtype = torch.int8 if scheme.largest_entry else torch.float16
+        return TensorSpec((stages, entries, x), dtype, largest=scheme.largest_entry)
     repeated = f"_r{stages}" if stages > 1 else ""
     if scheme.lattice:
         return TensorSpec((stages, 257, 8), torch.float16, f"vq_codebook.e8p{repeated}")
@@ -120,7 +127,8 @@ def _rotation_specs(
 
 
 def validate_tensor(key: str, tensor: Tensor, spec: TensorSpec, where: str) -> None:
-    """Check one stored tensor against its spec; float tensors must be finite.
+    """Check one stored tensor against its spec; floats must be finite, integers of a codebook in
+    their range.
 
     Only shape and dtype are checked of a tensor on the meta device.
 
@@ -136,6 +144,15 @@ def validate_tensor(key: str, tensor: Tensor, spec: TensorSpec, where: str) -> N
     if not finite:
         raise VQFormatError(
             f"{where}: {key} holds NaN or infinity. The checkpoint is corrupted; download it again."
+        )
+    if (
+        spec.largest
+        and not tensor.is_meta
+        and not torch.equal(tensor, tensor.clamp(-spec.largest, spec.largest))
+    ):
+        raise VQFormatError(
+            f"{where}: {key} holds integers beyond {spec.largest}. The checkpoint is corrupted; "
+            "download it again."
         )
 
 

@@ -187,7 +187,7 @@ def verify(model: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str
             # A bias may be of any dtype.
             spec = module.specs.get(attribute) or TensorSpec(tuple(parameter.shape), tensor.dtype)
             validate_tensor(stored, tensor, spec, entry.file)
-            if attribute in module.specs and spec.dtype.is_floating_point:
+            if attribute in module.specs and (spec.dtype.is_floating_point or spec.largest):
                 validate_tensor(stored, checkpoint.read(stored), spec, entry.file)
 
 

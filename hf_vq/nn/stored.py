@@ -5,6 +5,7 @@ that all layers share as buffers with one storage per device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -54,7 +55,7 @@ class Stored(nn.Module):
     def register(self, attribute: str, spec: TensorSpec, lead: tuple[int, ...] = ()) -> None:
         """Add one stored tensor, empty, on the default device; `lead` is put before its shape."""
         if spec.shared_name is None:
-            spec = TensorSpec((*lead, *spec.shape), spec.dtype)
+            spec = replace(spec, shape=(*lead, *spec.shape))
             empty = torch.empty(spec.shape, dtype=spec.dtype)
             parameter = nn.Parameter(empty, requires_grad=False)
             mark_initialized(parameter)

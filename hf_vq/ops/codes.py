@@ -43,7 +43,7 @@ def encode_weight(
     nobody compiles or differentiates it.
 
     Args:
-        codebook: fp16 [z, entries, x] (E8P [z, 257, 8]) for all rows.
+        codebook: as stored [z, entries, x] (E8P [z, 257, 8]), for all rows.
         refit: choose codes, fit the scale to them by least squares, and both once more.
     """
     kernel = dispatch.select(problem("encode_weight", rows, scheme.spec(), len(factors)))

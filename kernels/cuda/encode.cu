@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) enco
     for (int set = 0; set < sets; ++set) scale[set] = sqrtf(together(scale[set]) / count);
     if constexpr (candidates > 1) search(book, groups, scale);
 #pragma unroll
-    for (int set = 0; set < sets; ++set) scale[set] = rounded(scale[set]);
+    for (int set = 0; set < sets; ++set) scale[set] = rounded(candidates > 1 ? scale[set] : scale[set] * __ldg(a.factors));
 #pragma unroll 1
     for (int pass = Plan::refit ? 0 : 1; pass < 2; ++pass) assign(book, groups, pass == 1, scale);
 #pragma unroll

@@ -155,6 +155,8 @@ def test_hard_weights():
     outlier = torch.randn(64, 256)
     outlier[:, 5] *= 50
     assert fit_weight(outlier, scheme).relative_error < 0.02
+    no_steps = fit_weight(torch.zeros(4, 128), weight_scheme("vq4x4r2-tensor-int7-g0-none"))
+    assert no_steps.relative_error == 0
     tiny = fit_weight(torch.randn(16, 128) * 1e-3, scheme)
     assert tiny.relative_error < 0.01
 
@@ -178,6 +180,26 @@ def test_weights_that_cannot_be_stored():
         fit_weight(torch.randn(4, 128), scheme, search="best")
     with pytest.raises(VQFormatError, match="float matrix"):
         fit_weight(torch.zeros(4, 128, dtype=torch.int8), scheme)
+
+
+@pytest.mark.parametrize("tails", [0, 4])
+def test_integer_entries_cost_little(tails):
+    """A stage is learned on what rounding the one before it has left."""
+    weight = torch.randn(128, 256)
+    if tails:  # Student's t
+        weight /= torch.distributions.Chi2(tails).sample(weight.shape).div(tails).sqrt()
+    floats, integers = (
+        fit_weight(weight, VQScheme.parse(f"vq4x6r2-tensor{bits}-g0-none"))
+        for bits in ("", "-int7")
+    )
+    assert integers.relative_error < 1.01 * floats.relative_error
+    codebook = integers.tensors["codebook"]
+    assert codebook.dtype == torch.int8 and codebook.abs().max() == 63
+    plain = [
+        fit_weight(weight, VQScheme.parse(f"vq4x6r2-tensor{bits}-g0-none"), search="norm")
+        for bits in ("", "-int7")
+    ]
+    assert plain[1].relative_error < 1.01 * plain[0].relative_error
 
 
 def test_beam_finds_what_greedy_misses():

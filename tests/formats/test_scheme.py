@@ -4,10 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hf_vq.errors import VQSchemeError
+from hf_vq.errors import VQFormatError, VQSchemeError
 from hf_vq.formats import (
     KV_SCHEMES,
     WEIGHT_SCHEMES,
@@ -16,9 +17,10 @@ from hf_vq.formats import (
     kv_scheme,
     scheme_name,
     tensor_specs,
+    validate_tensor,
     weight_scheme,
 )
-from hf_vq.formats.scheme import CODEBOOKS, ROTATIONS, STAGES
+from hf_vq.formats.scheme import CODEBOOK_BITS, CODEBOOKS, ROTATIONS, STAGES
 
 CATALOGUE = [*WEIGHT_SCHEMES.values(), *(s.key for s in KV_SCHEMES.values())]
 
@@ -39,6 +41,7 @@ def test_catalogue_survives_spec_and_json(scheme):
         scale_group=st.sampled_from([0, 32, 128]),
         rotation=st.sampled_from(ROTATIONS[1:]),
         rotation_block=st.sampled_from([0, 64, 128]),
+        codebook_bits=st.sampled_from(CODEBOOK_BITS),
         stages=st.sampled_from(STAGES),
     )
 )
@@ -63,6 +66,8 @@ def test_any_scheme_survives_spec(fields):
         ("quip-sharp-2", 2.125),
         ("aqlm-3", 3.0),
         ("aqlm-2", 2.0),
+        ("aqlm-3-int7", 3.0),
+        ("aqlm-2-int7", 2.0),
         ("gptvq-2", 2.0),
     ],
 )
@@ -92,6 +97,30 @@ def test_nominal_bits_of_keys_and_values(name, key, value):
         assert scheme.key.bits() == scheme.key.bits(128, 128) == key
 
 
+def test_integer_entries():
+    """A field that old files do not have, and half the bytes for a codebook."""
+    floats, integers = weight_scheme("aqlm-3"), weight_scheme("aqlm-3-int7")
+    assert integers == replace(floats, codebook_bits=7) != floats
+    assert integers.spec() == "vq8x12r2-tensor-int7-g0-none"
+    old = {key: value for key, value in floats.to_dict().items() if key != "codebook_bits"}
+    assert VQScheme.from_dict(old) == floats
+    books = 2 * 4096 * 8 / 4096**2
+    assert floats.bits(4096, 4096) - integers.bits(4096, 4096) == pytest.approx(8 * books)
+    spec = tensor_specs(integers, 64, 256)["codebook"]
+    assert (spec.shape, spec.dtype, spec.largest) == ((2, 4096, 8), torch.int8, 63)
+    assert tensor_specs(floats, 64, 256)["codebook"].largest == 0
+
+
+@pytest.mark.parametrize("value", [64, 127, -64, -128])
+def test_integers_beyond_their_bits_are_refused(value):
+    spec = tensor_specs(weight_scheme("vq4x3r1-tensor-int7-g0-none"), 8, 64)["codebook"]
+    codebook = torch.randint(-63, 64, spec.shape, dtype=torch.int8)
+    validate_tensor("codebook", codebook, spec, "file")
+    codebook[0, 3, 1] = value
+    with pytest.raises(VQFormatError, match=r"file: codebook holds integers beyond 63.*again"):
+        validate_tensor("codebook", codebook, spec, "file")
+
+
 def test_codebooks_of_a_kv_cache():
     spec = kv_codebook_spec(kv_scheme("nomad-2").key, heads=3, head_dim=64)
     assert spec.shape == (3, 32, 16, 2) and spec.shared_name is None
@@ -116,6 +145,10 @@ def test_codebooks_of_a_kv_cache():
         ({"stages": "nested"}, "residuals=2"),
         ({"lattice": "e8p"}, "of VQ<8,16,z>"),
         ({"tile": [256, 256]}, "tile"),
+        ({"codebook_bits": 8}, "codebook_bits must be 16 or 7; got 8"),
+        ({"codebook_bits": True}, "codebook_bits must be 16 or 7"),
+        ({"codebook_bits": 7, "vector_size": 8}, "integer entries are learned per tensor"),
+        ({"codebook_bits": 7, "codebook": "tensor"}, "vectors of 4, 8"),
     ],
 )
 def test_wrong_fields_are_refused(fields, message):

@@ -109,6 +109,13 @@ def test_a_learned_codebook_with_nan(broken):
         LOAD(folder)
 
 
+def test_a_learned_codebook_with_integers_of_8_bits(broken):
+    name = f"{NAME}.vq_codebook"
+    folder = broken(put(name, lambda t: t + 64), scheme="vq4x6r2-tensor-int7-g0-none")
+    with pytest.raises(VQFormatError, match=f"{name} holds integers beyond 63"):
+        LOAD(folder)
+
+
 @pytest.mark.parametrize("size", [0, 5, 1000, -1])
 def test_a_truncated_file(quantized, tmp_path, size):
     folder = tmp_path / "cut"

@@ -95,6 +95,7 @@ def test_a_saved_model_is_bit_equal(dense, tmp_path, name):
         "turboquant-2",
         "quip-sharp-2",
         "gptvq-2",
+        "aqlm-2-int7",
         "vq1x4r2-universal-g128-random_hadamard128-rerotated",
         "vq2x6r1-tensor-g64-qr64",
         "vq2x4r2-universal-g0-hadamard0",

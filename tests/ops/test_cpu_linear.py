@@ -8,6 +8,7 @@ with the reference, up to the error that rounding the operands may make: both bo
 import ctypes
 import mmap
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,8 @@ def stored(name, out_features, in_features):
             continue
         if spec.dtype == torch.uint8:
             tensors[key] = torch.randint(0, 256, spec.shape, dtype=torch.uint8)
+        elif spec.largest:
+            tensors[key] = torch.randint(-63, 64, spec.shape, dtype=spec.dtype)
         elif key == "scale":
             tensors[key] = (0.5 + torch.rand(spec.shape)).half()
         else:
@@ -236,6 +239,20 @@ def test_nothing_is_read_beyond_a_tensor(isa, name, in_features):
 def norms(rows, x):
     """Euclidean norms of the x-vectors of the last dimension."""
     return rows.double().unflatten(-1, (-1, x)).norm(dim=-1)
+
+
+@pytest.mark.parametrize("name", ["aqlm-2-int7", "vq4x5r3-tensor-int7-g64-hadamard128"])
+def test_integer_entries_are_numbers_like_others(name, isa):
+    scheme, tensors = stored(name, 300, 512)
+    same = replace(scheme, codebook_bits=16)
+    halves = {**tensors, "codebook": tensors["codebook"].half()}
+    decoded = reference.decode(*stored_arguments(tensors), scheme, 512)
+    assert (ops.decode_weight(tensors, scheme, 512) - decoded).norm() <= 1e-6 * decoded.norm()
+    for tokens in (1, 5, 200):
+        x = torch.randn(tokens, 512)
+        assert dispatch.select(problem("linear", x, scheme.spec(), 300)).name == "cpu.linear"
+        y = ops.linear(x, tensors, None, scheme)
+        assert torch.equal(y, ops.linear(x, halves, None, same))
 
 
 # What kernels/cpu/linear_luts.h computes; kernels/cpu/tests does on any processor with AVX-512.

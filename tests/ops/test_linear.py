@@ -40,7 +40,7 @@ def test_shapes_and_dtypes(dtype, shape):
     assert y.dtype == dtype
 
 
-@pytest.mark.parametrize("name", ["vq-4", "vq-3", "turboquant-4+4", "aqlm-2", "gptvq-2"])
+@pytest.mark.parametrize("name", ["vq-4", "vq-3", "turboquant-4+4", "aqlm-2-int7", "gptvq-2"])
 def test_opcheck(name):
     scheme, tensors = stored(name)
     x = torch.randn(3, 256, requires_grad=True)
