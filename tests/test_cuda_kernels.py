@@ -50,6 +50,12 @@ ODD = [  # spec, out_features, in_features
     ("vq1x2r1-tile300x7-g0-none", 301, 23),
     ("vq2x8r1-tensor-g32-none", 130, 1152),  # one octet a chunk
     ("vq2x8r1-tensor-g0-none", 130, 1160),  # and not a multiple of 16 columns
+    ("vq8x8r1-tensor-int7-g256-none", 65, 768),  # integers
+    ("vq4x8r3-tensor-int7-g64-none", 33, 1152),  # half an octet, an odd stage
+    ("vq4x4r4-tensor-int7-g0-hadamard128", 7, 640),  # two codes are one index
+    ("vq16x8r2-tensor-int7-g0-random_hadamard256", 130, 768),
+    ("vq8x16r1-tensor-int7-g0-none", 300, 512),  # not in shared memory
+    ("vq4x2r1-tensor-int7-g16-none", 5, 48),
 ]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 130, 1152) for name in CATALOGUE] + ODD
 
@@ -180,7 +186,12 @@ def test_extreme_codes_multiplied(name, byte):
 
 PLANS = [
     (name, tokens, 16 * rows + odd, columns)
-    for name, columns in (("vq-4", 1152), ("aqlm-2", 1100 * 4), ("quip-sharp-4", 640))
+    for name, columns in (
+        ("vq-4", 1152),
+        ("aqlm-2", 1100 * 4),
+        ("aqlm-3-int7", 1152),
+        ("quip-sharp-4", 640),
+    )
     for tokens in (1, 8, 16, 32)
     for rows, odd in ((3, 1), (140, 0))
 ]

@@ -114,7 +114,7 @@ class Stored:
         self, codes: Tensor, codebook: Tensor, scale: Tensor, scheme: VQScheme, in_features: int
     ) -> None:
         self.codes = _ready(codes, torch.uint8)
-        self.codebook = _ready(codebook, torch.float16)
+        self.codebook = _ready(codebook, torch.int8 if scheme.largest_entry else torch.float16)
         self.scale = _ready(scale, torch.float16)
         self.scheme, self.rows, self.in_features = scheme, len(codes), in_features
         given = (codes, codebook, scale)

@@ -33,7 +33,8 @@ from .cuda_timing import cold_copies, interleave_graphs
 from .timing import Contestant, speedup, summary
 
 SCHEMES = ("vq-4", "turboquant-4", "vq-3", "vq-2", "quip-sharp-2", "quip-sharp-4", "aqlm-2",
-           "aqlm-3", "vq8x16r1-tensor-g0-none", "gptvq-2")  # fmt: skip
+           "aqlm-3", "aqlm-2-int7", "aqlm-3-int7", "vq8x16r1-tensor-g0-none",
+           "gptvq-2")  # fmt: skip
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096))  # out_features, in_features
 TOKENS = (1, 16, 32, 64, 128, 1024, 2048, 4096)
 _MECHANISMS = ("vq-4", "vq-2", "aqlm-2", "quip-sharp-2")

@@ -28,7 +28,7 @@ from .cuda_timing import interleave_graphs
 from .timing import summary
 
 SCHEMES = ("vq-4", "turboquant-4", "vq-3", "vq-2", "quip-sharp-2", "quip-sharp-4", "aqlm-2",
-           "aqlm-3")  # fmt: skip
+           "aqlm-3", "aqlm-2-int7", "aqlm-3-int7")  # fmt: skip
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096), (4096, 11008), (1024, 4096),
           (6144, 4096), (28672, 4096))  # fmt: skip
 TOKENS = (1, 8, 16, 32, 64)

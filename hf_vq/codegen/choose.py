@@ -105,7 +105,7 @@ def candidates(problem: DecodeProblem) -> list[DecodePlan]:
         DecodePlan(
             threads, 0, problem.out, scheme.vector_size, scheme.entry_bits, scheme.streams, scope,
             tile_rows, tile_columns, 0 if group == problem.in_features else group,
-            unit, steps, panel_rows, in_shared,
+            unit, steps, panel_rows, scheme.largest_entry > 0, in_shared,
         )
         for threads, steps, unit, panel_rows, in_shared in itertools.product(
             _THREADS, _STEPS, units, _powers_of_two(LARGEST_PANEL), (True, False)
@@ -175,11 +175,12 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
     on_their_way = min(plan.resident, busiest) * min(plan.threads * plan.steps, units_of_block)
 
     lookups = share / plan.vector_size * plan.stages
-    entry = min(max(2 * plan.vector_size, 4), 16)
+    entry_bytes = plan.number_bytes * plan.vector_size
+    entry = min(max(entry_bytes, 4), 16)
     rate = _SHARED_LOOKUPS[entry] if plan.codebook_in_shared else L2_LOOKUPS
     span = plan.unit * plan.out.size  # bytes between the stores of neighbouring threads
     units = share / plan.unit
-    lookup = lookups / rate * max(1, 2 * plan.vector_size // 16)
+    lookup = lookups / rate * max(1, entry_bytes // 16)
     stores = units * -(-span // 16)  # of a thread, of up to 16 bytes
     lines = stores * max(span / _LINE_BYTES, 1 / _WARP)
     sectors = stores * (span if span <= 16 else _SECTOR_BYTES)

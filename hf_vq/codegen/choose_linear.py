@@ -125,7 +125,7 @@ def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
     together = 1 << (books - 1).bit_length()
     copies = [max(1, _BANKS // entry)] if index_bits <= _LARGEST_INDEX else [1]
     if together * entry * copies[0] << index_bits > problem.arch.shared_per_block:
-        copies.append(1)
+        copies = [1, 2]
     places = [together, 2] if together == 1 and index_bits == 8 else [together]
     rotations = [0]
     if problem.tokens == 1 and "hadamard" in scheme.rotation:
@@ -138,8 +138,9 @@ def _tables(scheme: VQScheme) -> tuple[int, int, int]:
     """Bytes of an entry in shared memory, bits of its index, and how many tables there are."""
     if scheme.lattice:
         return 8, 8, scheme.streams + 1
-    fused = _fused(scheme)
-    return max(4, 2 * scheme.vector_size * fused), scheme.entry_bits * fused, scheme.streams
+    width = scheme.vector_size * _fused(scheme)
+    entry = width if scheme.largest_entry else max(4, 2 * width)
+    return entry, _index_bits(scheme), scheme.streams
 
 
 def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
@@ -159,6 +160,7 @@ def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
         group=group,
         fused=_fused(scheme),
         in_shared=index_bits <= _LARGEST_INDEX and books * entry << index_bits <= _SHARED_BOOKS,
+        integers=scheme.largest_entry > 0,
         replicas=chosen["replicas"],
         interleaved=chosen["interleaved"],
         unit=unit,
@@ -182,7 +184,7 @@ def registers(plan: LinearPlan) -> int:
     scales = 2 * rows * ((plan.steps + 1) // 2) if plan.group else 0
     sums = (plan.row_tiles + (2 if plan.token_tiles == 1 else 1)) * plan.token_tiles * 4
     kept = min(2, plan.unit // 8) if plan.single or plan.token_tiles > 4 else plan.unit // 8
-    weights = 8 + 40 * (plan.stages > 1) + 16 * (plan.scope is Scope.E8P)
+    weights = 8 + (16 if plan.integers else 40) * (plan.stages > 1) + 16 * (plan.scope is Scope.E8P)
     weights += 28 * (plan.unit > 64) + 44 * (not plan.in_shared)
     return 26 + codes + scales + sums + kept * plan.token_tiles * 4 + weights + 4 * rows
 
@@ -214,6 +216,7 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     """The modelled cost of a feasible plan."""
     arch, columns = problem.arch, problem.in_features
     lattice, octets, rows = plan.scope is Scope.E8P, plan.unit // 8, 2 * plan.row_tiles
+    entry = plan.entry_bytes
     width = plan.vector_size * plan.fused
     books = plan.stages + lattice
     words = plan.unit // plan.vector_size * plan.entry_bits // 32
@@ -233,7 +236,6 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     work = busiest * chunks
 
     # Cycles of one chunk: of the pipe of loads, and of issuing.
-    entry = 8 if lattice else max(4, 2 * width)
     lookups = octets * rows * books * (8 // min(width, 8) if not lattice else 1)
     phases = min(max(entry // 4, 1), 4)
     spread = 1.0 if plan.replicas * entry >= _BANKS else _SPREAD

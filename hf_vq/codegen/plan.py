@@ -66,6 +66,7 @@ class DecodePlan(Plan):
         unit: weights that a thread decodes together.
         steps: units that a thread has on their way at a time.
         panel_rows: rows of a block.
+        integers: whether numbers of the codebook are int8.
         codebook_in_shared: whether a block copies its codebooks to shared memory.
     """
 
@@ -81,13 +82,19 @@ class DecodePlan(Plan):
     unit: int
     steps: int
     panel_rows: int
+    integers: bool
     codebook_in_shared: bool
 
     @property
     def codebook_bytes(self) -> int:
         """Bytes of the codebooks of a panel."""
         entries = 257 if self.scope is Scope.E8P else 1 << self.entry_bits
-        return 2 * self.stages * entries * self.vector_size
+        return self.number_bytes * self.stages * entries * self.vector_size
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a number of the codebook."""
+        return 1 if self.integers else 2
 
     @property
     def shared_bytes(self) -> int:
@@ -108,6 +115,7 @@ class LinearPlan(Plan):
         group: weights that share a scale; 0 = the whole row.
         fused: codes that lie side by side and are looked up together.
         in_shared: whether the codebooks are tables in shared memory.
+        integers: whether numbers of the codebook are int8, a byte each in the tables too.
         replicas: copies of an entry there, one for each group of banks.
         interleaved: entries of one index that lie together, one for each book, or more places.
         unit: weights of one row that a lane decodes of a chunk.
@@ -131,6 +139,7 @@ class LinearPlan(Plan):
     group: int
     fused: int
     in_shared: bool
+    integers: bool
     replicas: int
     interleaved: int
     unit: int
@@ -145,12 +154,17 @@ class LinearPlan(Plan):
     rotate: bool
 
     @property
+    def entry_bytes(self) -> int:
+        """Bytes of an entry of the tables in shared memory."""
+        numbers = 8 if self.scope is Scope.E8P else self.vector_size * self.fused
+        return max(4, numbers if self.scope is Scope.E8P or self.integers else 2 * numbers)
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of the tables in shared memory: of all books."""
         if not self.in_shared:
             return 0
-        lattice = self.scope is Scope.E8P
-        entry = 8 if lattice else max(4, 2 * self.vector_size * self.fused)
+        lattice, entry = self.scope is Scope.E8P, self.entry_bytes
         entries = 256 if lattice else 1 << self.entry_bits * self.fused
         if entry * self.replicas < 128:
             return (self.stages + lattice) * entries * entry * self.replicas

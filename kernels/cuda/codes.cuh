@@ -38,7 +38,7 @@ template <int Bits, int Count> struct Codes {
     constexpr int up = log2_of(Factor);
     constexpr uint32_t mask = ((1u << Width) - 1) << up;
     const int i = at / 32, shift = at % 32;
-    if (shift + Width > 32) return __funnelshift_r(word[i], word[i + 1], shift) << up & mask;
+    if (shift + Width > 32) return __funnelshift_r(word[i], word[i + 1], shift - up) & mask;
     return (shift >= up ? word[i] >> (shift - up) : word[i] << (up - shift)) & mask;
   }
 

@@ -21,7 +21,7 @@
 
 struct Arguments {
   const uint32_t* codes;     // uint8 [.., stages * stream_bytes], then zeros up to a multiple of 4 bytes
-  const uint16_t* codebook;  // fp16 [stages, entries, x], or per tile [tile rows, tile columns, entries, x]
+  const char* codebook;      // fp16 or int8 [stages, entries, x]; per tile fp16 [tile rows, columns, entries, x]
   const uint16_t* scale;     // fp16 [.., columns / group]
   void* out;                 // [rows, columns] of Plan::out
   int64_t first_row;         // of the stored matrix; a multiple of panel_rows
@@ -64,13 +64,13 @@ struct Unit {
 };
 
 extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) decode(const Arguments a) {
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(16) char shared[];
   const int tile_columns = tiled ? Plan::tile_columns : a.columns;
   const int tiles_across = (a.columns + tile_columns - 1) / tile_columns;
   const int tile_column = blockIdx.x % tiles_across;
   const int64_t panel = int64_t(blockIdx.x / tiles_across) * Plan::panel_rows;  // its first row in `out`
   const int64_t tile = tiled ? (a.first_row + panel) / Plan::tile_rows * tiles_across + tile_column : 0;
-  const Codebook codebook(a.codebook + tile * Codebook::stage_halves, shared);
+  const Codebook codebook(a.codebook + tile * Codebook::stage_bytes, shared);
 
   const int rows = int(min(int64_t(Plan::panel_rows), a.rows - panel));
   const int left = tile_column * tile_columns, units = (min(left + tile_columns, a.columns) - left) / unit;

@@ -11,17 +11,23 @@
 // and no two lanes of a phase meet. The books of all stages lie interleaved, Plan::interleaved times 128 bytes for each
 // index; with 256 bytes, one byte permutation makes an address of a code, else a shift and a LOP3 do. `fused` short
 // codes that lie side by side are one index (two 4-bit codes: 256 entries of two weights).
+//
+// Entries that are integers v of 7 bits are bytes, half as many to load. A byte u becomes a number as the mantissa below
+// an exponent that makes its step 1: 2^m + u, also in bfloat16, whose mantissa has 7 bits. Even stages keep 63 + v, odd
+// ones 63 - v, so that one subtraction of two numbers adds the integers of two stages, and the exponents are gone:
+//
+//     (2^m + 63 + v0) - (2^m + 63 - v1) = v0 + v1        exact
 #pragma once
 #include "codes.cuh"
 #include "mma.cuh"
 #include "plan.cuh"
 
 struct Table {
-  static constexpr bool lattice = Plan::scope == Scope::E8P;
+  static constexpr bool lattice = Plan::scope == Scope::E8P, integers = Plan::integers;
   static constexpr int x = Plan::vector_size, width = x * Plan::fused;  // weights of an entry
   static constexpr int index_bits = lattice ? 8 : Plan::entry_bits * Plan::fused;
   static constexpr int entries = 1 << index_bits;
-  static constexpr int entry_bytes = lattice ? 8 : width == 1 ? 4 : width * 2;
+  static constexpr int entry_bytes = lattice ? 8 : integers ? width : width == 1 ? 4 : width * 2;
   static constexpr int book_stride = entry_bytes * Plan::replicas;
   static constexpr int books = Plan::stages + (lattice ? 1 : 0);  // E8P: and the flips of signs
   // Books lie interleaved if their copies fill all banks, else one after the other.
@@ -29,7 +35,8 @@ struct Table {
   static constexpr int entry_stride = book_stride * (interleaved ? Plan::interleaved : 1);
   static constexpr int book_bytes = interleaved ? book_stride : book_stride * entries;
   static constexpr int bytes = Plan::in_shared ? (interleaved ? entries * entry_stride : books * book_bytes) : 0;
-  static constexpr int stored_halves = lattice ? 257 * 8 : (1 << Plan::entry_bits) * x;  // of a stage
+  static constexpr int stored_numbers = lattice ? 257 * 8 : (1 << Plan::entry_bits) * x;  // of a stage
+  static constexpr uint32_t exponent = Plan::dtype == Dtype::FLOAT16 ? 0x64646464 : 0x43434343;  // 2^m, of a byte
   using RowCodes = Codes<Plan::entry_bits * Plan::fused, Plan::unit / width>;
 
   // Where dynamic shared memory begins, and the tables with it: a constant costs nothing in an address.
@@ -40,7 +47,7 @@ struct Table {
 #endif
 
   uint32_t copy;  // bytes from an entry to this lane's copy
-  const uint16_t* stored;
+  const uint16_t* stored;  // or int8
   float factor = 1.0f;           // of all weights
   uint32_t ratio[Plan::stages];  // E8P: of a stage to the first, twice
 
@@ -51,42 +58,56 @@ struct Table {
       factor = half_to_float(stored[256 * 8]);
 #pragma unroll
       for (int stage = 0; stage < Plan::stages; ++stage) {
-        const float size = half_to_float(stored[stage * stored_halves + 256 * 8]) / factor;
+        const float size = half_to_float(stored[stage * stored_numbers + 256 * 8]) / factor;
         ratio[stage] = pack_pair<Plan::dtype>(size, size);
       }
     }
   }
 
-  // All threads of the block; __syncthreads() is left to the caller. A thread writes all copies of an entry, neighbours
-  // begin at different banks.
+  // All threads of the block; __syncthreads() is left to the caller. A thread asks for `ahead` entries at a time and
+  // writes all copies of each; neighbours begin at different banks.
   __device__ void fill() const {
     if constexpr (Plan::in_shared) {
       constexpr int piece = entry_bytes > 16 ? entry_bytes : book_stride < 16 ? book_stride : 16;
       constexpr int pieces = book_stride / piece;
+      constexpr int count = books * entries, turns = (count + Plan::threads - 1) / Plan::threads;
+      constexpr int most = lattice ? 2 : entry_bytes < 8 ? 8 : 64 / entry_bytes, ahead = turns < most ? turns : most;
       char* const tables = static_cast<char*>(__cvta_shared_to_generic(first));
-#pragma unroll 2
-      for (int i = threadIdx.x; i < books * entries; i += Plan::threads) {
-        const int index = i % entries, book = i / entries;
-        uint32_t one[entry_bytes / 4], word[piece / 4];
-        if (lattice && book == Plan::stages)
-          flips(index, one);
-        else
-          entry(book, index, one);
+      for (int begin = threadIdx.x; begin < count; begin += ahead * Plan::threads) {
+        uint32_t one[ahead][entry_bytes / 4];
 #pragma unroll
-        for (int c = 0; c < piece / 4; ++c) word[c] = one[c % (entry_bytes / 4)];
+        for (int k = 0; k < ahead; ++k) {
+          const int i = begin + k * Plan::threads, index = i % entries, book = i / entries;
+          if (i >= count) break;
+          if (lattice && book == Plan::stages)
+            flips(index, one[k]);
+          else
+            entry(book, index, one[k]);
+        }
 #pragma unroll
-        for (int c = 0; c < pieces; ++c)
-          store_words<piece>(tables + index * entry_stride + book * book_bytes + (c + index) % pieces * piece, word);
+        for (int k = 0; k < ahead; ++k) {
+          const int i = begin + k * Plan::threads, index = i % entries, book = i / entries;
+          if (i >= count) break;
+          uint32_t word[piece / 4];
+#pragma unroll
+          for (int c = 0; c < piece / 4; ++c) word[c] = one[k][c % (entry_bytes / 4)];
+#pragma unroll
+          for (int c = 0; c < pieces; ++c)
+            store_words<piece>(tables + index * entry_stride + book * book_bytes + (c + index) % pieces * piece, word);
+        }
       }
     }
   }
 
   // Weights 8 j .. 8 j + 7 of what a lane has of a row, before scales, two to a register.
   __device__ void eight(const RowCodes (&codes)[Plan::stages], int j, uint32_t (&weight)[4]) const {
+    constexpr int together = integers ? 2 : 1;
 #pragma unroll
-    for (int stage = 0; stage < Plan::stages; ++stage) {
+    for (int stage = 0; stage < Plan::stages; stage += together) {
       uint32_t part[4];
-      if constexpr (lattice) {
+      if constexpr (integers) {
+        integer_eight(stage, codes, j, part);
+      } else if constexpr (lattice) {
         lattice_eight(stage, codes[stage], j, part);
       } else if constexpr (width == 1) {
 #pragma unroll
@@ -120,7 +141,7 @@ struct Table {
  private:
   // Entry `index` as it is in the table: `fused` entries of the codebook, in the dtype of the products.
   __device__ void entry(int stage, int index, uint32_t (&word)[entry_bytes / 4]) const {
-    const uint16_t* book = stored + stage * stored_halves;
+    const uint16_t* book = stored + stage * stored_numbers;
     if constexpr (lattice) {
       const float shift = half_to_float(__ldg(book + 256 * 8));
       int parity = 0;
@@ -133,17 +154,39 @@ struct Table {
       }
       if (parity) word[1] ^= 0x1c000000;
     } else {
-      float value[entry_bytes / 2] = {};
 #pragma unroll
-      for (int i = 0; i < Plan::fused; ++i)
-#pragma unroll
-        for (int c = 0; c < x; ++c) {
-          const int code = index >> i * Plan::entry_bits & ((1 << Plan::entry_bits) - 1);
-          value[i * x + c] = half_to_float(__ldg(book + code * x + c));
+      for (int i = 0; i < Plan::fused; ++i) {
+        const int code = index >> i * Plan::entry_bits & ((1 << Plan::entry_bits) - 1);
+        if constexpr (integers) {
+          load_words<x < 4 ? 4 : x>(integers_of(stage) + code * x, word + i * x / 4);
+        } else if constexpr (x == 1) {
+          const uint32_t half = __ldg(book + code);
+          word[i / 2] = i % 2 ? word[i / 2] | half << 16 : half;
+        } else {
+          load_words<2 * x>(book + code * x, word + i * x / 2);
         }
+      }
 #pragma unroll
-      for (int i = 0; i < entry_bytes / 4; ++i) word[i] = pack_pair<Plan::dtype>(value[2 * i], value[2 * i + 1]);
+      for (int i = 0; i < entry_bytes / 4; ++i) word[i] = integers ? biased(stage, word[i]) : pair(word[i]);
     }
+  }
+
+  __device__ const char* integers_of(int stage) const {
+    return reinterpret_cast<const char*>(stored) + stage * stored_numbers;
+  }
+
+  // Four integers v of -63 .. 63 as bytes 63 + v or 63 - v.
+  __device__ static uint32_t biased(int stage, uint32_t four) {
+    four &= 0x7f7f7f7f;
+    return stage % 2 ? four ^ 0x3f3f3f3f : (four ^ 0x40404040) - 0x01010101;
+  }
+
+  // Two halves in the dtype of the products.
+  __device__ static uint32_t pair(uint32_t halves) {
+    if constexpr (Plan::dtype == Dtype::FLOAT16) return halves;
+    float first, second;
+    unpack_pair<Dtype::FLOAT16>(halves, first, second);
+    return pack_pair<Plan::dtype>(first, second);
   }
 
   // What the upper byte of an E8P code does to a pattern.
@@ -171,30 +214,43 @@ struct Table {
     if constexpr (Plan::in_shared) {
       load_shared<Bytes>(address(codes, i * index_bits) + stage * book_bytes + part, word);
     } else {
-      const uint16_t* from = stored + stage * stored_halves + codes[i] * width + part / 2;
-      uint32_t half[Bytes / 4];
-      if constexpr (width == 1)
-        half[0] = __ldg(from);
+      const uint16_t* from = stored + stage * stored_numbers + codes[i] * width + part / 2;
+      if constexpr (integers)
+        load_words<Bytes>(integers_of(stage) + codes[i] * width + part, word);
+      else if constexpr (width == 1)
+        word[0] = __ldg(from);
       else
-        load_words<Bytes>(from, half);
+        load_words<Bytes>(from, word);
 #pragma unroll
-      for (int c = 0; c < Bytes / 4; ++c) {
-        word[c] = half[c];
-        if constexpr (Plan::dtype == Dtype::BFLOAT16) {
-          float first, second;
-          unpack_pair<Dtype::FLOAT16>(half[c], first, second);
-          word[c] = pack_pair<Dtype::BFLOAT16>(first, second);
-        }
+      for (int c = 0; c < Bytes / 4; ++c) word[c] = integers ? biased(stage, word[c]) : pair(word[c]);
+    }
+  }
+
+  // Integers of two stages, or of the last one.
+  __device__ void integer_eight(int stage, const RowCodes (&codes)[Plan::stages], int j, uint32_t (&weight)[4]) const {
+    constexpr int each = width < 8 ? 4 : 8;
+    constexpr uint32_t minus_one = Plan::dtype == Dtype::FLOAT16 ? 0xbc00bc00 : 0xbf80bf80;
+#pragma unroll
+    for (int i = 0; i < 8 / each; ++i) {
+      const int at = 8 * j + i * each;
+      uint32_t even[each / 4], odd[each / 4];
+      look_up<each>(stage, codes[stage], at / width, at % width, even);
+      if (stage + 1 < Plan::stages) look_up<each>(stage + 1, codes[stage + 1], at / width, at % width, odd);
+#pragma unroll
+      for (int c = 0; c < each / 2; ++c) {
+        const uint32_t bytes = c % 2 ? 0x4342 : 0x4140, none = stage + 1 == Plan::stages;
+        weight[i * each / 2 + c] = multiply_add<Plan::dtype>(
+            __byte_perm(none ? 0x3f3f3f3f : odd[c / 2], exponent, bytes), minus_one,
+            __byte_perm(even[c / 2], exponent, bytes));
       }
     }
   }
 
   // E8P (lattice.cuh draws the bits of a code): every coordinate is an odd multiple 2 u - 15 of the shift, -15 .. 15.
   // A sign flips the upper three bits of u, and the shift's sign is its last bit: one XOR for four of them, kept as
-  // bytes 2 u. A byte becomes a number below an exponent that makes a step of the mantissa 1: 2^m + 2 u.
+  // bytes 2 u, which become numbers as integers do: 2^m + 2 u.
   __device__ void lattice_eight(int stage, const RowCodes& codes, int j, uint32_t (&weight)[4]) const {
-    constexpr bool half = Plan::dtype == Dtype::FLOAT16;
-    constexpr uint32_t exponent = half ? 0x64646464 : 0x43434343, centre = half ? 0xe40fe40f : 0xc30fc30f;
+    constexpr uint32_t centre = Plan::dtype == Dtype::FLOAT16 ? 0xe40fe40f : 0xc30fc30f;
     uint32_t pattern[2], flip[2];
     load_shared<8>(address(codes, 16 * j) + stage * book_bytes, pattern);
     load_shared<8>(address(codes, 16 * j + 8) + Plan::stages * book_bytes, flip);

@@ -91,6 +91,17 @@ def test_the_catalogue_has_plans_on_a_large_gpu():
     assert choose(problem(WEIGHT_SCHEMES["vq-4"], MOST_TOKENS + 1)) is None
 
 
+def test_tables_of_integers_are_half_as_large():
+    """On a GPU with 100 KB of shared memory they are tables at all."""
+    floats, integers = WEIGHT_SCHEMES["aqlm-3"], WEIGHT_SCHEMES["aqlm-3-int7"]
+    plans = [choose(problem(scheme)) for scheme in (floats, integers)]
+    assert [plan.entry_bytes for plan in plans] == [16, 8]
+    assert plans[0].table_bytes == 2 * 4096 * 16 * plans[0].replicas
+    assert plans[1].table_bytes == 2 * 4096 * 8 * plans[1].replicas
+    assert choose(problem(floats, arch="sm_86")) is None
+    assert choose(problem(integers, arch="sm_86")).table_bytes == 65536
+
+
 def test_codes_without_whole_words_have_none():
     reason = fusable(VQScheme(2, 5, codebook="tensor", scale_group=16, rotation="none"), 48)
     assert "whole words" in reason

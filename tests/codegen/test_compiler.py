@@ -46,12 +46,13 @@ def checked(plan, arch):
 @pytest.mark.parametrize("arch", ARCHES)
 def test_the_matrix_compiles_into_the_store(arch, tmp_path, capsys):
     names = ["vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-8", "quip-sharp-2",
-             "quip-sharp-4", "aqlm-2", "aqlm-3", "gptvq-2"]  # fmt: skip
+             "quip-sharp-4", "aqlm-2", "aqlm-3", "aqlm-2-int7", "aqlm-3-int7",
+             "gptvq-2"]  # fmt: skip
     start = ["compile", "--arches", arch, "--store", str(tmp_path), "--schemes"]
     assert main([*start, *names]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(" decode" in line for line in lines) >= 9
-    assert sum(" linear" in line for line in lines) >= 12
+    assert sum(" decode" in line for line in lines) >= 11
+    assert sum(" linear" in line for line in lines) >= 16
     assert sum(" encode" in line for line in lines) == 8
     assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)
     assert len(list(tmp_path.glob("*.kernel"))) == len(lines)
@@ -124,6 +125,8 @@ def test_an_error_shows_the_line_and_the_plan(monkeypatch):
         "vq2x8r1-universal-g32-random_hadamard32",
         "vq16x4r1-tensor-g0-none",
         "vq4x10r2-tensor-g0-none",
+        "vq4x4r3-tensor-int7-g256-none",
+        "vq8x16r1-tensor-int7-g0-none",
     ],
 )
 def test_odd_schemes_multiplied(spec):
