@@ -18,6 +18,7 @@ from hf_vq.backends import cuda_linear as cuda
 from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.codegen.choose import decodable
 from hf_vq.codegen.choose_linear import MOST_TOKENS, LinearProblem, best, fusable
+from hf_vq.codegen.choose_wide import FEWEST_TOKENS
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, VQScheme, weight_scheme
@@ -147,7 +148,9 @@ def test_linear(spec, rows, columns, tokens, dtype, monkeypatch):
     bias = torch.randn(rows, device="cuda").to(dtype) if tokens > 1 else None
     poison()
     few = tokens <= MOST_TOKENS and dtype != torch.float32 and not fusable(scheme, columns)
-    assert runs("linear", x, scheme, rows) in ({few and "cuda.fused_linear", "cuda.linear"})
+    wide = tokens >= FEWEST_TOKENS and "cuda.wide_linear"
+    ran = runs("linear", x, scheme, rows)
+    assert ran in {wide, few and "cuda.fused_linear", "cuda.linear"}
     with only_cuda(monkeypatch):
         y = ops.linear(x, tensors, bias, scheme)
     assert y.dtype == dtype and y.shape == (tokens, rows)
@@ -170,8 +173,10 @@ def test_the_catalogue_is_fused(monkeypatch):
     for name in CATALOGUE:
         for tokens in (1, 8, 16, 64):
             x = torch.empty(tokens, 4096, device="cuda", dtype=torch.bfloat16)
-            expected = "cuda.linear" if name == "gptvq-2" else "cuda.fused_linear"
-            assert runs("linear", x, WEIGHT_SCHEMES[name], 4096) == expected, (name, tokens)
+            expected = {"cuda.linear"} if name == "gptvq-2" else {"cuda.fused_linear"}
+            if tokens >= FEWEST_TOKENS and name != "gptvq-2":
+                expected.add("cuda.wide_linear")  # on a GPU that has it
+            assert runs("linear", x, WEIGHT_SCHEMES[name], 4096) in expected, (name, tokens)
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x80])

@@ -89,11 +89,43 @@ def accepts_rotation(problem: dispatch.Problem) -> str | None:
     return rotatable(VQScheme.parse(problem.scheme), problem.k)
 
 
+def accepts_many(problem: dispatch.Problem) -> str | None:
+    """None if the kernel for many tokens computes with the codes, else the reason why not."""
+    from ..codegen.choose import rotatable
+    from ..codegen.choose_linear import LinearProblem
+    from ..codegen.choose_wide import FEWEST_TOKENS, MOST_TOKENS, choose, token_bucket, wide
+    from ..codegen.device import device_arch
+    from ..codegen.plan import Dtype
+
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"inputs are {problem.dtype}"
+    if problem.tokens < FEWEST_TOKENS:
+        return f"{problem.tokens} tokens are few"
+    if problem.tokens > MOST_TOKENS:
+        return f"{problem.tokens} tokens: decoded rows are used often enough"
+    scheme = VQScheme.parse(problem.scheme)
+    arch, dtype = device_arch(torch.cuda.current_device()), Dtype(problem.dtype)
+    reason = wide(scheme, problem.k, arch) or rotatable(scheme, problem.k)
+    if reason:
+        return reason
+    tokens = token_bucket(problem.tokens)
+    if choose(LinearProblem(scheme, tokens, problem.n, problem.k, dtype, arch)) is None:
+        return f"no plan for {problem.tokens} tokens: shared memory or registers do not suffice"
+    return None
+
+
 def _fused(*arguments: Tensor | VQScheme | None) -> Tensor:
     from . import cuda_fused
 
     x, codes, codebook, scale, rotation, *_second_pass, bias, scheme = arguments
     return cuda_fused.linear(x, codes, codebook, scale, rotation, bias, scheme)  # type: ignore[arg-type]
+
+
+def _wide(*arguments: Tensor | VQScheme | None) -> Tensor:
+    from . import cuda_wide
+
+    x, codes, codebook, scale, rotation, *_second_pass, bias, scheme = arguments
+    return cuda_wide.linear(x, codes, codebook, scale, rotation, bias, scheme)  # type: ignore[arg-type]
 
 
 def _direct(problem: dispatch.Problem) -> dispatch.Direct:
@@ -153,6 +185,7 @@ def register() -> None:
         dispatch.Kernel(
             "cuda.fused_linear", "linear", _fused, "cuda", needs, accepts_few, direct=_direct
         ),
+        dispatch.Kernel("cuda.wide_linear", "linear", _wide, "cuda", needs, accepts_many),
     )
     for row in rows:
         dispatch.register(row, first=True)

@@ -14,6 +14,7 @@ from ..formats.scheme import VQScheme
 from . import choose as decode
 from . import choose_encode as encode
 from . import choose_linear as linear
+from . import choose_wide as wide
 from . import tuned
 from .choose import Cost
 from .compiler import compile_plan, key
@@ -23,6 +24,7 @@ from .store import Store, default_store
 
 _SHAPE = (4096, 4096)
 _TOKENS = (1, 16)
+_MANY_TOKENS = (128, 1024)
 _CANDIDATES = 8  # scales that fitting tries for a group
 
 
@@ -73,6 +75,12 @@ def _explain(args: argparse.Namespace) -> int:
     reason = linear.fusable(scheme, args.k)
     if reason or dtype is Dtype.FLOAT32:
         raise VQBackendError(f"no fused kernel: {reason or 'factors have 16 bits'}.")
+    if wide.FEWEST_TOKENS <= args.m <= wide.MOST_TOKENS and not wide.wide(scheme, args.k, arch):
+        many = wide.token_bucket(args.m)
+        asked_many = linear.LinearProblem(scheme, many, args.n, args.k, dtype, arch)
+        able_many = {other: wide.cost(other, asked_many) for other in wide.best(asked_many)}
+        count = len(wide.candidates(asked_many))
+        return _show(count, wide.choose(asked_many), able_many, _WIDE_COLUMNS, args.top)
     problem = linear.LinearProblem(scheme, linear.token_bucket(args.m), args.n, args.k, dtype, arch)
     plan = linear.choose(problem)
     if plan is None:
@@ -85,6 +93,7 @@ def _explain(args: argparse.Namespace) -> int:
     return _show(len(linear.candidates(problem)), plan, ranked, tuned.KNOBS, args.top)
 
 
+_WIDE_COLUMNS = ("threads", "token_tile", "share", "split", "depth")
 _DECODE_COLUMNS = ("threads", "steps", "unit", "panel_rows", "codebook_in_shared")
 
 
@@ -103,7 +112,7 @@ def _verdict(problem: linear.LinearProblem, plan: LinearPlan) -> str:
 
 
 def _show(
-    count: int, chosen: Plan, costs: Mapping[Any, Cost], columns: Sequence[str], top: int
+    count: int, chosen: Plan | None, costs: Mapping[Any, Cost], columns: Sequence[str], top: int
 ) -> int:
     """Print the plans of the lowest cost, and mark the one that was chosen."""
     ranked = sorted(costs.items(), key=lambda pair: pair[1].cycles)
@@ -169,6 +178,15 @@ def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list
                 if tokens > 1:
                     rotation = decode.rotate_plan(dtype, dtype, block, signs, False, plan.unit)
                     found.setdefault(rotation, f"arrange {block} {dtype.value}")
+            for tokens in _MANY_TOKENS:
+                many = linear.LinearProblem(scheme, tokens, *_SHAPE, dtype, named_arch(arch))
+                best = wide.choose(many)
+                if best is not None:
+                    found.setdefault(best, f"wide {name} {dtype.value} x{tokens}")
+                    rotation = decode.rotate_plan(
+                        dtype, dtype, block, signs, False, best.unit, True
+                    )
+                    found.setdefault(rotation, f"swizzle {block} {dtype.value}")
     return [(name, plan) for plan, name in found.items()]
 
 

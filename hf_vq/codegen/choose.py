@@ -218,7 +218,14 @@ def choose(problem: DecodeProblem) -> DecodePlan:
 
 
 def rotate_plan(
-    source: Dtype, out: Dtype, block: int, signs: bool, inverse: bool, arranged: int = 0
+    source: Dtype,
+    out: Dtype,
+    block: int,
+    signs: bool,
+    inverse: bool,
+    arranged: int = 0,
+    swizzled: bool = False,
 ) -> RotatePlan:
     """The plan of a rotation: nothing in it is a matter of choice."""
-    return RotatePlan(256, 4, source, out, block, signs, inverse, arranged)
+    threads, resident = (64, 16) if swizzled else (256, 4)  # there are fewer, with more to do
+    return RotatePlan(threads, resident, source, out, block, signs, inverse, arranged, swizzled)

@@ -103,8 +103,8 @@ class DecodePlan(Plan):
 
 
 @dataclass(frozen=True)
-class LinearPlan(Plan):
-    """A few tokens times codes (kernels/cuda/linear.cu).
+class TablePlan(Plan):
+    """Products with codes that are looked up in tables (kernels/cuda/table.cuh).
 
     Args:
         dtype: of input, output and the factors that are multiplied; not FLOAT32.
@@ -120,17 +120,8 @@ class LinearPlan(Plan):
         interleaved: entries of one index that lie together, one for each book, or more places.
         unit: weights of one row that a lane decodes of a chunk.
         load_bytes: bytes of codes that a lane reads at a time.
-        split: warps that share the columns of the same rows.
-        row_tiles: tiles of 16 rows that a warp multiplies with the same input.
-        token_tiles: tiles of 8 tokens.
-        steps: chunks that a warp has on their way at a time.
-        scales_together: whether scales of `steps` chunks are read at once.
-        ragged: whether chunks do not divide a row.
-        single: whether there is one token, which a block copies to shared memory.
-        rotate: whether it is rotated on the way (blocks of 128).
     """
 
-    template: ClassVar[str] = "linear"
     dtype: Dtype
     vector_size: int
     entry_bits: int
@@ -144,14 +135,6 @@ class LinearPlan(Plan):
     interleaved: int
     unit: int
     load_bytes: int
-    split: int
-    row_tiles: int
-    token_tiles: int
-    steps: int
-    scales_together: bool
-    ragged: bool
-    single: bool
-    rotate: bool
 
     @property
     def entry_bytes(self) -> int:
@@ -170,12 +153,79 @@ class LinearPlan(Plan):
             return (self.stages + lattice) * entries * entry * self.replicas
         return entries * entry * self.replicas * self.interleaved
 
+
+@dataclass(frozen=True)
+class LinearPlan(TablePlan):
+    """A few tokens times codes (kernels/cuda/linear.cu).
+
+    Args:
+        split: warps that share the columns of the same rows.
+        row_tiles: tiles of 16 rows that a warp multiplies with the same input.
+        token_tiles: tiles of 8 tokens.
+        steps: chunks that a warp has on their way at a time.
+        scales_together: whether scales of `steps` chunks are read at once.
+        ragged: whether chunks do not divide a row.
+        single: whether there is one token, which a block copies to shared memory.
+        rotate: whether it is rotated on the way (blocks of 128).
+    """
+
+    template: ClassVar[str] = "linear"
+    split: int
+    row_tiles: int
+    token_tiles: int
+    steps: int
+    scales_together: bool
+    ragged: bool
+    single: bool
+    rotate: bool
+
     def shared_bytes_for(self, in_features: int) -> int:
         """Shared memory of a block: tables, where warps meet, and one token in whole chunks."""
         meeting = 2 * self.threads // 32 * self.row_tiles * self.token_tiles * 512
         chunk = 4 * self.unit
         staged = 2 * -(-in_features // chunk) * chunk * self.single
         return self.table_bytes + meeting + staged
+
+
+@dataclass(frozen=True)
+class WidePlan(TablePlan):
+    """Many tokens times codes (kernels/cuda/wide.cu).
+
+    Args:
+        token_tile: tokens of a block.
+        share: blocks of a cluster that have the same tokens and bring x to each other.
+        split: blocks of a cluster that share the columns of the same rows.
+        depth: slots of the ring for x, of 64 columns each.
+        steps: chunks whose codes a lane has on their way at a time.
+    """
+
+    template: ClassVar[str] = "wide"
+    token_tile: int
+    share: int
+    split: int
+    depth: int
+    steps: int
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that multiply; one more reads x."""
+        return self.threads // 128 - 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of the ring."""
+        return 128 * self.token_tile
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: tables, in whole kilobytes, the ring, sums, barriers.
+
+        Where columns are split, a block has the sums of all for a part of the tokens.
+        """
+        added = -(-self.token_tile // 8 // self.split) * self.split
+        meeting = added * 2048 * self.warpgroups if self.split > 1 else 0
+        ring = self.depth * (self.slot_bytes + 16)
+        return -(-self.table_bytes // 1024) * 1024 + ring + meeting + 16
 
 
 @dataclass(frozen=True)
@@ -188,7 +238,8 @@ class RotatePlan(Plan):
         block: numbers that are rotated together, a power of two up to `LARGEST_BLOCK`.
         signs: whether random signs are applied too.
         inverse: whether they come after the matrix.
-        arranged: unit of the `LinearPlan` for which numbers are put in order; 0 = rows as they are.
+        arranged: unit of the plan for which numbers are put in order; 0 = rows as they are.
+        swizzled: whether that is a `WidePlan`; else it is a `LinearPlan`.
     """
 
     template: ClassVar[str] = "rotate"
@@ -199,16 +250,24 @@ class RotatePlan(Plan):
     signs: bool
     inverse: bool
     arranged: int = 0
+    swizzled: bool = False
 
     @property
     def numbers_of_a_block(self) -> int:
-        """What a group of lanes takes: a rotation block, or eight numbers to arrange."""
-        return 8 if self.arranged and self.block == 1 else self.block
+        """What a group of lanes takes: a rotation block, or what is arranged together."""
+        if not self.arranged or self.block > 1:
+            return self.block
+        return 4 * self.arranged if self.swizzled else 8
 
     @property
     def blocks_at_a_time(self) -> int:
         """Rotation blocks that one block of threads takes."""
-        return self.threads // min(32, max(1, self.numbers_of_a_block // 8))
+        numbers = self.numbers_of_a_block
+        if self.swizzled:
+            each = 32 if numbers == 4 * self.arranged else 8
+        else:
+            each = 32 if numbers == 128 and not self.arranged else 8
+        return self.threads // min(32, max(1, numbers // each))
 
 
 @dataclass(frozen=True)

@@ -43,3 +43,8 @@ template <Dtype D> __device__ inline uint32_t add_pair(uint32_t a, uint32_t b) {
     sum = multiply_add<D>(a, 0x3f803f80u, b);
   return sum;
 }
+
+// Two products at once.
+template <Dtype D> __device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  return multiply_add<D>(a, b, 0x80008000u);  // -0: what is added to any zero and leaves it as it is
+}

@@ -21,9 +21,12 @@ struct Arguments {
   uint32_t token_tiles;  // ceil(rows / 8); read where the result is arranged
 };
 
-constexpr int B = Plan::block > 1 || !Plan::arranged ? Plan::block : 8;  // octets that are only arranged
+// Numbers that are only arranged are eight, or a chunk of wide.cu.
+constexpr int B = Plan::block > 1 || !Plan::arranged ? Plan::block : Plan::swizzled ? 4 * Plan::arranged : 8;
+constexpr bool whole_chunk = Plan::swizzled && B == 4 * Plan::arranged;  // a thread has what its stores need
+constexpr bool fewer_shuffles = whole_chunk || (!Plan::arranged && B == 128);
 constexpr int width = B < 8 ? B : 8;
-constexpr int lanes = B / width < 32 ? B / width : 32;
+constexpr int lanes = fewer_shuffles ? B / 32 : B / width < 32 ? B / width : 32;
 constexpr int chunks = B / (width * lanes);
 constexpr int each = width * chunks;
 
@@ -54,6 +57,49 @@ __device__ inline int64_t arranged(const Arguments& a, uint32_t token, uint32_t 
   return (int64_t(tile) * (unit / 8) + column % unit / 8) * 256 + lane * 8 + column % 8;
 }
 
+// To where wide.cu reads: [columns / 64][8 * token_tiles][64], 16 bytes of a token at place p ^ token % 8 of eight. They
+// are two columns of each of four octets that lie Plan::arranged columns apart: `place` says which, of those of a chunk.
+__device__ inline void store_swizzled(const Arguments& a, uint32_t token, uint32_t column, uint32_t place,
+                                      const uint32_t (&word)[4]) {
+  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8;
+  const int64_t line = int64_t(column / (4 * unit) * (unit / 16) + place / 8) * (8 * a.token_tiles) + token;
+  store_words<16>(static_cast<char*>(a.y) + line * 128 + ((place ^ token) % 8) * 16, word);
+}
+
+// The four octets from a thread. (Templates, so that they are compiled only where they are used.)
+template <Dtype D, int N>
+__device__ inline void store_chunk(const Arguments& a, uint32_t token, uint32_t column, int lane,
+                                   const float (&value)[N]) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    uint32_t word[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) word[t] = pack_pair<D>(value[8 * t + 2 * k], value[8 * t + 2 * k + 1]);
+    store_swizzled(a, token, column, lane * 4 + k, word);
+  }
+}
+
+// An octet of each of four lanes, which give each other what they have.
+template <Dtype D, int N>
+__device__ inline void store_octet(const Arguments& a, uint32_t token, uint32_t column, bool exists,
+                                   const float (&value)[N]) {
+  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8, octets = unit / 8;
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) word[i] = pack_pair<D>(value[2 * i], value[2 * i + 1]);
+  const uint32_t t = column / unit % 4;
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!(i & bit)) {
+        const bool upper = t & bit;
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? word[i] : word[i | bit], octets * bit);
+        word[upper ? i : i | bit] = other;
+      }
+  if (exists) store_swizzled(a, token, column, column % unit / 8 * 4 + t, word);
+}
+
 __device__ inline void transform(float (&value)[each], int lane) {
 #pragma unroll
   for (int half = 1; half < each; half *= 2)
@@ -64,12 +110,11 @@ __device__ inline void transform(float (&value)[each], int lane) {
         value[i] = low + high, value[i + half] = low - high;
       }
 #pragma unroll
-  for (int half = 1; half < lanes; half *= 2)
+  for (int half = 1; half < lanes; half *= 2) {
+    const float sign = lane & half ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < each; ++i) {
-      const float other = __shfl_xor_sync(0xffffffffu, value[i], half);
-      value[i] = lane & half ? other - value[i] : value[i] + other;
-    }
+    for (int i = 0; i < each; ++i) value[i] = sign * value[i] + __shfl_xor_sync(0xffffffffu, value[i], half);
+  }
 #pragma unroll
   for (int i = 0; i < each; ++i) value[i] *= size_of_entry;
 }
@@ -93,14 +138,22 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rota
     if constexpr (Plan::signs && !Plan::inverse) flip(value, a, block, lane);
   }
   if constexpr (Plan::block > 1) transform(value, lane);
-  if (!exists) return;
+  if (!exists && (!Plan::swizzled || whole_chunk)) return;
   if constexpr (Plan::signs && Plan::inverse) flip(value, a, block, lane);
+  if constexpr (whole_chunk) {
+    store_chunk<Plan::out>(a, block / a.across, block % a.across * B, lane, value);
+    return;
+  }
 #pragma unroll
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const int64_t at = int64_t(block) * B + (chunk * lanes + lane) * width;
     float part[width];
 #pragma unroll
     for (int i = 0; i < width; ++i) part[i] = value[chunk * width + i];
+    if constexpr (Plan::swizzled) {
+      store_octet<Plan::out>(a, block / a.across, block % a.across * B + at % B, exists, part);
+      continue;
+    }
     const int64_t to = Plan::arranged ? arranged(a, block / a.across, block % a.across * B + at % B) : at;
     store_floats<Plan::out>(static_cast<char*>(a.y) + to * size_of<Plan::out>, part);
   }

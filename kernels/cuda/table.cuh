@@ -39,7 +39,8 @@ struct Table {
   static constexpr uint32_t exponent = Plan::dtype == Dtype::FLOAT16 ? 0x64646464 : 0x43434343;  // 2^m, of a byte
   using RowCodes = Codes<Plan::entry_bits * Plan::fused, Plan::unit / width>;
 
-  // Where dynamic shared memory begins, and the tables with it: a constant costs nothing in an address.
+  // Where dynamic shared memory begins, and the tables with it: a constant costs nothing in an address. In a cluster the
+  // highest byte says which block's memory it is, and `copy` has that byte.
 #if __CUDA_ARCH__ >= 900
   static constexpr uint32_t first = 1024;
 #else
@@ -53,7 +54,9 @@ struct Table {
 
   __device__ Table(const uint16_t* codebook, char* shared, int lane)
       : copy(lane % Plan::replicas * entry_bytes), stored(codebook) {
-    if (uint32_t(__cvta_generic_to_shared(shared)) != first) __trap();
+    const uint32_t begin = __cvta_generic_to_shared(shared);
+    if ((begin & 0xffffff) != first) __trap();
+    copy |= begin & 0xff000000;
     if constexpr (lattice) {
       factor = half_to_float(stored[256 * 8]);
 #pragma unroll
@@ -72,7 +75,7 @@ struct Table {
       constexpr int pieces = book_stride / piece;
       constexpr int count = books * entries, turns = (count + Plan::threads - 1) / Plan::threads;
       constexpr int most = lattice ? 2 : entry_bytes < 8 ? 8 : 64 / entry_bytes, ahead = turns < most ? turns : most;
-      char* const tables = static_cast<char*>(__cvta_shared_to_generic(first));
+      char* const tables = static_cast<char*>(__cvta_shared_to_generic(first | (copy & 0xff000000)));
       for (int begin = threadIdx.x; begin < count; begin += ahead * Plan::threads) {
         uint32_t one[ahead][entry_bytes / 4];
 #pragma unroll
@@ -202,7 +205,7 @@ struct Table {
   // Address of this lane's copy of the entry whose index has its bits at `at`, in the first book.
   __device__ uint32_t address(const RowCodes& codes, int at) const {
     if constexpr (index_bits == 8 && entry_stride == 256) {  // a byte of the codes above the byte of the copy
-      return __byte_perm(codes.word[at / 32], copy, 0x5504 | at % 32 / 8 << 4) + first;
+      return __byte_perm(codes.word[at / 32], copy, 0x7504 | at % 32 / 8 << 4) + first;
     } else {
       return (codes.template field<index_bits, entry_stride>(at) | copy) + first;
     }

@@ -20,13 +20,13 @@ from hf_vq.codegen.plan import (
 PLAN = DecodePlan(
     threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=8, entry_bits=12, stages=2,
     scope=Scope.SHARED, tile_rows=0, tile_columns=0, group=128, unit=8, steps=2, panel_rows=16,
-    codebook_in_shared=True,
+    integers=False, codebook_in_shared=True,
 )  # fmt: skip
 LINEAR = LinearPlan(
     threads=512, resident=1, dtype=Dtype.BFLOAT16, vector_size=2, entry_bits=8, stages=1,
-    scope=Scope.SHARED, group=128, fused=1, in_shared=True, replicas=32, interleaved=2, unit=32,
-    load_bytes=16, split=8, row_tiles=1, token_tiles=1, steps=2, scales_together=True,
-    ragged=False, single=True, rotate=True,
+    scope=Scope.SHARED, group=128, fused=1, in_shared=True, integers=False, replicas=32,
+    interleaved=2, unit=32, load_bytes=16, split=8, row_tiles=1, token_tiles=1, steps=2,
+    scales_together=True, ragged=False, single=True, rotate=True,
 )  # fmt: skip
 ENCODE = EncodePlan(
     threads=256, resident=2, vector_size=2, entry_bits=8, stages=1, scope=Scope.SHARED, group=128,
@@ -114,5 +114,6 @@ def test_tables():
 @pytest.mark.parametrize("block", [2**i for i in range(11)])
 def test_rotation_blocks_are_dealt_to_whole_warps(block):
     plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, block, True, False)
-    assert plan.blocks_at_a_time * min(32, max(1, block // 8)) == plan.threads
+    each = 32 if block == 128 else 8  # numbers of a lane (rotate.cu)
+    assert plan.blocks_at_a_time * min(32, max(1, block // each)) == plan.threads
     assert block <= RotatePlan.LARGEST_BLOCK

@@ -1,0 +1,107 @@
+"""`linear` on a Hopper GPU for many tokens: the fused kernel of wide.cu, without a dense weight.
+
+Launches are prepared here; `cuda_fused` runs them, as it does those for few tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..codegen.choose import rotate_plan
+from ..codegen.choose_linear import LinearProblem
+from ..codegen.choose_wide import blocks, choose, token_bucket
+from ..codegen.device import device_arch
+from ..codegen.launch import Kernel
+from ..codegen.plan import WidePlan
+from ..codegen.store import default_store
+from ..errors import VQBackendError
+from ..formats.scheme import VQScheme
+from . import cuda_fused
+from .cuda_linear import DTYPES
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """What `cuda_fused.run` asks of a plan; here the tokens of a launch decide it."""
+
+    token_tiles: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(plan: WidePlan, ordinal: int) -> Kernel:
+    return Kernel(plan, cuda_fused.LinearArguments, ordinal, default_store())
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(
+    scheme: VQScheme, rows: int, in_features: int, tokens: int, dtype: torch.dtype, ordinal: int
+) -> cuda_fused.Launch:
+    arch = device_arch(ordinal)
+    bucket = token_bucket(tokens)
+    problem = LinearProblem(scheme, bucket, rows, in_features, DTYPES[dtype], arch)
+    plan = choose(problem)
+    if plan is None:
+        raise VQBackendError(f"{scheme.spec()} has no wide kernel for {problem}.")
+    return prepare(plan, scheme, rows, in_features, tokens, dtype, ordinal)
+
+
+def prepare(
+    plan: WidePlan,
+    scheme: VQScheme,
+    rows: int,
+    in_features: int,
+    tokens: int,
+    dtype: torch.dtype,
+    ordinal: int,
+) -> cuda_fused.Launch:
+    """How a layer of this size runs a plan with so many tokens: its kernels, and their sizes."""
+    rotation = rotate_plan(
+        DTYPES[dtype],
+        DTYPES[dtype],
+        scheme.block(in_features) if scheme.rotation != "none" else 1,
+        scheme.rotation == "random_hadamard",
+        False,
+        plan.unit,
+        True,
+    )
+    token_tiles = -(-tokens // 8)
+    return cuda_fused.Launch(
+        _kernel(plan, ordinal),
+        _Tiles(token_tiles),  # type: ignore[arg-type]
+        blocks(plan, rows, tokens, device_arch(ordinal)),
+        cuda_fused._rotator(rotation, ordinal),
+        rotation.blocks_at_a_time,
+        rotation.numbers_of_a_block,
+        8 * token_tiles * in_features,
+        False,
+    )
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    """y = W x + b (`ops.reference.linear`) for many tokens, in 16-bit floats.
+
+    Entries of codebooks, their products with scales of groups and the rotated x are rounded to the
+    dtype of x; sums are float32.
+    """
+    rows, in_features = codes.shape[0], x.shape[-1]
+    y = x.new_empty(*x.shape[:-1], rows)
+    if not y.numel():
+        return y
+    ordinal = x.device.index
+    with torch.cuda.device(ordinal):
+        tokens = x.numel() // in_features
+        launch = _prepare(scheme, rows, in_features, tokens, x.dtype, ordinal)
+        cuda_fused.run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal, launch)
+    return y

@@ -1,0 +1,100 @@
+"""Plans of the fused kernel for many tokens: what is chosen can run, and who has none."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_vq.codegen.choose_linear import LinearProblem
+from hf_vq.codegen.choose_wide import (
+    MOST_TOKENS,
+    best,
+    blocks,
+    candidates,
+    choose,
+    feasible,
+    spare_registers,
+    token_bucket,
+    wide,
+)
+from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.plan import Dtype
+from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
+
+SCHEMES = ("vq-4", "turboquant-4", "vq-3", "vq-2", "quip-sharp-2", "quip-sharp-4", "aqlm-2")
+
+
+def problem(scheme, tokens=128, rows=4096, columns=4096, arch="sm_90a"):
+    return LinearProblem(scheme, tokens, rows, columns, Dtype.BFLOAT16, ARCHES[arch])
+
+
+@st.composite
+def problems(draw):
+    scheme = VQScheme(
+        draw(st.sampled_from([1, 2, 4, 8, 16])),
+        draw(st.integers(1, 16)),
+        draw(st.integers(1, 4)),
+        "tensor",
+        scale_group=draw(st.sampled_from([0, 32, 128, 256])),
+        rotation=draw(st.sampled_from(["none", "random_hadamard"])),
+    )
+    columns = 64 * draw(st.integers(1, 180))
+    tokens = token_bucket(draw(st.integers(33, 9000)))
+    return problem(scheme, tokens, draw(st.integers(1, 20000)), columns)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems())
+def test_the_chosen_plan_can_run(asked):
+    plan = choose(asked)
+    if plan is None:
+        few = asked.tokens <= MOST_TOKENS
+        assert not few or wide(asked.scheme, asked.in_features, asked.arch) or not best(asked)
+        return
+    assert feasible(plan, asked) is None and spare_registers(plan, asked.arch) >= 0
+    # What the kernel relies on.
+    assert plan.unit % 16 == 0 and asked.in_features % (4 * plan.unit) == 0
+    assert plan.unit % (plan.vector_size * plan.fused) == 0
+    assert plan.unit // plan.vector_size * plan.entry_bits % (8 * plan.load_bytes) == 0
+    assert plan.load_bytes in (4, 8, 16)
+    assert plan.group == 0 or plan.group % (4 * plan.unit) == 0
+    assert plan.threads % 128 == 0 and plan.warpgroups >= 2
+    assert plan.slot_bytes // plan.share % 1024 == 0  # and brings whole groups of eight tokens
+    assert plan.resident * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
+    assert plan.depth * plan.slot_bytes + plan.table_bytes <= plan.shared_bytes
+    count = blocks(plan, asked.rows, asked.tokens, asked.arch)
+    assert count >= 1 and count % (plan.share * plan.split) == 0
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_catalogue_has_plans(name):
+    for tokens in (33, 64, 100, 256, 1000, MOST_TOKENS):
+        for rows, columns in ((4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096), (1, 256)):
+            assert choose(problem(WEIGHT_SCHEMES[name], tokens, rows, columns)), (tokens, rows)
+
+
+def test_who_has_none():
+    vq = WEIGHT_SCHEMES["vq-4"]
+    for name in ("sm_80", "sm_89", "sm_100"):
+        assert "wgmma" in wide(vq, 4096, ARCHES[name])
+        assert choose(problem(vq, arch=name)) is None
+    hopper = ARCHES["sm_90a"]
+    assert wide(vq, 4096, hopper) is None
+    assert choose(problem(vq, MOST_TOKENS + 1)) is None
+    assert "tile" in wide(WEIGHT_SCHEMES["gptvq-2"], 4096, hopper)
+    assert "shared memory" in wide(VQScheme.parse("vq8x16r1-tensor-g0-none"), 4096, hopper)
+    assert "64 columns" in wide(VQScheme.parse("vq2x8r1-tensor-g0-none"), 1160, hopper)
+
+
+def test_few_kernels_serve_all_tokens():
+    """A plan is compiled where it is first met: buckets keep their number small."""
+    buckets = {token_bucket(tokens) for tokens in range(33, MOST_TOKENS + 1)}
+    assert all(token_bucket(tokens) >= tokens for tokens in (33, 64, 65, 1000))
+    assert all(token_bucket(bucket) == bucket for bucket in buckets) and len(buckets) < 20
+    scheme = WEIGHT_SCHEMES["vq-4"]
+    assert len({choose(problem(scheme, bucket)) for bucket in buckets}) <= 12
+
+
+def test_every_candidate_says_whether_it_can_run():
+    asked = problem(WEIGHT_SCHEMES["quip-sharp-4"])  # tables of 128 KB
+    reasons = {feasible(plan, asked) for plan in candidates(asked)}
+    assert None in reasons and len(reasons) > 1
