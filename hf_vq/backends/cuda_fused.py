@@ -47,7 +47,7 @@ class Launch:
     """One layer at one bucket of tokens, one dtype and one device."""
 
     kernel: Kernel
-    plan: LinearPlan
+    token_tiles: int
     blocks: int
     before: Kernel | None  # rotates x and puts it in order
     blocks_at_a_time: int  # of `before`
@@ -199,7 +199,7 @@ def prepare(
         block, at_a_time = rotation.numbers_of_a_block, rotation.blocks_at_a_time
     return Launch(
         _kernel(plan, plan.shared_bytes_for(in_features), ordinal),
-        plan,
+        plan.token_tiles,
         -(-tiles // (turns * teams)),
         before,
         at_a_time,
@@ -280,7 +280,7 @@ def run(
         launch.before(
             -(-count // launch.blocks_at_a_time), stream, x.data_ptr(), layer.fixed[3],
             inputs.data_ptr(),
-            count, in_features // block, launch.plan.token_tiles, dependent=overlap,
+            count, in_features // block, launch.token_tiles, dependent=overlap,
         )  # fmt: skip
         x = inputs
     if bias is not None and (bias.shape != (layer.rows,) or bias.device != x.device):

@@ -6,7 +6,6 @@ Launches are prepared here; `cuda_fused` runs them, as it does those for few tok
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,13 +21,6 @@ from ..errors import VQBackendError
 from ..formats.scheme import VQScheme
 from . import cuda_fused
 from .cuda_linear import DTYPES
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """What `cuda_fused.run` asks of a plan; here the tokens of a launch decide it."""
-
-    token_tiles: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,7 +63,7 @@ def prepare(
     token_tiles = -(-tokens // 8)
     return cuda_fused.Launch(
         _kernel(plan, ordinal),
-        _Tiles(token_tiles),  # type: ignore[arg-type]
+        token_tiles,
         blocks(plan, rows, tokens, device_arch(ordinal)),
         cuda_fused._rotator(rotation, ordinal),
         rotation.blocks_at_a_time,
