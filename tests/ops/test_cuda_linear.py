@@ -1,7 +1,6 @@
 """The CUDA rows of the dispatch table, as far as they can be asked without a GPU."""
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,8 +208,7 @@ class Recorder:
 def launched(monkeypatch):
     """(kernel, stream): what the fused layer launches, and the stream on which it does."""
     kernel, before, stream = Recorder(), Recorder(), [7]
-    plan = SimpleNamespace(token_tiles=2)
-    launch = cuda_fused.Launch(kernel, plan.token_tiles, 3, before, 16, 128, 2 * 8 * 256, False)
+    launch = cuda_fused.Launch(kernel, 2, 3, before, 16, 128, 2 * 8 * 256, False)
     monkeypatch.setattr(cuda_fused, "_prepare", lambda *asked: launch)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda ordinal: stream[0], raising=False
