@@ -103,6 +103,8 @@ def accepts_many(problem: dispatch.Problem) -> str | None:
         return f"{problem.tokens} tokens are few"
     if problem.tokens > MOST_TOKENS:
         return f"{problem.tokens} tokens: decoded rows are used often enough"
+    if len({device_arch(ordinal).name for ordinal in range(torch.cuda.device_count())}) > 1:
+        return "there are GPUs of several kinds"
     scheme = VQScheme.parse(problem.scheme)
     arch, dtype = device_arch(torch.cuda.current_device()), Dtype(problem.dtype)
     reason = wide(scheme, problem.k, arch) or rotatable(scheme, problem.k)

@@ -209,9 +209,15 @@ def _rotate(
 
 
 def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool) -> Tensor:
-    """`ops.reference.rotate`, summed in float32 and rounded once."""
+    """`ops.reference.rotate`, summed in float32 and rounded once.
+
+    Raises:
+        VQFormatError: the signs are not where `x` is.
+    """
     if scheme.rotation == "none":
         return x
+    if rotation is not None and rotation.device != x.device:
+        raise VQFormatError(f"the input is on {x.device}, but its signs on {rotation.device}.")
     rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rotated.numel():
         with torch.cuda.device(x.device):

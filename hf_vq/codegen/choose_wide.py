@@ -25,12 +25,13 @@ from .device import Arch
 from .plan import Scope, WidePlan
 
 FEWEST_TOKENS = 33  # with fewer the kernel for few tokens is faster
-MOST_TOKENS = 1536  # beyond, decoded rows are used often enough
+MOST_TOKENS = 1024  # beyond, decoded rows are used often enough
 
 _WARPGROUPS = (2, 3, 4)  # that multiply
 _TOKEN_TILES = (32, 64, 128, 256)
 _CLUSTERS = ((1, 1), (2, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6))  # share, split
 _UNITS = (32, 64, 128, 16)  # the first that codes allow
+_SHORTEST_BLOCK, _LONGEST_UNIT = 8, 64  # that rotate.cu exchanges within a warp
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
 _STEPS = 2
 _LEFT_OUT = 12  # multiprocessors of 132 that have no place in clusters of more than two
@@ -55,8 +56,12 @@ def wide(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
         return reason
     if _tables(scheme)[1] > _LARGEST_INDEX:
         return "its codebook does not fit into shared memory"
-    if _unit(scheme, in_features) is None:
+    unit = _unit(scheme, in_features)
+    if unit is None:
         return f"codes of {in_features} weights are not whole words for every 64 columns"
+    block = scheme.block(in_features) if scheme.rotation != "none" else 1
+    if block > 1 and block != 4 * unit and (block < _SHORTEST_BLOCK or unit > _LONGEST_UNIT):
+        return f"inputs that are rotated by {block} have no order for units of {unit}"
     return None
 
 
@@ -137,6 +142,8 @@ def feasible(plan: WidePlan, problem: LinearProblem) -> str | None:
         return "sums do not fit into shared memory"
     if spare_registers(plan, arch) < 0:
         return "sums do not fit into registers"
+    if not clusters(plan, arch):
+        return "the GPU has no place for such a cluster"
     if plan.split > problem.in_features // (4 * plan.unit):
         return "there are fewer chunks of columns than blocks"
     return None

@@ -24,6 +24,7 @@ struct Arguments {
 // Numbers that are only arranged are eight, or a chunk of wide.cu.
 constexpr int B = Plan::block > 1 || !Plan::arranged ? Plan::block : Plan::swizzled ? 4 * Plan::arranged : 8;
 constexpr bool whole_chunk = Plan::swizzled && B == 4 * Plan::arranged;  // a thread has what its stores need
+static_assert(!Plan::swizzled || whole_chunk || (B >= 8 && Plan::arranged <= 64), "octets of one store are in one warp");
 constexpr bool fewer_shuffles = whole_chunk || (!Plan::arranged && B == 128);
 constexpr int width = B < 8 ? B : 8;
 constexpr int lanes = fewer_shuffles ? B / 32 : B / width < 32 ? B / width : 32;

@@ -17,9 +17,8 @@
 //
 // Bytes: codes once for every token_tile tokens, x once for every 64 x warpgroups x share rows, both mostly from L2.
 // A product of 64 x token_tile x 16 takes token_tile / 2 cycles of tensor cores and token_tile / 4 of shared memory, a
-// lookup of its 1024 weights 16 more there, times stages. Measured on an H200: a product takes no less than 64 cycles, as
-// for 128 tokens, since a is read from registers; with 256 tokens tensor cores are busy 97 % of the time; with 128 and two
-// warpgroups 70 %, because a warp's lookups take longer than the products that they hide behind.
+// lookup of its 1024 weights 16 more there, times stages. With few tokens, a warp's lookups take
+// longer than the products that they hide behind.
 #include "codes.cuh"
 #include "grids.cuh"
 #include "plan.cuh"
@@ -28,7 +27,7 @@
 
 struct Arguments {
   const uint32_t* codes;     // uint8 [rows, stages * stream_bytes]
-  const uint16_t* codebook;  // fp16 [stages, entries, x]
+  const uint16_t* codebook;  // fp16 or int8 [stages, entries, x]
   const uint16_t* scale;     // fp16 [rows, columns / group]
   const uint8_t* signs;      // not read: x is rotated
   const uint16_t* x;         // of Plan::dtype, [columns / 64][8 * ceil(tokens / 8)][64] (rotate.cu, `swizzled`)

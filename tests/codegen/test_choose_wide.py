@@ -1,5 +1,7 @@
 """Plans of the fused kernel for many tokens: what is chosen can run, and who has none."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from hf_vq.codegen.choose_wide import (
     blocks,
     candidates,
     choose,
+    clusters,
     feasible,
     spare_registers,
     token_bucket,
@@ -98,3 +101,16 @@ def test_every_candidate_says_whether_it_can_run():
     asked = problem(WEIGHT_SCHEMES["quip-sharp-4"])  # tables of 128 KB
     reasons = {feasible(plan, asked) for plan in candidates(asked)}
     assert None in reasons and len(reasons) > 1
+
+
+@pytest.mark.parametrize(
+    "spec", ["vq4x5r1-universal-g0-random_hadamard128", "vq2x8r1-universal-g128-random_hadamard4"]
+)
+def test_a_rotation_without_an_order_is_refused(spec):
+    assert "have no order" in wide(VQScheme.parse(spec), 4096, ARCHES["sm_90a"])
+
+
+def test_a_slice_of_a_gpu_holds_no_large_clusters():
+    arch = replace(ARCHES["sm_90a"], sms=16)
+    plan = choose(replace(problem(WEIGHT_SCHEMES["vq-4"]), arch=arch))
+    assert plan is None or clusters(plan, arch) > 0
