@@ -113,7 +113,8 @@ def _against_pytorch(name: str, rounds: int) -> float:
     scheme, weight = weight_scheme(name), _random(_COMPARED)
 
     def fit(backend: str) -> None:
-        with patch.dict(os.environ, {"HF_VQ_BACKEND": backend}):
+        wanted = {"HF_VQ_BACKEND": backend}
+        with patch.dict(os.environ, wanted):
             fit_weight(weight, scheme)  # ends with a number that the host waits for
 
     seconds = interleave(
