@@ -1,4 +1,4 @@
-"""Tables of the suites `cuda-peers` and `cuda-generate`, from the rows of their records."""
+"""The table of the suite `cuda-peers`, from the rows of its record."""
 
 from __future__ import annotations
 
