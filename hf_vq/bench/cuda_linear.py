@@ -2,7 +2,8 @@
 
 Also the mechanisms of the fused kernel one by one, on and off; the host's time for a call; and the
 decode kernel as a fraction of what memory gives: of a kernel that only writes, and of one that
-reads as much as it writes. Codes are random: how fast a kernel is does not depend on them.
+reads as much as it writes; one token as a fraction of reading codes and scales alone. Codes are
+random: how fast a kernel is does not depend on them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..ops import dispatch
 from ..ops.codes import rotation_of
 from ..ops.library import problem
 from .cpu_linear import random_tensors
+from .cuda_read import reading
 from .cuda_timing import cold_copies, interleave_graphs
 from .timing import Contestant, speedup, summary
 
@@ -85,13 +87,17 @@ def _linear_rows(
 ) -> list[dict[str, Any]]:
     x = torch.randn(tokens, in_features, dtype=_DTYPE, device="cuda")
     contestants = {"bf16": dense(x, out_features), "int4 tinygemm": _tinygemm(x, out_features)}
-    kernels = {}
+    kernels, read = {}, {}
     for name in schemes:
         scheme = weight_scheme(name)
-        contestants[name] = ours(x, copies_of(scheme, out_features, in_features), scheme)
+        sets = copies_of(scheme, out_features, in_features)
+        contestants[name] = ours(x, sets, scheme)
         asked = problem("linear", x, scheme.spec(), out_features)
         kernels[name] = dispatch.select(asked).name
-    seconds = interleave_graphs(contestants, rounds)
+        if tokens == 1:
+            read[name] = sets[0]["codes"].nbytes + sets[0]["scale"].nbytes
+    reads = {_reading(nbytes): reading(nbytes) for nbytes in read.values()}
+    seconds = interleave_graphs(contestants | reads, rounds)
     found = []
     for name in contestants:
         row: dict[str, Any] = {"what": "linear", "name": name, "tokens": tokens}
@@ -100,8 +106,16 @@ def _linear_rows(
         if name in kernels:
             row["kernel"] = kernels[name]
             row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in peers}
+        if name in read:
+            alone = seconds[_reading(read[name])]
+            row["read_us"] = summary(alone)["us"]
+            row["of_reading"] = speedup(seconds[name], alone)
         found.append(row)
     return found
+
+
+def _reading(nbytes: int) -> str:
+    return f"reading {nbytes} bytes"
 
 
 def dense(x: Tensor, out_features: int) -> Contestant:

@@ -315,6 +315,18 @@ class EncodePlan(Plan):
         return 4 * self.stages * (self.vector_size + 1) * max(4, 1 << self.entry_bits)
 
 
+@dataclass(frozen=True)
+class ReadPlan(Plan):
+    """Bytes that are read for nothing, a yardstick (kernels/cuda/read.cu).
+
+    Args:
+        steps: words of 16 bytes that a thread has on their way at a time.
+    """
+
+    template: ClassVar[str] = "read"
+    steps: int
+
+
 def render(plan: Plan) -> str:
     """The header `plan.cuh` of a plan. Enumerations keep their names (kernels/cuda/numbers.cuh)."""
     lines = ["#pragma once", '#include "numbers.cuh"', "struct Plan {"]

@@ -46,6 +46,7 @@ def test_cuda_linear(monkeypatch):
     assert [row["kernel"] for row in ours] == ["cuda.fused_linear", many]
     assert all(row["us"] > 0 for row in ours)
     assert set(ours[0]["speedup"]) == {"bf16", "int4 tinygemm"}
+    assert ours[0]["of_reading"] > 0 and "of_reading" not in ours[1]
     mechanisms = [row for row in results["rows"] if row["what"] == "mechanism"]
     assert {"chosen", "no overlapping launches"} <= {row["plan"] for row in mechanisms}
     assert {row["name"] for row in results["rows"] if row["what"] == "host"} == {

@@ -12,6 +12,7 @@ from hf_vq.codegen.plan import (
     Dtype,
     EncodePlan,
     LinearPlan,
+    ReadPlan,
     RotatePlan,
     Scope,
     render,
@@ -32,6 +33,7 @@ ENCODE = EncodePlan(
     threads=256, resident=2, vector_size=2, entry_bits=8, stages=1, scope=Scope.SHARED, group=128,
     beam=8, candidates=8, refit=True, lanes=32, slots=2, one_group=True,
 )  # fmt: skip
+READ = ReadPlan(threads=512, resident=2, steps=4)
 ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)
 
 
@@ -49,7 +51,7 @@ def test_every_field_is_rendered_once_under_its_own_name():
     assert names == [field.name for field in dataclasses.fields(PLAN)]
 
 
-@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, ROTATE])
+@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, ROTATE, READ])
 def test_a_template_reads_every_field_and_no_other(plan):
     text = source(f"{plan.template}.cu")
     if isinstance(plan, DecodePlan):
@@ -73,11 +75,13 @@ def test_arguments_are_those_of_the_source():
     from hf_vq.backends.cuda_encode import EncodeArguments
     from hf_vq.backends.cuda_fused import LinearArguments
     from hf_vq.backends.cuda_linear import DecodeArguments, RotateArguments
+    from hf_vq.bench.cuda_read import ReadArguments
 
     sizes = {"int64_t": 8, "uint32_t": 4, "int": 4}
     for arguments, file in (
         (DecodeArguments, "decode.cu"), (RotateArguments, "rotate.cu"),
         (LinearArguments, "linear.cu"), (EncodeArguments, "encode.cu"),
+        (ReadArguments, "read.cu"),
     ):  # fmt: skip
         body = re.search(r"struct Arguments {\n(.*?)};", source(file), re.DOTALL)[1]
         fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)

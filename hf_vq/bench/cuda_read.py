@@ -1,0 +1,44 @@
+"""Reading bytes and nothing else, on a GPU: the time that no kernel undercuts that needs them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ..codegen.device import device_arch
+from ..codegen.launch import Kernel
+from ..codegen.plan import ReadPlan
+from ..codegen.store import default_store
+from .cuda_timing import cold_copies
+from .timing import Contestant
+
+_PLAN = ReadPlan(threads=512, resident=2, steps=4)
+
+
+class ReadArguments(ctypes.Structure):
+    """`struct Arguments` of kernels/cuda/read.cu, field by field."""
+
+    _fields_ = (
+        ("bytes", ctypes.c_void_p),
+        ("never", ctypes.c_void_p),
+        ("words", ctypes.c_int64),
+    )
+
+
+def reading(nbytes: int) -> Contestant:
+    """Reads of `nbytes` bytes that no cache holds, in grids that overlap as ours do."""
+    ordinal = torch.cuda.current_device()
+    kernel = Kernel(_PLAN, ReadArguments, ordinal, default_store())
+    words = -(-nbytes // 16)
+    buffers = [
+        torch.zeros(4 * words, dtype=torch.int32, device="cuda") for _ in range(cold_copies(nbytes))
+    ]
+    never = torch.empty(1, dtype=torch.int32, device="cuda")
+    blocks = min(device_arch(ordinal).sms * _PLAN.resident, -(-words // _PLAN.threads))
+
+    def call(i: int) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(ordinal)
+        kernel(blocks, stream, buffers[i].data_ptr(), never.data_ptr(), words, dependent=True)
+
+    return Contestant(call, len(buffers))
