@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from . import (
     quality_weights,
     tables,
 )
-from .record import RESULTS, command_line, make_record, write_record
+from .record import RESULTS, Recorder, command_line
 
 TIMED_SUITES: dict[str, Any] = {
     "cpu-linear": cpu_linear, "cpu-attention": cpu_attention, "cpu-generate": cpu_generate,
@@ -84,7 +86,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one suite; 0 if it succeeded, 1 if a checked table is not current, 2 on a VQError."""
+    """Run one suite.
+
+    Returns:
+        0 if it succeeded, 1 if a checked table is not current, 2 on a VQError, 130 on Ctrl-C.
+    """
     args = build_parser().parse_args(argv)
     try:
         if args.suite in TIMED_SUITES:
@@ -107,21 +113,17 @@ def _measure(args: argparse.Namespace) -> int:
     command = command_line(start, args.parser, args, options)
     if command != start and args.out is None:
         raise VQError("the tables need the whole suite: give --out for a partial run.")
-    settings, results = module.run(
+    measure = functools.partial(
+        module.run,
         args.model,
         args.text,
         tokens=args.tokens,
         context=args.context,
         schemes=args.schemes,
         with_baselines=not args.no_baselines,
-        report=_print_row,
         **more,
     )
-    record = make_record(args.suite, command, settings, results, args.revision)
-    out = args.out or RESULTS / f"{args.suite}.json"
-    write_record(record, out)
-    print(f"wrote {out}")
-    return 0
+    return _record(args, command, "cpu", measure, _print_row)
 
 
 def _time(args: argparse.Namespace) -> int:
@@ -132,11 +134,33 @@ def _time(args: argparse.Namespace) -> int:
     start = f"{f'HF_VQ_CPU_ISA={isa} ' if isa else ''}python -m hf_vq.bench {args.suite}"
     command = command_line(start, args.parser, args, names)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    settings, results = TIMED_SUITES[args.suite].run(**given, report=_print_time)
-    device = args.suite.partition("-")[0]
-    record = make_record(args.suite, command, settings, results, args.revision, device)
+    measure = functools.partial(TIMED_SUITES[args.suite].run, **given)
+    return _record(args, command, args.suite.partition("-")[0], measure, _print_time)
+
+
+def _record(
+    args: argparse.Namespace,
+    command: str,
+    device: str,
+    measure: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
+    show: Callable[[dict[str, Any]], None],
+) -> int:
+    """Run a suite, and show and keep each row when it is known."""
     out = args.out or RESULTS / f"{args.suite}.json"
-    write_record(record, out)
+    recorder = Recorder(out, args.suite, command, args.revision, device)
+    if recorder.record["revision"] is None:
+        print("hf_vq.bench: this is no git checkout: give --revision.", file=sys.stderr)
+
+    def report(row: dict[str, Any]) -> None:
+        show(row)
+        recorder.add(row)
+
+    try:
+        settings, results = measure(report=report)
+    except KeyboardInterrupt:
+        print(f"hf_vq.bench: stopped; the rows are in {recorder.unfinished}", file=sys.stderr)
+        return 130
+    recorder.finish(settings, results)
     print(f"wrote {out}")
     return 0
 

@@ -9,8 +9,9 @@ random: how fast a kernel is does not depend on them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -66,15 +67,20 @@ def run(
     """
     if not torch.cuda.is_available():
         raise VQBackendError("the suite cuda-linear needs a CUDA device.")
+
+    def sections(shape: tuple[int, int]) -> Iterator[list[dict[str, Any]]]:
+        for count in tokens:
+            yield _linear_rows(schemes, *shape, count, rounds)
+        yield _decode_rows(schemes, *shape, rounds)
+        for name in _MECHANISMS if 1 in tokens else ():
+            if name in schemes:
+                yield _mechanism_rows(name, *shape, rounds)
+        if shape == shapes[0]:
+            yield _host_rows(schemes, *shape)
+
     found: list[dict[str, Any]] = []
     for shape in shapes:
-        rows = [row for count in tokens for row in _linear_rows(schemes, *shape, count, rounds)]
-        rows += _decode_rows(schemes, *shape, rounds)
-        for name in _MECHANISMS if 1 in tokens else ():
-            rows += _mechanism_rows(name, *shape, rounds) if name in schemes else []
-        if shape == shapes[0]:
-            rows += _host_rows(schemes, *shape)
-        for row in rows:
+        for row in chain.from_iterable(sections(shape)):
             row |= {"out_features": shape[0], "in_features": shape[1]}
             found.append(row)
             report(row)

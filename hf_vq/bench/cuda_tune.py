@@ -1,8 +1,8 @@
 """Suite `cuda-tune`: which plan of the fused linear kernel is the fastest on this GPU.
 
 For every scheme, shape and number of tokens, the plans that the model of `codegen` ranks first take
-turns, in CUDA graphs over data that no cache holds. The winners are written to the table that
-`codegen.tuned` reads.
+turns, in CUDA graphs over data that no cache holds. Each winner is written, when it is known, to
+the table that `codegen.tuned` reads.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ def run(
     }
     ranked = {asked: best(problem, -_UNSURE)[:PLANS] for asked, problem in problems.items()}
     _compile({plan for plans in ranked.values() for plan in plans}, arch.name)
-    winners: dict[LinearProblem, LinearPlan] = {}
+    path = tuned.keep({}, table)  # fails before anything is measured
     for (name, shape, number), plans in ranked.items():
         if not plans:
             continue
         problem = problems[name, shape, number]
         times = _times(problem, plans, rounds)
         winner = min(times, key=lambda plan: times[plan])
-        for dtype in (Dtype.BFLOAT16, Dtype.FLOAT16):
-            winners[replace(problem, dtype=dtype)] = winner
+        dtypes = (Dtype.BFLOAT16, Dtype.FLOAT16)
+        tuned.keep({replace(problem, dtype=dtype): winner for dtype in dtypes}, path)
         report(
             {
                 "scheme": name,
@@ -89,7 +89,7 @@ def run(
                 "knobs": tuned.knobs(winner),
             }
         )
-    return tuned.keep(winners, table)
+    return path
 
 
 def _compile(plans: set[LinearPlan], target: str) -> None:

@@ -1,6 +1,7 @@
 """The JSON record of a suite: what ran, on what, and what came out.
 
-A record names the processor and the versions, never the host, the user or a path.
+A record names the processor and the versions, never the host, the user or a path. While a suite
+runs, its rows are kept beside the record (`Recorder`).
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from typing import Any
 
 import torch
 
-FORMAT = 1
+FORMAT = 2  # 1 did not say `complete`: all were
 RESULTS = Path(__file__).with_name("results")
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Processor and cores that may be used, and the GPU if `device` is one."""
+    """Processor and cores that may be used, and the GPU if `device` is one that is there."""
     found: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": _usable_cores(),
         "threads": torch.get_num_threads(),
     }
-    if device.startswith("cuda"):
+    if device.startswith("cuda") and torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(device)
     return found
 
@@ -87,6 +88,7 @@ def make_record(
     return {
         "format": FORMAT,
         "suite": suite,
+        "complete": True,
         "command": command,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "revision": revision or _revision(),
@@ -102,6 +104,38 @@ def write_record(record: dict[str, Any], path: Path) -> None:
     temporary = path.with_name(path.name + ".partial")
     temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+class Recorder:
+    """Keeps the rows of a run on disk, however it ends.
+
+    After every row, PATH.unfinished is a record with the rows so far, which says that it is not
+    complete and has no settings. The record at PATH is replaced when the run has ended, and only by
+    a complete one, so that the tables are always those of whole runs.
+
+    Args:
+        path: of the record.
+        suite, command, revision, device: see `make_record`.
+    """
+
+    def __init__(
+        self, path: Path, suite: str, command: str, revision: str | None = None, device: str = "cpu"
+    ) -> None:
+        self.path = path
+        self.unfinished = path.with_name(path.name + ".unfinished")
+        self.record = make_record(suite, command, {}, {"rows": []}, revision, device)
+        self.record["complete"] = False
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep one more row, which does not change any more."""
+        self.record["results"]["rows"].append(row)
+        write_record(self.record, self.unfinished)
+
+    def finish(self, settings: dict[str, Any], results: Any) -> None:
+        """Write the complete record."""
+        whole = {"complete": True, "settings": settings, "results": results}
+        write_record({**self.record, **whole}, self.path)
+        self.unfinished.unlink(missing_ok=True)
 
 
 def read_record(suite: str, folder: Path = RESULTS) -> dict[str, Any] | None:

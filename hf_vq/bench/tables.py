@@ -418,6 +418,8 @@ def _record(suite: str) -> dict[str, Any]:
     record = read_record(suite)
     if record is None:
         raise VQError(f"no record of {suite}: run `python -m hf_vq.bench {suite}` first.")
+    if not record.get("complete", True):
+        raise VQError(f"the record of {suite} is of a run that did not end: run it again.")
     return record
 
 
