@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..codegen.compiler import compile_source
 from ..codegen.device import checked, device_arch
 from ..errors import VQBackendError
 
@@ -62,23 +63,6 @@ def device_source(text: str) -> str:
     return _TYPES + kept + _INSTANCES
 
 
-def compiled(source: str, arch: str, includes: Path) -> bytes:
-    """Machine code of `device_source`, for the one GPU that it is launched on."""
-    from cuda.bindings import nvrtc
-
-    (program,) = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"aqlm.cu", 0, [], []))
-    options = [f"--gpu-architecture={arch}", "--std=c++17", f"-I{includes}"]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-    if int(status):
-        log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program))[0])
-        checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise VQBackendError(f"NVRTC does not compile aqlm: {log.decode(errors='replace')}")
-    image = bytes(checked(nvrtc.nvrtcGetCUBINSize(program))[0])
-    checked(nvrtc.nvrtcGetCUBIN(program, image))
-    checked(nvrtc.nvrtcDestroyProgram(program))
-    return image
-
-
 def _folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
@@ -115,7 +99,9 @@ def _image() -> bytes:
     source = _folder("aqlm") / "inference_kernels" / "cuda_kernel.cu"
     includes = _folder("triton") / "backends" / "nvidia" / "include"
     arch = device_arch(torch.cuda.current_device()).name
-    return compiled(device_source(source.read_text(encoding="utf-8")), arch, includes)
+    text = device_source(source.read_text(encoding="utf-8"))
+    options = ("--std=c++17", f"-I{includes}")
+    return compile_source(text, "aqlm.cu", {}, arch, options=options)[0]
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,12 @@ def compile_plan(plan: Plan, arch: str) -> tuple[bytes, Resources]:
 
 
 def compile_source(
-    source: str, name: str, headers: dict[str, str], arch: str, what: str
+    source: str,
+    name: str,
+    headers: dict[str, str],
+    arch: str,
+    what: str = "",
+    options: Sequence[str] = _OPTIONS,
 ) -> tuple[bytes, str]:
     """Machine code of `source`, and the compiler's log.
 
@@ -117,6 +123,7 @@ def compile_source(
         name: of the source, for the log.
         headers: text by the name under which it is included.
         what: told in an error, after the log.
+        options: of NVRTC, besides the architecture.
 
     Raises:
         VQBackendError: it does not compile.
@@ -129,8 +136,8 @@ def compile_source(
         nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), len(texts), texts, names)
     )
     try:
-        options = [option.encode() for option in (f"--gpu-architecture={arch}", *_OPTIONS)]
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        given = [option.encode() for option in (f"--gpu-architecture={arch}", *options)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
         log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
         if int(status):
             raise VQBackendError(
