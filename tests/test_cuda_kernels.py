@@ -15,7 +15,6 @@ import torch
 from hf_vq import ops
 from hf_vq.backends import cuda_fused as fused
 from hf_vq.backends import cuda_linear as cuda
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.codegen.choose import decodable
 from hf_vq.codegen.choose_linear import MOST_TOKENS, LinearProblem, best, fusable
 from hf_vq.codegen.choose_wide import FEWEST_TOKENS
@@ -26,6 +25,8 @@ from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops import dispatch, reference
 from hf_vq.ops.codes import stored_arguments
 from hf_vq.ops.library import problem
+
+from .cuda_layers import poison, stored
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,19 +60,6 @@ ODD = [  # spec, out_features, in_features
     ("vq4x2r1-tensor-int7-g16-none", 5, 48),
 ]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 130, 1152) for name in CATALOGUE] + ODD
-
-
-def stored(spec, out_features, in_features):
-    scheme = VQScheme.parse(spec)
-    tensors = random_tensors(scheme, out_features, in_features)
-    return scheme, {key: tensor.cuda() for key, tensor in tensors.items()}
-
-
-def poison():
-    """Fill the memory that the allocator gives next with NaN."""
-    for size in (1 << 12, 1 << 18, 1 << 24):
-        for _ in range(3):
-            torch.full((size,), float("nan"), device="cuda")
 
 
 def double_weight(tensors, scheme, in_features):

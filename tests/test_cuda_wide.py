@@ -12,15 +12,16 @@ import torch
 
 from hf_vq import ops
 from hf_vq.backends import cuda_fused, cuda_wide
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.codegen.choose_linear import LinearProblem
 from hf_vq.codegen.choose_wide import best
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
-from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
+from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
 from hf_vq.ops import dispatch, reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
 from hf_vq.ops.library import problem
+
+from .cuda_layers import poison, stored
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,19 +43,6 @@ ODD = [  # spec, out_features, in_features
     ("vq1x2r2-tensor-g128-none", 200, 256),
 ]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 333, 1152) for name in NAMES] + ODD
-
-
-def stored(spec, out_features, in_features):
-    scheme = VQScheme.parse(spec)
-    tensors = random_tensors(scheme, out_features, in_features)
-    return scheme, {key: tensor.cuda() for key, tensor in tensors.items()}
-
-
-def poison():
-    """Fill the memory that the allocator gives next with NaN."""
-    for size in (1 << 12, 1 << 18, 1 << 24):
-        for _ in range(3):
-            torch.full((size,), float("nan"), device="cuda")
 
 
 def check(y, x, tensors, bias, scheme):
@@ -130,6 +118,8 @@ def test_a_large_product():
     """More tiles than multiprocessors: rings and barriers go around many times."""
     scheme, tensors = stored(weight_scheme("vq-4").spec(), 14336, 4096)
     x = torch.randn(1000, 4096, device="cuda", dtype=torch.bfloat16)
+    chosen = dispatch.select(problem("linear", x, scheme.spec(), 14336))
+    assert chosen.name == "cuda.wide_linear"
     poison()
     check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)
 
