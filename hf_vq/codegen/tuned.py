@@ -1,6 +1,7 @@
 """Measured plans: for each kind of GPU a small table, shipped with the package or made here.
 
-    {"sm_90a/132": {"vq2x8r1-universal-g128-.. 1x4096x4096 float16": {"threads": 256, ...}}}
+    {"version": 1,
+     "sm_90a/132": {"vq2x8r1-universal-g128-.. 1x4096x4096 float16": {"threads": 256, ...}}}
 
 `python -m hf_vq.bench cuda-tune` measures plans and writes the table on disk, beside the kernels;
 the one on disk wins. A GPU is told by its target and its number of multiprocessors.
@@ -12,6 +13,7 @@ import functools
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 KNOBS = ("threads", "resident", "replicas", "interleaved", "unit", "split", "row_tiles", "steps",
          "rotate")  # fmt: skip
+VERSION = 1  # raised when a knob gets another meaning: what was measured then says nothing
 _SHIPPED = Path(__file__).with_name("tuned.json")
 
 Table = dict[str, dict[str, dict[str, int]]]
@@ -55,7 +58,7 @@ def find(problem: LinearProblem) -> dict[str, int] | None:
 
 
 def keep(found: dict[LinearProblem, LinearPlan], path: Path | None = None) -> Path:
-    """Add measured plans to the table on disk, or to the one at `path`.
+    """Add measured plans to the table on disk, or to the one at `path`, whole or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -66,9 +69,14 @@ def keep(found: dict[LinearProblem, LinearPlan], path: Path | None = None) -> Pa
         table.setdefault(gpu(problem), {})[name(problem)] = knobs(plan)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     number, temporary = tempfile.mkstemp(".unfinished", path.name, path.parent)
-    with os.fdopen(number, "w", encoding="utf-8") as file:
-        file.write(text(table))
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            file.write(text(table))
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
     _on_disk.cache_clear()
     _shipped.cache_clear()
     return path
@@ -76,7 +84,7 @@ def keep(found: dict[LinearProblem, LinearPlan], path: Path | None = None) -> Pa
 
 def text(table: Table) -> str:
     """A table as JSON, one plan to a line."""
-    gpus = []
+    gpus = [f'"version": {VERSION}']
     for kind, plans in sorted(table.items()):
         lines = [f"  {json.dumps(key)}: {json.dumps(plan)}" for key, plan in sorted(plans.items())]
         gpus.append(f"{json.dumps(kind)}: {{\n" + ",\n".join(lines) + "\n}")
@@ -98,13 +106,17 @@ def _shipped() -> Table:
 
 
 def _read(path: Path) -> Table:
-    """The table of a file; empty if there is none, or if it is not a table."""
+    """The table of a file; empty if there is none, or if it is not a table of this version."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    whole = isinstance(found, dict) and all(
-        isinstance(plans, dict) and all(isinstance(plan, dict) for plan in plans.values())
-        for plans in found.values()
+    whole = (
+        isinstance(found, dict)
+        and found.pop("version", None) == VERSION
+        and all(
+            isinstance(plans, dict) and all(isinstance(plan, dict) for plan in plans.values())
+            for plans in found.values()
+        )
     )
     return found if whole else {}

@@ -131,7 +131,39 @@ def test_a_measured_plan_is_chosen_and_kept(tmp_path):
     assert tuned.find(same_bucket) == tuned.knobs(last)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"sm_90a/132": 3}', '{"sm_90a/132": {"a": []}}'])
+def test_a_table_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    asked = problem(WEIGHT_SCHEMES["vq-2"], 8, 304, 512)
+    path = tuned.keep({asked: best(asked, 8)[-1]})
+    before = path.read_text()
+
+    def refuse(*names):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tuned.os, "replace", refuse)
+    with pytest.raises(OSError, match="No space"):
+        tuned.keep({asked: best(asked, 8)[0]})
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == before
+
+
+def test_a_table_of_another_version_is_not_read(tmp_path):
+    asked = problem(WEIGHT_SCHEMES["vq-2"], 8, 304, 512)
+    first, *_, last = best(asked, 8)
+    path = tuned.keep({asked: last})
+    table = json.loads(path.read_text())
+    for version in ({}, {"version": tuned.VERSION + 1}, {"version": "1"}):
+        del table["version"]
+        path.write_text(json.dumps(table | version))
+        table["version"] = tuned.VERSION
+        tuned._on_disk.cache_clear()
+        choose.cache_clear()
+        assert choose(asked) == first
+    tuned.keep({asked: last})
+    choose.cache_clear()
+    assert choose(asked) == last
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1, "sm_90a/132": 3}',
+                                  '{"version": 1, "sm_90a/132": {"a": []}}'])  # fmt: skip
 def test_a_file_that_is_no_table_is_as_good_as_none(tmp_path, text):
     (tmp_path / "tuned.json").write_text(text)
     asked = problem(WEIGHT_SCHEMES["vq-2"], 8, 304, 512)
@@ -146,7 +178,7 @@ def test_knobs_that_cannot_run_are_not_chosen(tmp_path):
         {"interleaved": 3}, {"rotate": 1},
     ):  # fmt: skip
         table = {tuned.gpu(asked): {tuned.name(asked): {**tuned.knobs(plan), **wrong}}}
-        (tmp_path / "tuned.json").write_text(json.dumps(table))
+        (tmp_path / "tuned.json").write_text(tuned.text(table))
         tuned._on_disk.cache_clear()
         choose.cache_clear()
         assert choose(asked) == plan
@@ -154,7 +186,7 @@ def test_knobs_that_cannot_run_are_not_chosen(tmp_path):
 
 def test_the_shipped_table_is_current():
     """Every plan of it can run on the GPU that it names."""
-    table = json.loads(tuned._SHIPPED.read_text(encoding="utf-8"))
+    table = tuned._read(tuned._SHIPPED)
     assert tuned.text(table) == tuned._SHIPPED.read_text(encoding="utf-8")
     (plans,) = table.values()
     assert list(table) == ["sm_90a/132"] and len(plans) > 100
