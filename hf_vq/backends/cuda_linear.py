@@ -217,7 +217,10 @@ def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool) 
     if scheme.rotation == "none":
         return x
     if rotation is not None and rotation.device != x.device:
-        raise VQFormatError(f"the input is on {x.device}, but its signs on {rotation.device}.")
+        raise VQFormatError(
+            f"the input is on {x.device}, but the signs of its rotation on {rotation.device}: "
+            "move the layer, or let accelerate do it."
+        )
     rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rotated.numel():
         with torch.cuda.device(x.device):

@@ -25,7 +25,7 @@
 
 struct Arguments {
   const uint32_t* codes;     // uint8 [rows, stages * stream_bytes]
-  const uint16_t* codebook;  // fp16 [stages, entries, x]
+  const uint16_t* codebook;  // fp16 or int8 [stages, entries, x]
   const uint16_t* scale;     // fp16 [rows, columns / group]
   const uint8_t* signs;      // bit 1 = negative [ceil(columns / 8)]; read where x is rotated here
   const uint16_t* x;         // of Plan::dtype: one token, or in the order of `Inputs`
