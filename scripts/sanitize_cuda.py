@@ -1,0 +1,301 @@
+#!/usr/bin/env python3
+"""Run every generated CUDA kernel under compute-sanitizer: memcheck, racecheck.
+
+    python scripts/sanitize_cuda.py [--tools none memcheck racecheck] [--kernels linear wide ..]
+
+Problems are small, but each loop takes several turns, rows and tokens do not fill their tiles, and
+plans are as many as it takes to meet every value of every field of a plan. They are dealt out to
+processes. First these run without a tool ("none"), which compiles kernels into the store
+(HF_VQ_STORE); then under each tool. What is computed is always compared with float64. Exit status
+1, and the output of a process, where a tool reports anything, a result is wrong, or a process takes
+more seconds than allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from functools import partial
+from itertools import chain, islice, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_vq.backends import cuda_encode, cuda_fused, cuda_linear, cuda_wide
+from hf_vq.bench.cpu_linear import random_tensors
+from hf_vq.codegen import choose, choose_linear, choose_wide
+from hf_vq.codegen.choose_linear import LinearProblem
+from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.launch import Kernel
+from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, Plan, WidePlan
+from hf_vq.codegen.store import default_store
+from hf_vq.fit.scale import FACTORS
+from hf_vq.formats import VQScheme, weight_scheme
+from hf_vq.ops import reference
+from hf_vq.ops.codes import rotation_of
+
+Case = tuple[str, Callable[[], None]]
+FLOATS = {Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16,
+          Dtype.FLOAT32: torch.float32}  # fmt: skip
+PRODUCTS = [  # scheme, columns
+    ("vq-4", 1536), ("turboquant-4", 1152), ("vq-3", 1152), ("aqlm-2", 1152), ("aqlm-3", 1152),
+    ("aqlm-2-int7", 1536), ("aqlm-3-int7", 1152), ("quip-sharp-2", 1152), ("quip-sharp-4", 1280),
+    ("vq8x16r1-tensor-g0-none", 1024), ("vq2x8r1-tensor-g32-none", 1152),
+    ("vq2x8r1-tensor-g0-none", 1160), ("vq4x8r1-universal-g64-random_hadamard64", 1088),
+    ("vq16x8r1-tensor-g0-none", 1024), ("vq1x2r2-tensor-g128-none", 1024),
+]  # fmt: skip
+FEW, MANY = (1, 7, 29, 64), (75, 270)  # tokens
+DECODED = [  # scheme, rows, columns
+    ("vq-4", 130, 1152), ("aqlm-3", 65, 640), ("aqlm-3-int7", 65, 640), ("quip-sharp-4", 70, 640),
+    ("vq1x3r1-tensor-g0-none", 7, 77), ("vq4x8r1-tile24x20-g0-none", 50, 92),
+    ("vq16x9r4-tensor-g128-none", 30, 384), ("vq8x16r1-tensor-g0-none", 30, 512),
+    ("vq4x4r4-tensor-int7-g0-none", 7, 640),
+]  # fmt: skip
+ENCODED = [  # scheme, rows, columns
+    ("vq-4", 37, 1152), ("turboquant-4", 37, 1152), ("quip-sharp-2", 9, 640),
+    ("quip-sharp-4", 9, 640), ("aqlm-2", 9, 1280), ("vq4x6r1-tensor-g0-none", 9, 4480),
+    ("vq1x3r1-tensor-g16-none", 7, 48), ("vq8x12r1-tensor-g128-none", 5, 256),
+    ("vq2x1r1-tensor-g32-none", 9, 160), ("vq4x5r2-tensor-g64-none", 7, 256),
+]  # fmt: skip
+BLOCKS = (2, 4, 8, 32, 128, 256, 1024)  # of rotations
+
+
+def covering(plans: Iterable[Plan], seen: set[tuple[str, Any]]) -> Iterator[Plan]:
+    """Plans that have a value of a field which none before them had, in an arbitrary order."""
+    plans = sorted(plans, key=repr)
+    for plan in random.Random(0).sample(plans, len(plans)):
+        values = {(field.name, getattr(plan, field.name)) for field in fields(plan)}
+        if not values <= seen:
+            seen |= values
+            yield plan
+
+
+def stored(
+    scheme: VQScheme, rows: int, columns: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Random tensors of a layer, here and on the GPU. What the GPU gets is copied: tools would look
+    at every kernel of PyTorch, too."""
+    tensors = random_tensors(scheme, rows, columns)
+    return tensors, {key: tensor.cuda() for key, tensor in tensors.items()}
+
+
+def few_tokens() -> Iterator[Case]:
+    """Plans of linear.cu."""
+    seen: dict[int, set[tuple[str, Any]]] = {tokens: set() for tokens in FEW}
+    for n, ((name, columns), tokens) in enumerate(product(PRODUCTS, FEW)):
+        scheme, dtype = weight_scheme(name), (Dtype.FLOAT16, Dtype.BFLOAT16)[n % 2]
+        problem = LinearProblem(scheme, tokens, 4096, columns, dtype, device_arch(0))
+        for plan in covering(choose_linear.best(problem), seen[tokens]):
+            teams = plan.threads // 32 // plan.split
+            rows = 3 * teams * plan.row_tiles * choose_linear.TILE_ROWS - 3
+            yield (
+                f"linear {tokens} x {rows} x {columns} {name} {plan}",
+                partial(multiply, plan, scheme, tokens, rows, columns),
+            )
+
+
+def many_tokens() -> Iterator[Case]:
+    """Plans of wide.cu."""
+    seen: dict[int, set[tuple[str, Any]]] = {tokens: set() for tokens in MANY}
+    for n, ((name, columns), tokens) in enumerate(product(PRODUCTS, MANY)):
+        scheme, dtype = weight_scheme(name), (Dtype.FLOAT16, Dtype.BFLOAT16)[n % 2]
+        problem = LinearProblem(scheme, tokens, 4096, columns, dtype, device_arch(0))
+        if choose_wide.wide(scheme, columns, problem.arch) is None:
+            for plan in covering(choose_wide.best(problem), seen[tokens]):
+                rows = 2 * 64 * plan.warpgroups - 3
+                yield (
+                    f"wide {tokens} x {rows} x {columns} {name} {plan}",
+                    partial(multiply, plan, scheme, tokens, rows, columns),
+                )
+
+
+def multiply(
+    plan: LinearPlan | WidePlan, scheme: VQScheme, tokens: int, rows: int, columns: int
+) -> None:
+    """Two launches, of which the second may begin before the first has ended. They have one
+    block, or cluster, which has several tiles, one after another."""
+    dtype, arch = FLOATS[plan.dtype], device_arch(0)
+    if isinstance(plan, LinearPlan):
+        launch = cuda_fused.prepare(plan, scheme, rows, columns, dtype, 0)
+        launch.blocks = 1
+    else:
+        launch = cuda_wide.prepare(plan, scheme, rows, columns, tokens, dtype, 0)
+        if plan.split == 1:
+            launch.blocks = choose_wide.blocks(plan, 1, 1, arch)  # one cluster
+    here, there = stored(scheme, rows, columns)
+    x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
+    given = (there["codes"], there["codebook"], there["scale"], rotation_of(there), bias.cuda())
+    moved = x.cuda()
+    outputs = [torch.full((tokens + 1, rows), float("nan"), dtype=dtype).cuda() for _ in range(2)]
+    for y in outputs:
+        cuda_fused.run(moved, *given, scheme, y[:tokens], 0, launch)
+    inputs = reference.rotate(x.double(), rotation_of(here), scheme, False)
+    for y in outputs:
+        close(y, inputs @ decoded(here, scheme, columns).T + bias.double(), 2.0**-6)
+
+
+def dense_rows() -> Iterator[Case]:
+    """Plans of decode.cu."""
+    seen: set[tuple[str, Any]] = set()
+    for n, (name, rows, columns) in enumerate(DECODED):
+        scheme, out = weight_scheme(name), list(FLOATS)[n % 3]
+        problem = choose.DecodeProblem(scheme, rows, columns, out, device_arch(0))
+        plans = [p for p in choose.candidates(problem) if choose.feasible(p, problem) is None]
+        for plan in covering(plans, seen):
+            yield (
+                f"decode {rows} x {columns} {name} {plan}",
+                partial(decode, plan, scheme, rows, columns),
+            )
+
+
+def decode(plan: DecodePlan, scheme: VQScheme, rows: int, columns: int) -> None:
+    """One launch."""
+    here, there = stored(scheme, rows, columns)
+    codes, codebook, scale = (there[key] for key in ("codes", "codebook", "scale"))
+    ready = cuda_linear.Stored(codes, codebook, scale, scheme, columns)  # pads codes
+    out = torch.full((rows + 1, columns), float("nan"), dtype=FLOATS[plan.out]).cuda()
+    pointers = (t.data_ptr() for t in (ready.codes, ready.codebook, ready.scale, out))
+    kernel = Kernel(plan, cuda_linear.DecodeArguments, 0, default_store())
+    stream = torch.cuda.current_stream().cuda_stream
+    kernel(choose.panels(plan, rows, columns), stream, *pointers, 0, rows, columns)
+    close(out, decoded(here, scheme, columns), 2.0**-7)
+
+
+def rotations() -> Iterator[Case]:
+    """Blocks of all ways through rotate.cu; those that arrange x run before every product."""
+    for n, (block, inverse) in enumerate(product(BLOCKS, (False, True))):
+        kind, dtype = ("random_hadamard", "hadamard")[n % 2], list(FLOATS.values())[n % 3]
+        scheme = VQScheme(1, 4, rotation=kind, rotation_block=block, scale_group=0)
+        columns = max(8, 3 * block)
+        yield (
+            f"rotate {columns} {scheme.spec()} {dtype} {inverse}",
+            partial(rotate, scheme, columns, dtype, inverse),
+        )
+
+
+def rotate(scheme: VQScheme, columns: int, dtype: torch.dtype, inverse: bool) -> None:
+    """One launch."""
+    x, signs = torch.randn(37, columns).to(dtype), None
+    if scheme.rotation == "random_hadamard":
+        signs = torch.randint(256, (-(-columns // 8),), dtype=torch.uint8)
+    out = torch.full((38, columns), float("nan")).cuda()
+    moved = None if signs is None else signs.cuda()
+    cuda_linear._rotate(x.cuda(), moved, scheme, out[:37], inverse)
+    close(out, reference.rotate(x.double(), signs, scheme, inverse), 2.0**-18)
+
+
+def codes_and_scales() -> Iterator[Case]:
+    """Plans of encode.cu."""
+    for (name, rows, columns), factors in product(ENCODED, ((1.0,), FACTORS)):
+        yield (
+            f"encode {rows} x {columns} {name} {len(factors)}",
+            partial(encode, weight_scheme(name), rows, columns, factors),
+        )
+
+
+def encode(scheme: VQScheme, rows: int, columns: int, factors: tuple[float, ...]) -> None:
+    """One launch, which fits scales to codes where it tries several."""
+    here, there = stored(scheme, rows, columns)
+    values, refit = torch.randn(rows, columns), len(factors) > 1
+    given = (values.cuda(), there["codebook"], scheme, factors, refit)
+    codes, scale = cuda_encode.encode_weight(*given)
+    found = {"codes": codes.cpu(), "codebook": here["codebook"], "scale": scale.cpu()}
+    error = ((decoded(found, scheme, columns) - values).norm() / values.norm()).item()
+    assert error < 1.4, f"relative error {error}"  # that of any rows of the same size
+
+
+def decoded(tensors: dict[str, Tensor], scheme: VQScheme, columns: int) -> Tensor:
+    """The weight, still rotated, in float64."""
+    arguments = (tensors["codes"], tensors["codebook"], tensors["scale"])
+    return reference.decode_rotated(*arguments, scheme, columns).double()
+
+
+def close(found: Tensor, exact: Tensor, bound: float) -> None:
+    """The result without its last row, which nobody may have written; `bound` is far above what
+    rounding does, and far below what a wrong tile does."""
+    y = found.cpu().double()
+    assert y[-1].isnan().all(), "a row beyond the last was written"
+    error = ((y[:-1] - exact).norm() / exact.norm()).item()
+    assert error < bound, f"relative error {error}"
+
+
+MAKERS = {"wide": many_tokens, "linear": few_tokens, "decode": dense_rows, "rotate": rotations,
+          "encode": codes_and_scales}  # fmt: skip
+
+
+def run_part(kernels: Sequence[str], part: int, parts: int) -> None:
+    """Every case of one process, each told before it begins."""
+    torch.manual_seed(part)
+    cases = chain.from_iterable(MAKERS[kernel]() for kernel in kernels)
+    for name, run in islice(cases, part, None, parts):
+        print(name, flush=True)
+        start = time.monotonic()
+        run()
+        torch.cuda.synchronize()
+        print(f"    {time.monotonic() - start:.1f} s", flush=True)
+
+
+def run_process(tool: str, args: argparse.Namespace, part: int) -> str:
+    """What is wrong with one process, with all that it said; empty if nothing is."""
+    command = [sys.executable, __file__, "--part", str(part), "--processes", str(args.processes)]
+    command += ["--kernels", *args.kernels]
+    if tool != "none":
+        options = ["--error-exitcode", "1", "--show-backtrace", "no", "--print-limit", "20"]
+        command = ["compute-sanitizer", "--tool", tool, *options, *command]
+    # Without its own pool of memory, an address beyond a tensor is one that nobody allocated.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said = process.communicate(timeout=args.seconds)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return f"{process.communicate()[0]}\nnot done after {args.seconds:.0f} s"
+    summaries = re.findall(r"SUMMARY: (\d+)", said)
+    clean = not process.returncode and (tool == "none" or set(summaries) == {"0"})
+    return "" if clean else f"{said}\nexit status {process.returncode}"
+
+
+def main() -> int:
+    """0 if every tool is silent."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tools", nargs="+", default=["none", "memcheck", "racecheck"])
+    parser.add_argument("--kernels", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--processes", type=int, default=8, help="at a time (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=180, help="of a tool (%(default)s)")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part is not None:
+        run_part(args.kernels, args.part, args.processes)
+        return 0
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is missing: it comes with the CUDA toolkit.")
+    failed = False
+    for tool in args.tools:
+        start = time.monotonic()
+        with ThreadPoolExecutor(args.processes) as pool:
+            wrong = list(pool.map(partial(run_process, tool, args), range(args.processes)))
+        for part, said in enumerate(wrong):
+            if said:
+                print(f"---- {tool}, process {part}:\n{said}")
+        bad, took = sum(map(bool, wrong)), time.monotonic() - start
+        print(f"{tool}: {bad} of {len(wrong)} processes failed, {took:.0f} s", flush=True)
+        failed |= bad > 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
