@@ -21,6 +21,15 @@ def flag(text: str) -> bool:
     raise ValueError("expected 0 or 1")
 
 
+def _text(name: str) -> str:
+    # For a variable that is unset, as these mostly are, os.environ.get raises an error and catches
+    # it, in every call of an op. Its dict is not public: without it, that is how it is.
+    data = getattr(os.environ, "_data", None)
+    if data is not None and os.environ.encodekey(name) not in data:
+        return ""
+    return os.environ.get(name, "")
+
+
 @dataclass(frozen=True)
 class Variable(Generic[T]):
     """One environment variable, read anew at every `get()`: it may change while Python runs."""
@@ -32,7 +41,7 @@ class Variable(Generic[T]):
 
     def get(self) -> T:
         """Its value now. Unset or empty means the default; a value it cannot read raises."""
-        text = os.environ.get(self.name, "")
+        text = _text(self.name)
         if not text.strip():
             return self.default
         try:

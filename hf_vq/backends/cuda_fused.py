@@ -42,7 +42,7 @@ class LinearArguments(ctypes.Structure):
     ]
 
 
-@dataclass
+@dataclass(eq=False)
 class Launch:
     """One layer at one bucket of tokens, one dtype and one device."""
 
@@ -58,6 +58,8 @@ class Launch:
 
 Keepers = tuple[Tensor, ...]
 Places = tuple[tuple[int, ...], ...]
+Asked = tuple[Launch | None, torch.Size, torch.dtype, int]  # a plan, shape and dtype of x, ordinal
+_MOST_CALLS = 16  # that a layer keeps: prompts have many lengths
 
 
 class _Layer:
@@ -65,32 +67,98 @@ class _Layer:
 
     def __init__(self, stored: Stored, signs: Tensor | None, keepers: Keepers) -> None:
         self.scheme, self.rows, self.in_features = stored.scheme, stored.rows, stored.in_features
-        self.fixed = (
-            stored.codes.data_ptr(),
-            stored.codebook.data_ptr(),
-            stored.scale.data_ptr(),
-            None if signs is None else signs.data_ptr(),
-        )
+        given = (stored.codes, stored.codebook, stored.scale)
+        self.addresses = tuple(tensor.data_ptr() for tensor in given)
+        self.shapes = tuple(tensor.shape for tensor in given)
+        self.signs = None if signs is None else signs.data_ptr()
+        self.signs_bytes = 0 if signs is None else signs.numel()
+        self.device = stored.codes.device
         self.keepers = tuple(map(weakref.ref, keepers))
         self.versions: tuple[int, ...] | None = None  # at the last launch
         self.stream = 0  # of it
-        self.launches: dict[tuple[int, torch.dtype, int], Launch] = {}
+        self.calls: dict[Asked, _Call] = {}
 
     def is_of(self, keepers: Keepers) -> bool:
         """Whether it was made for these tensors, and not for others that had their addresses."""
         return all(ref() is tensor for ref, tensor in zip(self.keepers, keepers, strict=True))
 
+    def is_still(
+        self, codes: Tensor, codebook: Tensor, scale: Tensor, rotation: Tensor | None
+    ) -> bool:
+        """Whether it was made for these tensors, no views, and they are where and as they were.
+
+        What was kept had rows side by side, so a shape and `is_contiguous` say all of its strides.
+        """
+        of_codes, of_codebook, of_scale = self.keepers
+        return (
+            of_codes() is codes
+            and of_codebook() is codebook
+            and of_scale() is scale
+            and self.addresses == (codes.data_ptr(), codebook.data_ptr(), scale.data_ptr())
+            and self.shapes == (codes.shape, codebook.shape, scale.shape)
+            and codes.is_contiguous()
+            and codebook.is_contiguous()
+            and scale.is_contiguous()
+            and (
+                self.signs is None
+                if rotation is None
+                else (self.signs == rotation.data_ptr() and self.signs_bytes == rotation.numel())
+            )
+        )
+
+
+class _Call:
+    """A layer's launches for one shape of x: from call to call, only addresses change."""
+
+    def __init__(self, layer: _Layer, launch: Launch, x: Tensor) -> None:
+        if x.device != layer.device:
+            raise VQFormatError(_elsewhere(x, "weight", layer.device))
+        tokens = x.numel() // layer.in_features
+        self.launch = launch  # kept: it names this call in `_Layer.calls`
+        self.inputs = launch.arranged or x.numel()
+        codes, codebook, scale = layer.addresses
+        self.kernel = launch.kernel.prepare(
+            launch.blocks, ("x", "bias", "y"),
+            codes=codes, codebook=codebook, scale=scale, signs=layer.signs,
+            rows=layer.rows, columns=layer.in_features, tokens=tokens,
+        )  # fmt: skip
+        self.before = None
+        if launch.before is not None:
+            count = x.numel() // launch.rotation_block
+            self.before = launch.before.prepare(
+                -(-count // launch.blocks_at_a_time), ("x", "y"), signs=layer.signs, blocks=count,
+                across=layer.in_features // launch.rotation_block, token_tiles=launch.token_tiles,
+            )  # fmt: skip
+
 
 # By the identity of the codes, or of what they are a view of (experts share one), as long as it
-# lives; then by where everything is.
-_layers: dict[int, tuple[weakref.ref[Tensor], dict[Places, _Layer]]] = {}
+# lives.
+_layers: dict[int, _Known] = {}
+
+
+class _Known:
+    """The layers of one tensor of codes, by where everything is, and the one that ran last."""
+
+    def __init__(self, keeper: Tensor) -> None:
+        key = id(keeper)
+        self.keeper = weakref.ref(keeper, lambda _: _layers.pop(key, None))
+        self.by_place: dict[Places, _Layer] = {}
+        self.latest: _Layer | None = None
 
 
 def _versions(codes: Tensor, codebook: Tensor, scale: Tensor) -> tuple[int, ...] | None:
     """Counters that every write to a tensor moves; None for tensors that do not count."""
-    if codes.is_inference() or codebook.is_inference() or scale.is_inference():
+    try:
+        return codes._version, codebook._version, scale._version
+    except RuntimeError:  # made in inference mode
         return None
-    return codes._version, codebook._version, scale._version
+
+
+def _elsewhere(x: Tensor, name: str, device: torch.device) -> str:
+    return (
+        f"the input is on {x.device}, but the {name} of the weight on {device}: "
+        "move the layer, or let accelerate do it."
+    )
 
 
 def _layer(
@@ -106,6 +174,15 @@ def _layer(
     Raises:
         VQFormatError: a tensor is not where `x` is, or sizes do not belong together.
     """
+    known = _layers.get(id(codes))
+    layer = None if known is None else known.latest
+    if (
+        layer is not None
+        and layer.is_still(codes, codebook, scale, rotation)
+        and layer.scheme is scheme
+        and layer.in_features == x.shape[-1]
+    ):
+        return layer, None
     keepers = tuple(t if t._base is None else t._base for t in (codes, codebook, scale))
     keeper = keepers[0]
     places = (
@@ -116,34 +193,30 @@ def _layer(
         scale.shape + scale.stride(),
     )
     known = _layers.get(id(keeper))
-    if known is not None and known[0]() is keeper:
-        layer = known[1].get(places)
+    if known is not None and known.keeper() is keeper:
+        layer = known.by_place.get(places)
         if (
             layer is not None
             and layer.scheme is scheme
             and layer.in_features == x.shape[-1]
             and layer.is_of(keepers)
         ):
+            known.latest = layer
             return layer, None
     for name, tensor in zip(
         ("codes", "codebook", "scale", "signs"), (codes, codebook, scale, rotation), strict=True
     ):
         if tensor is not None and tensor.device != x.device:
-            raise VQFormatError(
-                f"the input is on {x.device}, but the {name} of the weight on {tensor.device}: "
-                "move the layer, or let accelerate do it."
-            )
+            raise VQFormatError(_elsewhere(x, name, tensor.device))
     needs_signs(rotation, scheme, x.shape[-1])
     stored = Stored(codes, codebook, scale, scheme, x.shape[-1])
     signs = None if rotation is None else rotation.to(torch.uint8).contiguous()
     layer = _Layer(stored, signs, keepers)
     same = signs is None or (rotation is not None and signs.data_ptr() == rotation.data_ptr())
     if same and not stored.copied:  # a copy does not follow what is written to its original
-        if known is None or known[0]() is not keeper:
-            key = id(keeper)
-            known = weakref.ref(keeper, lambda _: _layers.pop(key, None)), {}
-            _layers[key] = known
-        known[1][places] = layer
+        if known is None or known.keeper() is not keeper:
+            known = _layers[id(keeper)] = _Known(keeper)
+        known.by_place[places] = known.latest = layer
     return layer, (stored, signs)
 
 
@@ -223,12 +296,11 @@ def linear(
     Entries of codebooks, the sum of a weight's stages and the rotated x are rounded to the dtype of
     x; sums over columns are float32.
     """
-    out_features = codes.shape[0]
-    y = x.new_empty(*x.shape[:-1], out_features)
+    y = x.new_empty((*x.shape[:-1], codes.shape[0]))
     if not y.numel():
         return y
-    ordinal = x.device.index
-    if ordinal == torch.cuda.current_device():
+    ordinal = x.get_device()
+    if ordinal == torch._C._cuda_getDevice():
         run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal)
     else:
         with torch.cuda.device(ordinal):
@@ -254,14 +326,16 @@ def run(
     Args:
         overlap: let kernels begin before those before them have ended (kernels/cuda/grids.cuh).
     """
-    in_features = x.shape[-1]
     layer, _alive = _layer(x, codes, codebook, scale, rotation, scheme)
-    tokens = x.numel() // in_features
-    key = (token_bucket(tokens), x.dtype, ordinal)
-    launch = launch or layer.launches.get(key)
-    if launch is None:
-        launch = _prepare(scheme, layer.rows, in_features, key[0], x.dtype, ordinal)
-        layer.launches[key] = launch
+    asked = launch, x.shape, x.dtype, ordinal
+    call = layer.calls.get(asked)
+    if call is None:
+        if launch is None:
+            bucket = token_bucket(x.numel() // layer.in_features)
+            launch = _prepare(scheme, layer.rows, layer.in_features, bucket, x.dtype, ordinal)
+        if len(layer.calls) == _MOST_CALLS:
+            layer.calls.clear()
+        call = layer.calls[asked] = _Call(layer, launch, x)
     # The kernel reads codes, scales and codebooks before it waits for the kernels before it, unless
     # one of those may have written them.
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
@@ -270,28 +344,22 @@ def run(
     if settled and stream != layer.stream:  # within a graph, they would be written by a node of it
         settled = torch.cuda.is_current_stream_capturing()
     layer.versions, layer.stream = versions, stream
-    if not x.is_contiguous() or x.data_ptr() % 16:
+    given = x.data_ptr()
+    if given % 16 or not x.is_contiguous():
         x = x.clone(memory_format=torch.contiguous_format)
-    if launch.before is not None:
-        block, arranged = launch.rotation_block, launch.arranged
-        make = x.new_zeros if launch.ragged else x.new_empty
-        inputs = make(arranged or x.numel())
-        count = x.numel() // block
-        launch.before(
-            -(-count // launch.blocks_at_a_time), stream, x.data_ptr(), layer.fixed[3],
-            inputs.data_ptr(),
-            count, in_features // block, launch.token_tiles, dependent=overlap,
-        )  # fmt: skip
-        x = inputs
-    if bias is not None and (bias.shape != (layer.rows,) or bias.device != x.device):
+        given = x.data_ptr()
+    if call.before is not None:
+        inputs = (x.new_zeros if call.launch.ragged else x.new_empty)(call.inputs)
+        call.before(stream, given, inputs.data_ptr(), dependent=overlap)
+        given = inputs.data_ptr()
+    if bias is None:
+        call.kernel(stream, given, None, y.data_ptr(), dependent=settled)
+        return
+    if bias.shape != (layer.rows,) or bias.device != x.device:
         raise VQFormatError(
             f"a bias of shape {list(bias.shape)} on {bias.device} does not suit {layer.rows} "
             f"outputs on {x.device}."
         )
-    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
+    if bias.dtype != x.dtype or not bias.is_contiguous():
         bias = bias.to(x.dtype).contiguous()
-    launch.kernel(
-        launch.blocks, stream, *layer.fixed, x.data_ptr(),
-        None if bias is None else bias.data_ptr(), y.data_ptr(), layer.rows, in_features, tokens,
-        dependent=settled,
-    )  # fmt: skip
+    call.kernel(stream, given, bias.data_ptr(), y.data_ptr(), dependent=settled)

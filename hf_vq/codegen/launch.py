@@ -1,7 +1,8 @@
 """`Kernel`: machine code loaded into one device's context, and the launch prepared once.
 
 A launch from Python costs more than many kernels run, so nothing is made for it: arguments are one
-structure, passed by value, whose fields are overwritten. Works under CUDA graph capture.
+structure, passed by value, of which only the fields that change are overwritten (`Prepared`). Works
+under CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import VQBackendError
@@ -47,74 +49,101 @@ class Kernel:
     ) -> None:
         from cuda.bindings import driver
 
-        self.plan = plan
-        self._launch = driver.cuLaunchKernel
-        self._launch_dependent = driver.cuLaunchKernelEx
-        self._stream = driver.CUstream
-        self._threads = plan.threads
-        self._shared = plan.shared_bytes if shared is None else shared
-        self._values = arguments()
-        self._names = [field[0] for field in arguments._fields_]
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._values))
-        self._address = ctypes.addressof(self._pointers)
-        # Launching lets other Python threads run, which must not change the arguments meanwhile.
-        self._lock = threading.Lock()
-        self._blocks, self._last_stream = 1, 0
-        self._config = _dependent_config(self._threads, self._shared)
+        self.plan, self.arguments = plan, arguments
+        self.shared = plan.shared_bytes if shared is None else shared
         arch = device_arch(device)
-        self._overlaps = arch.overlaps_launches
+        self.overlaps = arch.overlaps_launches
         image = cubin(plan, arch.name, store)
-        self._context = checked(driver.cuDevicePrimaryCtxRetain(device))[0]
-        checked(driver.cuCtxPushCurrent(self._context))
+        self.context = checked(driver.cuDevicePrimaryCtxRetain(device))[0]
+        checked(driver.cuCtxPushCurrent(self.context))
         try:
-            self._function, self.local_bytes = _load(image, plan, self._shared)
+            self.function, self.local_bytes = _load(image, plan, self.shared)
         finally:
             checked(driver.cuCtxPopCurrent())
+        self._any = Prepared(self, [field[0] for field in arguments._fields_])
+
+    def prepare(self, blocks: int, changing: Sequence[str], /, **values: int | None) -> Prepared:
+        """A launch of `blocks` blocks with `values`, and `changing` arguments of every call."""
+        return Prepared(self, changing, blocks, **values)
 
     def __call__(
         self, blocks: int, stream: int, *values: int | None, dependent: bool = False
     ) -> None:
-        """Launch `blocks` blocks on a stream of the kernel's device.
+        """Launch `blocks` blocks on a stream with all its arguments; see `Prepared`."""
+        self._any(stream, *values, dependent=dependent, blocks=blocks)
+
+
+class Prepared:
+    """A launch of a kernel that is made again and again; only some arguments change.
+
+    Args:
+        kernel: that is launched.
+        changing: names of the arguments that every call gives.
+        blocks: that are launched.
+        values: of the other arguments.
+    """
+
+    def __init__(
+        self, kernel: Kernel, changing: Sequence[str], blocks: int = 1, /, **values: int | None
+    ) -> None:
+        from cuda.bindings import driver
+
+        self._kernel, self._changing, self._blocks = kernel, changing, blocks
+        self._function, self._launch = kernel.function, driver.cuLaunchKernelEx
+        self._arguments = kernel.arguments(**values)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
+        self._address = ctypes.addressof(self._pointers)
+        self._config = _config(blocks, kernel.plan.threads, kernel.shared)
+        self._stream, self._dependent = 0, False
+        # Launching lets other Python threads run, which must not change the arguments meanwhile.
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, stream: int, *values: int | None, dependent: bool = False, blocks: int = 0
+    ) -> None:
+        """Launch on a stream of the kernel's device.
 
         Args:
-            values: of the fields of the arguments, in their order; addresses are numbers.
+            values: of the arguments that change; addresses are numbers.
             dependent: let it begin while the kernel before it runs (kernels/cuda/grids.cuh).
+            blocks: other than before.
 
         Raises:
             VQBackendError: the driver refuses.
         """
         with self._lock:
-            arguments = self._values
-            for name, value in zip(self._names, values, strict=True):
+            arguments, config = self._arguments, self._config
+            for name, value in zip(self._changing, values, strict=True):
                 setattr(arguments, name, value)
-            (status,) = self._start(blocks, stream, dependent)
-            if int(status) == 201:  # no context yet: the first CUDA call of this thread
-                from cuda.bindings import driver
+            if stream != self._stream:
+                config.hStream = self._stream = stream
+            if dependent != self._dependent:
+                config.numAttrs = int(dependent and self._kernel.overlaps)
+                self._dependent = dependent
+            if blocks and blocks != self._blocks:
+                config.gridDimX = self._blocks = blocks
+            (status,) = self._launch(config, self._function, self._address, 0)
+            if status:
+                self._again(status)
 
-                checked(driver.cuCtxSetCurrent(self._context))
-                (status,) = self._start(blocks, stream, dependent)
-        if int(status):
+    def _again(self, status: Any) -> None:
+        """After a launch that failed: once more if this thread had no context."""
+        from cuda.bindings import driver
+
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # its first call of CUDA
+            checked(driver.cuCtxSetCurrent(self._kernel.context))
+            (status,) = self._launch(self._config, self._function, self._address, 0)
+        if status:
+            plan, shared = self._kernel.plan, self._kernel.shared
             raise VQBackendError(
-                f"CUDA: {status.name} launching {blocks} blocks of {self._threads} threads and "
-                f"{self._shared} bytes of shared memory for {self.plan}."
+                f"CUDA: {status.name} launching {self._blocks} blocks of {plan.threads} threads "
+                f"and {shared} bytes of shared memory for {plan}."
             )
 
-    def _start(self, blocks: int, stream: int, dependent: bool) -> Any:
-        if dependent and self._overlaps:
-            config = self._config
-            if blocks != self._blocks:
-                config.gridDimX = self._blocks = blocks
-            if stream != self._last_stream:
-                config.hStream, self._last_stream = self._stream(stream), stream
-            return self._launch_dependent(config, self._function, self._address, 0)
-        return self._launch(
-            self._function, blocks, 1, 1, self._threads, 1, 1, self._shared, stream,
-            self._address, 0,
-        )  # fmt: skip
 
-
-def _dependent_config(threads: int, shared: int) -> Any:
-    """What `cuLaunchKernelEx` needs to let a kernel begin before the one before it has ended."""
+def _config(blocks: int, threads: int, shared: int) -> Any:
+    """What `cuLaunchKernelEx` needs; with its one attribute, a kernel begins before the one before
+    it has ended."""
     from cuda.bindings import driver
 
     attribute = driver.CUlaunchAttribute()
@@ -122,10 +151,10 @@ def _dependent_config(threads: int, shared: int) -> Any:
     attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
-    config.gridDimX = config.gridDimY = config.gridDimZ = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
-    config.attrs, config.numAttrs = [attribute], 1
+    config.attrs, config.numAttrs = [attribute], 0
     return config
 
 

@@ -43,11 +43,15 @@ def only_result(x: Tensor, *others: Tensor | None) -> bool:
     """
     if is_compiling() or type(x) is not Tensor or _modes() or _transforms() or _traces():
         return False
-    if x.is_meta or any(type(y) not in _PLAIN for y in others):
+    if x.is_meta:
         return False
-    if not torch.is_grad_enabled():
-        return True
-    return not (x.requires_grad or any(y is not None and y.requires_grad for y in others))
+    grad = torch.is_grad_enabled()
+    if grad and x.requires_grad:
+        return False
+    for y in others:  # a generator takes longer than all the rest
+        if type(y) not in _PLAIN or (grad and y is not None and y.requires_grad):
+            return False
+    return True
 
 
 def problem(op: str, x: Tensor, spec: str, n: int) -> dispatch.Problem:

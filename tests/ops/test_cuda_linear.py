@@ -195,13 +195,17 @@ def test_tensors_that_do_not_belong_together(key, change, message):
 
 
 class Recorder:
-    """Stands for a kernel: remembers what it is launched with."""
+    """Stands for a kernel: remembers what it is launched with, as a name and value for each."""
 
     def __init__(self):
         self.calls = []
 
-    def __call__(self, blocks, stream, *values, dependent):
-        self.calls.append((blocks, stream, values, dependent))
+    def prepare(self, blocks, changing, /, **values):
+        def launch(stream, *given, dependent):
+            arguments = values | dict(zip(changing, given, strict=True))
+            self.calls.append((blocks, stream, arguments, dependent))
+
+        return launch
 
 
 @pytest.fixture
@@ -231,12 +235,15 @@ def test_what_is_launched(launched):
     assert not dependent()  # who knows what wrote these codes just before
     blocks, at, values, _ = kernel.calls[0]
     assert (blocks, at) == (3, 7)
-    assert values[:4] == tuple(tensor.data_ptr() for tensor in given)
+    names = ("codes", "codebook", "scale", "signs")
     rotated = before.calls[0][2]
-    assert rotated[0] == x.data_ptr() and rotated[1] == tensors["signs"].data_ptr()
-    assert values[4] == rotated[2]  # what the rotation writes
-    assert values[5:] == (None, y.data_ptr(), 64, 256, 9)
-    assert rotated[3:] == (9 * 256 // 128, 2, 2) and before.calls[0][0] == 2
+    assert values == {
+        **{name: tensor.data_ptr() for name, tensor in zip(names, given, strict=True)},
+        "x": rotated["y"], "bias": None, "y": y.data_ptr(), "rows": 64, "columns": 256, "tokens": 9,
+    }  # fmt: skip
+    assert rotated["x"] == x.data_ptr() and rotated["signs"] == tensors["signs"].data_ptr()
+    assert (rotated["blocks"], rotated["across"], rotated["token_tiles"]) == (9 * 256 // 128, 2, 2)
+    assert before.calls[0][0] == 2
     assert dependent() and not dependent(overlap=False) and dependent()
     for tensor in given[:3]:  # a write, and the launch after it
         tensor.add_(0)
