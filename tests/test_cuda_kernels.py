@@ -199,7 +199,7 @@ def test_every_kind_of_plan(name, tokens, rows, columns):
     arch = device_arch(0)
     plans = best(LinearProblem(scheme, tokens, rows, columns, Dtype.BFLOAT16, arch))
     for plan in random.Random(0).sample(plans, min(6, len(plans))):
-        launch = fused.prepare(plan, scheme, rows, columns, x.dtype, 0)
+        launch = fused.prepare(plan, scheme, (rows,), columns, x.dtype, 0)
         y = torch.full((tokens + 1, rows), float("nan"), device="cuda", dtype=torch.bfloat16)
         poison()
         rotation = ops.codes.rotation_of(tensors)

@@ -6,6 +6,7 @@ What runs them (`cuda_*`, `codegen`) is imported when a tensor on a GPU asks for
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,6 +150,12 @@ def _direct(problem: dispatch.Problem) -> dispatch.Direct:
     return run
 
 
+def _together(*arguments: Any) -> list[Tensor]:
+    from . import cuda_fused
+
+    return cuda_fused.linears(*arguments)
+
+
 def _linear(*arguments: Tensor | VQScheme | None) -> Tensor:
     from . import cuda_linear
 
@@ -185,7 +192,14 @@ def register() -> None:
         dispatch.Kernel("cuda.decode", "decode", _decode, "cuda", needs, accepts),
         dispatch.Kernel("cuda.linear", "linear", _linear, "cuda", needs, accepts),
         dispatch.Kernel(
-            "cuda.fused_linear", "linear", _fused, "cuda", needs, accepts_few, direct=_direct
+            "cuda.fused_linear",
+            "linear",
+            _fused,
+            "cuda",
+            needs,
+            accepts_few,
+            direct=_direct,
+            together=_together,
         ),
         dispatch.Kernel("cuda.wide_linear", "linear", _wide, "cuda", needs, accepts_many),
     )

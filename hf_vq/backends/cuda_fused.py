@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from ..codegen.choose import rotate_plan
 from ..codegen.choose_linear import TILE_ROWS, LinearProblem, choose, token_bucket
 from ..codegen.device import device_arch
-from ..codegen.launch import Kernel
+from ..codegen.launch import Kernel, Prepared
 from ..codegen.plan import LinearPlan, RotatePlan
 from ..codegen.store import default_store
 from ..errors import VQBackendError, VQFormatError
@@ -26,7 +28,7 @@ from .cuda_linear import DTYPES, RotateArguments, Stored, needs_signs
 
 
 class LinearArguments(ctypes.Structure):
-    """struct Arguments of kernels/cuda/linear.cu."""
+    """struct Arguments of kernels/cuda/linear.cu; wide.cu has all but the last."""
 
     _fields_ = [
         ("codes", ctypes.c_void_p),
@@ -39,7 +41,22 @@ class LinearArguments(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
         ("tokens", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
     ]
+
+
+@functools.cache
+def _together(matrices: int) -> type[ctypes.Structure]:
+    """struct Together of so many matrices, flat: fields of the second one are `codes_1`, .."""
+    fields = [(_of(name, i), kind) for i in range(matrices) for name, kind in _FIELDS]
+    return type("Together", (ctypes.Structure,), {"_fields_": fields})
+
+
+_FIELDS: list[tuple[str, Any]] = [(name, kind) for name, kind, *_ in LinearArguments._fields_]
+
+
+def _of(name: str, matrix: int) -> str:
+    return f"{name}_{matrix}" if matrix else name
 
 
 @dataclass(eq=False)
@@ -48,7 +65,7 @@ class Launch:
 
     kernel: Kernel
     token_tiles: int
-    blocks: int
+    blocks: tuple[int, ...]  # of each matrix
     before: Kernel | None  # rotates x and puts it in order
     blocks_at_a_time: int  # of `before`
     rotation_block: int
@@ -58,7 +75,8 @@ class Launch:
 
 Keepers = tuple[Tensor, ...]
 Places = tuple[tuple[int, ...], ...]
-Asked = tuple[Launch | None, torch.Size, torch.dtype, int]  # a plan, shape and dtype of x, ordinal
+# A plan, shape and dtype of x, ordinal, and the other matrices of the launch.
+Asked = tuple[Launch | None, torch.Size, torch.dtype, int, tuple["_Layer", ...]]
 _MOST_CALLS = 16  # that a layer keeps: prompts have many lengths
 
 
@@ -81,6 +99,35 @@ class _Layer:
     def is_of(self, keepers: Keepers) -> bool:
         """Whether it was made for these tensors, and not for others that had their addresses."""
         return all(ref() is tensor for ref, tensor in zip(self.keepers, keepers, strict=True))
+
+    def is_settled(self, codes: Tensor, codebook: Tensor, scale: Tensor, stream: int) -> bool:
+        """Whether nobody wrote these tensors since the last launch, as far as that stream knows:
+        the kernel reads them before it waits for the kernels before it."""
+        try:  # counters that every write moves
+            versions = codes._version, codebook._version, scale._version
+        except RuntimeError:  # made in inference mode: they do not count
+            self.versions = None
+            return False
+        settled = versions == self.versions
+        if settled and stream != self.stream:  # in a graph, a node of it would have written them
+            settled = torch.cuda.is_current_stream_capturing()
+        self.versions, self.stream = versions, stream
+        return settled
+
+    def added(self, bias: Tensor | None, x: Tensor) -> Tensor | None:
+        """The bias, in the dtype of x.
+
+        Raises:
+            VQFormatError: it has another size, or is not where x is.
+        """
+        if bias is None:
+            return None
+        if bias.shape != (self.rows,) or bias.device != x.device:
+            raise VQFormatError(
+                f"a bias of shape {list(bias.shape)} on {bias.device} does not suit {self.rows} "
+                f"outputs on {x.device}."
+            )
+        return bias.to(x.dtype).contiguous()
 
     def is_still(
         self, codes: Tensor, codebook: Tensor, scale: Tensor, rotation: Tensor | None
@@ -108,27 +155,47 @@ class _Layer:
 
 
 class _Call:
-    """A layer's launches for one shape of x: from call to call, only addresses change."""
+    """Launches of layers with one input, for one shape of it: only addresses change."""
 
-    def __init__(self, layer: _Layer, launch: Launch, x: Tensor) -> None:
-        if x.device != layer.device:
-            raise VQFormatError(_elsewhere(x, "weight", layer.device))
-        tokens = x.numel() // layer.in_features
-        self.launch = launch  # kept: it names this call in `_Layer.calls`
-        self.inputs = launch.arranged or x.numel()
-        codes, codebook, scale = layer.addresses
-        self.kernel = launch.kernel.prepare(
-            launch.blocks, ("x", "bias", "y"),
-            codes=codes, codebook=codebook, scale=scale, signs=layer.signs,
-            rows=layer.rows, columns=layer.in_features, tokens=tokens,
-        )  # fmt: skip
-        self.before = None
-        if launch.before is not None:
-            count = x.numel() // launch.rotation_block
-            self.before = launch.before.prepare(
-                -(-count // launch.blocks_at_a_time), ("x", "y"), signs=layer.signs, blocks=count,
-                across=layer.in_features // launch.rotation_block, token_tiles=launch.token_tiles,
-            )  # fmt: skip
+    def __init__(self, layers: Sequence[_Layer], launch: Launch, x: Tensor) -> None:
+        in_features = layers[0].in_features
+        self.arranged, self.ragged = launch.arranged or x.numel(), launch.ragged
+        values: dict[str, int | None] = {}
+        self.before: list[Prepared] = []  # a rotation for each, or none
+        for i, (layer, blocks) in enumerate(zip(layers, launch.blocks, strict=True)):
+            if x.device != layer.device:
+                raise VQFormatError(_elsewhere(x, "codes", layer.device))
+            codes, codebook, scale = layer.addresses
+            fixed = {
+                "codes": codes, "codebook": codebook, "scale": scale, "signs": layer.signs,
+                "rows": layer.rows, "columns": in_features, "tokens": x.numel() // in_features,
+                "blocks": blocks,
+            }  # fmt: skip
+            values |= {_of(name, i): value for name, value in fixed.items()}
+            if launch.before is not None:
+                count = x.numel() // launch.rotation_block
+                rotation = launch.before.prepare(
+                    -(-count // launch.blocks_at_a_time), ("x", "y"), signs=layer.signs,
+                    blocks=count, across=in_features // launch.rotation_block,
+                    token_tiles=launch.token_tiles,
+                )  # fmt: skip
+                self.before.append(rotation)
+        changing = [_of(name, i) for i in range(len(layers)) for name in ("x", "bias", "y")]
+        self.kernel = launch.kernel.prepare(sum(launch.blocks), changing, **values)
+
+    def input(self, x: Tensor, layer: int, stream: int, overlap: bool) -> Tensor:
+        """x as the kernel reads it: rotated and in its order, if that is a launch of its own."""
+        if not self.before:
+            return x
+        rotated = (x.new_zeros if self.ragged else x.new_empty)(self.arranged)
+        self.before[layer](stream, x.data_ptr(), rotated.data_ptr(), dependent=overlap)
+        return rotated
+
+
+def _readable(x: Tensor) -> Tensor:
+    if x.data_ptr() % 16 or not x.is_contiguous():
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 # By the identity of the codes, or of what they are a view of (experts share one), as long as it
@@ -144,14 +211,6 @@ class _Known:
         self.keeper = weakref.ref(keeper, lambda _: _layers.pop(key, None))
         self.by_place: dict[Places, _Layer] = {}
         self.latest: _Layer | None = None
-
-
-def _versions(codes: Tensor, codebook: Tensor, scale: Tensor) -> tuple[int, ...] | None:
-    """Counters that every write to a tensor moves; None for tensors that do not count."""
-    try:
-        return codes._version, codebook._version, scale._version
-    except RuntimeError:  # made in inference mode
-        return None
 
 
 def _elsewhere(x: Tensor, name: str, device: torch.device) -> str:
@@ -222,7 +281,7 @@ def _layer(
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(plan: LinearPlan, shared: int, ordinal: int) -> Kernel:
-    return Kernel(plan, LinearArguments, ordinal, default_store(), shared)
+    return Kernel(plan, _together(plan.matrices), ordinal, default_store(), shared)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -232,31 +291,39 @@ def _rotator(plan: RotatePlan, ordinal: int) -> Kernel:
 
 @functools.lru_cache(maxsize=4096)
 def _prepare(
-    scheme: VQScheme, rows: int, in_features: int, bucket: int, dtype: torch.dtype, ordinal: int
+    scheme: VQScheme,
+    rows: tuple[int, ...],
+    in_features: int,
+    bucket: int,
+    dtype: torch.dtype,
+    ordinal: int,
 ) -> Launch:
     arch = device_arch(ordinal)
-    problem = LinearProblem(scheme, bucket, rows, in_features, DTYPES[dtype], arch)
-    plan = choose(problem)
-    if plan is None:
-        raise VQBackendError(f"{scheme.spec()} has no fused kernel for {problem}.")
-    return prepare(plan, scheme, rows, in_features, dtype, ordinal)
+    for together in (sum(rows), rows[0]):  # each has a plan, all may be a size without one
+        problem = LinearProblem(scheme, bucket, together, in_features, DTYPES[dtype], arch)
+        if plan := choose(problem):
+            plan = replace(plan, matrices=len(rows))
+            return prepare(plan, scheme, rows, in_features, dtype, ordinal)
+    raise VQBackendError(f"{scheme.spec()} has no fused kernel for {problem}.")
 
 
 def prepare(
     plan: LinearPlan,
     scheme: VQScheme,
-    rows: int,
+    rows: Sequence[int],
     in_features: int,
     dtype: torch.dtype,
     ordinal: int,
 ) -> Launch:
-    """How a layer of this size runs a plan: its kernels, loaded, and their sizes."""
+    """How matrices of so many rows run a plan: its kernels, loaded, and their sizes."""
     arch = device_arch(ordinal)
     chunk = 4 * plan.unit
     width = -(-in_features // chunk) * chunk
     teams = plan.threads // 32 // plan.split
-    tiles = -(-rows // (TILE_ROWS * plan.row_tiles))
-    turns = -(-tiles // (arch.sms * plan.resident * teams))
+    tiles = [-(-count // (TILE_ROWS * plan.row_tiles)) for count in rows]
+    turns = -(-sum(tiles) // (arch.sms * plan.resident * teams))
+    while sum(blocks := [-(-of // (turns * teams)) for of in tiles]) > arch.sms * plan.resident:
+        turns += 1
     before, block, at_a_time = None, 0, 0
     if not plan.single or (scheme.rotation != "none" and not plan.rotate):
         rotated = scheme.rotation != "none"
@@ -273,7 +340,7 @@ def prepare(
     return Launch(
         _kernel(plan, plan.shared_bytes_for(in_features), ordinal),
         plan.token_tiles,
-        -(-tiles // (turns * teams)),
+        tuple(blocks),
         before,
         at_a_time,
         block,
@@ -327,39 +394,72 @@ def run(
         overlap: let kernels begin before those before them have ended (kernels/cuda/grids.cuh).
     """
     layer, _alive = _layer(x, codes, codebook, scale, rotation, scheme)
-    asked = launch, x.shape, x.dtype, ordinal
+    call = _call(layer, (), x, scheme, ordinal, launch)
+    stream = torch._C._cuda_getCurrentRawStream(ordinal)
+    settled = layer.is_settled(codes, codebook, scale, stream) and overlap
+    given = call.input(_readable(x), 0, stream, overlap)
+    bias = layer.added(bias, x)
+    added = None if bias is None else bias.data_ptr()
+    call.kernel(stream, given.data_ptr(), added, y.data_ptr(), dependent=settled)
+
+
+def linears(
+    x: Tensor,
+    codes: Sequence[Tensor],
+    codebook: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    rotation: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    scheme: VQScheme,
+) -> list[Tensor]:
+    """`linear` of several matrices with one input, in one launch."""
+    found = [x.new_empty((*x.shape[:-1], len(rows))) for rows in codes]
+    if not all(y.numel() for y in found):
+        return found
+    ordinal = x.get_device()
+    with torch.cuda.device(ordinal):
+        stored = list(zip(codes, codebook, scale, strict=True))
+        layers, _alive = zip(
+            *(_layer(x, *one, signs, scheme) for one, signs in zip(stored, rotation, strict=True)),
+            strict=True,
+        )
+        call = _call(layers[0], layers[1:], x, scheme, ordinal)
+        stream = torch._C._cuda_getCurrentRawStream(ordinal)
+        settled = [
+            layer.is_settled(*one, stream) for layer, one in zip(layers, stored, strict=True)
+        ]
+        x = _readable(x)
+        inputs: dict[int | None, Tensor] = {}  # by their signs
+        for i, layer in enumerate(layers):
+            if layer.signs not in inputs:
+                inputs[layer.signs] = call.input(x, i, stream, True)
+        added = [layer.added(b, x) for layer, b in zip(layers, bias, strict=True)]
+        addresses = (
+            None if tensor is None else tensor.data_ptr()
+            for layer, b, y in zip(layers, added, found, strict=True)
+            for tensor in (inputs[layer.signs], b, y)
+        )
+        call.kernel(stream, *addresses, dependent=all(settled))
+    return found
+
+
+def _call(
+    layer: _Layer,
+    others: tuple[_Layer, ...],
+    x: Tensor,
+    scheme: VQScheme,
+    ordinal: int,
+    launch: Launch | None = None,
+) -> _Call:
+    """The launch of layers for an x of this shape, if none is given."""
+    asked = launch, x.shape, x.dtype, ordinal, others
     call = layer.calls.get(asked)
     if call is None:
         if launch is None:
             bucket = token_bucket(x.numel() // layer.in_features)
-            launch = _prepare(scheme, layer.rows, layer.in_features, bucket, x.dtype, ordinal)
+            rows = tuple(one.rows for one in (layer, *others))
+            launch = _prepare(scheme, rows, layer.in_features, bucket, x.dtype, ordinal)
         if len(layer.calls) == _MOST_CALLS:
             layer.calls.clear()
-        call = layer.calls[asked] = _Call(layer, launch, x)
-    # The kernel reads codes, scales and codebooks before it waits for the kernels before it, unless
-    # one of those may have written them.
-    stream = torch._C._cuda_getCurrentRawStream(ordinal)
-    versions = _versions(codes, codebook, scale)
-    settled = overlap and versions is not None and versions == layer.versions
-    if settled and stream != layer.stream:  # within a graph, they would be written by a node of it
-        settled = torch.cuda.is_current_stream_capturing()
-    layer.versions, layer.stream = versions, stream
-    given = x.data_ptr()
-    if given % 16 or not x.is_contiguous():
-        x = x.clone(memory_format=torch.contiguous_format)
-        given = x.data_ptr()
-    if call.before is not None:
-        inputs = (x.new_zeros if call.launch.ragged else x.new_empty)(call.inputs)
-        call.before(stream, given, inputs.data_ptr(), dependent=overlap)
-        given = inputs.data_ptr()
-    if bias is None:
-        call.kernel(stream, given, None, y.data_ptr(), dependent=settled)
-        return
-    if bias.shape != (layer.rows,) or bias.device != x.device:
-        raise VQFormatError(
-            f"a bias of shape {list(bias.shape)} on {bias.device} does not suit {layer.rows} "
-            f"outputs on {x.device}."
-        )
-    if bias.dtype != x.dtype or not bias.is_contiguous():
-        bias = bias.to(x.dtype).contiguous()
-    call.kernel(stream, given, bias.data_ptr(), y.data_ptr(), dependent=settled)
+        call = layer.calls[asked] = _Call((layer, *others), launch, x)
+    return call

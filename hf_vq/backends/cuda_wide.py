@@ -64,7 +64,7 @@ def prepare(
     return cuda_fused.Launch(
         _kernel(plan, ordinal),
         token_tiles,
-        blocks(plan, rows, tokens, device_arch(ordinal)),
+        (blocks(plan, rows, tokens, device_arch(ordinal)),),
         cuda_fused._rotator(rotation, ordinal),
         rotation.blocks_at_a_time,
         rotation.numbers_of_a_block,

@@ -210,7 +210,7 @@ def launch_of(
 ) -> cuda_fused.Launch:
     """The kernels of a plan, loaded."""
     ordinal = torch.cuda.current_device()
-    return cuda_fused.prepare(plan, scheme, out_features, in_features, _DTYPE, ordinal)
+    return cuda_fused.prepare(plan, scheme, (out_features,), in_features, _DTYPE, ordinal)
 
 
 def by_plan(

@@ -167,6 +167,7 @@ class LinearPlan(TablePlan):
         ragged: whether chunks do not divide a row.
         single: whether there is one token, which a block copies to shared memory.
         rotate: whether it is rotated on the way (blocks of 128).
+        matrices: that have the same input, and are multiplied with it by one launch.
     """
 
     template: ClassVar[str] = "linear"
@@ -178,6 +179,7 @@ class LinearPlan(TablePlan):
     ragged: bool
     single: bool
     rotate: bool
+    matrices: int = 1
 
     def shared_bytes_for(self, in_features: int) -> int:
         """Shared memory of a block: tables, where warps meet, and one token in whole chunks."""

@@ -65,6 +65,7 @@ class Kernel:
         accepts: None if it can solve the problem, else the reason why not.
         layouts: for attention, the layouts of keys and of values that it wants in a new cache.
         direct: for linear, a shorter way to `run` for weights of one pass, if there is one.
+        together: for linear, runs several weights with one input (the op `hf_vq::linears`).
     """
 
     name: str
@@ -75,6 +76,7 @@ class Kernel:
     accepts: Callable[[Problem], str | None] = lambda problem: None
     layouts: Callable[[Problem], tuple[str, str]] = lambda problem: ("rows", "rows")
     direct: Callable[[Problem], Direct | None] = lambda problem: None
+    together: Callable[..., list[Tensor]] | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,13 @@ struct Arguments {
   int rows;
   int columns;
   int tokens;
+  int blocks;  // of the launch, for this matrix
+};
+
+// Matrices that are multiplied with the same x, one after the other among the blocks. What blocks of one need is not
+// shared with those of another: codebooks and signs may differ.
+struct Together {
+  Arguments of[Plan::matrices];
 };
 
 constexpr int unit = Plan::unit, octets = unit / 8, chunk = 4 * unit;
@@ -213,7 +220,12 @@ __device__ inline void copy_input(const Arguments& a, uint16_t* staged, int chun
     for (int i = a.columns + threadIdx.x; i < chunks * chunk; i += Plan::threads) staged[place(i)] = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) linear(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) linear(const __grid_constant__ Together together) {
+  int matrix = 0, block = blockIdx.x;
+#pragma unroll
+  for (int i = 0; i + 1 < Plan::matrices; ++i)
+    if (matrix == i && block >= together.of[i].blocks) block -= together.of[i].blocks, ++matrix;
+  const Arguments& a = together.of[matrix];
   extern __shared__ __align__(16) char shared[];
   char* const meeting = shared + Table::bytes;
   char* const staged = meeting + 2 * meeting_bytes;
@@ -236,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
     for (int i = 0; i < Plan::steps; ++i)
       if (begin + i < end && exists(begin + i)) next[i].load(rows, begin + i, stream);
   };
-  int tile = blockIdx.x * teams + team;
+  int tile = block * teams + team;
   if (tile < tiles) enter(tile);
   const Table table(a.codebook, shared, lane);
   table.fill();
@@ -261,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
       }
     }
     const int done = tile * tile_rows;
-    tile += gridDim.x * teams;
+    tile += a.blocks * teams;
     if (tile < tiles) enter(tile);
     // Turns have different places to meet, so that one barrier a turn is enough.
     finish(a, table, sums, reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams), done);

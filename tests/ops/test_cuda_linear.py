@@ -212,7 +212,7 @@ class Recorder:
 def launched(monkeypatch):
     """(kernel, stream): what the fused layer launches, and the stream on which it does."""
     kernel, before, stream = Recorder(), Recorder(), [7]
-    launch = cuda_fused.Launch(kernel, 2, 3, before, 16, 128, 2 * 8 * 256, False)
+    launch = cuda_fused.Launch(kernel, 2, (3,), before, 16, 128, 2 * 8 * 256, False)
     monkeypatch.setattr(cuda_fused, "_prepare", lambda *asked: launch)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda ordinal: stream[0], raising=False
@@ -240,6 +240,7 @@ def test_what_is_launched(launched):
     assert values == {
         **{name: tensor.data_ptr() for name, tensor in zip(names, given, strict=True)},
         "x": rotated["y"], "bias": None, "y": y.data_ptr(), "rows": 64, "columns": 256, "tokens": 9,
+        "blocks": 3,
     }  # fmt: skip
     assert rotated["x"] == x.data_ptr() and rotated["signs"] == tensors["signs"].data_ptr()
     assert (rotated["blocks"], rotated["across"], rotated["token_tiles"]) == (9 * 256 // 128, 2, 2)
