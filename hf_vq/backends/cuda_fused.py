@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codegen import tuned
 from ..codegen.choose import rotate_plan
 from ..codegen.choose_linear import TILE_ROWS, LinearProblem, choose, token_bucket
 from ..codegen.device import device_arch
@@ -299,12 +300,14 @@ def _prepare(
     ordinal: int,
 ) -> Launch:
     arch = device_arch(ordinal)
-    for together in (sum(rows), rows[0]):  # each has a plan, all may be a size without one
-        problem = LinearProblem(scheme, bucket, together, in_features, DTYPES[dtype], arch)
-        if plan := choose(problem):
-            plan = replace(plan, matrices=len(rows))
-            return prepare(plan, scheme, rows, in_features, dtype, ordinal)
-    raise VQBackendError(f"{scheme.spec()} has no fused kernel for {problem}.")
+    problem = LinearProblem(scheme, bucket, sum(rows), in_features, DTYPES[dtype], arch)
+    if tuned.find(problem) is None:  # several matrices: the largest one's plan, measured or not
+        problem = replace(problem, rows=max(rows))
+    plan = choose(problem)
+    if plan is None:
+        raise VQBackendError(f"{scheme.spec()} has no fused kernel for {problem}.")
+    plan = replace(plan, matrices=len(rows))
+    return prepare(plan, scheme, rows, in_features, dtype, ordinal)
 
 
 def prepare(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +25,16 @@ def attribute_of(key: str) -> str:
 
 
 LOADING = "vq_codes"  # what codes are called while a model is being loaded
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _constant(method: Method) -> Method:
+    """What torch.compiler.assume_constant_result does, without importing the compiler: a compiled
+    model compares all else at every token, layer by layer."""
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
 
 
 class VQLinear(Stored, nn.Linear):
@@ -103,18 +116,32 @@ class VQLinear(Stored, nn.Linear):
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by key (`formats.tensor_specs`)."""
-        compiling = torch.compiler.is_compiling()
-        found = self.held(dict(self._constant()) if compiling else self.attributes)
+        if torch.compiler.is_compiling():
+            own, shared = self._names()
+            found = self.held(dict(own))
+            for key in shared:
+                found[key] = self._shared(key)
+        else:
+            found = self.held(self.attributes)
         if found["codes"].ndim == 3:
             found["codes"] = found["codes"][0]
         return found
 
-    def _constant(self) -> tuple[tuple[str, str], ...]:
-        """Items of `attributes`, which a compiled model then does not compare at every token."""
-        return tuple(self.attributes.items())
+    @_constant
+    def _names(self) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+        """Items of `attributes`, and the keys of what layers share."""
+        shared = tuple(key for key, name in self.attributes.items() if name in self._buffers)
+        return tuple(item for item in self.attributes.items() if item[0] not in shared), shared
 
-    # What torch.compiler.assume_constant_result does, without importing the compiler.
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    @_constant
+    def _shared(self, key: str) -> Tensor:
+        """Codebooks and rotations that layers share have a version: nobody writes to them."""
+        tensor: Tensor = getattr(self, self.attributes[key])
+        return tensor
+
+    @_constant
+    def _spec(self) -> str:
+        return self.scheme.spec()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `x`."""
@@ -131,7 +158,8 @@ class VQLinear(Stored, nn.Linear):
             )
         parameters = self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, it is slow
-        return ops.linear(x, self.tensors(), bias, self.scheme)
+        scheme = self._spec() if torch.compiler.is_compiling() else self.scheme
+        return ops.linear(x, self.tensors(), bias, scheme)
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight [out_features, in_features]."""

@@ -15,7 +15,7 @@ from .library import define, library, only_result, parse, problem
 
 
 def linear(
-    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, scheme: VQScheme
+    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, scheme: VQScheme | str
 ) -> Tensor:
     """y = W x + b.
 
@@ -23,11 +23,12 @@ def linear(
         x: [..., in_features], any float dtype.
         tensors: stored tensors of W (keys of `formats.tensor_specs`).
         bias: [out_features] or None.
+        scheme: of W, or its spec string.
 
     Returns:
         [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
     """
-    spec, y = scheme.spec(), None
+    spec, y = scheme if isinstance(scheme, str) else scheme.spec(), None
     if only_result(x, bias, tensors["codebook"], tensors["scale"]):
         codes, rotation = tensors["codes"], rotation_of(tensors)
         y = _direct(x, codes, tensors["codebook"], tensors["scale"], rotation, bias, spec)
