@@ -176,20 +176,21 @@ class _Call:
             if launch.before is not None:
                 count = x.numel() // launch.rotation_block
                 rotation = launch.before.prepare(
-                    -(-count // launch.blocks_at_a_time), ("x", "y"), signs=layer.signs,
-                    blocks=count, across=in_features // launch.rotation_block,
-                    token_tiles=launch.token_tiles,
+                    -(-count // launch.blocks_at_a_time), signs=layer.signs, blocks=count,
+                    across=in_features // launch.rotation_block, token_tiles=launch.token_tiles,
                 )  # fmt: skip
                 self.before.append(rotation)
-        changing = [_of(name, i) for i in range(len(layers)) for name in ("x", "bias", "y")]
-        self.kernel = launch.kernel.prepare(sum(launch.blocks), changing, **values)
+        self.kernel = launch.kernel.prepare(sum(launch.blocks), **values)
 
     def input(self, x: Tensor, layer: int, stream: int, overlap: bool) -> Tensor:
         """x as the kernel reads it: rotated and in its order, if that is a launch of its own."""
         if not self.before:
             return x
         rotated = (x.new_zeros if self.ragged else x.new_empty)(self.arranged)
-        self.before[layer](stream, x.data_ptr(), rotated.data_ptr(), dependent=overlap)
+        before = self.before[layer]
+        with before.lock:
+            before.arguments.x, before.arguments.y = x.data_ptr(), rotated.data_ptr()
+            before.start(stream, overlap)
         return rotated
 
 
@@ -402,8 +403,12 @@ def run(
     settled = layer.is_settled(codes, codebook, scale, stream) and overlap
     given = call.input(_readable(x), 0, stream, overlap)
     bias = layer.added(bias, x)
-    added = None if bias is None else bias.data_ptr()
-    call.kernel(stream, given.data_ptr(), added, y.data_ptr(), dependent=settled)
+    kernel = call.kernel
+    with kernel.lock:
+        arguments = kernel.arguments
+        arguments.x, arguments.y = given.data_ptr(), y.data_ptr()
+        arguments.bias = None if bias is None else bias.data_ptr()
+        kernel.start(stream, settled)
 
 
 def linears(
@@ -437,12 +442,13 @@ def linears(
             if layer.signs not in inputs:
                 inputs[layer.signs] = call.input(x, i, stream, True)
         added = [layer.added(b, x) for layer, b in zip(layers, bias, strict=True)]
-        addresses = (
-            None if tensor is None else tensor.data_ptr()
-            for layer, b, y in zip(layers, added, found, strict=True)
-            for tensor in (inputs[layer.signs], b, y)
-        )
-        call.kernel(stream, *addresses, dependent=all(settled))
+        with call.kernel.lock:
+            rotated = [inputs[layer.signs] for layer in layers]
+            for name, tensors in (("x", rotated), ("bias", added), ("y", found)):
+                for i, tensor in enumerate(tensors):
+                    address = None if tensor is None else tensor.data_ptr()
+                    setattr(call.kernel.arguments, _of(name, i), address)
+            call.kernel.start(stream, all(settled))
     return found
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from ..errors import VQBackendError
@@ -60,17 +59,20 @@ class Kernel:
             self.function, self.local_bytes = _load(image, plan, self.shared)
         finally:
             checked(driver.cuCtxPopCurrent())
-        self._any = Prepared(self, [field[0] for field in arguments._fields_])
+        self._any = Prepared(self, 1)
 
-    def prepare(self, blocks: int, changing: Sequence[str], /, **values: int | None) -> Prepared:
-        """A launch of `blocks` blocks with `values`, and `changing` arguments of every call."""
-        return Prepared(self, changing, blocks, **values)
+    def prepare(self, blocks: int, /, **values: int | None) -> Prepared:
+        """A launch of `blocks` blocks, and what is known of its arguments."""
+        return Prepared(self, blocks, **values)
 
     def __call__(
         self, blocks: int, stream: int, *values: int | None, dependent: bool = False
     ) -> None:
-        """Launch `blocks` blocks on a stream with all its arguments; see `Prepared`."""
-        self._any(stream, *values, dependent=dependent, blocks=blocks)
+        """Launch once: `blocks` blocks with all arguments, in their order; see `Prepared.start`."""
+        with self._any.lock:
+            for field, value in zip(self.arguments._fields_, values, strict=True):
+                setattr(self._any.arguments, field[0], value)
+            self._any.start(stream, dependent, blocks)
 
 
 class Prepared:
@@ -78,53 +80,47 @@ class Prepared:
 
     Args:
         kernel: that is launched.
-        changing: names of the arguments that every call gives.
         blocks: that are launched.
-        values: of the other arguments.
+        values: of arguments; addresses are numbers.
+
+    Attributes:
+        arguments: of the kernel, whose fields may be overwritten.
+        lock: to be held from then until `start` has ended: launching lets other Python threads run,
+            which must not change the arguments meanwhile.
     """
 
-    def __init__(
-        self, kernel: Kernel, changing: Sequence[str], blocks: int = 1, /, **values: int | None
-    ) -> None:
+    def __init__(self, kernel: Kernel, blocks: int, /, **values: int | None) -> None:
         from cuda.bindings import driver
 
-        self._kernel, self._changing, self._blocks = kernel, changing, blocks
+        self.arguments: Any = kernel.arguments(**values)
+        self.lock = threading.Lock()
+        self._kernel, self._blocks = kernel, blocks
         self._function, self._launch = kernel.function, driver.cuLaunchKernelEx
-        self._arguments = kernel.arguments(**values)
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))
         self._address = ctypes.addressof(self._pointers)
         self._config = _config(blocks, kernel.plan.threads, kernel.shared)
         self._stream, self._dependent = 0, False
-        # Launching lets other Python threads run, which must not change the arguments meanwhile.
-        self._lock = threading.Lock()
 
-    def __call__(
-        self, stream: int, *values: int | None, dependent: bool = False, blocks: int = 0
-    ) -> None:
+    def start(self, stream: int, dependent: bool, blocks: int = 0) -> None:
         """Launch on a stream of the kernel's device.
 
         Args:
-            values: of the arguments that change; addresses are numbers.
             dependent: let it begin while the kernel before it runs (kernels/cuda/grids.cuh).
             blocks: other than before.
 
         Raises:
             VQBackendError: the driver refuses.
         """
-        with self._lock:
-            arguments, config = self._arguments, self._config
-            for name, value in zip(self._changing, values, strict=True):
-                setattr(arguments, name, value)
-            if stream != self._stream:
-                config.hStream = self._stream = stream
-            if dependent != self._dependent:
-                config.numAttrs = int(dependent and self._kernel.overlaps)
-                self._dependent = dependent
-            if blocks and blocks != self._blocks:
-                config.gridDimX = self._blocks = blocks
-            (status,) = self._launch(config, self._function, self._address, 0)
-            if status:
-                self._again(status)
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
+        if dependent != self._dependent:
+            self._config.numAttrs = int(dependent and self._kernel.overlaps)
+            self._dependent = dependent
+        if blocks and blocks != self._blocks:
+            self._config.gridDimX = self._blocks = blocks
+        (status,) = self._launch(self._config, self._function, self._address, 0)
+        if status:
+            self._again(status)
 
     def _again(self, status: Any) -> None:
         """After a launch that failed: once more if this thread had no context."""

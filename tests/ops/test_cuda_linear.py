@@ -1,6 +1,8 @@
 """The CUDA rows of the dispatch table, as far as they can be asked without a GPU."""
 
 import gc
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,17 +197,18 @@ def test_tensors_that_do_not_belong_together(key, change, message):
 
 
 class Recorder:
-    """Stands for a kernel: remembers what it is launched with, as a name and value for each."""
+    """Stands for a kernel: remembers what it is launched with."""
 
     def __init__(self):
         self.calls = []
 
-    def prepare(self, blocks, changing, /, **values):
-        def launch(stream, *given, dependent):
-            arguments = values | dict(zip(changing, given, strict=True))
-            self.calls.append((blocks, stream, arguments, dependent))
+    def prepare(self, blocks, /, **values):
+        arguments = SimpleNamespace(**values)
 
-        return launch
+        def start(stream, dependent):
+            self.calls.append((blocks, stream, dict(vars(arguments)), dependent))
+
+        return SimpleNamespace(arguments=arguments, lock=threading.Lock(), start=start)
 
 
 @pytest.fixture
