@@ -127,12 +127,12 @@ def multiply(
     block, or cluster, which has several tiles, one after another."""
     dtype, arch = FLOATS[plan.dtype], device_arch(0)
     if isinstance(plan, LinearPlan):
-        launch = cuda_fused.prepare(plan, scheme, rows, columns, dtype, 0)
-        launch.blocks = 1
+        launch = cuda_fused.prepare(plan, scheme, (rows,), columns, dtype, 0)
+        launch.blocks = (1,)
     else:
         launch = cuda_wide.prepare(plan, scheme, rows, columns, tokens, dtype, 0)
         if plan.split == 1:
-            launch.blocks = choose_wide.blocks(plan, 1, 1, arch)  # one cluster
+            launch.blocks = (choose_wide.blocks(plan, 1, 1, arch),)  # one cluster
     here, there = stored(scheme, rows, columns)
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
     given = (there["codes"], there["codebook"], there["scale"], rotation_of(there), bias.cuda())
@@ -143,6 +143,25 @@ def multiply(
     inputs = reference.rotate(x.double(), rotation_of(here), scheme, False)
     for y in outputs:
         close(y, inputs @ decoded(here, scheme, columns).T + bias.double(), 2.0**-6)
+
+
+def several_matrices() -> Iterator[Case]:
+    """linear.cu with matrices that have one input, but signs and learned codebooks of their own."""
+    for name, tokens in product(("vq-4", "aqlm-2", "quip-sharp-2"), (1, 29)):
+        yield f"together {tokens} {name}", partial(together, weight_scheme(name), tokens)
+
+
+def together(scheme: VQScheme, tokens: int, columns: int = 1152) -> None:
+    """One launch."""
+    layers = [stored(scheme, rows, columns) for rows in (130, 7, 33)]
+    x = torch.randn(tokens, columns).half()
+    keys = ("codes", "codebook", "scale", "signs")
+    given = ([there.get(key) for _, there in layers] for key in keys)
+    found = cuda_fused.linears(x.cuda(), *given, [None] * 3, scheme)
+    for (here, _), y in zip(layers, found, strict=True):
+        exact = reference.rotate(x.double(), rotation_of(here), scheme, False)
+        beyond = torch.full((1, y.shape[1]), float("nan"))
+        close(torch.cat((y.cpu(), beyond)), exact @ decoded(here, scheme, columns).T, 2.0**-6)
 
 
 def dense_rows() -> Iterator[Case]:
@@ -230,8 +249,8 @@ def close(found: Tensor, exact: Tensor, bound: float) -> None:
     assert error < bound, f"relative error {error}"
 
 
-MAKERS = {"wide": many_tokens, "linear": few_tokens, "decode": dense_rows, "rotate": rotations,
-          "encode": codes_and_scales}  # fmt: skip
+MAKERS = {"wide": many_tokens, "linear": few_tokens, "together": several_matrices,
+          "decode": dense_rows, "rotate": rotations, "encode": codes_and_scales}  # fmt: skip
 
 
 def run_part(kernels: Sequence[str], part: int, parts: int) -> None:
