@@ -220,12 +220,13 @@ __device__ inline void copy_input(const Arguments& a, uint16_t* staged, int chun
     for (int i = a.columns + threadIdx.x; i < chunks * chunk; i += Plan::threads) staged[place(i)] = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) linear(const __grid_constant__ Together together) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) linear(const Together together) {
   int matrix = 0, block = blockIdx.x;
 #pragma unroll
   for (int i = 0; i + 1 < Plan::matrices; ++i)
     if (matrix == i && block >= together.of[i].blocks) block -= together.of[i].blocks, ++matrix;
   const Arguments& a = together.of[matrix];
+  const int blocks = Plan::matrices > 1 ? a.blocks : gridDim.x;
   extern __shared__ __align__(16) char shared[];
   char* const meeting = shared + Table::bytes;
   char* const staged = meeting + 2 * meeting_bytes;
@@ -273,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
       }
     }
     const int done = tile * tile_rows;
-    tile += a.blocks * teams;
+    tile += blocks * teams;
     if (tile < tiles) enter(tile);
     // Turns have different places to meet, so that one barrier a turn is enough.
     finish(a, table, sums, reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams), done);

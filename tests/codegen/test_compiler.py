@@ -140,6 +140,17 @@ def test_odd_schemes_multiplied(spec):
     assert image.startswith(b"\x7fELF") and found.spilled == 0
 
 
+@pytest.mark.parametrize("matrices", [2, 4])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_several_matrices_in_one_launch(tokens, matrices):
+    problem = choose_linear.LinearProblem(
+        WEIGHT_SCHEMES["vq-4"], tokens, 6144, 4096, Dtype.BFLOAT16, ARCHES["sm_90a"]
+    )
+    plan = choose_linear.choose(problem)
+    assert plan is not None
+    checked(dataclasses.replace(plan, matrices=matrices), "sm_90a")
+
+
 def test_an_unknown_target_is_refused():
     plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, 128, True, False)
     with pytest.raises(VQBackendError, match="sm_999"):
