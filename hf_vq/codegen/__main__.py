@@ -93,7 +93,7 @@ def _explain(args: argparse.Namespace) -> int:
     return _show(len(linear.candidates(problem)), plan, ranked, tuned.KNOBS, args.top)
 
 
-_WIDE_COLUMNS = ("threads", "token_tile", "share", "split", "depth")
+_WIDE_COLUMNS = ("threads", "token_tile", "split", "depth")
 _DECODE_COLUMNS = ("threads", "steps", "unit", "panel_rows", "codebook_in_shared")
 
 

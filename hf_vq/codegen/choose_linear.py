@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from . import tuned
 from .choose import L2_LOOKUPS, NOT_HIDDEN, WARP_INSTRUCTIONS, Cost, decodable
 from .device import Arch
 from .plan import Dtype, LinearPlan, Scope
+from .table_layout import BANKS, LARGEST_INDEX, fused, load_bytes, tables
 
 MOST_TOKENS = 64  # beyond, decoded rows are used often enough
 TILE_ROWS = 16
@@ -29,8 +29,6 @@ _BLOCKS = ((256, 1), (256, 2), (256, 3), (384, 1), (384, 2), (512, 1), (512, 2),
 _SPLITS = (1, 2, 4, 6, 8, 16)
 _UNITS = (8, 16, 32, 64, 128)
 _TEAMS = 15  # of a block: each has a barrier, and there are 16
-_BANKS = 128  # bytes
-_LARGEST_INDEX = 12  # bits; a larger codebook stays in L2
 _SHARED_BOOKS = 160 << 10  # bytes of tables, at most
 _SPREAD = 3.0  # phases of a lookup whose lanes meet in the banks
 _CACHED_LINES = 5.0  # cycles of L1 for a load of eight rows
@@ -76,33 +74,14 @@ def fusable(scheme: VQScheme, in_features: int) -> str | None:
 def _units(scheme: VQScheme, in_features: int) -> Iterator[int]:
     """Weights of a row that a lane may decode of a chunk."""
     group = 0 if scheme.scale_group == 0 else scheme.group(in_features)
-    width = scheme.vector_size * _fused(scheme)
+    width, bits = scheme.vector_size * fused(scheme), scheme.entry_bits * fused(scheme)
     for unit in _UNITS:
-        whole_words = unit % width == 0 and unit // width * _index_bits(scheme) % 32 == 0
+        whole_words = unit % width == 0 and unit // width * bits % 32 == 0
         one_scale = group in (0, in_features) or group % (4 * unit) == 0
-        if whole_words and one_scale and in_features % unit == 0 and _load_bytes(
+        if whole_words and one_scale and in_features % unit == 0 and load_bytes(
             scheme, unit, in_features
         ) >= 4:  # fmt: skip
             yield unit
-
-
-def _fused(scheme: VQScheme) -> int:
-    """Codes that are looked up together: up to 8 bits and 8 weights."""
-    fused = 1
-    while 2 * fused * scheme.vector_size <= 8 and 2 * fused * scheme.entry_bits <= 8:
-        fused *= 2
-    return fused
-
-
-def _index_bits(scheme: VQScheme) -> int:
-    """Bits that are read of the stream for one entry."""
-    return scheme.entry_bits * _fused(scheme)
-
-
-def _load_bytes(scheme: VQScheme, unit: int, in_features: int) -> int:
-    """The widest load whose address is aligned for every row, stage and lane."""
-    stream = packed_size(in_features // scheme.vector_size, scheme.entry_bits)
-    return math.gcd(16, unit // scheme.vector_size * scheme.entry_bits // 8, stream)
 
 
 def token_bucket(tokens: int) -> int:
@@ -121,9 +100,9 @@ def candidates(problem: LinearProblem) -> list[LinearPlan]:
 def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
     """The values of what is a matter of choice (`tuned.KNOBS`; the first two are one choice)."""
     scheme, columns = problem.scheme, problem.in_features
-    entry, index_bits, books = _tables(scheme)
+    entry, index_bits, books = tables(scheme)
     together = 1 << (books - 1).bit_length()
-    copies = [max(1, _BANKS // entry)] if index_bits <= _LARGEST_INDEX else [1]
+    copies = [max(1, BANKS // entry)] if index_bits <= LARGEST_INDEX else [1]
     if together * entry * copies[0] << index_bits > problem.arch.shared_per_block:
         copies = [1, 2]
     places = [together, 2] if together == 1 and index_bits == 8 else [together]
@@ -134,19 +113,10 @@ def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
     return [_BLOCKS, copies, places, units, _SPLITS, (1, 2, 4), (1, 2, 4), rotations]
 
 
-def _tables(scheme: VQScheme) -> tuple[int, int, int]:
-    """Bytes of an entry in shared memory, bits of its index, and how many tables there are."""
-    if scheme.lattice:
-        return 8, 8, scheme.streams + 1
-    width = scheme.vector_size * _fused(scheme)
-    entry = width if scheme.largest_entry else max(4, 2 * width)
-    return entry, _index_bits(scheme), scheme.streams
-
-
 def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
     """The plan of a problem and of what is a matter of choice (`tuned.KNOBS`)."""
     scheme, columns = problem.scheme, problem.in_features
-    entry, index_bits, books = _tables(scheme)
+    entry, index_bits, books = tables(scheme)
     group = 0 if scheme.group(columns) == columns else scheme.group(columns)
     unit, steps = chosen["unit"], chosen["steps"]
     return LinearPlan(
@@ -158,13 +128,13 @@ def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
         stages=scheme.streams,
         scope=Scope.E8P if scheme.lattice else Scope.SHARED,
         group=group,
-        fused=_fused(scheme),
-        in_shared=index_bits <= _LARGEST_INDEX and books * entry << index_bits <= _SHARED_BOOKS,
+        fused=fused(scheme),
+        in_shared=index_bits <= LARGEST_INDEX and books * entry << index_bits <= _SHARED_BOOKS,
         integers=scheme.largest_entry > 0,
         replicas=chosen["replicas"],
         interleaved=chosen["interleaved"],
         unit=unit,
-        load_bytes=_load_bytes(scheme, unit, columns),
+        load_bytes=load_bytes(scheme, unit, columns),
         split=chosen["split"],
         row_tiles=chosen["row_tiles"],
         token_tiles=-(-problem.tokens // 8),
@@ -238,7 +208,7 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     # Cycles of one chunk: of the pipe of loads, and of issuing.
     lookups = octets * rows * books * (8 // min(width, 8) if not lattice else 1)
     phases = min(max(entry // 4, 1), 4)
-    spread = 1.0 if plan.replicas * entry >= _BANKS else _SPREAD
+    spread = 1.0 if plan.replicas * entry >= BANKS else _SPREAD
     loads = rows * plan.stages * words * 4 / plan.load_bytes
     scales = rows / (plan.steps if plan.scales_together else 1) if plan.group else 0.0
     pipe = 1.0 * octets * (plan.row_tiles if plan.single else 4 * plan.token_tiles)

@@ -12,24 +12,17 @@ from dataclasses import replace
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from .choose import Cost
-from .choose_linear import (
-    _BANKS,
-    _LARGEST_INDEX,
-    LinearProblem,
-    _fused,
-    _load_bytes,
-    _tables,
-    fusable,
-)
+from .choose_linear import LinearProblem, fusable
 from .device import Arch
 from .plan import Scope, WidePlan
+from .table_layout import LARGEST_INDEX, copies, fused, load_bytes, tables
 
 FEWEST_TOKENS = 33  # with fewer the kernel for few tokens is faster
 MOST_TOKENS = 1024  # beyond, decoded rows are used often enough
 
 _WARPGROUPS = (2, 3, 4)  # that multiply
 _TOKEN_TILES = (32, 64, 128, 256)
-_CLUSTERS = ((1, 1), (2, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6))  # share, split
+_SPLITS = (1, 2, 3, 4, 5, 6)
 _UNITS = (32, 64, 128, 16)  # the first that codes allow
 _SHORTEST_BLOCK, _LONGEST_UNIT = 8, 64  # that rotate.cu exchanges within a warp
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
@@ -54,7 +47,7 @@ def wide(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
     reason = fusable(scheme, in_features)
     if reason:
         return reason
-    if _tables(scheme)[1] > _LARGEST_INDEX:
+    if tables(scheme)[1] > LARGEST_INDEX:
         return "its codebook does not fit into shared memory"
     unit = _unit(scheme, in_features)
     if unit is None:
@@ -67,12 +60,12 @@ def wide(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
 
 def _unit(scheme: VQScheme, in_features: int) -> int | None:
     """Weights of a row that a lane decodes of a chunk: whole words and chunks, one scale."""
-    group, fused = scheme.group(in_features), _fused(scheme)
-    width, bits = scheme.vector_size * fused, scheme.entry_bits * fused
+    group, together = scheme.group(in_features), fused(scheme)
+    width, bits = scheme.vector_size * together, scheme.entry_bits * together
     for unit in _UNITS:
         words = unit % width == 0 and unit // width * bits % 32 == 0
         chunks = in_features % (4 * unit) == 0 and group % (4 * unit) == 0
-        if words and chunks and _load_bytes(scheme, unit, in_features) >= 4:
+        if words and chunks and load_bytes(scheme, unit, in_features) >= 4:
             return unit
     return None
 
@@ -86,24 +79,15 @@ def token_bucket(tokens: int) -> int:
 def candidates(problem: LinearProblem) -> list[WidePlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
     return [
-        _plan(problem, warpgroups, token_tile, *cluster)
-        for warpgroups, token_tile, cluster in itertools.product(
-            _WARPGROUPS, _TOKEN_TILES, _CLUSTERS
-        )
+        _plan(problem, warpgroups, token_tile, split)
+        for warpgroups, token_tile, split in itertools.product(_WARPGROUPS, _TOKEN_TILES, _SPLITS)
     ]
 
 
-def _plan(
-    problem: LinearProblem, warpgroups: int, token_tile: int, share: int, split: int
-) -> WidePlan:
+def _plan(problem: LinearProblem, warpgroups: int, token_tile: int, split: int) -> WidePlan:
     """With as many slots as shared memory has."""
     scheme, columns, arch = problem.scheme, problem.in_features, problem.arch
-    entry, index_bits, books = _tables(scheme)
-    together = 1 << (books - 1).bit_length()
-    together = 2 if together == 1 and index_bits == 8 else together  # addresses by bytes
-    replicas = max(1, _BANKS // entry)
-    if together * entry * replicas << index_bits > arch.shared_per_block // 2:
-        replicas = 1
+    replicas, interleaved = copies(scheme, arch)
     unit = _unit(scheme, columns) or _UNITS[0]
     group = scheme.group(columns)
     plan = WidePlan(
@@ -115,15 +99,14 @@ def _plan(
         stages=scheme.streams,
         scope=Scope.E8P if scheme.lattice else Scope.SHARED,
         group=0 if group == columns else group,
-        fused=_fused(scheme),
+        fused=fused(scheme),
         in_shared=True,
         integers=scheme.largest_entry > 0,
         replicas=replicas,
-        interleaved=together,
+        interleaved=interleaved,
         unit=unit,
-        load_bytes=_load_bytes(scheme, unit, columns),
+        load_bytes=load_bytes(scheme, unit, columns),
         token_tile=token_tile,
-        share=share,
         split=split,
         depth=0,
         steps=_STEPS,
@@ -167,21 +150,21 @@ def spare_registers(plan: WidePlan, arch: Arch) -> int:
 
 def tiles(plan: WidePlan, rows: int, tokens: int) -> int:
     """What clusters have to do, one after the other."""
-    across = -(-rows // (64 * plan.warpgroups * plan.share))
+    across = -(-rows // (64 * plan.warpgroups))
     return across * -(-tokens // plan.token_tile)
 
 
 def clusters(plan: WidePlan, arch: Arch) -> int:
     """Those that run at a time: groups of multiprocessors have uneven sizes, which leaves some."""
-    size = plan.share * plan.split
-    return (arch.sms if size <= 2 else arch.sms - _LEFT_OUT) * plan.resident // size
+    sms = arch.sms if plan.split <= 2 else arch.sms - _LEFT_OUT
+    return sms * plan.resident // plan.split
 
 
 def blocks(plan: WidePlan, rows: int, tokens: int, arch: Arch) -> int:
     """Of a launch: each takes several tiles, but only one where columns are split."""
     count = tiles(plan, rows, tokens)
     at_a_time = count if plan.split > 1 else min(count, clusters(plan, arch))
-    return at_a_time * plan.share * plan.split
+    return at_a_time * plan.split
 
 
 def cost(plan: WidePlan, problem: LinearProblem) -> Cost:
@@ -209,7 +192,7 @@ def cost(plan: WidePlan, problem: LinearProblem) -> Cost:
     cycles *= waves * steps
     cycles += _PROLOGUE * (waves if plan.split > 1 else 1)  # new blocks for every tile
     cycles += waves * plan.token_tile * plan.warpgroups * _STORE
-    cycles += _MEETING * (plan.split > 1) + 200 * (plan.share > 1)
+    cycles += _MEETING * (plan.split > 1)
     dram = nbytes / arch.sms / arch.dram_bytes_per_clock * 1.2
     return Cost(nbytes, max(cycles, dram), bound if cycles > dram else "DRAM")
 

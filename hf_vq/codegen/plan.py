@@ -195,7 +195,6 @@ class WidePlan(TablePlan):
 
     Args:
         token_tile: tokens of a block.
-        share: blocks of a cluster that have the same tokens and bring x to each other.
         split: blocks of a cluster that share the columns of the same rows.
         depth: slots of the ring for x, of 64 columns each.
         steps: chunks whose codes a lane has on their way at a time.
@@ -203,7 +202,6 @@ class WidePlan(TablePlan):
 
     template: ClassVar[str] = "wide"
     token_tile: int
-    share: int
     split: int
     depth: int
     steps: int

@@ -11,11 +11,10 @@
 //     warpgroup 0           |64 columns|64 columns| ..         while tensor cores multiply 64 columns, a warp looks up the
 //     warpgroup 1             |64 columns|64 columns| ..       next 64, 16 in each lane (two buffers of registers)
 //
-// Blocks of a cluster share what they read (`share` blocks have the same tokens, each brings a part of x to all of them)
-// or the columns (`split` blocks have the same rows; each adds the sums of some tokens, which the others send to its shared
-// memory, in the order of blocks: the result does not depend on timing).
+// Blocks of a cluster share the columns (`split` blocks have the same rows): each adds the sums of some tokens, which the
+// others send to its shared memory, in the order of blocks, so that the result does not depend on timing.
 //
-// Bytes: codes once for every token_tile tokens, x once for every 64 x warpgroups x share rows, both mostly from L2.
+// Bytes: codes once for every token_tile tokens, x once for every 64 x warpgroups rows, both mostly from L2.
 // A product of 64 x token_tile x 16 takes token_tile / 2 cycles of tensor cores and token_tile / 4 of shared memory, a
 // lookup of its 1024 weights 16 more there, times stages. With few tokens, a warp's lookups take
 // longer than the products that they hide behind.
@@ -41,7 +40,6 @@ struct Arguments {
 constexpr int unit = Plan::unit, chunk = 4 * unit, slots = chunk / 64;
 constexpr int warpgroups = Plan::threads / 128 - 1, math_threads = 128 * warpgroups;  // and one that reads x
 constexpr int tile_rows = 64 * warpgroups, tile_tokens = Plan::token_tile;
-constexpr int cluster = Plan::share * Plan::split;
 constexpr int group = Plan::group ? Plan::group : 1;
 constexpr int unit_bytes = unit / Plan::vector_size * Plan::entry_bits / 8;
 constexpr int slot_bytes = tile_tokens * 128;
@@ -62,17 +60,15 @@ struct Work {
   int row, token, begin, end;
 
   __device__ Work(const Arguments& a, int item, int rank) {
-    constexpr int rows_of_cluster = tile_rows * Plan::share;
-    const int across = (a.rows + rows_of_cluster - 1) / rows_of_cluster;
+    const int across = (a.rows + tile_rows - 1) / tile_rows;
     const int chunks = a.columns / chunk, part = (chunks + Plan::split - 1) / Plan::split;
-    row = item % across * rows_of_cluster + rank % Plan::share * tile_rows;
+    row = item % across * tile_rows;
     token = item / across * tile_tokens;
-    begin = min(rank / Plan::share * part, chunks), end = min(begin + part, chunks);
+    begin = min(rank * part, chunks), end = min(begin + part, chunks);
   }
 
   __device__ static int items(const Arguments& a) {
-    constexpr int rows_of_cluster = tile_rows * Plan::share;
-    return (a.rows + rows_of_cluster - 1) / rows_of_cluster * ((a.tokens + tile_tokens - 1) / tile_tokens);
+    return (a.rows + tile_rows - 1) / tile_rows * ((a.tokens + tile_tokens - 1) / tile_tokens);
   }
 };
 
@@ -92,24 +88,14 @@ struct Turn {
 };
 
 // x -> ring, by one lane.
-__device__ inline void produce(const Arguments& a, const Work& work, int rank, Turn& turn) {
+__device__ inline void produce(const Arguments& a, const Work& work, Turn& turn) {
   const int padded = (a.tokens + 7) / 8 * 8;
-  const uint32_t all = min(tile_tokens, padded - work.token) * 128;
-  constexpr uint32_t portion = slot_bytes / Plan::share;
-  const uint32_t first = rank % Plan::share * portion;
-  const uint32_t bytes = min(first + portion, all) - min(first, all);
-  constexpr uint32_t peers = (1 << Plan::share) - 1;
-  const char* from = reinterpret_cast<const char*>(a.x) + work.token * 128 + first;
+  const uint32_t bytes = min(tile_tokens, padded - work.token) * 128;
+  const char* from = reinterpret_cast<const char*>(a.x) + work.token * 128;
   for (int at = work.begin * slots; at < work.end * slots; ++at, turn.next()) {
     barrier_wait(turn.empty(), turn.parity ^ 1);
-    barrier_expect(turn.full(), all);
-    if (bytes) {
-      const char* here = from + int64_t(at) * padded * 128;
-      if constexpr (Plan::share == 1)
-        copy_bulk(turn.address(), here, bytes, turn.full());
-      else
-        copy_bulk(turn.address() + first, here, bytes, turn.full(), peers << rank / Plan::share * Plan::share);
-    }
+    barrier_expect(turn.full(), bytes);
+    copy_bulk(turn.address(), from + int64_t(at) * padded * 128, bytes, turn.full());
   }
 }
 
@@ -160,8 +146,11 @@ struct Weights {
       if constexpr (Plan::group > 0) {
         const float exact = half_to_float(step.scale[half]);
         const uint32_t high = pack_pair<Plan::dtype>(exact, exact);
-        const float rest = exact - __uint_as_float(high << 16);
-        const uint32_t low = pack_pair<Plan::dtype>(rest, rest);
+        uint32_t low = 0;
+        if constexpr (Plan::dtype == Dtype::BFLOAT16) {
+          const float rest = exact - __uint_as_float(high << 16);
+          low = pack_pair<Plan::dtype>(rest, rest);
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           uint32_t& pair = word[i / 4][i % 4];
@@ -189,12 +178,7 @@ __device__ inline void multiply(const Arguments& a, const Table& table, const Wo
   for (int i = 0; i < Plan::steps; ++i)
     if (work.begin + i < work.end) next[i].load(rows, work.begin + i, stream);
   const auto release = [&](uint32_t barrier) {
-    if (lane < Plan::share) {
-      if constexpr (Plan::share == 1)
-        barrier_arrive(barrier);
-      else
-        barrier_arrive(barrier, int(blockIdx.x % cluster / Plan::share * Plan::share) + lane);
-    }
+    if (lane == 0) barrier_arrive(barrier);
   };
   Weights weights[2];
   if (work.begin < work.end) weights[0].decode(table, next[0], 0);
@@ -265,16 +249,15 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Work
 #pragma unroll
     for (int i = 0; i < tile_tokens / 8; ++i) store(a, work, i, sums + 4 * i, factor, bias);
   } else {
-    const int part = rank / Plan::share;
     const uint32_t mine = block + meeting + threadIdx.x * 16;
 #pragma unroll
     for (int i = 0; i < tile_tokens / 8; ++i)
-      send(mine + (i / Plan::split * Plan::split + part) * (math_threads * 16), sums + 4 * i, block + all_met,
-           i % Plan::split * Plan::share + rank % Plan::share);
+      send(mine + (i / Plan::split * Plan::split + rank) * (math_threads * 16), sums + 4 * i, block + all_met,
+           i % Plan::split);
     barrier_wait(block + all_met, 0);
 #pragma unroll
     for (int q = 0; q < added; ++q) {
-      const int i = q * Plan::split + part;
+      const int i = q * Plan::split + rank;
       if (i >= tile_tokens / 8) break;
       float sum[4] = {};
 #pragma unroll
@@ -289,36 +272,36 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Work
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cluster_dims__(cluster)
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cluster_dims__(Plan::split)
     wide(const Arguments a) {
   extern __shared__ __align__(1024) char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % cluster;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % Plan::split;
   const Table table(a.codebook, shared, lane);
   if (threadIdx.x == math_threads) {
 #pragma unroll 1
     for (Turn turn(shared); turn.parity == 0; turn.next()) {
       barrier_init(turn.full(), 1);
-      barrier_init(turn.empty(), 4 * warpgroups * Plan::share);
+      barrier_init(turn.empty(), 4 * warpgroups);
     }
     if constexpr (Plan::split > 1) {
       const uint32_t met = Turn(shared).block + all_met;
-      const int part = rank / Plan::share, mine = (tile_tokens / 8 - part + Plan::split - 1) / Plan::split;
+      const int mine = (tile_tokens / 8 - rank + Plan::split - 1) / Plan::split;
       barrier_init(met, 1);
       barrier_expect(met, mine * Plan::split * math_threads * 16);
     }
     barriers_are_set();
   }
   table.fill();
-  if constexpr (cluster > 1) wait_for_cluster();
+  if constexpr (Plan::split > 1) wait_for_cluster();
   __syncthreads();
   Turn turn(shared);
-  const int items = Work::items(a), first = blockIdx.x / cluster, step = gridDim.x / cluster;
+  const int items = Work::items(a), first = blockIdx.x / Plan::split, step = gridDim.x / Plan::split;
   if (warp >= 4 * warpgroups) {
     leave_registers<producer_registers>();
     wait_for_grids();
     let_next_grid_begin();
-    for (int item = first; item < items; item += step)
-      if (threadIdx.x == math_threads) produce(a, Work(a, item, rank), rank, turn);
+    if (threadIdx.x == math_threads)
+      for (int item = first; item < items; item += step) produce(a, Work(a, item, rank), turn);
   } else {
     take_registers<math_registers>();
     for (int item = first; item < items; item += step) {  // only one where columns are split
@@ -327,9 +310,5 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cl
       multiply(a, table, work, turn, sums);
       finish(a, table, work, rank, turn.block, sums);
     }
-  }
-  if constexpr (Plan::share > 1) {  // nobody leaves whom others still write to
-    __syncwarp();
-    wait_for_cluster();
   }
 }

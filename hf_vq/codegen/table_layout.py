@@ -1,0 +1,46 @@
+"""How codebooks lie in shared memory as tables (kernels/cuda/table.cuh), and how codes are read."""
+
+from __future__ import annotations
+
+import math
+
+from ..formats.packing import packed_size
+from ..formats.scheme import VQScheme
+from .device import Arch
+
+BANKS = 128  # bytes
+LARGEST_INDEX = 12  # bits; a larger codebook stays in L2
+
+
+def fused(scheme: VQScheme) -> int:
+    """Codes that are looked up together: up to 8 bits and 8 weights."""
+    count = 1
+    while 2 * count * scheme.vector_size <= 8 and 2 * count * scheme.entry_bits <= 8:
+        count *= 2
+    return count
+
+
+def tables(scheme: VQScheme) -> tuple[int, int, int]:
+    """Bytes of an entry in shared memory, bits of its index, and how many tables there are."""
+    if scheme.lattice:
+        return 8, 8, scheme.streams + 1
+    width = scheme.vector_size * fused(scheme)
+    entry = width if scheme.largest_entry else max(4, 2 * width)
+    return entry, scheme.entry_bits * fused(scheme), scheme.streams
+
+
+def copies(scheme: VQScheme, arch: Arch) -> tuple[int, int]:
+    """`replicas` and `interleaved` of a plan whose tables take at most half of shared memory."""
+    entry, index_bits, books = tables(scheme)
+    together = 1 << (books - 1).bit_length()
+    together = 2 if together == 1 and index_bits == 8 else together  # addresses by bytes
+    replicas = max(1, BANKS // entry)
+    if together * entry * replicas << index_bits > arch.shared_per_block // 2:
+        replicas = 1
+    return replicas, together
+
+
+def load_bytes(scheme: VQScheme, unit: int, in_features: int) -> int:
+    """The widest load whose address is aligned for every row, stage and lane."""
+    stream = packed_size(in_features // scheme.vector_size, scheme.entry_bits)
+    return math.gcd(16, unit // scheme.vector_size * scheme.entry_bits // 8, stream)
