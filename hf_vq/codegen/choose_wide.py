@@ -26,7 +26,7 @@ _SPLITS = (1, 2, 3, 4, 5, 6)
 _UNITS = (32, 64, 128, 16)  # the first that codes allow
 _SHORTEST_BLOCK, _LONGEST_UNIT = 8, 64  # that rotate.cu exchanges within a warp
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
-_STEPS = 2
+_STEPS, _MORE_STEPS = 2, 3  # where there are registers for more
 _LEFT_OUT = 12  # multiprocessors of 132 that have no place in clusters of more than two
 _RESERVED = 1024  # bytes of shared memory that every block leaves to the system
 _COLUMNS = 64  # of a slot
@@ -90,6 +90,8 @@ def _plan(problem: LinearProblem, warpgroups: int, token_tile: int, split: int) 
     replicas, interleaved = copies(scheme, arch)
     unit = _unit(scheme, columns) or _UNITS[0]
     group = scheme.group(columns)
+    # Slots of all steps are even in number: decoded weights alternate between two places.
+    more = warpgroups == 2 and token_tile == 128 and unit > _COLUMNS // 4
     plan = WidePlan(
         threads=128 * (warpgroups + 1),
         resident=1,
@@ -109,7 +111,7 @@ def _plan(problem: LinearProblem, warpgroups: int, token_tile: int, split: int) 
         token_tile=token_tile,
         split=split,
         depth=0,
-        steps=_STEPS,
+        steps=_MORE_STEPS if more else _STEPS,
     )
     most = min(arch.shared_per_block, arch.shared_per_sm - _RESERVED)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)

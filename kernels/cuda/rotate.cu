@@ -67,16 +67,27 @@ __device__ inline void store_swizzled(const Arguments& a, uint32_t token, uint32
   store_words<16>(static_cast<char*>(a.y) + line * 128 + ((place ^ token) % 8) * 16, word);
 }
 
-// The four octets from a thread. (Templates, so that they are compiled only where they are used.)
+// The four octets from a thread, which gives its neighbour every other place: what two lanes store together is 32 bytes,
+// as L2 takes them. (Templates, so that they are compiled only where they are used.)
 template <Dtype D, int N>
-__device__ inline void store_chunk(const Arguments& a, uint32_t token, uint32_t column, int lane,
+__device__ inline void store_chunk(const Arguments& a, uint32_t token, uint32_t column, int lane, bool exists,
                                    const float (&value)[N]) {
+  const bool odd = lane % 2;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    uint32_t word[4];
+  for (int k = 0; k < 4; k += 2) {
+    uint32_t of_even[4], of_odd[4];  // what this lane stores of the places of either
 #pragma unroll
-    for (int t = 0; t < 4; ++t) word[t] = pack_pair<D>(value[8 * t + 2 * k], value[8 * t + 2 * k + 1]);
-    store_swizzled(a, token, column, lane * 4 + k, word);
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t first = pack_pair<D>(value[8 * t + 2 * k], value[8 * t + 2 * k + 1]);
+      const uint32_t second = pack_pair<D>(value[8 * t + 2 * k + 2], value[8 * t + 2 * k + 3]);
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+      of_even[t] = odd ? other : first;
+      of_odd[t] = odd ? second : other;
+    }
+    if (!exists) continue;
+    const uint32_t place = lane / 2 * 8 + k + odd;
+    store_swizzled(a, token, column, place, of_even);
+    store_swizzled(a, token, column, place + 4, of_odd);
   }
 }
 
@@ -139,10 +150,10 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rota
     if constexpr (Plan::signs && !Plan::inverse) flip(value, a, block, lane);
   }
   if constexpr (Plan::block > 1) transform(value, lane);
-  if (!exists && (!Plan::swizzled || whole_chunk)) return;
+  if (!exists && !Plan::swizzled) return;
   if constexpr (Plan::signs && Plan::inverse) flip(value, a, block, lane);
   if constexpr (whole_chunk) {
-    store_chunk<Plan::out>(a, block / a.across, block % a.across * B, lane, value);
+    store_chunk<Plan::out>(a, block / a.across, block % a.across * B, lane, exists, value);
     return;
   }
 #pragma unroll

@@ -55,15 +55,17 @@ constexpr int at_launch = 65536 / (Plan::resident * Plan::threads) / 8 * 8, prod
 constexpr int spared = (at_launch * (warpgroups + 1) - producer_registers) / warpgroups / 8 * 8;
 constexpr int math_registers = spared < 240 ? spared : 240;
 
+static_assert(Plan::steps * slots % 2 == 0, "two buffers of registers take turns, around the loop too");
+
 // What a block does: rows, tokens, and its share of the columns in chunks.
 struct Work {
   int row, token, begin, end;
 
   __device__ Work(const Arguments& a, int item, int rank) {
-    const int across = (a.rows + tile_rows - 1) / tile_rows;
+    const int across = (a.tokens + tile_tokens - 1) / tile_tokens;  // neighbours have the same codes
     const int chunks = a.columns / chunk, part = (chunks + Plan::split - 1) / Plan::split;
-    row = item % across * tile_rows;
-    token = item / across * tile_tokens;
+    row = item / across * tile_rows;
+    token = item % across * tile_tokens;
     begin = min(rank * part, chunks), end = min(begin + part, chunks);
   }
 
