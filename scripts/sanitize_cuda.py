@@ -34,7 +34,7 @@ from torch import Tensor
 
 from hf_vq.backends import cuda_encode, cuda_fused, cuda_linear, cuda_wide
 from hf_vq.bench.cpu_linear import random_tensors
-from hf_vq.codegen import choose, choose_linear, choose_wide
+from hf_vq.codegen import choose, choose_dense, choose_linear, choose_wide
 from hf_vq.codegen.choose_linear import LinearProblem
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.launch import Kernel
@@ -191,6 +191,29 @@ def decode(plan: DecodePlan, scheme: VQScheme, rows: int, columns: int) -> None:
     close(out, decoded(here, scheme, columns), 2.0**-7)
 
 
+def rows_rotated_back() -> Iterator[Case]:
+    """Plans of dense.cu."""
+    for n, (name, columns) in enumerate(PRODUCTS):
+        scheme, dtype = weight_scheme(name), (Dtype.FLOAT16, Dtype.BFLOAT16)[n % 2]
+        if choose_dense.restorable(scheme, columns, dtype) is None:
+            yield (
+                f"dense {columns} {name} {dtype}",
+                partial(restore, scheme, columns, FLOATS[dtype]),
+            )
+
+
+def restore(scheme: VQScheme, columns: int, dtype: torch.dtype) -> None:
+    """Two launches, for some rows each."""
+    here, there = stored(scheme, 301, columns)
+    codes, codebook, scale = (there[key] for key in ("codes", "codebook", "scale"))
+    ready = cuda_linear.Stored(codes, codebook, scale, scheme, columns)
+    out = torch.full((302, columns), float("nan"), dtype=dtype).cuda()
+    for rows in (slice(0, 256), slice(256, 301)):
+        ready.restore(rows.start, rotation_of(there), out[rows])
+    exact = reference.rotate(decoded(here, scheme, columns), rotation_of(here), scheme, True)
+    close(out, exact, 2.0**-7)
+
+
 def rotations() -> Iterator[Case]:
     """Blocks of all ways through rotate.cu; those that arrange x run before every product."""
     for n, (block, inverse) in enumerate(product(BLOCKS, (False, True))):
@@ -250,7 +273,8 @@ def close(found: Tensor, exact: Tensor, bound: float) -> None:
 
 
 MAKERS = {"wide": many_tokens, "linear": few_tokens, "together": several_matrices,
-          "decode": dense_rows, "rotate": rotations, "encode": codes_and_scales}  # fmt: skip
+          "decode": dense_rows, "dense": rows_rotated_back, "rotate": rotations,
+          "encode": codes_and_scales}  # fmt: skip
 
 
 def run_part(kernels: Sequence[str], part: int, parts: int) -> None:

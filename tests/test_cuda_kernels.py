@@ -16,6 +16,7 @@ from hf_vq import ops
 from hf_vq.backends import cuda_fused as fused
 from hf_vq.backends import cuda_linear as cuda
 from hf_vq.codegen.choose import decodable
+from hf_vq.codegen.choose_dense import restorable
 from hf_vq.codegen.choose_linear import MOST_TOKENS, LinearProblem, best, fusable
 from hf_vq.codegen.choose_wide import FEWEST_TOKENS
 from hf_vq.codegen.device import device_arch
@@ -60,6 +61,14 @@ ODD = [  # spec, out_features, in_features
     ("vq4x2r1-tensor-int7-g16-none", 5, 48),
 ]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 130, 1152) for name in CATALOGUE] + ODD
+ROTATED_BACK = [  # blocks of other sizes, fewer rows than a tile, more columns than warps
+    ("vq2x8r1-universal-g256-random_hadamard32", 600, 1280),
+    ("vq4x8r2-tensor-g0-hadamard4", 1, 128),
+    ("vq8x8r4-tensor-g128-random_hadamard8", 17, 640),
+    ("vq1x2r4-tensor-g128-hadamard16", 300, 256),
+    ("vq4x8r1-tensor-g512-random_hadamard64", 31, 1536),
+    ("vq2x8r1-tensor-g0-random_hadamard128", 3, 300 * 1024),
+]
 
 
 def double_weight(tensors, scheme, in_features):
@@ -97,6 +106,25 @@ def test_decoded_rows(spec, rows, columns, dtype):
     with torch.cuda.device("cuda"):
         cuda.Stored(*arguments).decode(0, found[:rows])
     assert torch.equal(found[:rows], reference.decode_rotated(*arguments).to(dtype))
+    assert found[rows:].isnan().all()  # nothing beyond the last row
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize(("spec", "rows", "columns"), [*CASES, *ROTATED_BACK])
+def test_rows_that_are_rotated_back(spec, rows, columns, dtype):
+    """Stages and three sums of pairs are rounded to 11 bits, the result once more."""
+    scheme, tensors = stored(spec, rows, columns)
+    if restorable(scheme, columns, cuda.DTYPES[dtype]):
+        pytest.skip("has no such kernel")
+    arguments = (tensors["codes"], tensors["codebook"], tensors["scale"], scheme, columns)
+    found = torch.full((rows + 1, columns), float("nan"), device="cuda", dtype=dtype)
+    with torch.cuda.device("cuda"):
+        for first in range(0, rows, 256):  # some at a time
+            part = found[first : min(first + 256, rows)]
+            cuda.Stored(*arguments).restore(first, ops.codes.rotation_of(tensors), part)
+    exact = rotated_back(double_weight(tensors, scheme, columns), tensors, scheme)
+    bound = (scheme.streams + 3) * 2**-11 + torch.finfo(dtype).eps / 2
+    assert (found[:rows] - exact).norm() <= bound * exact.norm()
     assert found[rows:].isnan().all()  # nothing beyond the last row
 
 

@@ -1,7 +1,8 @@
 """`linear` and `decode` on a GPU: weights as codes, decoded by a generated CUDA kernel.
 
-A linear layer rotates its input, decodes some rows of the weight at a time, and cuBLAS multiplies.
-That suits many tokens; for a few it moves more bytes than a dense layer would.
+A linear layer decodes some rows of the weight at a time, rotated back, and cuBLAS multiplies; where
+no kernel rotates them back (`choose_dense.restorable`), its input is rotated. That suits many
+tokens; for a few it moves more bytes than a dense layer would.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from ..codegen.choose import (
     panels,
     rotate_plan,
 )
+from ..codegen.choose_dense import blocks, dense_plan, restorable
 from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
-from ..codegen.plan import DecodePlan, Dtype, RotatePlan
+from ..codegen.plan import DecodePlan, DensePlan, Dtype, RotatePlan
 from ..codegen.store import default_store
 from ..errors import VQBackendError, VQFormatError
 from ..formats.packing import packed_size
@@ -32,6 +34,7 @@ from ..ops import dispatch
 DECODED_BYTES = 128 << 20  # of dense rows at a time: smaller products would take longer
 
 _ALIGNED = 16  # bytes of the widest load
+_SCALE = 2  # bytes
 _WORD = 4  # bytes; codes are read by whole words
 _MOST_BLOCKS = (1 << 31) - 1
 _ROWS_OF_A_PLAN = 4096  # more rows need no other plan
@@ -49,6 +52,20 @@ class DecodeArguments(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("first_row", ctypes.c_int64),
         ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int32),
+    ]
+
+
+class DenseArguments(ctypes.Structure):
+    """struct Arguments of kernels/cuda/dense.cu."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("codebook", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("signs", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
     ]
 
@@ -76,6 +93,14 @@ def _decoder(
 
 
 @functools.lru_cache(maxsize=1024)
+def _restorer(
+    scheme: VQScheme, in_features: int, dtype: torch.dtype, ordinal: int
+) -> tuple[Kernel, DensePlan]:
+    plan = dense_plan(DecodeProblem(scheme, 0, in_features, DTYPES[dtype], device_arch(ordinal)))
+    return _kernel(plan, DenseArguments, ordinal), plan
+
+
+@functools.lru_cache(maxsize=1024)
 def _rotator(
     source: torch.dtype, out: torch.dtype, block: int, signs: bool, inverse: bool, ordinal: int
 ) -> tuple[Kernel, RotatePlan]:
@@ -85,7 +110,7 @@ def _rotator(
 
 @functools.cache  # problems share plans
 def _kernel(
-    plan: DecodePlan | RotatePlan, arguments: type[ctypes.Structure], ordinal: int
+    plan: DecodePlan | DensePlan | RotatePlan, arguments: type[ctypes.Structure], ordinal: int
 ) -> Kernel:
     return Kernel(plan, arguments, ordinal, default_store())
 
@@ -151,6 +176,27 @@ class Stored:
             first,
             rows,
             self.in_features,
+        )
+
+    def restore(self, first: int, rotation: Tensor | None, out: Tensor) -> None:
+        """Rows `first`, `first` + 1, .. to `out` [rows, in_features], dense and rotated back.
+
+        Of schemes that are `choose_dense.restorable`.
+        """
+        columns, ordinal = self.in_features, out.device.index
+        needs_signs(rotation, self.scheme, columns)
+        signs = None if rotation is None else _ready(rotation, torch.uint8)
+        kernel, plan = _restorer(self.scheme, columns, out.dtype, ordinal)
+        kernel(
+            blocks(plan, len(out), columns, device_arch(ordinal)),
+            torch._C._cuda_getCurrentRawStream(ordinal),
+            self.codes.data_ptr() + first * (self.codes.numel() // self.rows),
+            self.codebook.data_ptr(),
+            self.scale.data_ptr() + first * (self.scale.numel() // self.rows) * _SCALE,
+            None if signs is None else signs.data_ptr(),
+            out.data_ptr(),
+            len(out),
+            columns,
         )
 
     def rows_at_a_time(self, dtype: torch.dtype) -> int:
@@ -247,14 +293,15 @@ def linear(
     bias: Tensor | None,
     scheme: VQScheme,
 ) -> Tensor:
-    """y = W x + b (`ops.reference.linear`), with W and the rotated x rounded to the dtype of x."""
+    """y = W x + b (`ops.reference.linear`), with W, and a rotated x, rounded to x's dtype."""
     in_features, out_features = x.shape[-1], codes.shape[0]
     y = x.new_empty(*x.shape[:-1], out_features)
     if not y.numel():
         return y
     with torch.cuda.device(x.device):
         inputs = _ready(x, x.dtype).view(-1, in_features)
-        if scheme.rotation != "none":
+        restored = restorable(scheme, in_features, DTYPES[x.dtype]) is None
+        if scheme.rotation != "none" and not restored:
             rotated = torch.empty_like(inputs)
             _rotate(inputs, rotation, scheme, rotated)
             inputs = rotated
@@ -267,7 +314,10 @@ def linear(
         for first in range(0, out_features, at_a_time):
             rows = slice(first, min(first + at_a_time, out_features))
             weight = dense[: rows.stop - first]
-            stored.decode(first, weight)
+            if restored:
+                stored.restore(first, rotation, weight)
+            else:
+                stored.decode(first, weight)
             if bias is None:
                 torch.mm(inputs, weight.T, out=products[:, rows])
             else:

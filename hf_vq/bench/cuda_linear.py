@@ -1,9 +1,9 @@
 """Suite `cuda-linear`: quantized linear layers on a GPU, against bfloat16 and tinygemm's int4.
 
-Also the mechanisms of the fused kernel one by one, on and off; the host's time for a call; and the
-decode kernel as a fraction of what memory gives: of a kernel that only writes, and of one that
-reads as much as it writes; one token as a fraction of reading codes and scales alone. Codes are
-random: how fast a kernel is does not depend on them.
+Also the mechanisms of the fused kernel one by one, on and off; the host's time for a call; and what
+decodes rows for cuBLAS as a fraction of what memory gives: of a kernel that only writes, and of one
+that reads as much as it writes; one token as a fraction of reading codes and scales alone. Codes
+are random: how fast a kernel is does not depend on them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import ops
 from ..backends import cuda_fused
 from ..backends.cuda_linear import Stored
+from ..codegen.choose_dense import restorable
 from ..codegen.choose_linear import LinearProblem, choose, feasible, fusable
 from ..codegen.device import device_arch
 from ..codegen.plan import Dtype, LinearPlan
@@ -308,7 +309,14 @@ def _decoding(
         for tensors in sets
     ]
 
+    signs = rotation_of(sets[0])
+    rotated_back = restorable(scheme, in_features, Dtype(str(_DTYPE)[6:])) is None
+
     def call(i: int) -> None:
-        stored[i % len(stored)].decode(0, buffers[i % len(buffers)])
+        ready, out = stored[i % len(stored)], buffers[i % len(buffers)]
+        if rotated_back:
+            ready.restore(0, signs, out)
+        else:
+            ready.decode(0, out)
 
     return Contestant(call, max(len(stored), len(buffers)))

@@ -17,6 +17,7 @@ from . import choose_linear as linear
 from . import choose_wide as wide
 from . import tuned
 from .choose import Cost
+from .choose_dense import dense_plan, restorable
 from .compiler import compile_plan, key
 from .device import ARCHES, named_arch
 from .plan import Dtype, LinearPlan, Plan
@@ -162,6 +163,8 @@ def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list
         for dtype in dtypes:
             decoding = decode.DecodeProblem(scheme, *_SHAPE, dtype, named_arch(arch))
             found.setdefault(decode.choose(decoding), f"decode {name} {dtype.value}")
+            if restorable(scheme, _SHAPE[1], dtype) is None:
+                found.setdefault(dense_plan(decoding), f"dense {name} {dtype.value}")
             block = scheme.block(_SHAPE[1])
             signs = scheme.rotation == "random_hadamard"
             if scheme.rotation.endswith("hadamard"):

@@ -229,6 +229,31 @@ class WidePlan(TablePlan):
 
 
 @dataclass(frozen=True)
+class DensePlan(TablePlan):
+    """Codes to dense rows that are rotated back (kernels/cuda/dense.cu).
+
+    `dtype` is that of entries: FLOAT16.
+
+    Args:
+        out: dtype of the rows; not FLOAT32.
+        block: of the rotation, up to `LARGEST_BLOCK`; 1 = none.
+        signs: whether it has random signs.
+    """
+
+    template: ClassVar[str] = "dense"
+    LARGEST_BLOCK: ClassVar[int] = 128
+    UNIT: ClassVar[int] = 32
+    out: Dtype
+    block: int
+    signs: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: tables."""
+        return self.table_bytes
+
+
+@dataclass(frozen=True)
 class RotatePlan(Plan):
     """Rows rotated with Hadamard matrices (kernels/cuda/rotate.cu).
 
