@@ -95,10 +95,11 @@ def _fill_codes(
 
 @torch.inference_mode()
 def fill_cache(cache: Cache, config: LlamaConfig, tokens: int, dtype: torch.dtype) -> None:
-    """Append `tokens` random tokens to every layer of an empty cache."""
+    """Append `tokens` random tokens, the same to every layer of an empty cache."""
     shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+    keys, values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     for index in range(config.num_hidden_layers):
-        cache.update(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), index)
+        cache.update(keys, values, index)
 
 
 class TokenClock:

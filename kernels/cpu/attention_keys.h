@@ -5,8 +5,9 @@
 //
 // A packet holds 64 tokens x 4 sub-quantizers, so that one `dot` adds the four of a token into its own
 // sum of 32 bits: nothing is reduced at the end. Codes are read once: 4.25 bits per key of VQ<1,4> with
-// its scale. One query: unpack, lookup and dot in registers. More: a strip is decoded into 64 dim bytes
-// of L1 and all queries read it in tiles of four. Bound by memory for one query, by `dot` for many.
+// its scale. Up to four queries: unpack, lookup and dot in registers. More: a strip is decoded into 64 dim
+// bytes of L1 and all queries read it in tiles of four. Bound by lookups and memory for one query, by `dot`
+// for many.
 #pragma once
 #include "tables.h"
 
@@ -20,43 +21,52 @@ constexpr int groups_in_registers(int taken, int rows) {
   return room >= 4 ? 4 : room >= 2 ? 2 : 1;
 }
 
-// Sums over a packet's groups First.. at byte `at` of each, for one query.
-template <int E, int X, int First, int Count>
-inline void sum_groups(const Codebook<E, X>& book, const uint8_t* packet, int quads, int at, const uint8_t* query,
-                       int32_t bias, float* out) {
-  Ints sums[Count];
-  for (Ints& each : sums) each = splat_int(bias);
-  for (int r = 0; r < quads; ++r, packet += packet_bytes(bits_of(E)), query += 4 * X) {
-    for (int line = at; line < packet_bytes(bits_of(E)); line += kStrip)
-      if (First == 0) prefetch(packet + line);
+// Sums over the groups First.. at byte `at` of the packets of strip `u` of `strips`, for G queries.
+template <int E, int X, int G, int First, int Count>
+inline void sum_groups(const Codebook<E, X>& book, const uint8_t* packets, int strips, int u, int quads, int at,
+                       const uint8_t* query, const int32_t* bias, float* const* out) {
+  Ints sums[G][Count];
+  for (int g = 0; g < G; ++g)
+    for (Ints& each : sums[g]) each = splat_int(bias[g]);
+  for (int s = u * quads; s < (u + 1) * quads; ++s, query += 4 * X * G) {
+    if (First == 0 && at == 0) prefetch(packets, strips * quads, bits_of(E), s);
     Bytes code[Count];
-    unpack<E, First, Count>(packet, at, code);
+    unpack<E, First, Count>(packets + int64_t(s) * packet_bytes(bits_of(E)), at, code);
     for (int v = 0; v < Count; ++v) {
       Bytes level[X];
       lookup(book, code[v], level);
-      for (int c = 0; c < X; ++c) sums[v] = dot(sums[v], level[c], splat_4(query + 4 * c));
+      for (int c = 0; c < X; ++c)
+        for (int g = 0; g < G; ++g) sums[g][v] = dot(sums[g][v], level[c], splat_4(query + 4 * (c * G + g)));
     }
   }
-  for (int v = 0; v < Count; ++v) store(out + 16 * (First + v) + at / 4, to_floats(sums[v]));
+  for (int g = 0; g < G; ++g)
+    for (int v = 0; v < Count; ++v) store(out[g] + 16 * (First + v) + at / 4, to_floats(sums[g][v]));
 }
 
-// out[t] = bias + <query, level(t)> of the tokens of `strips` strips. query: bytes [quads][X][4].
-template <int E, int X>
+constexpr int kSharing = 4;  // queries that one lookup in registers serves, at most
+
+// out[g][t] = bias[g] + <query g, level(t)> of the tokens of `strips` strips. query: bytes [quads][X][G][4].
+template <int E, int X, int G>
 void score_strips(const uint8_t* table, const uint8_t* packets, int strips, int quads, const uint8_t* query,
-                  int32_t bias, float* out) {
+                  const int32_t* bias, float* const* out) {
   constexpr int kTables = kBytes == 64 ? (E == 256 ? 4 * X : X) : (E == 16 ? X : 0);
-  constexpr int kCount = E == 256 ? groups_in_registers(kTables + X + 4, 1) : 4;
+  constexpr int kRoom = groups_in_registers(kTables + X + 4, G);
+  constexpr int kCount = E == 256 || kRoom > 1 ? kRoom : 2;  // codes of 4 and 6 bits come in pairs of groups
   const Codebook<E, X> book = load_codebook<E, X>(table);
-  for (int u = 0; u < strips; ++u, packets += quads * packet_bytes(bits_of(E)), out += kStrip)
+  float* to[G];
+  for (int g = 0; g < G; ++g) to[g] = out[g];
+  for (int u = 0; u < strips; ++u) {
     for (int at = 0; at < kStrip; at += kBytes) {
-      sum_groups<E, X, 0, kCount>(book, packets, quads, at, query, bias, out);
-      if constexpr (kCount == 1) sum_groups<E, X, 1, 1>(book, packets, quads, at, query, bias, out);
-      if constexpr (kCount <= 2) sum_groups<E, X, 2, kCount>(book, packets, quads, at, query, bias, out);
-      if constexpr (kCount == 1) sum_groups<E, X, 3, 1>(book, packets, quads, at, query, bias, out);
+      sum_groups<E, X, G, 0, kCount>(book, packets, strips, u, quads, at, query, bias, to);
+      if constexpr (kCount == 1) sum_groups<E, X, G, 1, 1>(book, packets, strips, u, quads, at, query, bias, to);
+      if constexpr (kCount <= 2) sum_groups<E, X, G, 2, kCount>(book, packets, strips, u, quads, at, query, bias, to);
+      if constexpr (kCount == 1) sum_groups<E, X, G, 3, 1>(book, packets, strips, u, quads, at, query, bias, to);
     }
+    for (float*& each : to) each += kStrip;
+  }
 }
 
-using ScoreStrips = void (*)(const uint8_t*, const uint8_t*, int, int, const uint8_t*, int32_t, float*);
+using ScoreStrips = void (*)(const uint8_t*, const uint8_t*, int, int, const uint8_t*, const int32_t*, float* const*);
 
 // The same for G queries over a decoded strip, level [n][256]. query: bytes [n][G][4].
 template <int G>

@@ -19,14 +19,17 @@ namespace kv {
 
 // Inner loops for codes of E entries of X numbers.
 struct Loops {
-  ScoreStrips score_strips;
-  WeighPackets weigh_packets;
+  ScoreStrips score_strips[kSharing];    // for 1, 2 .. queries
+  WeighPackets weigh_packets[kSharing];
   DecodePackets decode_packets;
   SumTables sum_tables;
 };
 
 template <int E, int X> Loops loops() {
-  return {score_strips<E, X>, weigh_packets<E, X>, decode_packets<E, X>, sum_tables<E>};
+  return {{score_strips<E, X, 1>, score_strips<E, X, 2>, score_strips<E, X, 3>, score_strips<E, X, 4>},
+          {weigh_packets<E, X, 1>, weigh_packets<E, X, 2>, weigh_packets<E, X, 3>, weigh_packets<E, X, 4>},
+          decode_packets<E, X>,
+          sum_tables<E>};
 }
 template <int E> Loops loops(int x) { return x == 1 ? loops<E, 1>() : x == 2 ? loops<E, 2>() : loops<E, 4>(); }
 inline Loops loops(const hf_vq_codes& codes) {
@@ -159,16 +162,24 @@ inline const uint8_t* block_of(const hf_vq_codes& codes, const Place& place, int
   return codes.data + place.batch * codes.data_stride[0] + place.head * codes.data_stride[1] + block * block_bytes(codes);
 }
 
-// Scales of tokens low..high - 1 of a block, NaN where they are not finite; 0 elsewhere.
+// Scales of tokens low..high - 1 of a block, NaN where they are not finite; 0 elsewhere. Those of the next block
+// are fetched.
 inline void read_scales(const hf_vq_codes& codes, const Place& place, int64_t block, int low, int high, float* scale) {
   if (codes.scale == nullptr) {
     for (int i = 0; i < kBlock; i += kFloats) store(scale + i, splat(1.0f));
     return;
   }
   const int64_t at = place.batch * codes.scale_stride[0] + place.head * codes.scale_stride[1] + block * kBlock;
-  memset(scale, 0, kBlock * sizeof(float));
-  read_floats(codes.scale, HF_VQ_FLOAT16, at + low, high - low, scale + low);
-  for (int i = 0; i < kBlock; i += kFloats) store(scale + i, load(scale + i) + (load(scale + i) - load(scale + i)));
+  for (int i = 0; i < kBlock; i += 32) __builtin_prefetch(codes.scale + at + kBlock + i, 0, 1);
+  float some[kBlock];
+  if (high - low < kBlock) {
+    memset(some, 0, sizeof some);
+    read_floats(codes.scale, HF_VQ_FLOAT16, at + low, high - low, some + low);
+  }
+  for (int i = 0; i < kBlock; i += kFloats) {
+    const Floats x = high - low < kBlock ? load(some + i) : load_half(codes.scale + at + i);
+    store(scale + i, x + (x - x));
+  }
 }
 
 // desk.logits[r][t] <- the dot of query r and key t, in units of factor and scale, without the constant, of
@@ -183,23 +194,22 @@ inline void score_block(const Step& step, const Place& place, const Desk& desk, 
   }
   const int quads = k.dim / k.x / 4, begin = low / kStrip, end = (high + kStrip - 1) / kStrip;
   const int64_t strip = int64_t(quads) * packet_bytes(k.bits);
-  if (place.rows == 1) {
-    step.key.score_strips(step.key_table, packets + begin * strip, end - begin, quads, desk.queries, rows[0].bias,
-                          desk.logits + begin * kStrip);
+  int32_t bias[kRows];
+  float* out[kRows];
+  for (int r = 0; r < place.rows; ++r) {
+    bias[r] = rows[r].bias;
+    out[r] = desk.logits + r * kBlock + begin * kStrip;
+  }
+  if (place.rows <= kSharing) {
+    step.key.score_strips[place.rows - 1](step.key_table, packets + begin * strip, end - begin, quads, desk.queries,
+                                          bias, out);
     return;
   }
   for (int u = begin; u < end; ++u) {
     step.key.decode_packets(step.key_table, 0, packets + u * strip, quads, desk.decoded);
-    for (int r = 0; r < place.rows; r += 4) {
-      int32_t bias[4];
-      float* out[4];
-      const int count = tile_of(place, r);
-      for (int g = 0; g < count; ++g) {
-        bias[g] = rows[r + g].bias;
-        out[g] = desk.logits + (r + g) * kBlock + u * kStrip;
-      }
-      score_decoded(count, desk.decoded, quads * k.x, desk.queries + r * kDim, bias, out);
-    }
+    for (int r = 0; r < place.rows; r += 4)
+      score_decoded(tile_of(place, r), desk.decoded, quads * k.x, desk.queries + r * kDim, bias + r, out + r);
+    for (int r = 0; r < place.rows; ++r) out[r] += kStrip;
   }
 }
 
@@ -209,8 +219,10 @@ inline void weigh_block(const Step& step, const Place& place, const Desk& desk, 
   const int count = v.dim / v.x, some = 64 / v.x;
   const int64_t stride = learned(v) ? int64_t(v.x) << v.bits : 0;
   const uint8_t* table = learned(v) ? desk.table : step.value_table;
-  if (place.rows == 1) {
-    step.value.weigh_packets(table, stride, packets, count, desk.weights[0], rows[0].lanes);
+  if (place.rows <= kSharing) {
+    float* lanes[kSharing];
+    for (int r = 0; r < place.rows; ++r) lanes[r] = rows[r].lanes;
+    step.value.weigh_packets[place.rows - 1](table, stride, packets, count, desk.weights, lanes);
     return;
   }
   for (int s = 0; s < count; s += some) {

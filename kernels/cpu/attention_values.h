@@ -18,41 +18,47 @@ inline void add_lanes(float* lanes, Floats high_step, Floats low_step, Ints high
   store(lanes, fma(to_floats(low), low_step, fma(to_floats(high), high_step, load(lanes))));
 }
 
-// `count` packets for one query. `table_stride`: see decode_packets.
-template <int E, int X>
-void weigh_packets(const uint8_t* table, int64_t table_stride, const uint8_t* packets, int count, const Weights& w,
-                   float* lanes) {
+// `count` packets for G queries. `table_stride`: see decode_packets.
+template <int E, int X, int G>
+void weigh_packets(const uint8_t* table, int64_t table_stride, const uint8_t* packets, int count, const Weights* w,
+                   float* const* lanes) {
   constexpr int kParts = kStrip / kBytes;
   Codebook<E, X> book = load_codebook<E, X>(table);
-  const Floats high_step = splat(w.step * float(1 << kWeightBits)), low_step = splat(w.step);
-  Bytes high[kParts][4], low[kParts][4];
-  for (int part = 0; part < kParts; ++part)
-    for (int v = 0; v < 4; ++v) {
-      high[part][v] = load_bytes(w.high + kStrip * v + kBytes * part);
-      low[part][v] = load_bytes(w.low + kStrip * v + kBytes * part);
-    }
-  for (int s = 0; s < count; ++s, packets += packet_bytes(bits_of(E)), lanes += X * kFloats) {
+  Bytes high[G][kParts][4], low[G][kParts][4];
+  for (int g = 0; g < G; ++g)
+    for (int part = 0; part < kParts; ++part)
+      for (int v = 0; v < 4; ++v) {
+        high[g][part][v] = load_bytes(w[g].high + kStrip * v + kBytes * part);
+        low[g][part][v] = load_bytes(w[g].low + kStrip * v + kBytes * part);
+      }
+  for (int s = 0; s < count; ++s) {
     if (table_stride != 0) book = load_codebook<E, X>(table + s * table_stride);
-    for (int line = 0; line < packet_bytes(bits_of(E)); line += 64) prefetch(packets + line);
-    Ints high_sum[X], low_sum[X];
-    for (int c = 0; c < X; ++c) high_sum[c] = low_sum[c] = zero_ints();
+    prefetch(packets, count, bits_of(E), s);
+    Ints high_sum[G][X], low_sum[G][X];
+    for (int g = 0; g < G; ++g)
+      for (int c = 0; c < X; ++c) high_sum[g][c] = low_sum[g][c] = zero_ints();
     for (int part = 0; part < kParts; ++part) {
       Bytes code[4];
-      unpack<E, 0, 4>(packets, kBytes * part, code);
+      unpack<E, 0, 4>(packets + s * packet_bytes(bits_of(E)), kBytes * part, code);
       for (int v = 0; v < 4; ++v) {
         Bytes level[X];
         lookup(book, code[v], level);
-        for (int c = 0; c < X; ++c) {
-          high_sum[c] = dot_weights(high_sum[c], high[part][v], level[c]);
-          low_sum[c] = dot_weights(low_sum[c], low[part][v], level[c]);
-        }
+        for (int g = 0; g < G; ++g)
+          for (int c = 0; c < X; ++c) {
+            high_sum[g][c] = dot_weights(high_sum[g][c], high[g][part][v], level[c]);
+            low_sum[g][c] = dot_weights(low_sum[g][c], low[g][part][v], level[c]);
+          }
       }
     }
-    for (int c = 0; c < X; ++c) add_lanes(lanes + c * kFloats, high_step, low_step, high_sum[c], low_sum[c]);
+    for (int g = 0; g < G; ++g) {
+      const Floats high_step = splat(w[g].step * float(1 << kWeightBits)), low_step = splat(w[g].step);
+      for (int c = 0; c < X; ++c)
+        add_lanes(lanes[g] + (s * X + c) * kFloats, high_step, low_step, high_sum[g][c], low_sum[g][c]);
+    }
   }
 }
 
-using WeighPackets = void (*)(const uint8_t*, int64_t, const uint8_t*, int, const Weights&, float*);
+using WeighPackets = void (*)(const uint8_t*, int64_t, const uint8_t*, int, const Weights*, float* const*);
 
 // The same over decoded packets, level [n][256].
 inline void weigh_decoded(const uint8_t* level, int n, const Weights& w, float* lanes) {

@@ -23,6 +23,7 @@ namespace {
 
 constexpr int kInputs = 4;            // inputs that one decoded vector is multiplied with
 constexpr int64_t kAhead = 8192;      // bytes between a read and its prefetch
+constexpr int64_t kRowsAhead = 16;    // rows between a read of scales and its prefetch
 constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
 
 // Steps first..first + steps - 1 of the stream of one stage, with one set of tables.
@@ -140,6 +141,7 @@ inline void make_factors(const LinearCall& call, int64_t first, int rows, int64_
   const int64_t groups = w.in / w.group;
   for (int r = 0; r < rows; ++r) {
     const uint16_t* scale = w.scale + (first + r) * groups;
+    for (int64_t g = 0; g < groups; g += 32) __builtin_prefetch(scale + kRowsAhead * groups + g, 0, 1);
     for (int m = 0; m < inputs; ++m) {
       const float* x = call.x.scale + (input + m) * call.cut.scales;
       float* to = factors + (r * inputs + m) * call.cut.scales;
@@ -147,7 +149,8 @@ inline void make_factors(const LinearCall& call, int64_t first, int rows, int64_
       if (w.group == call.cut.span)
         for (; g + kFloats <= groups; g += kFloats) store(to + g, load_half(scale + g) * load(x + g));
       for (; g < call.cut.spans; ++g) to[g] = half_to_float(scale[g * call.cut.span / w.group]) * x[g];
-      memset(to + g, 0, size_t(call.cut.scales - g) * 4);
+      for (; g + kFloats <= call.cut.scales; g += kFloats) store(to + g, splat(0.0f));
+      for (; g < call.cut.scales; ++g) to[g] = 0.0f;
     }
   }
 }

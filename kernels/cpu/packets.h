@@ -30,8 +30,12 @@ constexpr int packet_bytes(int bits) { return 32 * bits; }
 inline int code_byte(int i) { return i % 64 + i / 128 * 64; }
 inline int code_shift(int i) { return i / 64 % 2 * 4; }
 
-// The stream behind p will be read soon; p may lie beyond the end.
-inline void prefetch(const uint8_t* p) { __builtin_prefetch(p + 4096, 0, 1); }
+// While packet s of `count` is read, as many lines of the `count` behind them are fetched, one from each of
+// `bits / 2` parts: a processor follows streams within pages, and so several bring them in at once.
+inline void prefetch(const uint8_t* packets, int count, int bits, int s) {
+  const uint8_t* next = packets + int64_t(count) * packet_bytes(bits) + 64 * s;
+  for (int part = 0; part < bits / 2; ++part) __builtin_prefetch(next + int64_t(part) * count * 64, 0, 1);
+}
 
 // code[v] = the kBytes codes from 64 (First + v) + at on.
 template <int E, int First, int Count> inline void unpack(const uint8_t* packet, int at, Bytes (&code)[Count]) {
@@ -61,12 +65,12 @@ template <int E, int First, int Count> inline void unpack(const uint8_t* packet,
 template <int E, int X>
 void decode_packets(const uint8_t* table, int64_t table_stride, const uint8_t* packets, int count, uint8_t* entry) {
   Codebook<E, X> book = load_codebook<E, X>(table);
-  for (int s = 0; s < count; ++s, packets += packet_bytes(bits_of(E)), entry += X * kBlock) {
+  for (int s = 0; s < count; ++s, entry += X * kBlock) {
     if (table_stride != 0) book = load_codebook<E, X>(table + s * table_stride);
+    prefetch(packets, count, bits_of(E), s);
     for (int at = 0; at < kStrip; at += kBytes) {
-      for (int line = at; line < packet_bytes(bits_of(E)); line += kStrip) prefetch(packets + line);
       Bytes code[4];
-      unpack<E, 0, 4>(packets, at, code);
+      unpack<E, 0, 4>(packets + s * packet_bytes(bits_of(E)), at, code);
       for (int v = 0; v < 4; ++v) {
         Bytes entries[X];
         lookup(book, code[v], entries);

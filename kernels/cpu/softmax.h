@@ -49,13 +49,13 @@ constexpr Running kNothing = {-kInfinity, 0.0f, false};
 // Logits s [n] become e^(s - largest); n is a multiple of kFloats, tokens out of sight are -infinity.
 // `grown`: what sums over earlier tokens must be multiplied with. False if nothing is in sight.
 inline bool soften(Running& run, float* s, int n, float& grown) {
-  Floats top = splat(-kInfinity), finite = splat(0.0f);
+  Floats top = splat(-kInfinity), sums = splat(0.0f);  // of fractions, which do not overflow
   for (int i = 0; i < n; i += kFloats) {
     const Floats x = load(s + i);
     top = max(x, top);
-    finite = where_less(x, splat(kInfinity), finite, splat(__builtin_nanf("")));
+    sums = fma(x, splat(0x1p-10f), sums);
   }
-  if (sum(finite) != 0.0f) run.broken = true;
+  if (!(sum(sums) < kInfinity)) run.broken = true;
   const float highest = largest(top);
   grown = 1.0f;
   if (highest == -kInfinity || run.broken) return false;
@@ -91,7 +91,7 @@ inline bool scale_weights(float* p, const float* scale, float& highest, float& l
     store(p + i, x);
     top = max(x, top);
     bottom = min(x, bottom);
-    finite = finite + (x - x);
+    finite = fma(x, splat(0.0f), finite);
   }
   highest = largest(top);
   lowest = -largest(splat(0.0f) - bottom);

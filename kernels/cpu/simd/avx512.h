@@ -127,7 +127,8 @@ inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
 // -- tables --------------------------------------------------------------------------------------
 
 // 64 entries: vpermb, which ignores bits 6 and 7 of a code. 16: the same of four copies, so that bits 4 and
-// 5 do not matter either. 256: two vpermi2b of 128 entries each, picked by bit 7 of the code.
+// 5 do not matter either. 256: four vpermb of 64 entries each, the last three under masks of bits 6 and 7. Two
+// vpermi2b and a blend keep the port of permutations as busy, and the only other one for vectors busier.
 template <int E, int X> struct Codebook { __m512i table[X][E == 256 ? 4 : 1]; };
 
 template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
@@ -149,11 +150,14 @@ template <int E, int X> inline void lookup(const Codebook<E, X>& book, Bytes cod
   if constexpr (E <= 64) {
     for (int c = 0; c < X; ++c) entry[c].v = _mm512_permutexvar_epi8(code.v, book.table[c][0]);
   } else {
-    const __mmask64 upper = _mm512_movepi8_mask(code.v);
+    const __mmask64 bit_7 = _mm512_movepi8_mask(code.v);
+    const __mmask64 bit_6 = _mm512_movepi8_mask(_mm512_slli_epi16(code.v, 1)), both = _kand_mask64(bit_6, bit_7);
     for (int c = 0; c < X; ++c) {
       const __m512i* t = book.table[c];
-      entry[c].v = _mm512_mask_blend_epi8(upper, _mm512_permutex2var_epi8(t[0], code.v, t[1]),
-                                          _mm512_permutex2var_epi8(t[2], code.v, t[3]));
+      __m512i found = _mm512_permutexvar_epi8(code.v, t[0]);
+      found = _mm512_mask_permutexvar_epi8(found, bit_6, code.v, t[1]);
+      found = _mm512_mask_permutexvar_epi8(found, bit_7, code.v, t[2]);
+      entry[c].v = _mm512_mask_permutexvar_epi8(found, both, code.v, t[3]);
     }
   }
 }

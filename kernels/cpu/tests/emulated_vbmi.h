@@ -21,6 +21,10 @@ inline __m512i emulated_permutexvar_epi8(__m512i index, __m512i table) {
   return table;
 }
 
+inline __m512i emulated_mask_permutexvar_epi8(__m512i others, __mmask64 mask, __m512i index, __m512i table) {
+  return _mm512_mask_blend_epi8(mask, others, emulated_permutexvar_epi8(index, table));
+}
+
 // vpermi2b
 inline __m512i emulated_permutex2var_epi8(__m512i low, __m512i index, __m512i high) {
   uint8_t i[64], t[128], r[64];
@@ -63,6 +67,7 @@ inline __m512i emulated_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
 }  // namespace
 
 #define _mm512_permutexvar_epi8 emulated_permutexvar_epi8
+#define _mm512_mask_permutexvar_epi8 emulated_mask_permutexvar_epi8
 #define _mm512_permutex2var_epi8 emulated_permutex2var_epi8
 #define _mm512_multishift_epi64_epi8 emulated_multishift_epi64_epi8
 #define _mm512_dpbusd_epi32 emulated_dpbusd_epi32
