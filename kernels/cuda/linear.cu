@@ -249,14 +249,16 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
     for (int i = 0; i < Plan::steps; ++i)
       if (begin + i < end && exists(begin + i)) next[i].load(rows, begin + i, stream);
   };
-  int tile = block * teams + team;
-  if (tile < tiles) enter(tile);
+  // What is asked for waits behind the codes that were asked for before it: so the tables come before the codes of this
+  // kernel, and x before those of the next one.
   const Table table(a.codebook, shared, lane);
   table.fill();
+  int tile = block * teams + team;
+  if (tile < tiles) enter(tile);
   wait_for_grids();
-  let_next_grid_begin();
   if constexpr (Plan::single) copy_input(a, reinterpret_cast<uint16_t*>(staged), chunks);
   __syncthreads();
+  let_next_grid_begin();
 
   Inputs x;
   for (int turn = 0; tile < tiles; turn ^= 1) {
