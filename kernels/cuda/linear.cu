@@ -206,15 +206,24 @@ __device__ inline void copy_input(const Arguments& a, uint16_t* staged, int chun
     return (column / chunk * octets + column % unit / 8) * 32 + column % chunk / unit * 8 + column % 8;
   };
   if constexpr (Plan::rotate) {
-#pragma unroll 4
-    for (int block = threadIdx.x / 32; block < a.columns / 128; block += warps)
-      rotate_block<Plan::dtype>(
-          a.x + block * 128, a.signs ? a.signs + block * 16 : nullptr, threadIdx.x % 32,
-          [&](int i, uint16_t value) { staged[place(block * 128 + i)] = value; });
+    constexpr int ahead = 4;  // blocks of a warp on their way, also in its last turn
+    const int lane = threadIdx.x % 32, blocks = a.columns / 128;
+    for (int first = threadIdx.x / 32; first < blocks; first += ahead * warps) {
+      RotatedBlock<Plan::dtype> block[ahead];
+#pragma unroll
+      for (int i = 0; i < ahead; ++i)
+        if (const int at = first + i * warps; at < blocks)
+          block[i].load(a.x + at * 128, a.signs ? a.signs + at * 16 : nullptr, lane);
+#pragma unroll
+      for (int i = 0; i < ahead; ++i)
+        if (const int at = first + i * warps; at < blocks) {
+          uint16_t* const to = staged + place(at * 128 + lane % 4 * 32) + lane / 4;
+          block[i].rotate(lane, [&](int k, uint16_t value) { to[place(8 * k)] = value; });
+        }
+    }
   } else {
-#pragma unroll 4
-    for (int i = threadIdx.x * 8; i < a.columns; i += Plan::threads * 8)
-      *reinterpret_cast<uint4*>(staged + place(i)) = __ldg(reinterpret_cast<const uint4*>(a.x + i));
+    for (int i = threadIdx.x * 8; i < a.columns; i += Plan::threads * 8) copy_ahead(staged + place(i), a.x + i);
+    wait_for_copies();
   }
   if constexpr (Plan::ragged)
     for (int i = a.columns + threadIdx.x; i < chunks * chunk; i += Plan::threads) staged[place(i)] = 0;
