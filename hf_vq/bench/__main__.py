@@ -17,6 +17,7 @@ from . import (
     cpu_linear,
     cuda_generate,
     cuda_linear,
+    cuda_mechanisms,
     cuda_peers,
     cuda_quantize,
     cuda_tune,
@@ -28,7 +29,8 @@ from .record import RESULTS, Recorder, command_line
 
 TIMED_SUITES: dict[str, Any] = {
     "cpu-linear": cpu_linear, "cpu-attention": cpu_attention, "cpu-generate": cpu_generate,
-    "cuda-linear": cuda_linear, "cuda-peers": cuda_peers, "cuda-generate": cuda_generate,
+    "cuda-linear": cuda_linear, "cuda-peers": cuda_peers,
+    "cuda-mechanisms": cuda_mechanisms, "cuda-generate": cuda_generate,
     "cuda-quantize": cuda_quantize,
 }  # fmt: skip
 
@@ -62,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--gguf", type=Path, help="folder with kv16-Q4_0.gguf and others")
         elif name.startswith("cuda-"):
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
-            if name in ("cuda-linear", "cuda-peers"):
+            if name in ("cuda-linear", "cuda-peers", "cuda-mechanisms"):
                 suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
             if name == "cuda-quantize":
                 suite.add_argument("--layers", type=int, default=module.LAYERS)

@@ -1,10 +1,11 @@
-"""The table of the suite `cuda-peers`, from the rows of its record."""
+"""Tables of the suites `cuda-peers` and `cuda-mechanisms`, from the rows of their records."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from ..formats.catalog import weight_scheme
 from .show import markdown_table
 
 _Rows = Sequence[dict[str, Any]]
@@ -29,3 +30,59 @@ def peers(rows: _Rows) -> str:
             line.append(f"{row['us']:.1f} / {row['ours_us']:.1f}, {saved:.1%}")
         cells.append(line)
     return markdown_table(head, cells)
+
+
+def rungs(rows: _Rows) -> str:
+    """Microseconds of every rung of VQ-LLM's kernel, and of each mechanism alone."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    columns = list(dict.fromkeys((row["tokens"], row["out_features"]) for row in rows))
+    found = {(r["name"], r["plan"], r["tokens"], r["out_features"]): r["us"] for r in rows}
+    counts = " / ".join(f"{tokens} x {out_features}" for tokens, out_features in columns)
+    head = [f"us, tokens x rows: {counts}", *map(_notation, names)]
+    plans = dict.fromkeys(row["plan"] for row in rows if "exchanges" not in row["plan"])
+    chosen = {
+        (row["name"], row["plan"]): row
+        for row in rows
+        if (row["tokens"], row["out_features"]) == columns[0] and "n_reg" in row
+    }
+    cells = [
+        [f"{plan}: {', '.join(keys)}"]
+        + [", ".join(str(chosen[name, plan][key]) for key in keys) for name in names]
+        for plan, keys in (("O2", ("n_reg", "n_shared")), ("O3", ("split",)))
+    ]
+    for plan in plans:
+        line = [plan]
+        for name in names:
+            times = [found.get((name, plan, *column)) for column in columns]
+            line.append(" / ".join("-" if us is None else f"{us:.1f}" for us in times))
+        cells.append(line)
+    return markdown_table(head, cells)
+
+
+def exchanges(rows: _Rows) -> str:
+    """What register fusion with so many exchanges takes, in multiples of shared-memory fusion."""
+    shuffled = [row for row in rows if "exchanges" in row["plan"]]
+    shared = {
+        (row["name"], row["tokens"], row["out_features"]): row["us"]
+        for row in rows
+        if row["plan"] == "SC"
+    }
+    found: dict[tuple[str, int], list[float]] = {}
+    for row in shuffled:
+        peer = shared[row["name"], row["tokens"], row["out_features"]]
+        found.setdefault((row["name"], row["exchanges"]), []).append(row["us"] / peer)
+    counts = sorted({count for _, count in found})
+    cells = [
+        [_notation(name), *(_range(found.get((name, count), [])) for count in counts)]
+        for name in dict.fromkeys(name for name, _ in found)
+    ]
+    return markdown_table(["exchanges", *map(str, counts)], cells)
+
+
+def _notation(name: str) -> str:
+    scheme = weight_scheme(name)
+    return scheme.notation() + (" per tile" if scheme.codebook == "tile" else "")
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}" if values else "-"

@@ -402,6 +402,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-mechanisms": cuda_mechanisms_table,
     "results:cuda-host": cuda_host_table,
     "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda_tables.peers),
+    "results:cuda-paper-mechanisms": lambda: _timed_table("cuda-mechanisms", cuda_tables.rungs),
+    "results:cuda-paper-exchanges": lambda: _timed_table("cuda-mechanisms", cuda_tables.exchanges),
     "results:cuda-quantize": cuda_quantize_table,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,

@@ -21,6 +21,7 @@ from .store import Store
 
 FORMAT = 1  # of what is kept in the store; raised when options or launching change
 _OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
+_REGISTER_COUNT = b"\x04\x2f\x08\x00"  # EIATTR_REGCOUNT of two words, in .nv.info
 _RESOURCES = {
     "registers": r"Used (\d+) registers",
     "shared": r"(\d+) bytes smem",
@@ -107,6 +108,19 @@ def compile_plan(plan: Plan, arch: str) -> tuple[bytes, Resources]:
         match = re.search(pattern, log)
         found[name] = int(match[1]) if match else 0
     return image, Resources(**found)
+
+
+def registers_of(image: bytes) -> int:
+    """Registers of a thread, from machine code: a compiler that still knows its result logs none.
+
+    Raises:
+        VQBackendError: it does not say.
+    """
+    at = image.find(_REGISTER_COUNT)
+    if at < 0:
+        raise VQBackendError("machine code does not say how many registers it takes.")
+    first = at + len(_REGISTER_COUNT) + 4  # after the function's number
+    return int.from_bytes(image[first : first + 4], "little")
 
 
 def compile_source(

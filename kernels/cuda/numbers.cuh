@@ -11,6 +11,7 @@ using uint32_t = unsigned int;
 
 enum class Dtype { FLOAT32, FLOAT16, BFLOAT16 };
 enum class Scope { SHARED, TILE, E8P };  // who shares a codebook: all weights, a tile; or it is the lattice
+enum class Fusion { SHUFFLE, SHARED, RENUMBERED };  // how decoded weights come to the lanes that multiply them
 
 template <Dtype D> constexpr int size_of = D == Dtype::FLOAT32 ? 4 : 2;
 

@@ -9,6 +9,7 @@ from hf_vq.bench import (
     aqlm_peer,
     cuda_generate,
     cuda_linear,
+    cuda_mechanisms,
     cuda_peers,
     cuda_quantize,
     cuda_tune,
@@ -25,7 +26,14 @@ from hf_vq.formats import weight_scheme
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_it_says_so():
-    for suite in (cuda_linear, cuda_tune, cuda_peers, cuda_generate, cuda_quantize):
+    for suite in (
+        cuda_linear,
+        cuda_mechanisms,
+        cuda_tune,
+        cuda_peers,
+        cuda_generate,
+        cuda_quantize,
+    ):
         with pytest.raises(VQBackendError, match="needs a CUDA device"):
             suite.run()
 
@@ -71,6 +79,23 @@ def test_cuda_generate():
     assert 0 < ours["step_ms"] < ours["generate_ms"]
     assert dense["parts_ms"]["quantized layers"] == 0 < ours["parts_ms"]["quantized layers"]
     assert all(row["parts_ms"]["attention"] > 0 for row in results["rows"])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:aqlm-2 loses much quality")
+def test_cuda_mechanisms(monkeypatch):
+    monkeypatch.setattr(cuda_mechanisms, "cold_copies", lambda nbytes: 2)
+    names = ("aqlm-2", "gptvq-2")
+    _, results = cuda_mechanisms.run(schemes=names, shapes=((256, 512),), tokens=(1,), rounds=1)
+    for name in names:
+        rows = {row["plan"]: row for row in results["rows"] if row["name"] == name}
+        assert {"GC", "SC", "O1", "O2", "O3", "O4", "O1, renumbered", "ops.linear"} <= set(rows)
+        assert all(row["us"] > 0 and row["speedup"]["fp16"] > 0 for row in rows.values())
+        assert rows["O3"]["split"] == 2 and rows["O4"]["fusion"] == "shuffle"
+        ladder = [row for row in rows.values() if "exchanges" in row["plan"]]
+        assert [row["exchanges"] for row in ladder] == [
+            rows["O4"]["exchanges"] + i for i in (0, 2, 4, 6, 8)
+        ]
 
 
 @pytest.mark.gpu

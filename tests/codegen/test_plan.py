@@ -17,6 +17,8 @@ from hf_vq.codegen.plan import (
     Scope,
     render,
 )
+from hf_vq.codegen.vq_llm import Fusion, base_plan
+from hf_vq.formats import WEIGHT_SCHEMES
 
 PLAN = DecodePlan(
     threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=8, entry_bits=12, stages=2,
@@ -34,6 +36,7 @@ ENCODE = EncodePlan(
     beam=8, candidates=8, refit=True, lanes=32, slots=2, one_group=True,
 )  # fmt: skip
 READ = ReadPlan(threads=512, resident=2, steps=4)
+VQ_LLM = base_plan(WEIGHT_SCHEMES["aqlm-2"], 4096, 1)
 ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)
 
 
@@ -51,7 +54,7 @@ def test_every_field_is_rendered_once_under_its_own_name():
     assert names == [field.name for field in dataclasses.fields(PLAN)]
 
 
-@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, ROTATE, READ])
+@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, ROTATE, READ, VQ_LLM])
 def test_a_template_reads_every_field_and_no_other(plan):
     text = source(f"{plan.template}.cu")
     if isinstance(plan, DecodePlan):
@@ -64,7 +67,7 @@ def test_a_template_reads_every_field_and_no_other(plan):
     assert read == {field.name for field in dataclasses.fields(plan)}
 
 
-@pytest.mark.parametrize("kind", [Dtype, Scope])
+@pytest.mark.parametrize("kind", [Dtype, Scope, Fusion])
 def test_enumerations_have_the_same_names_in_the_source(kind):
     found = re.search(rf"enum class {kind.__name__} {{([^}}]*)}}", source("numbers.cuh"))
     assert [name.strip() for name in found[1].split(",")] == [member.name for member in kind]
@@ -76,12 +79,14 @@ def test_arguments_are_those_of_the_source():
     from hf_vq.backends.cuda_fused import LinearArguments
     from hf_vq.backends.cuda_linear import DecodeArguments, RotateArguments
     from hf_vq.bench.cuda_read import ReadArguments
+    from hf_vq.bench.paper_kernel import VqLlmArguments
 
     sizes = {"int64_t": 8, "uint32_t": 4, "int": 4}
     for arguments, file in (
         (DecodeArguments, "decode.cu"), (RotateArguments, "rotate.cu"),
         (LinearArguments, "linear.cu"), (EncodeArguments, "encode.cu"),
         (ReadArguments, "read.cu"),
+        (VqLlmArguments, "vq_llm.cu"),
     ):  # fmt: skip
         body = re.search(r"struct Arguments {\n(.*?)};", source(file), re.DOTALL)[1]
         fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)
