@@ -202,3 +202,33 @@ def test_what_the_record_of_quantizing_promises():
     for row in rows:
         if row["what"] != "quantize":
             assert row["above_mb"] <= row["layer_mb"], row
+
+
+def test_what_the_record_of_mechanisms_promises():
+    """What docs/cuda.md says of VQ-LLM's kernel on an H200."""
+    rows = read_record("cuda-mechanisms")["results"]["rows"]
+    us = {(r["name"], r["plan"], r["tokens"], r["out_features"]): r["us"] for r in rows}
+    cases = [key for key in us if key[1] == "SC"]
+    assert {name for name, *_ in cases} == set(cuda_mechanisms.SCHEMES)
+
+    def faster(plan, other, name="", tokens=0):
+        """In which part of the cases of a scheme and a number of tokens a plan is faster."""
+        chosen = [c for c in cases if name in (c[0], "") and tokens in (c[2], 0)]
+        times = [(us[(c[0], plan, *c[2:])], us[(c[0], other, *c[2:])]) for c in chosen]
+        return sum(mine < theirs for mine, theirs in times) / len(times)
+
+    assert faster("SC", "O1", "aqlm-3") == 1
+    assert faster("O1", "O1, entries in any order", "aqlm-3") == 1
+    assert faster("O2", "O2, entries in any order", "aqlm-3") == 1
+    assert faster("SC", "SC, hot entries in registers") > 0.8
+    assert faster("O4", "O3") == 1
+    assert faster("O1, renumbered", "O4", tokens=1) > 0.8
+    assert faster("O4 without split", "O4", "aqlm-3") == 1
+    few = [c for c in cases if c[0] == "gptvq-2" and c[3] == 4096]
+    assert all(us[(c[0], "O4", *c[2:])] < us[(c[0], "O4 without split", *c[2:])] for c in few)
+    for name in cuda_mechanisms.SCHEMES:
+        rung = "O4" if name == "gptvq-2" else "ops.linear"
+        assert faster(rung, "ops.linear" if rung == "O4" else "O4", name) == 1
+    fives = [r["us"] / us[r["name"], "SC", r["tokens"], r["out_features"]]
+             for r in rows if r["plan"] == "SC, 5 exchanges"]  # fmt: skip
+    assert sum(ratio > 1 for ratio in fives) > len(fives) / 2
