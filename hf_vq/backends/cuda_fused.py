@@ -93,27 +93,30 @@ class _Layer:
         self.signs_bytes = 0 if signs is None else signs.numel()
         self.device = stored.codes.device
         self.keepers = tuple(map(weakref.ref, keepers))
-        self.versions: tuple[int, ...] | None = None  # at the last launch
-        self.stream = 0  # of it
+        self.last: tuple[int, int, int, int] | None = None  # `state` at the last launch
         self.calls: dict[Asked, _Call] = {}
 
     def is_of(self, keepers: Keepers) -> bool:
         """Whether it was made for these tensors, and not for others that had their addresses."""
         return all(ref() is tensor for ref, tensor in zip(self.keepers, keepers, strict=True))
 
-    def is_settled(self, codes: Tensor, codebook: Tensor, scale: Tensor, stream: int) -> bool:
+    def state(
+        self, codes: Tensor, codebook: Tensor, scale: Tensor, stream: int
+    ) -> tuple[int, int, int, int] | None:
+        """What a launch now would see: counters that every write moves, and the stream."""
+        try:
+            return codes._version, codebook._version, scale._version, stream
+        except RuntimeError:  # made in inference mode: they do not count
+            return None
+
+    def is_settled(self, state: tuple[int, int, int, int] | None) -> bool:
         """Whether nobody wrote these tensors since the last launch, as far as that stream knows:
         the kernel reads them before it waits for the kernels before it."""
-        try:  # counters that every write moves
-            versions = codes._version, codebook._version, scale._version
-        except RuntimeError:  # made in inference mode: they do not count
-            self.versions = None
+        last = self.last
+        if state is None or last is None or state[:3] != last[:3]:
             return False
-        settled = versions == self.versions
-        if settled and stream != self.stream:  # in a graph, a node of it would have written them
-            settled = torch.cuda.is_current_stream_capturing()
-        self.versions, self.stream = versions, stream
-        return settled
+        # In a graph, a node of it would have written them.
+        return state[3] == last[3] or torch.cuda.is_current_stream_capturing()
 
     def added(self, bias: Tensor | None, x: Tensor) -> Tensor | None:
         """The bias, in the dtype of x.
@@ -400,7 +403,6 @@ def run(
     layer, _alive = _layer(x, codes, codebook, scale, rotation, scheme)
     call = _call(layer, (), x, scheme, ordinal, launch)
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
-    settled = layer.is_settled(codes, codebook, scale, stream) and overlap
     given = call.input(_readable(x), 0, stream, overlap)
     bias = layer.added(bias, x)
     kernel = call.kernel
@@ -408,7 +410,9 @@ def run(
         arguments = kernel.arguments
         arguments.x, arguments.y = given.data_ptr(), y.data_ptr()
         arguments.bias = None if bias is None else bias.data_ptr()
-        kernel.start(stream, settled)
+        state = layer.state(codes, codebook, scale, stream)
+        kernel.start(stream, overlap and layer.is_settled(state))
+        layer.last = state
 
 
 def linears(
@@ -433,9 +437,6 @@ def linears(
         )
         call = _call(layers[0], layers[1:], x, scheme, ordinal)
         stream = torch._C._cuda_getCurrentRawStream(ordinal)
-        settled = [
-            layer.is_settled(*one, stream) for layer, one in zip(layers, stored, strict=True)
-        ]
         x = _readable(x)
         inputs: dict[int | None, Tensor] = {}  # by their signs
         for i, layer in enumerate(layers):
@@ -448,7 +449,11 @@ def linears(
                 for i, tensor in enumerate(tensors):
                     address = None if tensor is None else tensor.data_ptr()
                     setattr(call.kernel.arguments, _of(name, i), address)
+            states = [layer.state(*one, stream) for layer, one in zip(layers, stored, strict=True)]
+            settled = [layer.is_settled(now) for layer, now in zip(layers, states, strict=True)]
             call.kernel.start(stream, all(settled))
+            for layer, state in zip(layers, states, strict=True):
+                layer.last = state
     return found
 
 

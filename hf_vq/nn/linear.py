@@ -75,6 +75,7 @@ class VQLinear(Stored, nn.Linear):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
+        self.spec = scheme.spec()  # compiled code compares this string, not a scheme's fields
         self.where = where
         self.source = source
         self.specs = {}
@@ -116,32 +117,16 @@ class VQLinear(Stored, nn.Linear):
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by key (`formats.tensor_specs`)."""
-        if torch.compiler.is_compiling():
-            own, shared = self._names()
-            found = self.held(dict(own))
-            for key in shared:
-                found[key] = self._shared(key)
-        else:
-            found = self.held(self.attributes)
+        compiling = torch.compiler.is_compiling()
+        found = self.held(dict(self._names()) if compiling else self.attributes)
         if found["codes"].ndim == 3:
             found["codes"] = found["codes"][0]
         return found
 
     @_constant
-    def _names(self) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-        """Items of `attributes`, and the keys of what layers share."""
-        shared = tuple(key for key, name in self.attributes.items() if name in self._buffers)
-        return tuple(item for item in self.attributes.items() if item[0] not in shared), shared
-
-    @_constant
-    def _shared(self, key: str) -> Tensor:
-        """Codebooks and rotations that layers share have a version: nobody writes to them."""
-        tensor: Tensor = getattr(self, self.attributes[key])
-        return tensor
-
-    @_constant
-    def _spec(self) -> str:
-        return self.scheme.spec()
+    def _names(self) -> tuple[tuple[str, str], ...]:
+        """Items of `attributes`, which follow from the scheme, whose spec is compared."""
+        return tuple(self.attributes.items())
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `x`."""
@@ -158,8 +143,7 @@ class VQLinear(Stored, nn.Linear):
             )
         parameters = self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, it is slow
-        scheme = self._spec() if torch.compiler.is_compiling() else self.scheme
-        return ops.linear(x, self.tensors(), bias, scheme)
+        return ops.linear(x, self.tensors(), bias, self.spec)
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight [out_features, in_features]."""

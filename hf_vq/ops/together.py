@@ -76,9 +76,10 @@ def fuse(graph: fx.Graph) -> None:
         first = found[0] if found else node
         if stored[4:] == [None] * 4 and all(place[i] < place[first] for i in node.all_input_nodes):
             found.append(node)
-    for (x, scheme), found in alike.items():
+    for (_, scheme), found in alike.items():
         for begin in range(0, len(found), MOST):
             nodes = found[begin : begin + MOST]
+            x: Any = nodes[0].args[0]  # now: it may have been one of those that were replaced
             if len(nodes) > 1 and _can(x.meta["val"], nodes, scheme):
                 _replace(graph, nodes, x, scheme)
 

@@ -75,8 +75,29 @@ def test_compiled_layers_compare_little_at_every_call():
         assert torch.equal(compiled(x), both(x))
     assert any("vq_scale" in name for _, name in guards)
     assert not [name for _, name in guards if "attributes" in name or "scheme" in name]
-    # That layers share a codebook would be compared for each of them, in Python.
-    assert not [name for kind, name in guards if kind == "DUPLICATE_INPUT" and "made" in name]
+
+
+def test_compiled_code_of_one_model_is_not_that_of_another():
+    """The tensors of both schemes have the same shapes, and Dynamo keeps code by class."""
+
+    class Both(nn.Module):
+        def __init__(self, *layers):
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x):
+            return self.layers[0](x) + self.layers[1](x + 1)
+
+    other = weight_scheme("quip-sharp-4")
+    first, second = (Both(layer(inputs=128)[0], layer(one, 128)[0]) for one in (SCHEME, other))
+    torch.compiler.reset()
+    x = torch.randn(1, 128)
+    with torch.no_grad():
+        for model in (first, second):
+            assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+        replaced = first.layers[1]
+        replaced.fill({name: 2 * universal_tensor(SCHEME) for name in replaced.shared_names().values()})
+        assert torch.equal(torch.compile(first, backend="eager")(x), first(x))
 
 
 @pytest.mark.parametrize(

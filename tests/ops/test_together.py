@@ -84,6 +84,14 @@ def test_what_shares_an_input_is_one_op(launches):
     assert launches == [[48, 16, 16]]
 
 
+def test_an_input_that_was_one_of_them(launches):
+    def run(x, a, b, c, d):
+        first, second = (LINEAR(x, *arguments(one)) for one in (a, b))
+        return second, LINEAR(first, *arguments(c)), LINEAR(first, *arguments(d))
+
+    assert fused(run, torch.randn(2, 256), *weights(rows=(256,) * 4)) == [[256] * 2, [256] * 2]
+
+
 def test_at_most_so_many(launches):
     def run(x, *each):
         return [LINEAR(x, *arguments(tensors)) for tensors in each]
