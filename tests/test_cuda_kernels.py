@@ -18,6 +18,7 @@ from hf_vq.backends import cuda_linear as cuda
 from hf_vq.codegen.choose import decodable
 from hf_vq.codegen.choose_dense import restorable
 from hf_vq.codegen.choose_linear import MOST_TOKENS, LinearProblem, best, fusable
+from hf_vq.codegen.choose_tiles import tiled
 from hf_vq.codegen.choose_wide import FEWEST_TOKENS
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
@@ -166,7 +167,8 @@ def test_linear(spec, rows, columns, tokens, dtype, monkeypatch):
     few = tokens <= MOST_TOKENS and dtype != torch.float32 and not fusable(scheme, columns)
     wide = tokens >= FEWEST_TOKENS and "cuda.wide_linear"
     ran = runs("linear", x, scheme, rows)
-    assert ran in {wide, few and "cuda.fused_linear", "cuda.linear"}
+    tiles = tokens <= MOST_TOKENS and dtype != torch.float32 and not tiled(scheme, columns)
+    assert ran in {wide, few and "cuda.fused_linear", tiles and "cuda.tile_linear", "cuda.linear"}
     with only_cuda(monkeypatch):
         y = ops.linear(x, tensors, bias, scheme)
     assert y.dtype == dtype and y.shape == (tokens, rows)
@@ -185,11 +187,11 @@ def test_decoded_linear(spec, rows, columns, tokens, monkeypatch):
 
 
 def test_the_catalogue_is_fused(monkeypatch):
-    """Every scheme that linear.cu is made for runs it, at all numbers of tokens it takes."""
+    """Every scheme runs linear.cu or tiles.cu, at all numbers of tokens that they take."""
     for name in CATALOGUE:
         for tokens in (1, 8, 16, 64):
             x = torch.empty(tokens, 4096, device="cuda", dtype=torch.bfloat16)
-            expected = {"cuda.linear"} if name == "gptvq-2" else {"cuda.fused_linear"}
+            expected = {f"cuda.{'tile' if name == 'gptvq-2' else 'fused'}_linear"}
             if tokens >= FEWEST_TOKENS and name != "gptvq-2":
                 expected.add("cuda.wide_linear")  # on a GPU that has it
             assert runs("linear", x, WEIGHT_SCHEMES[name], 4096) in expected, (name, tokens)

@@ -6,6 +6,7 @@ What runs them (`cuda_*`, `codegen`) is imported when a tensor on a GPU asks for
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -117,6 +118,29 @@ def accepts_many(problem: dispatch.Problem) -> str | None:
     return None
 
 
+def accepts_tiles(problem: dispatch.Problem) -> str | None:
+    """None if the kernel for codebooks of tiles takes the codes, else the reason why not."""
+    from ..codegen.choose import rotatable
+    from ..codegen.choose_linear import MOST_TOKENS, LinearProblem, token_bucket
+    from ..codegen.choose_tiles import choose, tiled
+    from ..codegen.device import device_arch
+    from ..codegen.plan import Dtype
+
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"inputs are {problem.dtype}"
+    if problem.tokens > MOST_TOKENS:
+        return f"{problem.tokens} tokens: decoded rows are used often enough"
+    scheme = VQScheme.parse(problem.scheme)
+    reason = tiled(scheme, problem.k) or rotatable(scheme, problem.k)
+    if reason:
+        return reason
+    arch, dtype = device_arch(torch.cuda.current_device()), Dtype(problem.dtype)
+    tokens = token_bucket(problem.tokens)
+    if choose(LinearProblem(scheme, tokens, problem.n, problem.k, dtype, arch)) is None:
+        return f"no plan for {problem.tokens} tokens: shared memory or registers do not suffice"
+    return None
+
+
 def _fused(*arguments: Tensor | VQScheme | None) -> Tensor:
     from . import cuda_fused
 
@@ -131,10 +155,27 @@ def _wide(*arguments: Tensor | VQScheme | None) -> Tensor:
     return cuda_wide.linear(x, codes, codebook, scale, rotation, bias, scheme)  # type: ignore[arg-type]
 
 
+def _tiles(*arguments: Tensor | VQScheme | None) -> Tensor:
+    from . import cuda_tiles
+
+    x, codes, codebook, scale, rotation, *_second_pass, bias, scheme = arguments
+    return cuda_tiles.linear(x, codes, codebook, scale, rotation, bias, scheme)  # type: ignore[arg-type]
+
+
 def _direct(problem: dispatch.Problem) -> dispatch.Direct:
-    """Eager calls without gradients leave out the dispatcher."""
     from . import cuda_fused
 
+    return _directly(cuda_fused.linear, problem)
+
+
+def _direct_tiles(problem: dispatch.Problem) -> dispatch.Direct:
+    from . import cuda_tiles
+
+    return _directly(cuda_tiles.linear, problem)
+
+
+def _directly(linear: Callable[..., Tensor], problem: dispatch.Problem) -> dispatch.Direct:
+    """Eager calls without gradients leave out the dispatcher."""
     scheme = parse(problem.scheme)
 
     def run(
@@ -145,7 +186,7 @@ def _direct(problem: dispatch.Problem) -> dispatch.Direct:
         rotation: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        return cuda_fused.linear(x, codes, codebook, scale, rotation, bias, scheme)
+        return linear(x, codes, codebook, scale, rotation, bias, scheme)
 
     return run
 
@@ -202,6 +243,9 @@ def register() -> None:
             together=_together,
         ),
         dispatch.Kernel("cuda.wide_linear", "linear", _wide, "cuda", needs, accepts_many),
+        dispatch.Kernel(
+            "cuda.tile_linear", "linear", _tiles, "cuda", needs, accepts_tiles, direct=_direct_tiles
+        ),
     )
     for row in rows:
         dispatch.register(row, first=True)

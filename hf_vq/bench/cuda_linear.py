@@ -23,6 +23,7 @@ from ..backends import cuda_fused
 from ..backends.cuda_linear import Stored
 from ..codegen.choose_dense import restorable
 from ..codegen.choose_linear import LinearProblem, choose, feasible, fusable
+from ..codegen.choose_tiles import tiled
 from ..codegen.device import device_arch
 from ..codegen.plan import Dtype, LinearPlan
 from ..errors import VQBackendError
@@ -150,13 +151,16 @@ def ours(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contesta
 
 
 def copies_of(scheme: VQScheme, out_features: int, in_features: int) -> list[dict[str, Tensor]]:
-    """Stored tensors of a layer, as often as no cache holds their codes and scales."""
+    """Stored tensors of a layer, as often as no cache holds their codes and scales.
+
+    Codebooks of tiles are copied too: they are a part of the weight as its scales are.
+    """
     tensors = {
         key: tensor.cuda()
         for key, tensor in random_tensors(scheme, out_features, in_features).items()
     }
-    copies = cold_copies(tensors["codes"].nbytes + tensors["scale"].nbytes)
-    own = ("codes", "scale")
+    own = ["codes", "scale"] + ["codebook"] * (scheme.codebook == "tile")
+    copies = cold_copies(sum(tensors[key].nbytes for key in own))
     return [{**tensors, **{key: tensors[key].clone() for key in own}} for _ in range(copies)]
 
 
@@ -244,7 +248,7 @@ def _host_rows(schemes: Sequence[str], out_features: int, in_features: int) -> l
     calls: dict[str, Callable[[], Any]] = {"bf16": lambda: torch.nn.functional.linear(x, weight)}
     for name in schemes:
         scheme = weight_scheme(name)
-        if fusable(scheme, 512) is None:
+        if fusable(scheme, 512) is None or tiled(scheme, 512) is None:
             tensors = {key: value.cuda() for key, value in random_tensors(scheme, 64, 512).items()}
             calls[name] = lambda t=tensors, s=scheme: ops.linear(x, t, None, s)  # type: ignore[misc]
     return [{"what": "host", "name": name, "us": _host_time(call)} for name, call in calls.items()]

@@ -14,6 +14,7 @@ from ..formats.scheme import VQScheme
 from . import choose as decode
 from . import choose_encode as encode
 from . import choose_linear as linear
+from . import choose_tiles as tiles
 from . import choose_wide as wide
 from . import tuned
 from .choose import Cost
@@ -25,6 +26,7 @@ from .store import Store, default_store
 
 _SHAPE = (4096, 4096)
 _TOKENS = (1, 16)
+_TILE_TOKENS = (1, 16, 64)
 _MANY_TOKENS = (128, 1024)
 _CANDIDATES = 8  # scales that fitting tries for a group
 
@@ -73,6 +75,8 @@ def _explain(args: argparse.Namespace) -> int:
         able = [plan for plan in every if decode.feasible(plan, asked) is None]
         costs = {plan: decode.cost(plan, asked) for plan in able}
         return _show(len(every), chosen, costs, _DECODE_COLUMNS, args.top)
+    if scheme.codebook == "tile":
+        return _explain_tiles(args, scheme, dtype)
     reason = linear.fusable(scheme, args.k)
     if reason or dtype is Dtype.FLOAT32:
         raise VQBackendError(f"no fused kernel: {reason or 'factors have 16 bits'}.")
@@ -94,6 +98,23 @@ def _explain(args: argparse.Namespace) -> int:
     return _show(len(linear.candidates(problem)), plan, ranked, tuned.KNOBS, args.top)
 
 
+def _explain_tiles(args: argparse.Namespace, scheme: VQScheme, dtype: Dtype) -> int:
+    reason = tiles.tiled(scheme, args.k)
+    if reason or dtype is Dtype.FLOAT32:
+        raise VQBackendError(f"no fused kernel: {reason or 'factors have 16 bits'}.")
+    tokens, arch = linear.token_bucket(args.m), named_arch(args.arch)
+    asked = linear.LinearProblem(scheme, tokens, args.n, args.k, dtype, arch)
+    plan = tiles.choose(asked)
+    if plan is None:
+        raise VQBackendError(
+            f"no fused kernel for {args.m} tokens on {arch.name}: rows are decoded, and cuBLAS "
+            "multiplies."
+        )
+    able = {other: tiles.cost(other, asked) for other in tiles.best(asked)}
+    return _show(len(tiles.candidates(asked)), plan, able, _TILE_COLUMNS, args.top)
+
+
+_TILE_COLUMNS = ("threads", "resident", "column_warps", "row_tiles", "split", "depth")
 _WIDE_COLUMNS = ("threads", "token_tile", "split", "depth")
 _DECODE_COLUMNS = ("threads", "steps", "unit", "panel_rows", "codebook_in_shared")
 
@@ -170,7 +191,14 @@ def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list
             if scheme.rotation.endswith("hadamard"):
                 rotation = decode.rotate_plan(dtype, dtype, block, signs, inverse=False)
                 found.setdefault(rotation, f"rotate {block} {dtype.value}")
-            if dtype is Dtype.FLOAT32 or linear.fusable(scheme, _SHAPE[1]):
+            if dtype is Dtype.FLOAT32:
+                continue
+            for tokens in _TILE_TOKENS:
+                tiled = linear.LinearProblem(scheme, tokens, *_SHAPE, dtype, named_arch(arch))
+                own = tiles.choose(tiled)
+                if own is not None:
+                    found.setdefault(own, f"tiles {name} {dtype.value} x{tokens}")
+            if linear.fusable(scheme, _SHAPE[1]):
                 continue
             for tokens in _TOKENS:
                 few = linear.LinearProblem(scheme, tokens, *_SHAPE, dtype, named_arch(arch))

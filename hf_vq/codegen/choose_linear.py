@@ -65,7 +65,7 @@ def fusable(scheme: VQScheme, in_features: int) -> str | None:
     if reason:
         return reason
     if scheme.codebook == "tile":
-        return "a codebook per tile is decoded first"
+        return "a codebook per tile has another kernel"
     if not list(_units(scheme, in_features)):
         return f"codes of {in_features} weights have no whole words for each scale"
     return None

@@ -190,6 +190,53 @@ class LinearPlan(TablePlan):
 
 
 @dataclass(frozen=True)
+class TilePlan(TablePlan):
+    """A few tokens times codes that have a codebook per tile (kernels/cuda/tiles.cu).
+
+    Args:
+        tile_rows: rows of a tile.
+        column_warps: warps that share the columns of a tile, 4 `unit` each.
+        row_tiles: tiles of 16 rows that a warp multiplies with the same input.
+        token_tiles: tiles of 8 tokens.
+        split: blocks of a cluster that share the tiles of the same rows.
+        depth: slots for the inputs of a tile.
+        steps: tiles whose codes a lane has on their way at a time.
+        ragged: whether tiles do not divide a row.
+        single: whether there is one token.
+    """
+
+    template: ClassVar[str] = "tiles"
+    tile_rows: int
+    column_warps: int
+    row_tiles: int
+    token_tiles: int
+    split: int
+    depth: int
+    steps: int
+    ragged: bool
+    single: bool
+
+    @property
+    def band(self) -> int:
+        """Rows of a block."""
+        return self.threads // 32 // self.column_warps * self.row_tiles * 16
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of a tile."""
+        return 4 * self.unit * self.column_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: two tables, slots, scales, where sums meet, a barrier."""
+        pairs, columns = -(-self.token_tiles // 2), 32 if self.token_tiles == 1 else 16
+        slot = pairs * self.tile_columns // columns * (64 if self.single else 528)
+        parts, sums = self.split * self.column_warps, self.band // 16 * self.token_tiles
+        meeting = -(-sums // self.split) * parts * 512 if parts > 1 else 0
+        return self.table_bytes + self.depth * slot + 4 * self.band + meeting + 16
+
+
+@dataclass(frozen=True)
 class WidePlan(TablePlan):
     """Many tokens times codes (kernels/cuda/wide.cu).
 

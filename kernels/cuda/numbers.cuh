@@ -112,6 +112,19 @@ template <int Bytes> __device__ inline void load_shared(uint32_t from, uint32_t*
   }
 }
 
+// `bytes` (4, or 0: zeros) of global memory to 4 bytes of shared memory, at an address of its own space, without a wait.
+__device__ inline void copy_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// What was copied since the last group is one.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most `Left` groups of this thread are not complete.
+template <int Left> __device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
+}
+
 template <Dtype D> __device__ inline float to_float(uint16_t value) {
   if constexpr (D == Dtype::FLOAT16) return half_to_float(value);
   return __uint_as_float(uint32_t(value) << 16);

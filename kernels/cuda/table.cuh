@@ -141,6 +141,14 @@ struct Table {
     }
   }
 
+  // Two halves in the dtype of the products.
+  __device__ static uint32_t pair(uint32_t halves) {
+    if constexpr (Plan::dtype == Dtype::FLOAT16) return halves;
+    float first, second;
+    unpack_pair<Dtype::FLOAT16>(halves, first, second);
+    return pack_pair<Plan::dtype>(first, second);
+  }
+
  private:
   // Entry `index` as it is in the table: `fused` entries of the codebook, in the dtype of the products.
   __device__ void entry(int stage, int index, uint32_t (&word)[entry_bytes / 4]) const {
@@ -182,14 +190,6 @@ struct Table {
   __device__ static uint32_t biased(int stage, uint32_t four) {
     four &= 0x7f7f7f7f;
     return stage % 2 ? four ^ 0x3f3f3f3f : (four ^ 0x40404040) - 0x01010101;
-  }
-
-  // Two halves in the dtype of the products.
-  __device__ static uint32_t pair(uint32_t halves) {
-    if constexpr (Plan::dtype == Dtype::FLOAT16) return halves;
-    float first, second;
-    unpack_pair<Dtype::FLOAT16>(halves, first, second);
-    return pack_pair<Plan::dtype>(first, second);
   }
 
   // What the upper byte of an E8P code does to a pattern.

@@ -53,6 +53,7 @@ def test_the_matrix_compiles_into_the_store(arch, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sum(" decode" in line for line in lines) >= 11
     assert sum(" linear" in line for line in lines) >= 16
+    assert sum(" tiles" in line for line in lines) >= 2
     assert sum(" encode" in line for line in lines) == 8
     assert sum(" wide" in line for line in lines) >= (16 if arch == "sm_90a" else 0)
     assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)
@@ -187,7 +188,10 @@ def test_explain_names_the_choice(capsys):
     assert out.count("\n*") == 1 and "chosen: LinearPlan(" in out and "save memory" not in out
     assert main(["explain", "linear", "vq8x16r1-tensor-g0-none"]) == 0
     assert "save memory, not time" in capsys.readouterr().out
-    assert main(["explain", "linear", "gptvq-2"]) == 2
-    assert "codebook per tile" in capsys.readouterr().err
+    assert main(["explain", "linear", "gptvq-2", "--m", "16", "--top", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n*") == 1 and "chosen: TilePlan(" in out
+    assert main(["explain", "linear", "vq4x8r1-tile24x20-g0-none", "--k", "80"]) == 2
+    assert "whole words" in capsys.readouterr().err
     assert main(["explain", "decode", "turboquant-4+4"]) == 2
     assert "second pass" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""`linear` on a GPU for few tokens and codebooks of tiles: the fused kernel of tiles.cu.
+
+Launches are prepared here; `cuda_fused` keeps and runs them, as it does those of linear.cu.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..codegen.choose import rotate_plan
+from ..codegen.choose_linear import LinearProblem, token_bucket
+from ..codegen.choose_tiles import blocks, choose
+from ..codegen.device import device_arch
+from ..codegen.launch import Kernel
+from ..codegen.plan import TilePlan
+from ..codegen.store import default_store
+from ..errors import VQBackendError
+from ..formats.scheme import VQScheme
+from . import cuda_fused
+from .cuda_linear import DTYPES
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(plan: TilePlan, ordinal: int) -> Kernel:
+    return Kernel(plan, cuda_fused.LinearArguments, ordinal, default_store())
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(
+    scheme: VQScheme, rows: int, in_features: int, bucket: int, dtype: torch.dtype, ordinal: int
+) -> cuda_fused.Launch:
+    arch = device_arch(ordinal)
+    problem = LinearProblem(scheme, bucket, rows, in_features, DTYPES[dtype], arch)
+    plan = choose(problem)
+    if plan is None:
+        raise VQBackendError(f"{scheme.spec()} has no kernel for tiles for {problem}.")
+    return prepare(plan, scheme, rows, in_features, dtype, ordinal)
+
+
+def prepare(
+    plan: TilePlan,
+    scheme: VQScheme,
+    rows: int,
+    in_features: int,
+    dtype: torch.dtype,
+    ordinal: int,
+) -> cuda_fused.Launch:
+    """How a layer of this size runs a plan: its kernels, loaded, and their sizes."""
+    before, block, at_a_time = None, 0, 0
+    if scheme.rotation != "none":
+        signs = scheme.rotation == "random_hadamard"
+        rotation = rotate_plan(
+            DTYPES[dtype], DTYPES[dtype], scheme.block(in_features), signs, False
+        )
+        before = cuda_fused._rotator(rotation, ordinal)
+        block, at_a_time = rotation.numbers_of_a_block, rotation.blocks_at_a_time
+    return cuda_fused.Launch(
+        _kernel(plan, ordinal),
+        plan.token_tiles,
+        (blocks(plan, rows),),
+        before,
+        at_a_time,
+        block,
+        0,
+        False,
+    )
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    """y = W x + b (`ops.reference.linear`) for few tokens, in 16-bit floats.
+
+    Entries of codebooks and the rotated x are rounded to the dtype of x; sums are float32.
+    """
+    rows, in_features = codes.shape[0], x.shape[-1]
+    y = x.new_empty(*x.shape[:-1], rows)
+    if not y.numel():
+        return y
+    ordinal = x.get_device()
+    with torch.cuda.device(ordinal):
+        bucket = token_bucket(x.numel() // in_features)
+        launch = _prepare(scheme, rows, in_features, bucket, x.dtype, ordinal)
+        cuda_fused.run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal, launch)
+    return y
