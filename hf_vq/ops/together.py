@@ -79,21 +79,27 @@ def fuse(graph: fx.Graph) -> None:
     for (_, scheme), found in alike.items():
         for begin in range(0, len(found), MOST):
             nodes = found[begin : begin + MOST]
-            x: Any = nodes[0].args[0]  # now: it may have been one of those that were replaced
-            if len(nodes) > 1 and _can(x.meta["val"], nodes, scheme):
-                _replace(graph, nodes, x, scheme)
+            if len(nodes) > 1 and _can(nodes, scheme):
+                _replace(graph, nodes, scheme)
 
 
-def _can(x: Tensor, nodes: list[fx.Node], scheme: str) -> bool:
+def _input(nodes: list[fx.Node]) -> Any:
+    return nodes[0].args[0]  # as it is now: it may itself be one of those that were replaced
+
+
+def _can(nodes: list[fx.Node], scheme: str) -> bool:
+    x = _input(nodes).meta["val"]
     if not all(isinstance(size, int) for size in x.shape):
         return False
     return _together(x, [node.meta["val"].shape[-1] for node in nodes], scheme) is not None
 
 
-def _replace(graph: fx.Graph, nodes: list[fx.Node], x: fx.Node, scheme: str) -> None:
+def _replace(graph: fx.Graph, nodes: list[fx.Node], scheme: str) -> None:
     stored = ([node.args[i] for node in nodes] for i in (1, 2, 3, 4, 9))
     with graph.inserting_before(nodes[0]):
-        fused = graph.call_function(torch.ops.hf_vq.linears.default, (x, *stored, scheme))
+        fused = graph.call_function(
+            torch.ops.hf_vq.linears.default, (_input(nodes), *stored, scheme)
+        )
         fused.meta["val"] = [node.meta["val"] for node in nodes]
         items = [graph.call_function(operator.getitem, (fused, i)) for i in range(len(nodes))]
     for node, item in zip(nodes, items, strict=True):

@@ -96,7 +96,8 @@ def test_compiled_code_of_one_model_is_not_that_of_another():
         for model in (first, second):
             assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
         replaced = first.layers[1]
-        replaced.fill({name: 2 * universal_tensor(SCHEME) for name in replaced.shared_names().values()})
+        names = replaced.shared_names().values()
+        replaced.fill({name: 2 * universal_tensor(SCHEME) for name in names})
         assert torch.equal(torch.compile(first, backend="eager")(x), first(x))
 
 
