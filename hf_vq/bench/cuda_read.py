@@ -13,7 +13,10 @@ from ..codegen.store import default_store
 from .cuda_timing import cold_copies
 from .timing import Contestant
 
-_PLAN = ReadPlan(threads=512, resident=2, steps=4)
+PLANS = tuple(
+    ReadPlan(threads=threads, resident=resident, steps=steps)
+    for threads, resident, steps in ((512, 2, 4), (512, 2, 8), (1024, 2, 2), (1024, 1, 8))
+)
 
 
 class ReadArguments(ctypes.Structure):
@@ -26,16 +29,16 @@ class ReadArguments(ctypes.Structure):
     )
 
 
-def reading(nbytes: int) -> Contestant:
+def reading(nbytes: int, plan: ReadPlan) -> Contestant:
     """Reads of `nbytes` bytes that no cache holds, in grids that overlap as ours do."""
     ordinal = torch.cuda.current_device()
-    kernel = Kernel(_PLAN, ReadArguments, ordinal, default_store())
+    kernel = Kernel(plan, ReadArguments, ordinal, default_store())
     words = -(-nbytes // 16)
     buffers = [
         torch.zeros(4 * words, dtype=torch.int32, device="cuda") for _ in range(cold_copies(nbytes))
     ]
     never = torch.empty(1, dtype=torch.int32, device="cuda")
-    blocks = min(device_arch(ordinal).sms * _PLAN.resident, -(-words // _PLAN.threads))
+    blocks = min(device_arch(ordinal).sms * plan.resident, -(-words // plan.threads))
 
     def call(i: int) -> None:
         stream = torch._C._cuda_getCurrentRawStream(ordinal)

@@ -119,7 +119,7 @@ def registers(plan: DecodePlan) -> int:
     words = -(-plan.unit // plan.vector_size * plan.entry_bits // 32)
     entries = plan.stages * plan.vector_size // 2
     lattice = 8 if plan.scope is Scope.E8P else 0
-    addresses = 0 if plan.codebook_in_shared else 2 * (plan.stages - 1)
+    addresses = 0 if plan.codebook_in_shared else 4 * (plan.stages - 1)
     count = 32 + plan.unit + plan.steps * plan.stages * words + entries + lattice + addresses
     return -(-count // 8) * 8  # they are given out by eights
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..formats.packing import packed_size
@@ -245,7 +245,10 @@ def _byte(plan: LinearPlan) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: LinearProblem) -> LinearPlan | None:
-    """The measured plan of a problem, else the feasible one of the lowest cost; None: no plan."""
+    """The measured plan of a problem, else the feasible one of the lowest cost; None: no plan.
+
+    It may be one for more tokens, which keeps less of x in registers.
+    """
     if fusable(problem.scheme, problem.in_features) or problem.tokens > MOST_TOKENS:
         return None
     measured = tuned.find(problem)
@@ -253,7 +256,10 @@ def choose(problem: LinearProblem) -> LinearPlan | None:
         plan = _plan(problem, measured)
         if feasible(plan, problem) is None:
             return plan
-    return next(iter(best(problem, _SPARE)), None)
+    found = next(iter(best(problem, _SPARE)), None)
+    if found is None and 1 < problem.tokens < MOST_TOKENS:
+        return choose(replace(problem, tokens=token_bucket(problem.tokens + 1)))
+    return found
 
 
 def _known(problem: LinearProblem, knobs: dict[str, int]) -> bool:

@@ -222,8 +222,9 @@ __device__ inline void copy_input(const Arguments& a, uint16_t* staged, int chun
         }
     }
   } else {
-    for (int i = threadIdx.x * 8; i < a.columns; i += Plan::threads * 8) copy_ahead(staged + place(i), a.x + i);
-    wait_for_copies();
+#pragma unroll 4
+    for (int i = threadIdx.x * 8; i < a.columns; i += Plan::threads * 8)
+      *reinterpret_cast<uint4*>(staged + place(i)) = __ldg(reinterpret_cast<const uint4*>(a.x + i));
   }
   if constexpr (Plan::ragged)
     for (int i = a.columns + threadIdx.x; i < chunks * chunk; i += Plan::threads) staged[place(i)] = 0;

@@ -90,14 +90,6 @@ template <int Bytes> __device__ inline void stream_words(const void* from, uint3
   }
 }
 
-// 16 bytes to shared memory, through no register; there after `wait_for_copies` of the same thread.
-__device__ inline void copy_ahead(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from)
-               : "memory");
-}
-
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // Words of shared memory at an address of its own space. Volatile: not before the barrier that they wait for.
 template <int Bytes> __device__ inline void load_shared(uint32_t from, uint32_t* word) {
   if constexpr (Bytes == 4) {

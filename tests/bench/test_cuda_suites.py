@@ -63,6 +63,7 @@ def test_cuda_linear(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # the first one of inductor
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # of inductor
 def test_cuda_generate():
     config = LlamaConfig(
