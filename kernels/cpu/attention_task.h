@@ -60,6 +60,9 @@ struct Step {
 
 inline bool learned(const hf_vq_codes& codes) { return codes.learned != 0; }
 
+// How many queries share a lookup. Entries that are loaded one by one are better decoded for all of them at once.
+inline int sharing(const hf_vq_codes& codes) { return kWideLookup || codes.bits < 8 ? kSharing : 1; }
+
 // Memory of a task; every part begins on a cache line.
 struct Desk {
   Weights* weights;   // [rows]
@@ -200,7 +203,7 @@ inline void score_block(const Step& step, const Place& place, const Desk& desk, 
     bias[r] = rows[r].bias;
     out[r] = desk.logits + r * kBlock + begin * kStrip;
   }
-  if (place.rows <= kSharing) {
+  if (place.rows <= sharing(k)) {
     step.key.score_strips[place.rows - 1](step.key_table, packets + begin * strip, end - begin, quads, desk.queries,
                                           bias, out);
     return;
@@ -219,7 +222,7 @@ inline void weigh_block(const Step& step, const Place& place, const Desk& desk, 
   const int count = v.dim / v.x, some = 64 / v.x;
   const int64_t stride = learned(v) ? int64_t(v.x) << v.bits : 0;
   const uint8_t* table = learned(v) ? desk.table : step.value_table;
-  if (place.rows <= kSharing) {
+  if (place.rows <= sharing(v)) {
     float* lanes[kSharing];
     for (int r = 0; r < place.rows; ++r) lanes[r] = rows[r].lanes;
     step.value.weigh_packets[place.rows - 1](table, stride, packets, count, desk.weights, lanes);
