@@ -33,7 +33,7 @@ from ..ops import dispatch
 from ..ops.codes import rotation_of
 from ..ops.library import problem
 from .cpu_linear import random_tensors
-from .cuda_read import reading
+from .cuda_read import PLANS, reading
 from .cuda_timing import cold_copies, interleave_graphs
 from .timing import Contestant, speedup, summary
 
@@ -46,6 +46,7 @@ _MECHANISMS = ("vq-4", "vq-2", "aqlm-2", "quip-sharp-2")
 _GROUP = 128  # of tinygemm's int4
 _HOST_CALLS = 2000
 _DTYPE = torch.bfloat16
+Layers = dict[str, list[dict[str, Tensor]]]  # `copies_of` of every scheme
 
 
 def run(
@@ -71,12 +72,13 @@ def run(
         raise VQBackendError("the suite cuda-linear needs a CUDA device.")
 
     def sections(shape: tuple[int, int]) -> Iterator[list[dict[str, Any]]]:
+        layers = {name: copies_of(weight_scheme(name), *shape) for name in schemes}
         for count in tokens:
-            yield _linear_rows(schemes, *shape, count, rounds)
-        yield _decode_rows(schemes, *shape, rounds)
+            yield _linear_rows(layers, *shape, count, rounds)
+        yield _decode_rows(layers, *shape, rounds)
         for name in _MECHANISMS if 1 in tokens else ():
             if name in schemes:
-                yield _mechanism_rows(name, *shape, rounds)
+                yield _mechanism_rows(name, layers[name], *shape, rounds)
         if shape == shapes[0]:
             yield _host_rows(schemes, *shape)
 
@@ -91,20 +93,23 @@ def run(
 
 @torch.no_grad()
 def _linear_rows(
-    schemes: Sequence[str], out_features: int, in_features: int, tokens: int, rounds: int
+    layers: Layers, out_features: int, in_features: int, tokens: int, rounds: int
 ) -> list[dict[str, Any]]:
     x = torch.randn(tokens, in_features, dtype=_DTYPE, device="cuda")
     contestants = {"bf16": dense(x, out_features), "int4 tinygemm": _tinygemm(x, out_features)}
     kernels, read = {}, {}
-    for name in schemes:
+    for name, sets in layers.items():
         scheme = weight_scheme(name)
-        sets = copies_of(scheme, out_features, in_features)
         contestants[name] = ours(x, sets, scheme)
         asked = problem("linear", x, scheme.spec(), out_features)
         kernels[name] = dispatch.select(asked).name
         if tokens == 1:
-            read[name] = sets[0]["codes"].nbytes + sets[0]["scale"].nbytes
-    reads = {_reading(nbytes): reading(nbytes) for nbytes in read.values()}
+            read[name] = sum(t.nbytes for key, t in sets[0].items() if key != "signs")
+    reads = {
+        _reading(nbytes, i): reading(nbytes, plan)
+        for nbytes in set(read.values())
+        for i, plan in enumerate(PLANS)
+    }
     seconds = interleave_graphs(contestants | reads, rounds)
     found = []
     for name in contestants:
@@ -115,15 +120,15 @@ def _linear_rows(
             row["kernel"] = kernels[name]
             row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in peers}
         if name in read:
-            alone = seconds[_reading(read[name])]
+            alone = min((seconds[_reading(read[name], i)] for i in range(len(PLANS))), key=median)
             row["read_us"] = summary(alone)["us"]
             row["of_reading"] = speedup(seconds[name], alone)
         found.append(row)
     return found
 
 
-def _reading(nbytes: int) -> str:
-    return f"reading {nbytes} bytes"
+def _reading(nbytes: int, plan: int) -> str:
+    return f"reading {nbytes} bytes by plan {plan}"
 
 
 def dense(x: Tensor, out_features: int) -> Contestant:
@@ -166,7 +171,7 @@ def copies_of(scheme: VQScheme, out_features: int, in_features: int) -> list[dic
 
 @torch.no_grad()
 def _mechanism_rows(
-    name: str, out_features: int, in_features: int, rounds: int
+    name: str, sets: list[dict[str, Tensor]], out_features: int, in_features: int, rounds: int
 ) -> list[dict[str, Any]]:
     """One token by the chosen plan, and by plans that lack one thing each."""
     scheme, arch = weight_scheme(name), device_arch(torch.cuda.current_device())
@@ -175,7 +180,6 @@ def _mechanism_rows(
     if chosen is None:
         return []
     x = torch.randn(1, in_features, dtype=_DTYPE, device="cuda")
-    sets = copies_of(scheme, out_features, in_features)
     plans = {"chosen": chosen} | {
         what: plan for what, plan in _without(chosen).items() if feasible(plan, asked) is None
     }
@@ -268,7 +272,7 @@ def _host_time(call: Callable[[], Any]) -> float:
 
 @torch.no_grad()
 def _decode_rows(
-    schemes: Sequence[str], out_features: int, in_features: int, rounds: int
+    layers: Layers, out_features: int, in_features: int, rounds: int
 ) -> list[dict[str, Any]]:
     nbytes = 2 * out_features * in_features
     buffers = [
@@ -284,9 +288,8 @@ def _decode_rows(
         ),
     }
     moved = {"write": nbytes, "read and write": 2 * nbytes}
-    for name in schemes:
+    for name, sets in layers.items():
         scheme = weight_scheme(name)
-        sets = copies_of(scheme, out_features, in_features)
         moved[name] = nbytes + sum(
             tensor.nbytes for key, tensor in sets[0].items() if key != "signs"
         )

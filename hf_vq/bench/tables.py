@@ -320,6 +320,24 @@ def _joined(cells: Iterable[str]) -> str:
     return " / ".join(cells)
 
 
+def cuda_reading_table() -> str:
+    """One token against a kernel that only reads: microseconds of both, and their ratio."""
+    record = _record("cuda-linear")
+    rows = [row for row in record["results"]["rows"] if "of_reading" in row]
+    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
+    cells = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        found = {(row["out_features"], row["in_features"]): row
+                 for row in rows if row["name"] == name}  # fmt: skip
+        cells.append([f"`{name}`", *(
+            f"{found[shape]['read_us']:.1f} / {found[shape]['us']:.1f}, "
+            f"{found[shape]['of_reading']:.0%}"
+            for shape in shapes
+        )])  # fmt: skip
+    head = ["reading alone / ours, us", *(f"{n} x {k}" for n, k in shapes)]
+    return markdown_table(head, cells) + "\n\n" + _timed(record)
+
+
 def cuda_mechanisms_table() -> str:
     """What one token takes without each mechanism, in multiples of the chosen plan."""
     record = _record("cuda-linear")
@@ -399,6 +417,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cpu-generate": cpu_generate_table,
     "results:cuda-linear": cuda_linear_table,
     "results:cuda-prefill": cuda_prefill_table,
+    "results:cuda-reading": cuda_reading_table,
     "results:cuda-mechanisms": cuda_mechanisms_table,
     "results:cuda-host": cuda_host_table,
     "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda_tables.peers),
