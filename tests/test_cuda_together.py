@@ -102,7 +102,12 @@ def test_a_compiled_model(name, tokens, monkeypatch):
     """One launch for both, in a CUDA graph too, which reads what is written to weights later."""
     calls = []
     run = cuda_fused.linears
-    monkeypatch.setattr(cuda_fused, "linears", lambda *given: calls.append(given) or run(*given))
+
+    def counted(*given):  # a tensor of a CUDA graph's memory must not be kept
+        calls.append(len(given[1]))
+        return run(*given)
+
+    monkeypatch.setattr(cuda_fused, "linears", counted)
     model = Gated(name).cuda().half().eval()
     x = torch.randn(tokens, 512, device="cuda", dtype=torch.float16)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
@@ -114,7 +119,7 @@ def test_a_compiled_model(name, tokens, monkeypatch):
             expected = model(x)
             found = compiled(x).clone()
             assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max())
-    assert calls and all(len(given[1]) == 2 for given in calls)
+    assert set(calls) == {2}
     assert len(calls) < 6  # replayed
     torch.compiler.reset()
 

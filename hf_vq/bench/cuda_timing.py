@@ -6,6 +6,7 @@ nothing, and the copies together are larger than the L2 cache.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 
 import torch
@@ -24,12 +25,17 @@ def cold_copies(nbytes: int) -> int:
 def interleave_graphs(
     contestants: Mapping[str, Contestant], rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds per call of every contestant in every round, in rounds of one replay each."""
+    """Seconds per call of every contestant in every round, in rounds of one replay each.
+
+    Each round has an order of its own: where the GPU's power is the limit, a contestant gains from
+    one before it that used little.
+    """
     graphs = {name: _capture(contestant) for name, contestant in contestants.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for round_ in range(warmup + rounds):
-        for name, (graph, calls) in graphs.items():
+        for name in random.Random(round_).sample(list(graphs), len(graphs)):
+            graph, calls = graphs[name]
             start.record()
             graph.replay()
             end.record()

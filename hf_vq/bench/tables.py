@@ -423,6 +423,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda_tables.peers),
     "results:cuda-paper-mechanisms": lambda: _timed_table("cuda-mechanisms", cuda_tables.rungs),
     "results:cuda-paper-exchanges": lambda: _timed_table("cuda-mechanisms", cuda_tables.exchanges),
+    "results:cuda-generate": lambda: _timed_table("cuda-generate", cuda_tables.generate),
+    "results:cuda-steps": lambda: _timed_table("cuda-generate", cuda_tables.steps),
     "results:cuda-quantize": cuda_quantize_table,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
