@@ -91,6 +91,12 @@ def accepts_rotation(problem: dispatch.Problem) -> str | None:
     return rotatable(VQScheme.parse(problem.scheme), problem.k)
 
 
+def _several_kinds() -> bool:
+    from ..codegen.device import device_arch
+
+    return len({device_arch(ordinal).name for ordinal in range(torch.cuda.device_count())}) > 1
+
+
 def accepts_many(problem: dispatch.Problem) -> str | None:
     """None if the kernel for many tokens computes with the codes, else the reason why not."""
     from ..codegen.choose import rotatable
@@ -105,7 +111,7 @@ def accepts_many(problem: dispatch.Problem) -> str | None:
         return f"{problem.tokens} tokens are few"
     if problem.tokens > MOST_TOKENS:
         return f"{problem.tokens} tokens: decoded rows are used often enough"
-    if len({device_arch(ordinal).name for ordinal in range(torch.cuda.device_count())}) > 1:
+    if _several_kinds():
         return "there are GPUs of several kinds"
     scheme = VQScheme.parse(problem.scheme)
     arch, dtype = device_arch(torch.cuda.current_device()), Dtype(problem.dtype)
@@ -130,6 +136,8 @@ def accepts_tiles(problem: dispatch.Problem) -> str | None:
         return f"inputs are {problem.dtype}"
     if problem.tokens > MOST_TOKENS:
         return f"{problem.tokens} tokens: decoded rows are used often enough"
+    if _several_kinds():
+        return "there are GPUs of several kinds"
     scheme = VQScheme.parse(problem.scheme)
     reason = tiled(scheme, problem.k) or rotatable(scheme, problem.k)
     if reason:

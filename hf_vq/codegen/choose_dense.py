@@ -16,6 +16,7 @@ from .table_layout import LARGEST_INDEX, copies, fused, load_bytes, tables
 
 _THREADS = 256
 _FEW_WORDS, _FEW_STAGES = 8, 3  # of codes: with more, registers suffice for one block only
+_LARGEST_TABLES = 96 << 10  # bytes; what every GPU has
 _TILE_ROWS, _COLUMNS = 16, 4 * DensePlan.UNIT  # of a warp
 
 
@@ -27,8 +28,9 @@ def restorable(scheme: VQScheme, in_features: int, out: Dtype) -> str | None:
     reason = fusable(scheme, in_features)
     if reason:
         return reason
-    if tables(scheme)[1] > LARGEST_INDEX:
-        return "its codebook does not fit into shared memory"
+    entry, index_bits, books = tables(scheme)
+    if index_bits > LARGEST_INDEX or books * entry << index_bits > _LARGEST_TABLES:
+        return "its codebooks do not fit into shared memory"
     if scheme.rotation == "qr":
         return "a QR rotation is a matrix product"
     block, group = scheme.block(in_features), scheme.group(in_features)

@@ -247,7 +247,7 @@ def _byte(plan: LinearPlan) -> bool:
 def choose(problem: LinearProblem) -> LinearPlan | None:
     """The measured plan of a problem, else the feasible one of the lowest cost; None: no plan.
 
-    It may be one for more tokens, which keeps less of x in registers.
+    It may be one for more tokens, which keeps less of x in registers or in shared memory.
     """
     if fusable(problem.scheme, problem.in_features) or problem.tokens > MOST_TOKENS:
         return None
@@ -257,7 +257,7 @@ def choose(problem: LinearProblem) -> LinearPlan | None:
         if feasible(plan, problem) is None:
             return plan
     found = next(iter(best(problem, _SPARE)), None)
-    if found is None and 1 < problem.tokens < MOST_TOKENS:
+    if found is None and problem.tokens < MOST_TOKENS:
         return choose(replace(problem, tokens=token_bucket(problem.tokens + 1)))
     return found
 

@@ -16,6 +16,7 @@
 // is high, its tiles are shared by the `split` blocks of a cluster, and each of them adds sums of a part of the rows, which
 // the others send to its shared memory, in the order of blocks: the result does not depend on timing.
 //
+// Lanes beyond the last column multiply zeros with some entries of the codebook, all of which have to be finite.
 // Bytes: codes once, codebooks once for every band (from L2), x once for every band (from L2). Bound by the pipe of shared
 // memory: for 256 columns of 16 rows 64 wavefronts of lookups, a share of 256 for the fill, 32 of x for 8 tokens.
 #include "codes.cuh"

@@ -42,7 +42,8 @@ def test_the_plan_fits(name, arch):
         ("vq2x8r1-universal-g64-random_hadamard128", 4096, "one scale"),
         ("vq2x8r1-tensor-g0-none", 1160, "one scale"),
         ("vq8x16r1-tensor-g0-none", 4096, "shared memory"),
-        ("vq8x12r2-tensor-g0-none", 4096, "whole words"),
+        ("vq4x12r4-tensor-g128-random_hadamard128", 4096, "shared memory"),
+        ("vq8x12r1-tensor-g0-none", 4096, "whole words"),
         ("vq4x8r1-tile256x256-g0-none", 4096, "tile"),
     ],
 )

@@ -91,6 +91,12 @@ def test_the_catalogue_has_plans_on_a_large_gpu():
     assert choose(problem(WEIGHT_SCHEMES["vq-4"], MOST_TOKENS + 1)) is None
 
 
+def test_one_token_too_long_for_shared_memory_runs_as_several():
+    """Beside all copies of the tables, that is."""
+    plan = choose(problem(WEIGHT_SCHEMES["quip-sharp-4"], columns=28672, arch="sm_80"))
+    assert not plan.single and plan.token_tiles == 1
+
+
 def test_tables_of_integers_are_half_as_large():
     """On a GPU with 100 KB of shared memory they are tables at all."""
     floats, integers = WEIGHT_SCHEMES["aqlm-3"], WEIGHT_SCHEMES["aqlm-3-int7"]
