@@ -12,15 +12,16 @@ import torch
 
 from hf_vq import ops
 from hf_vq.backends import cuda_fused, cuda_tiles
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.codegen.choose_linear import LinearProblem, token_bucket
 from hf_vq.codegen.choose_tiles import best
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
-from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.ops import dispatch, reference
-from hf_vq.ops.codes import rotation_of, stored_arguments
+from hf_vq.formats import weight_scheme
+from hf_vq.ops import dispatch
+from hf_vq.ops.codes import rotation_of
 from hf_vq.ops.library import problem
+
+from .cuda_layers import check, poison, stored
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,35 +44,6 @@ CASES = [  # spec, out_features, in_features
     ("vq4x8r1-tile256x256-g0-random_hadamard128", 200, 1024),
     ("vq4x8r1-tile256x256-g0-hadamard0", 77, 256),
 ]
-
-
-def stored(spec, out_features, in_features):
-    scheme = VQScheme.parse(spec)
-    tensors = random_tensors(scheme, out_features, in_features)
-    return scheme, {key: tensor.cuda() for key, tensor in tensors.items()}
-
-
-def poison():
-    """Fill the memory that the allocator gives next with NaN."""
-    for size in (1 << 12, 1 << 18, 1 << 24):
-        for _ in range(3):
-            torch.full((size,), float("nan"), device="cuda")
-
-
-def check(y, x, tensors, bias, scheme):
-    """The error is at most twice that of the same product of rounded numbers in PyTorch."""
-    dtype, rotation = x.dtype, rotation_of(tensors)
-    _, codebook, *_ = stored_arguments(tensors)
-    ones = torch.ones_like(tensors["scale"])
-    rows = reference.decode_rotated(tensors["codes"], codebook, ones, scheme, x.shape[-1])
-    weight = rows.double() * tensors["scale"].double()
-    exact = reference.rotate(x.double(), rotation, scheme, False) @ weight.T
-    exact += 0 if bias is None else bias.double()
-    rounded = reference.rotate(x.float(), rotation, scheme, False).to(dtype)
-    same = torch.nn.functional.linear(rounded, weight.to(dtype), bias)
-    eps = torch.finfo(dtype).eps * exact.norm()
-    assert (y.double() - exact).norm() <= 2 * (same.double() - exact).norm() + eps
-    assert (y.double() - exact).abs().max() <= 4 * (same.double() - exact).abs().max() + eps
 
 
 def multiplied(plan, x, tensors, bias, scheme, rows):

@@ -290,7 +290,8 @@ def _kernel(plan: LinearPlan, shared: int, ordinal: int) -> Kernel:
 
 
 @functools.lru_cache(maxsize=1024)
-def _rotator(plan: RotatePlan, ordinal: int) -> Kernel:
+def rotator(plan: RotatePlan, ordinal: int) -> Kernel:
+    """The kernel that rotates x, or puts it in order, before the product."""
     return Kernel(plan, RotateArguments, ordinal, default_store())
 
 
@@ -342,7 +343,7 @@ def prepare(
             False,
             0 if plan.single else plan.unit,
         )
-        before = _rotator(rotation, ordinal)
+        before = rotator(rotation, ordinal)
         block, at_a_time = rotation.numbers_of_a_block, rotation.blocks_at_a_time
     return Launch(
         _kernel(plan, plan.shared_bytes_for(in_features), ordinal),

@@ -55,7 +55,7 @@ def prepare(
         rotation = rotate_plan(
             DTYPES[dtype], DTYPES[dtype], scheme.block(in_features), signs, False
         )
-        before = cuda_fused._rotator(rotation, ordinal)
+        before = cuda_fused.rotator(rotation, ordinal)
         block, at_a_time = rotation.numbers_of_a_block, rotation.blocks_at_a_time
     return cuda_fused.Launch(
         _kernel(plan, ordinal),

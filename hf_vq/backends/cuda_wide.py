@@ -65,7 +65,7 @@ def prepare(
         _kernel(plan, ordinal),
         token_tiles,
         (blocks(plan, rows, tokens, device_arch(ordinal)),),
-        cuda_fused._rotator(rotation, ordinal),
+        cuda_fused.rotator(rotation, ordinal),
         rotation.blocks_at_a_time,
         rotation.numbers_of_a_block,
         8 * token_tiles * in_features,

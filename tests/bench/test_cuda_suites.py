@@ -178,12 +178,15 @@ def test_what_was_measured_is_chosen(tmp_path, monkeypatch):
 def test_what_the_record_promises():
     """What README, CHANGELOG and docs/cuda.md say of an H200."""
     rows = read_record("cuda-linear")["results"]["rows"]
-    fast = {"vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "aqlm-2"}
+    fast = {"vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "aqlm-2", "gptvq-2"}
     few = [row for row in rows if row["what"] == "linear" and row["tokens"] <= 16]
     ours = [row for row in few if row["name"] in fast]
     assert {row["name"] for row in ours} == fast
     assert all(row["speedup"]["bf16"] > 1.2 for row in ours)
-    assert all(row["kernel"] == "cuda.fused_linear" for row in ours)
+    for row in ours:
+        kernel = "cuda.tile_linear" if row["name"] == "gptvq-2" else "cuda.fused_linear"
+        assert row["kernel"] == kernel
+    assert all(row["of_reading"] < 1 for row in few if row["tokens"] == 1 and "kernel" in row)
     without = {row["plan"]: [] for row in rows if row["what"] == "mechanism"}
     for row in rows:
         if row["what"] == "mechanism":
