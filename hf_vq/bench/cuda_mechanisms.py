@@ -19,10 +19,9 @@ from torch import Tensor
 
 from .. import ops
 from ..codegen import compiler
-from ..codegen.device import Arch, device_arch
+from ..codegen.device import RESERVED_BYTES, Arch, device_arch
 from ..codegen.store import default_store
 from ..codegen.vq_llm import (
-    RESERVED_BYTES,
     STATIC_BYTES,
     Fusion,
     VqLlmPlan,

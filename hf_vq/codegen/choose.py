@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..errors import VQBackendError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from .device import Arch
+from .device import RESERVED_BYTES, Arch
 from .plan import DecodePlan, Dtype, RotatePlan, Scope
 
 VECTOR_SIZES = (1, 2, 4, 8, 16)
@@ -35,7 +35,6 @@ WARP_INSTRUCTIONS = 4.0
 _LATENCY = 1200  # clocks from a load to a store that depends on it, through one lookup
 _START = 1500  # clocks before a block's first load
 NOT_HIDDEN = 0.2  # of what does not bind
-_RESERVED = 1024  # bytes of shared memory that every block leaves to the system
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def _resident(plan: DecodePlan, arch: Arch) -> int:
     return min(
         arch.threads_per_sm // plan.threads,
         arch.registers_per_sm // (registers(plan) * plan.threads),
-        arch.shared_per_sm // (plan.shared_bytes + _RESERVED),
+        arch.shared_per_sm // (plan.shared_bytes + RESERVED_BYTES),
     )
 
 

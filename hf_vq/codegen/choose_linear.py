@@ -17,7 +17,7 @@ from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from . import tuned
 from .choose import L2_LOOKUPS, NOT_HIDDEN, WARP_INSTRUCTIONS, Cost, decodable
-from .device import Arch
+from .device import RESERVED_BYTES, Arch
 from .plan import Dtype, LinearPlan, Scope
 from .table_layout import BANKS, LARGEST_INDEX, fused, load_bytes, tables
 
@@ -169,7 +169,7 @@ def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
         return "inputs of many tokens are not kept for several tiles of rows"
     if shared > arch.shared_per_block:
         return "tables and inputs do not fit into shared memory"
-    if plan.resident * (shared + 1024) > arch.shared_per_sm:
+    if plan.resident * (shared + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
     if plan.resident * plan.threads > arch.threads_per_sm:
         return "a multiprocessor does not hold so many threads"
@@ -230,7 +230,7 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     # What begins a block is hidden behind the kernel before it where both fit on a multiprocessor.
     shared = plan.shared_bytes_for(columns)
     halves = 2 * plan.resident * plan.threads * registers(plan) <= arch.registers_per_sm
-    alone = not halves or 2 * plan.resident * (shared + 1024) > arch.shared_per_sm
+    alone = not halves or 2 * plan.resident * (shared + RESERVED_BYTES) > arch.shared_per_sm
     prologue = _PROLOGUE * (1.0 if alone else 0.6) + plan.table_bytes / 128
     if plan.single:
         prologue += columns / warps * (0.9 if plan.rotate else 0.2)

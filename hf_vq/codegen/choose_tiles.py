@@ -13,9 +13,9 @@ from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from .choose import NOT_HIDDEN, Cost, decodable
 from .choose_linear import MOST_TOKENS, LinearProblem
-from .device import Arch
+from .device import RESERVED_BYTES, Arch
 from .plan import Scope, TilePlan
-from .table_layout import load_bytes
+from .table_layout import BANKS, load_bytes
 
 # Threads of a block, blocks of a multiprocessor, tiles of 16 rows of a warp.
 _BLOCKS = ((256, 2, 2), (256, 1, 2), (256, 2, 1), (256, 1, 1), (128, 2, 2), (128, 3, 1),
@@ -25,7 +25,6 @@ _SPLITS = (1, 2, 4, 6, 8)
 _DEPTHS = (3, 2)
 _STEPS = 2
 _UNITS = (8, 16, 32, 64, 128)
-_BANKS = 128  # bytes
 _LEFT_OUT = 12  # multiprocessors of 132 that have no place in clusters of more than two
 _INPUT = 3.0  # wavefronts that a line of x takes on its way into a slot
 _CACHED_LINES = 5.0  # cycles of L1 for a load of eight rows
@@ -33,7 +32,6 @@ _PRODUCT = 6.0  # cycles of tensor cores for one of 16 x 8 x 16
 _TOGETHER, _ALONE = 1.2, 1.65  # times the modelled cycles that a tile takes, of several blocks
 _HIGH = 256  # rows of a band; tiles of lower ones took longer than their parts say
 _PROLOGUE, _MEETING = 2500, 500
-_RESERVED = 1024  # bytes of shared memory that every block leaves to the system
 _SPARE = 8  # registers by which the estimate may be wrong
 
 
@@ -96,7 +94,7 @@ def plan_of(
         fused=1,
         in_shared=True,
         integers=False,
-        replicas=_BANKS // (2 * scheme.vector_size),
+        replicas=BANKS // (2 * scheme.vector_size),
         interleaved=2,
         unit=unit,
         load_bytes=load_bytes(scheme, unit, columns) if unit else 0,
@@ -132,7 +130,7 @@ def feasible(plan: TilePlan, problem: LinearProblem) -> str | None:
         return "there are fewer tiles in a row than blocks"
     if plan.shared_bytes > arch.shared_per_block:
         return "tables and inputs do not fit into shared memory"
-    if plan.resident * (plan.shared_bytes + _RESERVED) > arch.shared_per_sm:
+    if plan.resident * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
     if spare_registers(plan, arch) < _SPARE:
         return "sums do not fit into registers"
@@ -182,9 +180,9 @@ def cost(plan: TilePlan, problem: LinearProblem) -> Cost:
     pairs, pieces = -(-plan.token_tiles // 2), plan.unit // (8 if plan.token_tiles == 1 else 4)
     words = plan.unit // plan.vector_size * plan.entry_bits // 32
     pipe = float(1 << plan.entry_bits)
-    pipe += plan.band * plan.tile_columns * 2 / _BANKS
+    pipe += plan.band * plan.tile_columns * 2 / BANKS
     pipe += warps * pairs * pieces * (1 if plan.single else 4)
-    pipe += _INPUT * problem.tokens * plan.tile_columns * 2 / _BANKS
+    pipe += _INPUT * problem.tokens * plan.tile_columns * 2 / BANKS
     pipe += _CACHED_LINES * fragments * 2 * words * 4 / max(plan.load_bytes, 4)
     tensor = _PRODUCT * fragments * plan.unit / 4 * max(1, plan.token_tiles) / 4
     parts = {"shared memory": pipe, "tensor cores": tensor}

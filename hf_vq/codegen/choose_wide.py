@@ -13,7 +13,7 @@ from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from .choose import Cost
 from .choose_linear import LinearProblem, fusable
-from .device import Arch
+from .device import RESERVED_BYTES, Arch
 from .plan import Scope, WidePlan
 from .table_layout import LARGEST_INDEX, copies, fused, load_bytes, tables
 
@@ -28,7 +28,6 @@ _SHORTEST_BLOCK, _LONGEST_UNIT = 8, 64  # that rotate.cu exchanges within a warp
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
 _STEPS, _MORE_STEPS = 2, 3  # where there are registers for more
 _LEFT_OUT = 12  # multiprocessors of 132 that have no place in clusters of more than two
-_RESERVED = 1024  # bytes of shared memory that every block leaves to the system
 _COLUMNS = 64  # of a slot
 _TENSOR = 0.52  # cycles of a product of 64 x 16 for each token
 _SHORTEST = 66.0  # cycles of such a product, however few its tokens
@@ -113,7 +112,7 @@ def _plan(problem: LinearProblem, warpgroups: int, token_tile: int, split: int) 
         depth=0,
         steps=_MORE_STEPS if more else _STEPS,
     )
-    most = min(arch.shared_per_block, arch.shared_per_sm - _RESERVED)
+    most = min(arch.shared_per_block, arch.shared_per_sm - RESERVED_BYTES)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)
     return replace(plan, depth=min(left, _MOST_SLOTS))
 
@@ -123,7 +122,7 @@ def feasible(plan: WidePlan, problem: LinearProblem) -> str | None:
     arch = problem.arch
     if plan.depth < _FEWEST_SLOTS:
         return "tables leave too little shared memory for x"
-    if plan.resident * (plan.shared_bytes + _RESERVED) > arch.shared_per_sm:
+    if plan.resident * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "sums do not fit into shared memory"
     if spare_registers(plan, arch) < 0:
         return "sums do not fit into registers"

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import VQBackendError, shown
 
 OLDEST = 80  # cp.async, bf16 and its conversions
+RESERVED_BYTES = 1024  # of shared memory, that every block leaves to the system
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import ClassVar
 from ..errors import VQBackendError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from .device import Arch
+from .device import RESERVED_BYTES, Arch
 from .plan import Plan, Scope
 
 # "Fewer than five" (section VI.B), not the <= 5 of Algorithm 2: with five, shuffles lose on an H200
@@ -33,7 +33,6 @@ _WARP = 32
 _ROW_TILES = 4  # of a block, at most
 _UNITS = {2: 32, 4: 32, 8: 64}  # 32 bytes of a row's codes in a chunk, or more
 _TILE_UNIT = 16
-RESERVED_BYTES = 1024  # of shared memory, that every block leaves to the system
 STATIC_BYTES = 16  # of shared memory, that the kernel declares itself
 _MOST_REGISTERS = 255
 _SPARE = 16  # registers that reading a hot entry takes beside it
