@@ -32,14 +32,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq.backends import cuda_encode, cuda_fused, cuda_linear, cuda_wide
+from hf_vq.backends import cuda_encode, cuda_fused, cuda_linear, cuda_tiles, cuda_wide
 from hf_vq.bench.cpu_linear import random_tensors
-from hf_vq.codegen import choose, choose_dense, choose_linear, choose_wide
+from hf_vq.bench.cuda_mechanisms import plans_of
+from hf_vq.bench.paper_kernel import PaperLinear
+from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide
 from hf_vq.codegen.choose_linear import LinearProblem
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.launch import Kernel
-from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, Plan, WidePlan
+from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, Plan, TilePlan, WidePlan
 from hf_vq.codegen.store import default_store
+from hf_vq.codegen.vq_llm import VqLlmPlan
 from hf_vq.fit.scale import FACTORS
 from hf_vq.formats import VQScheme, weight_scheme
 from hf_vq.ops import reference
@@ -54,6 +57,14 @@ PRODUCTS = [  # scheme, columns
     ("vq8x16r1-tensor-g0-none", 1024), ("vq2x8r1-tensor-g32-none", 1152),
     ("vq2x8r1-tensor-g0-none", 1160), ("vq4x8r1-universal-g64-random_hadamard64", 1088),
     ("vq16x8r1-tensor-g0-none", 1024), ("vq1x2r2-tensor-g128-none", 1024),
+]  # fmt: skip
+TILES = [  # scheme, columns
+    ("gptvq-2", 1152), ("gptvq-2", 2048), ("vq2x8r1-tile128x128-g0-none", 320),
+    ("vq4x8r1-tile256x256-g0-random_hadamard128", 1024), ("vq16x8r1-tile256x512-g0-none", 1024),
+]  # fmt: skip
+PAPER = [  # scheme, rows, columns
+    ("vq4x8r1-universal-g128-none", 130, 1152), ("aqlm-2", 130, 1024), ("aqlm-3", 70, 1024),
+    ("gptvq-2", 300, 1024),
 ]  # fmt: skip
 FEW, MANY = (1, 7, 29, 64), (75, 270)  # tokens
 DECODED = [  # scheme, rows, columns
@@ -120,15 +131,58 @@ def many_tokens() -> Iterator[Case]:
                 )
 
 
+def tiled() -> Iterator[Case]:
+    """Plans of tiles.cu."""
+    seen: dict[int, set[tuple[str, Any]]] = {tokens: set() for tokens in FEW}
+    for n, ((name, columns), tokens) in enumerate(product(TILES, FEW)):
+        scheme, dtype = weight_scheme(name), (Dtype.FLOAT16, Dtype.BFLOAT16)[n % 2]
+        problem = LinearProblem(scheme, tokens, 4096, columns, dtype, device_arch(0))
+        for plan in covering(choose_tiles.best(problem), seen[tokens]):
+            rows = 2 * plan.band - 3
+            yield (
+                f"tiles {tokens} x {rows} x {columns} {name} {plan}",
+                partial(multiply, plan, scheme, tokens, rows, columns),
+            )
+
+
+def of_the_paper() -> Iterator[Case]:
+    """Plans of vq_llm.cu."""
+    for (name, rows, columns), tokens in product(PAPER, (1, 7)):
+        scheme = weight_scheme(name)
+        plans = plans_of(scheme, device_arch(0), rows, columns, tokens)
+        for plan in covering(plans.values(), set()):
+            yield (
+                f"paper {tokens} x {rows} x {columns} {name} {plan}",
+                partial(multiply_as_published, plan, scheme, tokens, rows, columns),
+            )
+
+
+def multiply_as_published(
+    plan: VqLlmPlan, scheme: VQScheme, tokens: int, rows: int, columns: int
+) -> None:
+    """Two launches."""
+    here, there = stored(scheme, rows, columns)
+    x = torch.randn(tokens, columns).half()
+    moved, layer = x.cuda(), PaperLinear(plan, rows, tokens)
+    outputs = [torch.full((tokens + 1, rows), float("nan")).half().cuda() for _ in range(2)]
+    for y in outputs:
+        layer(moved, there, y[:tokens])
+    for y in outputs:
+        close(y, x.double() @ decoded(here, scheme, columns).T, 2.0**-6)
+
+
 def multiply(
-    plan: LinearPlan | WidePlan, scheme: VQScheme, tokens: int, rows: int, columns: int
+    plan: LinearPlan | TilePlan | WidePlan, scheme: VQScheme, tokens: int, rows: int, columns: int
 ) -> None:
     """Two launches, of which the second may begin before the first has ended. They have one
-    block, or cluster, which has several tiles, one after another."""
+    block, or cluster, which has several tiles, one after another (of tiles.cu, as many as rows
+    need)."""
     dtype, arch = FLOATS[plan.dtype], device_arch(0)
     if isinstance(plan, LinearPlan):
         launch = cuda_fused.prepare(plan, scheme, (rows,), columns, dtype, 0)
         launch.blocks = (1,)
+    elif isinstance(plan, TilePlan):
+        launch = cuda_tiles.prepare(plan, scheme, rows, columns, dtype, 0)
     else:
         launch = cuda_wide.prepare(plan, scheme, rows, columns, tokens, dtype, 0)
         if plan.split == 1:
@@ -273,8 +327,8 @@ def close(found: Tensor, exact: Tensor, bound: float) -> None:
 
 
 MAKERS = {"wide": many_tokens, "linear": few_tokens, "together": several_matrices,
-          "decode": dense_rows, "dense": rows_rotated_back, "rotate": rotations,
-          "encode": codes_and_scales}  # fmt: skip
+          "tiles": tiled, "paper": of_the_paper, "decode": dense_rows, "dense": rows_rotated_back,
+          "rotate": rotations, "encode": codes_and_scales}  # fmt: skip
 
 
 def run_part(kernels: Sequence[str], part: int, parts: int) -> None:
