@@ -390,7 +390,7 @@ def test_graph(monkeypatch):
     cuda._decoder.cache_clear()
     cuda._rotator.cache_clear()
     cuda._kernel.cache_clear()
-    for cache in (fused._kernel, fused.rotator, fused._prepare):
+    for cache in (fused._kernel, fused.rotator, fused.prepared):
         cache.cache_clear()
     layers = [stored(weight_scheme(name).spec(), 512, 512) for name in ("vq-4", "quip-sharp-2")]
     x = torch.randn(8, 512, device="cuda", dtype=torch.float16)

@@ -6,7 +6,6 @@ What runs them (`cuda_*`, `codegen`) is imported when a tensor on a GPU asks for
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -171,20 +170,16 @@ def _tiles(*arguments: Tensor | VQScheme | None) -> Tensor:
 
 
 def _direct(problem: dispatch.Problem) -> dispatch.Direct:
-    from . import cuda_fused
+    from . import cuda_direct
 
-    return _directly(cuda_fused.linear, problem)
+    return cuda_direct.direct(problem, parse(problem.scheme))
 
 
 def _direct_tiles(problem: dispatch.Problem) -> dispatch.Direct:
+    """Eager calls without gradients leave out the dispatcher."""
     from . import cuda_tiles
 
-    return _directly(cuda_tiles.linear, problem)
-
-
-def _directly(linear: Callable[..., Tensor], problem: dispatch.Problem) -> dispatch.Direct:
-    """Eager calls without gradients leave out the dispatcher."""
-    scheme = parse(problem.scheme)
+    scheme, linear = parse(problem.scheme), cuda_tiles.linear
 
     def run(
         x: Tensor,

@@ -296,7 +296,7 @@ def rotator(plan: RotatePlan, ordinal: int) -> Kernel:
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepare(
+def prepared(
     scheme: VQScheme,
     rows: tuple[int, ...],
     in_features: int,
@@ -304,6 +304,14 @@ def _prepare(
     dtype: torch.dtype,
     ordinal: int,
 ) -> Launch:
+    """How matrices of so many rows with one input run the plan that is chosen for them.
+
+    Args:
+        bucket: of tokens.
+
+    Raises:
+        VQBackendError: there is no plan.
+    """
     arch = device_arch(ordinal)
     problem = LinearProblem(scheme, bucket, sum(rows), in_features, DTYPES[dtype], arch)
     if tuned.find(problem) is None:  # several matrices: the largest one's plan, measured or not
@@ -473,7 +481,7 @@ def _call(
         if launch is None:
             bucket = token_bucket(x.numel() // layer.in_features)
             rows = tuple(one.rows for one in (layer, *others))
-            launch = _prepare(scheme, rows, layer.in_features, bucket, x.dtype, ordinal)
+            launch = prepared(scheme, rows, layer.in_features, bucket, x.dtype, ordinal)
         if len(layer.calls) == _MOST_CALLS:
             layer.calls.clear()
         call = layer.calls[asked] = _Call((layer, *others), launch, x)

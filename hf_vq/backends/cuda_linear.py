@@ -147,11 +147,11 @@ class Stored:
         # A copy does not follow what is written to its original.
         self.copied = any(a.data_ptr() != b.data_ptr() for a, b in zip(given, kept, strict=True))
         sizes = (self.codes.numel(), self.codebook.numel(), self.scale.numel())
-        if sizes != _sizes(scheme, self.rows, in_features):
+        expected = stored_sizes(scheme, self.rows, in_features)
+        if sizes != expected:
             raise VQFormatError(
-                f"{self.rows} rows of {in_features} weights as {scheme.spec()} have "
-                f"{_sizes(scheme, self.rows, in_features)} codes, codebook entries and scales; "
-                f"got {sizes}."
+                f"{self.rows} rows of {in_features} weights as {scheme.spec()} have {expected} "
+                f"codes, codebook entries and scales; got {sizes}."
             )
         if odd := self.codes.numel() % _WORD:
             self.codes = torch.nn.functional.pad(self.codes.view(-1), (0, _WORD - odd))
@@ -207,7 +207,7 @@ class Stored:
 
 
 @functools.lru_cache(maxsize=1024)
-def _sizes(scheme: VQScheme, rows: int, in_features: int) -> tuple[int, int, int]:
+def stored_sizes(scheme: VQScheme, rows: int, in_features: int) -> tuple[int, int, int]:
     """Bytes of codes, numbers of codebooks, and scales."""
     x = scheme.vector_size
     stream = packed_size(in_features // x, scheme.entry_bits)

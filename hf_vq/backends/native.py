@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import env, paths
 from ..errors import VQBackendError
 
-ABI_VERSION = 3  # HF_VQ_ABI_VERSION of the api.h that this module was written for
+ABI_VERSION = 4  # HF_VQ_ABI_VERSION of the api.h that this module was written for
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 3}
 """torch dtype -> enum hf_vq_dtype."""
@@ -66,6 +66,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("coded_scores", number, [pointer, pointer]),
         ("use_torch", None, [pointer]),
         ("torch_linear", None, [pointer, ctypes.c_uint64, ctypes.c_uint64]),
+        ("use_cuda", None, [pointer]),
+        ("torch_cuda_linear", None, [pointer, ctypes.c_uint64, ctypes.c_uint64]),
         ("read_memory", size, [pointer, size]),
         ("dense_scores", number, [pointer, number, pointer, size, size, pointer]),
         ("table_scores", number, [pointer, pointer, number, pointer, size, size, pointer]),
@@ -75,14 +77,23 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 @functools.cache
-def torch_shim() -> ctypes.CDLL | None:
-    """The library that exports torch's C shim."""
-    for path in Path(torch.__file__).parent.glob("lib/*torch_cpu.*"):
+def torch_shim(part: str = "cpu") -> ctypes.CDLL | None:
+    """The library that exports torch's C shim, or the part of it that is for CUDA."""
+    for path in Path(torch.__file__).parent.glob(f"lib/*torch_{part}.*"):
         try:
             return ctypes.CDLL(str(path))
         except OSError:
             continue
     return None
+
+
+@functools.cache
+def cuda_driver() -> ctypes.CDLL | None:
+    """The driver of NVIDIA's GPUs."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def _share_threads(library: ctypes.CDLL) -> None:

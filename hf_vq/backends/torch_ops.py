@@ -1,9 +1,9 @@
-"""`hf_vq::cpu_linear`: the kernel of the row `cpu.linear` as an op that runs without Python.
+"""`hf_vq::cpu_linear` and `hf_vq::cuda_linear`: linear layers as ops that run without Python.
 
 A call of `hf_vq::linear` passes through its formula for gradients, the dispatch table and ctypes,
-all of it Python. This op is registered through torch's C shim, by addresses that ctypes looks up,
-and takes only what the kernel reads as it is. `ops.linear` calls it where the table chose
-`cpu.linear` and nothing but the result is asked for.
+all of it Python. These ops are registered through torch's C shim, by addresses that ctypes looks
+up, and take only what the kernel reads as it is. `ops.linear` calls them where the table chose
+their row and nothing but the result is asked for.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ _NUMBERS = (
     "device_type_cpu",
 )  # fmt: skip
 _REGISTRATION = ("library_init_impl", "library_impl")
-_FILE = b"kernels/cpu/torch_ops.cpp"  # torch keeps its address
+_CUDA_FUNCTIONS = ("get_device_type", "get_device_index")
+_CUDA_STREAM = "aoti_torch_get_current_cuda_stream"  # in torch's library for CUDA
+_CUDA_DRIVER = ("cuLaunchKernel", "cuStreamIsCapturing")
+_CUDA_NUMBERS = ("device_type_cuda", "dtype_int8", "dtype_int64")
+_FILE = b"kernels/cpu/torch_shim.h"  # torch keeps its address
 
-SCHEMA = (
-    "cpu_linear(Tensor x, Tensor codes, Tensor codebook, Tensor scale, Tensor signs, Tensor bias, "
-    "Tensor matrix) -> Tensor"
+_SCHEMA = (
+    "(Tensor x, Tensor codes, Tensor codebook, Tensor scale, Tensor signs, Tensor bias, "
+    "Tensor {}) -> Tensor"
 )
 
 
@@ -41,6 +45,19 @@ class _Torch(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in _FUNCTIONS] + [
         (name, ctypes.c_int32) for name in _NUMBERS
     ]
+
+
+class _Cuda(ctypes.Structure):
+    """struct hf_vq_cuda of api.h."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in (*_CUDA_FUNCTIONS, _CUDA_STREAM, *_CUDA_DRIVER)
+    ] + [(name, ctypes.c_int32) for name in _CUDA_NUMBERS]
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """torch's number of a type, where there is a C shim."""
+    return int(getattr(native.torch_shim(), f"aoti_torch_dtype_{str(dtype)[6:]}")())
 
 
 _registering = threading.Lock()  # threads may call their first layers at once
@@ -55,25 +72,70 @@ def cpu_linear() -> Any | None:
         return _register()
 
 
+def cuda_linear() -> Any | None:
+    """The op, registered at the first call; None without the library, torch's C shim or CUDA.
+
+    It gives None instead of y for tensors that the kernel does not read as they are, and while a
+    graph is captured.
+    """
+    with _registering:
+        return _register_cuda()
+
+
 @cache
 def _register() -> Any | None:
-    kernels, shim = native.load(), native.torch_shim()
-    names = [f"aoti_torch_{name}" for name in (*_FUNCTIONS, *_NUMBERS, *_REGISTRATION)]
-    if kernels is None or shim is None or not all(hasattr(shim, name) for name in names):
+    kernels, shim = native.load(), _share()
+    if kernels is None or shim is None:
         return None
-    found = {name: getattr(shim, f"aoti_torch_{name}") for name in (*_FUNCTIONS, *_NUMBERS)}
-    functions = _Torch(
-        *(ctypes.cast(found[name], ctypes.c_void_p) for name in _FUNCTIONS),
-        *(found[name]() for name in _NUMBERS),
+    return _op(shim, b"CPU", "cpu_linear", _SCHEMA.format("matrix"), kernels.hf_vq_torch_linear)
+
+
+@cache
+def _register_cuda() -> Any | None:
+    kernels, shim = native.load(), _share()
+    of_cuda, driver = native.torch_shim("cuda"), native.cuda_driver()
+    if kernels is None or shim is None or of_cuda is None or driver is None:
+        return None
+    functions = (
+        *_found(shim, _CUDA_FUNCTIONS), getattr(of_cuda, _CUDA_STREAM, None),
+        *(getattr(driver, name, None) for name in _CUDA_DRIVER),
+    )  # fmt: skip
+    numbers = _found(shim, _CUDA_NUMBERS)
+    if None in functions or None in numbers:
+        return None
+    addresses = (ctypes.cast(function, ctypes.c_void_p) for function in functions)
+    kernels.hf_vq_use_cuda(ctypes.byref(_Cuda(*addresses, *(number() for number in numbers))))
+    return _op(
+        shim, b"CUDA", "cuda_linear", _SCHEMA.format("launch"), kernels.hf_vq_torch_cuda_linear
     )
-    kernels.hf_vq_use_torch(ctypes.byref(functions))
-    kernel = ctypes.cast(kernels.hf_vq_torch_linear, ctypes.c_void_p)
+
+
+def _share() -> ctypes.CDLL | None:
+    """torch's C shim, after the library was told of it; None if it lacks something."""
+    kernels, shim = native.load(), native.torch_shim()
+    if kernels is None or shim is None or None in _found(shim, _REGISTRATION):
+        return None
+    functions, numbers = _found(shim, _FUNCTIONS), _found(shim, _NUMBERS)
+    if None in functions or None in numbers:
+        return None
+    addresses = (ctypes.cast(function, ctypes.c_void_p) for function in functions)
+    kernels.hf_vq_use_torch(ctypes.byref(_Torch(*addresses, *(number() for number in numbers))))
+    return shim
+
+
+def _found(shim: ctypes.CDLL, names: tuple[str, ...]) -> list[Any]:
+    return [getattr(shim, f"aoti_torch_{name}", None) for name in names]
+
+
+def _op(shim: ctypes.CDLL, key: bytes, name: str, schema: str, kernel: Any) -> Any | None:
+    """The op `hf_vq::name` with a boxed kernel for tensors of a dispatch key."""
     registry = ctypes.c_void_p()  # never freed: that would take the kernel back
     if shim.aoti_torch_library_init_impl(
-        b"hf_vq", b"CPU", _FILE, ctypes.c_uint32(1), ctypes.byref(registry)
+        b"hf_vq", key, _FILE, ctypes.c_uint32(1), ctypes.byref(registry)
     ):
         return None
-    library.define(SCHEMA)
-    if shim.aoti_torch_library_impl(registry, b"cpu_linear", kernel):
+    library.define(name + schema)
+    address = ctypes.cast(kernel, ctypes.c_void_p)
+    if shim.aoti_torch_library_impl(registry, name.encode(), address):
         return None
-    return torch.ops.hf_vq.cpu_linear.default
+    return getattr(torch.ops.hf_vq, name).default

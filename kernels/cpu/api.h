@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 3
+#define HF_VQ_ABI_VERSION 4
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -132,7 +132,7 @@ HF_VQ_API int hf_vq_attention(const hf_vq_attention_step* step);
 
 // -- torch's dispatcher --------------------------------------------------------------------------
 
-// What torch_ops.cpp needs of torch: functions of its C shim, each named aoti_torch_<field> there
+// What torch_shim.h needs of torch: functions of its C shim, each named aoti_torch_<field> there
 // (torch/csrc/inductor/aoti_torch/c/shim.h; 0 is success, tensors are handles), and its numbers for types.
 typedef struct hf_vq_torch {
   int32_t (*get_data_ptr)(void* tensor, void** data);
@@ -155,6 +155,38 @@ HF_VQ_API void hf_vq_use_torch(const hf_vq_torch* torch);
 // hf_vq_use_torch: takes the arguments off the stack and leaves y there, or an undefined tensor if they
 // are not what hf_vq_linear takes as they are.
 HF_VQ_API void hf_vq_torch_linear(uint64_t* stack, uint64_t arguments, uint64_t results);
+
+// The same for a GPU: the CPU's part of a linear layer there, which is to launch a kernel that was generated,
+// compiled and loaded before. No header of CUDA either.
+typedef struct hf_vq_cuda {
+  int32_t (*get_device_type)(void* tensor, int32_t* type);  // of torch's C shim
+  int32_t (*get_device_index)(void* tensor, int32_t* index);
+  int32_t (*get_current_cuda_stream)(int32_t device, void** stream);
+  int32_t (*launch)(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t grid_z, uint32_t block_x,
+                    uint32_t block_y, uint32_t block_z, uint32_t shared_bytes, void* stream, void** arguments,
+                    void** more);  // cuLaunchKernel
+  int32_t (*is_capturing)(void* stream, int32_t* status);  // cuStreamIsCapturing
+  int32_t type, int8, int64;   // torch's numbers: of a device of CUDA, and of types
+} hf_vq_cuda;
+
+HF_VQ_API void hf_vq_use_cuda(const hf_vq_cuda* cuda);
+
+// A launch of linear.cu, and of the kernel before it that rotates x or puts it in order, for one number of tokens.
+typedef struct hf_vq_cuda_launch {
+  int64_t device, dtype;       // of x and y, and torch's number of their type
+  int64_t rows, columns, tokens;
+  int64_t codes, codebook, scale, signs;  // numbers that they have; signs 0 = none
+  int64_t codebook_dtype;
+  int64_t function, blocks, threads, shared_bytes;
+  int64_t before;              // the function in front, 0 = none, and all that follows is its
+  int64_t before_blocks, before_threads, before_shared_bytes;
+  int64_t rotations, across, token_tiles;
+  int64_t arranged;            // numbers that it writes
+} hf_vq_cuda_launch;
+
+// hf_vq::cuda_linear: as hf_vq_torch_linear, with an hf_vq_cuda_launch as its tensor of int64. It launches nothing
+// while a graph is captured: launches that overlap, which graphs profit from, need to know who wrote the codes.
+HF_VQ_API void hf_vq_torch_cuda_linear(uint64_t* stack, uint64_t arguments, uint64_t results);
 
 // -- yardsticks ----------------------------------------------------------------------------------
 

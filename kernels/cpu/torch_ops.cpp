@@ -1,27 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // hf_vq_linear as a kernel of torch's dispatcher: between a call in Python and the matrix product there is
-// no Python. No header of torch is included and nothing of it is linked: Python hands over the functions.
-//
-// The stack holds owned handles of x, codes, codebook, scale, signs, bias (no elements = none) and a tensor
-// int32 [8], the last fields of hf_vq_matrix. Tensors only: the dispatcher takes longer for a number than for
-// a tensor, and versions of torch differ in who frees an optional or a string.
-#include "api.h"
+// no Python. The stack holds x, codes, codebook, scale, signs, bias (no elements = none) and a tensor int32 [8],
+// the last fields of hf_vq_matrix.
+#include "torch_shim.h"
 
 namespace hf_vq {
+
+hf_vq_torch torch{};
+
 namespace {
 
 constexpr int kTensors = 7;
 constexpr int64_t kNumbers = 8;
-constexpr int64_t kMostDims = 8;
-
-hf_vq_torch torch{};
-
-struct Dense {
-  void* data;
-  int64_t* sizes;
-  int64_t dim, numel;
-  int32_t dtype;
-};
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -39,15 +29,6 @@ bool sizes_match(const hf_vq_matrix& w, const Dense& codes, const Dense& codeboo
   return codes.sizes[1] == divide_up(w.in / w.x * w.bits, 8) * w.stages && codebook.numel == halves &&
          scale.numel == w.out * (w.in / w.group) && (signs.numel == 0 || signs.numel == divide_up(w.in, 8)) &&
          (bias.numel == 0 || bias.numel == w.out);
-}
-
-void* handle(uint64_t value) { return reinterpret_cast<void*>(uintptr_t(value)); }
-
-bool read(void* tensor, Dense& found) {
-  bool contiguous = false;
-  return torch.is_contiguous(tensor, &contiguous) == 0 && contiguous && torch.get_data_ptr(tensor, &found.data) == 0 &&
-         torch.get_sizes(tensor, &found.sizes) == 0 && torch.get_dim(tensor, &found.dim) == 0 &&
-         torch.get_numel(tensor, &found.numel) == 0 && torch.get_dtype(tensor, &found.dtype) == 0;
 }
 
 // enum hf_vq_dtype of a number of torch, or -1.
@@ -83,17 +64,9 @@ void* linear(const uint64_t* stack) {
   if (!sizes_match(w, codes, codebook, scale, signs, bias)) return nullptr;
   const void* added = bias.numel > 0 ? bias.data : nullptr;
 
-  int64_t sizes[kMostDims], strides[kMostDims], stride = 1;
-  for (int64_t d = last; d >= 0; --d) {
-    sizes[d] = d == last ? w.out : x.sizes[d];
-    strides[d] = stride;
-    stride *= sizes[d];
-  }
   void *y, *data;
-  if (torch.empty_strided(x.dim, sizes, strides, x.dtype, torch.cpu, 0, &y) != 0) return nullptr;
-  if (torch.get_data_ptr(y, &data) == 0 &&
-      hf_vq_linear(&w, x.data, dtype, x.numel / w.in, added, bias_dtype, data) == HF_VQ_OK)
-    return y;
+  if (!empty_like(x, w.out, torch.cpu, 0, &y, &data)) return nullptr;
+  if (hf_vq_linear(&w, x.data, dtype, x.numel / w.in, added, bias_dtype, data) == HF_VQ_OK) return y;
   torch.delete_tensor_object(y);
   return nullptr;
 }
@@ -104,8 +77,5 @@ void* linear(const uint64_t* stack) {
 void hf_vq_use_torch(const hf_vq_torch* torch) { hf_vq::torch = *torch; }
 
 void hf_vq_torch_linear(uint64_t* stack, uint64_t, uint64_t) {
-  void* y = hf_vq::linear(stack);
-  for (int i = 0; i < hf_vq::kTensors; ++i) hf_vq::torch.delete_tensor_object(hf_vq::handle(stack[i]));
-  if (y == nullptr) hf_vq::torch.new_uninitialized_tensor(&y);
-  stack[0] = uint64_t(reinterpret_cast<uintptr_t>(y));
+  hf_vq::answer(stack, hf_vq::kTensors, hf_vq::linear(stack));
 }

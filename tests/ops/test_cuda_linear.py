@@ -216,7 +216,7 @@ def launched(monkeypatch):
     """(kernel, stream): what the fused layer launches, and the stream on which it does."""
     kernel, before, stream = Recorder(), Recorder(), [7]
     launch = cuda_fused.Launch(kernel, 2, (3,), before, 16, 128, 2 * 8 * 256, False)
-    monkeypatch.setattr(cuda_fused, "_prepare", lambda *asked: launch)
+    monkeypatch.setattr(cuda_fused, "prepared", lambda *asked: launch)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda ordinal: stream[0], raising=False
     )
