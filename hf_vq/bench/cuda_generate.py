@@ -158,7 +158,7 @@ def _generate(model: LlamaForCausalLM) -> float:
 
 def _step(model: LlamaForCausalLM) -> tuple[float, dict[str, float]]:
     """Milliseconds of a compiled step on the GPU, and of its parts."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         _generate(model)
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     graphs: dict[int, list[Kernel]] = {}
