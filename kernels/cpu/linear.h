@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear layers on codes:  y[m, o] = sum_g scale[o, g] * xscale[m, g] * unit * sum_j level[o, j] number[m, j]
 //
-// A thread takes neighbouring rows of W: their codes are one sequential stream of canonical bytes, read
-// once, which is what bounds the kernel at one input. A step decodes 16 to 64 codes in registers
+// A thread takes neighbouring rows of W: their codes are canonical bytes in sequence, read once, which is what
+// bounds the kernel at one input; there, four rows from four places are taken at a time (compute_streams). A step decodes 16 to 64 codes in registers
 // (linear_codes.h, linear_e8p.h, linear_words.h) and multiplies the entries with up to four inputs in 8 bits;
 // sums of a step are exact in 32 bits and are scaled and added as floats, one lane for 4 codes.
 //
@@ -24,6 +24,8 @@ namespace {
 constexpr int kInputs = 4;            // inputs that one decoded vector is multiplied with
 constexpr int64_t kAhead = 8192;      // bytes between a read and its prefetch
 constexpr int64_t kRowsAhead = 16;    // rows between a read of scales and its prefetch
+constexpr int kStreams = 4;           // rows that one input is multiplied with at once, from as many places
+constexpr int64_t kStreamAhead = 1024;
 constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
 
 // Steps first..first + steps - 1 of the stream of one stage, with one set of tables.
@@ -227,9 +229,69 @@ inline void compute_block(const LinearCall& call, const BlockWork& work, int64_t
   }
 }
 
+// The only input, with `count` rows from each of kStreams places on, which lie `count` rows apart, beginning with
+// row `first`: a processor fetches several streams faster than one, and their rows share what they multiply with.
+template <class Codes, bool OneSpan>
+inline void compute_streams(const LinearCall& call, const BlockWork& work, int64_t first, int64_t count) {
+  const hf_vq_matrix& w = *call.w;
+  const Cut& cut = call.cut;
+  const bool grouped = w.group < w.in;
+  const Codes codes(work.tables);
+  PassInputs from{};
+  from.numbers = call.x.numbers;
+  from.start = call.x.start;
+  from.factors = call.x.scale;
+  from.shift = call.shift;
+  from.spans = call.spans;
+  from.spread = spread(OneSpan ? 1 : call.spans);
+  for (int64_t row = first; row < first + count; ++row) {
+    const uint8_t* stream[kStreams];
+    const float* factors[kStreams];
+    Floats sums[kStreams];
+    for (int k = 0; k < kStreams; ++k) {
+      float* own = work.factors + k * cut.scales;
+      if (grouped) make_factors(call, row + k * count, 1, 0, 1, own);
+      copy_tails<Codes>(call, row + k * count, 1, work.tails + k * Codes::kStepBytes);
+      stream[k] = w.codes + (row + k * count) * call.row_bytes;
+      factors[k] = grouped ? own : from.factors;
+      sums[k] = splat(0.0f);
+    }
+    PassInputs x = from;
+    int64_t v = 0, end = call.whole < cut.steps ? call.whole : cut.steps;
+    for (int part = 0; part < 2; ++part) {
+      for (; v < end; ++v) {
+        for (int k = 0; k < kStreams; ++k) {
+          __builtin_prefetch(stream[k] + kStreamAhead, 0, 3);
+          x.factors = factors[k];
+          Floats sum[1] = {sums[k]};
+          add_step<Codes, 1, OneSpan>(codes, stream[k], x, v, sum);
+          sums[k] = sum[0];
+          stream[k] += Codes::kStepBytes;
+          if (!OneSpan) factors[k] += x.spans;
+        }
+        x = at_step<Codes, OneSpan>(x, 1);
+      }
+      for (int k = 0; k < kStreams; ++k) stream[k] = work.tails + k * Codes::kStepBytes;
+      end = cut.steps;
+    }
+    for (int k = 0; k < kStreams; ++k) {
+      const int64_t o = row + k * count;
+      float y = sum(sums[k] * splat(work.units[0]));
+      if (!grouped) y *= half_to_float(w.scale[o]);
+      if (call.bias != nullptr) y += read_float(call.bias, call.bias_dtype, o);
+      write_floats(call.y, call.dtype, o, 1, &y);
+    }
+  }
+}
+
 // All inputs of rows first..last - 1, which share their tables.
 template <class Codes, bool OneSpan>
 inline void compute_rows(const LinearCall& call, const BlockWork& work, int64_t first, int64_t last) {
+  if (kWideLookup && call.inputs == 1 && call.passes == 1) {
+    const int64_t count = (last - first) / kStreams;
+    compute_streams<Codes, OneSpan>(call, work, first, count);
+    first += kStreams * count;
+  }
   for (; first < last; first += Codes::kBlock) {
     const int rows = last - first < Codes::kBlock ? int(last - first) : Codes::kBlock;
     copy_tails<Codes>(call, first, rows, work.tails);
