@@ -14,7 +14,8 @@ from ..formats.scheme import VQScheme
 from ..ops.attention import autocasts, without_autocast
 from ..ops.layout import BLOCK, ROWS, allocate, block_bytes, to_rows, write_rows
 
-GROWTH = 1.5  # a full tape moves to one this much larger: appending costs O(1) copies per token
+GROWTH = 1.5  # a full tape moves to one this much larger,
+AHEAD = 4096  # but at most so many tokens: moving costs little beside as many steps that read all
 _AS_IT_IS = nullcontext()
 
 
@@ -47,7 +48,8 @@ def room_for(needed: int, held: int, capacity: int, limit: int | None) -> int:
     """
     if limit is not None and needed > limit:
         raise VQCacheError(f"the cache is full: {needed} tokens, max_cache_len={limit}.")
-    room = max(int(GROWTH * needed) if held else needed, capacity)
+    ahead = min(int(GROWTH * needed), needed + AHEAD) if held else needed
+    room = max(ahead, capacity)
     return room if limit is None else min(room, limit)
 
 
