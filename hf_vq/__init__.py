@@ -8,6 +8,7 @@ from .backends import cpu_attention as _cpu_attention
 from .backends import cpu_linear as _cpu_linear
 from .backends import cuda as _cuda
 from .backends import reference as _reference
+from .backends import torch_attention as _torch_attention
 from .backends import triton as _triton
 from .cache import VQCache
 from .errors import (
@@ -29,8 +30,8 @@ __version__ = "0.1.0"
 
 # Rows of the dispatch table are asked in this order.
 for _plugin in (
-    _cuda, _cpu_linear, _cpu_attention, _triton, _reference, _fit_rows, _quantizer, _attention,
-    _generation,
+    _cuda, _cpu_linear, _cpu_attention, _triton, _torch_attention, _reference, _fit_rows,
+    _quantizer, _attention, _generation,
 ):  # fmt: skip
     _plugin.register()
 

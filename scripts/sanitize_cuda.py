@@ -32,7 +32,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq.backends import cuda_encode, cuda_fused, cuda_linear, cuda_tiles, cuda_wide
+from hf_vq.backends import (
+    cuda_encode,
+    cuda_fused,
+    cuda_linear,
+    cuda_prefill,
+    cuda_tiles,
+    cuda_wide,
+)
+from hf_vq.backends.attention_maths import Maths
 from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.bench.cuda_mechanisms import plans_of
 from hf_vq.bench.paper_kernel import PaperLinear
@@ -45,6 +53,9 @@ from hf_vq.codegen.store import default_store
 from hf_vq.codegen.vq_llm import VqLlmPlan
 from hf_vq.fit.scale import FACTORS
 from hf_vq.formats import VQScheme, weight_scheme
+from hf_vq.formats.catalog import KV_SCHEMES
+from hf_vq.formats.shared import universal_tensor
+from hf_vq.formats.tensors import kv_codebook_spec
 from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of
 
@@ -317,6 +328,47 @@ def decoded(tensors: dict[str, Tensor], scheme: VQScheme, columns: int) -> Tenso
     return reference.decode_rotated(*arguments, scheme, columns).double()
 
 
+def keys_and_values() -> Iterator[Case]:
+    """Plans of decode_kv.cu and merge.cu."""
+    for n, (name, head_dim) in enumerate(product(KV_SCHEMES, (80, 128, 192))):
+        yield f"decode_kv {name} {head_dim}", partial(decode_kv, name, head_dim, n)
+    for head_dim, coded in product((64, 80, 96, 128, 192, 256), (0, 3)):
+        yield f"merge {head_dim} {coded}", partial(merge, head_dim, coded)
+
+
+def decode_kv(name: str, head_dim: int, number: int) -> None:
+    """Launches for some tokens of a tape, of keys and of values."""
+    dtype = list(FLOATS.values())[number % 3]
+    for scheme in (KV_SCHEMES[name].key, KV_SCHEMES[name].value):
+        if scheme.codebook == "universal":
+            book = universal_tensor(scheme)
+        else:
+            book = torch.randn(kv_codebook_spec(scheme, 3, head_dim).shape).half()
+        width = head_dim // scheme.vector_size * scheme.entry_bits // 8
+        codes = torch.randint(0, 256, (2, 3, 1100, width), dtype=torch.uint8)
+        scale = torch.rand(2, 3, 1100, int(scheme.has_scale)).half()
+        mean = torch.randn(2, 3, 1, head_dim)
+        some = slice(7, 7 + (1, 129, 1093)[number % 3])
+        exact = reference.decode_rotated(codes, book, scale, scheme, head_dim)[:, :, some] + mean
+        found = cuda_prefill.decode(
+            codes.cuda()[:, :, some], scale.cuda()[:, :, some], book.cuda(), mean.cuda(), scheme,
+            head_dim, dtype,
+        )  # fmt: skip
+        assert torch.equal(found.cpu(), exact.to(dtype))
+
+
+def merge(head_dim: int, coded: int) -> None:
+    """One launch; the reference is that of the CPU."""
+    parts = [
+        (torch.randn(2, 3, 37, head_dim).half(), torch.randn(2, 3, 37)) for _ in range(coded + 2)
+    ]
+    aux, scheme = torch.randn(3), KV_SCHEMES["u4"].value
+    exact = Maths().merge(parts[:coded], parts[coded:], aux, scheme, torch.float32)
+    there = [(out.cuda(), lse.cuda()) for out, lse in parts]
+    found = cuda_prefill.merge(there[:coded], there[coded:], aux.cuda(), scheme, torch.float16)
+    assert (found.cpu() - exact).norm() < 2.0**-9 * exact.norm()
+
+
 def close(found: Tensor, exact: Tensor, bound: float) -> None:
     """The result without its last row, which nobody may have written; `bound` is far above what
     rounding does, and far below what a wrong tile does."""
@@ -328,7 +380,7 @@ def close(found: Tensor, exact: Tensor, bound: float) -> None:
 
 MAKERS = {"wide": many_tokens, "linear": few_tokens, "together": several_matrices,
           "tiles": tiled, "paper": of_the_paper, "decode": dense_rows, "dense": rows_rotated_back,
-          "rotate": rotations, "encode": codes_and_scales}  # fmt: skip
+          "rotate": rotations, "encode": codes_and_scales, "kv": keys_and_values}  # fmt: skip
 
 
 def run_part(kernels: Sequence[str], part: int, parts: int) -> None:

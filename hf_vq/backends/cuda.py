@@ -218,6 +218,12 @@ def _rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool)
     return cuda_linear.rotate(x, rotation, scheme, inverse)
 
 
+def _prefill(*arguments: Any) -> Tensor:
+    from . import cuda_prefill
+
+    return cuda_prefill.attention(*arguments)
+
+
 def _encode_weight(
     rows: Tensor, codebook: Tensor, scheme: VQScheme, factors: tuple[float, ...], refit: bool
 ) -> tuple[Tensor, Tensor]:
@@ -233,6 +239,7 @@ def register() -> None:
         dispatch.Kernel(
             "cuda.encode_weight", "encode_weight", _encode_weight, "cuda", needs, accepts_rows
         ),
+        dispatch.Kernel("cuda.attention_prefill", "attention", _prefill, "cuda", needs),
         dispatch.Kernel("cuda.decode", "decode", _decode, "cuda", needs, accepts),
         dispatch.Kernel("cuda.linear", "linear", _linear, "cuda", needs, accepts),
         dispatch.Kernel(

@@ -115,7 +115,8 @@ def append_kv(
 
 def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool = False) -> Tensor:
     """Rotate the rows of `x` [..., n] as the scheme says (see `transforms.rotate`)."""
-    rotated: Tensor = torch.ops.hf_vq.rotate(x, rotation, scheme.spec(), inverse)
+    run = _rotate if only_result(x) else torch.ops.hf_vq.rotate.default
+    rotated: Tensor = run(x, rotation, scheme.spec(), inverse)
     return rotated
 
 

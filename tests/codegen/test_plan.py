@@ -8,6 +8,7 @@ import pytest
 from hf_vq import paths
 from hf_vq.codegen.choose import rotate_plan
 from hf_vq.codegen.plan import (
+    DecodeKVPlan,
     DecodePlan,
     Dtype,
     EncodePlan,
@@ -35,6 +36,10 @@ ENCODE = EncodePlan(
     threads=256, resident=2, vector_size=2, entry_bits=8, stages=1, scope=Scope.SHARED, group=128,
     beam=8, candidates=8, refit=True, lanes=32, slots=2, one_group=True,
 )  # fmt: skip
+DECODE_KV = DecodeKVPlan(
+    threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=2, entry_bits=8, dim=128, slice=64,
+    tokens=1024, steps=4, learned=True, scaled=False,
+)  # fmt: skip
 READ = ReadPlan(threads=512, resident=2, steps=4)
 VQ_LLM = base_plan(WEIGHT_SCHEMES["aqlm-2"], 4096, 1)
 ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)
@@ -54,7 +59,7 @@ def test_every_field_is_rendered_once_under_its_own_name():
     assert names == [field.name for field in dataclasses.fields(PLAN)]
 
 
-@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, ROTATE, READ, VQ_LLM])
+@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, DECODE_KV, ROTATE, READ, VQ_LLM])
 def test_a_template_reads_every_field_and_no_other(plan):
     text = source(f"{plan.template}.cu")
     if isinstance(plan, DecodePlan):
@@ -78,6 +83,7 @@ def test_arguments_are_those_of_the_source():
     from hf_vq.backends.cuda_encode import EncodeArguments
     from hf_vq.backends.cuda_fused import LinearArguments
     from hf_vq.backends.cuda_linear import DecodeArguments, RotateArguments
+    from hf_vq.backends.cuda_prefill import DecodeKVArguments
     from hf_vq.bench.cuda_read import ReadArguments
     from hf_vq.bench.paper_kernel import VqLlmArguments
 
@@ -85,7 +91,7 @@ def test_arguments_are_those_of_the_source():
     for arguments, file in (
         (DecodeArguments, "decode.cu"), (RotateArguments, "rotate.cu"),
         (LinearArguments, "linear.cu"), (EncodeArguments, "encode.cu"),
-        (ReadArguments, "read.cu"),
+        (ReadArguments, "read.cu"), (DecodeKVArguments, "decode_kv.cu"),
         (VqLlmArguments, "vq_llm.cu"),
     ):  # fmt: skip
         body = re.search(r"struct Arguments {\n(.*?)};", source(file), re.DOTALL)[1]
