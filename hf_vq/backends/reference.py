@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ops import attention_reference, dispatch, reference
+from ..ops import attention_reference, dispatch, reference, static_reference
 
 
 def register() -> None:
@@ -14,5 +14,7 @@ def register() -> None:
         ("rotate", reference.rotate),
         ("append", reference.append),
         ("attention", attention_reference.attention),
+        ("store", static_reference.store),
+        ("attention_static", static_reference.attention_static),
     ):
         dispatch.register(dispatch.Kernel("reference", op, run))

@@ -24,15 +24,17 @@ class Problem(NamedTuple):
     A tuple, because one is made at every call of an op: a frozen dataclass takes ten times as long.
 
     Args:
-        op: `linear`, `encode`, `decode`, `rotate`, `append`, `attention` or `encode_weight`.
+        op: `linear`, `encode`, `decode`, `rotate`, `append`, `attention`, `encode_weight`, or of a
+            static cache `store` or `attention_static`.
         device: device type of the input, e.g. `cpu`.
         dtype: dtype of the input, e.g. `bfloat16`.
-        scheme: spec string; for attention, that of the keys and of the values, with a space.
+        scheme: spec string; for attention and store, that of the keys and of the values, with a
+            space.
         tokens: rows of the input, rounded up to a power of two.
-        n: output features, or tokens in the cache, rounded up to a power of two; for
-            encode_weight, candidates of a scale.
+        n: output features, or tokens in the cache (of a static one, its capacity), rounded up to a
+            power of two; for encode_weight, candidates of a scale.
         k: input features, or head_dim.
-        value_dim: head_dim of the values, for attention.
+        value_dim: head_dim of the values, for attention and store.
         layout: of the codes in a KV cache (`ops.layout`), for append; for attention, that of the
             keys and of the values, with a space. Empty when a new cache asks what it should be.
     """
