@@ -5,5 +5,17 @@ from .codebooks import KVCodebooks
 from .handle import VQHandle, attend
 from .layer import VQCacheLayer
 from .sliding import VQSlidingCacheLayer
+from .static import VQStaticLayer
+from .static_handle import StaticHandle, attend_static
 
-__all__ = ["KVCodebooks", "VQCache", "VQCacheLayer", "VQHandle", "VQSlidingCacheLayer", "attend"]
+__all__ = [
+    "KVCodebooks",
+    "StaticHandle",
+    "VQCache",
+    "VQCacheLayer",
+    "VQHandle",
+    "VQSlidingCacheLayer",
+    "VQStaticLayer",
+    "attend",
+    "attend_static",
+]

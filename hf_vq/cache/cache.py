@@ -17,6 +17,8 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
 )
 
 from ..errors import VQCacheError
@@ -25,6 +27,7 @@ from .codebooks import KVCodebooks, cure, find, learned, needs_codebooks, title
 from .layer import LayerOptions, VQCacheLayer
 from .prompt import Prompt
 from .sliding import VQSlidingCacheLayer
+from .static import VQStaticLayer
 
 
 class VQCache(Cache):
@@ -51,6 +54,9 @@ class VQCache(Cache):
         sinks: tokens at the start of each row that stay floats.
         window: the newest tokens that stay floats, for each query.
         max_cache_len: allocate for this many tokens at once, and refuse more; None = grow.
+        static: with `max_cache_len`, whether the memory never moves, so that decoding compiles
+            (`model.generate` does it by itself on a GPU; docs/kv_cache.md). Such a cache keeps its
+            rows, and goes back by a few tokens only. None = on a GPU, where it can be.
         strict: raise instead of decoding for an attention that cannot read codes.
         quantize_sliding: code sliding-window layers too.
         offloading: keep all layers but the running one on the CPU (needs a GPU, else ignored).
@@ -74,6 +80,7 @@ class VQCache(Cache):
         max_cache_len: int | None = None,
         strict: bool = False,
         *,
+        static: bool | None = None,
         quantize_sliding: bool = False,
         offloading: bool = False,
         key_means: Sequence[Tensor | None] | None = None,
@@ -93,6 +100,8 @@ class VQCache(Cache):
         ):  # fmt: skip
             if not isinstance(flag, bool):
                 raise VQCacheError(f"VQCache({name}=...) must be True or False; got {flag!r}.")
+        if static is not None and not isinstance(static, bool):
+            raise VQCacheError(f"VQCache(static=...) must be True, False or None; got {static!r}.")
         self.options = LayerOptions(
             _usable(kv_scheme(scheme)), sinks, window, max_cache_len, strict
         )
@@ -117,6 +126,39 @@ class VQCache(Cache):
                 stacklevel=2,
             )
         super().__init__(layers=layers, offloading=offloading and torch.cuda.is_available())
+        self._static: list[Any] = []  # layers that can be compiled, until it is decided to use them
+        if static is not False:
+            problem = self._make_static(config, means, books)
+            if static and problem:
+                raise VQCacheError(f"VQCache(static=True) is not possible: {problem}.")
+        if static:
+            self.decide(static)
+
+    def _make_static(self, config: PreTrainedConfig, means: Any, books: Any) -> str | None:
+        """Make the layers that can be compiled, or say why there are none."""
+        if self.options.max_cache_len is None:
+            return "it needs max_cache_len"
+        if self.quantize_sliding or self.offloading:
+            return f"it has no {'offloading' if self.offloading else 'quantize_sliding'}"
+        layers = StaticCache(config=config, max_cache_len=self.options.max_cache_len).layers
+        for index, layer in enumerate(layers):
+            if not layer.is_compileable:
+                return f"layer {index} is a {type(layer).__name__}, which does not compile"
+            if type(layer) is StaticLayer:
+                layers[index] = VQStaticLayer(
+                    self.options, self.prompt, index, means[index], books[index]
+                )
+        self._static = layers
+        return None
+
+    def decide(self, static: bool) -> None:
+        """Settle for memory that never moves, or for memory that grows, where both are possible.
+
+        `model.generate` does this by itself, and so does the first `update`.
+        """
+        if static and self._static:
+            self.layers = self._static
+        self._static = []
 
     @classmethod
     def from_pretrained(
@@ -187,6 +229,8 @@ class VQCache(Cache):
                 f"the cache has {len(self.layers)} layers, the model has a layer {layer_idx}; make "
                 "the cache from the config of this model."
             )
+        if self._static:
+            self.decide(key_states.device.type == "cuda")
         if self.offloading and key_states.device.type != "cuda":
             # On the CPU everything is where offloading would move it, and there are no streams.
             states: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
@@ -219,7 +263,10 @@ class VQCache(Cache):
     @property
     def coded_layers(self) -> list[VQCacheLayer]:
         """The layers that hold codes."""
-        return [layer for layer in self.layers if isinstance(layer, VQCacheLayer)]
+        layers = [layer for layer in self.layers if isinstance(layer, VQCacheLayer)]
+        for layer in layers:
+            layer.settle()
+        return layers
 
     @property
     def fallbacks(self) -> dict[int, int]:
@@ -299,7 +346,7 @@ class VQCache(Cache):
         coded, layers = len(self.coded_layers), len(self.layers)
         return (
             f"VQCache(scheme={scheme!r}, sinks={self.options.sinks}, window={self.options.window}, "
-            f"{coded} of {layers} layers coded, {self.get_seq_length()} tokens, "
+            f"{coded} of {layers} layers coded, {int(self.get_seq_length())} tokens, "
             f"{self.nbytes} bytes)"
         )
 

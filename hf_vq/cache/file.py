@@ -24,6 +24,7 @@ from . import stored
 from .codebooks import KVCodebooks, learned
 from .layer import VQCacheLayer
 from .sliding import VQSlidingCacheLayer
+from .static import VQStaticLayer
 from .store import Store
 from .stored import typed
 
@@ -35,6 +36,7 @@ _KEY = "hf_vq_cache"
 _LEARNED = "codebooks."
 _KINDS = {
     VQCacheLayer: "vq",
+    VQStaticLayer: "vq",
     VQSlidingCacheLayer: "vq_sliding",
     DynamicLayer: "dynamic",
     DynamicSlidingWindowLayer: "sliding",
@@ -43,9 +45,10 @@ _KINDS = {
 
 def save(cache: VQCache, path: Path) -> None:
     """Write `cache` to `path`: the old file stays whole until the new one is."""
+    coded = cache.coded_layers
     tensors: dict[str, Tensor] = {}
     layers = [_layer_state(layer, f"layers.{i}.", tensors) for i, layer in enumerate(cache.layers)]
-    for layer in cache.coded_layers:
+    for layer in coded:
         if layer.is_initialized:
             tensors |= {
                 name: store.codebook.cpu().clone()
@@ -128,7 +131,7 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
             config, scheme,
             typed(description, "sinks", int), typed(description, "window", int),
             description["max_cache_len"], strict,
-            quantize_sliding=typed(description, "quantize_sliding", bool),
+            static=False, quantize_sliding=typed(description, "quantize_sliding", bool),
             codebooks=_learned(scheme, tensors),
         )  # fmt: skip
         states = typed(description, "layers", list)

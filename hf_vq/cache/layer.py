@@ -136,9 +136,7 @@ class VQCacheLayer(CacheLayerMixin):
         sides = (scheme.key, key_states), (scheme.value, value_states)
         for part, like in sides:
             check_head_dim(part, like.shape[3], self.where)
-        layouts = layouts_for(
-            scheme.key, scheme.value, key_states.shape[3], value_states.shape[3], key_states
-        )
+        layouts = self._layouts(key_states, value_states)
         centred = scheme.centre_keys or self.calibrated_mean is not None, False
         self.k, self.v = (
             Store(
@@ -153,6 +151,12 @@ class VQCacheLayer(CacheLayerMixin):
         if self.calibrated_mean is not None:
             self._use_calibrated_mean(self.calibrated_mean)
         self._remember_sizes()
+
+    def _layouts(self, key_states: Tensor, value_states: Tensor) -> tuple[str, str]:
+        scheme = self.options.scheme
+        return layouts_for(
+            scheme.key, scheme.value, key_states.shape[3], value_states.shape[3], key_states
+        )
 
     def _set_start(self, start: list[int] | None) -> None:
         self._start = start
@@ -396,6 +400,9 @@ class VQCacheLayer(CacheLayerMixin):
         return self.options.max_cache_len or -1
 
     # -- rows and ends ---------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Learn what compiled steps did; only a `VQStaticLayer` has any."""
 
     def reset(self) -> None:
         """Forget everything."""

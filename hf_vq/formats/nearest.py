@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _BLOCK = 4096  # vectors per matrix product: 4096 x 256 scores are 4 MB
 _SCORES = 1 << 20  # scores per matrix product of several codebooks
 _CELLS = 128
+_FEW = 8192  # vectors for which a GPU needs no grid: those of a token
 _MIN_GRID = 64  # a grid pays when the codebook will be searched often; learned ones are not
 
 
@@ -49,6 +50,9 @@ class NearestEntry:
         if vectors.shape[1] == 1:
             return self._order[torch.bucketize(vectors[:, 0].contiguous(), self._midpoints)]
         if self._grid is not None:
+            few = vectors.is_cuda and len(vectors) <= _FEW
+            if few or (vectors.is_cuda and torch.cuda.is_current_stream_capturing()):
+                return self._compare(vectors)
             inside = self._grid.index(vectors)
             outside = (inside < 0).nonzero()[:, 0]
             if len(outside):
@@ -74,6 +78,13 @@ class NearestEntry:
 
     def _scores(self, vectors: Tensor) -> Tensor:
         return torch.addmm(self._half_norm, vectors, self._transposed, beta=-1)
+
+    def _compare(self, vectors: Tensor) -> Tensor:
+        """What the grid finds, without a step that waits for the GPU."""
+        blocks = vectors.split(_BLOCK)
+        return torch.cat(
+            [(part[:, None] - self.codebook).square_().sum(2).argmin(1) for part in blocks]
+        )
 
     def _brute(self, vectors: Tensor) -> Tensor:
         found = torch.empty(len(vectors), dtype=torch.int64, device=vectors.device)

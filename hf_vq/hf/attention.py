@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..cache import VQHandle, attend
+from ..cache import StaticHandle, VQHandle, attend, attend_static
 from ..ops.attention_reference import softmax
 
 NAME = "vq"
@@ -59,12 +59,13 @@ def vq_attention(
     """
     special = softcap is not None or s_aux is not None
     plain = dropout == 0.0 and kwargs.get("position_bias") is None
-    own = special or (isinstance(key, VQHandle) and plain)
+    own = special or (isinstance(key, (VQHandle, StaticHandle)) and plain)
     if own and attention_mask is None and not _causal(module, kwargs):
         # Without a mask our softmax is causal.
         attention_mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
-    if isinstance(key, VQHandle) and plain:
-        out = attend(
+    if isinstance(key, (VQHandle, StaticHandle)) and plain:
+        run = attend if isinstance(key, VQHandle) else attend_static
+        out = run(
             query, key, value,
             scaling=scaling, mask=attention_mask, softcap=softcap or 0.0, s_aux=s_aux,
         )  # fmt: skip

@@ -5,8 +5,9 @@ Two names of `transformers.generation.utils` are replaced, once and for every mo
 - `QuantizedCache`, so that `cache_implementation="quantized", cache_config={"backend": "vq"}` makes
   a `VQCache` (also from a saved generation_config.json); other backends are untouched;
 - `GenerationMixin._prepare_cache_for_generation` is followed by `VQCache.expect_prompt`, so that
-  the cache knows the left padding and where the prompt ends, and by
-  `VQCache.stop_past_recording`: an earlier assisted generation left the recording on.
+  the cache knows the left padding and where the prompt ends, by `VQCache.stop_past_recording`:
+  an earlier assisted generation left the recording on, and by `VQCache.decide`: a cache with
+  `max_cache_len` is compiled where generate can.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache, QuantizedCache
-from transformers.generation import utils
+from transformers.generation import GenerationMode, utils
 
 from ..cache import VQCache
 from ..errors import VQCacheError
@@ -83,6 +84,7 @@ def _telling_the_prompt(prepare: Any) -> Any:
         # The decoder's prompt of an encoder-decoder is a few tokens and has no padding mask.
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         if isinstance(own, VQCache):
+            _decide(self, generation_config, own, cache, *args, **kwargs)
             # An assistant's own cache records from one of its many calls to the next.
             if not getattr(generation_config, "is_assistant", False):
                 own.stop_past_recording()
@@ -91,6 +93,31 @@ def _telling_the_prompt(prepare: Any) -> Any:
 
     wrapped._hf_vq = True  # type: ignore[attr-defined]
     return wrapped
+
+
+def _decide(
+    model: Any,
+    generation_config: Any,
+    own: VQCache,
+    cache: Any,
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """Use a static cache where generate will compile, and refuse one that is too short."""
+    plain = generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    plain = plain and not generation_config.is_assistant  # whose candidates are cropped
+    reads = model.config._attn_implementation in ("sdpa", "vq")
+    whole = getattr(generation_config, "prefill_chunk_size", None) is None
+    own.decide(model.device.type == "cuda" and plain and reads and whole and own is cache)
+    if isinstance(cache, EncoderDecoderCache) and isinstance(cache.cross_attention_cache, VQCache):
+        cache.cross_attention_cache.decide(False)
+    limit = own.options.max_cache_len
+    if own.is_compileable and limit is not None and max_cache_length > limit:
+        raise VQCacheError(
+            f"generate may need {max_cache_length} tokens of the cache, which has max_cache_len="
+            f"{limit}. Make the cache larger, or max_new_tokens or max_length smaller."
+        )
 
 
 def _check_candidates(generation_config: Any, cache: VQCache) -> None:

@@ -30,7 +30,7 @@ class Problem(NamedTuple):
         dtype: dtype of the input, e.g. `bfloat16`.
         scheme: spec string; for attention and store, that of the keys and of the values, with a
             space.
-        tokens: rows of the input, rounded up to a power of two.
+        tokens: rows of the input, or queries of each row, rounded up to a power of two.
         n: output features, or tokens in the cache (of a static one, its capacity), rounded up to a
             power of two; for encode_weight, candidates of a scale.
         k: input features, or head_dim.

@@ -164,7 +164,7 @@ def _problem(
 ) -> dispatch.Problem:
     return dispatch.Problem(
         op, x.device.type, str(x.dtype)[6:], f"{key_scheme} {value_scheme}",
-        dispatch.bucket(x.shape[0] * x.shape[2]), dispatch.bucket(codes.shape[2]),
+        dispatch.bucket(x.shape[2]), dispatch.bucket(codes.shape[2]),
         k.shape[3], v.shape[3],
     )  # fmt: skip
 

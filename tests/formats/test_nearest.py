@@ -32,6 +32,7 @@ def test_universal_codebooks(size, bits):
     search = NearestEntry(codebook)
     index = search.index(vectors)
     assert_nearest(vectors, codebook, index)
+    assert_nearest(vectors, codebook, search._compare(vectors))
     expected = squared_distances(vectors, codebook).amin(1)
     rounding = 8 * torch.finfo(torch.float32).eps * (vectors.double().square().sum(1) + 20)
     assert ((search.distance(vectors).double() - expected).abs() <= rounding).all()

@@ -81,7 +81,18 @@ def test_bucket(count, bucket):
 
 
 @pytest.mark.parametrize(
-    "op", ["linear", "decode", "encode", "rotate", "append", "attention", "encode_weight"]
+    "op",
+    [
+        "linear",
+        "decode",
+        "encode",
+        "rotate",
+        "append",
+        "attention",
+        "encode_weight",
+        "store",
+        "attention_static",
+    ],
 )
 def test_every_op_ends_with_its_reference(op):
     import hf_vq  # noqa: F401  registers the backends
