@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
+from ..ops.layout import ROWS
 from ..ops.library import parse
 
 
@@ -78,6 +79,29 @@ def accepts_rows(problem: dispatch.Problem) -> str | None:
 
     arch = device_arch(torch.cuda.current_device())
     return encodable(VQScheme.parse(problem.scheme), problem.k, arch)
+
+
+def accepts_append(problem: dispatch.Problem) -> str | None:
+    """None if there is a kernel for the codes of keys and values, else the reason why not."""
+    from ..codegen.choose_append import appendable
+    from ..codegen.plan import Dtype
+
+    if problem.dtype not in {dtype.value for dtype in Dtype}:
+        return f"numbers are {problem.dtype}"
+    if problem.layout != ROWS:
+        return f"codes lie in {problem.layout!r}, not {ROWS!r}"
+    return appendable(VQScheme.parse(problem.scheme), problem.k)
+
+
+def accepts_store(problem: dispatch.Problem) -> str | None:
+    """None if there is a kernel for a step of a static cache, else the reason why not."""
+    from ..codegen.choose_append import appendable
+    from ..codegen.plan import Dtype
+
+    if problem.dtype not in {dtype.value for dtype in Dtype}:
+        return f"numbers are {problem.dtype}"
+    keys, values = map(parse, problem.scheme.split())
+    return appendable(keys, problem.k) or appendable(values, problem.value_dim)
 
 
 def accepts_rotation(problem: dispatch.Problem) -> str | None:
@@ -232,6 +256,18 @@ def _encode_weight(
     return cuda_encode.encode_weight(rows, codebook, scheme, factors, refit)
 
 
+def _append(*arguments: Any) -> None:
+    from . import cuda_append
+
+    cuda_append.append(*arguments)
+
+
+def _store(*arguments: Any) -> None:
+    from . import cuda_store
+
+    cuda_store.store(*arguments)
+
+
 def register() -> None:
     """Add the rows to the top of the dispatch table."""
     rows = (
@@ -240,6 +276,8 @@ def register() -> None:
             "cuda.encode_weight", "encode_weight", _encode_weight, "cuda", needs, accepts_rows
         ),
         dispatch.Kernel("cuda.attention_prefill", "attention", _prefill, "cuda", needs),
+        dispatch.Kernel("cuda.vq_append", "append", _append, "cuda", needs, accepts_append),
+        dispatch.Kernel("cuda.vq_store", "store", _store, "cuda", needs, accepts_store),
         dispatch.Kernel("cuda.decode", "decode", _decode, "cuda", needs, accepts),
         dispatch.Kernel("cuda.linear", "linear", _linear, "cuda", needs, accepts),
         dispatch.Kernel(

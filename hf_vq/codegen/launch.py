@@ -66,7 +66,7 @@ class Kernel:
         return Prepared(self, blocks, **values)
 
     def __call__(
-        self, blocks: int, stream: int, *values: int | None, dependent: bool = False
+        self, blocks: int, stream: int, *values: float | None, dependent: bool = False
     ) -> None:
         """Launch once: `blocks` blocks with all arguments, in their order; see `Prepared.start`."""
         with self._any.lock:

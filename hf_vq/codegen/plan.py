@@ -458,15 +458,23 @@ class ReadPlan(Plan):
 
 
 def render(plan: Plan) -> str:
-    """The header `plan.cuh` of a plan. Enumerations keep their names (kernels/cuda/numbers.cuh)."""
-    lines = ["#pragma once", '#include "numbers.cuh"', "struct Plan {"]
+    """The header `plan.cuh` of a plan. Enumerations keep their names (kernels/cuda/numbers.cuh); a
+    plan that is a field is a type of its name."""
+    lines = ["#pragma once", '#include "numbers.cuh"', *_struct("Plan", plan)]
+    return "\n".join([*lines, ""])
+
+
+def _struct(name: str, plan: Plan) -> list[str]:
+    lines = [f"struct {name} {{"]
     for field in fields(plan):
         value = getattr(plan, field.name)
-        if isinstance(value, enum.Enum):
+        if isinstance(value, Plan):
+            lines += [f"  {line}" for line in _struct(field.name, value)]
+        elif isinstance(value, enum.Enum):
             kind = type(value).__name__
             lines.append(f"  static constexpr {kind} {field.name} = {kind}::{value.name};")
         elif isinstance(value, bool):
             lines.append(f"  static constexpr bool {field.name} = {str(value).lower()};")
         else:
             lines.append(f"  static constexpr int {field.name} = {value};")
-    return "\n".join([*lines, "};", ""])
+    return [*lines, "};"]

@@ -1,0 +1,90 @@
+"""Plans of the kernels that encode keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .plan import Dtype, Plan
+
+
+@dataclass(frozen=True)
+class AppendPlan(Plan):
+    """Keys or values to codes on a tape (kernels/cuda/append.cu).
+
+    Args:
+        dtype: of the rows.
+        vector_size: x of VQ<x, y, z>.
+        entry_bits: y.
+        dim: numbers of a row, one token of a head.
+        block: of the rotation; 1 = none.
+        centred: whether a mean is subtracted.
+        aligned: whether rows begin at multiples of 16 bytes.
+        learned: whether each group of channels has a codebook; there are no scales then.
+        few: whether rows are few: without a grid the warps of a block share the search for a row,
+            or the lanes of a warp that for a vector under a learned codebook.
+        cells: of a side of the grid over the plane that names candidates; 0 = no grid.
+        lanes: of a warp, that share a row.
+        width: neighbouring vectors of a lane; their codes are whole bytes.
+    """
+
+    template: ClassVar[str] = "append"
+    dtype: Dtype
+    vector_size: int
+    entry_bits: int
+    dim: int
+    block: int
+    centred: bool
+    aligned: bool
+    learned: bool
+    few: bool
+    cells: int
+    lanes: int
+    width: int
+
+    @property
+    def scales(self) -> int:
+        """Of a row."""
+        return int(not self.learned)
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """Rows of a block, not of learned codebooks."""
+        return 32 // self.lanes * (1 if self.few and not self.cells else self.threads // 32)
+
+    @property
+    def blocks_across(self) -> int:
+        """Blocks for all learned codebooks of a head, of which a warp has `width`."""
+        return -(-self.dim // (self.vector_size * self.width * self.threads // 32))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: entries and their norms as float32, or a grid and entries;
+        where warps meet."""
+        entries = 1 << self.entry_bits
+        table = 4 * (self.vector_size + 1) * max(4, entries)
+        if self.learned:
+            return 0 if self.few else self.threads // 32 * self.width * table
+        if self.cells:
+            return 4 * (self.cells**2 + entries)
+        uppers = -(-self.dim // (self.vector_size * self.lanes * self.width))
+        return table + (8 * self.threads * uppers * self.width if self.few else 0)
+
+
+@dataclass(frozen=True)
+class StorePlan(Plan):
+    """A step of a static KV cache (kernels/cuda/store.cu).
+
+    Args:
+        keys: the plan for few of them, with as many threads.
+        values: the plan for few of them, with as many threads.
+    """
+
+    template: ClassVar[str] = "store"
+    keys: AppendPlan
+    values: AppendPlan
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, of keys or of values."""
+        return max(self.keys.shared_bytes, self.values.shared_bytes)
