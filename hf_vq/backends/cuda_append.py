@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..codegen.choose_append import CELLS, append_plan
 from ..codegen.device import device_arch
+from ..codegen.kv_plan import AppendPlan
 from ..codegen.launch import Kernel, Prepared
-from ..codegen.plan_append import AppendPlan
 from ..codegen.store import default_store
 from ..errors import VQBackendError, VQFormatError
 from ..formats.packing import packed_size

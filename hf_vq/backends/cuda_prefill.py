@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..codegen.choose import rotatable
 from ..codegen.choose_prefill import blocks, decodable_kv, decode_kv_plan, merge_plan
+from ..codegen.kv_plan import DecodeKVPlan, MergePlan
 from ..codegen.launch import Kernel
-from ..codegen.plan import DecodeKVPlan, MergePlan
 from ..codegen.store import default_store
 from ..errors import VQFormatError
 from ..formats.packing import packed_size

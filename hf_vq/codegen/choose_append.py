@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..errors import VQSchemeError
 from ..formats.scheme import VQScheme
+from .kv_plan import AppendPlan, StorePlan
 from .plan import Dtype
-from .plan_append import AppendPlan, StorePlan
 
 VECTOR_SIZES = (1, 2, 4)
 MOST_BITS = 8

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 
 from ..formats.scheme import VQScheme
-from .plan import DecodeKVPlan, Dtype, MergePlan
+from .kv_plan import DecodeKVPlan, MergePlan
+from .plan import Dtype
 
 _THREADS, _RESIDENT, _STEPS = 256, 4, 4
 _LARGEST_TABLE = 48 << 10  # bytes; what every kernel may ask for, and four blocks of Hopper have

@@ -12,8 +12,8 @@ from hf_vq.backends.cuda_store import StoreArguments
 from hf_vq.codegen import compiler
 from hf_vq.codegen.choose_append import CELLS, HEAD_DIMS, append_plan, appendable, store_plan
 from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.kv_plan import AppendPlan, StorePlan
 from hf_vq.codegen.plan import Dtype, render
-from hf_vq.codegen.plan_append import AppendPlan, StorePlan
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.shared import universal_tensor
 

@@ -1,69 +1,36 @@
-#!/usr/bin/env python3
-"""Run every generated CUDA kernel under compute-sanitizer: memcheck, racecheck.
-
-    python scripts/sanitize_cuda.py [--tools none memcheck racecheck] [--kernels linear wide ..]
-
-Problems are small, but each loop takes several turns, rows and tokens do not fill their tiles, and
-plans are as many as it takes to meet every value of every field of a plan. They are dealt out to
-processes. First these run without a tool ("none"), which compiles kernels into the store
-(HF_VQ_STORE); then under each tool. What is computed is always compared with float64. Exit status
-1, and the output of a process, where a tool reports anything, a result is wrong, or a process takes
-more seconds than allowed.
-"""
+"""Cases of the kernels for weights."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import random
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from collections.abc import Iterator
 from functools import partial
-from itertools import chain, islice, product
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from cases import FLOATS, Case, close, covering, decoded, stored
 
 from hf_vq.backends import (
-    cuda_append,
     cuda_encode,
     cuda_fused,
     cuda_linear,
-    cuda_prefill,
-    cuda_store,
     cuda_tiles,
     cuda_wide,
 )
-from hf_vq.backends.attention_maths import Maths
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.bench.cuda_mechanisms import plans_of
 from hf_vq.bench.paper_kernel import PaperLinear
 from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide
 from hf_vq.codegen.choose_linear import LinearProblem
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.launch import Kernel
-from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, Plan, TilePlan, WidePlan
+from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, TilePlan, WidePlan
 from hf_vq.codegen.store import default_store
 from hf_vq.codegen.vq_llm import VqLlmPlan
 from hf_vq.fit.scale import FACTORS
-from hf_vq.formats import KV_SCHEMES, VQScheme, weight_scheme
-from hf_vq.formats.packing import packed_size
-from hf_vq.formats.shared import universal_tensor
-from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import reference, static_reference
+from hf_vq.formats import VQScheme, weight_scheme
+from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of
 
-Case = tuple[str, Callable[[], None]]
-FLOATS = {Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16,
-          Dtype.FLOAT32: torch.float32}  # fmt: skip
 PRODUCTS = [  # scheme, columns
     ("vq-4", 1536), ("turboquant-4", 1152), ("vq-3", 1152), ("aqlm-2", 1152), ("aqlm-3", 1152),
     ("aqlm-2-int7", 1536), ("aqlm-3-int7", 1152), ("quip-sharp-2", 1152), ("quip-sharp-4", 1280),
@@ -93,25 +60,6 @@ ENCODED = [  # scheme, rows, columns
     ("vq2x1r1-tensor-g32-none", 9, 160), ("vq4x5r2-tensor-g64-none", 7, 256),
 ]  # fmt: skip
 BLOCKS = (2, 4, 8, 32, 128, 256, 1024)  # of rotations
-
-
-def covering(plans: Iterable[Plan], seen: set[tuple[str, Any]]) -> Iterator[Plan]:
-    """Plans that have a value of a field which none before them had, in an arbitrary order."""
-    plans = sorted(plans, key=repr)
-    for plan in random.Random(0).sample(plans, len(plans)):
-        values = {(field.name, getattr(plan, field.name)) for field in fields(plan)}
-        if not values <= seen:
-            seen |= values
-            yield plan
-
-
-def stored(
-    scheme: VQScheme, rows: int, columns: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Random tensors of a layer, here and on the GPU. What the GPU gets is copied: tools would look
-    at every kernel of PyTorch, too."""
-    tensors = random_tensors(scheme, rows, columns)
-    return tensors, {key: tensor.cuda() for key, tensor in tensors.items()}
 
 
 def few_tokens() -> Iterator[Case]:
@@ -324,188 +272,6 @@ def encode(scheme: VQScheme, rows: int, columns: int, factors: tuple[float, ...]
     assert error < 1.4, f"relative error {error}"  # that of any rows of the same size
 
 
-def keys_and_values() -> Iterator[Case]:
-    """Plans of append.cu: one token, some, and more than are few."""
-    names = ("u4", "u3", "u2", "nomad-u4", "cq-4", "cq-2", "nomad-2")
-    for name, dim, tokens in product(names, (80, 128), (1, 30, 1101)):
-        yield f"append {tokens} x {dim} {name}", partial(append, KV_SCHEMES[name].key, dim, tokens)
-
-
-def kv_codebook(scheme: VQScheme, heads: int, dim: int) -> Tensor:
-    """The universal one, or random ones."""
-    if scheme.has_scale:
-        return universal_tensor(scheme)
-    return torch.randn(kv_codebook_spec(scheme, heads, dim).shape).half()
-
-
-def append(scheme: VQScheme, dim: int, tokens: int) -> None:
-    """One launch."""
-    x, book = torch.randn(1, 2, tokens, dim), kv_codebook(scheme, 2, dim)
-    size = packed_size(dim // scheme.vector_size, scheme.entry_bits)
-    codes = torch.full((1, 2, tokens + 1, size), 7, dtype=torch.uint8).cuda()
-    scale = torch.full((1, 2, tokens + 1, int(scheme.has_scale)), 7).half().cuda()
-    mean = torch.zeros(1, 2, 1, dim).cuda() if scheme.has_scale else None
-    cuda_append.append(x.half().cuda(), mean, book.cuda(), codes, scale, 0, scheme, "rows")
-    codes, scale = codes.cpu(), scale.cpu()
-    assert (codes[:, :, -1] == 7).all() and (scale[:, :, -1] == 7).all()
-    given = (codes[:, :, :-1], book, scale[:, :, :-1], None, None, None, None, None)
-    error = ((reference.decode(*given, scheme, dim) - x).norm() / x.norm()).item()
-    assert error < 0.8, f"relative error {error}"
-
-
-def steps_of_a_cache() -> Iterator[Case]:
-    """Plans of store.cu."""
-    for name, tokens in product(("u4", "k4v2", "cq-4", "nomad-2"), (1, 3)):
-        yield f"store {tokens} {name}", partial(store_steps, name, tokens)
-
-
-def store_steps(name: str, tokens: int, dim: int = 128) -> None:
-    """Launches until the tape is full, with a mean that is found on the way."""
-    schemes = KV_SCHEMES[name].key, KV_SCHEMES[name].value
-    tapes = [
-        (torch.zeros(2, 2, 12, packed_size(dim // s.vector_size, s.entry_bits)).byte(),
-         torch.zeros(2, 2, 12, int(s.has_scale)).half())
-        for s in schemes
-    ]  # fmt: skip
-    centred = KV_SCHEMES[name].centre_keys
-    floats = [torch.zeros(2, 2, slots, dim).half() for slots in (2, 2, 12, 12)]
-    here = [
-        floats[0], floats[1], *tapes[0], torch.zeros(2, 2, 1, dim) if centred else None, *tapes[1],
-        floats[2], floats[3], *(kv_codebook(s, 2, dim) for s in schemes), torch.tensor([0, 3]),
-        torch.zeros((), dtype=torch.int64), torch.zeros(2, 2).bool() if centred else None,
-    ]  # fmt: skip
-    there = [None if part is None else part.cuda() for part in here]
-    for _ in range(18 // tokens):
-        new = [torch.randn(2, 2, tokens, dim).half() for _ in range(2)]
-        static_reference.store(*new, *here, 4, *schemes)  # type: ignore[arg-type]
-        cuda_store.store(*(x.cuda() for x in new), *there, 4, *schemes)  # type: ignore[arg-type]
-    for expected, found in zip(here, there, strict=True):
-        if expected is not None and found is not None:
-            same = torch.isclose(found.cpu().double(), expected.double(), rtol=2.0**-9, atol=1e-6)
-            assert same.double().mean() > 0.99, f"{same.double().mean()} of {expected.shape}"
-
-
-def decoded(tensors: dict[str, Tensor], scheme: VQScheme, columns: int) -> Tensor:
-    """The weight, still rotated, in float64."""
-    arguments = (tensors["codes"], tensors["codebook"], tensors["scale"])
-    return reference.decode_rotated(*arguments, scheme, columns).double()
-
-
-def coded_parts() -> Iterator[Case]:
-    """Plans of decode_kv.cu and merge.cu."""
-    for n, (name, head_dim) in enumerate(product(KV_SCHEMES, (80, 128, 192))):
-        yield f"decode_kv {name} {head_dim}", partial(decode_kv, name, head_dim, n)
-    for head_dim, coded in product((64, 80, 96, 128, 192, 256), (0, 3)):
-        yield f"merge {head_dim} {coded}", partial(merge, head_dim, coded)
-
-
-def decode_kv(name: str, head_dim: int, number: int) -> None:
-    """Launches for some tokens of a tape, of keys and of values."""
-    dtype = list(FLOATS.values())[number % 3]
-    for scheme in (KV_SCHEMES[name].key, KV_SCHEMES[name].value):
-        book = kv_codebook(scheme, 3, head_dim)
-        width = packed_size(head_dim // scheme.vector_size, scheme.entry_bits)
-        codes = torch.randint(0, 256, (2, 3, 1100, width), dtype=torch.uint8)
-        scale = torch.rand(2, 3, 1100, int(scheme.has_scale)).half()
-        mean = torch.randn(2, 3, 1, head_dim)
-        some = slice(7, 7 + (1, 129, 1093)[number % 3])
-        exact = reference.decode_rotated(codes, book, scale, scheme, head_dim)[:, :, some] + mean
-        found = cuda_prefill.decode(
-            codes.cuda()[:, :, some], scale.cuda()[:, :, some], book.cuda(), mean.cuda(), scheme,
-            head_dim, dtype,
-        )  # fmt: skip
-        assert torch.equal(found.cpu(), exact.to(dtype))
-
-
-def merge(head_dim: int, coded: int) -> None:
-    """One launch; the reference is that of the CPU."""
-    parts = [
-        (torch.randn(2, 3, 37, head_dim).half(), torch.randn(2, 3, 37)) for _ in range(coded + 2)
-    ]
-    aux, scheme = torch.randn(3), KV_SCHEMES["u4"].value
-    exact = Maths().merge(parts[:coded], parts[coded:], aux, scheme, torch.float32)
-    there = [(out.cuda(), lse.cuda()) for out, lse in parts]
-    found = cuda_prefill.merge(there[:coded], there[coded:], aux.cuda(), scheme, torch.float16)
-    assert (found.cpu() - exact).norm() < 2.0**-9 * exact.norm()
-
-
-def close(found: Tensor, exact: Tensor, bound: float) -> None:
-    """The result without its last row, which nobody may have written; `bound` is far above what
-    rounding does, and far below what a wrong tile does."""
-    y = found.cpu().double()
-    assert y[-1].isnan().all(), "a row beyond the last was written"
-    error = ((y[:-1] - exact).norm() / exact.norm()).item()
-    assert error < bound, f"relative error {error}"
-
-
 MAKERS = {"wide": many_tokens, "linear": few_tokens, "together": several_matrices,
           "tiles": tiled, "paper": of_the_paper, "decode": dense_rows, "dense": rows_rotated_back,
-          "rotate": rotations, "encode": codes_and_scales, "append": keys_and_values,
-          "store": steps_of_a_cache, "kv": coded_parts}  # fmt: skip
-
-
-def run_part(kernels: Sequence[str], part: int, parts: int) -> None:
-    """Every case of one process, each told before it begins."""
-    torch.manual_seed(part)
-    cases = chain.from_iterable(MAKERS[kernel]() for kernel in kernels)
-    for name, run in islice(cases, part, None, parts):
-        print(name, flush=True)
-        start = time.monotonic()
-        run()
-        torch.cuda.synchronize()
-        print(f"    {time.monotonic() - start:.1f} s", flush=True)
-
-
-def run_process(tool: str, args: argparse.Namespace, part: int) -> str:
-    """What is wrong with one process, with all that it said; empty if nothing is."""
-    command = [sys.executable, __file__, "--part", str(part), "--processes", str(args.processes)]
-    command += ["--kernels", *args.kernels]
-    if tool != "none":
-        options = ["--error-exitcode", "1", "--show-backtrace", "no", "--print-limit", "20"]
-        command = ["compute-sanitizer", "--tool", tool, *options, *command]
-    # Without its own pool of memory, an address beyond a tensor is one that nobody allocated.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        said = process.communicate(timeout=args.seconds)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return f"{process.communicate()[0]}\nnot done after {args.seconds:.0f} s"
-    summaries = re.findall(r"SUMMARY: (\d+)", said)
-    clean = not process.returncode and (tool == "none" or set(summaries) == {"0"})
-    return "" if clean else f"{said}\nexit status {process.returncode}"
-
-
-def main() -> int:
-    """0 if every tool is silent."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tools", nargs="+", default=["none", "memcheck", "racecheck"])
-    parser.add_argument("--kernels", nargs="+", default=list(MAKERS), choices=list(MAKERS))
-    parser.add_argument("--processes", type=int, default=8, help="at a time (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=180, help="of a tool (%(default)s)")
-    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.part is not None:
-        run_part(args.kernels, args.part, args.processes)
-        return 0
-    if shutil.which("compute-sanitizer") is None:
-        parser.error("compute-sanitizer is missing: it comes with the CUDA toolkit.")
-    failed = False
-    for tool in args.tools:
-        start = time.monotonic()
-        with ThreadPoolExecutor(args.processes) as pool:
-            wrong = list(pool.map(partial(run_process, tool, args), range(args.processes)))
-        for part, said in enumerate(wrong):
-            if said:
-                print(f"---- {tool}, process {part}:\n{said}")
-        bad, took = sum(map(bool, wrong)), time.monotonic() - start
-        print(f"{tool}: {bad} of {len(wrong)} processes failed, {took:.0f} s", flush=True)
-        failed |= bad > 0
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+          "rotate": rotations, "encode": codes_and_scales}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Plans of the kernels that encode keys and values."""
+"""Plans of kernels for a KV cache: codes of keys and values, and what is around attention."""
 
 from __future__ import annotations
 
@@ -88,3 +88,61 @@ class StorePlan(Plan):
     def shared_bytes(self) -> int:
         """Shared memory of a block, of keys or of values."""
         return max(self.keys.shared_bytes, self.values.shared_bytes)
+
+
+@dataclass(frozen=True)
+class DecodeKVPlan(Plan):
+    """Codes of keys or values to dense rows (kernels/cuda/decode_kv.cu).
+
+    Args:
+        out: dtype of the rows.
+        vector_size: x of VQ<x, y, 1>.
+        entry_bits: y.
+        dim: channels of a head.
+        slice: channels of a block.
+        tokens: of a block.
+        steps: tokens whose codes a thread has on their way at a time.
+        learned: whether every head and group of x channels has its codebook.
+        scaled: whether a token has a scale.
+    """
+
+    template: ClassVar[str] = "decode_kv"
+    UNIT: ClassVar[int] = 8
+    out: Dtype
+    vector_size: int
+    entry_bits: int
+    dim: int
+    slice: int
+    tokens: int
+    steps: int
+    learned: bool
+    scaled: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the entries of its channels, or those that all share."""
+        vectors = self.slice // self.vector_size if self.learned else 1
+        return 2 * self.vector_size * vectors << self.entry_bits
+
+
+@dataclass(frozen=True)
+class MergePlan(Plan):
+    """Attention to several parts of the tokens, merged (kernels/cuda/merge.cu).
+
+    Args:
+        dtype: of the parts and of the result.
+        dim: numbers of a row, a multiple of 8 up to `LARGEST_DIM`.
+        block: of the rotation of parts that are codes; 1 = none.
+    """
+
+    template: ClassVar[str] = "merge"
+    LARGEST_DIM: ClassVar[int] = 256
+    MOST_PARTS: ClassVar[int] = 16
+    dtype: Dtype
+    dim: int
+    block: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block of threads."""
+        return self.threads // 32 * (32 // (self.dim // 8))

@@ -1,0 +1,125 @@
+"""Cases of the kernels for KV caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+from cases import FLOATS, Case
+from torch import Tensor
+
+from hf_vq.backends import (
+    cuda_append,
+    cuda_prefill,
+    cuda_store,
+)
+from hf_vq.backends.attention_maths import Maths
+from hf_vq.formats import KV_SCHEMES, VQScheme
+from hf_vq.formats.packing import packed_size
+from hf_vq.formats.shared import universal_tensor
+from hf_vq.formats.tensors import kv_codebook_spec
+from hf_vq.ops import reference, static_reference
+
+
+def keys_and_values() -> Iterator[Case]:
+    """Plans of append.cu: one token, some, and more than are few."""
+    names = ("u4", "u3", "u2", "nomad-u4", "cq-4", "cq-2", "nomad-2")
+    for name, dim, tokens in product(names, (80, 128), (1, 30, 1101)):
+        yield f"append {tokens} x {dim} {name}", partial(append, KV_SCHEMES[name].key, dim, tokens)
+
+
+def kv_codebook(scheme: VQScheme, heads: int, dim: int) -> Tensor:
+    """The universal one, or random ones."""
+    if scheme.has_scale:
+        return universal_tensor(scheme)
+    return torch.randn(kv_codebook_spec(scheme, heads, dim).shape).half()
+
+
+def append(scheme: VQScheme, dim: int, tokens: int) -> None:
+    """One launch."""
+    x, book = torch.randn(1, 2, tokens, dim), kv_codebook(scheme, 2, dim)
+    size = packed_size(dim // scheme.vector_size, scheme.entry_bits)
+    codes = torch.full((1, 2, tokens + 1, size), 7, dtype=torch.uint8).cuda()
+    scale = torch.full((1, 2, tokens + 1, int(scheme.has_scale)), 7).half().cuda()
+    mean = torch.zeros(1, 2, 1, dim).cuda() if scheme.has_scale else None
+    cuda_append.append(x.half().cuda(), mean, book.cuda(), codes, scale, 0, scheme, "rows")
+    codes, scale = codes.cpu(), scale.cpu()
+    assert (codes[:, :, -1] == 7).all() and (scale[:, :, -1] == 7).all()
+    given = (codes[:, :, :-1], book, scale[:, :, :-1], None, None, None, None, None)
+    error = ((reference.decode(*given, scheme, dim) - x).norm() / x.norm()).item()
+    assert error < 0.8, f"relative error {error}"
+
+
+def steps_of_a_cache() -> Iterator[Case]:
+    """Plans of store.cu."""
+    for name, tokens in product(("u4", "k4v2", "cq-4", "nomad-2"), (1, 3)):
+        yield f"store {tokens} {name}", partial(store_steps, name, tokens)
+
+
+def store_steps(name: str, tokens: int, dim: int = 128) -> None:
+    """Launches until the tape is full, with a mean that is found on the way."""
+    schemes = KV_SCHEMES[name].key, KV_SCHEMES[name].value
+    tapes = [
+        (torch.zeros(2, 2, 12, packed_size(dim // s.vector_size, s.entry_bits)).byte(),
+         torch.zeros(2, 2, 12, int(s.has_scale)).half())
+        for s in schemes
+    ]  # fmt: skip
+    centred = KV_SCHEMES[name].centre_keys
+    floats = [torch.zeros(2, 2, slots, dim).half() for slots in (2, 2, 12, 12)]
+    here = [
+        floats[0], floats[1], *tapes[0], torch.zeros(2, 2, 1, dim) if centred else None, *tapes[1],
+        floats[2], floats[3], *(kv_codebook(s, 2, dim) for s in schemes), torch.tensor([0, 3]),
+        torch.zeros((), dtype=torch.int64), torch.zeros(2, 2).bool() if centred else None,
+    ]  # fmt: skip
+    there = [None if part is None else part.cuda() for part in here]
+    for _ in range(18 // tokens):
+        new = [torch.randn(2, 2, tokens, dim).half() for _ in range(2)]
+        static_reference.store(*new, *here, 4, *schemes)  # type: ignore[arg-type]
+        cuda_store.store(*(x.cuda() for x in new), *there, 4, *schemes)  # type: ignore[arg-type]
+    for expected, found in zip(here, there, strict=True):
+        if expected is not None and found is not None:
+            same = torch.isclose(found.cpu().double(), expected.double(), rtol=2.0**-9, atol=1e-6)
+            assert same.double().mean() > 0.99, f"{same.double().mean()} of {expected.shape}"
+
+
+def coded_parts() -> Iterator[Case]:
+    """Plans of decode_kv.cu and merge.cu."""
+    for n, (name, head_dim) in enumerate(product(KV_SCHEMES, (80, 128, 192))):
+        yield f"decode_kv {name} {head_dim}", partial(decode_kv, name, head_dim, n)
+    for head_dim, coded in product((64, 80, 96, 128, 192, 256), (0, 3)):
+        yield f"merge {head_dim} {coded}", partial(merge, head_dim, coded)
+
+
+def decode_kv(name: str, head_dim: int, number: int) -> None:
+    """Launches for some tokens of a tape, of keys and of values."""
+    dtype = list(FLOATS.values())[number % 3]
+    for scheme in (KV_SCHEMES[name].key, KV_SCHEMES[name].value):
+        book = kv_codebook(scheme, 3, head_dim)
+        width = packed_size(head_dim // scheme.vector_size, scheme.entry_bits)
+        codes = torch.randint(0, 256, (2, 3, 1100, width), dtype=torch.uint8)
+        scale = torch.rand(2, 3, 1100, int(scheme.has_scale)).half()
+        mean = torch.randn(2, 3, 1, head_dim)
+        some = slice(7, 7 + (1, 129, 1093)[number % 3])
+        exact = reference.decode_rotated(codes, book, scale, scheme, head_dim)[:, :, some] + mean
+        found = cuda_prefill.decode(
+            codes.cuda()[:, :, some], scale.cuda()[:, :, some], book.cuda(), mean.cuda(), scheme,
+            head_dim, dtype,
+        )  # fmt: skip
+        assert torch.equal(found.cpu(), exact.to(dtype))
+
+
+def merge(head_dim: int, coded: int) -> None:
+    """One launch; the reference is that of the CPU."""
+    parts = [
+        (torch.randn(2, 3, 37, head_dim).half(), torch.randn(2, 3, 37)) for _ in range(coded + 2)
+    ]
+    aux, scheme = torch.randn(3), KV_SCHEMES["u4"].value
+    exact = Maths().merge(parts[:coded], parts[coded:], aux, scheme, torch.float32)
+    there = [(out.cuda(), lse.cuda()) for out, lse in parts]
+    found = cuda_prefill.merge(there[:coded], there[coded:], aux.cuda(), scheme, torch.float16)
+    assert (found.cpu() - exact).norm() < 2.0**-9 * exact.norm()
+
+
+MAKERS = {"append": keys_and_values, "store": steps_of_a_cache, "kv": coded_parts}
