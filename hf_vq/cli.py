@@ -118,6 +118,7 @@ def _add_info(verbs: Any) -> argparse.ArgumentParser:
 def _add_explain(verbs: Any) -> argparse.ArgumentParser:
     verb = _verb(verbs, "explain", _explain, "Which kernel runs each layer, and why no faster one.")
     verb.add_argument("model", metavar="MODEL", help="directory or Hub id of a quantized model")
+    verb.add_argument("--kv", metavar="SCHEME", help="also a KV cache, e.g. u4")
     _add_loading(verb)
     return verb
 
@@ -277,10 +278,12 @@ def _info(args: argparse.Namespace) -> None:
 
 def _explain(args: argparse.Namespace) -> None:
     from .bench.load import load_model
+    from .cache import VQCache
     from .hf.explain import explain
 
     model = load_model(args.model, dtype=_dtype(args.dtype), device_map=args.device_map)
-    print(explain(model))
+    cache = None if args.kv is None else VQCache.from_pretrained(model, args.kv)
+    print(explain(model, cache=cache))
 
 
 def _demo(args: argparse.Namespace) -> None:

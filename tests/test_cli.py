@@ -238,7 +238,11 @@ def test_an_interrupted_calibration_leaves_nothing(copied, eval_text, monkeypatc
 
 def test_explain_names_the_kernel(quantized, capsys):
     assert main(["explain", str(quantized)]) == 0
-    assert "reference" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "reference" in out and "attention" not in out
+    assert main(["explain", str(quantized), "--kv", "u4"]) == 0
+    out = capsys.readouterr().out
+    assert "attention" in out and "append" in out and "cache.layers.0 and" in out
 
 
 def wrong(*arguments, capsys) -> str:

@@ -15,7 +15,9 @@ from . import (
     cpu_attention,
     cpu_generate,
     cpu_linear,
+    cuda_attention,
     cuda_generate,
+    cuda_generate_kv,
     cuda_linear,
     cuda_mechanisms,
     cuda_peers,
@@ -31,6 +33,7 @@ TIMED_SUITES: dict[str, Any] = {
     "cpu-linear": cpu_linear, "cpu-attention": cpu_attention, "cpu-generate": cpu_generate,
     "cuda-linear": cuda_linear, "cuda-peers": cuda_peers,
     "cuda-mechanisms": cuda_mechanisms, "cuda-generate": cuda_generate,
+    "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,
     "cuda-quantize": cuda_quantize,
 }  # fmt: skip
 
@@ -66,7 +69,12 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
             if name in ("cuda-linear", "cuda-peers", "cuda-mechanisms"):
                 suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
-            if name == "cuda-quantize":
+            if name == "cuda-attention":
+                suite.add_argument("--quick", action="store_true", help="three small cases")
+            if name == "cuda-generate-kv":
+                suite.add_argument("--cases", type=cuda_generate_kv.Case.parse, nargs="+",
+                                   default=list(module.CASES), metavar="ROWSxTOKENS")  # fmt: skip
+            if name in ("cuda-quantize", "cuda-generate-kv"):
                 suite.add_argument("--layers", type=int, default=module.LAYERS)
         else:
             suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -130,6 +138,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _time(args: argparse.Namespace) -> int:
     options = {"threads": "", "tokens": "", "schemes": "", "layers": "", "rounds": "",
+               "quick": "", "cases": "",
                "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR"}  # fmt: skip
     names = {name: shown for name, shown in options.items() if hasattr(args, name)}
     isa = env.CPU_ISA.get()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,13 +31,13 @@ PROMPT, TOKENS = 128, 128
 _EAGER_ROUNDS = 3  # of 24 steps, and two before: the cache has room for them
 _FIRST = 8  # tokens that are not counted: compilers run, a graph is captured for a new cache
 _DTYPE = torch.bfloat16
-OTHERS, IDLE = "norms, RoPE, activations", "between kernels"
+DENSE, OTHERS, IDLE = "dense layers", "norms, RoPE, activations", "between kernels"
 Kernel = tuple[str, int, int]  # name, start and end in ns
 _OURS = {"linear": "quantized layers", "rotate": "rotation"}  # by the names of kernels
 _PARTS = {  # by what they contain; the first that fits
-    "attention": "attention", "sdpa": "attention", "fmha": "attention", "triton_": OTHERS,
-    "gemm": "dense layers", "gemv": "dense layers", "nvjet": "dense layers",
-    "splitk": "dense layers",
+    "append": "cache", "store": "cache", "attention": "attention", "sdpa": "attention",
+    "fmha": "attention", "triton_": OTHERS,
+    "gemm": DENSE, "gemv": DENSE, "nvjet": DENSE, "splitk": DENSE,
 }  # fmt: skip
 
 
@@ -105,20 +106,25 @@ def _model_row(name: str, config: LlamaConfig, rounds: int) -> dict[str, Any]:
     scheme = None if name == "bf16" else name
     model = random_llama(config, _DTYPE, scheme, "cuda", lambda layer: layer != "lm_head")
     row: dict[str, Any] = {
-        "name": name, "gigabytes": _bytes_read(model) / 1e9,
-        "layer_gigabytes": _bytes_read(model.model) / 1e9,
+        "name": name, "gigabytes": bytes_read(model) / 1e9,
+        "layer_gigabytes": bytes_read(model.model) / 1e9,
     }  # fmt: skip
     row["eager_graph_ms"] = _eager_graph(model)
     _generate(model)  # compiles
     row["generate_ms"] = median(_generate(model) for _ in range(rounds))
     row["tokens_per_second"] = 1e3 / row["generate_ms"]
-    row["step_ms"], row["parts_ms"] = _step(model)
+    row["step_ms"], row["parts_ms"] = step_parts(partial(_generate, model))
     row["gb_per_second"] = row["gigabytes"] / row["step_ms"] * 1e3
     del model
+    forget_compiled()
+    return row
+
+
+def forget_compiled() -> None:
+    """Let go of compiled code and of memory, so that the next model finds neither."""
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    return row
 
 
 def _ceiling(row: dict[str, Any], dense: dict[str, Any]) -> float:
@@ -131,7 +137,7 @@ def _ceiling(row: dict[str, Any], dense: dict[str, Any]) -> float:
     return step / (step - saved * dense["parts_ms"]["dense layers"])
 
 
-def _bytes_read(model: nn.Module) -> int:
+def bytes_read(model: nn.Module) -> int:
     """Bytes of all parameters but the embedding, of which a step reads one row."""
     return sum(
         parameter.nbytes
@@ -156,10 +162,10 @@ def _generate(model: LlamaForCausalLM) -> float:
     return sum(counted) / len(counted) * 1e3
 
 
-def _step(model: LlamaForCausalLM) -> tuple[float, dict[str, float]]:
-    """Milliseconds of a compiled step on the GPU, and of its parts."""
+def step_parts(generate: Callable[[], Any]) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a compiled step of `generate` on the GPU, and of its parts."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        _generate(model)
+        generate()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     graphs: dict[int, list[Kernel]] = {}
     for event in profiler.profiler.kineto_results.events():
@@ -178,10 +184,10 @@ def split_step(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Milliseconds of each part of a step, from all its kernels; they add up to the whole step.
 
     Kernels that overlap share no time: one counts from the end of those before it, and the time in
-    which none runs is a part. The kernel that takes longest is the output layer.
+    which none runs is a part. The dense layer that takes longest is the output layer.
     """
     kernels = sorted(kernels, key=lambda kernel: kernel[1])
-    longest = max(kernels, key=lambda kernel: kernel[2] - kernel[1])
+    longest = max(kernels, key=lambda kernel: (_part(kernel[0]) == DENSE, kernel[2] - kernel[1]))
     found = dict.fromkeys((*_OURS.values(), *_PARTS.values(), "output layer", IDLE), 0.0)
     before = kernels[0][1]
     for kernel in kernels:

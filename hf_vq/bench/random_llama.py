@@ -93,11 +93,19 @@ def _fill_codes(
             )
 
 
-@torch.inference_mode()
-def fill_cache(cache: Cache, config: LlamaConfig, tokens: int, dtype: torch.dtype) -> None:
+@torch.no_grad()  # a static cache could not be written to if it were made in inference_mode
+def fill_cache(
+    cache: Cache,
+    config: LlamaConfig,
+    tokens: int,
+    dtype: torch.dtype,
+    *,
+    batch: int = 1,
+    device: str = "cpu",
+) -> None:
     """Append `tokens` random tokens, the same to every layer of an empty cache."""
-    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
-    keys, values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    shape = (2, batch, config.num_key_value_heads, tokens, config.head_dim)
+    keys, values = torch.randn(shape, dtype=dtype, device=device).unbind()
     for index in range(config.num_hidden_layers):
         cache.update(keys, values, index)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from .. import env
 from ..errors import VQError
 from ..formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from ..formats.scheme import VQScheme
-from . import cuda_tables
+from . import cuda_tables, kv_tables
 from .record import read_record
 from .show import markdown_table, significant
 
@@ -406,6 +407,13 @@ def _timed(record: dict[str, Any]) -> str:
     return "Measured by " + "; ".join(parts) + "."
 
 
+def _timed_table(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> str:
+    if read_record(suite) is None:
+        return f"Not measured yet: `python -m hf_vq.bench {suite}`."
+    record = _record(suite)
+    return table(record["results"]["rows"]) + "\n\n" + _timed(record)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "results:quality-weights": weights_table,
     "results:quality-kv": kv_table,
@@ -426,15 +434,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-generate": lambda: _timed_table("cuda-generate", cuda_tables.generate),
     "results:cuda-steps": lambda: _timed_table("cuda-generate", cuda_tables.steps),
     "results:cuda-quantize": cuda_quantize_table,
+    **{f"results:{name}": partial(_timed_table, *of) for name, of in kv_tables.TABLES.items()},
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,
 }
-
-
-def _timed_table(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> str:
-    record = _record(suite)
-    return table(record["results"]["rows"]) + "\n\n" + _timed(record)
 
 
 def _record(suite: str) -> dict[str, Any]:

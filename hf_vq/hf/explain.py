@@ -1,18 +1,21 @@
-"""`hf_vq.explain`: which kernel runs for each layer, and why not a faster one."""
+"""`hf_vq.explain`: which kernel runs for each layer and its cache, and why not a faster one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import ops
+from ..cache import VQCache, VQCacheLayer
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.replace import vq_modules
 from ..ops.dispatch import Problem, Verdict, bucket
+from ..ops.layout import layouts_for
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,14 @@ class Explanation(list[Row]):
     def __str__(self) -> str:
         if not self:
             return "no VQ layer here"
-        lines = [("layers", "op", "n x k", "kernel", "not used, because")]
+        lines = [("layers", "op", "size", "kernel", "not used, because")]
         for row in self:
             first, count = row.layers[0], len(row.layers)
             shown = first if count == 1 else f"{first} and {count - 1} more"
             reasons = [f"{v.kernel.name}: {v.reason}" for v in row.verdicts if not v.chosen]
-            size = f"{row.problem.n} x {row.problem.k}"
-            lines.append((shown, row.problem.op, size, row.kernel, "; ".join(reasons)))
+            asked = row.problem
+            size = f"{asked.n or asked.tokens} x {asked.k}"
+            lines.append((shown, asked.op, size, row.kernel, "; ".join(reasons)))
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
         return "\n".join(
             "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4]])
@@ -57,19 +61,31 @@ class Explanation(list[Row]):
     __repr__ = __str__
 
 
-def explain(model: nn.Module, *, tokens: int = 1, dtype: torch.dtype | None = None) -> Explanation:
+def explain(
+    model: nn.Module,
+    *,
+    tokens: int = 1,
+    dtype: torch.dtype | None = None,
+    cache: VQCache | None = None,
+) -> Explanation:
     """Which kernel runs for every VQ layer of `model` (or for one layer), and why not another.
 
     Args:
         model: a model, a part of one or a layer.
         tokens: rows of the input; 1 is a step of generation.
         dtype: of the input; by default the model's.
+        cache: also what its layers ask: `attention` over codes (its size is tokens in the cache x
+            head_dim) and `append` of codes (rows x head_dim); of a cache that is compiled also
+            `attention_static` and `store`. Head sizes of an empty cache are those of the config.
     """
     dtype = dtype or getattr(model, "dtype", None) or torch.get_default_dtype()
     names: dict[Problem, list[str]] = {}
     for name, module in _layers(model):
         for part, problem in _problems(module, tokens, dtype):
             names.setdefault(problem, []).append(".".join(filter(None, (name, part))) or "layer")
+    for layer in [] if cache is None else cache.coded_layers:
+        for problem in _cache_problems(layer, model, tokens, dtype):
+            names.setdefault(problem, []).append(f"cache.layers.{layer.index}")
     return Explanation(
         Row(tuple(layers), problem, tuple(ops.explain(problem)))
         for problem, layers in names.items()
@@ -95,3 +111,34 @@ def _problems(
     spec, kind = module.scheme.spec(), str(dtype).removeprefix("torch.")
     for part, n, k in sizes:
         yield part, Problem("linear", device, kind, spec, bucket(tokens), n, k)
+
+
+def _cache_problems(
+    layer: VQCacheLayer, model: nn.Module, tokens: int, dtype: torch.dtype
+) -> Iterator[Problem]:
+    """What one layer of a cache asks for a sequence that goes on by `tokens`."""
+    schemes = layer.options.scheme.key, layer.options.scheme.value
+    specs = [scheme.spec() for scheme in schemes]
+    device = next(model.parameters()).device
+    if layer.is_initialized:
+        heads, dims = layer.k.sinks.shape[1], (layer.k.dim, layer.v.dim)
+        layouts = layer.k.codes.layout, layer.v.codes.layout
+    else:
+        whole: Any = model
+        config = whole.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dims = dim, dim
+        layouts = layouts_for(*schemes, *dims, torch.empty(0, dtype=dtype, device=device))
+    held, limit = layer.length + tokens, layer.get_max_length()
+    held = min(held, limit - 1 + tokens) if layer.is_sliding else max(held, limit)
+    kind = str(dtype).removeprefix("torch.")
+    attended = bucket(tokens), bucket(held), *dims
+    yield Problem("attention", device.type, kind, " ".join(specs), *attended, " ".join(layouts))
+    for spec, dim, layout in dict.fromkeys(zip(specs, dims, layouts, strict=True)):
+        yield Problem(
+            "append", device.type, kind, spec, bucket(heads * tokens), k=dim, layout=layout
+        )
+    if layer.is_compileable:
+        for op in ("attention_static", "store"):
+            yield Problem(op, device.type, kind, " ".join(specs), *attended)

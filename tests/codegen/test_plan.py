@@ -7,8 +7,8 @@ import pytest
 
 from hf_vq import paths
 from hf_vq.codegen.choose import rotate_plan
+from hf_vq.codegen.kv_plan import DecodeKVPlan
 from hf_vq.codegen.plan import (
-    DecodeKVPlan,
     DecodePlan,
     Dtype,
     EncodePlan,

@@ -1,0 +1,64 @@
+"""`hf_vq.explain` of a cache: what its layers ask of the dispatch table."""
+
+import re
+
+import torch
+from tiny import CONFIGS
+from transformers import AutoModelForCausalLM
+
+from hf_vq import VQCache, explain
+from hf_vq.formats import kv_scheme
+from hf_vq.hf import generation
+from hf_vq.ops import dispatch
+
+generation.register()
+
+
+def model_of(name):
+    return AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+
+
+def test_an_empty_cache_and_one_with_tokens():
+    model = model_of("llama")
+    cache = VQCache(model.config, "k4v2", window=8)
+    rows = {(row.problem.op, row.problem.scheme): row for row in explain(model, cache=cache)}
+    key, value = (part.spec() for part in (kv_scheme("k4v2").key, kv_scheme("k4v2").value))
+    assert set(rows) == {("attention", f"{key} {value}"), ("append", key), ("append", value)}
+    row = rows["attention", f"{key} {value}"]
+    assert row.layers == ("cache.layers.0", "cache.layers.1")
+    assert (row.problem.tokens, row.problem.n, row.problem.k, row.problem.value_dim) == (
+        1,
+        1,
+        16,
+        16,
+    )
+    assert rows["append", key].problem.tokens == 2  # one of each of the two heads
+
+    chosen = set()
+    select = dispatch.select
+
+    def recording(problem):
+        chosen.add(problem)
+        return select(problem)
+
+    with torch.no_grad():
+        model(torch.randint(3, 96, (1, 30)), past_key_values=cache)
+        dispatch.select = recording
+        try:
+            model(torch.randint(3, 96, (1, 1)), past_key_values=cache)
+        finally:
+            dispatch.select = select
+    asked = {row.problem for row in explain(model, cache=cache)}
+    assert asked == {problem for problem in chosen if problem.op in ("attention", "append")}
+    assert re.search(r"attention +32 x 16", str(explain(model, cache=cache)))
+
+
+def test_layers_that_are_not_coded_ask_nothing():
+    model = model_of("gpt-oss")  # every other layer slides
+    rows = explain(model, cache=VQCache(model.config))
+    assert {row.layers for row in rows} == {("cache.layers.1",)}
+    both = explain(model, cache=VQCache(model.config, quantize_sliding=True))
+    assert {row.layers for row in both} == {("cache.layers.0", "cache.layers.1")}
+    long = VQCache(model.config, quantize_sliding=True, max_cache_len=1000)
+    sizes = {row.problem.n: row.layers for row in explain(model, cache=long) if row.problem.n}
+    assert sizes == {1: ("cache.layers.0",), 1024: ("cache.layers.1",)}
