@@ -2,7 +2,7 @@
 
     decode   attention of one token, against the fastest that PyTorch has over a cache in bfloat16
              (cuDNN, flash, memory-efficient, plain maths; all are tried)
-    store    one token's keys and values into the cache, against the copies of `StaticCache`
+    store    one token's keys and values into a static cache, against the copies of `StaticCache`
     memory   what the allocator gives for a token
 
 Caches are those that `VQCache` makes: sinks and a window of floats, then codes. Calls find their
@@ -21,19 +21,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.static import VQStaticLayer
 from ..errors import VQBackendError
-from ..ops import append_kv, dispatch
+from ..ops import dispatch
 from ..ops.attention import CachedKV, attention
-from ..ops.library import attention_problem, problem
+from ..ops.library import attention_problem
+from ..ops.static import StaticKV, store
 from . import cuda_sdpa
 from .cuda_timing import cold_copies, interleave_graphs
-from .random_kv import HEAD_DIM, SINKS, WINDOW, bytes_read, coded_cache, copy_of, empty_layer
+from .random_kv import HEAD_DIM, SINKS, WINDOW, bytes_read, coded_cache, copy_of, layer_arguments
 from .timing import Contestant, speedup, summary
 
 SCHEMES = ("u4", "u3", "u2", "k4v2", "cq-4", "cq-2", "nomad-u4")
 MEMORY = 4.6e12  # bytes that an H200 reads in a second, at best
 _COPIES = 64  # at most: short caches then lie in L2, for all contestants alike
 _COMPILING = 16  # kernels at a time
+_CAPACITY = 1024  # tokens of a cache that is stored to
 _LAYERS = 32  # whose caches a round of `store` writes to
 _REFERENCE = "reference"  # the row that is no kernel; it is not timed
 _DTYPE = torch.bfloat16
@@ -175,13 +178,16 @@ def _store_rows(
     contestants = {"bf16": _copying(keys, values)}
     kernels = {}
     for name in schemes:
-        layer = empty_layer(name, kv_heads, window=0, limit=WINDOW)
-        layer.update(*torch.randn(2, *shape, dtype=_DTYPE, device="cuda").unbind())
-        spec, layout = layer.k.spec, layer.k.codes.layout
-        asked = problem("append", keys, spec, 0)._replace(layout=layout)
+        layer = VQStaticLayer(*layer_arguments(name, kv_heads, limit=_CAPACITY))
+        prompt = torch.randn(2, batch, kv_heads, 2 * WINDOW, HEAD_DIM, dtype=_DTYPE, device="cuda")
+        layer.update(*prompt.unbind())
+        asked = dispatch.Problem(
+            "store", "cuda", str(_DTYPE)[6:], f"{layer.k.spec} {layer.v.spec}",
+            1, _CAPACITY, HEAD_DIM, HEAD_DIM,
+        )  # fmt: skip
         kernels[name] = dispatch.select(asked).name
         if kernels[name] != _REFERENCE:
-            contestants[name] = _appending(layer, keys, values)
+            contestants[name] = _storing(layer.static, keys, values)
     _compile(contestants.values())
     seconds = interleave_graphs(contestants, rounds)
     found = []
@@ -197,7 +203,7 @@ def _store_rows(
 
 def _copying(keys: Tensor, values: Tensor) -> Contestant:
     batch, kv_heads, _, dim = keys.shape
-    shape = batch, kv_heads, WINDOW, dim
+    shape = batch, kv_heads, _CAPACITY, dim
     caches = [keys.new_zeros(2, *shape).unbind() for _ in range(_LAYERS)]
     position = torch.zeros(1, dtype=torch.int64, device="cuda")
 
@@ -208,19 +214,9 @@ def _copying(keys: Tensor, values: Tensor) -> Contestant:
     return Contestant(call, _LAYERS)
 
 
-def _appending(layer: Any, keys: Tensor, values: Tensor) -> Contestant:
-    sides = [
-        (store, tokens, [(store.codes.data.clone(), store.codes.scale.clone())
-                         for _ in range(_LAYERS)])
-        for store, tokens in ((layer.k, keys), (layer.v, values))
-    ]  # fmt: skip
-
-    def call(i: int) -> None:
-        for store, tokens, tapes in sides:
-            layout = store.codes.layout
-            append_kv(tokens, store.mean, store.codebook, *tapes[i], 0, store.spec, layout)
-
-    return Contestant(call, _LAYERS)
+def _storing(cached: StaticKV, keys: Tensor, values: Tensor) -> Contestant:
+    caches = [copy_of(cached) for _ in range(_LAYERS)]
+    return Contestant(lambda i: store(keys, values, caches[i]), _LAYERS)
 
 
 def _memory_rows(schemes: Sequence[str]) -> list[dict[str, Any]]:
@@ -240,6 +236,6 @@ def _allocated(name: str, tokens: int) -> int:
     """Bytes that a layer of one head allocates, codes for so many tokens among them."""
     gc.collect()
     before = torch.cuda.memory_allocated()
-    layer = empty_layer(name, 1, limit=tokens)
+    layer = VQStaticLayer(*layer_arguments(name, 1, limit=tokens))
     layer.update(*torch.randn(2, 1, 1, 2 * WINDOW, HEAD_DIM, dtype=_DTYPE, device="cuda").unbind())
     return torch.cuda.memory_allocated() - before

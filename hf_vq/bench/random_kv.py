@@ -6,7 +6,7 @@ some tokens are really encoded, and a longer cache repeats their codes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +20,15 @@ from ..formats.scheme import VQScheme
 from ..formats.tensors import kv_codebook_spec
 from ..ops.attention import CachedKV
 from ..ops.library import parse
+from ..ops.static import StaticKV
 
+Cached = TypeVar("Cached", CachedKV, StaticKV)
 SINKS, WINDOW = 4, 64  # the defaults of VQCache
 HEAD_DIM = 128
 _ENCODED = 1024  # tokens that are really encoded
 
 
-def empty_layer(
+def layer_arguments(
     name: str,
     kv_heads: int,
     device: str = "cuda",
@@ -34,16 +36,15 @@ def empty_layer(
     sinks: int = SINKS,
     window: int = WINDOW,
     limit: int | None = None,
-) -> VQCacheLayer:
-    """A layer of a cache with the scheme `name`; learned codebooks are random.
+) -> tuple[LayerOptions, Prompt, int, None, tuple[Tensor | None, Tensor | None]]:
+    """The arguments of a layer of a cache with the scheme `name`; learned codebooks are random.
 
     Args:
         limit: tokens that it allocates and may hold; None = it grows.
     """
     scheme = kv_scheme(name)
-    books = tuple(_codebook(part, kv_heads, device) for part in (scheme.key, scheme.value))
-    options = LayerOptions(scheme, sinks, window, limit)
-    return VQCacheLayer(options, Prompt(), 0, codebooks=(books[0], books[1]))
+    books = [_codebook(part, kv_heads, device) for part in (scheme.key, scheme.value)]
+    return LayerOptions(scheme, sinks, window, limit), Prompt(), 0, None, (books[0], books[1])
 
 
 def _codebook(scheme: VQScheme, heads: int, device: str) -> Tensor | None:
@@ -58,7 +59,7 @@ def coded_cache(
     name: str, kv_heads: int, batch: int, context: int, dtype: torch.dtype, device: str = "cuda"
 ) -> CachedKV:
     """What attention of one token reads of a cache of `context` tokens, itself included."""
-    layer = empty_layer(name, kv_heads, device)
+    layer = VQCacheLayer(*layer_arguments(name, kv_heads, device))
     few = min(context, _ENCODED)
     layer.update(*torch.randn(2, 1, kv_heads, few, HEAD_DIM, device=device).to(dtype).unbind())
     layer.batch_repeat_interleave(batch)
@@ -77,7 +78,7 @@ def _repeated(tokens: Tensor, count: int) -> Tensor:
     return tokens.repeat(1, 1, times, 1)[:, :, :count]
 
 
-def copy_of(cached: CachedKV) -> CachedKV:
+def copy_of(cached: Cached) -> Cached:
     """The cache elsewhere in memory, as that of another layer: only universal codebooks are the
     same."""
     found: dict[str, Any] = {
