@@ -285,8 +285,8 @@ def _layer(
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(plan: LinearPlan, shared: int, ordinal: int) -> Kernel:
-    return Kernel(plan, _together(plan.matrices), ordinal, default_store(), shared)
+def _kernel(plan: LinearPlan, ordinal: int) -> Kernel:
+    return Kernel(plan, _together(plan.matrices), ordinal, default_store())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -354,7 +354,7 @@ def prepare(
         before = rotator(rotation, ordinal)
         block, at_a_time = rotation.numbers_of_a_block, rotation.blocks_at_a_time
     return Launch(
-        _kernel(plan, plan.shared_bytes_for(in_features), ordinal),
+        _kernel(plan, ordinal),
         plan.token_tiles,
         tuple(blocks),
         before,

@@ -20,6 +20,7 @@ from . import (
     cuda_generate_kv,
     cuda_linear,
     cuda_mechanisms,
+    cuda_parts,
     cuda_peers,
     cuda_quantize,
     cuda_tune,
@@ -34,7 +35,7 @@ TIMED_SUITES: dict[str, Any] = {
     "cuda-linear": cuda_linear, "cuda-peers": cuda_peers,
     "cuda-mechanisms": cuda_mechanisms, "cuda-generate": cuda_generate,
     "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,
-    "cuda-quantize": cuda_quantize,
+    "cuda-quantize": cuda_quantize, "cuda-parts": cuda_parts,
 }  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--gguf", type=Path, help="folder with kv16-Q4_0.gguf and others")
         elif name.startswith("cuda-"):
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
-            if name in ("cuda-linear", "cuda-peers", "cuda-mechanisms"):
+            if name in ("cuda-linear", "cuda-peers", "cuda-mechanisms", "cuda-parts"):
                 suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
             if name == "cuda-attention":
                 suite.add_argument("--quick", action="store_true", help="three small cases")

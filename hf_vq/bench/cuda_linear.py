@@ -22,7 +22,7 @@ from .. import ops
 from ..backends import cuda_fused
 from ..backends.cuda_linear import Stored
 from ..codegen.choose_dense import restorable
-from ..codegen.choose_linear import LinearProblem, choose, feasible, fusable
+from ..codegen.choose_linear import LinearProblem, choose, feasible, fusable, held_sets
 from ..codegen.choose_tiles import tiled
 from ..codegen.device import device_arch
 from ..codegen.plan import Dtype, LinearPlan
@@ -181,7 +181,9 @@ def _mechanism_rows(
         return []
     x = torch.randn(1, in_features, dtype=_DTYPE, device="cuda")
     plans = {"chosen": chosen} | {
-        what: plan for what, plan in _without(chosen).items() if feasible(plan, asked) is None
+        what: plan
+        for what, plan in _without(chosen, in_features).items()
+        if feasible(plan, asked) is None
     }
     contestants = {
         what: by_plan(x, sets, scheme, plan, out_features) for what, plan in plans.items()
@@ -197,13 +199,18 @@ def _mechanism_rows(
     ]  # fmt: skip
 
 
-def _without(plan: LinearPlan) -> dict[str, LinearPlan]:
+def _without(plan: LinearPlan, in_features: int) -> dict[str, LinearPlan]:
     """Plans that differ in one field, by what they lack."""
     found = {
         "one copy of the codebook (VQ-LLM)": replace(plan, replicas=1, interleaved=1),
         "codebook in L2": replace(plan, in_shared=False, replicas=1, interleaved=1),
-        "one chunk on its way": replace(plan, steps=1, scales_together=False),
-        "one warp for all columns": replace(plan, split=1, threads=min(plan.threads, 480)),
+        "one chunk on its way": replace(plan, steps=1, early=False, scales_together=False),
+        "one warp for all columns": replace(
+            plan,
+            split=1,
+            threads=min(plan.threads, 480),
+            sets=held_sets(in_features, plan.unit, 1, plan.steps),
+        ),
     }
     if plan.interleaved == 2 and plan.stages == 1 and plan.scope.value != "e8p":
         found["addresses by shift and mask"] = replace(plan, interleaved=1)
@@ -230,10 +237,11 @@ def by_plan(
     out_features: int,
     *,
     overlap: bool = True,
+    launch: cuda_fused.Launch | None = None,
 ) -> Contestant:
     """The fused kernel with a plan that nobody chose; see `cuda_fused.run` for `overlap`."""
     ordinal = torch.cuda.current_device()
-    launch = launch_of(plan, scheme, out_features, x.shape[-1])
+    launch = launch or launch_of(plan, scheme, out_features, x.shape[-1])
     y = x.new_empty(len(x), out_features)
 
     def call(i: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..codegen import compiler, tuned
-from ..codegen.choose_linear import LinearProblem, best, fusable
+from ..codegen.choose_linear import LinearProblem, best, feasible, fusable
 from ..codegen.device import device_arch
 from ..codegen.plan import Dtype, LinearPlan
 from ..codegen.store import default_store
@@ -70,7 +70,7 @@ def run(
         for number in tokens
         if fusable(weight_scheme(name), shape[1]) is None
     }
-    ranked = {asked: best(problem, -_UNSURE)[:PLANS] for asked, problem in problems.items()}
+    ranked = {asked: _ranked(problem) for asked, problem in problems.items()}
     _compile({plan for plans in ranked.values() for plan in plans}, arch.name)
     path = tuned.keep({}, table)  # fails before anything is measured
     for (name, shape, number), plans in ranked.items():
@@ -90,6 +90,12 @@ def run(
             }
         )
     return path
+
+
+def _ranked(problem: LinearProblem) -> list[LinearPlan]:
+    """The plans that are measured: those of the model, and what it knows no difference of."""
+    both = (pair for plan in best(problem, -_UNSURE) for pair in (plan, replace(plan, early=True)))
+    return [plan for plan in both if feasible(plan, problem) is None][:PLANS]
 
 
 def _compile(plans: set[LinearPlan], target: str) -> None:

@@ -24,14 +24,18 @@ from .table_layout import BANKS, LARGEST_INDEX, fused, load_bytes, tables
 MOST_TOKENS = 64  # beyond, decoded rows are used often enough
 TILE_ROWS = 16
 FUSED_ROTATION = 128  # block of the rotation that this kernel can do
+PIECE, HELD = 32, 8  # weights of a lane in a piece of one token; pieces that a warp holds at a time
 
-_BLOCKS = ((256, 1), (256, 2), (256, 3), (384, 1), (384, 2), (512, 1), (512, 2), (768, 1), (896, 1))
-_SPLITS = (1, 2, 4, 6, 8, 16)
+_BLOCKS = ((256, 1), (256, 2), (256, 3), (384, 1), (384, 2), (448, 1), (512, 1), (512, 2),
+           (768, 1), (896, 1))  # fmt: skip
+_SPLITS = (1, 2, 4, 6, 7, 8, 11, 14, 16)
 _UNITS = (8, 16, 32, 64, 128)
 _TEAMS = 15  # of a block: each has a barrier, and there are 16
 _SHARED_BOOKS = 160 << 10  # bytes of tables, at most
 _SPREAD = 3.0  # phases of a lookup whose lanes meet in the banks
-_CACHED_LINES = 5.0  # cycles of L1 for a load of eight rows
+_CACHED_LINES = 8.0  # cycles of L1 for a load of eight rows
+_ROTATION = 600  # cycles for eight pieces of one token
+_KERNEL_BEFORE = 2800  # cycles of a kernel that rotates x
 _PROLOGUE = 3000  # cycles until the first product, part of them hidden
 _LATENCY = 500  # cycles that a load of codes takes, at least in part
 _SPARE = 8  # registers by which the estimate may be wrong
@@ -90,10 +94,14 @@ def token_bucket(tokens: int) -> int:
 
 
 def candidates(problem: LinearProblem) -> list[LinearPlan]:
-    """Every plan that could be meant for a problem, also those that cannot run."""
+    """Every plan that could be meant for a problem, also those that cannot run.
+
+    None is `early`: the model knows no difference. `cuda-tune` tries both.
+    """
+    *choices, _ = _choices(problem)
     return [
-        _plan(problem, dict(zip(tuned.KNOBS, (*block, *knobs), strict=True)))
-        for block, *knobs in itertools.product(*_choices(problem))
+        _plan(problem, dict(zip(tuned.KNOBS, (*block, *knobs, 0), strict=True)))
+        for block, *knobs in itertools.product(*choices)
     ]
 
 
@@ -110,7 +118,8 @@ def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
     if problem.tokens == 1 and "hadamard" in scheme.rotation:
         rotations += [1] if scheme.block(columns) == FUSED_ROTATION else []
     units = list(_units(scheme, columns))[-2:]
-    return [_BLOCKS, copies, places, units, _SPLITS, (1, 2, 4), (1, 2, 4), rotations]
+    row_tiles, early = ((1, 2), (0, 1)) if problem.tokens == 1 else ((1, 2, 4), (0,))
+    return [_BLOCKS, copies, places, units, _SPLITS, row_tiles, (1, 2, 4), rotations, early]
 
 
 def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
@@ -143,7 +152,16 @@ def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
         ragged=columns % (4 * unit) > 0,
         single=problem.tokens == 1,
         rotate=bool(chosen["rotate"]),
+        early=bool(chosen["early"]),
+        sets=held_sets(columns, unit, chosen["split"], steps) if problem.tokens == 1 else 1,
     )
+
+
+def held_sets(in_features: int, unit: int, split: int, steps: int) -> int:
+    """How many times eight pieces of one token's columns a warp has."""
+    chunks = -(-in_features // (4 * unit))
+    share = -(-chunks // (split * steps)) * steps
+    return -(-share * max(1, unit // PIECE) // HELD)
 
 
 def registers(plan: LinearPlan) -> int:
@@ -151,28 +169,42 @@ def registers(plan: LinearPlan) -> int:
     words = plan.unit // plan.vector_size * plan.entry_bits // 32
     rows = 2 * plan.row_tiles
     codes = rows * plan.stages * words * plan.steps
-    scales = 2 * rows * ((plan.steps + 1) // 2) if plan.group else 0
+    scales = 2 * rows * (1 if plan.single else (plan.steps + 1) // 2) if plan.group else 0
     sums = (plan.row_tiles + (2 if plan.token_tiles == 1 else 1)) * plan.token_tiles * 4
-    kept = min(2, plan.unit // 8) if plan.single or plan.token_tiles > 4 else plan.unit // 8
+    kept = min(2, plan.unit // 8) if plan.token_tiles > 4 else plan.unit // 8
+    octets = plan.sets * min(plan.unit, PIECE) // 8 if plan.single else kept * plan.token_tiles
     weights = 8 + (16 if plan.integers else 40) * (plan.stages > 1) + 16 * (plan.scope is Scope.E8P)
     weights += 28 * (plan.unit > 64) + 44 * (not plan.in_shared)
-    return 26 + codes + scales + sums + kept * plan.token_tiles * 4 + weights + 4 * rows
+    weights += 16 * (plan.vector_size * plan.fused == 1)
+    if plan.single and plan.stages > 1:  # lookups of many octets are on their way
+        weights += (24 if plan.integers else 40) + 12 * (plan.unit > 64)
+    return 26 + codes + scales + sums + 4 * octets + weights + 4 * rows
 
 
 def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
     """None if the plan solves the problem on its GPU, else the reason why not."""
     arch, warps = problem.arch, plan.threads // 32
-    shared = plan.shared_bytes_for(problem.in_features)
+    shared = plan.shared_bytes
     if warps % plan.split or warps // plan.split > _TEAMS:
         return "teams do not fill a block"
     if plan.token_tiles > 4 and plan.row_tiles > 1:
         return "inputs of many tokens are not kept for several tiles of rows"
     if shared > arch.shared_per_block:
-        return "tables and inputs do not fit into shared memory"
+        return "tables do not fit into shared memory"
     if plan.resident * (shared + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
     if plan.resident * plan.threads > arch.threads_per_sm:
         return "a multiprocessor does not hold so many threads"
+    if plan.single and plan.steps * max(1, plan.unit // PIECE) > HELD:
+        return "the chunks on their way have more pieces than a warp's products have columns"
+    if plan.single and plan.sets < held_sets(
+        problem.in_features, plan.unit, plan.split, plan.steps
+    ):
+        return "a warp does not keep x of all of its columns"
+    if plan.early and (plan.steps == 1 or not plan.single):
+        return "there is nothing to ask for after x"
+    if plan.rotate and plan.unit != PIECE:
+        return "four lanes do not have a block of the rotation"
     return None
 
 
@@ -210,8 +242,9 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     phases = min(max(entry // 4, 1), 4)
     spread = 1.0 if plan.replicas * entry >= BANKS else _SPREAD
     loads = rows * plan.stages * words * 4 / plan.load_bytes
-    scales = rows / (plan.steps if plan.scales_together else 1) if plan.group else 0.0
-    pipe = 1.0 * octets * (plan.row_tiles if plan.single else 4 * plan.token_tiles)
+    scales_of = (4 if plan.single else 1) * (plan.steps if plan.scales_together else 1)
+    scales = rows / min(scales_of, HELD) if plan.group else 0.0
+    pipe = 0.0 if plan.single else 4.0 * octets * plan.token_tiles
     pipe += lookups * phases * spread if plan.in_shared else 0
     pipe += _CACHED_LINES * (loads + scales)
     byte_wide = plan.replicas * entry * plan.interleaved == 256 and (lattice or _byte(plan))
@@ -228,14 +261,13 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
     # What begins a block is hidden behind the kernel before it where both fit on a multiprocessor.
-    shared = plan.shared_bytes_for(columns)
     halves = 2 * plan.resident * plan.threads * registers(plan) <= arch.registers_per_sm
-    alone = not halves or 2 * plan.resident * (shared + RESERVED_BYTES) > arch.shared_per_sm
+    shared = 2 * plan.resident * (plan.shared_bytes + RESERVED_BYTES)
+    alone = not halves or shared > arch.shared_per_sm
     prologue = _PROLOGUE * (1.0 if alone else 0.6) + plan.table_bytes / 128
-    if plan.single:
-        prologue += columns / warps * (0.9 if plan.rotate else 0.2)
+    prologue += _ROTATION * plan.sets * plan.rotate
     if not plan.rotate and problem.scheme.rotation != "none":
-        prologue += 200
+        prologue += _KERNEL_BEFORE
     return Cost(nbytes, busy + prologue + 400 * turns, bound)
 
 

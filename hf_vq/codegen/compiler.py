@@ -80,12 +80,13 @@ def cubin(plan: Plan, arch: str, store: Store) -> bytes:
 def key(plan: Plan, arch: str) -> str:
     """sha256, in hex, of all that decides the machine code."""
     parts = [str(FORMAT), arch, str(version()), *_OPTIONS, plan.template, render(plan)]
-    parts += [text for item in sorted(_sources().items()) for text in item]
+    parts += [text for item in sorted(sources().items()) for text in item]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @functools.cache
-def _sources() -> dict[str, str]:
+def sources() -> dict[str, str]:
+    """Text of every template and header of kernels/cuda, by its name."""
     folder = paths.kernel_sources() / "cuda"
     found = (path for path in folder.iterdir() if path.suffix in (".cu", ".cuh"))
     return {path.name: path.read_text(encoding="utf-8") for path in found}
@@ -99,9 +100,9 @@ def compile_plan(plan: Plan, arch: str) -> tuple[bytes, Resources]:
     """
     header = render(plan)
     file = f"{plan.template}.cu"
-    headers = {name: text for name, text in _sources().items() if name.endswith(".cuh")}
+    headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
     image, log = compile_source(
-        _sources()[file], file, {**headers, "plan.cuh": header}, arch, f"{plan}\n{header}"
+        sources()[file], file, {**headers, "plan.cuh": header}, arch, f"{plan}\n{header}"
     )
     found = {}
     for name, pattern in _RESOURCES.items():

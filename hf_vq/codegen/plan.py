@@ -163,10 +163,13 @@ class LinearPlan(TablePlan):
         row_tiles: tiles of 16 rows that a warp multiplies with the same input.
         token_tiles: tiles of 8 tokens.
         steps: chunks that a warp has on their way at a time.
-        scales_together: whether scales of `steps` chunks are read at once.
+        scales_together: whether neighbouring chunks' scales are read at once: of `steps` chunks, or
+            of two that a lane has of one token's.
         ragged: whether chunks do not divide a row.
-        single: whether there is one token, which a block copies to shared memory.
-        rotate: whether it is rotated on the way (blocks of 128).
+        single: whether there is one token, of which a warp keeps its columns in registers.
+        rotate: whether it is rotated there (blocks of 128).
+        early: whether a warp asks for it after its first chunk of codes; else, after `steps`.
+        sets: times that it keeps eight pieces of one token, each of up to 32 columns of a lane.
         matrices: that have the same input, and are multiplied with it by one launch.
     """
 
@@ -179,14 +182,15 @@ class LinearPlan(TablePlan):
     ragged: bool
     single: bool
     rotate: bool
+    early: bool
+    sets: int
     matrices: int = 1
 
-    def shared_bytes_for(self, in_features: int) -> int:
-        """Shared memory of a block: tables, where warps meet, and one token in whole chunks."""
-        meeting = 2 * self.threads // 32 * self.row_tiles * self.token_tiles * 512
-        chunk = 4 * self.unit
-        staged = 2 * -(-in_features // chunk) * chunk * self.single
-        return self.table_bytes + meeting + staged
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: tables, and where warps meet."""
+        of_tile = 64 if self.single else 512 * self.token_tiles
+        return self.table_bytes + 2 * self.threads // 32 * self.row_tiles * of_tile
 
 
 @dataclass(frozen=True)

@@ -1,58 +1,55 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of 128 numbers rotated on tensor cores on their way to shared memory: y = (x * s) H_128 / sqrt(128).
+// Blocks of 128 numbers rotated in registers: y = (x * s) H_128 / sqrt(128).
 //
-// H_128 = H_8 (x) H_16. A block is a matrix X[8 groups, 16 columns], and Y = H_8 X H_16 is two products of 16 x 16:
+// Four lanes have a block: lane 4 g + t numbers 32 t .. of block g. H_128 is one matrix of 2 x 2 for each bit of a
+// number's place:
 //
-//     D^T = H_16 / 16 . X^T         X^T is read from memory as it lies: two neighbours are one register
-//     Y^T = D^T . H_8               the sums of the first product are the factors of the second, lane by lane
+//     bit     6 5     4 . . . 0             bits 0, 4, 5 and 6 are H_16: a product on tensor cores,
+//            lane t   place in the lane     whose sums lie as its factor did;
+//                                           bits 1, 2 and 3 are sums and differences of a lane's registers
 //
-// D is float32 and becomes two 16-bit numbers, high + low, in the two halves of k: almost nothing is lost
-// between them, and no sum of sixteen overflows.
+// All sums are float32.
 #pragma once
 #include "mma.cuh"
-#include "plan.cuh"
 
-// Entries (row, k) and (row, k + 1) of a Hadamard matrix of +-`one`, k even.
-__device__ inline uint32_t hadamard_pair(int row, int k, uint32_t one) {
-  const uint32_t first = __popc(row & k) & 1, second = __popc(row & (k + 1)) & 1;
+// Entries (k, column) and (k + 1, column) of a Hadamard matrix of +-1, k even.
+template <Dtype D> __device__ inline uint32_t hadamard_pair(int k, int column) {
+  constexpr uint32_t one = D == Dtype::FLOAT16 ? 0x3c00 : 0x3f80;
+  const uint32_t first = __popc(column & k) & 1, second = __popc(column & (k + 1)) & 1;
   return one ^ first << 15 | (one ^ second << 15) << 16;
 }
 
-// A block of which a warp has the numbers: loaded first, so that several can be on their way.
-template <Dtype D> struct RotatedBlock {
-  uint32_t pair[2];
-
-  __device__ void load(const uint16_t* x, const uint8_t* signs, int lane) {
-    const int g = lane / 4, t = lane % 4;
+// A lane's 32 numbers, two in each of 16 words, which are changed. Bit i of `negative` is 1 where s of number i is -1.
+template <Dtype D>
+__device__ inline void rotate_blocks(uint32_t* word, uint32_t negative, uint32_t* rotated, int lane) {
+  const int g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      pair[half] = __ldg(reinterpret_cast<const uint32_t*>(x + g * 16 + half * 8 + 2 * t));
-      if (signs) {
-        const uint32_t bits = __ldg(signs + g * 2 + half) >> 2 * t;
-        pair[half] ^= (bits & 1) << 15 | (bits & 2) << 30;
-      }
-    }
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t bits = negative >> 2 * i;
+    word[i] ^= (bits & 1) << 15 | (bits & 2) << 30;
   }
-
-  // `store(k, value)` gets number 32 t + 8 k + g, as 16 bits, in lane 4 g + t.
-  template <typename Store> __device__ void rotate(int lane, const Store& store) const {
-    const int g = lane / 4, t = lane % 4;
-    constexpr uint32_t one = D == Dtype::FLOAT16 ? 0x3c00 : 0x3f80, sixteenth = D == Dtype::FLOAT16 ? 0x2c00 : 0x3d80;
-    float d[4] = {}, sum[4] = {};
-    mma<D>(d, hadamard_pair(g, 2 * t, sixteenth), hadamard_pair(g + 8, 2 * t, sixteenth),
-           hadamard_pair(g, 2 * t + 8, sixteenth), hadamard_pair(g + 8, 2 * t + 8, sixteenth), pair[0], pair[1]);
-    uint32_t high[2], low[2];
+  constexpr float norm = 0.08838834764831845f;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      high[i] = pack_pair<D>(d[2 * i], d[2 * i + 1]);
-      float first, second;
-      unpack_pair<D>(high[i], first, second);
-      low[i] = pack_pair<D>(d[2 * i] - first, d[2 * i + 1] - second);
+  for (int upper = 0; upper < 2; ++upper) {  // bit 4
+    const uint32_t low = hadamard_pair<D>(2 * t, 8 * upper + g), high = hadamard_pair<D>(2 * t + 8, 8 * upper + g);
+    float sum[8][2];  // by bits 1 to 3 and by bit 0
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float d[4] = {};
+      mma<D>(d, word[i], word[i + 4], word[i + 8], word[i + 12], low, high);
+      sum[i][0] = d[0], sum[i][1] = d[1], sum[i + 4][0] = d[2], sum[i + 4][1] = d[3];
     }
-    const uint32_t h8 = hadamard_pair(g, 2 * t, one);
-    mma<D>(sum, high[0], high[1], low[0], low[1], h8, h8);
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      store(i % 2 * 2 + i / 2, uint16_t(pack_pair<D>(sum[i] * 1.4142135623730951f, 0.0f)));
+    for (int bit = 1; bit < 8; bit *= 2)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (!(i & bit))
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const float first = sum[i][c], second = sum[i | bit][c];
+            sum[i][c] = first + second, sum[i | bit][c] = first - second;
+          }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) rotated[8 * upper + i] = pack_pair<D>(sum[i][0] * norm, sum[i][1] * norm);
   }
-};
+}

@@ -8,6 +8,12 @@
 // are: the columns are numbered so that nothing has to be exchanged between lanes (VQ-LLM fuses by shuffles or through
 // shared memory, section VI.B). x comes in the same numbering.
 //
+// One token would use one column of eight. Instead a warp has x of eight pieces of its columns, one in each:
+//
+//                          x of piece 0 .. 7                    Of the product with piece p, lanes whose column is p
+//     W' of piece p  .     [ | | | | | | | ]                    keep their sum. x is read, and rotated in registers,
+//                          column p counts                      once for all rows of a warp.
+//
 //     team of `split` warps     +---------+---------+---------+---------+
 //     row_tiles x 16 rows       | warp 0  | warp 1  | warp 2  | warp 3  |     whole chunks of 4 * unit columns each
 //                               +---------+---------+---------+---------+
@@ -48,22 +54,34 @@ constexpr int tile_rows = 16 * Plan::row_tiles;
 constexpr int warps = Plan::threads / 32, teams = warps / Plan::split;
 constexpr int group = Plan::group ? Plan::group : 1;
 constexpr int unit_bytes = unit / Plan::vector_size * Plan::entry_bits / 8;
-constexpr int meeting_bytes = warps * Plan::row_tiles * Plan::token_tiles * 512;
+constexpr int meeting_bytes = warps * Plan::row_tiles * (Plan::single ? 64 : Plan::token_tiles * 512);
+// One token: octets of a lane in a piece, pieces of a chunk, chunks of which a warp has x at a time.
+constexpr int piece = octets < 4 ? octets : 4, pieces = octets / piece, held = 8 / pieces;
+static_assert(!Plan::single || held % Plan::steps == 0, "scales and x are those of whole steps");
+static_assert(!Plan::rotate || unit == 32, "four lanes have a piece of 128 columns");
 
 // Where the two rows of a lane begin, in every tile, at the lane's place in the first chunk.
 struct Rows {
   const char* codes[Plan::row_tiles][2];
-  const uint16_t* scale[Plan::row_tiles][2];
+  int first_row;
 
-  __device__ void set(const Arguments& a, int first_row, int64_t stream, int lane) {
+  __device__ static int row(const Arguments& a, int first_row, int tile, int half) {
+    return min(first_row + tile * 16 + half * 8 + threadIdx.x % 32 / 4, a.rows - 1);
+  }
+
+  __device__ void set(const Arguments& a, int first, int64_t stream, int lane) {
+    first_row = first;
 #pragma unroll
     for (int tile = 0; tile < Plan::row_tiles; ++tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = min(first_row + tile * 16 + half * 8 + lane / 4, a.rows - 1);
-        codes[tile][half] = reinterpret_cast<const char*>(a.codes) + row * Plan::stages * stream + lane % 4 * unit_bytes;
-        scale[tile][half] = a.scale + int64_t(row) * (a.columns / group) + lane % 4 * unit / group;
+        codes[tile][half] = reinterpret_cast<const char*>(a.codes) +
+                            row(a, first_row, tile, half) * Plan::stages * stream + lane % 4 * unit_bytes;
       }
+  }
+
+  __device__ const uint16_t* scale(const Arguments& a, int tile, int half) const {
+    return a.scale + int64_t(row(a, first_row, tile, half)) * (a.columns / group);
   }
 };
 
@@ -83,23 +101,26 @@ struct Step {
   }
 };
 
-// Scales of its rows in `steps` neighbouring chunks.
+// Scales of its rows in `steps` neighbouring chunks; one token: in those of pieces 2 t and 2 t + 1, which lane 4 g + t
+// keeps.
 struct Scales {
-  static constexpr int words = (Plan::steps + 1) / 2;
+  static constexpr int chunks = !Plan::single ? Plan::steps : pieces == 1 ? 2 : 1;
+  static constexpr int words = (chunks + 1) / 2;
   uint32_t word[Plan::row_tiles][2][words];
 
-  __device__ void load(const Rows& rows, int at, int end) {
+  __device__ void load(const Arguments& a, const Rows& rows, int at, int end) {
+    if constexpr (Plan::single) at += threadIdx.x % 4 * 2 / pieces;
     if constexpr (Plan::group > 0)
 #pragma unroll
       for (int tile = 0; tile < Plan::row_tiles; ++tile)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint16_t* from = rows.scale[tile][half];
+          const uint16_t* from = rows.scale(a, tile, half);
           if constexpr (Plan::scales_together) {
-            load_words<2 * Plan::steps>(from + at, word[tile][half]);
+            if (at < end) load_words<2 * chunks>(from + at, word[tile][half]);
           } else {
 #pragma unroll
-            for (int i = 0; i < Plan::steps; ++i) {
+            for (int i = 0; i < chunks; ++i) {
               const uint32_t scale = at + i < end ? __ldg(from + (at + i) * chunk / group) : 0;
               word[tile][half][i / 2] = i % 2 ? word[tile][half][i / 2] | scale << 16 : scale;
             }
@@ -114,18 +135,17 @@ struct Scales {
 
 // x of one chunk in the columns' numbering, for 8 tokens a tile, in the order in which lanes hold it:
 //
-//     [chunks][token_tiles][octets][32 lanes][8]        one token: [chunks][octets][4 lanes][8], in shared memory
+//     [chunks][token_tiles][octets][32 lanes][8]
 // Lanes without a token keep what they have: it is multiplied for a token that nobody stores.
 struct Inputs {
-  static constexpr int lanes = Plan::single ? 4 : 32;
-  static constexpr int kept = octets > 1 && (Plan::single || Plan::token_tiles > 4) ? 2 : octets;
+  static constexpr int kept = octets > 1 && Plan::token_tiles > 4 ? 2 : octets;
   uint32_t word[Plan::token_tiles][kept][4] = {};
 
   __device__ void load(const char* x, int at, int j, int lane, int tokens) {
-    const char* from = x + ((int64_t(at) * Plan::token_tiles * octets + j) * lanes + lane) * 16;
+    const char* from = x + ((int64_t(at) * Plan::token_tiles * octets + j) * 32 + lane) * 16;
 #pragma unroll
     for (int n = 0; n < Plan::token_tiles; ++n)
-      if (n * 8 + lane / 4 < tokens) load_words<16>(from + n * octets * lanes * 16, word[n][j % kept]);
+      if (n * 8 + lane / 4 < tokens) load_words<16>(from + n * octets * 512, word[n][j % kept]);
   }
 
   // The first octets of a chunk, as many as are kept.
@@ -135,7 +155,65 @@ struct Inputs {
   }
 };
 
+// x of one token in eight pieces: lane 4 g + t has its columns of piece `first` + g.
+struct Pieces {
+  uint32_t word[4 * piece];
+
+  __device__ void load(const Arguments& a, int first, int end, int lane) {
+    const int at = first + lane / 4, from = column(at, lane);
+#pragma unroll
+    for (int i = 0; i < 4 * piece; ++i) word[i] = 0;
+    if (at < end && (!Plan::ragged || from < a.columns)) load_words<16 * piece>(a.x + from, word);
+  }
+
+  __device__ void rotate(const Arguments& a, int first, int end, int lane) {
+    const int at = first + lane / 4;
+    uint32_t negative = 0, rotated[4 * piece];
+    if (a.signs && at < end)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) negative |= uint32_t(__ldg(a.signs + column(at, lane) / 8 + i)) << 8 * i;
+    rotate_blocks<Plan::dtype>(word, negative, rotated, lane);
+#pragma unroll
+    for (int i = 0; i < 4 * piece; ++i) word[i] = rotated[i];
+  }
+
+ private:
+  __device__ static int column(int at, int lane) {
+    return at / pieces * chunk + lane % 4 * unit + at % pieces * 8 * piece;
+  }
+};
+
 using Sums = float[Plan::row_tiles][Plan::token_tiles][4];
+
+// Of one token; `at` counts chunks from the first of which it has x.
+__device__ inline void multiply_one(const Table& table, const Step& step, const Scales& scales, int i, int at,
+                                    const Pieces& x, Sums& sums) {
+#pragma unroll
+  for (int tile = 0; tile < Plan::row_tiles; ++tile)
+#pragma unroll
+    for (int p = 0; p < pieces; ++p) {
+      float part[2][4] = {};  // a product waits for the one before it in its chain
+#pragma unroll
+      for (int j = 0; j < piece; ++j) {
+        uint32_t low[4], high[4];
+        table.eight(step.codes[tile][0], p * piece + j, low);
+        table.eight(step.codes[tile][1], p * piece + j, high);
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          mma<Plan::dtype>(part[k], low[2 * k], high[2 * k], low[2 * k + 1], high[2 * k + 1], x.word[4 * j + 2 * k],
+                           x.word[4 * j + 2 * k + 1]);
+      }
+      const int column = at * pieces + p;
+      const int odd = (Plan::steps * pieces % 2 ? column : i * pieces + p) % 2;  // known to the compiler, if it can be
+      const int which = pieces == 1 ? odd : 0;
+      if (threadIdx.x % 4 == column / 2)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          sums[tile][0][2 * half] +=
+              scales(tile, half, which) * (odd ? part[0][2 * half + 1] + part[1][2 * half + 1]
+                                               : part[0][2 * half] + part[1][2 * half]);
+    }
+}
 
 __device__ inline void multiply(const Arguments& a, const Table& table, const Step& step, const Scales& scales, int i,
                                 Inputs& x, const char* inputs, int at, int end, Sums& sums) {
@@ -146,7 +224,6 @@ __device__ inline void multiply(const Arguments& a, const Table& table, const St
     float part[chains][Plan::token_tiles][4] = {};
 #pragma unroll
     for (int j = 0; j < octets; ++j) {
-      if (Plan::single && (tile == 0 || octets > 2)) x.load(inputs, at, j, lane, 1);
       uint32_t low[4], high[4];
       table.eight(step.codes[tile][0], j, low);
       table.eight(step.codes[tile][1], j, high);
@@ -157,7 +234,7 @@ __device__ inline void multiply(const Arguments& a, const Table& table, const St
       }
       // In place of what was just multiplied.
       const int ahead = j + Inputs::kept;
-      if (!Plan::single && tile == Plan::row_tiles - 1 && at + ahead / octets < end)
+      if (tile == Plan::row_tiles - 1 && at + ahead / octets < end)
         x.load(inputs, at + ahead / octets, ahead % octets, lane, a.tokens);
     }
     const float factor[2] = {scales(tile, 0, i), scales(tile, 1, i)};
@@ -171,22 +248,32 @@ __device__ inline void multiply(const Arguments& a, const Table& table, const St
   }
 }
 
-// Sums of a team -> y. `meeting` holds [split][row_tiles][token_tiles][32][4] floats.
-__device__ inline void finish(const Arguments& a, const Table& table, const Sums& sums, float* meeting, int first_row) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % Plan::split, team = threadIdx.x / 32 / Plan::split;
-  constexpr int of_warp = Plan::row_tiles * Plan::token_tiles * 128;
+// Sums of a team -> y. `meeting` holds [split][row_tiles][token_tiles][32][4] floats; one token: [split][row_tiles][16].
+__device__ inline void finish(const Arguments& a, const Table& table, const Sums& sums, float* meeting, int first_row,
+                              int warp) {
+  const int lane = threadIdx.x % 32, team = threadIdx.x / 32 / Plan::split, tokens = Plan::single ? 1 : a.tokens;
+  constexpr int of_tile = Plan::single ? 16 : Plan::token_tiles * 128, of_warp = Plan::row_tiles * of_tile;
 #pragma unroll
   for (int tile = 0; tile < Plan::row_tiles; ++tile)
+    if constexpr (Plan::single) {
+      const bool upper = lane % 2;  // an even lane adds row g, an odd one row g + 8
+      const float low = sums[tile][0][0], high = sums[tile][0][2];
+      float sum = (upper ? high : low) + __shfl_xor_sync(0xffffffff, upper ? low : high, 1);
+      sum += __shfl_xor_sync(0xffffffff, sum, 2);
+      if (lane % 4 < 2) meeting[warp * of_warp + tile * 16 + lane % 2 * 8 + lane / 4] = sum;
+    } else {
 #pragma unroll
-    for (int n = 0; n < Plan::token_tiles; ++n)
-      if (n * 8 + lane % 4 * 2 < a.tokens)
-        *reinterpret_cast<float4*>(meeting + warp * of_warp + ((tile * Plan::token_tiles + n) * 32 + lane) * 4) =
-            make_float4(sums[tile][n][0], sums[tile][n][1], sums[tile][n][2], sums[tile][n][3]);
+      for (int n = 0; n < Plan::token_tiles; ++n)
+        if (n * 8 + lane % 4 * 2 < tokens)
+          *reinterpret_cast<float4*>(meeting + warp * of_warp + tile * of_tile + (n * 32 + lane) * 4) =
+              make_float4(sums[tile][n][0], sums[tile][n][1], sums[tile][n][2], sums[tile][n][3]);
+    }
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * Plan::split) : "memory");
-  for (int i = warp * 32 + lane; i < tile_rows * a.tokens; i += 32 * Plan::split) {
+  for (int i = warp * 32 + lane; i < tile_rows * tokens; i += 32 * Plan::split) {
     const int row = i % tile_rows, token = i / tile_rows;
     const int holder = row % 8 * 4 + token % 8 / 2, which = token % 2 + row % 16 / 8 * 2;
-    const float* from = meeting + ((row / 16 * Plan::token_tiles + token / 8) * 32 + holder) * 4 + which;
+    const int at = Plan::single ? row % 16 : (token / 8 * 32 + holder) * 4 + which;
+    const float* from = meeting + row / 16 * of_tile + at;
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < Plan::split; ++w) sum += from[w * of_warp];
@@ -200,36 +287,6 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Sums
   }
 }
 
-// One token -> shared memory, in the order of `Inputs`, rotated where the plan says so.
-__device__ inline void copy_input(const Arguments& a, uint16_t* staged, int chunks) {
-  const auto place = [](int column) {
-    return (column / chunk * octets + column % unit / 8) * 32 + column % chunk / unit * 8 + column % 8;
-  };
-  if constexpr (Plan::rotate) {
-    constexpr int ahead = 4;  // blocks of a warp on their way, also in its last turn
-    const int lane = threadIdx.x % 32, blocks = a.columns / 128;
-    for (int first = threadIdx.x / 32; first < blocks; first += ahead * warps) {
-      RotatedBlock<Plan::dtype> block[ahead];
-#pragma unroll
-      for (int i = 0; i < ahead; ++i)
-        if (const int at = first + i * warps; at < blocks)
-          block[i].load(a.x + at * 128, a.signs ? a.signs + at * 16 : nullptr, lane);
-#pragma unroll
-      for (int i = 0; i < ahead; ++i)
-        if (const int at = first + i * warps; at < blocks) {
-          uint16_t* const to = staged + place(at * 128 + lane % 4 * 32) + lane / 4;
-          block[i].rotate(lane, [&](int k, uint16_t value) { to[place(8 * k)] = value; });
-        }
-    }
-  } else {
-#pragma unroll 4
-    for (int i = threadIdx.x * 8; i < a.columns; i += Plan::threads * 8)
-      *reinterpret_cast<uint4*>(staged + place(i)) = __ldg(reinterpret_cast<const uint4*>(a.x + i));
-  }
-  if constexpr (Plan::ragged)
-    for (int i = a.columns + threadIdx.x; i < chunks * chunk; i += Plan::threads) staged[place(i)] = 0;
-}
-
 extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) linear(const Together together) {
   int matrix = 0, block = blockIdx.x;
 #pragma unroll
@@ -239,9 +296,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
   const int blocks = Plan::matrices > 1 ? a.blocks : gridDim.x;
   extern __shared__ __align__(16) char shared[];
   char* const meeting = shared + Table::bytes;
-  char* const staged = meeting + 2 * meeting_bytes;
-  const char* const inputs = Plan::single ? staged : reinterpret_cast<const char*>(a.x);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % Plan::split, team = threadIdx.x / 32 / Plan::split;
+  const int lane = threadIdx.x % 32, index = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the same for all lanes
+  const int warp = index % Plan::split, team = index / Plan::split;
   const int64_t stream = (int64_t(a.columns / Plan::vector_size) * Plan::entry_bits + 7) / 8;
   const int chunks = (a.columns + chunk - 1) / chunk, tiles = (a.rows + tile_rows - 1) / tile_rows;
   // Whole groups of `steps` chunks: [begin, end) of this warp.
@@ -252,43 +308,75 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
   Step next[Plan::steps];
   Scales next_scales;
   const auto exists = [&](int at) { return !Plan::ragged || at * chunk + lane % 4 * unit < a.columns; };
-  const auto enter = [&](int tile) {
-    rows.set(a, tile * tile_rows, stream, lane);
-    if (begin < end) next_scales.load(rows, begin, end);
+  const auto ask = [&](int first, int last) {
 #pragma unroll
     for (int i = 0; i < Plan::steps; ++i)
-      if (begin + i < end && exists(begin + i)) next[i].load(rows, begin + i, stream);
+      if (i >= first && i < last && begin + i < end && exists(begin + i)) next[i].load(rows, begin + i, stream);
   };
-  // What is asked for waits behind the codes that were asked for before it: so the tables come before the codes of this
-  // kernel, and x before those of the next one.
+  const auto enter = [&](int tile, int asked) {
+    rows.set(a, tile * tile_rows, stream, lane);
+    if (begin < end) next_scales.load(a, rows, begin, end);
+    ask(0, asked);
+  };
+  Pieces x_of[Plan::sets];
+  const auto piece_of = [&](int set) { return (begin + set * held) * pieces; };
+  const auto take_input = [&] {
+    wait_for_grids();
+    if constexpr (Plan::single)
+#pragma unroll
+      for (int set = 0; set < Plan::sets; ++set) x_of[set].load(a, piece_of(set), end * pieces, lane);
+  };
+  // What is asked for waits behind what was asked for before it: tables, the first codes, x, more codes, and after all
+  // of this what the next kernel asks for.
   const Table table(a.codebook, shared, lane);
-  table.fill();
+  Table::Batch batch;
+  table.begin_fill(batch);
   int tile = block * teams + team;
-  if (tile < tiles) enter(tile);
-  wait_for_grids();
-  if constexpr (Plan::single) copy_input(a, reinterpret_cast<uint16_t*>(staged), chunks);
+  if (tile < tiles) enter(tile, Plan::early ? 1 : Plan::steps);
+  if constexpr (Plan::early) {
+    take_input();
+    if (tile < tiles) ask(1, Plan::steps);
+  }
+  table.end_fill(batch);
+  if constexpr (!Plan::early) take_input();
   __syncthreads();
+  if constexpr (Plan::rotate)
+#pragma unroll
+    for (int set = 0; set < Plan::sets; ++set) x_of[set].rotate(a, piece_of(set), end * pieces, lane);
   let_next_grid_begin();
 
+  const char* const inputs = reinterpret_cast<const char*>(a.x);
   Inputs x;
   for (int turn = 0; tile < tiles; turn ^= 1) {
     Sums sums = {};
     if (!Plan::single && begin < end) x.begin(inputs, begin, lane, a.tokens);
-    for (int first = begin; first < end; first += Plan::steps) {
-      const Scales scales = next_scales;
-      if (first + Plan::steps < end) next_scales.load(rows, first + Plan::steps, end);
 #pragma unroll
-      for (int i = 0; i < Plan::steps; ++i) {
-        const int at = first + i, ahead = at + Plan::steps;
-        if (at >= end) break;
-        multiply(a, table, next[i], scales, i, x, inputs, at, end, sums);
-        if (ahead < end && exists(ahead)) next[i].load(rows, ahead, stream);
+    for (int set = 0; set < Plan::sets; ++set) {
+      const int from = Plan::single ? begin + set * held : begin, to = Plan::single ? min(from + held, end) : end;
+      Scales scales = next_scales;
+      if (set + 1 < Plan::sets && from + held < end) next_scales.load(a, rows, from + held, end);
+      for (int first = from; first < to; first += Plan::steps) {
+        if constexpr (!Plan::single) {
+          scales = next_scales;
+          if (first + Plan::steps < end) next_scales.load(a, rows, first + Plan::steps, end);
+        }
+#pragma unroll
+        for (int i = 0; i < Plan::steps; ++i) {
+          const int at = first + i, ahead = at + Plan::steps;
+          if (at >= end) break;
+          if constexpr (Plan::single)
+            multiply_one(table, next[i], scales, i, at - from, x_of[set], sums);
+          else
+            multiply(a, table, next[i], scales, i, x, inputs, at, end, sums);
+          if (ahead < end && exists(ahead)) next[i].load(rows, ahead, stream);
+        }
       }
     }
     const int done = tile * tile_rows;
     tile += blocks * teams;
-    if (tile < tiles) enter(tile);
+    if (tile < tiles) enter(tile, Plan::steps);
     // Turns have different places to meet, so that one barrier a turn is enough.
-    finish(a, table, sums, reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams), done);
+    finish(a, table, sums, reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams), done,
+           warp);
   }
 }

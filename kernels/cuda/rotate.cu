@@ -31,12 +31,6 @@ constexpr int lanes = fewer_shuffles ? B / 32 : B / width < 32 ? B / width : 32;
 constexpr int chunks = B / (width * lanes);
 constexpr int each = width * chunks;
 
-constexpr float inverse_root(int power_of_two) {
-  return power_of_two == 1   ? 1.0f
-         : power_of_two == 2 ? 0.70710678118654752f
-                             : inverse_root(power_of_two / 4) / 2;
-}
-
 constexpr float size_of_entry = inverse_root(B);
 
 __device__ inline void flip(float (&value)[each], const Arguments& a, uint32_t block, int lane) {

@@ -67,37 +67,31 @@ struct Table {
     }
   }
 
-  // All threads of the block; __syncthreads() is left to the caller. A thread asks for `ahead` entries at a time and
-  // writes all copies of each; neighbours begin at different banks.
+  static constexpr int count = books * entries;
+  static constexpr int most = lattice ? 2 : entry_bytes < 8 ? 8 : 64 / entry_bytes;
+  static constexpr int batch = (count + Plan::threads - 1) / Plan::threads < most
+                                   ? (count + Plan::threads - 1) / Plan::threads
+                                   : most;  // entries that a thread asks for at a time
+  using Batch = uint32_t[batch][entry_bytes / 4];
+
+  // All threads of the block; __syncthreads() is left to the caller.
   __device__ void fill() const {
+    Batch first;
+    begin_fill(first);
+    end_fill(first);
+  }
+
+  // The first entries of a thread, and all the rest: what is done in between does not wait for the first.
+  __device__ void begin_fill(Batch& first) const {
+    if constexpr (Plan::in_shared) read(threadIdx.x, first);
+  }
+
+  __device__ void end_fill(Batch& some) const {
     if constexpr (Plan::in_shared) {
-      constexpr int piece = entry_bytes > 16 ? entry_bytes : book_stride < 16 ? book_stride : 16;
-      constexpr int pieces = book_stride / piece;
-      constexpr int count = books * entries, turns = (count + Plan::threads - 1) / Plan::threads;
-      constexpr int most = lattice ? 2 : entry_bytes < 8 ? 8 : 64 / entry_bytes, ahead = turns < most ? turns : most;
-      char* const tables = static_cast<char*>(__cvta_shared_to_generic(first | (copy & 0xff000000)));
-      for (int begin = threadIdx.x; begin < count; begin += ahead * Plan::threads) {
-        uint32_t one[ahead][entry_bytes / 4];
-#pragma unroll
-        for (int k = 0; k < ahead; ++k) {
-          const int i = begin + k * Plan::threads, index = i % entries, book = i / entries;
-          if (i >= count) break;
-          if (lattice && book == Plan::stages)
-            flips(index, one[k]);
-          else
-            entry(book, index, one[k]);
-        }
-#pragma unroll
-        for (int k = 0; k < ahead; ++k) {
-          const int i = begin + k * Plan::threads, index = i % entries, book = i / entries;
-          if (i >= count) break;
-          uint32_t word[piece / 4];
-#pragma unroll
-          for (int c = 0; c < piece / 4; ++c) word[c] = one[k][c % (entry_bytes / 4)];
-#pragma unroll
-          for (int c = 0; c < pieces; ++c)
-            store_words<piece>(tables + index * entry_stride + book * book_bytes + (c + index) % pieces * piece, word);
-        }
+      write(threadIdx.x, some);
+      for (int begin = threadIdx.x + batch * Plan::threads; begin < count; begin += batch * Plan::threads) {
+        read(begin, some);
+        write(begin, some);
       }
     }
   }
@@ -150,6 +144,36 @@ struct Table {
   }
 
  private:
+  __device__ void read(int begin, Batch& one) const {
+#pragma unroll
+    for (int k = 0; k < batch; ++k) {
+      const int i = begin + k * Plan::threads, index = i % entries, book = i / entries;
+      if (i >= count) break;
+      if (lattice && book == Plan::stages)
+        flips(index, one[k]);
+      else
+        entry(book, index, one[k]);
+    }
+  }
+
+  // All copies of each; neighbours begin at different banks.
+  __device__ void write(int begin, const Batch& one) const {
+    constexpr int piece = entry_bytes > 16 ? entry_bytes : book_stride < 16 ? book_stride : 16;
+    constexpr int pieces = book_stride / piece;
+    char* const tables = static_cast<char*>(__cvta_shared_to_generic(first | (copy & 0xff000000)));
+#pragma unroll
+    for (int k = 0; k < batch; ++k) {
+      const int i = begin + k * Plan::threads, index = i % entries, book = i / entries;
+      if (i >= count) break;
+      uint32_t word[piece / 4];
+#pragma unroll
+      for (int c = 0; c < piece / 4; ++c) word[c] = one[k][c % (entry_bytes / 4)];
+#pragma unroll
+      for (int c = 0; c < pieces; ++c)
+        store_words<piece>(tables + index * entry_stride + book * book_bytes + (c + index) % pieces * piece, word);
+    }
+  }
+
   // Entry `index` as it is in the table: `fused` entries of the codebook, in the dtype of the products.
   __device__ void entry(int stage, int index, uint32_t (&word)[entry_bytes / 4]) const {
     const uint16_t* book = stored + stage * stored_numbers;

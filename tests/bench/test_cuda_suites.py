@@ -10,13 +10,14 @@ from hf_vq.bench import (
     cuda_generate,
     cuda_linear,
     cuda_mechanisms,
+    cuda_parts,
     cuda_peers,
     cuda_quantize,
     cuda_tune,
 )
 from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.bench.record import read_record
-from hf_vq.codegen import tuned
+from hf_vq.codegen import compiler, tuned
 from hf_vq.codegen.choose_linear import LinearProblem, choose
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
@@ -29,6 +30,7 @@ def test_without_a_gpu_it_says_so():
     for suite in (
         cuda_linear,
         cuda_mechanisms,
+        cuda_parts,
         cuda_tune,
         cuda_peers,
         cuda_generate,
@@ -97,6 +99,31 @@ def test_cuda_mechanisms(monkeypatch):
         assert [row["exchanges"] for row in ladder] == [
             rows["O4"]["exchanges"] + i for i in (0, 2, 4, 6, 8)
         ]
+
+
+@pytest.mark.parametrize("parts", cuda_parts.WITHOUT.values())
+def test_every_part_can_be_left_out(parts):
+    whole = compiler.sources()
+    without = cuda_parts.edited(whole, parts)
+    changed = {name for name in whole if without[name] != whole[name]}
+    assert changed == {file for part in parts for file, *_ in cuda_parts.PARTS[part]}
+
+
+def test_a_part_that_is_not_there_is_not_left_out():
+    broken = {**compiler.sources(), "mma.cuh": "// another"}
+    with pytest.raises(VQBackendError, match=r"mma.cuh does not have"):
+        cuda_parts.edited(broken, ["products"])
+
+
+@pytest.mark.gpu
+def test_cuda_parts(monkeypatch):
+    monkeypatch.setattr(cuda_linear, "cold_copies", lambda nbytes: 2)
+    _, results = cuda_parts.run(schemes=("vq-4",), shapes=((256, 512),), tokens=(1, 16), rounds=1)
+    found = {tokens: {row["what"] for row in results["rows"] if row["tokens"] == tokens}
+             for tokens in (1, 16)}  # fmt: skip
+    assert found[1] == {"bf16", "whole", *cuda_parts.WITHOUT}
+    assert found[16] == {*found[1], "without the kernel before"}
+    assert all(row["us"] > 0 for row in results["rows"])
 
 
 @pytest.mark.gpu

@@ -76,8 +76,13 @@ def test_the_chosen_plan_can_run(asked):
     assert plan.token_tiles * 8 >= asked.tokens
     if plan.scales_together:
         assert asked.in_features // plan.group % plan.steps == 0
-    shared = plan.shared_bytes_for(asked.in_features)
-    assert plan.resident * (shared + 1024) <= asked.arch.shared_per_sm
+    if plan.single:
+        pieces, octets = max(1, plan.unit // 32), min(4, plan.unit // 8)
+        chunks = -(-asked.in_features // (4 * plan.unit))
+        share = -(-chunks // (plan.split * plan.steps)) * plan.steps
+        assert 8 * plan.sets >= share * pieces and 8 // pieces % plan.steps == 0
+        assert not plan.rotate or (octets == 4 and pieces == 1)
+    assert plan.resident * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
 
 
 def test_the_catalogue_has_plans_on_a_large_gpu():
@@ -91,9 +96,8 @@ def test_the_catalogue_has_plans_on_a_large_gpu():
     assert choose(problem(WEIGHT_SCHEMES["vq-4"], MOST_TOKENS + 1)) is None
 
 
-def test_one_token_too_long_for_shared_memory_runs_as_several():
-    """Beside all copies of the tables, that is."""
-    plan = choose(problem(WEIGHT_SCHEMES["quip-sharp-4"], columns=28672, arch="sm_80"))
+def test_one_token_too_long_for_registers_runs_as_several():
+    plan = choose(problem(WEIGHT_SCHEMES["quip-sharp-4"], columns=1 << 19, arch="sm_80"))
     assert not plan.single and plan.token_tiles == 1
 
 

@@ -30,7 +30,7 @@ LINEAR = LinearPlan(
     threads=512, resident=1, dtype=Dtype.BFLOAT16, vector_size=2, entry_bits=8, stages=1,
     scope=Scope.SHARED, group=128, fused=1, in_shared=True, integers=False, replicas=32,
     interleaved=2, unit=32, load_bytes=16, split=8, row_tiles=1, token_tiles=1, steps=2,
-    scales_together=True, ragged=False, single=True, rotate=True,
+    scales_together=True, ragged=False, single=True, rotate=True, early=True, sets=1,
 )  # fmt: skip
 ENCODE = EncodePlan(
     threads=256, resident=2, vector_size=2, entry_bits=8, stages=1, scope=Scope.SHARED, group=128,
@@ -120,10 +120,9 @@ def test_tables():
         LINEAR, vector_size=8, entry_bits=16, scope=Scope.E8P, replicas=16
     )
     assert lattice.table_bytes == 2 * 256 * 128  # patterns and flips
-    meeting, token = 2 * 16 * 512, 2 * 4096
-    assert LINEAR.shared_bytes_for(4096) == LINEAR.table_bytes + meeting + token
+    assert LINEAR.shared_bytes == LINEAR.table_bytes + 2 * 16 * 64
     many = dataclasses.replace(LINEAR, single=False, token_tiles=2)
-    assert many.shared_bytes_for(4096) == many.table_bytes + 2 * meeting
+    assert many.shared_bytes == many.table_bytes + 2 * 16 * 1024
 
 
 @pytest.mark.parametrize("block", [2**i for i in range(11)])
