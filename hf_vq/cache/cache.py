@@ -140,14 +140,23 @@ class VQCache(Cache):
             return "it needs max_cache_len"
         if self.quantize_sliding or self.offloading:
             return f"it has no {'offloading' if self.offloading else 'quantize_sliding'}"
-        layers = StaticCache(config=config, max_cache_len=self.options.max_cache_len).layers
+        try:
+            layers = StaticCache(config=config, max_cache_len=self.options.max_cache_len).layers
+        except KeyError as kind:
+            return f"Transformers has no static layer of the kind {kind}"
+        text = config.get_text_config(decoder=True)
+        heads = getattr(text, "num_attention_heads", None)
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        groups = 1  # unless all layers have as many
+        if isinstance(heads, int) and isinstance(kv_heads, int):
+            groups = max(heads // kv_heads, 1)
         for index, layer in enumerate(layers):
             if not layer.is_compileable:
                 return f"layer {index} is a {type(layer).__name__}, which does not compile"
             if type(layer) is StaticLayer:
-                layers[index] = VQStaticLayer(
-                    self.options, self.prompt, index, means[index], books[index]
-                )
+                own = VQStaticLayer(self.options, self.prompt, index, means[index], books[index])
+                own.groups = groups
+                layers[index] = own
         self._static = layers
         return None
 

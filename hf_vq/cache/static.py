@@ -55,12 +55,13 @@ class Ring(Tape):
 class VQStaticLayer(VQCacheLayer):
     """A full-attention layer stored as codes, with room for `max_cache_len` tokens from the start.
 
-    Arguments as for `VQCacheLayer`.
+    Arguments as for `VQCacheLayer`. `groups`: query heads that share a head of keys.
     """
 
     is_compileable = True
     is_croppable = False  # by no more than SLACK tokens
     static: StaticKV
+    groups = 1
 
     def _clear(self) -> None:
         self.stale = False
@@ -147,8 +148,8 @@ class VQStaticLayer(VQCacheLayer):
             self._rehearse(key_states, value_states)
 
     def _rehearse(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Store a token, attend to it and forget it: what kernels keep for ever, they must not make
-        first where memory belongs to a CUDA graph."""
+        """Store a token, attend to it as a model does, and forget it: what kernels compile or keep
+        for ever, they must not make first where memory belongs to a CUDA graph."""
         static = self.static
         written = [static.k_mean, static.frozen, static.sink_k, static.sink_v, static.length]
         before = [None if part is None else part.clone() for part in written]
@@ -156,7 +157,9 @@ class VQStaticLayer(VQCacheLayer):
             x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (key_states, value_states)
         )
         store(keys, values, static)
-        attention_static(keys, static, scaling=1.0)
+        query = keys.repeat_interleave(self.groups, 1)
+        everything = torch.ones(1, 1, 1, self.get_max_length(), dtype=torch.bool)
+        attention_static(query, static, scaling=1.0, mask=everything.to(self.device))
         for part, was in zip(written, before, strict=True):
             if part is not None and was is not None:
                 part.copy_(was)

@@ -98,7 +98,7 @@ def test_ops_do_what_the_growing_layer_does(
     for cache in (grown, static):
         cache.prompt.start = start
     layer = static.layers[0]
-    assert isinstance(layer, VQStaticLayer)
+    assert isinstance(layer, VQStaticLayer) and layer.groups == 2
     empty = [x[:, :, :0] for x in states]
     layer.lazy_initialization(*empty)
     layer._rehearse(*empty)  # what a GPU does: it leaves no trace
