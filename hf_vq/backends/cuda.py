@@ -172,6 +172,27 @@ def accepts_tiles(problem: dispatch.Problem) -> str | None:
     return None
 
 
+def accepts_attention(problem: dispatch.Problem) -> str | None:
+    """None if there is a kernel that attends to the codes, else the reason why not."""
+    from ..codegen.choose_attention import MOST_QUERIES, attendable, misfit
+    from ..codegen.device import device_arch
+
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"queries are {problem.dtype}"
+    if problem.tokens > MOST_QUERIES:
+        return f"{problem.tokens} queries: codes are decoded for them once"
+    if problem.layout not in ("", "rows rows"):
+        return f"codes lie in {problem.layout!r}"
+    keys, values = map(VQScheme.parse, problem.scheme.split())
+    return (
+        attendable(keys, problem.k, "keys")
+        or attendable(values, problem.value_dim, "values")
+        or misfit(
+            keys, values, problem.k, problem.value_dim, device_arch(torch.cuda.current_device())
+        )
+    )
+
+
 def _fused(*arguments: Tensor | VQScheme | None) -> Tensor:
     from . import cuda_fused
 
@@ -248,6 +269,18 @@ def _prefill(*arguments: Any) -> Tensor:
     return cuda_prefill.attention(*arguments)
 
 
+def _attention(*arguments: Any) -> Tensor:
+    from . import cuda_attention
+
+    return cuda_attention.attention(*arguments)
+
+
+def _attention_static(*arguments: Any) -> Tensor:
+    from . import cuda_attention
+
+    return cuda_attention.attention_static(*arguments)
+
+
 def _encode_weight(
     rows: Tensor, codebook: Tensor, scheme: VQScheme, factors: tuple[float, ...], refit: bool
 ) -> tuple[Tensor, Tensor]:
@@ -278,6 +311,17 @@ def register() -> None:
         dispatch.Kernel("cuda.attention_prefill", "attention", _prefill, "cuda", needs),
         dispatch.Kernel("cuda.vq_append", "append", _append, "cuda", needs, accepts_append),
         dispatch.Kernel("cuda.vq_store", "store", _store, "cuda", needs, accepts_store),
+        dispatch.Kernel(
+            "cuda.vq_attention", "attention", _attention, "cuda", needs, accepts_attention
+        ),
+        dispatch.Kernel(
+            "cuda.vq_attention",
+            "attention_static",
+            _attention_static,
+            "cuda",
+            needs,
+            accepts_attention,
+        ),
         dispatch.Kernel("cuda.decode", "decode", _decode, "cuda", needs, accepts),
         dispatch.Kernel("cuda.linear", "linear", _linear, "cuda", needs, accepts),
         dispatch.Kernel(

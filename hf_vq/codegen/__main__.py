@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VQBackendError, VQError
-from ..formats.catalog import WEIGHT_SCHEMES, weight_scheme
+from ..formats.catalog import WEIGHT_SCHEMES, kv_scheme, weight_scheme
 from ..formats.scheme import VQScheme
 from . import choose as decode
+from . import choose_attention as attention
 from . import choose_encode as encode
 from . import choose_linear as linear
 from . import choose_tiles as tiles
 from . import choose_wide as wide
 from . import tuned
+from .attention_plan import Mask
 from .choose import Cost
 from .choose_dense import dense_plan, restorable
 from .compiler import compile_plan, key
@@ -28,6 +30,7 @@ _SHAPE = (4096, 4096)
 _TOKENS = (1, 16)
 _TILE_TOKENS = (1, 16, 64)
 _MANY_TOKENS = (128, 1024)
+_COLUMNS = "queries that share a kv head: its query heads times the new tokens (%(default)s)"
 _CANDIDATES = 8  # scales that fitting tries for a group
 
 
@@ -36,11 +39,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hf_vq.codegen", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     explain = verbs.add_parser("explain", help="the candidates of a problem, and the one chosen")
-    explain.add_argument("op", choices=["linear", "decode"])
+    explain.add_argument("op", choices=["linear", "decode", "attention"])
     explain.add_argument("scheme", help="name or spec string")
     explain.add_argument("--m", type=int, default=1, help="tokens of linear (%(default)s)")
     explain.add_argument("--n", type=int, default=_SHAPE[0], help="out_features (%(default)s)")
     explain.add_argument("--k", type=int, default=_SHAPE[1], help="in_features (%(default)s)")
+    explain.add_argument("--dim", type=int, default=128, help="head_dim (%(default)s)")
+    explain.add_argument("--columns", type=int, default=4, help=_COLUMNS)
+    explain.add_argument("--context", type=int, default=1 << 14, help="coded tokens (%(default)s)")
     explain.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default="float16")
     explain.add_argument("--arch", default="sm_90a", help="%(default)s or " + ", ".join(ARCHES))
     explain.add_argument("--top", type=int, default=10, help="candidates shown (%(default)s)")
@@ -66,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    if args.op == "attention":
+        return _explain_attention(args)
     arch, scheme, dtype = named_arch(args.arch), weight_scheme(args.scheme), Dtype(args.dtype)
     print(f"{args.op} {scheme.spec()} [{args.n}, {args.k}] {dtype.value} on {arch.name}")
     if args.op == "decode":
@@ -114,6 +122,24 @@ def _explain_tiles(args: argparse.Namespace, scheme: VQScheme, dtype: Dtype) -> 
     return _show(len(tiles.candidates(asked)), plan, able, _TILE_COLUMNS, args.top)
 
 
+def _explain_attention(args: argparse.Namespace) -> int:
+    scheme, arch, dtype = kv_scheme(args.scheme), named_arch(args.arch), Dtype(args.dtype)
+    sides = {"keys": scheme.key, "values": scheme.value}
+    print(f"attention {args.scheme} head_dim {args.dim} {dtype.value} on {arch.name}")
+    reasons = (attention.attendable(side, args.dim, what) for what, side in sides.items())
+    reason = next(filter(None, reasons), None)
+    if reason or dtype is Dtype.FLOAT32:
+        raise VQBackendError(f"no attention kernel: {reason or 'factors have 16 bits'}.")
+    asked = attention.AttentionProblem(
+        scheme.key, scheme.value, args.dim, args.dim, args.columns, dtype, Mask.NONE, False,
+        attention.token_bucket(args.context), arch,
+    )  # fmt: skip
+    able = {plan: attention.cost(plan, asked) for plan in attention.best(asked)}
+    count = len(attention.candidates(asked))
+    return _show(count, attention.choose(asked), able, _ATTENTION_COLUMNS, args.top)
+
+
+_ATTENTION_COLUMNS = ("threads", "resident", "steps", "depth", "query_tiles")
 _TILE_COLUMNS = ("threads", "resident", "column_warps", "row_tiles", "split", "depth")
 _WIDE_COLUMNS = ("threads", "token_tile", "split", "depth")
 _DECODE_COLUMNS = ("threads", "steps", "unit", "panel_rows", "codebook_in_shared")
@@ -163,15 +189,10 @@ def _compile(args: argparse.Namespace) -> int:
             spilled += bool(found.stack or found.spilled)
             print(
                 f"{arch:7} {name:34} {len(image):6} bytes  {found.registers:3} registers  "
-                f"{shared_bytes(plan) + found.shared:6} shared  {found.stack:3} local",
+                f"{plan.shared_bytes + found.shared:6} shared  {found.stack:3} local",
                 flush=True,
             )
     return 1 if spilled else 0
-
-
-def shared_bytes(plan: Plan) -> int:
-    """Shared memory of a block of a plan that `_plans` gives."""
-    return plan.shared_bytes_for(_SHAPE[1]) if isinstance(plan, LinearPlan) else plan.shared_bytes
 
 
 def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list[tuple[str, Plan]]:

@@ -29,7 +29,6 @@ class Kernel:
         arguments: the kernel's `struct Arguments`, field by field.
         device: CUDA ordinal.
         store: where its machine code is, or will be.
-        shared: bytes of shared memory of a block, of kernels whose problem decides them.
 
     Attributes:
         local_bytes: what a thread spills.
@@ -44,12 +43,11 @@ class Kernel:
         arguments: type[ctypes.Structure],
         device: int,
         store: Store,
-        shared: int | None = None,
     ) -> None:
         from cuda.bindings import driver
 
         self.plan, self.arguments = plan, arguments
-        self.shared = plan.shared_bytes if shared is None else shared
+        self.shared = plan.shared_bytes
         arch = device_arch(device)
         self.overlaps = arch.overlaps_launches
         image = cubin(plan, arch.name, store)

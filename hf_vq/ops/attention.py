@@ -177,10 +177,10 @@ def attention(
 def _attention(query: Tensor, *arguments: Any) -> Tensor:
     *tensors, key_scheme, value_scheme, key_layout, value_layout = arguments
     tail_k, tail_v, tail_start = tensors[7], tensors[8], tensors[14]
-    rows, _, queries, dim = query.shape
+    queries, dim = query.shape[2:]
     asked = attention_problem(
         query, key_scheme, value_scheme, dim, tail_v.shape[3],
-        queries=rows * queries, length=tail_start + tail_k.shape[2],
+        queries=queries, length=tail_start + tail_k.shape[2],
         layout=f"{key_layout} {value_layout}",
     )  # fmt: skip
     out: Tensor = dispatch.select(asked).run(

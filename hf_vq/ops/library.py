@@ -79,7 +79,7 @@ def attention_problem(
     length: int = 0,
     layout: str = "",
 ) -> dispatch.Problem:
-    """The problem of attention: `queries` of all rows over a cache of `length` tokens.
+    """The problem of attention: `queries` of each row over a cache of `length` tokens.
 
     Args:
         query: decides device and dtype.

@@ -16,6 +16,6 @@ __device__ inline void wait_for_grids() {
 // next one may read in its prologue what they wrote.
 __device__ inline void let_next_grid_begin() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

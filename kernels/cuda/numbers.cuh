@@ -11,6 +11,7 @@ using uint32_t = unsigned int;
 
 enum class Dtype { FLOAT32, FLOAT16, BFLOAT16 };
 enum class Scope { SHARED, TILE, E8P };  // who shares a codebook: all weights, a tile; or it is the lattice
+enum class Mask { NONE, BOOL, FLOAT32, FLOAT16, BFLOAT16 };  // of attention; none is causal
 enum class Fusion { SHUFFLE, SHARED, RENUMBERED };  // how decoded weights come to the lanes that multiply them
 
 template <Dtype D> constexpr int size_of = D == Dtype::FLOAT32 ? 4 : 2;
@@ -109,8 +110,19 @@ __device__ inline void copy_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// `Bytes` bytes: 4, 8, or 16, which leave no trace in L1.
+template <int Bytes> __device__ inline void copy_piece(uint32_t to, const void* from) {
+  if constexpr (Bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(Bytes) : "memory");
+}
+
 // What was copied since the last group is one.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all that this thread copied is there.
+__device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Until at most `Left` groups of this thread are not complete.
 template <int Left> __device__ inline void wait_for_copies() {
@@ -123,6 +135,12 @@ template <Dtype D> __device__ inline float to_float(uint16_t value) {
 }
 
 constexpr int log2_of(int power_of_two) { return power_of_two == 1 ? 0 : 1 + log2_of(power_of_two / 2); }
+constexpr float inverse_root(int power_of_two) {
+  return power_of_two == 1   ? 1.0f
+         : power_of_two == 2 ? 0.70710678118654752f
+                             : inverse_root(power_of_two / 4) / 2;
+}
+
 constexpr int words_of(int bytes) { return bytes < 4 ? 1 : bytes / 4; }
 
 // N neighbouring numbers, a power of two; their address is a multiple of min(N * size_of<D>, 16).

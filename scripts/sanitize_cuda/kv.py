@@ -10,17 +10,13 @@ import torch
 from cases import FLOATS, Case
 from torch import Tensor
 
-from hf_vq.backends import (
-    cuda_append,
-    cuda_prefill,
-    cuda_store,
-)
+from hf_vq.backends import cuda_append, cuda_attention, cuda_prefill, cuda_store
 from hf_vq.backends.attention_maths import Maths
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import reference, static_reference
+from hf_vq.ops import attention_reference, reference, static_reference
 
 
 def keys_and_values() -> Iterator[Case]:
@@ -122,4 +118,41 @@ def merge(head_dim: int, coded: int) -> None:
     assert (found.cpu() - exact).norm() < 2.0**-9 * exact.norm()
 
 
-MAKERS = {"append": keys_and_values, "store": steps_of_a_cache, "kv": coded_parts}
+def attended() -> Iterator[Case]:
+    """Plans of attention.cu: one query, and some."""
+    names = ("u4", "u3", "u2", "k4v2", "nomad-u4", "cq-4", "cq-2")
+    for name, dim, queries in product(names, (80, 128), (1, 5)):
+        yield f"attention {queries} x {dim} {name}", partial(attend, name, dim, queries)
+
+
+def attend(name: str, dim: int, queries: int, tokens: int = 700, window: int = 64) -> None:
+    """One launch: 2 kv heads, 4 query heads for each, sinks, codes and the newest floats."""
+    parts, heads, coded = KV_SCHEMES[name], 2, tokens - window
+    codes, scales, books = [], [], []
+    for scheme in (parts.key, parts.value):
+        width = packed_size(dim // scheme.vector_size, scheme.entry_bits)
+        codes.append(torch.randint(0, 256, (1, heads, coded, width), dtype=torch.uint8))
+        scales.append(torch.rand(1, heads, coded, int(scheme.has_scale)).half())
+        books.append(kv_codebook(scheme, heads, dim))
+    query, tail_k, tail_v, sink_k, sink_v = (
+        torch.randn(1, many, count, dim).half()
+        for many, count in ((4 * heads, queries), (heads, 96), (heads, 96), (heads, 4), (heads, 4))
+    )
+    mean = torch.randn(1, heads, 1, dim) if parts.centre_keys else None
+    given = (
+        query, sink_k, sink_v, codes[0], scales[0], mean, codes[1], scales[1], tail_k, tail_v,
+        *books, None, None, None, tokens - 96, window, queries, coded, 0, 0, dim**-0.5, 0.0,
+        parts.key, parts.value, "rows", "rows",
+    )  # fmt: skip
+    exact = attention_reference.attention(*given).float()
+    moved = (each.cuda() if isinstance(each, Tensor) else each for each in given)
+    found = cuda_attention.attention(*moved).cpu().float()
+    assert (found - exact).norm() < 2.0**-7 * exact.norm()
+
+
+MAKERS = {
+    "attention": attended,
+    "append": keys_and_values,
+    "store": steps_of_a_cache,
+    "kv": coded_parts,
+}

@@ -106,9 +106,9 @@ def test_rotations(block):
 
 
 def test_an_error_shows_the_line_and_the_plan(monkeypatch):
-    broken = dict(compiler._sources())
+    broken = dict(compiler.sources())
     broken["rotate.cu"] = broken["rotate.cu"].replace("transform(value, lane);", "transfrom();")
-    monkeypatch.setattr(compiler, "_sources", lambda: broken)
+    monkeypatch.setattr(compiler, "sources", lambda: broken)
     line = next(n for n, text in enumerate(broken["rotate.cu"].splitlines(), 1) if "from()" in text)
     plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, 128, True, False)
     with pytest.raises(VQBackendError) as error:
@@ -163,8 +163,8 @@ def test_a_key_has_all_that_decides(monkeypatch):
     keys = {compiler.key(plan, "sm_80"), compiler.key(plan, "sm_86")}
     keys.add(compiler.key(dataclasses.replace(plan, steps=1), "sm_80"))
     assert compiler.key(plan, "sm_80") in keys
-    edited = {**compiler._sources(), "codes.cuh": "// another"}
-    monkeypatch.setattr(compiler, "_sources", lambda: edited)
+    edited = {**compiler.sources(), "codes.cuh": "// another"}
+    monkeypatch.setattr(compiler, "sources", lambda: edited)
     keys.add(compiler.key(plan, "sm_80"))
     monkeypatch.setattr(compiler, "version", lambda: (1, 0))
     keys.add(compiler.key(plan, "sm_80"))

@@ -1,0 +1,155 @@
+"""Plans of attention over a coded cache (kernels/cuda/attention.cu)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .plan import Dtype, Plan
+
+BANKS = 128  # bytes of shared memory that lie side by side
+COLUMNS = 8  # queries of a tile
+TOKENS = 16  # keys of a tile
+
+
+class Mask(enum.Enum):
+    """What the mask of a launch is made of; NONE is causal."""
+
+    NONE = "none"
+    BOOL = "bool"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class AttentionPlan(Plan):
+    """A few queries over coded keys and values (kernels/cuda/attention.cu).
+
+    Fields `key_*` and `value_*` say the same of keys and of values.
+
+    Args:
+        dtype: of queries, floats and the result; not FLOAT32.
+        key_dim: numbers of a row.
+        key_vector_size: x of VQ<x, y, 1>.
+        key_entry_bits: y.
+        key_fused: codes that lie side by side and are looked up together.
+        key_learned: whether there is a codebook per kv head and channel group, and no scale; else
+            there is one for all, and a scale per token.
+        key_block: numbers that were rotated together; 1 = none.
+        query_tiles: tiles of 8 columns.
+        turns: columns of a query, each of tokens that lanes look up in one of so many orders
+            (kernels/cuda/attention_turns.cuh).
+        steps: tiles of 16 tokens that a warp takes together.
+        depth: slots for the codes of such a step that a warp has; all but one are on their way.
+        queries_in_registers: whether the queries are kept there; else in shared memory.
+        mask: kind of the mask.
+        softcapped: whether logits are capped.
+    """
+
+    template: ClassVar[str] = "attention"
+    dtype: Dtype
+    key_dim: int
+    key_vector_size: int
+    key_entry_bits: int
+    key_fused: int
+    key_learned: bool
+    key_block: int
+    value_dim: int
+    value_vector_size: int
+    value_entry_bits: int
+    value_fused: int
+    value_learned: bool
+    value_block: int
+    query_tiles: int
+    turns: int
+    steps: int
+    depth: int
+    queries_in_registers: bool
+    mask: Mask
+    softcapped: bool
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        return COLUMNS * self.query_tiles
+
+    @property
+    def queries(self) -> int:
+        """Queries of a block."""
+        return self.columns // self.turns
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory of the tables (kernels/cuda/attention_table.cuh)."""
+        key = self.key_vector_size, self.key_entry_bits, self.key_fused
+        value = self.value_vector_size, self.value_entry_bits, self.value_fused
+        learned = self.key_learned * panels(self.key_dim) + self.value_learned * panels(
+            self.value_dim
+        )
+        found = -(-learned // 2) * (2 * BANKS << 8)
+        universal = [
+            side for side, own in ((key, self.key_learned), (value, self.value_learned)) if not own
+        ]
+        bits = [y * fused for _, y, fused in universal]
+        each = [(256 if y == 8 else BANKS) << y for y in bits]
+        if universal == [key, key] or bits == [8, 8]:
+            return each[0]
+        return found + sum(each)
+
+    @property
+    def step_bytes(self) -> int:
+        """Slots of a warp for the codes and scales of a step."""
+        sides = (
+            (self.key_dim, self.key_vector_size, self.key_entry_bits, self.key_fused, 4, 2),
+            (self.value_dim, self.value_vector_size, self.value_entry_bits, self.value_fused, 8, 4),
+        )
+        codes = sum(tokens * 32 * _slot_bytes(*side) for *side, tokens in sides)
+        scales = 8 * (8 * self.steps + 1)
+        return -(-(self.steps * codes + scales) // 16) * 16
+
+    @property
+    def value_words(self) -> int:
+        """Pairs of channels of a value that a lane has."""
+        width = self.value_vector_size * self.value_fused
+        return sum(max(part // 8, width) // 2 for part in parts(self.value_dim))
+
+    @property
+    def partial_floats(self) -> int:
+        """What a block leaves for the others, in float32."""
+        return 2 * self.columns + 4 * 32 * self.query_tiles * self.value_words
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: tables, queries, codes; in their place, sums of its warps."""
+        steps = sum(part // 16 for part in parts(self.key_dim))
+        queries = self.query_tiles * -(-steps // 2) * 512 + 24 * self.columns
+        warps, row = self.threads // 32, self.value_dim + self.value_dim // 16 + 4
+        meeting = warps * (512 * self.query_tiles * self.value_words + 8 * self.columns)
+        meeting += 4 * self.columns * row + 16
+        needed = self.table_bytes + queries + warps * self.depth * self.step_bytes
+        return max(needed, meeting)
+
+
+def parts(dim: int) -> list[int]:
+    """The powers of two of a head_dim, the largest first: a kernel has one or two."""
+    return [1 << i for i in reversed(range(dim.bit_length())) if dim >> i & 1]
+
+
+def panels(dim: int) -> int:
+    """Panels, of 128 bytes, of a row of a table of learned codebooks."""
+    return -(-2 * dim // BANKS)
+
+
+def _slot_bytes(dim: int, vector_size: int, bits: int, fused: int, sharers: int) -> int:
+    """Bytes of shared memory for the codes that a lane has of a token (attention_sides.cuh)."""
+    width, row, total, first = vector_size * fused, (dim // vector_size * bits + 7) // 8, 0, 0
+    for part in parts(dim):
+        share = max(part // sharers, width) // vector_size * bits
+        begin = first // vector_size * bits
+        aligned = (share // 8 | begin // 8 | row | 16) & -(share // 8 | begin // 8 | row | 16)
+        whole = share % 32 == 0 and begin % 8 == 0 and aligned >= 4
+        total += 4 * (-(-share // 32) + (not whole))
+        first += part
+    return total

@@ -1,0 +1,104 @@
+"""Plans of attention over coded caches: what is chosen can run, on every architecture."""
+
+import dataclasses
+
+import pytest
+
+from hf_vq.codegen import compiler
+from hf_vq.codegen.__main__ import main
+from hf_vq.codegen.attention_plan import Mask
+from hf_vq.codegen.choose_attention import (
+    LONG,
+    AttentionProblem,
+    attendable,
+    choose,
+    splits,
+)
+from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.plan import Dtype
+from hf_vq.formats import KV_SCHEMES
+
+UNIVERSAL = ["u4", "u3", "u2", "k4v2", "nomad-u4"]
+
+
+def problem(name="u4", arch="sm_90a", dim=128, columns=4, **fields):
+    scheme = KV_SCHEMES[name]
+    given = {
+        "dtype": Dtype.BFLOAT16,
+        "mask": Mask.NONE,
+        "softcapped": False,
+        "tokens": LONG,
+    }
+    return AttentionProblem(
+        scheme.key, scheme.value, dim, dim, columns, arch=ARCHES[arch], **{**given, **fields}
+    )
+
+
+def compiles(asked):
+    plan = choose(asked)
+    image, found = compiler.compile_plan(plan, asked.arch.name)
+    assert image.startswith(b"\x7fELF")
+    assert (found.stack, found.spilled, found.shared) == (0, 0, 0), plan
+    assert 0 < found.registers * plan.threads * plan.resident <= 65536
+    assert plan.resident * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
+
+
+needs_compiler = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_architecture(arch):
+    for name in ("u4", "u2"):
+        compiles(problem(name, arch))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["u3", "k4v2", "nomad-u4"])
+def test_every_scheme(name):
+    compiles(problem(name))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", [64, 80, 96, 192, 256])
+def test_every_head_dim(dim):
+    compiles(problem("u2" if dim < 100 else "u4", dim=dim))
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [1, 16, 32])
+def test_columns(columns):
+    compiles(problem(columns=columns, dtype=Dtype.FLOAT16))
+
+
+@needs_compiler
+def test_masks_and_softcap():
+    compiles(problem(mask=Mask.BOOL))
+    compiles(problem(mask=Mask.BFLOAT16, softcapped=True, columns=16))
+
+
+def test_explain_names_the_choice(capsys):
+    assert main(["explain", "attention", "u4", "--top", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n*") == 1 and "chosen: AttentionPlan(" in out
+    assert main(["explain", "attention", "u4", "--dim", "112"]) == 2
+    assert "112 channels" in capsys.readouterr().err
+
+
+def test_what_has_no_kernel_says_why():
+    u4 = KV_SCHEMES["u4"].key
+    assert attendable(u4, 128, "keys") is None
+    assert attendable(KV_SCHEMES["cq-4"].key, 128, "keys") is None
+    assert "stand for" in attendable(dataclasses.replace(u4, vector_size=8), 128, "keys")
+    assert "scales" in attendable(dataclasses.replace(u4, scale_group=32), 128, "keys")
+    assert "rotation" in attendable(dataclasses.replace(u4, rotation="qr"), 128, "keys")
+
+
+def test_splits_fill_the_gpu_once():
+    asked = problem()
+    plan = choose(asked)
+    at_a_time = asked.arch.sms * plan.resident
+    for groups in (1, 8, 32, 256, 1000):
+        count = splits(plan, groups, 1 << 20, asked.arch)
+        assert count == 1 or count * groups <= at_a_time < (count + 1) * groups
+    assert splits(plan, 8, 0, asked.arch) == 1
