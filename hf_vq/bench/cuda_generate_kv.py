@@ -225,7 +225,7 @@ def _filled(
         cache = DynamicCache(config=config)
         cache.layers = [ExactLayer() for _ in cache.layers]
     else:
-        cache = VQCache(config, name, max_cache_len=room if static else None)
+        cache = VQCache(config, name, max_cache_len=room if static else None, static=static)
     fill_cache(cache, config, context, _DTYPE, batch=batch, device="cuda")
     return cache, (torch.cuda.memory_allocated() - before) / 1e9
 

@@ -97,7 +97,8 @@ def plan_of(
     """The plan of a problem and of what is a matter of choice."""
     key, value, turns = problem.key, problem.value, turns_of(problem)
     tiles = -(-problem.columns * turns // COLUMNS)
-    most = max(1, 512 // max(problem.key_dim, problem.value_dim))
+    learned = not (key.has_scale and value.has_scale)
+    most = max(1, (256 if learned else 512) // max(problem.key_dim, problem.value_dim))
     tiles = min(1 << (tiles - 1).bit_length(), most, 4)
     return AttentionPlan(
         threads=threads, resident=resident, dtype=problem.dtype,
@@ -149,6 +150,8 @@ def registers(plan: AttentionPlan) -> int:
     sums = 4 * plan.value_words * plan.query_tiles
     if plan.key_learned or plan.value_learned:
         sums += 16  # the order of a lane's groups
+    if any(len(parts(dim)) > 1 for dim in (plan.key_dim, plan.value_dim)):
+        sums += 16  # addresses of both parts
     queries = plan.key_dim // 8 if plan.queries_in_registers else 12 * plan.query_tiles
     return (
         _REGISTERS + sums + queries + 20 * (plan.steps - 1) * plan.query_tiles

@@ -14,12 +14,6 @@
 #pragma once
 #include "append_nearest.cuh"
 
-constexpr float inverse_root(int power_of_two) {
-  return power_of_two == 1   ? 1.0f
-         : power_of_two == 2 ? 0.70710678118654752f
-                             : inverse_root(power_of_two / 4) / 2;
-}
-
 constexpr int largest_power(int number) { return number & -number; }
 
 // A lane's part of a row, for codes of a side S: its vector_size, entry_bits, dim, block (of the rotation), lanes, width.

@@ -39,12 +39,6 @@ constexpr int mixed = Plan::block - 1;  // bits of a column
 static_assert(4 * unit == chunk && group % chunk == 0 && Plan::block <= chunk, "a lane's rows have one scale");
 static_assert(Plan::dtype == Dtype::FLOAT16, "what entries are");
 
-constexpr float inverse_root(int power_of_two) {
-  return power_of_two == 1   ? 1.0f
-         : power_of_two == 2 ? 0.70710678118654752f
-                             : inverse_root(power_of_two / 4) / 2;
-}
-
 // Codes and scales that a lane has of two rows.
 struct Tile {
   Table::RowCodes codes[2][Plan::stages];

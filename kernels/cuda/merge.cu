@@ -33,12 +33,6 @@ constexpr int dim = Plan::dim, unit = 8, lanes = dim / unit, warp_rows = 32 / la
 static_assert(dim % unit == 0 && lanes <= 32 && Plan::block <= dim, "a row fits a warp");
 static_assert(Plan::block == 1 || Plan::block >= unit, "a block is of whole lanes");
 
-constexpr float inverse_root(int power_of_two) {
-  return power_of_two == 1   ? 1.0f
-         : power_of_two == 2 ? 0.70710678118654752f
-                             : inverse_root(power_of_two / 4) / 2;
-}
-
 __device__ inline void add(float (&sum)[unit], const Arguments& a, int part, int row, int at, float lse) {
   float value[unit];
   load_floats<Plan::dtype>(a.out[part] + (int64_t(row) * dim + at) * size_of<Plan::dtype>, value);
