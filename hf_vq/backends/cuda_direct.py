@@ -51,7 +51,10 @@ def direct(problem: dispatch.Problem, scheme: VQScheme) -> dispatch.Direct:
         bias: Tensor | None,
     ) -> Tensor:
         ordinal, numel = x.get_device(), x.numel()
-        if ordinal != torch._C._cuda_getDevice() or not numel:
+        if (
+            # Python launches first: it remembers who wrote the codes, for graphs to come.
+            not cuda_fused.is_known(codes) or ordinal != torch._C._cuda_getDevice() or not numel
+        ):
             return by_python(x, codes, codebook, scale, rotation, bias)
         launch = launches.get((ordinal, numel))
         if launch is None:

@@ -218,6 +218,11 @@ class _Known:
         self.latest: _Layer | None = None
 
 
+def is_known(codes: Tensor) -> bool:
+    """Whether a layer of these codes was launched from here, which remembers how they were."""
+    return id(codes) in _layers
+
+
 def _elsewhere(x: Tensor, name: str, device: torch.device) -> str:
     return (
         f"the input is on {x.device}, but the {name} of the weight on {device}: "

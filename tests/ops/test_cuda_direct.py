@@ -211,6 +211,7 @@ def test_python_goes_on_where_the_op_refuses(monkeypatch):
     monkeypatch.setattr(torch_ops, "cuda_linear", lambda: lambda *tensors: answers.pop(0))
     monkeypatch.setattr(cuda_direct, "prepared", lambda *asked: given.append(asked) or "launch")
     monkeypatch.setattr(cuda_fused, "linear", lambda *arguments: "by python")
+    monkeypatch.setattr(cuda_fused, "is_known", lambda codes: codes != "new")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     run = cuda_direct.direct(asked, scheme)
     x = SimpleNamespace(get_device=lambda: 0, numel=lambda: 9 * 256, dtype=torch.float16)
@@ -218,6 +219,7 @@ def test_python_goes_on_where_the_op_refuses(monkeypatch):
     assert given == [(scheme, 64, 256, 9, torch.float16, 0)]
     elsewhere = SimpleNamespace(**{**vars(x), "get_device": lambda: 1})
     assert run(elsewhere, *[None] * 5) == "by python"
+    assert run(x, "new", *[None] * 4) == "by python"
 
 
 def test_nothing_is_registered_without_cuda():
