@@ -294,8 +294,9 @@ def _settled(codebooks: tuple[Tensor, Tensor], stream: int) -> bool:
         key, now = id(book), book._version
         known = _seen.get(key)
         same = known is not None and known[0]() is book and known[1] == now
-        there = known is not None and known[2] == stream
-        settled &= same and (there or torch.cuda.is_current_stream_capturing())
+        if known and same and (known[2] == stream or torch.cuda.is_current_stream_capturing()):
+            continue
+        settled = False
         _seen[key] = weakref.ref(book, functools.partial(_forget, key)), now, stream
     return settled
 
