@@ -175,7 +175,8 @@ def registers(plan: LinearPlan) -> int:
     octets = plan.sets * min(plan.unit, PIECE) // 8 if plan.single else kept * plan.token_tiles
     weights = 8 + (16 if plan.integers else 40) * (plan.stages > 1) + 16 * (plan.scope is Scope.E8P)
     weights += 28 * (plan.unit > 64) + 44 * (not plan.in_shared)
-    weights += 24 * (plan.vector_size * plan.fused == 1)
+    weights += 44 * (plan.vector_size * plan.fused == 1)
+    weights += 16 * (plan.steps > 2 and not plan.single)  # addresses of chunks on their way
     if plan.single and plan.stages > 1:  # lookups of many octets are on their way
         weights += (24 if plan.integers else 40) + 12 * (plan.unit > 64)
     return 26 + codes + scales + sums + 4 * octets + weights + 4 * rows
