@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from ..codegen.store import default_store
 from ..errors import VQBackendError, VQFormatError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from .cuda_linear import DTYPES
+from .cuda_linear import DTYPES, on_device
 
 FEW_ROWS = 8  # of a multiprocessor: as many blocks share the search for one
 FEW_TOKENS = 32  # of a head, under codebooks per channel group
@@ -29,7 +28,6 @@ _REACH = 1.25  # of the grid, in the largest number of a codebook
 _MOST_CANDIDATES = 4
 _MORE = 1  # a list that says: try all
 _SCALE = 2  # bytes
-_HERE = nullcontext()
 
 
 class AppendArguments(ctypes.Structure):
@@ -237,8 +235,7 @@ def append(
         (0, 0) if mean is None else mean.stride(), codebook.shape, codes.shape, codes.stride(),
         scale.shape, scale.stride(), x.dtype, place % _ALIGNED == 0, grid is not None,
     )  # fmt: skip
-    device = _HERE if ordinal == torch._C._cuda_getDevice() else torch.cuda.device(ordinal)
-    with device:
+    with on_device(ordinal):
         prepared, width = _prepare(shapes, scheme, ordinal)
         tape = codes.data_ptr()
         if (

@@ -21,7 +21,7 @@ from ..codegen.store import default_store
 from ..errors import VQBackendError
 from ..formats.scheme import VQScheme
 from .cuda_codebooks import KEYS, VALUES, tables
-from .cuda_linear import DTYPES
+from .cuda_linear import DTYPES, on_device
 
 # struct Arguments of kernels/cuda/attention_arguments.cuh, field by field.
 _FLOATS, _CODED = "P3q", "3P5q"
@@ -95,7 +95,10 @@ def _launch(
     )  # fmt: skip
     plan = choose(asked)
     if plan is None:
-        raise VQBackendError(f"no plan for {asked}: shared memory or registers do not suffice.")
+        raise VQBackendError(
+            f"no plan for {asked}: shared memory or registers do not suffice. Use a universal "
+            "scheme such as u4, and please report it."
+        )
     return plan, _kernel(plan, ordinal).prepare(1)
 
 
@@ -220,56 +223,57 @@ def run(
     out = query.new_empty(rows, heads, queries, value_dim)
     if not out.numel():
         return out
-    query = _dense(query, dtype)
-    sink_k, sink_v, tail_k, tail_v = (_dense(x, dtype) for x in floats)
-    codes, scales = (_tape(codes[0]), _tape(codes[1])), (_tape(scales[0]), _tape(scales[1]))
-    columns = heads // kv_heads * queries
-    kind = Mask.NONE
-    masked: tuple[int, ...] = (0, 0, 0, 0)
-    if mask is not None:
-        mask = mask if mask.dtype in _MASKS else mask.float()
-        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        kind = _MASKS[mask.dtype]
-        mask = mask.expand(rows, heads, queries, mask.shape[-1])
-        size = mask.element_size()
-        masked = (mask.data_ptr(), *(stride * size for stride in mask.stride()[:3]))
-    if plan is None:
-        plan, prepared = _launch(
-            key_scheme, value_scheme, key_dim, value_dim, columns, dtype, kind, softcap > 0,
-            token_bucket(coded), ordinal,
-        )  # fmt: skip
-    else:
-        prepared = _kernel(plan, ordinal).prepare(1)
-    across = -(-columns // plan.queries)
-    groups = rows * kv_heads * across
-    count = split or splits(plan, groups, -(-coded // TOKENS), device_arch(ordinal))
-    stream = torch._C._cuda_getCurrentRawStream(ordinal)
-    if plan.key_learned:
-        codebooks = tables(codebooks[0], key_scheme, KEYS), codebooks[1]
-    if plan.value_learned:
-        codebooks = codebooks[0], tables(codebooks[1], value_scheme, VALUES)
-    partial, arrived = None, 0
-    if count > 1:
-        size = groups * count * plan.partial_floats
-        partial = torch.empty(size, dtype=torch.float32, device=query.device)
-        arrived = _counters(ordinal).take(groups, stream)
-    means = (0, 0, 0) if mean is None else (mean.data_ptr(), *mean.stride()[:2])
-    s_aux = None if s_aux is None else s_aux.float().contiguous()
-    with prepared.lock:
-        _arguments.pack_into(
-            prepared.arguments, 0,
-            *_strides(query), *_strides(sink_k), *_strides(sink_v), *_strides(tail_k),
-            *_strides(tail_v),
-            *_coded(codes[0], scales[0], codebooks[0]), k_first,
-            *_coded(codes[1], scales[1], codebooks[1]), v_first,
-            *means, _address(start), *masked, _address(s_aux), _address(length), out.data_ptr(),
-            _address(partial), arrived,
-            kv_heads, heads // kv_heads, queries, sink_k.shape[2], tail_start, tail_k.shape[2],
-            window, fresh, coded, across, count,
-            _inverse(across), _inverse(kv_heads), _inverse(count),
-            coded > 0 and _settled(codebooks, stream), scaling * _LOG2_E, softcap * _LOG2_E,
-        )  # fmt: skip
-        prepared.start(stream, True, groups * count)
+    with on_device(ordinal):
+        query = _dense(query, dtype)
+        sink_k, sink_v, tail_k, tail_v = (_dense(x, dtype) for x in floats)
+        codes, scales = (_tape(codes[0]), _tape(codes[1])), (_tape(scales[0]), _tape(scales[1]))
+        columns = heads // kv_heads * queries
+        kind = Mask.NONE
+        masked: tuple[int, ...] = (0, 0, 0, 0)
+        if mask is not None:
+            mask = mask if mask.dtype in _MASKS else mask.float()
+            mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+            kind = _MASKS[mask.dtype]
+            mask = mask.expand(rows, heads, queries, mask.shape[-1])
+            size = mask.element_size()
+            masked = (mask.data_ptr(), *(stride * size for stride in mask.stride()[:3]))
+        if plan is None:
+            plan, prepared = _launch(
+                key_scheme, value_scheme, key_dim, value_dim, columns, dtype, kind, softcap > 0,
+                token_bucket(coded), ordinal,
+            )  # fmt: skip
+        else:
+            prepared = _kernel(plan, ordinal).prepare(1)
+        across = -(-columns // plan.queries)
+        groups = rows * kv_heads * across
+        count = split or splits(plan, groups, -(-coded // TOKENS), device_arch(ordinal))
+        stream = torch._C._cuda_getCurrentRawStream(ordinal)
+        if plan.key_learned:
+            codebooks = tables(codebooks[0], key_scheme, KEYS), codebooks[1]
+        if plan.value_learned:
+            codebooks = codebooks[0], tables(codebooks[1], value_scheme, VALUES)
+        partial, arrived = None, 0
+        if count > 1:
+            size = groups * count * plan.partial_floats
+            partial = torch.empty(size, dtype=torch.float32, device=query.device)
+            arrived = _counters(ordinal).take(groups, stream)
+        means = (0, 0, 0) if mean is None else (mean.data_ptr(), *mean.stride()[:2])
+        s_aux = None if s_aux is None else s_aux.float().contiguous()
+        with prepared.lock:
+            _arguments.pack_into(
+                prepared.arguments, 0,
+                *_strides(query), *_strides(sink_k), *_strides(sink_v), *_strides(tail_k),
+                *_strides(tail_v),
+                *_coded(codes[0], scales[0], codebooks[0]), k_first,
+                *_coded(codes[1], scales[1], codebooks[1]), v_first,
+                *means, _address(start), *masked, _address(s_aux), _address(length), out.data_ptr(),
+                _address(partial), arrived,
+                kv_heads, heads // kv_heads, queries, sink_k.shape[2], tail_start, tail_k.shape[2],
+                window, fresh, coded, across, count,
+                _inverse(across), _inverse(kv_heads), _inverse(count),
+                coded > 0 and _settled(codebooks, stream), scaling * _LOG2_E, softcap * _LOG2_E,
+            )  # fmt: skip
+            prepared.start(stream, True, groups * count)
     return out
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -113,6 +114,17 @@ def _kernel(
     plan: DecodePlan | DensePlan | RotatePlan, arguments: type[ctypes.Structure], ordinal: int
 ) -> Kernel:
     return Kernel(plan, arguments, ordinal, default_store())
+
+
+_HERE = nullcontext()
+
+
+def on_device(ordinal: int) -> AbstractContextManager[None]:
+    """Where a launch on a GPU must be made: the launch's context is that of the current one."""
+    if ordinal == torch._C._cuda_getDevice():
+        return _HERE
+    device: AbstractContextManager[None] = torch.cuda.device(ordinal)
+    return device
 
 
 def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
