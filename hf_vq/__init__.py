@@ -14,6 +14,7 @@ from .cache import VQCache
 from .errors import (
     VQBackendError,
     VQCacheError,
+    VQCalibrationError,
     VQConfigError,
     VQError,
     VQFormatError,
@@ -21,9 +22,10 @@ from .errors import (
 )
 from .fit import rows as _fit_rows
 from .formats import KVScheme, VQScheme
-from .hf import VQConfig, calibrate_kv, explain
+from .hf import VQConfig, calibrate_kv, capture, explain
 from .hf import attention as _attention
 from .hf import generation as _generation
+from .hf import graphs as _graphs
 from .hf import quantizer as _quantizer
 
 __version__ = "0.1.0"
@@ -31,7 +33,7 @@ __version__ = "0.1.0"
 # Rows of the dispatch table are asked in this order.
 for _plugin in (
     _cuda, _cpu_linear, _cpu_attention, _triton, _torch_attention, _reference, _fit_rows,
-    _quantizer, _attention, _generation,
+    _quantizer, _attention, _generation, _graphs,
 ):  # fmt: skip
     _plugin.register()
 
@@ -40,6 +42,7 @@ __all__ = [
     "VQBackendError",
     "VQCache",
     "VQCacheError",
+    "VQCalibrationError",
     "VQConfig",
     "VQConfigError",
     "VQError",
@@ -48,5 +51,6 @@ __all__ = [
     "VQSchemeError",
     "__version__",
     "calibrate_kv",
+    "capture",
     "explain",
 ]

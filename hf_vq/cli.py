@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Any
 from .errors import VQConfigError, VQError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+UNFINISHED = ".unfinished"  # after OUT: where a calibration keeps what it has done
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,7 +49,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hf-vq: error: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("hf-vq: interrupted; nothing was left behind", file=sys.stderr)
+        left = "nothing was left behind"
+        if args.verb == "calibrate" and args.scheme and args.out:
+            kept = _unfinished(args.out)
+            if kept.exists():
+                left = f"the same command goes on from {kept}"
+        print(f"hf-vq: interrupted; {left}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `hf-vq info ... | head`
         sys.stderr.close()
@@ -59,9 +67,7 @@ def _add_quantize(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument("model", metavar="MODEL", help="directory or Hub id of the original")
     verb.add_argument("out", metavar="OUT", help="directory to write; must not hold anything yet")
     verb.add_argument("--scheme", default="vq-4", help="name or spec string (default: %(default)s)")
-    verb.add_argument(
-        "--skip", nargs="+", metavar="NAME", help="modules to leave as they are, besides the head"
-    )
+    _add_skip(verb)
     _add_loading(verb)
     verb.add_argument("--push-to", metavar="REPO", help="also push to this Hub repository")
     verb.add_argument("--force", action="store_true", help="replace OUT if it exists")
@@ -69,25 +75,37 @@ def _add_quantize(verbs: Any) -> argparse.ArgumentParser:
 
 
 def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
-    text = "Learn a KV cache's codebooks, or the means of its keys, and save them beside the model."
+    text = (
+        "Quantize a model with the help of a text (--scheme), or learn what a KV cache needs of it "
+        "(--kv). With --scheme, an interrupted command goes on when it is given again."
+    )
     verb = _verb(verbs, "calibrate", _calibrate, text)
-    verb.add_argument("model", metavar="MODEL", help="directory or Hub id, quantized or not")
+    verb.add_argument("model", metavar="MODEL", help="directory or Hub id")
     verb.add_argument(
-        "--kv", required=True, metavar="SCHEME", help="of the cache: nomad-4, cq-4, u4, ..."
+        "out", metavar="OUT", nargs="?", help="directory to write (--kv: default MODEL's)"
+    )
+    what = verb.add_mutually_exclusive_group(required=True)
+    what.add_argument("--scheme", metavar="SCHEME", help="of the weights: vq-4, vq-2, ...")
+    what.add_argument("--kv", metavar="SCHEME", help="of the cache: nomad-4, cq-4, u4, ...")
+    verb.add_argument(
+        "--text",
+        metavar="TEXT",
+        help="UTF-8 file; with --scheme also a data set NAME[:CONFIG[:SPLIT]] (default: what the "
+        "model writes by itself)",
     )
     verb.add_argument(
-        "--text", metavar="FILE", help="UTF-8 text (default: what the model writes by itself)"
-    )
-    verb.add_argument("--out", metavar="DIR", help="where to save (default: the model's directory)")
-    verb.add_argument(
-        "--tokens", type=_positive, default=8192, metavar="N", help="default: %(default)s"
+        "--tokens", type=_positive, metavar="N", help="default: 131072 for weights, 8192 for --kv"
     )
     verb.add_argument(
         "--context", type=_positive, metavar="L", help="tokens of a sequence (default: up to 2048)"
     )
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    _add_skip(verb)
+    verb.add_argument(
+        "--device", help="with --scheme: where blocks are computed, one at a time (as cuda)"
+    )
     _add_loading(verb)
-    verb.add_argument("--force", action="store_true", help="replace codebooks that are there")
+    verb.add_argument("--force", action="store_true", help="replace what is there")
     return verb
 
 
@@ -147,6 +165,12 @@ def _add_loading(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--device-map", metavar="MAP", help="as from_pretrained takes it")
 
 
+def _add_skip(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--skip", nargs="+", metavar="NAME", help="modules to leave as they are, besides the head"
+    )
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value <= 0:
@@ -155,10 +179,21 @@ def _positive(text: str) -> int:
 
 
 def _quantize(args: argparse.Namespace) -> None:
+    model, tokenizer = _quantized(args)
+    if args.push_to:
+        model.push_to_hub(args.push_to)
+        if tokenizer is not None:
+            tokenizer.push_to_hub(args.push_to)
+        print(f"pushed to {args.push_to}")
+
+
+def _quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
+    """Quantize, save and describe a model; `options` are more arguments of `VQConfig`."""
     from .bench.info import describe, kinds_table
     from .bench.load import load_model, load_tokenizer
     from .bench.storage import read_config
     from .formats.catalog import weight_scheme
+    from .hf.config import VQConfig
     from .hf.folder import replacing
 
     scheme = weight_scheme(args.scheme)
@@ -170,12 +205,9 @@ def _quantize(args: argparse.Namespace) -> None:
         raise VQConfigError(
             f"{args.model} is quantized already ({found}); quantize the original model."
         )
+    config = VQConfig(args.scheme, modules_to_not_convert=args.skip, **options)
     model = load_model(
-        args.model,
-        dtype=_dtype(args.dtype),
-        scheme=args.scheme,
-        device_map=args.device_map,
-        skip=args.skip,
+        args.model, dtype=_dtype(args.dtype), config=config, device_map=args.device_map
     )
     tokenizer = _tokenizer_or_none(load_tokenizer, args.model)
 
@@ -190,32 +222,53 @@ def _quantize(args: argparse.Namespace) -> None:
         f"({scheme.bits():g} nominal), {description['bits_per_parameter']:.3f} per parameter, "
         f"{description['bytes'] / 1e6:.2f} MB in {out}"
     )
-    if args.push_to:
-        model.push_to_hub(args.push_to)
-        if tokenizer is not None:
-            tokenizer.push_to_hub(args.push_to)
-        print(f"pushed to {args.push_to}")
+    return model, tokenizer
 
 
 def _calibrate(args: argparse.Namespace) -> None:
+    if args.kv is not None:
+        for option in ("device", "skip"):
+            if getattr(args, option) is not None:
+                raise VQConfigError(f"--{option} is for --scheme, not for --kv.")
+        _calibrate_cache(args)
+        return
+    from .hf.text import OWN_WORDS
+
+    if args.out is None:
+        raise VQConfigError("calibrate --scheme needs OUT, a directory to write.")
+    folder = _unfinished(args.out)
+    text = OWN_WORDS if args.text is None else args.text
+    calibration = {"text": text, "context": args.context, "resume": folder}
+    calibration |= {k: v for k in ("tokens", "device") if (v := getattr(args, k)) is not None}
+    _quantized(args, seed=args.seed, calibration=calibration)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unfinished(out: str) -> Path:
+    """Where a calibration keeps its work: beside OUT, also if that ends with a slash."""
+    return Path(f"{os.path.abspath(out)}{UNFINISHED}")
+
+
+def _calibrate_cache(args: argparse.Namespace) -> None:
     from .bench.load import load_model, load_tokenizer
-    from .bench.text import read_text
     from .cache.codebooks import FILE_NAME
     from .formats.catalog import kv_scheme
-    from .hf.calibrate import calibrate_kv
+    from .hf.calibrate import TOKENS, calibrate_kv
+    from .hf.text import read_text
 
     kv_scheme(args.kv)
     folder = Path(args.out or args.model)
     if args.out is None and not folder.is_dir():
-        raise VQConfigError(f"{args.model} is not a directory; give --out DIR.")
+        raise VQConfigError(f"{args.model} is not a directory; give OUT.")
     path = folder / FILE_NAME
     if path.exists() and not args.force:
-        raise VQConfigError(f"{path} exists; give another --out, or --force to replace it.")
+        raise VQConfigError(f"{path} exists; give another OUT, or --force to replace it.")
     text = None if args.text is None else read_text(args.text)
     tokenizer = None if text is None else load_tokenizer(args.model)
     model = load_model(args.model, dtype=_dtype(args.dtype), device_map=args.device_map)
+    tokens = args.tokens or TOKENS
     codebooks = calibrate_kv(
-        model, args.kv, text, tokenizer, tokens=args.tokens, context=args.context, seed=args.seed
+        model, args.kv, text, tokenizer, tokens=tokens, context=args.context, seed=args.seed
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)

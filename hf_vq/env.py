@@ -3,6 +3,7 @@
 `python -m hf_vq.env` prints the table that the README carries.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +22,16 @@ def flag(text: str) -> bool:
     raise ValueError("expected 0 or 1")
 
 
+@functools.cache
+def _key(name: str) -> object:
+    return os.environ.encodekey(name)
+
+
 def _text(name: str) -> str:
     # For a variable that is unset, as these mostly are, os.environ.get raises an error and catches
     # it, in every call of an op. Its dict is not public: without it, that is how it is.
     data = getattr(os.environ, "_data", None)
-    if data is not None and os.environ.encodekey(name) not in data:
+    if data is not None and _key(name) not in data:
         return ""
     return os.environ.get(name, "")
 
@@ -42,7 +48,7 @@ class Variable(Generic[T]):
     def get(self) -> T:
         """Its value now. Unset or empty means the default; a value it cannot read raises."""
         text = _text(self.name)
-        if not text.strip():
+        if not text or text.isspace():
             return self.default
         try:
             return self.read(text)

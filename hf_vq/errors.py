@@ -21,6 +21,10 @@ class VQCacheError(VQError):
     """A KV cache is asked for something that it, or the model it serves, cannot do."""
 
 
+class VQCalibrationError(VQError):
+    """A text, or a model, that nothing can be learned from; the message says what to give."""
+
+
 class VQBackendError(VQError):
     """No kernel can run an op, or the one that was forced cannot: the message lists why."""
 

@@ -1,6 +1,7 @@
 """`hf-vq`, verb by verb, on a tiny model; the demo on the embedded one."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -188,7 +189,8 @@ def test_calibrate_replaces_only_when_told(copied, eval_text, tmp_path, capsys):
     assert "u4: means of keys in 2 layers" in capsys.readouterr().out
     assert KVCodebooks.load(path).key_means[0].shape == (2, 32)
     elsewhere = tmp_path / "new" / "folder"
-    assert main([*map(str, arguments), "--kv", "nomad-2", "--out", str(elsewhere)]) == 0
+    arguments[2:2] = [elsewhere]
+    assert main([*map(str, arguments), "--kv", "nomad-2"]) == 0
     assert [path.name for path in elsewhere.iterdir()] == ["kv_codebooks.safetensors"]
 
 
@@ -215,7 +217,7 @@ def test_calibrate_says_what_is_wrong(copied, eval_text, tmp_path, capsys):
     assert "more than the 2048" in fails(copied, "--kv", "u4", *text, "--context", "4096")
     file = tmp_path / "a_file"
     file.write_text("")
-    assert "cannot make" in fails(copied, "--kv", "u4", *text, *CALIBRATION, "--out", file / "x")
+    assert "cannot make" in fails(copied, file / "x", "--kv", "u4", *text, *CALIBRATION)
     assert not (copied / "kv_codebooks.safetensors").exists()
 
 
@@ -234,6 +236,46 @@ def test_an_interrupted_calibration_leaves_nothing(copied, eval_text, monkeypatc
             assert main(arguments) == 1
         assert "nothing was left behind" in capsys.readouterr().err
         assert {path: path.read_bytes() for path in copied.iterdir()} == before
+
+
+def test_calibrated_weights(original, eval_text, tmp_path, monkeypatch, capsys):
+    """Interrupted after its first block, the same command goes on; nothing is left of the work."""
+    out = tmp_path / "out"
+    # The slash does not move the work into OUT.
+    arguments = ["calibrate", str(original), f"{out}/", "--scheme", "vq-3", "--text", eval_text]
+    arguments += CALIBRATION
+    replace, work = os.replace, tmp_path / "out.unfinished"
+
+    def interrupt(source, target):
+        replace(source, target)
+        if str(target).endswith("block-0.safetensors"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupt)
+        assert main(arguments) == 1
+    assert f"goes on from {work}" in capsys.readouterr().err and not out.exists()
+    assert "something else" in wrong(*arguments, "--seed", "1", capsys=capsys)
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "bits per quantized weight (3.125 nominal)" in shown and "of outputs" in shown
+    assert main(["info", str(out), "--json", "-"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert all(0 < error < 0.1 for error in info["output_error"].values())
+    assert info["provenance"]["calibration"]["tokens"] == 320
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    found = AutoModelForCausalLM.from_pretrained(out).config.quantization_config
+    assert found.calibration["text"] == Path(eval_text).name
+    assert found.calibration["tokens"] == 320
+    assert "exists" in wrong(*arguments, capsys=capsys)
+    assert "needs OUT" in wrong("calibrate", original, "--scheme", "vq-3", capsys=capsys)
+    other = ["calibrate", original, tmp_path / "other", "--scheme"]
+    assert "cannot be calibrated" in wrong(*other, "aqlm-2", capsys=capsys)
+    assert "no file" in wrong(*other, "vq-4", "--text", tmp_path / "no.txt", capsys=capsys)
+    assert "must be a name or a path" in wrong(*other, "vq-4", "--text", "", capsys=capsys)
+    cache = ["calibrate", original, tmp_path / "other", "--kv", "u4"]
+    assert "--device is for --scheme" in wrong(*cache, "--device", "cuda", capsys=capsys)
+    assert "--skip is for --scheme" in wrong(*cache, "--skip", "mlp", capsys=capsys)
 
 
 def test_explain_names_the_kernel(quantized, capsys):
@@ -297,6 +339,7 @@ def test_usage(capsys):
         ["eval", "m", "--tokens", "-3"],
         ["eval", "m", "--tokens", "x"],
         ["calibrate", "m"],
+        ["calibrate", "m", "out", "--kv", "u4", "--scheme", "vq-4"],
         ["calibrate", "m", "--kv", "u4", "--tokens", "0"],
     ):
         with pytest.raises(SystemExit) as stop:

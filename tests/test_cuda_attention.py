@@ -194,7 +194,9 @@ def test_different_head_dims(dim, value_dim):
     check(queries(cached, 2), cached)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 66, 79, 80, 81, 100, 1000, 4097, 20000])
+@pytest.mark.parametrize(
+    "tokens", [1, 2, 63, 64, 65, 66, 79, 80, 81, 100, 1000, 4097, 20000, 131072]
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_contexts(tokens, batch):
     cached = cache(tokens=tokens, batch=batch, sinks=4 if tokens % 2 else 0)

@@ -220,6 +220,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.* spills .* bytes per thread")  # nobody chose them
 @pytest.mark.parametrize(("name", "tokens", "rows", "columns"), PLANS)
 def test_every_kind_of_plan(name, tokens, rows, columns):
     """Not only those that are chosen: a sample of all feasible ones."""

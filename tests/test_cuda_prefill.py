@@ -41,10 +41,10 @@ def only_this_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names = ("cuda.attention_prefill", "torch.attention")  # the latter makes caches on the CPU
     rows = [row for row in dispatch._table if row.op != "attention" or row.name in names]
     monkeypatch.setattr(dispatch, "_table", rows)
-    dispatch._select.cache_clear()
+    dispatch.forget()
     yield
     monkeypatch.undo()
-    dispatch._select.cache_clear()
+    dispatch.forget()
 
 
 def on_gpu(cached: CachedKV) -> CachedKV:
@@ -306,7 +306,7 @@ def test_codes_are_written_as_each_layer_finishes(monkeypatch: pytest.MonkeyPatc
 
 def test_it_is_chosen_for_many_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    dispatch._select.cache_clear()
+    dispatch.forget()
     spec = KV_SCHEMES["u4"].key.spec()
     asked = dispatch.Problem(
         "attention", "cuda", "bfloat16", f"{spec} {spec}", 512, 16384, 128, 128, "rows rows"

@@ -14,7 +14,7 @@ from ..ops import dispatch
 from ..ops.attention import CachedKV
 from ..ops.layout import BLOCK_BITS, PLANES, QUADS, use_allocator
 from ..ops.library import parse
-from . import native
+from . import native, torch_ops
 
 LARGEST_DIM = 256
 VECTOR_SIZES = (1, 2, 4)
@@ -32,14 +32,14 @@ _LAYOUTS = {QUADS: 1, PLANES: 2}
 def register() -> None:
     """Add the rows to the dispatch table, and let blocks lie on huge pages."""
     use_allocator("cpu", native.allocate)
-    dispatch.register(
-        dispatch.Kernel("cpu.vq_append", "append", _append, "cpu", _needs, _accepts_append)
-    )
-    dispatch.register(
-        dispatch.Kernel(
-            "cpu.vq_attention", "attention", _attention, "cpu", _needs, _accepts_attention, _layouts
-        )
-    )
+    kernels = (
+        dispatch.Kernel("cpu.vq_append", "append", _append, "cpu", _needs, _accepts_append,
+                        direct=_direct_append),
+        dispatch.Kernel("cpu.vq_attention", "attention", _attention, "cpu", _needs,
+                        _accepts_attention, _layouts, direct=_direct_attention),
+    )  # fmt: skip
+    for kernel in kernels:
+        dispatch.register(kernel)
 
 
 def _needs() -> str | None:
@@ -250,6 +250,50 @@ def _attention(
     else:
         native.check(library.hf_vq_coded_scores(step, score.data_ptr()), "attention")
     return out
+
+
+def _direct_append(problem: dispatch.Problem) -> dispatch.Direct | None:
+    """`hf_vq::cpu_append`, if torch lets us register it."""
+    op = torch_ops.cpu_append()
+    if op is None:
+        return None
+    shape = _shape_tensor(problem.scheme, problem.k, problem.layout)
+    none = torch.empty(0, device="cpu")
+
+    def run(
+        x: Tensor, mean: Tensor | None, codebook: Tensor, codes: Tensor, scale: Tensor, at: int
+    ) -> Tensor | None:
+        done: Tensor | None = op(
+            x, none if mean is None else mean, codebook, codes, scale, shape, at
+        )
+        return done
+
+    return run
+
+
+def _direct_attention(problem: dispatch.Problem) -> dispatch.Direct | None:
+    """`hf_vq::cpu_attention`, if torch lets us register it."""
+    op = torch_ops.cpu_attention()
+    if op is None:
+        return None
+    sides = zip(
+        problem.scheme.split(), (problem.k, problem.value_dim), problem.layout.split(), strict=True
+    )
+    shapes = [_shape_tensor(*side) for side in sides]
+    none = torch.empty(0, device="cpu")
+
+    def run(query: Tensor, cached: CachedKV, scaling: float, softcap: float) -> Tensor | None:
+        mean = none if cached.k_mean is None else cached.k_mean
+        out: Tensor | None = op(
+            query, *cached[:4], mean, *cached[5:11], *shapes, *cached[12:18], scaling, softcap
+        )
+        return out
+
+    return run
+
+
+def _shape_tensor(scheme: str, dim: int, layout: str) -> Tensor:
+    return torch.tensor(_shape(parse(scheme), dim, layout), dtype=torch.int32, device="cpu")
 
 
 def scores(query: Tensor, cached: CachedKV, scaling: float = 1.0) -> Tensor:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 import struct
+import threading
 import weakref
 from typing import Any
 
@@ -25,7 +26,7 @@ from .cuda_linear import DTYPES, on_device
 
 # struct Arguments of kernels/cuda/attention_arguments.cuh, field by field.
 _FLOATS, _CODED = "P3q", "3P5q"
-_arguments = struct.Struct(f"@{5 * _FLOATS}{2 * _CODED}P2qPP3q5P11i3Ii2f")
+_arguments = struct.Struct(f"@{5 * _FLOATS}{2 * _CODED}P2qPP3q5P11i4Ii2f")
 _LOG2_E = math.log2(math.e)
 _MASKS = {torch.bool: Mask.BOOL, **{dtype: Mask(kind.value) for dtype, kind in DTYPES.items()}}
 
@@ -48,21 +49,23 @@ class _Counters:
     def __init__(self, ordinal: int) -> None:
         self.ordinal, self.free, self.left = ordinal, 0, 0
         self.of_stream: dict[int, tuple[int, int]] = {}
+        self.lock = threading.Lock()
 
     def take(self, count: int, stream: int) -> int:
         """The address of `count` of them for a launch on a stream."""
         capturing = torch.cuda.is_current_stream_capturing()
-        address, room = self.of_stream.get(stream, (0, 0))
-        if room >= count and not capturing:
+        with self.lock:
+            address, room = self.of_stream.get(stream, (0, 0))
+            if room >= count and not capturing:
+                return address
+            count = count if capturing else max(count, self.OF_STREAM)
+            if self.left < count:
+                room = max(count, self.ROOM)
+                self.free, self.left = zeros(4 * room, self.ordinal), room
+            address, self.free, self.left = self.free, self.free + 4 * count, self.left - count
+            if not capturing:
+                self.of_stream[stream] = address, count
             return address
-        count = count if capturing else max(count, self.OF_STREAM)
-        if self.left < count:
-            self.left = max(count, self.ROOM)
-            self.free = zeros(4 * self.left, self.ordinal)
-        address, self.free, self.left = self.free, self.free + 4 * count, self.left - count
-        if not capturing:
-            self.of_stream[stream] = address, count
-        return address
 
 
 @functools.cache
@@ -270,7 +273,7 @@ def run(
                 _address(partial), arrived,
                 kv_heads, heads // kv_heads, queries, sink_k.shape[2], tail_start, tail_k.shape[2],
                 window, fresh, coded, across, count,
-                _inverse(across), _inverse(kv_heads), _inverse(count),
+                _inverse(across), _inverse(kv_heads), _inverse(count), _inverse(queries),
                 coded > 0 and _settled(codebooks, stream), scaling * _LOG2_E, softcap * _LOG2_E,
             )  # fmt: skip
             prepared.start(stream, True, groups * count)

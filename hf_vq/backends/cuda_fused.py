@@ -345,6 +345,8 @@ def prepare(
     turns = -(-sum(tiles) // (arch.sms * plan.resident * teams))
     while sum(blocks := [-(-of // (turns * teams)) for of in tiles]) > arch.sms * plan.resident:
         turns += 1
+    if plan.share > 1:  # a cluster has one turn
+        blocks = [plan.share * of for of in tiles]
     before, block, at_a_time = None, 0, 0
     if not plan.single or (scheme.rotation != "none" and not plan.rotate):
         rotated = scheme.rotation != "none"

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import env, paths
 from ..errors import VQBackendError
 
-ABI_VERSION = 4  # HF_VQ_ABI_VERSION of the api.h that this module was written for
+ABI_VERSION = 5  # HF_VQ_ABI_VERSION of the api.h that this module was written for
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 3}
 """torch dtype -> enum hf_vq_dtype."""
@@ -66,6 +66,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("coded_scores", number, [pointer, pointer]),
         ("use_torch", None, [pointer]),
         ("torch_linear", None, [pointer, ctypes.c_uint64, ctypes.c_uint64]),
+        ("torch_append", None, [pointer, ctypes.c_uint64, ctypes.c_uint64]),
+        ("torch_attention", None, [pointer, ctypes.c_uint64, ctypes.c_uint64]),
         ("use_cuda", None, [pointer]),
         ("torch_cuda_linear", None, [pointer, ctypes.c_uint64, ctypes.c_uint64]),
         ("read_memory", size, [pointer, size]),

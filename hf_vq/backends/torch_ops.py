@@ -1,4 +1,5 @@
-"""`hf_vq::cpu_linear` and `hf_vq::cuda_linear`: linear layers as ops that run without Python.
+"""Ops that run without Python: `hf_vq::cpu_linear` and `hf_vq::cuda_linear`, linear layers, and
+`hf_vq::cpu_append` and `hf_vq::cpu_attention`, a token's part of a KV cache.
 
 A call of `hf_vq::linear` passes through its formula for gradients, the dispatch table and ctypes,
 all of it Python. These ops are registered through torch's C shim, by addresses that ctypes looks
@@ -19,8 +20,8 @@ from ..ops.library import library
 from . import native
 
 _FUNCTIONS = (
-    "get_data_ptr", "get_dim", "get_numel", "get_sizes", "get_dtype", "is_contiguous",
-    "empty_strided", "new_uninitialized_tensor", "delete_tensor_object",
+    "get_data_ptr", "get_dim", "get_numel", "get_sizes", "get_strides", "get_dtype",
+    "is_contiguous", "empty_strided", "new_uninitialized_tensor", "delete_tensor_object",
 )  # fmt: skip
 _NUMBERS = (
     "dtype_float32", "dtype_float16", "dtype_bfloat16", "dtype_uint8", "dtype_int32",
@@ -36,6 +37,16 @@ _FILE = b"kernels/cpu/torch_shim.h"  # torch keeps its address
 _SCHEMA = (
     "(Tensor x, Tensor codes, Tensor codebook, Tensor scale, Tensor signs, Tensor bias, "
     "Tensor {}) -> Tensor"
+)
+_APPEND = (
+    "(Tensor x, Tensor mean, Tensor codebook, Tensor(a!) codes, Tensor(b!) scale, Tensor shape, "
+    "int at) -> Tensor"
+)
+_ATTENTION = (
+    "(Tensor query, Tensor sink_k, Tensor sink_v, Tensor k_codes, Tensor k_scale, Tensor k_mean, "
+    "Tensor v_codes, Tensor v_scale, Tensor tail_k, Tensor tail_v, Tensor codebook_k, "
+    "Tensor codebook_v, Tensor k_shape, Tensor v_shape, int tail_start, int window, int fresh, "
+    "int coded, int k_first, int v_first, float scaling, float softcap) -> Tensor"
 )
 
 
@@ -69,7 +80,19 @@ def cpu_linear() -> Any | None:
     It gives None instead of y for tensors that the kernel does not read as they are.
     """
     with _registering:
-        return _register()
+        return _register("linear", _SCHEMA.format("matrix"))
+
+
+def cpu_append() -> Any | None:
+    """The op, as `cpu_linear`; it gives a tensor without elements, or None."""
+    with _registering:
+        return _register("append", _APPEND)
+
+
+def cpu_attention() -> Any | None:
+    """The op, as `cpu_linear`."""
+    with _registering:
+        return _register("attention", _ATTENTION)
 
 
 def cuda_linear() -> Any | None:
@@ -83,11 +106,11 @@ def cuda_linear() -> Any | None:
 
 
 @cache
-def _register() -> Any | None:
+def _register(name: str, schema: str) -> Any | None:
     kernels, shim = native.load(), _share()
     if kernels is None or shim is None:
         return None
-    return _op(shim, b"CPU", "cpu_linear", _SCHEMA.format("matrix"), kernels.hf_vq_torch_linear)
+    return _op(shim, b"CPU", f"cpu_{name}", schema, getattr(kernels, f"hf_vq_torch_{name}"))
 
 
 @cache

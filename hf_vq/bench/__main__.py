@@ -58,8 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         suite.add_argument("--no-baselines", action="store_true", help="only the schemes")
         suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
         suite.add_argument("--revision", help="of the source (default: git is asked)")
-        if module is quality_kv:
-            suite.add_argument("--calibration", metavar="TEXT", help="text for learned schemes")
+        suite.add_argument("--calibration", metavar="TEXT", help="another text, to learn from")
         suite.set_defaults(parser=suite)
     for name, module in TIMED_SUITES.items():
         suite = suites.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
@@ -118,12 +117,12 @@ def _measure(args: argparse.Namespace) -> int:
     module: Any = quality_weights if args.suite == "quality-weights" else quality_kv
     start = f"python -m hf_vq.bench {args.suite} MODEL_DIR --text TEXT"
     more = {}
-    if getattr(args, "calibration", None):
+    if args.calibration:
         start, more = f"{start} --calibration TEXT", {"calibration": args.calibration}
     options = dict.fromkeys(("tokens", "context", "schemes", "no_baselines"), "")
     command = command_line(start, args.parser, args, options)
-    if command != start and args.out is None:
-        raise VQError("the tables need the whole suite: give --out for a partial run.")
+    if (command != start or not args.calibration) and args.out is None:
+        raise VQError("the tables need the whole suite, with --calibration: give --out otherwise.")
     measure = functools.partial(
         module.run,
         args.model,
@@ -206,6 +205,7 @@ def _print_time(row: dict[str, Any]) -> None:
 
 def _print_row(row: dict[str, Any]) -> None:
     case = f" ({row['case']})" if "case" in row else ""
+    case = case or " (calibrated)" * (row.get("kind") == "calibrated")
     bits = row.get("bits_per_weight", row.get("bits_per_element"))
     seconds = row.get("quantize_seconds")
     print(

@@ -1,16 +1,20 @@
 """Suite `cuda-generate`: tokens a second of `generate()` on a GPU, a random Llama-3-8B.
 
 `generate(cache_implementation="static")` compiles the model for one token (torch.compile, mode
-reduce-overhead, here without a graph break) and replays CUDA graphs. Beside it a CUDA graph of one
-eager forward, which shows what compiling gives, the time of a step by what its kernels do, and the
-bytes that a step must read. The output layer stays dense, as `VQConfig` leaves it.
+reduce-overhead, here without a graph break) and replays CUDA graphs; so it does with a `VQCache`.
+Beside it the same after `hf_vq.capture`, a CUDA graph of one eager forward, which shows what
+compiling gives, the time of a step by what its kernels do, and the bytes that a step must read. The
+output layer stays dense, as `VQConfig` leaves it.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import partial
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
@@ -20,6 +24,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 
+from .. import VQCache, capture
 from ..errors import VQBackendError
 from .cuda_timing import interleave_graphs
 from .random_llama import TokenClock, random_llama
@@ -31,6 +36,8 @@ PROMPT, TOKENS = 128, 128
 _EAGER_ROUNDS = 3  # of 24 steps, and two before: the cache has room for them
 _FIRST = 8  # tokens that are not counted: compilers run, a graph is captured for a new cache
 _DTYPE = torch.bfloat16
+DENSE_ROW, CACHE = "bf16", "u4"  # without codes; of a VQCache
+_RATIOS = ("generate_ms", "captured_ms", "step_ms", "eager_graph_ms")
 DENSE, OTHERS, IDLE = "dense layers", "norms, RoPE, activations", "between kernels"
 Kernel = tuple[str, int, int]  # name, start and end in ns
 _OURS = {"linear": "quantized layers", "rotate": "rotation"}  # by the names of kernels
@@ -81,19 +88,25 @@ def run(
     if not torch.cuda.is_available():
         raise VQBackendError("the suite cuda-generate needs a CUDA device.")
     config = config or llama_8b()
+    contestants = [(DENSE_ROW, DENSE_ROW)]
+    contestants += [(name, cache) for name in schemes for cache in (DENSE_ROW, CACHE)]
     found: list[dict[str, Any]] = []
     dense: dict[str, Any] = {}
-    for name in ("bf16", *schemes):
-        row = _model_row(name, config, rounds)
-        dense = dense or row
-        if row is not dense:
-            row["speedup"] = {
-                how: dense[how] / row[how] for how in ("generate_ms", "step_ms", "eager_graph_ms")
-            }
-            row["speedup"]["bytes"] = dense["gigabytes"] / row["gigabytes"]
-            row["ceiling"] = _ceiling(row, dense)
-        found.append(row)
-        report(row)
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(process(_open, name, cache, config)) for name, cache in contestants
+        ]
+        for compiled in [worker.submit(_compile) for worker in workers]:
+            compiled.result()
+        for worker in workers:  # the GPU is that of one at a time
+            row = worker.submit(_measure, rounds).result()
+            dense = dense or row
+            if row is not dense:
+                row["speedup"] = {how: dense[how] / row[how] for how in _RATIOS if how in row}
+                row["speedup"]["bytes"] = dense["gigabytes"] / row["gigabytes"]
+                row["ceiling"] = _ceiling(row, dense)
+            found.append(row)
+            report(row)
     settings = {
         "rounds": rounds, "dtype": str(_DTYPE)[6:], "layers": config.num_hidden_layers,
         "prompt": PROMPT, "tokens": TOKENS,
@@ -101,21 +114,59 @@ def run(
     return settings, {"rows": found}
 
 
+def process(open_: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
+    """A process with one model: compiling takes most of the time, so models compile side by side.
+
+    Args:
+        open_: called there with `arguments` before anything else.
+    """
+    return ProcessPoolExecutor(1, get_context("spawn"), open_, arguments)
+
+
+class _Session:
+    """What a process has."""
+
+    model: LlamaForCausalLM
+    name: str
+    cache: VQCache | None
+    captured_ms: float
+
+
+_session = _Session()
+
+
+def _open(name: str, cache: str, config: LlamaConfig) -> None:
+    scheme = None if name == DENSE_ROW else name
+    _session.name = name
+    _session.model = random_llama(config, _DTYPE, scheme, "cuda", lambda layer: layer != "lm_head")
+    _session.cache = None
+    if cache != DENSE_ROW:
+        _session.cache = VQCache(config, cache, max_cache_len=PROMPT + TOKENS)
+
+
 @torch.no_grad()
-def _model_row(name: str, config: LlamaConfig, rounds: int) -> dict[str, Any]:
-    scheme = None if name == "bf16" else name
-    model = random_llama(config, _DTYPE, scheme, "cuda", lambda layer: layer != "lm_head")
+def _compile() -> None:
+    for captured in (False, True):
+        capture(_session.model, captured)
+        _generate(_session.model, _session.cache)
+
+
+@torch.no_grad()
+def _measure(rounds: int) -> dict[str, Any]:
+    model, cache = _session.model, _session.cache
     row: dict[str, Any] = {
-        "name": name, "gigabytes": bytes_read(model) / 1e9,
-        "layer_gigabytes": bytes_read(model.model) / 1e9,
+        "name": _session.name, "cache": DENSE_ROW if cache is None else CACHE,
+        "gigabytes": bytes_read(model) / 1e9, "layer_gigabytes": bytes_read(model.model) / 1e9,
     }  # fmt: skip
-    row["eager_graph_ms"] = _eager_graph(model)
-    _generate(model)  # compiles
-    row["generate_ms"] = median(_generate(model) for _ in range(rounds))
+    row["captured_ms"] = median(_generate(model, cache) for _ in range(rounds))
+    capture(model, False)
+    row["generate_ms"] = median(_generate(model, cache) for _ in range(rounds))
     row["tokens_per_second"] = 1e3 / row["generate_ms"]
-    row["step_ms"], row["parts_ms"] = step_parts(partial(_generate, model))
+    row["step_ms"], row["parts_ms"] = step_parts(partial(_generate, model, cache))
     row["gb_per_second"] = row["gigabytes"] / row["step_ms"] * 1e3
-    del model
+    if cache is None:
+        row["eager_graph_ms"] = _eager_graph(model)
+    del _session.model, _session.cache, model, cache
     forget_compiled()
     return row
 
@@ -150,13 +201,17 @@ def _prompt(model: LlamaForCausalLM) -> Tensor:
     return torch.randint(model.config.vocab_size, (1, PROMPT), device="cuda")
 
 
-def _generate(model: LlamaForCausalLM) -> float:
-    """Milliseconds a token, of the user's clock."""
+def _generate(model: LlamaForCausalLM, cache: VQCache | None) -> float:
+    """Milliseconds a token, of the user's clock, with a cache or the static one of Transformers."""
     clock, prompt = TokenClock(), _prompt(model)
+    options: dict[str, Any] = {"cache_implementation": "static"}
+    if cache is not None:
+        cache.reset()
+        options = {"past_key_values": cache}
     model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), cache_implementation="static",
-        max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, streamer=clock,
-        compile_config=CompileConfig(fullgraph=True),
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS,
+        min_new_tokens=TOKENS, do_sample=False, streamer=clock,
+        compile_config=CompileConfig(fullgraph=True), **options,
     )  # fmt: skip
     counted = clock.seconds[_FIRST:]
     return sum(counted) / len(counted) * 1e3

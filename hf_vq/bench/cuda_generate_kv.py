@@ -9,10 +9,8 @@ for a cache that is exactly as long as its tokens: PyTorch's fastest attention t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing import get_context
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,10 +19,10 @@ from torch import Tensor
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from .. import VQCache
+from .. import VQCache, capture
 from ..errors import VQBackendError
 from ..formats.catalog import kv_scheme
-from .cuda_generate import LAYERS, bytes_read, forget_compiled, llama_8b, step_parts
+from .cuda_generate import LAYERS, bytes_read, forget_compiled, llama_8b, process, step_parts
 from .cuda_timing import interleave_graphs
 from .random_llama import TokenClock, fill_cache, random_llama
 from .timing import Contestant
@@ -33,8 +31,9 @@ SCHEMES = ("u4",)
 WEIGHTS = "vq-4"
 DENSE, EXACT = "bf16", "bf16, no mask"  # caches
 TOKENS = 40  # of a call of generate
+_FIRST = 4  # steps that are not counted: the prompt, and those that look what is compiled
 _EAGER_ROUNDS = 1  # of 24 steps, and one before
-_RATIOS = ("generate_ms", "step_ms", "eager_graph_ms", "gigabytes")
+_RATIOS = ("generate_ms", "captured_ms", "step_ms", "eager_graph_ms", "gigabytes")
 _ROOM = 512  # tokens that caches have room for behind the context
 _DTYPE = torch.bfloat16
 
@@ -113,13 +112,7 @@ def run(
     contestants = [(DENSE, DENSE), *((w, s) for w in (DENSE, WEIGHTS) for s in schemes)]
     found: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        # Compiling takes most of the time, so models are compiled side by side.
-        workers = [
-            stack.enter_context(
-                ProcessPoolExecutor(1, get_context("spawn"), _open, (*pair, config))
-            )
-            for pair in contestants
-        ]
+        workers = [stack.enter_context(process(_open, *pair, config)) for pair in contestants]
         for case in cases:
             for compiled in [worker.submit(_compile, *case) for worker in workers]:
                 compiled.result()
@@ -168,8 +161,9 @@ def _compile(batch: int, context: int) -> None:
     _session.cache, _session.gigabytes = _filled(
         _session.name, _session.model.config, batch, context, static=True
     )
-    _generate(_session.model, _session.cache, batch)
-    torch.cuda.synchronize()
+    for captured in (False, True):
+        capture(_session.model, captured)
+        _generate(_session.model, _session.cache, batch)
 
 
 @torch.no_grad()
@@ -177,12 +171,13 @@ def _measure(rounds: int) -> list[dict[str, Any]]:
     """The rows of the case that was compiled."""
     model, name, cache = _session.model, _session.name, _session.cache
     batch, context = _session.case
-    seconds = []
-    for _ in range(rounds):
-        seconds += _generate(model, cache, batch)[1:]
     row = _row(name) | {"cache_gigabytes": _session.gigabytes}
-    row["generate_ms"] = sum(seconds) / len(seconds) * 1e3
+    for how in ("captured_ms", "generate_ms"):
+        seconds = [step for _ in range(rounds) for step in _generate(model, cache, batch)[_FIRST:]]
+        row[how] = sum(seconds) / len(seconds) * 1e3
+        capture(model, False)
     row["tokens_per_second"] = batch * 1e3 / row["generate_ms"]
+    row["captured_per_second"] = batch * 1e3 / row["captured_ms"]
     row["step_ms"], row["parts_ms"] = step_parts(partial(_generate, model, cache, batch))
     del cache, _session.cache
     forget_compiled()
@@ -241,7 +236,7 @@ def _cache_bytes(name: str, config: LlamaConfig, tokens: int) -> float:
 
 
 def _generate(model: LlamaForCausalLM, cache: Cache, batch: int) -> list[float]:
-    """Seconds of each step behind what the cache holds, but the first, which is not compiled."""
+    """Seconds of each step behind what the cache holds."""
     clock, length = TokenClock(), int(cache.get_seq_length())
     prompt = torch.randint(model.config.vocab_size, (batch, length + 1), device="cuda")
     model.generate(

@@ -209,7 +209,7 @@ def _without(plan: LinearPlan, in_features: int) -> dict[str, LinearPlan]:
             plan,
             split=1,
             threads=min(plan.threads, 480),
-            sets=held_sets(in_features, plan.unit, 1, plan.steps),
+            sets=held_sets(in_features, plan.unit, 1, plan.steps, True),
         ),
     }
     if plan.interleaved == 2 and plan.stages == 1 and plan.scope.value != "e8p":

@@ -49,6 +49,7 @@ PARTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "scales": (
         ("linear.cu", "if constexpr (Plan::group > 0)", "if constexpr (false)"),
         ("linear.cu", "return Plan::group ? half_to_float", "return false ? half_to_float"),
+        ("linear.cu", "if constexpr (!Plan::group) return 1.0f;", "return 1.0f;"),
     ),
     "x": (
         ("linear.cu", "load_words<16 * piece>(a.x + from, word);", ";"),
@@ -60,9 +61,10 @@ PARTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("linear.cu", "  table.end_fill(batch);\n", ""),
     ),
     "meeting": (
-        ("linear.cu", "    finish(a, table,", "    if (sums[0][0][0] == 1.25f) finish(a, table,"),
+        ("linear.cu", " finish_one(a, table,", " if (sums[0][0][0] == 1.25f) finish_one(a, table,"),
+        ("linear.cu", " finish(a, table,", " if (sums[0][0][0] == 1.25f) finish(a, table,"),
     ),
-    "chunks": (("linear.cu", "end = min(begin + share, chunks);", "end = begin;"),),
+    "chunks": (("linear.cu", "end = min(begin + each, chunks);", "end = begin;"),),
 }  # fmt: skip
 _LOOP = ("codes", "lookups", "products", "scales", "x")
 WITHOUT: dict[str, tuple[str, ...]] = {

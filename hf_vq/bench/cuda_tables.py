@@ -90,18 +90,21 @@ def _range(values: Sequence[float]) -> str:
 
 def generate(rows: _Rows) -> str:
     """Tokens a second of a Llama-3-8B, and how many times those of bfloat16."""
-    head = ["weights", "GB a token", "x less", "tokens/s of `generate`", "x bf16",
-            "compiled step, ms", "x bf16", "ceiling", "eager graph, ms", "x bf16"]  # fmt: skip
+    head = ["weights", "KV cache", "GB a token", "x less", "tokens/s of `generate`", "x bf16",
+            "captured", "x bf16", "compiled step, ms", "x bf16", "ceiling", "eager graph, ms",
+            "x bf16"]  # fmt: skip
     cells = []
     for row in rows:
         faster = row.get("speedup", {})
         ratio = {key: f"{value:.2f}" for key, value in faster.items()}
+        captured, eager = row.get("captured_ms"), row.get("eager_graph_ms")
         cells.append(
-            [_name(row), f"{row['gigabytes']:.2f}", ratio.get("bytes", "-"),
+            [_name(row), _cache(row), f"{row['gigabytes']:.2f}", ratio.get("bytes", "-"),
              f"{row['tokens_per_second']:.0f}", ratio.get("generate_ms", "-"),
+             f"{1e3 / captured:.0f}" if captured else "-", ratio.get("captured_ms", "-"),
              f"{row['step_ms']:.2f}", ratio.get("step_ms", "-"),
              f"{row['ceiling']:.2f}" if "ceiling" in row else "-",
-             f"{row['eager_graph_ms']:.2f}", ratio.get("eager_graph_ms", "-")]
+             f"{eager:.2f}" if eager else "-", ratio.get("eager_graph_ms", "-")]
         )  # fmt: skip
     return markdown_table(head, cells)
 
@@ -110,9 +113,20 @@ def steps(rows: _Rows) -> str:
     """Where the milliseconds of a compiled step go."""
     most = {part: max(row["parts_ms"][part] for row in rows) for part in rows[0]["parts_ms"]}
     parts = sorted((part for part in most if most[part]), key=lambda part: -most[part])
-    cells = [[_name(row), *(f"{row['parts_ms'][part]:.3f}" for part in parts)] for row in rows]
-    return markdown_table(["ms of a step", *parts], cells)
+    cells = [
+        [_name(row), _cache(row), *(f"{row['parts_ms'][part]:.3f}" for part in parts)]
+        for row in rows
+    ]
+    return markdown_table(["ms of a step", "KV cache", *parts], cells)
 
 
 def _name(row: dict[str, Any]) -> str:
-    return row["name"] if row["name"] == "bf16" else f"`{row['name']}`"
+    return _code(row["name"])
+
+
+def _cache(row: dict[str, Any]) -> str:
+    return _code(row.get("cache", "bf16"))
+
+
+def _code(name: str) -> str:
+    return name if name == "bf16" else f"`{name}`"

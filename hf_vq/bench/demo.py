@@ -20,6 +20,7 @@ from typing import Any
 
 from .. import env
 from ..errors import VQError
+from ..hf.config import VQConfig
 from .evaluate import BATCH, CHUNK, cache_factory, prompt_length
 from .load import check_model, load_model, load_tokenizer
 from .score import Reference, model_forward, score
@@ -136,7 +137,7 @@ def _one_scheme(
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     say(f"{scheme}: quantizing while loading")
-    quantized = load_model(model_dir, scheme=scheme)
+    quantized = load_model(model_dir, config=VQConfig(scheme))
     quantized.save_pretrained(saved)
     say(f"{scheme}: saved, reloading in a new process and generating")
     apart, there = generate_apart(saved, prompt, new_tokens, list(_CACHES))

@@ -28,7 +28,12 @@ def describe(model: str) -> dict[str, Any]:
             f"the config.json of {model} says scheme {scheme.spec()}, but no file holds codes; "
             "download or save the model again."
         )
-    provenance = quantization.get("provenance") or {} if is_vq else {}
+    provenance = dict(quantization.get("provenance") or {}) if is_vq else {}
+    errors = provenance.pop("relative_error", {})
+    calibration = {**(quantization.get("calibration") or {}), **provenance.pop("calibration", {})}
+    output_errors = calibration.pop("output_error", {})
+    if calibration:
+        provenance["calibration"] = calibration
     return {
         "model_type": config.get("model_type"),
         "quant_method": quantization.get("quant_method") if quantization else None,
@@ -42,8 +47,9 @@ def describe(model: str) -> dict[str, Any]:
         "quantized": [_kind(kind) for kind in storage.quantized.values()],
         "kept": [_kind(kind) for kind in storage.kept.values()],
         "modules_to_not_convert": quantization.get("modules_to_not_convert") if is_vq else None,
-        "relative_error": mean_errors(provenance.get("relative_error") or {}),
-        "provenance": {key: value for key, value in provenance.items() if key != "relative_error"},
+        "relative_error": mean_errors(errors),
+        "output_error": mean_errors(output_errors),
+        "provenance": provenance,
     }
 
 
@@ -70,20 +76,22 @@ def show(found: dict[str, Any]) -> str:
 
 def kinds_table(found: dict[str, Any]) -> str:
     """One line per kind of layer: how many, weights, stored bits, and the error of quantizing."""
+    columns = {"relative error": found["relative_error"], "of outputs": found["output_error"]}
+    shown = {column: errors for column, errors in columns.items() if errors}
     rows = []
     for quantized, kinds in ((True, found["quantized"]), (False, found["kept"])):
         for kind in kinds:
-            error = found["relative_error"].get(kind["name"])
+            errors = [errors.get(kind["name"]) for errors in shown.values()]
             rows.append(
                 [
                     kind["name"],
                     str(kind["layers"]),
                     f"{kind['weights']:,}",
                     f"{kind['bits_per_weight']:.3f}",
-                    significant(error) if quantized else "-",
+                    *(significant(error) if quantized else "-" for error in errors),
                 ]
             )
-    return text_table(["layers", "count", "weights", "bits", "relative error"], rows)
+    return text_table(["layers", "count", "weights", "bits", *shown], rows)
 
 
 def mean_errors(errors: dict[str, Any]) -> dict[str, float]:

@@ -139,8 +139,8 @@ def memory(rows: _Rows) -> str:
 def generate(rows: _Rows) -> str:
     """Tokens a second of `generate()` behind a long context."""
     head = ["weights", "KV cache", "batch x context", "GB a step", "cache, GB",
-            "tokens/s of `generate`", "x", "compiled step, ms", "x", "eager graph, ms",
-            "x"]  # fmt: skip
+            "tokens/s of `generate`", "x", "captured", "x", "compiled step, ms", "x",
+            "eager graph, ms", "x"]  # fmt: skip
     cells = []
     for row in rows:
         ratio = {key: f"{value:.2f}" for key, value in row.get("speedup", {}).items()}
@@ -148,6 +148,7 @@ def generate(rows: _Rows) -> str:
             [_name(row["weights"]), _name(row["cache"]), f"{row['batch']} x {row['context']:,}",
              f"{row['gigabytes']:.2f}", f"{row['cache_gigabytes']:.2f}",
              _shown(row, "tokens_per_second", 0), ratio.get("generate_ms", "-"),
+             _shown(row, "captured_per_second", 0), ratio.get("captured_ms", "-"),
              _shown(row, "step_ms", 2), ratio.get("step_ms", "-"),
              _shown(row, "eager_graph_ms", 2), ratio.get("eager_graph_ms", "-")]
         )  # fmt: skip

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import VQError
+
+if TYPE_CHECKING:
+    from ..hf.config import VQConfig
 
 
 def load_tokenizer(model: str) -> Any:
@@ -29,18 +32,16 @@ def load_model(
     model: str,
     *,
     dtype: torch.dtype | str = "auto",
-    scheme: str | None = None,
+    config: VQConfig | None = None,
     device_map: str | None = None,
-    skip: list[str] | None = None,
 ) -> Any:
     """A causal language model in evaluation mode.
 
     Args:
         model: directory or Hub id.
         dtype: of what is not quantized.
-        scheme: quantize to this scheme while loading; None loads the model as it is.
+        config: quantize as it says while loading; None loads the model as it is.
         device_map: as `from_pretrained` takes it.
-        skip: modules left unquantized, beyond the default ones.
 
     Raises:
         VQError: no such model, it is no causal language model, or it cannot be quantized.
@@ -51,10 +52,8 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype}
     if device_map is not None:
         options["device_map"] = device_map
-    if scheme is not None:
-        from ..hf.config import VQConfig
-
-        options["quantization_config"] = VQConfig(scheme, modules_to_not_convert=skip)
+    if config is not None:
+        options["quantization_config"] = config
     try:
         return AutoModelForCausalLM.from_pretrained(model, **options).eval()
     except VQError:

@@ -32,12 +32,13 @@ from ..formats.nearest import nearest_in_groups
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
 from ..hf.calibrate import calibrate_kv
+from ..hf.text import read_text
 from ..ops.nomad_reference import quantized_tables, score_tables
 from . import baselines
 from .banded import RoundTrip, Scores, Simulation, dot_products, simulate
 from .load import load_model, load_tokenizer
 from .score import Reference, model_forward, score
-from .text import read_sequences, read_text, text_facts
+from .text import read_sequences, text_facts
 
 LEARNED = ("nomad-4", "nomad-2", "nomad-1", "cq-4", "cq-2")
 SCHEMES = ("u4", "nomad-u4", "u3", "k4v2", "u2", *LEARNED)

@@ -1,7 +1,7 @@
 """Suite `quality-weights`: what each weight scheme costs in quality, against int4 and NF4.
 
 Every scheme is quantized the way a user does it, `from_pretrained(..., VQConfig(scheme))`, in
-float32, and predicts the same text as the original.
+float32, and predicts the same text as the original; then once more calibrated on another text.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..hf.config import VQConfig
 from . import baselines
 from .load import load_model, load_tokenizer
 from .score import Reference, model_forward, score
 from .storage import model_storage
 from .text import read_sequences, text_facts
 
+CALIBRATED = ("vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2")
+CALIBRATION_TOKENS = 1 << 16
 SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-3", "turboquant-2", "quip-sharp-2")
 
 BATCH = 4  # sequences per forward
@@ -41,9 +44,13 @@ def run(
     context: int = 1024,
     schemes: Sequence[str] = SCHEMES,
     with_baselines: bool = True,
+    calibration: str | Path | None = None,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure; `report` gets each row when it is known.
+
+    Args:
+        calibration: UTF-8 text that schemes in CALIBRATED are calibrated on; None leaves that out.
 
     Returns:
         (settings, results) of the record.
@@ -55,12 +62,20 @@ def run(
     rows: list[dict[str, Any]] = []
     results = {"perplexity": reference.perplexity, "rows": rows}
     steps = _baseline_rows(original, reference) if with_baselines else iter(())
-    for row in chain(steps, _scheme_rows(model_dir, schemes, reference)):
+    wanted: list[tuple[str, dict[str, Any] | None]] = [(name, None) for name in schemes]
+    known: dict[str, Any] = {}
+    if calibration is not None:
+        options = {"text": calibration, "tokens": CALIBRATION_TOKENS, "context": context}
+        wanted += [(name, options) for name in schemes if name in CALIBRATED]
+        known = {f"calibration_{key}": fact for key, fact in text_facts(calibration).items()}
+        known["calibration_tokens"] = CALIBRATION_TOKENS
+    for row in chain(steps, _scheme_rows(model_dir, wanted, reference)):
         rows.append(row)
         report(row)
     settings = {
         "model": Path(model_dir).name,
         **text_facts(text),
+        **known,
         "tokens": sequences.numel(),
         "context": context,
         "dtype": "float32",
@@ -81,16 +96,16 @@ def _baseline_rows(original: Any, reference: Reference) -> Iterator[dict[str, An
 
 
 def _scheme_rows(
-    model_dir: str, schemes: Sequence[str], reference: Reference
+    model_dir: str, wanted: Sequence[tuple[str, dict[str, Any] | None]], reference: Reference
 ) -> Iterator[dict[str, Any]]:
-    for name in schemes:
+    for name, calibration in wanted:
+        config = VQConfig(name, calibration=calibration)
         start = time.perf_counter()
-        model = load_model(model_dir, dtype=torch.float32, scheme=name)
+        model = load_model(model_dir, dtype=torch.float32, config=config)
         seconds = time.perf_counter() - start
         bits = model_storage(model).bits_per_weight
-        yield _row(
-            name, "scheme", bits, seconds, score(model_forward(model), reference, BATCH).to_dict()
-        )
+        found = score(model_forward(model), reference, BATCH).to_dict()
+        yield _row(name, "calibrated" if calibration else "scheme", bits, seconds, found)
 
 
 def _row(

@@ -451,7 +451,8 @@ def _record(suite: str) -> dict[str, Any]:
 
 
 def _label(row: dict[str, Any]) -> str:
-    return f"`{row['name']}`" if row["kind"] == "scheme" else row["name"]
+    calibrated = ", calibrated" * (row["kind"] == "calibrated")
+    return row["name"] if row["kind"] == "baseline" else f"`{row['name']}`{calibrated}"
 
 
 def _cell(cases: dict[str, dict[str, Any]], case: str, key: str) -> str:

@@ -10,25 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import VQError
-
-MIN_CONTEXT = 16
-
-
-def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        VQError: the file is missing, not UTF-8 or empty.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise VQError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
-    except OSError as error:
-        raise VQError(f"cannot read the text {path}: {error.strerror}.") from None
-    if not text.strip():
-        raise VQError(f"{path} is empty; give a text file with some thousand words.")
-    return text
+from ..hf.text import MIN_CONTEXT, read_text
 
 
 def read_sequences(

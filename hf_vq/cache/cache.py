@@ -56,8 +56,7 @@ class VQCache(Cache):
         max_cache_len: allocate for this many tokens at once, and refuse more; None = grow.
         static: with `max_cache_len`, whether the memory never moves, so that decoding compiles
             (`model.generate` does it by itself on a GPU; docs/kv_cache.md). Such a cache keeps its
-            rows, and goes back by a few tokens only. None = on a GPU, where it can be. Not yet the
-            default: its kernels wait for their last tests on a GPU.
+            rows, and goes back by a few tokens only. None = on a GPU, where it can be.
         strict: raise instead of decoding for an attention that cannot read codes.
         quantize_sliding: code sliding-window layers too.
         offloading: keep all layers but the running one on the CPU (needs a GPU, else ignored).
@@ -81,7 +80,7 @@ class VQCache(Cache):
         max_cache_len: int | None = None,
         strict: bool = False,
         *,
-        static: bool | None = False,
+        static: bool | None = None,
         quantize_sliding: bool = False,
         offloading: bool = False,
         key_means: Sequence[Tensor | None] | None = None,

@@ -62,6 +62,7 @@ class VQHandle(torch.Tensor):
     side: str
     form: str
     repeats: int
+    sizes: torch.Size
 
     @staticmethod
     def __new__(cls, update: Update, side: str, form: str = _HEADS, repeats: int = 1) -> VQHandle:
@@ -70,14 +71,19 @@ class VQHandle(torch.Tensor):
         tail = cached.tail_k if side == "k" else cached.tail_v
         batch, heads, length, dim = tail.shape
         length += cached.tail_start
-        shape: tuple[int, ...] = (batch, heads * repeats, length, dim)
+        sizes = torch.Size((batch, heads * repeats, length, dim))
         if form != _HEADS:
-            shape = (batch, heads, 1 if form == _UNSQUEEZED else repeats, length, dim)
+            sizes = torch.Size((batch, heads, 1 if form == _UNSQUEEZED else repeats, length, dim))
         handle: VQHandle = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=tail.dtype, device=tail.device
+            cls, sizes, dtype=tail.dtype, device=tail.device
         )
-        handle.update, handle.side, handle.form, handle.repeats = update, side, form, repeats
+        vars(handle).update(update=update, side=side, form=form, repeats=repeats, sizes=sizes)
         return handle
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """As of any tensor; PyTorch's own goes through `__torch_function__`, at every question."""
+        return self.sizes
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"VQHandle({list(self.shape)}, {self.dtype}, {self.side})"

@@ -11,6 +11,7 @@ from .plan import Dtype, Plan
 BANKS = 128  # bytes of shared memory that lie side by side
 COLUMNS = 8  # queries of a tile
 TOKENS = 16  # keys of a tile
+PIECE = 16  # bytes of which copies by no thread are made
 
 
 class Mask(enum.Enum):
@@ -41,8 +42,11 @@ class AttentionPlan(Plan):
         query_tiles: tiles of 8 columns.
         turns: columns of a query, each of tokens that lanes look up in one of so many orders
             (kernels/cuda/attention_turns.cuh).
+        paired: whether a query has two columns, which take entries of codebooks as they are
+            (kernels/cuda/attention_pairs.cuh).
         steps: tiles of 16 tokens that a warp takes together.
         depth: slots for the codes of such a step that a warp has; all but one are on their way.
+        bulk: whether codes and scales are copied by no thread (from sm_90 on).
         queries_in_registers: whether the queries are kept there; else in shared memory.
         mask: kind of the mask.
         softcapped: whether logits are capped.
@@ -64,8 +68,10 @@ class AttentionPlan(Plan):
     value_block: int
     query_tiles: int
     turns: int
+    paired: bool
     steps: int
     depth: int
+    bulk: bool
     queries_in_registers: bool
     mask: Mask
     softcapped: bool
@@ -78,7 +84,7 @@ class AttentionPlan(Plan):
     @property
     def queries(self) -> int:
         """Queries of a block."""
-        return self.columns // self.turns
+        return self.columns // (2 if self.paired else self.turns)
 
     @property
     def table_bytes(self) -> int:
@@ -100,14 +106,22 @@ class AttentionPlan(Plan):
 
     @property
     def step_bytes(self) -> int:
-        """Slots of a warp for the codes and scales of a step."""
+        """Slots of a warp for the codes and scales of a step (attention_steps.cuh)."""
         sides = (
             (self.key_dim, self.key_vector_size, self.key_entry_bits, self.key_fused, 4, 2),
             (self.value_dim, self.value_vector_size, self.value_entry_bits, self.value_fused, 8, 4),
         )
-        codes = sum(tokens * 32 * _slot_bytes(*side) for *side, tokens in sides)
-        scales = 8 * (8 * self.steps + 1)
-        return -(-(self.steps * codes + scales) // 16) * 16
+        if not self.bulk:
+            codes = sum(tokens * 32 * _slot_bytes(*side) for *side, tokens in sides)
+            return _whole(self.steps * codes + 8 * (8 * self.steps + 1))
+        tokens = TOKENS * self.steps
+        key, value = (-(-dim // x * bits // 8) for dim, x, bits, *_ in sides)
+        keys, half = (
+            _whole(count * row) + (PIECE if row % PIECE else 0)
+            for count, row in ((tokens, key), (tokens // 2, value))
+        )
+        stride = half + ((64 if value == 32 else 32) - half) % BANKS
+        return _whole(keys + stride + half + 2 * (2 * tokens + PIECE)) + PIECE
 
     @property
     def value_words(self) -> int:
@@ -123,7 +137,7 @@ class AttentionPlan(Plan):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: tables, queries, codes; in their place, sums of its warps."""
-        steps = sum(part // 16 for part in parts(self.key_dim))
+        steps = sum(part // (32 if self.paired else 16) for part in parts(self.key_dim))
         queries = self.query_tiles * -(-steps // 2) * 512 + 24 * self.columns
         warps, row = self.threads // 32, self.value_dim + self.value_dim // 16 + 4
         meeting = warps * (512 * self.query_tiles * self.value_words + 8 * self.columns)
@@ -140,6 +154,11 @@ def parts(dim: int) -> list[int]:
 def panels(dim: int) -> int:
     """Panels, of 128 bytes, of a row of a table of learned codebooks."""
     return -(-2 * dim // BANKS)
+
+
+def _whole(nbytes: int) -> int:
+    """Bytes of the pieces that hold so many."""
+    return -(-nbytes // PIECE) * PIECE
 
 
 def _slot_bytes(dim: int, vector_size: int, bits: int, fused: int, sharers: int) -> int:

@@ -77,13 +77,13 @@ class AttentionProblem:
 _BLOCKS = ((512, 1), (384, 1), (256, 2), (256, 1), (128, 1))
 _FEW_THREADS = 128  # only where shared memory holds no more codes on their way
 _STEPS, _DEPTHS = (1, 2), (2, 3, 4, 6)
-_REGISTERS = 64  # besides sums and queries
-_LATENCY = 1900  # cycles from asking for codes until they are there, with memory busy
+_REGISTERS = 60  # besides sums and queries
+_LATENCY = 1200  # cycles from asking for codes until they are there, with memory busy
 _STEP = (0, 1000, 1400)  # cycles of a warp for a step of one or two tiles
-_PROLOGUE = 9000  # cycles before the first tile and after the last one
-_PER_WARP = 40  # of a block, of them
+_PROLOGUE = 8000  # cycles before the first tile and after the last one
+_PER_BLOCK = 1500  # of a multiprocessor, of them: tables, floats, sums
 _WARPS = 16  # of a multiprocessor, that keep it busy
-_ON_THEIR_WAY = 70 << 10  # bytes of codes for one multiprocessor, at best
+_ON_THEIR_WAY = 48 << 10  # bytes of codes for one multiprocessor, at best
 _MEMORY = 0.93  # of its peak that can be had
 
 
@@ -107,9 +107,18 @@ def plan_of(
         value_dim=problem.value_dim, value_vector_size=value.vector_size,
         value_entry_bits=value.entry_bits, value_fused=fused(value),
         value_learned=not value.has_scale, value_block=value.block(problem.value_dim),
-        query_tiles=tiles, turns=turns, steps=steps, depth=depth, queries_in_registers=tiles == 1,
+        query_tiles=tiles, turns=turns, paired=_pairs(problem), steps=steps, depth=depth,
+        bulk=problem.arch.overlaps_launches, queries_in_registers=tiles == 1,
         mask=problem.mask, softcapped=problem.softcapped,
     )  # fmt: skip
+
+
+def _pairs(problem: AttentionProblem) -> bool:
+    """Whether a tile has two columns for each query, and words of a lane come in pairs
+    (kernels/cuda/attention_pairs.cuh)."""
+    dims = parts(problem.key_dim) + parts(problem.value_dim)
+    universal = problem.key.has_scale and problem.value.has_scale
+    return universal and 2 * problem.columns <= COLUMNS and not any(part % 32 for part in dims)
 
 
 def turns_of(problem: AttentionProblem) -> int:
@@ -139,9 +148,11 @@ def misfit(key: VQScheme, value: VQScheme, key_dim: int, value_dim: int, arch: A
 
 def candidates(problem: AttentionProblem) -> list[AttentionPlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
+    # What no thread copies is there a step later; with more steps ahead it never was faster.
     return [
         plan_of(problem, *block, steps, depth)
         for block, steps, depth in itertools.product(_BLOCKS, _STEPS, _DEPTHS)
+        if depth == _DEPTHS[0] or not problem.arch.overlaps_launches
     ]
 
 
@@ -149,13 +160,21 @@ def registers(plan: AttentionPlan) -> int:
     """About how many registers a thread needs."""
     sums = 4 * plan.value_words * plan.query_tiles
     if plan.key_learned or plan.value_learned:
-        sums += 16  # the order of a lane's groups
+        mixed = plan.key_learned != plan.value_learned
+        sums += 16 + 8 * (plan.turns == 4 or mixed)  # the orders of a lane's groups
     if any(len(parts(dim)) > 1 for dim in (plan.key_dim, plan.value_dim)):
         sums += 16  # addresses of both parts
-    queries = plan.key_dim // 8 if plan.queries_in_registers else 12 * plan.query_tiles
+    queries = 12 * plan.query_tiles + 16 * (plan.query_tiles == 2)
+    if plan.queries_in_registers:
+        queries = plan.key_dim // 16 + 8 if plan.paired else plan.key_dim // 8
+    if not plan.paired and 4 in (
+        plan.key_vector_size * plan.key_fused,
+        plan.value_vector_size * plan.value_fused,
+    ):
+        queries += 8  # entries of two registers are taken apart
     return (
         _REGISTERS + sums + queries + 20 * (plan.steps - 1) * plan.query_tiles
-        + 8 * (plan.mask is not Mask.NONE) + 4 * plan.softcapped
+        + 8 * (plan.mask is not Mask.NONE) + 4 * plan.softcapped + 24 * (not plan.bulk)
     )  # fmt: skip
 
 
@@ -205,7 +224,8 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = queue * (longest + NOT_HIDDEN * (sum(parts.values()) - longest))
-    return Cost(_GROUPS * problem.tokens * token, busy + _PROLOGUE + _PER_WARP * warps, bound)
+    cycles = busy + _PROLOGUE + _PER_BLOCK * plan.resident
+    return Cost(_GROUPS * problem.tokens * token, cycles, bound)
 
 
 @functools.lru_cache(maxsize=1024)

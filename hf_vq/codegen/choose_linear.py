@@ -98,11 +98,18 @@ def candidates(problem: LinearProblem) -> list[LinearPlan]:
 
     None is `early`: the model knows no difference. `cuda-tune` tries both.
     """
-    *choices, _ = _choices(problem)
-    return [
-        _plan(problem, dict(zip(tuned.KNOBS, (*block, *knobs, 0), strict=True)))
-        for block, *knobs in itertools.product(*choices)
-    ]
+    *choices, _, share = _choices(problem)
+    found = (
+        dict(zip(tuned.KNOBS, (*block, *knobs), strict=True))
+        for block, *knobs in itertools.product(*choices, (0,), share)
+    )
+    return [_plan(problem, one) for one in found if _fills_blocks(one)]
+
+
+def _fills_blocks(chosen: dict[str, int]) -> bool:
+    """Whether teams do: one, in a cluster."""
+    warps, split = chosen["threads"] // 32, chosen["split"]
+    return warps == split or (warps % split == 0 and chosen["share"] == 1)
 
 
 def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
@@ -118,8 +125,10 @@ def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
     if problem.tokens == 1 and "hadamard" in scheme.rotation:
         rotations += [1] if scheme.block(columns) == FUSED_ROTATION else []
     units = list(_units(scheme, columns))[-2:]
-    row_tiles, early = ((1, 2), (0, 1)) if problem.tokens == 1 else ((1, 2, 4), (0,))
-    return [_BLOCKS, copies, places, units, _SPLITS, row_tiles, (1, 2, 4), rotations, early]
+    one = problem.tokens == 1
+    row_tiles, early = ((1, 2), (0, 1)) if one else ((1, 2, 3, 4), (0,))
+    share = (1,) if one or not problem.arch.overlaps_launches else (1, 2)
+    return [_BLOCKS, copies, places, units, _SPLITS, row_tiles, (1, 2, 4), rotations, early, share]
 
 
 def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
@@ -127,7 +136,8 @@ def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
     scheme, columns = problem.scheme, problem.in_features
     entry, index_bits, books = tables(scheme)
     group = 0 if scheme.group(columns) == columns else scheme.group(columns)
-    unit, steps = chosen["unit"], chosen["steps"]
+    unit, steps, parts = chosen["unit"], chosen["steps"], chosen["split"] * chosen["share"]
+    single, each = problem.tokens == 1, chunks_of_warp(columns, unit, parts, steps)
     return LinearPlan(
         threads=chosen["threads"],
         resident=chosen["resident"],
@@ -148,20 +158,26 @@ def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
         row_tiles=chosen["row_tiles"],
         token_tiles=-(-problem.tokens // 8),
         steps=steps,
-        scales_together=steps > 1 and group == 4 * unit and -(-columns // group) % steps == 0,
+        scales_together=group == 4 * unit and each % 2 == 0 and columns // group % 2 == 0,
         ragged=columns % (4 * unit) > 0,
-        single=problem.tokens == 1,
+        single=single,
         rotate=bool(chosen["rotate"]),
         early=bool(chosen["early"]),
-        sets=held_sets(columns, unit, chosen["split"], steps) if problem.tokens == 1 else 1,
+        sets=held_sets(columns, unit, parts, steps, single),
+        share=chosen["share"],
     )
 
 
-def held_sets(in_features: int, unit: int, split: int, steps: int) -> int:
-    """How many times eight pieces of one token's columns a warp has."""
+def chunks_of_warp(in_features: int, unit: int, parts: int, steps: int) -> int:
+    """Chunks of the warps that share a row's, `parts` of them; the last one may have fewer."""
     chunks = -(-in_features // (4 * unit))
-    share = -(-chunks // (split * steps)) * steps
-    return -(-share * max(1, unit // PIECE) // HELD)
+    return -(-chunks // (parts * steps)) * steps
+
+
+def held_sets(in_features: int, unit: int, parts: int, steps: int, single: bool) -> int:
+    """How many times eight pieces of one token's columns a warp has, or scales of eight chunks."""
+    each = chunks_of_warp(in_features, unit, parts, steps)
+    return -(-each * (max(1, unit // PIECE) if single else 1) // HELD)
 
 
 def registers(plan: LinearPlan) -> int:
@@ -169,14 +185,18 @@ def registers(plan: LinearPlan) -> int:
     words = plan.unit // plan.vector_size * plan.entry_bits // 32
     rows = 2 * plan.row_tiles
     codes = rows * plan.stages * words * plan.steps
-    scales = 2 * rows * (1 if plan.single else (plan.steps + 1) // 2) if plan.group else 0
+    scales = rows * (2 if plan.single or plan.sets > 1 else 1) if plan.group else 0
     sums = (plan.row_tiles + (2 if plan.token_tiles == 1 else 1)) * plan.token_tiles * 4
     kept = min(2, plan.unit // 8) if plan.token_tiles > 4 else plan.unit // 8
     octets = plan.sets * min(plan.unit, PIECE) // 8 if plan.single else kept * plan.token_tiles
     weights = 8 + (16 if plan.integers else 40) * (plan.stages > 1) + 16 * (plan.scope is Scope.E8P)
+    weights += 12 * (plan.scope is Scope.E8P and not plan.single and plan.row_tiles > 1)
     weights += 28 * (plan.unit > 64) + 44 * (not plan.in_shared)
     weights += 44 * (plan.vector_size * plan.fused == 1)
     weights += 16 * (plan.steps > 2 and not plan.single)  # addresses of chunks on their way
+    if plan.stages > 1 and not plan.single:
+        weights += 8 * (plan.row_tiles > 2) + 44 * (plan.steps > 1)
+    weights += 4 * (plan.scales_together and not plan.single)  # a lane's own, and that it passes on
     if plan.single and plan.stages > 1:  # lookups of many octets are on their way
         weights += (24 if plan.integers else 40) + 12 * (plan.unit > 64)
     return 26 + codes + scales + sums + 4 * octets + weights + 4 * rows
@@ -198,10 +218,17 @@ def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
         return "a multiprocessor does not hold so many threads"
     if plan.single and plan.steps * max(1, plan.unit // PIECE) > HELD:
         return "the chunks on their way have more pieces than a warp's products have columns"
-    if plan.single and plan.sets < held_sets(
-        problem.in_features, plan.unit, plan.split, plan.steps
-    ):
-        return "a warp does not keep x of all of its columns"
+    parts = plan.split * plan.share
+    if plan.sets < held_sets(problem.in_features, plan.unit, parts, plan.steps, plan.single):
+        return "a warp does not keep x, or scales, of all of its columns"
+    row = plan.stages * packed_size(problem.in_features // plan.vector_size, plan.entry_bits)
+    if not plan.single and problem.rows * row >= 1 << 32:
+        return "places of codes of several tokens have 32 bits"
+    if plan.share > 1 and plan.split != warps:
+        return "blocks of a cluster have one team"
+    tiles = -(-problem.rows // (TILE_ROWS * plan.row_tiles))
+    if plan.share > 1 and plan.share * tiles > arch.sms * plan.resident:
+        return "a cluster has one turn: some would wait for others, and fill tables again"
     if plan.early and (plan.steps == 1 or not plan.single):
         return "there is nothing to ask for after x"
     if plan.rotate and plan.unit != PIECE:
@@ -233,17 +260,17 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     teams = warps // plan.split
     tiles = -(-problem.rows // (TILE_ROWS * plan.row_tiles))
     chunks = -(-columns // (4 * plan.unit))
-    share = -(-chunks // (plan.split * plan.steps)) * plan.steps
-    turns = -(-tiles // (arch.sms * plan.resident * teams))
-    busiest = min(-(-tiles // arch.sms), turns * plan.resident * teams)
-    work = busiest * chunks
+    each = chunks_of_warp(columns, plan.unit, plan.split * plan.share, plan.steps)
+    turns = -(-tiles * plan.share // (arch.sms * plan.resident * teams))
+    busiest = min(-(-tiles * plan.share // arch.sms), turns * plan.resident * teams)
+    work = busiest * chunks / plan.share
 
     # Cycles of one chunk: of the pipe of loads, and of issuing.
     lookups = octets * rows * books * (8 // min(width, 8) if not lattice else 1)
     phases = min(max(entry // 4, 1), 4)
     spread = 1.0 if plan.replicas * entry >= BANKS else _SPREAD
     loads = rows * plan.stages * words * 4 / plan.load_bytes
-    scales_of = (4 if plan.single else 1) * (plan.steps if plan.scales_together else 1)
+    scales_of = 4 * (plan.steps if plan.scales_together else 1)
     scales = rows / min(scales_of, HELD) if plan.group else 0.0
     pipe = 0.0 if plan.single else 4.0 * octets * plan.token_tiles
     pipe += lookups * phases * spread if plan.in_shared else 0
@@ -257,7 +284,7 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
         "L1": work * pipe,
         "L2": 0.0 if plan.in_shared else work * 32 * lookups / L2_LOOKUPS,
         "instructions": 1.3 * work * instructions / WARP_INSTRUCTIONS,
-        "latency": turns * share * (_WAITS * instructions + _LATENCY / plan.steps),
+        "latency": turns * each * (_WAITS * instructions + _LATENCY / plan.steps),
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)

@@ -163,13 +163,14 @@ class LinearPlan(TablePlan):
         row_tiles: tiles of 16 rows that a warp multiplies with the same input.
         token_tiles: tiles of 8 tokens.
         steps: chunks that a warp has on their way at a time.
-        scales_together: whether neighbouring chunks' scales are read at once: of `steps` chunks, or
-            of two that a lane has of one token's.
+        scales_together: whether the scales of two neighbouring chunks are read at once.
         ragged: whether chunks do not divide a row.
         single: whether there is one token, of which a warp keeps its columns in registers.
         rotate: whether it is rotated there (blocks of 128).
         early: whether a warp asks for it after its first chunk of codes; else, after `steps`.
-        sets: times that it keeps eight pieces of one token, each of up to 32 columns of a lane.
+        sets: times that it keeps eight pieces of one token, each of up to 32 columns of a lane; for
+            several tokens, scales of eight chunks.
+        share: blocks of a cluster that share the columns of the same rows.
         matrices: that have the same input, and are multiplied with it by one launch.
     """
 
@@ -184,13 +185,18 @@ class LinearPlan(TablePlan):
     rotate: bool
     early: bool
     sets: int
+    share: int
     matrices: int = 1
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: tables, and where warps meet."""
-        of_tile = 64 if self.single else 512 * self.token_tiles
-        return self.table_bytes + 2 * self.threads // 32 * self.row_tiles * of_tile
+        warps = self.threads // 32
+        if self.single:
+            return self.table_bytes + 2 * warps * self.row_tiles * 64
+        owned = -(-self.row_tiles * self.token_tiles // self.share)
+        barrier = 16 if self.share > 1 else 0
+        return self.table_bytes + owned * self.share * warps * 512 + barrier
 
 
 @dataclass(frozen=True)

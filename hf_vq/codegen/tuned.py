@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .plan import LinearPlan
 
 KNOBS = ("threads", "resident", "replicas", "interleaved", "unit", "split", "row_tiles", "steps",
-         "rotate", "early")  # fmt: skip
+         "rotate", "early", "share")  # fmt: skip
 VERSION = 1  # raised when a knob gets another meaning: what was measured then says nothing
 _SHIPPED = Path(__file__).with_name("tuned.json")
 

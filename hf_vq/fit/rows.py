@@ -10,6 +10,7 @@ from ..formats.packing import pack_bits
 from ..formats.scheme import VQScheme
 from ..ops import dispatch, encode_weight
 from .assign import Assigner
+from .ldlq import Feedback, ldlq_rows
 from .scale import FACTORS, least_squares, root_mean_square, search_scale
 
 SEARCHES = ("search", "least_squares", "norm")
@@ -39,12 +40,23 @@ class RowFitter:
         """The least-squares scale of the chosen entries, as stored; unchanged for `norm`."""
         return scale if self.search == "norm" else _refitted(groups, chosen, scale)
 
-    def fit(self, rows: Tensor, codebook: Tensor, step: float = 1.0) -> dict[str, Tensor]:
+    def fit(
+        self,
+        rows: Tensor,
+        codebook: Tensor,
+        step: float = 1.0,
+        feedback: Feedback | None = None,
+    ) -> dict[str, Tensor]:
         """Stored `codes` [n, bytes] and `scale` [n, groups] of float32 `rows` [n, in].
 
         Args:
             step: what 1 in the codebook is for rows whose root mean square is 1.
+            feedback: what calibration says of the inputs of these rows.
         """
+        if feedback is not None:
+            search, refit = self.search == "search", self.search != "norm"
+            found = ldlq_rows(rows, codebook, self.scheme, feedback, search=search, refit=refit)
+            return self.pack(*found)
         tried = FACTORS if self.search == "search" else (1.0,)
         factors = tuple(step * factor for factor in tried)
         refit = self.search != "norm"

@@ -1,7 +1,8 @@
-"""Fit one weight matrix to a scheme, without data: rotate, scale, assign, pack."""
+"""Fit one weight matrix to a scheme: rotate, scale, assign, pack; with or without calibration."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from ..ops import decode_weight, rotate
 from ..ops.codes import rotation_of
 from ..transforms import draw_signs, qr_matrix
 from .frequency import by_frequency
+from .ldlq import Feedback
 from .learned import fit_tile_band, tensor_codebook
 from .passes import nested_codes, one_pass
 from .rows import SEARCHES, RowFitter
@@ -30,10 +32,12 @@ class FittedWeight:
     Args:
         tensors: keys of `formats.tensor_specs` without the shared ones, on the weight's device.
         relative_error: squared error over squared norm of the whole matrix.
+        output_error: the same of the layer's outputs on the calibration text; nan without one.
     """
 
     tensors: dict[str, Tensor]
     relative_error: float
+    output_error: float = math.nan
 
 
 @torch.no_grad()
@@ -44,14 +48,17 @@ def fit_weight(
     seed: int = 0,
     where: str = "weight",
     search: str = "search",
+    feedback: Feedback | None = None,
 ) -> FittedWeight:
-    """Codes, scales and (for learned codebooks) entries of `weight` [out, in], without data.
+    """Codes, scales and (for learned codebooks) entries of `weight` [out, in].
 
     Args:
         weight: any float dtype, on CPU or CUDA; read in chunks of rows, not changed.
         seed: of the rotation and of k-means.
         where: name of the weight for errors.
         search: how a group's scale is found: `search`, `least_squares` or `norm`.
+        feedback: what calibration says of the inputs, for schemes that `ldlq.has_feedback`; None
+            fits without data.
 
     Raises:
         VQSchemeError: the dimensions do not fit the scheme.
@@ -67,18 +74,18 @@ def fit_weight(
     specs = tensor_specs(scheme, weight.shape[0], weight.shape[1], seed=seed, where=where)
     tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device)
     fitter = RowFitter(scheme, weight.shape[1], search, where)
-    tensors.update(_first_pass(weight, tensors, fitter, seed))
+    tensors.update(_first_pass(weight, tensors, fitter, seed, feedback))
     fitter.check(weight, tensors["scale"])
     if scheme.stages != "independent":
         tensors.update(_second_pass(weight, tensors, fitter))
-    relative_error = _relative_error(weight, tensors, scheme)
-    if relative_error > 0.9:
+    relative_error, output_error, cost = _errors(weight, tensors, scheme, feedback)
+    if cost > 0.9:
         raise VQFormatError(
             f"{where} has weights too small for fp16 scales. "
             "Add the module to VQConfig(modules_to_not_convert=[...])."
         )
     stored = {key: tensors[key] for key, spec in specs.items() if spec.shared_name is None}
-    return FittedWeight(stored, relative_error)
+    return FittedWeight(stored, relative_error, output_error)
 
 
 def fixed_tensors(
@@ -101,7 +108,11 @@ def fixed_tensors(
 
 
 def _first_pass(
-    weight: Tensor, tensors: dict[str, Tensor], fitter: RowFitter, seed: int
+    weight: Tensor,
+    tensors: dict[str, Tensor],
+    fitter: RowFitter,
+    seed: int,
+    feedback: Feedback | None,
 ) -> dict[str, Tensor]:
     scheme, rotation = fitter.scheme, rotation_of(tensors)
 
@@ -116,9 +127,12 @@ def _first_pass(
         codebook, step = tensor_codebook(rows, weight.shape, fitter, seed)
     else:
         codebook, step = tensors["codebook"], 1.0
-    size = _rows_at_once(weight, scheme)
-    parts = (fitter.fit(rows(i, i + size), codebook, step) for i in range(0, len(weight), size))
-    stored = _joined(parts)
+    # Feedback takes some launches for every vector of a row, whatever the number of rows.
+    whole = feedback is not None and weight.is_cuda
+    size = len(weight) if whole else _rows_at_once(weight, scheme)
+    stored = _joined(
+        fitter.fit(rows(i, i + size), codebook, step, feedback) for i in range(0, len(weight), size)
+    )
     if learned:
         ordered = by_frequency(stored["codes"], codebook, scheme, weight.shape[1])
         stored["codes"], stored["codebook"] = ordered
@@ -146,14 +160,23 @@ def _second_pass(
     return _joined(parts)
 
 
-def _relative_error(weight: Tensor, tensors: dict[str, Tensor], scheme: VQScheme) -> float:
-    sums = torch.zeros(2, dtype=torch.float64, device=weight.device)  # of errors, of weights
+def _errors(
+    weight: Tensor, tensors: dict[str, Tensor], scheme: VQScheme, feedback: Feedback | None
+) -> tuple[float, float, float]:
+    """Squared error over squared norm: of the weights; of the outputs (nan without feedback); of
+    what was minimised, which is the former without feedback, and both, as damped, with it."""
+    sums = [[0.0, 0.0], [0.0, 0.0]]  # of errors and weights: squares; outputs
     for chunk, stored in _chunks(weight, tensors, scheme):
         decoded = decode_weight(stored, scheme, weight.shape[1])
-        for i, values in enumerate((chunk - decoded, chunk)):
-            sums[i] += values.square().sum(dtype=torch.float64)
-    error, energy = sums.tolist()
-    return error / energy if energy else 0.0
+        for found, values in zip(sums, (chunk - decoded, chunk), strict=True):
+            found[0] += float(values.square().sum(dtype=torch.float64))
+            found[1] += 0.0 if feedback is None else feedback.energy(values)
+    (error, output), (energy, whole) = sums
+    relative_error = error / energy if energy else 0.0
+    if feedback is None:
+        return relative_error, math.nan, relative_error
+    cost, most = output + feedback.ridge * error, whole + feedback.ridge * energy
+    return relative_error, output / whole if whole else 0.0, cost / most if most else 0.0
 
 
 def _chunks(

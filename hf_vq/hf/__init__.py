@@ -3,6 +3,7 @@
 from .calibrate import calibrate_kv
 from .config import VQConfig
 from .explain import explain
+from .graphs import capture
 from .quantizer import VQHfQuantizer, register
 
-__all__ = ["VQConfig", "VQHfQuantizer", "calibrate_kv", "explain", "register"]
+__all__ = ["VQConfig", "VQHfQuantizer", "calibrate_kv", "capture", "explain", "register"]

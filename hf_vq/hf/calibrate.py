@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
-from transformers.utils import logging
 
 from ..cache.codebooks import KVCodebooks, learned, title
 from ..errors import VQCacheError, shown
 from ..fit.kv import TokenSample, fit_kv_codebook
 from ..formats.catalog import KVScheme, kv_scheme
+from .text import MIN_CONTEXT, bar, context_of, sequences_of
 
 SINKS = 4  # first tokens of a sequence: a cache keeps them as floats, for their keys are unlike all
 TOKENS = 8192
-CONTEXT = 2048
-_MIN_CONTEXT = 16
 _MIN_PER_ENTRY = 8  # tokens for each entry of a codebook; fewer are learned by heart
 
 
@@ -55,14 +53,16 @@ def calibrate_kv(
             of token ids [sequences, tokens]; None = sampled from the model itself.
         tokenizer: for a string.
         tokens: of the text to run, in sequences that are spread evenly over it.
-        context: tokens of a sequence; None = CONTEXT, or what the model can.
+        context: tokens of a sequence; None = 2048, or what the model can.
         samples: tokens of each layer that k-means sees, drawn evenly: bounds the memory.
         seed: of samples, k-means and sampled text. Equal arguments give equal codebooks.
         progress: show progress bars.
 
     Raises:
-        VQCacheError: the text is too short, the model has no cache of keys and values or they are
-            not finite, or an argument is out of range.
+        VQCalibrationError: the text is too short or of a wrong kind, or the model cannot read
+            `context` tokens.
+        VQCacheError: the model has no cache of keys and values or they are not finite, or an
+            argument is out of range.
         VQSchemeError: the scheme is unknown, or head_dim cannot be split into its vectors.
     """
     kv = kv_scheme(scheme)
@@ -71,15 +71,15 @@ def calibrate_kv(
         raise VQCacheError(f"there is nothing to calibrate for {title(kv)}: it needs no data.")
     context = _checked_context(model, context)
     entries = max(part.entries if learned(part) else 1 for part in (kv.key, kv.value))
-    _check_number("tokens", tokens, max(_MIN_CONTEXT, _MIN_PER_ENTRY * entries))
+    _check_number("tokens", tokens, max(MIN_CONTEXT, _MIN_PER_ENTRY * entries))
     _check_number("samples", samples, _MIN_PER_ENTRY * entries)
     context = min(context, tokens)
     was_training = model.training
     model.eval()
     try:
-        sequences = _sequences(model, text, tokenizer, tokens, context, seed, progress)
+        sequences = sequences_of(model, text, tokenizer, tokens, context, seed, progress)
         record = _Record([samples if side else 0 for side in sides], kv.centre_keys, seed)
-        for ids in _bar(sequences, "recording", progress):
+        for ids in bar(sequences, "recording", progress):
             _run(model, ids, record)
     finally:
         model.train(was_training)
@@ -143,7 +143,7 @@ def _fit(kv: KVScheme, record: _Record, seed: int, device: Any, progress: bool) 
     keys: list[Tensor | None] = [None] * count
     values: list[Tensor | None] = [None] * count
     means: list[Tensor | None] = [None] * count
-    for layer in _bar(sorted(record.layers), "fitting", progress):
+    for layer in bar(sorted(record.layers), "fitting", progress):
         key, value = record.layers[layer]
         where = f"layer {layer}"
         tokens = key.tokens.float() if learned(kv.key) else None
@@ -165,101 +165,14 @@ def _fit(kv: KVScheme, record: _Record, seed: int, device: Any, progress: bool) 
     return KVCodebooks(kv, keys, values, means)
 
 
-def _sequences(
-    model: Any,
-    text: str | Sequence[int] | Tensor | None,
-    tokenizer: Any,
-    tokens: int,
-    context: int,
-    seed: int,
-    progress: bool,
-) -> Tensor:
-    """Token ids [sequences, context]."""
-    count = max(1, tokens // context)
-    if text is None:
-        return sample_text(model, count, context, seed=seed, progress=progress)
-    if isinstance(text, str):
-        if tokenizer is None:
-            raise VQCacheError("calibrate_kv needs a tokenizer for text; or give it token ids.")
-        text = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    ids = torch.as_tensor(text)
-    if ids.is_floating_point() or ids.ndim not in (1, 2):
-        raise VQCacheError(
-            "calibrate_kv needs a string or integer token ids [tokens] or [sequences, tokens]; got "
-            f"{ids.dtype} {list(ids.shape)}."
-        )
-    if ids.ndim == 2:
-        context = min(context, ids.shape[1])
-        ids = ids[:, :context]
-        if context < _MIN_CONTEXT or ids.numel() < tokens:
-            raise _too_short(ids.numel(), tokens)
-        return ids[spread(len(ids), max(1, tokens // context))]
-    if len(ids) < count * context:
-        raise _too_short(len(ids), count * context)
-    # The pieces begin at equal distances, so that all of a long text is heard.
-    return ids.unfold(0, context, 1)[spread(len(ids) - context + 1, count)]
-
-
-def spread(length: int, count: int) -> Tensor:
-    """`count` of the integers below `length`, at equal distances."""
-    return (torch.arange(count) * ((length - 1) / max(count - 1, 1))).long()
-
-
-def _too_short(have: int, need: int) -> VQCacheError:
-    return VQCacheError(
-        f"the text is too short: {have} tokens of at least {need}. Use a longer text, or fewer "
-        "tokens."
-    )
-
-
-def sample_text(
-    model: Any, count: int, length: int, *, seed: int = 0, progress: bool = False
-) -> Tensor:
-    """Token ids [count, length] that the model writes by itself after its first token.
-
-    Raises:
-        VQCacheError: the model names no token that begins a text.
-    """
-    config = model.config.get_text_config(decoder=True)
-    first = next(
-        (
-            token
-            for source in (getattr(model, "generation_config", None), config)
-            for name in ("bos_token_id", "eos_token_id")
-            for token in _as_list(getattr(source, name, None))
-        ),
-        None,
-    )
-    if first is None:
-        raise VQCacheError("the model has no first token to write text from; give it a text.")
-    generator = torch.Generator().manual_seed(seed)
-    cache = DynamicCache(config=model.config)
-    written = [torch.full((count, 1), first)]
-    for _ in _bar(range(length - 1), "writing text", progress):
-        token = written[-1].to(model.device)
-        logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
-        chances = logits.float().softmax(-1).cpu()
-        written.append(torch.multinomial(chances, 1, generator=generator))
-    return torch.cat(written, 1)
-
-
-def _as_list(token: Any) -> list[int]:
-    return [token] if isinstance(token, int) else list(token or [])
-
-
 def _checked_context(model: Any, context: int | None) -> int:
     """Tokens of a sequence; checks that the model has a cache."""
     generates = getattr(model, "can_generate", lambda: False)()
     if not generates or model.config.is_encoder_decoder or not _takes(model, "past_key_values"):
         raise _no_cache(model)
-    config = model.config
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if context is None:
-        return min(CONTEXT, longest or CONTEXT)
-    _check_number("context", context, _MIN_CONTEXT)
-    if longest and context > longest:
-        raise VQCacheError(f"context={context} is more than the {longest} tokens the model reads.")
-    return context
+    if context is not None:
+        _check_number("context", context, MIN_CONTEXT)
+    return context_of(model, context)
 
 
 def _takes(model: Any, name: str) -> bool:
@@ -278,7 +191,3 @@ def _no_cache(model: Any) -> VQCacheError:
 def _check_number(name: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise VQCacheError(f"calibrate_kv({name}=...) must be at least {low}; got {shown(value)}.")
-
-
-def _bar(items: Any, label: str, progress: bool) -> Any:
-    return logging.tqdm(items, desc=label, leave=False) if progress else items

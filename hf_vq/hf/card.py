@@ -8,6 +8,7 @@ import transformers
 from huggingface_hub import ModelCardData
 
 from .checkpoint import storage
+from .text import OWN_WORDS
 
 CARD = "README.md"
 _MARKER = "<!-- Written by hf_vq. Delete this line to keep your own text: hf_vq then leaves it. -->"
@@ -50,6 +51,7 @@ def model_card(model: Any) -> str:
     loader = loading_class(model)
     rows = "\n".join(f"| `{layer}` | {100 * error:.3g} % |" for layer, error in errors.items())
     mean = 100 * sum(errors.values()) / len(errors) if errors else 0.0
+    calibrated = _calibrated(config)
     return f"""---
 {data.to_yaml()}
 ---
@@ -74,7 +76,7 @@ model = {loader}.from_pretrained("<this repository>")
 | quantized weights | {weights:,} |
 | size of the quantized layers | {bits / 8e6:,.1f} MB |
 | mean squared error of a layer, relative | {mean:.3g} % |
-| hf_vq | {provenance.get("hf_vq", "")} |
+{calibrated}| hf_vq | {provenance.get("hf_vq", "")} |
 
 <details><summary>Squared error of every layer, relative to its squared norm</summary>
 
@@ -84,3 +86,18 @@ model = {loader}.from_pretrained("<this repository>")
 
 </details>
 """
+
+
+def _calibrated(config: Any) -> str:
+    """Rows of the table about the calibration, if there was one."""
+    facts = (config.provenance or {}).get("calibration")
+    if not facts:
+        return ""
+    options, errors = config.calibration, facts["output_error"].values()
+    own = options["text"] == OWN_WORDS
+    text = "what the model writes by itself" if own else f"`{options['text']}`"
+    mean = 100 * sum(errors) / max(1, len(errors))
+    return (
+        f"| calibrated on | {text}, {options['tokens']:,} tokens |\n"
+        f"| mean squared error of a layer's outputs on it, relative | {mean:.3g} % |\n"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import VQConfigError, shown
+from ..fit.ldlq import DAMPING, has_feedback
 from ..fit.rows import SEARCHES
 from ..formats.catalog import scheme_name, weight_scheme
 from ..formats.scheme import VQScheme
+from .text import MIN_CONTEXT
 
 QUANT_METHOD = "vq"
 FORMAT_VERSION = 1
 _LARGEST_SEED = 2**31 - 1
 _ADVISE_CALIBRATION = 2.5  # bits per weight
+CALIBRATION_TOKENS = 1 << 17
 
 
 class VQConfig(QuantizationConfigMixin):
@@ -34,6 +38,12 @@ class VQConfig(QuantizationConfigMixin):
             that matches from the start up to a dot.
         seed: seed of the rotations and of k-means.
         search: how a group's scale is found: `search`, `least_squares` or `norm`.
+        calibration: a text to calibrate on, for about half the loss: a UTF-8 file, a data set as
+            `NAME[:CONFIG[:SPLIT]]` (needs the package `datasets`), or `"model"` for what the model
+            writes by itself. Or a dict with that as `text` and any of: `tokens` of it to run;
+            `context`, tokens of a sequence (None = 2048, or what the model can); `damping` of the
+            second moments; `device`, where blocks are computed one at a time; `resume`, a folder
+            where work is kept, so that it goes on after an interruption.
         quant_method: always `vq`.
         format_version: version of what is stored.
         provenance: written by hf_vq: versions, the error of every layer, hashes of the codebooks.
@@ -52,6 +62,7 @@ class VQConfig(QuantizationConfigMixin):
         modules_to_not_convert: list[str] | None = None,
         seed: int = 0,
         search: str = "search",
+        calibration: str | dict[str, Any] | None = None,
         quant_method: str = QUANT_METHOD,
         format_version: int = FORMAT_VERSION,
         provenance: dict[str, Any] | None = None,
@@ -61,8 +72,8 @@ class VQConfig(QuantizationConfigMixin):
         if unknown:
             raise VQConfigError(
                 f"VQConfig has no argument {', '.join(map(repr, sorted(unknown)))}. Known: scheme, "
-                "bits, modules_to_not_convert, seed, search. If config.json holds it, a newer "
-                "hf_vq wrote the file: pip install -U hf_vq."
+                "bits, modules_to_not_convert, seed, search, calibration. If config.json holds it, "
+                "a newer hf_vq wrote the file: pip install -U hf_vq."
             )
         if quant_method != QUANT_METHOD:
             raise VQConfigError(
@@ -76,10 +87,17 @@ class VQConfig(QuantizationConfigMixin):
             known = ", ".join(SEARCHES)
             raise VQConfigError(f"search must be one of {known}; got {shown(search)}.")
         self.search = search
+        self.calibration = _check_calibration(calibration)
+        if calibration is not None and not has_feedback(self.vq_scheme):
+            raise VQConfigError(
+                f"{self.scheme_name} cannot be calibrated yet: vq-*, turboquant-1 to -8 and "
+                "quip-sharp-* can. Use one of them, or leave calibration out."
+            )
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
         self.provenance = _check_provenance(provenance)
-        if provenance is None and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
+        data_free = provenance is None and calibration is None
+        if data_free and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
             _warn_once(self.scheme_name)
 
     @property
@@ -122,8 +140,8 @@ def _warn_once(name: str) -> None:
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"{name} loses much quality without calibration, which a later version of hf_vq will "
-            "bring: use vq-3 or vq-4 until then.",
+            f"{name} loses much quality without calibration data: give a text, "
+            'VQConfig(..., calibration="text.txt"), or use vq-3 or vq-4.',
             stacklevel=4,
         )
 
@@ -170,12 +188,48 @@ def _check_skips(skips: object) -> list[str] | None:
     return names
 
 
+def _check_calibration(calibration: object) -> dict[str, Any] | None:
+    """The options in full; None stays None."""
+    if calibration is None:
+        return None
+    given = {"text": calibration} if isinstance(calibration, (str, os.PathLike)) else calibration
+    if not isinstance(given, dict):
+        raise VQConfigError(
+            f"calibration must be a text file, a data set, 'model' or a dict; got {shown(given)}."
+        )
+    known = ("text", "tokens", "context", "damping", "device", "resume")
+    if unknown := sorted(map(str, set(given) - set(known))):
+        raise VQConfigError(
+            f"calibration has no option {', '.join(map(repr, unknown))}. Known: {', '.join(known)}."
+        )
+    found = {"tokens": CALIBRATION_TOKENS, "context": None, "damping": DAMPING, **given}
+    for name in ("text", "device", "resume"):
+        if name in found or name == "text":
+            found[name] = _check_name(f"calibration[{name!r}]", found.get(name))
+    _check_int("calibration['tokens']", found["tokens"], MIN_CONTEXT, 2**31)
+    if found["context"] is not None:
+        _check_int("calibration['context']", found["context"], MIN_CONTEXT, 2**31)
+    damping = found["damping"]
+    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 < damping <= 1:
+        raise VQConfigError(
+            f"calibration['damping'] must be above 0 and at most 1; got {shown(damping)}."
+        )
+    return found
+
+
+def _check_name(name: str, value: object) -> str:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text:
+        raise VQConfigError(f"{name} must be a name or a path; got {shown(value)}.")
+    return text
+
+
 def _check_provenance(provenance: object) -> dict[str, Any] | None:
     if provenance is None:
         return None
     if not isinstance(provenance, dict):
         raise VQConfigError(f"provenance must be a dict; got {shown(provenance)}.")
-    for key in ("relative_error", "codebooks"):
+    for key in ("relative_error", "codebooks", "calibration"):
         if not isinstance(provenance.get(key, {}), dict):
             found = shown(provenance[key])
             raise VQConfigError(f"provenance[{key!r}] must be a dict; got {found}.")

@@ -26,6 +26,7 @@ from typing import IO
 
 _AT_FDCWD = -100
 _EXCHANGE = {"linux": ("renameat2", 2), "darwin": ("renamex_np", 2)}
+_LOCKED = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
 _NOT_REPLACEABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
 
 
@@ -103,9 +104,9 @@ def _hidden_folder(target: Path, beside: bool) -> Iterator[Path]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix}hf_vq-", dir=parent))
         try:
-            with (folder / "lock").open("wb") as lock:
-                _lock(lock, wait=True)
-                if os.path.exists(lock.name):
+            with (folder / "lock").open("wb") as held:
+                lock(held, wait=True)
+                if os.path.exists(held.name):
                     yield folder
                     return
                 # Another process took it for a leftover, just before it was locked.
@@ -113,8 +114,12 @@ def _hidden_folder(target: Path, beside: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(file: IO[bytes], wait: bool = False) -> bool:
-    """Lock a file until it is closed or the process ends, whatever machine others ask from."""
+def lock(file: IO[bytes], wait: bool = False) -> bool | None:
+    """Lock a file until it is closed or the process ends, whatever machine others ask from.
+
+    Returns:
+        False if another process holds it, None on a file system without locks.
+    """
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -124,8 +129,8 @@ def _lock(file: IO[bytes], wait: bool = False) -> bool:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held by another process, or a file system without locks
-        return False
+    except OSError as error:
+        return False if error.errno in _LOCKED else None
     return True
 
 
@@ -140,11 +145,11 @@ def _recover(target: Path) -> None:
             continue
         for entry in found:
             try:
-                lock = (entry / "lock").open("r+b")
+                held = (entry / "lock").open("r+b")
             except OSError:  # it was just made, or belongs to somebody else
                 continue
-            with lock:
-                dead = _lock(lock)
+            with held:
+                dead = lock(held)
                 if dead and (entry / "old").is_dir() and not target.exists():
                     (entry / "old").rename(target)
             if dead:

@@ -29,13 +29,19 @@ class Progress:
     """
 
     def __init__(self, label: str, total: int) -> None:
-        self.label, self.total = label, total
+        self.label, self.total, self.before = label, total, 0
         self._bar: Any = None
+
+    def skip(self, count: int) -> None:
+        """Count tensors that were done before: they say nothing of the time left."""
+        self.before += count
 
     def start(self, name: str) -> None:
         """Say which tensor comes next."""
         if self._bar is None:
-            self._bar = logging.tqdm(total=self.total, desc=self.label, leave=False)
+            self._bar = logging.tqdm(
+                total=self.total, initial=self.before, desc=self.label, leave=False
+            )
         self._bar.set_postfix_str(name)
 
     def done(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
 from .provenance import record
 from .save import install_saving, remove_saving
+
+if TYPE_CHECKING:
+    from .calibrate_weights import WeightCalibration
 
 logger = logging.get_logger("hf_vq")
 
@@ -51,6 +54,7 @@ class VQHfQuantizer(HfQuantizer):
         self.progress = Progress("", 0)
         self._checkpoint: stored_files.Checkpoint | None = None
         self._model: Any = None
+        self._calibration: WeightCalibration | None = None
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -67,6 +71,11 @@ class VQHfQuantizer(HfQuantizer):
         if self.pre_quantized and files:
             self._checkpoint = stored_files.Checkpoint(files)
         wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)
+        if config.calibration is not None and not self.pre_quantized and wanted:
+            from .calibrate_weights import WeightCalibration
+
+            self._calibration = WeightCalibration(model, wanted, config)
+            wanted -= self._calibration.names  # their weights are loaded as they are
         modules = replace_modules(
             model,
             config.vq_scheme,
@@ -74,7 +83,7 @@ class VQHfQuantizer(HfQuantizer):
             seed=config.seed,
             keep_dense=not self.pre_quantized,
         )
-        if not modules:
+        if not modules and self._calibration is None:
             raise VQConfigError(
                 f"{type(model).__name__} has no layer to quantize: all are in "
                 f"modules_to_not_convert={config.modules_to_not_convert} or of unknown kinds."
@@ -206,10 +215,15 @@ class VQHfQuantizer(HfQuantizer):
         # Only now: loading replaces every non-persistent buffer by an empty one.
         for module in vq_modules(model).values():
             module.fill(shared)
+        calibrated = None
+        if self._calibration is not None:
+            calibrated = self._calibration.run(model, self.errors)
+            shared = stored_files.packaged(vq_modules(model).values(), config.seed)
+            self._calibration = None
         if self._checkpoint is None:
             stored_files.check_values(model)
         if not self.pre_quantized:
-            config.provenance = record(model, self.errors, shared)
+            config.provenance = record(model, self.errors, shared, calibrated)
         used = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = dense_conversions(used, model, reverse=True)
         self._checkpoint = self._model = None

@@ -130,6 +130,28 @@ class VQLinear(Stored, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `x`."""
+        y = None
+        # A compiled model would compare at every call what it was traced by.
+        if not torch.compiler.is_compiling() and x.shape[-1] * self.input_parts == self.in_features:
+            y = self._direct(x)
+        return self._checked(x) if y is None else y
+
+    def _direct(self, x: Tensor) -> Tensor | None:
+        """y by `ops.direct_linear`, which takes few kinds of tensors but little time; None where a
+        tensor is not at its usual place, too."""
+        parameters, buffers = self._parameters, self._buffers
+        codes, scale = parameters.get("weight"), parameters.get("vq_scale")
+        codebook = buffers.get("vq_codebook")
+        if codebook is None:
+            codebook = parameters.get("vq_codebook")
+        signs = parameters.get("vq_signs")
+        if codes is None or scale is None or codebook is None or "bias" not in parameters:
+            return None
+        if len(self.attributes) != (3 if signs is None else 4):
+            return None
+        return ops.direct_linear(x, codes, codebook, scale, signs, parameters["bias"], self.spec)
+
+    def _checked(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
             raise VQFormatError(
                 f"{self.where} got an input of {x.dtype}: the model casts it to `weight.dtype`, "
@@ -193,6 +215,15 @@ class VQLinear(Stored, nn.Linear):
         del self.__dict__["weight"]
         codes = self._parameters.pop(LOADING)
         self._parameters = {"weight": codes, **self._parameters}
+
+    def hold(self, fitted: dict[str, Tensor], bias: nn.Parameter | None) -> None:
+        """Take the tensors that were fitted to `matrices`, outside of a loader."""
+        for key, tensor in fitted.items():
+            shape = self.specs[self.attributes[key]].shape
+            stored = nn.Parameter(tensor.reshape(shape).contiguous(), requires_grad=False)
+            mark_initialized(stored)
+            self.register_parameter(self.attributes[key], stored)
+        self.register_parameter("bias", bias)
 
     def weight_count(self) -> int:
         """Weights of W."""

@@ -2,7 +2,7 @@
 
 from .codes import append_kv, decode_kv, decode_weight, encode_kv, encode_weight, rotate
 from .dispatch import Kernel, Problem, Verdict, explain, register, rows, select
-from .linear import linear
+from .linear import direct_linear, linear
 
 __all__ = [
     "Kernel",
@@ -11,6 +11,7 @@ __all__ = [
     "append_kv",
     "decode_kv",
     "decode_weight",
+    "direct_linear",
     "encode_kv",
     "encode_weight",
     "explain",

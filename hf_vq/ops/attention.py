@@ -166,6 +166,16 @@ def attention(
             f"{cached.length}; pass a mask over past and new tokens."
         )
     alone = only_result(query, cached.tail_k, cached.tail_v, mask, s_aux)
+    if alone and mask is None and s_aux is None and cached.start is None:
+        asked = attention_problem(
+            query, cached.key_scheme, cached.value_scheme, dim, cached.tail_v.shape[3],
+            queries=query.shape[2], length=cached.length,
+            layout=f"{cached.key_layout} {cached.value_layout}",
+        )  # fmt: skip
+        way = dispatch.direct(asked)
+        found = None if way is None else way(query, cached, scaling, softcap)
+        if found is not None:
+            return found
     run = _attention if alone else torch.ops.hf_vq.attention.default
     with without_autocast(query.device):  # the schema's order is that of CachedKV
         out: Tensor = run(

@@ -109,7 +109,12 @@ def append_kv(
         scale: fp16 [B, H, tokens, 1], or [B, H, tokens, 0] without scales; written to.
         scheme: spec string.
     """
-    run = _append if only_result(x) else torch.ops.hf_vq.append.default
+    alone = only_result(x)
+    if alone:
+        way = dispatch.direct(_append_problem(x.device, x.dtype, x.shape, scheme, layout))
+        if way is not None and way(x, mean, codebook, codes, scale, at) is not None:
+            return
+    run = _append if alone else torch.ops.hf_vq.append.default
     run(x, mean, codebook, codes, scale, at, scheme, layout)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
@@ -50,8 +50,13 @@ class Problem(NamedTuple):
     layout: str = ""
 
 
-Direct = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
-"""(x, codes, codebook, scale, rotation, bias) -> y, or None for tensors that it does not take."""
+Direct = Callable[..., Tensor | None]
+"""What a shorter way is called with, and None for tensors that it does not take:
+
+linear      (x, codes, codebook, scale, rotation, bias) -> y
+append      (x, mean, codebook, codes, scale, at) -> a tensor, of no meaning
+attention   (query, cached, scaling, softcap) -> out, without mask, padding and s_aux
+"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Kernel:
         needs: None if this machine has what it takes, else the reason why not.
         accepts: None if it can solve the problem, else the reason why not.
         layouts: for attention, the layouts of keys and of values that it wants in a new cache.
-        direct: for linear, a shorter way to `run` for weights of one pass, if there is one.
+        direct: a shorter way to `run`, if there is one; for linear only with weights of one pass.
         together: for linear, runs several weights with one input (the op `hf_vq::linears`).
     """
 
@@ -91,14 +96,28 @@ class Verdict:
 
 
 _table: list[Kernel] = []
+_memories: list[Any] = []
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def remembered(function: Function) -> Function:
+    """What `function` finds in the table is kept until a row is registered."""
+    memory = lru_cache(maxsize=4096)(function)
+    _memories.append(memory)
+    return cast(Function, memory)
 
 
 def register(kernel: Kernel, *, first: bool = False) -> None:
     """Add a row at the end of the table or at its top, instead of one with its op and name."""
     _table[:] = [row for row in _table if (row.op, row.name) != (kernel.op, kernel.name)]
     _table.insert(0 if first else len(_table), kernel)
-    _select.cache_clear()
-    _direct.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    """Ask the table anew from now on."""
+    for memory in _memories:
+        memory.cache_clear()
 
 
 def rows(op: str) -> list[Kernel]:
@@ -115,7 +134,7 @@ def select(problem: Problem) -> Kernel:
     return _select(problem, env.BACKEND.get())
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _select(problem: Problem, forced: str) -> Kernel:
     reasons = []
     for row in rows(problem.op):  # those below the first that can are not asked
@@ -133,7 +152,7 @@ def direct(problem: Problem) -> Direct | None:
     return _direct(problem, env.BACKEND.get())
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _direct(problem: Problem, forced: str) -> Direct | None:
     return _select(problem, forced).direct(problem)
 

@@ -56,13 +56,14 @@ def only_result(x: Tensor, *others: Tensor | None) -> bool:
 
 def problem(op: str, x: Tensor, spec: str, n: int) -> dispatch.Problem:
     """The problem of an op whose input `x` is [..., k] and whose output has `n` features."""
-    return _problem(op, x.device, x.dtype, x.shape, spec, n)
+    return problem_of(op, x.device, x.dtype, x.shape, spec, n)
 
 
 @lru_cache(maxsize=4096)  # every layer asks this for every token
-def _problem(
+def problem_of(
     op: str, device: torch.device, dtype: torch.dtype, shape: torch.Size, spec: str, n: int
 ) -> dispatch.Problem:
+    """`problem` of an input that is described."""
     k = shape[-1]
     tokens = dispatch.bucket(shape.numel() // max(k, 1))
     return dispatch.Problem(op, device.type, str(dtype)[6:], spec, tokens, n, k)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import env
 from ..formats.scheme import VQScheme
 from . import dispatch, together
 from .codes import rotation_of, stored_arguments
-from .library import define, library, only_result, parse, problem
+from .library import define, library, only_result, parse, problem, problem_of
 
 
 def linear(
@@ -28,13 +29,31 @@ def linear(
     Returns:
         [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
     """
-    spec, y = scheme if isinstance(scheme, str) else scheme.spec(), None
-    if only_result(x, bias, tensors["codebook"], tensors["scale"]):
-        codes, rotation = tensors["codes"], rotation_of(tensors)
-        y = _direct(x, codes, tensors["codebook"], tensors["scale"], rotation, bias, spec)
+    spec = scheme if isinstance(scheme, str) else scheme.spec()
+    stored = tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors)
+    y = direct_linear(x, *stored, bias, spec)
     if y is None:
         y = torch.ops.hf_vq.linear.default(x, *stored_arguments(tensors), bias, spec)
     return y
+
+
+def direct_linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    bias: Tensor | None,
+    scheme: str,
+) -> Tensor | None:
+    """y = W x + b of weights of one pass, without the op `hf_vq::linear`, which is all Python.
+
+    None where anybody looks on or asks for more than the result, where the row of the table has no
+    shorter way, and where that does not take these tensors.
+    """
+    if only_result(x, codebook, scale, bias):
+        return _direct(x, codes, codebook, scale, rotation, bias, scheme)
+    return None
 
 
 def _direct(
@@ -47,8 +66,16 @@ def _direct(
     scheme: str,
 ) -> Tensor | None:
     """y where the row that the table chose has a shorter way and takes these tensors."""
-    run = dispatch.direct(problem("linear", x, scheme, codes.shape[0]))
+    run = _way(x.device, x.dtype, x.shape, scheme, codes.shape[0], env.BACKEND.get())
     return None if run is None else run(x, codes, codebook, scale, rotation, bias)
+
+
+@dispatch.remembered
+def _way(
+    device: torch.device, dtype: torch.dtype, shape: torch.Size, scheme: str, rows: int, forced: str
+) -> dispatch.Direct | None:
+    """What every layer asks for every token: one look instead of two; `forced` as in `select`."""
+    return dispatch.direct(problem_of("linear", device, dtype, shape, scheme, rows))
 
 
 def _linear(

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 4
+#define HF_VQ_ABI_VERSION 5
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -139,6 +139,7 @@ typedef struct hf_vq_torch {
   int32_t (*get_dim)(void* tensor, int64_t* dim);
   int32_t (*get_numel)(void* tensor, int64_t* numel);
   int32_t (*get_sizes)(void* tensor, int64_t** sizes);
+  int32_t (*get_strides)(void* tensor, int64_t** strides);
   int32_t (*get_dtype)(void* tensor, int32_t* dtype);
   int32_t (*is_contiguous)(void* tensor, bool* contiguous);
   int32_t (*empty_strided)(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
@@ -155,6 +156,11 @@ HF_VQ_API void hf_vq_use_torch(const hf_vq_torch* torch);
 // hf_vq_use_torch: takes the arguments off the stack and leaves y there, or an undefined tensor if they
 // are not what hf_vq_linear takes as they are.
 HF_VQ_API void hf_vq_torch_linear(uint64_t* stack, uint64_t arguments, uint64_t results);
+
+// The same for hf_vq::cpu_append, which leaves a tensor without elements where it wrote, and hf_vq::cpu_attention, of
+// a step without mask, padding and s_aux (torch_kv.cpp).
+HF_VQ_API void hf_vq_torch_append(uint64_t* stack, uint64_t arguments, uint64_t results);
+HF_VQ_API void hf_vq_torch_attention(uint64_t* stack, uint64_t arguments, uint64_t results);
 
 // The same for a GPU: the CPU's part of a linear layer there, which is to launch a kernel that was generated,
 // compiled and loaded before. No header of CUDA either.

@@ -25,7 +25,7 @@ constexpr int kInputs = 4;            // inputs that one decoded vector is multi
 constexpr int64_t kAhead = 8192;      // bytes between a read and its prefetch
 constexpr int64_t kRowsAhead = 16;    // rows between a read of scales and its prefetch
 constexpr int kStreams = 4;           // rows that one input is multiplied with at once, from as many places
-constexpr int64_t kStreamAhead = 1024;
+constexpr int64_t kStreamAhead = 2048;
 constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
 
 // Steps first..first + steps - 1 of the stream of one stage, with one set of tables.

@@ -31,13 +31,6 @@ bool sizes_match(const hf_vq_matrix& w, const Dense& codes, const Dense& codeboo
          (bias.numel == 0 || bias.numel == w.out);
 }
 
-// enum hf_vq_dtype of a number of torch, or -1.
-int float_type(int32_t dtype) {
-  for (int i = 0; i < 3; ++i)
-    if (torch.floats[i] == dtype) return i;
-  return -1;
-}
-
 // y, or NULL if a tensor must be converted first or hf_vq_linear refuses.
 void* linear(const uint64_t* stack) {
   Dense tensors[kTensors];

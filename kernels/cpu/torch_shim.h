@@ -3,6 +3,8 @@
 // the functions (api.h). Stacks hold owned handles of tensors. Tensors only: the dispatcher takes longer for a
 // number than for a tensor, and versions of torch differ in who frees an optional or a string.
 #pragma once
+#include <string.h>
+
 #include "api.h"
 
 namespace hf_vq {
@@ -23,6 +25,13 @@ inline bool read(void* tensor, Dense& found) {
   return torch.is_contiguous(tensor, &contiguous) == 0 && contiguous && torch.get_data_ptr(tensor, &found.data) == 0 &&
          torch.get_sizes(tensor, &found.sizes) == 0 && torch.get_dim(tensor, &found.dim) == 0 &&
          torch.get_numel(tensor, &found.numel) == 0 && torch.get_dtype(tensor, &found.dtype) == 0;
+}
+
+// enum hf_vq_dtype of a number of torch, or -1.
+inline int float_type(int32_t dtype) {
+  for (int i = 0; i < 3; ++i)
+    if (torch.floats[i] == dtype) return i;
+  return -1;
 }
 
 constexpr int64_t kMostDims = 8;

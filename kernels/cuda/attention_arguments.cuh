@@ -48,7 +48,7 @@ struct Arguments {
   int coded;   // tokens that have codes; with `length`: all but the newest `window`
   int across;  // groups of columns of a kv head
   int splits;  // blocks for the tokens of one group of columns, at most
-  uint32_t inverse_across, inverse_heads, inverse_splits;  // ceil(2^32 / x), 0 for 1: see `quotient`
+  uint32_t inverse_across, inverse_heads, inverse_splits, inverse_queries;  // ceil(2^32 / x), 0 for 1: see `quotient`
   int settled;    // whether the grids before this one leave the codebooks as they are
   float scaling;  // of the logits, times log2 e
   float softcap;  // c log2 e

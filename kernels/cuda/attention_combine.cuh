@@ -15,36 +15,40 @@ constexpr int fragments = Plan::query_tiles * value_words * 32;  // float4 of a 
 constexpr int pairs_of_block = columns_of_block / 2;
 constexpr int sharers = 4;  // lanes that add up an item together
 
-// Sums of two columns, from `N` places that have them: m and total of both, and the sums.
+// Sums of two columns, from places that have them, by the `sharers` lanes of an item: m, the same in all of them, and
+// totals and sums of what each has seen.
 struct Merged {
   float most[2] = {lowest, lowest}, total[2] = {};
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
-  // A place whose `of` has nothing is not looked at.
+  // `N` places for each lane. One that has nothing has m = lowest and, as sums, zeros.
   template <int N> __device__ void add(const float4 (&of)[N], const float4 (&part)[N]) {
-    float before[2] = {most[0], most[1]};
+    float highest[2] = {most[0], most[1]};
 #pragma unroll
-    for (int i = 0; i < N; ++i) most[0] = fmaxf(most[0], of[i].x), most[1] = fmaxf(most[1], of[i].z);
-    const float factor[2] = {exp2_of(before[0] - most[0]), exp2_of(before[1] - most[1])};
+    for (int i = 0; i < N; ++i) highest[0] = fmaxf(highest[0], of[i].x), highest[1] = fmaxf(highest[1], of[i].z);
+#pragma unroll
+    for (int step = 1; step < sharers; step *= 2)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) highest[c] = fmaxf(highest[c], other(highest[c], step));
+    const float factor[2] = {exp2_of(most[0] - highest[0]), exp2_of(most[1] - highest[1])};
+    most[0] = highest[0], most[1] = highest[1];
     sum.x *= factor[0], sum.y *= factor[1], sum.z *= factor[0], sum.w *= factor[1];
     total[0] *= factor[0], total[1] *= factor[1];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (!(fmaxf(of[i].x, of[i].z) > lowest)) continue;
       const float even = exp2_of(of[i].x - most[0]), odd = exp2_of(of[i].z - most[1]);
       total[0] += of[i].y * even, total[1] += of[i].w * odd;
       sum.x += part[i].x * even, sum.y += part[i].y * odd, sum.z += part[i].z * even, sum.w += part[i].w * odd;
     }
   }
 
-  // With what the neighbours have, so that all `sharers` lanes of an item have all of it.
+  // All lanes of an item have all of it.
   __device__ void gather() {
 #pragma unroll
     for (int step = 1; step < sharers; step *= 2) {
-      float4 of[1], part[1];
-      of[0] = make_float4(other(most[0], step), other(total[0], step), other(most[1], step), other(total[1], step));
-      part[0] = make_float4(other(sum.x, step), other(sum.y, step), other(sum.z, step), other(sum.w, step));
-      add(of, part);
+      total[0] += other(total[0], step), total[1] += other(total[1], step);
+      sum.x += other(sum.x, step), sum.y += other(sum.y, step);
+      sum.z += other(sum.z, step), sum.w += other(sum.w, step);
     }
   }
 
@@ -186,7 +190,8 @@ __device__ inline void finish(const Arguments& a, State& state, char* shared, in
     for (int i = 0; i < warps / sharers; ++i) {
       const int w = i * sharers + part;
       of[i] = meeting.most[w * pairs_of_block + item.pair];
-      sums[i] = meeting.fragment[w * fragments + item.at];
+      sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (fmaxf(of[i].x, of[i].z) > lowest) sums[i] = meeting.fragment[w * fragments + item.at];
     }
     merged.add(of, sums);
     merged.gather();
@@ -214,7 +219,7 @@ __device__ inline void finish(const Arguments& a, State& state, char* shared, in
 #pragma unroll
         for (int i = 0; i < at_a_time; ++i) {
           const int s = begin + i * sharers + part;
-          of[i] = make_float4(lowest, 0.0f, lowest, 0.0f);
+          of[i] = make_float4(lowest, 0.0f, lowest, 0.0f), sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
           if (s < active) {
             of[i] = __ldcg(all + int64_t(s) * Meeting::left + item.pair);
             sums[i] = __ldcg(all + int64_t(s) * Meeting::left + pairs_of_block + item.at);

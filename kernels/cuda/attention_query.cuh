@@ -39,8 +39,11 @@ struct Staged {
 };
 
 struct Query {
-  static constexpr int near = Share<Keys, 0>::channels / 4, far = Share<Keys, 1>::channels / 4;
-  static constexpr int steps = near + far, pairs = (steps + 1) / 2;  // of 16 channels
+  // Channels of a lane that a product takes: of two keys at a time, or, of one, by both columns of a query.
+  static constexpr int taken = Plan::paired ? 8 : 4;
+  static constexpr int near = Share<Keys, 0>::channels / taken, far = Share<Keys, 1>::channels / taken;
+  static constexpr int steps = near + far, pairs = (steps + 1) / 2;
+  static constexpr int columns = Plan::paired ? columns_of_block / 2 : columns_of_block;  // that are prepared
   static constexpr int bytes = Plan::query_tiles * pairs * 512;
   static constexpr int kept = Plan::queries_in_registers ? Plan::query_tiles * pairs : 1;
 
@@ -51,6 +54,10 @@ struct Query {
   __device__ static int place_of(int column, int channel) {
     const int part = channel >= Share<Keys, 0>::size, within = channel - part * Share<Keys, 0>::size;
     const int share = at_least(part ? Share<Keys, 1>::channels : Share<Keys, 0>::channels, 1), t = within / share;
+    if constexpr (Plan::paired) {
+      const int at = within % share, step = part * near + at / taken, word = at / 2 % 4;
+      return (step / 2 * 32 + (2 * column + word % 2) * 4 + t) * 8 + step % 2 * 4 + word / 2 * 2 + at % 2;
+    }
     const int seen = column % 8 & Turns::known, turn = part ? turn_of<Keys, 1>(seen) : turn_of<Keys, 0>(seen);
     const int at = within % share ^ turn * Index<Keys>::width, step = part * near + at / 4;
     return ((column / 8 * pairs + step / 2) * 32 + column % 8 * 4 + t) * 8 + step % 2 * 4 + at % 4;
@@ -77,7 +84,7 @@ struct Query {
     for (int i = 0; i < each; ++i) centre[i] = mean && 32 * i + lane < Keys::dim ? __ldg(mean + 32 * i + lane) : 0.0f;
     load(Column(a, kv_head, first + warp));
     meanwhile();
-    for (int column = warp; column < columns_of_block; column += warps) {
+    for (int column = warp; column < columns; column += warps) {
       const Column at(a, kv_head, first + column);
       if (!at.exists) {
         if (lane == 0)
@@ -121,7 +128,7 @@ struct Query {
       for (int i = 0; i < kept; ++i) load_words<16>(from + i * 512, word[i]);
   }
 
-  // Fragments of column tile n at a step: channels 4 step .. 4 step + 3 of the lane's share.
+  // Fragments of column tile n at a step: the next `taken` channels of the lane's share.
   __device__ void fragment(int n, int step, uint32_t (&b)[2]) const {
     if constexpr (Plan::queries_in_registers) {
       b[0] = word[n * pairs + step / 2][step % 2 * 2], b[1] = word[n * pairs + step / 2][step % 2 * 2 + 1];

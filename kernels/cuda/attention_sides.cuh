@@ -136,4 +136,27 @@ template <class Side> struct TokenCodes {
       }
     });
   }
+
+  // `row`: the codes of the token, as they are stored, in shared memory.
+  __device__ void load_row(uint32_t row, int lane) {
+    each_part<Side>([&](auto number) {
+      constexpr int p = decltype(number)::value;
+      using S = Share<Side, p>;
+      using At = Slot<p>;
+      uint32_t(&word)[Of<p>::words] = part<p>().word;
+      if constexpr (At::whole) {
+        const uint32_t from = row + At::begin + S::owner(lane) * At::each;
+#pragma unroll
+        for (int i = 0; i < At::bytes / At::piece; ++i)
+          load_shared<At::piece>(from + i * At::piece, word + i * At::piece / 4);
+      } else {
+        const uint32_t at = row * 8 + S::first_bit + S::owner(lane) * S::bits;
+        uint32_t all[At::words];
+#pragma unroll
+        for (int i = 0; i < At::words; ++i) load_shared<4>((at / 32 + i) * 4, all + i);
+#pragma unroll
+        for (int i = 0; i + 1 < At::words; ++i) word[i] = __funnelshift_r(all[i], all[i + 1], at % 32);
+      }
+    });
+  }
 };

@@ -37,7 +37,10 @@ struct Tokens {
   __device__ int end(const Arguments& a, int query) const { return min(near(a, query), limit(a, query)); }
 };
 
-// Where a column of a group is: query head and query.
+// The query that column `c` of a tile of 8 is for, numbered in its tile.
+__device__ inline int query_of(int c) { return Plan::paired ? c / 2 : c; }
+
+// Where a query of a group is: its head and its number.
 struct Column {
   int head, query;
   bool exists;
@@ -46,8 +49,8 @@ struct Column {
     if (Plan::turns > 1) column %= Turns::queries;
     exists = column < a.groups * a.queries;
     column = exists ? column : 0;
-    head = kv_head * a.groups + (a.queries == 1 ? column : column / a.queries);
-    query = a.queries == 1 ? 0 : column % a.queries;
+    const int in_group = quotient(column, a.inverse_queries);
+    head = kv_head * a.groups + in_group, query = column - in_group * a.queries;
   }
 };
 

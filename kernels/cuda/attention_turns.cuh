@@ -20,7 +20,8 @@
 #pragma once
 #include "attention_softmax.cuh"
 
-static_assert(Plan::turns == 1 || Plan::query_tiles == 1, "all columns of a query are in one tile");
+constexpr int columns_of_query = Plan::paired ? 2 : Plan::turns;
+static_assert(columns_of_query == 1 || Plan::query_tiles == 1, "all columns of a query are in one tile");
 
 struct Turns {
   static constexpr int queries = 8 / Plan::turns;  // column c is one of query c % queries

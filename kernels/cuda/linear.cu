@@ -19,15 +19,17 @@
 //                               +---------+---------+---------+---------+
 //     their sums meet in shared memory, in the order of warps: the result does not depend on timing
 //
-// A block has several teams, which share its tables and wait only for their own. Codes of `steps` chunks are on their
-// way at a time. Bytes: codes and scales once, x once for every row_tiles x 16 rows (from L2). Bound by the pipe that
-// loads from L1 and shared memory take together: with all codes in L2 it is hardly faster.
+// A block has several teams, which share its tables and wait only for their own. Or it has one, and for several tokens
+// the `share` blocks of a cluster share the columns: each sends its sums to the block that adds them. Codes of `steps`
+// chunks are on their way at a time. Bytes: codes and scales once, x once for every row_tiles x 16 rows (from L2).
+// Bound by the pipe that loads from L1 and shared memory take together: with all codes in L2 it is hardly faster.
 #include "codes.cuh"
 #include "grids.cuh"
 #include "hadamard.cuh"
 #include "mma.cuh"
 #include "plan.cuh"
 #include "table.cuh"
+#include "wgmma.cuh"
 
 struct Arguments {
   const uint32_t* codes;     // uint8 [rows, stages * stream_bytes]
@@ -54,15 +56,33 @@ constexpr int tile_rows = 16 * Plan::row_tiles;
 constexpr int warps = Plan::threads / 32, teams = warps / Plan::split;
 constexpr int group = Plan::group ? Plan::group : 1;
 constexpr int unit_bytes = unit / Plan::vector_size * Plan::entry_bits / 8;
-constexpr int meeting_bytes = warps * Plan::row_tiles * (Plan::single ? 64 : Plan::token_tiles * 512);
-// One token: octets of a lane in a piece, pieces of a chunk, chunks of which a warp has x at a time.
-constexpr int piece = octets < 4 ? octets : 4, pieces = octets / piece, held = 8 / pieces;
-static_assert(!Plan::single || held % Plan::steps == 0, "scales and x are those of whole steps");
+// Sums of several tokens meet as fragments, each with the block of a cluster that adds it.
+constexpr int fragments = Plan::row_tiles * Plan::token_tiles, parts = Plan::share * Plan::split;
+constexpr int owned = (fragments + Plan::share - 1) / Plan::share;
+constexpr int meeting_bytes = Plan::single ? warps * Plan::row_tiles * 64 : teams * owned * parts * 512;
+constexpr int all_met = Table::bytes + (Plan::single ? 2 : 1) * meeting_bytes;  // a barrier
+static_assert(Plan::share == 1 || (!Plan::single && teams == 1), "warps of a cluster have the same rows");
+// One token: octets of a lane in a piece, pieces of a chunk. Chunks of which a warp has scales, and x of one token, at
+// a time.
+constexpr int piece = octets < 4 ? octets : 4, pieces = octets / piece, held = Plan::single ? 8 / pieces : 8;
+static_assert(held % Plan::steps == 0, "scales and x are those of whole steps");
 static_assert(!Plan::rotate || unit == 32, "four lanes have a piece of 128 columns");
+
+// Of one token: an address. Of several, whose tiles are many: bytes from the first row, which take one register.
+template <bool Single> struct Place {
+  const char* at;
+  __device__ void set(const char* first, int64_t bytes) { at = first + bytes; }
+  __device__ const char* of(const char*) const { return at; }
+};
+template <> struct Place<false> {
+  uint32_t at;
+  __device__ void set(const char*, int64_t bytes) { at = uint32_t(bytes); }
+  __device__ const char* of(const char* first) const { return first + at; }
+};
 
 // Where the two rows of a lane begin, in every tile, at the lane's place in the first chunk.
 struct Rows {
-  const char* codes[Plan::row_tiles][2];
+  Place<Plan::single> codes[Plan::row_tiles][2];
   int first_row;
 
   __device__ static int row(const Arguments& a, int first_row, int tile, int half) {
@@ -75,8 +95,8 @@ struct Rows {
     for (int tile = 0; tile < Plan::row_tiles; ++tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        codes[tile][half] = reinterpret_cast<const char*>(a.codes) +
-                            row(a, first_row, tile, half) * Plan::stages * stream + lane % 4 * unit_bytes;
+        codes[tile][half].set(reinterpret_cast<const char*>(a.codes),
+                              row(a, first_row, tile, half) * Plan::stages * stream + lane % 4 * unit_bytes);
       }
   }
 
@@ -89,27 +109,30 @@ struct Rows {
 struct Step {
   Table::RowCodes codes[Plan::row_tiles][2][Plan::stages];
 
-  __device__ void load(const Rows& rows, int at, int64_t stream) {
+  __device__ void load(const Arguments& a, const Rows& rows, int tile, int at, int64_t stream) {
+    const char* const first = reinterpret_cast<const char*>(a.codes);
 #pragma unroll
-    for (int tile = 0; tile < Plan::row_tiles; ++tile)
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int stage = 0; stage < Plan::stages; ++stage)
+        codes[tile][half][stage].template load_aligned<Plan::load_bytes>(
+            rows.codes[tile][half].of(first) + stage * stream + int64_t(at) * (4 * unit_bytes));
+  }
+
+  __device__ void load(const Arguments& a, const Rows& rows, int at, int64_t stream) {
 #pragma unroll
-        for (int stage = 0; stage < Plan::stages; ++stage)
-          codes[tile][half][stage].template load_aligned<Plan::load_bytes>(rows.codes[tile][half] + stage * stream +
-                                                                           int64_t(at) * (4 * unit_bytes));
+    for (int tile = 0; tile < Plan::row_tiles; ++tile) load(a, rows, tile, at, stream);
   }
 };
 
-// Scales of its rows in `steps` neighbouring chunks; one token: in those of pieces 2 t and 2 t + 1, which lane 4 g + t
-// keeps.
+// Scales of its rows in eight pieces: lane 4 g + t keeps those of pieces 2 t and 2 t + 1. For several tokens a chunk is
+// one piece.
 struct Scales {
-  static constexpr int chunks = !Plan::single ? Plan::steps : pieces == 1 ? 2 : 1;
-  static constexpr int words = (chunks + 1) / 2;
-  uint32_t word[Plan::row_tiles][2][words];
+  static constexpr int chunks = !Plan::single || pieces == 1 ? 2 : 1;
+  uint32_t word[Plan::row_tiles][2];
 
   __device__ void load(const Arguments& a, const Rows& rows, int at, int end) {
-    if constexpr (Plan::single) at += threadIdx.x % 4 * 2 / pieces;
+    at += threadIdx.x % 4 * 2 / (Plan::single ? pieces : 1);
     if constexpr (Plan::group > 0)
 #pragma unroll
       for (int tile = 0; tile < Plan::row_tiles; ++tile)
@@ -117,19 +140,26 @@ struct Scales {
         for (int half = 0; half < 2; ++half) {
           const uint16_t* from = rows.scale(a, tile, half);
           if constexpr (Plan::scales_together) {
-            if (at < end) load_words<2 * chunks>(from + at, word[tile][half]);
+            if (at < end) load_words<2 * chunks>(from + at, &word[tile][half]);
           } else {
 #pragma unroll
             for (int i = 0; i < chunks; ++i) {
               const uint32_t scale = at + i < end ? __ldg(from + (at + i) * chunk / group) : 0;
-              word[tile][half][i / 2] = i % 2 ? word[tile][half][i / 2] | scale << 16 : scale;
+              word[tile][half] = i ? word[tile][half] | scale << 16 : scale;
             }
           }
         }
   }
 
-  __device__ float operator()(int tile, int half, int i) const {
-    return Plan::group ? half_to_float(word[tile][half][i / 2] >> i % 2 * 16) : 1.0f;
+  // Of this lane's pieces, the first or the second.
+  __device__ float own(int tile, int half, int i) const {
+    return Plan::group ? half_to_float(word[tile][half] >> i * 16) : 1.0f;
+  }
+
+  // Of one of the eight.
+  __device__ float of(int tile, int half, int piece) const {
+    if constexpr (!Plan::group) return 1.0f;
+    return half_to_float(__shfl_sync(0xffffffff, word[tile][half], piece / 2, 4) >> piece % 2 * 16);
   }
 };
 
@@ -210,13 +240,15 @@ __device__ inline void multiply_one(const Table& table, const Step& step, const 
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           sums[tile][0][2 * half] +=
-              scales(tile, half, which) * (odd ? part[0][2 * half + 1] + part[1][2 * half + 1]
+              scales.own(tile, half, which) * (odd ? part[0][2 * half + 1] + part[1][2 * half + 1]
                                                : part[0][2 * half] + part[1][2 * half]);
     }
 }
 
-__device__ inline void multiply(const Arguments& a, const Table& table, const Step& step, const Scales& scales, int i,
-                                Inputs& x, const char* inputs, int at, int end, Sums& sums) {
+// Of several tokens. What was multiplied makes room for chunk `ahead`, or for none before 0.
+__device__ inline void multiply(const Arguments& a, const Table& table, const Rows& rows, Step& step,
+                                const Scales& scales, int piece, Inputs& x, const char* inputs, int at, int end,
+                                int ahead, int64_t stream, Sums& sums) {
   const int lane = threadIdx.x % 32;
   constexpr int chains = Plan::token_tiles == 1 ? 2 : 1;  // a product waits for the one before it in its chain
 #pragma unroll
@@ -229,15 +261,17 @@ __device__ inline void multiply(const Arguments& a, const Table& table, const St
       table.eight(step.codes[tile][1], j, high);
 #pragma unroll
       for (int n = 0; n < Plan::token_tiles; ++n) {
-        mma<Plan::dtype>(part[0][n], low[0], high[0], low[1], high[1], x.word[n][j % Inputs::kept][0], x.word[n][j % Inputs::kept][1]);
-        mma<Plan::dtype>(part[chains - 1][n], low[2], high[2], low[3], high[3], x.word[n][j % Inputs::kept][2], x.word[n][j % Inputs::kept][3]);
+        const uint32_t(&of)[4] = x.word[n][j % Inputs::kept];
+        mma<Plan::dtype>(part[0][n], low[0], high[0], low[1], high[1], of[0], of[1]);
+        mma<Plan::dtype>(part[chains - 1][n], low[2], high[2], low[3], high[3], of[2], of[3]);
       }
       // In place of what was just multiplied.
-      const int ahead = j + Inputs::kept;
-      if (tile == Plan::row_tiles - 1 && at + ahead / octets < end)
-        x.load(inputs, at + ahead / octets, ahead % octets, lane, a.tokens);
+      const int later = j + Inputs::kept;
+      if (tile == Plan::row_tiles - 1 && at + later / octets < end)
+        x.load(inputs, at + later / octets, later % octets, lane, a.tokens);
     }
-    const float factor[2] = {scales(tile, 0, i), scales(tile, 1, i)};
+    if (ahead >= 0) step.load(a, rows, tile, ahead, stream);
+    const float factor[2] = {scales.of(tile, 0, piece), scales.of(tile, 1, piece)};
 #pragma unroll
     for (int n = 0; n < Plan::token_tiles; ++n)
 #pragma unroll
@@ -248,46 +282,84 @@ __device__ inline void multiply(const Arguments& a, const Table& table, const St
   }
 }
 
-// Sums of a team -> y. `meeting` holds [split][row_tiles][token_tiles][32][4] floats; one token: [split][row_tiles][16].
-__device__ inline void finish(const Arguments& a, const Table& table, const Sums& sums, float* meeting, int first_row,
-                              int warp) {
-  const int lane = threadIdx.x % 32, team = threadIdx.x / 32 / Plan::split, tokens = Plan::single ? 1 : a.tokens;
-  constexpr int of_tile = Plan::single ? 16 : Plan::token_tiles * 128, of_warp = Plan::row_tiles * of_tile;
-#pragma unroll
-  for (int tile = 0; tile < Plan::row_tiles; ++tile)
-    if constexpr (Plan::single) {
-      const bool upper = lane % 2;  // an even lane adds row g, an odd one row g + 8
-      const float low = sums[tile][0][0], high = sums[tile][0][2];
-      float sum = (upper ? high : low) + __shfl_xor_sync(0xffffffff, upper ? low : high, 1);
-      sum += __shfl_xor_sync(0xffffffff, sum, 2);
-      if (lane % 4 < 2) meeting[warp * of_warp + tile * 16 + lane % 2 * 8 + lane / 4] = sum;
-    } else {
-#pragma unroll
-      for (int n = 0; n < Plan::token_tiles; ++n)
-        if (n * 8 + lane % 4 * 2 < tokens)
-          *reinterpret_cast<float4*>(meeting + warp * of_warp + tile * of_tile + (n * 32 + lane) * 4) =
-              make_float4(sums[tile][n][0], sums[tile][n][1], sums[tile][n][2], sums[tile][n][3]);
-    }
+__device__ inline void store(const Arguments& a, const Table& table, int token, int row, float sum) {
+  float factor = table.factor;
+  if (!Plan::group) factor *= half_to_float(__ldg(a.scale + row));
+  sum *= factor;
+  if (a.bias) sum += to_float<Plan::dtype>(a.bias[row]);
+  a.y[int64_t(token) * a.rows + row] = uint16_t(pack_pair<Plan::dtype>(sum, 0.0f));
+}
+
+__device__ inline void wait_for_team(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * Plan::split) : "memory");
-  for (int i = warp * 32 + lane; i < tile_rows * tokens; i += 32 * Plan::split) {
-    const int row = i % tile_rows, token = i / tile_rows;
-    const int holder = row % 8 * 4 + token % 8 / 2, which = token % 2 + row % 16 / 8 * 2;
-    const int at = Plan::single ? row % 16 : (token / 8 * 32 + holder) * 4 + which;
-    const float* from = meeting + row / 16 * of_tile + at;
+}
+
+// Sums of one token of a team -> y. `meeting` holds [split][row_tiles][16].
+__device__ inline void finish_one(const Arguments& a, const Table& table, const Sums& sums, float* meeting,
+                                  int first_row, int warp) {
+  const int lane = threadIdx.x % 32, team = threadIdx.x / 32 / Plan::split;
+#pragma unroll
+  for (int tile = 0; tile < Plan::row_tiles; ++tile) {
+    const bool upper = lane % 2;  // an even lane adds row g, an odd one row g + 8
+    const float low = sums[tile][0][0], high = sums[tile][0][2];
+    float sum = (upper ? high : low) + __shfl_xor_sync(0xffffffff, upper ? low : high, 1);
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    if (lane % 4 < 2) meeting[warp * tile_rows + tile * 16 + lane % 2 * 8 + lane / 4] = sum;
+  }
+  wait_for_team(team);
+  for (int i = warp * 32 + lane; i < tile_rows; i += 32 * Plan::split) {
+    const int row = i % tile_rows, token = i / tile_rows;  // token 0: the compiler makes faster code of it
+    const float* from = meeting + row / 16 * 16 + row % 16;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < Plan::split; ++w) sum += from[w * of_warp];
+    for (int w = 0; w < Plan::split; ++w) sum += from[w * tile_rows];
     const int out = first_row + row;
-    if (out >= a.rows) continue;
-    float factor = table.factor;
-    if (!Plan::group) factor *= half_to_float(__ldg(a.scale + out));
-    sum *= factor;
-    if (a.bias) sum += to_float<Plan::dtype>(a.bias[out]);
-    a.y[int64_t(token) * a.rows + out] = uint16_t(pack_pair<Plan::dtype>(sum, 0.0f));
+    if (out < a.rows) store(a, table, token, out, sum);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) linear(const Together together) {
+// Sums of a team, or of the blocks of a cluster, -> y. `meeting`, in shared memory, holds [owned][parts][32][4] floats.
+__device__ inline void finish(const Arguments& a, const Table& table, const Sums& sums, uint32_t meeting, uint32_t met,
+                              int first_row, int rank, int warp, int team) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int tile = 0; tile < Plan::row_tiles; ++tile)
+#pragma unroll
+    for (int n = 0; n < Plan::token_tiles; ++n) {
+      const int fragment = tile * Plan::token_tiles + n;
+      const uint32_t to = meeting + ((fragment / Plan::share * parts + rank * Plan::split + warp) * 32 + lane) * 16;
+      if constexpr (Plan::share > 1)
+        send(to, sums[tile][n], met, fragment % Plan::share);
+      else
+        store_shared(to, sums[tile][n]);
+    }
+  if constexpr (Plan::share > 1)
+    barrier_wait(met, 0);
+  else
+    wait_for_team(team);
+  for (int i = warp; i * Plan::share + rank < fragments; i += Plan::split) {
+    float sum[4] = {};
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+      uint32_t word[4];
+      load_shared<16>(meeting + ((i * parts + part) * 32 + lane) * 16, word);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[c] += __uint_as_float(word[c]);
+    }
+    const int fragment = i * Plan::share + rank;
+    const int row = first_row + fragment / Plan::token_tiles * 16 + lane / 4;
+    const int token = fragment % Plan::token_tiles * 8 + lane % 4 * 2;
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      if (row + c / 2 * 8 < a.rows && token + c % 2 < a.tokens) store(a, table, token + c % 2, row + c / 2 * 8, sum[c]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
+#if __CUDA_ARCH__ >= 900
+    __cluster_dims__(Plan::share)
+#endif
+        linear(const Together together) {
   int matrix = 0, block = blockIdx.x;
 #pragma unroll
   for (int i = 0; i + 1 < Plan::matrices; ++i)
@@ -297,12 +369,12 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
   extern __shared__ __align__(16) char shared[];
   char* const meeting = shared + Table::bytes;
   const int lane = threadIdx.x % 32, index = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the same for all lanes
-  const int warp = index % Plan::split, team = index / Plan::split;
+  const int warp = index % Plan::split, team = index / Plan::split, rank = block % Plan::share;
   const int64_t stream = (int64_t(a.columns / Plan::vector_size) * Plan::entry_bits + 7) / 8;
   const int chunks = (a.columns + chunk - 1) / chunk, tiles = (a.rows + tile_rows - 1) / tile_rows;
   // Whole groups of `steps` chunks: [begin, end) of this warp.
-  const int share = (chunks + Plan::split * Plan::steps - 1) / (Plan::split * Plan::steps) * Plan::steps;
-  const int begin = warp * share, end = min(begin + share, chunks);
+  const int each = (chunks + parts * Plan::steps - 1) / (parts * Plan::steps) * Plan::steps;
+  const int begin = (rank * Plan::split + warp) * each, end = min(begin + each, chunks);
 
   Rows rows;
   Step next[Plan::steps];
@@ -311,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
   const auto ask = [&](int first, int last) {
 #pragma unroll
     for (int i = 0; i < Plan::steps; ++i)
-      if (i >= first && i < last && begin + i < end && exists(begin + i)) next[i].load(rows, begin + i, stream);
+      if (i >= first && i < last && begin + i < end && exists(begin + i)) next[i].load(a, rows, begin + i, stream);
   };
   const auto enter = [&](int tile, int asked) {
     rows.set(a, tile * tile_rows, stream, lane);
@@ -328,10 +400,17 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
   };
   // What is asked for waits behind what was asked for before it: tables, the first codes, x, more codes, and after all
   // of this what the next kernel asks for.
+  const uint32_t base = __cvta_generic_to_shared(shared), met = base + all_met;
+  if constexpr (Plan::share > 1)
+    if (threadIdx.x == 0) {
+      barrier_init(met, 1);
+      barrier_expect(met, (fragments - rank + Plan::share - 1) / Plan::share * parts * 512);
+      barriers_are_set();
+    }
   const Table table(a.codebook, shared, lane);
   Table::Batch batch;
   table.begin_fill(batch);
-  int tile = block * teams + team;
+  int tile = block / Plan::share * teams + team;
   if (tile < tiles) enter(tile, Plan::early ? 1 : Plan::steps);
   if constexpr (Plan::early) {
     take_input();
@@ -340,6 +419,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
   table.end_fill(batch);
   if constexpr (!Plan::early) take_input();
   __syncthreads();
+  if constexpr (Plan::share > 1) wait_for_cluster();
   if constexpr (Plan::rotate)
 #pragma unroll
     for (int set = 0; set < Plan::sets; ++set) x_of[set].rotate(a, piece_of(set), end * pieces, lane);
@@ -350,33 +430,36 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) line
   for (int turn = 0; tile < tiles; turn ^= 1) {
     Sums sums = {};
     if (!Plan::single && begin < end) x.begin(inputs, begin, lane, a.tokens);
-#pragma unroll
+#pragma unroll(Plan::single ? Plan::sets : 1)
     for (int set = 0; set < Plan::sets; ++set) {
-      const int from = Plan::single ? begin + set * held : begin, to = Plan::single ? min(from + held, end) : end;
-      Scales scales = next_scales;
+      const int from = begin + set * held, to = min(from + held, end);
+      const Scales scales = next_scales;
       if (set + 1 < Plan::sets && from + held < end) next_scales.load(a, rows, from + held, end);
       for (int first = from; first < to; first += Plan::steps) {
-        if constexpr (!Plan::single) {
-          scales = next_scales;
-          if (first + Plan::steps < end) next_scales.load(a, rows, first + Plan::steps, end);
-        }
 #pragma unroll
         for (int i = 0; i < Plan::steps; ++i) {
           const int at = first + i, ahead = at + Plan::steps;
           if (at >= end) break;
-          if constexpr (Plan::single)
+          const bool more = ahead < end && exists(ahead);
+          if constexpr (Plan::single) {
             multiply_one(table, next[i], scales, i, at - from, x_of[set], sums);
-          else
-            multiply(a, table, next[i], scales, i, x, inputs, at, end, sums);
-          if (ahead < end && exists(ahead)) next[i].load(rows, ahead, stream);
+            if (more) next[i].load(a, rows, ahead, stream);
+          } else {
+            multiply(a, table, rows, next[i], scales, at - from, x, inputs, at, end, more ? ahead : -1, stream, sums);
+          }
         }
       }
     }
     const int done = tile * tile_rows;
-    tile += blocks * teams;
+    tile += blocks / Plan::share * teams;
     if (tile < tiles) enter(tile, Plan::steps);
-    // Turns have different places to meet, so that one barrier a turn is enough.
-    finish(a, table, sums, reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams), done,
-           warp);
+    if constexpr (Plan::single) {
+      // Turns have different places to meet, so that one barrier a turn is enough.
+      float* const to = reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams);
+      finish_one(a, table, sums, to, done, warp);
+    } else {
+      finish(a, table, sums, base + Table::bytes + team * meeting_bytes / teams, met, done, rank, warp, team);
+      if (tile < tiles) wait_for_team(team);
+    }
   }
 }

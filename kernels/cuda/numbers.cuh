@@ -105,6 +105,13 @@ template <int Bytes> __device__ inline void load_shared(uint32_t from, uint32_t*
   }
 }
 
+// Four numbers to shared memory, at an address of its own space.
+__device__ inline void store_shared(uint32_t to, const float (&value)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(value[0]), "f"(value[1]), "f"(value[2]),
+               "f"(value[3])
+               : "memory");
+}
+
 // `bytes` (4, or 0: zeros) of global memory to 4 bytes of shared memory, at an address of its own space, without a wait.
 __device__ inline void copy_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");

@@ -126,8 +126,10 @@ __device__ inline void transform(float (&value)[each], int lane) {
 }
 
 extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rotate(const Arguments a) {
+  // What comes next reads nothing before it waits but codes of which nobody has written.
+  if constexpr (Plan::arranged > 0) let_next_grid_begin();
   wait_for_grids();
-  let_next_grid_begin();
+  if constexpr (Plan::arranged == 0) let_next_grid_begin();
   const uint32_t block = blockIdx.x * (Plan::threads / lanes) + threadIdx.x / lanes;
   const bool exists = block < a.blocks;  // all lanes of a warp take part in its shuffles
   const int lane = threadIdx.x % lanes;

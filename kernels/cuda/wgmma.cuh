@@ -100,6 +100,11 @@ __device__ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, 
                : "memory");
 }
 
+// To the L2 cache.
+__device__ inline void prefetch_bulk(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // All threads of the cluster; after `barriers_are_set` their barriers may be used.
 __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

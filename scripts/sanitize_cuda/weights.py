@@ -141,7 +141,8 @@ def multiply(
     dtype, arch = FLOATS[plan.dtype], device_arch(0)
     if isinstance(plan, LinearPlan):
         launch = cuda_fused.prepare(plan, scheme, (rows,), columns, dtype, 0)
-        launch.blocks = (1,)
+        if plan.share == 1:  # else clusters have one turn
+            launch.blocks = (1,)
     elif isinstance(plan, TilePlan):
         launch = cuda_tiles.prepare(plan, scheme, rows, columns, dtype, 0)
     else:

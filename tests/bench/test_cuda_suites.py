@@ -74,9 +74,11 @@ def test_cuda_generate():
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     _, results = cuda_generate.run(schemes=("vq-4",), config=config, rounds=1)
-    dense, ours = results["rows"]
-    assert (dense["name"], ours["name"]) == ("bf16", "vq-4")
-    assert set(ours["speedup"]) == {"generate_ms", "step_ms", "eager_graph_ms", "bytes"}
+    dense, ours, coded = results["rows"]
+    assert [row["name"] for row in results["rows"]] == ["bf16", "vq-4", "vq-4"]
+    assert [row["cache"] for row in results["rows"]] == ["bf16", "bf16", "u4"]
+    how = {"generate_ms", "captured_ms", "step_ms", "eager_graph_ms", "bytes"}
+    assert set(ours["speedup"]) == how and set(coded["speedup"]) == how - {"eager_graph_ms"}
     assert ours["speedup"]["bytes"] > 1
     assert sum(ours["parts_ms"].values()) == pytest.approx(ours["step_ms"], rel=0.2)
     assert 0 < ours["step_ms"] < ours["generate_ms"]

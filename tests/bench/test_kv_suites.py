@@ -85,15 +85,19 @@ def test_tables_of_attention():
 def test_tables_of_generate():
     row = {"weights": "bf16", "cache": "bf16", "batch": 1, "context": 65536, "gigabytes": 23.6,
            "cache_gigabytes": 8.6, "eager_graph_ms": 20.0, "generate_ms": 16.0,
-           "tokens_per_second": 62.5, "step_ms": 15.0,
+           "tokens_per_second": 62.5, "captured_per_second": 65.0, "step_ms": 15.0,
            "parts_ms": {"attention": 9.0, "x": 0.0}}  # fmt: skip
-    ours = {**row, "weights": "vq-4", "cache": "u4", "speedup": {"generate_ms": 2.0}}
+    ratios = {"generate_ms": 2.0, "captured_ms": 2.5}
+    ours = {**row, "weights": "vq-4", "cache": "u4", "speedup": ratios}
     exact = {key: row[key] for key in ("weights", "batch", "context", "gigabytes",
                                        "cache_gigabytes", "eager_graph_ms")}  # fmt: skip
     exact["cache"] = cuda_generate_kv.EXACT
     table = kv_tables.generate([row, exact, ours])
-    assert "| `vq-4` | `u4` | 1 x 65,536 | 23.60 | 8.60 | 62 | 2.00 |" in table
-    assert "| bf16 | bf16, no mask | 1 x 65,536 | 23.60 | 8.60 | - | - | - | - | 20.00 |" in table
+    assert "| `vq-4` | `u4` | 1 x 65,536 | 23.60 | 8.60 | 62 | 2.00 | 65 | 2.50 |" in table
+    assert (
+        "| bf16 | bf16, no mask | 1 x 65,536 | 23.60 | 8.60 | - | - | - | - | - | - | 20.00 |"
+        in table
+    )
     steps = kv_tables.steps([row, exact, ours])
     assert "| bf16 + bf16, 1 x 65,536 | 9.000 |" in steps and "x |" not in steps.splitlines()[0]
 
@@ -148,7 +152,9 @@ def test_cuda_generate_kv():
     for weights in ("bf16", "vq-4"):
         row = rows[weights, "u4"]
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["generate_ms"])
-        assert set(row["speedup"]) == {"generate_ms", "step_ms", "eager_graph_ms", "gigabytes"}
+        assert set(row["speedup"]) == {
+            "generate_ms", "captured_ms", "step_ms", "eager_graph_ms", "gigabytes"
+        }  # fmt: skip
         assert row["parts_ms"]["attention"] > 0
     assert rows["bf16", "u4"]["cache_gigabytes"] < dense["cache_gigabytes"] / 3
 
@@ -162,5 +168,21 @@ def test_what_the_record_promises():
     assert {row["kernel"] for row in decode} == {FUSED}
     cases = {tuple(row[key] for key in cuda_attention.Case._fields) for row in decode}
     assert cases == {*cuda_attention.LONG, *cuda_attention.SHORT}
+    step = kv_tables.short_steps(rows).splitlines()[2:]
+    ratios = [float(x) for line in step for cell in line.split("|")[2:-1] for x in cell.split("/")]
+    assert len(ratios) == 2 * 8 * len(cuda_attention.SCHEMES) and min(ratios) > 1
+
+    def us(name: str, context: int) -> float:
+        (found,) = (
+            row["us"] for row in decode
+            if row["name"] == name and row["kv_heads"] == 32 and row["batch"] == 1
+            and row["context"] == context
+        )  # fmt: skip
+        return found
+
+    for name, slope, memory in (("u4", 16, 15), ("u2", 13, 7.8)):
+        nbytes = {"u4": 132, "u2": 68}[name] * 32 * 16384
+        assert round((us(name, 65536) - us(name, 16384)) / 3) == slope
+        assert nbytes / cuda_attention.MEMORY * 1e6 == pytest.approx(memory, abs=0.1)
     smaller = {row["name"]: row["smaller"] for row in rows if row["what"] == "memory"}
     assert smaller["u4"] > 3.87 and smaller["u2"] > 7.5

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_vq import VQCache, VQError, ops
-from hf_vq.bench import banded, baselines, quality_kv
+from hf_vq.bench import banded, baselines, quality_kv, quality_weights
 from hf_vq.bench.__main__ import main
 from hf_vq.bench.banded import Simulation, banded_attention, exact_attention
 from hf_vq.cache.store import key_mean
@@ -138,6 +138,21 @@ def test_a_suite_runs_and_writes_its_record(suite, scheme, tiny_model, eval_text
     assert scheme in capsys.readouterr().out
 
 
+def test_weights_are_calibrated_on_another_text(tiny_model, eval_text, tmp_path, monkeypatch):
+    monkeypatch.setattr(quality_weights, "CALIBRATION_TOKENS", 256)
+    out = tmp_path / "record.json"
+    arguments = ["quality-weights", str(tiny_model), "--text", str(eval_text), "--tokens", "256"]
+    arguments += ["--context", "128", "--schemes", "vq-3", "turboquant-3", "--no-baselines"]
+    arguments += ["--calibration", str(eval_text), "--revision", "abc", "--out", str(out)]
+    assert main(arguments) == 0
+    record = json.loads(out.read_text())
+    kinds = [(row["name"], row["kind"]) for row in record["results"]["rows"]]
+    assert kinds == [("vq-3", "scheme"), ("turboquant-3", "scheme"), ("vq-3", "calibrated")]
+    assert record["settings"]["calibration_tokens"] == 256
+    assert record["settings"]["calibration_text"] == eval_text.name
+    assert "--calibration TEXT --tokens 256" in record["command"]
+
+
 def test_learned_schemes_are_calibrated_on_another_text(tiny_model, eval_text, tmp_path):
     out = tmp_path / "record.json"
     arguments = ["quality-kv", str(tiny_model), "--text", str(eval_text), "--tokens", "256"]
@@ -185,4 +200,6 @@ def test_a_suite_says_what_is_wrong_in_one_line(tiny_model, tmp_path, capsys):
     assert main([*whole, "--no-baselines"]) == 2
     assert "--out" in capsys.readouterr().err
     assert main(whole) == 2
+    assert "--calibration" in capsys.readouterr().err
+    assert main([*whole, "--out", str(tmp_path / "record.json")]) == 2
     assert "nomad-4" in (error := capsys.readouterr().err) and "--calibration" in error

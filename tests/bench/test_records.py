@@ -1,5 +1,7 @@
 """The committed records hold what the project promises, and say what made them."""
 
+import math
+
 import pytest
 
 from hf_vq.bench.record import read_record
@@ -9,6 +11,14 @@ HEAD_DIM = 128  # at which the bits of KV schemes are nominal
 
 # scheme -> most KL divergence, most change of perplexity in percent
 WEIGHT_BARS = {"vq-4": (0.0260, 2.9), "vq-3": (0.112, 10.5), "vq-2": (0.55, 66.0)}
+# The same, calibrated; perplexity may vary by 0.4 points at equal divergence.
+CALIBRATED_BARS = {
+    "vq-4": (0.0140, 1.5 + 0.4),
+    "vq-3": (0.061, 5.8 + 0.4),
+    "vq-2": (0.265, 27 + 0.4),
+    "quip-sharp-2": (0.245, math.inf),
+    "turboquant-4": (0.0160, 1.4 + 0.4),
+}
 # (scheme, case, number) -> most
 KV_BARS = {
     ("u4", "window", "kld"): 0.00045,
@@ -34,19 +44,27 @@ def test_a_record_says_what_made_it(suite):
     record = read_record(suite)
     assert record["revision"] and record["date"]
     assert record["versions"]["hf-vq"][0].isdigit()
-    plain = {
-        "demo": "hf-vq demo",
-        "quality-kv": "python -m hf_vq.bench quality-kv MODEL_DIR --text TEXT --calibration TEXT",
-    }
-    command = plain.get(suite, f"python -m hf_vq.bench {suite} MODEL_DIR --text TEXT")
+    command = f"python -m hf_vq.bench {suite} MODEL_DIR --text TEXT"
+    if "calibration_text" in record["settings"]:
+        command += " --calibration TEXT"
+    command = "hf-vq demo" if suite == "demo" else command
     assert record["command"] == command, "the tables show whole runs only"
 
 
 @pytest.mark.parametrize("scheme", WEIGHT_BARS)
 def test_weights(scheme):
-    (row,) = (row for row in rows("quality-weights") if row["name"] == scheme)
     kld, change = WEIGHT_BARS[scheme]
+    (row,) = (r for r in rows("quality-weights") if (r["name"], r["kind"]) == (scheme, "scheme"))
     assert row["kld"] <= kld and row["change"] <= change
+
+
+@pytest.mark.parametrize("scheme", CALIBRATED_BARS)
+def test_calibrated_weights(scheme):
+    found = {row["name"]: row for row in rows("quality-weights") if row["kind"] == "calibrated"}
+    if not found:
+        pytest.skip("the record was made without --calibration")
+    kld, change = CALIBRATED_BARS[scheme]
+    assert found[scheme]["kld"] <= kld and found[scheme]["change"] <= change
 
 
 def test_stored_bits_of_weights_are_nominal():

@@ -32,14 +32,14 @@ def layouts(request: pytest.FixtureRequest) -> Iterator[str]:
     """Only the reference runs, over canonical rows or over the blocks of the fast kernels."""
     before = list(dispatch._table)
     dispatch._table[:] = [row for row in before if row.name == "reference"]
-    dispatch._select.cache_clear()
+    dispatch.forget()
     if request.param == "blocks":
         row = dispatch.rows("attention")[0]
         row = dataclasses.replace(row, name="test.blocks", layouts=block_layouts)
         dispatch.register(row, first=True)
     yield request.param
     dispatch._table[:] = before
-    dispatch._select.cache_clear()
+    dispatch.forget()
 
 
 @pytest.fixture

@@ -344,11 +344,11 @@ def test_dense_is_refused(config: LlamaConfig, tokens: Tokens, feed: Feed) -> No
 
 def test_which_caches_are_static(config: LlamaConfig) -> None:
     assert not VQCache(config).is_compileable
-    asked = VQCache(config, max_cache_len=9, static=None)
+    asked = VQCache(config, max_cache_len=9)
     assert not asked.is_compileable  # it waits for a device
     asked.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
     assert not asked.is_compileable and not asked._static
-    waits = VQCache(config, max_cache_len=9, static=None)
+    waits = VQCache(config, max_cache_len=9)
     waits.decide(True)
     assert waits.is_compileable and waits.get_max_length() == 9
     assert VQCache(config, max_cache_len=9, static=True).is_compileable

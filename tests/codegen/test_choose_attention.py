@@ -94,6 +94,13 @@ def test_what_has_no_kernel_says_why():
     assert "rotation" in attendable(dataclasses.replace(u4, rotation="qr"), 128, "keys")
 
 
+def test_copies_and_columns_of_a_query():
+    assert choose(problem()).bulk and not choose(problem(arch="sm_89")).bulk
+    assert choose(problem(columns=4)).paired and not choose(problem(columns=5)).paired
+    assert not choose(problem(dim=80)).paired  # 16 channels for eight lanes: a word each
+    assert not choose(problem("cq-4", columns=1)).paired
+
+
 def test_splits_fill_the_gpu_once():
     asked = problem()
     plan = choose(asked)

@@ -31,6 +31,7 @@ LINEAR = LinearPlan(
     scope=Scope.SHARED, group=128, fused=1, in_shared=True, integers=False, replicas=32,
     interleaved=2, unit=32, load_bytes=16, split=8, row_tiles=1, token_tiles=1, steps=2,
     scales_together=True, ragged=False, single=True, rotate=True, early=True, sets=1,
+    share=1,
 )  # fmt: skip
 ENCODE = EncodePlan(
     threads=256, resident=2, vector_size=2, entry_bits=8, stages=1, scope=Scope.SHARED, group=128,
@@ -122,7 +123,7 @@ def test_tables():
     assert lattice.table_bytes == 2 * 256 * 128  # patterns and flips
     assert LINEAR.shared_bytes == LINEAR.table_bytes + 2 * 16 * 64
     many = dataclasses.replace(LINEAR, single=False, token_tiles=2)
-    assert many.shared_bytes == many.table_bytes + 2 * 16 * 1024
+    assert many.shared_bytes == many.table_bytes + 16 * 1024
 
 
 @pytest.mark.parametrize("block", [2**i for i in range(11)])

@@ -19,12 +19,13 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 import hf_vq
-from hf_vq import KVScheme, VQCache, VQCacheError, VQSchemeError
+from hf_vq import KVScheme, VQCache, VQCacheError, VQCalibrationError, VQSchemeError
 from hf_vq.cache.codebooks import KVCodebooks
 from hf_vq.fit.kv import fit_kv_codebook
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.hf import calibrate
-from hf_vq.hf.calibrate import SINKS, calibrate_kv, sample_text, spread
+from hf_vq.hf.calibrate import SINKS, calibrate_kv
+from hf_vq.hf.text import sample_text, spread
 
 SMALL = {"tokens": 160, "context": 32, "progress": False}
 
@@ -144,7 +145,7 @@ def test_the_model_is_left_as_it_was(load):
     model = load("llama").train()
     calibrate_kv(model, "u4", text(), **SMALL)
     assert model.training
-    with pytest.raises(VQCacheError):
+    with pytest.raises(VQCalibrationError):
         calibrate_kv(model, "u4", text(20), **SMALL)
     assert model.training
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -179,7 +180,7 @@ def test_a_string_needs_a_tokenizer(load):
         model, "nomad-4", Tokenizer()(words, add_special_tokens=False).input_ids, **SMALL
     )
     assert torch.equal(found.keys[0], same.keys[0])
-    with pytest.raises(VQCacheError, match="needs a tokenizer"):
+    with pytest.raises(VQCalibrationError, match="needs a tokenizer"):
         calibrate_kv(model, "nomad-4", words, **SMALL)
 
 
@@ -211,7 +212,7 @@ def test_text_that_the_model_writes(load):
     model.generation_config.eos_token_id = [5, 6]
     assert (sample_text(model, 1, 2)[:, 0] == 5).all()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
-    with pytest.raises(VQCacheError, match="give it a text"):
+    with pytest.raises(VQCalibrationError, match="give it a text"):
         sample_text(model, 1, 2)
 
 
@@ -219,16 +220,16 @@ def test_text_that_the_model_writes(load):
     ("options", "error", "message"),
     [
         ({"scheme": "nomad-3"}, VQSchemeError, "Did you mean 'nomad-"),
-        ({"text": text(100)}, VQCacheError, "too short: 100 tokens of at least 160"),
-        ({"text": text(100).reshape(10, 10)}, VQCacheError, "too short"),
-        ({"text": torch.randn(400)}, VQCacheError, "integer token ids"),
-        ({"text": text(400).reshape(1, 4, 100)}, VQCacheError, "integer token ids"),
+        ({"text": text(100)}, VQCalibrationError, "too short: 100 tokens of at least 160"),
+        ({"text": text(100).reshape(10, 10)}, VQCalibrationError, "too short"),
+        ({"text": torch.randn(400)}, VQCalibrationError, "integer token ids"),
+        ({"text": text(400).reshape(1, 4, 100)}, VQCalibrationError, "integer token ids"),
         ({"tokens": 127}, VQCacheError, "tokens=...\\) must be at least 128; got 127"),
         ({"tokens": True}, VQCacheError, "tokens"),
         ({"scheme": "cq-4"}, VQCacheError, "tokens=...\\) must be at least 2048; got 160"),
         ({"samples": 100}, VQCacheError, "samples=...\\) must be at least 128"),
         ({"context": 8}, VQCacheError, "context=...\\) must be at least 16"),
-        ({"context": 65}, VQCacheError, "context=65 is more than the 64 tokens"),
+        ({"context": 65}, VQCalibrationError, "context=65 is more than the 64 tokens"),
         (
             {"scheme": KVScheme(KV_SCHEMES["u4"].key, KV_SCHEMES["u4"].value, centre_keys=False)},
             VQCacheError,

@@ -110,6 +110,6 @@ def test_two_bits_advise_calibration_once(monkeypatch, recwarn):
     VQConfig("vq-2")
     VQConfig("vq-3")
     assert [str(warning.message) for warning in recwarn if "calibrat" in str(warning.message)] == [
-        "vq-2 loses much quality without calibration, which a later version of hf_vq will bring: "
-        "use vq-3 or vq-4 until then."
+        "vq-2 loses much quality without calibration data: give a text, "
+        'VQConfig(..., calibration="text.txt"), or use vq-3 or vq-4.'
     ]

@@ -18,7 +18,7 @@ def model_of(name):
     return AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
 
 
-def test_an_empty_cache_and_one_with_tokens():
+def test_an_empty_cache_and_one_with_tokens(monkeypatch):
     model = model_of("llama")
     cache = VQCache(model.config, "k4v2", window=8)
     rows = {(row.problem.op, row.problem.scheme): row for row in explain(model, cache=cache)}
@@ -35,19 +35,17 @@ def test_an_empty_cache_and_one_with_tokens():
     assert rows["append", key].problem.tokens == 2  # one of each of the two heads
 
     chosen = set()
-    select = dispatch.select
+    asks = {name: getattr(dispatch, name) for name in ("select", "direct")}
 
-    def recording(problem):
-        chosen.add(problem)
-        return select(problem)
+    def recording(ask):
+        return lambda problem: chosen.add(problem) or ask(problem)
 
     with torch.no_grad():
         model(torch.randint(3, 96, (1, 30)), past_key_values=cache)
-        dispatch.select = recording
-        try:
-            model(torch.randint(3, 96, (1, 1)), past_key_values=cache)
-        finally:
-            dispatch.select = select
+        for name, ask in asks.items():
+            monkeypatch.setattr(dispatch, name, recording(ask))
+        model(torch.randint(3, 96, (1, 1)), past_key_values=cache)
+        monkeypatch.undo()
     asked = {row.problem for row in explain(model, cache=cache)}
     assert asked == {problem for problem in chosen if problem.op in ("attention", "append")}
     assert re.search(r"attention +32 x 16", str(explain(model, cache=cache)))

@@ -254,7 +254,7 @@ def test_compiled(name: str, rows: set[tuple[str, str]]) -> None:
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
     torch._dynamo.reset()
-    cache = cache_of(pair, max_cache_len=PROMPT + STEPS, static=None, quantize_sliding=False)
+    cache = cache_of(pair, max_cache_len=PROMPT + STEPS, quantize_sliding=False)
     fullgraph = CompileConfig(fullgraph=True)
     out = generate(pair, ids, mask, cache, compile_config=fullgraph).cpu()
     assert cache.is_compileable and set(cache.fallbacks.values()) == {0}

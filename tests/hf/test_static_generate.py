@@ -164,13 +164,13 @@ def test_generate_decides(change: dict[str, Any], static: bool) -> None:
         device=torch.device(asked["device"]),
         config=SimpleNamespace(_attn_implementation=asked["attention"], is_encoder_decoder=False),
     )
-    cache = VQCache(config, max_cache_len=CAPACITY, static=None)
+    cache = VQCache(config, max_cache_len=CAPACITY)
     settings = GenerationConfig(prefill_chunk_size=asked["chunk"])
     settings.is_assistant = asked["assistant"]
     generation._decide(model, settings, cache, cache, asked["mode"], 2, 70)
     assert cache.is_compileable is static
     if not change:
-        pair = [VQCache(config, max_cache_len=CAPACITY, static=None) for _ in range(2)]
+        pair = [VQCache(config, max_cache_len=CAPACITY) for _ in range(2)]
         both = EncoderDecoderCache(*pair)
         generation._decide(model, settings, pair[0], both, asked["mode"], 2, 70)
         assert not any(cache.is_compileable or cache._static for cache in pair)
@@ -208,9 +208,7 @@ def test_cuda_graphs(name: str, implementation: str, counters: dict[str, int]) -
     lengths = [30, 19]
     ids, mask = (x.cuda() for x in padded(lengths))
     wanted = greedy(model, ids, VQCache(model.config, window=8), 40, attention_mask=mask)
-    caches = [
-        VQCache(model.config, max_cache_len=CAPACITY, window=8, static=None) for _ in range(3)
-    ]
+    caches = [VQCache(model.config, max_cache_len=CAPACITY, window=8) for _ in range(3)]
     out = greedy(model, ids, caches[0], 40, attention_mask=mask, disable_compile=True)
     assert torch.equal(out, wanted) and not counters["unique_graphs"]
     caches[0].reset()
@@ -267,8 +265,6 @@ def test_fused_kernels_in_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(dispatch, "_table", kernels)
     grown = logits(VQCache(model.config, window=8))
-    static = [
-        logits(VQCache(model.config, max_cache_len=128, window=8, static=None)) for _ in range(3)
-    ]
+    static = [logits(VQCache(model.config, max_cache_len=128, window=8)) for _ in range(3)]
     assert torch.equal(static[0], static[1]) and torch.equal(static[0], static[2])
     assert (static[0] - exact).abs().mean() <= 2 * (grown - exact).abs().mean()

@@ -31,10 +31,10 @@ SCHEMES = {
 def only_the_reference() -> Iterator[None]:
     before = list(dispatch._table)
     dispatch._table[:] = [row for row in before if row.name == "reference"]
-    dispatch._select.cache_clear()
+    dispatch.forget()
     yield
     dispatch._table[:] = before
-    dispatch._select.cache_clear()
+    dispatch.forget()
 
 
 def codebook_of(scheme: VQScheme, heads: int, dim: int) -> Tensor:

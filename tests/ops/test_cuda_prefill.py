@@ -93,11 +93,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     rows = [row for row in dispatch._table if row.op != "attention"]
     rows.append(dispatch.Kernel("test.prefill", "attention", run))
     monkeypatch.setattr(dispatch, "_table", rows)
-    dispatch._select.cache_clear()
+    dispatch.forget()
     ran.clear()
     yield
     monkeypatch.undo()
-    dispatch._select.cache_clear()
+    dispatch.forget()
 
 
 def rounded(kernel: Callable[..., tuple], given: tuple, options: dict) -> tuple:

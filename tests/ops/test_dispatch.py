@@ -10,9 +10,9 @@ from hf_vq.ops.dispatch import Kernel, Problem
 @pytest.fixture
 def table(monkeypatch):
     monkeypatch.setattr(dispatch, "_table", [])
-    dispatch._select.cache_clear()
+    dispatch.forget()
     yield dispatch
-    dispatch._select.cache_clear()
+    dispatch.forget()
 
 
 def kernel(name, **fields):

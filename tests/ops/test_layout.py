@@ -130,10 +130,10 @@ def test_what_has_no_blocks() -> None:
 def table() -> Iterator[None]:
     before = list(dispatch._table)
     dispatch._table[:] = [row for row in before if row.name == "reference"]
-    dispatch._select.cache_clear()
+    dispatch.forget()
     yield
     dispatch._table[:] = before
-    dispatch._select.cache_clear()
+    dispatch.forget()
 
 
 @pytest.mark.usefixtures("table")

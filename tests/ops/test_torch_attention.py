@@ -31,10 +31,10 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         row for row in dispatch._table if row.op != "attention" or row.name == "torch.attention"
     ]
     monkeypatch.setattr(dispatch, "_table", rows)
-    dispatch._select.cache_clear()
+    dispatch.forget()
     yield
     monkeypatch.undo()
-    dispatch._select.cache_clear()
+    dispatch.forget()
 
 
 def check(query: Tensor, cached: CachedKV, **options: object) -> None:

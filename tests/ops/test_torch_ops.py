@@ -64,9 +64,9 @@ def taken(monkeypatch):
         return y
 
     monkeypatch.setattr(torch_ops, "cpu_linear", lambda: count)
-    dispatch._direct.cache_clear()
+    dispatch.forget()
     yield lambda: sum(calls)
-    dispatch._direct.cache_clear()
+    dispatch.forget()
 
 
 def test_registered_where_torch_can():
@@ -87,14 +87,14 @@ def test_without_the_shim_the_row_runs(monkeypatch):
 
     for shim in (None, Older()):
         monkeypatch.setattr(native, "torch_shim", lambda shim=shim: shim)
-        assert torch_ops._register.__wrapped__() is None
+        assert torch_ops._register.__wrapped__("linear", "() -> ()") is None
     monkeypatch.setattr(torch_ops, "cpu_linear", lambda: None)
-    dispatch._direct.cache_clear()
+    dispatch.forget()
     scheme, tensors = stored()
     x = torch.randn(1, 256)
     assert directly(x, tensors, None, scheme) is None
     assert torch.equal(ops.linear(x, tensors, None, scheme), by_row(x, tensors, None, scheme))
-    dispatch._direct.cache_clear()
+    dispatch.forget()
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -128,6 +128,21 @@ def test_ops_linear_and_the_layer_take_it(taken):
         layer.__dict__["vq_scale"] = 2 * tensors["scale"]
         torch.testing.assert_close(layer(x), 2 * (y - bias) + bias)
     assert taken() == 4
+
+
+@pytest.mark.parametrize("moved", ["vq_signs", "vq_scale", "vq_codebook", "bias"])
+def test_the_layer_finds_tensors_wherever_they_are(moved):
+    scheme, tensors = stored()
+    layer = VQLinear(256, 24, True, scheme)
+    for key, tensor in tensors.items():
+        getattr(layer, layer.attributes[key]).data = tensor.clone()
+    layer.bias.data = torch.randn(24)
+    x = torch.randn(1, 256)
+    with torch.no_grad():
+        y = layer(x)
+        held = layer._parameters if moved in layer._parameters else layer._buffers
+        layer.__dict__[moved] = held.pop(moved)
+        assert torch.equal(layer(x), y)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +227,7 @@ def test_the_environment_and_new_rows_are_seen(monkeypatch):
         assert torch.equal(ops.linear(x, tensors, None, scheme), ours)
     finally:
         monkeypatch.undo()
-        dispatch._select.cache_clear()
-        dispatch._direct.cache_clear()
+        dispatch.forget()
     assert torch.equal(ops.linear(x, tensors, None, scheme), fast)
 
 
@@ -226,10 +240,10 @@ def test_an_error_of_the_kernel_is_that_of_the_row(monkeypatch):
 
     monkeypatch.setattr(torch_ops, "cpu_linear", lambda: lambda *arguments: None)
     monkeypatch.setattr(native.load(), "hf_vq_linear", no_memory)
-    dispatch._direct.cache_clear()
+    dispatch.forget()
     with pytest.raises(MemoryError, match="linear"):
         ops.linear(torch.randn(1, 256), tensors, None, scheme)
-    dispatch._direct.cache_clear()
+    dispatch.forget()
 
 
 def test_gradients_pass_through_the_differentiable_op(taken):

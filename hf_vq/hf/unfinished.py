@@ -1,0 +1,161 @@
+"""A calibration on disk while it runs: killed at any point, it goes on after its last whole block.
+
+    text.safetensors        token ids, and what is calibrated: model, scheme, text, options
+    block-3.safetensors     codes of block 3
+    hidden-4.safetensors    hidden states of the text between blocks 3 and 4, written before it
+
+Every file is written whole or not at all. What is read is what was written, so the result is that
+of a run that was not killed, bit by bit. The file `lock` is locked while a process is at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..cache.stored import read, write
+from ..errors import VQCalibrationError
+from ..fit import FittedWeight
+from .folder import lock
+
+VERSION = 1
+_KEY = "hf_vq_calibration"
+
+
+@dataclass
+class CodedBlock:
+    """What became of the layers of one block.
+
+    Args:
+        fitted: by name.
+        fallbacks: what was done otherwise than asked, by name.
+    """
+
+    fitted: dict[str, FittedWeight] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def unfinished(folder: str | None, identity: dict[str, Any]) -> Iterator[Unfinished]:
+    """The folder of one calibration, for one process at a time.
+
+    Args:
+        folder: created if it is not there; None keeps nothing.
+        identity: JSON that must be equal for work to be taken up again.
+
+    Raises:
+        VQCalibrationError: the folder holds the calibration of something else, is used by another
+            process, or cannot be written.
+        VQFormatError: a file in it is damaged.
+    """
+    if folder is None:
+        yield Unfinished(None, identity)
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        held = (Path(folder) / "lock").open("ab")
+    except OSError as error:
+        raise VQCalibrationError(f"cannot write to {folder}: {error.strerror}.") from None
+    with held:
+        if lock(held) is False:
+            raise VQCalibrationError(
+                f"another process calibrates in {folder}. Wait for it, or give another folder."
+            )
+        yield Unfinished(folder, identity)
+
+
+class Unfinished:
+    """What a calibration keeps in its folder: see `unfinished`."""
+
+    def __init__(self, folder: str | None, identity: dict[str, Any]) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.identity = identity
+        if self.folder is None:
+            return
+        for left in self.folder.glob(".*.safetensors.*"):  # of a process that was killed
+            left.unlink()
+        self._text = self.folder / "text.safetensors"
+        if self._text.exists():
+            old = _read(self._text)[0]["identity"]
+            changed = [key for key, value in identity.items() if old.get(key) != value]
+            if changed:
+                raise VQCalibrationError(
+                    f"{folder} holds an unfinished calibration of something else "
+                    f"({', '.join(changed)} differ). Delete it, or give another folder."
+                )
+
+    def tokens(self, make: Callable[[], Tensor]) -> Tensor:
+        """The token ids that were kept, else what `make` returns."""
+        if self.folder is None:
+            return make()
+        if not self._text.exists():
+            ids = make()
+            for what in ("block", "hidden"):  # of a folder that was not removed as a whole
+                for left in self.folder.glob(f"{what}-*.safetensors"):
+                    left.unlink()
+            _write(self._text, {"ids": ids}, identity=self.identity)
+        return _read(self._text)[1]["ids"]
+
+    def block(self, index: int) -> CodedBlock | None:
+        """What was kept of a block; None if it is still to be done."""
+        path, before = self._path("block", index), self._path("hidden", index)
+        if path is None or before is None or not path.exists():
+            return None
+        before.unlink(missing_ok=True)  # if the process was killed just before that
+        about, tensors = _read(path)
+        done = CodedBlock(fallbacks=about["fallbacks"])
+        for name, (relative, output) in about["errors"].items():
+            keys = {key: f"{name}:{key}" for key in about["keys"][name]}
+            own = {key: tensors[stored] for key, stored in keys.items()}
+            done.fitted[name] = FittedWeight(own, relative, output)
+        return done
+
+    def hidden(self, index: int, current: list[Tensor]) -> list[Tensor]:
+        """Hidden states that were kept after the block before `index`, where `current` are."""
+        path = self._path("hidden", index)
+        assert path is not None, "without a folder no block is taken up"
+        if not path.exists():
+            raise VQCalibrationError(
+                f"{path} is missing, so block {index} cannot be calibrated. Delete the folder."
+            )
+        kept = _read(path)[1]
+        return [kept[str(row)].to(hidden.device) for row, hidden in enumerate(current)]
+
+    def keep(self, index: int, done: CodedBlock, hidden: list[Tensor]) -> None:
+        """Keep a block that is done, and the hidden states after it; none after the last."""
+        block, before = self._path("block", index), self._path("hidden", index)
+        after = self._path("hidden", index + 1)
+        if block is None or before is None or after is None:
+            return
+        if hidden:
+            _write(after, {str(row): part for row, part in enumerate(hidden)})
+        tensors = {
+            f"{name}:{key}": tensor
+            for name, fitted in done.fitted.items()
+            for key, tensor in fitted.tensors.items()
+        }
+        _write(
+            block,
+            tensors,
+            fallbacks=done.fallbacks,
+            keys={name: list(fitted.tensors) for name, fitted in done.fitted.items()},
+            errors={n: [f.relative_error, f.output_error] for n, f in done.fitted.items()},
+        )
+        before.unlink(missing_ok=True)
+
+    def _path(self, what: str, index: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"{what}-{index}.safetensors"
+
+
+def _write(path: Path, tensors: dict[str, Tensor], **about: Any) -> None:
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write(path, whole, _KEY, {"format_version": VERSION, **about})
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return read(path, _KEY, VERSION, "part of a calibration", "a calibration of hf_vq")

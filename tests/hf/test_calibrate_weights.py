@@ -1,0 +1,390 @@
+"""Calibration of weights: what is heard, in which order, what is kept on disk, what is refused."""
+
+import json
+import os
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import CONFIGS
+from torch import nn
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+
+from hf_vq.errors import VQCalibrationError, VQConfigError, VQError
+from hf_vq.fit.ldlq import Feedback
+from hf_vq.hf import VQConfig, calibrate_weights
+from hf_vq.hf.blocks import Blocks, find_blocks
+from hf_vq.hf.moments import Listener
+from hf_vq.hf.text import find_text, sample_text, spread
+from hf_vq.hf.unfinished import unfinished
+
+CALIBRATION = {"text": "model", "tokens": 256, "context": 32}
+DENSE_EXPERTS = {"qwen3-moe", "gpt-oss"}
+
+
+@pytest.fixture
+def calibrate(dense):
+    """`calibrate("llama", "vq-2", resume=...)`: a model calibrated on its own words."""
+
+    def load(name="llama", scheme="vq-2", config=None, **options):
+        config = config or VQConfig(scheme, calibration={**CALIBRATION, **options})
+        return AutoModelForCausalLM.from_pretrained(dense(name), quantization_config=config)
+
+    return load
+
+
+def written(model):
+    return sample_text(model, 8, 32)
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return torch.cat([model(row[None]).logits for row in ids]).double()
+
+
+@pytest.mark.filterwarnings("ignore:vq-2 loses much quality")
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - DENSE_EXPERTS))
+def test_models_come_closer_and_come_back(name, dense, calibrate, tmp_path):
+    original = AutoModelForCausalLM.from_pretrained(dense(name))
+    plain = AutoModelForCausalLM.from_pretrained(dense(name), quantization_config=VQConfig("vq-2"))
+    model = calibrate(name)
+    ids = written(original)
+    exact = logits(original, ids)
+    errors = [(logits(other, ids) - exact).square().mean() for other in (model, plain)]
+    assert errors[0] < 0.8 * errors[1]
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    old, new = model.state_dict(), again.state_dict()
+    assert old.keys() == new.keys() == plain.state_dict().keys()
+    assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+def test_what_is_recorded(calibrate, dense, tmp_path):
+    config = VQConfig("vq-3", calibration={**CALIBRATION, "resume": str(tmp_path / "work")})
+    model = calibrate(config=config)
+    assert config.provenance is None and "resume" in config.calibration, "the user's is left alone"
+    found = model.config.quantization_config
+    assert found.calibration == {"text": "model", "tokens": 256, "context": 32, "damping": 0.01}
+    about = found.provenance["calibration"]
+    assert about["fallbacks"] == {} and about["output_error"].keys() == set(
+        found.provenance["relative_error"]
+    )
+    assert all(0 < error < 0.03 for error in about["output_error"].values())
+    model.save_pretrained(tmp_path / "saved")
+    stored = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert VQConfig.from_dict(stored).to_dict() == found.to_dict()
+    assert str(tmp_path) not in (tmp_path / "saved" / "config.json").read_text()
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "calibrated on | what the model writes by itself, 256 tokens" in card
+    assert "error of a layer's outputs on it" in card
+
+
+def test_moments_are_those_of_quantized_blocks(calibrate, dense, monkeypatch):
+    """Heard in the finished model: before its attention, a block has inputs from codes only."""
+    heard = {}
+
+    class Kept(Feedback):
+        def __init__(self, moments, *args, where, **options):
+            heard[where] = moments.clone()
+            super().__init__(moments, *args, where=where, **options)
+
+    monkeypatch.setattr(calibrate_weights, "Feedback", Kept)
+    model = calibrate().dequantize()
+    sites = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
+    assert list(heard) == [f"model.layers.{i}.{site}" for i in (0, 1) for site in sites]
+    inputs = []
+    layer = model.model.layers[1].self_attn.k_proj
+    layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
+    logits(model, written(AutoModelForCausalLM.from_pretrained(dense("llama"))))
+    x = torch.cat(inputs)
+    torch.testing.assert_close(
+        heard["model.layers.1.self_attn.q_proj"], x.T @ x / len(x), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_a_listener_tells_inputs_apart():
+    layers = {name: nn.Linear(4, 3) for name in ("q", "k", "o", "unused")}
+    listener = Listener()
+    x, y = torch.randn(2, 5, 4), torch.randn(2, 5, 4)
+    for shared, other in zip(x, y, strict=True):
+        with listener.listening(layers):
+            layers["q"](shared)
+            layers["k"](input=shared)
+            layers["o"](other)
+    with listener.listening(layers):
+        layers["unused"](x[:, :0])  # an expert that no token was sent to
+    layers["unused"](x)
+    assert [site.layers for site in listener.sites] == [["q", "k"], ["o"]]
+    for site, inputs in zip(listener.sites, (x, y), strict=True):
+        assert site.tokens == 10
+        torch.testing.assert_close(site.moments, torch.einsum("bti,btj->ij", inputs, inputs) / 10)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing that catches errors sees it."""
+
+
+def test_killed_at_any_point_it_goes_on(calibrate, tmp_path, monkeypatch):
+    """Before and after every file of it, with what a killed writer leaves behind."""
+    whole = calibrate()
+    replace, folder = os.replace, tmp_path / "work"
+    calls = []
+
+    def dying(source, target, before, at):
+        calls.append(target)
+        if target.name == at and before:
+            raise Killed
+        replace(source, target)
+        if target.name == at:
+            raise Killed
+
+    def check(model):
+        old, new = whole.state_dict(), model.state_dict()
+        assert all(torch.equal(old[key], new[key]) for key in old)
+        same = (m.config.quantization_config.to_dict() for m in (whole, model))
+        assert next(same) == next(same)
+        assert {path.name for path in folder.iterdir()} == {
+            "lock", "text.safetensors", "block-0.safetensors", "block-1.safetensors",
+        }  # fmt: skip
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda s, t: dying(s, t, False, 0))
+        check(calibrate(resume=str(folder)))
+    files = [path.name for path in calls]
+    assert files == ["text.safetensors", "hidden-1.safetensors", "block-0.safetensors",
+                     "block-1.safetensors"]  # fmt: skip
+    shutil.rmtree(folder)
+    for name in files:  # each run goes on from the one before it
+        for before in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "replace", lambda s, t, b=before, n=name: dying(s, t, b, n))
+                with pytest.raises(Killed):
+                    calibrate(resume=str(folder))
+            (folder / ".block-0.safetensors.0123").write_bytes(b"half a file")
+    check(calibrate(resume=str(folder)))
+
+
+def test_work_on_something_else_is_not_taken_up(calibrate, tmp_path):
+    folder = str(tmp_path / "work")
+    calibrate(resume=folder)
+    with pytest.raises(VQCalibrationError, match=r"something else \(scheme differ\)\. Delete it"):
+        calibrate(scheme="vq-3", resume=folder)
+    with pytest.raises(VQCalibrationError, match="tokens, damping differ"):
+        calibrate(tokens=128, damping=0.1, resume=folder)
+    with pytest.raises(VQCalibrationError, match="layers, weights differ"):
+        calibrate("gpt2", resume=folder)
+    with unfinished(folder, {}), pytest.raises(VQCalibrationError, match="another process"):
+        calibrate(resume=folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(VQCalibrationError, match="cannot write"):
+        calibrate(resume=str(tmp_path / "file" / "work"))
+    (tmp_path / "work" / "block-1.safetensors").write_bytes(b"damaged")
+    with pytest.raises(VQError, match=r"block-1.safetensors cannot be read"):
+        calibrate(resume=folder)
+    (tmp_path / "work" / "block-1.safetensors").unlink()
+    with pytest.raises(VQCalibrationError, match=r"hidden-1.safetensors is missing.*Delete"):
+        calibrate(resume=folder)
+    (tmp_path / "work" / "text.safetensors").unlink()  # killed while the folder was removed
+    again = calibrate(scheme="vq-3", resume=folder).state_dict()
+    assert all(
+        torch.equal(part, again[key])
+        for key, part in calibrate("llama", "vq-3").state_dict().items()
+    )
+
+
+def test_layers_outside_of_blocks_and_those_never_called(dense, monkeypatch):
+    """They are quantized without data; the latter is recorded."""
+    kind = type(AutoModelForCausalLM.from_pretrained(dense("llama")))
+    build = kind.__init__
+
+    def extended(self, config):
+        build(self, config)
+        self.adapter = nn.Linear(64, 64)
+        self.model.layers[1].spare = nn.Linear(64, 64)
+
+    monkeypatch.setattr(kind, "__init__", extended)
+    model = kind(AutoModelForCausalLM.from_pretrained(dense("llama")).config)
+    state = model.state_dict()
+    config = VQConfig("vq-4", calibration=CALIBRATION)
+    found = kind.from_pretrained(
+        None, config=model.config, state_dict=state, quantization_config=config
+    )
+    about = found.config.quantization_config.provenance
+    assert about["calibration"]["fallbacks"] == {
+        "model.layers.1.spare": "was not reached by the text: quantized without calibration"
+    }
+    assert {"adapter", "model.layers.1.spare"} < set(about["relative_error"])
+    assert not {"adapter", "model.layers.1.spare"} & set(about["calibration"]["output_error"])
+
+
+@pytest.mark.parametrize("name", sorted(DENSE_EXPERTS))
+def test_fused_experts_are_refused_by_name(name, calibrate):
+    with pytest.raises(VQCalibrationError, match=r"layers\.0\.mlp\.experts .*modules_to_not_conv"):
+        calibrate(name)
+    config = VQConfig("vq-4", modules_to_not_convert=["experts"], calibration=CALIBRATION)
+    assert calibrate(name, config=config).config.quantization_config.provenance["calibration"]
+
+
+def test_models_that_cannot_be_calibrated(dense, tmp_path):
+    config = VQConfig("vq-4", calibration=CALIBRATION)
+    t5 = T5Config(
+        d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, vocab_size=96,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
+    with pytest.raises(VQCalibrationError, match="no decoder of equal blocks"):
+        T5ForConditionalGeneration.from_pretrained(tmp_path / "t5", quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(dense("llama"))
+    assert find_blocks(model, ["model.layers.0.mlp.up_proj", "lm_head"]) == "model.layers"
+    ids = torch.arange(64).reshape(2, 32)
+    attend = model.model.layers[1].forward
+    model.model.layers[1].forward = lambda hidden, **kwargs: attend(hidden, **kwargs)
+    assert len(Blocks(model, "model.layers", ids)) == 2
+    positions = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: positions(x, position_ids + x.sum())
+    with pytest.raises(VQCalibrationError, match="gives block 0 more than hidden states"):
+        Blocks(model, "model.layers", ids)
+    model.model.rotary_emb.forward = positions
+    model.model.layers = nn.ModuleList([*model.model.layers, model.model.layers[0]])
+    model.config.num_hidden_layers = 3
+    with pytest.raises(VQCalibrationError, match="calls them in the order"):
+        Blocks(model, "model.layers", ids)
+
+
+class Passing(nn.Module):
+    """A model that gives a block the second of what the block before it returned."""
+
+    class Block(nn.Module):
+        def forward(self, hidden, other=None):
+            return hidden + 1, hidden if other is None else other
+
+    def __init__(self, name):
+        super().__init__()
+        self.embed, self.blocks, self.name = nn.Embedding(8, 4), nn.ModuleList(), name
+        self.blocks.extend([self.Block(), self.Block()])
+        self.device = torch.device("cpu")
+
+    def forward(self, ids, use_cache):
+        hidden, other = self.embed(ids), None
+        for block in self.blocks:
+            passed = {"other": other} if self.name == "other" else {}
+            hidden, other = block(hidden, **passed) if self.name else block(x=hidden)
+        return hidden
+
+
+def test_blocks_that_hand_more_than_hidden_states_to_each_other():
+    ids = torch.arange(6).reshape(2, 3)
+    with pytest.raises(VQCalibrationError, match="gives block 1 more than hidden states of anoth"):
+        Blocks(Passing("other"), "blocks", ids)
+    with pytest.raises(VQCalibrationError, match="gives block 0 no hidden states"):
+        Blocks(Passing(""), "blocks", ids)
+    assert len(Blocks(Passing("nothing"), "blocks", ids)) == 2
+
+
+def test_inputs_that_are_not_finite(dense, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(dense("llama"))
+    model.model.layers[1].input_layernorm.weight.data[3] = torch.nan
+    sampled = sample_text(AutoModelForCausalLM.from_pretrained(dense("llama")), 8, 32)
+    model.save_pretrained(tmp_path / "model")
+    config = VQConfig("vq-4", calibration=CALIBRATION)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate_weights, "sequences_of", lambda *args, **kwargs: sampled)
+        with pytest.raises(VQCalibrationError, match=r"layers\.1\.self_attn\.q_proj hold NaN"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=config)
+    with pytest.raises(VQCalibrationError, match=r"cannot write a text: its logits hold NaN"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=config)
+
+
+def test_pieces_of_a_long_text_begin_inside_it():
+    """In float32 the last one would begin after the end."""
+    assert spread(2**25, 64)[[0, -1]].tolist() == [0, 2**25 - 1]
+    assert spread(5, 1).tolist() == [0] and spread(3, 3).tolist() == [0, 1, 2]
+
+
+def test_texts(dense, calibrate, tmp_path, monkeypatch):
+    with pytest.raises(VQCalibrationError, match=r"'no.txt' is no file.*pip install datasets"):
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        calibrate(text="no.txt")
+    file = tmp_path / "some.txt"
+    file.write_text("It was the best of times.")
+    with pytest.raises(VQCalibrationError, match=r"needs the tokenizer of .*text='model'"):
+        calibrate(text=str(file))
+    with pytest.raises(VQCalibrationError, match="more than the 64 tokens"):
+        calibrate(context=128)
+    with pytest.raises(VQCalibrationError, match="there is no device 'nonsense' for calibration"):
+        calibrate(device="nonsense")
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return [{"text": "one"}, {"text": "two"}, {"text": "three"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    text, facts = find_text("someone/books:english:test", 5)
+    assert text == "one\n\ntwo" and facts["text"] == "someone/books:english:test"
+    assert asked == [(("someone/books", "english"), {"split": "test", "streaming": True})]
+    monkeypatch.setitem(
+        sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *a, **k: [{"words": ""}])
+    )
+    with pytest.raises(VQCalibrationError, match=r"neither a file nor a data set.*KeyError"):
+        find_text("someone/books", 5)
+    found = find_text(str(file), 5)
+    assert found[0] == "It was the best of times." and found[1]["text"] == "some.txt"
+
+
+@pytest.mark.parametrize(
+    ("calibration", "message"),
+    [
+        (3, "must be a text file"),
+        ("", "must be a name or a path"),
+        ({}, "calibration\\['text'\\] must be a name"),
+        ({"text": "a", "token": 3}, "no option 'token'. Known: text, tokens"),
+        ({"text": "a", "tokens": 3}, "tokens'\\] must be an integer in \\[16"),
+        ({"text": "a", "context": 3}, "context'\\] must be"),
+        ({"text": "a", "damping": 0}, "above 0 and at most 1; got 0"),
+        ({"text": "a", "resume": 4}, "resume'\\] must be a name or a path"),
+    ],
+)
+def test_options(calibration, message):
+    with pytest.raises(VQConfigError, match=message):
+        VQConfig("vq-4", calibration=calibration)
+
+
+def test_schemes_that_cannot_be_calibrated_say_so():
+    for scheme in ("aqlm-2", "gptvq-2", "turboquant-4+4"):
+        with pytest.raises(VQConfigError, match=r"cannot be calibrated yet.*leave calibration out"):
+            VQConfig(scheme, calibration="text.txt")
+
+
+def test_two_bits_with_a_text_are_not_warned_about(recwarn, tmp_path):
+    config = VQConfig("vq-2", calibration=tmp_path / "text.txt")
+    assert not recwarn.list and config.calibration["text"] == str(tmp_path / "text.txt")
+
+
+def test_offloaded_weights_are_refused(dense, tmp_path):
+    pytest.importorskip("accelerate")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {"lm_head": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    config = VQConfig("vq-4", calibration=CALIBRATION)
+    with pytest.raises(VQCalibrationError, match=r"layers\.1\..* is offloaded.*\"device\""):
+        AutoModelForCausalLM.from_pretrained(
+            dense("llama"),
+            quantization_config=config,
+            device_map=places,
+            offload_folder=tmp_path,
+        )
+
+
+@pytest.mark.gpu
+def test_blocks_travel_to_a_gpu(calibrate):
+    """Memory holds the model, the GPU a block at a time; near ties may differ from a CPU's."""
+    model, there = calibrate(), calibrate(device="cuda")
+    assert next(there.parameters()).device.type == "cpu"
+    a, b = model.state_dict(), there.state_dict()
+    assert a.keys() == b.keys() and all(a[key].shape == b[key].shape for key in a)
+    errors = (m.config.quantization_config.provenance["calibration"]["output_error"]
+              for m in (model, there))  # fmt: skip
+    for one, other in zip(*(found.values() for found in errors), strict=True):
+        assert one == pytest.approx(other, rel=0.05)

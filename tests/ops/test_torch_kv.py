@@ -1,0 +1,139 @@
+"""`hf_vq::cpu_append` and `hf_vq::cpu_attention`: rows of the CPU without Python, and what they do
+not take."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_vq import VQCache, ops
+from hf_vq.backends import cpu_attention, native, torch_ops
+from hf_vq.cache.codebooks import learned
+from hf_vq.formats.catalog import kv_scheme
+from hf_vq.ops import dispatch
+from hf_vq.ops.attention import attention
+from hf_vq.ops.library import parse
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+DIM = 32
+
+
+def filled(tokens, *, scheme="u4", dtype=torch.bfloat16, batch=1, heads=2, crop=0):
+    """The first layer of a cache, and what its attention of one token reads."""
+    config = LlamaConfig(
+        num_hidden_layers=1, hidden_size=DIM * 4, num_attention_heads=4,
+        num_key_value_heads=heads, head_dim=DIM,
+    )  # fmt: skip
+    cache = VQCache(config, scheme, window=8, sinks=2)
+    cache.update(*torch.randn(2, batch, heads, tokens, DIM).to(dtype), 0)
+    if crop:
+        cache.crop(-crop)
+    cache.update(*torch.randn(2, batch, heads, 1, DIM).to(dtype), 0)
+    return cache.layers[0].keys.update.cached._replace(fresh=1)
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Call a function with the rows in Python only."""
+
+    def call(function, *arguments, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_ops, "cpu_append", lambda: None)
+            patch.setattr(torch_ops, "cpu_attention", lambda: None)
+            dispatch.forget()
+            found = function(*arguments, **options)
+        dispatch.forget()
+        return found
+
+    return call
+
+
+def directly(query, cached, scaling=0.2, softcap=0.0):
+    c = cached
+    asked = ops.Problem(
+        "attention", "cpu", str(query.dtype)[6:], f"{c.key_scheme} {c.value_scheme}",
+        1, 1, c.tail_k.shape[3], c.tail_v.shape[3], f"{c.key_layout} {c.value_layout}",
+    )  # fmt: skip
+    return dispatch.direct(asked)(query, cached, scaling, softcap)
+
+
+@pytest.mark.parametrize("scheme", ["u4", "u3", "u2", "k4v2"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("tokens", "crop"), [(1, 0), (9, 0), (300, 0), (700, 20)])
+def test_attention_is_that_of_the_row(scheme, dtype, tokens, crop, without):
+    cached = filled(tokens, scheme=scheme, dtype=dtype, batch=2, crop=crop)
+    for queries in (torch.randn(2, 4, 1, DIM), torch.randn(2, 1, 4, DIM).transpose(1, 2)):
+        query = queries.to(dtype)
+        out = directly(query, cached)
+        if out is None:  # the row does not run this scheme
+            assert scheme == "u3"
+            continue
+        assert torch.equal(attention(query, cached, scaling=0.2), out)
+        row = without(attention, query, cached, scaling=0.2)
+        assert torch.equal(out, row) and out.stride() == row.stride() and out.dtype == row.dtype
+        capped = without(attention, query, cached, scaling=0.2, softcap=5.0)
+        assert torch.equal(directly(query, cached, softcap=5.0), capped)
+
+
+@pytest.mark.parametrize("scheme", ["u4", "u2"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("mean", [False, True])
+def test_append_is_that_of_the_row(scheme, dtype, mean, without):
+    cached = filled(300, scheme=scheme)
+    x = torch.randn(1, 2, 7, DIM).to(dtype)
+    for side in "kv":
+        part = parse(getattr(cached, "key_scheme" if side == "k" else "value_scheme"))
+        layout = cached.key_layout if side == "k" else cached.value_layout
+        book = cached.codebook_k if side == "k" else cached.codebook_v
+        middle = torch.randn(1, 2, 1, DIM) if mean else None
+        made = []
+        for call in (lambda f, *a: f(*a), without):
+            codes = getattr(cached, f"{side}_codes").clone()
+            scale = getattr(cached, f"{side}_scale").clone()
+            call(ops.append_kv, x, middle, book, codes, scale, 250, part.spec(), layout)
+            made.append((codes, scale))
+        assert torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][1], made[1][1])
+        assert not torch.equal(made[0][0], getattr(cached, f"{side}_codes"))
+
+
+def test_learned_codebooks_lie_per_head(without):
+    scheme = kv_scheme("cq-4")
+    assert learned(scheme.key)
+    part = scheme.key
+    heads, layout = 2, cpu_attention.key_layout(part)
+    book = torch.randn(heads, DIM // part.vector_size, 1 << part.entry_bits, part.vector_size)
+    x = torch.randn(1, heads, 3, DIM)
+    made = []
+    for call in (lambda f, *a: f(*a), without):
+        tape = torch.zeros(1, heads, 1, DIM // part.vector_size * 32 * part.entry_bits)
+        codes, scale = tape.byte(), torch.zeros(1, heads, 256, 0).half()
+        call(ops.append_kv, x, None, book.half(), codes, scale, 5, part.spec(), layout)
+        made.append(codes)
+    assert torch.equal(*made) and made[0].any()
+
+
+def test_the_ops_refuse_what_does_not_belong_together():
+    cached, query = filled(300), torch.randn(1, 4, 1, DIM).bfloat16()
+    assert directly(query, cached) is not None
+    wrong = {
+        "coded": cached.k_codes.shape[2] * 256 + 1, "k_first": -1, "tail_start": -1,
+        "k_codes": cached.k_codes[:, :, :1], "v_codes": cached.v_codes[:, :1],
+        "k_scale": cached.k_scale[:, :, :100], "v_scale": cached.v_scale.float(),
+        "codebook_k": cached.codebook_k[:, :100].contiguous(), "sink_v": cached.sink_v[:, :, :1],
+        "codebook_v": cached.codebook_v.float(), "tail_k": cached.tail_k[..., :16],
+        "tail_v": cached.tail_v.double(), "k_mean": torch.zeros(1, 1, 1, DIM),
+    }  # fmt: skip
+    for name, value in wrong.items():
+        assert directly(query, cached._replace(**{name: value})) is None, name
+    for other in (query[..., :16], query[:, :3], query.repeat(2, 1, 1, 1), query[:, :, :0]):
+        assert directly(other, cached) is None
+    tape = cached.k_codes, cached.k_scale
+    shape = cpu_attention._shape_tensor(cached.key_scheme, DIM, cached.key_layout)
+    x, none = torch.randn(1, 2, 3, DIM), torch.empty(0)
+    op, held = torch_ops.cpu_append(), cached.k_codes.shape[2] * 256
+    assert op(x, none, cached.codebook_k, *tape, shape, held - 3) is not None
+    for at in (-1, held - 2):
+        assert op(x, none, cached.codebook_k, *tape, shape, at) is None
+    assert op(x, none, cached.codebook_k, *tape, shape.long(), 0) is None
+    assert op(x[..., :16], none, cached.codebook_k, *tape, shape, 0) is None
+    assert op(none, none, none, none, none, none, 0) is None
