@@ -70,13 +70,16 @@ def tinybooks() -> Path:
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., str]:
-    """Run Python code in a fresh process and an empty folder; its stdout, or a failure."""
+    """Run Python code in a fresh process and an empty folder; its stdout, or a failure.
+
+    It keeps its bytecode, as an installed package does, even where pytest's process may not.
+    """
 
     def run(code: str, **env: str) -> str:
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd=tmp_path,
-            env={**os.environ, **env},
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **env},
             capture_output=True,
             text=True,
             timeout=300,
