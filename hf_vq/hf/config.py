@@ -145,9 +145,13 @@ class VQConfig(QuantizationConfigMixin):
 
     def scheme_of(self, name: str) -> VQScheme:
         """The scheme of a layer to quantize: that of its name, or of the first entry it matches."""
+        return self.asked_of(name) or self.vq_scheme
+
+    def asked_of(self, name: str) -> VQScheme | None:
+        """The same, but None where `layers` say nothing of it."""
         layers = self.layers or {}
         found = layers.get(name) or next((layers[e] for e in layers if matches(name, e)), None)
-        return self.vq_scheme if found is None else VQScheme.parse(found)
+        return None if found is None else VQScheme.parse(found)
 
     def stored_scheme(self, *names: str) -> VQScheme:
         """The scheme of a layer of a checkpoint, by any of its names: `layers` has full ones."""

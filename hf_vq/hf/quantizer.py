@@ -113,8 +113,10 @@ class VQHfQuantizer(HfQuantizer):
         wanted = {name: config.scheme_of(name) for name in names if name not in left}
         if config.layers is not None:
             check_entries("layers", config.layers, list(wanted), model)
-            other = {name: s for name, s in wanted.items() if s != config.vq_scheme}
-            config.use({name: scheme.spec() for name, scheme in other.items()})
+            asked = {name: scheme for name in wanted if (scheme := config.asked_of(name))}
+            if config.target_bits is None:
+                asked = {name: s for name, s in asked.items() if s != config.vq_scheme}
+            config.use({name: scheme.spec() for name, scheme in asked.items()})
         return wanted
 
     def _wanted_stored(self, model: Any) -> dict[str, VQScheme]:
