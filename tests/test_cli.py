@@ -115,7 +115,7 @@ def test_header_arithmetic(length, name):
         )
         for key, spec in specs.items()
     ]
-    storage = file_storage(entries, scheme)
+    storage = file_storage(entries, lambda layer: scheme)
     assert storage.weights == 24 * length and not storage.kept
     total = sum(torch.Size(s.shape).numel() * s.dtype.itemsize for s in specs.values())
     assert storage.nbytes == total

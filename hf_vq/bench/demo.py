@@ -149,7 +149,8 @@ def _one_scheme(
     plain = score(model_forward(reloaded), reference, BATCH)
     with_cache = model_forward(reloaded, new_cache, prompt=reference.skip, chunk=CHUNK)
     cached = score(with_cache, reference, len(reference.sequences))  # weights are decoded per step
-    storage = file_storage(read_headers(saved), _scheme_of(saved))
+    stored = reloaded.config.quantization_config.vq_scheme
+    storage = file_storage(read_headers(saved), lambda layer: stored)
     quality = [plain.to_dict(), cached.to_dict()]
     return _rows(scheme, storage.nbytes, storage.bits_per_weight, apart, quality)
 
@@ -259,9 +260,3 @@ def default_text(model: str) -> str:
             "give --text."
         )
     return text
-
-
-def _scheme_of(model: str) -> Any:
-    from ..formats.scheme import VQScheme
-
-    return VQScheme.from_dict(read_config(model)["quantization_config"]["scheme"])

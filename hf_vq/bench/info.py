@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import VQFormatError
 from ..formats.catalog import scheme_name
 from ..formats.scheme import VQScheme
+from ..hf.config import VQConfig
 from .show import significant, text_table
 from .storage import Kind, file_storage, kind_of, read_config, read_headers
 
@@ -21,8 +24,9 @@ def describe(model: str) -> dict[str, Any]:
     config = read_config(model)
     quantization = config.get("quantization_config") or {}
     is_vq = isinstance(quantization, dict) and quantization.get("quant_method") == "vq"
-    scheme = VQScheme.from_dict(quantization.get("scheme") or {}) if is_vq else None
-    storage = file_storage(read_headers(model), scheme)
+    stored = VQConfig.from_dict(quantization) if is_vq else None
+    scheme = None if stored is None else stored.vq_scheme
+    storage = file_storage(read_headers(model), None if stored is None else _finder(stored))
     if scheme is not None and not storage.weights:
         raise VQFormatError(
             f"the config.json of {model} says scheme {scheme.spec()}, but no file holds codes; "
@@ -39,6 +43,7 @@ def describe(model: str) -> dict[str, Any]:
         "quant_method": quantization.get("quant_method") if quantization else None,
         "scheme": None if scheme is None else scheme_name(scheme) or scheme.spec(),
         "spec": None if scheme is None else scheme.spec(),
+        "layers": quantization.get("layers") if is_vq else None,
         "format_version": quantization.get("format_version") if is_vq else None,
         "bits_per_weight": round(storage.bits_per_weight, 4),
         "bits_per_parameter": round(storage.bits_per_parameter, 4),
@@ -51,6 +56,11 @@ def describe(model: str) -> dict[str, Any]:
         "output_error": mean_errors(output_errors),
         "provenance": provenance,
     }
+
+
+def _finder(config: VQConfig) -> Callable[[str], VQScheme]:
+    """The scheme of a layer by name; of experts, the tensors are counted one by one."""
+    return lambda layer: config.stored_scheme(layer, layer.rpartition(".")[0])
 
 
 def show(found: dict[str, Any]) -> str:
@@ -68,6 +78,10 @@ def show(found: dict[str, Any]) -> str:
         f"bits/parameter    {found['bits_per_parameter']:.4g} (whole model)",
         f"size              {found['bytes'] / 1e6:.2f} MB",
     ]
+    if found["layers"]:
+        counts = Counter(map(VQScheme.parse, found["layers"].values()))
+        others = (f"{scheme_name(s) or s.spec()} in {n}" for s, n in counts.most_common())
+        lines.append(f"layers            {', '.join(others)}, the others as above")
     if found["modules_to_not_convert"]:
         lines.append(f"skipped           {', '.join(found['modules_to_not_convert'])}")
     lines += [f"{key:<17} {value}" for key, value in found["provenance"].items()]

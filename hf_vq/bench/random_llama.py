@@ -59,7 +59,8 @@ def random_llama(
         model = LlamaForCausalLM(config)
     codes = {}
     if scheme is not None:
-        codes = replace_modules(model, weight_scheme(scheme), wanted)
+        stored = weight_scheme(scheme)
+        codes = replace_modules(model, lambda name: stored if wanted(name) else None)
     model.to_empty(device=device)
     model.to(dtype)
     sizes: dict[tuple[int, int], dict[str, Tensor]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,15 +96,18 @@ def model_storage(model: Any) -> Storage:
     return storage
 
 
-def file_storage(entries: Iterable[Entry], scheme: VQScheme | None) -> Storage:
-    """Measure a checkpoint from its headers; `scheme` is that of its config.json, if any.
+def file_storage(entries: Iterable[Entry], scheme_of: Callable[[str], VQScheme] | None) -> Storage:
+    """Measure a checkpoint from its headers.
+
+    Args:
+        scheme_of: the scheme of a layer by name, as its config.json says; None: not quantized.
 
     Raises:
         VQFormatError: the codes of a layer do not fit the scheme.
     """
     named = {entry.name: entry for entry in entries}
     storage = Storage({}, {})
-    owners = _owners(named) if scheme is not None else {}
+    owners = _owners(named) if scheme_of is not None else {}
     for name, entry in named.items():
         layer, part = owners.get(name, ("", ""))
         if name.startswith(SHARED):
@@ -115,8 +118,9 @@ def file_storage(entries: Iterable[Entry], scheme: VQScheme | None) -> Storage:
             kind = storage.quantized.setdefault(kind_of(layer), Kind(kind_of(layer)))
             kind.nbytes += entry.nbytes
             if part == "codes":
-                assert scheme is not None
+                assert scheme_of is not None
                 kind.layers += 1
+                scheme = scheme_of(layer)
                 kind.weights += _weight_count(entry, named[_scale_of(name)], scheme)
     return storage
 

@@ -8,8 +8,8 @@ hidden states, so one pass in which every block returns what it was given finds 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..errors import VQCalibrationError
+from .parts import Part
 
 
 def find_blocks(model: nn.Module, names: Iterable[str]) -> str:
@@ -75,11 +76,47 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    def parts(self, index: int, parts: Iterable[Part]) -> list[Part]:
+        """Those of the dense tensors that lie in block `index`."""
+        start = f"{self.prefix}.{index}."
+        return [part for part in parts if part.layer.startswith(start)]
+
+    @contextmanager
+    def on(self, index: int, device: torch.device | None) -> Iterator[torch.device]:
+        """Keep block `index` on a device for a while (None: where it is); gives that device."""
+        block = self.blocks[index]
+        home = next(block.parameters()).device
+        block.to(device or home)
+        try:
+            yield device or home
+        finally:
+            block.to(home)
+
     def run(self, index: int, hidden: Tensor, device: torch.device) -> Tensor:
         """What block `index`, which is on `device`, makes of `hidden`; where that was."""
         args, kwargs = self._calls[index].with_hidden(hidden)
         args, kwargs = tree_map_only(Tensor, lambda part: part.to(device), (args, kwargs))
         return _hidden_of(self.blocks[index](*args, **kwargs)).to(hidden.device)
+
+    def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """What the model makes of `hidden` [1, tokens, hidden], the output of its last block, for
+        token ids [1, tokens].
+
+        Raises:
+            VQCalibrationError: the model gives no logits.
+        """
+        result = (hidden, *(self._tail or ())) if self._in_tuple else hidden
+        with ExitStack() as stack:
+            for block in self.blocks:
+                stack.callback(replace_forward(block, lambda *args, **kwargs: result))
+            found = getattr(self.model(ids, use_cache=False), "logits", None)
+        if found is None:
+            raise VQCalibrationError(
+                f"{type(self.model).__name__} predicts no words, so its layers' weight in its "
+                "predictions cannot be measured. Load it as AutoModelForCausalLM, or give a scheme "
+                "instead of target_bits."
+            )
+        return found
 
     def _pass(self, ids: Tensor) -> list[_Call]:
         """How each block is called when every block returns what it was given."""
@@ -88,7 +125,7 @@ class Blocks:
         options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         with ExitStack() as stack:
             for index, block in enumerate(self.blocks):
-                stack.callback(_replace_forward(block, self._recorder(index, block, calls)))
+                stack.callback(replace_forward(block, self._recorder(index, block, calls)))
             self.model(ids, use_cache=False, **options)
         order = [call.index for call in calls]
         if order != list(range(len(self.blocks))):
@@ -154,7 +191,7 @@ class _Call:
         return _Call(self.index, *self.with_hidden(None))
 
 
-def _replace_forward(block: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+def replace_forward(block: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Give one module another forward; returns what undoes it."""
     own = block.__dict__.get("forward")
     block.forward = forward

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ from transformers.utils import logging
 from ..errors import VQCalibrationError
 from ..fit import FittedWeight, fit_weight, fixed_tensors
 from ..fit.ldlq import Feedback
-from ..nn.experts import holds_experts
-from ..nn.linear import VQLinear
+from ..formats.scheme import VQScheme
 from ..ops import decode_weight
 from ..ops.codes import rotation_of
+from .allocation import allocation, choices, measure_costs
 from .blocks import Blocks, find_blocks
-from .checkpoint import packaged
 from .config import VQConfig
 from .moments import Listener, Site
 from .operation import Progress
+from .parts import Part, parts_of, replace
 from .text import OWN_WORDS, context_of, find_text, sequences_of
 from .unfinished import CodedBlock, Unfinished, unfinished
 
@@ -43,40 +43,34 @@ class WeightCalibration:
 
     Args:
         model: a decoder, whose weights may still be to come.
-        names: of its layers that are to become codes.
-        config: scheme, seed, search and `calibration`.
+        schemes: of its layers that are to become codes, by name.
+        config: seed, search and `calibration`.
 
     Attributes:
         names: those that are in a block, so that this calibration makes their codes.
 
     Raises:
-        VQCalibrationError: the model has no blocks, or holds fused experts; there is no such text
-            or device.
+        VQCalibrationError: the model has no blocks; there is no such text or device.
         VQSchemeError: a layer's size does not fit the scheme; the message names the layer.
+        VQConfigError: experts in an unknown layout.
     """
 
-    def __init__(self, model: Any, names: Iterable[str], config: VQConfig) -> None:
+    def __init__(self, model: Any, schemes: Mapping[str, VQScheme], config: VQConfig) -> None:
         assert config.calibration is not None
         self.config, self.options = config, config.calibration
         self.text, self.facts = find_text(
             self.options["text"], self.options["tokens"] * _CHARACTERS
         )
         _check_device(self.options.get("device"))
-        names = list(names)
-        self.prefix = find_blocks(model, names)
-        self.names = {name for name in names if name.startswith(f"{self.prefix}.")}
-        self.empty: dict[str, VQLinear] = {}
+        self.prefix = find_blocks(model, schemes)
+        inside = {n: scheme for n, scheme in schemes.items() if n.startswith(f"{self.prefix}.")}
+        self.names, self.schemes = set(inside), inside
+        self.parts: dict[str, Part] = {}
         for name, layer in model.named_modules():
-            if name not in self.names:
-                continue
-            if holds_experts(layer):
-                raise VQCalibrationError(
-                    f"{name} holds fused experts, which cannot be calibrated yet. Leave it dense: "
-                    f"VQConfig(modules_to_not_convert=[{name!r}]), or quantize without calibration."
-                )
-            with torch.device("meta"):
-                new = VQLinear.replacing(layer, config.vq_scheme, seed=config.seed, where=name)
-            self.empty[name] = new.train(layer.training)
+            for part in parts_of(name, layer) if name in self.names else []:
+                self.parts[part.name] = part
+                for scheme in choices(config, name) or [inside[name]]:
+                    part.specs(scheme)
 
     @torch.no_grad()
     def run(self, model: Any, errors: dict[str, float]) -> dict[str, Any]:
@@ -89,31 +83,50 @@ class WeightCalibration:
         Raises:
             VQCalibrationError: the text is too short, a layer's inputs are not finite, weights are
                 offloaded, or `resume` holds the calibration of something else.
+            VQConfigError: the schemes to choose from do not reach `target_bits`.
         """
         self._check_in_memory(model)
-        output_errors: dict[str, float] = {}
-        fallbacks: dict[str, str] = {}
+        facts: dict[str, Any] = {"output_error": {}, "fallbacks": {}}
         with unfinished(self.options.get("resume"), self._identity(model)) as work:
             sequences = work.tokens(lambda: self._sequences(model))
-            for done in self._blocks(model, sequences, work):
+            blocks = Blocks(model, self.prefix, sequences)
+            if self.config.target_bits is not None:
+                facts.update(self._allocate(model, blocks, sequences, work))
+            for done in self._blocks(model, blocks, work):
+                self._replace(model, done)
                 for name, fitted in done.fitted.items():
-                    self._replace(model, name, fitted)
-                    errors[name] = float(f"{fitted.relative_error:.4g}")
+                    errors[name] = _rounded(fitted.relative_error)
                     if not math.isnan(fitted.output_error):
-                        output_errors[name] = float(f"{fitted.output_error:.4g}")
-                fallbacks.update(done.fallbacks)
-        for name, reason in fallbacks.items():
+                        facts["output_error"][name] = _rounded(fitted.output_error)
+                facts["fallbacks"].update(done.fallbacks)
+        for name, reason in facts["fallbacks"].items():
             logger.warning("hf_vq: %s %s", name, reason)
-        facts = dict(self.facts)
-        self.options.update(text=facts.pop("text"), context=sequences.shape[1])
+        known = dict(self.facts)
+        self.options.update(text=known.pop("text"), context=sequences.shape[1])
         for private in ("device", "resume"):
             self.options.pop(private, None)
-        return {**facts, "output_error": output_errors, "fallbacks": fallbacks}
+        return {**known, **facts}
 
-    def _blocks(self, model: Any, sequences: Tensor, work: Unfinished) -> Iterator[CodedBlock]:
+    def _allocate(
+        self, model: Any, blocks: Blocks, sequences: Tensor, work: Unfinished
+    ) -> dict[str, Any]:
+        """Choose the scheme of every layer; what config.json records of that."""
+
+        def measure() -> dict[str, dict[str, float]]:
+            parts = list(self.parts.values())
+            return measure_costs(blocks, sequences, parts, self.config, self._device)
+
+        costs = work.costs(measure)
+        table = allocation(model, list(self.parts.values()), costs, self.config)
+        self.config.use(table)
+        self.schemes = {layer: VQScheme.parse(spec) for layer, spec in table.items()}
+        kld = sum(cost[table[layer]] for layer, cost in costs.items())
+        return {"predicted_kld": _rounded(kld)}
+
+    def _blocks(self, model: Any, blocks: Blocks, work: Unfinished) -> Iterator[CodedBlock]:
         """The codes of one block after the other."""
-        blocks = Blocks(model, self.prefix, sequences)
-        progress = Progress(f"Calibrating {self.config.scheme_name}", len(self.names))
+        what = self.config.target_bits or self.config.scheme_name
+        progress = Progress(f"Calibrating {what}", len(self.parts))
         taken_up = False  # the block before this one was
         try:
             for index in range(len(blocks)):
@@ -135,65 +148,71 @@ class WeightCalibration:
     def _code(self, model: Any, blocks: Blocks, index: int, progress: Progress) -> CodedBlock:
         """Codes of one block; `blocks.hidden` becomes what it returns with them, if another block
         reads it."""
-        block = blocks.blocks[index]
-        home = next(block.parameters()).device
-        device = torch.device(self.options.get("device") or home)
-        start = f"{self.prefix}.{index}."
-        layers = {n: model.get_submodule(n) for n in self.empty if n.startswith(start)}
-        block.to(device)
-        listener = Listener()
-        for hidden in blocks.hidden:
-            with listener.listening(layers):
-                blocks.run(index, hidden, device)
+        parts = blocks.parts(index, self.parts.values())
+        layers = {part.layer: model.get_submodule(part.layer) for part in parts}
         done = CodedBlock()
-        for site in listener.sites:
-            feedback = self._feedback(site, device)
-            for name in site.layers:
-                progress.start(name)
-                done.fitted[name] = self._fit(name, layers[name], feedback)
-                if feedback.damping > self.options["damping"]:
-                    done.fallbacks[name] = f"was calibrated with a damping of {feedback.damping:g}"
-                progress.done()
-            site.total = torch.empty(0)
-        for name in [name for name in layers if name not in done.fitted]:
-            done.fitted[name] = self._fit(name, layers[name], None)
-            done.fallbacks[name] = "was not reached by the text: quantized without calibration"
-        if index + 1 == len(blocks):
-            blocks.hidden = []
-        for row, hidden in enumerate(blocks.hidden):
-            blocks.hidden[row] = blocks.run(index, hidden, device)
-        block.to(home)
+        with blocks.on(index, self._device) as device:
+            listener = Listener()
+            for hidden in blocks.hidden:
+                with listener.listening(layers):
+                    blocks.run(index, hidden, device)
+            for site in listener.sites:
+                feedbacks = Feedbacks(site, self.schemes, self.config.seed, self.options["damping"])
+                for name in site.layers:
+                    progress.start(name)
+                    part = self.parts[name]
+                    done.fitted[name] = self._fit(part, layers[part.layer], feedbacks)
+                    done.fallbacks.update(feedbacks.fallbacks(part))
+                    progress.done()
+                site.release()
+            for part in parts:
+                if part.name not in done.fitted:
+                    done.fitted[part.name] = self._fit(part, layers[part.layer], None)
+                    done.fallbacks[part.name] = (
+                        "was not reached by the text: quantized without calibration"
+                    )
+            if index + 1 == len(blocks):
+                blocks.hidden = []
+            for row, hidden in enumerate(blocks.hidden):
+                blocks.hidden[row] = blocks.run(index, hidden, device)
         return done
 
-    def _feedback(self, site: Site, device: torch.device) -> Feedback:
-        scheme, name = self.config.vq_scheme, site.layers[0]
-        fixed = fixed_tensors(scheme, len(site.total), self.config.seed, device)
-        damping = self.options["damping"]
-        return Feedback(site.moments, scheme, rotation_of(fixed), damping=damping, where=name)
+    def _fit(self, part: Part, module: nn.Module, feedbacks: Feedbacks | None) -> FittedWeight:
+        """Codes of one part, whose matrices are changed to what they decode to."""
+        config, scheme = self.config, self.schemes[part.layer]
+        found = []
+        for index, matrix in enumerate(part.matrices(module)):
+            feedback = None if feedbacks is None else feedbacks.of(part, index)
+            fitted = fit_weight(
+                matrix,
+                scheme,
+                seed=config.seed,
+                where=part.name,
+                search=config.search,
+                feedback=feedback,
+            )
+            norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
+            energy = 0.0 if feedback is None else feedback.energy(matrix)
+            found.append((fitted, norm, energy))
+            fixed = fixed_tensors(scheme, matrix.shape[1], config.seed, matrix.device)
+            decoded = decode_weight({**fixed, **fitted.tensors}, scheme, matrix.shape[1])
+            matrix.copy_(decoded)
+        return found[0][0] if part.count == 1 else _stacked(found)
 
-    def _fit(self, name: str, layer: nn.Module, feedback: Feedback | None) -> FittedWeight:
-        """Codes of one layer, whose weight is changed to what they decode to."""
-        weight, empty, config = layer.weight, self.empty[name], self.config
-        assert isinstance(weight, Tensor)
-        [matrix] = empty.matrices("weight", weight)
-        fitted = fit_weight(
-            matrix,
-            config.vq_scheme,
-            seed=config.seed,
-            where=name,
-            search=config.search,
-            feedback=feedback,
-        )
-        fixed = fixed_tensors(config.vq_scheme, matrix.shape[1], config.seed, matrix.device)
-        decoded = decode_weight({**fixed, **fitted.tensors}, config.vq_scheme, matrix.shape[1])
-        matrix.copy_(decoded)
-        return fitted
+    def _replace(self, model: Any, done: CodedBlock) -> None:
+        """Put VQ modules where the layers of a block were."""
+        layers: dict[str, list[Part]] = {}
+        for name in done.fitted:
+            layers.setdefault(self.parts[name].layer, []).append(self.parts[name])
+        tensors = {name: fitted.tensors for name, fitted in done.fitted.items()}
+        for layer, parts in layers.items():
+            replace(model, parts, tensors, self.schemes[layer], self.config.seed)
 
-    def _replace(self, model: Any, name: str, fitted: FittedWeight) -> None:
-        layer, new = model.get_submodule(name), self.empty.pop(name)
-        new.hold(fitted.tensors, layer.bias)
-        new.fill(packaged([new], self.config.seed))
-        model.set_submodule(name, new.to(layer.weight.device))
+    @property
+    def _device(self) -> torch.device | None:
+        """Where blocks are computed, if not where they are."""
+        name = self.options.get("device")
+        return None if name is None else torch.device(name)
 
     def _sequences(self, model: Any) -> Tensor:
         tokens, context = self.options["tokens"], context_of(model, self.options["context"])
@@ -216,8 +235,8 @@ class WeightCalibration:
             ) from error
 
     def _check_in_memory(self, model: Any) -> None:
-        for name in self.empty:
-            if model.get_submodule(name).weight.is_meta:
+        for name, part in self.parts.items():
+            if model.get_submodule(part.layer).get_parameter(part.weight).is_meta:
                 raise VQCalibrationError(
                     f"{name} is offloaded, and calibration changes weights in memory. Load the "
                     'model on the CPU and give calibration a "device": one block at a time is '
@@ -227,14 +246,75 @@ class WeightCalibration:
     def _identity(self, model: Any) -> dict[str, Any]:
         """What decides the result, without what is large: of weights some numbers."""
         digest = hashlib.sha256()
-        for name in self.empty:
-            some = model.get_submodule(name).weight.detach().flatten()[:_SAMPLE]
+        for part in self.parts.values():
+            weight = model.get_submodule(part.layer).get_parameter(part.weight)
+            some = weight.detach().flatten()[:_SAMPLE]
             digest.update(some.cpu().float().numpy().tobytes())
         options = {key: self.options[key] for key in ("tokens", "context", "damping")}
         config = self.config
         recipe = {"scheme": config.vq_scheme.spec(), "seed": config.seed, "search": config.search}
-        layers = {"layers": sorted(self.empty), "dtype": str(model.dtype)}
+        for name in ("layers", "target_bits", "candidates"):
+            if getattr(config, name) is not None:
+                recipe["schemes" if name == "layers" else name] = getattr(config, name)
+        layers = {"layers": sorted(self.names), "dtype": str(model.dtype)}
         return {**recipe, **options, **self.facts, **layers, "weights": digest.hexdigest()}
+
+
+class Feedbacks:
+    """What the inputs of the layers of a site say about their weights, for every rotation and
+    expert."""
+
+    def __init__(
+        self, site: Site, schemes: Mapping[str, VQScheme], seed: int, damping: float
+    ) -> None:
+        self.site, self.schemes, self.seed, self.damping = site, schemes, seed, damping
+        self.most = 0.0  # damping that was needed
+        self._found: dict[tuple[str, int, int], Feedback] = {}
+
+    def of(self, part: Part, expert: int = 0) -> Feedback:
+        """The feedback of one matrix."""
+        scheme = self.schemes[part.layer]
+        key = (scheme.rotation, scheme.rotation_block, expert)
+        if key not in self._found:
+            if len(self.site.tokens) > 1:
+                self._found.clear()  # the experts' second moments would be in memory twice
+            moments = self.site.moments(expert)
+            fixed = fixed_tensors(scheme, len(moments), self.seed, moments.device)
+            where = part.name if part.count == 1 else f"{part.name}[{expert}]"
+            self._found[key] = Feedback(
+                moments, scheme, rotation_of(fixed), damping=self.damping, where=where
+            )
+            self.most = max(self.most, self._found[key].damping)
+        return self._found[key]
+
+    def fallbacks(self, part: Part) -> dict[str, str]:
+        """What was done otherwise than asked for one part, by name."""
+        reasons = []
+        none = [str(expert) for expert, tokens in enumerate(self.site.tokens) if not tokens]
+        if none:
+            reasons.append(
+                f"has experts that no token was sent to ({', '.join(none)}): calibrated on what "
+                "the other experts read"
+            )
+        if self.most > self.damping:
+            reasons.append(f"was calibrated with a damping of {self.most:g}")
+        return {part.name: "; it ".join(reasons)} if reasons else {}
+
+
+def _stacked(found: list[tuple[FittedWeight, float, float]]) -> FittedWeight:
+    """The experts of one part together, with the squared norm of each and of its outputs."""
+    fitted, norms, energies = zip(*found, strict=True)
+    tensors = {key: torch.stack([f.tensors[key] for f in fitted]) for key in fitted[0].tensors}
+    relative = sum(f.relative_error * norm for f, norm in zip(fitted, norms, strict=True))
+    output = sum(f.output_error * energy for f, energy in zip(fitted, energies, strict=True))
+    whole, heard = sum(norms), sum(energies)
+    return FittedWeight(
+        tensors, relative / whole if whole else 0.0, output / heard if heard else math.nan
+    )
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")
 
 
 def _check_device(name: str | None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import transformers
 from huggingface_hub import ModelCardData
 
+from ..formats.catalog import scheme_name
+from ..nn.replace import vq_modules
 from .checkpoint import storage
 from .text import OWN_WORDS
 
@@ -71,7 +74,7 @@ model = {loader}.from_pretrained("<this repository>")
 
 | | |
 |---|---|
-| scheme | `{config.scheme_name}`, {config.vq_scheme.notation()} |
+| scheme | {_schemes(model)} |
 | bits per weight, stored | {bits / weights:.3f} |
 | quantized weights | {weights:,} |
 | size of the quantized layers | {bits / 8e6:,.1f} MB |
@@ -86,6 +89,15 @@ model = {loader}.from_pretrained("<this repository>")
 
 </details>
 """
+
+
+def _schemes(model: Any) -> str:
+    """The schemes of a model's layers, and how many have each where there are several."""
+    counts = Counter(module.scheme for module in vq_modules(model).values())
+    shown = {s: f"`{scheme_name(s) or s.spec()}`, {s.notation()}" for s in counts}
+    if len(counts) == 1:
+        return next(iter(shown.values()))
+    return "; ".join(f"{shown[s]}, in {count} layers" for s, count in counts.most_common())
 
 
 def _calibrated(config: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,10 +15,14 @@ from ..fit.ldlq import DAMPING, has_feedback
 from ..fit.rows import SEARCHES
 from ..formats.catalog import scheme_name, weight_scheme
 from ..formats.scheme import VQScheme
-from .text import MIN_CONTEXT
+from .layers import check_pattern, matches
+from .text import MIN_CONTEXT, OWN_WORDS
 
 QUANT_METHOD = "vq"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest that is read. 1 has one scheme; 2 has `layers`."""
+
+CANDIDATES = ("vq-2", "vq-3", "vq-4")
 _LARGEST_SEED = 2**31 - 1
 _ADVISE_CALIBRATION = 2.5  # bits per weight
 CALIBRATION_TOKENS = 1 << 17
@@ -33,6 +37,13 @@ class VQConfig(QuantizationConfigMixin):
         scheme: a name (`hf_vq.formats.catalog.WEIGHT_SCHEMES`), a spec string, a dict of fields or
             a `VQScheme`; None is `vq-4`.
         bits: 4, 3 or 2, short for the schemes `vq-4`, `vq-3` and `vq-2`.
+        layers: other schemes for some layers, {entry: scheme}; an entry is one as in
+            `modules_to_not_convert`, and the first that matches counts. Of a quantized model, the
+            layers' full names and spec strings.
+        target_bits: choose a scheme for every layer, so that this many bits are stored per weight
+            on average and the model's predictions change least (`hf/allocation.py`). Needs
+            calibration; without, the model's own words are calibrated on. `layers` stay as given.
+        candidates: with `target_bits`, the schemes to choose from; None is `vq-2`, `vq-3`, `vq-4`.
         modules_to_not_convert: layers to leave dense, besides tied weights and the output head: a
             name, a part of one between dots (`"layers.0"`, `"down_proj"`), or a regular expression
             that matches from the start up to a dot.
@@ -53,18 +64,26 @@ class VQConfig(QuantizationConfigMixin):
         VQSchemeError: an unknown scheme.
     """
 
+    # Only where they are asked for do they become part of config.json.
+    layers: dict[str, str] | None = None
+    target_bits: float | None = None
+    candidates: list[str] | None = None
+
     # What is stored in config.json is `__dict__`, and it comes back as these arguments.
     def __init__(
         self,
         scheme: str | dict[str, Any] | VQScheme | None = None,
         *,
         bits: int | None = None,
+        layers: dict[str, Any] | None = None,
+        target_bits: float | None = None,
+        candidates: list[Any] | None = None,
         modules_to_not_convert: list[str] | None = None,
         seed: int = 0,
         search: str = "search",
         calibration: str | dict[str, Any] | None = None,
         quant_method: str = QUANT_METHOD,
-        format_version: int = FORMAT_VERSION,
+        format_version: int = 1,
         provenance: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
@@ -72,7 +91,8 @@ class VQConfig(QuantizationConfigMixin):
         if unknown:
             raise VQConfigError(
                 f"VQConfig has no argument {', '.join(map(repr, sorted(unknown)))}. Known: scheme, "
-                "bits, modules_to_not_convert, seed, search, calibration. If config.json holds it, "
+                "bits, layers, target_bits, candidates, modules_to_not_convert, seed, search, "
+                "calibration. If config.json holds it, "
                 "a newer hf_vq wrote the file: pip install -U hf_vq."
             )
         if quant_method != QUANT_METHOD:
@@ -80,6 +100,14 @@ class VQConfig(QuantizationConfigMixin):
                 f"quant_method must be {QUANT_METHOD!r}; got {shown(quant_method)}. "
                 "The checkpoint belongs to another library."
             )
+        if target_bits is not None:
+            self.candidates = _check_candidates(candidates)
+            self.target_bits = _check_target(target_bits, self.candidates)
+            calibration = OWN_WORDS if calibration is None else calibration
+            if scheme is None and bits is None:
+                scheme = _below(self.target_bits, self.candidates)
+        elif candidates is not None:
+            raise VQConfigError("candidates are what target_bits chooses from: give it too.")
         self.scheme = _check_scheme(scheme, bits).to_dict()
         self.modules_to_not_convert = _check_skips(modules_to_not_convert)
         self.seed = _check_int("seed", seed, 0, _LARGEST_SEED)
@@ -88,13 +116,12 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(f"search must be one of {known}; got {shown(search)}.")
         self.search = search
         self.calibration = _check_calibration(calibration)
-        if calibration is not None and not has_feedback(self.vq_scheme):
-            raise VQConfigError(
-                f"{self.scheme_name} cannot be calibrated yet: vq-*, turboquant-1 to -8 and "
-                "quip-sharp-* can. Use one of them, or leave calibration out."
-            )
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
+        if layers is not None:
+            self.use(_check_layers(layers))
+        if calibration is not None:
+            _check_feedback(self.schemes())
         self.provenance = _check_provenance(provenance)
         data_free = provenance is None and calibration is None
         if data_free and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
@@ -110,6 +137,32 @@ class VQConfig(QuantizationConfigMixin):
         """The scheme's name in the catalogue, else its spec string."""
         scheme = self.vq_scheme
         return scheme_name(scheme) or scheme.spec()
+
+    def schemes(self) -> list[VQScheme]:
+        """Every scheme that may be used."""
+        others = [*(self.layers or {}).values(), *(self.candidates or ())]
+        return [self.vq_scheme, *map(weight_scheme, others)]
+
+    def scheme_of(self, name: str) -> VQScheme:
+        """The scheme of a layer to quantize: that of its name, or of the first entry it matches."""
+        return self.asked_of(name) or self.vq_scheme
+
+    def asked_of(self, name: str) -> VQScheme | None:
+        """The same, but None where `layers` say nothing of it."""
+        layers = self.layers or {}
+        found = layers.get(name) or next((layers[e] for e in layers if matches(name, e)), None)
+        return None if found is None else VQScheme.parse(found)
+
+    def stored_scheme(self, *names: str) -> VQScheme:
+        """The scheme of a layer of a checkpoint, by any of its names: `layers` has full ones."""
+        layers = self.layers or {}
+        found = next((layers[name] for name in names if name in layers), None)
+        return self.vq_scheme if found is None else VQScheme.parse(found)
+
+    def use(self, layers: dict[str, str]) -> None:
+        """Take a table of layers, by entry or name, and their spec strings."""
+        self.layers = layers
+        self.format_version = max(self.format_version, 2)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A field, as of a dict: `from_pretrained(config=model.config)` asks for them so."""
@@ -179,13 +232,56 @@ def _check_skips(skips: object) -> list[str] | None:
                 f"modules_to_not_convert must be a list of names; got {shown(skips)}. "
                 'Write e.g. ["lm_head"].'
             )
-        try:
-            re.compile(name)
-        except re.error as error:
-            raise VQConfigError(
-                f"modules_to_not_convert: {name!r} is not a regular expression: {error}."
-            ) from None
+        check_pattern("modules_to_not_convert", name)
     return names
+
+
+def _check_layers(layers: object) -> dict[str, str]:
+    if not isinstance(layers, dict) or not all(isinstance(key, str) and key for key in layers):
+        raise VQConfigError(
+            f"layers must be a dict of names and schemes; got {shown(layers)}. "
+            'Write e.g. {"down_proj": "vq-4"}.'
+        )
+    return {check_pattern("layers", key): weight_scheme(s).spec() for key, s in layers.items()}
+
+
+def _check_candidates(candidates: object) -> list[str]:
+    """Names where there are names, else spec strings."""
+    given = list(CANDIDATES) if candidates is None else candidates
+    if not isinstance(given, (list, tuple)) or len(given) < 2:
+        raise VQConfigError(
+            f"candidates must be a list of two schemes or more; got {shown(candidates)}."
+        )
+    schemes = dict.fromkeys(weight_scheme(candidate) for candidate in given)
+    return [scheme_name(scheme) or scheme.spec() for scheme in schemes]
+
+
+def _check_target(target: object, candidates: list[str]) -> float:
+    least = min(weight_scheme(name).bits() for name in candidates)
+    if isinstance(target, bool) or not isinstance(target, (int, float)):
+        raise VQConfigError(f"target_bits must be a number; got {shown(target)}.")
+    if not least <= target <= 16:
+        raise VQConfigError(
+            f"target_bits must be at least {least:g}, the least that {', '.join(candidates)} "
+            f"store, and at most 16; got {shown(target)}. Give other candidates."
+        )
+    return float(target)
+
+
+def _below(target: float, candidates: list[str]) -> str:
+    """The candidate of most bits within the target."""
+    within = [name for name in candidates if weight_scheme(name).bits() <= target]
+    return max(within, key=lambda name: weight_scheme(name).bits())
+
+
+def _check_feedback(schemes: Iterable[VQScheme]) -> None:
+    for scheme in schemes:
+        if not has_feedback(scheme):
+            raise VQConfigError(
+                f"{scheme_name(scheme) or scheme.spec()} cannot be calibrated yet: vq-*, "
+                "turboquant-1 to -8 and quip-sharp-* can. Use one of them, or leave calibration "
+                "out."
+            )
 
 
 def _check_calibration(calibration: object) -> dict[str, Any] | None:

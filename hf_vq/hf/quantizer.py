@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +13,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 
 from ..errors import VQConfigError
+from ..formats.scheme import VQScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.replace import candidates, replace_modules, restore_modules, vq_modules
@@ -22,6 +21,7 @@ from ..nn.stored import Stored
 from . import checkpoint as stored_files
 from .config import QUANT_METHOD, VQConfig
 from .conversions import dense_conversions, renamer
+from .layers import check_entries, matches
 from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
 from .provenance import record
@@ -75,13 +75,10 @@ class VQHfQuantizer(HfQuantizer):
             from .calibrate_weights import WeightCalibration
 
             self._calibration = WeightCalibration(model, wanted, config)
-            wanted -= self._calibration.names  # their weights are loaded as they are
+            for name in self._calibration.names:  # their weights are loaded as they are
+                del wanted[name]
         modules = replace_modules(
-            model,
-            config.vq_scheme,
-            wanted.__contains__,
-            seed=config.seed,
-            keep_dense=not self.pre_quantized,
+            model, wanted.get, seed=config.seed, keep_dense=not self.pre_quantized
         )
         if not modules and self._calibration is None:
             raise VQConfigError(
@@ -102,34 +99,35 @@ class VQHfQuantizer(HfQuantizer):
             self.progress = Progress(f"Quantizing to {config.scheme_name}", total)
         return model
 
-    def _wanted_dense(self, model: Any) -> set[str]:
-        """Names of the layers to quantize; what is left out is recorded in the config."""
+    def _wanted_dense(self, model: Any) -> dict[str, VQScheme]:
+        """The layers to quantize, by name; what is left out, and where another scheme than that of
+        the config is used, is recorded in the config."""
         config = self.quantization_config
         names = [name for name, _ in candidates(model)]
         entries = config.modules_to_not_convert or []
-        for entry in entries:
-            modules = [name for name, _ in model.named_modules() if name]
-            if not any(matches(name, entry) for name in modules):
-                near = get_close_matches(entry, modules, 3, 0.3)
-                raise VQConfigError(
-                    f"modules_to_not_convert: {entry!r} matches no module of "
-                    f"{type(model).__name__}. Near names: {', '.join(near) or 'none'}."
-                )
+        modules = [name for name, _ in model.named_modules() if name]
+        check_entries("modules_to_not_convert", entries, modules, model)
         skips = [*entries, *self._default_skips(model)]
-        wanted = {name for name in names if not any(matches(name, entry) for entry in skips)}
-        left = [name for name in names if name not in wanted]
+        left = [name for name in names if any(matches(name, entry) for entry in skips)]
         config.modules_to_not_convert = sorted({*entries, *left})
+        wanted = {name: config.scheme_of(name) for name in names if name not in left}
+        if config.layers is not None:
+            check_entries("layers", config.layers, list(wanted), model)
+            asked = {name: scheme for name in wanted if (scheme := config.asked_of(name))}
+            if config.target_bits is None:
+                asked = {name: s for name, s in asked.items() if s != config.vq_scheme}
+            config.use({name: scheme.spec() for name, scheme in asked.items()})
         return wanted
 
-    def _wanted_stored(self, model: Any) -> set[str]:
-        """Names of the layers whose codes the checkpoint holds, or should hold."""
+    def _wanted_stored(self, model: Any) -> dict[str, VQScheme]:
+        """The layers whose codes the checkpoint holds, or should hold, by name."""
         config, prefix = self.quantization_config, f"{model.base_model_prefix}."
         skipped = set(config.modules_to_not_convert or ())
         recorded = set((config.provenance or {}).get("relative_error", {}))
         recorded |= {name.rpartition(".")[0] for name in recorded}  # experts: one for each tensor
         defaults = self._default_skips(model)
         headless = model.base_model is model
-        wanted = set()
+        wanted = {}
         for name, _ in candidates(model):
             # The file may have been written by the model with a head, or by the one without.
             names = {name, name.removeprefix(prefix), prefix + name}
@@ -140,7 +138,7 @@ class VQHfQuantizer(HfQuantizer):
             # A head that the file knows nothing about is a new one, for Transformers to make.
             known = names & recorded or not (optional or new_head)
             if known or self._in_file(name, prefix, codes=optional):
-                wanted.add(name)
+                wanted[name] = config.stored_scheme(*names)
         return wanted
 
     def _in_file(self, name: str, prefix: str, codes: bool) -> bool:
@@ -269,16 +267,6 @@ class VQHfQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether `generate` may compile it."""
         return True
-
-
-def matches(name: str, entry: str) -> bool:
-    """Whether an entry of `modules_to_not_convert` means the module `name`, or one that holds it.
-
-    Always up to a dot: "layers.1" does not mean layers.11. (Transformers' own matching did before
-    5.23.)
-    """
-    start = re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name)
-    return start is not None or f".{entry}." in f".{name}."
 
 
 def _is_offloaded(module: torch.nn.Module) -> bool:

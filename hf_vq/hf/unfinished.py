@@ -1,6 +1,7 @@
 """A calibration on disk while it runs: killed at any point, it goes on after its last whole block.
 
     text.safetensors        token ids, and what is calibrated: model, scheme, text, options
+    costs.safetensors       what each layer's schemes cost, if they are to be chosen
     block-3.safetensors     codes of block 3
     hidden-4.safetensors    hidden states of the text between blocks 3 and 4, written before it
 
@@ -95,11 +96,21 @@ class Unfinished:
             return make()
         if not self._text.exists():
             ids = make()
-            for what in ("block", "hidden"):  # of a folder that was not removed as a whole
-                for left in self.folder.glob(f"{what}-*.safetensors"):
+            for what in ("costs", "block-*", "hidden-*"):  # of a folder not removed as a whole
+                for left in self.folder.glob(f"{what}.safetensors"):
                     left.unlink()
             _write(self._text, {"ids": ids}, identity=self.identity)
         return _read(self._text)[1]["ids"]
+
+    def costs(self, make: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+        """The costs that were kept, else what `make` returns."""
+        if self.folder is None:
+            return make()
+        path = self.folder / "costs.safetensors"
+        if not path.exists():
+            _write(path, {}, costs=make())
+        found: dict[str, dict[str, float]] = _read(path)[0]["costs"]
+        return found
 
     def block(self, index: int) -> CodedBlock | None:
         """What was kept of a block; None if it is still to be done."""

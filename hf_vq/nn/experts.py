@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from .. import ops
 from ..errors import VQConfigError
 from ..formats.scheme import VQScheme
 from ..formats.tensors import tensor_specs
-from .stored import Stored
+from .stored import Stored, mark_initialized
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """What Transformers' `use_experts_implementation` says about a class of experts."""
@@ -84,26 +85,11 @@ class VQExperts(Stored):
             top_k_index: [tokens, k] experts of each token; `num_experts` and more mean none.
             top_k_weights: [tokens, k].
         """
-        result = torch.zeros_like(hidden_states)
-        for expert in top_k_index.unique().tolist():
-            if expert >= self.num_experts:
-                continue
-            token, position = torch.where(top_k_index == expert)
-            y = self.expert(expert, hidden_states[token])
-            weighted = y * top_k_weights[token, position, None]
-            result.index_add_(0, token, weighted.to(result.dtype))
-        return result
+        return routed(hidden_states, top_k_index, top_k_weights, self.num_experts, self.expert)
 
     def expert(self, index: int, x: Tensor) -> Tensor:
         """One expert's output [tokens, hidden] for its tokens `x` [tokens, hidden]."""
-        source = self._source[0]
-        first, last = self.projections
-        y = self.project(first, index, x)
-        y = source._apply_gate(y) if self.has_gate else source.act_fn(y)
-        y = self.project(last, index, y)
-        if getattr(source, "has_post_expert_norm", False):
-            y = source.post_expert_norm(y)
-        return y
+        return expert_output(self._source[0], tuple(self.projections), index, x, self.project)
 
     def project(self, name: str, index: int, x: Tensor) -> Tensor:
         """x W^T + b of one expert and one projection."""
@@ -155,6 +141,13 @@ class VQExperts(Stored):
             attributes[key]: torch.stack([tensors[key] for tensors in fitted]) for key in fitted[0]
         }
 
+    def hold(self, weight: str, fitted: Mapping[str, Tensor]) -> None:
+        """Take what was fitted to the matrices of one fused tensor, outside of a loader: stored
+        tensors by key, the experts' one after the other."""
+        for key, tensor in fitted.items():
+            stored = mark_initialized(nn.Parameter(tensor.contiguous(), requires_grad=False))
+            self._parameters[self.projections[weight].attributes[key]] = stored  # type: ignore[assignment]
+
     def weight_count(self) -> int:
         """Weights of all experts."""
         sizes = (p.out_features * p.in_features for p in self.projections.values())
@@ -163,6 +156,41 @@ class VQExperts(Stored):
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return f"{self.num_experts} experts, {self.scheme.spec()}"
+
+
+def routed(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    num_experts: int,
+    expert: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """The weighted sum of `expert(index, its tokens)`: see `VQExperts.forward`."""
+    result = torch.zeros_like(hidden_states)
+    for index in top_k_index.unique().tolist():
+        if index >= num_experts:
+            continue
+        token, position = torch.where(top_k_index == index)
+        weighted = expert(index, hidden_states[token]) * top_k_weights[token, position, None]
+        result.index_add_(0, token, weighted.to(result.dtype))
+    return result
+
+
+def expert_output(
+    experts: Any,
+    names: tuple[str, ...],
+    index: int,
+    x: Tensor,
+    project: Callable[[str, int, Tensor], Tensor],
+) -> Tensor:
+    """One expert of a module of Transformers: its gate, activation and norm between two
+    projections, `project(name, index, x)`."""
+    y = project(names[0], index, x)
+    y = experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
+    y = project(names[1], index, y)
+    if getattr(experts, "has_post_expert_norm", False):
+        y = experts.post_expert_norm(y)
+    return y
 
 
 def projections_of(experts: nn.Module, where: str) -> tuple[str, str]:

@@ -34,15 +34,15 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def replace_modules(
     model: nn.Module,
-    scheme: VQScheme,
-    wanted: Callable[[str], bool],
+    scheme_of: Callable[[str], VQScheme | None],
     *,
     seed: int = 0,
     keep_dense: bool = False,
 ) -> dict[str, VQLinear | VQExperts]:
-    """Put empty VQ modules, on the meta device, where `wanted(name)` holds.
+    """Put empty VQ modules, on the meta device, where `scheme_of(name)` is not None.
 
     Args:
+        scheme_of: how a layer is stored, by its name.
         keep_dense: leave the dense parameters where they are, until each is quantized.
 
     Returns:
@@ -54,7 +54,8 @@ def replace_modules(
     """
     replaced: dict[str, VQLinear | VQExperts] = {}
     for name, module in list(candidates(model)):
-        if not wanted(name):
+        scheme = scheme_of(name)
+        if scheme is None:
             continue
         new: VQLinear | VQExperts
         dense = dict(module._parameters)

@@ -84,7 +84,7 @@ def test_it_lives_in_a_model_config(tmp_path):
         ({"modules_to_not_convert": [""]}, "list of names"),
         ({"modules_to_not_convert": ["("]}, "regular expression"),
         ({"quant_method": "gptq"}, "another library"),
-        ({"format_version": 2}, "pip install -U hf_vq"),
+        ({"format_version": 3}, "pip install -U hf_vq"),
         ({"format_version": "1"}, "format_version must be an integer"),
         ({"provenance": "me"}, "provenance must be a dict"),
         ({"provenance": {"relative_error": [1]}}, "relative_error"),
@@ -101,7 +101,7 @@ def test_bad_arguments(arguments, says):
 
 def test_a_newer_file_says_so_before_its_new_fields_are_read():
     with pytest.raises(VQConfigError, match="newer"):
-        VQConfig.from_dict({**VQConfig().to_dict(), "format_version": 2, "new_field": 1})
+        VQConfig.from_dict({**VQConfig().to_dict(), "format_version": 3, "new_field": 1})
 
 
 def test_two_bits_advise_calibration_once(monkeypatch, recwarn):
@@ -113,3 +113,48 @@ def test_two_bits_advise_calibration_once(monkeypatch, recwarn):
         "vq-2 loses much quality without calibration data: give a text, "
         'VQConfig(..., calibration="text.txt"), or use vq-3 or vq-4.'
     ]
+
+
+def test_layers_are_written_only_where_they_are_used():
+    """Files of one scheme are read by older versions, others are refused by them."""
+    plain = VQConfig("vq-3").to_dict()
+    assert plain["format_version"] == 1 and not {"layers", "target_bits", "candidates"} & set(plain)
+    config = VQConfig("vq-3", layers={"down_proj": "vq-4", r"model\.layers\.[01]": "turboquant-5"})
+    assert config.format_version == 2
+    assert config.scheme_of("model.layers.0.mlp.down_proj") == weight_scheme("vq-4"), "the first"
+    assert config.scheme_of("model.layers.1.mlp.up_proj") == weight_scheme("turboquant-5")
+    assert config.scheme_of("model.layers.2.mlp.up_proj") == weight_scheme("vq-3")
+    kept = json.loads(json.dumps(config.to_dict()))
+    assert VQConfig.from_dict(kept).to_dict() == kept
+    assert all(VQScheme.parse(spec) for spec in kept["layers"].values())
+
+
+def test_target_bits_need_no_more_than_a_number():
+    config = VQConfig(target_bits=2.5)
+    assert config.calibration["text"] == "model" and config.candidates == ["vq-2", "vq-3", "vq-4"]
+    assert config.scheme_name == "vq-2", "of the layers that no block holds"
+    assert VQConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    spec = weight_scheme("vq-3").spec()
+    named = VQConfig(target_bits=4, candidates=[spec, "vq-3", "turboquant-5"], calibration="a.txt")
+    assert named.candidates == ["vq-3", "turboquant-5"] and named.calibration["text"] == "a.txt"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"layers": ["vq-2"]}, "dict of names and schemes"),
+        ({"layers": {"": "vq-2"}}, "dict of names and schemes"),
+        ({"layers": {"(": "vq-2"}}, "layers: '(' is not a regular expression"),
+        ({"layers": {"mlp": "vq-9"}}, "unknown weight scheme 'vq-9'"),
+        ({"layers": {"mlp": "aqlm-2"}, "calibration": "model"}, "aqlm-2 cannot be calibrated"),
+        ({"target_bits": "3"}, "target_bits must be a number"),
+        ({"target_bits": 2}, "at least 2.125, the least that vq-2, vq-3, vq-4 store"),
+        ({"target_bits": float("nan")}, "at least 2.125"),
+        ({"target_bits": 3, "candidates": ["vq-2"]}, "a list of two schemes or more"),
+        ({"target_bits": 3, "candidates": ["vq-2", "gptvq-2"]}, "gptvq-2 cannot be calibrated"),
+        ({"candidates": ["vq-2", "vq-3"]}, "target_bits chooses from"),
+    ],
+)
+def test_bad_layers_and_targets(arguments, says):
+    with pytest.raises((VQConfigError, VQSchemeError), match=re.escape(says)):
+        VQConfig(**arguments)

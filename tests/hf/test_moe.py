@@ -154,7 +154,7 @@ def test_experts_below_one_another_are_refused():
     sizes = {"hidden_size": 32, "ffn_hidden_size": 32, "moe_num_experts": 2, "ffn_act_fn": {}}
     model = nn.ModuleDict({"mlp": DbrxExpertGLU(SimpleNamespace(**sizes))})
     with pytest.raises(VQConfigError, match=r"mlp \(DbrxExpertGLU\).*not_convert=\['mlp'\]"):
-        replace_modules(model, SCHEME, lambda name: True)
+        replace_modules(model, lambda name: SCHEME)
 
 
 def test_mixtral(tmp_path):

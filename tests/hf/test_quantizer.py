@@ -18,7 +18,7 @@ from transformers.quantizers import auto
 from hf_vq import ops
 from hf_vq.errors import VQConfigError, VQFormatError
 from hf_vq.hf import VQConfig, VQHfQuantizer, operation, register
-from hf_vq.hf.quantizer import matches
+from hf_vq.hf.layers import matches
 from hf_vq.nn import VQLinear
 from hf_vq.nn.replace import vq_modules
 

@@ -1,0 +1,51 @@
+"""Which modules of a model an entry of `VQConfig` means: by name, a part of one, or a pattern."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from ..errors import VQConfigError
+
+
+def check_pattern(argument: str, entry: str) -> str:
+    """The entry itself.
+
+    Raises:
+        VQConfigError: it is no regular expression.
+    """
+    try:
+        re.compile(entry)
+    except re.error as error:
+        raise VQConfigError(
+            f"{argument}: {entry!r} is not a regular expression: {error}."
+        ) from None
+    return entry
+
+
+def matches(name: str, entry: str) -> bool:
+    """Whether an entry means the module `name`, or one that holds it.
+
+    Always up to a dot: "layers.1" does not mean layers.11. (Transformers' own matching did before
+    5.23.)
+    """
+    start = re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name)
+    return start is not None or f".{entry}." in f".{name}."
+
+
+def check_entries(argument: str, entries: Iterable[str], names: list[str], model: Any) -> None:
+    """Raise if an entry means none of the modules `names`.
+
+    Raises:
+        VQConfigError: names the entry, and modules with names like it.
+    """
+    known = set(names)
+    for entry in entries:
+        if entry not in known and not any(matches(name, entry) for name in names):
+            near = get_close_matches(entry, names, 3, 0.3)
+            raise VQConfigError(
+                f"{argument}: {entry!r} matches no module of {type(model).__name__}. Near names: "
+                f"{', '.join(near) or 'none'}."
+            )
