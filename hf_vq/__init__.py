@@ -22,7 +22,7 @@ from .errors import (
 )
 from .fit import rows as _fit_rows
 from .formats import KVScheme, VQScheme
-from .hf import VQConfig, calibrate_kv, capture, explain
+from .hf import VQConfig, calibrate_kv, capture, explain, smooth_attention
 from .hf import attention as _attention
 from .hf import generation as _generation
 from .hf import graphs as _graphs
@@ -53,4 +53,5 @@ __all__ = [
     "calibrate_kv",
     "capture",
     "explain",
+    "smooth_attention",
 ]

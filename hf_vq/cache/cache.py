@@ -368,7 +368,8 @@ def _check_int(name: str, value: object, low: int) -> None:
 def _usable(scheme: KVScheme) -> KVScheme:
     for part in (scheme.key, scheme.value):
         problem = {
-            f"a codebook per {part.codebook}": part.codebook not in ("universal", "channel_group"),
+            f"a codebook per {part.codebook}": part.codebook != "universal" and not learned(part),
+            "a codebook of integers": part.largest_entry > 0,
             "residual stages": part.residuals != 1,
             "a lattice": part.lattice is not None,
             f"a stored rotation ({part.rotation})": part.rotation in ("random_hadamard", "qr"),

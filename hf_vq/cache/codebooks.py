@@ -2,7 +2,8 @@
 
 kv_codebooks.safetensors, beside a model:
 
-layers.<i>.key, layers.<i>.value    fp16 [heads, head_dim / x, entries, x], of learned schemes
+layers.<i>.key, layers.<i>.value    fp16, of learned schemes: [heads, head_dim / x, entries, x] per
+                                    channel group, [1, entries, x] per tensor
 layers.<i>.key_mean                 float32 [heads, head_dim], of centred keys
 metadata["hf_vq_kv"]                JSON: format_version, key_scheme, value_scheme, centre_keys
 """
@@ -33,8 +34,8 @@ _CURE = "Make the file again with `hf-vq calibrate`"
 
 
 def learned(scheme: VQScheme) -> bool:
-    """Whether rows of this scheme need codebooks of their own model, one per head and group."""
-    return scheme.codebook == "channel_group"
+    """Whether rows of this scheme need codebooks of their own model."""
+    return scheme.codebook in ("channel_group", "tensor")
 
 
 def needs_codebooks(scheme: KVScheme) -> bool:
@@ -68,6 +69,8 @@ def codebook_for(scheme: VQScheme, own: Tensor | None, like: Tensor, where: str)
     if own is None:
         return universal(scheme, like.device)
     heads, dim = like.shape[1], like.shape[3]
+    if scheme.has_scale:  # one codebook, whatever the heads
+        return own.to(like.device)
     if tuple(own.shape) != kv_codebook_spec(scheme, heads, dim, where).shape:
         raise VQCacheError(
             f"the codebooks of {where} are for {own.shape[0]} heads of "
@@ -105,8 +108,8 @@ class KVCodebooks:
 
     Args:
         scheme: of the cache that these codebooks are for.
-        keys: codebooks fp16 [H, S, entries, x] of each layer's keys, S = head_dim / x; all None if
-            the scheme of the keys is universal.
+        keys: codebooks fp16 of each layer's keys (`kv_codebook_spec`); all None if the scheme of
+            the keys is universal.
         values: likewise.
         key_means: float32 [H, head_dim], subtracted from keys before they are coded. A layer whose
             learned codebooks are of centred keys needs one; without `scheme.centre_keys` all are
@@ -138,7 +141,8 @@ class KVCodebooks:
                     f"{where} has codebooks of its {'values' if key is None else 'keys'} only; "
                     f"{title(self.scheme)} needs both. {_CURE}."
                 )
-            if key is not None and value is not None and key.shape[0] != value.shape[0]:
+            per_head = both and not (self.scheme.key.has_scale or self.scheme.value.has_scale)
+            if per_head and key is not None and value is not None and len(key) != len(value):
                 raise VQFormatError(
                     f"{where} has codebooks for {key.shape[0]} heads of keys and {value.shape[0]} "
                     f"of values. {_CURE}."
@@ -247,17 +251,17 @@ def _check_codebook(where: str, scheme: VQScheme, codebook: Tensor | None) -> No
             f"{where}: codebooks were given, but {scheme.notation()} has a universal one."
         )
     shape = tuple(codebook.shape) if isinstance(codebook, Tensor) else ()
-    size = scheme.vector_size
-    if (
-        len(shape) != 4
-        or 0 in shape
-        or shape != kv_codebook_spec(scheme, shape[0], shape[1] * size, where).shape
-        or codebook.dtype != torch.float16
-    ):
+    size, entries = scheme.vector_size, scheme.entries
+    books = "1" if scheme.has_scale else f"heads, head_dim / {size}"
+    fits = len(shape) == (3 if scheme.has_scale else 4) and 0 not in shape
+    if fits:
+        heads, dim = (1, size) if scheme.has_scale else (shape[0], shape[1] * size)
+        fits = shape == kv_codebook_spec(scheme, heads, dim, where).shape
+    if not fits or codebook.dtype != torch.float16:
         got = f"{codebook.dtype} {list(shape)}" if shape else type(codebook).__name__
         raise VQFormatError(
-            f"{where}: codebooks of {scheme.notation()} are float16 [heads, head_dim / {size}, "
-            f"{scheme.entries}, {size}]; got {got}. {_CURE}."
+            f"{where}: codebooks of {scheme.notation()} are float16 [{books}, {entries}, {size}]; "
+            f"got {got}. {_CURE}."
         )
     _check_finite(where, codebook)
 
@@ -274,7 +278,7 @@ def _check_mean(where: str, scheme: KVScheme, key: Tensor | None, mean: Tensor |
             f"{where}: a mean of the keys was given, but {title(scheme)} does not centre keys."
         )
     fits = isinstance(mean, Tensor) and mean.ndim == 2 and mean.dtype == torch.float32
-    if fits and key is not None:
+    if fits and key is not None and not scheme.key.has_scale:
         fits = tuple(mean.shape) == (key.shape[0], key.shape[1] * key.shape[3])
     if not fits:
         got = f"{mean.dtype} {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean)

@@ -55,8 +55,15 @@ class KVScheme:
     centre_keys: bool = True
 
 
-def _row(vector_size: int, entry_bits: int) -> VQScheme:
-    return VQScheme(vector_size, entry_bits, scale_group=0, rotation="hadamard", rotation_block=0)
+def _row(vector_size: int, entry_bits: int, codebook: str = "universal") -> VQScheme:
+    return VQScheme(
+        vector_size,
+        entry_bits,
+        codebook=codebook,
+        scale_group=0,
+        rotation="hadamard",
+        rotation_block=0,
+    )
 
 
 def _per_channel(vector_size: int, entry_bits: int) -> VQScheme:
@@ -74,8 +81,11 @@ KV_SCHEMES: dict[str, KVScheme] = {
     "u3": _same(_row(2, 6)),
     "u2": _same(_row(4, 8)),
     "k4v2": KVScheme(_row(2, 8), _row(4, 8)),
+    "learned-4": _same(_row(2, 8, "tensor")),
+    "learned-2": _same(_row(4, 8, "tensor")),
     "cq-4": _same(_per_channel(2, 8), centre_keys=False),
     "cq-2": _same(_per_channel(4, 8), centre_keys=False),
+    "cq-1": _same(_per_channel(8, 8), centre_keys=False),
     "nomad-4": KVScheme(_per_channel(1, 4), _row(1, 4), centre_keys=False),
     "nomad-2": KVScheme(_per_channel(2, 4), _row(1, 4), centre_keys=False),
     "nomad-1": KVScheme(_per_channel(4, 4), _row(1, 4), centre_keys=False),
@@ -85,7 +95,9 @@ KV_SCHEMES: dict[str, KVScheme] = {
 
 `nomad-<bits per key>` are the keys of NoMAD-Attention (d_sub 1, 2, 4; the paper keeps values as
 floats, here they are codes too); `cq-*` are those of VQ-LLM. Both need codebooks learned from
-recorded keys (`hf_vq.calibrate_kv`). `nomad-u4` has NoMAD's 16 entries and no learned codebook.
+recorded keys (`hf_vq.calibrate_kv`), as `learned-*` do: these are `u4` and `u2` but for a codebook
+of their own for the keys and one for the values of each layer. `nomad-u4` has NoMAD's 16 entries
+and no learned codebook.
 """
 
 

@@ -5,5 +5,14 @@ from .config import VQConfig
 from .explain import explain
 from .graphs import capture
 from .quantizer import VQHfQuantizer, register
+from .smooth import smooth_attention
 
-__all__ = ["VQConfig", "VQHfQuantizer", "calibrate_kv", "capture", "explain", "register"]
+__all__ = [
+    "VQConfig",
+    "VQHfQuantizer",
+    "calibrate_kv",
+    "capture",
+    "explain",
+    "register",
+    "smooth_attention",
+]

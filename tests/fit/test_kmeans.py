@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_vq.fit.kmeans import _lloyd, kmeans, kmeans_in_groups
+from hf_vq.fit.kmeans import kmeans, kmeans_in_groups, lloyd
 from hf_vq.formats.nearest import NearestEntry
 
 
@@ -28,14 +28,14 @@ def test_gaussian_error_is_near_the_optimum():
 def test_empty_clusters_are_repaired():
     vectors = torch.randn(500, 2)
     codebook = torch.cat([vectors[:8], torch.full((8, 2), 1e3)])
-    repaired = _lloyd(vectors[None], codebook[None])
+    repaired = lloyd(vectors[None], codebook[None])
     assert (repaired[0].norm(dim=1) < 10).all()
-    assert error(vectors, _lloyd(vectors[None], repaired)[0]) < error(vectors, codebook)
+    assert error(vectors, lloyd(vectors[None], repaired)[0]) < error(vectors, codebook)
 
 
 def test_more_empty_clusters_than_vectors():
     codebook = torch.cat([torch.zeros(1, 2), torch.full((15, 2), 1e3)])
-    repaired = _lloyd(torch.randn(2, 5, 2), codebook.expand(2, -1, -1))
+    repaired = lloyd(torch.randn(2, 5, 2), codebook.expand(2, -1, -1))
     assert (repaired.norm(dim=2) < 10).all()
 
 
