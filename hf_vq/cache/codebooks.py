@@ -5,7 +5,9 @@ kv_codebooks.safetensors, beside a model:
 layers.<i>.key, layers.<i>.value    fp16, of learned schemes: [heads, head_dim / x, entries, x] per
                                     channel group, [1, entries, x] per tensor
 layers.<i>.key_mean                 float32 [heads, head_dim], of centred keys
-metadata["hf_vq_kv"]                JSON: format_version, key_scheme, value_scheme, centre_keys
+metadata["hf_vq_kv"]                JSON: format_version, key_scheme, value_scheme, centre_keys;
+                                    lists of schemes, if each layer has one of its own, and then
+                                    sensitivity, see `KVCodebooks`
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
 from ..errors import VQCacheError, VQError, VQFormatError
-from ..formats.catalog import KVScheme, scheme_name
+from ..formats.catalog import Allocation, KVScheme, of_layer, scheme_name
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
 from ..formats.tensors import kv_codebook_spec
@@ -38,13 +41,17 @@ def learned(scheme: VQScheme) -> bool:
     return scheme.codebook in ("channel_group", "tensor")
 
 
-def needs_codebooks(scheme: KVScheme) -> bool:
+def needs_codebooks(scheme: Allocation) -> bool:
     """Whether keys or values of this scheme need learned codebooks."""
+    if isinstance(scheme, tuple):
+        return any(map(needs_codebooks, scheme))
     return learned(scheme.key) or learned(scheme.value)
 
 
-def title(scheme: KVScheme) -> str:
+def title(scheme: Allocation) -> str:
     """The scheme for a message: its name, else what keys and values are."""
+    if isinstance(scheme, tuple):
+        return f"one scheme for each of {len(scheme)} layers"
     name = scheme_name(scheme)
     return name or f"keys {scheme.key.notation()} and values {scheme.value.notation()}"
 
@@ -80,7 +87,7 @@ def codebook_for(scheme: VQScheme, own: Tensor | None, like: Tensor, where: str)
     return own.to(like.device)
 
 
-def cure(scheme: KVScheme) -> str:
+def cure(scheme: Allocation) -> str:
     """What to do where the codebooks of this scheme are missing."""
     name = scheme_name(scheme)
     return (
@@ -107,22 +114,25 @@ class KVCodebooks:
     """What `hf-vq calibrate` learned of one model, layer by layer; None where there is nothing.
 
     Args:
-        scheme: of the cache that these codebooks are for.
+        scheme: of the cache that these codebooks are for, or one of each layer.
         keys: codebooks fp16 of each layer's keys (`kv_codebook_spec`); all None if the scheme of
             the keys is universal.
         values: likewise.
         key_means: float32 [H, head_dim], subtracted from keys before they are coded. A layer whose
             learned codebooks are of centred keys needs one; without `scheme.centre_keys` all are
             None.
+        sensitivity: what decided about schemes that differ from layer to layer, for the record: of
+            each layer, the divergence that coding its keys alone adds, and its values alone.
 
     Raises:
         VQFormatError: a tensor is missing, too many, of a wrong shape or type, or not finite.
     """
 
-    scheme: KVScheme
+    scheme: Allocation
     keys: list[Tensor | None]
     values: list[Tensor | None]
     key_means: list[Tensor | None]
+    sensitivity: list[list[float]] | None = None
 
     def __post_init__(self) -> None:
         lists = (self.keys, self.values, self.key_means)
@@ -130,18 +140,22 @@ class KVCodebooks:
             raise VQFormatError(
                 "KVCodebooks needs lists of one length, with a tensor or None for each layer."
             )
+        if isinstance(self.scheme, tuple) and len(self.scheme) != len(self):
+            raise VQFormatError(
+                f"there are {len(self.scheme)} schemes and tensors for {len(self)} layers. {_CURE}."
+            )
         for layer, (key, value, mean) in enumerate(zip(*lists, strict=True)):
-            where = f"layer {layer}"
-            _check_codebook(f"{where}, keys", self.scheme.key, key)
-            _check_codebook(f"{where}, values", self.scheme.value, value)
-            _check_mean(where, self.scheme, key, mean)
-            both = learned(self.scheme.key) and learned(self.scheme.value)
+            where, scheme = f"layer {layer}", of_layer(self.scheme, layer)
+            _check_codebook(f"{where}, keys", scheme.key, key)
+            _check_codebook(f"{where}, values", scheme.value, value)
+            _check_mean(where, scheme, key, mean)
+            both = learned(scheme.key) and learned(scheme.value)
             if both and (key is None) != (value is None):
                 raise VQFormatError(
                     f"{where} has codebooks of its {'values' if key is None else 'keys'} only; "
-                    f"{title(self.scheme)} needs both. {_CURE}."
+                    f"{title(scheme)} needs both. {_CURE}."
                 )
-            per_head = both and not (self.scheme.key.has_scale or self.scheme.value.has_scale)
+            per_head = both and not (scheme.key.has_scale or scheme.value.has_scale)
             if per_head and key is not None and value is not None and len(key) != len(value):
                 raise VQFormatError(
                     f"{where} has codebooks for {key.shape[0]} heads of keys and {value.shape[0]} "
@@ -157,7 +171,7 @@ class KVCodebooks:
         return f"KVCodebooks({title(self.scheme)}, {len(self)} layers)"
 
     def for_model(
-        self, scheme: KVScheme, layers: int
+        self, scheme: Allocation, layers: int
     ) -> tuple[list[Tensor | None], list[tuple[Tensor | None, Tensor | None]]]:
         """Means of the keys, and codebooks of keys and of values, for each of a model's layers.
 
@@ -189,8 +203,14 @@ class KVCodebooks:
         }
 
     @classmethod
-    def from_tensors(cls, scheme: KVScheme, tensors: dict[str, Tensor]) -> KVCodebooks:
-        """The inverse of `tensors`, but for layers without any behind the last that has some.
+    def from_tensors(
+        cls,
+        scheme: Allocation,
+        tensors: dict[str, Tensor],
+        sensitivity: list[list[float]] | None = None,
+    ) -> KVCodebooks:
+        """The inverse of `tensors`, but for layers without any behind the last that has some (with
+        a scheme of each layer all are there).
 
         Raises:
             VQFormatError: as the constructor, or a name is not one of `tensors`.
@@ -199,12 +219,13 @@ class KVCodebooks:
         if wrong := sorted(name for name, match in found.items() if match is None):
             raise VQFormatError(f"unexpected tensors {wrong[:4]}. {_CURE}.")
         numbers = [int(match[1]) for match in found.values() if match is not None]
-        layers = range(max(numbers, default=-1) + 1)
+        last = max(numbers, default=-1) + 1
+        layers = range(max(last, len(scheme)) if isinstance(scheme, tuple) else last)
         key, value, mean = (
             [tensors.get(f"layers.{layer}.{side}") for layer in layers]
             for side in ("key", "value", "key_mean")
         )
-        return cls(scheme, key, value, mean)
+        return cls(scheme, key, value, mean, sensitivity)
 
     def save(self, path: Path) -> None:
         """Write the file `path`: the old one stays whole until the new one is.
@@ -214,9 +235,8 @@ class KVCodebooks:
         """
         description = {
             "format_version": FORMAT_VERSION,
-            "key_scheme": self.scheme.key.spec(),
-            "value_scheme": self.scheme.value.spec(),
-            "centre_keys": self.scheme.centre_keys,
+            **described(self.scheme),
+            **({} if self.sensitivity is None else {"sensitivity": self.sensitivity}),
         }
         stored.write(Path(path), self.tensors(), _KEY, description)
 
@@ -231,16 +251,47 @@ class KVCodebooks:
             Path(path), _KEY, FORMAT_VERSION, "KV codebooks", "`hf-vq calibrate`"
         )
         try:
-            scheme = KVScheme(
-                VQScheme.parse(stored.typed(description, "key_scheme", str)),
-                VQScheme.parse(stored.typed(description, "value_scheme", str)),
-                stored.typed(description, "centre_keys", bool),
-            )
-            return cls.from_tensors(scheme, tensors)
+            return cls.from_tensors(scheme_in(description), tensors, description.get("sensitivity"))
         except KeyError as error:
             raise VQFormatError(f"{path}: its description lacks {error}. {_CURE}.") from None
         except VQError as error:
             raise VQFormatError(f"{path}: {error}") from None
+
+
+def described(scheme: Allocation) -> dict[str, Any]:
+    """A scheme, or one of each layer, as JSON types."""
+    if not isinstance(scheme, tuple):
+        return {
+            "key_scheme": scheme.key.spec(),
+            "value_scheme": scheme.value.spec(),
+            "centre_keys": scheme.centre_keys,
+        }
+    each = [described(one) for one in scheme]
+    return {name: [one[name] for one in each] for name in each[0]} if each else {}
+
+
+def scheme_in(description: dict[str, Any]) -> Allocation:
+    """The inverse of `described`.
+
+    Raises:
+        KeyError: a part is missing.
+        VQFormatError, VQSchemeError: a part is of a wrong type, or no scheme.
+    """
+    names = "key_scheme", "value_scheme", "centre_keys"
+    if not isinstance(description["key_scheme"], list):
+        key, value, centre = (
+            stored.typed(description, name, kind)
+            for name, kind in zip(names, (str, str, bool), strict=True)
+        )
+        return KVScheme(VQScheme.parse(key), VQScheme.parse(value), centre)
+    lists = [stored.typed(description, name, list) for name in names]
+    if len(set(map(len, lists))) != 1:
+        raise VQFormatError("its schemes are not one for each layer")
+    layers = (dict(zip(names, each, strict=True)) for each in zip(*lists, strict=True))
+    found = [scheme_in(layer) for layer in layers]
+    if not all(isinstance(each, KVScheme) for each in found):
+        raise VQFormatError("its schemes are not one for each layer")
+    return tuple(each for each in found if isinstance(each, KVScheme))
 
 
 def _check_codebook(where: str, scheme: VQScheme, codebook: Tensor | None) -> None:

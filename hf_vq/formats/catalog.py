@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -140,7 +141,27 @@ def kv_scheme(scheme: str | KVScheme) -> KVScheme:
     raise _unknown("KV cache", scheme, list(KV_SCHEMES))
 
 
-def scheme_name(scheme: VQScheme | KVScheme) -> str | None:
+Allocation = KVScheme | tuple[KVScheme, ...]
+"""The scheme of all layers of a cache, or one for each layer."""
+
+
+def kv_allocation(scheme: str | KVScheme | Sequence[str | KVScheme]) -> Allocation:
+    """The KV scheme of all layers, or, of a list, that of each.
+
+    Raises:
+        VQSchemeError: a scheme is unknown; the message lists the names.
+    """
+    if isinstance(scheme, Sequence) and not isinstance(scheme, str):
+        return tuple(kv_scheme(each) for each in scheme)
+    return kv_scheme(scheme)
+
+
+def of_layer(allocation: Allocation, layer: int) -> KVScheme:
+    """The scheme of one layer."""
+    return allocation[layer] if isinstance(allocation, tuple) else allocation
+
+
+def scheme_name(scheme: VQScheme | Allocation) -> str | None:
     """The catalogue name of a scheme, None if it has none."""
     known: dict[str, Any] = WEIGHT_SCHEMES if isinstance(scheme, VQScheme) else KV_SCHEMES
     return next((name for name, candidate in known.items() if candidate == scheme), None)

@@ -1,5 +1,6 @@
 """All that knows how Transformers loads, saves and shares models."""
 
+from .allocate import allocate_kv
 from .calibrate import calibrate_kv
 from .config import VQConfig
 from .explain import explain
@@ -10,6 +11,7 @@ from .smooth import smooth_attention
 __all__ = [
     "VQConfig",
     "VQHfQuantizer",
+    "allocate_kv",
     "calibrate_kv",
     "capture",
     "explain",

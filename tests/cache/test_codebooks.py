@@ -49,7 +49,9 @@ def equal(a: KVCodebooks, b: KVCodebooks) -> bool:
     return same and a.scheme == b.scheme
 
 
-@pytest.mark.parametrize("scheme", ["nomad-4", "nomad-1", "cq-4", "cq-1", "learned-2", "nomad-u4", CENTRED])
+@pytest.mark.parametrize(
+    "scheme", ["nomad-4", "nomad-1", "cq-4", "cq-1", "learned-2", "nomad-u4", CENTRED]
+)
 def test_a_file(scheme: Any, tmp_path: Path) -> None:
     scheme = KV_SCHEMES.get(scheme, scheme) if isinstance(scheme, str) else scheme
     books = codebooks_for(scheme, 11)
