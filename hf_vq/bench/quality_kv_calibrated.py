@@ -3,14 +3,14 @@
 The mean of the keys is calibrated in every row of a universal or `learned-*` scheme, so that rows
 of as many bits differ in what is learned besides. `mean 3 bits` has the schemes that `allocate_kv`
 chooses for each layer. QServe's cache is measured without a window, before SmoothAttention is
-folded into the model and after; CQ's codebooks with and without Fisher weights. Last, weights that
-are calibrated and the cache of 4 bits together.
+folded into the model and after; CQ's codebooks of 2 bits with Fisher weights (without: in
+`quality-kv`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,22 @@ from ..cache.codebooks import KVCodebooks
 from ..formats.catalog import of_layer
 from ..hf.allocate import allocate_kv
 from ..hf.calibrate import calibrate_kv
-from ..hf.config import VQConfig
 from ..hf.smooth import smooth_attention
 from ..hf.text import read_text
 from . import baselines
 from .banded import RoundTrip
 from .load import load_model, load_tokenizer
-from .quality_kv import LEARNED_CASES, SINKS, Contestant, measured, round_trip, stored_bits
-from .score import Reference, model_forward, score
+from .quality_kv import SINKS, Contestant, measured, round_trip, stored_bits
+from .score import Reference, model_forward
 from .text import read_sequences, text_facts
 
 CALIBRATION_TOKENS = 8192
 ALLOCATION_TOKENS = 4096
-WEIGHT_TOKENS = 1 << 16
 TARGET_BITS = 3
 ALLOCATED = f"mean {TARGET_BITS} bits"
 FISHER = ", Fisher weights"
 QSERVE, SMOOTHED = "QServe KV4", "QServe KV4, SmoothAttention"
-WEIGHTS = "vq-4"
-BOTH = f"{WEIGHTS} weights + u4"
-WINDOW = ("window",)
+WINDOW, NO_WINDOW = ("window",), ("no window",)
 # name -> cases
 ROWS: dict[str, Sequence[str]] = {
     "u4": WINDOW,
@@ -49,12 +45,10 @@ ROWS: dict[str, Sequence[str]] = {
     ALLOCATED: WINDOW,
     "u2": WINDOW,
     "learned-2": WINDOW,
-    "cq-2": WINDOW,
     f"cq-2{FISHER}": WINDOW,
-    "cq-1": LEARNED_CASES,
-    QSERVE: ("no window",),
-    SMOOTHED: ("no window",),
-    BOTH: WINDOW,
+    "cq-1": WINDOW,
+    QSERVE: NO_WINDOW,
+    SMOOTHED: NO_WINDOW,
 }
 SCHEMES = tuple(ROWS)
 
@@ -89,12 +83,9 @@ def run(
     for name in schemes:
         if name in (QSERVE, SMOOTHED) and not with_baselines:
             continue
-        if name == BOTH:
-            found = _with_weights(model_dir, calibration, context, calibrated, reference)
-        else:
-            one = calibrated.contestant(name)
-            found = measured(one, calibrated.smoothed() if name == SMOOTHED else model, reference)
-        for row in found:
+        one = calibrated.contestant(name)
+        cached = calibrated.smoothed() if name == SMOOTHED else model
+        for row in measured(one, cached, reference):
             results["rows"].append(row)
             report(row)
     facts = text_facts(calibration)
@@ -109,7 +100,6 @@ def run(
         "calibration_text_sha256": facts["text_sha256"],
         "calibration_tokens": CALIBRATION_TOKENS,
         "allocation_tokens": ALLOCATION_TOKENS,
-        "weight_calibration_tokens": WEIGHT_TOKENS,
         **calibrated.settings,
     }
     return settings, results
@@ -185,22 +175,3 @@ class _Calibrated:
 
 def _each(of_layers: Sequence[RoundTrip]) -> RoundTrip:
     return lambda x, layer: of_layers[layer](x, layer)
-
-
-def _with_weights(
-    model_dir: str,
-    calibration: str | Path,
-    context: int,
-    calibrated: _Calibrated,
-    reference: Reference,
-) -> Iterator[dict[str, Any]]:
-    """Calibrated weights with exact keys and values, and with a cache of codes."""
-    options = {"text": calibration, "tokens": WEIGHT_TOKENS, "context": context // 2}
-    config = VQConfig(WEIGHTS, calibration=options)
-    model = load_model(model_dir, dtype=torch.float32, config=config)
-    alone = {"name": f"{WEIGHTS} weights", "kind": "calibrated", "case": "window"}
-    scores = score(model_forward(model), reference).to_dict()
-    yield {**alone, "bits_per_element": 32, "window": None, **scores}
-    one = calibrated.contestant("u4")
-    for row in measured(one, model, reference):
-        yield {**row, "name": BOTH}
