@@ -22,7 +22,7 @@ from .errors import (
 )
 from .fit import rows as _fit_rows
 from .formats import KVScheme, VQScheme
-from .hf import VQConfig, calibrate_kv, capture, explain
+from .hf import VQConfig, allocate_kv, calibrate_kv, capture, explain, smooth_attention
 from .hf import attention as _attention
 from .hf import generation as _generation
 from .hf import graphs as _graphs
@@ -50,7 +50,9 @@ __all__ = [
     "VQScheme",
     "VQSchemeError",
     "__version__",
+    "allocate_kv",
     "calibrate_kv",
     "capture",
     "explain",
+    "smooth_attention",
 ]

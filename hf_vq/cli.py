@@ -86,7 +86,10 @@ def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     )
     what = verb.add_mutually_exclusive_group(required=True)
     what.add_argument("--scheme", metavar="SCHEME", help="of the weights: vq-4, vq-2, ...")
-    what.add_argument("--kv", metavar="SCHEME", help="of the cache: nomad-4, cq-4, u4, ...")
+    what.add_argument(
+        "--kv", metavar="SCHEME",
+        help="of the cache: nomad-4, cq-4, u4, ..., or mean bits, as 3: schemes for each layer",
+    )  # fmt: skip
     verb.add_argument(
         "--text",
         metavar="TEXT",
@@ -94,7 +97,10 @@ def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
         "model writes by itself)",
     )
     verb.add_argument(
-        "--tokens", type=_positive, metavar="N", help="default: 131072 for weights, 8192 for --kv"
+        "--tokens",
+        type=_positive,
+        metavar="N",
+        help="default: 131072 for weights, 8192 for --kv, 4096 for its mean bits",
     )
     verb.add_argument(
         "--context", type=_positive, metavar="L", help="tokens of a sequence (default: up to 2048)"
@@ -251,12 +257,15 @@ def _unfinished(out: str) -> Path:
 
 def _calibrate_cache(args: argparse.Namespace) -> None:
     from .bench.load import load_model, load_tokenizer
-    from .cache.codebooks import FILE_NAME
+    from .cache.codebooks import FILE_NAME, title
     from .formats.catalog import kv_scheme
-    from .hf.calibrate import TOKENS, calibrate_kv
+    from .hf.allocate import allocate_kv
+    from .hf.calibrate import calibrate_kv
     from .hf.text import read_text
 
-    kv_scheme(args.kv)
+    target = _number(args.kv)
+    if target is None:
+        kv_scheme(args.kv)
     folder = Path(args.out or args.model)
     if args.out is None and not folder.is_dir():
         raise VQConfigError(f"{args.model} is not a directory; give OUT.")
@@ -266,10 +275,12 @@ def _calibrate_cache(args: argparse.Namespace) -> None:
     text = None if args.text is None else read_text(args.text)
     tokenizer = None if text is None else load_tokenizer(args.model)
     model = load_model(args.model, dtype=_dtype(args.dtype), device_map=args.device_map)
-    tokens = args.tokens or TOKENS
-    codebooks = calibrate_kv(
-        model, args.kv, text, tokenizer, tokens=tokens, context=args.context, seed=args.seed
-    )
+    options = {"context": args.context, "seed": args.seed}
+    options |= {"tokens": args.tokens} if args.tokens else {}
+    if target is None:
+        codebooks = calibrate_kv(model, args.kv, text, tokenizer, **options)
+    else:
+        codebooks = allocate_kv(model, text, tokenizer, target_bits=target, **options)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -282,9 +293,16 @@ def _calibrate_cache(args: argparse.Namespace) -> None:
     }
     learned = [what for what, parts in found.items() if any(part is not None for part in parts)]
     print(
-        f"{args.kv}: {' and '.join(learned)} in {len(codebooks)} layers, "
+        f"{title(codebooks.scheme)}: {' and '.join(learned)} in {len(codebooks)} layers, "
         f"{path.stat().st_size / 1e3:.1f} kB in {path}"
     )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _tokenizer_or_none(load: Callable[[str], Any], model: str) -> Any:

@@ -179,6 +179,15 @@ def test_calibrate_saves_what_a_cache_finds(copied, eval_text, capsys):
     )
 
 
+def test_calibrate_chooses_schemes_of_layers(copied, eval_text, capsys):
+    arguments = ["calibrate", copied, "--kv", "2.5", "--text", eval_text]
+    assert main([*map(str, arguments), "--tokens", "256", "--context", "128"]) == 0
+    assert capsys.readouterr().out.startswith("one scheme for each of 2 layers: means of keys in 2")
+    cache = VQCache.from_pretrained(copied)
+    parts = [part for layer in cache.layers for part in (layer.scheme.key, layer.scheme.value)]
+    assert sum(part.entry_bits / part.vector_size for part in parts) == 4 * 2.5
+
+
 def test_calibrate_replaces_only_when_told(copied, eval_text, tmp_path, capsys):
     arguments = ["calibrate", copied, "--text", eval_text, *CALIBRATION]
     path = copied / "kv_codebooks.safetensors"

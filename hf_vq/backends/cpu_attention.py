@@ -49,7 +49,7 @@ def _needs() -> str | None:
 def key_layout(scheme: VQScheme) -> str:
     """The layout in which keys are read: codes that share a codebook are multiplied, others are
     looked up."""
-    return QUADS if scheme.codebook == "universal" else PLANES
+    return QUADS if scheme.has_scale else PLANES
 
 
 @lru_cache(maxsize=256)
@@ -65,10 +65,8 @@ def _shape(scheme: VQScheme, dim: int, layout: str) -> tuple[int, ...]:
 def _objection(scheme: VQScheme, dim: int, layout: str, values: bool) -> str | None:
     """Why rows of `dim` numbers are not computed with in this scheme and layout, or None."""
     wanted = PLANES if values else key_layout(scheme)
-    if scheme.residuals != 1 or scheme.lattice or scheme.codebook not in (
-        "universal", "channel_group"
-    ):  # fmt: skip
-        return "KV codes have one stage and a universal codebook, or one per channel group"
+    if scheme.residuals != 1 or scheme.lattice or scheme.codebook == "tile":
+        return "KV codes have one stage, and a codebook for all rows or one per channel group"
     if scheme.vector_size not in VECTOR_SIZES or scheme.entry_bits not in BLOCK_BITS:
         return f"{scheme.notation()} has no kernel: x is 1, 2 or 4, codes have 4, 6 or 8 bits"
     if scheme.rotation not in ("none", "hadamard"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from . import (
     cuda_quantize,
     cuda_tune,
     quality_kv,
+    quality_kv_calibrated,
     quality_weights,
     tables,
 )
@@ -39,21 +41,26 @@ TIMED_SUITES: dict[str, Any] = {
 }  # fmt: skip
 
 
+QUALITY_SUITES: dict[str, Any] = {
+    "quality-weights": quality_weights,
+    "quality-kv": quality_kv,
+    "quality-kv-calibrated": quality_kv_calibrated,
+}
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of every suite."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_vq.bench", description="Measure, record, and write the tables."
     )
     suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
-    for name, module, tokens, context in (
-        ("quality-weights", quality_weights, 32768, 1024),
-        ("quality-kv", quality_kv, 16384, 2048),
-    ):
+    for name, module in QUALITY_SUITES.items():
         suite = suites.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         suite.add_argument("model", metavar="MODEL_DIR", help="unquantized model")
         suite.add_argument("--text", required=True, metavar="TEXT", help="UTF-8 text file")
-        suite.add_argument("--tokens", type=int, default=tokens, help="default: %(default)s")
-        suite.add_argument("--context", type=int, default=context, help="default: %(default)s")
+        for option in ("tokens", "context"):
+            usual = inspect.signature(module.run).parameters[option].default
+            suite.add_argument(f"--{option}", type=int, default=usual, help="default: %(default)s")
         suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES), metavar="SCHEME")
         suite.add_argument("--no-baselines", action="store_true", help="only the schemes")
         suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
@@ -114,13 +121,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    module: Any = quality_weights if args.suite == "quality-weights" else quality_kv
+    module: Any = QUALITY_SUITES[args.suite]
     start = f"python -m hf_vq.bench {args.suite} MODEL_DIR --text TEXT"
     more = {}
     if args.calibration:
         start, more = f"{start} --calibration TEXT", {"calibration": args.calibration}
     options = dict.fromkeys(("tokens", "context", "schemes", "no_baselines"), "")
     command = command_line(start, args.parser, args, options)
+    if args.suite == "quality-kv-calibrated" and not args.calibration:
+        raise VQError("there is nothing to calibrate on: give --calibration TEXT.")
     if (command != start or not args.calibration) and args.out is None:
         raise VQError("the tables need the whole suite, with --calibration: give --out otherwise.")
     measure = functools.partial(

@@ -1,11 +1,12 @@
-"""Tables of the suites `cuda-attention` and `cuda-generate-kv`, from their records."""
+"""Tables of the suites `cuda-attention`, `cuda-generate-kv` and `quality-kv-calibrated`, from their
+records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .show import markdown_table
+from .show import markdown_table, significant
 
 _Rows = Sequence[dict[str, Any]]
 _LONG = 4096  # tokens from which a context is not short
@@ -171,6 +172,20 @@ def steps(rows: _Rows) -> str:
     return markdown_table(["ms of a step: weights + cache", *parts], cells)
 
 
+def calibrated(rows: _Rows) -> str:
+    """Quality of KV caches that were calibrated."""
+    head = ["KV cache", "bits", "window", "KLD", "99th percentile", "top-1 %", "perplexity, %"]
+    cells = [
+        [row["name"] if " " in row["name"] else f"`{row['name']}`",
+         "-" if row["window"] is None else f"{row['bits_per_element']:.3f}",
+         "exact" if row["window"] is None else str(row["window"] or "none"),
+         f"{significant(row['kld'])} ± {significant(row['kld_se'], 1)}",
+         significant(row["kld_p99"]), f"{row['top1']:.1f}", f"{row['change']:+.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    return markdown_table(head, cells)
+
+
 def _shown(row: dict[str, Any], key: str, digits: int) -> str:
     return f"{row[key]:.{digits}f}" if key in row else "-"
 
@@ -187,6 +202,7 @@ TABLES: dict[str, tuple[str, Callable[[_Rows], str]]] = {
     "cuda-attention-short-steps": ("cuda-attention", short_steps),
     "cuda-store": ("cuda-attention", store),
     "cuda-kv-memory": ("cuda-attention", memory),
+    "quality-kv-calibrated": ("quality-kv-calibrated", calibrated),
     "cuda-generate-kv": ("cuda-generate-kv", generate),
     "cuda-generate-kv-steps": ("cuda-generate-kv", steps),
 }

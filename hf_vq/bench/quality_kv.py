@@ -27,7 +27,7 @@ from .. import ops
 from ..cache.codebooks import KVCodebooks, needs_codebooks
 from ..cache.store import key_mean
 from ..errors import VQError
-from ..formats.catalog import kv_scheme
+from ..formats.catalog import kv_scheme, of_layer
 from ..formats.nearest import nearest_in_groups
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
@@ -84,7 +84,7 @@ def run(
     head_dim = getattr(model.config, "head_dim", None)
     head_dim = head_dim or model.config.hidden_size // model.config.num_attention_heads
 
-    def contestants() -> Iterator[_Contestant]:
+    def contestants() -> Iterator[Contestant]:
         if with_baselines:
             yield from _baselines(head_dim)
         yield from _schemes([name for name in schemes if name not in learned], head_dim)
@@ -97,23 +97,7 @@ def run(
             yield from _learned(name, codebooks, head_dim)
 
     for one in contestants():
-        for case in one.cases:
-            keys = one.short if case == "short prompt" else one.keys
-            if keys is None:
-                continue
-            if case == "shifted":
-                keys = shifted(keys)
-            window = 0 if case == "no window" else WINDOW
-            with simulate(model, Simulation(keys, one.values, window, SINKS, one.scores)):
-                scores = score(model_forward(model), reference).to_dict()
-            row = {
-                "name": one.name,
-                "kind": one.kind,
-                "case": case,
-                "bits_per_element": one.bits,
-                "window": window,
-                **scores,
-            }
+        for row in measured(one, model, reference):
             results["rows"].append(row)
             report(row)
     settings = {
@@ -132,8 +116,29 @@ def run(
     return settings, results
 
 
+def measured(one: Contestant, model: Any, reference: Reference) -> Iterator[dict[str, Any]]:
+    """A row for each case of a contestant, with the cache of `model`."""
+    for case in one.cases:
+        keys = one.short if case == "short prompt" else one.keys
+        if keys is None:
+            continue
+        if case == "shifted":
+            keys = shifted(keys)
+        window = 0 if case == "no window" else WINDOW
+        with simulate(model, Simulation(keys, one.values, window, SINKS, one.scores)):
+            scores = score(model_forward(model), reference).to_dict()
+        yield {
+            "name": one.name,
+            "kind": one.kind,
+            "case": case,
+            "bits_per_element": one.bits,
+            "window": window,
+            **scores,
+        }
+
+
 @dataclass(frozen=True)
-class _Contestant:
+class Contestant:
     """A way to store keys and values; `short` stores keys as after a short prompt, None = same."""
 
     name: str
@@ -146,26 +151,26 @@ class _Contestant:
     scores: Callable[[Tensor, int], Scores] = dot_products
 
 
-def _schemes(names: Sequence[str], head_dim: int) -> Iterator[_Contestant]:
+def _schemes(names: Sequence[str], head_dim: int) -> Iterator[Contestant]:
     for name in names:
         scheme = kv_scheme(name)
-        bits = (_stored_bits(scheme.key, head_dim) + _stored_bits(scheme.value, head_dim)) / 2
+        bits = (stored_bits(scheme.key, head_dim) + stored_bits(scheme.value, head_dim)) / 2
         keys = round_trip(scheme.key, centre=scheme.centre_keys)
         values = round_trip(scheme.value, centre=False)
         short = None
         if scheme.centre_keys:
             short = round_trip(scheme.key, centre=True, known=SINKS + WINDOW // 2)
-        yield _Contestant(name, "scheme", bits, keys, values, short)
+        yield Contestant(name, "scheme", bits, keys, values, short)
 
 
-def _learned(name: str, codebooks: KVCodebooks, head_dim: int) -> Iterator[_Contestant]:
+def _learned(name: str, codebooks: KVCodebooks, head_dim: int) -> Iterator[Contestant]:
     """A learned scheme as it is shipped, and the paper's own form of NoMAD-Attention."""
-    scheme = codebooks.scheme
+    scheme = of_layer(codebooks.scheme, 0)
     sides = (scheme.key, codebooks.keys), (scheme.value, codebooks.values)
     keys, values = (round_trip(part, centre=False, codebooks=books) for part, books in sides)
-    key_bits, value_bits = (_stored_bits(part, head_dim, books[0]) for part, books in sides)
+    key_bits, value_bits = (stored_bits(part, head_dim, books[0]) for part, books in sides)
     bits = (key_bits + value_bits) / 2
-    yield _Contestant(name, "scheme", bits, keys, values, cases=LEARNED_CASES)
+    yield Contestant(name, "scheme", bits, keys, values, cases=LEARNED_CASES)
     if not name.startswith("nomad"):
         return
 
@@ -179,12 +184,12 @@ def _learned(name: str, codebooks: KVCodebooks, head_dim: int) -> Iterator[_Cont
 
     paper = f"NoMAD d_sub {scheme.key.vector_size}, keys only"
     options: dict[str, Any] = {"cases": LEARNED_CASES}
-    yield _Contestant(paper, "baseline", key_bits, keys, exact, **options)
+    yield Contestant(paper, "baseline", key_bits, keys, exact, **options)
     options["scores"] = in_8_bits
-    yield _Contestant(f"{paper}, 8-bit tables", "baseline", key_bits, keys, exact, **options)
+    yield Contestant(f"{paper}, 8-bit tables", "baseline", key_bits, keys, exact, **options)
 
 
-def _stored_bits(scheme: VQScheme, head_dim: int, codebook: Tensor | None = None) -> float:
+def stored_bits(scheme: VQScheme, head_dim: int, codebook: Tensor | None = None) -> float:
     """Bits per number of what is stored of one token and head."""
     heads = 1 if codebook is None else len(codebook)
     codebook = universal_tensor(scheme) if codebook is None else codebook
@@ -192,12 +197,12 @@ def _stored_bits(scheme: VQScheme, head_dim: int, codebook: Tensor | None = None
     return 8 * sum(tensor.nbytes for tensor in stored) / (heads * head_dim)
 
 
-def _baselines(head_dim: int) -> Iterator[_Contestant]:
+def _baselines(head_dim: int) -> Iterator[Contestant]:
     def qserve(x: Tensor, layer: int) -> Tensor:
         return baselines.asymmetric(x, 4, head_dim)
 
     name = "QServe KV4 (no SmoothAttention)"
-    yield _Contestant(name, "baseline", 4 + 32 / head_dim, qserve, qserve)
+    yield Contestant(name, "baseline", 4 + 32 / head_dim, qserve, qserve)
 
     def kivi_values(x: Tensor, layer: int) -> Tensor:
         return baselines.asymmetric(x, 4, 32)
@@ -205,7 +210,7 @@ def _baselines(head_dim: int) -> Iterator[_Contestant]:
     def kivi_keys(x: Tensor, layer: int) -> Tensor:
         return baselines.per_channel(x, 4, 32)
 
-    yield _Contestant("KIVI-4 g32", "baseline", 4 + 32 / 32, kivi_keys, kivi_values)
+    yield Contestant("KIVI-4 g32", "baseline", 4 + 32 / 32, kivi_keys, kivi_values)
 
 
 def round_trip(
@@ -214,6 +219,7 @@ def round_trip(
     centre: bool,
     known: int | None = None,
     codebooks: Sequence[Tensor | None] | None = None,
+    means: Sequence[Tensor | None] | None = None,
 ) -> RoundTrip:
     """Store and read back [kv heads, tokens, head_dim] the way `VQCache` does.
 
@@ -222,11 +228,14 @@ def round_trip(
         centre: take off the mean over the first `known` tokens without the sinks.
         known: None = all tokens.
         codebooks: of each layer; None, or None for a layer = the universal one.
+        means: calibrated ones of each layer [kv heads, head_dim], to take off instead.
     """
     universal = universal_tensor(scheme) if scheme.codebook == "universal" else None
 
     def stored(x: Tensor, layer: int) -> Tensor:
         mean = key_mean(x[None, :, :known], SINKS)[0] if centre else torch.zeros(())
+        if centre and means is not None and (own := means[layer]) is not None:
+            mean = own[:, None]
         learned = None if codebooks is None else codebooks[layer]
         codebook = universal if learned is None else learned
         assert codebook is not None, f"no codebook for layer {layer}"

@@ -22,7 +22,12 @@ from transformers.cache_utils import (
 )
 
 from ..errors import VQCacheError
-from ..formats.catalog import KVScheme, kv_scheme, scheme_name
+from ..formats.catalog import (
+    Allocation,
+    KVScheme,
+    kv_allocation,
+    scheme_name,
+)
 from .codebooks import KVCodebooks, cure, find, learned, needs_codebooks, title
 from .layer import LayerOptions, VQCacheLayer
 from .prompt import Prompt
@@ -50,7 +55,8 @@ class VQCache(Cache):
     Args:
         config: of the model.
         scheme: `u4` (4 bits), `u3`, `u2`, `k4v2` (keys 4 bits, values 2), another name of the
-            catalogue, or a `KVScheme`. Universal codebooks add one fp16 scale per token and head.
+            catalogue, or a `KVScheme`; or a list with one for each layer (`allocate_kv` finds it).
+            Universal codebooks add one fp16 scale per token and head.
         sinks: tokens at the start of each row that stay floats.
         window: the newest tokens that stay floats, for each query.
         max_cache_len: allocate for this many tokens at once, and refuse more; None = grow.
@@ -74,7 +80,7 @@ class VQCache(Cache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        scheme: str | KVScheme = "u4",
+        scheme: str | KVScheme | Sequence[str | KVScheme] = "u4",
         sinks: int = 4,
         window: int = 64,
         max_cache_len: int | None = None,
@@ -103,12 +109,13 @@ class VQCache(Cache):
         if static is not None and not isinstance(static, bool):
             raise VQCacheError(f"VQCache(static=...) must be True, False or None; got {static!r}.")
         self.options = LayerOptions(
-            _usable(kv_scheme(scheme)), sinks, window, max_cache_len, strict
+            _usable(kv_allocation(scheme)), sinks, window, max_cache_len, strict
         )
         self.quantize_sliding = quantize_sliding
         self.prompt = Prompt()
         # DynamicCache knows, in every version of Transformers, which layer of a config is what.
         layers = DynamicCache(config=config).layers
+        _check_count(self.options.scheme, len(layers))
         means, books = _calibrated(self.options.scheme, len(layers), key_means, codebooks)
         self.codebooks = codebooks
         for index, layer in enumerate(layers):
@@ -118,7 +125,7 @@ class VQCache(Cache):
             elif type(layer) is DynamicSlidingWindowLayer and quantize_sliding:
                 layers[index] = VQSlidingCacheLayer(*arguments, sliding_window=layer.sliding_window)
             if isinstance(layers[index], VQCacheLayer):
-                _check_complete(self.options.scheme, index, books[index])
+                _check_complete(layers[index].scheme, index, books[index])
         if not any(isinstance(layer, VQCacheLayer) for layer in layers):
             warnings.warn(
                 f"VQCache codes no layer of {type(config).__name__}: none has full attention. "
@@ -173,7 +180,7 @@ class VQCache(Cache):
     def from_pretrained(
         cls,
         model_or_dir: PreTrainedModel | str | os.PathLike[str],
-        scheme: str | KVScheme | None = None,
+        scheme: str | KVScheme | Sequence[str | KVScheme] | None = None,
         **options: Any,
     ) -> VQCache:
         """A cache with the codebooks that were calibrated for a model: kv_codebooks.safetensors.
@@ -204,7 +211,7 @@ class VQCache(Cache):
         codebooks = None if path is None else KVCodebooks.load(path)
         if scheme is None:
             scheme = "u4" if codebooks is None else codebooks.scheme
-        wanted = kv_scheme(scheme)
+        wanted = kv_allocation(scheme)
         if codebooks is not None and codebooks.scheme != wanted:
             if needs_codebooks(wanted):
                 raise VQCacheError(
@@ -351,7 +358,7 @@ class VQCache(Cache):
         return load(Path(path), config, torch.device(device), strict)
 
     def __repr__(self) -> str:
-        scheme = scheme_name(self.options.scheme) or self.options.scheme
+        scheme = scheme_name(self.options.scheme) or title(self.options.scheme)
         coded, layers = len(self.coded_layers), len(self.layers)
         return (
             f"VQCache(scheme={scheme!r}, sinks={self.options.sinks}, window={self.options.window}, "
@@ -365,10 +372,17 @@ def _check_int(name: str, value: object, low: int) -> None:
         raise VQCacheError(f"VQCache({name}=...) must be an integer >= {low}; got {value!r}.")
 
 
-def _usable(scheme: KVScheme) -> KVScheme:
+def _usable(allocation: Allocation) -> Allocation:
+    for scheme in allocation if isinstance(allocation, tuple) else (allocation,):
+        _check_usable(scheme)
+    return allocation
+
+
+def _check_usable(scheme: KVScheme) -> None:
     for part in (scheme.key, scheme.value):
         problem = {
-            f"a codebook per {part.codebook}": part.codebook not in ("universal", "channel_group"),
+            f"a codebook per {part.codebook}": part.codebook != "universal" and not learned(part),
+            "a codebook of integers": part.largest_entry > 0,
             "residual stages": part.residuals != 1,
             "a lattice": part.lattice is not None,
             f"a stored rotation ({part.rotation})": part.rotation in ("random_hadamard", "qr"),
@@ -379,11 +393,17 @@ def _usable(scheme: KVScheme) -> KVScheme:
                     f"{scheme_name(scheme) or part.notation()} needs {what}, which VQCache cannot "
                     "use. Use u4, u3, u2 or k4v2."
                 )
-    return scheme
+
+
+def _check_count(scheme: Allocation, layers: int) -> None:
+    if isinstance(scheme, tuple) and len(scheme) != layers:
+        raise VQCacheError(
+            f"VQCache(scheme=[...]) lists {len(scheme)} schemes; the model has {layers} layers."
+        )
 
 
 def _calibrated(
-    scheme: KVScheme,
+    scheme: Allocation,
     layers: int,
     key_means: Sequence[Tensor | None] | None,
     codebooks: KVCodebooks | None,

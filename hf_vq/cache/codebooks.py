@@ -2,9 +2,12 @@
 
 kv_codebooks.safetensors, beside a model:
 
-layers.<i>.key, layers.<i>.value    fp16 [heads, head_dim / x, entries, x], of learned schemes
+layers.<i>.key, layers.<i>.value    fp16, of learned schemes: [heads, head_dim / x, entries, x] per
+                                    channel group, [1, entries, x] per tensor
 layers.<i>.key_mean                 float32 [heads, head_dim], of centred keys
-metadata["hf_vq_kv"]                JSON: format_version, key_scheme, value_scheme, centre_keys
+metadata["hf_vq_kv"]                JSON: format_version, key_scheme, value_scheme, centre_keys;
+                                    lists of schemes, if each layer has one of its own, and then
+                                    sensitivity, see `KVCodebooks`
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
 from ..errors import VQCacheError, VQError, VQFormatError
-from ..formats.catalog import KVScheme, scheme_name
+from ..formats.catalog import Allocation, KVScheme, of_layer, scheme_name
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
 from ..formats.tensors import kv_codebook_spec
@@ -33,17 +37,21 @@ _CURE = "Make the file again with `hf-vq calibrate`"
 
 
 def learned(scheme: VQScheme) -> bool:
-    """Whether rows of this scheme need codebooks of their own model, one per head and group."""
-    return scheme.codebook == "channel_group"
+    """Whether rows of this scheme need codebooks of their own model."""
+    return scheme.codebook in ("channel_group", "tensor")
 
 
-def needs_codebooks(scheme: KVScheme) -> bool:
+def needs_codebooks(scheme: Allocation) -> bool:
     """Whether keys or values of this scheme need learned codebooks."""
+    if isinstance(scheme, tuple):
+        return any(map(needs_codebooks, scheme))
     return learned(scheme.key) or learned(scheme.value)
 
 
-def title(scheme: KVScheme) -> str:
+def title(scheme: Allocation) -> str:
     """The scheme for a message: its name, else what keys and values are."""
+    if isinstance(scheme, tuple):
+        return f"one scheme for each of {len(scheme)} layers"
     name = scheme_name(scheme)
     return name or f"keys {scheme.key.notation()} and values {scheme.value.notation()}"
 
@@ -68,6 +76,8 @@ def codebook_for(scheme: VQScheme, own: Tensor | None, like: Tensor, where: str)
     if own is None:
         return universal(scheme, like.device)
     heads, dim = like.shape[1], like.shape[3]
+    if scheme.has_scale:  # one codebook, whatever the heads
+        return own.to(like.device)
     if tuple(own.shape) != kv_codebook_spec(scheme, heads, dim, where).shape:
         raise VQCacheError(
             f"the codebooks of {where} are for {own.shape[0]} heads of "
@@ -77,7 +87,7 @@ def codebook_for(scheme: VQScheme, own: Tensor | None, like: Tensor, where: str)
     return own.to(like.device)
 
 
-def cure(scheme: KVScheme) -> str:
+def cure(scheme: Allocation) -> str:
     """What to do where the codebooks of this scheme are missing."""
     name = scheme_name(scheme)
     return (
@@ -104,22 +114,25 @@ class KVCodebooks:
     """What `hf-vq calibrate` learned of one model, layer by layer; None where there is nothing.
 
     Args:
-        scheme: of the cache that these codebooks are for.
-        keys: codebooks fp16 [H, S, entries, x] of each layer's keys, S = head_dim / x; all None if
-            the scheme of the keys is universal.
+        scheme: of the cache that these codebooks are for, or one of each layer.
+        keys: codebooks fp16 of each layer's keys (`kv_codebook_spec`); all None if the scheme of
+            the keys is universal.
         values: likewise.
         key_means: float32 [H, head_dim], subtracted from keys before they are coded. A layer whose
             learned codebooks are of centred keys needs one; without `scheme.centre_keys` all are
             None.
+        sensitivity: what decided about schemes that differ from layer to layer, for the record: of
+            each layer, the divergence that coding its keys alone adds, and its values alone.
 
     Raises:
         VQFormatError: a tensor is missing, too many, of a wrong shape or type, or not finite.
     """
 
-    scheme: KVScheme
+    scheme: Allocation
     keys: list[Tensor | None]
     values: list[Tensor | None]
     key_means: list[Tensor | None]
+    sensitivity: list[list[float]] | None = None
 
     def __post_init__(self) -> None:
         lists = (self.keys, self.values, self.key_means)
@@ -127,18 +140,23 @@ class KVCodebooks:
             raise VQFormatError(
                 "KVCodebooks needs lists of one length, with a tensor or None for each layer."
             )
+        if isinstance(self.scheme, tuple) and len(self.scheme) != len(self):
+            raise VQFormatError(
+                f"there are {len(self.scheme)} schemes and tensors for {len(self)} layers. {_CURE}."
+            )
         for layer, (key, value, mean) in enumerate(zip(*lists, strict=True)):
-            where = f"layer {layer}"
-            _check_codebook(f"{where}, keys", self.scheme.key, key)
-            _check_codebook(f"{where}, values", self.scheme.value, value)
-            _check_mean(where, self.scheme, key, mean)
-            both = learned(self.scheme.key) and learned(self.scheme.value)
+            where, scheme = f"layer {layer}", of_layer(self.scheme, layer)
+            _check_codebook(f"{where}, keys", scheme.key, key)
+            _check_codebook(f"{where}, values", scheme.value, value)
+            _check_mean(where, scheme, key, mean)
+            both = learned(scheme.key) and learned(scheme.value)
             if both and (key is None) != (value is None):
                 raise VQFormatError(
                     f"{where} has codebooks of its {'values' if key is None else 'keys'} only; "
-                    f"{title(self.scheme)} needs both. {_CURE}."
+                    f"{title(scheme)} needs both. {_CURE}."
                 )
-            if key is not None and value is not None and key.shape[0] != value.shape[0]:
+            per_head = both and not (scheme.key.has_scale or scheme.value.has_scale)
+            if per_head and key is not None and value is not None and len(key) != len(value):
                 raise VQFormatError(
                     f"{where} has codebooks for {key.shape[0]} heads of keys and {value.shape[0]} "
                     f"of values. {_CURE}."
@@ -153,7 +171,7 @@ class KVCodebooks:
         return f"KVCodebooks({title(self.scheme)}, {len(self)} layers)"
 
     def for_model(
-        self, scheme: KVScheme, layers: int
+        self, scheme: Allocation, layers: int
     ) -> tuple[list[Tensor | None], list[tuple[Tensor | None, Tensor | None]]]:
         """Means of the keys, and codebooks of keys and of values, for each of a model's layers.
 
@@ -185,8 +203,14 @@ class KVCodebooks:
         }
 
     @classmethod
-    def from_tensors(cls, scheme: KVScheme, tensors: dict[str, Tensor]) -> KVCodebooks:
-        """The inverse of `tensors`, but for layers without any behind the last that has some.
+    def from_tensors(
+        cls,
+        scheme: Allocation,
+        tensors: dict[str, Tensor],
+        sensitivity: list[list[float]] | None = None,
+    ) -> KVCodebooks:
+        """The inverse of `tensors`, but for layers without any behind the last that has some (with
+        a scheme of each layer all are there).
 
         Raises:
             VQFormatError: as the constructor, or a name is not one of `tensors`.
@@ -195,12 +219,13 @@ class KVCodebooks:
         if wrong := sorted(name for name, match in found.items() if match is None):
             raise VQFormatError(f"unexpected tensors {wrong[:4]}. {_CURE}.")
         numbers = [int(match[1]) for match in found.values() if match is not None]
-        layers = range(max(numbers, default=-1) + 1)
+        last = max(numbers, default=-1) + 1
+        layers = range(max(last, len(scheme)) if isinstance(scheme, tuple) else last)
         key, value, mean = (
             [tensors.get(f"layers.{layer}.{side}") for layer in layers]
             for side in ("key", "value", "key_mean")
         )
-        return cls(scheme, key, value, mean)
+        return cls(scheme, key, value, mean, sensitivity)
 
     def save(self, path: Path) -> None:
         """Write the file `path`: the old one stays whole until the new one is.
@@ -210,9 +235,8 @@ class KVCodebooks:
         """
         description = {
             "format_version": FORMAT_VERSION,
-            "key_scheme": self.scheme.key.spec(),
-            "value_scheme": self.scheme.value.spec(),
-            "centre_keys": self.scheme.centre_keys,
+            **described(self.scheme),
+            **({} if self.sensitivity is None else {"sensitivity": self.sensitivity}),
         }
         stored.write(Path(path), self.tensors(), _KEY, description)
 
@@ -227,16 +251,47 @@ class KVCodebooks:
             Path(path), _KEY, FORMAT_VERSION, "KV codebooks", "`hf-vq calibrate`"
         )
         try:
-            scheme = KVScheme(
-                VQScheme.parse(stored.typed(description, "key_scheme", str)),
-                VQScheme.parse(stored.typed(description, "value_scheme", str)),
-                stored.typed(description, "centre_keys", bool),
-            )
-            return cls.from_tensors(scheme, tensors)
+            return cls.from_tensors(scheme_in(description), tensors, description.get("sensitivity"))
         except KeyError as error:
             raise VQFormatError(f"{path}: its description lacks {error}. {_CURE}.") from None
         except VQError as error:
             raise VQFormatError(f"{path}: {error}") from None
+
+
+def described(scheme: Allocation) -> dict[str, Any]:
+    """A scheme, or one of each layer, as JSON types."""
+    if not isinstance(scheme, tuple):
+        return {
+            "key_scheme": scheme.key.spec(),
+            "value_scheme": scheme.value.spec(),
+            "centre_keys": scheme.centre_keys,
+        }
+    each = [described(one) for one in scheme]
+    return {name: [one[name] for one in each] for name in each[0]} if each else {}
+
+
+def scheme_in(description: dict[str, Any]) -> Allocation:
+    """The inverse of `described`.
+
+    Raises:
+        KeyError: a part is missing.
+        VQFormatError, VQSchemeError: a part is of a wrong type, or no scheme.
+    """
+    names = "key_scheme", "value_scheme", "centre_keys"
+    if not isinstance(description["key_scheme"], list):
+        key, value, centre = (
+            stored.typed(description, name, kind)
+            for name, kind in zip(names, (str, str, bool), strict=True)
+        )
+        return KVScheme(VQScheme.parse(key), VQScheme.parse(value), centre)
+    lists = [stored.typed(description, name, list) for name in names]
+    if len(set(map(len, lists))) != 1:
+        raise VQFormatError("its schemes are not one for each layer")
+    layers = (dict(zip(names, each, strict=True)) for each in zip(*lists, strict=True))
+    found = [scheme_in(layer) for layer in layers]
+    if not all(isinstance(each, KVScheme) for each in found):
+        raise VQFormatError("its schemes are not one for each layer")
+    return tuple(each for each in found if isinstance(each, KVScheme))
 
 
 def _check_codebook(where: str, scheme: VQScheme, codebook: Tensor | None) -> None:
@@ -247,17 +302,17 @@ def _check_codebook(where: str, scheme: VQScheme, codebook: Tensor | None) -> No
             f"{where}: codebooks were given, but {scheme.notation()} has a universal one."
         )
     shape = tuple(codebook.shape) if isinstance(codebook, Tensor) else ()
-    size = scheme.vector_size
-    if (
-        len(shape) != 4
-        or 0 in shape
-        or shape != kv_codebook_spec(scheme, shape[0], shape[1] * size, where).shape
-        or codebook.dtype != torch.float16
-    ):
+    size, entries = scheme.vector_size, scheme.entries
+    books = "1" if scheme.has_scale else f"heads, head_dim / {size}"
+    fits = len(shape) == (3 if scheme.has_scale else 4) and 0 not in shape
+    if fits:
+        heads, dim = (1, size) if scheme.has_scale else (shape[0], shape[1] * size)
+        fits = shape == kv_codebook_spec(scheme, heads, dim, where).shape
+    if not fits or codebook.dtype != torch.float16:
         got = f"{codebook.dtype} {list(shape)}" if shape else type(codebook).__name__
         raise VQFormatError(
-            f"{where}: codebooks of {scheme.notation()} are float16 [heads, head_dim / {size}, "
-            f"{scheme.entries}, {size}]; got {got}. {_CURE}."
+            f"{where}: codebooks of {scheme.notation()} are float16 [{books}, {entries}, {size}]; "
+            f"got {got}. {_CURE}."
         )
     _check_finite(where, codebook)
 
@@ -274,7 +329,7 @@ def _check_mean(where: str, scheme: KVScheme, key: Tensor | None, mean: Tensor |
             f"{where}: a mean of the keys was given, but {title(scheme)} does not centre keys."
         )
     fits = isinstance(mean, Tensor) and mean.ndim == 2 and mean.dtype == torch.float32
-    if fits and key is not None:
+    if fits and key is not None and not scheme.key.has_scale:
         fits = tuple(mean.shape) == (key.shape[0], key.shape[1] * key.shape[3])
     if not fits:
         got = f"{mean.dtype} {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean)

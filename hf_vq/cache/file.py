@@ -2,7 +2,8 @@
 
 layers.<i>.{k,v}_{codes,scale,tail,sinks}, layers.<i>.k_mean      coded layers, live tokens only
 layers.<i>.keys, layers.<i>.values                                layers in the model's dtype
-codebook.key, codebook.value                                      what the codes mean: universal
+codebook.key, codebook.value                                      what the codes mean: universal,
+codebook.<i>.key, codebook.<i>.value                              of layers with their own schemes,
 codebooks.layers.<i>.{key,value,key_mean}                         or learned, see `codebooks`
 metadata["hf_vq_cache"]                                           JSON, see `_description`
 """
@@ -18,10 +19,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import VQCacheError, VQError, VQFormatError
-from ..formats.catalog import KVScheme
-from ..formats.scheme import VQScheme
+from ..formats.catalog import Allocation
 from . import stored
-from .codebooks import KVCodebooks, learned
+from .codebooks import KVCodebooks, described, learned, scheme_in
 from .layer import VQCacheLayer
 from .sliding import VQSlidingCacheLayer
 from .static import VQStaticLayer
@@ -57,12 +57,10 @@ def save(cache: VQCache, path: Path) -> None:
             }
     if cache.codebooks is not None:
         tensors |= {_LEARNED + name: part for name, part in cache.codebooks.tensors().items()}
-    scheme, options = cache.options.scheme, cache.options
+    options = cache.options
     description = {
         "format_version": FORMAT_VERSION,
-        "key_scheme": scheme.key.spec(),
-        "value_scheme": scheme.value.spec(),
-        "centre_keys": scheme.centre_keys,
+        **described(options.scheme),
         "sinks": options.sinks,
         "window": options.window,
         "max_cache_len": options.max_cache_len,
@@ -99,7 +97,8 @@ def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[st
 
 
 def _sides(layer: VQCacheLayer) -> list[tuple[str, Store]]:
-    return [("codebook.key", layer.k), ("codebook.value", layer.v)]
+    name = f"codebook.{layer.index}" if isinstance(layer.options.scheme, tuple) else "codebook"
+    return [(f"{name}.key", layer.k), (f"{name}.value", layer.v)]
 
 
 def _parts(layer: VQCacheLayer) -> list[tuple[str, str, Tensor]]:
@@ -122,11 +121,7 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
         path, _KEY, FORMAT_VERSION, "a saved VQCache", "VQCache.save"
     )
     try:
-        scheme = KVScheme(
-            VQScheme.parse(description["key_scheme"]),
-            VQScheme.parse(description["value_scheme"]),
-            typed(description, "centre_keys", bool),
-        )
+        scheme = scheme_in(description)
         cache = VQCache(
             config, scheme,
             typed(description, "sinks", int), typed(description, "window", int),
@@ -144,8 +139,8 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
             )
         for index, (layer, state) in enumerate(zip(cache.layers, states, strict=True)):
             _Reader(index, state, tensors, device).fill(layer)
-        for name in ("codebook.key", "codebook.value"):
-            tensors.pop(name, None)
+        for name in [name for name in tensors if name.startswith("codebook.")]:
+            tensors.pop(name)  # equal to ours, as every layer has checked
     except (KeyError, TypeError, AttributeError) as error:
         raise VQFormatError(f"{path}: its description is damaged ({error!r}).") from None
     except VQFormatError as error:
@@ -157,7 +152,7 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
     return cache
 
 
-def _learned(scheme: KVScheme, tensors: dict[str, Tensor]) -> KVCodebooks | None:
+def _learned(scheme: Allocation, tensors: dict[str, Tensor]) -> KVCodebooks | None:
     """The learned codebooks among `tensors`, taken out of them."""
     names = [name for name in tensors if name.startswith(_LEARNED)]
     found = {name.removeprefix(_LEARNED): tensors.pop(name) for name in names}

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import VQCacheError
-from ..formats.catalog import KVScheme
+from ..formats.catalog import Allocation, of_layer
 from ..ops.attention import CachedKV
 from ..ops.layout import layouts_for
 from .codebooks import codebook_for
@@ -53,7 +53,7 @@ def _dtypes(key: torch.dtype, value: torch.dtype) -> str:
 class LayerOptions:
     """The options of `VQCache` that a layer needs; see there."""
 
-    scheme: KVScheme
+    scheme: Allocation
     sinks: int
     window: int
     max_cache_len: int | None = None
@@ -84,6 +84,7 @@ class VQCacheLayer(CacheLayerMixin):
         codebooks: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         self.options, self.prompt, self.index = options, prompt, index
+        self.scheme = of_layer(options.scheme, index)
         self.sinks, self.window = options.sinks, options.window
         self.calibrated_mean, self.codebooks = key_mean, codebooks
         self.record_past = False
@@ -132,7 +133,7 @@ class VQCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
-        scheme, limit = self.options.scheme, self.options.max_cache_len
+        scheme, limit = self.scheme, self.options.max_cache_len
         sides = (scheme.key, key_states), (scheme.value, value_states)
         for part, like in sides:
             check_head_dim(part, like.shape[3], self.where)
@@ -153,10 +154,8 @@ class VQCacheLayer(CacheLayerMixin):
         self._remember_sizes()
 
     def _layouts(self, key_states: Tensor, value_states: Tensor) -> tuple[str, str]:
-        scheme = self.options.scheme
-        return layouts_for(
-            scheme.key, scheme.value, key_states.shape[3], value_states.shape[3], key_states
-        )
+        dims = key_states.shape[3], value_states.shape[3]
+        return layouts_for(self.scheme.key, self.scheme.value, *dims, key_states)
 
     def _set_start(self, start: list[int] | None) -> None:
         self._start = start

@@ -19,10 +19,8 @@ _MOST_ENTRIES = 64  # numbers of codebooks and norms, in the registers of a thre
 
 def appendable(scheme: VQScheme, dim: int) -> str | None:
     """None if a plan can have rows of `dim` numbers in this scheme, else the reason why not."""
-    if scheme.residuals != 1 or scheme.lattice or scheme.codebook not in (
-        "universal", "channel_group"
-    ):  # fmt: skip
-        return "KV codes have one stage and a universal codebook, or one per channel group"
+    if scheme.residuals != 1 or scheme.lattice or scheme.codebook == "tile":
+        return "KV codes have one stage, and a codebook for all rows or one per channel group"
     if scheme.vector_size not in VECTOR_SIZES or scheme.entry_bits > MOST_BITS:
         return f"{scheme.notation()} has no kernel: x is 1, 2 or 4, codes have up to 8 bits"
     if scheme.rotation not in ("none", "hadamard"):

@@ -19,12 +19,11 @@ LARGEST_DIM = 256
 SHORT, LONG = 1024, 1 << 16  # tokens for which a kernel is made
 _INDEX_BITS = 8
 _GROUPS = 32  # rows of the batch times kv heads, for which it is made
-_CODEBOOKS = ("universal", "channel_group")
 
 
 def attendable(scheme: VQScheme, dim: int, what: str) -> str | None:
     """None if there is a kernel for keys or values (`what`) of `dim` numbers, else why not."""
-    if scheme.lattice or scheme.residuals > 1 or scheme.codebook not in _CODEBOOKS:
+    if scheme.lattice or scheme.residuals > 1 or scheme.codebook == "tile":
         return f"{what} have neither a codebook that all share nor one per channel group"
     width, bits = scheme.vector_size * fused(scheme), scheme.entry_bits * fused(scheme)
     if width not in (2, 4) or bits > _INDEX_BITS:

@@ -21,8 +21,8 @@ _LARGEST_HEAD = 2048
 def decodable_kv(scheme: VQScheme, head_dim: int) -> str | None:
     """None if a plan decodes keys or values of this scheme, else the reason why not."""
     x, bits = scheme.vector_size, scheme.entry_bits
-    if scheme.codebook not in ("universal", "channel_group") or scheme.lattice:
-        return "KV codes have a universal codebook, or one per channel group"
+    if scheme.codebook == "tile" or scheme.lattice:
+        return "KV codes have a codebook for all rows, or one per channel group"
     if scheme.streams != 1 or scheme.largest_entry:
         return "KV codes have one stage of fp16 entries"
     if scheme.has_scale and scheme.group(head_dim) != head_dim:

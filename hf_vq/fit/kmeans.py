@@ -32,33 +32,51 @@ def kmeans(vectors: Tensor, entries: int, *, rounds: int = 20, seed: int = 0) ->
     return _cluster(vectors[None], entries, rounds, generator)[0]
 
 
-def kmeans_in_groups(vectors: Tensor, entries: int, *, rounds: int = 20, seed: int = 0) -> Tensor:
+def kmeans_in_groups(
+    vectors: Tensor,
+    entries: int,
+    *,
+    weights: Tensor | None = None,
+    rounds: int = 20,
+    seed: int = 0,
+) -> Tensor:
     """A codebook of its own for each group of `vectors` [g, n, x]: [g, entries, x] float32.
 
     Codebooks of numbers (x = 1) ascend. With n <= entries the vectors are the codebook.
+
+    Args:
+        weights: [g, n], at least 0: how much the squared distance of each vector counts.
     """
-    return _cluster(vectors, entries, rounds, torch.Generator().manual_seed(seed))
+    return _cluster(vectors, entries, rounds, torch.Generator().manual_seed(seed), weights)
 
 
-def _cluster(vectors: Tensor, entries: int, rounds: int, generator: torch.Generator) -> Tensor:
+def _cluster(
+    vectors: Tensor,
+    entries: int,
+    rounds: int,
+    generator: torch.Generator,
+    weights: Tensor | None = None,
+) -> Tensor:
     vectors = vectors.float().contiguous()
     spare = entries - vectors.shape[1]
     if spare >= 0:
         codebooks = torch.cat([vectors, vectors[:, -1:].expand(-1, spare, -1)], 1)
         return codebooks.sort(1).values if vectors.shape[2] == 1 else codebooks
     if vectors.shape[2] == 1:
-        return _scalar(vectors[..., 0], entries)[..., None]
-    codebooks = _seed(vectors, entries, generator)
+        return _scalar(vectors[..., 0], entries, weights)[..., None]
+    codebooks = _seed(vectors, entries, generator, weights)
     for _ in range(rounds):
-        codebooks = _lloyd(vectors, codebooks)
+        codebooks = lloyd(vectors, codebooks, weights)
     return codebooks
 
 
-def _scalar(values: Tensor, entries: int) -> Tensor:
+def _scalar(values: Tensor, entries: int, weights: Tensor | None) -> Tensor:
     """Ascending codebooks [g, entries] of `values` [g, n]."""
     groups, count = values.shape
-    ordered = values.sort(1).values
-    moments = torch.stack([ordered.double(), ordered.double().square()]).cumsum(2)
+    ordered, order = values.sort(1)
+    weight = torch.ones_like(ordered) if weights is None else weights.gather(1, order)
+    powers = torch.stack([torch.ones_like(ordered), ordered, ordered.square()]).double()
+    moments = (powers * weight.double()).cumsum(2)
     moments = torch.nn.functional.pad(moments, (1, 0))  # sums of the first 0, 1, ... n
     # The best density of entries is between that of the data (quantiles) and an even one: p^(1/3).
     step = (torch.arange(entries, device=values.device) + 0.5) / entries
@@ -69,8 +87,8 @@ def _scalar(values: Tensor, entries: int) -> Tensor:
         midpoints = (centres[:, 1:] + centres[:, :-1]) / 2
         edges = torch.searchsorted(ordered, midpoints)
         edges = torch.cat([ends[:, :1], edges, ends[:, 1:]], 1)
-        size = edges.diff()
-        mean, square = moments.gather(2, edges.expand(2, -1, -1)).diff() / size.clamp_min(1)
+        size, *sums = moments.gather(2, edges.expand(3, -1, -1)).diff()
+        mean, square = (total / size.clamp_min(1e-30) for total in sums)
         centres = _split(torch.where(size > 0, mean.float(), centres), size, square - mean.square())
     return centres
 
@@ -80,7 +98,7 @@ def _split(centres: Tensor, size: Tensor, variance: Tensor) -> Tensor:
     is now the half of the cluster with the largest error.
 
     Args:
-        size: numbers of each cluster.
+        size: weight of each cluster.
         variance: theirs.
     """
     largest, worst = (size * variance).max(1, keepdim=True)
@@ -91,8 +109,11 @@ def _split(centres: Tensor, size: Tensor, variance: Tensor) -> Tensor:
     return torch.where(empty & (largest > 0), split, centres).sort(1).values
 
 
-def _seed(vectors: Tensor, entries: int, generator: torch.Generator) -> Tensor:
-    """k-means++ (Arthur and Vassilvitskii): each centre is drawn with probability ~ distance^2."""
+def _seed(
+    vectors: Tensor, entries: int, generator: torch.Generator, weights: Tensor | None
+) -> Tensor:
+    """k-means++ (Arthur and Vassilvitskii): each centre is drawn with probability ~ distance^2
+    (times its weight)."""
     groups, count, _ = vectors.shape
     first = torch.randint(count, (groups,), generator=generator).to(vectors.device)
     every = torch.arange(groups, device=vectors.device)
@@ -100,7 +121,7 @@ def _seed(vectors: Tensor, entries: int, generator: torch.Generator) -> Tensor:
     distance = (vectors - centres).square().sum(2)
     step = -(-(entries - 1) // _SEED_ROUNDS)
     while centres.shape[1] < entries:
-        weight = (distance + 1e-20).cpu()
+        weight = ((distance if weights is None else distance * weights) + 1e-20).cpu()
         drawing = min(step, entries - centres.shape[1])
         # Gumbel keys draw without replacement, from any number of vectors.
         noise = torch.empty_like(weight).exponential_(generator=generator)
@@ -111,19 +132,24 @@ def _seed(vectors: Tensor, entries: int, generator: torch.Generator) -> Tensor:
     return centres
 
 
-def _lloyd(vectors: Tensor, codebooks: Tensor) -> Tensor:
-    """One round: every entry moves to the mean of its vectors; an entry without vectors moves to
+def lloyd(vectors: Tensor, codebooks: Tensor, weights: Tensor | None = None) -> Tensor:
+    """One round for codebooks [g, entries, x] of `vectors` [g, n, x]: every entry moves to the
+    mean of its vectors, weighted by `weights` [g, n]; an entry without vectors, or weight, moves to
     the vector that is worst served."""
     groups, entries, size = codebooks.shape
     index = nearest_in_groups(vectors, codebooks)
     flat = index + entries * torch.arange(groups, device=index.device)[:, None]
-    count = torch.bincount(flat.flatten(), minlength=groups * entries).reshape(groups, entries, 1)
+    weight = None if weights is None else weights.float().flatten()
+    count = torch.bincount(flat.flatten(), weight, minlength=groups * entries)
+    count = count.reshape(groups, entries, 1)
     total = torch.zeros(groups * entries, size, device=vectors.device)
-    total = total.index_add_(0, flat.flatten(), vectors.flatten(0, 1)).reshape(codebooks.shape)
-    moved = torch.where(count > 0, total / count.clamp_min(1), codebooks)
+    rows = vectors.flatten(0, 1) if weight is None else vectors.flatten(0, 1) * weight[:, None]
+    total = total.index_add_(0, flat.flatten(), rows).reshape(codebooks.shape)
+    moved = torch.where(count > 0, total / count.clamp_min(1e-30), codebooks)
     empty = count[..., 0] == 0
     if bool(empty.any()):
         distance = _distance(vectors, codebooks, index)
+        distance = distance if weights is None else distance * weights
         most = min(int(empty.sum(1).max()), vectors.shape[1])
         worst = distance.topk(most, 1).indices
         group, entry = empty.nonzero().unbind(1)

@@ -1,11 +1,16 @@
 """Codebooks of a KV cache from recorded keys and values: what is kept of them, and k-means.
 
-NoMAD-Attention, section 3.5: record the keys of each layer and head while the original attention
-runs on a learning set, then cluster each sub-quantizer of each head by itself. VQ-LLM's CQ does the
-same with values too.
+Per channel group: NoMAD-Attention, section 3.5: record the keys of each layer and head while the
+original attention runs on a learning set, then cluster each sub-quantizer of each head by itself.
+VQ-LLM's CQ does the same with values too, and may weight tokens by their Fisher information.
+
+Per tensor: the universal codebook, moved by Lloyd's rounds to what rotated rows of one length
+really are. Rows count by their energy, which is what their error is proportional to.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +18,12 @@ from torch import Tensor
 from ..errors import VQCacheError
 from ..formats.scheme import VQScheme
 from ..formats.tensors import kv_codebook_spec
+from ..formats.universal import universal_codebook
 from ..transforms import rotate
-from .kmeans import kmeans_in_groups
+from .kmeans import kmeans_in_groups, lloyd
 
 ROUNDS = 10  # of k-means; twice as many change the error on keys by under 1 %
+PER_ENTRY = 512  # vectors for each entry of a codebook per tensor
 _AT_ONCE = 1 << 25  # numbers clustered at once: bounds the float32 copies of a large layer
 
 
@@ -79,37 +86,101 @@ def fit_kv_codebook(
     tokens: Tensor,
     scheme: VQScheme,
     *,
+    gradients: Tensor | None = None,
     seed: int = 0,
     where: str = "the cache",
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Codebooks by k-means of `tokens` [H, n, D], one for each head and group of channels.
+    """Codebooks by k-means of `tokens` [H, n, D].
 
     Args:
         tokens: keys or values (centred, if the cache will centre them), any float dtype.
-        scheme: with `codebook == "channel_group"`; its rotation is applied first.
+        scheme: with a codebook per `channel_group` or `tensor`; its rotation is applied first.
+        gradients: of a loss with respect to `tokens`, [H, n, D]: vectors of a channel group then
+            count by the squared length of theirs, the diagonal of the Fisher information (CQ).
         where: the layer, for messages.
         device: where to compute.
 
     Returns:
-        fp16 [H, D / x, entries, x] on the CPU; codebooks of numbers (x = 1) ascend.
+        fp16 on the CPU, as `kv_codebook_spec` says; codebooks of numbers (x = 1) ascend.
 
     Raises:
         VQSchemeError: head_dim does not fit the scheme.
         VQCacheError: the tokens are not finite, or too large for fp16 entries.
     """
-    heads, count, dim = tokens.shape
+    heads, _, dim = tokens.shape
     shape = kv_codebook_spec(scheme, heads, dim, where).shape
-    step = max(1, _AT_ONCE // (count * dim))
-    books = []
-    for some in tokens.split(step):
-        rows = rotate(some.to(device).float(), scheme)
-        vectors = rows.unflatten(-1, (shape[1], shape[3])).transpose(1, 2).flatten(0, 1)
-        books.append(kmeans_in_groups(vectors, shape[2], rounds=ROUNDS, seed=seed).half().cpu())
-    codebooks = torch.cat(books).reshape(shape)
+    if scheme.has_scale:
+        codebooks = _of_all_rows(tokens.to(device), scheme, seed).half().cpu()[None]
+    else:
+        codebooks = _of_channel_groups(tokens, gradients, scheme, shape, seed, device)
     if not bool(codebooks.isfinite().all()):
         raise VQCacheError(
             f"{where} holds NaN, infinity or numbers beyond 65504, of which no codebook can be "
             "learned. Load the model in bfloat16 or float32."
         )
     return codebooks
+
+
+def _of_channel_groups(
+    tokens: Tensor,
+    gradients: Tensor | None,
+    scheme: VQScheme,
+    shape: tuple[int, ...],
+    seed: int,
+    device: torch.device | str,
+) -> Tensor:
+    heads, count, dim = tokens.shape
+    step = max(1, _AT_ONCE // (count * dim))
+
+    def vectors(states: Tensor) -> Tensor:
+        rows = rotate(states.to(device).float(), scheme)
+        return rows.unflatten(-1, (shape[1], shape[3])).transpose(1, 2).flatten(0, 1)
+
+    books = []
+    for head in range(0, heads, step):
+        some = slice(head, head + step)
+        weights = None if gradients is None else vectors(gradients[some]).square().sum(2)
+        found = kmeans_in_groups(
+            vectors(tokens[some]), shape[2], weights=weights, rounds=ROUNDS, seed=seed
+        )
+        books.append(found.half().cpu())
+    return torch.cat(books).reshape(shape)
+
+
+def _of_all_rows(tokens: Tensor, scheme: VQScheme, seed: int) -> Tensor:
+    """A codebook [entries, x] of rotated rows over their root mean square."""
+    rows = rotate(tokens.float(), scheme)
+    size = rows.square().mean(-1, keepdim=True).sqrt()
+    vectors = (rows / size.clamp_min(1e-30)).reshape(-1, scheme.vector_size)
+    weights = size.square().expand(*size.shape[:2], rows.shape[2] // scheme.vector_size).flatten()
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(vectors), generator=generator)[: PER_ENTRY * scheme.entries]
+    chosen = chosen.to(vectors.device)
+    codebook = universal_codebook(scheme.vector_size, scheme.entry_bits).float().to(vectors.device)
+    for _ in range(ROUNDS):
+        codebook = lloyd(vectors[None, chosen], codebook[None], weights[None, chosen])[0]
+    return codebook
+
+
+def allocate_bits(
+    sensitivity: Sequence[float], errors: dict[int, float], target_bits: float
+) -> list[int]:
+    """Bits of each part, of at most `target_bits` on average and with the least sum of sensitivity
+    times error.
+
+    From the fewest bits on, always the bit that gains most: the best there is, as every further bit
+    of a part gains less than the one before.
+
+    Args:
+        sensitivity: of each part to an error of 1; negative ones, of a noisy measurement, count 0.
+        errors: by bits, which follow one another and whose errors fall ever more slowly.
+    """
+    bits = [min(errors)] * len(sensitivity)
+    for _ in range(int((target_bits - min(errors)) * len(bits) + 1e-9)):
+        gains = [
+            max(cost, 0.0) * (errors[have] - errors[have + 1]) if have + 1 in errors else -1.0
+            for cost, have in zip(sensitivity, bits, strict=True)
+        ]
+        bits[gains.index(max(gains))] += 1
+    return bits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -55,8 +56,15 @@ class KVScheme:
     centre_keys: bool = True
 
 
-def _row(vector_size: int, entry_bits: int) -> VQScheme:
-    return VQScheme(vector_size, entry_bits, scale_group=0, rotation="hadamard", rotation_block=0)
+def _row(vector_size: int, entry_bits: int, codebook: str = "universal") -> VQScheme:
+    return VQScheme(
+        vector_size,
+        entry_bits,
+        codebook=codebook,
+        scale_group=0,
+        rotation="hadamard",
+        rotation_block=0,
+    )
 
 
 def _per_channel(vector_size: int, entry_bits: int) -> VQScheme:
@@ -74,8 +82,11 @@ KV_SCHEMES: dict[str, KVScheme] = {
     "u3": _same(_row(2, 6)),
     "u2": _same(_row(4, 8)),
     "k4v2": KVScheme(_row(2, 8), _row(4, 8)),
+    "learned-4": _same(_row(2, 8, "tensor")),
+    "learned-2": _same(_row(4, 8, "tensor")),
     "cq-4": _same(_per_channel(2, 8), centre_keys=False),
     "cq-2": _same(_per_channel(4, 8), centre_keys=False),
+    "cq-1": _same(_per_channel(8, 8), centre_keys=False),
     "nomad-4": KVScheme(_per_channel(1, 4), _row(1, 4), centre_keys=False),
     "nomad-2": KVScheme(_per_channel(2, 4), _row(1, 4), centre_keys=False),
     "nomad-1": KVScheme(_per_channel(4, 4), _row(1, 4), centre_keys=False),
@@ -85,7 +96,9 @@ KV_SCHEMES: dict[str, KVScheme] = {
 
 `nomad-<bits per key>` are the keys of NoMAD-Attention (d_sub 1, 2, 4; the paper keeps values as
 floats, here they are codes too); `cq-*` are those of VQ-LLM. Both need codebooks learned from
-recorded keys (`hf_vq.calibrate_kv`). `nomad-u4` has NoMAD's 16 entries and no learned codebook.
+recorded keys (`hf_vq.calibrate_kv`), as `learned-*` do: these are `u4` and `u2` but for a codebook
+of their own for the keys and one for the values of each layer. `nomad-u4` has NoMAD's 16 entries
+and no learned codebook.
 """
 
 
@@ -128,7 +141,27 @@ def kv_scheme(scheme: str | KVScheme) -> KVScheme:
     raise _unknown("KV cache", scheme, list(KV_SCHEMES))
 
 
-def scheme_name(scheme: VQScheme | KVScheme) -> str | None:
+Allocation = KVScheme | tuple[KVScheme, ...]
+"""The scheme of all layers of a cache, or one for each layer."""
+
+
+def kv_allocation(scheme: str | KVScheme | Sequence[str | KVScheme]) -> Allocation:
+    """The KV scheme of all layers, or, of a list, that of each.
+
+    Raises:
+        VQSchemeError: a scheme is unknown; the message lists the names.
+    """
+    if isinstance(scheme, Sequence) and not isinstance(scheme, str):
+        return tuple(kv_scheme(each) for each in scheme)
+    return kv_scheme(scheme)
+
+
+def of_layer(allocation: Allocation, layer: int) -> KVScheme:
+    """The scheme of one layer."""
+    return allocation[layer] if isinstance(allocation, tuple) else allocation
+
+
+def scheme_name(scheme: VQScheme | Allocation) -> str | None:
     """The catalogue name of a scheme, None if it has none."""
     known: dict[str, Any] = WEIGHT_SCHEMES if isinstance(scheme, VQScheme) else KV_SCHEMES
     return next((name for name, candidate in known.items() if candidate == scheme), None)

@@ -9,8 +9,8 @@
     codes_2, codebook_2, scale_2, signs_2, rotation_2     the second pass (nested, rerotated)
 
 A KV cache has no matrix: its rows are tokens [batch, heads, tokens, head_dim], coded one by one as
-they come. With universal codebooks a row has one fp16 scale; with codebooks per channel group it
-has none, and the model has one codebook per layer (`kv_codebook_spec`).
+they come. With a universal codebook, or one per tensor (keys or values of a layer), a row has one
+fp16 scale; with codebooks per channel group it has none (`kv_codebook_spec`).
 
 Tensors with a `shared_name` do not depend on the data. A checkpoint keeps each of them once, at its
 top level, under that name.
@@ -100,8 +100,8 @@ def _codebook_spec(scheme: VQScheme, out_features: int, in_features: int) -> Ten
 def kv_codebook_spec(
     scheme: VQScheme, heads: int, head_dim: int, where: str = "the cache"
 ) -> TensorSpec:
-    """The codebooks that one layer's keys (or values) of a `channel_group` scheme are coded with:
-    fp16 [heads, head_dim / x, 2^y, x].
+    """The codebooks that one layer's keys (or values) of a learned scheme are coded with: fp16
+    [heads, head_dim / x, 2^y, x] per channel group, [1, 2^y, x] per tensor.
 
     Raises:
         VQSchemeError: head_dim cannot be split into vectors; the message names `where`.
@@ -111,8 +111,8 @@ def kv_codebook_spec(
             f"{scheme.notation()} needs a head_dim divisible by {scheme.vector_size}; {where} has "
             f"{head_dim}. Use a scheme with shorter vectors, such as nomad-4."
         )
-    groups = head_dim // scheme.vector_size
-    return TensorSpec((heads, groups, scheme.entries, scheme.vector_size), torch.float16)
+    books = (heads, head_dim // scheme.vector_size) if not scheme.has_scale else (1,)
+    return TensorSpec((*books, scheme.entries, scheme.vector_size), torch.float16)
 
 
 def _rotation_specs(

@@ -117,7 +117,7 @@ def _cache_problems(
     layer: VQCacheLayer, model: nn.Module, tokens: int, dtype: torch.dtype
 ) -> Iterator[Problem]:
     """What one layer of a cache asks for a sequence that goes on by `tokens`."""
-    schemes = layer.options.scheme.key, layer.options.scheme.value
+    schemes = layer.scheme.key, layer.scheme.value
     specs = [scheme.spec() for scheme in schemes]
     device = next(model.parameters()).device
     if layer.is_initialized:

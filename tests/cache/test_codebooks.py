@@ -49,7 +49,9 @@ def equal(a: KVCodebooks, b: KVCodebooks) -> bool:
     return same and a.scheme == b.scheme
 
 
-@pytest.mark.parametrize("scheme", ["nomad-4", "nomad-1", "cq-4", "nomad-u4", CENTRED])
+@pytest.mark.parametrize(
+    "scheme", ["nomad-4", "nomad-1", "cq-4", "cq-1", "learned-2", "nomad-u4", CENTRED]
+)
 def test_a_file(scheme: Any, tmp_path: Path) -> None:
     scheme = KV_SCHEMES.get(scheme, scheme) if isinstance(scheme, str) else scheme
     books = codebooks_for(scheme, 11)
@@ -175,7 +177,7 @@ def test_other_files(tmp_path: Path) -> None:
         KVCodebooks.load(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("name", ["nomad-2", "cq-4", "centred"])
+@pytest.mark.parametrize("name", ["nomad-2", "cq-4", "cq-1", "learned-2", "centred"])
 def test_a_cache_codes_with_them(
     config: LlamaConfig, tokens: Tokens, feed: Feed, tmp_path: Path, name: str
 ) -> None:
@@ -189,10 +191,11 @@ def test_a_cache_codes_with_them(
         assert layer.k.mean is None or torch.equal(layer.k.mean[1, :, 0], books.key_means[index])
         keys = states[0][:, :, :293] - (0 if layer.k.mean is None else layer.k.mean)
         codes, scale = encode_kv(keys, books.keys[index], scheme.key)
-        assert torch.equal(layer.k.codes.rows(), codes) and scale.shape[3] == 0
+        assert torch.equal(layer.k.codes.rows(), codes)
+        assert torch.equal(layer.k.codes.scales(), scale)
     vectors = 16 // scheme.key.vector_size
-    bits = vectors * scheme.key.entry_bits
-    bits += 8 * layer.v.codes.width + (0 if scheme.value.codebook == "channel_group" else 16)
+    bits = vectors * scheme.key.entry_bits + 8 * layer.v.codes.width
+    bits += 16 * (scheme.key.has_scale + scheme.value.has_scale)
     assert cache.bits_per_element == bits / 32
     out = attend(torch.randn(2, 4, 1, 16), *handles)
     assert out is not None and out.isfinite().all()

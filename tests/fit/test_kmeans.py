@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_vq.fit.kmeans import _lloyd, kmeans, kmeans_in_groups
+from hf_vq.fit.kmeans import kmeans, kmeans_in_groups, lloyd
 from hf_vq.formats.nearest import NearestEntry
 
 
@@ -28,14 +28,14 @@ def test_gaussian_error_is_near_the_optimum():
 def test_empty_clusters_are_repaired():
     vectors = torch.randn(500, 2)
     codebook = torch.cat([vectors[:8], torch.full((8, 2), 1e3)])
-    repaired = _lloyd(vectors[None], codebook[None])
+    repaired = lloyd(vectors[None], codebook[None])
     assert (repaired[0].norm(dim=1) < 10).all()
-    assert error(vectors, _lloyd(vectors[None], repaired)[0]) < error(vectors, codebook)
+    assert error(vectors, lloyd(vectors[None], repaired)[0]) < error(vectors, codebook)
 
 
 def test_more_empty_clusters_than_vectors():
     codebook = torch.cat([torch.zeros(1, 2), torch.full((15, 2), 1e3)])
-    repaired = _lloyd(torch.randn(2, 5, 2), codebook.expand(2, -1, -1))
+    repaired = lloyd(torch.randn(2, 5, 2), codebook.expand(2, -1, -1))
     assert (repaired.norm(dim=2) < 10).all()
 
 
@@ -95,3 +95,33 @@ def test_groups_are_seeded():
     vectors = torch.randn(5, 400, 2)
     assert torch.equal(kmeans_in_groups(vectors, 16, seed=1), kmeans_in_groups(vectors, 16, seed=1))
     assert not torch.equal(kmeans_in_groups(vectors, 16), kmeans_in_groups(vectors, 16, seed=1))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_vectors_of_more_weight_are_served_better(size):
+    """Two clouds, one of weight 100."""
+    near, far = torch.randn(600, size), torch.randn(600, size) + 50
+    vectors = torch.cat([near, far])[None]
+    weights = torch.ones(1, 1200)
+    plain = kmeans_in_groups(vectors, 16, seed=1)[0]
+    weights[:, :600] = 100
+    heavy = kmeans_in_groups(vectors, 16, weights=weights, seed=1)[0]
+    assert error(near, heavy) < 0.8 * error(near, plain)
+    assert error(far, heavy) > error(far, plain)
+
+
+def test_a_weight_counts_like_as_many_vectors():
+    vectors = torch.randn(1, 300, 2)
+    start = vectors[:, :8]  # no entry is empty
+    counts = torch.randint(1, 4, (300,))
+    repeated = vectors[0].repeat_interleave(counts, 0)[None]
+    found = lloyd(vectors, start, counts[None].float())
+    torch.testing.assert_close(found, lloyd(repeated, start), rtol=1e-4, atol=1e-5)
+
+
+def test_vectors_without_weight_move_nothing():
+    vectors = torch.cat([torch.randn(200, 2), torch.full((200, 2), 1e3)])[None]
+    weights = torch.cat([torch.ones(200), torch.zeros(200)])[None]
+    codebook = kmeans_in_groups(vectors, 8, weights=weights)
+    assert codebook.isfinite().all()
+    assert error(vectors[0, :200], codebook[0]) < 0.4

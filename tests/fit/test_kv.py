@@ -1,11 +1,15 @@
 """What is kept of recorded keys and values, and the codebooks that are learned from it."""
 
+import itertools
+
 import pytest
 import torch
 
 from hf_vq.errors import VQCacheError, VQSchemeError
-from hf_vq.fit.kv import TokenSample, fit_kv_codebook
+from hf_vq.fit.kv import TokenSample, allocate_bits, fit_kv_codebook
 from hf_vq.formats import KV_SCHEMES, VQScheme
+from hf_vq.formats.shared import universal_tensor
+from hf_vq.formats.universal import universal_mse
 from hf_vq.ops import decode_kv, encode_kv
 
 NOMAD = [KV_SCHEMES[f"nomad-{bits}"].key for bits in (4, 2, 1)]
@@ -114,6 +118,68 @@ def test_it_is_deterministic_and_split_by_heads(monkeypatch):
     assert not torch.equal(fit_kv_codebook(tokens, NOMAD[1], seed=4), whole)
     monkeypatch.setattr("hf_vq.fit.kv._AT_ONCE", 1)
     assert fit_kv_codebook(tokens, NOMAD[1], seed=3).shape == whole.shape
+
+
+def error(tokens, codebook, scheme):
+    stored = decode_kv(*encode_kv(tokens, codebook, scheme), codebook, scheme, tokens.shape[2])
+    return (stored - tokens).square().mean()
+
+
+@pytest.mark.parametrize("name", ["learned-4", "learned-2"])
+def test_a_codebook_per_tensor_beats_the_universal_one(name):
+    """On new tokens of a kind that rotation does not make Gaussian: few directions, long tails."""
+    scheme = KV_SCHEMES[name].key
+    mixing = torch.randn(4, 32)
+
+    def tokens(count):
+        return (torch.randn(2, count, 4).pow(3) @ mixing) + 0.05 * torch.randn(2, count, 32)
+
+    codebook = fit_kv_codebook(tokens(4096), scheme)
+    assert codebook.dtype == torch.float16
+    assert codebook.shape == (1, scheme.entries, scheme.vector_size)
+    new, universal = tokens(1000), universal_tensor(KV_SCHEMES[f"u{name[-1]}"].key)
+    assert error(new, codebook, scheme) < 0.95 * error(new, universal, scheme)
+
+
+def test_of_gaussian_tokens_it_stays_what_it_was():
+    scheme = KV_SCHEMES["learned-4"].key
+    tokens = torch.randn(2, 4096, 64)
+    found = error(torch.randn(2, 500, 64), fit_kv_codebook(tokens, scheme), scheme)
+    assert found < 1.05 * universal_mse(2, 8)
+
+
+def test_fisher_weights_decide_what_is_served():
+    """Tokens with a gradient are stored better than the others, in the groups that have one."""
+    scheme = KV_SCHEMES["nomad-1"].key
+    tokens = torch.cat([torch.randn(1, 500, 8), torch.randn(1, 500, 8) + 30], 1)
+    gradients = torch.full((1, 1000, 8), 1e-3)
+    gradients[:, :500, :4] = 1.0
+    plain = fit_kv_codebook(tokens, scheme)
+    weighted = fit_kv_codebook(tokens, scheme, gradients=gradients)
+
+    def errors(codebook):
+        stored = decode_kv(*encode_kv(tokens, codebook, scheme), codebook, scheme, 8)
+        return (stored - tokens).square()[0, :500].unflatten(1, (2, 4)).mean((0, 2))
+
+    better, same = errors(weighted) / errors(plain)
+    assert better < 0.9 and 0.8 < same < 1.25
+
+
+def test_bits_go_where_they_gain_most():
+    errors = {2: 0.1, 3: 0.03, 4: 0.008}
+
+    def cost(bits, sensitivity):
+        return sum(s * errors[b] for s, b in zip(sensitivity, bits, strict=True))
+
+    assert allocate_bits([1.0, 1.0], errors, 3) == [3, 3]
+    assert allocate_bits([10.0, 0.1], errors, 3) == [4, 2]
+    assert allocate_bits([1.0, -1.0, 0.0], errors, 2) == [2, 2, 2]
+    assert allocate_bits([1.0, 2.0], errors, 4) == [4, 4]
+    assert sum(allocate_bits([3.0, 1.0, 2.0], errors, 2.7)) == 8, "never more than the target"
+    for seed in range(5):
+        s = torch.rand(5, generator=torch.Generator().manual_seed(seed)).square().tolist()
+        best = min(cost(bits, s) for bits in itertools.product(errors, repeat=5) if sum(bits) <= 14)
+        assert cost(allocate_bits(s, errors, 2.8), s) == pytest.approx(best)
 
 
 def test_what_cannot_be_learned():

@@ -186,8 +186,10 @@ def test_a_string_needs_a_tokenizer(load):
 
 def test_pieces_are_spread_over_the_text(load, monkeypatch):
     seen = []
-    run = calibrate._run
-    monkeypatch.setattr(calibrate, "_run", lambda m, ids, r: seen.append(ids) or run(m, ids, r))
+    run = calibrate.run_recorded
+    monkeypatch.setattr(
+        calibrate, "run_recorded", lambda m, ids, *r: seen.append(ids) or run(m, ids, *r)
+    )
     ids = text(1000)
     calibrate_kv(load("llama"), "u4", ids, tokens=100, context=32, progress=False)
     assert len(seen) == 3 and all(len(piece) == 32 for piece in seen)
