@@ -11,14 +11,15 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .errors import VQConfigError, VQError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-UNFINISHED = ".unfinished"  # after OUT: where a calibration keeps what it has done
+UNFINISHED = ".unfinished"  # after OUT: where a long job keeps what it has done
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         left = "nothing was left behind"
+        if args.verb == "eval" and args.compare is not None and args.json not in (None, "-"):
+            left = f"the same command goes on from {args.json}{UNFINISHED}"
         if args.verb == "calibrate" and args.scheme and args.out:
             kept = _unfinished(args.out)
             if kept.exists():
@@ -116,7 +119,12 @@ def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
 
 
 def _add_eval(verbs: Any) -> argparse.ArgumentParser:
-    verb = _verb(verbs, "eval", _eval, "Perplexity, KL divergence, stored bits, tokens per second.")
+    text = (
+        "Perplexity, KL divergence, stored bits, tokens per second; with --compare, of several "
+        "schemes and other libraries. With --json, an interrupted comparison goes on when the "
+        "command is given again."
+    )
+    verb = _verb(verbs, "eval", _eval, text)
     verb.add_argument("model", metavar="MODEL", help="directory or Hub id, quantized or not")
     verb.add_argument("--reference", metavar="MODEL", help="the original, to compare with")
     verb.add_argument(
@@ -126,9 +134,27 @@ def _add_eval(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument(
         "--context", type=_positive, default=1024, metavar="L", help="default: %(default)s"
     )
-    verb.add_argument("--cache", metavar="SCHEME", help="read keys and values from a VQCache")
+    verb.add_argument(
+        "--cache",
+        nargs="+",
+        metavar="SCHEME",
+        help="read keys and values from a VQCache; several with --compare, where hqq-4, quanto-2 "
+        "and such are Transformers' QuantizedCache",
+    )
     _add_loading(verb)
     verb.add_argument("--json", metavar="OUT", help="also write the result here; - is stdout")
+    verb.add_argument(
+        "--compare",
+        nargs="*",
+        metavar="NAME",
+        help="quantize MODEL, the original, in each of these ways: schemes, and nf4, hqq-4, "
+        "torchao-4, quanto-4, gptq-4 and such (default, without --cache: a list of all kinds)",
+    )
+    verb.add_argument(
+        "--calibration", metavar="FILE", help="with --compare: another text, to learn from"
+    )
+    verb.add_argument("--plot", metavar="OUT", help="with --compare: also draw it (.png, .svg)")
+    verb.add_argument("--markdown", action="store_true", help="with --compare: as Markdown")
     return verb
 
 
@@ -314,6 +340,14 @@ def _tokenizer_or_none(load: Callable[[str], Any], model: str) -> Any:
 
 
 def _eval(args: argparse.Namespace) -> None:
+    if args.compare is not None:
+        _compare(args)
+        return
+    for option in ("calibration", "plot", "markdown"):
+        if getattr(args, option):
+            raise VQConfigError(f"--{option} is for eval --compare.")
+    if args.cache and len(args.cache) > 1:
+        raise VQConfigError("eval takes one --cache; several are for eval --compare.")
     from .bench.demo import default_text
     from .bench.evaluate import evaluate
     from .bench.record import command_line
@@ -324,7 +358,7 @@ def _eval(args: argparse.Namespace) -> None:
         reference=args.reference,
         tokens=args.tokens,
         context=args.context,
-        cache=args.cache,
+        cache=args.cache and args.cache[0],
         dtype=args.dtype,
         device_map=args.device_map,
     )
@@ -336,6 +370,44 @@ def _eval(args: argparse.Namespace) -> None:
     options |= {"dtype": "", "device_map": "MAP"}
     command = command_line("hf-vq eval MODEL", args.parser, args, options)
     _write_json(args.json, {"command": command, **found.to_dict()})
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from .bench import compare, compare_show
+    from .bench.demo import default_text
+    from .bench.record import command_line
+    from .bench.show import markdown_table, text_table
+
+    if args.reference is not None:
+        raise VQConfigError("with --compare, MODEL is the original: leave --reference out.")
+    if args.plot:
+        compare_show.check_plot(args.plot)
+    everything = not args.compare and args.cache is None
+    comparison = compare.Comparison(
+        args.model,
+        args.text or default_text(args.model),
+        compare.WEIGHTS if everything else args.compare,
+        compare.CACHES if everything else args.cache or (),
+        calibration=args.calibration,
+        tokens=args.tokens,
+        context=args.context,
+        dtype=_dtype(args.dtype),
+        device_map=args.device_map,
+    )
+    options = {"text": "TEXT", "tokens": "", "context": "", "cache": "", "dtype": ""}
+    options |= {"device_map": "MAP", "calibration": "TEXT"}
+    start = " ".join(["hf-vq eval MODEL --compare", *args.compare])
+    command = command_line(start, args.parser, args, options)
+    out = None if args.json in (None, "-") else Path(args.json)
+    with _writing(args.json):
+        record = compare.record(comparison, command, out)
+    rows = record["results"]["rows"]
+    if args.json == "-":
+        _write_json("-", record)
+    else:
+        print(compare_show.tables(rows, markdown_table if args.markdown else text_table))
+    if args.plot:
+        compare_show.plot(rows, args.plot, compare_show.title(comparison.settings))
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -412,8 +484,14 @@ def _write_json(out: str | None, found: dict[str, Any]) -> None:
         return
     from .bench.record import write_record
 
-    try:
+    with _writing(out):
         write_record(found, Path(out))
+
+
+@contextmanager
+def _writing(out: str | None) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise VQError(f"cannot write {out}: {error.strerror}.") from None
 

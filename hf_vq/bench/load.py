@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import VQError
-
-if TYPE_CHECKING:
-    from ..hf.config import VQConfig
 
 
 def load_tokenizer(model: str) -> Any:
@@ -32,7 +29,7 @@ def load_model(
     model: str,
     *,
     dtype: torch.dtype | str = "auto",
-    config: VQConfig | None = None,
+    config: Any = None,
     device_map: str | None = None,
 ) -> Any:
     """A causal language model in evaluation mode.
@@ -40,7 +37,8 @@ def load_model(
     Args:
         model: directory or Hub id.
         dtype: of what is not quantized.
-        config: quantize as it says while loading; None loads the model as it is.
+        config: quantize as it says while loading, a `VQConfig` or that of another library; None
+            loads the model as it is.
         device_map: as `from_pretrained` takes it.
 
     Raises:

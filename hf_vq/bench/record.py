@@ -110,21 +110,37 @@ class Recorder:
     """Keeps the rows of a run on disk, however it ends.
 
     After every row, PATH.unfinished is a record with the rows so far, which says that it is not
-    complete and has no settings. The record at PATH is replaced when the run has ended, and only by
+    complete. The record at PATH is replaced when the run has ended, and only by
     a complete one, so that the tables are always those of whole runs.
 
     Args:
         path: of the record.
         suite, command, revision, device: see `make_record`.
+        settings: as far as they are known before the run.
     """
 
     def __init__(
-        self, path: Path, suite: str, command: str, revision: str | None = None, device: str = "cpu"
+        self,
+        path: Path,
+        suite: str,
+        command: str,
+        revision: str | None = None,
+        device: str = "cpu",
+        settings: dict[str, Any] | None = None,
     ) -> None:
         self.path = path
-        self.unfinished = path.with_name(path.name + ".unfinished")
-        self.record = make_record(suite, command, {}, {"rows": []}, revision, device)
+        self.unfinished = unfinished(path)
+        self.record = make_record(suite, command, settings or {}, {"rows": []}, revision, device)
         self.record["complete"] = False
+
+    def kept(self) -> list[dict[str, Any]]:
+        """Rows of a run that was stopped, if it had the same settings, versions and revision."""
+        try:
+            found = json.loads(self.unfinished.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []
+        same = ("suite", "settings", "versions", "revision")
+        return found["results"]["rows"] if all(found.get(k) == self.record[k] for k in same) else []
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep one more row, which does not change any more."""
@@ -133,9 +149,17 @@ class Recorder:
 
     def finish(self, settings: dict[str, Any], results: Any) -> None:
         """Write the complete record."""
-        whole = {"complete": True, "settings": settings, "results": results}
-        write_record({**self.record, **whole}, self.path)
+        write_record(self.complete(settings, results), self.path)
         self.unfinished.unlink(missing_ok=True)
+
+    def complete(self, settings: dict[str, Any], results: Any) -> dict[str, Any]:
+        """The complete record."""
+        return {**self.record, "complete": True, "settings": settings, "results": results}
+
+
+def unfinished(path: Path) -> Path:
+    """Where the rows of a run are kept until its record is complete."""
+    return path.with_name(path.name + ".unfinished")
 
 
 def read_record(suite: str, folder: Path = RESULTS) -> dict[str, Any] | None:
