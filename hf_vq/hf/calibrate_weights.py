@@ -28,8 +28,10 @@ from .allocation import allocation, choices, measure_costs
 from .blocks import Blocks, find_blocks
 from .config import VQConfig
 from .moments import Listener, Site
+from .offload import weight_of
 from .operation import Progress
 from .parts import Part, parts_of, replace
+from .team import Team
 from .text import OWN_WORDS, context_of, find_text, sequences_of
 from .unfinished import CodedBlock, Unfinished, unfinished
 
@@ -77,18 +79,18 @@ class WeightCalibration:
         """Replace the layers; what config.json records of the calibration.
 
         Args:
-            model: with its weights in memory.
+            model: with its weights in memory or offloaded by accelerate.
             errors: gets the relative error of each layer's weights, by name.
 
         Raises:
-            VQCalibrationError: the text is too short, a layer's inputs are not finite, weights are
-                offloaded, or `resume` holds the calibration of something else.
+            VQCalibrationError: the text is too short, a layer's inputs are not finite, or `resume`
+                holds the calibration of something else.
             VQConfigError: the schemes to choose from do not reach `target_bits`.
         """
-        self._check_in_memory(model)
         facts: dict[str, Any] = {"output_error": {}, "fallbacks": {}}
-        with unfinished(self.options.get("resume"), self._identity(model)) as work:
-            sequences = work.tokens(lambda: self._sequences(model))
+        resume, self.team = self.options.get("resume"), Team()
+        with unfinished(resume, self._identity(model), self.team) as work:
+            sequences = self.team.share(work.tokens(lambda: self._sequences(model)))
             blocks = Blocks(model, self.prefix, sequences)
             if self.config.target_bits is not None:
                 facts.update(self._allocate(model, blocks, sequences, work))
@@ -156,29 +158,42 @@ class WeightCalibration:
             for hidden in blocks.hidden:
                 with listener.listening(layers):
                     blocks.run(index, hidden, device)
-            for site in listener.sites:
-                feedbacks = Feedbacks(site, self.schemes, self.config.seed, self.options["damping"])
-                for name in site.layers:
-                    progress.start(name)
-                    part = self.parts[name]
-                    done.fitted[name] = self._fit(part, layers[part.layer], feedbacks)
-                    done.fallbacks.update(feedbacks.fallbacks(part))
-                    progress.done()
+            sites = self.team.heard(listener.sites, device)
+            for number, site in enumerate(sites):
+                if number % self.team.size == self.team.rank:
+                    self._fit_site(site, layers, done, progress)
                 site.release()
+            for other in self.team.everyones(done):
+                done.fitted.update(other.fitted)
+                done.fallbacks.update(other.fallbacks)
             for part in parts:
+                module = layers[part.layer]
                 if part.name not in done.fitted:
-                    done.fitted[part.name] = self._fit(part, layers[part.layer], None)
+                    done.fitted[part.name] = self._fit(part, module, None)
                     done.fallbacks[part.name] = (
                         "was not reached by the text: quantized without calibration"
                     )
+                self._decode(part, module, done.fitted[part.name])
             if index + 1 == len(blocks):
                 blocks.hidden = []
             for row, hidden in enumerate(blocks.hidden):
                 blocks.hidden[row] = blocks.run(index, hidden, device)
         return done
 
+    def _fit_site(
+        self, site: Site, layers: Mapping[str, nn.Module], done: CodedBlock, progress: Progress
+    ) -> None:
+        """Add the codes of all layers that read the same."""
+        feedbacks = Feedbacks(site, self.schemes, self.config.seed, self.options["damping"])
+        for name in site.layers:
+            progress.start(name)
+            part = self.parts[name]
+            done.fitted[name] = self._fit(part, layers[part.layer], feedbacks)
+            done.fallbacks.update(feedbacks.fallbacks(part))
+            progress.done()
+
     def _fit(self, part: Part, module: nn.Module, feedbacks: Feedbacks | None) -> FittedWeight:
-        """Codes of one part, whose matrices are changed to what they decode to."""
+        """Codes of one part; of experts, stacked."""
         config, scheme = self.config, self.schemes[part.layer]
         found = []
         for index, matrix in enumerate(part.matrices(module)):
@@ -194,10 +209,16 @@ class WeightCalibration:
             norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
             energy = 0.0 if feedback is None else feedback.energy(matrix)
             found.append((fitted, norm, energy))
-            fixed = fixed_tensors(scheme, matrix.shape[1], config.seed, matrix.device)
-            decoded = decode_weight({**fixed, **fitted.tensors}, scheme, matrix.shape[1])
-            matrix.copy_(decoded)
         return found[0][0] if part.count == 1 else _stacked(found)
+
+    def _decode(self, part: Part, module: nn.Module, fitted: FittedWeight) -> None:
+        """Change the matrices of a part to what their codes decode to."""
+        scheme, size = self.schemes[part.layer], part.shape[1]
+        for index, matrix in enumerate(part.matrices(module)):
+            fixed = fixed_tensors(scheme, size, self.config.seed, matrix.device)
+            own = fitted.tensors if part.count == 1 else _taken(fitted.tensors, index)
+            here = {key: tensor.to(matrix.device) for key, tensor in own.items()}
+            matrix.copy_(decode_weight({**fixed, **here}, scheme, size))
 
     def _replace(self, model: Any, done: CodedBlock) -> None:
         """Put VQ modules where the layers of a block were."""
@@ -234,20 +255,11 @@ class WeightCalibration:
                 f"or calibrate on what the model writes by itself: text={OWN_WORDS!r}."
             ) from error
 
-    def _check_in_memory(self, model: Any) -> None:
-        for name, part in self.parts.items():
-            if model.get_submodule(part.layer).get_parameter(part.weight).is_meta:
-                raise VQCalibrationError(
-                    f"{name} is offloaded, and calibration changes weights in memory. Load the "
-                    'model on the CPU and give calibration a "device": one block at a time is '
-                    "moved there."
-                )
-
     def _identity(self, model: Any) -> dict[str, Any]:
         """What decides the result, without what is large: of weights some numbers."""
         digest = hashlib.sha256()
         for part in self.parts.values():
-            weight = model.get_submodule(part.layer).get_parameter(part.weight)
+            weight = weight_of(model.get_submodule(part.layer), part.weight)
             some = weight.detach().flatten()[:_SAMPLE]
             digest.update(some.cpu().float().numpy().tobytes())
         options = {key: self.options[key] for key in ("tokens", "context", "damping")}
@@ -311,6 +323,10 @@ def _stacked(found: list[tuple[FittedWeight, float, float]]) -> FittedWeight:
     return FittedWeight(
         tensors, relative / whole if whole else 0.0, output / heard if heard else math.nan
     )
+
+
+def _taken(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    return {key: tensor[index] for key, tensor in tensors.items()}
 
 
 def _rounded(number: float) -> float:

@@ -14,12 +14,14 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from ..errors import VQCalibrationError, VQError
+from .offload import place_of
 
 OWN_WORDS = "model"
 """Instead of a text: what the model writes by itself."""
 
 MIN_CONTEXT = 16
 CONTEXT = 2048
+_WRITTEN_AT_ONCE = 1 << 15  # tokens of sequences that the model writes side by side
 _DOCUMENTS = 1 << 16  # of a data set that are read at most
 
 
@@ -181,10 +183,21 @@ def sample_text(
     if first is None:
         raise VQCalibrationError("the model has no first token to write text from; give it a text.")
     generator = torch.Generator().manual_seed(seed)
-    cache = DynamicCache(config=model.config)
+    at_once = max(1, _WRITTEN_AT_ONCE // length)  # a cache of keys and values for each
+    written = [
+        _written(model, first, min(at_once, count - done), length, generator, progress)
+        for done in range(0, count, at_once)
+    ]
+    return torch.cat(written)
+
+
+def _written(
+    model: Any, first: int, count: int, length: int, generator: torch.Generator, progress: bool
+) -> Tensor:
+    cache, place = DynamicCache(config=model.config), place_of(model)
     written = [torch.full((count, 1), first)]
     for _ in bar(range(length - 1), "writing text", progress):
-        token = written[-1].to(model.device)
+        token = written[-1].to(place)
         logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
         chances = logits.float().softmax(-1).cpu()
         if not bool(chances.isfinite().all()):

@@ -354,20 +354,6 @@ def test_two_bits_with_a_text_are_not_warned_about(recwarn, tmp_path):
     assert not recwarn.list and config.calibration["text"] == str(tmp_path / "text.txt")
 
 
-def test_offloaded_weights_are_refused(dense, tmp_path):
-    pytest.importorskip("accelerate")
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    places |= {"lm_head": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    config = VQConfig("vq-4", calibration=CALIBRATION)
-    with pytest.raises(VQCalibrationError, match=r"layers\.1\..* is offloaded.*\"device\""):
-        AutoModelForCausalLM.from_pretrained(
-            dense("llama"),
-            quantization_config=config,
-            device_map=places,
-            offload_folder=tmp_path,
-        )
-
-
 @pytest.mark.gpu
 def test_blocks_travel_to_a_gpu(calibrate):
     """Memory holds the model, the GPU a block at a time; near ties may differ from a CPU's."""
