@@ -24,6 +24,7 @@ from .storage import model_storage
 from .text import read_sequences, text_facts
 
 CALIBRATED = ("vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2")
+TARGETS = (3.0,)  # bits per weight, a scheme for each layer
 CALIBRATION_TOKENS = 1 << 16
 SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-3", "turboquant-2", "quip-sharp-2")
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ class WeightCalibration:
         model: a decoder, whose weights may still be to come.
         schemes: of its layers that are to become codes, by name.
         config: seed, search and `calibration`.
+        files: that the weights are in; the tokenizer is looked for beside them.
 
     Attributes:
         names: those that are in a block, so that this calibration makes their codes.
@@ -57,8 +60,15 @@ class WeightCalibration:
         VQConfigError: experts in an unknown layout.
     """
 
-    def __init__(self, model: Any, schemes: Mapping[str, VQScheme], config: VQConfig) -> None:
+    def __init__(
+        self,
+        model: Any,
+        schemes: Mapping[str, VQScheme],
+        config: VQConfig,
+        files: Sequence[str] = (),
+    ) -> None:
         assert config.calibration is not None
+        self.files = files
         self.config, self.options = config, config.calibration
         self.text, self.facts = find_text(
             self.options["text"], self.options["tokens"] * _CHARACTERS
@@ -116,7 +126,8 @@ class WeightCalibration:
 
         def measure() -> dict[str, dict[str, float]]:
             parts = list(self.parts.values())
-            return measure_costs(blocks, sequences, parts, self.config, self._device)
+            with _enough_memory("what the layers cost"):
+                return measure_costs(blocks, sequences, parts, self.config, self._device)
 
         costs = work.costs(measure)
         table = allocation(model, list(self.parts.values()), costs, self.config)
@@ -141,7 +152,8 @@ class WeightCalibration:
                 if taken_up:
                     blocks.hidden = work.hidden(index, blocks.hidden)
                 taken_up = False
-                done = self._code(model, blocks, index, progress)
+                with _enough_memory(f"{self.prefix}.{index}"):
+                    done = self._code(model, blocks, index, progress)
                 work.keep(index, done, blocks.hidden)
                 yield done
         finally:
@@ -241,19 +253,24 @@ class WeightCalibration:
         context, seed = min(context, tokens), self.config.seed
         return sequences_of(model, self.text, tokenizer, tokens, context, seed, progress=True)
 
-    @staticmethod
-    def _tokenizer(model: Any) -> Any:
+    def _tokenizer(self, model: Any) -> Any:
+        """That of the revision and folder that the weights come from, or of the folder above."""
         from transformers import AutoTokenizer  # imports much
 
         source = model.config.name_or_path
-        try:
-            return AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            what = next(iter(str(error).splitlines()), type(error).__name__)
-            raise VQCalibrationError(
-                f"calibration needs the tokenizer of {source}: {what}. Save one beside the model, "
-                f"or calibrate on what the model writes by itself: text={OWN_WORDS!r}."
-            ) from error
+        commit = getattr(model.config, "_commit_hash", None)
+        options = {} if commit is None else {"revision": commit}
+        inner = subfolder(source, self.files)
+        for folder in dict.fromkeys([inner, ""]):
+            try:
+                return AutoTokenizer.from_pretrained(source, subfolder=folder, **options)
+            except (OSError, ValueError) as error:
+                problem = error
+        what = next(iter(str(problem).splitlines()), type(problem).__name__)
+        raise VQCalibrationError(
+            f"calibration needs the tokenizer of {source}: {what}. Save one beside the model, "
+            f"or calibrate on what the model writes by itself: text={OWN_WORDS!r}."
+        ) from problem
 
     def _identity(self, model: Any) -> dict[str, Any]:
         """What decides the result, without what is large: of weights some numbers."""
@@ -331,6 +348,32 @@ def _taken(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
 
 def _rounded(number: float) -> float:
     return float(f"{number:.4g}")
+
+
+def subfolder(source: str, files: Sequence[str]) -> str:
+    """The folder inside of a model's directory or repository that its weights lie in."""
+    if not files:
+        return ""
+    folder, parts = Path(files[0]).parent, Path(files[0]).parent.parts
+    if Path(source).is_dir():
+        return str(folder.relative_to(source)) if folder.is_relative_to(source) else ""
+    inside = parts[parts.index("snapshots") + 2 :] if "snapshots" in parts else ()
+    return "/".join(inside)
+
+
+@contextmanager
+def _enough_memory(where: str) -> Iterator[None]:
+    """Say what to do when memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not out and "allocate memory" not in str(error):
+            raise
+        raise VQCalibrationError(
+            f"memory ran out while {where} was calibrated. Give calibration a shorter context, "
+            'another "device" or fewer tokens; with "resume", the blocks before it are kept.'
+        ) from error
 
 
 def _check_device(name: str | None) -> None:

@@ -102,10 +102,13 @@ def sequences_of(
 ) -> Tensor:
     """Token ids [tokens / context, context] of `text`: see `calibrate_kv`.
 
+    Sequences of a string begin with the token that the tokenizer begins texts with, if any.
+
     Raises:
         VQCalibrationError: too few tokens, not token ids, or a string without a tokenizer.
     """
     count = max(1, tokens // context)
+    start: list[int] = []
     if text is None:
         return sample_text(model, count, context, seed=seed, progress=progress)
     if isinstance(text, str):
@@ -113,6 +116,7 @@ def sequences_of(
             raise VQCalibrationError(
                 "calibration needs a tokenizer for text; or give it token ids."
             )
+        start = starting_tokens(tokenizer)
         text = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     ids = torch.as_tensor(text)
     if ids.is_floating_point() or ids.ndim not in (1, 2):
@@ -126,10 +130,21 @@ def sequences_of(
         if context < MIN_CONTEXT or ids.numel() < tokens:
             raise _too_short(ids.numel(), tokens)
         return ids[spread(len(ids), max(1, tokens // context))]
-    if len(ids) < count * context:
-        raise _too_short(len(ids), count * context)
+    length = context - len(start)
+    if len(ids) < count * length:
+        raise _too_short(len(ids), count * length)
     # The pieces begin at equal distances, so that all of a long text is heard.
-    return ids.unfold(0, context, 1)[spread(len(ids) - context + 1, count)]
+    pieces = ids.unfold(0, length, 1)[spread(len(ids) - length + 1, count)]
+    return torch.cat([torch.tensor([start] * count, dtype=ids.dtype), pieces], 1)
+
+
+def starting_tokens(tokenizer: Any) -> list[int]:
+    """The token that a tokenizer puts before a text (BOS), where it puts one: a model trained so
+    makes little sense of a sequence without it."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    whole = tokenizer("a", verbose=False).input_ids
+    plain = tokenizer("a", add_special_tokens=False, verbose=False).input_ids
+    return [bos] if bos is not None and whole[:1] == [bos] and plain[:1] != [bos] else []
 
 
 def context_of(model: Any, context: int | None) -> int:

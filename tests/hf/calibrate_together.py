@@ -12,6 +12,9 @@ from hf_vq.errors import VQCalibrationError
 from hf_vq.hf import VQConfig, register
 from hf_vq.hf.unfinished import Unfinished
 
+ATTENTION = ["mlp", "o_proj", "v_proj"]  # what is left dense, to be quick
+EXPERTS = ["self_attn", "layers.0"]
+
 
 class Killed(BaseException):
     """Stands for SIGKILL."""
@@ -37,19 +40,19 @@ def main(dense: str, out: str, experts: str) -> None:
 
     Unfinished.keep = keep_and_die  # type: ignore[method-assign]
     try:
-        calibrated(dense, ["mlp"], resume=str(work))
+        calibrated(dense, ATTENTION, resume=str(work))
     except Killed:
         Unfinished.keep = keep  # type: ignore[method-assign]
     names = {path.name for path in work.iterdir()}
     assert names >= {"block-0.safetensors", "hidden-1-0.safetensors", "hidden-1-1.safetensors"}
     dist.barrier()
-    calibrated(dense, ["mlp"], resume=str(work)).save_pretrained(Path(out) / "resumed")
+    calibrated(dense, ATTENTION, resume=str(work)).save_pretrained(Path(out) / "resumed")
     dist.barrier()
     assert not list(work.glob("hidden*"))
-    calibrated(dense, ["mlp"]).save_pretrained(Path(out) / "whole")
-    calibrated(experts, ["self_attn"]).save_pretrained(Path(out) / "experts")
+    calibrated(dense, ATTENTION).save_pretrained(Path(out) / "whole")
+    calibrated(experts, EXPERTS).save_pretrained(Path(out) / "experts")
     try:
-        calibrated(dense, ["mlp"], tokens=32)
+        calibrated(dense, ATTENTION, tokens=32)
     except VQCalibrationError as error:
         assert "1 sequences cannot be shared by 2 processes" in str(error)
         print("rank", dist.get_rank(), "is fine", flush=True)

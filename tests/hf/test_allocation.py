@@ -112,7 +112,10 @@ def test_inputs_that_are_not_finite(dense):
     blocks = Blocks(model, "model.layers", ids)
     model.lm_head.weight.data[3] = torch.nan
     config = VQConfig(target_bits=3)
-    with torch.no_grad(), pytest.raises(VQCalibrationError, match=r"predictions on the calib.* NaN"):
+    with (
+        torch.no_grad(),
+        pytest.raises(VQCalibrationError, match=r"predictions on the calib.* NaN"),
+    ):
         allocation.measure_costs(blocks, ids, [], config, None)
     blocks.model = model.model
     with pytest.raises(VQCalibrationError, match="LlamaModel predicts no words"):

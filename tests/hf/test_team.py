@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calibrate_together import ATTENTION, EXPERTS
 from transformers import AutoModelForCausalLM
 
 from hf_vq.hf import VQConfig
@@ -30,12 +31,12 @@ def test_two_processes_find_what_one_finds(dense, tmp_path):
     load = AutoModelForCausalLM.from_pretrained
     whole, resumed = (load(tmp_path / name).state_dict() for name in ("whole", "resumed"))
     assert all(torch.equal(part, resumed[key]) for key, part in whole.items())
-    for name, source, skip in (("whole", "llama", "mlp"), ("experts", "gpt-oss", "self_attn")):
+    for name, source, skip in (("whole", "llama", ATTENTION), ("experts", "gpt-oss", EXPERTS)):
         together = load(tmp_path / name).config.quantization_config
         config = VQConfig(
             layers=together.layers,  # costs are means of what processes measured on their shares
             calibration={"text": "model", "tokens": 192, "context": 32},
-            modules_to_not_convert=[skip],
+            modules_to_not_convert=skip,
             seed=1,
         )
         alone = load(dense(source), quantization_config=config).config.quantization_config
