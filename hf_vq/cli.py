@@ -79,9 +79,8 @@ def _add_quantize(verbs: Any) -> argparse.ArgumentParser:
 
 def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     text = (
-        "Quantize a model with the help of a text (--scheme, --target-bits), or learn what a KV "
-        "cache needs of it (--kv). For weights, an interrupted command goes on when it is given "
-        "again, and several processes of torchrun or accelerate launch share the work."
+        "Quantize a model with the help of a text, or learn what a KV cache needs of it (--kv). For "
+        "weights, an interrupted command goes on, and processes of torchrun share the work."
     )
     verb = _verb(verbs, "calibrate", _calibrate, text)
     verb.add_argument("model", metavar="MODEL", help="directory or Hub id")
@@ -91,27 +90,22 @@ def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     what = verb.add_mutually_exclusive_group(required=True)
     what.add_argument("--scheme", metavar="SCHEME", help="of the weights: vq-4, vq-2, ...")
     what.add_argument(
-        "--target-bits",
-        type=float,
-        metavar="B",
+        "--target-bits", type=float, metavar="B",
         help="of the weights: a scheme for each layer, with B stored bits per weight on average",
-    )
+    )  # fmt: skip
     what.add_argument(
         "--kv", metavar="SCHEME",
         help="of the cache: nomad-4, cq-4, u4, ..., or mean bits, as 3: schemes for each layer",
     )  # fmt: skip
     verb.add_argument(
-        "--text",
-        metavar="TEXT",
-        help="UTF-8 file; with --scheme also a data set NAME[:CONFIG[:SPLIT]] (default: what the "
+        "--text", metavar="TEXT",
+        help="UTF-8 file; for weights also a data set NAME[:CONFIG[:SPLIT]] (default: what the "
         "model writes by itself)",
-    )
+    )  # fmt: skip
     verb.add_argument(
-        "--tokens",
-        type=_positive,
-        metavar="N",
+        "--tokens", type=_positive, metavar="N",
         help="default: 131072 for weights, 8192 for --kv, 4096 for its mean bits",
-    )
+    )  # fmt: skip
     verb.add_argument(
         "--context", type=_positive, metavar="L", help="tokens of a sequence (default: up to 2048)"
     )
@@ -231,9 +225,9 @@ def _quantize(args: argparse.Namespace) -> None:
 
 def _quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
     """Quantize, save and describe a model; `options` are more arguments of `VQConfig`."""
-    from .bench.info import describe, kinds_table
+    from .bench.info import describe, kinds_table, summary
     from .bench.load import load_model, load_tokenizer
-    from .bench.storage import read_config
+    from .bench.storage import check_original
     from .hf.config import VQConfig
     from .hf.folder import replacing
     from .hf.team import Team
@@ -242,32 +236,20 @@ def _quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
     out = Path(args.out)
     if out.exists() and not args.force and (not out.is_dir() or any(out.iterdir())):
         raise VQConfigError(f"{out} exists; choose another directory or give --force.")
-    found = (read_config(args.model).get("quantization_config") or {}).get("quant_method")
-    if found:
-        raise VQConfigError(
-            f"{args.model} is quantized already ({found}); quantize the original model."
-        )
+    check_original(args.model)
     model = load_model(
         args.model, dtype=_dtype(args.dtype), config=config, device_map=args.device_map
     )
     tokenizer = _tokenizer_or_none(load_tokenizer, args.model)
     if Team().rank > 0:  # the first process saves what all have found
         return model, tokenizer
-
     with replacing(out) as folder:  # model and tokenizer, whole or not at all
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     description = describe(str(out))
     print(kinds_table(description))
-    what, nominal = args.scheme, f" ({config.vq_scheme.bits():g} nominal)"
-    if config.target_bits is not None:
-        what, nominal = f"{' '.join(config.candidates or ())} for {config.target_bits:g} bits", ""
-    print(
-        f"\n{what}: {description['bits_per_weight']:.3f} bits per quantized weight{nominal}, "
-        f"{description['bits_per_parameter']:.3f} per parameter, "
-        f"{description['bytes'] / 1e6:.2f} MB in {out}"
-    )
+    print(f"\n{summary(description, config)} in {out}")
     return model, tokenizer
 
 

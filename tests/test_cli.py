@@ -292,7 +292,7 @@ def test_bits_are_shared_out(original, eval_text, tmp_path, capsys):
     arguments = ["calibrate", str(original), str(out), "--text", eval_text, *CALIBRATION]
     small = ["--skip", "mlp", "--candidates", "vq-2", "turboquant-4"]
     assert main([*arguments, "--target-bits", "3.2", *small]) == 0
-    assert "vq-2 turboquant-4 for 3.2 bits: 3." in capsys.readouterr().out
+    assert "vq-2, turboquant-4 for 3.2 bits: 3." in capsys.readouterr().out
     assert main(["info", str(out), "--json", "-"]) == 0
     info = json.loads(capsys.readouterr().out)
     assert 2.2 < info["bits_per_weight"] <= 3.2 and len(set(info["layers"].values())) == 2

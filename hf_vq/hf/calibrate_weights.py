@@ -26,7 +26,7 @@ from ..fit.ldlq import Feedback
 from ..formats.scheme import VQScheme
 from ..ops import decode_weight
 from ..ops.codes import rotation_of
-from .allocation import allocation, choices, measure_costs
+from .allocate_weights import allocation, choices, measure_costs
 from .blocks import Blocks, find_blocks
 from .config import VQConfig
 from .moments import Listener, Site
