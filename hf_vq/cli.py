@@ -79,7 +79,7 @@ def _add_quantize(verbs: Any) -> argparse.ArgumentParser:
 
 def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     text = (
-        "Quantize a model with the help of a text, or learn what a KV cache needs of it (--kv). For "
+        "Quantize a model with the help of a text, or learn what a KV cache needs of it (--kv). Of "
         "weights, an interrupted command goes on, and processes of torchrun share the work."
     )
     verb = _verb(verbs, "calibrate", _calibrate, text)

@@ -356,9 +356,10 @@ def subfolder(source: str, files: Sequence[str]) -> str:
         return ""
     folder, parts = Path(files[0]).parent, Path(files[0]).parent.parts
     if Path(source).is_dir():
-        return str(folder.relative_to(source)) if folder.is_relative_to(source) else ""
-    inside = parts[parts.index("snapshots") + 2 :] if "snapshots" in parts else ()
-    return "/".join(inside)
+        inside = folder.relative_to(source).parts if folder.is_relative_to(source) else ()
+        return "/".join(inside)
+    cached = "snapshots" in parts  # of the Hub's cache: snapshots/REVISION/FOLDER
+    return "/".join(parts[parts.index("snapshots") + 2 :]) if cached else ""
 
 
 @contextmanager
