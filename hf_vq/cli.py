@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         left = "nothing was left behind"
         if args.verb == "eval" and args.compare is not None and args.json not in (None, "-"):
             left = f"the same command goes on from {args.json}{UNFINISHED}"
-        if args.verb == "calibrate" and args.scheme and args.out:
+        if args.verb == "calibrate" and args.kv is None and args.out:
             kept = _unfinished(args.out)
             if kept.exists():
                 left = f"the same command goes on from {kept}"
@@ -79,8 +79,8 @@ def _add_quantize(verbs: Any) -> argparse.ArgumentParser:
 
 def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     text = (
-        "Quantize a model with the help of a text (--scheme), or learn what a KV cache needs of it "
-        "(--kv). With --scheme, an interrupted command goes on when it is given again."
+        "Quantize a model with the help of a text, or learn what a KV cache needs of it (--kv). Of "
+        "weights, an interrupted command goes on, and processes of torchrun share the work."
     )
     verb = _verb(verbs, "calibrate", _calibrate, text)
     verb.add_argument("model", metavar="MODEL", help="directory or Hub id")
@@ -90,28 +90,32 @@ def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     what = verb.add_mutually_exclusive_group(required=True)
     what.add_argument("--scheme", metavar="SCHEME", help="of the weights: vq-4, vq-2, ...")
     what.add_argument(
+        "--target-bits", type=float, metavar="B",
+        help="of the weights: a scheme for each layer, with B stored bits per weight on average",
+    )  # fmt: skip
+    what.add_argument(
         "--kv", metavar="SCHEME",
         help="of the cache: nomad-4, cq-4, u4, ..., or mean bits, as 3: schemes for each layer",
     )  # fmt: skip
     verb.add_argument(
-        "--text",
-        metavar="TEXT",
-        help="UTF-8 file; with --scheme also a data set NAME[:CONFIG[:SPLIT]] (default: what the "
+        "--text", metavar="TEXT",
+        help="UTF-8 file; for weights also a data set NAME[:CONFIG[:SPLIT]] (default: what the "
         "model writes by itself)",
-    )
+    )  # fmt: skip
     verb.add_argument(
-        "--tokens",
-        type=_positive,
-        metavar="N",
+        "--tokens", type=_positive, metavar="N",
         help="default: 131072 for weights, 8192 for --kv, 4096 for its mean bits",
-    )
+    )  # fmt: skip
     verb.add_argument(
         "--context", type=_positive, metavar="L", help="tokens of a sequence (default: up to 2048)"
+    )
+    verb.add_argument(
+        "--candidates", nargs="+", metavar="SCHEME", help="that --target-bits chooses from"
     )
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     _add_skip(verb)
     verb.add_argument(
-        "--device", help="with --scheme: where blocks are computed, one at a time (as cuda)"
+        "--device", help="of weights: where blocks are computed, one at a time (as cuda)"
     )
     _add_loading(verb)
     verb.add_argument("--force", action="store_true", help="replace what is there")
@@ -221,59 +225,55 @@ def _quantize(args: argparse.Namespace) -> None:
 
 def _quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
     """Quantize, save and describe a model; `options` are more arguments of `VQConfig`."""
-    from .bench.info import describe, kinds_table
+    from .bench.info import describe, kinds_table, summary
     from .bench.load import load_model, load_tokenizer
-    from .bench.storage import read_config
-    from .formats.catalog import weight_scheme
+    from .bench.storage import check_original
     from .hf.config import VQConfig
     from .hf.folder import replacing
+    from .hf.team import Team
 
-    scheme = weight_scheme(args.scheme)
+    config = VQConfig(args.scheme, modules_to_not_convert=args.skip, **options)
     out = Path(args.out)
     if out.exists() and not args.force and (not out.is_dir() or any(out.iterdir())):
         raise VQConfigError(f"{out} exists; choose another directory or give --force.")
-    found = (read_config(args.model).get("quantization_config") or {}).get("quant_method")
-    if found:
-        raise VQConfigError(
-            f"{args.model} is quantized already ({found}); quantize the original model."
-        )
-    config = VQConfig(args.scheme, modules_to_not_convert=args.skip, **options)
+    check_original(args.model)
     model = load_model(
         args.model, dtype=_dtype(args.dtype), config=config, device_map=args.device_map
     )
     tokenizer = _tokenizer_or_none(load_tokenizer, args.model)
-
+    if Team().rank > 0:  # the first process saves what all have found
+        return model, tokenizer
     with replacing(out) as folder:  # model and tokenizer, whole or not at all
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     description = describe(str(out))
     print(kinds_table(description))
-    print(
-        f"\n{args.scheme}: {description['bits_per_weight']:.3f} bits per quantized weight "
-        f"({scheme.bits():g} nominal), {description['bits_per_parameter']:.3f} per parameter, "
-        f"{description['bytes'] / 1e6:.2f} MB in {out}"
-    )
+    print(f"\n{summary(description, config)} in {out}")
     return model, tokenizer
 
 
 def _calibrate(args: argparse.Namespace) -> None:
     if args.kv is not None:
-        for option in ("device", "skip"):
+        for option in ("device", "skip", "candidates"):
             if getattr(args, option) is not None:
-                raise VQConfigError(f"--{option} is for --scheme, not for --kv.")
+                raise VQConfigError(f"--{option} is for the weights, not for --kv.")
         _calibrate_cache(args)
         return
+    from .hf.team import launched
     from .hf.text import OWN_WORDS
 
     if args.out is None:
-        raise VQConfigError("calibrate --scheme needs OUT, a directory to write.")
+        raise VQConfigError("calibrate needs OUT, a directory to write, for weights.")
     folder = _unfinished(args.out)
     text = OWN_WORDS if args.text is None else args.text
     calibration = {"text": text, "context": args.context, "resume": folder}
     calibration |= {k: v for k in ("tokens", "device") if (v := getattr(args, k)) is not None}
-    _quantized(args, seed=args.seed, calibration=calibration)
-    shutil.rmtree(folder, ignore_errors=True)
+    options = {"target_bits": args.target_bits, "candidates": args.candidates}
+    with launched() as rank:
+        _quantized(args, seed=args.seed, calibration=calibration, **options)
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unfinished(out: str) -> Path:

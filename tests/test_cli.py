@@ -283,8 +283,22 @@ def test_calibrated_weights(original, eval_text, tmp_path, monkeypatch, capsys):
     assert "no file" in wrong(*other, "vq-4", "--text", tmp_path / "no.txt", capsys=capsys)
     assert "must be a name or a path" in wrong(*other, "vq-4", "--text", "", capsys=capsys)
     cache = ["calibrate", original, tmp_path / "other", "--kv", "u4"]
-    assert "--device is for --scheme" in wrong(*cache, "--device", "cuda", capsys=capsys)
-    assert "--skip is for --scheme" in wrong(*cache, "--skip", "mlp", capsys=capsys)
+    assert "--device is for the weights" in wrong(*cache, "--device", "cuda", capsys=capsys)
+    assert "--skip is for the weights" in wrong(*cache, "--skip", "mlp", capsys=capsys)
+
+
+def test_bits_are_shared_out(original, eval_text, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["calibrate", str(original), str(out), "--text", eval_text, *CALIBRATION]
+    small = ["--skip", "mlp", "--candidates", "vq-2", "turboquant-4"]
+    assert main([*arguments, "--target-bits", "3.2", *small]) == 0
+    assert "vq-2, turboquant-4 for 3.2 bits: 3." in capsys.readouterr().out
+    assert main(["info", str(out), "--json", "-"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert 2.2 < info["bits_per_weight"] <= 3.2 and len(set(info["layers"].values())) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    other = ["calibrate", original, tmp_path / "other", "--target-bits"]
+    assert "target_bits must be at least 2.125" in wrong(*other, "1", capsys=capsys)
 
 
 def test_explain_names_the_kernel(quantized, capsys):

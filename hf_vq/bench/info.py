@@ -88,6 +88,20 @@ def show(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", kinds_table(found)])
 
 
+def summary(found: dict[str, Any], config: VQConfig) -> str:
+    """One line on a model that was just quantized as `config` says."""
+    what, nominal = config.scheme_name, f" ({config.vq_scheme.bits():g} nominal)"
+    if config.layers or config.target_bits is not None:
+        what = ", ".join(dict.fromkeys(scheme_name(s) or s.spec() for s in config.schemes()))
+        nominal = ""
+    if config.target_bits is not None:
+        what += f" for {config.target_bits:g} bits"
+    return (
+        f"{what}: {found['bits_per_weight']:.3f} bits per quantized weight{nominal}, "
+        f"{found['bits_per_parameter']:.3f} per parameter, {found['bytes'] / 1e6:.2f} MB"
+    )
+
+
 def kinds_table(found: dict[str, Any]) -> str:
     """One line per kind of layer: how many, weights, stored bits, and the error of quantizing."""
     columns = {"relative error": found["relative_error"], "of outputs": found["output_error"]}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..hf.config import VQConfig
+from ..hf.config import CANDIDATES, VQConfig
 from . import baselines
 from .load import load_model, load_tokenizer
 from .score import Reference, model_forward, score
@@ -24,6 +24,7 @@ from .storage import model_storage
 from .text import read_sequences, text_facts
 
 CALIBRATED = ("vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2")
+TARGETS = (3.0,)  # bits per weight, a scheme for each layer
 CALIBRATION_TOKENS = 1 << 16
 SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-3", "turboquant-2", "quip-sharp-2")
 
@@ -50,7 +51,8 @@ def run(
     """Measure; `report` gets each row when it is known.
 
     Args:
-        calibration: UTF-8 text that schemes in CALIBRATED are calibrated on; None leaves that out.
+        calibration: UTF-8 text that schemes in CALIBRATED are calibrated on, and that bits are
+            shared out by (TARGETS) where their schemes are measured; None leaves that out.
 
     Returns:
         (settings, results) of the record.
@@ -67,6 +69,8 @@ def run(
     if calibration is not None:
         options = {"text": calibration, "tokens": CALIBRATION_TOKENS, "context": context}
         wanted += [(name, options) for name in schemes if name in CALIBRATED]
+        if set(CANDIDATES) <= set(schemes):
+            wanted += [(f"target_bits={target:g}", options) for target in TARGETS]
         known = {f"calibration_{key}": fact for key, fact in text_facts(calibration).items()}
         known["calibration_tokens"] = CALIBRATION_TOKENS
     for row in chain(steps, _scheme_rows(model_dir, wanted, reference)):
@@ -99,13 +103,15 @@ def _scheme_rows(
     model_dir: str, wanted: Sequence[tuple[str, dict[str, Any] | None]], reference: Reference
 ) -> Iterator[dict[str, Any]]:
     for name, calibration in wanted:
-        config = VQConfig(name, calibration=calibration)
+        argument, _, bits = name.partition("=")  # as in target_bits=3, or the name of a scheme
+        asked: dict[str, Any] = {argument: float(bits)} if bits else {"scheme": name}
+        config = VQConfig(**asked, calibration=calibration)
         start = time.perf_counter()
         model = load_model(model_dir, dtype=torch.float32, config=config)
         seconds = time.perf_counter() - start
-        bits = model_storage(model).bits_per_weight
+        stored = model_storage(model).bits_per_weight
         found = score(model_forward(model), reference, BATCH).to_dict()
-        yield _row(name, "calibrated" if calibration else "scheme", bits, seconds, found)
+        yield _row(name, "calibrated" if calibration else "scheme", stored, seconds, found)
 
 
 def _row(

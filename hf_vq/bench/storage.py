@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import VQError, VQFormatError, VQSchemeError
+from ..errors import VQConfigError, VQError, VQFormatError, VQSchemeError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from ..hf.checkpoint import Entry, read_header, shared_bytes
@@ -160,6 +160,18 @@ def read_config(model: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise VQError(f"cannot read the config.json of {model}: {first_line(error)}") from None
     return config
+
+
+def check_original(model: str) -> None:
+    """Raise if a model is quantized already.
+
+    Raises:
+        VQConfigError: it is.
+        VQError: it has no config.json.
+    """
+    found = (read_config(model).get("quantization_config") or {}).get("quant_method")
+    if found:
+        raise VQConfigError(f"{model} is quantized already ({found}); quantize the original model.")
 
 
 def _hub_headers(model: str) -> list[Entry]:

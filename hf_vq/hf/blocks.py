@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..errors import VQCalibrationError
+from .offload import in_memory, place_of
 from .parts import Part
 
 
@@ -66,7 +67,7 @@ class Blocks:
         self._tail: tuple[Any, ...] | None = None  # what a block returns after hidden states
         self._in_tuple = False
         for ids in sequences:
-            calls = self._pass(ids[None].to(model.device))
+            calls = self._pass(ids[None].to(place_of(model)))
             self.hidden.append(calls[0].hidden)
             if self._calls:
                 self._check_same(calls)
@@ -83,14 +84,16 @@ class Blocks:
 
     @contextmanager
     def on(self, index: int, device: torch.device | None) -> Iterator[torch.device]:
-        """Keep block `index` on a device for a while (None: where it is); gives that device."""
+        """Keep block `index` in memory, on a device (None: where it computes), which is given."""
         block = self.blocks[index]
-        home = next(block.parameters()).device
-        block.to(device or home)
-        try:
-            yield device or home
-        finally:
-            block.to(home)
+        home = place_of(block)
+        device = home if device is None else device
+        with in_memory(block, device):
+            block.to(device)
+            try:
+                yield device
+            finally:
+                block.to(home)
 
     def run(self, index: int, hidden: Tensor, device: torch.device) -> Tensor:
         """What block `index`, which is on `device`, makes of `hidden`; where that was."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +26,14 @@ from ..fit.ldlq import Feedback
 from ..formats.scheme import VQScheme
 from ..ops import decode_weight
 from ..ops.codes import rotation_of
-from .allocation import allocation, choices, measure_costs
+from .allocate_weights import allocation, choices, measure_costs
 from .blocks import Blocks, find_blocks
 from .config import VQConfig
 from .moments import Listener, Site
+from .offload import weight_of
 from .operation import Progress
 from .parts import Part, parts_of, replace
+from .team import Team
 from .text import OWN_WORDS, context_of, find_text, sequences_of
 from .unfinished import CodedBlock, Unfinished, unfinished
 
@@ -45,6 +49,7 @@ class WeightCalibration:
         model: a decoder, whose weights may still be to come.
         schemes: of its layers that are to become codes, by name.
         config: seed, search and `calibration`.
+        files: that the weights are in; the tokenizer is looked for beside them.
 
     Attributes:
         names: those that are in a block, so that this calibration makes their codes.
@@ -55,8 +60,15 @@ class WeightCalibration:
         VQConfigError: experts in an unknown layout.
     """
 
-    def __init__(self, model: Any, schemes: Mapping[str, VQScheme], config: VQConfig) -> None:
+    def __init__(
+        self,
+        model: Any,
+        schemes: Mapping[str, VQScheme],
+        config: VQConfig,
+        files: Sequence[str] = (),
+    ) -> None:
         assert config.calibration is not None
+        self.files = files
         self.config, self.options = config, config.calibration
         self.text, self.facts = find_text(
             self.options["text"], self.options["tokens"] * _CHARACTERS
@@ -77,18 +89,18 @@ class WeightCalibration:
         """Replace the layers; what config.json records of the calibration.
 
         Args:
-            model: with its weights in memory.
+            model: with its weights in memory or offloaded by accelerate.
             errors: gets the relative error of each layer's weights, by name.
 
         Raises:
-            VQCalibrationError: the text is too short, a layer's inputs are not finite, weights are
-                offloaded, or `resume` holds the calibration of something else.
+            VQCalibrationError: the text is too short, a layer's inputs are not finite, or `resume`
+                holds the calibration of something else.
             VQConfigError: the schemes to choose from do not reach `target_bits`.
         """
-        self._check_in_memory(model)
         facts: dict[str, Any] = {"output_error": {}, "fallbacks": {}}
-        with unfinished(self.options.get("resume"), self._identity(model)) as work:
-            sequences = work.tokens(lambda: self._sequences(model))
+        resume, self.team = self.options.get("resume"), Team()
+        with unfinished(resume, self._identity(model), self.team) as work:
+            sequences = self.team.share(work.tokens(lambda: self._sequences(model)))
             blocks = Blocks(model, self.prefix, sequences)
             if self.config.target_bits is not None:
                 facts.update(self._allocate(model, blocks, sequences, work))
@@ -114,7 +126,8 @@ class WeightCalibration:
 
         def measure() -> dict[str, dict[str, float]]:
             parts = list(self.parts.values())
-            return measure_costs(blocks, sequences, parts, self.config, self._device)
+            with _enough_memory("what the layers cost"):
+                return measure_costs(blocks, sequences, parts, self.config, self._device)
 
         costs = work.costs(measure)
         table = allocation(model, list(self.parts.values()), costs, self.config)
@@ -139,7 +152,8 @@ class WeightCalibration:
                 if taken_up:
                     blocks.hidden = work.hidden(index, blocks.hidden)
                 taken_up = False
-                done = self._code(model, blocks, index, progress)
+                with _enough_memory(f"{self.prefix}.{index}"):
+                    done = self._code(model, blocks, index, progress)
                 work.keep(index, done, blocks.hidden)
                 yield done
         finally:
@@ -156,29 +170,42 @@ class WeightCalibration:
             for hidden in blocks.hidden:
                 with listener.listening(layers):
                     blocks.run(index, hidden, device)
-            for site in listener.sites:
-                feedbacks = Feedbacks(site, self.schemes, self.config.seed, self.options["damping"])
-                for name in site.layers:
-                    progress.start(name)
-                    part = self.parts[name]
-                    done.fitted[name] = self._fit(part, layers[part.layer], feedbacks)
-                    done.fallbacks.update(feedbacks.fallbacks(part))
-                    progress.done()
+            sites = self.team.heard(listener.sites, device)
+            for number, site in enumerate(sites):
+                if number % self.team.size == self.team.rank:
+                    self._fit_site(site, layers, done, progress)
                 site.release()
+            for other in self.team.everyones(done):
+                done.fitted.update(other.fitted)
+                done.fallbacks.update(other.fallbacks)
             for part in parts:
+                module = layers[part.layer]
                 if part.name not in done.fitted:
-                    done.fitted[part.name] = self._fit(part, layers[part.layer], None)
+                    done.fitted[part.name] = self._fit(part, module, None)
                     done.fallbacks[part.name] = (
                         "was not reached by the text: quantized without calibration"
                     )
+                self._decode(part, module, done.fitted[part.name])
             if index + 1 == len(blocks):
                 blocks.hidden = []
             for row, hidden in enumerate(blocks.hidden):
                 blocks.hidden[row] = blocks.run(index, hidden, device)
         return done
 
+    def _fit_site(
+        self, site: Site, layers: Mapping[str, nn.Module], done: CodedBlock, progress: Progress
+    ) -> None:
+        """Add the codes of all layers that read the same."""
+        feedbacks = Feedbacks(site, self.schemes, self.config.seed, self.options["damping"])
+        for name in site.layers:
+            progress.start(name)
+            part = self.parts[name]
+            done.fitted[name] = self._fit(part, layers[part.layer], feedbacks)
+            done.fallbacks.update(feedbacks.fallbacks(part))
+            progress.done()
+
     def _fit(self, part: Part, module: nn.Module, feedbacks: Feedbacks | None) -> FittedWeight:
-        """Codes of one part, whose matrices are changed to what they decode to."""
+        """Codes of one part; of experts, stacked."""
         config, scheme = self.config, self.schemes[part.layer]
         found = []
         for index, matrix in enumerate(part.matrices(module)):
@@ -194,10 +221,16 @@ class WeightCalibration:
             norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
             energy = 0.0 if feedback is None else feedback.energy(matrix)
             found.append((fitted, norm, energy))
-            fixed = fixed_tensors(scheme, matrix.shape[1], config.seed, matrix.device)
-            decoded = decode_weight({**fixed, **fitted.tensors}, scheme, matrix.shape[1])
-            matrix.copy_(decoded)
         return found[0][0] if part.count == 1 else _stacked(found)
+
+    def _decode(self, part: Part, module: nn.Module, fitted: FittedWeight) -> None:
+        """Change the matrices of a part to what their codes decode to."""
+        scheme, size = self.schemes[part.layer], part.shape[1]
+        for index, matrix in enumerate(part.matrices(module)):
+            fixed = fixed_tensors(scheme, size, self.config.seed, matrix.device)
+            own = fitted.tensors if part.count == 1 else _taken(fitted.tensors, index)
+            here = {key: tensor.to(matrix.device) for key, tensor in own.items()}
+            matrix.copy_(decode_weight({**fixed, **here}, scheme, size))
 
     def _replace(self, model: Any, done: CodedBlock) -> None:
         """Put VQ modules where the layers of a block were."""
@@ -220,34 +253,30 @@ class WeightCalibration:
         context, seed = min(context, tokens), self.config.seed
         return sequences_of(model, self.text, tokenizer, tokens, context, seed, progress=True)
 
-    @staticmethod
-    def _tokenizer(model: Any) -> Any:
+    def _tokenizer(self, model: Any) -> Any:
+        """That of the revision and folder that the weights come from, or of the folder above."""
         from transformers import AutoTokenizer  # imports much
 
         source = model.config.name_or_path
-        try:
-            return AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            what = next(iter(str(error).splitlines()), type(error).__name__)
-            raise VQCalibrationError(
-                f"calibration needs the tokenizer of {source}: {what}. Save one beside the model, "
-                f"or calibrate on what the model writes by itself: text={OWN_WORDS!r}."
-            ) from error
-
-    def _check_in_memory(self, model: Any) -> None:
-        for name, part in self.parts.items():
-            if model.get_submodule(part.layer).get_parameter(part.weight).is_meta:
-                raise VQCalibrationError(
-                    f"{name} is offloaded, and calibration changes weights in memory. Load the "
-                    'model on the CPU and give calibration a "device": one block at a time is '
-                    "moved there."
-                )
+        commit = getattr(model.config, "_commit_hash", None)
+        options = {} if commit is None else {"revision": commit}
+        inner = subfolder(source, self.files)
+        for folder in dict.fromkeys([inner, ""]):
+            try:
+                return AutoTokenizer.from_pretrained(source, subfolder=folder, **options)
+            except (OSError, ValueError) as error:
+                problem = error
+        what = next(iter(str(problem).splitlines()), type(problem).__name__)
+        raise VQCalibrationError(
+            f"calibration needs the tokenizer of {source}: {what}. Save one beside the model, "
+            f"or calibrate on what the model writes by itself: text={OWN_WORDS!r}."
+        ) from problem
 
     def _identity(self, model: Any) -> dict[str, Any]:
         """What decides the result, without what is large: of weights some numbers."""
         digest = hashlib.sha256()
         for part in self.parts.values():
-            weight = model.get_submodule(part.layer).get_parameter(part.weight)
+            weight = weight_of(model.get_submodule(part.layer), part.weight)
             some = weight.detach().flatten()[:_SAMPLE]
             digest.update(some.cpu().float().numpy().tobytes())
         options = {key: self.options[key] for key in ("tokens", "context", "damping")}
@@ -313,8 +342,39 @@ def _stacked(found: list[tuple[FittedWeight, float, float]]) -> FittedWeight:
     )
 
 
+def _taken(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    return {key: tensor[index] for key, tensor in tensors.items()}
+
+
 def _rounded(number: float) -> float:
     return float(f"{number:.4g}")
+
+
+def subfolder(source: str, files: Sequence[str]) -> str:
+    """The folder inside of a model's directory or repository that its weights lie in."""
+    if not files:
+        return ""
+    folder, parts = Path(files[0]).parent, Path(files[0]).parent.parts
+    if Path(source).is_dir():
+        inside = folder.relative_to(source).parts if folder.is_relative_to(source) else ()
+        return "/".join(inside)
+    cached = "snapshots" in parts  # of the Hub's cache: snapshots/REVISION/FOLDER
+    return "/".join(parts[parts.index("snapshots") + 2 :]) if cached else ""
+
+
+@contextmanager
+def _enough_memory(where: str) -> Iterator[None]:
+    """Say what to do when memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not out and "allocate memory" not in str(error):
+            raise
+        raise VQCalibrationError(
+            f"memory ran out while {where} was calibrated. Give calibration a shorter context, "
+            'another "device" or fewer tokens; with "resume", the blocks before it are kept.'
+        ) from error
 
 
 def _check_device(name: str | None) -> None:

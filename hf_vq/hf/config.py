@@ -41,7 +41,7 @@ class VQConfig(QuantizationConfigMixin):
             `modules_to_not_convert`, and the first that matches counts. Of a quantized model, the
             layers' full names and spec strings.
         target_bits: choose a scheme for every layer, so that this many bits are stored per weight
-            on average and the model's predictions change least (`hf/allocation.py`). Needs
+            on average and the model's predictions change least (`hf/allocate_weights.py`). Needs
             calibration; without, the model's own words are calibrated on. `layers` stay as given.
         candidates: with `target_bits`, the schemes to choose from; None is `vq-2`, `vq-3`, `vq-4`.
         modules_to_not_convert: layers to leave dense, besides tied weights and the output head: a

@@ -15,6 +15,7 @@ from ..fit import fit_weight
 from ..nn.experts import VQExperts
 from ..nn.linear import LOADING, VQLinear
 from ..nn.replace import vq_modules
+from .offload import hook_of
 
 if TYPE_CHECKING:
     from .config import VQConfig
@@ -156,11 +157,8 @@ def settle(model: nn.Module) -> None:
         if not isinstance(module, VQLinear):
             continue
         module.settle()
-        hook = getattr(module, "_hf_hook", None)
-        for part in getattr(hook, "hooks", [hook]):
-            weights = getattr(part, "weights_map", None)
-            if weights is None:
-                continue
+        if (hook := hook_of(module)) is not None:
+            weights = hook.weights_map
             old, new = f"{weights.prefix}{LOADING}", f"{weights.prefix}weight"
             stores = [weights.dataset]
             if not isinstance(weights.dataset, dict):

@@ -13,6 +13,7 @@ from ..formats.tensors import TensorSpec, tensor_specs
 from ..nn.experts import VQExperts, holds_experts, projections_of
 from ..nn.linear import VQLinear
 from .checkpoint import packaged
+from .offload import hook_of, take_place
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def replace(
     listed = list(parts)
     name = listed[0].layer
     dense = model.get_submodule(name)
-    device = dense.get_parameter(listed[0].weight).device
+    hook, device = hook_of(dense), dense.get_parameter(listed[0].weight).device
     new: VQLinear | VQExperts
     with torch.device("meta"):
         if holds_experts(dense):
@@ -117,4 +118,8 @@ def replace(
             new.hold(fitted[part.name], dense.bias)  # type: ignore[arg-type]
     new.train(dense.training)
     new.fill(packaged([new], seed))
-    model.set_submodule(name, new.to(device))
+    if hook is None:
+        new.to(device)
+    else:
+        take_place(hook, new, [part.weight for part in listed])
+    model.set_submodule(name, new)

@@ -74,7 +74,7 @@ class VQHfQuantizer(HfQuantizer):
         if config.calibration is not None and not self.pre_quantized and wanted:
             from .calibrate_weights import WeightCalibration
 
-            self._calibration = WeightCalibration(model, wanted, config)
+            self._calibration = WeightCalibration(model, wanted, config, checkpoint_files or [])
             for name in self._calibration.names:  # their weights are loaded as they are
                 del wanted[name]
         modules = replace_modules(

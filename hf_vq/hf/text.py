@@ -14,12 +14,14 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from ..errors import VQCalibrationError, VQError
+from .offload import place_of
 
 OWN_WORDS = "model"
 """Instead of a text: what the model writes by itself."""
 
 MIN_CONTEXT = 16
 CONTEXT = 2048
+_WRITTEN_AT_ONCE = 1 << 15  # tokens of sequences that the model writes side by side
 _DOCUMENTS = 1 << 16  # of a data set that are read at most
 
 
@@ -100,10 +102,13 @@ def sequences_of(
 ) -> Tensor:
     """Token ids [tokens / context, context] of `text`: see `calibrate_kv`.
 
+    Sequences of a string begin with the token that the tokenizer begins texts with, if any.
+
     Raises:
         VQCalibrationError: too few tokens, not token ids, or a string without a tokenizer.
     """
     count = max(1, tokens // context)
+    start: list[int] = []
     if text is None:
         return sample_text(model, count, context, seed=seed, progress=progress)
     if isinstance(text, str):
@@ -111,6 +116,7 @@ def sequences_of(
             raise VQCalibrationError(
                 "calibration needs a tokenizer for text; or give it token ids."
             )
+        start = starting_tokens(tokenizer)
         text = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     ids = torch.as_tensor(text)
     if ids.is_floating_point() or ids.ndim not in (1, 2):
@@ -124,10 +130,21 @@ def sequences_of(
         if context < MIN_CONTEXT or ids.numel() < tokens:
             raise _too_short(ids.numel(), tokens)
         return ids[spread(len(ids), max(1, tokens // context))]
-    if len(ids) < count * context:
-        raise _too_short(len(ids), count * context)
+    length = context - len(start)
+    if len(ids) < count * length:
+        raise _too_short(len(ids), count * length)
     # The pieces begin at equal distances, so that all of a long text is heard.
-    return ids.unfold(0, context, 1)[spread(len(ids) - context + 1, count)]
+    pieces = ids.unfold(0, length, 1)[spread(len(ids) - length + 1, count)]
+    return torch.cat([torch.tensor([start] * count, dtype=ids.dtype), pieces], 1)
+
+
+def starting_tokens(tokenizer: Any) -> list[int]:
+    """The token that a tokenizer puts before a text (BOS), where it puts one: a model trained so
+    makes little sense of a sequence without it."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    whole = tokenizer("a", verbose=False).input_ids
+    plain = tokenizer("a", add_special_tokens=False, verbose=False).input_ids
+    return [bos] if bos is not None and whole[:1] == [bos] and plain[:1] != [bos] else []
 
 
 def context_of(model: Any, context: int | None) -> int:
@@ -181,10 +198,21 @@ def sample_text(
     if first is None:
         raise VQCalibrationError("the model has no first token to write text from; give it a text.")
     generator = torch.Generator().manual_seed(seed)
-    cache = DynamicCache(config=model.config)
+    at_once = max(1, _WRITTEN_AT_ONCE // length)  # a cache of keys and values for each
+    written = [
+        _written(model, first, min(at_once, count - done), length, generator, progress)
+        for done in range(0, count, at_once)
+    ]
+    return torch.cat(written)
+
+
+def _written(
+    model: Any, first: int, count: int, length: int, generator: torch.Generator, progress: bool
+) -> Tensor:
+    cache, place = DynamicCache(config=model.config), place_of(model)
     written = [torch.full((count, 1), first)]
     for _ in bar(range(length - 1), "writing text", progress):
-        token = written[-1].to(model.device)
+        token = written[-1].to(place)
         logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
         chances = logits.float().softmax(-1).cpu()
         if not bool(chances.isfinite().all()):

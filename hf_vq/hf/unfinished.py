@@ -4,6 +4,7 @@
     costs.safetensors       what each layer's schemes cost, if they are to be chosen
     block-3.safetensors     codes of block 3
     hidden-4.safetensors    hidden states of the text between blocks 3 and 4, written before it
+                            (hidden-4-1.safetensors: those of the second of several processes)
 
 Every file is written whole or not at all. What is read is what was written, so the result is that
 of a run that was not killed, bit by bit. The file `lock` is locked while a process is at work.
@@ -23,6 +24,7 @@ from ..cache.stored import read, write
 from ..errors import VQCalibrationError
 from ..fit import FittedWeight
 from .folder import lock
+from .team import Team
 
 VERSION = 1
 _KEY = "hf_vq_calibration"
@@ -42,41 +44,47 @@ class CodedBlock:
 
 
 @contextmanager
-def unfinished(folder: str | None, identity: dict[str, Any]) -> Iterator[Unfinished]:
-    """The folder of one calibration, for one process at a time.
+def unfinished(
+    folder: str | None, identity: dict[str, Any], team: Team | None = None
+) -> Iterator[Unfinished]:
+    """The folder of one calibration, for one process at a time, or for one team of them.
 
     Args:
         folder: created if it is not there; None keeps nothing.
         identity: JSON that must be equal for work to be taken up again.
+        team: the first process keeps text, costs and blocks, each one its hidden states.
 
     Raises:
         VQCalibrationError: the folder holds the calibration of something else, is used by another
             process, or cannot be written.
         VQFormatError: a file in it is damaged.
     """
+    team = team or Team()
     if folder is None:
-        yield Unfinished(None, identity)
+        yield Unfinished(None, identity, team)
         return
+    if team.size > 1:
+        identity = {**identity, "processes": team.size}
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         held = (Path(folder) / "lock").open("ab")
     except OSError as error:
         raise VQCalibrationError(f"cannot write to {folder}: {error.strerror}.") from None
     with held:
-        if lock(held) is False:
+        if team.rank == 0 and lock(held) is False:
             raise VQCalibrationError(
                 f"another process calibrates in {folder}. Wait for it, or give another folder."
             )
-        yield Unfinished(folder, identity)
+        yield Unfinished(folder, identity, team)
 
 
 class Unfinished:
     """What a calibration keeps in its folder: see `unfinished`."""
 
-    def __init__(self, folder: str | None, identity: dict[str, Any]) -> None:
+    def __init__(self, folder: str | None, identity: dict[str, Any], team: Team) -> None:
         self.folder = None if folder is None else Path(folder)
-        self.identity = identity
-        if self.folder is None:
+        self.identity, self.team = identity, team
+        if self.folder is None or team.rank > 0:
             return
         for left in self.folder.glob(".*.safetensors.*"):  # of a process that was killed
             left.unlink()
@@ -91,7 +99,10 @@ class Unfinished:
                 )
 
     def tokens(self, make: Callable[[], Tensor]) -> Tensor:
-        """The token ids that were kept, else what `make` returns."""
+        """The token ids that were kept, else what `make` returns; in every process the first's."""
+        return self.team.first(lambda: self._tokens(make))
+
+    def _tokens(self, make: Callable[[], Tensor]) -> Tensor:
         if self.folder is None:
             return make()
         if not self._text.exists():
@@ -103,21 +114,39 @@ class Unfinished:
         return _read(self._text)[1]["ids"]
 
     def costs(self, make: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-        """The costs that were kept, else what `make` returns."""
-        if self.folder is None:
-            return make()
-        path = self.folder / "costs.safetensors"
-        if not path.exists():
-            _write(path, {}, costs=make())
-        found: dict[str, dict[str, float]] = _read(path)[0]["costs"]
+        """The costs that were kept, else the mean of what `make` returns in every process."""
+        path = None if self.folder is None else self.folder / "costs.safetensors"
+
+        def kept() -> dict[str, dict[str, float]] | None:
+            return _read(path)[0]["costs"] if path is not None and path.exists() else None
+
+        found = self.team.first(kept)
+        if found is not None:
+            return found
+        all_of_them = self.team.everyones(make())
+        found = {
+            layer: {
+                spec: sum(one[layer][spec] for one in all_of_them) / len(all_of_them)
+                for spec in costs
+            }
+            for layer, costs in all_of_them[0].items()
+        }
+        if path is not None and self.team.rank == 0:
+            _write(path, {}, costs=found)
         return found
 
     def block(self, index: int) -> CodedBlock | None:
         """What was kept of a block; None if it is still to be done."""
-        path, before = self._path("block", index), self._path("hidden", index)
-        if path is None or before is None or not path.exists():
+        done = self.team.first(lambda: self._block(index))
+        before = self._path("hidden", index)
+        if done is not None and before is not None:
+            before.unlink(missing_ok=True)  # if the process was killed just before that
+        return done
+
+    def _block(self, index: int) -> CodedBlock | None:
+        path = self._path("block", index)
+        if path is None or not path.exists():
             return None
-        before.unlink(missing_ok=True)  # if the process was killed just before that
         about, tensors = _read(path)
         done = CodedBlock(fallbacks=about["fallbacks"])
         for name, (relative, output) in about["errors"].items():
@@ -145,22 +174,30 @@ class Unfinished:
             return
         if hidden:
             _write(after, {str(row): part for row, part in enumerate(hidden)})
+        self.team.wait()  # a block that is kept has hidden states in every process
+        if self.team.rank == 0:
+            self._keep(block, done)
+        self.team.wait()
+        before.unlink(missing_ok=True)
+
+    @staticmethod
+    def _keep(path: Path, done: CodedBlock) -> None:
         tensors = {
             f"{name}:{key}": tensor
             for name, fitted in done.fitted.items()
             for key, tensor in fitted.tensors.items()
         }
         _write(
-            block,
+            path,
             tensors,
             fallbacks=done.fallbacks,
             keys={name: list(fitted.tensors) for name, fitted in done.fitted.items()},
             errors={n: [f.relative_error, f.output_error] for n, f in done.fitted.items()},
         )
-        before.unlink(missing_ok=True)
 
     def _path(self, what: str, index: int) -> Path | None:
-        return None if self.folder is None else self.folder / f"{what}-{index}.safetensors"
+        own = f"-{self.team.rank}" if what == "hidden" and self.team.size > 1 else ""
+        return None if self.folder is None else self.folder / f"{what}-{index}{own}.safetensors"
 
 
 def _write(path: Path, tensors: dict[str, Tensor], **about: Any) -> None:

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +18,9 @@ from hf_vq.errors import VQCalibrationError, VQConfigError, VQError
 from hf_vq.fit.ldlq import Feedback
 from hf_vq.hf import VQConfig, calibrate_weights
 from hf_vq.hf.blocks import Blocks, find_blocks
+from hf_vq.hf.calibrate_weights import subfolder
 from hf_vq.hf.moments import Listener
-from hf_vq.hf.text import find_text, sample_text, spread
+from hf_vq.hf.text import find_text, sample_text, sequences_of, spread
 from hf_vq.hf.unfinished import unfinished
 
 CALIBRATION = {"text": "model", "tokens": 256, "context": 32}
@@ -165,6 +168,25 @@ def test_killed_at_any_point_it_goes_on(calibrate, tmp_path, monkeypatch):
     check(calibrate(resume=str(folder)))
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_random_points_it_goes_on(dense, tmp_path):
+    """By a signal, in processes of their own; the file is the same, byte by byte."""
+    script = Path(__file__).parent / "killed_calibration.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(dense("llama")), str(tmp_path), "5"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parents[2]), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 5
+    for name in ("model.safetensors", "config.json"):
+        files = [(tmp_path / which / name).read_bytes() for which in ("whole", "resumed")]
+        assert files[0] == files[1], done.stdout
+
+
 def test_work_on_something_else_is_not_taken_up(calibrate, tmp_path):
     folder = str(tmp_path / "work")
     calibrate(resume=folder)
@@ -294,6 +316,91 @@ def test_pieces_of_a_long_text_begin_inside_it():
     assert spread(5, 1).tolist() == [0] and spread(3, 3).tolist() == [0, 1, 2]
 
 
+def test_sequences_begin_as_the_tokenizer_begins_texts(dense):
+    """With the token that the model was trained to see first, and no other."""
+
+    class Letters:
+        bos_token_id = 90
+
+        def __init__(self, start):
+            self.start = start
+
+        def __call__(self, text, add_special_tokens=True, verbose=True):
+            ids = [ord(letter) % 64 for letter in text]
+            return SimpleNamespace(input_ids=self.start * add_special_tokens + ids)
+
+    text = "abcdefghijklmnopqrst" * 8
+    arguments = (64, 32, 0, False)
+    plain = sequences_of(None, text, Letters([]), *arguments)
+    begun = sequences_of(None, text, Letters([90]), *arguments)
+    other = sequences_of(None, text, Letters([91]), *arguments)
+    assert plain.shape == begun.shape == (2, 32) and torch.equal(plain, other)
+    assert begun[:, 0].tolist() == [90, 90]
+    assert torch.equal(begun[0, 1:], plain[0, :-1]) and torch.equal(begun[1, 1:], plain[1, 1:])
+
+
+def test_long_texts_are_written_some_sequences_at_a_time(dense, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(dense("llama"))
+    sizes, forward = [], model.forward
+
+    def heard(ids, **options):
+        sizes.append(len(ids))
+        return forward(ids, **options)
+
+    monkeypatch.setattr(model, "forward", heard)
+    monkeypatch.setattr("hf_vq.hf.text._WRITTEN_AT_ONCE", 96)
+    ids = sample_text(model, 5, 32, seed=3)
+    assert ids.shape == (5, 32) and set(sizes) == {3, 2}
+    assert len({tuple(row.tolist()) for row in ids}) == 5, "sequences differ"
+    assert torch.equal(ids, sample_text(model, 5, 32, seed=3))
+
+
+def test_the_tokenizer_is_that_of_the_weights(tmp_path):
+    """Its folder, in a directory or in a snapshot of the Hub's cache."""
+    assert subfolder(str(tmp_path), [str(tmp_path / "model.safetensors")]) == ""
+    assert subfolder(str(tmp_path), [str(tmp_path / "inner" / "model.safetensors")]) == "inner"
+    cached = "/cache/models--me--it/snapshots/0123abc"
+    assert subfolder("me/it", [f"{cached}/model.safetensors"]) == ""
+    assert subfolder("me/it", [f"{cached}/a/b/model.safetensors"]) == "a/b"
+    assert subfolder("me/it", []) == ""
+
+
+def test_revision_and_folder_are_asked_for(dense, calibrate, tmp_path, monkeypatch):
+    shutil.copytree(dense("llama"), tmp_path / "model" / "inner")
+    (tmp_path / "text.txt").write_text("word " * 300)
+    asked = []
+
+    def refuse(source, **options):
+        asked.append(options)
+        raise OSError("none here")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+    config = VQConfig("vq-4", calibration={**CALIBRATION, "text": str(tmp_path / "text.txt")})
+    with pytest.raises(VQCalibrationError, match=r"needs the tokenizer of .*: none here"):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", subfolder="inner", quantization_config=config
+        )
+    assert [options["subfolder"] for options in asked] == ["inner", ""]
+
+
+def test_memory_that_runs_out_names_the_block(calibrate, tmp_path, monkeypatch):
+    """What was done before is kept, and taken up."""
+    whole, folder, run = calibrate(), tmp_path / "work", Blocks.run
+
+    def greedy(self, index, *arguments):
+        if index == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return run(self, index, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Blocks, "run", greedy)
+        with pytest.raises(VQCalibrationError, match=r"ran out while model\.layers\.1 .*shorter"):
+            calibrate(resume=str(folder))
+    assert (folder / "block-0.safetensors").exists()
+    again = calibrate(resume=str(folder)).state_dict()
+    assert all(torch.equal(part, again[key]) for key, part in whole.state_dict().items())
+
+
 def test_texts(dense, calibrate, tmp_path, monkeypatch):
     with pytest.raises(VQCalibrationError, match=r"'no.txt' is no file.*pip install datasets"):
         monkeypatch.setitem(sys.modules, "datasets", None)
@@ -352,20 +459,6 @@ def test_schemes_that_cannot_be_calibrated_say_so():
 def test_two_bits_with_a_text_are_not_warned_about(recwarn, tmp_path):
     config = VQConfig("vq-2", calibration=tmp_path / "text.txt")
     assert not recwarn.list and config.calibration["text"] == str(tmp_path / "text.txt")
-
-
-def test_offloaded_weights_are_refused(dense, tmp_path):
-    pytest.importorskip("accelerate")
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    places |= {"lm_head": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    config = VQConfig("vq-4", calibration=CALIBRATION)
-    with pytest.raises(VQCalibrationError, match=r"layers\.1\..* is offloaded.*\"device\""):
-        AutoModelForCausalLM.from_pretrained(
-            dense("llama"),
-            quantization_config=config,
-            device_map=places,
-            offload_folder=tmp_path,
-        )
 
 
 @pytest.mark.gpu

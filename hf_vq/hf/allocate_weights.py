@@ -144,15 +144,17 @@ def _costs(
     rows = [divmod(row, part.shape[0]) for row in which]
     sample = torch.stack([matrices[i][row].float() * root[i, row] for i, row in rows])
     sample = sample / sample.abs().max().clamp_min(1e-30)  # what fp16 scales can hold
+    energy, feedbacks = 0.0, {}
     for scheme in choices(config, part.layer):
-        fixed = fixed_tensors(scheme, part.shape[1], config.seed, moments.device)
-        feedback = Feedback(moments, scheme, rotation_of(fixed), where=part.name)
-        energy = sum(
-            feedback.energy(matrix.float() * root[i][:, None]) for i, matrix in enumerate(matrices)
-        )
+        kind = scheme.rotation, scheme.rotation_block
+        if kind not in feedbacks:
+            fixed = fixed_tensors(scheme, part.shape[1], config.seed, moments.device)
+            feedbacks[kind] = Feedback(moments, scheme, rotation_of(fixed), where=part.name)
+            weighed = (m.float() * root[i][:, None] for i, m in enumerate(matrices))
+            energy = energy or sum(map(feedbacks[kind].energy, weighed))
         error = 0.0
         if bool(sample.any()):
-            options: dict[str, Any] = {"search": config.search, "feedback": feedback}
+            options: dict[str, Any] = {"search": config.search, "feedback": feedbacks[kind]}
             fitted = fit_weight(sample, scheme, seed=config.seed, where=part.name, **options)
             error = fitted.output_error
         yield scheme.spec(), 0.5 * energy * error
