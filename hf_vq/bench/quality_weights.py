@@ -2,6 +2,7 @@
 
 Every scheme is quantized the way a user does it, `from_pretrained(..., VQConfig(scheme))`, in
 float32, and predicts the same text as the original; then once more calibrated on another text.
+Calibrated weights of 4 bits are measured with the default KV cache too (`banded`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..formats.catalog import kv_scheme
 from ..hf.config import CANDIDATES, VQConfig
 from . import baselines
+from .banded import Simulation, simulate
 from .load import load_model, load_tokenizer
+from .quality_kv import SINKS, WINDOW, round_trip
 from .score import Reference, model_forward, score
 from .storage import model_storage
 from .text import read_sequences, text_facts
@@ -29,6 +33,7 @@ CALIBRATION_TOKENS = 1 << 16
 SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-3", "turboquant-2", "quip-sharp-2")
 
 BATCH = 4  # sequences per forward
+CACHED, CACHE = "vq-4", "u4"  # weights that are measured with a cache, and its scheme
 
 # name -> (stored bits per weight with fp16 scales, weight -> weight)
 BASELINES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
@@ -112,6 +117,13 @@ def _scheme_rows(
         stored = model_storage(model).bits_per_weight
         found = score(model_forward(model), reference, BATCH).to_dict()
         yield _row(name, "calibrated" if calibration else "scheme", stored, seconds, found)
+        if calibration and name == CACHED:
+            scheme = kv_scheme(CACHE)
+            keys = round_trip(scheme.key, centre=scheme.centre_keys)
+            cache = Simulation(keys, round_trip(scheme.value, centre=False), WINDOW, SINKS)
+            with simulate(model, cache):
+                found = score(model_forward(model), reference).to_dict()
+            yield _row(f"{name} + KV {CACHE}", "calibrated", stored, seconds, found)
 
 
 def _row(

@@ -7,7 +7,14 @@ import torch
 from transformers import LlamaConfig
 
 from hf_vq import VQCache, VQError, ops
-from hf_vq.bench import banded, baselines, quality_kv, quality_weights
+from hf_vq.bench import (
+    banded,
+    baselines,
+    kv_tables,
+    quality_kv,
+    quality_kv_calibrated,
+    quality_weights,
+)
 from hf_vq.bench.__main__ import main
 from hf_vq.bench.banded import Simulation, banded_attention, exact_attention
 from hf_vq.cache.store import key_mean
@@ -148,6 +155,43 @@ def test_weights_are_calibrated_on_another_text(tiny_model, eval_text, tmp_path,
     record = json.loads(out.read_text())
     kinds = [(row["name"], row["kind"]) for row in record["results"]["rows"]]
     assert kinds == [("vq-3", "scheme"), ("turboquant-3", "scheme"), ("vq-3", "calibrated")]
+
+
+def test_calibrated_weights_with_a_cache(tiny_model, eval_text, monkeypatch):
+    """The row is that of the weights, but for what codes of keys and values change."""
+    monkeypatch.setattr(quality_weights, "CALIBRATION_TOKENS", 128)
+    monkeypatch.setattr(quality_weights, "WINDOW", 1)
+    options = {"tokens": 128, "context": 64, "schemes": ["vq-4"], "with_baselines": False}
+    _, results = quality_weights.run(str(tiny_model), eval_text, calibration=eval_text, **options)
+    _, alone, both = results["rows"]
+    assert (alone["name"], both["name"]) == ("vq-4", "vq-4 + KV u4")
+    assert both["kind"] == "calibrated" and both["bits_per_weight"] == alone["bits_per_weight"]
+    assert both["perplexity"] != alone["perplexity"]
+    assert both["perplexity"] == pytest.approx(alone["perplexity"], rel=0.01)
+
+
+def test_calibrated_caches_are_measured(tiny_model, eval_text, tmp_path, monkeypatch):
+    monkeypatch.setattr(quality_kv_calibrated, "CALIBRATION_TOKENS", 2048)
+    monkeypatch.setattr(quality_kv_calibrated, "ALLOCATION_TOKENS", 128)
+    out = tmp_path / "record.json"
+    names = ["u4", "learned-4", "mean 3 bits", "cq-2, Fisher weights"]
+    names += ["QServe KV4", "QServe KV4, SmoothAttention"]
+    arguments = ["quality-kv-calibrated", str(tiny_model), "--text", str(eval_text)]
+    arguments += ["--tokens", "256", "--context", "128", "--schemes", *names, "--revision", "abc"]
+    assert main([*arguments, "--out", str(out)]) == 2, "there is nothing to calibrate on"
+    assert main([*arguments, "--calibration", str(eval_text), "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    rows = {row["name"]: row for row in record["results"]["rows"]}
+    assert list(rows) == names
+    bits = {name: row["bits_per_element"] for name, row in rows.items()}
+    head_dim = 16 / (bits["u4"] - 4)
+    assert bits["u4"] == bits["learned-4"] == bits["mean 3 bits"] + 1
+    assert bits["cq-2, Fisher weights"] == 2 and bits["QServe KV4"] == 4 + 32 / head_dim
+    chosen = record["settings"]["allocation"]
+    assert len(chosen) == len(record["settings"]["sensitivity"]) == 2
+    assert len({row["perplexity"] for row in rows.values()}) == len(names)
+    table = kv_tables.calibrated(record["results"]["rows"])
+    assert "`learned-4`" in table and "| mean 3 bits |" in table
     assert record["settings"]["calibration_tokens"] == 256
     assert record["settings"]["calibration_text"] == eval_text.name
     assert "--calibration TEXT --tokens 256" in record["command"]

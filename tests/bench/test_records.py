@@ -30,6 +30,19 @@ KV_BARS = {
     ("k4v2", "window", "kld"): 0.0027,
     ("u2", "window", "kld"): 0.0060,
     ("u2", "no window", "kld"): 0.115,
+    ("nomad-u4", "window", "kld"): 0.0006,
+    ("NoMAD d_sub 1, keys only, 8-bit tables", "window", "kld"): 0.0065,
+    ("NoMAD d_sub 2, keys only, 8-bit tables", "window", "kld"): 0.044,
+    ("NoMAD d_sub 4, keys only, 8-bit tables", "window", "kld"): 0.15,
+}
+# row -> most KL divergence of a calibrated KV cache, of 16k tokens with a window of 64 or without
+CALIBRATED_KV_BARS = {"mean 3 bits": 0.0014, "QServe KV4, SmoothAttention": 0.0165}
+# row -> what it must be below, or equal to, in the same run
+BETTER_KV = {
+    "learned-4": "u4",
+    "learned-2": "u2",
+    "mean 3 bits": "u3",
+    "QServe KV4, SmoothAttention": "QServe KV4",
 }
 
 
@@ -67,6 +80,13 @@ def test_calibrated_weights(scheme):
     assert found[scheme]["kld"] <= kld and found[scheme]["change"] <= change
 
 
+def test_weights_and_cache_together():
+    found = {row["name"]: row for row in rows("quality-weights") if row["kind"] == "calibrated"}
+    if "vq-4 + KV u4" not in found:
+        pytest.skip("the record was made without --calibration")
+    assert found["vq-4 + KV u4"]["kld"] <= 1.05 * found["vq-4"]["kld"]
+
+
 def test_stored_bits_of_weights_are_nominal():
     measured = [row for row in rows("quality-weights") if row["kind"] == "scheme"]
     assert measured
@@ -79,6 +99,16 @@ def test_stored_bits_of_weights_are_nominal():
 def test_kv_cache(scheme, case, number):
     (row,) = (r for r in rows("quality-kv") if (r["name"], r["case"]) == (scheme, case))
     assert row[number] <= KV_BARS[scheme, case, number]
+
+
+@pytest.mark.parametrize("name", BETTER_KV)
+def test_calibrated_kv_cache(name):
+    if read_record("quality-kv-calibrated") is None:
+        pytest.skip("not measured yet")
+    found = {row["name"]: row for row in rows("quality-kv-calibrated")}
+    assert found[name]["kld"] <= found[BETTER_KV[name]]["kld"]
+    assert found[name]["bits_per_element"] <= found[BETTER_KV[name]]["bits_per_element"]
+    assert found[name]["kld"] <= CALIBRATED_KV_BARS.get(name, math.inf)
 
 
 def test_stored_bits_of_the_kv_cache_are_nominal():

@@ -31,7 +31,7 @@ def test_the_plan_fits(spec, head_dim):
     ("spec", "head_dim", "reason"),
     [
         ("vq2x8r1-universal-g0-hadamard0", 100, "whole bytes"),
-        ("vq4x6r1-tensor-g0-none", 128, "universal codebook"),
+        ("vq4x6r1-tile256x256-g0-none", 128, "codebook for all rows"),
         ("vq2x8r2-universal-g0-hadamard0", 128, "one stage"),
         ("vq2x8r1-universal-g32-hadamard0", 128, "several scales"),
         ("vq2x5r1-channel_group-g0-none", 128, "whole bytes"),
