@@ -138,6 +138,9 @@ def _add_eval(verbs: Any) -> argparse.ArgumentParser:
     _add_loading(verb)
     verb.add_argument("--json", metavar="OUT", help="also write the result here; - is stdout")
     verb.add_argument(
+        "--card", action="store_true", help="also write it into MODEL's README.md and config.json"
+    )
+    verb.add_argument(
         "--compare",
         nargs="*",
         metavar="NAME",
@@ -343,6 +346,7 @@ def _eval(args: argparse.Namespace) -> None:
         cache=args.cache and args.cache[0],
         dtype=args.dtype,
         device_map=args.device_map,
+        card=args.card,
     )
     if args.json != "-":
         print(found.table())
@@ -360,8 +364,9 @@ def _compare(args: argparse.Namespace) -> None:
     from .bench.record import command_line
     from .bench.show import markdown_table, text_table
 
-    if args.reference is not None:
-        raise VQConfigError("with --compare, MODEL is the original: leave --reference out.")
+    for option in ("reference", "card"):
+        if getattr(args, option):
+            raise VQConfigError(f"with --compare, MODEL is the original: leave --{option} out.")
     if args.plot:
         compare_show.check_plot(args.plot)
     everything = not args.compare and args.cache is None

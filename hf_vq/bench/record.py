@@ -43,6 +43,11 @@ def versions() -> dict[str, str]:
     return {**found, "torch": torch.__version__, "transformers": version("transformers")}
 
 
+def today() -> str:
+    """The date, in UTC."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
+
+
 def command_line(
     start: str, parser: argparse.ArgumentParser, args: argparse.Namespace, names: dict[str, str]
 ) -> str:
@@ -90,7 +95,7 @@ def make_record(
         "suite": suite,
         "complete": True,
         "command": command,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": today(),
         "revision": revision or _revision(),
         "machine": machine(device),
         "versions": versions(),
