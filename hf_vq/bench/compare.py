@@ -27,6 +27,7 @@ from .evaluate import BATCH, CHUNK, MOST_TOKENS, cache_factory, prompt_length
 from .load import first_line, load_model, load_tokenizer
 from .peers import (
     CACHE_PEERS,
+    CALIBRATION_TOKENS,
     WEIGHT_PEERS,
     Job,
     cache_bits,
@@ -41,7 +42,6 @@ from .text import read_sequences, text_facts
 
 WEIGHTS = ("vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", *WEIGHT_PEERS)
 CACHES = ("u4", "u3", "u2", "nomad-u4", *CACHE_PEERS)
-CALIBRATION_TOKENS = 1 << 16
 PROBED = 4  # sequences that the probes of a cache use
 
 

@@ -20,7 +20,7 @@ from ..hf.text import read_text
 from .load import load_model, load_tokenizer
 
 _SCALE_BYTES = 2
-_GPTQ_TOKENS = 1 << 16  # as many as `CALIBRATION_TOKENS` of our own schemes
+CALIBRATION_TOKENS = 1 << 15  # of GPTQ and of our own schemes
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _gptq(job: Job, bits: int) -> Any:
     assert job.calibration is not None
     tokenizer = load_tokenizer(job.model)
     ids = tokenizer(read_text(job.calibration), add_special_tokens=False, verbose=False).input_ids
-    count = min(len(ids), _GPTQ_TOKENS) // job.context
+    count = min(len(ids), CALIBRATION_TOKENS) // job.context
     pieces = [ids[i * job.context : (i + 1) * job.context] for i in range(count)]
     config = GPTQConfig(
         bits=bits,

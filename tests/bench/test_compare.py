@@ -15,7 +15,7 @@ from hf_vq.bench.show import markdown_table, text_table
 from hf_vq.cli import main
 from hf_vq.errors import VQError
 
-SMALL = {"tokens": 768, "context": 256, "dtype": torch.float32}
+SMALL = {"tokens": 512, "context": 256, "dtype": torch.float32}
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def test_a_peer_is_measured(tiny_model, eval_text, monkeypatch):
 
 def test_a_comparison_goes_on(tiny_model, eval_text, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
-    command = ["eval", str(tiny_model), "--compare", "vq-4", "vq-2", "nf4", "--cache", "u4"]
-    command += ["--text", str(eval_text), "--tokens", "512", "--context", "256"]
+    command = ["eval", str(tiny_model), "--compare", "vq-4", "vq-2", "nf4"]
+    command += ["--text", str(eval_text), "--tokens", "128", "--context", "64"]
     absent(monkeypatch, "bitsandbytes")
     measure, measured = Comparison._weights, []
 
@@ -133,8 +133,8 @@ def test_a_comparison_goes_on(tiny_model, eval_text, tmp_path, monkeypatch, caps
     assert measured == ["vq-4", "vq-2", "vq-2", "nf4"], "a row that was known is not measured again"
     record = json.loads(out.read_text())
     assert record["complete"] and record["results"]["rows"][:1] == before
-    assert [row["name"] for row in record["results"]["rows"]] == ["vq-4", "vq-2", "nf4", "u4"]
-    names = "--compare vq-4 vq-2 nf4 --text TEXT --tokens 512 --context 256 --cache u4"
+    assert [row["name"] for row in record["results"]["rows"]] == ["vq-4", "vq-2", "nf4"]
+    names = "--compare vq-4 vq-2 nf4 --text TEXT --tokens 128 --context 64"
     assert record["command"] == f"hf-vq eval MODEL {names}"
     assert str(tmp_path) not in out.read_text() and not list(tmp_path.glob("*.unfinished"))
     shown = capsys.readouterr().out
@@ -146,12 +146,12 @@ def test_a_comparison_goes_on(tiny_model, eval_text, tmp_path, monkeypatch, caps
 
 def test_rows_of_other_settings_are_not_taken(tiny_model, eval_text, tmp_path):
     out = tmp_path / "out.json"
-    small = Comparison(str(tiny_model), eval_text, ["vq-4"], **SMALL)
+    small = Comparison(str(tiny_model), eval_text, ["vq-4"], tokens=256, context=64)
     rows = compare.record(small, "c", out)["results"]["rows"]
     unfinished = compare.Recorder(out, "compare", "c", settings=small.settings)
     unfinished.add(rows[0])
     assert unfinished.kept() == rows
-    other = Comparison(str(tiny_model), eval_text, ["vq-4"], tokens=512, context=128)
+    other = Comparison(str(tiny_model), eval_text, ["vq-4"], tokens=128, context=64)
     assert not compare.Recorder(out, "compare", "c", settings=other.settings).kept()
     unfinished.unfinished.write_text("{", encoding="utf-8")
     assert not unfinished.kept()
@@ -165,11 +165,11 @@ def test_rows_of_other_settings_are_not_taken(tiny_model, eval_text, tmp_path):
         (["--compare", "vq-4", "--reference", "x"], "leave --reference out"),
         (["--cache", "u4", "u2"], "one --cache"),
         (["--plot", "out.png"], "--plot is for eval --compare"),
-        (["--compare", "vq-4", "--tokens", "512", "--json", "/nowhere/out.json"], "cannot write"),
+        (["--compare", "vq-4", "--tokens", "128", "--json", "/nowhere/out.json"], "cannot write"),
     ],
 )
 def test_wrong_arguments_are_named(options, message, tiny_model, eval_text, capsys):
-    options = [*options, "--text", str(eval_text), "--context", "256"]
+    options = [*options, "--text", str(eval_text), "--context", "64"]
     assert main(["eval", str(tiny_model), *options]) == 2
     assert message in capsys.readouterr().err
 
