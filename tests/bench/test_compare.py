@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hf_vq.bench import compare, compare_show, peers
 from hf_vq.bench.compare import Comparison, contestants
 from hf_vq.bench.load import load_model
 from hf_vq.bench.probes import CopyProbe, attention_states, logit_correlation
+from hf_vq.bench.record import read_record
 from hf_vq.bench.show import markdown_table, text_table
 from hf_vq.cli import main
 from hf_vq.errors import VQError
@@ -201,6 +203,33 @@ def test_a_picture_shows_every_row_that_was_measured(tmp_path):
     assert compare_show.drawn_from(tmp_path / "a.png") == compare_show.digest(rows)
     with pytest.raises(VQError, match="nothing was measured"):
         compare_show.plot(rows[-1:], path)
+
+
+def test_the_picture_in_the_docs_is_drawn_from_the_record():
+    picture = Path(__file__).resolve().parents[2] / "docs" / "compare.svg"
+    record = read_record("compare")
+    if record is None:
+        pytest.skip("not measured yet")
+    rows, drawn = record["results"]["rows"], picture.read_text(encoding="utf-8")
+    message = "run `python -m hf_vq.bench tables`"
+    assert compare_show.drawn_from(picture) == compare_show.digest(rows), message
+    assert compare_show.title(record["settings"]) in drawn
+    measured = [row for row in rows if "failed" not in row]
+    assert drawn.count("<use ") >= 2 * len(measured)
+
+
+def test_the_record_is_of_the_whole_comparison():
+    record = read_record("compare")
+    if record is None:
+        pytest.skip("not measured yet")
+    found = {(row["what"], row["name"], row["kind"]) for row in record["results"]["rows"]}
+    asked = contestants(compare.WEIGHTS, compare.CACHES, True)
+    assert {(one.what, one.name, one.kind) for one in asked} <= found
+    ours = {row["name"]: row for row in record["results"]["rows"] if row["kind"] == "calibrated"}
+    for row in record["results"]["rows"]:
+        other = ours.get(row["name"])
+        if row["kind"] == "scheme" and other:
+            assert other["kld"] < row["kld"] and other["bits"] == pytest.approx(row["bits"])
 
 
 def test_correlation_of_logits(model, ids):
