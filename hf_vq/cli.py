@@ -51,8 +51,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         left = "nothing was left behind"
-        if args.verb == "eval" and args.compare is not None and args.json not in (None, "-"):
-            left = f"the same command goes on from {args.json}{UNFINISHED}"
+        if args.verb == "eval" and args.compare is not None and args.json:
+            kept = _unfinished(args.json)
+            if kept.exists():
+                left = f"the same command goes on from {kept}"
         if args.verb == "calibrate" and args.scheme and args.out:
             kept = _unfinished(args.out)
             if kept.exists():
@@ -274,7 +276,7 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _unfinished(out: str) -> Path:
-    """Where a calibration keeps its work: beside OUT, also if that ends with a slash."""
+    """Where a long job keeps its work: beside OUT, also if that ends with a slash."""
     return Path(f"{os.path.abspath(out)}{UNFINISHED}")
 
 

@@ -163,8 +163,8 @@ def evaluate(
         loaded, sequences[0][: context // 2], 32, recorded if new_cache else None
     )
     result = Evaluation(
-        model=_shown(model),
-        reference=_shown(reference) if reference else None,
+        model=shown_name(model),
+        reference=shown_name(reference) if reference else None,
         cache=cache,
         text=text_facts(text),
         tokens=sequences.numel(),
@@ -230,6 +230,6 @@ def generation_speed(
     return count / max(time.perf_counter() - start, 1e-9)
 
 
-def _shown(model: str) -> str:
+def shown_name(model: str) -> str:
     """How a model is named in a record: a directory by its last part, a Hub id in full."""
     return Path(model).resolve().name if Path(model).is_dir() else model

@@ -99,13 +99,7 @@ def quantized(peer: Peer, job: Job) -> tuple[Any, float]:
     installed(peer)
     if peer.needs_text and job.calibration is None:
         raise VQError("needs a text to learn from: give --calibration FILE")
-    original = load_model(job.model, dtype=job.dtype)
-    sizes = {
-        name: module.weight.numel()
-        for name, module in original.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    del original
+    sizes = linear_layers(job.model)
     model = peer.quantize(job).eval()
     found = [
         (sizes[name], nbytes)
@@ -116,6 +110,19 @@ def quantized(peer: Peer, job: Job) -> tuple[Any, float]:
         raise VQError("it left every layer as it was")
     weights, nbytes = (sum(column) for column in zip(*found, strict=True))
     return model, 8 * nbytes / weights
+
+
+def linear_layers(model: str) -> dict[str, int]:
+    """Weights of each linear layer of a model that was not quantized, by name."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    return {
+        name: module.weight.numel()
+        for name, module in empty.named_modules()
+        if isinstance(module, nn.Linear)
+    }
 
 
 def quantized_cache(peer: CachePeer, config: Any) -> Any:

@@ -152,14 +152,12 @@ class Recorder:
         self.record["results"]["rows"].append(row)
         write_record(self.record, self.unfinished)
 
-    def finish(self, settings: dict[str, Any], results: Any) -> None:
-        """Write the complete record."""
-        write_record(self.complete(settings, results), self.path)
+    def finish(self, settings: dict[str, Any], results: Any) -> dict[str, Any]:
+        """Write the complete record, and return it."""
+        record = {**self.record, "complete": True, "settings": settings, "results": results}
+        write_record(record, self.path)
         self.unfinished.unlink(missing_ok=True)
-
-    def complete(self, settings: dict[str, Any], results: Any) -> dict[str, Any]:
-        """The complete record."""
-        return {**self.record, "complete": True, "settings": settings, "results": results}
+        return record
 
 
 def unfinished(path: Path) -> Path:

@@ -113,6 +113,33 @@ def test_a_peer_is_measured(tiny_model, eval_text, monkeypatch):
     assert row["bits"] == 2 and row["kld"] > 10 * exact["kld"] >= 0
 
 
+BITS = {"nf4": 4.5, "hqq-4": 4.5, "hqq-2": 2.5, "torchao-4": 4.125, "torchao-2": 2.125,
+        "quanto-4": 4.25, "gptq-4": 4.16}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("name", BITS)
+def test_a_library_that_is_installed(name, tinybooks, eval_text, monkeypatch):
+    pytest.importorskip(peers.WEIGHT_PEERS[name].module)
+    monkeypatch.setattr(peers, "CALIBRATION_TOKENS", 1024)
+    (row,) = Comparison(str(tinybooks), eval_text, [name], calibration=eval_text, **SMALL).rows()
+    assert "failed" not in row, row
+    assert row["bits"] == pytest.approx(BITS[name], abs=0.02)
+    assert 0.001 < row["kld"] < (0.2 if row["bits"] > 3 else 6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "bits"), [("quanto-4", 4.5), ("quanto-2", 2.5), ("hqq-4", 4.5), ("hqq-2", 2.5)]
+)
+def test_a_quantized_cache_that_is_installed(name, bits, tinybooks, eval_text):
+    pytest.importorskip(peers.CACHE_PEERS[name].module)
+    (row,) = Comparison(str(tinybooks), eval_text, (), [name], **SMALL).rows()
+    assert "failed" not in row, row
+    assert row["bits"] == pytest.approx(bits) and 0 < row["kld"] < 0.5
+    assert 0.5 < row["correlation"] < 1
+
+
 def test_a_comparison_goes_on(tiny_model, eval_text, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
     command = ["eval", str(tiny_model), "--compare", "vq-4", "vq-2", "nf4"]
@@ -165,13 +192,14 @@ def test_rows_of_other_settings_are_not_taken(tiny_model, eval_text, tmp_path):
         (["--compare", "vq-5x"], "peers"),
         (["--compare", "vq-4", "--plot", "out.doc"], "suffixes"),
         (["--compare", "vq-4", "--reference", "x"], "leave --reference out"),
+        (["--compare", "--cache", "u4", "--context", "200"], "context of 256"),
         (["--cache", "u4", "u2"], "one --cache"),
         (["--plot", "out.png"], "--plot is for eval --compare"),
         (["--compare", "vq-4", "--tokens", "128", "--json", "/nowhere/out.json"], "cannot write"),
     ],
 )
 def test_wrong_arguments_are_named(options, message, tiny_model, eval_text, capsys):
-    options = [*options, "--text", str(eval_text), "--context", "64"]
+    options = ["--text", str(eval_text), "--context", "64", *options]
     assert main(["eval", str(tiny_model), *options]) == 2
     assert message in capsys.readouterr().err
 
@@ -252,7 +280,7 @@ def test_correlation_of_logits(model, ids):
 def test_copying_from_afar(model, ids):
     from transformers import DynamicCache
 
-    probe = CopyProbe(model, ids, depths=(0.0, 1.0))
+    probe = CopyProbe(model, ids[:3, :224], depths=(0.5,))
     exact = probe.run(lambda: DynamicCache(config=model.config))
     assert all(at["recall"] == pytest.approx(1, abs=1e-3) for at in exact)
     assert all(at["gain_exact"] > 1 for at in exact), "the embedded model copies"
@@ -273,5 +301,5 @@ def test_copying_from_afar(model, ids):
 
 def test_nothing_is_said_of_a_model_that_does_not_copy(tiny_model, ids):
     random = load_model(str(tiny_model), dtype=torch.float32)
-    probe = CopyProbe(random, ids, depths=(0.5,))
+    probe = CopyProbe(random, ids[:3, :224], depths=(0.5,))
     assert probe.run(lambda: VQCache(random.config))[0]["recall"] is None
