@@ -145,6 +145,9 @@ def figure(rows: Sequence[dict[str, Any]], title: str = "") -> Any:
                 points = [(row["bits"], max(row[key], 1e-7)) for row in found]
                 axis.plot(*zip(*points, strict=True), label=name, **look)
             axis.set_yscale("log")
+            if key == "perplexity":
+                axis.yaxis.set_major_formatter("{x:g}")
+                axis.yaxis.set_minor_formatter("{x:.4g}")
             axis.grid(alpha=0.3, which="both")
         axes[0, column].set_title(_TITLES[what])
         axes[0, column].legend(fontsize=7, ncols=2)
@@ -175,8 +178,10 @@ def _lines(
             look |= {"color": colors.setdefault(family, f"C{len(colors)}"), "marker": "o"}
             if kind == "scheme":
                 look |= {"markerfacecolor": "white", "linestyle": "--"}
-        name = family + ", calibrated" * (kind == "calibrated")
-        found.append((name, sorted(members, key=lambda row: row["bits"]), look))
+        members.sort(key=lambda row: row["bits"])
+        ends = list(dict.fromkeys(row["name"] for row in (members[0], members[-1])))
+        name = " … ".join(ends) + ", calibrated" * (kind == "calibrated")
+        found.append((name, members, look))
     return found
 
 

@@ -220,7 +220,7 @@ def test_a_picture_shows_every_row_that_was_measured(tmp_path):
     path = tmp_path / "a.svg"
     compare_show.plot(rows, path, "a title")
     drawn = path.read_text()
-    for text in ("a title", ">vq<", "vq, calibrated", ">hqq<"):
+    for text in ("a title", ">vq-2 … vq-4<", ">vq-4, calibrated<", ">hqq-4<"):
         assert text in drawn
     assert "nf4" not in drawn and "KV cache" not in drawn
     assert drawn.count("<use ") >= 2 * 4, "a marker for each row in both panels"
