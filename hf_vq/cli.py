@@ -51,8 +51,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         left = "nothing was left behind"
-        if args.verb == "eval" and args.compare is not None and args.json not in (None, "-"):
-            left = f"the same command goes on from {args.json}{UNFINISHED}"
+        if args.verb == "eval" and args.compare is not None and args.json:
+            kept = _unfinished(args.json)
+            if kept.exists():
+                left = f"the same command goes on from {kept}"
         if args.verb == "calibrate" and args.kv is None and args.out:
             kept = _unfinished(args.out)
             if kept.exists():
@@ -147,6 +149,9 @@ def _add_eval(verbs: Any) -> argparse.ArgumentParser:
     )
     _add_loading(verb)
     verb.add_argument("--json", metavar="OUT", help="also write the result here; - is stdout")
+    verb.add_argument(
+        "--card", action="store_true", help="also write it into MODEL's README.md and config.json"
+    )
     verb.add_argument(
         "--compare",
         nargs="*",
@@ -277,7 +282,7 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _unfinished(out: str) -> Path:
-    """Where a calibration keeps its work: beside OUT, also if that ends with a slash."""
+    """Where a long job keeps its work: beside OUT, also if that ends with a slash."""
     return Path(f"{os.path.abspath(out)}{UNFINISHED}")
 
 
@@ -361,6 +366,7 @@ def _eval(args: argparse.Namespace) -> None:
         cache=args.cache and args.cache[0],
         dtype=args.dtype,
         device_map=args.device_map,
+        card=args.card,
     )
     if args.json != "-":
         print(found.table())
@@ -378,8 +384,9 @@ def _compare(args: argparse.Namespace) -> None:
     from .bench.record import command_line
     from .bench.show import markdown_table, text_table
 
-    if args.reference is not None:
-        raise VQConfigError("with --compare, MODEL is the original: leave --reference out.")
+    for option in ("reference", "card"):
+        if getattr(args, option):
+            raise VQConfigError(f"with --compare, MODEL is the original: leave --{option} out.")
     if args.plot:
         compare_show.check_plot(args.plot)
     everything = not args.compare and args.cache is None

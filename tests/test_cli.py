@@ -141,6 +141,23 @@ def test_eval_against_the_original(quantized, original, eval_text, capsys, tmp_p
     assert alone["score"] is None and alone["perplexity"] > 1
 
 
+def test_eval_writes_the_card(quantized, original, eval_text, tmp_path, capsys):
+    out = shutil.copytree(quantized, tmp_path / "out")
+    small = ["--text", eval_text, "--tokens", "320", "--context", "160", "--card"]
+    assert main(["eval", str(out), *small]) == 2
+    assert "give a reference" in capsys.readouterr().err
+    assert main(["eval", str(original), "--reference", str(original), *small]) == 2
+    assert "not the folder of a model that hf_vq quantized" in capsys.readouterr().err
+    assert main(["eval", str(out), "--reference", str(original), *small, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    card = (out / "README.md").read_text()
+    assert f"| KL divergence, mean | {found['score']['kld']:.5f} ±" in card
+    assert "metrics:" in card and "type: perplexity" in card
+    stored = json.loads((out / "config.json").read_text())["quantization_config"]["provenance"]
+    assert stored["evaluation"]["kld"] == found["score"]["kld"]
+    assert str(tmp_path) not in card
+
+
 @pytest.fixture(scope="module")
 def eval_text(tinybooks) -> str:
     return str(tinybooks.with_name("tinybooks-5m-eval.txt"))

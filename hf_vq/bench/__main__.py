@@ -13,6 +13,7 @@ from typing import Any
 from .. import env
 from ..errors import VQError
 from . import (
+    compare_show,
     cpu_attention,
     cpu_generate,
     cpu_linear,
@@ -30,7 +31,7 @@ from . import (
     quality_weights,
     tables,
 )
-from .record import RESULTS, Recorder, command_line
+from .record import RESULTS, Recorder, command_line, read_record
 
 TIMED_SUITES: dict[str, Any] = {
     "cpu-linear": cpu_linear, "cpu-attention": cpu_attention, "cpu-generate": cpu_generate,
@@ -96,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
                       metavar="ROWSxCOLUMNS")  # fmt: skip
     tune.add_argument("--rounds", type=int, default=5, help="turns of every plan")
     tune.add_argument("--out", type=Path, help="table that is extended (default: on disk)")
-    write = suites.add_parser("tables", help="Write the tables of README.md and docs/*.md.")
+    write = suites.add_parser("tables", help="Write the tables and pictures of README.md and docs.")
     write.add_argument("--check", action="store_true", help="change nothing, fail if one is old")
     write.add_argument("--root", type=Path, default=RESULTS.parents[2], help="the checkout")
     return parser
@@ -234,6 +235,13 @@ def _tables(args: argparse.Namespace) -> int:
             old.append(page.name)
             if not args.check:
                 page.write_text(after, encoding="utf-8")
+    record, picture = read_record("compare"), args.root / "docs" / "compare.svg"
+    if record is not None and picture.parent.is_dir():
+        rows = record["results"]["rows"]
+        if compare_show.drawn_from(picture) != compare_show.digest(rows):
+            old.append(picture.name)
+            if not args.check:
+                compare_show.plot(rows, picture, compare_show.title(record["settings"]))
     if old and args.check:
         print(
             f"old tables in {', '.join(old)}: run `python -m hf_vq.bench tables`.", file=sys.stderr

@@ -6,7 +6,6 @@ with the sinks and newest tokens that it keeps exact by default.
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,25 +22,25 @@ from ..fit.ldlq import has_feedback
 from ..formats.catalog import kv_scheme, weight_scheme
 from ..hf.config import VQConfig
 from ..hf.text import bar, read_text
-from .evaluate import BATCH, CHUNK, MOST_TOKENS, cache_factory, prompt_length
+from .evaluate import BATCH, CHUNK, MOST_TOKENS, cache_factory, prompt_length, shown_name
 from .load import first_line, load_model, load_tokenizer
 from .peers import (
     CACHE_PEERS,
+    CALIBRATION_TOKENS,
     WEIGHT_PEERS,
     Job,
     cache_bits,
     quantized,
     quantized_cache,
 )
-from .probes import CopyProbe, attention_states, logit_correlation
-from .record import Recorder
+from .probes import SHORTEST, CopyProbe, attention_states, logit_correlation
+from .record import Recorder, make_record
 from .score import Reference, model_forward, score
 from .storage import model_storage, read_config
 from .text import read_sequences, text_facts
 
 WEIGHTS = ("vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", *WEIGHT_PEERS)
 CACHES = ("u4", "u3", "u2", "nomad-u4", *CACHE_PEERS)
-CALIBRATION_TOKENS = 1 << 16
 PROBED = 4  # sequences that the probes of a cache use
 
 
@@ -136,6 +135,8 @@ class Comparison:
         self.calibration = calibration
         self.job = Job(model, dtype, device_map, calibration, context)
         self.prompt = prompt_length(context) if caches else 0
+        if caches and context < SHORTEST:
+            raise VQError(f"comparing caches needs a context of {SHORTEST} tokens or more.")
         self.tokenizer = load_tokenizer(model)
         most = max(MOST_TOKENS, 2 * context)
         self.sequences = read_sequences(
@@ -143,7 +144,7 @@ class Comparison:
         )
         self._learned = "" if calibration is None else read_text(calibration)
         self.settings: dict[str, Any] = {
-            "model": Path(model).resolve().name if Path(model).is_dir() else model,
+            "model": shown_name(model),
             **text_facts(text),
             "tokens": self.sequences.numel(),
             "context": context,
@@ -288,18 +289,19 @@ def record(comparison: Comparison, command: str, out: Path | None) -> dict[str, 
         The record.
     """
     device = comparison.job.device_map or "cpu"
-    recorder = Recorder(
-        out or Path(os.devnull), "compare", command, device=device, settings=comparison.settings
-    )
+    settings = comparison.settings
+    recorder = None
+    if out is not None:
+        recorder = Recorder(out, "compare", command, device=device, settings=settings)
     rows = []
-    for row in comparison.rows(recorder.kept() if out else (), progress=True):
+    for row in comparison.rows(recorder.kept() if recorder else (), progress=True):
         rows.append(row)
-        if out:
+        if recorder:
             recorder.add(row)
     results = {"perplexity": comparison.perplexity, "rows": rows}
-    if out:
-        recorder.finish(comparison.settings, results)
-    return recorder.complete(comparison.settings, results)
+    if recorder:
+        return recorder.finish(settings, results)
+    return make_record("compare", command, settings, results, device=device)
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, str]:

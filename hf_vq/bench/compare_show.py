@@ -96,58 +96,67 @@ def check_plot(path: str | Path) -> None:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "") -> None:
+    """Save `figure`; a .png or .svg says which rows it was drawn from (`drawn_from`).
+
+    Raises:
+        VQError: as `check_plot` and `figure`, or the file cannot be written.
+    """
+    check_plot(path)
+    import matplotlib as mpl
+
+    suffix = Path(path).suffix
+    metadata: dict[str, Any] = {}
+    if suffix in (".svg", ".png"):
+        metadata["Description"] = _DIGEST + digest(rows)
+    if suffix == ".svg":
+        metadata["Date"] = None
+    # Equal rows give equal files, with their texts as text.
+    with mpl.rc_context({"svg.hashsalt": "hf_vq", "svg.fonttype": "none"}):
+        try:
+            figure(rows, title).savefig(path, dpi=150, metadata=metadata)
+        except OSError as error:
+            raise VQError(f"cannot write {path}: {error.strerror}.") from None
+
+
+def figure(rows: Sequence[dict[str, Any]], title: str = "") -> Any:
     """KL divergence (above) and perplexity (below) against stored bits, both on logarithmic axes.
 
     Lines join what differs in bits only. Filled circles are calibrated, hollow ones are not; grey
     are other libraries.
 
+    Returns:
+        A figure of matplotlib.
+
     Raises:
-        VQError: as `check_plot`, nothing was measured, or the file cannot be written.
+        VQError: nothing was measured.
     """
-    check_plot(path)
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if "failed" not in row]
     kinds = [what for what in _TITLES if any(row["what"] == what for row in measured)]
     if not kinds:
         raise VQError("nothing was measured, so there is nothing to draw.")
-    style = {"svg.hashsalt": "hf_vq", "svg.fonttype": "none"}
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(5.5 * len(kinds), 7), layout="constrained")
-        axes = figure.subplots(2, len(kinds), squeeze=False, sharex="col")
-        for column, what in enumerate(kinds):
-            lines = _lines([row for row in measured if row["what"] == what])
-            for above, key, label in (
-                (0, "kld", "KL divergence (nats a token)"),
-                (1, "perplexity", "perplexity"),
-            ):
-                axis = axes[above, column]
-                for name, found, look in lines:
-                    points = [(row["bits"], max(row[key], 1e-7)) for row in found]
-                    axis.plot(*zip(*points, strict=True), label=name, **look)
-                axis.set_yscale("log")
-                axis.grid(alpha=0.3, which="both")
-                if not column:
-                    axis.set_ylabel(label)
-            axes[0, column].set_title(_TITLES[what])
-            axes[0, column].legend(fontsize=7, ncols=2)
-            axes[1, column].set_xlabel(
-                "stored bits of a weight" if what == "weights" else "stored bits of a coded number"
-            )
-        figure.suptitle(title, fontsize=10)
-        mark = _DIGEST + digest(rows)
-        metadata: dict[str, Any] = {"Description": mark} if _describes(path) else {}
-        if Path(path).suffix == ".svg":
-            metadata["Date"] = None
-        try:
-            figure.savefig(path, dpi=150, metadata=metadata)
-        except OSError as error:
-            raise VQError(f"cannot write {path}: {error.strerror}.") from None
-
-
-def _describes(path: str | Path) -> bool:
-    return Path(path).suffix in (".svg", ".png")
+    drawn = Figure(figsize=(5.5 * len(kinds), 7), layout="constrained")
+    axes = drawn.subplots(2, len(kinds), squeeze=False, sharex="col")
+    for column, what in enumerate(kinds):
+        lines = _lines([row for row in measured if row["what"] == what])
+        for axis, key in zip(axes[:, column], ("kld", "perplexity"), strict=True):
+            for name, found, look in lines:
+                points = [(row["bits"], max(row[key], 1e-7)) for row in found]
+                axis.plot(*zip(*points, strict=True), label=name, **look)
+            axis.set_yscale("log")
+            if key == "perplexity":
+                axis.yaxis.set_major_formatter("{x:g}")
+                axis.yaxis.set_minor_formatter("{x:.4g}")
+            axis.grid(alpha=0.3, which="both")
+        axes[0, column].set_title(_TITLES[what])
+        axes[0, column].legend(fontsize=7, ncols=2)
+        number = "weight" if what == "weights" else "coded number"
+        axes[1, column].set_xlabel(f"stored bits of a {number}")
+    axes[0, 0].set_ylabel("KL divergence (nats a token)")
+    axes[1, 0].set_ylabel("perplexity")
+    drawn.suptitle(title, fontsize=10)
+    return drawn
 
 
 def _lines(
@@ -169,8 +178,10 @@ def _lines(
             look |= {"color": colors.setdefault(family, f"C{len(colors)}"), "marker": "o"}
             if kind == "scheme":
                 look |= {"markerfacecolor": "white", "linestyle": "--"}
-        name = family + ", calibrated" * (kind == "calibrated")
-        found.append((name, sorted(members, key=lambda row: row["bits"]), look))
+        members.sort(key=lambda row: row["bits"])
+        ends = list(dict.fromkeys(row["name"] for row in (members[0], members[-1])))
+        name = " … ".join(ends) + ", calibrated" * (kind == "calibrated")
+        found.append((name, members, look))
     return found
 
 

@@ -13,8 +13,9 @@ import torch
 
 from ..errors import VQError
 from ..formats.catalog import kv_scheme
+from ..hf.save import check_card, save_evaluation
 from .load import load_model, load_tokenizer
-from .record import machine, versions
+from .record import machine, today, versions
 from .score import Reference, Score, model_forward, score
 from .show import significant, text_table
 from .storage import Storage, model_storage
@@ -54,6 +55,19 @@ class Evaluation:
         """JSON types, with the machine and the versions."""
         return {**asdict(self), "machine": machine(self.device), "versions": versions()}
 
+    def facts(self) -> dict[str, Any]:
+        """What a model card says of it, as JSON types; only with a score."""
+        assert self.score is not None
+        return {
+            "model": self.reference or self.model,
+            **self.text,
+            "tokens": self.tokens,
+            "context": self.context,
+            **self.score.to_dict(),
+            "hf_vq": versions()["hf-vq"],
+            "date": today(),
+        }
+
     def table(self) -> str:
         """Two columns for a terminal."""
         rows = [["perplexity", f"{self.perplexity:.3f}"]]
@@ -92,6 +106,7 @@ def evaluate(
     cache: str | None = None,
     dtype: str = "auto",
     device_map: str | None = None,
+    card: bool = False,
 ) -> Evaluation:
     """Score a model on a text.
 
@@ -108,10 +123,15 @@ def evaluate(
             codes, except for the sinks and its 64 to 71 newest tokens.
         dtype: of both models.
         device_map: of both models.
+        card: also write what was found into the model's folder: README.md and config.json.
 
     Raises:
-        VQError: a model, the text or the scheme cannot be used.
+        VQError: a model, the text, the scheme or, with `card`, the folder cannot be used.
     """
+    if card:
+        if reference is None or cache is not None:
+            raise VQError("a card tells the distance to the original: give a reference, no cache.")
+        check_card(model)
     if cache is not None:
         kv_scheme(cache)  # a wrong name, before anything is loaded
     prompt = prompt_length(context) if cache is not None else 0
@@ -142,9 +162,9 @@ def evaluate(
     speed = generation_speed(
         loaded, sequences[0][: context // 2], 32, recorded if new_cache else None
     )
-    return Evaluation(
-        model=_shown(model),
-        reference=_shown(reference) if reference else None,
+    result = Evaluation(
+        model=shown_name(model),
+        reference=shown_name(reference) if reference else None,
         cache=cache,
         text=text_facts(text),
         tokens=sequences.numel(),
@@ -160,6 +180,9 @@ def evaluate(
         skipped=prompt,
         device=str(loaded.device),
     )
+    if card:
+        save_evaluation(loaded, model, result.facts())
+    return result
 
 
 def prompt_length(context: int) -> int:
@@ -207,6 +230,6 @@ def generation_speed(
     return count / max(time.perf_counter() - start, 1e-9)
 
 
-def _shown(model: str) -> str:
+def shown_name(model: str) -> str:
     """How a model is named in a record: a directory by its last part, a Hub id in full."""
     return Path(model).resolve().name if Path(model).is_dir() else model

@@ -20,7 +20,7 @@ from ..hf.text import read_text
 from .load import load_model, load_tokenizer
 
 _SCALE_BYTES = 2
-_GPTQ_TOKENS = 1 << 16  # as many as `CALIBRATION_TOKENS` of our own schemes
+CALIBRATION_TOKENS = 1 << 15  # of GPTQ and of our own schemes
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,7 @@ def quantized(peer: Peer, job: Job) -> tuple[Any, float]:
     installed(peer)
     if peer.needs_text and job.calibration is None:
         raise VQError("needs a text to learn from: give --calibration FILE")
-    original = load_model(job.model, dtype=job.dtype)
-    sizes = {
-        name: module.weight.numel()
-        for name, module in original.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    del original
+    sizes = linear_layers(job.model)
     model = peer.quantize(job).eval()
     found = [
         (sizes[name], nbytes)
@@ -116,6 +110,19 @@ def quantized(peer: Peer, job: Job) -> tuple[Any, float]:
         raise VQError("it left every layer as it was")
     weights, nbytes = (sum(column) for column in zip(*found, strict=True))
     return model, 8 * nbytes / weights
+
+
+def linear_layers(model: str) -> dict[str, int]:
+    """Weights of each linear layer of a model that was not quantized, by name."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    return {
+        name: module.weight.numel()
+        for name, module in empty.named_modules()
+        if isinstance(module, nn.Linear)
+    }
 
 
 def quantized_cache(peer: CachePeer, config: Any) -> Any:
@@ -232,7 +239,7 @@ def _gptq(job: Job, bits: int) -> Any:
     assert job.calibration is not None
     tokenizer = load_tokenizer(job.model)
     ids = tokenizer(read_text(job.calibration), add_special_tokens=False, verbose=False).input_ids
-    count = min(len(ids), _GPTQ_TOKENS) // job.context
+    count = min(len(ids), CALIBRATION_TOKENS) // job.context
     pieces = [ids[i * job.context : (i + 1) * job.context] for i in range(count)]
     config = GPTQConfig(
         bits=bits,

@@ -30,6 +30,7 @@ SECRET = 32  # random tokens; the first CUE of their second occurrence are not s
 CUE = 4
 DEPTHS = (0.1, 0.5, 0.9)
 CHUNK = 4
+SHORTEST = 256  # tokens of a sequence
 _NAME = "hf_vq_bench_recorded"
 
 

@@ -43,6 +43,11 @@ def versions() -> dict[str, str]:
     return {**found, "torch": torch.__version__, "transformers": version("transformers")}
 
 
+def today() -> str:
+    """The date, in UTC."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
+
+
 def command_line(
     start: str, parser: argparse.ArgumentParser, args: argparse.Namespace, names: dict[str, str]
 ) -> str:
@@ -90,7 +95,7 @@ def make_record(
         "suite": suite,
         "complete": True,
         "command": command,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": today(),
         "revision": revision or _revision(),
         "machine": machine(device),
         "versions": versions(),
@@ -147,14 +152,12 @@ class Recorder:
         self.record["results"]["rows"].append(row)
         write_record(self.record, self.unfinished)
 
-    def finish(self, settings: dict[str, Any], results: Any) -> None:
-        """Write the complete record."""
-        write_record(self.complete(settings, results), self.path)
+    def finish(self, settings: dict[str, Any], results: Any) -> dict[str, Any]:
+        """Write the complete record, and return it."""
+        record = {**self.record, "complete": True, "settings": settings, "results": results}
+        write_record(record, self.path)
         self.unfinished.unlink(missing_ok=True)
-
-    def complete(self, settings: dict[str, Any], results: Any) -> dict[str, Any]:
-        """The complete record."""
-        return {**self.record, "complete": True, "settings": settings, "results": results}
+        return record
 
 
 def unfinished(path: Path) -> Path:

@@ -19,7 +19,7 @@ from .. import env
 from ..errors import VQError
 from ..formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from ..formats.scheme import VQScheme
-from . import cuda_tables, kv_tables
+from . import compare_show, cuda_tables, kv_tables
 from .record import read_record
 from .show import markdown_table, significant
 
@@ -84,15 +84,8 @@ def weights_table() -> str:
 def kv_table() -> str:
     """Quality of KV cache schemes without learned codebooks; one line per scheme."""
     record, by_name = _kv_cases()
-    head = [
-        "KV cache",
-        "bits",
-        "KLD, window 64",
-        "99th percentile",
-        "KLD, short prompt",
-        "KLD, no window",
-        "KLD, shifted keys",
-    ]
+    head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "KLD, short prompt"]
+    head += ["KLD, no window", "KLD, shifted keys"]
     rows = []
     for cases in by_name.values():
         if "shifted" not in cases:
@@ -391,6 +384,15 @@ def cuda_quantize_table() -> str:
     return markdown_table(head, cells) + "\n\n" + _timed(record)
 
 
+def compare_table(what: str) -> str:
+    """Weights or caches of `hf-vq eval --compare`."""
+    if read_record("compare") is None:
+        return "Not measured yet: `hf-vq eval MODEL --compare --text TEXT --calibration TEXT`."
+    record = _record("compare")
+    rows = [row for row in record["results"]["rows"] if row["what"] == what]
+    return markdown_table(*compare_show.cells(rows, what)) + "\n\n" + _source(record)
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
@@ -419,6 +421,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:quality-kv": kv_table,
     "results:quality-kv-learned": learned_kv_table,
     "results:demo": demo_table,
+    "results:compare-weights": lambda: compare_table("weights"),
+    "results:compare-kv": lambda: compare_table("cache"),
     "results:cpu-linear": cpu_linear_table,
     "results:cpu-attention": cpu_attention_table,
     "results:cpu-attention-avx2": lambda: cpu_attention_table("cpu-attention-avx2"),

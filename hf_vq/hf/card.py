@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import transformers
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from ..formats.catalog import scheme_name
 from ..nn.replace import vq_modules
@@ -45,7 +45,12 @@ def model_card(model: Any) -> str:
     base = provenance.get("base_model")
     bits, weights = storage(model)
     tags = list(dict.fromkeys([*_TAGS, *(model.model_tags or [])]))
+    evaluation = provenance.get("evaluation")
     data = ModelCardData(base_model=base, library_name="transformers", tags=tags)
+    if evaluation:
+        # What the Hub shows beside a model; by its specification, results need a name.
+        data.model_name = f"{evaluation['model']} ({config.scheme_name})"
+        data.eval_results = _results(evaluation)
     if base:
         data["base_model_relation"] = "quantized"
     errors: dict[str, float] = provenance.get("relative_error", {})
@@ -80,7 +85,7 @@ model = {loader}.from_pretrained("<this repository>")
 | size of the quantized layers | {bits / 8e6:,.1f} MB |
 | mean squared error of a layer, relative | {mean:.3g} % |
 {calibrated}| hf_vq | {provenance.get("hf_vq", "")} |
-
+{_measured(evaluation)}
 <details><summary>Squared error of every layer, relative to its squared norm</summary>
 
 | layer | error |
@@ -98,6 +103,43 @@ def _schemes(model: Any) -> str:
     if len(counts) == 1:
         return next(iter(shown.values()))
     return "; ".join(f"{shown[s]}, in {count} layers" for s, count in counts.most_common())
+
+
+def _results(evaluation: dict[str, Any]) -> list[EvalResult]:
+    """The numbers of an evaluation as the Hub's model-index has them."""
+    names = {"perplexity": "Perplexity", "kld": "KL divergence from the original (nats)"}
+    names |= {"top1": "Top-1 agreement with the original (%)"}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="text",
+            dataset_name=f"{evaluation['text']}, {evaluation['tokens']:,} tokens",
+            metric_type=key,
+            metric_name=name,
+            metric_value=round(evaluation[key], 5),
+        )
+        for key, name in names.items()
+    ]
+
+
+def _measured(evaluation: dict[str, Any] | None) -> str:
+    """The section about what was measured, if something was."""
+    if not evaluation:
+        return ""
+    e = evaluation
+    return f"""
+## Measured against the original
+
+| | |
+|---|---|
+| perplexity | {e["perplexity"]:.3f} ({e["change"]:+.2f} % ± {e["change_se"]:.2f}) |
+| KL divergence, mean | {e["kld"]:.5f} ± {e["kld_se"]:.5f} nats |
+| KL divergence, 99th percentile | {e["kld_p99"]:.4f} nats |
+| top-1 agreement | {e["top1"]:.2f} % ± {e["top1_se"]:.2f} |
+
+{e["tokens"]:,} tokens of {e["text"]} (SHA-256 {e["text_sha256"]}...), context {e["context"]:,},
+by `hf-vq eval`, hf_vq {e["hf_vq"]}, on {e["date"]}.
+"""
 
 
 def _calibrated(config: Any) -> str:

@@ -325,7 +325,7 @@ def _check_provenance(provenance: object) -> dict[str, Any] | None:
         return None
     if not isinstance(provenance, dict):
         raise VQConfigError(f"provenance must be a dict; got {shown(provenance)}.")
-    for key in ("relative_error", "codebooks", "calibration"):
+    for key in ("relative_error", "codebooks", "calibration", "evaluation"):
         if not isinstance(provenance.get(key, {}), dict):
             found = shown(provenance[key])
             raise VQConfigError(f"provenance[{key!r}] must be a dict; got {found}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from functools import partial
@@ -14,9 +15,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import hf_api
 
+from ..errors import VQError
 from .card import CARD, is_ours, model_card
+from .config import QUANT_METHOD
 from .folder import replacing
 
 
@@ -64,6 +68,56 @@ def save_pretrained(
     if push_to_hub and writes:
         repo = hub.pop("repo_id", None) or target.resolve().name
         _upload(self, str(target), repo, before, tags=None, **hub)
+
+
+def save_evaluation(model: Any, folder: str | os.PathLike[str], found: dict[str, Any]) -> None:
+    """Keep what was measured of a saved model: in its config.json, and in its card.
+
+    Later saves of the model keep it too.
+
+    Args:
+        model: loaded from `folder`.
+        folder: where it is saved; of its files, `README.md` and `config.json` change.
+        found: of `bench.evaluate.Evaluation.facts`.
+
+    Raises:
+        VQError: see `check_card`.
+    """
+    check_card(folder)
+    path = Path(folder) / CONFIG_NAME
+    config = json.loads(path.read_text(encoding="utf-8"))
+    model.config.quantization_config.provenance = {
+        **(model.config.quantization_config.provenance or {}),
+        "evaluation": found,
+    }
+    config["quantization_config"].setdefault("provenance", {})["evaluation"] = found
+    _replace(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _replace(Path(folder) / CARD, model_card(model))
+
+
+def check_card(folder: str | os.PathLike[str]) -> None:
+    """Check that `save_evaluation` can write to a folder.
+
+    Raises:
+        VQError: it holds no model of hf_vq, or a card that a person wrote.
+    """
+    try:
+        config = json.loads((Path(folder) / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    if (config.get("quantization_config") or {}).get("quant_method") != QUANT_METHOD:
+        raise VQError(f"{folder} is not the folder of a model that hf_vq quantized.")
+    card = Path(folder) / CARD
+    if card.is_file() and not is_ours(card.read_text(encoding="utf-8", errors="replace")):
+        raise VQError(
+            f"{card} was written by a person, and is left alone: rename it to get a new one."
+        )
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 _HUB = (

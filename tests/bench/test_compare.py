@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from hf_vq.bench import compare, compare_show, peers
 from hf_vq.bench.compare import Comparison, contestants
 from hf_vq.bench.load import load_model
 from hf_vq.bench.probes import CopyProbe, attention_states, logit_correlation
+from hf_vq.bench.record import read_record
 from hf_vq.bench.show import markdown_table, text_table
 from hf_vq.cli import main
 from hf_vq.errors import VQError
 
-SMALL = {"tokens": 768, "context": 256, "dtype": torch.float32}
+SMALL = {"tokens": 512, "context": 256, "dtype": torch.float32}
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +113,37 @@ def test_a_peer_is_measured(tiny_model, eval_text, monkeypatch):
     assert row["bits"] == 2 and row["kld"] > 10 * exact["kld"] >= 0
 
 
+BITS = {"nf4": 4.5, "hqq-4": 4.5, "hqq-2": 2.5, "torchao-4": 4.125, "torchao-2": 2.125,
+        "quanto-4": 4.25, "gptq-4": 4.16}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("name", BITS)
+def test_a_library_that_is_installed(name, tinybooks, eval_text, monkeypatch):
+    pytest.importorskip(peers.WEIGHT_PEERS[name].module)
+    monkeypatch.setattr(peers, "CALIBRATION_TOKENS", 1024)
+    (row,) = Comparison(str(tinybooks), eval_text, [name], calibration=eval_text, **SMALL).rows()
+    assert "failed" not in row, row
+    assert row["bits"] == pytest.approx(BITS[name], abs=0.02)
+    assert 0.001 < row["kld"] < (0.2 if row["bits"] > 3 else 6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "bits"), [("quanto-4", 4.5), ("quanto-2", 2.5), ("hqq-4", 4.5), ("hqq-2", 2.5)]
+)
+def test_a_quantized_cache_that_is_installed(name, bits, tinybooks, eval_text):
+    pytest.importorskip(peers.CACHE_PEERS[name].module)
+    (row,) = Comparison(str(tinybooks), eval_text, (), [name], **SMALL).rows()
+    assert "failed" not in row, row
+    assert row["bits"] == pytest.approx(bits) and 0 < row["kld"] < 0.5
+    assert 0.5 < row["correlation"] < 1
+
+
 def test_a_comparison_goes_on(tiny_model, eval_text, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
-    command = ["eval", str(tiny_model), "--compare", "vq-4", "vq-2", "nf4", "--cache", "u4"]
-    command += ["--text", str(eval_text), "--tokens", "512", "--context", "256"]
+    command = ["eval", str(tiny_model), "--compare", "vq-4", "vq-2", "nf4"]
+    command += ["--text", str(eval_text), "--tokens", "128", "--context", "64"]
     absent(monkeypatch, "bitsandbytes")
     measure, measured = Comparison._weights, []
 
@@ -133,8 +162,8 @@ def test_a_comparison_goes_on(tiny_model, eval_text, tmp_path, monkeypatch, caps
     assert measured == ["vq-4", "vq-2", "vq-2", "nf4"], "a row that was known is not measured again"
     record = json.loads(out.read_text())
     assert record["complete"] and record["results"]["rows"][:1] == before
-    assert [row["name"] for row in record["results"]["rows"]] == ["vq-4", "vq-2", "nf4", "u4"]
-    names = "--compare vq-4 vq-2 nf4 --text TEXT --tokens 512 --context 256 --cache u4"
+    assert [row["name"] for row in record["results"]["rows"]] == ["vq-4", "vq-2", "nf4"]
+    names = "--compare vq-4 vq-2 nf4 --text TEXT --tokens 128 --context 64"
     assert record["command"] == f"hf-vq eval MODEL {names}"
     assert str(tmp_path) not in out.read_text() and not list(tmp_path.glob("*.unfinished"))
     shown = capsys.readouterr().out
@@ -146,12 +175,12 @@ def test_a_comparison_goes_on(tiny_model, eval_text, tmp_path, monkeypatch, caps
 
 def test_rows_of_other_settings_are_not_taken(tiny_model, eval_text, tmp_path):
     out = tmp_path / "out.json"
-    small = Comparison(str(tiny_model), eval_text, ["vq-4"], **SMALL)
+    small = Comparison(str(tiny_model), eval_text, ["vq-4"], tokens=256, context=64)
     rows = compare.record(small, "c", out)["results"]["rows"]
     unfinished = compare.Recorder(out, "compare", "c", settings=small.settings)
     unfinished.add(rows[0])
     assert unfinished.kept() == rows
-    other = Comparison(str(tiny_model), eval_text, ["vq-4"], tokens=512, context=128)
+    other = Comparison(str(tiny_model), eval_text, ["vq-4"], tokens=128, context=64)
     assert not compare.Recorder(out, "compare", "c", settings=other.settings).kept()
     unfinished.unfinished.write_text("{", encoding="utf-8")
     assert not unfinished.kept()
@@ -163,13 +192,14 @@ def test_rows_of_other_settings_are_not_taken(tiny_model, eval_text, tmp_path):
         (["--compare", "vq-5x"], "peers"),
         (["--compare", "vq-4", "--plot", "out.doc"], "suffixes"),
         (["--compare", "vq-4", "--reference", "x"], "leave --reference out"),
+        (["--compare", "--cache", "u4", "--context", "200"], "context of 256"),
         (["--cache", "u4", "u2"], "one --cache"),
         (["--plot", "out.png"], "--plot is for eval --compare"),
-        (["--compare", "vq-4", "--tokens", "512", "--json", "/nowhere/out.json"], "cannot write"),
+        (["--compare", "vq-4", "--tokens", "128", "--json", "/nowhere/out.json"], "cannot write"),
     ],
 )
 def test_wrong_arguments_are_named(options, message, tiny_model, eval_text, capsys):
-    options = [*options, "--text", str(eval_text), "--context", "256"]
+    options = ["--text", str(eval_text), "--context", "64", *options]
     assert main(["eval", str(tiny_model), *options]) == 2
     assert message in capsys.readouterr().err
 
@@ -190,7 +220,7 @@ def test_a_picture_shows_every_row_that_was_measured(tmp_path):
     path = tmp_path / "a.svg"
     compare_show.plot(rows, path, "a title")
     drawn = path.read_text()
-    for text in ("a title", ">vq<", "vq, calibrated", ">hqq<"):
+    for text in ("a title", ">vq-2 … vq-4<", ">vq-4, calibrated<", ">hqq-4<"):
         assert text in drawn
     assert "nf4" not in drawn and "KV cache" not in drawn
     assert drawn.count("<use ") >= 2 * 4, "a marker for each row in both panels"
@@ -201,6 +231,33 @@ def test_a_picture_shows_every_row_that_was_measured(tmp_path):
     assert compare_show.drawn_from(tmp_path / "a.png") == compare_show.digest(rows)
     with pytest.raises(VQError, match="nothing was measured"):
         compare_show.plot(rows[-1:], path)
+
+
+def test_the_picture_in_the_docs_is_drawn_from_the_record():
+    picture = Path(__file__).resolve().parents[2] / "docs" / "compare.svg"
+    record = read_record("compare")
+    if record is None:
+        pytest.skip("not measured yet")
+    rows, drawn = record["results"]["rows"], picture.read_text(encoding="utf-8")
+    message = "run `python -m hf_vq.bench tables`"
+    assert compare_show.drawn_from(picture) == compare_show.digest(rows), message
+    assert compare_show.title(record["settings"]) in drawn
+    measured = [row for row in rows if "failed" not in row]
+    assert drawn.count("<use ") >= 2 * len(measured)
+
+
+def test_the_record_is_of_the_whole_comparison():
+    record = read_record("compare")
+    if record is None:
+        pytest.skip("not measured yet")
+    found = {(row["what"], row["name"], row["kind"]) for row in record["results"]["rows"]}
+    asked = contestants(compare.WEIGHTS, compare.CACHES, True)
+    assert {(one.what, one.name, one.kind) for one in asked} <= found
+    ours = {row["name"]: row for row in record["results"]["rows"] if row["kind"] == "calibrated"}
+    for row in record["results"]["rows"]:
+        other = ours.get(row["name"])
+        if row["kind"] == "scheme" and other:
+            assert other["kld"] < row["kld"] and other["bits"] == pytest.approx(row["bits"])
 
 
 def test_correlation_of_logits(model, ids):
@@ -223,7 +280,7 @@ def test_correlation_of_logits(model, ids):
 def test_copying_from_afar(model, ids):
     from transformers import DynamicCache
 
-    probe = CopyProbe(model, ids, depths=(0.0, 1.0))
+    probe = CopyProbe(model, ids[:3, :224], depths=(0.5,))
     exact = probe.run(lambda: DynamicCache(config=model.config))
     assert all(at["recall"] == pytest.approx(1, abs=1e-3) for at in exact)
     assert all(at["gain_exact"] > 1 for at in exact), "the embedded model copies"
@@ -244,5 +301,5 @@ def test_copying_from_afar(model, ids):
 
 def test_nothing_is_said_of_a_model_that_does_not_copy(tiny_model, ids):
     random = load_model(str(tiny_model), dtype=torch.float32)
-    probe = CopyProbe(random, ids, depths=(0.5,))
+    probe = CopyProbe(random, ids[:3, :224], depths=(0.5,))
     assert probe.run(lambda: VQCache(random.config))[0]["recall"] is None

@@ -10,7 +10,9 @@ from huggingface_hub import ModelCard, errors
 from transformers import AutoModelForCausalLM
 from transformers.utils.hub import hf_api
 
+from hf_vq.errors import VQError
 from hf_vq.hf.card import CARD, is_ours, loading_class
+from hf_vq.hf.save import save_evaluation
 
 LOAD = AutoModelForCausalLM.from_pretrained
 
@@ -64,6 +66,40 @@ def test_the_class_that_loads():
 def test_a_local_source_is_no_base_model(quantized):
     data = ModelCard.load(quantized() / CARD).data.to_dict()
     assert "base_model" not in data and "base_model_relation" not in data
+
+
+FOUND = {"model": "base", "text": "t.txt", "text_sha256": "0a", "tokens": 2048, "context": 128}
+FOUND |= {"perplexity": 21.5, "change": 1.25, "change_se": 0.1, "kld": 0.0125, "kld_se": 0.0003}
+FOUND |= {"kld_p99": 0.123, "top1": 91.5, "top1_se": 0.2, "hf_vq": "9", "date": "2026-01-01"}
+
+
+def test_what_was_measured_is_kept(model, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    model.save_pretrained(first)
+    before = json.loads((first / "config.json").read_text())
+    weights = (first / "model.safetensors").read_bytes()
+    save_evaluation(model, first, FOUND)
+    after = json.loads((first / "config.json").read_text())
+    assert after["quantization_config"]["provenance"].pop("evaluation") == FOUND
+    assert after == before and (first / "model.safetensors").read_bytes() == weights
+    assert sorted(path.name for path in first.iterdir()) == sorted(
+        [CARD, "config.json", "generation_config.json", "model.safetensors"]
+    )
+    LOAD(first).save_pretrained(second)
+    for folder in (first, second):
+        card = ModelCard.load(folder / CARD)
+        results = {r.metric_type: r.metric_value for r in card.data.eval_results}
+        assert results == {"perplexity": 21.5, "kld": 0.0125, "top1": 91.5}
+        assert card.data.model_name == "base (vq-4)"
+        assert "model-index:" in (folder / CARD).read_text()
+        for text in ("21.500 (+1.25 % ± 0.10)", "0.01250 ± 0.00030", "2,048 tokens of t.txt"):
+            assert text in card.text
+    (first / CARD).write_text("My own words.")
+    with pytest.raises(VQError, match="written by a person"):
+        save_evaluation(model, first, FOUND)
+    (first / "config.json").write_text("{}")
+    with pytest.raises(VQError, match="not the folder of a model"):
+        save_evaluation(model, first, FOUND)
 
 
 def test_a_card_written_by_a_person_stays(model, tmp_path):
