@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ..ops.codes import rotation_of
 from .allocation import allocation, choices, measure_costs
 from .blocks import Blocks, find_blocks
 from .config import VQConfig
+from .finetune import TunedBlock, tune_block, tune_model
 from .moments import Listener, Site
 from .operation import Progress
 from .parts import Part, parts_of, replace
@@ -35,6 +37,7 @@ from .unfinished import CodedBlock, Unfinished, unfinished
 
 logger = logging.get_logger("hf_vq")
 _CHARACTERS = 12  # of a data set for every token: more than tokenizers put into one
+_DECIDING = ("tokens", "context", "damping", "finetune")  # options that the result depends on
 _SAMPLE = 1 << 14  # numbers of a weight that tell it from others
 
 
@@ -92,7 +95,12 @@ class WeightCalibration:
             blocks = Blocks(model, self.prefix, sequences)
             if self.config.target_bits is not None:
                 facts.update(self._allocate(model, blocks, sequences, work))
-            for done in self._blocks(model, blocks, work):
+            for done in self._blocks(model, blocks, sequences, work):
+                if done.loss:
+                    facts.setdefault("finetune_loss", []).append([*map(_rounded, done.loss)])
+                for name, tensor in done.tuned.items():
+                    parameter = model.get_parameter(name)
+                    parameter.data = tensor.to(parameter.device)
                 self._replace(model, done)
                 for name, fitted in done.fitted.items():
                     errors[name] = _rounded(fitted.relative_error)
@@ -123,8 +131,13 @@ class WeightCalibration:
         kld = sum(cost[table[layer]] for layer, cost in costs.items())
         return {"predicted_kld": _rounded(kld)}
 
-    def _blocks(self, model: Any, blocks: Blocks, work: Unfinished) -> Iterator[CodedBlock]:
-        """The codes of one block after the other."""
+    def _blocks(
+        self, model: Any, blocks: Blocks, sequences: Tensor, work: Unfinished
+    ) -> Iterator[CodedBlock]:
+        """The codes of one block after the other; at the end, where the model is tuned as one."""
+        tune = self.options.get("finetune")
+        text, coded = list(blocks.hidden), list[CodedBlock]()
+        original = list(blocks.hidden) if tune else []  # what the original makes of the text
         what = self.config.target_bits or self.config.scheme_name
         progress = Progress(f"Calibrating {what}", len(self.parts))
         taken_up = False  # the block before this one was
@@ -133,21 +146,36 @@ class WeightCalibration:
                 done = work.block(index)
                 if done is not None:
                     progress.skip(len(done.fitted))
-                    taken_up = True
+                elif taken_up:
+                    _take_up(blocks, original, work, index)
+                taken_up = done is not None
+                if done is None:
+                    done = self._code(model, blocks, original, index, progress)
+                    work.keep(index, done, [*blocks.hidden, *original])
+                if tune == "model":
+                    coded.append(done)
+                else:
                     yield done
-                    continue
-                if taken_up:
-                    blocks.hidden = work.hidden(index, blocks.hidden)
-                taken_up = False
-                done = self._code(model, blocks, index, progress)
-                work.keep(index, done, blocks.hidden)
-                yield done
         finally:
             progress.close()
+        if coded:
+            if taken_up:
+                blocks.hidden = []
+                _take_up(blocks, original, work, len(blocks))
+            blocks.hidden = text
+            self._tune_model(blocks, coded, sequences, original, work)
+            yield from coded
 
-    def _code(self, model: Any, blocks: Blocks, index: int, progress: Progress) -> CodedBlock:
+    def _code(
+        self,
+        model: Any,
+        blocks: Blocks,
+        original: list[Tensor],
+        index: int,
+        progress: Progress,
+    ) -> CodedBlock:
         """Codes of one block; `blocks.hidden` becomes what it returns with them, if another block
-        reads it."""
+        reads it, and `original` what it returned without."""
         parts = blocks.parts(index, self.parts.values())
         layers = {part.layer: model.get_submodule(part.layer) for part in parts}
         done = CodedBlock()
@@ -156,6 +184,7 @@ class WeightCalibration:
             for hidden in blocks.hidden:
                 with listener.listening(layers):
                     blocks.run(index, hidden, device)
+            original[:] = [blocks.run(index, hidden, device) for hidden in original]
             for site in listener.sites:
                 feedbacks = Feedbacks(site, self.schemes, self.config.seed, self.options["damping"])
                 for name in site.layers:
@@ -171,11 +200,39 @@ class WeightCalibration:
                     done.fallbacks[part.name] = (
                         "was not reached by the text: quantized without calibration"
                     )
+            tensors, by_block = None, self.options.get("finetune") == "block"
+            if by_block:
+                tuned = self._tuned(blocks, index, done, device)
+                done.loss = tune_block(blocks, index, tuned, original, device)
+                tensors = tuned.tensors()
             if index + 1 == len(blocks):
                 blocks.hidden = []
+                original[:] = [] if by_block else original
             for row, hidden in enumerate(blocks.hidden):
-                blocks.hidden[row] = blocks.run(index, hidden, device)
+                blocks.hidden[row] = blocks.run(index, hidden, device, tensors)
         return done
+
+    def _tuned(
+        self, blocks: Blocks, index: int, done: CodedBlock, device: torch.device
+    ) -> TunedBlock:
+        parts, start = blocks.parts(index, self.parts.values()), f"{self.prefix}.{index}."
+        seed, block = self.config.seed, blocks.blocks[index]
+        return TunedBlock(block, start, done, parts, self.schemes, seed, device)
+
+    def _tune_model(
+        self,
+        blocks: Blocks,
+        coded: list[CodedBlock],
+        sequences: Tensor,
+        original: list[Tensor],
+        work: Unfinished,
+    ) -> None:
+        with ExitStack() as stack:
+            devices = [stack.enter_context(blocks.on(i, self._device)) for i in range(len(coded))]
+            tuned = [
+                self._tuned(blocks, index, done, devices[index]) for index, done in enumerate(coded)
+            ]
+            coded[-1].loss = tune_model(blocks, tuned, sequences, original, work)
 
     def _fit(self, part: Part, module: nn.Module, feedbacks: Feedbacks | None) -> FittedWeight:
         """Codes of one part, whose matrices are changed to what they decode to."""
@@ -250,7 +307,7 @@ class WeightCalibration:
             weight = model.get_submodule(part.layer).get_parameter(part.weight)
             some = weight.detach().flatten()[:_SAMPLE]
             digest.update(some.cpu().float().numpy().tobytes())
-        options = {key: self.options[key] for key in ("tokens", "context", "damping")}
+        options = {key: self.options.get(key) for key in _DECIDING}
         config = self.config
         recipe = {"scheme": config.vq_scheme.spec(), "seed": config.seed, "search": config.search}
         for name in ("layers", "target_bits", "candidates"):
@@ -315,6 +372,12 @@ def _stacked(found: list[tuple[FittedWeight, float, float]]) -> FittedWeight:
 
 def _rounded(number: float) -> float:
     return float(f"{number:.4g}")
+
+
+def _take_up(blocks: Blocks, original: list[Tensor], work: Unfinished, index: int) -> None:
+    """Take hidden states as they were before block `index`, where work on it was stopped."""
+    kept, count = work.hidden(index, [*blocks.hidden, *original]), len(blocks.hidden)
+    blocks.hidden, original[:] = kept[:count], kept[count:]
 
 
 def _check_device(name: str | None) -> None:
