@@ -67,6 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
         suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
         suite.add_argument("--revision", help="of the source (default: git is asked)")
         suite.add_argument("--calibration", metavar="TEXT", help="another text, to learn from")
+        if name == "quality-weights":
+            suite.add_argument("--kinds", nargs="+", choices=module.KINDS, help="only such rows")
         suite.set_defaults(parser=suite)
     for name, module in TIMED_SUITES.items():
         suite = suites.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
@@ -127,7 +129,10 @@ def _measure(args: argparse.Namespace) -> int:
     more = {}
     if args.calibration:
         start, more = f"{start} --calibration TEXT", {"calibration": args.calibration}
-    options = dict.fromkeys(("tokens", "context", "schemes", "no_baselines"), "")
+    names = ["tokens", "context", "schemes", "no_baselines"]
+    if getattr(args, "kinds", None):
+        names, more = [*names, "kinds"], {**more, "kinds": args.kinds}
+    options = dict.fromkeys(names, "")
     command = command_line(start, args.parser, args, options)
     if args.suite == "quality-kv-calibrated" and not args.calibration:
         raise VQError("there is nothing to calibrate on: give --calibration TEXT.")
@@ -215,7 +220,8 @@ def _print_time(row: dict[str, Any]) -> None:
 
 def _print_row(row: dict[str, Any]) -> None:
     case = f" ({row['case']})" if "case" in row else ""
-    case = case or " (calibrated)" * (row.get("kind") == "calibrated")
+    kind = row.get("kind", "baseline")
+    case = case or f" ({kind})" * (kind not in ("baseline", "scheme"))
     bits = row.get("bits_per_weight", row.get("bits_per_element"))
     seconds = row.get("quantize_seconds")
     print(

@@ -18,7 +18,6 @@ import torch
 
 from ..cache.codebooks import needs_codebooks
 from ..errors import VQError
-from ..fit.ldlq import has_feedback
 from ..formats.catalog import kv_scheme, weight_scheme
 from ..hf.config import VQConfig
 from ..hf.text import bar, read_text
@@ -74,9 +73,9 @@ def contestants(
         if name in WEIGHT_PEERS:
             found.append(Contestant("weights", name, "peer"))
             continue
-        scheme = _known(weight_scheme, name, WEIGHT_PEERS)
+        _known(weight_scheme, name, WEIGHT_PEERS)
         found.append(Contestant("weights", name, "scheme"))
-        if calibrated and has_feedback(scheme):
+        if calibrated:
             found.append(Contestant("weights", name, "calibrated"))
     for name in dict.fromkeys(caches):
         if name in CACHE_PEERS:

@@ -1,8 +1,9 @@
-"""Suite `quality-weights`: what each weight scheme costs in quality, against int4 and NF4.
+"""Suite `quality-weights`: what each weight scheme costs in quality, against int4, NF4 and GPTQ.
 
 Every scheme is quantized the way a user does it, `from_pretrained(..., VQConfig(scheme))`, in
-float32, and predicts the same text as the original; then once more calibrated on another text.
-Calibrated weights of 4 bits are measured with the default KV cache too (`banded`).
+float32, and predicts the same text as the original; then once more calibrated on another text, as
+GPTQ is, and fine-tuned on it. Calibrated weights of 4 bits are measured with the default KV cache
+too (`banded`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.catalog import kv_scheme
-from ..hf.config import CANDIDATES, VQConfig
+from ..hf.blocks import Blocks, find_blocks
+from ..hf.config import CANDIDATES, FINETUNE, VQConfig
+from ..hf.moments import Listener
 from . import baselines
 from .banded import Simulation, simulate
 from .load import load_model, load_tokenizer
@@ -27,10 +31,14 @@ from .score import Reference, model_forward, score
 from .storage import model_storage
 from .text import read_sequences, text_facts
 
-CALIBRATED = ("vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2")
+CALIBRATED = ("vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "gptvq-2-int7",
+              "aqlm-2-int7")  # fmt: skip
+FINETUNED = ("vq-2",)
+KINDS = ("baseline", "scheme", "calibrated", *FINETUNE)
 TARGETS = (3.0,)  # bits per weight, a scheme for each layer
 CALIBRATION_TOKENS = 1 << 16
-SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-3", "turboquant-2", "quip-sharp-2")
+SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-3", "turboquant-2", "quip-sharp-2",
+           "gptvq-2-int7", "aqlm-2-int7")  # fmt: skip
 
 BATCH = 4  # sequences per forward
 CACHED, CACHE = "vq-4", "u4"  # weights that are measured with a cache, and its scheme
@@ -40,6 +48,8 @@ BASELINES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
     "int4 g128 (round to nearest)": (4.25, baselines.round_to_nearest),
     "NF4 g64": (4.25, baselines.nf4),
 }
+# name -> (stored bits per weight: codes, fp16 step and as many bits of zero point, bits)
+GPTQ = {f"GPTQ int{bits} g128": (bits + (16 + bits) / 128, bits) for bits in (4, 3, 2)}
 
 
 def run(
@@ -50,14 +60,17 @@ def run(
     context: int = 1024,
     schemes: Sequence[str] = SCHEMES,
     with_baselines: bool = True,
+    kinds: Sequence[str] = KINDS,
     calibration: str | Path | None = None,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure; `report` gets each row when it is known.
 
     Args:
-        calibration: UTF-8 text that schemes in CALIBRATED are calibrated on, and that bits are
-            shared out by (TARGETS) where their schemes are measured; None leaves that out.
+        kinds: rows to measure, of KINDS.
+        calibration: UTF-8 text that GPTQ and schemes in CALIBRATED are calibrated on, those in
+            FINETUNED tuned on, and that bits are shared out by (TARGETS) where their schemes are
+            measured; None leaves that out.
 
     Returns:
         (settings, results) of the record.
@@ -68,17 +81,31 @@ def run(
     reference = Reference(model_forward(original), sequences)
     rows: list[dict[str, Any]] = []
     results = {"perplexity": reference.perplexity, "rows": rows}
-    steps = _baseline_rows(original, reference) if with_baselines else iter(())
-    wanted: list[tuple[str, dict[str, Any] | None]] = [(name, None) for name in schemes]
+    steps: list[Iterator[dict[str, Any]]] = []
+    wanted: list[tuple[str, str, dict[str, Any] | None]] = []
+    with_baselines = with_baselines and "baseline" in kinds
+    if with_baselines:
+        steps.append(_baseline_rows(original, reference))
+    if "scheme" in kinds:
+        wanted += [(name, "scheme", None) for name in schemes]
     known: dict[str, Any] = {}
     if calibration is not None:
         options = {"text": calibration, "tokens": CALIBRATION_TOKENS, "context": context}
-        wanted += [(name, options) for name in schemes if name in CALIBRATED]
-        if set(CANDIDATES) <= set(schemes):
-            wanted += [(f"target_bits={target:g}", options) for target in TARGETS]
+        if with_baselines:
+            learned_from = read_sequences(
+                tokenizer, calibration, context=context, tokens=CALIBRATION_TOKENS
+            )
+            steps.append(_gptq_rows(original, learned_from, reference))
+        if "calibrated" in kinds:
+            wanted += [(name, "calibrated", options) for name in schemes if name in CALIBRATED]
+            if set(CANDIDATES) <= set(schemes):
+                wanted += [(f"target_bits={t:g}", "calibrated", options) for t in TARGETS]
+        for how in (kind for kind in FINETUNE if kind in kinds):
+            tuned = {**options, "finetune": how}
+            wanted += [(name, how, tuned) for name in schemes if name in FINETUNED]
         known = {f"calibration_{key}": fact for key, fact in text_facts(calibration).items()}
         known["calibration_tokens"] = CALIBRATION_TOKENS
-    for row in chain(steps, _scheme_rows(model_dir, wanted, reference)):
+    for row in chain(*steps, _scheme_rows(model_dir, wanted, reference)):
         rows.append(row)
         report(row)
     settings = {
@@ -104,10 +131,43 @@ def _baseline_rows(original: Any, reference: Reference) -> Iterator[dict[str, An
         )
 
 
+def _gptq_rows(original: Any, sequences: Tensor, reference: Reference) -> Iterator[dict[str, Any]]:
+    for name, (stored, bits) in GPTQ.items():
+        model, start = copy.deepcopy(original), time.perf_counter()
+        _quantize_blocks(model, sequences, partial(baselines.gptq, bits=bits))
+        seconds = time.perf_counter() - start
+        found = score(model_forward(model), reference, BATCH).to_dict()
+        yield _row(name, "baseline", stored, seconds, found)
+
+
+@torch.no_grad()
+def _quantize_blocks(
+    model: Any, sequences: Tensor, quantize: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Quantize the linear layers of a model's blocks, each given the second moments of its inputs
+    in the model that is quantized up to its block."""
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    prefix = find_blocks(model, names)
+    blocks = Blocks(model, prefix, sequences)
+    for index in range(len(blocks)):
+        start = f"{prefix}.{index}."
+        layers = {name: model.get_submodule(name) for name in names if name.startswith(start)}
+        listener = Listener()
+        for hidden in blocks.hidden:
+            with listener.listening(layers):
+                blocks.run(index, hidden, model.device)
+        for site in listener.sites:
+            for name in site.layers:
+                layers[name].weight.data = quantize(layers[name].weight.data, site.moments(0))
+        blocks.hidden = [blocks.run(index, hidden, model.device) for hidden in blocks.hidden]
+
+
 def _scheme_rows(
-    model_dir: str, wanted: Sequence[tuple[str, dict[str, Any] | None]], reference: Reference
+    model_dir: str,
+    wanted: Sequence[tuple[str, str, dict[str, Any] | None]],
+    reference: Reference,
 ) -> Iterator[dict[str, Any]]:
-    for name, calibration in wanted:
+    for name, kind, calibration in wanted:
         argument, _, bits = name.partition("=")  # as in target_bits=3, or the name of a scheme
         asked: dict[str, Any] = {argument: float(bits)} if bits else {"scheme": name}
         config = VQConfig(**asked, calibration=calibration)
@@ -116,14 +176,14 @@ def _scheme_rows(
         seconds = time.perf_counter() - start
         stored = model_storage(model).bits_per_weight
         found = score(model_forward(model), reference, BATCH).to_dict()
-        yield _row(name, "calibrated" if calibration else "scheme", stored, seconds, found)
-        if calibration and name == CACHED:
+        yield _row(name, kind, stored, seconds, found)
+        if kind == "calibrated" and name == CACHED:
             scheme = kv_scheme(CACHE)
             keys = round_trip(scheme.key, centre=scheme.centre_keys)
             cache = Simulation(keys, round_trip(scheme.value, centre=False), WINDOW, SINKS)
             with simulate(model, cache):
                 found = score(model_forward(model), reference).to_dict()
-            yield _row(f"{name} + KV {CACHE}", "calibrated", stored, seconds, found)
+            yield _row(f"{name} + KV {CACHE}", kind, stored, seconds, found)
 
 
 def _row(

@@ -455,8 +455,11 @@ def _record(suite: str) -> dict[str, Any]:
 
 
 def _label(row: dict[str, Any]) -> str:
-    calibrated = ", calibrated" * (row["kind"] == "calibrated")
-    return row["name"] if row["kind"] == "baseline" else f"`{row['name']}`{calibrated}"
+    how = {"calibrated": ", calibrated", "block": ", fine-tuned by block",
+           "model": ", fine-tuned as a whole"}  # fmt: skip
+    return (
+        row["name"] if row["kind"] == "baseline" else f"`{row['name']}`{how.get(row['kind'], '')}"
+    )
 
 
 def _cell(cases: dict[str, dict[str, Any]], case: str, key: str) -> str:

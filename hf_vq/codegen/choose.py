@@ -76,6 +76,8 @@ def decodable(scheme: VQScheme) -> str | None:
         return f"{scheme.stages} stages have a second pass"
     if scheme.codebook == "channel_group":
         return "it has codebooks per channel group"
+    if scheme.codebook == "tile" and scheme.largest_entry:
+        return "codebooks of tiles hold integers"
     if scheme.vector_size not in VECTOR_SIZES:
         return f"vectors have {scheme.vector_size} weights, not one of {VECTOR_SIZES}"
     if scheme.residuals > MOST_STAGES:

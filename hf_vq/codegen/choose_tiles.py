@@ -42,8 +42,6 @@ def tiled(scheme: VQScheme, in_features: int) -> str | None:
         return reason
     if scheme.codebook != "tile":
         return "its codebook is not one of tiles"
-    if scheme.largest_entry:
-        return "codebooks of tiles hold integers"
     if scheme.group(in_features) != in_features:
         return "a row of tiles has several scales"
     if scheme.vector_size == 1:

@@ -66,9 +66,10 @@ class Assigner:
         width = min(BEAM, len(first.codebook))
         codes = first.top(vectors, width)[..., None]  # [n, beam, stages so far]
         rest = vectors[:, None] - first.codebook[codes[..., 0]]
-        for search in self.searches[1:]:
+        for stage, search in enumerate(self.searches[1:], 2):
             n, beam, size = rest.shape
-            step = min(BEAM, len(search.codebook))
+            # Of the last stage only the best entry of a partial sum can be the best of all.
+            step = 1 if stage == len(self.searches) else min(BEAM, len(search.codebook))
             found = search.top(rest.reshape(-1, size), step).reshape(n, beam, step)
             new_rest = rest[:, :, None] - search.codebook[found]
             error = new_rest.square().sum(-1).reshape(n, -1)

@@ -64,9 +64,9 @@ class Feedback:
                 f"the inputs of {where} hold NaN or infinity on the calibration text. Load the "
                 "model in bfloat16 or float32."
             )
-        self.moments = moments
-        turned = rotate(moments.double(), scheme, rotation)
-        turned = rotate(turned.T.contiguous(), scheme, rotation)
+        self.moments, self.scheme, self.where = moments, scheme, where
+        self.rotation = rotation
+        turned = self._turned()
         diagonal = turned.diagonal().clone()
         mean = float(diagonal.mean())
         for more in _DAMPINGS:
@@ -84,17 +84,25 @@ class Feedback:
             "VQConfig(modules_to_not_convert=[...])."
         )
 
+    def turned_by(self, rotation: Tensor | None) -> Feedback:
+        """What the same inputs say about weights with another rotation of the same kind."""
+        return Feedback(self.moments, self.scheme, rotation, damping=self.damping, where=self.where)
+
+    def damped(self) -> Tensor:
+        """H of the rotated inputs, as damped: [in, in] float32."""
+        turned = self._turned()
+        turned.diagonal().add_(self.ridge)
+        return turned.float()
+
+    def _turned(self) -> Tensor:
+        turned = rotate(self.moments.double(), self.scheme, self.rotation)
+        return rotate(turned.T.contiguous(), self.scheme, self.rotation).contiguous()
+
     def energy(self, rows: Tensor) -> float:
         """tr(A H A^T) of rows A [n, in], not rotated: what they make of the inputs, squared."""
         rows = rows.float()
         found = float((rows @ self.moments.float()).mul_(rows).sum(dtype=torch.float64))
         return max(found, 0.0)  # rounding may leave less of rows that no input meets
-
-
-def has_feedback(scheme: VQScheme) -> bool:
-    """Whether codes of a scheme can be found with feedback: those of a universal codebook, in one
-    pass."""
-    return scheme.codebook == "universal" and scheme.stages == "independent"
 
 
 def _upper_of_inverse(matrix: Tensor) -> Tensor | None:

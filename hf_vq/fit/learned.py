@@ -47,35 +47,35 @@ def tensor_codebook(
     stages = []
     for stage in range(scheme.residuals):
         entries = kmeans(rest, scheme.entries, seed=seed + stage)
-        if scheme.largest_entry:
-            if stage == 0:
-                step = _step(entries, rest, scheme)
-                entries, rest = entries / step, rest / step
-            entries = entries.round().clamp(-scheme.largest_entry, scheme.largest_entry).char()
-        else:
-            entries = entries.half()
+        if scheme.largest_entry and stage == 0:
+            used = _used(entries, rest, scheme)
+            step = integer_step(entries, used, scheme, scheme.residuals - 1)
+            entries, rest = entries / step, rest / step
+        entries = as_stored(entries, scheme)
         stages.append(entries)
         one = Assigner(entries[None], scheme, learned=True)
         rest = rest - one.entries(one.codes(rest))
     return torch.stack(stages), step
 
 
-def _step(entries: Tensor, vectors: Tensor, scheme: VQScheme) -> float:
-    """The step with the least error of rounding `entries` [n, x] of the first stage, each counted
-    as often as `vectors` have it.
+def integer_step(entries: Tensor, used: Tensor, scheme: VQScheme, unknown: int = 0) -> float:
+    """The step with the least error of rounding `entries` [n, x], each counted as often as it is
+    `used` [n].
 
-    What the largest integer does not reach is cut off; of the other stages, whose entries are
-    smaller, a step only decides the rounding, an error of step^2 / 12 for each number.
+    What the largest integer does not reach is cut off.
+
+    Args:
+        unknown: stages that are still to be learned. Their entries are smaller, so that a step
+            only decides the rounding, an error of step^2 / 12 for each number.
     """
-    used = Assigner(entries[None], scheme, learned=True).codes(vectors)[:, 0]
-    often = torch.bincount(used, minlength=len(entries))[:, None] / len(vectors)
+    often = used[:, None] / used.sum().clamp_min(1)
     largest = scheme.largest_entry
     reaches = entries.abs().max().item() / largest or 1.0
     errors = {}
     for step in (reaches * part for part in STEPS):
         rounded = (entries / step).round().clamp(-largest, largest) * step
         errors[step] = float(((entries - rounded).square() * often).sum())
-        errors[step] += (scheme.residuals - 1) * scheme.vector_size * step**2 / 12
+        errors[step] += unknown * scheme.vector_size * step**2 / 12
     return min(errors, key=lambda step: errors[step])
 
 
@@ -90,21 +90,40 @@ def fit_tile_band(rows: Tensor, fitter: RowFitter, seed: int) -> dict[str, Tenso
     Returns:
         `codebook` fp16 [1, column tiles, entries, x], `codes`, `scale` of these rows.
     """
-    scheme = fitter.scheme
+    scheme, step = fitter.scheme, 1.0
     groups = fitter.groups(rows)
-    scale = fitter.norm_scale(groups)
+    tiles = [
+        tile.reshape(-1, scheme.vector_size)
+        for tile in _unit(rows, fitter).split(scheme.tile[1], 1)
+    ]
+    learned = [kmeans(vectors, scheme.entries, seed=seed) for vectors in tiles]
+    if scheme.largest_entry:
+        used = [_used(book, vectors, scheme) for book, vectors in zip(learned, tiles, strict=True)]
+        step = integer_step(torch.cat(learned), torch.cat(used), scheme)
+    scale = (fitter.norm_scale(groups) * step).half()
     books, codes, decoded = [], [], []
-    for tile in _unit(rows, fitter).split(scheme.tile[1], 1):
-        vectors = tile.reshape(-1, scheme.vector_size)
-        entries = kmeans(vectors, scheme.entries, seed=seed).half()
-        assigner = Assigner(entries[None], scheme, learned=True)
-        index = assigner.codes(vectors)
-        books.append(entries)
-        codes.append(index.reshape(len(tile), -1))
-        decoded.append(assigner.entries(index).reshape(tile.shape))
+    for entries, vectors in zip(learned, tiles, strict=True):
+        books.append(as_stored(entries / step, scheme))
+        assigner = Assigner(books[-1][None], scheme, learned=True)
+        index = assigner.codes(vectors / step)
+        codes.append(index.reshape(len(rows), -1))
+        decoded.append(assigner.entries(index).reshape(len(rows), -1))
     scale = fitter.refit_scale(groups, torch.cat(decoded, 1).reshape(groups.shape), scale)
     packed = fitter.pack(torch.cat(codes, 1)[..., None], scale)
     return {"codebook": torch.stack(books)[None], **packed}
+
+
+def as_stored(entries: Tensor, scheme: VQScheme) -> Tensor:
+    """Entries in units of a step as a codebook keeps them: fp16, or integers as int8."""
+    if not scheme.largest_entry:
+        return entries.half()
+    return entries.round().clamp(-scheme.largest_entry, scheme.largest_entry).char()
+
+
+def _used(entries: Tensor, vectors: Tensor, scheme: VQScheme) -> Tensor:
+    """How many of `vectors` [n, x] each of `entries` is nearest to."""
+    codes = Assigner(entries[None], scheme, learned=True).codes(vectors)
+    return torch.bincount(codes[:, 0], minlength=len(entries))
 
 
 def _unit(rows: Tensor, fitter: RowFitter) -> Tensor:

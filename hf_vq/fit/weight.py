@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import VQConfigError, VQFormatError, shown
+from ..formats.packing import pack_bits, unpack_bits
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
 from ..formats.tensors import tensor_specs
@@ -17,6 +18,7 @@ from ..ops import decode_weight, rotate
 from ..ops.codes import rotation_of
 from ..transforms import draw_signs, qr_matrix
 from .frequency import by_frequency
+from .joint import fit_jointly
 from .ldlq import Feedback
 from .learned import fit_tile_band, tensor_codebook
 from .passes import nested_codes, one_pass
@@ -57,8 +59,7 @@ def fit_weight(
         seed: of the rotation and of k-means.
         where: name of the weight for errors.
         search: how a group's scale is found: `search`, `least_squares` or `norm`.
-        feedback: what calibration says of the inputs, for schemes that `ldlq.has_feedback`; None
-            fits without data.
+        feedback: what calibration says of the inputs; None fits without data.
 
     Raises:
         VQSchemeError: the dimensions do not fit the scheme.
@@ -74,10 +75,12 @@ def fit_weight(
     specs = tensor_specs(scheme, weight.shape[0], weight.shape[1], seed=seed, where=where)
     tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device)
     fitter = RowFitter(scheme, weight.shape[1], search, where)
-    tensors.update(_first_pass(weight, tensors, fitter, seed, feedback))
+    # Of two passes that add up only the last can make up for errors: those of the first are it.
+    first = None if scheme.stages == "rerotated" else feedback
+    tensors.update(_first_pass(weight, tensors, fitter, seed, first))
     fitter.check(weight, tensors["scale"])
-    if scheme.stages != "independent":
-        tensors.update(_second_pass(weight, tensors, fitter))
+    if scheme.stages != "independent" and "codes_2" not in tensors:
+        tensors.update(_second_pass(weight, tensors, fitter, feedback))
     relative_error, output_error, cost = _errors(weight, tensors, scheme, feedback)
     if cost > 0.9:
         raise VQFormatError(
@@ -119,10 +122,17 @@ def _first_pass(
     def rows(first: int, last: int) -> Tensor:
         return rotate(weight[first:last].float(), rotation, scheme)
 
+    if scheme.stages == "nested" and feedback is not None:
+        return _both_nested_passes(weight, tensors, fitter, feedback)
     if scheme.codebook == "tile":
-        bands = range(0, len(weight), scheme.tile[0])
-        return _joined(fit_tile_band(rows(i, i + scheme.tile[0]), fitter, seed) for i in bands)
+        bands = (rows(i, i + scheme.tile[0]) for i in range(0, len(weight), scheme.tile[0]))
+        if feedback is None:
+            return _joined(fit_tile_band(band, fitter, seed) for band in bands)
+        return _joined(fit_jointly(band, fitter, feedback, seed) for band in bands)
     learned = scheme.codebook == "tensor"
+    if learned and feedback is not None:
+        stored = fit_jointly(rows(0, len(weight)), fitter, feedback, seed)
+        return _ordered(stored, scheme, weight.shape[1])
     if learned:
         codebook, step = tensor_codebook(rows, weight.shape, fitter, seed)
     else:
@@ -134,17 +144,40 @@ def _first_pass(
         fitter.fit(rows(i, i + size), codebook, step, feedback) for i in range(0, len(weight), size)
     )
     if learned:
-        ordered = by_frequency(stored["codes"], codebook, scheme, weight.shape[1])
-        stored["codes"], stored["codebook"] = ordered
+        stored["codebook"] = codebook
+        return _ordered(stored, scheme, weight.shape[1])
     return stored
 
 
+def _ordered(stored: dict[str, Tensor], scheme: VQScheme, in_features: int) -> dict[str, Tensor]:
+    """The same with the most frequent entries first."""
+    codes, codebook = by_frequency(stored["codes"], stored["codebook"], scheme, in_features)
+    return {**stored, "codes": codes, "codebook": codebook}
+
+
+def _both_nested_passes(
+    weight: Tensor, tensors: dict[str, Tensor], fitter: RowFitter, feedback: Feedback
+) -> dict[str, Tensor]:
+    """A first code and what refines it are a code of one codebook, the refined one."""
+    bits = fitter.scheme.entry_bits
+    both = replace(fitter.scheme, entry_bits=2 * bits, residuals=1, stages="independent")
+    rows = rotate(weight.float(), rotation_of(tensors), fitter.scheme)
+    found = RowFitter(both, weight.shape[1], fitter.search, fitter.where).fit(
+        rows, tensors["codebook_2"], feedback=feedback
+    )
+    codes = unpack_bits(found["codes"], 2 * bits, weight.shape[1])
+    first, second = (pack_bits(part, bits) for part in (codes >> bits, codes & (1 << bits) - 1))
+    return {"codes": first, "codes_2": second, "scale": found["scale"]}
+
+
 def _second_pass(
-    weight: Tensor, tensors: dict[str, Tensor], fitter: RowFitter
+    weight: Tensor, tensors: dict[str, Tensor], fitter: RowFitter, feedback: Feedback | None
 ) -> dict[str, Tensor]:
     scheme, parts = fitter.scheme, []
     single = one_pass(scheme)
     again = RowFitter(single, weight.shape[1], fitter.search, fitter.where)
+    if feedback is not None:
+        feedback = feedback.turned_by(rotation_of(tensors, "_2"))
     for chunk, stored in _chunks(weight, tensors, scheme):
         if scheme.stages == "nested":
             rows = rotate(chunk, rotation_of(tensors), scheme)
@@ -155,7 +188,7 @@ def _second_pass(
             continue
         residual = chunk - decode_weight(stored, single, weight.shape[1])
         rows = rotate(residual, rotation_of(tensors, "_2"), scheme)
-        fitted = again.fit(rows, tensors["codebook"])
+        fitted = again.fit(rows, tensors["codebook"], feedback=feedback)
         parts.append({f"{key}_2": tensor for key, tensor in fitted.items()})
     return _joined(parts)
 

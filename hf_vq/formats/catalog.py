@@ -36,6 +36,7 @@ WEIGHT_SCHEMES: dict[str, VQScheme] = {
     "aqlm-3-int7": _learned(8, 12, 2, "tensor", codebook_bits=7),
     "aqlm-2-int7": _learned(8, 8, 2, "tensor", codebook_bits=7),
     "gptvq-2": _learned(4, 8, 1, "tile"),
+    "gptvq-2-int7": _learned(4, 8, 1, "tile", codebook_bits=7),
 }
 """Weight schemes by name (the papers of each: docs/architecture.md)."""
 

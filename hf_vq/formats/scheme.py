@@ -113,9 +113,8 @@ class VQScheme:
             and (self.vector_size, self.entry_bits, self.codebook) != (8, 16, "universal"),
             "a tile needs columns divisible by vector_size": tiled
             and self.tile[1] % self.vector_size > 0,
-            "integer entries are learned per tensor, for vectors of 4, 8, .. weights": (
-                self.largest_entry > 0 and (self.codebook != "tensor" or self.vector_size % 4 > 0)
-            ),
+            "integer entries are learned, for vectors of 4, 8, .. weights": self.largest_entry > 0
+            and (self.codebook not in ("tensor", "tile") or self.vector_size % 4 > 0),
             "a codebook per tile has one stage": tiled and self.residuals > 1,
             "codebooks per channel group have one stage and no scale (scale_group=0)": (
                 not self.has_scale and (self.residuals, self.scale_group) != (1, 0)

@@ -84,11 +84,11 @@ def tensor_specs(
 
 def _codebook_spec(scheme: VQScheme, out_features: int, in_features: int) -> TensorSpec:
     x, entries, stages = scheme.vector_size, scheme.entries, scheme.streams
+    dtype = torch.int8 if scheme.largest_entry else torch.float16
     if scheme.codebook == "tile":
         tiles = (math.ceil(out_features / scheme.tile[0]), math.ceil(in_features / scheme.tile[1]))
-        return TensorSpec((*tiles, entries, x), torch.float16)
+        return TensorSpec((*tiles, entries, x), dtype, largest=scheme.largest_entry)
     if scheme.codebook == "tensor":
-        dtype = torch.int8 if scheme.largest_entry else torch.float16
         return TensorSpec((stages, entries, x), dtype, largest=scheme.largest_entry)
     repeated = f"_r{stages}" if stages > 1 else ""
     if scheme.lattice:

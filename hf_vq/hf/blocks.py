@@ -95,11 +95,22 @@ class Blocks:
             finally:
                 block.to(home)
 
-    def run(self, index: int, hidden: Tensor, device: torch.device) -> Tensor:
-        """What block `index`, which is on `device`, makes of `hidden`; where that was."""
+    def run(
+        self,
+        index: int,
+        hidden: Tensor,
+        device: torch.device,
+        tensors: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        """What block `index`, which is on `device`, makes of `hidden`; where that was.
+
+        Args:
+            tensors: instead of the parameters of these names in the block.
+        """
         args, kwargs = self._calls[index].with_hidden(hidden)
         args, kwargs = tree_map_only(Tensor, lambda part: part.to(device), (args, kwargs))
-        return _hidden_of(self.blocks[index](*args, **kwargs)).to(hidden.device)
+        result = torch.func.functional_call(self.blocks[index], tensors or {}, args, kwargs)
+        return _hidden_of(result).to(hidden.device)
 
     def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """What the model makes of `hidden` [1, tokens, hidden], the output of its last block, for

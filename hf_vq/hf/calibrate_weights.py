@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..ops.codes import rotation_of
 from .allocate_weights import allocation, choices, measure_costs
 from .blocks import Blocks, find_blocks
 from .config import VQConfig
+from .finetune import TunedBlock, tune_block, tune_model
 from .moments import Listener, Site
 from .offload import weight_of
 from .operation import Progress
@@ -39,6 +40,7 @@ from .unfinished import CodedBlock, Unfinished, unfinished
 
 logger = logging.get_logger("hf_vq")
 _CHARACTERS = 12  # of a data set for every token: more than tokenizers put into one
+_DECIDING = ("tokens", "context", "damping", "finetune")  # options that the result depends on
 _SAMPLE = 1 << 14  # numbers of a weight that tell it from others
 
 
@@ -99,12 +101,22 @@ class WeightCalibration:
         """
         facts: dict[str, Any] = {"output_error": {}, "fallbacks": {}}
         resume, self.team = self.options.get("resume"), Team()
+        if self.team.size > 1 and self.options.get("finetune"):
+            raise VQCalibrationError(
+                f"{self.team.size} processes cannot fine-tune one model together. Start one, or "
+                'leave "finetune" out.'
+            )
         with unfinished(resume, self._identity(model), self.team) as work:
             sequences = self.team.share(work.tokens(lambda: self._sequences(model)))
             blocks = Blocks(model, self.prefix, sequences)
             if self.config.target_bits is not None:
                 facts.update(self._allocate(model, blocks, sequences, work))
-            for done in self._blocks(model, blocks, work):
+            for done in self._blocks(model, blocks, sequences, work):
+                if done.loss:
+                    facts.setdefault("finetune_loss", []).append([*map(_rounded, done.loss)])
+                for name, tensor in done.tuned.items():
+                    parameter = model.get_parameter(name)
+                    parameter.data = tensor.to(parameter.device)
                 self._replace(model, done)
                 for name, fitted in done.fitted.items():
                     errors[name] = _rounded(fitted.relative_error)
@@ -136,8 +148,13 @@ class WeightCalibration:
         kld = sum(cost[table[layer]] for layer, cost in costs.items())
         return {"predicted_kld": _rounded(kld)}
 
-    def _blocks(self, model: Any, blocks: Blocks, work: Unfinished) -> Iterator[CodedBlock]:
-        """The codes of one block after the other."""
+    def _blocks(
+        self, model: Any, blocks: Blocks, sequences: Tensor, work: Unfinished
+    ) -> Iterator[CodedBlock]:
+        """The codes of one block after the other; at the end, where the model is tuned as one."""
+        tune = self.options.get("finetune")
+        text, coded = list(blocks.hidden), list[CodedBlock]()
+        original = list(blocks.hidden) if tune else []  # what the original makes of the text
         what = self.config.target_bits or self.config.scheme_name
         progress = Progress(f"Calibrating {what}", len(self.parts))
         taken_up = False  # the block before this one was
@@ -146,22 +163,38 @@ class WeightCalibration:
                 done = work.block(index)
                 if done is not None:
                     progress.skip(len(done.fitted))
-                    taken_up = True
+                elif taken_up:
+                    _take_up(blocks, original, work, index)
+                taken_up = done is not None
+                if done is None:
+                    with _enough_memory(f"{self.prefix}.{index}"):
+                        done = self._code(model, blocks, original, index, progress)
+                    work.keep(index, done, [*blocks.hidden, *original])
+                if tune == "model":
+                    coded.append(done)
+                else:
                     yield done
-                    continue
-                if taken_up:
-                    blocks.hidden = work.hidden(index, blocks.hidden)
-                taken_up = False
-                with _enough_memory(f"{self.prefix}.{index}"):
-                    done = self._code(model, blocks, index, progress)
-                work.keep(index, done, blocks.hidden)
-                yield done
         finally:
             progress.close()
+        if coded:
+            if taken_up:
+                blocks.hidden = []
+                _take_up(blocks, original, work, len(blocks))
+            blocks.hidden = text
+            with _enough_memory("the whole model"):
+                self._tune_model(blocks, coded, sequences, original, work)
+            yield from coded
 
-    def _code(self, model: Any, blocks: Blocks, index: int, progress: Progress) -> CodedBlock:
+    def _code(
+        self,
+        model: Any,
+        blocks: Blocks,
+        original: list[Tensor],
+        index: int,
+        progress: Progress,
+    ) -> CodedBlock:
         """Codes of one block; `blocks.hidden` becomes what it returns with them, if another block
-        reads it."""
+        reads it, and `original` what it returned without."""
         parts = blocks.parts(index, self.parts.values())
         layers = {part.layer: model.get_submodule(part.layer) for part in parts}
         done = CodedBlock()
@@ -170,6 +203,7 @@ class WeightCalibration:
             for hidden in blocks.hidden:
                 with listener.listening(layers):
                     blocks.run(index, hidden, device)
+            original[:] = [blocks.run(index, hidden, device) for hidden in original]
             sites = self.team.heard(listener.sites, device)
             for number, site in enumerate(sites):
                 if number % self.team.size == self.team.rank:
@@ -186,10 +220,16 @@ class WeightCalibration:
                         "was not reached by the text: quantized without calibration"
                     )
                 self._decode(part, module, done.fitted[part.name])
+            tensors, by_block = None, self.options.get("finetune") == "block"
+            if by_block:
+                tuned = self._tuned(blocks, index, done, device)
+                done.loss = tune_block(blocks, index, tuned, original, device)
+                tensors = tuned.tensors()
             if index + 1 == len(blocks):
                 blocks.hidden = []
+                original[:] = [] if by_block else original
             for row, hidden in enumerate(blocks.hidden):
-                blocks.hidden[row] = blocks.run(index, hidden, device)
+                blocks.hidden[row] = blocks.run(index, hidden, device, tensors)
         return done
 
     def _fit_site(
@@ -203,6 +243,28 @@ class WeightCalibration:
             done.fitted[name] = self._fit(part, layers[part.layer], feedbacks)
             done.fallbacks.update(feedbacks.fallbacks(part))
             progress.done()
+
+    def _tuned(
+        self, blocks: Blocks, index: int, done: CodedBlock, device: torch.device
+    ) -> TunedBlock:
+        parts, start = blocks.parts(index, self.parts.values()), f"{self.prefix}.{index}."
+        seed, block = self.config.seed, blocks.blocks[index]
+        return TunedBlock(block, start, done, parts, self.schemes, seed, device)
+
+    def _tune_model(
+        self,
+        blocks: Blocks,
+        coded: list[CodedBlock],
+        sequences: Tensor,
+        original: list[Tensor],
+        work: Unfinished,
+    ) -> None:
+        with ExitStack() as stack:
+            devices = [stack.enter_context(blocks.on(i, self._device)) for i in range(len(coded))]
+            tuned = [
+                self._tuned(blocks, index, done, devices[index]) for index, done in enumerate(coded)
+            ]
+            coded[-1].loss = tune_model(blocks, tuned, sequences, original, work)
 
     def _fit(self, part: Part, module: nn.Module, feedbacks: Feedbacks | None) -> FittedWeight:
         """Codes of one part; of experts, stacked."""
@@ -279,7 +341,7 @@ class WeightCalibration:
             weight = weight_of(model.get_submodule(part.layer), part.weight)
             some = weight.detach().flatten()[:_SAMPLE]
             digest.update(some.cpu().float().numpy().tobytes())
-        options = {key: self.options[key] for key in ("tokens", "context", "damping")}
+        options = {key: self.options.get(key) for key in _DECIDING}
         config = self.config
         recipe = {"scheme": config.vq_scheme.spec(), "seed": config.seed, "search": config.search}
         for name in ("layers", "target_bits", "candidates"):
@@ -375,6 +437,12 @@ def _enough_memory(where: str) -> Iterator[None]:
             f"memory ran out while {where} was calibrated. Give calibration a shorter context, "
             'another "device" or fewer tokens; with "resume", the blocks before it are kept.'
         ) from error
+
+
+def _take_up(blocks: Blocks, original: list[Tensor], work: Unfinished, index: int) -> None:
+    """Take hidden states as they were before block `index`, where work on it was stopped."""
+    kept, count = work.hidden(index, [*blocks.hidden, *original]), len(blocks.hidden)
+    blocks.hidden, original[:] = kept[:count], kept[count:]
 
 
 def _check_device(name: str | None) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import VQConfigError, shown
-from ..fit.ldlq import DAMPING, has_feedback
+from ..fit.ldlq import DAMPING
 from ..fit.rows import SEARCHES
 from ..formats.catalog import scheme_name, weight_scheme
 from ..formats.scheme import VQScheme
@@ -24,6 +23,7 @@ FORMAT_VERSION = 2
 
 CANDIDATES = ("vq-2", "vq-3", "vq-4")
 _LARGEST_SEED = 2**31 - 1
+FINETUNE = ("block", "model")
 _ADVISE_CALIBRATION = 2.5  # bits per weight
 CALIBRATION_TOKENS = 1 << 17
 
@@ -53,8 +53,9 @@ class VQConfig(QuantizationConfigMixin):
             `NAME[:CONFIG[:SPLIT]]` (needs the package `datasets`), or `"model"` for what the model
             writes by itself. Or a dict with that as `text` and any of: `tokens` of it to run;
             `context`, tokens of a sequence (None = 2048, or what the model can); `damping` of the
-            second moments; `device`, where blocks are computed one at a time; `resume`, a folder
-            where work is kept, so that it goes on after an interruption.
+            second moments; `finetune`, "block" or "model", which moves scales, learned codebooks,
+            norms and biases too; `device`, where blocks are computed one at a time; `resume`, a
+            folder where work is kept, so that it goes on after an interruption.
         quant_method: always `vq`.
         format_version: version of what is stored.
         provenance: written by hf_vq: versions, the error of every layer, hashes of the codebooks.
@@ -120,8 +121,6 @@ class VQConfig(QuantizationConfigMixin):
         self.format_version = format_version
         if layers is not None:
             self.use(_check_layers(layers))
-        if calibration is not None:
-            _check_feedback(self.schemes())
         self.provenance = _check_provenance(provenance)
         data_free = provenance is None and calibration is None
         if data_free and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
@@ -274,16 +273,6 @@ def _below(target: float, candidates: list[str]) -> str:
     return max(within, key=lambda name: weight_scheme(name).bits())
 
 
-def _check_feedback(schemes: Iterable[VQScheme]) -> None:
-    for scheme in schemes:
-        if not has_feedback(scheme):
-            raise VQConfigError(
-                f"{scheme_name(scheme) or scheme.spec()} cannot be calibrated yet: vq-*, "
-                "turboquant-1 to -8 and quip-sharp-* can. Use one of them, or leave calibration "
-                "out."
-            )
-
-
 def _check_calibration(calibration: object) -> dict[str, Any] | None:
     """The options in full; None stays None."""
     if calibration is None:
@@ -293,7 +282,7 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
         raise VQConfigError(
             f"calibration must be a text file, a data set, 'model' or a dict; got {shown(given)}."
         )
-    known = ("text", "tokens", "context", "damping", "device", "resume")
+    known = ("text", "tokens", "context", "damping", "finetune", "device", "resume")
     if unknown := sorted(map(str, set(given) - set(known))):
         raise VQConfigError(
             f"calibration has no option {', '.join(map(repr, unknown))}. Known: {', '.join(known)}."
@@ -305,6 +294,12 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
     _check_int("calibration['tokens']", found["tokens"], MIN_CONTEXT, 2**31)
     if found["context"] is not None:
         _check_int("calibration['context']", found["context"], MIN_CONTEXT, 2**31)
+    if found.get("finetune") is None:
+        found.pop("finetune", None)
+    elif found["finetune"] not in FINETUNE:
+        raise VQConfigError(
+            f"calibration['finetune'] must be 'block' or 'model'; got {shown(found['finetune'])}."
+        )
     damping = found["damping"]
     if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 < damping <= 1:
         raise VQConfigError(

@@ -5,6 +5,7 @@
     block-3.safetensors     codes of block 3
     hidden-4.safetensors    hidden states of the text between blocks 3 and 4, written before it
                             (hidden-4-1.safetensors: those of the second of several processes)
+    finetune.safetensors    what moved in a fine-tuning of the whole model, after its last epoch
 
 Every file is written whole or not at all. What is read is what was written, so the result is that
 of a run that was not killed, bit by bit. The file `lock` is locked while a process is at work.
@@ -37,10 +38,14 @@ class CodedBlock:
     Args:
         fitted: by name.
         fallbacks: what was done otherwise than asked, by name.
+        tuned: norms and biases that fine-tuning moved, by name.
+        loss: of the fine-tuning of this block, before and after.
     """
 
     fitted: dict[str, FittedWeight] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(default_factory=dict)
+    tuned: dict[str, Tensor] = field(default_factory=dict)
+    loss: list[float] = field(default_factory=list)
 
 
 @contextmanager
@@ -107,7 +112,8 @@ class Unfinished:
             return make()
         if not self._text.exists():
             ids = make()
-            for what in ("costs", "block-*", "hidden-*"):  # of a folder not removed as a whole
+            # Of a folder that was not removed as a whole:
+            for what in ("costs", "block-*", "hidden-*", "finetune"):
                 for left in self.folder.glob(f"{what}.safetensors"):
                     left.unlink()
             _write(self._text, {"ids": ids}, identity=self.identity)
@@ -148,7 +154,8 @@ class Unfinished:
         if path is None or not path.exists():
             return None
         about, tensors = _read(path)
-        done = CodedBlock(fallbacks=about["fallbacks"])
+        done = CodedBlock(fallbacks=about["fallbacks"], loss=about["loss"])
+        done.tuned = {name: tensors[f"{name}:tuned"] for name in about["tuned"]}
         for name, (relative, output) in about["errors"].items():
             keys = {key: f"{name}:{key}" for key in about["keys"][name]}
             own = {key: tensors[stored] for key, stored in keys.items()}
@@ -187,13 +194,26 @@ class Unfinished:
             for name, fitted in done.fitted.items()
             for key, tensor in fitted.tensors.items()
         }
+        tensors |= {f"{name}:tuned": tensor for name, tensor in done.tuned.items()}
         _write(
             path,
             tensors,
             fallbacks=done.fallbacks,
+            tuned=list(done.tuned),
+            loss=done.loss,
             keys={name: list(fitted.tensors) for name, fitted in done.fitted.items()},
             errors={n: [f.relative_error, f.output_error] for n, f in done.fitted.items()},
         )
+
+    def tuning(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """What `keep_tuning` kept; None if that is nothing."""
+        path = None if self.folder is None else self.folder / "finetune.safetensors"
+        return _read(path) if path is not None and path.exists() else None
+
+    def keep_tuning(self, tensors: dict[str, Tensor], **about: Any) -> None:
+        """Keep the state of a fine-tuning of the whole model."""
+        if self.folder is not None:
+            _write(self.folder / "finetune.safetensors", tensors, **about)
 
     def _path(self, what: str, index: int) -> Path | None:
         own = f"-{self.team.rank}" if what == "hidden" and self.team.size > 1 else ""

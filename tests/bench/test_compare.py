@@ -42,7 +42,8 @@ def absent(monkeypatch, *modules):
 def test_contestants():
     found = contestants(["vq-4", "aqlm-2", "nf4", "vq-4"], ["u4", "cq-4", "quanto-2"], True)
     assert [(one.name, one.kind) for one in found] == [
-        ("vq-4", "scheme"), ("vq-4", "calibrated"), ("aqlm-2", "scheme"), ("nf4", "peer"),
+        ("vq-4", "scheme"), ("vq-4", "calibrated"), ("aqlm-2", "scheme"),
+        ("aqlm-2", "calibrated"), ("nf4", "peer"),
         ("u4", "scheme"), ("cq-4", "calibrated"), ("quanto-2", "peer"),
     ]  # fmt: skip
     assert "vq-4, calibrated" in [one.label for one in found]

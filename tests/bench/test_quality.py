@@ -122,6 +122,12 @@ def test_baselines_round_to_their_grids():
     assert torch.equal(
         baselines.round_to_nearest(torch.full((2, 128), 0.7)), torch.full((2, 128), 0.7)
     )
+    moments = torch.randn(512, 256).T
+    moments = moments @ moments.T / 512
+    moments.diagonal().mul_(torch.linspace(0.2, 4, 256))
+    nearest, found = baselines.round_to_nearest(w, 3), baselines.gptq(w, moments, 3)
+    costs = [float((((q - w) @ moments) * (q - w)).sum()) for q in (found, nearest)]
+    assert costs[0] < 0.7 * costs[1] and len(found[0, :128].unique()) <= 8
     group = baselines.per_channel(x, 2)[0, :32, 0]
     assert len(group.unique()) <= 4
 
@@ -195,6 +201,24 @@ def test_calibrated_caches_are_measured(tiny_model, eval_text, tmp_path, monkeyp
     assert record["settings"]["calibration_tokens"] == 256
     assert record["settings"]["calibration_text"] == eval_text.name
     assert "--calibration TEXT --tokens 256" in record["command"]
+
+
+def test_fine_tuning_and_gptq_learn_from_the_same_text(
+    tiny_model, eval_text, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(quality_weights, "CALIBRATION_TOKENS", 256)
+    out = tmp_path / "record.json"
+    arguments = ["quality-weights", str(tiny_model), "--text", str(eval_text), "--tokens", "256"]
+    arguments += ["--context", "128", "--schemes", "vq-2", "--kinds", "baseline", "block", "model"]
+    arguments += ["--calibration", str(eval_text), "--revision", "abc", "--out", str(out)]
+    assert main(arguments) == 0
+    record = json.loads(out.read_text())
+    rows = {(row["name"], row["kind"]): row for row in record["results"]["rows"]}
+    gptq = [(f"GPTQ int{bits} g128", "baseline") for bits in (4, 3, 2)]
+    assert list(rows)[2:] == [*gptq, ("vq-2", "block"), ("vq-2", "model")]
+    assert rows[gptq[0]]["kld"] < rows[gptq[1]]["kld"] < rows[gptq[2]]["kld"]
+    assert rows[gptq[0]]["bits_per_weight"] == 4.15625
+    assert record["command"].endswith("--kinds baseline block model")
 
 
 def test_learned_schemes_are_calibrated_on_another_text(tiny_model, eval_text, tmp_path):

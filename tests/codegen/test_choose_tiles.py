@@ -89,6 +89,7 @@ def test_who_has_none():
         (WEIGHT_SCHEMES["vq-4"], 4096, "not one of tiles"),
         (WEIGHT_SCHEMES["turboquant-4+4"], 4096, "second pass"),
         (VQScheme.parse("vq4x8r1-tile256x256-g128-none"), 4096, "several scales"),
+        (WEIGHT_SCHEMES["gptvq-2-int7"], 4096, "hold integers"),
         (VQScheme.parse("vq1x4r1-tile256x256-g0-none"), 4096, "one weight"),
         (VQScheme.parse("vq4x7r1-tile256x16-g0-none"), 4096, "whole words"),
         (VQScheme.parse("vq4x8r1-tile24x20-g0-none"), 80, "whole words"),

@@ -69,6 +69,7 @@ def test_any_scheme_survives_spec(fields):
         ("aqlm-3-int7", 3.0),
         ("aqlm-2-int7", 2.0),
         ("gptvq-2", 2.0),
+        ("gptvq-2-int7", 2.0),
     ],
 )
 def test_nominal_bits(name, bits):
@@ -109,6 +110,8 @@ def test_integer_entries():
     spec = tensor_specs(integers, 64, 256)["codebook"]
     assert (spec.shape, spec.dtype, spec.largest) == ((2, 4096, 8), torch.int8, 63)
     assert tensor_specs(floats, 64, 256)["codebook"].largest == 0
+    spec = tensor_specs(weight_scheme("gptvq-2-int7"), 300, 384)["codebook"]
+    assert (spec.shape, spec.dtype, spec.largest) == ((2, 2, 256, 4), torch.int8, 63)
 
 
 @pytest.mark.parametrize("value", [64, 127, -64, -128])
@@ -147,7 +150,7 @@ def test_codebooks_of_a_kv_cache():
         ({"tile": [256, 256]}, "tile"),
         ({"codebook_bits": 8}, "codebook_bits must be 16 or 7; got 8"),
         ({"codebook_bits": True}, "codebook_bits must be 16 or 7"),
-        ({"codebook_bits": 7, "vector_size": 8}, "integer entries are learned per tensor"),
+        ({"codebook_bits": 7, "vector_size": 8}, "integer entries are learned, for"),
         ({"codebook_bits": 7, "codebook": "tensor"}, "vectors of 4, 8"),
     ],
 )

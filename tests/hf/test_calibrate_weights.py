@@ -450,12 +450,6 @@ def test_options(calibration, message):
         VQConfig("vq-4", calibration=calibration)
 
 
-def test_schemes_that_cannot_be_calibrated_say_so():
-    for scheme in ("aqlm-2", "gptvq-2", "turboquant-4+4"):
-        with pytest.raises(VQConfigError, match=r"cannot be calibrated yet.*leave calibration out"):
-            VQConfig(scheme, calibration="text.txt")
-
-
 def test_two_bits_with_a_text_are_not_warned_about(recwarn, tmp_path):
     config = VQConfig("vq-2", calibration=tmp_path / "text.txt")
     assert not recwarn.list and config.calibration["text"] == str(tmp_path / "text.txt")

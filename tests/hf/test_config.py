@@ -146,12 +146,10 @@ def test_target_bits_need_no_more_than_a_number():
         ({"layers": {"": "vq-2"}}, "dict of names and schemes"),
         ({"layers": {"(": "vq-2"}}, "layers: '(' is not a regular expression"),
         ({"layers": {"mlp": "vq-9"}}, "unknown weight scheme 'vq-9'"),
-        ({"layers": {"mlp": "aqlm-2"}, "calibration": "model"}, "aqlm-2 cannot be calibrated"),
         ({"target_bits": "3"}, "target_bits must be a number"),
         ({"target_bits": 2}, "at least 2.125, the least that vq-2, vq-3, vq-4 store"),
         ({"target_bits": float("nan")}, "at least 2.125"),
         ({"target_bits": 3, "candidates": ["vq-2"]}, "a list of two schemes or more"),
-        ({"target_bits": 3, "candidates": ["vq-2", "gptvq-2"]}, "gptvq-2 cannot be calibrated"),
         ({"candidates": ["vq-2", "vq-3"]}, "target_bits chooses from"),
     ],
 )

@@ -241,7 +241,9 @@ def norms(rows, x):
     return rows.double().unflatten(-1, (-1, x)).norm(dim=-1)
 
 
-@pytest.mark.parametrize("name", ["aqlm-2-int7", "vq4x5r3-tensor-int7-g64-hadamard128"])
+@pytest.mark.parametrize(
+    "name", ["aqlm-2-int7", "gptvq-2-int7", "vq4x5r3-tensor-int7-g64-hadamard128"]
+)
 def test_integer_entries_are_numbers_like_others(name, isa):
     scheme, tensors = stored(name, 300, 512)
     same = replace(scheme, codebook_bits=16)
