@@ -30,7 +30,11 @@ def main(dense: str, out: str, experts: str) -> None:
     def calibrated(folder: str, skip: list[str], **options: Any) -> Any:
         calibration = {"text": "model", "tokens": 192, "context": 32, **options}
         config = VQConfig(
-            target_bits=3.5, calibration=calibration, modules_to_not_convert=skip, seed=1
+            target_bits=3.5,
+            candidates=["turboquant-2", "turboquant-4"],
+            calibration=calibration,
+            modules_to_not_convert=skip,
+            seed=1,
         )
         return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
 

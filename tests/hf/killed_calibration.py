@@ -23,7 +23,10 @@ def calibrate(source: str, target: Path, **options: Any) -> None:
     """Calibrate and save, in a process of its own."""
     calibration = {"text": "model", "tokens": 256, "context": 32, **options}
     config = VQConfig(
-        target_bits=3.5, calibration=calibration, modules_to_not_convert=["mlp", "o_proj"]
+        target_bits=3.5,
+        candidates=["turboquant-2", "turboquant-4"],
+        calibration=calibration,
+        modules_to_not_convert=["mlp", "o_proj"],
     )
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
     model.save_pretrained(target)
