@@ -86,9 +86,7 @@ def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     )
     verb = _verb(verbs, "calibrate", _calibrate, text)
     verb.add_argument("model", metavar="MODEL", help="directory or Hub id")
-    verb.add_argument(
-        "out", metavar="OUT", nargs="?", help="directory to write (--kv: default MODEL's)"
-    )
+    verb.add_argument("out", metavar="OUT", nargs="?", help="directory (--kv: default MODEL's)")
     what = verb.add_mutually_exclusive_group(required=True)
     what.add_argument("--scheme", metavar="SCHEME", help="of the weights: vq-4, vq-2, ...")
     what.add_argument(
@@ -108,17 +106,11 @@ def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
         "--tokens", type=_positive, metavar="N",
         help="default: 131072 for weights, 8192 for --kv, 4096 for its mean bits",
     )  # fmt: skip
-    verb.add_argument(
-        "--context", type=_positive, metavar="L", help="tokens of a sequence (default: up to 2048)"
-    )
-    verb.add_argument(
-        "--candidates", nargs="+", metavar="SCHEME", help="that --target-bits chooses from"
-    )
+    verb.add_argument("--context", type=_positive, metavar="L", help="default: up to 2048 tokens")
+    verb.add_argument("--candidates", nargs="+", metavar="S", help="of --target-bits")
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     _add_skip(verb)
-    verb.add_argument(
-        "--device", help="of weights: where blocks are computed, one at a time (as cuda)"
-    )
+    verb.add_argument("--device", help="of weights: where blocks are computed, one at a time")
     _add_loading(verb)
     verb.add_argument("--force", action="store_true", help="replace what is there")
     return verb

@@ -252,6 +252,13 @@ def _check_candidates(candidates: object) -> list[str]:
             f"candidates must be a list of two schemes or more; got {shown(candidates)}."
         )
     schemes = dict.fromkeys(weight_scheme(candidate) for candidate in given)
+    learned = [candidate for candidate in schemes if candidate.codebook != "universal"]
+    if learned:  # a codebook that is learned from the rows that are measured would suit just these
+        raise VQConfigError(
+            f"{scheme_name(learned[0]) or learned[0].spec()} cannot be one of the candidates: it "
+            "learns its codebooks, and what that costs is not measured on some rows of a layer. "
+            "Give it to layers by name: layers={...}."
+        )
     return [scheme_name(scheme) or scheme.spec() for scheme in schemes]
 
 

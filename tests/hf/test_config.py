@@ -150,6 +150,10 @@ def test_target_bits_need_no_more_than_a_number():
         ({"target_bits": 2}, "at least 2.125, the least that vq-2, vq-3, vq-4 store"),
         ({"target_bits": float("nan")}, "at least 2.125"),
         ({"target_bits": 3, "candidates": ["vq-2"]}, "a list of two schemes or more"),
+        (
+            {"target_bits": 3, "candidates": ["vq-2", "gptvq-2"]},
+            "gptvq-2 cannot be one of the cand",
+        ),
         ({"candidates": ["vq-2", "vq-3"]}, "target_bits chooses from"),
     ],
 )
