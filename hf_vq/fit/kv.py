@@ -10,8 +10,6 @@ really are. Rows count by their energy, which is what their error is proportiona
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -161,26 +159,3 @@ def _of_all_rows(tokens: Tensor, scheme: VQScheme, seed: int) -> Tensor:
     for _ in range(ROUNDS):
         codebook = lloyd(vectors[None, chosen], codebook[None], weights[None, chosen])[0]
     return codebook
-
-
-def allocate_bits(
-    sensitivity: Sequence[float], errors: dict[int, float], target_bits: float
-) -> list[int]:
-    """Bits of each part, of at most `target_bits` on average and with the least sum of sensitivity
-    times error.
-
-    From the fewest bits on, always the bit that gains most: the best there is, as every further bit
-    of a part gains less than the one before.
-
-    Args:
-        sensitivity: of each part to an error of 1; negative ones, of a noisy measurement, count 0.
-        errors: by bits, which follow one another and whose errors fall ever more slowly.
-    """
-    bits = [min(errors)] * len(sensitivity)
-    for _ in range(int((target_bits - min(errors)) * len(bits) + 1e-9)):
-        gains = [
-            max(cost, 0.0) * (errors[have] - errors[have + 1]) if have + 1 in errors else -1.0
-            for cost, have in zip(sensitivity, bits, strict=True)
-        ]
-        bits[gains.index(max(gains))] += 1
-    return bits

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..cache import VQCache
 from ..cache.codebooks import KVCodebooks
 from ..errors import VQCacheError, VQCalibrationError, shown
-from ..fit.kv import allocate_bits
+from ..fit.allocation import allocate
 from ..formats.catalog import KVScheme, kv_scheme
 from ..formats.scheme import VQScheme
 from ..formats.universal import universal_mse
@@ -88,12 +88,16 @@ def allocate_kv(
     finally:
         model.train(was_training)
     coded = [layer for layer, costs in enumerate(sensitivity) if costs]
-    units = [cost for layer in coded for cost in sensitivity[layer]]
-    errors = {bits: universal_mse(s.vector_size, s.entry_bits) for bits, s in LEVELS.items()}
-    bits = iter(allocate_bits(units, errors, target_bits))
+    units = [max(cost, 0.0) for layer in coded for cost in sensitivity[layer]]
+    errors = [universal_mse(part.vector_size, part.entry_bits) for part in LEVELS.values()]
+    costs = [[cost * error for error in errors] for cost in units]
+    budget = int(target_bits * len(units) + 1e-9)
+    chosen = allocate([list(LEVELS)] * len(units), costs, budget)
+    assert chosen is not None, "the fewest bits fit"
+    parts = iter(list(LEVELS.values())[index] for index in chosen)
     schemes = [kv_scheme("u4") for _ in sensitivity]
     for layer in coded:
-        schemes[layer] = KVScheme(LEVELS[next(bits)], LEVELS[next(bits)])
+        schemes[layer] = KVScheme(next(parts), next(parts))
     none: list[Tensor | None] = [None] * len(schemes)
     return KVCodebooks(tuple(schemes), none, none, means, sensitivity)
 

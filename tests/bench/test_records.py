@@ -46,15 +46,20 @@ BETTER_KV = {
 }
 
 
+NOT_YET = "quality-kv-calibrated"  # a suite that may have no record
+
+
 def rows(suite: str) -> list[dict]:
     record = read_record(suite)
     assert record is not None
     return record["results"]["rows"]
 
 
-@pytest.mark.parametrize("suite", ["quality-weights", "quality-kv", "demo"])
+@pytest.mark.parametrize("suite", ["quality-weights", "quality-kv", NOT_YET, "demo"])
 def test_a_record_says_what_made_it(suite):
     record = read_record(suite)
+    if record is None and suite == NOT_YET:
+        pytest.skip("not measured yet")
     assert record["revision"] and record["date"]
     assert record["versions"]["hf-vq"][0].isdigit()
     command = f"python -m hf_vq.bench {suite} MODEL_DIR --text TEXT"
@@ -103,9 +108,9 @@ def test_kv_cache(scheme, case, number):
 
 @pytest.mark.parametrize("name", BETTER_KV)
 def test_calibrated_kv_cache(name):
-    if read_record("quality-kv-calibrated") is None:
+    if read_record(NOT_YET) is None:
         pytest.skip("not measured yet")
-    found = {row["name"]: row for row in rows("quality-kv-calibrated")}
+    found = {row["name"]: row for row in rows(NOT_YET)}
     assert found[name]["kld"] <= found[BETTER_KV[name]]["kld"]
     assert found[name]["bits_per_element"] <= found[BETTER_KV[name]]["bits_per_element"]
     assert found[name]["kld"] <= CALIBRATED_KV_BARS.get(name, math.inf)

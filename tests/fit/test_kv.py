@@ -1,12 +1,10 @@
 """What is kept of recorded keys and values, and the codebooks that are learned from it."""
 
-import itertools
-
 import pytest
 import torch
 
 from hf_vq.errors import VQCacheError, VQSchemeError
-from hf_vq.fit.kv import TokenSample, allocate_bits, fit_kv_codebook
+from hf_vq.fit.kv import TokenSample, fit_kv_codebook
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.universal import universal_mse
@@ -163,23 +161,6 @@ def test_fisher_weights_decide_what_is_served():
 
     better, same = errors(weighted) / errors(plain)
     assert better < 0.9 and 0.8 < same < 1.25
-
-
-def test_bits_go_where_they_gain_most():
-    errors = {2: 0.1, 3: 0.03, 4: 0.008}
-
-    def cost(bits, sensitivity):
-        return sum(s * errors[b] for s, b in zip(sensitivity, bits, strict=True))
-
-    assert allocate_bits([1.0, 1.0], errors, 3) == [3, 3]
-    assert allocate_bits([10.0, 0.1], errors, 3) == [4, 2]
-    assert allocate_bits([1.0, -1.0, 0.0], errors, 2) == [2, 2, 2]
-    assert allocate_bits([1.0, 2.0], errors, 4) == [4, 4]
-    assert sum(allocate_bits([3.0, 1.0, 2.0], errors, 2.7)) == 8, "never more than the target"
-    for seed in range(5):
-        s = torch.rand(5, generator=torch.Generator().manual_seed(seed)).square().tolist()
-        best = min(cost(bits, s) for bits in itertools.product(errors, repeat=5) if sum(bits) <= 14)
-        assert cost(allocate_bits(s, errors, 2.8), s) == pytest.approx(best)
 
 
 def test_what_cannot_be_learned():

@@ -13,7 +13,7 @@ from hf_vq.cache.codebooks import FILE_NAME, KVCodebooks
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.hf import allocate as module
 
-SMALL = {"tokens": 128, "context": 64, "progress": False}
+SMALL = {"tokens": 64, "context": 64, "progress": False}
 
 
 @pytest.fixture(autouse=True)
