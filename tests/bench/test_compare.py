@@ -80,6 +80,12 @@ def test_rows_and_what_fails(tiny_model, eval_text, monkeypatch):
         assert "ZeroDivisionError: division by zero" in shown
 
 
+def test_a_reason_is_one_line_without_folders():
+    error = OSError("no /home/me/.cache/x.so | or /a, see https://a.b/c/d\nsecond")
+    assert compare.reason(error) == "OSError: no x.so / or /a, see https://a.b/c/d"
+    assert compare.reason(VQError("as it is")) == "as it is"
+
+
 _installed = peers.installed
 
 
