@@ -198,10 +198,10 @@ def test_rows_of_other_settings_are_not_taken(tiny_model, eval_text, tmp_path):
     [
         (["--compare", "vq-5x"], "peers"),
         (["--compare", "vq-4", "--plot", "out.doc"], "suffixes"),
-        (["--compare", "vq-4", "--reference", "x"], "leave --reference out"),
+        (["--compare", "vq-4", "--reference", "x"], "--reference is not for eval --compare"),
         (["--compare", "--cache", "u4", "--context", "200"], "context of 256"),
         (["--cache", "u4", "u2"], "one --cache"),
-        (["--plot", "out.png"], "--plot is for eval --compare"),
+        (["--plot", "out.png"], "--plot is for --compare"),
         (["--compare", "vq-4", "--tokens", "128", "--json", "/nowhere/out.json"], "cannot write"),
     ],
 )
