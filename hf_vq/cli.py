@@ -51,14 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         left = "nothing was left behind"
-        if args.verb == "eval" and args.compare is not None and args.json:
-            kept = _unfinished(args.json)
-            if kept.exists():
-                left = f"the same command goes on from {kept}"
-        if args.verb == "calibrate" and args.kv is None and args.out:
-            kept = _unfinished(args.out)
-            if kept.exists():
-                left = f"the same command goes on from {kept}"
+        out = getattr(args, {"eval": "json", "calibrate": "out"}.get(args.verb, ""), None)
+        if out and _unfinished(out).exists():
+            left = f"the same command goes on from {_unfinished(out)}"
         print(f"hf-vq: interrupted; {left}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `hf-vq info ... | head`
@@ -136,24 +131,19 @@ def _add_eval(verbs: Any) -> argparse.ArgumentParser:
         "--cache",
         nargs="+",
         metavar="SCHEME",
-        help="read keys and values from a VQCache; several with --compare, where hqq-4, quanto-2 "
-        "and such are Transformers' QuantizedCache",
+        help="read keys and values from a VQCache; with --compare several, also hqq-4, quanto-2",
     )
     _add_loading(verb)
     verb.add_argument("--json", metavar="OUT", help="also write the result here; - is stdout")
-    verb.add_argument(
-        "--card", action="store_true", help="also write it into MODEL's README.md and config.json"
-    )
+    verb.add_argument("--card", action="store_true", help="also write it into MODEL's README.md")
     verb.add_argument(
         "--compare",
         nargs="*",
         metavar="NAME",
-        help="quantize MODEL, the original, in each of these ways: schemes, and nf4, hqq-4, "
-        "torchao-4, quanto-4, gptq-4 and such (default, without --cache: a list of all kinds)",
+        help="measure MODEL quantized in each of these ways: schemes, nf4, hqq-4, torchao-4, "
+        "quanto-4, gptq-4 (default, without --cache: all kinds)",
     )
-    verb.add_argument(
-        "--calibration", metavar="FILE", help="with --compare: another text, to learn from"
-    )
+    verb.add_argument("--calibration", metavar="FILE", help="with --compare: a text to learn from")
     verb.add_argument("--plot", metavar="OUT", help="with --compare: also draw it (.png, .svg)")
     verb.add_argument("--markdown", action="store_true", help="with --compare: as Markdown")
     return verb
@@ -337,12 +327,15 @@ def _tokenizer_or_none(load: Callable[[str], Any], model: str) -> Any:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    if args.compare is not None:
-        _compare(args)
-        return
-    for option in ("calibration", "plot", "markdown"):
+    comparing = args.compare is not None
+    for option in ("reference", "card") if comparing else ("calibration", "plot", "markdown"):
         if getattr(args, option):
-            raise VQConfigError(f"--{option} is for eval --compare.")
+            where = (
+                "not for eval --compare: MODEL is the original" if comparing else "for --compare"
+            )
+            raise VQConfigError(f"--{option} is {where}.")
+    if comparing:
+        return _compare(args)
     if args.cache and len(args.cache) > 1:
         raise VQConfigError("eval takes one --cache; several are for eval --compare.")
     from .bench.demo import default_text
@@ -376,9 +369,6 @@ def _compare(args: argparse.Namespace) -> None:
     from .bench.record import command_line
     from .bench.show import markdown_table, text_table
 
-    for option in ("reference", "card"):
-        if getattr(args, option):
-            raise VQConfigError(f"with --compare, MODEL is the original: leave --{option} out.")
     if args.plot:
         compare_show.check_plot(args.plot)
     everything = not args.compare and args.cache is None

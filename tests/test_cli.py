@@ -251,7 +251,7 @@ def test_an_interrupted_calibration_leaves_nothing(copied, eval_text, monkeypatc
     """Whether it records, fits or writes; what was there stays."""
     before = {path: path.read_bytes() for path in copied.iterdir()}
     arguments = ["calibrate", str(copied), "--kv", "nomad-4", "--text", eval_text, *CALIBRATION]
-    places = ("hf_vq.hf.calibrate._run", "hf_vq.hf.calibrate.fit_kv_codebook", "os.replace")
+    places = ("hf_vq.hf.calibrate.run_recorded", "hf_vq.hf.calibrate.fit_kv_codebook", "os.replace")
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

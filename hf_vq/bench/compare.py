@@ -6,6 +6,7 @@ with the sinks and newest tokens that it keeps exact by default.
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -183,8 +184,7 @@ class Comparison:
             try:
                 row |= measure(one)
             except expected as error:
-                known = isinstance(error, VQError)
-                row["failed"] = ("" if known else f"{type(error).__name__}: ") + first_line(error)
+                row["failed"] = reason(error)
             yield row
 
     @property
@@ -301,6 +301,12 @@ def record(comparison: Comparison, command: str, out: Path | None) -> dict[str, 
     if recorder:
         return recorder.finish(settings, results)
     return make_record("compare", command, settings, results, device=device)
+
+
+def reason(error: BaseException) -> str:
+    """What a row says of a failure: one line without folders, which are of this machine."""
+    line = re.sub(r"(?<![\w:/])(?:/[\w.+@-]+)+/", "", first_line(error)).replace("|", "/")
+    return line if isinstance(error, VQError) else f"{type(error).__name__}: {line}"
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, str]:

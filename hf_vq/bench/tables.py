@@ -390,7 +390,8 @@ def compare_table(what: str) -> str:
         return "Not measured yet: `hf-vq eval MODEL --compare --text TEXT --calibration TEXT`."
     record = _record("compare")
     rows = [row for row in record["results"]["rows"] if row["what"] == what]
-    return markdown_table(*compare_show.cells(rows, what)) + "\n\n" + _source(record)
+    picture = compare_show.PICTURE if what == "weights" else ""
+    return f"{picture}{markdown_table(*compare_show.cells(rows, what))}\n\n{_source(record)}"
 
 
 def _ratio(value: float | None) -> str:

@@ -80,6 +80,12 @@ def test_rows_and_what_fails(tiny_model, eval_text, monkeypatch):
         assert "ZeroDivisionError: division by zero" in shown
 
 
+def test_a_reason_is_one_line_without_folders():
+    error = OSError("no /home/me/.cache/x.so | or /a, see https://a.b/c/d\nsecond")
+    assert compare.reason(error) == "OSError: no x.so / or /a, see https://a.b/c/d"
+    assert compare.reason(VQError("as it is")) == "as it is"
+
+
 _installed = peers.installed
 
 
@@ -192,10 +198,10 @@ def test_rows_of_other_settings_are_not_taken(tiny_model, eval_text, tmp_path):
     [
         (["--compare", "vq-5x"], "peers"),
         (["--compare", "vq-4", "--plot", "out.doc"], "suffixes"),
-        (["--compare", "vq-4", "--reference", "x"], "leave --reference out"),
+        (["--compare", "vq-4", "--reference", "x"], "--reference is not for eval --compare"),
         (["--compare", "--cache", "u4", "--context", "200"], "context of 256"),
         (["--cache", "u4", "u2"], "one --cache"),
-        (["--plot", "out.png"], "--plot is for eval --compare"),
+        (["--plot", "out.png"], "--plot is for --compare"),
         (["--compare", "vq-4", "--tokens", "128", "--json", "/nowhere/out.json"], "cannot write"),
     ],
 )
