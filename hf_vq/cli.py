@@ -106,6 +106,7 @@ def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     _add_skip(verb)
     verb.add_argument("--device", help="of weights: where blocks are computed, one at a time")
+    verb.add_argument("--finetune", metavar="HOW", help="of weights: block, or model")
     _add_loading(verb)
     verb.add_argument("--force", action="store_true", help="replace what is there")
     return verb
@@ -242,7 +243,7 @@ def _quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
 
 def _calibrate(args: argparse.Namespace) -> None:
     if args.kv is not None:
-        for option in ("device", "skip", "candidates"):
+        for option in ("device", "skip", "candidates", "finetune"):
             if getattr(args, option) is not None:
                 raise VQConfigError(f"--{option} is for the weights, not for --kv.")
         _calibrate_cache(args)
@@ -255,7 +256,8 @@ def _calibrate(args: argparse.Namespace) -> None:
     folder = _unfinished(args.out)
     text = OWN_WORDS if args.text is None else args.text
     calibration = {"text": text, "context": args.context, "resume": folder}
-    calibration |= {k: v for k in ("tokens", "device") if (v := getattr(args, k)) is not None}
+    options = ("tokens", "device", "finetune")
+    calibration |= {k: v for k in options if (v := getattr(args, k)) is not None}
     options = {"target_bits": args.target_bits, "candidates": args.candidates}
     with launched() as rank:
         _quantized(args, seed=args.seed, calibration=calibration, **options)

@@ -3,7 +3,7 @@
     codes      uint8 [out, streams * bytes]     the independent stages' streams, one after another
     scale      fp16  [out, groups]
     codebook   fp16  [z, 2^y, x]                E8P: [z, 257, 8]; tile: [tile rows, columns, 2^y, x]
-               int8                             where codebook_bits is 7
+               int8  the same shapes            where codebook_bits is 7
     signs      uint8 [ceil(in / 8)]             random_hadamard: bit 1 = the input is negated
     rotation   fp16  [block, block]             qr
     codes_2, codebook_2, scale_2, signs_2, rotation_2     the second pass (nested, rerotated)
