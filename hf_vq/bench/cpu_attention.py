@@ -34,6 +34,7 @@ from ..formats.catalog import kv_scheme
 from ..formats.scheme import VQScheme
 from ..formats.tensors import kv_codebook_spec
 from ..ops.attention import CachedKV, attention
+from .reading import reading
 from .timing import Contestant, cold_copies, interleave, speedup, summary
 
 SCHEMES = ("u4", "u3", "u2", "nomad-u4")
@@ -157,11 +158,9 @@ def _scores(schemes: Sequence[str], context: int, rounds: int) -> list[dict[str,
         nbytes[name] = _coded_bytes(cached, "k")
         contestants[name] = _scoring(_cold(cached, nbytes[name]))
     size = max(nbytes.values())
-    if library is not None:
-        memory = [native.allocate((size,)) for _ in range(cold_copies(size))]
-        contestants["read"] = Contestant(
-            lambda i: library.hf_vq_read_memory(memory[i].data_ptr(), size), len(memory)
-        )
+    read = reading(size)
+    if library is not None and read is not None:
+        contestants["read"] = read
         contestants["dense bf16"] = _dense_scores(library, context, torch.bfloat16)
         contestants["dense fp32"] = _dense_scores(library, context, torch.float32)
         contestants["PQ fp32 tables"] = _table_scores(library, context)

@@ -20,11 +20,16 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .. import VQCache
 from ..errors import VQError
+from ..formats.catalog import kv_scheme
+from ..nn import VQLinear
 from .random_llama import TokenClock, fill_cache, llama_config, random_llama
+from .reading import reading
+from .timing import interleave
 
 CONTEXTS = (0, 16384)
 KV_HEADS = (16, 4)
 SCHEME, CACHE = "vq-4", "u4"
+READ = 1 << 26  # bytes read at a time, to know the bandwidth
 TOKENS = {0: 24, 16384: 8}  # generated per run; the first is not counted
 DENSE_TOKENS = {0: 12, 16384: 4}  # by Transformers' own model, which takes most of the time
 LLAMA_SETTINGS = (  # weights, flash attention, type of the cache
@@ -58,6 +63,7 @@ def run(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     found: list[dict[str, Any]] = []
+    read = _bandwidth()
     try:
         for heads in kv_heads:
             config = llama_config(heads, max(contexts) + 64)
@@ -76,7 +82,30 @@ def run(
     finally:
         torch.set_num_threads(before)
     settings = {"rounds": rounds, "threads": threads, "scheme": SCHEME, "cache": CACHE}
-    return settings, {"rows": found}
+    return settings, {"rows": found, "gb_per_second": read}
+
+
+def _bandwidth() -> float | None:
+    """GB/s that one thread reads; None without the native library."""
+    contestant = reading(READ)
+    if contestant is None:
+        return None
+    return READ / median(interleave({"read": contestant}, 20)["read"]) / 1e9
+
+
+def _bytes_of_codes(model: LlamaForCausalLM, context: int) -> int:
+    """Bytes of codes and scales that one token reads, of weights and of `context` cached tokens."""
+    config, scheme = model.config, kv_scheme(CACHE)
+    weights = sum(
+        tensor.nbytes
+        for module in model.modules()
+        if isinstance(module, VQLinear)
+        for tensor in module.parameters(recurse=False)
+    )
+    bits = 0
+    for part in (scheme.key, scheme.value):
+        bits += config.head_dim // part.vector_size * part.entry_bits + 16 * part.has_scale
+    return weights + context * config.num_hidden_layers * config.num_key_value_heads * bits // 8
 
 
 def _dense(config: Any, peers: bool) -> dict[str, LlamaForCausalLM]:
@@ -117,7 +146,9 @@ def _generate(
         row: dict[str, Any] = {
             "name": name, "context": context, "threads": threads, "ms": median(times) * 1e3,
         }  # fmt: skip
-        if name != ours:
+        if name == ours:
+            row["bytes"] = _bytes_of_codes(models[name], context)
+        else:
             row["times_ours"] = row["ms"] / (median(seconds[ours]) * 1e3)
         found.append(row)
     return found

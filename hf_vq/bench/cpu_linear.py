@@ -2,7 +2,8 @@
 
 Peers: `_weight_int4pack_mm_for_cpu` (4 bits, groups of 128), and dense layers in bfloat16 and
 float32. Codes are random: how fast a kernel is does not depend on them. The weights of every call
-come from main memory, as they do when a model generates.
+come from main memory, as they do when a model generates. `read` does nothing but read, as many
+bytes as the largest scheme has.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..formats.shared import universal_tensor
 from ..formats.tensors import tensor_specs
 from ..ops import dispatch
 from ..ops.library import problem
+from .reading import reading
 from .timing import Contestant, cold_copies, interleave, speedup, summary
 
 SCHEMES = (
@@ -69,12 +71,17 @@ def _shape(
 ) -> list[dict[str, Any]]:
     x = torch.randn(rows, in_features, dtype=torch.bfloat16)
     contestants = _peers(x, out_features)
-    kernels = {}
+    kernels, nbytes = {}, {}
     for name in schemes:
         scheme = weight_scheme(name)
         contestants[name] = _ours(scheme, x, out_features)
+        nbytes[name] = int(scheme.bits(in_features, out_features) / 8 * in_features * out_features)
         asked = problem("linear", x, scheme.spec(), out_features)
         kernels[name] = dispatch.select(asked).name
+    size = max(nbytes.values())
+    read = reading(size)
+    if read is not None:
+        contestants["read"] = read
     seconds = interleave(contestants, rounds)
     found = []
     for name in contestants:
@@ -89,8 +96,12 @@ def _shape(
             row["speedup"] = {
                 peer: speedup(seconds[name], seconds[peer]) for peer in ("int4", "bf16", "fp32")
             }
-            nbytes = weight_scheme(name).bits(in_features, out_features) / 8
-            row["gb_per_second"] = nbytes * out_features * in_features / row["us"] / 1e3
+            row["gb_per_second"] = nbytes[name] / row["us"] / 1e3
+            if read is not None:
+                share = nbytes[name] / size
+                row["of_bandwidth"] = speedup(seconds[name], seconds["read"]) * share
+        if name == "read":
+            row["gb_per_second"] = size / row["us"] / 1e3
         found.append(row)
     return found
 

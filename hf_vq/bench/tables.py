@@ -19,7 +19,7 @@ from .. import env
 from ..errors import VQError
 from ..formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from ..formats.scheme import VQScheme
-from . import compare_show, cuda_tables, kv_tables
+from . import compare_show, cpu_bars, cuda_tables, kv_tables
 from .record import read_record
 from .show import markdown_table, significant
 
@@ -226,6 +226,7 @@ def cpu_linear_table() -> str:
 
 
 CPU_PEERS = {
+    "read": "only reading",
     "int4": "torch int4 (groups of 128)",
     "bf16": "torch bfloat16",
     "fp32": "torch float32",
@@ -428,6 +429,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cpu-attention": cpu_attention_table,
     "results:cpu-attention-avx2": lambda: cpu_attention_table("cpu-attention-avx2"),
     "results:cpu-generate": cpu_generate_table,
+    "results:cpu-bars": lambda: cpu_bars.table({name: _record(name) for name in cpu_bars.SUITES}),
     "results:cuda-linear": cuda_linear_table,
     "results:cuda-prefill": cuda_prefill_table,
     "results:cuda-reading": cuda_reading_table,

@@ -25,7 +25,7 @@ constexpr int kInputs = 4;            // inputs that one decoded vector is multi
 constexpr int64_t kAhead = 8192;      // bytes between a read and its prefetch
 constexpr int64_t kRowsAhead = 16;    // rows between a read of scales and its prefetch
 constexpr int kStreams = 4;           // rows that one input is multiplied with at once, from as many places
-constexpr int64_t kStreamAhead = 2048;
+constexpr int64_t kStreamAhead = 2048;  // into the second cache: the first, with inputs in it, is small
 constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
 
 // Steps first..first + steps - 1 of the stream of one stage, with one set of tables.
@@ -39,7 +39,7 @@ struct LinearCall {
   const hf_vq_matrix* w;
   Cut cut;
   Activations x;
-  int64_t inputs, row_bytes, stream_bytes, passes;
+  int64_t inputs, row_bytes, stream_bytes, passes, groups;
   int64_t whole;   // steps that end within a stream
   int shift;       // a span is 2^shift steps,
   int spans;       // or a step has so many spans; 0 otherwise
@@ -140,7 +140,7 @@ inline void copy_tails(const LinearCall& call, int64_t first, int rows, uint8_t*
 // factors[r, m, g] = scale of row first + r * scale of input m, for a matrix with several scales per row.
 inline void make_factors(const LinearCall& call, int64_t first, int rows, int64_t input, int inputs, float* factors) {
   const hf_vq_matrix& w = *call.w;
-  const int64_t groups = w.in / w.group;
+  const int64_t groups = call.groups;
   for (int r = 0; r < rows; ++r) {
     const uint16_t* scale = w.scale + (first + r) * groups;
     for (int64_t g = 0; g < groups; g += 32) __builtin_prefetch(scale + kRowsAhead * groups + g, 0, 1);
@@ -261,7 +261,7 @@ inline void compute_streams(const LinearCall& call, const BlockWork& work, int64
     for (int part = 0; part < 2; ++part) {
       for (; v < end; ++v) {
         for (int k = 0; k < kStreams; ++k) {
-          __builtin_prefetch(stream[k] + kStreamAhead, 0, 3);
+          __builtin_prefetch(stream[k] + kStreamAhead, 0, 2);
           x.factors = factors[k];
           Floats sum[1] = {sums[k]};
           add_step<Codes, 1, OneSpan>(codes, stream[k], x, v, sum);
@@ -370,6 +370,7 @@ inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows
   call.cut = cut_for<Codes>(w);
   const Cut& cut = call.cut;
   call.inputs = rows;
+  call.groups = w.in / w.group;
   call.stream_bytes = divide_up(w.in / w.x * w.bits, 8);
   call.row_bytes = call.stream_bytes * w.stages;
   call.whole = call.stream_bytes / Codes::kStepBytes;

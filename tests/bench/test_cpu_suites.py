@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_vq.backends import native
-from hf_vq.bench import cpu_attention, cpu_generate, cpu_linear, random_llama, timing
+from hf_vq.bench import cpu_attention, cpu_generate, cpu_linear, random_llama, reading, timing
 from hf_vq.bench.record import read_record
 
 
@@ -40,7 +40,7 @@ def test_copies_outgrow_the_cache():
 
 @pytest.fixture
 def few_copies(monkeypatch):
-    for module in (cpu_linear, cpu_attention):
+    for module in (cpu_linear, cpu_attention, reading):
         monkeypatch.setattr(module, "cold_copies", lambda nbytes: 2)
 
 
@@ -50,8 +50,12 @@ def test_cpu_linear():
         schemes=("vq-4", "aqlm-2"), shapes=((256, 256),), rounds=1, threads=(1,)
     )
     rows = {row["name"]: row for row in results["rows"]}
-    assert set(rows) == {"int4", "bf16", "fp32", "vq-4", "aqlm-2"}
+    assert set(rows) - {"read"} == {"int4", "bf16", "fp32", "vq-4", "aqlm-2"}
     assert set(rows["vq-4"]["speedup"]) == {"int4", "bf16", "fp32"} and rows["vq-4"]["us"] > 0
+    if native.load() is not None:
+        vq_4, aqlm_2 = (rows[name] for name in ("vq-4", "aqlm-2"))
+        assert vq_4["of_bandwidth"] == pytest.approx(rows["read"]["us"] / vq_4["us"])
+        assert aqlm_2["of_bandwidth"] < rows["read"]["us"] / aqlm_2["us"], "it reads less"
 
 
 @pytest.mark.skipif(native.load() is None, reason=native.why_not())
@@ -117,6 +121,8 @@ def test_cpu_generate(monkeypatch):
     names = [row["name"] for row in results["rows"]]
     assert names == ["vq-4 + u4", "bf16 sdpa", "bf16 eager"] * 2
     assert all(row["ms"] > 0 for row in results["rows"])
+    without, cached = (row["bytes"] for row in results["rows"] if row["name"] == names[0])
+    assert cached - without == 2 * 2 * 80 * (32 // 2 + 2), "two sides and heads, bytes and a scale"
 
 
 def tiny_llama(kv_heads, length):

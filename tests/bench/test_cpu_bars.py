@@ -1,0 +1,48 @@
+"""The table of bars says what the records say."""
+
+import pytest
+
+from hf_vq.bench import cpu_bars
+from hf_vq.bench.cpu_bars import Bar
+from hf_vq.bench.record import read_record
+
+
+@pytest.mark.parametrize(
+    ("measured", "most", "met"),
+    [
+        ((2.0,), False, True),
+        ((2.0, 1.9), False, False),
+        ((2.0,), True, True),
+        ((2.1,), True, False),
+    ],
+)
+def test_a_bar_is_met_by_every_number(measured, most, met):
+    assert Bar("it", 2.0, measured, most=most).met is met
+
+
+def rows_of(generate):
+    records = {name: read_record(name) for name in cpu_bars.SUITES}
+    records["cpu-generate"] = {"results": generate}
+    return cpu_bars.table(records).splitlines()
+
+
+def test_a_token_is_compared_with_the_fastest_peer_and_with_reading():
+    def row(name, ms, **more):
+        return {"kv_heads": 4, "context": 16384, "name": name, "ms": ms, **more}
+
+    rows = [
+        row("vq-4 + u4", 50.0, bytes=10**9), row("llama.cpp Q4_0, f16 cache", 160.0),
+        row("llama.cpp Q4_K_M, f16 cache", 200.0), row("bf16 sdpa", 900.0),
+    ]  # fmt: skip
+    *_, llama, dense = rows_of({"rows": rows, "gb_per_second": 25.0})
+    assert llama.endswith("| at least 3 x | 3.2 x | yes | 4 x |")
+    assert dense.endswith("| at least 20 x | 18 x | no | 22.5 x |")
+    assert rows_of({"rows": rows})[-1].endswith("| 18 x | no | - |")
+
+
+def test_without_a_context_the_peer_is_q4_k_m():
+    rows = [
+        {"kv_heads": 4, "context": 0, "name": name, "ms": ms}
+        for name, ms in (("vq-4 + u4", 40.0), ("llama.cpp Q4_0", 30.0), ("llama.cpp Q4_K_M", 44.0))
+    ]
+    assert rows_of({"rows": rows})[-1].endswith("| at least 1 x | 1.1 x | yes | - |")
