@@ -30,6 +30,8 @@ from ..formats.published import LAYOUTS
 from ..formats.tensors import tensor_specs
 from ..nn.linear import attribute_of
 from ..nn.replace import convertible
+from ..ops import reference
+from ..transforms import rotate
 from .checkpoint import Checkpoint
 from .config import VQConfig
 from .folder import lock, replacing
@@ -61,7 +63,7 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
     published = config.get("quantization_config") or {}
     method = published.get("quant_method")
     if method not in LAYOUTS:
-        known = "QuIP#, which hf_vq does not read yet" if "quip_params" in config else repr(method)
+        known = "QuIP#, which hf_vq does not read" if "quip_params" in config else repr(method)
         raise VQConfigError(
             f"{source}: its quantization is {known}. hf-vq convert reads {', '.join(LAYOUTS)}."
         )
@@ -188,7 +190,9 @@ class _Conversion:
                 target: make(self.checkpoint.read(source))
                 for source, (target, make) in layer.moves().items()
             }
-        dense = self._decoded(layer)
+        dense, rotated = self._decoded(layer), layer.layout.rotation()
+        if rotated is not None:
+            dense = rotate(dense, rotated, inverse=True)
         fitted = fit_weight(
             dense, self.requantize.vq_scheme, seed=self.requantize.seed, where=layer.name,
             search=self.requantize.search,
@@ -217,7 +221,7 @@ class _Conversion:
         return found
 
     def _decoded(self, layer: PublishedLayer) -> Tensor:
-        """The published formula on the tensors of the input."""
+        """The published formula on the tensors of the input, in the space of the rotation."""
         tensors = {suffix: self.checkpoint.read(name) for suffix, name in layer.sources.items()}
         return layer.layout.decode(tensors, *layer.size)
 
@@ -227,14 +231,18 @@ class _Conversion:
             return  # its error is in the provenance
         tensors = {
             layer.key(suffix): written.read(f"{layer.name}.{attribute_of(layer.key(suffix))}")
-            for suffix in layer.sources
+            for suffix in layer.kept
         }
         scheme = layer.layout.scheme()
-        found = (
-            layer.layout.decode({s: tensors[layer.key(s)] for s in layer.sources}, *layer.size)
-            if scheme is None
-            else ops.decode_weight(tensors, scheme, layer.size[1], torch.float32)
-        )
+        if scheme is None:
+            published = {suffix: tensors[layer.key(suffix)] for suffix in layer.kept}
+            found = layer.layout.decode(published, *layer.size)
+        elif scheme.rotation == "none":
+            found = ops.decode_weight(tensors, scheme, layer.size[1], torch.float32)
+        else:
+            found = reference.decode_rotated(
+                tensors["codes"], tensors["codebook"], tensors["scale"], scheme, layer.size[1]
+            )
         if not torch.equal(found, self._decoded(layer)):
             raise VQFormatError(
                 f"{layer.name}: what was written does not decode to the weight that was read. "

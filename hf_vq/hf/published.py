@@ -6,6 +6,7 @@ layers become `VQLinear`, the model's config a `VQConfig`, and `save_pretrained`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,6 +119,9 @@ class PublishedQuantizer(VQHfQuantizer):
         plan = make_plan(model, stored_files.Checkpoint(files), self.published)
         self.quantization_config = config_of(plan, self.published, model)
         build(model, plan, module_of)
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        ignored |= {rf"\.{re.escape(suffix)}$" for suffix in LAYOUTS[method].suffixes}
+        model._keys_to_ignore_on_load_unexpected = ignored  # what a scheme has no use for
         for name in plan.layers:
             model.get_submodule(name)._is_hf_initialized = True
         self._plan = plan

@@ -41,6 +41,12 @@ class PublishedLayer:
     size: tuple[int, int]
     sources: dict[str, str]
 
+    @property
+    def kept(self) -> list[str]:
+        """Suffixes of the tensors that are needed."""
+        whole = self.layout.scheme() is None
+        return [suffix for suffix in self.sources if whole or suffix in self.layout.scheme_keys]
+
     def key(self, suffix: str) -> str:
         """Key of the tensor that a published tensor becomes."""
         if self.layout.scheme() is None:
@@ -50,9 +56,8 @@ class PublishedLayer:
     def moves(self) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
         """By name in the file: name in the model, and the function that makes the tensor."""
         found = {}
-        for suffix, source in self.sources.items():
-            if self.layout.scheme() is not None and suffix not in self.layout.scheme_keys:
-                continue
+        for suffix in self.kept:
+            source = self.sources[suffix]
             found[source] = (f"{self.name}.{attribute_of(self.key(suffix))}", self._maker(suffix))
         return found
 
@@ -123,8 +128,8 @@ def make_plan(
     stray: list[str] = []
     for stored in checkpoint.entries:
         name, suffix = split_name(rename(stored), kind)
-        if suffix is None:
-            continue
+        if suffix is None or (suffix == kind.codes and checkpoint.entries[stored].is_float):
+            continue  # a dense layer's weight may be called as another method's codes
         if name in sizes:
             sources.setdefault(name, {})[suffix] = stored
         elif suffix == kind.codes:
@@ -234,7 +239,9 @@ def _layer(
         # Numbers of another dtype fit float16 or not: only they can say.
         half = replace(layout, dtype="float16")  # type: ignore[call-arg]
         floats = [s for s, tensor in tensors.items() if tensor.dtype in FLOATS]
-        if half.scheme() and all(_fits_half(checkpoint.read(sources[s])) for s in floats):
+        if half.scheme() and all(
+            _fits_half(half.values(s, checkpoint.read(sources[s]))) for s in floats
+        ):
             layout = half
     return PublishedLayer(name, layout, size, sources)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import VQFormatError
 from ..formats.published import Layout
+from ..transforms import rotate
 from .linear import VQLinear, attribute_of
 
 
@@ -70,7 +71,9 @@ class PublishedLinear(VQLinear):
         """The dense weight [out_features, in_features]."""
         layout, tensors = self.layout, self.tensors()
         published = {s: tensors[layout.key(s)] for s in layout.suffixes if layout.key(s) in tensors}
-        return layout.decode(published, self.out_features, self.in_features).to(dtype)
+        rows = layout.decode(published, self.out_features, self.in_features)
+        rotated = layout.rotation()
+        return (rows if rotated is None else rotate(rows, rotated, inverse=True)).to(dtype)
 
     def matrices(self, weight: str, dense: Tensor) -> list[Tensor]:
         """Nothing is fitted to a published layout."""

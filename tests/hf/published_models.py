@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from tiny import CONFIGS
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 MIXTRAL = dict(
     hidden_size=64,
@@ -269,4 +269,86 @@ def make_vptq(
         layers[layer.rpartition(".")[2] if shared else layer] = about
     where = "shared_layer_config" if shared else "config_for_layers"
     save_published(folder, config, tensors, {"quant_method": "vptq", where: layers}, shards)
+    return dense
+
+
+_THREE = [0, 3, 6, 9, 12, 1, 4, 7, 10, 13, 2, 5, 8, 11, 14, 15]
+
+
+def pack_flute(codes: numpy.ndarray, bits: int, tile: int) -> numpy.ndarray:
+    """Codes [out, in] as FLUTE's int16 words, word by word and bit by bit."""
+    out, size = codes.shape
+    places = 16 if bits == 3 else 16 // bits
+    words = numpy.zeros((out * bits // 16, size), numpy.uint32)
+    for block in range(out // (places * tile)):
+        for lane in range(tile):
+            rows = [block * places * tile + place * tile + lane for place in range(places)]
+            for pair in range(0, size, 2):
+                stream = []
+                for place in range(places):
+                    row = rows[_THREE[place]] if bits == 3 else rows[place]
+                    for column in (pair + 1, pair):
+                        stream += [codes[row, column] >> bit & 1 for bit in range(bits)]
+                if bits != 3:  # the first half of the stream is the word of the first column
+                    place = block * tile + lane
+                    for half in range(2):
+                        part = stream[16 * half : 16 * half + 16]
+                        words[place, pair + half] = sum(b << i for i, b in enumerate(part))
+                    continue
+                first = out // 16
+                at = [block * tile + lane]
+                at += [first + (2 * block + word) * tile + lane for word in range(2)]
+                for word in range(3):
+                    low, high = stream[30 * word : 30 * word + 16], stream[30 * word + 16 :][:14]
+                    high += stream[90 + 2 * word : 92 + 2 * word]
+                    words[at[word], pair] = sum(b << i for i, b in enumerate(low))
+                    words[at[word], pair + 1] = sum(b << i for i, b in enumerate(high))
+    return words.astype(numpy.uint16).view(numpy.int16)
+
+
+def higgs_layer(
+    out: int, size: int, *, bits: int, group: int, hadamard: int, tile: int, dtype=torch.float16
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Random tensors of one HIGGS layer (p = 2), and its weight in float64."""
+    codes = numpy.random.randint(0, 1 << bits, (out, size))
+    grid = torch.randn(1 << bits, 1 << bits, 2).to(dtype)
+    scales = ((torch.rand(out, size // group) + 0.5) * size**-0.5).to(dtype)
+    tensors = {
+        "weight": torch.from_numpy(pack_flute(codes, bits, tile)),
+        "scales": scales,
+        "tables": torch.arange(1 << bits).to(dtype),
+        "tables2": grid.view(torch.float16) if dtype == torch.bfloat16 else grid,
+    }
+    pairs = grid.float().numpy()[codes[:, 0::2], codes[:, 1::2]].reshape(out, size)
+    pairs = pairs * numpy.repeat(scales.float().numpy(), group, axis=1)
+    matrix = numpy.ones((1, 1))
+    while len(matrix) < hadamard:
+        matrix = numpy.block([[matrix, matrix], [matrix, -matrix]])
+    blocks = pairs.astype(numpy.float64).reshape(out, -1, hadamard) @ matrix / hadamard**0.5
+    return tensors, torch.from_numpy(blocks.reshape(out, size))
+
+
+def make_higgs(
+    folder: Path, *, bits: int, template: int, tile: int, dtype=torch.float16
+) -> dict[str, torch.Tensor]:
+    """Write a HIGGS checkpoint of a small Llama; its weights, decoded, by name."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    config = LlamaConfig(**{**MIXTRAL, **sizes, **heads})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = {key: value.clone() for key, value in model.state_dict().items()}
+    dense, metadata = dict(tensors), {}
+    for layer in linear_names(tensors):
+        out, size = tensors[f"{layer}.weight"].shape
+        coded, weight = higgs_layer(
+            out, size, bits=bits, group=64, hadamard=128, tile=tile, dtype=dtype
+        )
+        tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in coded.items()}
+        dense[f"{layer}.weight"] = weight
+        metadata[layer] = {"template_id": template, "num_sms": 108, "num_bits": bits, "N": out}
+    quantization = {
+        "quant_method": "higgs", "bits": bits, "p": 2, "group_size": 64, "hadamard_size": 128,
+        "modules_to_not_convert": ["lm_head"], "tune_metadata": metadata,
+    }  # fmt: skip
+    save_published(folder, config, tensors, quantization)
     return dense

@@ -326,7 +326,11 @@ def test_requantize(tmp_path, capsys):
 
 def test_what_convert_does_not_read(tmp_path, dense, capsys):
     assert main(["convert", str(dense("llama")), str(tmp_path / "out")]) == 2
-    assert "hf-vq convert reads aqlm" in capsys.readouterr().err
+    assert "hf-vq convert reads aqlm, vptq, higgs" in capsys.readouterr().err
+    (tmp_path / "quip").mkdir()
+    (tmp_path / "quip" / "config.json").write_text('{"quip_params": {"codebook": "E8P12"}}')
+    assert main(["convert", str(tmp_path / "quip"), str(tmp_path / "out")]) == 2
+    assert "QuIP#, which hf_vq does not read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("books", "bits", "group"), [(1, 16, 8), (2, 8, 8), (2, 11, 6), (1, 8, 5)])

@@ -7,10 +7,13 @@ from typing import Any
 
 from ...errors import VQConfigError, shown
 from .aqlm import AqlmLayout
+from .higgs import HiggsLayout
 from .layout import Layout, check_fields
 from .vptq import VptqLayout
 
-LAYOUTS: dict[str, type[Layout]] = {layout.method: layout for layout in (AqlmLayout, VptqLayout)}
+LAYOUTS: dict[str, type[Layout]] = {
+    layout.method: layout for layout in (AqlmLayout, VptqLayout, HiggsLayout)
+}
 
 
 def layout_from_dict(data: Mapping[str, Any]) -> Layout:
@@ -28,4 +31,4 @@ def layout_from_dict(data: Mapping[str, Any]) -> Layout:
     return LAYOUTS[method](**check_fields(LAYOUTS[method], data))
 
 
-__all__ = ["LAYOUTS", "AqlmLayout", "Layout", "VptqLayout", "layout_from_dict"]
+__all__ = ["LAYOUTS", "AqlmLayout", "HiggsLayout", "Layout", "VptqLayout", "layout_from_dict"]

@@ -72,11 +72,20 @@ class Layout(ABC):
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensor:
-        """The published formula: the dense weight [out_features, in_features] in float32.
+        """The published formula: the dense weight [out_features, in_features] in float32, before
+        the `rotation` of its rows is undone.
 
         Args:
             tensors: by suffix, as published.
         """
+
+    def values(self, suffix: str, tensor: Tensor) -> Tensor:
+        """A published tensor of floats, as the numbers that it stands for."""
+        return tensor
+
+    def rotation(self) -> VQScheme | None:
+        """The scheme whose rotation of rows `decode` does not undo; None = there is none."""
+        return None
 
     @abstractmethod
     def inspect(self, suffix: str, tensor: Tensor, where: str) -> None:
