@@ -22,7 +22,16 @@ from .errors import (
 )
 from .fit import rows as _fit_rows
 from .formats import KVScheme, VQScheme
-from .hf import VQConfig, allocate_kv, calibrate_kv, capture, explain, smooth_attention
+from .hf import (
+    VQConfig,
+    adopt,
+    allocate_kv,
+    calibrate_kv,
+    capture,
+    explain,
+    release,
+    smooth_attention,
+)
 from .hf import attention as _attention
 from .hf import generation as _generation
 from .hf import graphs as _graphs
@@ -50,9 +59,11 @@ __all__ = [
     "VQScheme",
     "VQSchemeError",
     "__version__",
+    "adopt",
     "allocate_kv",
     "calibrate_kv",
     "capture",
     "explain",
+    "release",
     "smooth_attention",
 ]

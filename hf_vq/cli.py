@@ -32,7 +32,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser.add_argument("--version", action="version", version=f"hf-vq {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_add_quantize, _add_calibrate, _add_eval, _add_info, _add_explain, _add_demo):
+    for add in (
+        _add_quantize, _add_calibrate, _add_convert, _add_eval, _add_info, _add_explain, _add_demo,
+    ):  # fmt: skip
         verb = add(verbs)
         verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -51,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         left = "nothing was left behind"
-        out = getattr(args, {"eval": "json", "calibrate": "out"}.get(args.verb, ""), None)
+        out = getattr(
+            args, {"eval": "json", "calibrate": "out", "convert": "out"}.get(args.verb, ""), None
+        )
         if out and _unfinished(out).exists():
             left = f"the same command goes on from {_unfinished(out)}"
         print(f"hf-vq: interrupted; {left}", file=sys.stderr)
@@ -109,6 +113,21 @@ def _add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument("--finetune", metavar="HOW", help="of weights: block, or model")
     _add_loading(verb)
     verb.add_argument("--force", action="store_true", help="replace what is there")
+    return verb
+
+
+def _add_convert(verbs: Any) -> argparse.ArgumentParser:
+    text = (
+        "Convert a checkpoint of another project, such as AQLM, to the format of hf_vq. "
+        "An interrupted command goes on when it is given again."
+    )
+    verb = _verb(verbs, "convert", _convert, text)
+    verb.add_argument("model", metavar="IN", help="directory or Hub id of an AQLM, .. checkpoint")
+    verb.add_argument("out", metavar="OUT", help="directory to write; must not hold anything yet")
+    verb.add_argument(
+        "--requantize", metavar="SCHEME", help="quantize the decoded weights anew, as with vq-2"
+    )
+    verb.add_argument("--force", action="store_true", help="replace OUT if it exists")
     return verb
 
 
@@ -221,9 +240,7 @@ def _quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
     from .hf.team import Team
 
     config = VQConfig(args.scheme, modules_to_not_convert=args.skip, **options)
-    out = Path(args.out)
-    if out.exists() and not args.force and (not out.is_dir() or any(out.iterdir())):
-        raise VQConfigError(f"{out} exists; choose another directory or give --force.")
+    out = _check_out(args)
     check_original(args.model)
     model = load_model(
         args.model, dtype=_dtype(args.dtype), config=config, device_map=args.device_map
@@ -239,6 +256,25 @@ def _quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
     print(kinds_table(description))
     print(f"\n{summary(description, config)} in {out}")
     return model, tokenizer
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from .hf.config import VQConfig
+    from .hf.convert import convert
+
+    _check_out(args)
+    anew = None if args.requantize is None else VQConfig(args.requantize)
+    found = convert(args.model, args.out, requantize=anew)
+    errors = found["relative_error"].values()
+    compared = (
+        f"mean relative error {sum(errors) / len(errors):.3g}"
+        if errors
+        else "every decoded weight compared and equal"
+    )
+    print(
+        f"{found['layers']} layers, {found['weights']:,} weights, "
+        f"{found['bits_per_weight']:.3f} bits per weight in {args.out}; {compared}"
+    )
 
 
 def _calibrate(args: argparse.Namespace) -> None:
@@ -268,6 +304,14 @@ def _calibrate(args: argparse.Namespace) -> None:
 def _unfinished(out: str) -> Path:
     """Where a long job keeps its work: beside OUT, also if that ends with a slash."""
     return Path(f"{os.path.abspath(out)}{UNFINISHED}")
+
+
+def _check_out(args: argparse.Namespace) -> Path:
+    """OUT, which must not hold anything yet."""
+    out = Path(args.out)
+    if out.exists() and not args.force and (not out.is_dir() or any(out.iterdir())):
+        raise VQConfigError(f"{out} exists; choose another directory or give --force.")
+    return out
 
 
 def _calibrate_cache(args: argparse.Namespace) -> None:

@@ -239,6 +239,16 @@ def decode(
     return rows
 
 
+def _remark(problem: dispatch.Problem) -> str | None:
+    scheme = VQScheme.parse(problem.scheme)
+    if matrix(scheme, problem.n, problem.k).has_kernel:
+        return None
+    return (
+        f"{scheme.notation()} has no kernel that multiplies with codes: its rows are decoded, "
+        f"{DECODED_ROWS} at a time, at every call"
+    )
+
+
 def _needs() -> str | None:
     return native.why_not() or None
 
@@ -246,7 +256,9 @@ def _needs() -> str | None:
 def register() -> None:
     """Add the rows to the top of the dispatch table."""
     for kernel in (
-        dispatch.Kernel("cpu.linear", "linear", linear, "cpu", _needs, accepts, direct=direct),
+        dispatch.Kernel(
+            "cpu.linear", "linear", linear, "cpu", _needs, accepts, direct=direct, remark=_remark
+        ),
         dispatch.Kernel("cpu.decode", "decode", decode, "cpu", _needs, accepts),
     ):
         dispatch.register(kernel, first=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import VQFormatError
 from ..formats.catalog import scheme_name
+from ..formats.published import layout_from_dict
 from ..formats.scheme import VQScheme
 from ..hf.config import VQConfig
 from .show import significant, text_table
@@ -26,7 +27,10 @@ def describe(model: str) -> dict[str, Any]:
     is_vq = isinstance(quantization, dict) and quantization.get("quant_method") == "vq"
     stored = VQConfig.from_dict(quantization) if is_vq else None
     scheme = None if stored is None else stored.vq_scheme
-    storage = file_storage(read_headers(model), None if stored is None else _finder(stored))
+    layouts = {} if stored is None else stored.published_layouts
+    storage = file_storage(
+        read_headers(model), None if stored is None else _finder(stored), layouts
+    )
     if scheme is not None and not storage.weights:
         raise VQFormatError(
             f"the config.json of {model} says scheme {scheme.spec()}, but no file holds codes; "
@@ -38,11 +42,14 @@ def describe(model: str) -> dict[str, Any]:
     output_errors = calibration.pop("output_error", {})
     if calibration:
         provenance["calibration"] = calibration
+    shown = ", ".join(sorted({layout.name() for layout in layouts.values()}))
+    if scheme is not None and not layouts:
+        shown = scheme_name(scheme) or scheme.spec()
     return {
         "model_type": config.get("model_type"),
         "quant_method": quantization.get("quant_method") if quantization else None,
-        "scheme": None if scheme is None else scheme_name(scheme) or scheme.spec(),
-        "spec": None if scheme is None else scheme.spec(),
+        "scheme": None if scheme is None else shown,
+        "spec": None if scheme is None else shown if layouts else scheme.spec(),
         "layers": quantization.get("layers") if is_vq else None,
         "format_version": quantization.get("format_version") if is_vq else None,
         "bits_per_weight": round(storage.bits_per_weight, 4),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import VQConfigError, VQError, VQFormatError, VQSchemeError
 from ..formats.packing import packed_size
+from ..formats.published import Layout
 from ..formats.scheme import VQScheme
 from ..hf.checkpoint import Entry, read_header, shared_bytes
 from ..nn.replace import vq_modules
@@ -96,17 +97,24 @@ def model_storage(model: Any) -> Storage:
     return storage
 
 
-def file_storage(entries: Iterable[Entry], scheme_of: Callable[[str], VQScheme] | None) -> Storage:
+def file_storage(
+    entries: Iterable[Entry],
+    scheme_of: Callable[[str], VQScheme] | None,
+    layouts: Mapping[str, Layout] | None = None,
+) -> Storage:
     """Measure a checkpoint from its headers.
 
     Args:
         scheme_of: the scheme of a layer by name, as its config.json says; None: not quantized.
+        layouts: those of layers that no scheme stores, by name.
 
     Raises:
         VQFormatError: the codes of a layer do not fit the scheme.
     """
     named = {entry.name: entry for entry in entries}
     storage = Storage({}, {})
+    for layer, layout in (layouts or {}).items():
+        _count_published(storage, named, layer, layout)
     owners = _owners(named) if scheme_of is not None else {}
     for name, entry in named.items():
         layer, part = owners.get(name, ("", ""))
@@ -231,6 +239,21 @@ def _weight_count(codes: Entry, scale: Entry, scheme: VQScheme) -> int:
         f"{codes.name} {list(codes.shape)} and its scales {list(scale.shape)} do not fit the "
         f"scheme {scheme.spec()} of config.json; download the model again."
     )
+
+
+def _count_published(storage: Storage, named: dict[str, Entry], layer: str, layout: Layout) -> None:
+    """Count a layer of a published layout, and take its tensors out of `named`."""
+    names = {"codes": f"{layer}.weight"}
+    keys = [layout.key(suffix) for suffix in layout.suffixes]
+    names |= {key: f"{layer}.vq_{key}" for key in keys if f"{layer}.vq_{key}" in named}
+    if names["codes"] not in named:
+        return
+    found = {key: named.pop(name) for key, name in names.items()}
+    rows, columns = layout.size({key: entry.shape for key, entry in found.items()})
+    kind = storage.quantized.setdefault(kind_of(layer), Kind(kind_of(layer)))
+    kind.layers += 1
+    kind.weights += rows * columns
+    kind.nbytes += sum(entry.nbytes for entry in found.values())
 
 
 def _keep(storage: Storage, name: str, elements: int, nbytes: int) -> None:

@@ -98,6 +98,9 @@ model = {loader}.from_pretrained("<this repository>")
 
 def _schemes(model: Any) -> str:
     """The schemes of a model's layers, and how many have each where there are several."""
+    config = model.config.quantization_config
+    if config.layouts:
+        return f"as published: {config.scheme_name}"
     counts = Counter(module.scheme for module in vq_modules(model).values())
     shown = {s: f"`{scheme_name(s) or s.spec()}`, {s.notation()}" for s in counts}
     if len(counts) == 1:

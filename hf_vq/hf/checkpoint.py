@@ -51,6 +51,11 @@ class Entry:
         """Bytes of the tensor."""
         return self.elements * _DTYPES.get(self.dtype, torch.uint8).itemsize
 
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floats."""
+        return self.dtype.startswith(("F", "BF"))
+
     def placeholder(self) -> Tensor:
         """A tensor of this shape and dtype without data.
 

@@ -13,13 +13,14 @@ from ..errors import VQConfigError, shown
 from ..fit.ldlq import DAMPING
 from ..fit.rows import SEARCHES
 from ..formats.catalog import scheme_name, weight_scheme
+from ..formats.published import Layout, layout_from_dict
 from ..formats.scheme import VQScheme
 from .layers import check_pattern, matches
 from .text import MIN_CONTEXT, OWN_WORDS
 
 QUANT_METHOD = "vq"
 FORMAT_VERSION = 2
-"""The newest that is read. 1 has one scheme; 2 has `layers`."""
+"""The newest that is read. 1 has one scheme; 2 has `layers` or `layouts`."""
 
 CANDIDATES = ("vq-2", "vq-3", "vq-4")
 _LARGEST_SEED = 2**31 - 1
@@ -56,6 +57,8 @@ class VQConfig(QuantizationConfigMixin):
             second moments; `finetune`, "block" or "model", which moves scales, learned codebooks,
             norms and biases too; `device`, where blocks are computed one at a time; `resume`, a
             folder where work is kept, so that it goes on after an interruption.
+        layouts: written by `hf_vq.adopt` and `hf-vq convert`: how layers are stored, by name, that
+            another project quantized and no scheme can store.
         quant_method: always `vq`.
         format_version: version of what is stored.
         provenance: written by hf_vq: versions, the error of every layer, hashes of the codebooks.
@@ -69,6 +72,7 @@ class VQConfig(QuantizationConfigMixin):
     layers: dict[str, str] | None = None
     target_bits: float | None = None
     candidates: list[str] | None = None
+    layouts: dict[str, dict[str, Any]] | None = None
 
     # What is stored in config.json is `__dict__`, and it comes back as these arguments.
     def __init__(
@@ -83,6 +87,7 @@ class VQConfig(QuantizationConfigMixin):
         seed: int = 0,
         search: str = "search",
         calibration: str | dict[str, Any] | None = None,
+        layouts: dict[str, dict[str, Any]] | None = None,
         quant_method: str = QUANT_METHOD,
         format_version: int = 1,
         provenance: dict[str, Any] | None = None,
@@ -121,6 +126,9 @@ class VQConfig(QuantizationConfigMixin):
         self.format_version = format_version
         if layers is not None:
             self.use(_check_layers(layers))
+        if layouts:
+            self.layouts = _check_layouts(layouts)
+            self.format_version = max(self.format_version, 2)
         self.provenance = _check_provenance(provenance)
         data_free = provenance is None and calibration is None
         if data_free and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
@@ -132,8 +140,15 @@ class VQConfig(QuantizationConfigMixin):
         return VQScheme.from_dict(self.scheme)
 
     @property
+    def published_layouts(self) -> dict[str, Layout]:
+        """The layouts as objects, by layer."""
+        return {name: layout_from_dict(layout) for name, layout in (self.layouts or {}).items()}
+
+    @property
     def scheme_name(self) -> str:
-        """The scheme's name in the catalogue, else its spec string."""
+        """The scheme's name in the catalogue, else its spec string; of published layouts theirs."""
+        if self.layouts:
+            return ", ".join(sorted({one.name() for one in self.published_layouts.values()}))
         scheme = self.vq_scheme
         return scheme_name(scheme) or scheme.spec()
 
@@ -313,6 +328,12 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
             f"calibration['damping'] must be above 0 and at most 1; got {shown(damping)}."
         )
     return found
+
+
+def _check_layouts(layouts: object) -> dict[str, dict[str, Any]]:
+    if not isinstance(layouts, dict):
+        raise VQConfigError(f"layouts must be a dict by layer; got {shown(layouts)}.")
+    return {str(name): layout_from_dict(layout).to_dict() for name, layout in layouts.items()}
 
 
 def _check_name(name: str, value: object) -> str:

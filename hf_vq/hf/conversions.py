@@ -51,8 +51,15 @@ def dense_conversions(
 
 def renamer(conversions: Iterable[Any], model: Any) -> Callable[[str], str]:
     """The function from a name in a checkpoint to the name in `model`, as the loader applies it."""
+    return renamer_to(conversions, model, model.state_dict())
+
+
+def renamer_to(
+    conversions: Iterable[Any], model: Any, names: Iterable[str]
+) -> Callable[[str], str]:
+    """The same, if the tensors of `model` were called `names`."""
     renamings = [copy.deepcopy(c) for c in conversions if isinstance(c, WeightRenaming)]
-    state = dict.fromkeys(model.state_dict(), True)
+    state = dict.fromkeys(names, True)
     prefix = model.base_model_prefix
 
     def rename(name: str) -> str:

@@ -13,8 +13,9 @@ from .. import ops
 from ..cache import VQCache, VQCacheLayer
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
+from ..nn.published import PublishedLinear
 from ..nn.replace import vq_modules
-from ..ops.dispatch import Problem, Verdict, bucket
+from ..ops.dispatch import Kernel, Problem, Verdict, bucket
 from ..ops.layout import layouts_for
 
 
@@ -48,8 +49,9 @@ class Explanation(list[Row]):
         for row in self:
             first, count = row.layers[0], len(row.layers)
             shown = first if count == 1 else f"{first} and {count - 1} more"
-            reasons = [f"{v.kernel.name}: {v.reason}" for v in row.verdicts if not v.chosen]
             asked = row.problem
+            reasons = [f"{v.kernel.name}: {v.reason}" for v in row.verdicts if not v.chosen]
+            reasons += [r for v in row.verdicts if v.chosen and (r := v.kernel.remark(asked))]
             size = f"{asked.n or asked.tokens} x {asked.k}"
             lines.append((shown, asked.op, size, row.kernel, "; ".join(reasons)))
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
@@ -80,16 +82,39 @@ def explain(
     """
     dtype = dtype or getattr(model, "dtype", None) or torch.get_default_dtype()
     names: dict[Problem, list[str]] = {}
+    published: dict[Problem, list[str]] = {}
     for name, module in _layers(model):
+        if isinstance(module, PublishedLinear):
+            published.setdefault(_decoded_problem(module, tokens, dtype), []).append(name)
+            continue
         for part, problem in _problems(module, tokens, dtype):
             names.setdefault(problem, []).append(".".join(filter(None, (name, part))) or "layer")
     for layer in [] if cache is None else cache.coded_layers:
         for problem in _cache_problems(layer, model, tokens, dtype):
             names.setdefault(problem, []).append(f"cache.layers.{layer.index}")
-    return Explanation(
+    rows = [
         Row(tuple(layers), problem, tuple(ops.explain(problem)))
         for problem, layers in names.items()
-    )
+    ]
+    rows += [Row(tuple(layers), problem, _DECODED) for problem, layers in published.items()]
+    return Explanation(rows)
+
+
+_DECODED = (
+    Verdict(Kernel("torch.decode", "linear", PublishedLinear.forward), True, ""),
+    Verdict(
+        Kernel("a kernel on codes", "linear", PublishedLinear.forward),
+        False,
+        "none knows this published layout, so the weight is decoded at every call; "
+        "`hf-vq convert --requantize vq-4` makes a model that has kernels",
+    ),
+)
+
+
+def _decoded_problem(module: PublishedLinear, tokens: int, dtype: torch.dtype) -> Problem:
+    kind, device = str(dtype).removeprefix("torch."), next(module.parameters()).device.type
+    size = module.out_features, module.in_features
+    return Problem("linear", device, kind, module.layout.name(), bucket(tokens), *size)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, VQLinear | VQExperts]]:

@@ -13,6 +13,7 @@ from ..errors import VQConfigError, VQSchemeError
 from ..formats.packing import packed_size
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
+from ..nn.published import PublishedLinear
 from ..nn.replace import vq_modules
 
 _SPLIT_BY_ROW = ("weight", "vq_scale", "vq_codes_2", "vq_scale_2", "bias")
@@ -47,6 +48,13 @@ def split_plan(model: Any, plan: dict[str, str]) -> None:
                 )
             continue
         if style is None:
+            continue
+        if isinstance(module, PublishedLinear):
+            if size > 1:
+                raise VQConfigError(
+                    f"{name}: a layer of {module.layout.name()} cannot be split over {size} "
+                    f"devices. {_CURE}"
+                )
             continue
         if size > 1:
             check_split(module, name, style, size)

@@ -16,11 +16,13 @@ from ..errors import VQConfigError
 from ..formats.scheme import VQScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
+from ..nn.published import PublishedLinear
 from ..nn.replace import candidates, replace_modules, restore_modules, vq_modules
 from ..nn.stored import Stored
 from . import checkpoint as stored_files
 from .config import QUANT_METHOD, VQConfig
 from .conversions import dense_conversions, renamer
+from .expert_names import list_stored_experts
 from .layers import check_entries, matches
 from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
@@ -70,6 +72,7 @@ class VQHfQuantizer(HfQuantizer):
         files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
         if self.pre_quantized and files:
             self._checkpoint = stored_files.Checkpoint(files)
+            list_stored_experts(model, self._checkpoint.entries, self._expert)
         wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)
         if config.calibration is not None and not self.pre_quantized and wanted:
             from .calibrate_weights import WeightCalibration
@@ -77,15 +80,17 @@ class VQHfQuantizer(HfQuantizer):
             self._calibration = WeightCalibration(model, wanted, config, checkpoint_files or [])
             for name in self._calibration.names:  # their weights are loaded as they are
                 del wanted[name]
+        if self.pre_quantized:
+            self._place_published(model, wanted)
         modules = replace_modules(
             model, wanted.get, seed=config.seed, keep_dense=not self.pre_quantized
         )
-        if not modules and self._calibration is None:
+        if not modules and self._calibration is None and not vq_modules(model):
             raise VQConfigError(
                 f"{type(model).__name__} has no layer to quantize: all are in "
                 f"modules_to_not_convert={config.modules_to_not_convert} or of unknown kinds."
             )
-        for module in modules.values():
+        for module in vq_modules(model).values():
             # Their tensors come from a file or from quantization, never from a random generator.
             module._is_hf_initialized = True  # type: ignore[assignment]
         # The tensors that layers share are read by us, not by Transformers.
@@ -98,6 +103,27 @@ class VQHfQuantizer(HfQuantizer):
             total = sum(len(module.weights()) for module in modules.values())
             self.progress = Progress(f"Quantizing to {config.scheme_name}", total)
         return model
+
+    def _expert(self, name: str, out_features: int, in_features: int) -> VQLinear:
+        """One matrix of an expert that is stored on its own."""
+        config = self.quantization_config
+        layout = config.published_layouts.get(name)
+        if layout is not None:
+            return PublishedLinear(layout, (out_features, in_features), False, where=name)
+        return VQLinear(in_features, out_features, False, config.stored_scheme(name), where=name)
+
+    def _place_published(self, model: Any, wanted: Mapping[str, Any]) -> None:
+        """Put the layers that are stored in a published layout in their places."""
+        prefix = f"{model.base_model_prefix}."
+        for given, layout in self.quantization_config.published_layouts.items():
+            for name in {given, given.removeprefix(prefix), prefix + given} & set(wanted):
+                source: Any = model.get_submodule(name)
+                rows, columns = source.weight.shape
+                size = (rows, columns) if isinstance(source, torch.nn.Linear) else (columns, rows)
+                about = {"dtype": source.weight.dtype, "where": name, "source": type(source)}
+                with torch.device("meta"):
+                    new = PublishedLinear(layout, size, source.bias is not None, **about)
+                model.set_submodule(name, new.train(source.training))
 
     def _wanted_dense(self, model: Any) -> dict[str, VQScheme]:
         """The layers to quantize, by name; what is left out, and where another scheme than that of
@@ -157,11 +183,14 @@ class VQHfQuantizer(HfQuantizer):
         original = model.mark_tied_weights_as_initialized
 
         def checked(loading_info: Any) -> Any:
-            unloaded = loading_info.missing_and_mismatched()
-            stored_files.check_loaded(model, unloaded, self.pre_quantized)
+            self._unloaded(model, set(loading_info.missing_and_mismatched()))
             return original(loading_info)
 
         model.mark_tied_weights_as_initialized = checked
+
+    def _unloaded(self, model: Any, unloaded: set[str]) -> None:
+        """Stop if there was no tensor for one of our parameters."""
+        stored_files.check_loaded(model, unloaded, self.pre_quantized)
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:
         """Leave codes alone, and verify the checkpoint with the names that it will be given."""

@@ -103,14 +103,15 @@ class Stored(nn.Module):
         kept = {
             id(tensor)
             for attribute in self.specs
-            if (tensor := getattr(self, attribute)).dtype == torch.float16
+            if (tensor := getattr(self, attribute)).is_floating_point()
         }
 
         def cast_others(tensor: Tensor) -> Tensor:
             if id(tensor) not in kept:
                 return fn(tensor)
-            moved: Tensor = fn(tensor.view(torch.int16))
-            return moved.view(torch.float16)
+            words = torch.int16 if tensor.dtype.itemsize == 2 else torch.int32
+            moved: Tensor = fn(tensor.view(words))
+            return moved.view(tensor.dtype)
 
         super()._apply(cast_others, recurse)  # type: ignore[no-untyped-call]
         for attribute, spec in self.specs.items():

@@ -73,6 +73,7 @@ class Kernel:
         layouts: for attention, the layouts of keys and of values that it wants in a new cache.
         direct: a shorter way to `run`, if there is one; for linear only with weights of one pass.
         together: for linear, runs several weights with one input (the op `hf_vq::linears`).
+        remark: what `explain` says of a problem that it runs, but not well.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Kernel:
     layouts: Callable[[Problem], tuple[str, str]] = lambda problem: ("rows", "rows")
     direct: Callable[[Problem], Direct | None] = lambda problem: None
     together: Callable[..., list[Tensor]] | None = None
+    remark: Callable[[Problem], str | None] = lambda problem: None
 
 
 @dataclass(frozen=True)

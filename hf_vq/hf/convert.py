@@ -1,0 +1,331 @@
+"""`hf-vq convert`: a published checkpoint as one of ours, a file at a time.
+
+    IN/model-00002-of-00003.safetensors  -->  OUT.unfinished/model-00002-of-00003.safetensors
+    config.json, tokenizer, ...          -->  config.json last; then OUT.unfinished becomes OUT
+
+A file of the output holds the layers whose codes are in the file of the same number. Killed at any
+point, the same command goes on after the last whole file. The verification reads what was written
+and decodes it: every weight must be that of the published formula, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .. import ops
+from ..errors import VQConfigError, VQFormatError
+from ..fit import fit_weight
+from ..fit.weight import fixed_tensors
+from ..formats.published import LAYOUTS
+from ..formats.tensors import tensor_specs
+from ..nn.linear import attribute_of
+from ..nn.replace import convertible
+from ..ops import reference
+from ..transforms import rotate
+from .checkpoint import Checkpoint
+from .config import VQConfig
+from .folder import lock, replacing
+from .operation import Progress
+from .published import config_of
+from .published_plan import Plan, PublishedLayer, make_plan, neither
+
+_STATE = "convert.json"
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".gguf")
+
+
+def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dict[str, Any]:
+    """Convert a published checkpoint, and verify the result.
+
+    Args:
+        source: folder of the checkpoint, or its name on the Hub.
+        out: folder to write; must not exist.
+        requantize: quantize the decoded weights to this instead of keeping them.
+
+    Returns:
+        `layers` that were converted, `weights` that were compared, and `bits_per_weight`.
+
+    Raises:
+        VQConfigError: not a checkpoint of a method that hf_vq reads, or `out` is in use.
+        VQFormatError: a tensor is missing or wrong, or what was written is not what was read.
+    """
+    folder = _folder(source)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    published = config.get("quantization_config") or {}
+    method = published.get("quant_method")
+    if method not in LAYOUTS:
+        known = "QuIP#, which hf_vq does not read" if "quip_params" in config else repr(method)
+        raise VQConfigError(
+            f"{source}: its quantization is {known}. hf-vq convert reads {', '.join(LAYOUTS)}."
+        )
+    checkpoint = Checkpoint(_files(folder))
+    model = _empty(folder)
+    plan = make_plan(model, checkpoint, published)
+    _check_dense(model, plan, checkpoint, method)
+    ours = config_of(plan, published, model)
+    if requantize is not None:
+        ours = VQConfig(
+            requantize.vq_scheme,
+            modules_to_not_convert=plan.dense,
+            seed=requantize.seed,
+            search=requantize.search,
+            provenance={**(ours.provenance or {}), "relative_error": {}},
+        )
+    work = Path(f"{os.path.abspath(out)}.unfinished")
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("ab") as held:
+        if lock(held) is False:
+            raise VQConfigError(f"another process converts to {work}. Wait for it.")
+        _check_state(work, folder, checkpoint, ours)
+        result = _Conversion(plan, checkpoint, ours, requantize, folder, work).run(config)
+    (work / "lock").unlink()
+    (work / _STATE).unlink()
+    with replacing(Path(out)) as new:
+        for file in work.iterdir():
+            file.rename(new / file.name)
+    shutil.rmtree(work)
+    return result
+
+
+class _Conversion:
+    """One conversion: see `convert`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        ours: VQConfig,
+        requantize: VQConfig | None,
+        folder: Path,
+        work: Path,
+    ) -> None:
+        self.plan, self.checkpoint, self.ours = plan, checkpoint, ours
+        self.requantize, self.folder, self.work = requantize, folder, work
+        self.of_codes = {layer.sources[layer.layout.codes]: layer for layer in plan.layers.values()}
+        self.coded = {source for one in plan.layers.values() for source in one.sources.values()}
+        self.errors: dict[str, float] = {}
+        self.shared: dict[str, Tensor] = {}
+
+    def run(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Write and verify every file, then the rest."""
+        progress = Progress("Converting", len(self.plan.layers))
+        index: dict[str, str] = {}
+        bits = weights = 0
+        for number, file in enumerate(self.checkpoint.files):
+            name = _file_name(number, len(self.checkpoint.files))
+            target = self.work / name
+            done = target.with_suffix(".json")  # of a file that was written whole and verified
+            if not done.exists():
+                facts = self._one(file, target, progress, last=file == self.checkpoint.files[-1])
+                done.write_text(json.dumps(facts), encoding="utf-8")
+            facts = json.loads(done.read_text(encoding="utf-8"))
+            self.errors |= facts["errors"]
+            bits, weights = bits + facts["bits"], weights + facts["weights"]
+            index |= dict.fromkeys(facts["names"], name)
+        progress.close()
+        provenance = self.ours.provenance
+        assert provenance is not None
+        provenance["bits_per_weight"] = round(bits / weights, 4)
+        if self.requantize is not None:
+            provenance["relative_error"] = self.errors
+        for name in set(index.values()):
+            (self.work / name).with_suffix(".json").unlink()
+        self._write_rest(config, index)
+        return {
+            "layers": len(self.plan.layers),
+            "weights": weights,
+            "bits_per_weight": bits / weights,
+            "relative_error": dict(self.errors),
+        }
+
+    def _one(self, file: str, target: Path, progress: Progress, last: bool) -> dict[str, Any]:
+        """Write one file of the output, read it again and compare."""
+        tensors: dict[str, Tensor] = {}
+        layers: dict[str, PublishedLayer] = {}
+        bits = weights = 0
+        for name, entry in self.checkpoint.entries.items():
+            if entry.file != file:
+                continue
+            if name in self.of_codes:
+                layer = self.of_codes[name]
+                progress.start(layer.name)
+                made = self._layer(layer)
+                layers[layer.name] = layer
+                bits += sum(8 * tensor.nbytes for tensor in made.values())
+                weights += layer.size[0] * layer.size[1]
+                tensors |= made
+                progress.done()
+            elif name not in self.coded:
+                tensors[self._kept(name)] = self.checkpoint.read(name)
+        if last and self.requantize is not None:
+            tensors |= self._fixed()
+        partial = target.with_suffix(".partial")
+        save_file(tensors, partial, {"format": "pt"})
+        names = list(tensors)
+        del tensors
+        written = Checkpoint([str(partial)])
+        for layer in layers.values():
+            self._verify(layer, written)
+        os.replace(partial, target)
+        return {"names": names, "bits": bits, "weights": weights, "errors": dict(self.errors)}
+
+    def _kept(self, name: str) -> str:
+        """The name of a tensor that is copied: a bias of a coded layer follows that layer."""
+        renamed = self.plan.rename(name)
+        owner = renamed.rpartition(".")[0]
+        return renamed if owner in self.plan.layers else name
+
+    def _layer(self, layer: PublishedLayer) -> dict[str, Tensor]:
+        if self.requantize is None:
+            return {
+                target: make(self.checkpoint.read(source))
+                for source, (target, make) in layer.moves().items()
+            }
+        dense, rotated = self._decoded(layer), layer.layout.rotation()
+        if rotated is not None:
+            dense = rotate(dense, rotated, inverse=True)
+        fitted = fit_weight(
+            dense, self.requantize.vq_scheme, seed=self.requantize.seed, where=layer.name,
+            search=self.requantize.search,
+        )  # fmt: skip
+        self.errors[layer.name] = float(f"{fitted.relative_error:.4g}")
+        specs = tensor_specs(self.requantize.vq_scheme, *layer.size, seed=self.requantize.seed)
+        made = {}
+        for key, tensor in fitted.tensors.items():
+            lead = key == "codes" and tensor.shape == layer.size
+            if specs[key].shared_name is None:
+                stored = tensor[None] if lead else tensor
+                made[f"{layer.name}.{attribute_of(key)}"] = stored.contiguous()
+        return made
+
+    def _fixed(self) -> dict[str, Tensor]:
+        """The tensors that all layers of the new scheme share."""
+        assert self.requantize is not None
+        scheme, seed = self.requantize.vq_scheme, self.requantize.seed
+        found: dict[str, Tensor] = {}
+        for layer in self.plan.layers.values():
+            specs = tensor_specs(scheme, *layer.size, seed=seed)
+            names = {key: spec.shared_name for key, spec in specs.items() if spec.shared_name}
+            if set(names.values()) - set(found):
+                fixed = fixed_tensors(scheme, layer.size[1], seed)
+                found |= {name: fixed[key] for key, name in names.items()}
+        return found
+
+    def _decoded(self, layer: PublishedLayer) -> Tensor:
+        """The published formula on the tensors of the input, in the space of the rotation."""
+        tensors = {suffix: self.checkpoint.read(name) for suffix, name in layer.sources.items()}
+        return layer.layout.decode(tensors, *layer.size)
+
+    def _verify(self, layer: PublishedLayer, written: Checkpoint) -> None:
+        """Raise if what was written does not decode to the published weight."""
+        if self.requantize is not None:
+            return  # its error is in the provenance
+        tensors = {
+            layer.key(suffix): written.read(f"{layer.name}.{attribute_of(layer.key(suffix))}")
+            for suffix in layer.kept
+        }
+        scheme = layer.layout.scheme()
+        if scheme is None:
+            published = {suffix: tensors[layer.key(suffix)] for suffix in layer.kept}
+            found = layer.layout.decode(published, *layer.size)
+        elif scheme.rotation == "none":
+            found = ops.decode_weight(tensors, scheme, layer.size[1], torch.float32)
+        else:
+            found = reference.decode_rotated(
+                tensors["codes"], tensors["codebook"], tensors["scale"], scheme, layer.size[1]
+            )
+        if not torch.equal(found, self._decoded(layer)):
+            raise VQFormatError(
+                f"{layer.name}: what was written does not decode to the weight that was read. "
+                "Check the disk, delete the unfinished folder and convert again; if it happens "
+                "again, report it."
+            )
+
+    def _write_rest(self, config: dict[str, Any], index: Mapping[str, str]) -> None:
+        """Tokenizer and other files, the index, and config.json."""
+        for file in self.folder.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name != "config.json":
+                shutil.copyfile(file, self.work / file.name)
+        if len(self.checkpoint.files) > 1:
+            size = sum((self.work / name).stat().st_size for name in set(index.values()))
+            found = {"metadata": {"total_size": size}, "weight_map": dict(index)}
+            path = self.work / "model.safetensors.index.json"
+            path.write_text(json.dumps(found, indent=2, sort_keys=True), encoding="utf-8")
+        whole = {**config, "quantization_config": self.ours.to_dict()}
+        (self.work / "config.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
+
+
+def _file_name(number: int, count: int) -> str:
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _folder(source: str) -> Path:
+    """The folder of a checkpoint; one of the Hub is downloaded."""
+    if os.path.isdir(source):
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    return Path(snapshot_download(source, allow_patterns=patterns))
+
+
+def _files(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    files = [str(folder / name) for name in names]
+    if not all(os.path.isfile(file) for file in files):
+        raise VQFormatError(
+            f"{folder} lacks {next(f for f in files if not os.path.isfile(f))}: hf_vq reads "
+            "safetensors files, all of them. Download the checkpoint again."
+        )
+    return files
+
+
+def _empty(folder: Path) -> Any:
+    """The model of a checkpoint, without weights."""
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.config.name_or_path = str(folder)
+    return model
+
+
+def _check_dense(model: Any, plan: Plan, checkpoint: Checkpoint, method: str) -> None:
+    """Raise if a linear layer is in no file; tied weights are another tensor's."""
+    stored = {name for entry in checkpoint.entries for name in plan.spellings(entry)}
+    head = model.get_output_embeddings()
+    for name in plan.dense:
+        module = model.get_submodule(name)
+        tied = module is head and model.config.get_text_config().tie_word_embeddings
+        if convertible(module) and not tied and f"{name}.weight" not in stored:
+            raise neither(name, method)
+
+
+def _check_state(work: Path, folder: Path, checkpoint: Checkpoint, ours: VQConfig) -> None:
+    """Raise if a folder holds the unfinished conversion of something else."""
+    sizes = {Path(file).name: os.path.getsize(file) for file in checkpoint.files}
+    state = {"source": str(folder.resolve()), "files": sizes, "config": ours.to_dict()}
+    state = json.loads(json.dumps(state))
+    path = work / _STATE
+    if path.exists():
+        if json.loads(path.read_text(encoding="utf-8")) != state:
+            raise VQConfigError(
+                f"{work} holds an unfinished conversion of something else. Delete it, or give "
+                "another OUT."
+            )
+        return
+    path.write_text(json.dumps(state), encoding="utf-8")
