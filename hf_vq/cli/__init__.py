@@ -1,0 +1,58 @@
+"""`hf-vq`: quantize, calibrate, evaluate and look at models from a shell, as `optimum-cli vq`.
+
+Exit status: 0 done, 1 interrupted or an unexpected error, 2 an error that says what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ..errors import VQError
+from . import calibrate, evaluate, quantize, show
+from .arguments import unfinished
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="hf-vq",
+        description="Vector quantization of weights and KV cache for Hugging Face Transformers.",
+    )
+    from .. import __version__
+
+    parser.add_argument("--version", action="version", version=f"hf-vq {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for add in (
+        quantize.add_quantize, calibrate.add_calibrate, quantize.add_convert, evaluate.add_eval,
+        show.add_info, show.add_explain, show.add_demo,
+    ):  # fmt: skip
+        verb = add(verbs)
+        verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except VQError as error:
+        if args.debug:
+            raise
+        message = " ".join(str(error).split())
+        print(f"hf-vq: error: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        left = "nothing was left behind"
+        out = getattr(
+            args, {"eval": "json", "calibrate": "out", "convert": "out"}.get(args.verb, ""), None
+        )
+        if out and unfinished(out).exists():
+            left = f"the same command goes on from {unfinished(out)}"
+        print(f"hf-vq: interrupted; {left}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `hf-vq info ... | head`
+        sys.stderr.close()
+        return 0
+    return 0
