@@ -57,9 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             kept = _unfinished(args.json)
             if kept.exists():
                 left = f"the same command goes on from {kept}"
-        if args.verb == "convert" or (
-            args.verb == "calibrate" and args.kv is None and args.out
-        ):
+        if args.verb == "convert" or (args.verb == "calibrate" and args.kv is None and args.out):
             kept = _unfinished(args.out)
             if kept.exists():
                 left = f"the same command goes on from {kept}"

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..errors import VQFormatError
 from ..formats.catalog import scheme_name
-from ..formats.published import layout_from_dict
 from ..formats.scheme import VQScheme
 from ..hf.config import VQConfig
 from .show import significant, text_table
