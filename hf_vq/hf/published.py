@@ -7,6 +7,7 @@ layers become `VQLinear`, the model's config a `VQConfig`, and `save_pretrained`
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,14 +163,18 @@ class PublishedQuantizer(VQHfQuantizer):
 
 def config_of(plan: Plan, published: dict[str, Any], model: Any) -> VQConfig:
     """What our config.json says of a published checkpoint."""
-    schemes = {layer.layout.scheme() for layer in plan.layers.values()} - {None}
+    schemes = {name: layer.layout.scheme() for name, layer in plan.layers.items()}
+    counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
+    usual = counts.most_common(1)[0][0] if counts else None
+    others = {n: s.spec() for n, s in schemes.items() if s is not None and s != usual}
     layouts = {
         name: layer.layout.to_dict()
         for name, layer in plan.layers.items()
         if layer.layout.scheme() is None
     }
     return VQConfig(
-        next(iter(schemes), None),
+        usual,
+        layers=others or None,
         modules_to_not_convert=plan.dense,
         layouts=layouts,
         provenance=origin(model, published),
