@@ -54,11 +54,8 @@ def marked(text: str) -> list[str]:
 
 def pages(root: Path) -> list[Path]:
     """The Markdown pages of a checkout that may hold tables."""
-    return [
-        path
-        for path in (root / "README.md", *sorted((root / "docs").glob("*.md")))
-        if path.is_file()
-    ]
+    found = root / "README.md", *sorted((root / "docs").glob("*.md"))
+    return [path for path in found if path.is_file()]
 
 
 def weights_table() -> str:
