@@ -30,7 +30,7 @@ SECOND = {
         ("llama", SECOND, {"scheme": "vq-3"}),
         ("gpt2", ALL, {"scheme": "vq-4"}),
         ("gpt-oss", ALL, {"scheme": "vq-4"}),
-        ("llama", ALL, {"target_bits": 3}),
+        ("llama", ALL, {"target_bits": 3.5, "candidates": ["turboquant-2", "turboquant-4"]}),
     ],
 )
 def test_same_codes_as_in_memory(name, places, scheme, dense, tmp_path, monkeypatch):
