@@ -272,8 +272,8 @@ def _calibrate(args: argparse.Namespace) -> None:
     folder = _unfinished(args.out)
     text = OWN_WORDS if args.text is None else args.text
     calibration = {"text": text, "context": args.context, "resume": folder}
-    options = ("tokens", "device", "finetune")
-    calibration |= {k: v for k in options if (v := getattr(args, k)) is not None}
+    given = ("tokens", "device", "finetune")
+    calibration |= {k: v for k in given if (v := getattr(args, k)) is not None}
     options = {"target_bits": args.target_bits, "candidates": args.candidates}
     with launched() as rank:
         _quantized(args, seed=args.seed, calibration=calibration, **options)
