@@ -106,6 +106,11 @@ class WeightCalibration:
                 f"{self.team.size} processes cannot fine-tune one model together. Start one, or "
                 'leave "finetune" out.'
             )
+        if self.options.get("finetune") and any(p.is_meta for p in model.parameters()):
+            raise VQCalibrationError(
+                "weights of the model are offloaded, and fine-tuning changes them in memory. Load "
+                'the model on the CPU and give calibration a "device", or leave "finetune" out.'
+            )
         with unfinished(resume, self._identity(model), self.team) as work:
             sequences = self.team.share(work.tokens(lambda: self._sequences(model)))
             blocks = Blocks(model, self.prefix, sequences)
