@@ -148,7 +148,8 @@ def _measure(args: argparse.Namespace) -> int:
         with_baselines=not args.no_baselines,
         **more,
     )
-    return _record(args, command, "cpu", measure, _print_row)
+    resumes = module is quality_weights
+    return _record(args, command, "cpu", measure, _print_row, resumes)
 
 
 def _time(args: argparse.Namespace) -> int:
@@ -170,8 +171,10 @@ def _record(
     device: str,
     measure: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
     show: Callable[[dict[str, Any]], None],
+    resumes: bool = False,
 ) -> int:
-    """Run a suite, and show and keep each row when it is known."""
+    """Run a suite, and show and keep each row when it is known; with `resumes`, take up those of a
+    run that was stopped."""
     out = args.out or RESULTS / f"{args.suite}.json"
     recorder = Recorder(out, args.suite, command, args.revision, device)
     if recorder.record["revision"] is None:
@@ -182,7 +185,8 @@ def _record(
         recorder.add(row)
 
     try:
-        settings, results = measure(report=report)
+        more = {"take_up": recorder.take_up} if resumes else {}
+        settings, results = measure(report=report, **more)
     except KeyboardInterrupt:
         print(f"hf_vq.bench: stopped; the rows are in {recorder.unfinished}", file=sys.stderr)
         return 130

@@ -12,7 +12,6 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-3", "turboquant-2
 
 BATCH = 4  # sequences per forward
 CACHED, CACHE = "vq-4", "u4"  # weights that are measured with a cache, and its scheme
+CACHED_NAME = f"{CACHED} + KV {CACHE}"
 
 # name -> (stored bits per weight with fp16 scales, weight -> weight)
 BASELINES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
@@ -62,6 +62,7 @@ def run(
     with_baselines: bool = True,
     kinds: Sequence[str] = KINDS,
     calibration: str | Path | None = None,
+    take_up: Callable[[dict[str, Any]], Sequence[dict[str, Any]]] = lambda settings: (),
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure; `report` gets each row when it is known.
@@ -71,73 +72,76 @@ def run(
         calibration: UTF-8 text that GPTQ and schemes in CALIBRATED are calibrated on, those in
             FINETUNED tuned on, and that bits are shared out by (TARGETS) where their schemes are
             measured; None leaves that out.
+        take_up: given the settings, the rows of a run with the same that was stopped.
 
     Returns:
         (settings, results) of the record.
     """
     tokenizer = load_tokenizer(model_dir)
     sequences = read_sequences(tokenizer, text, context=context, tokens=tokens)
+    settings: dict[str, Any] = {"model": Path(model_dir).name, **text_facts(text)}
+    settings |= {"tokens": sequences.numel(), "context": context, "dtype": "float32"}
+    if calibration is not None:
+        settings |= {f"calibration_{k}": fact for k, fact in text_facts(calibration).items()}
+        settings["calibration_tokens"] = CALIBRATION_TOKENS
     original = load_model(model_dir, dtype=torch.float32)
     reference = Reference(model_forward(original), sequences)
-    rows: list[dict[str, Any]] = []
-    results = {"perplexity": reference.perplexity, "rows": rows}
-    steps: list[Iterator[dict[str, Any]]] = []
-    wanted: list[tuple[str, str, dict[str, Any] | None]] = []
-    with_baselines = with_baselines and "baseline" in kinds
-    if with_baselines:
-        steps.append(_baseline_rows(original, reference))
-    if "scheme" in kinds:
-        wanted += [(name, "scheme", None) for name in schemes]
-    known: dict[str, Any] = {}
-    if calibration is not None:
-        options = {"text": calibration, "tokens": CALIBRATION_TOKENS, "context": context}
-        if with_baselines:
+    steps: list[tuple[str, str, Callable[[], Iterator[dict[str, Any]]]]] = []
+
+    def quantized(name: str, kind: str, options: dict[str, Any] | None) -> None:
+        steps.append((name, kind, partial(_scheme_rows, model_dir, name, kind, options, reference)))
+
+    if with_baselines and "baseline" in kinds:
+        for name in BASELINES:
+            steps.append((name, "baseline", partial(_baseline_rows, original, name, reference)))
+        if calibration is not None:
             learned_from = read_sequences(
                 tokenizer, calibration, context=context, tokens=CALIBRATION_TOKENS
             )
-            steps.append(_gptq_rows(original, learned_from, reference))
+            for name in GPTQ:
+                rows = partial(_gptq_rows, original, name, learned_from, reference)
+                steps.append((name, "baseline", rows))
+    for name in schemes if "scheme" in kinds else ():
+        quantized(name, "scheme", None)
+    if calibration is not None:
+        options = {"text": calibration, "tokens": CALIBRATION_TOKENS, "context": context}
         if "calibrated" in kinds:
-            wanted += [(name, "calibrated", options) for name in schemes if name in CALIBRATED]
-            if set(CANDIDATES) <= set(schemes):
-                wanted += [(f"target_bits={t:g}", "calibrated", options) for t in TARGETS]
+            for name in (name for name in schemes if name in CALIBRATED):
+                quantized(name, "calibrated", options)
+            for target in TARGETS if set(CANDIDATES) <= set(schemes) else ():
+                quantized(f"target_bits={target:g}", "calibrated", options)
         for how in (kind for kind in FINETUNE if kind in kinds):
-            tuned = {**options, "finetune": how}
-            wanted += [(name, how, tuned) for name in schemes if name in FINETUNED]
-        known = {f"calibration_{key}": fact for key, fact in text_facts(calibration).items()}
-        known["calibration_tokens"] = CALIBRATION_TOKENS
-    for row in chain(*steps, _scheme_rows(model_dir, wanted, reference)):
-        rows.append(row)
-        report(row)
-    settings = {
-        "model": Path(model_dir).name,
-        **text_facts(text),
-        **known,
-        "tokens": sequences.numel(),
-        "context": context,
-        "dtype": "float32",
-    }
+            for name in (name for name in schemes if name in FINETUNED):
+                quantized(name, how, {**options, "finetune": how})
+    results: dict[str, Any] = {"perplexity": reference.perplexity, "rows": []}
+    kept = {(row["name"], row["kind"]): row for row in take_up(settings)}
+    for name, kind, step in steps:
+        names = (name, CACHED_NAME) if (name, kind) == (CACHED, "calibrated") else (name,)
+        found = [kept[one, kind] for one in names if (one, kind) in kept]
+        for row in found if len(found) == len(names) else step():
+            results["rows"].append(row)
+            report(row)
     return settings, results
 
 
-def _baseline_rows(original: Any, reference: Reference) -> Iterator[dict[str, Any]]:
-    for name, (bits, quantize) in BASELINES.items():
-        model = copy.deepcopy(original)
-        skipped = model.get_output_embeddings()  # tied to the embedding, or kept like it
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and module is not skipped:
-                module.weight.data = quantize(module.weight.data)
-        yield _row(
-            name, "baseline", bits, None, score(model_forward(model), reference, BATCH).to_dict()
-        )
+def _baseline_rows(original: Any, name: str, reference: Reference) -> Iterator[dict[str, Any]]:
+    (bits, quantize), model = BASELINES[name], copy.deepcopy(original)
+    skipped = model.get_output_embeddings()  # tied to the embedding, or kept like it
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not skipped:
+            module.weight.data = quantize(module.weight.data)
+    found = score(model_forward(model), reference, BATCH).to_dict()
+    yield _row(name, "baseline", bits, None, found)
 
 
-def _gptq_rows(original: Any, sequences: Tensor, reference: Reference) -> Iterator[dict[str, Any]]:
-    for name, (stored, bits) in GPTQ.items():
-        model, start = copy.deepcopy(original), time.perf_counter()
-        _quantize_blocks(model, sequences, partial(baselines.gptq, bits=bits))
-        seconds = time.perf_counter() - start
-        found = score(model_forward(model), reference, BATCH).to_dict()
-        yield _row(name, "baseline", stored, seconds, found)
+def _gptq_rows(
+    original: Any, name: str, sequences: Tensor, reference: Reference
+) -> Iterator[dict[str, Any]]:
+    (stored, bits), model, start = GPTQ[name], copy.deepcopy(original), time.perf_counter()
+    _quantize_blocks(model, sequences, partial(baselines.gptq, bits=bits))
+    seconds = time.perf_counter() - start
+    found = score(model_forward(model), reference, BATCH).to_dict()
+    yield _row(name, "baseline", stored, seconds, found)
 
 
 @torch.no_grad()
@@ -163,27 +167,24 @@ def _quantize_blocks(
 
 
 def _scheme_rows(
-    model_dir: str,
-    wanted: Sequence[tuple[str, str, dict[str, Any] | None]],
-    reference: Reference,
+    model_dir: str, name: str, kind: str, calibration: dict[str, Any] | None, reference: Reference
 ) -> Iterator[dict[str, Any]]:
-    for name, kind, calibration in wanted:
-        argument, _, bits = name.partition("=")  # as in target_bits=3, or the name of a scheme
-        asked: dict[str, Any] = {argument: float(bits)} if bits else {"scheme": name}
-        config = VQConfig(**asked, calibration=calibration)
-        start = time.perf_counter()
-        model = load_model(model_dir, dtype=torch.float32, config=config)
-        seconds = time.perf_counter() - start
-        stored = model_storage(model).bits_per_weight
-        found = score(model_forward(model), reference, BATCH).to_dict()
-        yield _row(name, kind, stored, seconds, found)
-        if kind == "calibrated" and name == CACHED:
-            scheme = kv_scheme(CACHE)
-            keys = round_trip(scheme.key, centre=scheme.centre_keys)
-            cache = Simulation(keys, round_trip(scheme.value, centre=False), WINDOW, SINKS)
-            with simulate(model, cache):
-                found = score(model_forward(model), reference).to_dict()
-            yield _row(f"{name} + KV {CACHE}", kind, stored, seconds, found)
+    argument, _, bits = name.partition("=")  # as in target_bits=3, or the name of a scheme
+    asked: dict[str, Any] = {argument: float(bits)} if bits else {"scheme": name}
+    config = VQConfig(**asked, calibration=calibration)
+    start = time.perf_counter()
+    model = load_model(model_dir, dtype=torch.float32, config=config)
+    seconds = time.perf_counter() - start
+    stored = model_storage(model).bits_per_weight
+    found = score(model_forward(model), reference, BATCH).to_dict()
+    yield _row(name, kind, stored, seconds, found)
+    if kind == "calibrated" and name == CACHED:
+        scheme = kv_scheme(CACHE)
+        keys = round_trip(scheme.key, centre=scheme.centre_keys)
+        cache = Simulation(keys, round_trip(scheme.value, centre=False), WINDOW, SINKS)
+        with simulate(model, cache):
+            found = score(model_forward(model), reference).to_dict()
+        yield _row(CACHED_NAME, kind, stored, seconds, found)
 
 
 def _row(

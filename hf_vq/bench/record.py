@@ -147,6 +147,11 @@ class Recorder:
         same = ("suite", "settings", "versions", "revision")
         return found["results"]["rows"] if all(found.get(k) == self.record[k] for k in same) else []
 
+    def take_up(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        """The same, for settings that were not known before."""
+        self.record["settings"] = settings
+        return self.kept()
+
     def add(self, row: dict[str, Any]) -> None:
         """Keep one more row, which does not change any more."""
         self.record["results"]["rows"].append(row)

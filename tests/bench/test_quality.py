@@ -198,7 +198,7 @@ def test_calibrated_caches_are_measured(tiny_model, eval_text, tmp_path, monkeyp
     assert len({row["perplexity"] for row in rows.values()}) == len(names)
     table = kv_tables.calibrated(record["results"]["rows"])
     assert "`learned-4`" in table and "| mean 3 bits |" in table
-    assert record["settings"]["calibration_tokens"] == 256
+    assert record["settings"]["calibration_tokens"] == 2048
     assert record["settings"]["calibration_text"] == eval_text.name
     assert "--calibration TEXT --tokens 256" in record["command"]
 
@@ -230,7 +230,7 @@ def test_learned_schemes_are_calibrated_on_another_text(tiny_model, eval_text, t
     assert record["command"].startswith(
         "python -m hf_vq.bench quality-kv MODEL_DIR --text TEXT --calibration TEXT --tokens 256"
     )
-    assert record["settings"]["calibration_tokens"] == 256
+    assert record["settings"]["calibration_tokens"] == 2048
     assert record["settings"]["calibration_text"] == eval_text.name
     rows = record["results"]["rows"]
     paper = "NoMAD d_sub 2, keys only"
@@ -271,3 +271,24 @@ def test_a_suite_says_what_is_wrong_in_one_line(tiny_model, tmp_path, capsys):
     assert "--calibration" in capsys.readouterr().err
     assert main([*whole, "--out", str(tmp_path / "record.json")]) == 2
     assert "nomad-4" in (error := capsys.readouterr().err) and "--calibration" in error
+
+
+def test_a_suite_that_was_stopped_goes_on(tiny_model, eval_text, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "record.json"
+    arguments = ["quality-weights", str(tiny_model), "--text", str(eval_text), "--tokens", "256"]
+    arguments += ["--context", "128", "--schemes", "vq-3", "vq-4", "--no-baselines"]
+    arguments += ["--revision", "abc", "--out", str(out)]
+    real, loaded = quality_weights.load_model, []
+
+    def load(*args, config=None, **options):
+        loaded.append(config and config.scheme_name)
+        if loaded == [None, "vq-3", "vq-4"]:
+            raise KeyboardInterrupt
+        return real(*args, config=config, **options)
+
+    monkeypatch.setattr(quality_weights, "load_model", load)
+    assert main(arguments) == 130 and not out.exists()
+    assert main(arguments) == 0
+    assert loaded == [None, "vq-3", "vq-4", None, "vq-4"]
+    names = [row["name"] for row in json.loads(out.read_text())["results"]["rows"]]
+    assert names == ["vq-3", "vq-4"]
