@@ -73,7 +73,8 @@ class VQHfQuantizer(HfQuantizer):
         files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
         if self.pre_quantized and files:
             self._checkpoint = stored_files.Checkpoint(files)
-            list_stored_experts(model, self._checkpoint.entries, self._expert)
+            coded = [n for n, entry in self._checkpoint.entries.items() if not entry.is_float]
+            list_stored_experts(model, coded, self._expert)
         wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)
         if config.calibration is not None and not self.pre_quantized and wanted:
             from .calibrate_weights import WeightCalibration
