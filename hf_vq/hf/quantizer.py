@@ -190,6 +190,10 @@ class VQHfQuantizer(HfQuantizer):
 
         model.mark_tied_weights_as_initialized = checked
 
+    def _check_values(self, model: Any) -> None:
+        """Stop if a stored float is wrong or not finite."""
+        stored_files.check_values(model)
+
     def _unloaded(self, model: Any, unloaded: set[str]) -> None:
         """Stop if there was no tensor for one of our parameters."""
         stored_files.check_loaded(model, unloaded, self.pre_quantized)
@@ -250,7 +254,7 @@ class VQHfQuantizer(HfQuantizer):
             shared = stored_files.packaged(vq_modules(model).values(), config.seed)
             self._calibration = None
         if self._checkpoint is None:
-            stored_files.check_values(model)
+            self._check_values(model)
         if not self.pre_quantized:
             config.provenance = record(model, self.errors, shared, calibrated)
         used = getattr(model, "_weight_conversions", None) or []
