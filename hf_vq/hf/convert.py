@@ -233,7 +233,7 @@ class _Conversion:
             layer.key(suffix): written.read(f"{layer.name}.{attribute_of(layer.key(suffix))}")
             for suffix in layer.kept
         }
-        scheme = layer.layout.scheme()
+        scheme = layer.layout.stored_as
         if scheme is None:
             published = {suffix: tensors[layer.key(suffix)] for suffix in layer.kept}
             found = layer.layout.decode(published, *layer.size)

@@ -59,7 +59,7 @@ def list_stored_experts(
     """Put a `VQExpertList` where a checkpoint of our format holds experts one by one.
 
     Args:
-        stored: names in the checkpoint.
+        stored: names in the checkpoint of tensors that are no floats.
         make: as `VQExpertList` takes it.
     """
     if not any(holds_experts(module) for module in model.modules()):

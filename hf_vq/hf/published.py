@@ -138,6 +138,9 @@ class PublishedQuantizer(VQHfQuantizer):
         for name in sorted(unloaded & kept - new):
             raise neither(name.rpartition(".")[0], self.published["quant_method"])
 
+    def _check_values(self, model: Any) -> None:
+        """Every tensor was looked at when it was made, under its published name."""
+
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:
         """Put what turns published tensors into ours before the model's own conversions."""
         if self._plan is None:
@@ -163,14 +166,14 @@ class PublishedQuantizer(VQHfQuantizer):
 
 def config_of(plan: Plan, published: dict[str, Any], model: Any) -> VQConfig:
     """What our config.json says of a published checkpoint."""
-    schemes = {name: layer.layout.scheme() for name, layer in plan.layers.items()}
+    schemes = {name: layer.layout.stored_as for name, layer in plan.layers.items()}
     counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
     usual = counts.most_common(1)[0][0] if counts else None
     others = {n: s.spec() for n, s in schemes.items() if s is not None and s != usual}
     layouts = {
         name: layer.layout.to_dict()
         for name, layer in plan.layers.items()
-        if layer.layout.scheme() is None
+        if layer.layout.stored_as is None
     }
     return VQConfig(
         usual,
@@ -183,7 +186,7 @@ def config_of(plan: Plan, published: dict[str, Any], model: Any) -> VQConfig:
 
 def module_of(layer: PublishedLayer, source: Any) -> VQLinear:
     """The empty module of a published layer that replaces `source`."""
-    scheme, bias, dtype = layer.layout.scheme(), source.bias is not None, source.weight.dtype
+    scheme, bias, dtype = layer.layout.stored_as, source.bias is not None, source.weight.dtype
     about: dict[str, Any] = {"dtype": dtype, "where": layer.name, "source": type(source)}
     if scheme is None:
         return PublishedLinear(layer.layout, layer.size, bias, **about)

@@ -73,7 +73,8 @@ class VQHfQuantizer(HfQuantizer):
         files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
         if self.pre_quantized and files:
             self._checkpoint = stored_files.Checkpoint(files)
-            list_stored_experts(model, self._checkpoint.entries, self._expert)
+            coded = [n for n, entry in self._checkpoint.entries.items() if not entry.is_float]
+            list_stored_experts(model, coded, self._expert)
         wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)
         if config.calibration is not None and not self.pre_quantized and wanted:
             from .calibrate_weights import WeightCalibration
@@ -189,6 +190,10 @@ class VQHfQuantizer(HfQuantizer):
 
         model.mark_tied_weights_as_initialized = checked
 
+    def _check_values(self, model: Any) -> None:
+        """Stop if a stored float is wrong or not finite."""
+        stored_files.check_values(model)
+
     def _unloaded(self, model: Any, unloaded: set[str]) -> None:
         """Stop if there was no tensor for one of our parameters."""
         stored_files.check_loaded(model, unloaded, self.pre_quantized)
@@ -249,7 +254,7 @@ class VQHfQuantizer(HfQuantizer):
             shared = stored_files.packaged(vq_modules(model).values(), config.seed)
             self._calibration = None
         if self._checkpoint is None:
-            stored_files.check_values(model)
+            self._check_values(model)
         if not self.pre_quantized:
             config.provenance = record(model, self.errors, shared, calibrated)
         used = getattr(model, "_weight_conversions", None) or []

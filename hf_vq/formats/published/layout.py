@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -54,6 +55,11 @@ class Layout(ABC):
         Raises:
             VQFormatError: no such matrix can be stored.
         """
+
+    @cached_property  # asked for every tensor
+    def stored_as(self) -> VQScheme | None:
+        """What `scheme` returns."""
+        return self.scheme()
 
     @abstractmethod
     def scheme(self) -> VQScheme | None:
