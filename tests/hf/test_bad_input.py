@@ -18,6 +18,7 @@ from transformers import (
 from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
 from hf_vq.formats import VQScheme
 from hf_vq.hf import VQConfig
+from hf_vq.hf.config import FORMAT_VERSION
 from hf_vq.nn import VQLinear
 
 LOAD = AutoModelForCausalLM.from_pretrained
@@ -137,7 +138,7 @@ def test_a_missing_shard(quantized, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (put("format_version", lambda v: 2), "pip install -U"),
+        (put("format_version", lambda v: FORMAT_VERSION + 1), "pip install -U"),
         (put("format_version", str), "must be an integer"),
         (put("seed", lambda v: "0"), "seed must be an integer"),
         (put("scheme", lambda v: {**v, "entry_bits": "8"}), "entry_bits must be an integer"),
