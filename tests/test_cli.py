@@ -251,7 +251,8 @@ def test_an_interrupted_calibration_leaves_nothing(copied, eval_text, monkeypatc
     """Whether it records, fits or writes; what was there stays."""
     before = {path: path.read_bytes() for path in copied.iterdir()}
     arguments = ["calibrate", str(copied), "--kv", "nomad-4", "--text", eval_text, *CALIBRATION]
-    places = ("hf_vq.hf.calibrate.run_recorded", "hf_vq.hf.calibrate.fit_kv_codebook", "os.replace")
+    steps = ("run_recorded", "fit_kv_codebook")
+    places = (*(f"hf_vq.hf.calibration.cache.{step}" for step in steps), "os.replace")
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

@@ -20,8 +20,8 @@ import torch
 from ..cache.codebooks import needs_codebooks
 from ..errors import VQError
 from ..formats.catalog import kv_scheme, weight_scheme
+from ..hf.calibration.text import bar, read_text
 from ..hf.config import VQConfig
-from ..hf.text import bar, read_text
 from .evaluate import BATCH, CHUNK, MOST_TOKENS, cache_factory, prompt_length, shown_name
 from .load import first_line, load_model, load_tokenizer
 from .peers import (
@@ -260,7 +260,7 @@ class Comparison:
 
     def _new_cache(self, one: Contestant) -> Callable[[], Any]:
         from ..cache import VQCache
-        from ..hf.calibrate import calibrate_kv
+        from ..hf.calibration.cache import calibrate_kv
 
         if one.kind == "peer":
             new = partial(quantized_cache, CACHE_PEERS[one.name], self._original.config)

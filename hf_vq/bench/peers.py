@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import VQError
-from ..hf.text import read_text
+from ..hf.calibration.text import read_text
 from .load import load_model, load_tokenizer
 
 _SCALE_BYTES = 2

@@ -31,8 +31,8 @@ from ..formats.catalog import kv_scheme, of_layer
 from ..formats.nearest import nearest_in_groups
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
-from ..hf.calibrate import calibrate_kv
-from ..hf.text import read_text
+from ..hf.calibration.cache import calibrate_kv
+from ..hf.calibration.text import read_text
 from ..ops.nomad_reference import quantized_tables, score_tables
 from . import baselines
 from .banded import RoundTrip, Scores, Simulation, dot_products, simulate

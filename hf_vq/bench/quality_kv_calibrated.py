@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ..cache.codebooks import KVCodebooks
 from ..formats.catalog import of_layer
-from ..hf.allocate import allocate_kv
-from ..hf.calibrate import calibrate_kv
-from ..hf.smooth import smooth_attention
-from ..hf.text import read_text
+from ..hf.calibration.cache import calibrate_kv
+from ..hf.calibration.cache_bits import allocate_kv
+from ..hf.calibration.smooth import smooth_attention
+from ..hf.calibration.text import read_text
 from . import baselines
 from .banded import RoundTrip
 from .load import load_model, load_tokenizer

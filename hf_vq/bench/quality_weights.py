@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.catalog import kv_scheme
-from ..hf.blocks import Blocks, find_blocks
+from ..hf.calibration.blocks import Blocks, find_blocks
+from ..hf.calibration.moments import Listener
 from ..hf.config import CANDIDATES, FINETUNE, VQConfig
-from ..hf.moments import Listener
 from . import baselines
 from .banded import Simulation, simulate
 from .load import load_model, load_tokenizer

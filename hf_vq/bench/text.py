@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import VQError
-from ..hf.text import MIN_CONTEXT, read_text
+from ..hf.calibration.text import MIN_CONTEXT, read_text
 
 
 def read_sequences(

@@ -58,8 +58,8 @@ def _calibrate(args: argparse.Namespace) -> None:
                 raise VQConfigError(f"--{option} is for the weights, not for --kv.")
         _calibrate_cache(args)
         return
-    from ..hf.team import launched
-    from ..hf.text import OWN_WORDS
+    from ..hf.calibration.team import launched
+    from ..hf.calibration.text import OWN_WORDS
 
     if args.out is None:
         raise VQConfigError("calibrate needs OUT, a directory to write, for weights.")
@@ -80,9 +80,9 @@ def _calibrate_cache(args: argparse.Namespace) -> None:
     from ..bench.load import load_model, load_tokenizer
     from ..cache.codebooks import FILE_NAME, title
     from ..formats.catalog import kv_scheme
-    from ..hf.allocate import allocate_kv
-    from ..hf.calibrate import calibrate_kv
-    from ..hf.text import read_text
+    from ..hf.calibration.cache import calibrate_kv
+    from ..hf.calibration.cache_bits import allocate_kv
+    from ..hf.calibration.text import read_text
 
     target = _number(args.kv)
     if target is None:

@@ -51,9 +51,9 @@ def quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
     from ..bench.info import describe, kinds_table, summary
     from ..bench.load import load_model, load_tokenizer
     from ..bench.storage import check_original
+    from ..hf.calibration.team import Team
     from ..hf.config import VQConfig
     from ..hf.folder import replacing
-    from ..hf.team import Team
 
     config = VQConfig(args.scheme, modules_to_not_convert=args.skip, **options)
     out = check_out(args)
@@ -76,7 +76,7 @@ def quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
 
 def _convert(args: argparse.Namespace) -> None:
     from ..hf.config import VQConfig
-    from ..hf.convert import convert
+    from ..hf.published.convert import convert
 
     check_out(args)
     anew = None if args.requantize is None else VQConfig(args.requantize)

@@ -1,13 +1,13 @@
 """All that knows how Transformers loads, saves and shares models."""
 
-from .allocate import allocate_kv
-from .calibrate import calibrate_kv
+from .calibration.cache import calibrate_kv
+from .calibration.cache_bits import allocate_kv
+from .calibration.smooth import smooth_attention
 from .config import VQConfig
 from .explain import explain
 from .graphs import capture
-from .published import adopt, release
+from .published.quantizer import adopt, release
 from .quantizer import VQHfQuantizer, register
-from .smooth import smooth_attention
 
 __all__ = [
     "VQConfig",

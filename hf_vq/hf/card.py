@@ -10,8 +10,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from ..formats.catalog import scheme_name
 from ..nn.replace import vq_modules
+from .calibration.text import OWN_WORDS
 from .checkpoint import storage
-from .text import OWN_WORDS
 
 CARD = "README.md"
 _MARKER = "<!-- Written by hf_vq. Delete this line to keep your own text: hf_vq then leaves it. -->"

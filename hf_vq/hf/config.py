@@ -15,8 +15,8 @@ from ..fit.rows import SEARCHES
 from ..formats.catalog import scheme_name, weight_scheme
 from ..formats.published import Layout, layout_from_dict
 from ..formats.scheme import VQScheme
+from .calibration.text import MIN_CONTEXT, OWN_WORDS
 from .layers import check_pattern, matches
-from .text import MIN_CONTEXT, OWN_WORDS
 
 QUANT_METHOD = "vq"
 FORMAT_VERSION = 2
@@ -42,8 +42,9 @@ class VQConfig(QuantizationConfigMixin):
             `modules_to_not_convert`, and the first that matches counts. Of a quantized model, the
             layers' full names and spec strings.
         target_bits: choose a scheme for every layer, so that this many bits are stored per weight
-            on average and the model's predictions change least (`hf/allocate_weights.py`). Needs
-            calibration; without, the model's own words are calibrated on. `layers` stay as given.
+            on average and the model's predictions change least
+            (`hf/calibration/weight_bits.py`). Needs calibration; without, the model's own words
+            are calibrated on. `layers` stay as given.
         candidates: with `target_bits`, the schemes to choose from; None is `vq-2`, `vq-3`, `vq-4`.
         modules_to_not_convert: layers to leave dense, besides tied weights and the output head: a
             name, a part of one between dots (`"layers.0"`, `"down_proj"`), or a regular expression

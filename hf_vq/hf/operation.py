@@ -15,7 +15,7 @@ from ..fit import fit_weight
 from ..nn.experts import VQExperts
 from ..nn.linear import LOADING, VQLinear
 from ..nn.replace import vq_modules
-from .offload import hook_of
+from .calibration.offload import hook_of
 
 if TYPE_CHECKING:
     from .config import VQConfig

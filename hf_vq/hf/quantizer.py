@@ -23,15 +23,15 @@ from ..nn.stored import Stored
 from . import checkpoint as stored_files
 from .config import QUANT_METHOD, VQConfig
 from .conversions import dense_conversions, renamer
-from .expert_names import list_stored_experts
 from .layers import check_entries, matches
 from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
 from .provenance import record
+from .published.expert_names import list_stored_experts
 from .save import install_saving, remove_saving
 
 if TYPE_CHECKING:
-    from .calibrate_weights import WeightCalibration
+    from .calibration.weights import WeightCalibration
 
 logger = logging.get_logger("hf_vq")
 
@@ -77,7 +77,7 @@ class VQHfQuantizer(HfQuantizer):
             list_stored_experts(model, coded, self._expert)
         wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)
         if config.calibration is not None and not self.pre_quantized and wanted:
-            from .calibrate_weights import WeightCalibration
+            from .calibration.weights import WeightCalibration
 
             self._calibration = WeightCalibration(model, wanted, config, checkpoint_files or [])
             for name in self._calibration.names:  # their weights are loaded as they are

@@ -11,10 +11,10 @@ from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import fit_weight
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.hf import VQConfig, allocate_weights
-from hf_vq.hf.blocks import Blocks
+from hf_vq.hf.calibration.blocks import Blocks
+from hf_vq.hf.calibration.parts import parts_of
+from hf_vq.hf.calibration.text import sample_text
 from hf_vq.hf.checkpoint import storage
-from hf_vq.hf.parts import parts_of
-from hf_vq.hf.text import sample_text
 from hf_vq.nn.replace import candidates
 
 CALIBRATION = {"text": "model", "tokens": 128, "context": 32}

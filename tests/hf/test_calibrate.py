@@ -23,9 +23,9 @@ from hf_vq import KVScheme, VQCache, VQCacheError, VQCalibrationError, VQSchemeE
 from hf_vq.cache.codebooks import KVCodebooks
 from hf_vq.fit.kv import fit_kv_codebook
 from hf_vq.formats import KV_SCHEMES
-from hf_vq.hf import calibrate
-from hf_vq.hf.calibrate import SINKS, calibrate_kv
-from hf_vq.hf.text import sample_text, spread
+from hf_vq.hf.calibration import cache as calibrate
+from hf_vq.hf.calibration.cache import SINKS, calibrate_kv
+from hf_vq.hf.calibration.text import sample_text, spread
 
 SMALL = {"tokens": 160, "context": 32, "progress": False}
 

@@ -6,7 +6,7 @@ from tiny import tokens
 from transformers import AutoModelForCausalLM
 
 from hf_vq.hf import VQConfig
-from hf_vq.hf.blocks import Blocks
+from hf_vq.hf.calibration.blocks import Blocks
 from hf_vq.nn import Stored
 
 pytest.importorskip("accelerate")

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from hf_vq.errors import VQCalibrationError, VQConfigError, VQError
 from hf_vq.fit.ldlq import Feedback
 from hf_vq.hf import VQConfig, calibrate_weights
-from hf_vq.hf.blocks import Blocks, find_blocks
-from hf_vq.hf.calibrate_weights import subfolder
-from hf_vq.hf.moments import Listener
-from hf_vq.hf.text import find_text, sample_text, sequences_of, spread
-from hf_vq.hf.unfinished import unfinished
+from hf_vq.hf.calibration.blocks import Blocks, find_blocks
+from hf_vq.hf.calibration.moments import Listener
+from hf_vq.hf.calibration.text import find_text, sample_text, sequences_of, spread
+from hf_vq.hf.calibration.unfinished import unfinished
+from hf_vq.hf.calibration.weights import subfolder
 
 CALIBRATION = {"text": "model", "tokens": 256, "context": 32}
 
@@ -348,7 +348,7 @@ def test_long_texts_are_written_some_sequences_at_a_time(dense, monkeypatch):
         return forward(ids, **options)
 
     monkeypatch.setattr(model, "forward", heard)
-    monkeypatch.setattr("hf_vq.hf.text._WRITTEN_AT_ONCE", 96)
+    monkeypatch.setattr("hf_vq.hf.calibration.text._WRITTEN_AT_ONCE", 96)
     ids = sample_text(model, 5, 32, seed=3)
     assert ids.shape == (5, 32) and set(sizes) == {3, 2}
     assert len({tuple(row.tolist()) for row in ids}) == 5, "sequences differ"

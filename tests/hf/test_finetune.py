@@ -11,10 +11,10 @@ from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import fit_weight, fixed_tensors
 from hf_vq.formats import VQScheme
 from hf_vq.hf import VQConfig, finetune
-from hf_vq.hf.finetune import TunedBlock
-from hf_vq.hf.parts import parts_of
-from hf_vq.hf.text import sample_text
-from hf_vq.hf.unfinished import CodedBlock
+from hf_vq.hf.calibration.finetune import TunedBlock
+from hf_vq.hf.calibration.parts import parts_of
+from hf_vq.hf.calibration.text import sample_text
+from hf_vq.hf.calibration.unfinished import CodedBlock
 from hf_vq.ops import decode_weight
 
 CALIBRATION = {"text": "model", "tokens": 256, "context": 32}

@@ -22,22 +22,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .. import ops
-from ..errors import VQConfigError, VQFormatError
-from ..fit import fit_weight
-from ..fit.weight import fixed_tensors
-from ..formats.published import LAYOUTS
-from ..formats.tensors import tensor_specs
-from ..nn.linear import attribute_of
-from ..nn.replace import convertible
-from ..ops import reference
-from ..transforms import rotate
-from .checkpoint import Checkpoint
-from .config import VQConfig
-from .folder import lock, replacing
-from .operation import Progress
-from .published import config_of
-from .published_plan import Plan, PublishedLayer, make_plan, neither
+from ... import ops
+from ...errors import VQConfigError, VQFormatError
+from ...fit import fit_weight
+from ...fit.weight import fixed_tensors
+from ...formats.published import LAYOUTS
+from ...formats.tensors import tensor_specs
+from ...nn.linear import attribute_of
+from ...nn.replace import convertible
+from ...ops import reference
+from ...transforms import rotate
+from ..checkpoint import Checkpoint
+from ..config import VQConfig
+from ..folder import lock, replacing
+from ..operation import Progress
+from .plan import Plan, PublishedLayer, make_plan, neither
+from .quantizer import config_of
 
 _STATE = "convert.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".gguf")

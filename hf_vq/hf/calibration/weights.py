@@ -20,23 +20,23 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..errors import VQCalibrationError
-from ..fit import FittedWeight, fit_weight, fixed_tensors
-from ..fit.ldlq import Feedback
-from ..formats.scheme import VQScheme
-from ..ops import decode_weight
-from ..ops.codes import rotation_of
-from .allocate_weights import allocation, choices, measure_costs
+from ...errors import VQCalibrationError
+from ...fit import FittedWeight, fit_weight, fixed_tensors
+from ...fit.ldlq import Feedback
+from ...formats.scheme import VQScheme
+from ...ops import decode_weight
+from ...ops.codes import rotation_of
+from ..config import VQConfig
+from ..operation import Progress
 from .blocks import Blocks, find_blocks
-from .config import VQConfig
 from .finetune import TunedBlock, tune_block, tune_model
 from .moments import Listener, Site
 from .offload import weight_of
-from .operation import Progress
 from .parts import Part, parts_of, replace
 from .team import Team
 from .text import OWN_WORDS, context_of, find_text, sequences_of
 from .unfinished import CodedBlock, Unfinished, unfinished
+from .weight_bits import allocation, choices, measure_costs
 
 logger = logging.get_logger("hf_vq")
 _CHARACTERS = 12  # of a data set for every token: more than tokenizers put into one

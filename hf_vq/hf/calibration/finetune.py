@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import VQCalibrationError
-from ..fit import fixed_tensors
-from ..formats.scheme import VQScheme
-from ..ops import reference
-from ..ops.codes import stored_arguments
+from ...errors import VQCalibrationError
+from ...fit import fixed_tensors
+from ...formats.scheme import VQScheme
+from ...ops import reference
+from ...ops.codes import stored_arguments
+from ..operation import Progress
 from .blocks import Blocks
-from .operation import Progress
 from .parts import Part
 from .unfinished import CodedBlock, Unfinished
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from ..errors import VQCalibrationError, VQError
+from ...errors import VQCalibrationError, VQError
 from .offload import place_of
 
 OWN_WORDS = "model"

@@ -16,17 +16,17 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..errors import VQConfigError, VQFormatError
-from ..formats.published import LAYOUTS
-from ..nn.linear import VQLinear
-from ..nn.published import PublishedLinear
-from . import checkpoint as stored_files
-from .config import VQConfig
-from .operation import Deferred
-from .parallel import ranks
-from .provenance import origin
-from .published_plan import Plan, PublishedLayer, build, make_plan, neither
-from .quantizer import VQHfQuantizer
+from ...errors import VQConfigError, VQFormatError
+from ...formats.published import LAYOUTS
+from ...nn.linear import VQLinear
+from ...nn.published import PublishedLinear
+from .. import checkpoint as stored_files
+from ..config import VQConfig
+from ..operation import Deferred
+from ..parallel import ranks
+from ..provenance import origin
+from ..quantizer import VQHfQuantizer
+from .plan import Plan, PublishedLayer, build, make_plan, neither
 
 _SOURCE = "published tensor of hf_vq"  # no tensor is called so
 _replaced: dict[str, tuple[Any, Any]] = {}

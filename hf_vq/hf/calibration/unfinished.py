@@ -21,10 +21,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..cache.stored import read, write
-from ..errors import VQCalibrationError
-from ..fit import FittedWeight
-from .folder import lock
+from ...cache.stored import read, write
+from ...errors import VQCalibrationError
+from ...fit import FittedWeight
+from ..folder import lock
 from .team import Team
 
 VERSION = 1

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import VQCalibrationError
+from ...errors import VQCalibrationError
 from .moments import Site
 
 Found = TypeVar("Found")

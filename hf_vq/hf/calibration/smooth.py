@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import VQCalibrationError
-from ..transforms.smoothing import ALPHA, PAIRINGS, partners, smoothing_factors
-from .calibrate import TOKENS, check_number, checked_context, run_recorded
+from ...errors import VQCalibrationError
+from ...transforms.smoothing import ALPHA, PAIRINGS, partners, smoothing_factors
+from .cache import TOKENS, check_number, checked_context, run_recorded
 from .text import MIN_CONTEXT, bar, sequences_of
 
 _PROBE = 64  # tokens on which the model must be what it was

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..nn.experts import expert_output, holds_experts, projections_of, routed
+from ...nn.experts import expert_output, holds_experts, projections_of, routed
 from .blocks import replace_forward
 
 SHRINKAGE = 0.5

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from ..errors import VQConfigError, VQFormatError
-from ..formats.published import LAYOUTS, Layout
-from ..formats.published.layout import CURE, FLOATS
-from ..nn.expert_list import Parts, VQExpertList
-from ..nn.linear import VQLinear, attribute_of
-from ..nn.replace import candidates, convertible
-from .checkpoint import Checkpoint
-from .conversions import renamer_to
+from ...errors import VQConfigError, VQFormatError
+from ...formats.published import LAYOUTS, Layout
+from ...formats.published.layout import CURE, FLOATS
+from ...nn.expert_list import Parts, VQExpertList
+from ...nn.linear import VQLinear, attribute_of
+from ...nn.replace import candidates, convertible
+from ..checkpoint import Checkpoint
+from ..conversions import renamer_to
 from .expert_names import listed_names, part_names
 
 

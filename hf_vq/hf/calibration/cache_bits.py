@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import VQCache
-from ..cache.codebooks import KVCodebooks
-from ..errors import VQCacheError, VQCalibrationError, shown
-from ..fit.allocation import allocate
-from ..formats.catalog import KVScheme, kv_scheme
-from ..formats.scheme import VQScheme
-from ..formats.universal import universal_mse
-from .calibrate import calibrate_kv, check_number, checked_context
+from ...cache import VQCache
+from ...cache.codebooks import KVCodebooks
+from ...errors import VQCacheError, VQCalibrationError, shown
+from ...fit.allocation import allocate
+from ...formats.catalog import KVScheme, kv_scheme
+from ...formats.scheme import VQScheme
+from ...formats.universal import universal_mse
+from .cache import calibrate_kv, check_number, checked_context
 from .text import bar, sequences_of
 
 TOKENS = 4096

@@ -14,9 +14,9 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from ..nn.expert_list import Parts, VQExpertList
-from ..nn.experts import holds_experts
-from .conversions import renamer_to
+from ...nn.expert_list import Parts, VQExpertList
+from ...nn.experts import holds_experts
+from ..conversions import renamer_to
 
 _USUAL: Parts = {
     "gate_up_proj": ("gate_proj", "up_proj"),

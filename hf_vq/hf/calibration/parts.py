@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..formats.scheme import VQScheme
-from ..formats.tensors import TensorSpec, tensor_specs
-from ..nn.experts import VQExperts, holds_experts, projections_of
-from ..nn.linear import VQLinear
-from .checkpoint import packaged
+from ...formats.scheme import VQScheme
+from ...formats.tensors import TensorSpec, tensor_specs
+from ...nn.experts import VQExperts, holds_experts, projections_of
+from ...nn.linear import VQLinear
+from ..checkpoint import packaged
 from .offload import hook_of, take_place
 
 

@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import VQCalibrationError, VQConfigError
-from ..fit import fit_weight, fixed_tensors
-from ..fit.allocation import allocate
-from ..fit.ldlq import Feedback
-from ..formats.catalog import weight_scheme
-from ..formats.scheme import VQScheme
-from ..ops.codes import rotation_of
+from ...errors import VQCalibrationError, VQConfigError
+from ...fit import fit_weight, fixed_tensors
+from ...fit.allocation import allocate
+from ...fit.ldlq import Feedback
+from ...formats.catalog import weight_scheme
+from ...formats.scheme import VQScheme
+from ...ops.codes import rotation_of
+from ..checkpoint import shared_specs, storage
+from ..config import VQConfig
+from ..operation import Progress
 from .blocks import Blocks
-from .checkpoint import shared_specs, storage
-from .config import VQConfig
 from .moments import Listener, Site
-from .operation import Progress
 from .parts import Part
 from .text import spread
 

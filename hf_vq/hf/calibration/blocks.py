@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ..errors import VQCalibrationError
+from ...errors import VQCalibrationError
 from .offload import in_memory, place_of
 from .parts import Part
 

@@ -1,0 +1,1 @@
+"""Checkpoints of other projects: loaded by Transformers, converted to our format."""
