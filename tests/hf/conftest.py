@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-for folder in (Path(__file__).parent, Path(__file__).parent.parent):
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent, HERE / "calibration", HERE / "published"):
     sys.path.append(str(folder))
 
 from hub_server import HubServer  # noqa: E402

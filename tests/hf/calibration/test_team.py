@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "calibrate_together.py"
 
 def test_two_processes_find_what_one_finds(dense, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    path = os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])
+    path = os.pathsep.join([str(SCRIPT.parents[3]), *sys.path])
     done = subprocess.run(
         [*command, str(SCRIPT), str(dense("llama")), str(tmp_path), str(dense("gpt-oss"))],
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},

@@ -174,7 +174,7 @@ def test_killed_at_random_points_it_goes_on(dense, tmp_path):
     script = Path(__file__).parent / "killed_calibration.py"
     done = subprocess.run(
         [sys.executable, str(script), str(dense("llama")), str(tmp_path), "5"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parents[2]), *sys.path])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parents[3]), *sys.path])},
         capture_output=True,
         text=True,
         timeout=280,
