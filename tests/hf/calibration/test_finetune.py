@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import fit_weight, fixed_tensors
 from hf_vq.formats import VQScheme
-from hf_vq.hf import VQConfig, finetune
+from hf_vq.hf import VQConfig
+from hf_vq.hf.calibration import finetune
 from hf_vq.hf.calibration.finetune import TunedBlock
 from hf_vq.hf.calibration.parts import parts_of
 from hf_vq.hf.calibration.text import sample_text

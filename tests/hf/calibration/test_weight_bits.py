@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import fit_weight
 from hf_vq.formats.catalog import weight_scheme
-from hf_vq.hf import VQConfig, allocate_weights
+from hf_vq.hf import VQConfig
+from hf_vq.hf.calibration import weight_bits
 from hf_vq.hf.calibration.blocks import Blocks
 from hf_vq.hf.calibration.parts import parts_of
 from hf_vq.hf.calibration.text import sample_text
@@ -27,7 +28,7 @@ def measured(model, names, config):
     parts = [p for n, m in candidates(model) for p in parts_of(n, m) if n in names]
     with torch.no_grad():
         blocks = Blocks(model, "model.layers", ids)
-        return ids, allocate_weights.measure_costs(blocks, ids, parts, config, None)
+        return ids, weight_bits.measure_costs(blocks, ids, parts, config, None)
 
 
 def test_costs_are_the_divergence_they_foretell(dense):
@@ -116,7 +117,7 @@ def test_inputs_that_are_not_finite(dense):
         torch.no_grad(),
         pytest.raises(VQCalibrationError, match=r"predictions on the calib.* NaN"),
     ):
-        allocate_weights.measure_costs(blocks, ids, [], config, None)
+        weight_bits.measure_costs(blocks, ids, [], config, None)
     blocks.model = model.model
     with pytest.raises(VQCalibrationError, match="LlamaModel predicts no words"):
         blocks.logits(ids[:1], blocks.hidden[0])

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 
 from hf_vq.errors import VQCalibrationError, VQConfigError, VQError
 from hf_vq.fit.ldlq import Feedback
-from hf_vq.hf import VQConfig, calibrate_weights
+from hf_vq.hf import VQConfig
+from hf_vq.hf.calibration import weights
 from hf_vq.hf.calibration.blocks import Blocks, find_blocks
 from hf_vq.hf.calibration.moments import Listener
 from hf_vq.hf.calibration.text import find_text, sample_text, sequences_of, spread
@@ -92,7 +93,7 @@ def test_moments_are_those_of_quantized_blocks(calibrate, dense, monkeypatch):
             heard[where] = moments.clone()
             super().__init__(moments, *args, where=where, **options)
 
-    monkeypatch.setattr(calibrate_weights, "Feedback", Kept)
+    monkeypatch.setattr(weights, "Feedback", Kept)
     model = calibrate().dequantize()
     sites = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
     assert list(heard) == [f"model.layers.{i}.{site}" for i in (0, 1) for site in sites]
@@ -303,7 +304,7 @@ def test_inputs_that_are_not_finite(dense, tmp_path):
     model.save_pretrained(tmp_path / "model")
     config = VQConfig("vq-4", calibration=CALIBRATION)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate_weights, "sequences_of", lambda *args, **kwargs: sampled)
+        patch.setattr(weights, "sequences_of", lambda *args, **kwargs: sampled)
         with pytest.raises(VQCalibrationError, match=r"layers\.1\.self_attn\.q_proj hold NaN"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=config)
     with pytest.raises(VQCalibrationError, match=r"cannot write a text: its logits hold NaN"):
