@@ -74,7 +74,7 @@ class TunedBlock:
             for part in self.parts
         }
         small = {start + name: p for name, p in block.named_parameters() if p.ndim == 1}
-        self.dtypes = {name: parameter.dtype for name, parameter in small.items()}
+        self.dtypes = {start + name: p.dtype for name, p in block.named_parameters()}
         self.origin[""] = {
             name: done.tuned.get(name, parameter.detach()).to(device).float()
             for name, parameter in small.items()
@@ -99,7 +99,10 @@ class TunedBlock:
                 each = [{key: t[i] for key, t in stored.items()} for i in range(part.count)]
                 weight = torch.stack([self._decoded(part, one) for one in each])
             found[f"{part.layer}.{part.weight}"] = weight
-        return {name.removeprefix(self.start): tensor for name, tensor in found.items()}
+        return {
+            name.removeprefix(self.start): tensor.to(self.dtypes[name])
+            for name, tensor in found.items()
+        }
 
     def _decoded(self, part: Part, stored: dict[str, Tensor]) -> Tensor:
         """One matrix as the layer keeps it. The reference is made of differentiable operations."""

@@ -142,9 +142,11 @@ def starting_tokens(tokenizer: Any) -> list[int]:
     """The token that a tokenizer puts before a text (BOS), where it puts one: a model trained so
     makes little sense of a sequence without it."""
     bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        return []
     whole = tokenizer("a", verbose=False).input_ids
     plain = tokenizer("a", add_special_tokens=False, verbose=False).input_ids
-    return [bos] if bos is not None and whole[:1] == [bos] and plain[:1] != [bos] else []
+    return [bos] if whole[:1] == [bos] and plain[:1] != [bos] else []
 
 
 def context_of(model: Any, context: int | None) -> int:
