@@ -229,7 +229,7 @@ def test_learned_schemes_are_calibrated_on_another_text(tiny_model, eval_text, t
     assert record["command"].startswith(
         "python -m hf_vq.bench quality-kv MODEL_DIR --text TEXT --calibration TEXT --tokens 256"
     )
-    assert record["settings"]["calibration_tokens"] == 2048
+    assert record["settings"]["calibration_tokens"] == 256
     assert record["settings"]["calibration_text"] == eval_text.name
     rows = record["results"]["rows"]
     paper = "NoMAD d_sub 2, keys only"
