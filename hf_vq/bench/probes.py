@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import VQError
 from .score import model_forward
 
 SINKS = 4
@@ -74,9 +75,13 @@ def logit_correlation(
     each = {}
     for layer, (q, k, v) in states.items():
         stored = cache.update(k[:, :, -1:], v[:, :, -1:], layer)[0] * 1.0  # decodes a handle
+        if stored.shape[2] != k.shape[2]:
+            continue  # a sliding window: its old keys are gone
         old = slice(SINKS, k.shape[2] - NEWEST)
         exact, coded = (_logits(q[:, :, -QUERIES:], keys[:, :, old]) for keys in (k, stored))
         each[layer] = _correlation(exact, coded).mean().item()
+    if not each:
+        raise VQError("every layer has a sliding window shorter than the context.")
     worst = min(each, key=lambda layer: each[layer])
     return each[worst], worst
 

@@ -19,7 +19,8 @@ from ..errors import VQFormatError
 from ..fit.weight import fixed_tensors
 from ..formats.tensors import TensorSpec, validate_tensor
 from ..nn.experts import VQExperts
-from ..nn.linear import VQLinear
+from ..nn.linear import VQLinear, attribute_of
+from ..nn.published import PublishedLinear
 from ..nn.replace import vq_modules
 from ..nn.stored import Stored, digest
 
@@ -194,6 +195,10 @@ def verify(model: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str
             validate_tensor(stored, tensor, spec, entry.file)
             if attribute in module.specs and (spec.dtype.is_floating_point or spec.largest):
                 validate_tensor(stored, checkpoint.read(stored), spec, entry.file)
+            if isinstance(module, PublishedLinear):
+                for suffix in module.layout.suffixes:
+                    if attribute_of(module.layout.key(suffix)) == attribute:
+                        module.layout.inspect(suffix, checkpoint.read(stored), stored)
 
 
 def _check_expected(

@@ -78,6 +78,11 @@ def allocate_kv(
             f"with a context of {context} nothing leaves the window of {WINDOW} tokens. Use longer "
             "sequences."
         )
+    if not VQCache(model.config, "u4").coded_layers:
+        raise VQCacheError(
+            f"VQCache codes no layer of {type(model).__name__}: none attends to all tokens, so "
+            "there are no bits to hand out."
+        )
     options: dict[str, Any] = {"tokens": tokens, "context": context, "seed": seed}
     means = calibrate_kv(model, "u4", text, tokenizer, progress=progress, **options).key_means
     was_training = model.training

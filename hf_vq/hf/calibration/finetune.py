@@ -93,7 +93,7 @@ class TunedBlock:
         found = self._moved("")
         for part in self.parts:
             stored = {**self.fixed[part.name], **self._moved(part.name)}
-            if part.count == 1:
+            if not part.fused:
                 weight = self._decoded(part, stored)
             else:
                 each = [{key: t[i] for key, t in stored.items()} for i in range(part.count)]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import VQCalibrationError
+
 
 def hook_of(module: nn.Module) -> Any:
     """The hook of accelerate that brings the offloaded tensors of one module; None if none does."""
@@ -77,6 +79,11 @@ def take_place(hook: Any, new: nn.Module, gone: list[str]) -> None:
     in_ram = store if isinstance(store, dict) else store.state_dict
     names = [f"{prefix}{name}" for name in gone]
     on_disk = not any(name in in_ram for name in names)
+    if on_disk and store.save_folder is None:
+        raise VQCalibrationError(
+            "weights are offloaded to disk, and their codes need a place there: give "
+            "from_pretrained an offload_folder."
+        )
     for name in names:
         in_ram.pop(name, None)
     for name, tensor in new.named_parameters(recurse=False):

@@ -36,6 +36,11 @@ class Part:
     shape: tuple[int, int]
     transposed: bool
 
+    @property
+    def fused(self) -> bool:
+        """Whether it is a stack of experts, be it of one."""
+        return self.name != self.layer
+
     def matrices(self, module: nn.Module) -> list[Tensor]:
         """Views [out, in] of the tensor."""
         dense = module.get_parameter(self.weight)

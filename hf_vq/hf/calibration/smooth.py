@@ -100,22 +100,27 @@ def _fold(
         raise VQCalibrationError(
             "the model predicts NaN or infinity. Load it in bfloat16 or float32."
         )
+    for layer in layers:
+        if layer.index not in largest.of:  # it reads the keys of another layer
+            raise VQCalibrationError(
+                f"{layer.name} has no keys of its own in the cache: SmoothAttention would need "
+                "the queries of several layers for one key."
+            )
+    kept = [layer.weights() for layer in layers]
     for pairing in PAIRINGS:
-        kept = [layer.weights() for layer in layers]
-        factors = {}
-        for layer in layers:
-            most = largest.of.get(layer.index)
-            if most is None:  # it reads the keys of another layer
-                raise VQCalibrationError(
-                    f"{layer.name} has no keys of its own in the cache: SmoothAttention would need "
-                    "the queries of several layers for one key."
-                )
-            pairs = partners(most.shape[1], rotated_channels(model, most.shape[1]), pairing)
-            factors[layer.index] = layer.fold(most, pairs, alpha)
-        if torch.equal(model(ids, use_cache=False).logits, before):
+        factors, same = {}, False
+        try:
+            for layer in layers:
+                most = largest.of[layer.index]
+                pairs = partners(most.shape[1], rotated_channels(model, most.shape[1]), pairing)
+                factors[layer.index] = layer.fold(most, pairs, alpha)
+            same = torch.equal(model(ids, use_cache=False).logits, before)
+        finally:  # also where it was interrupted
+            if not same:
+                for layer, weights in zip(layers, kept, strict=True):
+                    layer.restore(weights)
+        if same:
             return factors
-        for layer, weights in zip(layers, kept, strict=True):
-            layer.restore(weights)
     raise VQCalibrationError(
         f"SmoothAttention would change what {type(model).__name__} computes: its attention does "
         "more with queries and keys than RoPE. Use a scheme that rotates keys, such as u4, which "

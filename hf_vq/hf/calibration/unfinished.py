@@ -96,7 +96,7 @@ class Unfinished:
         self._text = self.folder / "text.safetensors"
         if self._text.exists():
             old = _read(self._text)[0]["identity"]
-            changed = [key for key, value in identity.items() if old.get(key) != value]
+            changed = [key for key in {**old, **identity} if old.get(key) != identity.get(key)]
             if changed:
                 raise VQCalibrationError(
                     f"{folder} holds an unfinished calibration of something else "
@@ -130,13 +130,12 @@ class Unfinished:
         if found is not None:
             return found
         all_of_them = self.team.everyones(make())
-        found = {
-            layer: {
-                spec: sum(one[layer][spec] for one in all_of_them) / len(all_of_them)
-                for spec in costs
-            }
-            for layer, costs in all_of_them[0].items()
-        }
+        found = {}
+        for one in all_of_them:  # a layer may be heard in some of them only
+            for layer, costs in one.items():
+                whole = found.setdefault(layer, {})
+                for spec, cost in costs.items():
+                    whole[spec] = whole.get(spec, 0.0) + cost / len(all_of_them)
         if path is not None and self.team.rank == 0:
             _write(path, {}, costs=found)
         return found

@@ -97,10 +97,17 @@ def measure_costs(
                     for name in site.layers:
                         progress.start(name)
                         part = inside[name]
-                        found = _costs(
-                            part, layers[part.layer], site, listener.weights[name], config
-                        )
-                        for spec, cost in found:
+                        if name not in listener.weights:
+                            if len(choices(config, part.layer)) == 1:
+                                progress.done()
+                                continue
+                            raise VQCalibrationError(
+                                f"{name} is computed without gradients, so what it costs cannot "
+                                "be measured. Name its scheme in VQConfig(layers=...), or leave "
+                                "target_bits out."
+                            )
+                        weights = listener.weights[name]
+                        for spec, cost in _costs(part, layers[part.layer], site, weights, config):
                             whole = costs.setdefault(part.layer, {})
                             whole[spec] = whole.get(spec, 0.0) + cost / tokens
                         progress.done()

@@ -148,7 +148,7 @@ class WeightCalibration:
 
         costs = work.costs(measure)
         table = allocation(model, list(self.parts.values()), costs, self.config)
-        self.config.use(table)
+        self.config.use({**(self.config.layers or {}), **table})
         self.schemes = {layer: VQScheme.parse(spec) for layer, spec in table.items()}
         kld = sum(cost[table[layer]] for layer, cost in costs.items())
         return {"predicted_kld": _rounded(kld)}
@@ -229,7 +229,8 @@ class WeightCalibration:
             if by_block:
                 tuned = self._tuned(blocks, index, done, device)
                 done.loss = tune_block(blocks, index, tuned, original, device)
-                tensors = tuned.tensors()
+                # As they are stored: the next block makes up for that rounding too.
+                tensors = self._tuned(blocks, index, done, device).tensors()
             if index + 1 == len(blocks):
                 blocks.hidden = []
                 original[:] = [] if by_block else original
@@ -288,14 +289,14 @@ class WeightCalibration:
             norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
             energy = 0.0 if feedback is None else feedback.energy(matrix)
             found.append((fitted, norm, energy))
-        return found[0][0] if part.count == 1 else _stacked(found)
+        return found[0][0] if not part.fused else _stacked(found)
 
     def _decode(self, part: Part, module: nn.Module, fitted: FittedWeight) -> None:
         """Change the matrices of a part to what their codes decode to."""
         scheme, size = self.schemes[part.layer], part.shape[1]
         for index, matrix in enumerate(part.matrices(module)):
             fixed = fixed_tensors(scheme, size, self.config.seed, matrix.device)
-            own = fitted.tensors if part.count == 1 else _taken(fitted.tensors, index)
+            own = _taken(fitted.tensors, index) if part.fused else fitted.tensors
             here = {key: tensor.to(matrix.device) for key, tensor in own.items()}
             matrix.copy_(decode_weight({**fixed, **here}, scheme, size))
 
@@ -376,7 +377,7 @@ class Feedbacks:
                 self._found.clear()  # the experts' second moments would be in memory twice
             moments = self.site.moments(expert)
             fixed = fixed_tensors(scheme, len(moments), self.seed, moments.device)
-            where = part.name if part.count == 1 else f"{part.name}[{expert}]"
+            where = f"{part.name}[{expert}]" if part.fused else part.name
             self._found[key] = Feedback(
                 moments, scheme, rotation_of(fixed), damping=self.damping, where=where
             )

@@ -59,7 +59,7 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         VQFormatError: a tensor is missing or wrong, or what was written is not what was read.
     """
     folder = _folder(source)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _read(folder / "config.json")
     published = config.get("quantization_config") or {}
     method = published.get("quant_method")
     if method not in LAYOUTS:
@@ -126,7 +126,7 @@ class _Conversion:
             done = target.with_suffix(".json")  # of a file that was written whole and verified
             if not done.exists():
                 facts = self._one(file, target, progress, last=file == self.checkpoint.files[-1])
-                done.write_text(json.dumps(facts), encoding="utf-8")
+                _write(done, facts)
             facts = json.loads(done.read_text(encoding="utf-8"))
             self.errors |= facts["errors"]
             bits, weights = bits + facts["bits"], weights + facts["weights"]
@@ -137,8 +137,9 @@ class _Conversion:
         provenance["bits_per_weight"] = round(bits / weights, 4)
         if self.requantize is not None:
             provenance["relative_error"] = self.errors
-        for name in set(index.values()):
-            (self.work / name).with_suffix(".json").unlink()
+        count = len(self.checkpoint.files)
+        for number in range(count):
+            (self.work / _file_name(number, count)).with_suffix(".json").unlink()
         self._write_rest(config, index)
         return {
             "layers": len(self.plan.layers),
@@ -190,6 +191,8 @@ class _Conversion:
                 target: make(self.checkpoint.read(source))
                 for source, (target, make) in layer.moves().items()
             }
+        for source, (_, make) in layer.moves().items():
+            make(self.checkpoint.read(source))  # raises where a tensor is damaged
         dense, rotated = self._decoded(layer), layer.layout.rotation()
         if rotated is not None:
             dense = rotate(dense, rotated, inverse=True)
@@ -277,14 +280,35 @@ def _folder(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-    return Path(snapshot_download(source, allow_patterns=patterns))
+    try:
+        return Path(snapshot_download(source, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise VQConfigError(
+            f"{source} is no directory, and was not found on the Hub: "
+            f"{next(iter(str(error).splitlines()), type(error).__name__)}"
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise VQFormatError(
+            f"{path} cannot be read: {error}. Is this a checkpoint? Download it again."
+        ) from error
+    return found
 
 
 def _files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set((_read(index).get("weight_map") or {}).values()))
+        if not names or any(Path(name).name != name for name in names):
+            raise VQFormatError(
+                f"{index} names no files, or some outside of its folder. Download the checkpoint "
+                "again."
+            )
     files = [str(folder / name) for name in names]
     if not all(os.path.isfile(file) for file in files):
         raise VQFormatError(
@@ -317,8 +341,9 @@ def _check_dense(model: Any, plan: Plan, checkpoint: Checkpoint, method: str) ->
 
 def _check_state(work: Path, folder: Path, checkpoint: Checkpoint, ours: VQConfig) -> None:
     """Raise if a folder holds the unfinished conversion of something else."""
-    sizes = {Path(file).name: os.path.getsize(file) for file in checkpoint.files}
-    state = {"source": str(folder.resolve()), "files": sizes, "config": ours.to_dict()}
+    facts = {Path(file).name: os.stat(file) for file in checkpoint.files}
+    files = {name: [fact.st_size, fact.st_mtime_ns] for name, fact in facts.items()}
+    state = {"source": str(folder.resolve()), "files": files, "config": ours.to_dict()}
     state = json.loads(json.dumps(state))
     path = work / _STATE
     if path.exists():
@@ -328,4 +353,11 @@ def _check_state(work: Path, folder: Path, checkpoint: Checkpoint, ours: VQConfi
                 "another OUT."
             )
         return
-    path.write_text(json.dumps(state), encoding="utf-8")
+    _write(path, state)
+
+
+def _write(path: Path, found: Any) -> None:
+    """Write JSON, whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    os.replace(partial, path)
