@@ -21,8 +21,8 @@ from hf_vq.hf.calibration import weights
 from hf_vq.hf.calibration.blocks import Blocks, find_blocks
 from hf_vq.hf.calibration.moments import Listener
 from hf_vq.hf.calibration.text import find_text, sample_text, sequences_of, spread
-from hf_vq.hf.calibration.unfinished import unfinished
 from hf_vq.hf.calibration.weights import subfolder
+from hf_vq.hf.folder import lock
 
 CALIBRATION = {"text": "model", "tokens": 256, "context": 32}
 
@@ -197,8 +197,10 @@ def test_work_on_something_else_is_not_taken_up(calibrate, tmp_path):
         calibrate(tokens=128, damping=0.1, resume=folder)
     with pytest.raises(VQCalibrationError, match="layers, weights differ"):
         calibrate("gpt2", resume=folder)
-    with unfinished(folder, {}), pytest.raises(VQCalibrationError, match="another process"):
-        calibrate(resume=folder)
+    with (tmp_path / "work" / "lock").open("ab") as held:
+        assert lock(held)
+        with pytest.raises(VQCalibrationError, match="another process"):
+            calibrate(resume=folder)
     (tmp_path / "file").write_text("")
     with pytest.raises(VQCalibrationError, match="cannot write"):
         calibrate(resume=str(tmp_path / "file" / "work"))
