@@ -6,41 +6,13 @@ codes, both of one run: the last column of the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .show import markdown_table
+from .bars import Bar, Rows, bars_table, pick
 
-Rows = Sequence[dict[str, Any]]
 SUITES = ("cpu-attention", "cpu-attention-avx2", "cpu-linear", "cpu-generate")
 STEP_CEILING = 2.0  # a step reads keys and values, scores keys alone
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One promise.
-
-    Args:
-        what: is measured.
-        least: number that every one of `measured` must reach.
-        measured: by the records.
-        ceiling: the same numbers if nothing took time but reading the codes.
-        most: whether `least` is a limit from above instead.
-        unit: of the numbers.
-    """
-
-    what: str
-    least: float
-    measured: tuple[float, ...]
-    ceiling: tuple[float, ...] = ()
-    most: bool = False
-    unit: str = "x"
-
-    @property
-    def met(self) -> bool:
-        """Whether every number keeps the bar."""
-        return all(x <= self.least if self.most else x >= self.least for x in self.measured)
 
 
 def table(records: Mapping[str, dict[str, Any]]) -> str:
@@ -50,31 +22,12 @@ def table(records: Mapping[str, dict[str, Any]]) -> str:
         *_attention(rows["cpu-attention"]), *_avx2(rows["cpu-attention-avx2"]),
         *_linear(rows["cpu-linear"]), *_generate(records["cpu-generate"]["results"]),
     ]  # fmt: skip
-    cells = [
-        [
-            bar.what, f"{'at most' if bar.most else 'at least'} {_numbers((bar.least,), bar.unit)}",
-            _numbers(bar.measured, bar.unit), "yes" if bar.met else "no",
-            _numbers(bar.ceiling, bar.unit) if bar.ceiling else "-",
-        ]
-        for bar in bars if bar.measured
-    ]  # fmt: skip
-    return markdown_table(["what", "bar", "measured", "met", "if only reading took time"], cells)
-
-
-def _numbers(found: Sequence[float], unit: str) -> str:
-    if unit == "%":
-        return " / ".join(f"{100 * x:.0f} %" for x in found)
-    written = " / ".join(f"{x:.3g}" for x in found)
-    return f"{written} {unit}"
-
-
-def _pick(rows: Rows, **wanted: Any) -> list[dict[str, Any]]:
-    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+    return bars_table(bars, "if only reading took time")
 
 
 def _attention(rows: Rows) -> Iterator[Bar]:
-    (scores,) = _pick(rows, what="scores", name="u4")
-    (read,) = _pick(rows, what="scores", name="read")
+    (scores,) = pick(rows, what="scores", name="u4")
+    (read,) = pick(rows, what="scores", name="read")
     faster = scores["speedup"]
     share = scores["of_bandwidth"]
     best = min(("torch K q", "torch q K^T"), key=faster.__getitem__)
@@ -88,7 +41,7 @@ def _attention(rows: Rows) -> Iterator[Bar]:
     steps = {
         (group, row["name"]): row
         for group in groups
-        for row in _pick(rows, what="step", group=group, queries=1, threads=1)
+        for row in pick(rows, what="step", group=group, queries=1, threads=1)
     }
     least_us = STEP_CEILING * read["us"]
     for peer, least in (
@@ -104,19 +57,19 @@ def _attention(rows: Rows) -> Iterator[Bar]:
     for name, codes, least in (("nomad-4", "d_sub 1", 0.1), ("u4", "256 entries", 1.0)):
         yield Bar(
             f"appending a key vector, `{name}` ({codes})", least,
-            tuple(row["us"] for row in _pick(rows, what="append keys", name=name)),
+            tuple(row["us"] for row in pick(rows, what="append keys", name=name)),
             most=True, unit="us",
         )  # fmt: skip
     yield Bar(
         "whole step, `u4`, 1 and 4 query heads, 2 threads against 1", 1.7,
-        tuple(row["scaling"] for row in _pick(rows, what="step", name="u4", queries=1, threads=2)),
+        tuple(row["scaling"] for row in pick(rows, what="step", name="u4", queries=1, threads=2)),
     )  # fmt: skip
 
 
 def _avx2(rows: Rows) -> Iterator[Bar]:
-    (step,) = _pick(rows, what="step", name="nomad-u4", group=1, queries=1, threads=1)
-    (read,) = _pick(rows, what="scores", name="read")
-    (peer,) = _pick(rows, what="step", name="torch bmm fp32", group=1, queries=1, threads=1)
+    (step,) = pick(rows, what="step", name="nomad-u4", group=1, queries=1, threads=1)
+    (read,) = pick(rows, what="scores", name="read")
+    (peer,) = pick(rows, what="step", name="torch bmm fp32", group=1, queries=1, threads=1)
     yield Bar(
         "AVX2 alone: whole step, `nomad-u4`, against torch bmm fp32", 7,
         (step["speedup"]["torch bmm fp32"],), (peer["us"] / (STEP_CEILING * read["us"]),),
@@ -124,13 +77,13 @@ def _avx2(rows: Rows) -> Iterator[Bar]:
 
 
 def _linear(rows: Rows) -> Iterator[Bar]:
-    single = _pick(rows, threads=1)
+    single = pick(rows, threads=1)
     for name, peer, label, least in (
         ("vq-4", "int4", "torch int4", 2.0), ("turboquant-4", "int4", "torch int4", 2.5),
         ("vq-2", "int4", "torch int4", 3), ("aqlm-2", "int4", "torch int4", 3),
         ("aqlm-3", "bf16", "torch bf16", 2), ("quip-sharp-2", "bf16", "torch bf16", 2),
     ):  # fmt: skip
-        found = _pick(single, name=name)
+        found = pick(single, name=name)
         yield Bar(
             f"one token, `{name}`, {_shapes(found)}, against {label}", least,
             tuple(row["speedup"][peer] for row in found),
@@ -138,7 +91,7 @@ def _linear(rows: Rows) -> Iterator[Bar]:
                 row["speedup"][peer] / row["of_bandwidth"] for row in found if "of_bandwidth" in row
             ),
         )  # fmt: skip
-    both = [_pick(rows, name="vq-4", threads=count) for count in (1, 2)]
+    both = [pick(rows, name="vq-4", threads=count) for count in (1, 2)]
     scaling = tuple(one["us"] / two["us"] for one, two in zip(*both, strict=False))
     yield Bar(f"one token, `vq-4`, {_shapes(both[0])}, 2 threads against 1", 1.7, scaling)
 
@@ -150,7 +103,7 @@ def _shapes(rows: Rows) -> str:
 def _generate(results: dict[str, Any]) -> Iterator[Bar]:
     rows, bandwidth = results["rows"], results.get("gb_per_second")
     for heads, context in dict.fromkeys((row["kv_heads"], row["context"]) for row in rows):
-        here = _pick(rows, kv_heads=heads, context=context)
+        here = pick(rows, kv_heads=heads, context=context)
         (ours,) = (row for row in here if "+" in row["name"])
         bytes_read = ours.get("bytes")
         floor = bytes_read / bandwidth / 1e6 if bytes_read and bandwidth else None

@@ -1,23 +1,7 @@
 """The table of bars says what the records say."""
 
-import pytest
-
 from hf_vq.bench import cpu_bars
-from hf_vq.bench.cpu_bars import Bar
 from hf_vq.bench.record import read_record
-
-
-@pytest.mark.parametrize(
-    ("measured", "most", "met"),
-    [
-        ((2.0,), False, True),
-        ((2.0, 1.9), False, False),
-        ((2.0,), True, True),
-        ((2.1,), True, False),
-    ],
-)
-def test_a_bar_is_met_by_every_number(measured, most, met):
-    assert Bar("it", 2.0, measured, most=most).met is met
 
 
 def rows_of(generate):
