@@ -80,7 +80,7 @@ def test_extreme_codes(name, byte):
     check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)
 
 
-# Plans that are chosen must not spill (tests/codegen/test_choose_wide.py), others may.
+# Plans that are chosen must not spill (tests/codegen/test_compiler.py), others may.
 @pytest.mark.filterwarnings("ignore:.*spills .* bytes per thread:RuntimeWarning")
 @pytest.mark.parametrize("rows", [129, 4096])
 @pytest.mark.parametrize("tokens", [40, 200, 1000])
