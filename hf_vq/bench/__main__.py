@@ -18,6 +18,7 @@ from . import (
     cpu_generate,
     cpu_linear,
     cuda_attention,
+    cuda_calibrate,
     cuda_generate,
     cuda_generate_kv,
     cuda_linear,
@@ -38,7 +39,7 @@ TIMED_SUITES: dict[str, Any] = {
     "cuda-linear": cuda_linear, "cuda-peers": cuda_peers,
     "cuda-mechanisms": cuda_mechanisms, "cuda-generate": cuda_generate,
     "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,
-    "cuda-quantize": cuda_quantize, "cuda-parts": cuda_parts,
+    "cuda-quantize": cuda_quantize, "cuda-calibrate": cuda_calibrate, "cuda-parts": cuda_parts,
 }  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
             if name == "cuda-generate-kv":
                 suite.add_argument("--cases", type=cuda_generate_kv.Case.parse, nargs="+",
                                    default=list(module.CASES), metavar="ROWSxTOKENS")  # fmt: skip
-            if name in ("cuda-quantize", "cuda-generate-kv"):
+            if name in ("cuda-quantize", "cuda-calibrate", "cuda-generate-kv"):
                 suite.add_argument("--layers", type=int, default=module.LAYERS)
         else:
             suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_BLOCK = 4096  # vectors per matrix product: 4096 x 256 scores are 4 MB
+_BLOCK = 4096  # vectors per matrix product on a CPU: 4096 x 256 scores are 4 MB
+_GPU_SCORES = 1 << 25  # scores per matrix product on a GPU, 128 MB: a launch costs more than memory
 _SCORES = 1 << 20  # scores per matrix product of several codebooks
 _CELLS = 128
-_FEW = 8192  # vectors for which a GPU needs no grid: those of a token
+_FEW = 1 << 18  # vectors for which a GPU needs no grid, whose steps wait for it
 _MIN_GRID = 64  # a grid pays when the codebook will be searched often; learned ones are not
 
 
@@ -65,31 +66,37 @@ class NearestEntry:
         if vectors.shape[1] <= 2 and (self._grid is not None or vectors.shape[1] == 1):
             nearest = self.codebook.index_select(0, self.index(vectors))
             return (vectors - nearest).square_().sum(1)
-        best = torch.empty(len(vectors), device=vectors.device)
-        for start in range(0, len(vectors), _BLOCK):
-            part = slice(start, start + _BLOCK)
+        best, rows = torch.empty(len(vectors), device=vectors.device), self._rows(vectors)
+        for start in range(0, len(vectors), rows):
+            part = slice(start, start + rows)
             torch.amax(self._scores(vectors[part]), 1, out=best[part])
         return (vectors.square().sum(1) - 2 * best).clamp_min_(0)
 
     def top(self, vectors: Tensor, count: int) -> Tensor:
         """Indices int64 [n, count] of the nearest entries, nearest first."""
-        blocks = [self._scores(part).topk(count, 1).indices for part in vectors.split(_BLOCK)]
+        parts = vectors.split(self._rows(vectors))
+        blocks = [self._scores(part).topk(count, 1).indices for part in parts]
         return torch.cat(blocks)
+
+    def _rows(self, vectors: Tensor) -> int:
+        """Vectors that are compared at a time."""
+        return max(_BLOCK, _GPU_SCORES // len(self.codebook)) if vectors.is_cuda else _BLOCK
 
     def _scores(self, vectors: Tensor) -> Tensor:
         return torch.addmm(self._half_norm, vectors, self._transposed, beta=-1)
 
     def _compare(self, vectors: Tensor) -> Tensor:
         """What the grid finds, without a step that waits for the GPU."""
-        blocks = vectors.split(_BLOCK)
+        blocks = vectors.split(self._rows(vectors))
         return torch.cat(
             [(part[:, None] - self.codebook).square_().sum(2).argmin(1) for part in blocks]
         )
 
     def _brute(self, vectors: Tensor) -> Tensor:
         found = torch.empty(len(vectors), dtype=torch.int64, device=vectors.device)
-        for start in range(0, len(vectors), _BLOCK):
-            part = slice(start, start + _BLOCK)
+        rows = self._rows(vectors)
+        for start in range(0, len(vectors), rows):
+            part = slice(start, start + rows)
             torch.argmax(self._scores(vectors[part]), 1, out=found[part])
         return found
 

@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 from hf_vq import ops
 from hf_vq.bench import (
     aqlm_peer,
+    cuda_calibrate,
     cuda_generate,
     cuda_linear,
     cuda_mechanisms,
@@ -35,6 +36,7 @@ def test_without_a_gpu_it_says_so():
         cuda_peers,
         cuda_generate,
         cuda_quantize,
+        cuda_calibrate,
     ):
         with pytest.raises(VQBackendError, match="needs a CUDA device"):
             suite.run()
@@ -182,6 +184,35 @@ def test_cuda_quantize(monkeypatch):
         assert made["speedup"]["PyTorch"] > 0 and made["above_mb"] > 0
         assert rows["load", name]["above_mb"] <= rows["load", name]["layer_mb"]
         assert rows["load", name]["layer_mb"] < rows["quantize while loading", name]["layer_mb"]
+
+
+def _small(layers):
+    return LlamaConfig(
+        num_hidden_layers=layers, hidden_size=128, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=256, vocab_size=64, max_position_embeddings=64,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+
+
+def test_a_few_blocks_are_calibrated_and_the_model_extrapolated():
+    found = cuda_calibrate.calibrated(_small(3), "vq-2", "cpu", sequences=4, context=64)
+    assert len(found["block_seconds"]) == 2 and min(found["block_seconds"]) > 0
+    # Random tokens still have inputs that matter more: their error is less than that of weights.
+    assert 0 < found["output_error"] < found["relative_error"] < 0.3
+    row = cuda_calibrate.summary("vq-2", [found, found])
+    assert row["blocks_measured"] == 4
+    found["block_seconds"], found["other_seconds"] = [1.0, 3.0], 4.0
+    assert cuda_calibrate.summary("vq-2", [found])["extrapolated_minutes"] == (32 * 2 + 4) / 60
+
+
+@pytest.mark.gpu
+def test_cuda_calibrate(monkeypatch):
+    monkeypatch.setattr(cuda_calibrate, "llama_3_8b", _small)
+    monkeypatch.setattr(cuda_calibrate, "SEQUENCES", 4)
+    monkeypatch.setattr(cuda_calibrate, "CONTEXT", 64)
+    settings, results = cuda_calibrate.run(schemes=("vq-4",), layers=1)
+    assert settings["sequences"] == 4 and settings["blocks"] == 32
+    assert results["rows"][0]["blocks_measured"] == 1 and results["rows"][0]["above_mb"] > 0
 
 
 @pytest.mark.gpu
