@@ -1,4 +1,4 @@
-"""Tables of the suites `cuda-peers`, `cuda-mechanisms` and `cuda-generate`, from their records."""
+"""Tables of the suites `cuda-peers`, `-mechanisms`, `-generate` and `-parts`, from their records."""
 
 from __future__ import annotations
 
@@ -118,6 +118,32 @@ def steps(rows: _Rows) -> str:
         for row in rows
     ]
     return markdown_table(["ms of a step", "KV cache", *parts], cells)
+
+
+def parts(rows: _Rows) -> str:
+    """Microseconds of the fused kernel with one of its parts left out."""
+    columns = list(dict.fromkeys((row["name"], row["tokens"]) for row in rows))
+    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
+    found = {
+        (row["what"], row["name"], row["tokens"], row["out_features"], row["in_features"]): row["us"]
+        for row in rows
+    }
+    cells = []
+    for what in dict.fromkeys(row["what"] for row in rows):
+        line = [what]
+        for name, tokens in columns:
+            times = [found.get((what, name, tokens, *shape)) for shape in shapes]
+            shown = ["-" if us is None else f"{us:.1f}" for us in times]
+            line.append("-" if set(shown) == {"-"} else " / ".join(shown))
+        cells.append(line)
+    head = [f"us at {' / '.join(f'{n} x {k}' for n, k in shapes)}"]
+    head += [f"`{name}`, {count(tokens)}" for name, tokens in columns]
+    return markdown_table(head, cells)
+
+
+def count(tokens: int) -> str:
+    """`1 token`, `16 tokens`."""
+    return f"{tokens} token{'s' * (tokens != 1)}"
 
 
 def _name(row: dict[str, Any]) -> str:

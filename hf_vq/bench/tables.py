@@ -19,7 +19,7 @@ from .. import env
 from ..errors import VQError
 from ..formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from ..formats.scheme import VQScheme
-from . import compare_show, cpu_bars, cuda_tables, kv_tables
+from . import compare_show, cpu_bars, cuda_bars, cuda_tables, kv_tables
 from .record import read_record
 from .show import markdown_table, significant
 
@@ -426,7 +426,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cpu-attention": cpu_attention_table,
     "results:cpu-attention-avx2": lambda: cpu_attention_table("cpu-attention-avx2"),
     "results:cpu-generate": cpu_generate_table,
-    "results:cpu-bars": lambda: cpu_bars.table({name: _record(name) for name in cpu_bars.SUITES}),
+    "results:cpu-bars": lambda: cpu_bars.table(_records(cpu_bars.SUITES)),
+    "results:cuda-parts": lambda: _timed_table("cuda-parts", cuda_tables.parts),
+    "results:cuda-bars": lambda: cuda_bars.linear_table(_records(cuda_bars.LINEAR_SUITES)),
+    "results:cuda-kv-bars": lambda: cuda_bars.cache_table(_records(cuda_bars.CACHE_SUITES)),
     "results:cuda-linear": cuda_linear_table,
     "results:cuda-prefill": cuda_prefill_table,
     "results:cuda-reading": cuda_reading_table,
@@ -452,6 +455,10 @@ def _record(suite: str) -> dict[str, Any]:
     if not record.get("complete", True):
         raise VQError(f"the record of {suite} is of a run that did not end: run it again.")
     return record
+
+
+def _records(suites: Sequence[str]) -> dict[str, dict[str, Any]]:
+    return {suite: _record(suite) for suite in suites}
 
 
 def _label(row: dict[str, Any]) -> str:

@@ -1,0 +1,177 @@
+"""What the kernels for GPUs were asked for, what the records hold, and what memory would allow.
+
+A ratio cannot exceed the time of the peer over that in which the GPU does only what ours cannot do
+without, both of one run: read codes or, for many tokens, write decoded rows and multiply by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from .bars import Bar, Rows, bars_table, pick
+from .cuda_tables import count
+
+LINEAR_SUITES = ("cuda-linear", "cuda-peers", "cuda-generate", "cuda-quantize")
+CACHE_SUITES = ("cuda-attention", "cuda-generate-kv")
+_FIRST = ((4096, 4096), (14336, 4096), (4096, 14336))  # the shapes with bars of their own
+_CALL_US, _QUANTIZE_SECONDS = 11.0, 60.0
+# scheme -> bars at one token (at the shapes of _FIRST, or all) and at sixteen
+_FEW: dict[str, tuple[Sequence[float], float]] = {
+    "vq-4": ((3.0, 2.8, 3.0), 2.2),
+    "turboquant-4": ((3.0, 2.8, 3.0), 2.2),
+    "quip-sharp-2": ((2.8, 2.5, 2.7), 2.0),
+    "aqlm-2": ((2.8, 2.5, 2.7), 2.0),
+    "vq-2": ((2.4,), 1.8),
+    "gptvq-2": ((2.4,), 1.8),
+    "aqlm-3": ((1.3,), 1.1),
+    "aqlm-3-int7": ((1.8,), 1.1),
+}
+_AGAINST_INT4 = {"vq-4": (1.4, 3.0), "turboquant-4": (1.4, 3.0)}
+_TWO_AND_FOUR_BITS = ("vq-4", "turboquant-4", "vq-2", "gptvq-2", "quip-sharp-2", "aqlm-2")
+_MANY = {1024: 0.85, 2048: 0.92, 4096: 0.94}
+# query heads, key/value heads, batch, contexts, bars of 4 bits, bars of 2 bits
+_ATTENTION = (
+    (32, 32, 1, (4096, 16384, 65536), (1.7, 2.6, 3.1), (2.2, 3.3, 4.0)),
+    (32, 32, 8, (16384,), (3.1,), (4.4,)),
+    (32, 8, 1, (4096, 16384, 65536), (1.1, 1.6, 2.2), (1.2, 1.8, 2.6)),
+    (32, 8, 8, (16384, 65536), (2.2, 2.4), (2.6, 3.0)),
+    (32, 4, 8, (16384,), (2.0,), (2.4,)),
+)
+
+
+def linear_table(records: Mapping[str, dict[str, Any]]) -> str:
+    """The table of linear layers, from the records of `LINEAR_SUITES`."""
+    rows = {name: record["results"]["rows"] for name, record in records.items()}
+    bars = [
+        *_few(rows["cuda-linear"]), *_more(rows["cuda-linear"]), *_against(rows["cuda-peers"]),
+        *_whole(rows["cuda-generate"], rows["cuda-quantize"]),
+    ]  # fmt: skip
+    return bars_table(bars, "ceiling")
+
+
+def cache_table(records: Mapping[str, dict[str, Any]]) -> str:
+    """The table of KV caches, from the records of `CACHE_SUITES`."""
+    attention = records["cuda-attention"]["results"]["rows"]
+    generated = records["cuda-generate-kv"]["results"]["rows"]
+    return bars_table([*_cached(attention), *_generated(generated)], "ceiling")
+
+
+def _few(rows: Rows) -> Iterator[Bar]:
+    for name, (one, sixteen) in _FEW.items():
+        for tokens, least in ((1, one), (16, (sixteen,))):
+            found = pick(rows, what="linear", name=name, tokens=tokens)
+            yield from _at_shapes(f"{count(tokens)}, `{name}`", found, least)
+    for name, bars in _AGAINST_INT4.items():
+        for tokens, bar in zip((1, 16), bars, strict=True):
+            found = pick(rows, what="linear", name=name, tokens=tokens)
+            ratios = tuple(row["speedup"]["int4 tinygemm"] for row in found)
+            label = f"{count(tokens)}, `{name}`, against tinygemm's int4"
+            yield Bar(label, bar, ratios)
+
+
+def _at_shapes(what: str, found: Rows, least: Sequence[float]) -> Iterator[Bar]:
+    """One bar for all shapes, or one for each of `_FIRST`."""
+    if len(least) == 1:
+        yield Bar(what, least[0], _ratios(found), _reading(found))
+        return
+    for shape, bar in zip(_FIRST, least, strict=True):
+        here = pick(found, out_features=shape[0], in_features=shape[1])
+        yield Bar(f"{what}, {shape[0]} x {shape[1]}", bar, _ratios(here), _reading(here))
+
+
+def _ratios(rows: Rows) -> tuple[float, ...]:
+    return tuple(row["speedup"]["bf16"] for row in rows)
+
+
+def _reading(rows: Rows) -> tuple[float, ...]:
+    return tuple(
+        row["speedup"]["bf16"] / row["of_reading"] for row in rows if "of_reading" in row
+    )
+
+
+def _more(rows: Rows) -> Iterator[Bar]:
+    for tokens in (32, 64, 128):
+        found = [
+            row for name in _TWO_AND_FOUR_BITS
+            for row in pick(rows, what="linear", name=name, tokens=tokens)
+        ]  # fmt: skip
+        slowest = min(_ratios(found), default=0.0)
+        if found:
+            yield Bar(f"{tokens} tokens, the slowest of 4 and 2 bits at any shape", 1.0, (slowest,))
+    for tokens, least in _MANY.items():
+        for name in ("vq-4", "vq-2"):
+            found = pick(rows, what="linear", name=name, tokens=tokens)
+            yield Bar(f"{tokens} tokens, `{name}`", least, _ratios(found), _decoding(rows, tokens))
+    calls = [row["us"] for row in pick(rows, what="host") if row["name"] != "bf16"]
+    if calls:
+        what = "the host's time for a call, the median of all schemes"
+        yield Bar(what, _CALL_US, (median(calls),), most=True, unit="us")
+
+
+def _decoding(rows: Rows, tokens: int) -> tuple[float, ...]:
+    """What cuBLAS allows after rows are decoded in the time that writing them takes."""
+    dense = pick(rows, what="linear", name="bf16", tokens=tokens)
+    written = {
+        (row["out_features"], row["in_features"]): row["us"]
+        for row in pick(rows, what="decode", name="write")
+    }
+    return tuple(
+        row["us"] / (row["us"] + written[row["out_features"], row["in_features"]]) for row in dense
+    )
+
+
+def _against(rows: Rows) -> Iterator[Bar]:
+    for tokens, peer, least in ((1, "aqlm 2x8, token by token", 1.7), (16, "aqlm 2x8", 10.0)):
+        found = [
+            row for row in pick(rows, name="aqlm-2", tokens=tokens) if row["peer"].startswith(peer)
+        ]
+        best: dict[tuple[int, int], float] = {}
+        for row in found:
+            shape = row["out_features"], row["in_features"]
+            best[shape] = min(best.get(shape, row["speedup"]), row["speedup"])
+        label = "the `aqlm` package" if tokens == 1 else "the faster way of the `aqlm` package"
+        yield Bar(f"{count(tokens)}, `aqlm-2`, against {label}",
+                  least, tuple(best.values()))  # fmt: skip
+
+
+def _whole(generated: Rows, quantized: Rows) -> Iterator[Bar]:
+    for name, least in (("vq-4", 2.2), ("vq-2", 2.8)):
+        for row in pick(generated, name=name, cache="bf16"):
+            ceiling = (row["ceiling"],) if "ceiling" in row else ()
+            for key, how in (("generate_ms", "`generate`"), ("captured_ms", "captured")):
+                if key in row["speedup"]:
+                    what = f"tokens/s of a Llama-3-8B, `{name}`, {how}"
+                    yield Bar(what, least, (row["speedup"][key],), ceiling)
+    seconds = tuple(
+        row["seconds"] for row in pick(quantized, what="quantize") if row["name"] in ("vq-4", "vq-2")
+    )
+    yield Bar("seconds to quantize 7 billion weights, `vq-4`, `vq-2`", _QUANTIZE_SECONDS, seconds,
+              most=True, unit="s")  # fmt: skip
+
+
+def _cached(rows: Rows) -> Iterator[Bar]:
+    for heads, kv_heads, batch, contexts, four, two in _ATTENTION:
+        for names, least in ((("u4", "cq-4"), four), (("u2", "cq-2"), two)):
+            for name in names:
+                for context, bar in zip(contexts, least, strict=True):
+                    (row,) = pick(rows, what="decode", name=name, heads=heads, kv_heads=kv_heads,
+                                  batch=batch, context=context)  # fmt: skip
+                    yield Bar(
+                        f"`{name}`, {heads}/{kv_heads} heads, {batch} x {context:,}", bar,
+                        (row["speedup"],), (row["speedup"] / row["of_memory"],),
+                    )  # fmt: skip
+    for name, least in (("u4", 3.88), ("u2", 7.5)):
+        smaller = tuple(round(row["smaller"], 2) for row in pick(rows, what="memory", name=name))
+        yield Bar(f"memory of quantized tokens, `{name}`", least, smaller)
+
+
+def _generated(rows: Rows) -> Iterator[Bar]:
+    for batch, context in dict.fromkeys((row["batch"], row["context"]) for row in rows):
+        for weights, least in (("bf16", 1.3), ("vq-4", 2.5)):
+            found = pick(rows, weights=weights, cache="u4", batch=batch, context=context)
+            yield Bar(
+                f"tokens/s of a Llama-3-8B, {weights} weights, `u4`, {batch} x {context:,}", least,
+                tuple(row["speedup"]["generate_ms"] for row in found),
+            )  # fmt: skip
