@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..codegen import tuned
 from ..codegen.choose import rotate_plan
-from ..codegen.choose_linear import TILE_ROWS, LinearProblem, choose, token_bucket
+from ..codegen.choose_linear import TILE_ROWS, LinearProblem, blocks_of, choose, token_bucket
 from ..codegen.device import device_arch
 from ..codegen.launch import Kernel, Prepared
 from ..codegen.plan import LinearPlan, RotatePlan
@@ -342,11 +342,10 @@ def prepare(
     width = -(-in_features // chunk) * chunk
     teams = plan.threads // 32 // plan.split
     tiles = [-(-count // (TILE_ROWS * plan.row_tiles)) for count in rows]
-    turns = -(-sum(tiles) // (arch.sms * plan.resident * teams))
-    while sum(blocks := [-(-of // (turns * teams)) for of in tiles]) > arch.sms * plan.resident:
-        turns += 1
     if plan.share > 1:  # a cluster has one turn
         blocks = [plan.share * of for of in tiles]
+    else:
+        blocks = blocks_of(tiles, teams, arch.sms, plan.resident)
     before, block, at_a_time = None, 0, 0
     if not plan.single or (scheme.rotation != "none" and not plan.rotate):
         rotated = scheme.rotation != "none"

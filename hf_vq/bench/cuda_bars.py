@@ -86,9 +86,7 @@ def _ratios(rows: Rows) -> tuple[float, ...]:
 
 
 def _reading(rows: Rows) -> tuple[float, ...]:
-    return tuple(
-        row["speedup"]["bf16"] / row["of_reading"] for row in rows if "of_reading" in row
-    )
+    return tuple(row["speedup"]["bf16"] / row["of_reading"] for row in rows if "of_reading" in row)
 
 
 def _more(rows: Rows) -> Iterator[Bar]:
@@ -145,7 +143,9 @@ def _whole(generated: Rows, quantized: Rows) -> Iterator[Bar]:
                     what = f"tokens/s of a Llama-3-8B, `{name}`, {how}"
                     yield Bar(what, least, (row["speedup"][key],), ceiling)
     seconds = tuple(
-        row["seconds"] for row in pick(quantized, what="quantize") if row["name"] in ("vq-4", "vq-2")
+        row["seconds"]
+        for row in pick(quantized, what="quantize")
+        if row["name"] in ("vq-4", "vq-2")
     )
     yield Bar("seconds to quantize 7 billion weights, `vq-4`, `vq-2`", _QUANTIZE_SECONDS, seconds,
               most=True, unit="s")  # fmt: skip
@@ -155,16 +155,16 @@ def _cached(rows: Rows) -> Iterator[Bar]:
     for heads, kv_heads, batch, contexts, four, two in _ATTENTION:
         for names, least in ((("u4", "cq-4"), four), (("u2", "cq-2"), two)):
             for name in names:
-                for context, bar in zip(contexts, least, strict=True):
+                for context, asked in zip(contexts, least, strict=True):
                     (row,) = pick(rows, what="decode", name=name, heads=heads, kv_heads=kv_heads,
                                   batch=batch, context=context)  # fmt: skip
                     yield Bar(
-                        f"`{name}`, {heads}/{kv_heads} heads, {batch} x {context:,}", bar,
+                        f"`{name}`, {heads}/{kv_heads} heads, {batch} x {context:,}", asked,
                         (row["speedup"],), (row["speedup"] / row["of_memory"],),
                     )  # fmt: skip
-    for name, least in (("u4", 3.88), ("u2", 7.5)):
+    for name, memory in (("u4", 3.88), ("u2", 7.5)):
         smaller = tuple(round(row["smaller"], 2) for row in pick(rows, what="memory", name=name))
-        yield Bar(f"memory of quantized tokens, `{name}`", least, smaller)
+        yield Bar(f"memory of quantized tokens, `{name}`", memory, smaller)
 
 
 def _generated(rows: Rows) -> Iterator[Bar]:

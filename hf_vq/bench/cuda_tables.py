@@ -1,4 +1,4 @@
-"""Tables of the suites `cuda-peers`, `-mechanisms`, `-generate` and `-parts`, from their records."""
+"""Tables of `cuda-peers`, `cuda-mechanisms`, `cuda-generate` and `cuda-parts`, from records."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def parts(rows: _Rows) -> str:
     columns = list(dict.fromkeys((row["name"], row["tokens"]) for row in rows))
     shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
     found = {
-        (row["what"], row["name"], row["tokens"], row["out_features"], row["in_features"]): row["us"]
+        (row["what"], row["name"], row["tokens"], row["out_features"], row["in_features"]): row[
+            "us"
+        ]
         for row in rows
     }
     cells = []

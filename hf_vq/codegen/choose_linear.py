@@ -236,6 +236,35 @@ def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
     return None
 
 
+def blocks_of(tiles: Sequence[int], teams: int, sms: int, resident: int) -> list[int]:
+    """Blocks of a launch for matrices of so many tiles: of each matrix.
+
+    Either all teams have as many turns, which leaves multiprocessors idle where turns are few, or
+    all multiprocessors are full and the tiles of the last turn are spread over them: what gives
+    the busiest one fewer tiles.
+    """
+    total, full = sum(tiles), sms * resident
+    turns = -(-total // (full * teams))
+    while sum(even := [-(-of // (turns * teams)) for of in tiles]) > full:
+        turns += 1
+    spread = [max(1, min(of, full * of // total)) for of in tiles]
+    longest = max(-(-of // count) for of, count in zip(tiles, spread, strict=True))
+    if sum(spread) > full or longest > turns * teams:
+        return even
+    return min((even, spread), key=lambda blocks: busiest(tiles, blocks, sms))
+
+
+def busiest(tiles: Sequence[int], blocks: Sequence[int], sms: int) -> int:
+    """Tiles of the busiest multiprocessor, if blocks are dealt out to them in turn."""
+    found = [0] * sms
+    first = 0
+    for of, count in zip(tiles, blocks, strict=True):
+        for block in range(count):
+            found[(first + block) % sms] += -(-(of - block) // count)
+        first += count
+    return max(found)
+
+
 def spare_registers(plan: LinearPlan, arch: Arch) -> int:
     """Registers that a thread can have beyond those it needs; fewer than none: it might spill."""
     most = min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8)

@@ -410,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
   const Table table(a.codebook, shared, lane);
   Table::Batch batch;
   table.begin_fill(batch);
-  int tile = block / Plan::share * teams + team;
+  int tile = team * (blocks / Plan::share) + block / Plan::share;  // the last turn is shared among blocks
   if (tile < tiles) enter(tile, Plan::early ? 1 : Plan::steps);
   if constexpr (Plan::early) {
     take_input();

@@ -1,6 +1,7 @@
 """Plans of the fused linear kernel: what is chosen can run, and what was measured is chosen."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -12,6 +13,8 @@ from hf_vq.codegen.choose_linear import (
     MOST_TOKENS,
     LinearProblem,
     best,
+    blocks_of,
+    busiest,
     choose,
     cost,
     feasible,
@@ -207,3 +210,29 @@ def test_the_shipped_table_is_current():
             VQScheme.parse(spec), tokens, rows, columns, Dtype(dtype), ARCHES["sm_90a"]
         )
         assert tuned.knobs(choose(asked)) == knobs, name
+
+
+@pytest.mark.parametrize("tiles", [[896], [896, 896], [256, 64, 64], [1], [5, 1000], [3000], [133]])
+@pytest.mark.parametrize(("teams", "resident"), [(2, 2), (3, 1), (1, 1), (7, 1)])
+def test_blocks_have_all_tiles_and_no_more_turns(tiles, teams, resident):
+    sms = 132
+    blocks = blocks_of(tiles, teams, sms, resident)
+    assert sum(blocks) <= sms * resident
+    turns = 0
+    for of, count in zip(tiles, blocks, strict=True):
+        # As linear.cu deals them out.
+        dealt = [
+            list(range(team * count + block, of, count * teams))
+            for block in range(count)
+            for team in range(teams)
+        ]
+        assert sorted(itertools.chain.from_iterable(dealt)) == list(range(of))
+        turns = max(turns, *map(len, dealt))
+    fewest = -(-sum(tiles) // (sms * resident * teams))
+    assert fewest <= turns <= fewest + len(tiles)
+
+
+def test_the_last_turn_is_spread_over_all_multiprocessors():
+    assert busiest([896], [224], 132) == 8
+    assert busiest([896], blocks_of([896], 2, 132, 2), 132) == 7
+    assert busiest([896, 896], blocks_of([896, 896], 2, 132, 2), 132) == 14
