@@ -348,6 +348,12 @@ def test_errors_are_one_line(quantized, original, eval_text, tmp_path, capsys):
     assert "cannot read" in wrong("eval", original, "--text", tmp_path / "no.txt", capsys=capsys)
     assert "hardly a code" in wrong("eval", original, *text, "--cache", "u4", capsys=capsys)
     assert "KV" in wrong("eval", original, *text, "--cache", "u9", capsys=capsys)
+    # MODEL may come last: it is no scheme of the cache then.
+    assert "hardly a code" in wrong("eval", *text, "--cache", "u4", original, capsys=capsys)
+    last = ["--compare", "u4", "--cache", "u3", original]
+    assert "Or one of the peers" in wrong("eval", *text, *last, capsys=capsys)
+    for names in (["--cache", "u4"], ["--compare", "vq-4", "nf4", "--cache", "u4", original]):
+        assert "eval needs MODEL: put it" in wrong("eval", *text, *names, capsys=capsys)
     longer = ["--text", eval_text, "--tokens", "320", "--context", "160"]
     missing = wrong("eval", original, *longer, "--cache", "cq-4", capsys=capsys)
     assert "calibrate --kv cq-4" in missing

@@ -23,7 +23,7 @@ from ..formats.catalog import kv_scheme, weight_scheme
 from ..hf.calibration.text import bar, read_text
 from ..hf.config import VQConfig
 from .evaluate import BATCH, CHUNK, MOST_TOKENS, cache_factory, prompt_length, shown_name
-from .load import first_line, load_model, load_tokenizer
+from .load import fingerprint, first_line, load_model, load_tokenizer
 from .peers import (
     CACHE_PEERS,
     CALIBRATION_TOKENS,
@@ -145,6 +145,7 @@ class Comparison:
         self._learned = "" if calibration is None else read_text(calibration)
         self.settings: dict[str, Any] = {
             "model": shown_name(model),
+            "model_sha256": fingerprint(model),
             **text_facts(text),
             "tokens": self.sequences.numel(),
             "context": context,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import VQError
+
+_PIECES, _PIECE = 64, 1 << 16  # of a file of weights
 
 
 def load_tokenizer(model: str) -> Any:
@@ -58,6 +61,23 @@ def load_model(
         raise
     except (OSError, ValueError) as error:
         raise VQError(f"cannot load {model}: {first_line(error)}") from error
+
+
+def fingerprint(model: str) -> str:
+    """What tells the model of a directory from others of its name: of config.json, and of each
+    file of weights its size and some of its bytes. A Hub id is its own."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for piece in range(_PIECES):
+                file.seek(piece * size // _PIECES)
+                digest.update(file.read(_PIECE))
+    return digest.hexdigest()[:16]
 
 
 def check_model(model: str) -> None:

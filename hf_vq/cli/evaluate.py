@@ -18,7 +18,9 @@ def add_eval(verbs: Any) -> argparse.ArgumentParser:
         "command is given again."
     )
     verb = add_verb(verbs, "eval", _eval, text)
-    verb.add_argument("model", metavar="MODEL", help="directory or Hub id, quantized or not")
+    verb.add_argument(
+        "model", nargs="?", metavar="MODEL", help="directory or Hub id, quantized or not"
+    )
     verb.add_argument("--reference", metavar="MODEL", help="the original, to compare with")
     verb.add_argument(
         "--text", metavar="FILE", help="UTF-8 text (default, for the demo's model only: the demo's)"
@@ -50,6 +52,7 @@ def add_eval(verbs: Any) -> argparse.ArgumentParser:
 
 
 def _eval(args: argparse.Namespace) -> None:
+    args.model = args.model or _last_name(args)
     comparing = args.compare is not None
     for option in ("reference", "card") if comparing else ("calibration", "plot", "markdown"):
         if getattr(args, option):
@@ -84,6 +87,15 @@ def _eval(args: argparse.Namespace) -> None:
     options |= {"dtype": "", "device_map": "MAP"}
     command = command_line("hf-vq eval MODEL", args.parser, args, options)
     write_json(args.json, {"command": command, **found.to_dict()})
+
+
+def _last_name(args: argparse.Namespace) -> str:
+    """MODEL where it comes after `--cache SCHEME` or `--compare NAME`: the last of their names."""
+    lists = [names for names in (args.cache, args.compare) if names and len(names) > 1]
+    if len(lists) != 1:
+        raise VQConfigError("eval needs MODEL: put it before --cache and --compare.")
+    found: str = lists[0].pop()
+    return found
 
 
 def _compare(args: argparse.Namespace) -> None:

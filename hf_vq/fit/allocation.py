@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-_MOST_UNITS = 1 << 15
+_MOST_UNITS = 1 << 18  # a layer's size is rounded up by less than 1 / 2^18 of the budget
 
 
 def allocate(
@@ -40,7 +40,7 @@ def allocate(
             if (units := math.ceil(size / unit)) <= room:
                 row[units:] = best[: room + 1 - units] + price
         best, chosen = options.min(0)
-        choices.append(chosen)
+        choices.append(chosen.to(torch.uint8))  # of a few schemes
     if not math.isfinite(float(best[room])):
         return None
     found = []

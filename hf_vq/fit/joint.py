@@ -60,7 +60,7 @@ class _JointFit:
         stored = fitter.norm_scale(fitter.groups(rows)).reshape(n, -1)
         fitter.check(rows, stored)
         self.scale = stored.float()
-        self.moments, self.upper = feedback.damped(), feedback.upper
+        self.moments, self.upper = feedback.damped, feedback.upper
         # An error e of vector b costs |s e F_b|^2: with feedback behind it, and without.
         eye = torch.eye(self.size, device=rows.device)
         blocks = _diagonal_blocks(self.upper, self.size)

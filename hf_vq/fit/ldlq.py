@@ -16,6 +16,8 @@ column is reached, by what the whole group then costs with feedback.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -88,8 +90,9 @@ class Feedback:
         """What the same inputs say about weights with another rotation of the same kind."""
         return Feedback(self.moments, self.scheme, rotation, damping=self.damping, where=self.where)
 
+    @cached_property
     def damped(self) -> Tensor:
-        """H of the rotated inputs, as damped: [in, in] float32."""
+        """H of the rotated inputs, as damped: [in, in] float32. Every band of tiles asks for it."""
         turned = self._turned()
         turned.diagonal().add_(self.ridge)
         return turned.float()

@@ -1,6 +1,7 @@
 """`hf-vq eval --compare`: rows, what fails, going on, tables and pictures; probes of a cache."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from hf_vq import VQCache
 from hf_vq.bench import compare, compare_show, peers
 from hf_vq.bench.compare import Comparison, contestants
-from hf_vq.bench.load import load_model
+from hf_vq.bench.load import fingerprint, load_model
 from hf_vq.bench.probes import CopyProbe, attention_states, logit_correlation
 from hf_vq.bench.record import read_record
 from hf_vq.bench.show import markdown_table, text_table
@@ -178,6 +179,21 @@ def test_a_comparison_goes_on(tiny_model, eval_text, tmp_path, monkeypatch, caps
     assert compare_show.drawn_from(tmp_path / "out.svg") == compare_show.digest(
         record["results"]["rows"]
     )
+
+
+def test_a_model_is_told_from_another_in_a_folder_of_its_name(tiny_model, tmp_path):
+    def copied(name):
+        folder = tmp_path / name / "model"
+        shutil.copytree(tiny_model, folder)
+        return folder
+
+    same, other = copied("same"), copied("other")
+    assert fingerprint(str(same)) == fingerprint(str(tiny_model)) and fingerprint("a/b") == "a/b"
+    weights = next(other.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert fingerprint(str(other)) != fingerprint(str(same))
 
 
 def test_rows_of_other_settings_are_not_taken(tiny_model, eval_text, tmp_path):

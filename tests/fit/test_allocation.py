@@ -27,6 +27,23 @@ def test_no_choice_is_better(seed, unit):
     assert allocate(bits, costs, least - 1) is None and allocate(bits, costs, -5) is None
 
 
+def test_little_of_the_budget_of_many_layers_is_left():
+    """The matrices of a model of 70 billion weights at 2, 3 and 4 bits, of odd sizes: rounded up,
+    560 layers lose at most 560 / 2^18 of the budget, and the choice is 1 bit of one layer apart."""
+    shapes = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192)] + 3 * [(8192, 28672)]
+    bits = [
+        [rows * columns * n + 8 * i + 1 for n in (2, 3, 4)]
+        for i in range(80)
+        for rows, columns in shapes
+    ]
+    costs = [[16.0, 4.0, 1.0] for _ in bits]
+    weights = 80 * sum(rows * columns for rows, columns in shapes)
+    found = allocate(bits, costs, 3 * weights)
+    used = sum(sizes[one] for sizes, one in zip(bits, found, strict=True))
+    left = 3 * weights - used
+    assert 0 <= left <= 3 * weights * 560 / 2**18 + 8192 * 28672
+
+
 def test_odd_sizes_of_a_large_model_stay_within_the_budget():
     """Their common unit is one bit, so the table has larger ones."""
     bits = [[10_000_019 + 13 * i, 20_000_003 + 7 * i] for i in range(40)]

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...cache.stored import read, write
@@ -46,6 +47,14 @@ class CodedBlock:
     fallbacks: dict[str, str] = field(default_factory=dict)
     tuned: dict[str, Tensor] = field(default_factory=dict)
     loss: list[float] = field(default_factory=list)
+
+    def on(self, device: torch.device | str) -> CodedBlock:
+        """The same with the codes on a device."""
+        fitted = {
+            name: replace(one, tensors={key: t.to(device) for key, t in one.tensors.items()})
+            for name, one in self.fitted.items()
+        }
+        return replace(self, fitted=fitted)
 
 
 @contextmanager

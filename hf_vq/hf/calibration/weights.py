@@ -214,7 +214,9 @@ class WeightCalibration:
                 if number % self.team.size == self.team.rank:
                     self._fit_site(site, layers, done, progress)
                 site.release()
-            for other in self.team.everyones(done):
+            # What is sent names its device, which is of the sender: so from memory to memory.
+            mine = done if self.team.size == 1 else done.on("cpu")
+            for other in self.team.everyones(mine):
                 done.fitted.update(other.fitted)
                 done.fallbacks.update(other.fallbacks)
             for part in parts:
