@@ -6,15 +6,19 @@ What runs them (`cuda_*`, `codegen`) is imported when a tensor on a GPU asks for
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..formats.published import VptqLayout
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
+from ..ops import dispatch, published
 from ..ops.layout import ROWS
 from ..ops.library import parse
+
+if TYPE_CHECKING:
+    from ..codegen.choose_vptq import VptqProblem
 
 
 @functools.cache
@@ -172,6 +176,75 @@ def accepts_tiles(problem: dispatch.Problem) -> str | None:
     return None
 
 
+def accepts_vptq(problem: dispatch.Problem) -> str | None:
+    """None if there is a kernel that decodes VPTQ's codes, else the reason why not."""
+    from ..codegen.choose_vptq import decodable
+    from ..codegen.plan import Dtype
+
+    layout = published.parse(problem.scheme)
+    if not isinstance(layout, VptqLayout):
+        return f"kernels know VPTQ's layout, not that of {layout.name()}"
+    if problem.dtype not in {dtype.value for dtype in Dtype}:
+        return f"inputs are {problem.dtype}"
+    return decodable(layout)
+
+
+def accepts_vptq_few(problem: dispatch.Problem) -> str | None:
+    """None if the fused kernel multiplies with VPTQ's codes, else the reason why not."""
+    from ..codegen.choose_vptq import MOST_TOKENS, choose, fusable
+
+    reason = accepts_vptq(problem)
+    if reason:
+        return reason
+    if problem.tokens > MOST_TOKENS:
+        return f"{problem.tokens} tokens: decoded rows are used often enough"
+    asked = _vptq_problem(problem)
+    reason = fusable(asked.layout, asked.dtype)
+    if reason is None and choose(asked) is None:
+        return "no plan: shared memory or registers do not suffice"
+    return reason
+
+
+def _vptq_problem(problem: dispatch.Problem) -> VptqProblem:
+    from ..codegen.choose_vptq import VptqProblem
+    from ..codegen.device import device_arch
+    from ..codegen.plan import Dtype
+
+    layout, tokens = published.parse(problem.scheme), 16 if problem.tokens > 8 else 8
+    assert isinstance(layout, VptqLayout)
+    arch = device_arch(torch.cuda.current_device())
+    return VptqProblem(layout, tokens, problem.n, Dtype(problem.dtype), arch)
+
+
+def slower_than_dense(problem: dispatch.Problem) -> str | None:
+    """What to say of a layer that a GPU multiplies by a dense bfloat16 weight in less time."""
+    from ..codegen import choose, choose_linear, choose_vptq
+    from ..codegen.device import device_arch
+    from ..codegen.plan import Dtype
+
+    if problem.tokens > 1:
+        return None
+    arch, lookups = device_arch(torch.cuda.current_device()), 0.0
+    if problem.op == "published_linear":
+        asked = _vptq_problem(problem)
+        if (plan := choose_vptq.choose(asked)) is not None:
+            lookups = choose_vptq.l2_lookups(plan, asked)
+    else:
+        scheme, dtype = VQScheme.parse(problem.scheme), Dtype(problem.dtype)
+        few = choose_linear.LinearProblem(scheme, 1, problem.n, problem.k, dtype, arch)
+        chosen = choose_linear.choose(few)
+        if chosen is not None and not chosen.in_shared:
+            lookups = problem.n * problem.k / scheme.vector_size * scheme.streams
+    times = choose.times_dense(lookups, problem.n, problem.k, arch)
+    if times <= 1:
+        return None
+    return (
+        f"entries of a codebook this large are looked up in L2, which takes at least {times:.1f} "
+        "times as long as reading a bfloat16 weight: on this GPU these codes save memory, not "
+        "time; `hf-vq convert --requantize vq-2` makes a model that saves both"
+    )
+
+
 def accepts_attention(problem: dispatch.Problem) -> str | None:
     """None if there is a kernel that attends to the codes, else the reason why not."""
     from ..codegen.choose_attention import MOST_QUERIES, attendable, misfit
@@ -281,6 +354,18 @@ def _attention_static(*arguments: Any) -> Tensor:
     return cuda_attention.attention_static(*arguments)
 
 
+def _vptq_few(*arguments: Any) -> Tensor:
+    from . import cuda_vptq
+
+    return cuda_vptq.linear_few(*arguments)
+
+
+def _vptq_many(*arguments: Any) -> Tensor:
+    from . import cuda_vptq
+
+    return cuda_vptq.linear_many(*arguments)
+
+
 def _encode_weight(
     rows: Tensor, codebook: Tensor, scheme: VQScheme, factors: tuple[float, ...], refit: bool
 ) -> tuple[Tensor, Tensor]:
@@ -333,6 +418,19 @@ def register() -> None:
             accepts_few,
             direct=_direct,
             together=_together,
+            remark=slower_than_dense,
+        ),
+        dispatch.Kernel(
+            "cuda.vptq_decoded", "published_linear", _vptq_many, "cuda", needs, accepts_vptq
+        ),
+        dispatch.Kernel(
+            "cuda.vptq_linear",
+            "published_linear",
+            _vptq_few,
+            "cuda",
+            needs,
+            accepts_vptq_few,
+            remark=slower_than_dense,
         ),
         dispatch.Kernel("cuda.wide_linear", "linear", _wide, "cuda", needs, accepts_many),
         dispatch.Kernel(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ops import attention_reference, dispatch, reference, static_reference
+from ..ops import attention_reference, dispatch, published, reference, static_reference
 
 
 def register() -> None:
@@ -18,3 +18,13 @@ def register() -> None:
         ("attention_static", static_reference.attention_static),
     ):
         dispatch.register(dispatch.Kernel("reference", op, run))
+    dispatch.register(
+        dispatch.Kernel("reference", "published_linear", published.reference, remark=_decoded)
+    )
+
+
+def _decoded(problem: dispatch.Problem) -> str:
+    return (
+        "the weight is decoded at every call; `hf-vq convert --requantize vq-4` makes a model that "
+        "has kernels"
+    )

@@ -199,6 +199,13 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
     return Cost(nbytes, busy + fill + -(-busiest // plan.resident) * _START, bound)
 
 
+def times_dense(lookups: float, rows: int, columns: int, arch: Arch) -> float:
+    """How long a product of one token takes at least if it looks up so many entries in L2, compared
+    with reading a dense bfloat16 weight."""
+    dense = 2 * rows * columns / arch.dram_bytes_per_clock
+    return lookups / L2_LOOKUPS / dense
+
+
 def panels(plan: DecodePlan, rows: int, columns: int) -> int:
     """Blocks of a launch: panels of `rows` rows."""
     across = -(-columns // plan.tile_columns) if plan.tile_columns else 1

@@ -15,7 +15,7 @@ from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
 from ..nn.replace import vq_modules
-from ..ops.dispatch import Kernel, Problem, Verdict, bucket
+from ..ops.dispatch import Problem, Verdict, bucket
 from ..ops.layout import layouts_for
 
 
@@ -82,39 +82,16 @@ def explain(
     """
     dtype = dtype or getattr(model, "dtype", None) or torch.get_default_dtype()
     names: dict[Problem, list[str]] = {}
-    published: dict[Problem, list[str]] = {}
     for name, module in _layers(model):
-        if isinstance(module, PublishedLinear):
-            published.setdefault(_decoded_problem(module, tokens, dtype), []).append(name)
-            continue
         for part, problem in _problems(module, tokens, dtype):
             names.setdefault(problem, []).append(".".join(filter(None, (name, part))) or "layer")
     for layer in [] if cache is None else cache.coded_layers:
         for problem in _cache_problems(layer, model, tokens, dtype):
             names.setdefault(problem, []).append(f"cache.layers.{layer.index}")
-    rows = [
+    return Explanation(
         Row(tuple(layers), problem, tuple(ops.explain(problem)))
         for problem, layers in names.items()
-    ]
-    rows += [Row(tuple(layers), problem, _DECODED) for problem, layers in published.items()]
-    return Explanation(rows)
-
-
-_DECODED = (
-    Verdict(Kernel("torch.decode", "linear", PublishedLinear.forward), True, ""),
-    Verdict(
-        Kernel("a kernel on codes", "linear", PublishedLinear.forward),
-        False,
-        "none knows this published layout, so the weight is decoded at every call; "
-        "`hf-vq convert --requantize vq-4` makes a model that has kernels",
-    ),
-)
-
-
-def _decoded_problem(module: PublishedLinear, tokens: int, dtype: torch.dtype) -> Problem:
-    kind, device = str(dtype).removeprefix("torch."), next(module.parameters()).device.type
-    size = module.out_features, module.in_features
-    return Problem("linear", device, kind, module.layout.name(), bucket(tokens), *size)
+    )
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, VQLinear | VQExperts]]:
@@ -133,9 +110,11 @@ def _problems(
     hook = getattr(module, "_hf_hook", None)
     if device == "meta" and hook is not None:  # offloaded: it is brought to this device to run
         device = torch.device(hook.execution_device).type
-    spec, kind = module.scheme.spec(), str(dtype).removeprefix("torch.")
+    published = isinstance(module, PublishedLinear)
+    spec = module.spec if isinstance(module, VQLinear) else module.scheme.spec()
+    op, kind = "published_linear" if published else "linear", str(dtype).removeprefix("torch.")
     for part, n, k in sizes:
-        yield part, Problem("linear", device, kind, spec, bucket(tokens), n, k)
+        yield part, Problem(op, device, kind, spec, bucket(tokens), n, k)
 
 
 def _cache_problems(

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from ..errors import VQFormatError
 from ..formats.published import Layout
-from ..transforms import rotate
 from .linear import VQLinear, attribute_of
 
 
 class PublishedLinear(VQLinear):
-    """y = W x + b with W stored as another project published it, and decoded at every call.
+    """y = W x + b with W stored as another project published it.
 
-    It loses nothing and runs anywhere, but no kernel computes on its codes: `hf-vq convert
-    --requantize vq-4` makes a model that has one.
+    It loses nothing and runs anywhere. VPTQ's layout has kernels; of others the weight is decoded
+    at every call: `hf-vq convert --requantize vq-4` makes a model that has kernels for all layers.
 
     Args:
         layout: how W is stored; `weight` holds its codes.
@@ -44,6 +44,7 @@ class PublishedLinear(VQLinear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = size
         self.layout, self.where, self.source = layout, where, source
+        self.spec = layout.spec()  # compiled code compares this string, not a layout's fields
         self.specs, self.attributes = {}, {}
         for key, spec in layout.own(*size).items():
             self.attributes[key] = attribute_of(key)
@@ -53,7 +54,8 @@ class PublishedLinear(VQLinear):
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by key (`Layout.own`)."""
-        return self.held(self.attributes)
+        compiling = torch.compiler.is_compiling()
+        return self.held(dict(self._names()) if compiling else self.attributes)
 
     def _direct(self, x: Tensor) -> Tensor | None:
         return None
@@ -64,16 +66,12 @@ class PublishedLinear(VQLinear):
                 f"{self.where} got an input of {x.dtype} {list(x.shape)}; its last dimension must "
                 f"be in_features={self.in_features}, of floats."
             )
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return nn.functional.linear(x, self.decoded(x.dtype), bias)
+        return ops.published_linear(x, self.tensors(), self.bias, self.spec, self.out_features)
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight [out_features, in_features]."""
-        layout, tensors = self.layout, self.tensors()
-        published = {s: tensors[layout.key(s)] for s in layout.suffixes if layout.key(s) in tensors}
-        rows = layout.decode(published, self.out_features, self.in_features)
-        rotated = layout.rotation()
-        return (rows if rotated is None else rotate(rows, rotated, inverse=True)).to(dtype)
+        size = self.out_features, self.in_features
+        return ops.decode_published(self.tensors(), self.layout, *size).to(dtype)
 
     def matrices(self, weight: str, dense: Tensor) -> list[Tensor]:
         """Nothing is fitted to a published layout."""

@@ -3,6 +3,7 @@
 from .codes import append_kv, decode_kv, decode_weight, encode_kv, encode_weight, rotate
 from .dispatch import Kernel, Problem, Verdict, explain, register, rows, select
 from .linear import direct_linear, linear
+from .published import decode_published, published_linear
 
 __all__ = [
     "Kernel",
@@ -10,12 +11,14 @@ __all__ = [
     "Verdict",
     "append_kv",
     "decode_kv",
+    "decode_published",
     "decode_weight",
     "direct_linear",
     "encode_kv",
     "encode_weight",
     "explain",
     "linear",
+    "published_linear",
     "register",
     "rotate",
     "rows",

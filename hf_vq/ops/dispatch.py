@@ -24,12 +24,12 @@ class Problem(NamedTuple):
     A tuple, because one is made at every call of an op: a frozen dataclass takes ten times as long.
 
     Args:
-        op: `linear`, `encode`, `decode`, `rotate`, `append`, `attention`, `encode_weight`, or of a
-            static cache `store` or `attention_static`.
+        op: `linear`, `published_linear`, `encode`, `decode`, `rotate`, `append`, `attention`,
+            `encode_weight`, or of a static cache `store` or `attention_static`.
         device: device type of the input, e.g. `cpu`.
         dtype: dtype of the input, e.g. `bfloat16`.
-        scheme: spec string; for attention and store, that of the keys and of the values, with a
-            space.
+        scheme: spec string, of published_linear that of the layout; for attention and store, that
+            of the keys and of the values, with a space.
         tokens: rows of the input, or queries of each row, rounded up to a power of two.
         n: output features, or tokens in the cache (of a static one, its capacity), rounded up to a
             power of two; for encode_weight, candidates of a scale.

@@ -84,6 +84,7 @@ def test_bucket(count, bucket):
     "op",
     [
         "linear",
+        "published_linear",
         "decode",
         "encode",
         "rotate",

@@ -8,6 +8,7 @@ A published tensor is known by its suffix: `X.codes` of a layer X has the suffix
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -150,6 +151,10 @@ class Layout(ABC):
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON types."""
         return {"method": self.method, **asdict(self)}
+
+    def spec(self) -> str:
+        """All fields as a string, the same for layouts that are equal."""
+        return json.dumps(self.to_dict(), sort_keys=True)
 
 
 def check_fields(cls: type[Layout], data: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""`hf_vq::published_linear`: y = W x + b with W as another project published it.
+
+Differentiable with respect to x."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats.published import Layout, layout_from_dict
+from ..transforms import rotate
+from . import dispatch
+from .library import define, library, only_result, problem
+
+
+def published_linear(
+    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: str, rows: int
+) -> Tensor:
+    """y = W x + b.
+
+    Args:
+        x: [..., in_features], any float dtype.
+        tensors: stored tensors of W (keys of `Layout.own`).
+        bias: [rows] or None.
+        layout: of W, as `Layout.spec` says it.
+        rows: out_features.
+
+    Returns:
+        [..., rows] of the dtype of `x`. Gradients flow to `x` and `bias`.
+    """
+    keys, stored = list(tensors), list(tensors.values())
+    if only_result(x, bias, *stored):
+        return _published_linear(x, stored, keys, bias, layout, rows)
+    y: Tensor = torch.ops.hf_vq.published_linear.default(x, stored, keys, bias, layout, rows)
+    return y
+
+
+def decode_published(
+    tensors: Mapping[str, Tensor], layout: Layout, rows: int, in_features: int
+) -> Tensor:
+    """The dense weight float32 [rows, in_features].
+
+    Args:
+        tensors: stored tensors by key (`Layout.own`).
+    """
+    named = {s: tensors[layout.key(s)] for s in layout.suffixes if layout.key(s) in tensors}
+    weight, rotated = layout.decode(named, rows, in_features), layout.rotation()
+    return weight if rotated is None else rotate(weight, rotated, inverse=True)
+
+
+def reference(
+    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: Layout, rows: int
+) -> Tensor:
+    """The published formula, rounded to the dtype of x, and a product in it."""
+    weight = decode_published(tensors, layout, rows, x.shape[-1]).to(x.dtype)
+    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(spec: str) -> Layout:
+    """The layout of `Layout.spec`."""
+    return layout_from_dict(json.loads(spec))
+
+
+def _published_linear(
+    x: Tensor, stored: list[Tensor], keys: list[str], bias: Tensor | None, layout: str, rows: int
+) -> Tensor:
+    row = dispatch.select(problem("published_linear", x, layout, rows))
+    y: Tensor = row.run(x, dict(zip(keys, stored, strict=True)), bias, parse(layout), rows)
+    return y
+
+
+def _fake(
+    x: Tensor, stored: list[Tensor], keys: list[str], bias: Tensor | None, layout: str, rows: int
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, stored, ctx.keys, bias, ctx.layout, ctx.rows = inputs
+    ctx.save_for_backward(*stored)
+    ctx.length, ctx.dtype = x.shape[-1], x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        tensors = dict(zip(ctx.keys, ctx.saved_tensors, strict=True))
+        weight = decode_published(tensors, parse(ctx.layout), ctx.rows, ctx.length)
+        grad_x = (grad.float() @ weight).to(ctx.dtype)
+    if ctx.needs_input_grad[3]:
+        grad_bias = grad.float().reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+    nothing = [None] * len(ctx.keys)
+    return grad_x, nothing, None, grad_bias, None, None
+
+
+define(
+    "published_linear",
+    "(Tensor x, Tensor[] stored, str[] keys, Tensor? bias, str layout, int rows) -> Tensor",
+    _published_linear,
+    _fake,
+)
+torch.library.register_autograd(
+    "hf_vq::published_linear", _backward, setup_context=_save_for_backward, lib=library
+)
