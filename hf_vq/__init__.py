@@ -29,6 +29,8 @@ from .hf import (
     calibrate_kv,
     capture,
     explain,
+    merge_passes,
+    place_pass2,
     release,
     smooth_attention,
 )
@@ -64,6 +66,8 @@ __all__ = [
     "calibrate_kv",
     "capture",
     "explain",
+    "merge_passes",
+    "place_pass2",
     "release",
     "smooth_attention",
 ]

@@ -36,7 +36,7 @@ from scipy.special import ndtr, ndtri, owens_t  # type: ignore[import-untyped]
 from scipy.stats import qmc  # type: ignore[import-untyped]
 
 from hf_vq.formats.lattice import e8p_decode, e8p_encode, e8p_patterns
-from hf_vq.formats.universal import read_universal, tensor_hash
+from hf_vq.formats.universal import read_universal, refined_name, tensor_hash
 
 Array = NDArray[np.float64]
 DATA = Path(__file__).parents[1] / "hf_vq" / "formats" / "data" / "universal_v1.safetensors"
@@ -97,7 +97,7 @@ def lloyd_max(bits: int, low: float = -np.inf, high: float = np.inf) -> Array:
 
 
 def nested(bits: int, first: Array) -> Array:
-    """Refinement of the symmetric table `first` [2**bits]: rows of 2**bits entries, one per cell.
+    """Refinement of the symmetric table `first`: rows of 2**bits entries, one for each cell.
 
     Row h is the optimal quantizer of N(0, 1) within the cell of first[h].
     """
@@ -303,9 +303,9 @@ def ordered(entries: Array, mass: Array) -> Array:
 def compute() -> dict[str, torch.Tensor]:
     """Every tensor of the file, by name."""
     tables: dict[str, Array] = {f"gauss_1x{b}": lloyd_max(b)[:, None] for b in range(1, 9)}
-    for bits in range(1, 5):
+    for bits, more in itertools.product(range(1, 5), repeat=2):
         first = tables[f"gauss_1x{bits}"][:, 0].astype(np.float16).astype(np.float64)
-        tables[f"nested_1x{bits}"] = nested(bits, first).reshape(-1, 1)
+        tables[f"nested_{refined_name(bits, more)}"] = nested(more, first).reshape(-1, 1)
     for bits, starts, hops in ((4, 40, 20), (6, 100, 100), (8, 40, 20)):
         grid = grid_2d(bits, starts, hops)
         tables[f"gauss_2x{bits}"] = ordered(grid, moments_2d(grid)[0])
@@ -324,7 +324,8 @@ def measure(tables: dict[str, torch.Tensor]) -> dict[str, float]:
         if name.startswith("gauss_1x"):
             out[name] = mse_1d(entries[:, 0])
         elif name.startswith("nested_1x"):
-            first = tables[name.replace("nested", "gauss")][:, 0].double().numpy()
+            name_of_first = name.replace("nested", "gauss").partition("+")[0]
+            first = tables[name_of_first][:, 0].double().numpy()
             out[name] = mse_nested(entries.reshape(len(first), -1), first)
         elif name.startswith("gauss_2x"):
             out[name] = mse_2d(entries)

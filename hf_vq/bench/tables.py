@@ -162,15 +162,20 @@ def weight_schemes_table() -> str:
     """The catalogue of weight schemes."""
     head = ["scheme", "VQ<vector, log2 entries, stages>", "codebook", "rotation", "nominal bits"]
     rows = []
-    # turboquant-1 to -8 differ in one number: one line for all of them.
-    scalar = [name for name in WEIGHT_SCHEMES if re.fullmatch(r"turboquant-\d", name)]
+    # turboquant-1 to -8 differ in one number, -1+1 to -4+4 in two: one line for all of them.
+    alike = [
+        [name for name in WEIGHT_SCHEMES if re.fullmatch(pattern, name)]
+        for pattern in (r"turboquant-\d", r"turboquant-\d\+\d")
+    ]
+    last_of = {names[0]: names[-1] for names in alike}
+    others = {name for names in alike for name in names[1:]}
     for name, s in WEIGHT_SCHEMES.items():
-        if name in scalar[1:]:
+        if name in others:
             continue
         shown, notation, bits = name, s.notation(), f"{s.bits():g}"
-        if name in scalar:
-            last = WEIGHT_SCHEMES[scalar[-1]]
-            shown, bits = f"{name}` … `{scalar[-1]}", f"{bits} … {last.bits():g}"
+        if name in last_of:
+            last = WEIGHT_SCHEMES[last_of[name]]
+            shown, bits = f"{name}` … `{last_of[name]}", f"{bits} … {last.bits():g}"
             notation = f"{notation}` … `{last.notation()}"
         rows.append([f"`{shown}`", f"`{notation}`", _codebook(s), _rotation(s), bits])
     return markdown_table(head, rows)

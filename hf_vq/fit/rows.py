@@ -11,7 +11,7 @@ from ..formats.scheme import VQScheme
 from ..ops import dispatch, encode_weight
 from .assign import Assigner
 from .ldlq import Feedback, ldlq_rows
-from .scale import FACTORS, least_squares, root_mean_square, search_scale
+from .scale import FACTORS, SCALAR_FACTORS, least_squares, root_mean_square, search_scale
 
 SEARCHES = ("search", "least_squares", "norm")
 
@@ -57,7 +57,8 @@ class RowFitter:
             search, refit = self.search == "search", self.search != "norm"
             found = ldlq_rows(rows, codebook, self.scheme, feedback, search=search, refit=refit)
             return self.pack(*found)
-        tried = FACTORS if self.search == "search" else (1.0,)
+        searched = SCALAR_FACTORS if self.scheme.vector_size == 1 else FACTORS
+        tried = searched if self.search == "search" else (1.0,)
         factors = tuple(step * factor for factor in tried)
         refit = self.search != "norm"
         codes, scale = encode_weight(rows, codebook, self.scheme, factors, refit)

@@ -14,6 +14,10 @@ from .assign import Assigner
 FACTORS = (0.80, 0.85, 0.90, 0.95, 1.0, 1.05, 1.10, 1.15)
 """Candidates of the search, in units of the group's root mean square."""
 
+SCALAR_FACTORS = tuple(0.76 * 1.033**step for step in range(16))
+"""Those of codebooks of single weights: twice as many lose 1 % less there, and half of that where
+an entry is several weights."""
+
 
 def root_mean_square(groups: Tensor) -> Tensor:
     """[..., groups, size] -> [..., groups, 1]."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import VQConfigError, VQFormatError, shown
-from ..formats.packing import pack_bits, unpack_bits
 from ..formats.scheme import VQScheme
-from ..formats.shared import universal_tensor
+from ..formats.shared import second_universal_tensor, universal_tensor
 from ..formats.tensors import tensor_specs
 from ..ops import decode_weight, rotate
 from ..ops.codes import rotation_of
@@ -21,7 +20,7 @@ from .frequency import by_frequency
 from .joint import fit_jointly
 from .ldlq import Feedback
 from .learned import fit_tile_band, tensor_codebook
-from .passes import nested_codes, one_pass
+from .passes import split_codes
 from .rows import SEARCHES, RowFitter
 
 _CHUNK = 1 << 21  # weights held at once in float32
@@ -74,13 +73,18 @@ def fit_weight(
         )
     specs = tensor_specs(scheme, weight.shape[0], weight.shape[1], seed=seed, where=where)
     tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device)
-    fitter = RowFitter(scheme, weight.shape[1], search, where)
+    nested = scheme.stages == "nested"
+    coded = scheme.merged() if nested else scheme.first_pass()
+    fitter = RowFitter(coded, weight.shape[1], search, where)
     # Of two passes that add up only the last can make up for errors: those of the first are it.
-    first = None if scheme.stages == "rerotated" else feedback
-    tensors.update(_first_pass(weight, tensors, fitter, seed, first))
+    adds_up = scheme.two_passes and not nested
+    universal = tensors.get("codebook_2" if nested else "codebook")
+    rotation = rotation_of(tensors)
+    fitted = _fit(weight, rotation, universal, fitter, seed, None if adds_up else feedback)
+    tensors.update(split_codes(fitted, scheme, weight.shape[1]) if nested else fitted)
     fitter.check(weight, tensors["scale"])
-    if scheme.stages != "independent" and "codes_2" not in tensors:
-        tensors.update(_second_pass(weight, tensors, fitter, feedback))
+    if adds_up:
+        tensors.update(_second_pass(weight, tensors, scheme, fitter, feedback))
     relative_error, output_error, cost = _errors(weight, tensors, scheme, feedback)
     if cost > 0.9:
         raise VQFormatError(
@@ -105,38 +109,38 @@ def fixed_tensors(
             tensors[f"rotation{suffix}"] = qr_matrix(scheme.block(in_features), pass_seed)
     if scheme.codebook == "universal":
         tensors["codebook"] = universal_tensor(scheme)
-    if scheme.stages == "nested":
-        tensors["codebook_2"] = universal_tensor(scheme, refined=True)
+    if scheme.two_passes:
+        tensors["codebook_2"] = second_universal_tensor(scheme)
     return {key: tensor.to(device) for key, tensor in tensors.items()}
 
 
-def _first_pass(
+def _fit(
     weight: Tensor,
-    tensors: dict[str, Tensor],
+    rotation: Tensor | None,
+    universal: Tensor | None,
     fitter: RowFitter,
     seed: int,
     feedback: Feedback | None,
 ) -> dict[str, Tensor]:
-    scheme, rotation = fitter.scheme, rotation_of(tensors)
+    """Codes and scales, and codebooks where no universal one is given, of the fitter's scheme."""
+    scheme = fitter.scheme
 
     def rows(first: int, last: int) -> Tensor:
         return rotate(weight[first:last].float(), rotation, scheme)
 
-    if scheme.stages == "nested" and feedback is not None:
-        return _both_nested_passes(weight, tensors, fitter, feedback)
     if scheme.codebook == "tile":
         bands = (rows(i, i + scheme.tile[0]) for i in range(0, len(weight), scheme.tile[0]))
         if feedback is None:
             return _joined(fit_tile_band(band, fitter, seed) for band in bands)
         return _joined(fit_jointly(band, fitter, feedback, seed) for band in bands)
-    learned = scheme.codebook == "tensor"
+    learned = universal is None
     if learned and feedback is not None:
         stored = fit_jointly(rows(0, len(weight)), fitter, feedback, seed)
         return _ordered(stored, scheme, weight.shape[1])
-    if learned:
+    if universal is None:
         codebook, step = tensor_codebook(rows, weight.shape, fitter, seed)
     else:
-        codebook, step = tensors["codebook"], 1.0
+        codebook, step = universal, 1.0
     # Feedback takes some launches for every vector of a row, whatever the number of rows.
     whole = feedback is not None and weight.is_cuda
     size = len(weight) if whole else _rows_at_once(weight, scheme)
@@ -155,42 +159,29 @@ def _ordered(stored: dict[str, Tensor], scheme: VQScheme, in_features: int) -> d
     return {**stored, "codes": codes, "codebook": codebook}
 
 
-def _both_nested_passes(
-    weight: Tensor, tensors: dict[str, Tensor], fitter: RowFitter, feedback: Feedback
-) -> dict[str, Tensor]:
-    """A first code and what refines it are a code of one codebook, the refined one."""
-    bits = fitter.scheme.entry_bits
-    both = replace(fitter.scheme, entry_bits=2 * bits, residuals=1, stages="independent")
-    rows = rotate(weight.float(), rotation_of(tensors), fitter.scheme)
-    found = RowFitter(both, weight.shape[1], fitter.search, fitter.where).fit(
-        rows, tensors["codebook_2"], feedback=feedback
-    )
-    codes = unpack_bits(found["codes"], 2 * bits, weight.shape[1])
-    first, second = (pack_bits(part, bits) for part in (codes >> bits, codes & (1 << bits) - 1))
-    return {"codes": first, "codes_2": second, "scale": found["scale"]}
-
-
 def _second_pass(
-    weight: Tensor, tensors: dict[str, Tensor], fitter: RowFitter, feedback: Feedback | None
+    weight: Tensor,
+    tensors: dict[str, Tensor],
+    scheme: VQScheme,
+    fitter: RowFitter,
+    feedback: Feedback | None,
 ) -> dict[str, Tensor]:
-    scheme, parts = fitter.scheme, []
-    single = one_pass(scheme)
-    again = RowFitter(single, weight.shape[1], fitter.search, fitter.where)
-    if feedback is not None:
-        feedback = feedback.turned_by(rotation_of(tensors, "_2"))
+    """What the first pass leaves, under the second one's rotation (shared stages: the first's)."""
+    first, parts = scheme.first_pass(), []
+    again = RowFitter(scheme.second_pass(), weight.shape[1], fitter.search, fitter.where)
+    rotation = rotation_of(tensors, "_2" if scheme.stages == "rerotated" else "")
+    if feedback is not None and scheme.stages == "rerotated":
+        feedback = feedback.turned_by(rotation)
     for chunk, stored in _chunks(weight, tensors, scheme):
-        if scheme.stages == "nested":
-            rows = rotate(chunk, rotation_of(tensors), scheme)
-            second = nested_codes(
-                rows, stored["codes"], stored["scale"], stored["codebook_2"], scheme
-            )
-            parts.append({"codes_2": second})
-            continue
-        residual = chunk - decode_weight(stored, single, weight.shape[1])
-        rows = rotate(residual, rotation_of(tensors, "_2"), scheme)
-        fitted = again.fit(rows, tensors["codebook"], feedback=feedback)
+        residual = chunk - decode_weight(_only_first(stored), first, weight.shape[1])
+        rows = rotate(residual, rotation, scheme)
+        fitted = again.fit(rows, tensors["codebook_2"], feedback=feedback)
         parts.append({f"{key}_2": tensor for key, tensor in fitted.items()})
     return _joined(parts)
+
+
+def _only_first(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in stored.items() if not key.endswith("_2")}
 
 
 def _errors(

@@ -28,7 +28,13 @@ WEIGHT_SCHEMES: dict[str, VQScheme] = {
     "vq-3": _gauss(2, 6),
     "vq-2": _gauss(4, 8),
     **{f"turboquant-{bits}": _gauss(1, bits) for bits in range(1, 9)},
-    "turboquant-4+4": _gauss(1, 4, residuals=2, stages="nested"),
+    **{
+        f"turboquant-{first}+{second}": _gauss(
+            1, first, residuals=2, stages="nested", second_bits=second
+        )
+        for first in range(1, 5)
+        for second in range(1, 5)
+    },
     "quip-sharp-4": _gauss(8, 16, residuals=2, lattice="e8p"),
     "quip-sharp-2": _gauss(8, 16, lattice="e8p"),
     "aqlm-3": _learned(8, 12, 2, "tensor"),
@@ -124,6 +130,8 @@ def _available(scheme: VQScheme) -> VQScheme:
     """The scheme, if its universal codebook exists; VQSchemeError lists those that do."""
     if scheme.codebook == "universal" and not scheme.lattice:
         universal_codebook(scheme.vector_size, scheme.entry_bits)
+        if scheme.two_passes:
+            universal_codebook(scheme.vector_size, scheme.second_bits)
     return scheme
 
 

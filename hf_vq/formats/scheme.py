@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..errors import VQSchemeError, shown
 
 CODEBOOKS = ("universal", "tensor", "tile", "channel_group")
 ROTATIONS = ("none", "hadamard", "random_hadamard", "qr")
-STAGES = ("independent", "rerotated", "nested")
+STAGES = ("independent", "rerotated", "shared", "nested")
 CODEBOOK_BITS = (16, 7)
 SMALLEST_GROUP = 16  # a smaller scale group would add more than one bit per weight
 _LIMITS = {
@@ -26,11 +26,12 @@ _LIMITS = {
     "residuals": (1, 8),
     "scale_group": (0, 1 << 20),
     "rotation_block": (0, 1 << 20),
+    "second_bits": (0, 16),
 }
 _SPEC = re.compile(
-    r"vq(?P<x>\d+)x(?P<y>\d+)r(?P<z>\d+)-(?P<codebook>universal|e8p|tensor|channel_group"
+    r"vq(?P<x>\d+)x(?P<y>\d+)(\+(?P<second>\d+))?r(?P<z>\d+)-(?P<codebook>universal|e8p|tensor|channel_group"
     r"|tile(?P<rows>\d+)x(?P<columns>\d+))(-int(?P<bits>7))?-g(?P<group>\d+)"
-    r"-(?P<rotation>none|hadamard|random_hadamard|qr)(?P<block>\d+)?(-(?P<stages>rerotated|nested))?"
+    r"-(?P<rotation>none|hadamard|random_hadamard|qr)(?P<block>\d+)?(-(?P<stages>rerotated|shared|nested))?"
 )
 
 
@@ -53,9 +54,11 @@ class VQScheme:
         codebook_bits: of a number of the codebook: 16 for fp16, or 7 for integers, stored as int8.
             Their size is in the rows' scales. Half as many bytes are looked up on a GPU
             (kernels/cuda/table.cuh).
-        stages: `independent` residuals in one stream, `rerotated` (TurboQuant: the second pass has
-            a rotation and scales of its own) or `nested` (the second pass refines the first one's
-            cell: same rotation, same scale). The second pass of the last two is stored apart.
+        stages: `independent` residuals in one stream, or two passes, the second of which is stored
+            apart: `rerotated` (TurboQuant: it has a rotation and scales of its own), `shared` (it
+            has scales of its own) or `nested` (it refines the cell of the first one, whose rotation
+            and scales it has: codes of both are looked up together, in one table).
+        second_bits: bits of a code of the second pass; 0 = `entry_bits`.
 
     Raises:
         VQSchemeError: a field is of the wrong type, out of range, or contradicts another one.
@@ -72,6 +75,7 @@ class VQScheme:
     rotation_block: int = 128
     codebook_bits: int = 16
     stages: str = "independent"
+    second_bits: int = 0
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():
@@ -100,13 +104,15 @@ class VQScheme:
             object.__setattr__(self, "rotation_block", 128)
         if self.codebook != "tile":
             object.__setattr__(self, "tile", (256, 256))
+        if self.two_passes and not self.second_bits:
+            object.__setattr__(self, "second_bits", self.entry_bits)
         for problem, wrong in self._contradictions().items():
             if wrong:
                 raise VQSchemeError(f"{self.notation()} cannot be stored: {problem}.")
         hash(self)  # composes the spec, which a compiler that looks on later could not trace
 
     def _contradictions(self) -> dict[str, bool]:
-        tiled, second = self.codebook == "tile", self.stages != "independent"
+        tiled, second = self.codebook == "tile", self.two_passes
         sizes = [size for size in (self.scale_group, self.rotation_block) if size]
         return {
             'lattice "e8p" is a universal codebook of VQ<8,16,z>': self.lattice is not None
@@ -122,7 +128,11 @@ class VQScheme:
             f"{self.stages} stages need residuals=2 and a universal codebook": second
             and (self.residuals, self.codebook) != (2, "universal"),
             "nested stages need vector_size=1 and at most 4 bits": self.stages == "nested"
-            and (self.vector_size > 1 or self.entry_bits > 4),
+            and (self.vector_size > 1 or max(self.entry_bits, self.second_bits) > 4),
+            "second_bits are those of a second pass": not second and self.second_bits > 0,
+            "both passes of a lattice have 16 bits": self.lattice is not None
+            and second
+            and self.second_bits != 16,
             "rerotated stages need a random rotation": self.stages == "rerotated"
             and self.rotation not in ("random_hadamard", "qr"),
             "scale_group and rotation_block must be 0 or powers of two": any(
@@ -134,8 +144,12 @@ class VQScheme:
         }
 
     def notation(self) -> str:
-        """The paper's notation, e.g. `VQ<2,8,1>`."""
-        return f"VQ<{self.vector_size},{self.entry_bits},{self.residuals}>"
+        """The paper's notation, e.g. `VQ<2,8,1>`; with two sizes of codes `VQ<1,4+2,2>`."""
+        return f"VQ<{self.vector_size},{self._code_bits()},{self.residuals}>"
+
+    def _code_bits(self) -> str:
+        both = self.second_bits not in (0, self.entry_bits)
+        return f"{self.entry_bits}+{self.second_bits}" if both else f"{self.entry_bits}"
 
     @property
     def entries(self) -> int:
@@ -153,9 +167,31 @@ class VQScheme:
         return self.codebook != "channel_group"
 
     @property
+    def two_passes(self) -> bool:
+        """Whether there is a second pass, stored apart."""
+        return self.stages != "independent"
+
+    @property
     def streams(self) -> int:
         """Code streams stored side by side in `codes` (a second pass is stored apart)."""
-        return self.residuals if self.stages == "independent" else 1
+        return 1 if self.two_passes else self.residuals
+
+    def first_pass(self) -> VQScheme:
+        """The scheme of the first pass alone; of one that has no other, itself."""
+        return self._alone(self.entry_bits) if self.two_passes else self
+
+    def second_pass(self) -> VQScheme:
+        """The scheme of the second pass, read for itself (not of nested stages)."""
+        return self._alone(self.second_bits)
+
+    def merged(self) -> VQScheme:
+        """Nested stages as one: both codes, (first << second_bits) | second, are one code."""
+        return self._alone(self.entry_bits + self.second_bits)
+
+    def _alone(self, entry_bits: int) -> VQScheme:
+        return replace(
+            self, entry_bits=entry_bits, residuals=1, stages="independent", second_bits=0
+        )
 
     def spec(self) -> str:
         """One line that says the whole scheme; `VQScheme.parse` is its exact inverse."""
@@ -171,9 +207,9 @@ class VQScheme:
             scope = f"tile{self.tile[0]}x{self.tile[1]}"
         integers = f"-int{self.codebook_bits}" if self.largest_entry else ""
         block = "" if self.rotation == "none" else str(self.rotation_block)
-        tail = "" if self.stages == "independent" else f"-{self.stages}"
+        tail = f"-{self.stages}" if self.two_passes else ""
         return (
-            f"vq{self.vector_size}x{self.entry_bits}r{self.residuals}-{scope}{integers}"
+            f"vq{self.vector_size}x{self._code_bits()}r{self.residuals}-{scope}{integers}"
             f"-g{self.scale_group}-{self.rotation}{block}{tail}"
         )
 
@@ -253,8 +289,9 @@ class VQScheme:
         cache once per model)."""
         group = self.scale_group if in_features is None else self.group(in_features)
         group = group if self.has_scale else 0
-        scales = 2 if self.stages == "rerotated" else 1
-        bits = self.residuals * self.entry_bits / self.vector_size
+        scales = 2 if self.stages in ("rerotated", "shared") else 1
+        codes = self.streams * self.entry_bits + self.second_bits
+        bits = codes / self.vector_size
         bits += 16 * scales / group if group else 0.0
         if in_features and out_features and self.codebook in ("tensor", "tile"):
             books = self.residuals
@@ -296,5 +333,6 @@ def _parse(spec: str) -> VQScheme:
         rotation_block=128 if part["rotation"] == "none" else int(part["block"] or 128),
         codebook_bits=int(part["bits"] or 16),
         stages=part["stages"] or "independent",
+        second_bits=int(part["second"] or 0),
     )
     return scheme

@@ -9,21 +9,16 @@ from . import lattice, universal
 from .scheme import VQScheme
 
 
-def universal_tensor(scheme: VQScheme, *, refined: bool = False) -> Tensor:
-    """The universal codebook of a scheme, fp16 [z, entries, x] ([z, 257, 8] for E8P).
+def universal_tensor(scheme: VQScheme) -> Tensor:
+    """The universal codebook of a scheme, fp16 [z, entries, x] ([z, 257, 8] for E8P); of two
+    passes, that of the first one.
 
     Stage i + 1 codes what stage i leaves; its entries are scaled by the root of stage i's error on
     Gaussian data (E8P: by a measured constant).
 
-    Args:
-        refined: the codebook of a nested second pass, [1, 2^(2y), 1], indexed by
-            (first code << y) | second code.
-
     Raises:
         VQSchemeError: there is no such universal codebook.
     """
-    if refined:
-        return universal.nested_codebook(scheme.entry_bits).reshape(1, -1, 1)
     if scheme.lattice:
         # Not the root of the error: outliers decide. With the first stage spread by 1.16 (which the
         # group scale does) a second one of 1/4 gives .0084 on Gaussian data; QuIP#'s 1/3.45, .0088.
@@ -33,3 +28,15 @@ def universal_tensor(scheme: VQScheme, *, refined: bool = False) -> Tensor:
         step = universal.universal_mse(scheme.vector_size, scheme.entry_bits) ** 0.5
         base = universal.universal_codebook(scheme.vector_size, scheme.entry_bits)
     return torch.stack([(base.float() * step**stage).half() for stage in range(scheme.streams)])
+
+
+def second_universal_tensor(scheme: VQScheme) -> Tensor:
+    """The universal codebook of the second pass of a scheme; of nested stages that of both codes,
+    [1, 2^(y + y_2), 1], indexed by (first code << y_2) | second code.
+
+    Raises:
+        VQSchemeError: there is no such universal codebook.
+    """
+    if scheme.stages != "nested":
+        return universal_tensor(scheme.second_pass())
+    return universal.nested_codebook(scheme.entry_bits, scheme.second_bits).reshape(1, -1, 1)

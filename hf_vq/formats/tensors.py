@@ -6,7 +6,10 @@
                int8  the same shapes            where codebook_bits is 7
     signs      uint8 [ceil(in / 8)]             random_hadamard: bit 1 = the input is negated
     rotation   fp16  [block, block]             qr
-    codes_2, codebook_2, scale_2, signs_2, rotation_2     the second pass (nested, rerotated)
+    codes_2, codebook_2         the second pass; a nested one's codebook is indexed by both codes,
+                                [1, 2^(y + y_2), 1] at (first code << y_2) | second code
+    scale_2                     of shared and rerotated stages
+    signs_2, rotation_2         of rerotated stages
 
 A KV cache has no matrix: its rows are tokens [batch, heads, tokens, head_dim], coded one by one as
 they come. With a universal codebook, or one per tensor (keys or values of a layer), a row has one
@@ -27,6 +30,7 @@ from torch import Tensor
 from ..errors import VQFormatError, VQSchemeError
 from .packing import packed_size
 from .scheme import VQScheme
+from .universal import refined_name
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,17 @@ def tensor_specs(
         "codebook": _codebook_spec(scheme, out_features, in_features),
         **_rotation_specs(scheme, in_features, block, seed, suffix=""),
     }
+    if scheme.two_passes:
+        stream = packed_size(in_features // scheme.vector_size, scheme.second_bits)
+        specs["codes_2"] = TensorSpec((out_features, stream), torch.uint8)
     if scheme.stages == "nested":
-        entries = 1 << (2 * scheme.entry_bits)
-        name = f"vq_codebook.gauss_1x{scheme.entry_bits}_nested"
-        specs["codes_2"] = TensorSpec((out_features, stream), torch.uint8)
-        specs["codebook_2"] = TensorSpec((1, entries, 1), torch.float16, name)
-    elif scheme.stages == "rerotated":
-        specs["codes_2"] = TensorSpec((out_features, stream), torch.uint8)
+        bits = scheme.entry_bits + scheme.second_bits
+        name = f"vq_codebook.gauss_{refined_name(scheme.entry_bits, scheme.second_bits)}_nested"
+        specs["codebook_2"] = TensorSpec((1, 1 << bits, 1), torch.float16, name)
+    elif scheme.two_passes:
+        specs["codebook_2"] = _codebook_spec(scheme.second_pass(), out_features, in_features)
         specs["scale_2"] = scale
+    if scheme.stages == "rerotated":
         specs.update(_rotation_specs(scheme, in_features, block, seed + 1, suffix="_2"))
     return specs
 

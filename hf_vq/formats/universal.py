@@ -89,18 +89,24 @@ def universal_mse(vector_size: int, entry_bits: int) -> float:
     return _table(vector_size, entry_bits).mse
 
 
-def nested_codebook(bits: int) -> torch.Tensor:
-    """Refinement of the 1-D table of `bits` (1 to 4) per code: float16 [2**(2 * bits), 1], CPU.
+def refined_name(bits: int, second_bits: int) -> str:
+    """The size of a refined 1-D table in its name: `1x4`, or `1x4+2` where the passes differ."""
+    return f"1x{bits}" if second_bits == bits else f"1x{bits}+{second_bits}"
 
-    Row (first code << bits) | second code; the second code is that of the nearest entry among the
-    2**bits rows of the first one, which are optimal for its cell. VQSchemeError for other `bits`.
+
+def nested_codebook(bits: int, second_bits: int) -> torch.Tensor:
+    """Refinement of the 1-D table of `bits` per code by `second_bits` more, 1 to 4 each: ascending
+    float16 [2**(bits + second_bits), 1], CPU.
+
+    Row (first code << second_bits) | second code: the 2**second_bits rows of a first code are
+    optimal for its cell. VQSchemeError for other sizes.
     """
-    return _named(f"nested_1x{bits}").tensor
+    return _named(f"nested_{refined_name(bits, second_bits)}").tensor
 
 
-def nested_mse(bits: int) -> float:
+def nested_mse(bits: int, second_bits: int) -> float:
     """Mean squared error on N(0, 1) data of both codes of `nested_codebook`."""
-    return _named(f"nested_1x{bits}").mse
+    return _named(f"nested_{refined_name(bits, second_bits)}").mse
 
 
 def e8p_mse() -> float:

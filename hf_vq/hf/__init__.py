@@ -6,6 +6,7 @@ from .calibration.smooth import smooth_attention
 from .config import VQConfig
 from .explain import explain
 from .graphs import capture
+from .passes import merge_passes, place_pass2
 from .published.quantizer import adopt, release
 from .quantizer import VQHfQuantizer, register
 
@@ -17,6 +18,8 @@ __all__ = [
     "calibrate_kv",
     "capture",
     "explain",
+    "merge_passes",
+    "place_pass2",
     "register",
     "release",
     "smooth_attention",

@@ -168,11 +168,17 @@ def packaged(modules: Iterable[VQLinear | VQExperts], seed: int) -> dict[str, Te
     return found
 
 
-def verify(model: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str]) -> None:
+def verify(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    rename: Callable[[str], str],
+    left_out: Callable[[str], bool] = lambda name: False,
+) -> None:
     """Check that every stored tensor of every VQ module is in the checkpoint and right, no more.
 
     Args:
         rename: name in a file -> name in the model, as Transformers will rename it.
+        left_out: whether a tensor, by its name in the model, is left in the file on purpose.
 
     Raises:
         VQFormatError: names the first tensor that is missing, wrong, not finite or not expected.
@@ -180,7 +186,7 @@ def verify(model: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str
     available = {rename(name): name for name in checkpoint.entries}
     modules = dict(model.named_modules())
     for name, stored in available.items():
-        if name.rpartition(".")[2].startswith("vq_"):
+        if name.rpartition(".")[2].startswith("vq_") and not left_out(name):
             _check_expected(model, modules, name, checkpoint.entries[stored])
     for prefix, module in vq_modules(model).items():
         for attribute, parameter in module.named_parameters(recurse=False):

@@ -15,6 +15,7 @@ from ..fit.rows import SEARCHES
 from ..formats.catalog import scheme_name, weight_scheme
 from ..formats.published import Layout, layout_from_dict
 from ..formats.scheme import VQScheme
+from ..nn.second_pass import POLICIES
 from .calibration.text import MIN_CONTEXT, OWN_WORDS
 from .layers import check_pattern, matches
 
@@ -58,6 +59,10 @@ class VQConfig(QuantizationConfigMixin):
             second moments; `finetune`, "block" or "model", which moves scales, learned codebooks,
             norms and biases too; `device`, where blocks are computed one at a time; `resume`, a
             folder where work is kept, so that it goes on after an interruption.
+        pass2: where the second pass of two-pass schemes is: `resident` (None), `offload`,
+            `prefill_only` or `absent` (docs/turboquant.md), for all layers or by entry, {entry:
+            policy}, the first that matches counts and other layers are resident. It may be given
+            with a quantized model too, and is not stored.
         layouts: written by `hf_vq.adopt` and `hf-vq convert`: how layers are stored, by name, that
             another project quantized and no scheme can store.
         quant_method: always `vq`.
@@ -74,6 +79,7 @@ class VQConfig(QuantizationConfigMixin):
     target_bits: float | None = None
     candidates: list[str] | None = None
     layouts: dict[str, dict[str, Any]] | None = None
+    pass2: str | dict[str, str] | None = None
 
     # What is stored in config.json is `__dict__`, and it comes back as these arguments.
     def __init__(
@@ -88,6 +94,7 @@ class VQConfig(QuantizationConfigMixin):
         seed: int = 0,
         search: str = "search",
         calibration: str | dict[str, Any] | None = None,
+        pass2: str | dict[str, str] | None = None,
         layouts: dict[str, dict[str, Any]] | None = None,
         quant_method: str = QUANT_METHOD,
         format_version: int = 1,
@@ -99,7 +106,7 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(
                 f"VQConfig has no argument {', '.join(map(repr, sorted(unknown)))}. Known: scheme, "
                 "bits, layers, target_bits, candidates, modules_to_not_convert, seed, search, "
-                "calibration. If config.json holds it, "
+                "calibration, pass2. If config.json holds it, "
                 "a newer hf_vq wrote the file: pip install -U hf_vq."
             )
         if quant_method != QUANT_METHOD:
@@ -127,6 +134,8 @@ class VQConfig(QuantizationConfigMixin):
         self.format_version = format_version
         if layers is not None:
             self.use(_check_layers(layers))
+        if pass2 is not None:
+            self.pass2 = _check_pass2(pass2)
         if layouts:
             self.layouts = _check_layouts(layouts)
             self.format_version = max(self.format_version, 2)
@@ -173,6 +182,27 @@ class VQConfig(QuantizationConfigMixin):
         layers = self.layers or {}
         found = next((layers[name] for name in names if name in layers), None)
         return self.vq_scheme if found is None else VQScheme.parse(found)
+
+    def pass2_of(self, name: str) -> str:
+        """Where the second pass of a layer is."""
+        if isinstance(self.pass2, dict):
+            return next((p for entry, p in self.pass2.items() if matches(name, entry)), "resident")
+        return self.pass2 or "resident"
+
+    def leaves_out_second_passes(self) -> bool:
+        """Whether the second pass of a layer is asked to be absent."""
+        values = self.pass2.values() if isinstance(self.pass2, dict) else (self.pass2,)
+        return "absent" in values
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What counts of a config that is given with a quantized model."""
+        return {} if self.pass2 is None else {"pass2": self.pass2}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is stored: where a second pass is, is not."""
+        found: dict[str, Any] = super().to_dict()
+        found.pop("pass2", None)
+        return found
 
     def use(self, layers: dict[str, str]) -> None:
         """Take a table of layers, by entry or name, and their spec strings."""
@@ -258,6 +288,18 @@ def _check_layers(layers: object) -> dict[str, str]:
             'Write e.g. {"down_proj": "vq-4"}.'
         )
     return {check_pattern("layers", key): weight_scheme(s).spec() for key, s in layers.items()}
+
+
+def _check_pass2(pass2: object) -> str | dict[str, str]:
+    policies = list(pass2.values()) if isinstance(pass2, dict) else [pass2]
+    known = ", ".join(map(repr, POLICIES))
+    for policy in policies:
+        if not isinstance(policy, str) or policy not in POLICIES:
+            raise VQConfigError(f"pass2 must be one of {known}; got {shown(policy)}.")
+    if isinstance(pass2, dict):
+        return {check_pattern("pass2", str(entry)): policy for entry, policy in pass2.items()}
+    assert isinstance(pass2, str)
+    return pass2
 
 
 def _check_candidates(candidates: object) -> list[str]:

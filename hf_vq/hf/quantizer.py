@@ -26,6 +26,7 @@ from .conversions import dense_conversions, renamer
 from .layers import check_entries, matches
 from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
+from .passes import leave_out_pass2, place_pass2
 from .provenance import record
 from .published.expert_names import list_stored_experts
 from .save import install_saving, remove_saving
@@ -58,11 +59,17 @@ class VQHfQuantizer(HfQuantizer):
         self._checkpoint: stored_files.Checkpoint | None = None
         self._model: Any = None
         self._calibration: WeightCalibration | None = None
+        self._cut: list[str] = []  # layers whose second pass is left out
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
         config = self.quantization_config
+        if not self.pre_quantized and config.leaves_out_second_passes():
+            raise VQConfigError(
+                'pass2="absent" is for a model that was saved with two passes. To make one of one '
+                "pass, quantize with turboquant-4."
+            )
         if not self.pre_quantized and ranks(model) > 1:
             raise VQConfigError(
                 "a model cannot be quantized while it is split over devices: quantize and save it "
@@ -98,6 +105,8 @@ class VQHfQuantizer(HfQuantizer):
         # The tensors that layers share are read by us, not by Transformers.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         ignored.add(r"(^|\.)vq_(codebook|rotation)\.[^.]+$")
+        if config.leaves_out_second_passes():
+            ignored.add(r"(^|[._])vq_\w+_2$")
         model._keys_to_ignore_on_load_unexpected = ignored
         self._watch_missing(model)
         self._model = model
@@ -166,7 +175,11 @@ class VQHfQuantizer(HfQuantizer):
             # A head that the file knows nothing about is a new one, for Transformers to make.
             known = names & recorded or not (optional or new_head)
             if known or self._in_file(name, prefix, codes=optional):
-                wanted[name] = config.stored_scheme(*names)
+                scheme = config.stored_scheme(*names)
+                if scheme.two_passes and config.pass2_of(name) == "absent":
+                    scheme = scheme.first_pass()
+                    self._cut.append(name)
+                wanted[name] = scheme
         return wanted
 
     def _in_file(self, name: str, prefix: str, codes: bool) -> bool:
@@ -205,8 +218,13 @@ class VQHfQuantizer(HfQuantizer):
             return weight_conversions
         conversions = dense_conversions(weight_conversions, model)
         if files is not None:
-            stored_files.verify(model, files, renamer(conversions, model))
+            stored_files.verify(model, files, renamer(conversions, model), self._is_left_out)
         return conversions
+
+    def _is_left_out(self, name: str) -> bool:
+        """Whether a stored tensor is one of a second pass that is not asked for."""
+        prefix, _, attribute = name.rpartition(".")
+        return attribute.endswith("_2") and self.quantization_config.pass2_of(prefix) == "absent"
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether `param_name` is a dense tensor that becomes codes."""
@@ -257,6 +275,10 @@ class VQHfQuantizer(HfQuantizer):
             self._check_values(model)
         if not self.pre_quantized:
             config.provenance = record(model, self.errors, shared, calibrated)
+        if config.leaves_out_second_passes():
+            leave_out_pass2(model, self._cut)
+        if config.pass2 is not None:
+            place_pass2(model, config.pass2)
         used = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = dense_conversions(used, model, reverse=True)
         self._checkpoint = self._model = None
@@ -300,8 +322,8 @@ class VQHfQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile it."""
-        return True
+        """Whether `generate` may compile it: copies of offloaded passes cannot be."""
+        return self.quantization_config.pass2 in (None, "resident")
 
 
 def _is_offloaded(module: torch.nn.Module) -> bool:
@@ -312,3 +334,5 @@ def register() -> None:
     """Tell Transformers about `quant_method: "vq"`; may be called again, e.g. after a reload."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = VQConfig
     auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = VQHfQuantizer
+    if VQConfig not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
+        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (VQConfig,)

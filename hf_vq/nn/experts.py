@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .. import ops
 from ..errors import VQConfigError
 from ..formats.scheme import VQScheme
 from ..formats.tensors import tensor_specs
+from .second_pass import first_only
 from .stored import Stored, mark_initialized
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -85,16 +87,29 @@ class VQExperts(Stored):
             top_k_index: [tokens, k] experts of each token; `num_experts` and more mean none.
             top_k_weights: [tokens, k].
         """
-        return routed(hidden_states, top_k_index, top_k_weights, self.num_experts, self.expert)
+        one_token = len(hidden_states) == 1
+        expert = partial(self.expert, one_token=one_token)
+        return routed(hidden_states, top_k_index, top_k_weights, self.num_experts, expert)
 
-    def expert(self, index: int, x: Tensor) -> Tensor:
-        """One expert's output [tokens, hidden] for its tokens `x` [tokens, hidden]."""
-        return expert_output(self._source[0], tuple(self.projections), index, x, self.project)
+    def expert(self, index: int, x: Tensor, one_token: bool = False) -> Tensor:
+        """One expert's output [tokens, hidden] for its tokens `x` [tokens, hidden].
 
-    def project(self, name: str, index: int, x: Tensor) -> Tensor:
+        Args:
+            one_token: all experts together have one token.
+        """
+        project = partial(self.project, one_token=one_token)
+        return expert_output(self._source[0], tuple(self.projections), index, x, project)
+
+    def project(self, name: str, index: int, x: Tensor, one_token: bool = False) -> Tensor:
         """x W^T + b of one expert and one projection."""
         bias = getattr(self, f"{name}_bias")[index] if self.has_bias else None
-        return ops.linear(x, self.tensors(name, index), bias, self.scheme)
+        if self.second is None:
+            return ops.linear(x, self.tensors(name, index), bias, self.scheme)
+        if self.second.prefill_only and one_token:
+            first = first_only(self.tensors(name, index))
+            return ops.linear(x, first, bias, self.scheme.first_pass())
+        with self.second.of_expert(name, index).lent(self, x) as tensors:
+            return ops.linear(x, tensors, bias, self.scheme)
 
     def tensors(self, name: str, index: int) -> dict[str, Tensor]:
         """The stored tensors of one expert's matrix by key (`formats.tensor_specs`)."""

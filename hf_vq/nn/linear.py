@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..errors import VQFormatError
+from ..errors import VQBackendError, VQFormatError
 from ..formats.scheme import VQScheme
 from ..formats.tensors import tensor_specs
+from .second_pass import SecondPass, first_only
 from .stored import Stored, mark_initialized
 
 
@@ -76,6 +77,7 @@ class VQLinear(Stored, nn.Linear):
         self.out_features = out_features
         self.scheme = scheme
         self.spec = scheme.spec()  # compiled code compares this string, not a scheme's fields
+        self.first_spec = scheme.first_pass().spec()
         self.where = where
         self.source = source
         self.specs = {}
@@ -165,7 +167,20 @@ class VQLinear(Stored, nn.Linear):
             )
         parameters = self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, it is slow
+        if self.second is not None:
+            return self._with_second_pass(self.second, x, bias)
         return ops.linear(x, self.tensors(), bias, self.spec)
+
+    def _with_second_pass(self, second: SecondPass, x: Tensor, bias: Tensor | None) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise VQBackendError(
+                f"{self.where} cannot be compiled: its second pass is offloaded. Load the model "
+                'with VQConfig(pass2="resident").'
+            )
+        if second.left_out(x):
+            return ops.linear(x, first_only(self.tensors()), bias, self.first_spec)
+        with second.lent(self, x) as tensors:
+            return ops.linear(x, tensors, bias, self.spec)
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight [out_features, in_features]."""

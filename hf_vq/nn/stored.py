@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..formats.scheme import VQScheme
 from ..formats.tensors import TensorSpec
 from ..formats.universal import tensor_hash
+from .second_pass import SecondPass, offloaded
 
 _shared: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
 
@@ -39,6 +40,11 @@ def mark_initialized(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _leads_to_a_gpu(fn: Callable[..., Any]) -> bool:
+    """Whether what is applied to a module's tensors moves them to another device than a CPU."""
+    return fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type not in ("cpu", "meta")
+
+
 class Stored(nn.Module):
     """Base of modules whose weights are stored tensors (`formats.tensor_specs`).
 
@@ -51,6 +57,7 @@ class Stored(nn.Module):
 
     scheme: VQScheme
     specs: dict[str, TensorSpec]  # by attribute
+    second: SecondPass | None = None  # where it is not beside the first
 
     def register(self, attribute: str, spec: TensorSpec, lead: tuple[int, ...] = ()) -> None:
         """Add one stored tensor, empty, on the default device; `lead` is put before its shape."""
@@ -99,11 +106,26 @@ class Stored(nn.Module):
         return tensor.detach().to(self.specs[attribute].dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        if self.second is None:
+            return self._apply_to_all(fn, recurse)
+        # What is offloaded stays in the CPU's memory when the module goes to a GPU.
+        whole = dict(self._parameters)
+        away = offloaded(self) if _leads_to_a_gpu(fn) else []
+        for name in away:
+            del self._parameters[name]
+        try:
+            self._apply_to_all(fn, recurse)
+        finally:
+            now = {**self._parameters, **{name: whole[name] for name in away}}
+            self._parameters = {name: now[name] for name in whole}
+        return self
+
+    def _apply_to_all(self, fn: Callable[..., Any], recurse: bool) -> Any:
         # Module.to casts floating tensors only, so those that keep their dtype pass as integers.
         kept = {
             id(tensor)
             for attribute in self.specs
-            if (tensor := getattr(self, attribute)).is_floating_point()
+            if (tensor := getattr(self, attribute, None)) is not None and tensor.is_floating_point()
         }
 
         def cast_others(tensor: Tensor) -> Tensor:

@@ -79,8 +79,8 @@ def decode_nested(
     codes: Tensor, codes_2: Tensor, codebook_2: Tensor, scale: Tensor, scheme: VQScheme, length: int
 ) -> Tensor:
     """codebook_2[first code, second code] * scale, not yet rotated back: [..., length] float32."""
-    bits = scheme.entry_bits
-    pair = (unpack_bits(codes, bits, length) << bits) | unpack_bits(codes_2, bits, length)
+    first = unpack_bits(codes, scheme.entry_bits, length)
+    pair = (first << scheme.second_bits) | unpack_bits(codes_2, scheme.second_bits, length)
     rows = codebook_2[0].float()[:, 0][pair].unflatten(-1, (scale.shape[-1], -1))
     return (rows * scale.float()[..., None]).flatten(-2)
 
@@ -97,19 +97,33 @@ def decode(
     scheme: VQScheme,
     length: int,
 ) -> Tensor:
-    """The stored rows, rotated back: R^-1(pass 1) + R_2^-1(pass 2), [..., length] float32.
-
-    A second pass that is absent counts as zero.
-    """
-    if codes_2 is not None and codebook_2 is not None:
-        rows = decode_nested(codes, codes_2, codebook_2, scale, scheme, length)
-        return rotate_rows(rows, scheme, rotation, inverse=True)
-    rows = decode_rotated(codes, codebook, scale, scheme, length)
+    """The stored rows, rotated back: R^-1(pass 1) + R_2^-1(pass 2), [..., length] float32; shared
+    and nested stages have one rotation."""
+    second = (codes_2, codebook_2, scale_2)
+    rows, rows_2 = _rotated_passes(codes, codebook, scale, *second, scheme, length)
     rows = rotate_rows(rows, scheme, rotation, inverse=True)
-    if codes_2 is None or scale_2 is None:
-        return rows
-    second = decode_rotated(codes_2, codebook, scale_2, scheme, length)
-    return rows + rotate_rows(second, scheme, rotation_2, inverse=True)
+    return rows if rows_2 is None else rows + rotate_rows(rows_2, scheme, rotation_2, inverse=True)
+
+
+def _rotated_passes(
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    scheme: VQScheme,
+    length: int,
+) -> tuple[Tensor, Tensor | None]:
+    """The rows of all passes that have the first one's rotation, and those of a rerotated one."""
+    if codes_2 is None or codebook_2 is None:
+        return decode_rotated(codes, codebook, scale, scheme, length), None
+    if scheme.stages == "nested":
+        return decode_nested(codes, codes_2, codebook_2, scale, scheme, length), None
+    assert scale_2 is not None
+    rows = decode_rotated(codes, codebook, scale, scheme, length)
+    second = decode_rotated(codes_2, codebook_2, scale_2, scheme.second_pass(), length)
+    return (rows + second, None) if scheme.stages == "shared" else (rows, second)
 
 
 def linear(
@@ -127,15 +141,11 @@ def linear(
 ) -> Tensor:
     """y = W x + b, [..., in] -> [..., out]; the input is rotated, not the weight (TurboQuant)."""
     length = x.shape[-1]
-    rotated = rotate_rows(x.float(), scheme, rotation)
-    if codes_2 is not None and codebook_2 is not None:
-        weight = decode_nested(codes, codes_2, codebook_2, scale, scheme, length)
-    else:
-        weight = decode_rotated(codes, codebook, scale, scheme, length)
-    y = rotated @ weight.T
-    if codes_2 is not None and scale_2 is not None:
-        rotated = rotate_rows(x.float(), scheme, rotation_2)
-        y += rotated @ decode_rotated(codes_2, codebook, scale_2, scheme, length).T
+    second = (codes_2, codebook_2, scale_2)
+    rows, rows_2 = _rotated_passes(codes, codebook, scale, *second, scheme, length)
+    y = rotate_rows(x.float(), scheme, rotation) @ rows.T
+    if rows_2 is not None:
+        y += rotate_rows(x.float(), scheme, rotation_2) @ rows_2.T
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 

@@ -43,6 +43,7 @@ def test_catalogue_survives_spec_and_json(scheme):
         rotation_block=st.sampled_from([0, 64, 128]),
         codebook_bits=st.sampled_from(CODEBOOK_BITS),
         stages=st.sampled_from(STAGES),
+        second_bits=st.sampled_from([0, 0, 1, 2, 4, 5, 16]),
     )
 )
 def test_any_scheme_survives_spec(fields):
@@ -62,6 +63,10 @@ def test_any_scheme_survives_spec(fields):
         ("vq-2", 2.125),
         ("turboquant-4", 4.125),
         ("turboquant-4+4", 8.125),
+        ("turboquant-4+2", 6.125),
+        ("turboquant-1+3", 4.125),
+        ("vq1x4+2r2-universal-g128-random_hadamard128-shared", 6.25),
+        ("vq1x3+2r2-universal-g64-qr64-rerotated", 5.5),
         ("quip-sharp-4", 4.125),
         ("quip-sharp-2", 2.125),
         ("aqlm-3", 3.0),
@@ -96,6 +101,36 @@ def test_nominal_bits_of_keys_and_values(name, key, value):
     assert scheme.key.has_scale == (scheme.key.codebook != "channel_group")
     if not scheme.key.has_scale:
         assert scheme.key.bits() == scheme.key.bits(128, 128) == key
+
+
+def test_two_passes():
+    """A second pass of its own size; a field that files of old, and of one pass, do not say."""
+    nested = weight_scheme("turboquant-4+2")
+    assert nested.spec() == "vq1x4+2r2-universal-g128-random_hadamard128-nested"
+    assert nested.notation() == "VQ<1,4+2,2>"
+    assert nested.first_pass() == weight_scheme("turboquant-4")
+    assert nested.second_pass() == weight_scheme("turboquant-2")
+    assert nested.merged() == weight_scheme("turboquant-6")
+    specs = tensor_specs(nested, 8, 256)
+    assert (specs["codes"].shape, specs["codes_2"].shape) == ((8, 128), (8, 64))
+    assert specs["codebook_2"].shape == (1, 64, 1) and "scale_2" not in specs
+    same = weight_scheme("turboquant-4+4")
+    old = {key: value for key, value in same.to_dict().items() if key != "second_bits"}
+    assert VQScheme.from_dict(old) == same == VQScheme.parse(same.spec().replace("4r2", "4+4r2"))
+    one = weight_scheme("turboquant-4")
+    assert (one.two_passes, one.second_bits, one.first_pass()) == (False, 0, one)
+
+
+def test_tensors_of_a_second_pass_that_adds_up():
+    keys = {}
+    for stages in ("shared", "rerotated"):
+        scheme = VQScheme.parse(f"vq1x4+2r2-universal-g64-random_hadamard64-{stages}")
+        specs = tensor_specs(scheme, 8, 256)
+        keys[stages] = {key for key in specs if key.endswith("_2")}
+        assert specs["codebook_2"].shared_name == "vq_codebook.gauss_1x2"
+        assert specs["scale_2"].shape == specs["scale"].shape == (8, 4)
+    assert keys["shared"] == {"codes_2", "codebook_2", "scale_2"}
+    assert keys["rerotated"] == keys["shared"] | {"signs_2"}
 
 
 def test_integer_entries():
@@ -146,6 +181,18 @@ def test_codebooks_of_a_kv_cache():
         ({"rotation": "fourier"}, "rotation must be one of"),
         ({"codebook": None}, None),
         ({"stages": "nested"}, "residuals=2"),
+        ({"second_bits": 2}, "second_bits are those of a second pass"),
+        ({"second_bits": 17}, r"second_bits must be an integer in \[0, 16\]"),
+        (
+            {
+                "vector_size": 1,
+                "entry_bits": 4,
+                "residuals": 2,
+                "second_bits": 5,
+                "stages": "nested",
+            },
+            "at most 4 bits",
+        ),
         ({"lattice": "e8p"}, "of VQ<8,16,z>"),
         ({"tile": [256, 256]}, "tile"),
         ({"codebook_bits": 8}, "codebook_bits must be 16 or 7; got 8"),

@@ -94,7 +94,7 @@ def test_what_they_accept(scheme, dtype, reason):
         assert cuda.accepts(decode) == reason
 
 
-@pytest.mark.parametrize("name", [n for n in WEIGHT_SCHEMES if n != "turboquant-4+4"])
+@pytest.mark.parametrize("name", [n for n, s in WEIGHT_SCHEMES.items() if not s.two_passes])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 256), (77, 256), (300, 1152)])
 def test_sizes_are_checked(name, rows, columns):
     scheme = WEIGHT_SCHEMES[name]
