@@ -29,7 +29,8 @@ _FEW: dict[str, tuple[Sequence[float], float]] = {
     "aqlm-3-int7": ((1.8,), 1.1),
 }
 _AGAINST_INT4 = {"vq-4": (1.4, 3.0), "turboquant-4": (1.4, 3.0)}
-_TWO_AND_FOUR_BITS = ("vq-4", "turboquant-4", "vq-2", "gptvq-2", "quip-sharp-2", "aqlm-2")
+_TWO_AND_FOUR_BITS = ("vq-4", "turboquant-4", "quip-sharp-4", "vq-2", "gptvq-2", "quip-sharp-2",
+                      "aqlm-2")  # fmt: skip
 _MANY = {1024: 0.85, 2048: 0.92, 4096: 0.94}
 # query heads, key/value heads, batch, contexts, bars of 4 bits, bars of 2 bits
 _ATTENTION = (
@@ -90,14 +91,13 @@ def _reading(rows: Rows) -> tuple[float, ...]:
 
 
 def _more(rows: Rows) -> Iterator[Bar]:
-    for tokens in (32, 64, 128):
-        found = [
-            row for name in _TWO_AND_FOUR_BITS
-            for row in pick(rows, what="linear", name=name, tokens=tokens)
-        ]  # fmt: skip
-        slowest = min(_ratios(found), default=0.0)
-        if found:
-            yield Bar(f"{tokens} tokens, the slowest of 4 and 2 bits at any shape", 1.0, (slowest,))
+    for name in _TWO_AND_FOUR_BITS:
+        slowest = tuple(
+            min(_ratios(found))
+            for tokens in (32, 64, 128)
+            if (found := pick(rows, what="linear", name=name, tokens=tokens))
+        )
+        yield Bar(f"32, 64, 128 tokens, `{name}`, the slowest shape of each", 1.0, slowest)
     for tokens, least in _MANY.items():
         for name in ("vq-4", "vq-2"):
             found = pick(rows, what="linear", name=name, tokens=tokens)
