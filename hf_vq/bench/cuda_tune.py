@@ -32,7 +32,7 @@ SCHEMES = ("vq-4", "turboquant-4", "vq-3", "vq-2", "quip-sharp-2", "quip-sharp-4
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096), (4096, 11008), (1024, 4096),
           (6144, 4096), (28672, 4096))  # fmt: skip
 TOKENS = (1, 8, 16, 32, 64)
-PLANS = 32  # measured for a problem
+PLANS = 48  # measured for a problem
 _UNSURE = 16  # registers that the compiler may need less than the model says
 
 

@@ -128,7 +128,8 @@ def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
     one = problem.tokens == 1
     row_tiles, early = ((1, 2), (0, 1)) if one else ((1, 2, 3, 4), (0,))
     share = (1,) if one or not problem.arch.overlaps_launches else (1, 2)
-    return [_BLOCKS, copies, places, units, _SPLITS, row_tiles, (1, 2, 4), rotations, early, share]
+    steps = (1, 2, 4, 8) if one else (1, 2, 4)
+    return [_BLOCKS, copies, places, units, _SPLITS, row_tiles, steps, rotations, early, share]
 
 
 def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
