@@ -15,10 +15,12 @@ from ..errors import VQError
 from . import (
     compare_show,
     cpu_attention,
+    cpu_calibrate,
     cpu_generate,
     cpu_linear,
     cuda_attention,
     cuda_calibrate,
+    cuda_crossover,
     cuda_generate,
     cuda_generate_kv,
     cuda_linear,
@@ -27,6 +29,7 @@ from . import (
     cuda_peers,
     cuda_quantize,
     cuda_tune,
+    quality_finetune,
     quality_kv,
     quality_kv_calibrated,
     quality_weights,
@@ -39,12 +42,14 @@ TIMED_SUITES: dict[str, Any] = {
     "cuda-linear": cuda_linear, "cuda-peers": cuda_peers,
     "cuda-mechanisms": cuda_mechanisms, "cuda-generate": cuda_generate,
     "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,
-    "cuda-quantize": cuda_quantize, "cuda-calibrate": cuda_calibrate, "cuda-parts": cuda_parts,
+    "cuda-quantize": cuda_quantize, "cuda-calibrate": cuda_calibrate,
+    "cpu-calibrate": cpu_calibrate, "cuda-crossover": cuda_crossover, "cuda-parts": cuda_parts,
 }  # fmt: skip
 
 
 QUALITY_SUITES: dict[str, Any] = {
     "quality-weights": quality_weights,
+    "quality-finetune": quality_finetune,
     "quality-kv": quality_kv,
     "quality-kv-calibrated": quality_kv_calibrated,
 }
@@ -70,6 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
         suite.add_argument("--calibration", metavar="TEXT", help="another text, to learn from")
         if name == "quality-weights":
             suite.add_argument("--kinds", nargs="+", choices=module.KINDS, help="only such rows")
+        if name in ("quality-weights", "quality-finetune"):
+            suite.add_argument("--device-map", metavar="MAP", help="as from_pretrained takes it")
         suite.set_defaults(parser=suite)
     for name, module in TIMED_SUITES.items():
         suite = suites.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
@@ -131,13 +138,17 @@ def _measure(args: argparse.Namespace) -> int:
     if args.calibration:
         start, more = f"{start} --calibration TEXT", {"calibration": args.calibration}
     names = ["tokens", "context", "schemes", "no_baselines"]
-    if getattr(args, "kinds", None):
-        names, more = [*names, "kinds"], {**more, "kinds": args.kinds}
+    for option in ("kinds", "device_map"):
+        if getattr(args, option, None):
+            names, more = [*names, option], {**more, option: getattr(args, option)}
     options = dict.fromkeys(names, "")
     command = command_line(start, args.parser, args, options)
-    if args.suite == "quality-kv-calibrated" and not args.calibration:
+    learns = args.suite in ("quality-kv-calibrated", "quality-finetune")
+    if learns and not args.calibration:
         raise VQError("there is nothing to calibrate on: give --calibration TEXT.")
-    if (command != start or not args.calibration) and args.out is None:
+    device = getattr(args, "device_map", None) or "cpu"
+    whole = command.partition(" --device-map")[0] == start and args.calibration
+    if not whole and args.out is None:
         raise VQError("the tables need the whole suite, with --calibration: give --out otherwise.")
     measure = functools.partial(
         module.run,
@@ -149,8 +160,8 @@ def _measure(args: argparse.Namespace) -> int:
         with_baselines=not args.no_baselines,
         **more,
     )
-    resumes = module is quality_weights
-    return _record(args, command, "cpu", measure, _print_row, resumes)
+    resumes = module in (quality_weights, quality_finetune)
+    return _record(args, command, device, measure, _print_row, resumes)
 
 
 def _time(args: argparse.Namespace) -> int:

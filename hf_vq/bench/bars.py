@@ -22,6 +22,7 @@ class Bar:
         ceiling: the same numbers if nothing took time but reading the codes.
         most: whether `least` is a limit from above instead.
         unit: of the numbers.
+        binds: what keeps a number from its bar, where one is not met.
     """
 
     what: str
@@ -30,6 +31,7 @@ class Bar:
     ceiling: tuple[float, ...] = ()
     most: bool = False
     unit: str = "x"
+    binds: str = ""
 
     @property
     def met(self) -> bool:
@@ -37,21 +39,21 @@ class Bar:
         return all(x <= self.least if self.most else x >= self.least for x in self.measured)
 
 
-def bars_table(bars: Iterable[Bar], ceiling: str) -> str:
+def bars_table(bars: Iterable[Bar], last: str) -> str:
     """A line for every bar that something was measured for.
 
     Args:
-        ceiling: head of the column of ceilings: under which assumption they hold.
+        last: head of the column of ceilings, under which assumption they hold; or of what binds.
     """
     cells = [
         [
             bar.what, f"{'at most' if bar.most else 'at least'} {_numbers((bar.least,), bar.unit)}",
             _numbers(bar.measured, bar.unit), "yes" if bar.met else "no",
-            _numbers(bar.ceiling, bar.unit) if bar.ceiling else "-",
+            _numbers(bar.ceiling, bar.unit) if bar.ceiling else _binding(bar),
         ]
         for bar in bars if bar.measured
     ]  # fmt: skip
-    return markdown_table(["what", "bar", "measured", "met", ceiling], cells)
+    return markdown_table(["what", "bar", "measured", "met", last], cells)
 
 
 def pick(rows: Rows, **wanted: Any) -> list[dict[str, Any]]:
@@ -59,8 +61,12 @@ def pick(rows: Rows, **wanted: Any) -> list[dict[str, Any]]:
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
+def _binding(bar: Bar) -> str:
+    return "-" if bar.met or not bar.binds else bar.binds
+
+
 def _numbers(found: Sequence[float], unit: str) -> str:
     if unit == "%":
         return " / ".join(f"{100 * x:.0f} %" for x in found)
     written = " / ".join(f"{x:.3g}" for x in found)
-    return f"{written} {unit}"
+    return f"{written} {unit}".strip()

@@ -91,8 +91,8 @@ def gptq(weight: Tensor, moments: Tensor, bits: int, group: int = 128) -> Tensor
 
 def _clipped_range(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Minimum and step [n] of integers for `rows` [n, group], as fp16 keeps them."""
-    best = torch.full((len(rows),), torch.inf)
-    found_low, found_step = torch.zeros(2, len(rows))
+    best = torch.full((len(rows),), torch.inf, device=rows.device)
+    found_low, found_step = torch.zeros(2, len(rows), device=rows.device)
     for factor in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7):
         low, high = rows.amin(1) * factor, rows.amax(1) * factor
         step = ((high - low) / (2**bits - 1)).half().float().clamp(min=6e-8)

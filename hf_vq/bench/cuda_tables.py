@@ -1,4 +1,4 @@
-"""Tables of `cuda-peers`, `cuda-mechanisms`, `cuda-generate` and `cuda-parts`, from records."""
+"""Tables of the suites that run on a GPU, from their records."""
 
 from __future__ import annotations
 
@@ -158,3 +158,55 @@ def _cache(row: dict[str, Any]) -> str:
 
 def _code(name: str) -> str:
     return name if name == "bf16" else f"`{name}`"
+
+
+def quantize(rows: _Rows) -> str:
+    """Seconds for the matrices of a model, and memory while one is loaded."""
+    found = {(row["what"], row["name"]): row for row in rows}
+    billions = next(iter(found.values()))["weights"] / 1e9
+    head = ["weights", f"seconds for {billions:.2f} billion", "times as fast as PyTorch alone",
+            "loading: MB stored / above / of a layer",
+            "quantizing while loading: MB above / of a dense layer"]  # fmt: skip
+    cells = []
+    for what, name in found:
+        if what != "quantize":
+            continue
+        fit, load, flying = (found[w, name] for w in (what, "load", "quantize while loading"))
+        stored = [load["stored_mb"], load["above_mb"], load["layer_mb"]]
+        cells.append([
+            f"`{name}`", f"{fit['seconds']:.1f}", f"{fit['speedup']['PyTorch']:.0f}",
+            " / ".join(f"{mb:.0f}" for mb in stored),
+            " / ".join(f"{flying[key]:.0f}" for key in ("above_mb", "layer_mb")),
+        ])  # fmt: skip
+    return markdown_table(head, cells)
+
+
+def calibrate(rows: _Rows) -> str:
+    """Seconds of a block, and minutes of the model that would take."""
+    head = ["weights", "blocks measured", "seconds of a block",
+            "minutes of 32 blocks, extrapolated", "MB above the model"]  # fmt: skip
+    cells = [
+        [
+            f"`{row['name']}`", str(row["blocks_measured"]), f"{row['block_seconds']:.1f}",
+            f"{row['extrapolated_minutes']:.1f}", f"{row['above_mb']:.0f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown_table(head, cells)
+
+
+def crossover(rows: _Rows) -> str:
+    """Stored bits and errors of outputs of learned and universal codebooks, by size."""
+    head = ["weights", "size", "bits", "error of the outputs", "beside", "its bits", "its error",
+            "error at equal bits, times"]  # fmt: skip
+    cells = [
+        [
+            f"`{row['learned']}`", f"{row['size']} x {row['size']}", f"{row['bits']:.2f}",
+            f"{row['error']:.4f}", f"`{row['universal']}`", f"{row['bits_universal']:.2f}",
+            f"{row['error_universal']:.4f}", f"{row['at_equal_bits']:.2f}",
+        ]
+        for name in dict.fromkeys(row["learned"] for row in rows)
+        for row in rows
+        if row["learned"] == name
+    ]  # fmt: skip
+    return markdown_table(head, cells)

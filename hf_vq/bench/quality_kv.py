@@ -235,10 +235,11 @@ def round_trip(
     def stored(x: Tensor, layer: int) -> Tensor:
         mean = key_mean(x[None, :, :known], SINKS)[0] if centre else torch.zeros(())
         if centre and means is not None and (own := means[layer]) is not None:
-            mean = own[:, None]
+            mean = own[:, None].to(x.device)
         learned = None if codebooks is None else codebooks[layer]
         codebook = universal if learned is None else learned
         assert codebook is not None, f"no codebook for layer {layer}"
+        codebook = codebook.to(x.device)
         codes, scale = ops.encode_kv(x - mean, codebook, scheme)
         return ops.decode_kv(codes, scale, codebook, scheme, x.shape[-1]) + mean
 

@@ -2,8 +2,8 @@
 
 Every scheme is quantized the way a user does it, `from_pretrained(..., VQConfig(scheme))`, in
 float32, and predicts the same text as the original; then once more calibrated on another text, as
-GPTQ is, and fine-tuned on it. Calibrated weights of 4 bits are measured with the default KV cache
-too (`banded`).
+GPTQ is. Calibrated weights of 4 bits are measured with the default KV cache too (`banded`). Those
+that are fine-tuned are of the suite `quality-finetune`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from .text import read_sequences, text_facts
 CALIBRATED = ("vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "gptvq-2-int7",
               "aqlm-2-int7")  # fmt: skip
 FINETUNED = ("vq-2",)
-KINDS = ("baseline", "scheme", "calibrated", *FINETUNE)
+MEASURED = ("baseline", "scheme", "calibrated")
+KINDS = (*MEASURED, *FINETUNE)
 TARGETS = (3.0,)  # bits per weight, a scheme for each layer
 CALIBRATION_TOKENS = 1 << 16
 SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-3", "turboquant-2", "quip-sharp-2",
@@ -60,8 +61,10 @@ def run(
     context: int = 1024,
     schemes: Sequence[str] = SCHEMES,
     with_baselines: bool = True,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] = MEASURED,
     calibration: str | Path | None = None,
+    calibration_tokens: int | None = None,
+    device_map: str | None = None,
     take_up: Callable[[dict[str, Any]], Sequence[dict[str, Any]]] = lambda settings: (),
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -72,6 +75,8 @@ def run(
         calibration: UTF-8 text that GPTQ and schemes in CALIBRATED are calibrated on, those in
             FINETUNED tuned on, and that bits are shared out by (TARGETS) where their schemes are
             measured; None leaves that out.
+        calibration_tokens: of it; None is CALIBRATION_TOKENS.
+        device_map: of the models, as `from_pretrained` takes it.
         take_up: given the settings, the rows of a run with the same that was stopped.
 
     Returns:
@@ -81,22 +86,24 @@ def run(
     sequences = read_sequences(tokenizer, text, context=context, tokens=tokens)
     settings: dict[str, Any] = {"model": Path(model_dir).name, **text_facts(text)}
     settings |= {"tokens": sequences.numel(), "context": context, "dtype": "float32"}
+    calibration_tokens = calibration_tokens or CALIBRATION_TOKENS
     if calibration is not None:
         settings |= {f"calibration_{k}": fact for k, fact in text_facts(calibration).items()}
-        settings["calibration_tokens"] = CALIBRATION_TOKENS
-    original = load_model(model_dir, dtype=torch.float32)
+        settings["calibration_tokens"] = calibration_tokens
+    load = partial(load_model, model_dir, dtype=torch.float32, device_map=device_map)
+    original = load()
     reference = Reference(model_forward(original), sequences)
     steps: list[tuple[str, str, Callable[[], Iterator[dict[str, Any]]]]] = []
 
     def quantized(name: str, kind: str, options: dict[str, Any] | None) -> None:
-        steps.append((name, kind, partial(_scheme_rows, model_dir, name, kind, options, reference)))
+        steps.append((name, kind, partial(_scheme_rows, load, name, kind, options, reference)))
 
     if with_baselines and "baseline" in kinds:
         for name in BASELINES:
             steps.append((name, "baseline", partial(_baseline_rows, original, name, reference)))
         if calibration is not None:
             learned_from = read_sequences(
-                tokenizer, calibration, context=context, tokens=CALIBRATION_TOKENS
+                tokenizer, calibration, context=context, tokens=calibration_tokens
             )
             for name in GPTQ:
                 rows = partial(_gptq_rows, original, name, learned_from, reference)
@@ -104,7 +111,7 @@ def run(
     for name in schemes if "scheme" in kinds else ():
         quantized(name, "scheme", None)
     if calibration is not None:
-        options = {"text": calibration, "tokens": CALIBRATION_TOKENS, "context": context}
+        options = {"text": calibration, "tokens": calibration_tokens, "context": context}
         if "calibrated" in kinds:
             for name in (name for name in schemes if name in CALIBRATED):
                 quantized(name, "calibrated", options)
@@ -167,13 +174,17 @@ def _quantize_blocks(
 
 
 def _scheme_rows(
-    model_dir: str, name: str, kind: str, calibration: dict[str, Any] | None, reference: Reference
+    load: Callable[..., Any],
+    name: str,
+    kind: str,
+    calibration: dict[str, Any] | None,
+    reference: Reference,
 ) -> Iterator[dict[str, Any]]:
     argument, _, bits = name.partition("=")  # as in target_bits=3, or the name of a scheme
     asked: dict[str, Any] = {argument: float(bits)} if bits else {"scheme": name}
     config = VQConfig(**asked, calibration=calibration)
     start = time.perf_counter()
-    model = load_model(model_dir, dtype=torch.float32, config=config)
+    model = load(config=config)
     seconds = time.perf_counter() - start
     stored = model_storage(model).bits_per_weight
     found = score(model_forward(model), reference, BATCH).to_dict()

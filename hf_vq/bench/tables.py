@@ -19,7 +19,7 @@ from .. import env
 from ..errors import VQError
 from ..formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from ..formats.scheme import VQScheme
-from . import compare_show, cpu_bars, cuda_bars, cuda_tables, kv_tables
+from . import compare_show, cpu_bars, cuda_bars, cuda_tables, kv_tables, quality_bars
 from .record import read_record
 from .show import markdown_table, significant
 
@@ -58,9 +58,13 @@ def pages(root: Path) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def weights_table() -> str:
-    """Quality of weight schemes."""
-    record = _record("quality-weights")
+def weights_table(suite: str = "quality-weights") -> str:
+    """Quality of weight schemes, or of fine-tuned ones."""
+    if read_record(suite) is None:
+        return (
+            f"Not measured: `python -m hf_vq.bench {suite} MODEL_DIR --text TEXT --calibration T`."
+        )
+    record = _record(suite)
     head = ["weights", "bits", "KL divergence", "top-1 %", "perplexity", "change %", "seconds"]
     rows = [["original", "-", "0", "100", f"{record['results']['perplexity']:.2f}", "0", "-"]]
     for row in record["results"]["rows"]:
@@ -365,28 +369,6 @@ def cuda_host_table() -> str:
     return markdown_table(head, cells) + "\n\n" + _timed(record)
 
 
-def cuda_quantize_table() -> str:
-    """Seconds for the matrices of a model, and memory while one is loaded."""
-    record = _record("cuda-quantize")
-    rows = {(row["what"], row["name"]): row for row in record["results"]["rows"]}
-    billions = next(iter(rows.values()))["weights"] / 1e9
-    head = ["weights", f"seconds for {billions:.2f} billion", "times as fast as PyTorch alone",
-            "loading: MB stored / above / of a layer",
-            "quantizing while loading: MB above / of a dense layer"]  # fmt: skip
-    cells = []
-    for what, name in rows:
-        if what != "quantize":
-            continue
-        fit, load, flying = (rows[w, name] for w in (what, "load", "quantize while loading"))
-        stored = [load["stored_mb"], load["above_mb"], load["layer_mb"]]
-        cells.append([
-            f"`{name}`", f"{fit['seconds']:.1f}", f"{fit['speedup']['PyTorch']:.0f}",
-            _joined(f"{mb:.0f}" for mb in stored),
-            _joined(f"{flying[key]:.0f}" for key in ("above_mb", "layer_mb")),
-        ])  # fmt: skip
-    return markdown_table(head, cells) + "\n\n" + _timed(record)
-
-
 def compare_table(what: str) -> str:
     """Weights or caches of `hf-vq eval --compare`."""
     if read_record("compare") is None:
@@ -422,6 +404,7 @@ def _timed_table(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> st
 
 TABLES: dict[str, Callable[[], str]] = {
     "results:quality-weights": weights_table,
+    "results:quality-finetune": partial(weights_table, "quality-finetune"),
     "results:quality-kv": kv_table,
     "results:quality-kv-learned": learned_kv_table,
     "results:demo": demo_table,
@@ -435,6 +418,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-parts": lambda: _timed_table("cuda-parts", cuda_tables.parts),
     "results:cuda-bars": lambda: cuda_bars.linear_table(_records(cuda_bars.LINEAR_SUITES)),
     "results:cuda-kv-bars": lambda: cuda_bars.cache_table(_records(cuda_bars.CACHE_SUITES)),
+    "results:quality-bars": lambda: quality_bars.table(
+        {name: read_record(name) for name in quality_bars.SUITES}
+    ),
     "results:cuda-linear": cuda_linear_table,
     "results:cuda-prefill": cuda_prefill_table,
     "results:cuda-reading": cuda_reading_table,
@@ -445,7 +431,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-paper-exchanges": lambda: _timed_table("cuda-mechanisms", cuda_tables.exchanges),
     "results:cuda-generate": lambda: _timed_table("cuda-generate", cuda_tables.generate),
     "results:cuda-steps": lambda: _timed_table("cuda-generate", cuda_tables.steps),
-    "results:cuda-quantize": cuda_quantize_table,
+    "results:cuda-quantize": lambda: _timed_table("cuda-quantize", cuda_tables.quantize),
+    "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda_tables.calibrate),
+    "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda_tables.crossover),
     **{f"results:{name}": partial(_timed_table, *of) for name, of in kv_tables.TABLES.items()},
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,

@@ -57,8 +57,9 @@ class VQConfig(QuantizationConfigMixin):
             writes by itself. Or a dict with that as `text` and any of: `tokens` of it to run;
             `context`, tokens of a sequence (None = 2048, or what the model can); `damping` of the
             second moments; `finetune`, "block" or "model", which moves scales, learned codebooks,
-            norms and biases too; `device`, where blocks are computed one at a time; `resume`, a
-            folder where work is kept, so that it goes on after an interruption.
+            norms and biases too, and codes unless `move_codes` is false; `device`, where blocks are
+            computed one at a time; `resume`, a folder where work is kept, so that it goes on after
+            an interruption.
         pass2: where the second pass of two-pass schemes is: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or by entry, {entry:
             policy}, the first that matches counts and other layers are resident. It may be given
@@ -347,7 +348,7 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
         raise VQConfigError(
             f"calibration must be a text file, a data set, 'model' or a dict; got {shown(given)}."
         )
-    known = ("text", "tokens", "context", "damping", "finetune", "device", "resume")
+    known = ("text", "tokens", "context", "damping", "finetune", "move_codes", "device", "resume")
     if unknown := sorted(map(str, set(given) - set(known))):
         raise VQConfigError(
             f"calibration has no option {', '.join(map(repr, unknown))}. Known: {', '.join(known)}."
@@ -364,6 +365,13 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
     elif found["finetune"] not in FINETUNE:
         raise VQConfigError(
             f"calibration['finetune'] must be 'block' or 'model'; got {shown(found['finetune'])}."
+        )
+    if "move_codes" in found and (
+        not isinstance(found["move_codes"], bool) or "finetune" not in found
+    ):
+        raise VQConfigError(
+            "calibration['move_codes'] must be true or false, beside 'finetune'; got "
+            f"{shown(found['move_codes'])}."
         )
     damping = found["damping"]
     if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 < damping <= 1:

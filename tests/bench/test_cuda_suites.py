@@ -7,7 +7,9 @@ from transformers import LlamaConfig
 from hf_vq import ops
 from hf_vq.bench import (
     aqlm_peer,
+    cpu_calibrate,
     cuda_calibrate,
+    cuda_crossover,
     cuda_generate,
     cuda_linear,
     cuda_mechanisms,
@@ -37,6 +39,7 @@ def test_without_a_gpu_it_says_so():
         cuda_generate,
         cuda_quantize,
         cuda_calibrate,
+        cuda_crossover,
     ):
         with pytest.raises(VQBackendError, match="needs a CUDA device"):
             suite.run()
@@ -203,6 +206,33 @@ def test_a_few_blocks_are_calibrated_and_the_model_extrapolated():
     assert row["blocks_measured"] == 4
     found["block_seconds"], found["other_seconds"] = [1.0, 3.0], 4.0
     assert cuda_calibrate.summary("vq-2", [found])["extrapolated_minutes"] == (32 * 2 + 4) / 60
+
+
+def test_cpu_calibrate(monkeypatch):
+    monkeypatch.setattr(cpu_calibrate, "tinybooks_17m", lambda: _small(1))
+    monkeypatch.setattr(cpu_calibrate, "SEQUENCES", 2)
+    monkeypatch.setattr(cpu_calibrate, "CONTEXT", 64)
+    before, rows = torch.get_num_threads(), []
+    _, results = cpu_calibrate.run(threads=(1, 2), report=rows.append)
+    assert results["rows"] == rows and torch.get_num_threads() == before
+    assert [(row["name"], row["threads"]) for row in rows] == [("vq-2", 1), ("vq-2", 2)]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_codebooks_of_a_small_matrix_cost_more_than_they_give():
+    """256 entries of 4 bytes are an eighth of a bit for each of 256 x 256 weights, and two bits
+    for each of 64 x 64, which the other scheme would have had for its codes."""
+    rows = [
+        cuda_crossover.crossing(*cuda_crossover.problem(size, "cpu"), "gptvq-2-int7")
+        for size in (64, 256)
+    ]
+    for row in rows:
+        size = row["size"]
+        assert row["bits"] == pytest.approx(2 + 16 / size + 8 * 256 * 4 / size**2)
+        # A row of fewer than 128 weights has one scale; of signs there is one for a column.
+        assert row["bits_universal"] == pytest.approx(2 + max(16 / size, 1 / 8) + 1 / size)
+    assert rows[0]["at_equal_bits"] > rows[1]["at_equal_bits"] > 0
+    assert rows[0]["error"] < rows[0]["error_universal"], "hardly more vectors than entries"
 
 
 @pytest.mark.gpu

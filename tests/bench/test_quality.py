@@ -11,6 +11,7 @@ from hf_vq.bench import (
     banded,
     baselines,
     kv_tables,
+    quality_finetune,
     quality_kv,
     quality_kv_calibrated,
     quality_weights,
@@ -20,6 +21,7 @@ from hf_vq.bench.banded import Simulation, banded_attention, exact_attention
 from hf_vq.cache.store import key_mean
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor
+from hf_vq.hf.calibration import finetune
 from hf_vq.ops.nomad_reference import look_up, quantized_tables, score_tables
 
 
@@ -218,6 +220,24 @@ def test_fine_tuning_and_gptq_learn_from_the_same_text(
     assert rows[gptq[0]]["kld"] < rows[gptq[1]]["kld"] < rows[gptq[2]]["kld"]
     assert rows[gptq[0]]["bits_per_weight"] == 4.15625
     assert record["command"].endswith("--kinds baseline block model")
+
+
+def test_fine_tuned_weights_have_a_record_of_their_own(
+    tiny_model, eval_text, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(quality_finetune, "CALIBRATION_TOKENS", 256)
+    out = tmp_path / "record.json"
+    arguments = ["quality-finetune", str(tiny_model), "--text", str(eval_text), "--tokens", "256"]
+    arguments += ["--context", "128", "--revision", "abc", "--out", str(out)]
+    assert main(arguments) == 2 and "nothing to calibrate" in capsys.readouterr().err
+    place = ["--device-map", "cpu"]
+    assert main([*arguments, "--calibration", str(eval_text), *place]) == 0
+    record = json.loads(out.read_text())
+    assert record["command"].endswith("--context 128 --device-map cpu")
+    rows = [(row["name"], row["kind"]) for row in record["results"]["rows"]]
+    assert rows == [("vq-2", kind) for kind in ("calibrated", "block", "model")]
+    assert record["settings"]["calibration_tokens"] == 256
+    assert record["settings"]["epochs"] == finetune.EPOCHS
 
 
 def test_learned_schemes_are_calibrated_on_another_text(tiny_model, eval_text, tmp_path):

@@ -1,4 +1,4 @@
-"""Fine-tuning after calibration: scales, codebooks, norms and biases move, codes stay.
+"""Fine-tuning after calibration: scales, codebooks, norms and biases move, and codes.
 
     block    min | block_q(x_q) - block(x) |^2         as soon as a block has its codes
     model    min KL( model(text) || model_q(text) )    at the end, in all blocks at once
@@ -9,11 +9,12 @@ blocks on x_q alone; "model" is knowledge distillation. A universal codebook is 
 and so do integers.
 
 A scale s moves as s (1 + d), any other tensor t as t + rms(t) d: one learning rate serves all.
+Codes of universal codebooks follow gradients of their entries (`moving_codes.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +26,17 @@ from ...errors import VQCalibrationError
 from ...fit import fixed_tensors
 from ...formats.scheme import VQScheme
 from ...ops import reference
-from ...ops.codes import stored_arguments
+from ...ops.codes import rotation_of, stored_arguments
 from ..operation import Progress
 from .blocks import Blocks
+from .moving_codes import MovingCodes, movable
 from .parts import Part
 from .unfinished import CodedBlock, Unfinished
 
 LEARNING_RATE = 3e-3  # falls to zero in a straight line
 EPOCHS = 2
+ENTRY_STEPS = {"block": 4.0, "model": 6.0}
+"""A step of an entry that moves, in units of the relative step of a scale."""
 _BETAS = (0.9, 0.95)
 
 
@@ -47,6 +51,7 @@ class TunedBlock:
         schemes: of the layers of the model, by name.
         seed: of the rotations.
         device: where it is computed.
+        entry_step: of `ENTRY_STEPS`: codes move, too, where they can; None leaves them.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class TunedBlock:
         schemes: Mapping[str, VQScheme],
         seed: int,
         device: torch.device,
+        entry_step: float | None,
     ) -> None:
         self.start, self.done, self.device = start, done, device
         self.parts, self.schemes = list(parts), schemes
@@ -73,6 +79,14 @@ class TunedBlock:
             part.name: fixed_tensors(schemes[part.layer], part.shape[1], seed, device)
             for part in self.parts
         }
+        self.moving = {
+            part.name: MovingCodes(
+                self.fixed[part.name]["codes"], self.shared[part.name]["codebook"],
+                schemes[part.layer], part.shape[1], entry_step,
+            )
+            for part in self.parts
+            if entry_step is not None and movable(schemes[part.layer])
+        }  # fmt: skip
         small = {start + name: p for name, p in block.named_parameters() if p.ndim == 1}
         self.dtypes = {start + name: p.dtype for name, p in block.named_parameters()}
         self.origin[""] = {
@@ -86,13 +100,21 @@ class TunedBlock:
 
     def parameters(self) -> list[Tensor]:
         """What a step moves, in a fixed order."""
-        return [delta for deltas in self.deltas.values() for delta in deltas.values()]
+        found = [delta for deltas in self.deltas.values() for delta in deltas.values()]
+        return [*found, *(codes.delta for codes in self.moving.values())]
+
+    def follow(self) -> None:
+        """Take the codes that parameters have moved to."""
+        for codes in self.moving.values():
+            codes.follow()
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights, norms and biases by their names in the block, differentiable."""
         found = self._moved("")
         for part in self.parts:
             stored = {**self.fixed[part.name], **self._moved(part.name)}
+            if part.name in self.moving:
+                stored |= self.moving[part.name].stored()
             if not part.fused:
                 weight = self._decoded(part, stored)
             else:
@@ -107,8 +129,12 @@ class TunedBlock:
     def _decoded(self, part: Part, stored: dict[str, Tensor]) -> Tensor:
         """One matrix as the layer keeps it. The reference is made of differentiable operations."""
         decode: Callable[..., Tensor] = reference.decode
-        tensors = stored_arguments({**self.shared[part.name], **stored})
-        weight = decode(*tensors, self.schemes[part.layer], part.shape[1])
+        scheme, tensors = self.schemes[part.layer], {**self.shared[part.name], **stored}
+        weight = decode(*stored_arguments(tensors), scheme, part.shape[1])
+        if "pull" in stored:
+            scale = stored["scale"].detach()[..., None]
+            rows = (stored["pull"].unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)
+            weight = weight + reference.rotate(rows, rotation_of(tensors), scheme, True)
         return weight.T if part.transposed else weight
 
     def update(self) -> None:
@@ -124,6 +150,8 @@ class TunedBlock:
                     f"fine-tuning of {name} gave NaN or infinity. Use a longer text, or leave "
                     '"finetune" out.'
                 )
+            if name in self.moving:
+                moved["codes"] = self.moving[name].packed
             tensors = {key: moved.get(key, t).to(t.device) for key, t in fitted.tensors.items()}
             self.done.fitted[name] = replace(fitted, tensors=tensors)
         for name, tensor in self._moved("").items():
@@ -151,7 +179,7 @@ def tune_block(
         found = blocks.run(index, blocks.hidden[row], device, tuned.tensors())
         return (found.float() - targets[row].float()).square().mean() / size
 
-    descent = _Descent(tuned.parameters(), loss, len(targets))
+    descent = _Descent([tuned], loss, len(targets))
     before = descent.mean()
     for _ in descent.epochs():
         pass
@@ -189,9 +217,7 @@ def tune_model(
         found = blocks.logits(ids, hidden).float().log_softmax(-1)
         return (expected.exp() * (expected - found)).sum(-1).mean()
 
-    descent = _Descent(
-        [delta for part in tuned for delta in part.parameters()], loss, len(sequences)
-    )
+    descent = _Descent(tuned, loss, len(sequences))
     kept = work.tuning()
     before = descent.restore(*kept) if kept else descent.mean()
     for epoch in descent.epochs():
@@ -206,9 +232,10 @@ class _Descent:
     """Adam, one sequence a step, in an order that only the epoch decides."""
 
     def __init__(
-        self, parameters: Iterable[Tensor], loss: Callable[[int], Tensor], rows: int
+        self, tuned: Sequence[TunedBlock], loss: Callable[[int], Tensor], rows: int
     ) -> None:
-        self.parameters, self.loss, self.rows = list(parameters), loss, rows
+        self.tuned, self.loss, self.rows = tuned, loss, rows
+        self.parameters = [delta for part in tuned for delta in part.parameters()]
         self.adam = torch.optim.Adam(self.parameters, lr=LEARNING_RATE, betas=_BETAS)
         self.epoch = 0
 
@@ -238,6 +265,11 @@ class _Descent:
         for parameter, gradient in zip(self.parameters, found, strict=True):
             parameter.grad = gradient
         self.adam.step()
+        self._follow()
+
+    def _follow(self) -> None:
+        for part in self.tuned:
+            part.follow()
 
     @torch.no_grad()
     def mean(self) -> float:
@@ -251,6 +283,7 @@ class _Descent:
             return after
         for parameter in self.parameters:
             parameter.detach().zero_()
+        self._follow()
         return before
 
     def state(self) -> dict[str, Tensor]:
@@ -272,6 +305,7 @@ class _Descent:
                 state.setdefault(int(index), {})[key] = tensor
         groups = self.adam.state_dict()["param_groups"]
         self.adam.load_state_dict({"state": state, "param_groups": groups})
+        self._follow()
         self.epoch = about["epoch"]
         before: float = about["before"]
         return before

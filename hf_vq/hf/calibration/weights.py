@@ -29,7 +29,7 @@ from ...ops.codes import rotation_of
 from ..config import VQConfig
 from ..operation import Progress
 from .blocks import Blocks, find_blocks
-from .finetune import TunedBlock, tune_block, tune_model
+from .finetune import ENTRY_STEPS, TunedBlock, tune_block, tune_model
 from .moments import Listener, Site
 from .offload import weight_of
 from .parts import Part, parts_of, replace
@@ -40,7 +40,8 @@ from .weight_bits import allocation, choices, measure_costs
 
 logger = logging.get_logger("hf_vq")
 _CHARACTERS = 12  # of a data set for every token: more than tokenizers put into one
-_DECIDING = ("tokens", "context", "damping", "finetune")  # options that the result depends on
+# The options that the result depends on.
+_DECIDING = ("tokens", "context", "damping", "finetune", "move_codes")
 _SAMPLE = 1 << 14  # numbers of a weight that tell it from others
 
 
@@ -257,7 +258,9 @@ class WeightCalibration:
     ) -> TunedBlock:
         parts, start = blocks.parts(index, self.parts.values()), f"{self.prefix}.{index}."
         seed, block = self.config.seed, blocks.blocks[index]
-        return TunedBlock(block, start, done, parts, self.schemes, seed, device)
+        moves = self.options.get("move_codes", True)
+        step = ENTRY_STEPS[self.options["finetune"]] if moves else None
+        return TunedBlock(block, start, done, parts, self.schemes, seed, device, step)
 
     def _tune_model(
         self,
@@ -443,7 +446,8 @@ def _enough_memory(where: str) -> Iterator[None]:
             raise
         raise VQCalibrationError(
             f"memory ran out while {where} was calibrated. Give calibration a shorter context, "
-            'another "device" or fewer tokens; with "resume", the blocks before it are kept.'
+            'another "device" or fewer tokens, and to "finetune" with less memory "move_codes": '
+            'False; with "resume", the blocks before it are kept.'
         ) from error
 
 
