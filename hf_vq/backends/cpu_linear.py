@@ -19,7 +19,7 @@ from ..ops import dispatch
 from . import native, torch_ops
 
 FEW_TOKENS = {"avx512": 128}  # up to here the kernel multiplies with codes, by instruction set
-FEW_TOKENS_ELSEWHERE = 16  # without an instruction for sums of 8-bit products
+FEW_TOKENS_ELSEWHERE = 16  # without an instruction for sums of 8-bit products, or of floats
 DECODED_ROWS = 256  # output features at a time
 
 _DTYPES = {"float32", "float16", "bfloat16"}
@@ -132,7 +132,7 @@ def linear(
     )  # fmt: skip
     # Never a view: a model may add to it in place, which autograd forbids for views.
     y = x.new_empty((*shape[:-1], out_features))
-    if not stored.has_kernel or (tokens > FEW_TOKENS_ELSEWHERE and tokens > few_tokens()):
+    if not stored.has_kernel or (tokens > FEW_TOKENS_ELSEWHERE and tokens > few_tokens(scheme)):
         product = _multiply_decoded(library, stored, x.view(tokens, in_features))
         y.view(tokens, out_features).copy_(product if bias is None else product + bias)
         return y
@@ -174,8 +174,10 @@ def direct(problem: dispatch.Problem) -> dispatch.Direct | None:
     return run
 
 
-def few_tokens() -> int:
+def few_tokens(scheme: VQScheme) -> int:
     """Up to how many tokens the kernel multiplies with codes."""
+    if scheme.entry_bits > 12 and not scheme.lattice:  # entries are looked up as floats
+        return FEW_TOKENS_ELSEWHERE
     return FEW_TOKENS.get(native.isa() or "", FEW_TOKENS_ELSEWHERE)
 
 

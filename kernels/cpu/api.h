@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 5
+#define HF_VQ_ABI_VERSION 6
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -76,6 +76,31 @@ HF_VQ_API int hf_vq_decode(const hf_vq_matrix* w, int64_t first, int64_t rows, v
 // x [rows, in] rotated as hf_vq_linear does it (signs, then Hadamard blocks), as float32 or bfloat16.
 HF_VQ_API int hf_vq_rotate(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, void* rotated,
                            int rotated_dtype);
+
+// A matrix W [out, in] as VPTQ publishes it: hf_vq/formats/published/vptq.py draws it. Numbers are of `dtype`, float16
+// or bfloat16.
+typedef struct hf_vq_vptq {
+  const uint32_t* codes;     // [groups, ceil(out / vector), words]: a stream of bits for each row of vectors
+  const void* book;          // [groups, entries, vector]
+  const void* rest;          // [groups, rest_entries, vector], residuals; NULL = none
+  const uint16_t* outlier_codes;  // [ceil(out / outlier_vector), outliers]
+  const void* outlier_book;  // [outlier_entries, outlier_vector]
+  const void* scale;         // [in], of columns; NULL = 1
+  const void* offset;        // [in], of columns; NULL = 0
+  const uint16_t* order;     // [in]: column order[c] is stored as column c; NULL = c
+  int64_t out, in;
+  int64_t columns;           // of a group
+  int64_t outliers;          // columns before the groups
+  int32_t groups, vector;
+  int32_t bits, entries, rest_bits, rest_entries;  // rest_bits 0 = no residuals
+  int32_t outlier_vector, outlier_entries;
+  int32_t dtype;
+} hf_vq_vptq;
+
+// As hf_vq_linear_supports and hf_vq_linear. Nothing is rounded but by float32 sums.
+HF_VQ_API int hf_vq_vptq_supports(const hf_vq_vptq* w);
+HF_VQ_API int hf_vq_vptq_linear(const hf_vq_vptq* w, const void* x, int dtype, int64_t rows, const void* bias,
+                                int bias_dtype, void* y);
 
 // -- the KV cache --------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@
 #include "linear_codes.h"
 #include "linear_decode.h"
 #include "linear_e8p.h"
+#include "linear_entries.h"
 #include "linear_luts.h"
 #include "linear_words.h"
 #include "threads.h"
@@ -432,12 +433,17 @@ template <class Visit> inline int with_codes(const hf_vq_matrix& w, const Visit&
   return HF_VQ_UNSUPPORTED;
 }
 
+// Whether the codebook has no kernel but that for large ones.
+inline bool by_entries(const hf_vq_matrix& w) { return entries::fits(w) && !(w.x == 8 && w.bits == 12 && fits(w)); }
+
 int linear_supports(const hf_vq_matrix* w) {
+  if (by_entries(*w)) return HF_VQ_OK;
   return with_codes(*w, []<class Codes>() -> int { return HF_VQ_OK; });
 }
 
 int linear(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, const void* bias, int bias_dtype, void* y) {
   if (dtype > HF_VQ_BFLOAT16 || bias_dtype > HF_VQ_BFLOAT16) return HF_VQ_UNSUPPORTED;
+  if (by_entries(*w)) return entries::compute(*w, x, dtype, rows, bias, bias_dtype, y);
   if (kWideLookup && luts::worth_it(*w, rows) && linear_supports(w) == HF_VQ_OK)
     return luts::compute(*w, x, dtype, bias, bias_dtype, y);
   return with_codes(*w, [&]<class Codes>() -> int { return compute<Codes>(*w, x, dtype, rows, bias, bias_dtype, y); });

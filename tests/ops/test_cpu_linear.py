@@ -329,12 +329,20 @@ def test_decode_keeps_leading_dimensions():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name,many", [("vq-4", True), ("gptvq-2", True), ("turboquant-8", False)])
+@pytest.mark.parametrize(
+    "name,many",
+    [
+        ("vq-4", True),
+        ("gptvq-2", True),
+        ("vq8x16r1-tensor-g0-none", True),
+        ("turboquant-8", False),
+    ],
+)
 def test_product_with_the_decoded_weight(isa, name, many, dtype, monkeypatch):
     monkeypatch.setattr(cpu_linear, "DECODED_ROWS", 48)
     scheme, tensors = stored(name, 100, 512)
     assert description(scheme, tensors, 512).has_kernel == many
-    tokens = cpu_linear.few_tokens() if many else 1
+    tokens = cpu_linear.few_tokens(scheme) if many else 1
     x, bias = torch.randn(2, tokens, 512).to(dtype), torch.randn(100)
     y = cpu_linear.linear(x, *stored_arguments(tensors), bias, scheme)
     assert y.dtype == dtype and not y._is_view()

@@ -27,6 +27,7 @@ from ..scheme import VQScheme
 from ..tensors import TensorSpec
 from .layout import FLOATS, Layout, dtype_named, integer, name_of, unsigned
 
+_WORDS = 1 << 20  # codes of two codebooks that are parted at a time
 _ROWS = 1 << 22  # codes decoded at a time: bounds the work space
 
 
@@ -53,8 +54,9 @@ class AqlmLayout(Layout):
     codes = "codes"
     scheme_keys = MappingProxyType({"codes": "codes", "codebooks": "codebook", "scales": "scale"})
 
-    def __post_init__(self) -> None:
-        dtype_named(self.dtype)
+    ranges = MappingProxyType(
+        {"codebooks": (1, 64), "bits": (1, 16), "in_group": (1, 1 << 12), "out_group": (1, 1 << 12)}
+    )
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str, found: Mapping[str, Tensor]) -> AqlmLayout:
@@ -65,10 +67,10 @@ class AqlmLayout(Layout):
                 f"{where}.codebooks are {dtype}; known: float16, bfloat16, float32."
             )
         return cls(
-            codebooks=integer(config, "num_codebooks", 1, 64),
-            bits=integer(config, "nbits_per_codebook", 1, 16),
-            in_group=integer(config, "in_group_size", 1, 1 << 12),
-            out_group=integer(config, "out_group_size", 1, 1 << 12),
+            codebooks=integer(config, "num_codebooks", *cls.ranges["codebooks"]),
+            bits=integer(config, "nbits_per_codebook", *cls.ranges["bits"]),
+            in_group=integer(config, "in_group_size", *cls.ranges["in_group"]),
+            out_group=integer(config, "out_group_size", *cls.ranges["out_group"]),
             dtype=name_of(dtype),
         )
 
@@ -162,12 +164,16 @@ def _codebooks_first(codes: Tensor) -> Tensor:
     """[rows, columns, books] -> [rows, books, columns], contiguous.
 
     Two bytes are taken out of one word at a time: PyTorch copies single bytes with a stride slowly.
+    Some rows at a time, so that the words that are shifted stay in the cache.
     """
     rows, columns, books = codes.shape
     if books == 2 and codes.element_size() == 1 and codes.is_contiguous():
         words = codes.view(torch.int16).squeeze(2)
         swapped = codes.new_empty(rows, books, columns)
-        swapped[:, 0] = words.to(torch.int8)  # the low byte: it wraps
-        swapped[:, 1] = (words >> 8).to(torch.int8)
+        step = max(1, _WORDS // max(columns, 1))
+        for first in range(0, rows, step):
+            some, part = slice(first, first + step), words[first : first + step]
+            swapped[some, 0].copy_(part)  # the low byte: it wraps
+            swapped[some, 1].copy_(part >> 8)
         return swapped
     return codes.transpose(1, 2).contiguous()

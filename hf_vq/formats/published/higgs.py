@@ -30,7 +30,7 @@ from ...errors import VQConfigError, VQFormatError
 from ..packing import pack_bits
 from ..scheme import VQScheme
 from ..tensors import TensorSpec
-from .layout import CURE, FLOATS, Layout, dtype_named, integer, name_of
+from .layout import CURE, FLOATS, Layout, dtype_named, integer, name_of, part
 
 # Of 3-bit codes in the order of their 96 bits: the row's place among the 16 that share six words.
 # Of each, first that of column k + 1, then that of column k.
@@ -62,21 +62,27 @@ class HiggsLayout(Layout):
     codes = "weight"
     scheme_keys = MappingProxyType({"weight": "codes", "scales": "scale", "tables2": "codebook"})
 
-    def __post_init__(self) -> None:
-        dtype_named(self.dtype)
+    ranges = MappingProxyType(
+        {"bits": (2, 4), "group": (16, 1 << 12), "hadamard": (16, 1 << 12), "tile": (1, 1 << 10)}
+    )
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any], where: str, found: Mapping[str, Tensor]) -> HiggsLayout:
-        """The layout that config.json says; the tile is that of the layer's template."""
-        bits = integer(config, "bits", 2, 4)
-        group = integer(config, "group_size", 16, 1 << 12)
-        hadamard = integer(config, "hadamard_size", 16, 1 << 12)
+    def __post_init__(self) -> None:
+        """See `Layout`."""
+        super().__post_init__()
+        group, hadamard = self.group, self.hadamard
         if group & (group - 1) or hadamard & (hadamard - 1) or hadamard % group:
             raise VQConfigError(
                 f"group_size {group} and hadamard_size {hadamard} must be powers of two, the "
                 "second a multiple of the first."
             )
-        about = (config.get("tune_metadata") or {}).get(where)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: str, found: Mapping[str, Tensor]) -> HiggsLayout:
+        """The layout that config.json says; the tile is that of the layer's template."""
+        bits = integer(config, "bits", *cls.ranges["bits"])
+        group = integer(config, "group_size", *cls.ranges["group"])
+        hadamard = integer(config, "hadamard_size", *cls.ranges["hadamard"])
+        about = part(config, "tune_metadata").get(where)
         if not isinstance(about, Mapping):
             raise VQConfigError(
                 f"tune_metadata says nothing of {where}: only it tells how FLUTE packed the codes. "

@@ -35,6 +35,30 @@ class Layout(ABC):
     suffixes: ClassVar[tuple[str, ...]]  # of every tensor that a layer may have
     codes: ClassVar[str]  # the suffix of the codes, which no layer is without
     scheme_keys: ClassVar[Mapping[str, str]] = MappingProxyType({})  # of a scheme, by suffix
+    ranges: ClassVar[Mapping[str, tuple[int, int]]]  # least and most, of fields that are integers
+
+    def __post_init__(self) -> None:
+        """Check every field: a config.json may hold anything.
+
+        Raises:
+            VQConfigError: names the field, and what it may be.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "dtype":
+                dtype_named(value)
+            elif field.name in self.ranges:
+                low, high = self.ranges[field.name]
+                if type(value) is not int or not low <= value <= high:
+                    raise VQConfigError(
+                        f"{field.name} of a layout of {self.method} must be an integer in "
+                        f"[{low}, {high}]; got {shown(value)}."
+                    )
+            elif type(value) is not bool:
+                raise VQConfigError(
+                    f"{field.name} of a layout of {self.method} must be true or false; "
+                    f"got {shown(value)}."
+                )
 
     @classmethod
     @abstractmethod
@@ -170,6 +194,18 @@ def check_fields(cls: type[Layout], data: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: tuple(value) if isinstance(value := data[name], list) else value for name in known
     }
+
+
+def part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What a published config says of layers under `key`; empty where it says nothing.
+
+    Raises:
+        VQConfigError: it is no mapping.
+    """
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise VQConfigError(f"quantization_config: {key} must be a mapping; got {shown(found)}.")
+    return found
 
 
 def integer(config: Mapping[str, Any], key: str, low: int, high: int, where: str = "") -> int:

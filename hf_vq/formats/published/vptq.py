@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 from ...errors import VQConfigError, VQFormatError, shown
 from ..scheme import VQScheme
 from ..tensors import TensorSpec
-from .layout import CURE, FLOATS, Layout, dtype_named, integer, name_of
+from .layout import CURE, FLOATS, Layout, dtype_named, integer, name_of, part
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,33 @@ class VptqLayout(Layout):
     )  # fmt: skip
     codes = "indices"
 
+    ranges = MappingProxyType(
+        {
+            "vector": (1, 1 << 10),
+            "centroids": (2, 1 << 16),
+            "residual": (0, 1 << 16),
+            "groups": (1, 1 << 16),
+            "group_size": (1, 1 << 24),
+            "outliers": (0, 1 << 16),
+            "outlier_vector": (0, 1 << 10),
+            "outlier_centroids": (0, 1 << 16),
+        }
+    )
+
     def __post_init__(self) -> None:
-        dtype_named(self.dtype)
+        """See `Layout`."""
+        super().__post_init__()
+        if self.residual == 1:
+            raise VQConfigError("a residual codebook of one entry has codes of no bits.")
+        if self.outliers and not (self.outlier_vector and self.outlier_centroids):
+            raise VQConfigError(f"{self.outliers} outlier columns have no codebook.")
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str, found: Mapping[str, Tensor]) -> VptqLayout:
         """The layout that `config_for_layers` or `shared_layer_config` says."""
-        about = (config.get("config_for_layers") or {}).get(where)
+        about = part(config, "config_for_layers").get(where)
         if about is None:
-            about = (config.get("shared_layer_config") or {}).get(where.rpartition(".")[2])
+            about = part(config, "shared_layer_config").get(where.rpartition(".")[2])
         if not isinstance(about, Mapping):
             raise VQConfigError(
                 f"config_for_layers says nothing of {where}, which has codes. {CURE}"
@@ -92,10 +111,6 @@ class VptqLayout(Layout):
         outlier_centroids, centroids = _pair(about, "num_centroids")
         _, residual = _pair(about, "num_res_centroids")
         has_outliers = outlier_vector > 1 and outlier_centroids > 0
-        if not 1 <= vector <= 1 << 10 or not 2 <= centroids <= 1 << 16 or residual > 1 << 16:
-            raise VQConfigError(f"vectors of {vector} with {centroids} + {residual} centroids.")
-        if has_outliers and outlier_centroids > 1 << 16:
-            raise VQConfigError(f"{outlier_centroids} centroids of outliers; at most 65536.")
         number = found["centroids.weight"].dtype if "centroids.weight" in found else torch.float16
         if number not in FLOATS:
             raise VQConfigError(f"{where}.centroids.weight are {number}; hf_vq reads 16, 32 bits.")
@@ -103,8 +118,8 @@ class VptqLayout(Layout):
             vector=vector,
             centroids=centroids,
             residual=max(residual, 0),
-            groups=integer(about, "group_num", 1, 1 << 16),
-            group_size=integer(about, "group_size", 1, 1 << 24),
+            groups=integer(about, "group_num", *cls.ranges["groups"]),
+            group_size=integer(about, "group_size", *cls.ranges["group_size"]),
             outliers=integer(about, "outlier_size", 1, 1 << 16) if has_outliers else 0,
             outlier_vector=outlier_vector if has_outliers else 0,
             outlier_centroids=outlier_centroids if has_outliers else 0,

@@ -61,8 +61,8 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
     folder = _folder(source)
     config = _read(folder / "config.json")
     published = config.get("quantization_config") or {}
-    method = published.get("quant_method")
-    if method not in LAYOUTS:
+    method = published.get("quant_method") if isinstance(published, Mapping) else None
+    if not isinstance(method, str) or method not in LAYOUTS:
         known = "QuIP#, which hf_vq does not read" if "quip_params" in config else repr(method)
         raise VQConfigError(
             f"{source}: its quantization is {known}. hf-vq convert reads {', '.join(LAYOUTS)}."
@@ -291,7 +291,9 @@ def _folder(source: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:
         raise VQFormatError(
             f"{path} cannot be read: {error}. Is this a checkpoint? Download it again."

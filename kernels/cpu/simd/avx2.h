@@ -272,6 +272,8 @@ inline Floats load_bfloat(const uint16_t* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
 }
+inline Floats load_halves(const uint16_t* first, const uint16_t*) { return load_half(first); }
+inline Floats load_bfloats(const uint16_t* first, const uint16_t*) { return load_bfloat(first); }
 
 }  // namespace
 }  // namespace hf_vq

@@ -257,6 +257,18 @@ inline Floats load_bfloat(const uint16_t* p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+// Sixteen numbers of 16 bits, eight from each address.
+inline __m256i two_eights(const uint16_t* first, const uint16_t* second) {
+  const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(first)));
+  return _mm256_inserti128_si256(low, _mm_loadu_si128(reinterpret_cast<const __m128i*>(second)), 1);
+}
+inline Floats load_halves(const uint16_t* first, const uint16_t* second) {
+  return {_mm512_cvtph_ps(two_eights(first, second))};
+}
+inline Floats load_bfloats(const uint16_t* first, const uint16_t* second) {
+  const __m512i wide = _mm512_cvtepu16_epi32(two_eights(first, second));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
 
 }  // namespace
 }  // namespace hf_vq

@@ -226,6 +226,8 @@ inline Floats load_unsigned(const uint16_t* p) { return {vcvtq_f32_u32(vmovl_u16
 inline Floats load_bfloat(const uint16_t* p) {
   return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16))};
 }
+inline Floats load_halves(const uint16_t* first, const uint16_t*) { return load_half(first); }
+inline Floats load_bfloats(const uint16_t* first, const uint16_t*) { return load_bfloat(first); }
 
 }  // namespace
 }  // namespace hf_vq

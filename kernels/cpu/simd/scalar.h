@@ -283,6 +283,8 @@ inline Floats load_half(const uint16_t* p) { Floats r; for (int i = 0; i < kFloa
 inline void store_half(uint16_t* p, Floats a) { for (int i = 0; i < kFloats; ++i) p[i] = float_to_half(a.v[i]); }
 // Numbers of 16 bits without a sign.
 inline Floats load_unsigned(const uint16_t* p) { Floats r; for (int i = 0; i < kFloats; ++i) r.v[i] = float(p[i]); return r; }
+// Eight numbers of fp16 or bf16 at each of two addresses; vectors of eight and less begin with those at the first.
+inline Floats load_halves(const uint16_t* first, const uint16_t*) { return load_half(first); }
 inline Floats load_bfloat(const uint16_t* p) {
   Floats r;
   for (int i = 0; i < kFloats; ++i) {
@@ -291,6 +293,7 @@ inline Floats load_bfloat(const uint16_t* p) {
   }
   return r;
 }
+inline Floats load_bfloats(const uint16_t* first, const uint16_t*) { return load_bfloat(first); }
 
 }  // namespace
 }  // namespace hf_vq

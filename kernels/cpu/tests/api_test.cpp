@@ -38,6 +38,8 @@ void open(const char* path) {
   find(handle, "hf_vq_linear", library.linear);
   find(handle, "hf_vq_decode", library.decode);
   find(handle, "hf_vq_rotate", library.rotate);
+  find(handle, "hf_vq_vptq_supports", library.vptq_supports);
+  find(handle, "hf_vq_vptq_linear", library.vptq_linear);
   find(handle, "hf_vq_codes_supported", library.codes_supported);
   find(handle, "hf_vq_append", library.append);
   find(handle, "hf_vq_attention", library.attention);
@@ -203,6 +205,7 @@ int main(int count, char** arguments) {
     test_yardsticks();
   }
   test_linear();
+  test_vptq();
   test_append();
   test_attention();
   char names[64] = "";

@@ -18,6 +18,8 @@ struct Library {
   decltype(&hf_vq_linear) linear;
   decltype(&hf_vq_decode) decode;
   decltype(&hf_vq_rotate) rotate;
+  decltype(&hf_vq_vptq_supports) vptq_supports;
+  decltype(&hf_vq_vptq_linear) vptq_linear;
   decltype(&hf_vq_codes_supported) codes_supported;
   decltype(&hf_vq_append) append;
   decltype(&hf_vq_attention) attention;
@@ -59,6 +61,7 @@ struct Tally {
 };
 
 void test_linear();
+void test_vptq();
 void test_append();
 void test_attention();
 

@@ -457,6 +457,11 @@ void test_halves() {
     for (int i = 0; i < kFloats; ++i) row[size_t(i)] = uint16_t(first + i);
     expect(lanes(load_half(row.get())), "load_half", [&](int i) { return half_value(first + i); });
     expect(lanes(load_bfloat(row.get())), "load_bfloat", [&](int i) { return bfloat_value(first + i); });
+    Guarded<uint16_t> near(8), far(8);
+    for (size_t i = 0; i < 8; ++i) near[i] = uint16_t(first + int(i)), far[i] = uint16_t(first - int(i));
+    const auto two = [&](int i) { return i < 8 ? near[size_t(i)] : far[size_t(i - 8)]; };
+    expect(lanes(load_halves(near.get(), far.get())), "load_halves", [&](int i) { return half_value(two(i)); });
+    expect(lanes(load_bfloats(near.get(), far.get())), "load_bfloats", [&](int i) { return bfloat_value(two(i)); });
     expect(lanes(load_unsigned(row.get())), "load_unsigned", [&](int i) { return float(first + i); });
   }
   for (int code = 0; code <= 0xffff; ++code) {

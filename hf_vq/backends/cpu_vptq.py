@@ -1,0 +1,130 @@
+"""The row `cpu.vptq_linear`: weights as VPTQ publishes them, multiplied by libhf_vq_cpu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..errors import VQFormatError
+from ..formats.published import VptqLayout
+from ..formats.published.layout import dtype_named
+from ..ops import dispatch, published
+from . import native
+
+_DTYPES = {"float32", "float16", "bfloat16"}
+_ADDRESSES = {  # fields of hf_vq_vptq, and keys of the stored tensors
+    "codes": "codes", "book": "centroids", "rest": "res_centroids",
+    "outlier_codes": "outlier_indices", "outlier_book": "outlier_centroids",
+    "scale": "weight_scale", "offset": "weight_bias", "order": "perm",
+}  # fmt: skip
+
+
+class Vptq(ctypes.Structure):
+    """struct hf_vq_vptq of api.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _ADDRESSES),
+        *((name, ctypes.c_int64) for name in ("out", "in_features", "columns", "outliers")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "groups", "vector", "bits", "entries", "rest_bits", "rest_entries",
+                "outlier_vector", "outlier_entries", "dtype",
+            )
+        ),
+    ]  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 14)
+def matrix(layout: VptqLayout, rows: int, columns: int, *addresses: int | None) -> Vptq:
+    """The description of a matrix whose tensors lie at these addresses, in the order of the fields.
+
+    It holds nothing but its arguments: a tensor that moved gives another one.
+    """
+    (bits, rest_bits), dtype = layout.bits, native.DTYPES[dtype_named(layout.dtype)]
+    return Vptq(
+        *(addresses or [None] * len(_ADDRESSES)), rows, columns, layout.group_size,
+        layout.outliers, layout.groups, layout.vector, bits, layout.centroids, rest_bits,
+        layout.residual, layout.outlier_vector, layout.outlier_centroids, dtype,
+    )  # fmt: skip
+
+
+def accepts(problem: dispatch.Problem) -> str | None:
+    """None if the library multiplies with such codes, else the reason why not."""
+    layout = published.parse(problem.scheme)
+    if not isinstance(layout, VptqLayout):
+        return f"the library knows VPTQ's layout, not that of {layout.name()}"
+    if problem.dtype not in _DTYPES:
+        return f"inputs are {problem.dtype}"
+    library = native.load()
+    described = ctypes.byref(matrix(layout, problem.n, problem.k))
+    if library is None or library.hf_vq_vptq_supports(described) != native.OK:
+        return f"{layout.name()} with {layout.dtype} codebooks: entries have more rows, or 32 bits"
+    return None
+
+
+def linear(
+    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: VptqLayout, rows: int
+) -> Tensor:
+    """y = W x + b (`ops.published.reference`), summed in float32 and rounded once.
+
+    Raises:
+        VQFormatError: sizes do not belong together. A kernel would read what is not there.
+    """
+    library = native.load()
+    assert library is not None
+    columns = x.shape[-1]
+    x, held = x.contiguous(), _held(tensors, layout, rows, columns)
+    addresses = [
+        held[key].data_ptr() if key in held else None for key in _ADDRESSES.values()
+    ]  # kept by `held` until the kernel has run
+    y = x.new_empty((*x.shape[:-1], rows))
+    address, bias_dtype = None, 0
+    if bias is not None:
+        bias = bias.contiguous() if bias.dtype in native.DTYPES else bias.float().contiguous()
+        address, bias_dtype = bias.data_ptr(), native.DTYPES[bias.dtype]
+    status = library.hf_vq_vptq_linear(
+        ctypes.byref(matrix(layout, rows, columns, *addresses)), x.data_ptr(),
+        native.DTYPES[x.dtype], x.numel() // columns, address, bias_dtype, y.data_ptr(),
+    )  # fmt: skip
+    native.check(status, "published_linear")
+    return y
+
+
+def _held(
+    tensors: Mapping[str, Tensor], layout: VptqLayout, rows: int, columns: int
+) -> dict[str, Tensor]:
+    held = {}
+    for key, shape, dtype in _expected(layout, rows, columns):
+        tensor = tensors[key]
+        if tensor.shape != shape:
+            raise VQFormatError(
+                f"{key} of a [{rows}, {columns}] layer of {layout.name()} is "
+                f"{list(tensor.shape)}, expected {list(shape)}."
+            )
+        held[key] = tensor.to(dtype).contiguous()
+    return held
+
+
+@lru_cache(maxsize=1024)
+def _expected(
+    layout: VptqLayout, rows: int, columns: int
+) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    found = layout.own(rows, columns)
+    return tuple((key, torch.Size(spec.shape), spec.dtype) for key, spec in found.items())
+
+
+def _needs() -> str | None:
+    return native.why_not() or None
+
+
+def register() -> None:
+    """Add the row to the top of the dispatch table."""
+    dispatch.register(
+        dispatch.Kernel("cpu.vptq_linear", "published_linear", linear, "cpu", _needs, accepts),
+        first=True,
+    )
