@@ -54,8 +54,7 @@ def store(
         static_reference.remember_sinks(keys, sink_k, start, length)
         static_reference.remember_sinks(values, sink_v, start, length)
     end = first + new - window
-    unknown = k_mean is not None and frozen is not None and end > sinks and not frozen.all()
-    if unknown:
+    if k_mean is not None and frozen is not None and end > sinks and not frozen.all():
         last = length + (new - window)
         static_reference.freeze_mean(tail_k, k_mean, frozen, start, last, sinks, window)
     leaving = max(first - window, 0), min(end, k_scale.shape[2])
