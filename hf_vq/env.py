@@ -71,7 +71,8 @@ BACKEND = Variable(
 CPU_ISA = Variable(
     "HF_VQ_CPU_ISA",
     "",
-    "Use the CPU kernels of `avx512`, `avx2`, `dotprod`, `neon` or `scalar` instead of the best.",
+    "Use the CPU kernels of `zen4`, `avx512`, `avx2`, `dotprod`, `neon` or `scalar` instead of the "
+    "best.",
     str.strip,
 )
 NO_NATIVE = Variable(

@@ -78,7 +78,7 @@ def cache(name, batch=2, heads=3, dims=(64, 64), *, capacity=40, sinks=2, window
         None if start is None else torch.tensor(start, device="cuda"),
         torch.zeros((), dtype=torch.int64, device="cuda"),
         torch.zeros(batch, heads, dtype=torch.bool, device="cuda") if measured else None,
-        window, scheme.key.spec(), scheme.value.spec(),
+        window, scheme.key.spec(), scheme.value.spec(), "rows", "rows",
     )  # fmt: skip
 
 
@@ -103,8 +103,8 @@ def step_by_specification(layer, keys, values):
     """Its floats, mean and length; codes as `append` finds them under the given mean."""
     wanted = copy_of(layer)
     static_reference.store(
-        keys, values, *wanted[:-2],
-        *(KV_SCHEMES_BY_SPEC[spec] for spec in wanted[-2:]),
+        keys, values, *wanted[:-4],
+        *(KV_SCHEMES_BY_SPEC[spec] for spec in wanted[-4:-2]), *wanted[-2:],
     )  # fmt: skip
     return wanted
 

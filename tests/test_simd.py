@@ -77,4 +77,5 @@ def test_every_target_is_built():
     cmake = (CPU / "CMakeLists.txt").read_text(encoding="utf-8")
     listed = re.findall(r"(?:set|list)\((?:APPEND )?HF_VQ_ISAS ([\w ]+)\)", cmake)
     assert targets == set(" ".join(listed).split())
-    assert targets - {"dotprod"} == set(SETS)
+    of_another_set = {"dotprod", "zen4"}  # NEON, and AVX-512, with other instructions
+    assert targets - of_another_set == set(SETS)

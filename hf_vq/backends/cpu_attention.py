@@ -33,16 +33,17 @@ def register() -> None:
     """Add the rows to the dispatch table, and let blocks lie on huge pages."""
     use_allocator("cpu", native.allocate)
     kernels = (
-        dispatch.Kernel("cpu.vq_append", "append", _append, "cpu", _needs, _accepts_append,
+        dispatch.Kernel("cpu.vq_append", "append", _append, "cpu", needs, _accepts_append,
                         direct=_direct_append),
-        dispatch.Kernel("cpu.vq_attention", "attention", _attention, "cpu", _needs,
-                        _accepts_attention, _layouts, direct=_direct_attention),
+        dispatch.Kernel("cpu.vq_attention", "attention", _attention, "cpu", needs,
+                        accepts_attention, _layouts, direct=_direct_attention),
     )  # fmt: skip
     for kernel in kernels:
         dispatch.register(kernel)
 
 
-def _needs() -> str | None:
+def needs() -> str | None:
+    """None where the library is, else why there is none."""
     return None if native.load() is not None else native.why_not()
 
 
@@ -99,7 +100,8 @@ def _accepts_append(problem: dispatch.Problem) -> str | None:
     return _wrong_dtype(problem.dtype) or _objection(scheme, problem.k, problem.layout, values)
 
 
-def _accepts_attention(problem: dispatch.Problem) -> str | None:
+def accepts_attention(problem: dispatch.Problem) -> str | None:
+    """None if the library attends to codes in these schemes and layouts, else why not."""
     keys, values = map(parse, problem.scheme.split())
     found = tuple(problem.layout.split()) or _layouts(problem)
     return (

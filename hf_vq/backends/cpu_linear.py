@@ -16,9 +16,11 @@ from torch import Tensor
 from ..formats.packing import unpack_bits
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
+from ..ops.library import problem
 from . import native, torch_ops
 
-FEW_TOKENS = {"avx512": 128}  # up to here the kernel multiplies with codes, by instruction set
+# Up to here the kernel multiplies with codes, by instruction set.
+FEW_TOKENS = {"zen4": 128, "avx512": 128}
 FEW_TOKENS_ELSEWHERE = 16  # without an instruction for sums of 8-bit products, or of floats
 DECODED_ROWS = 256  # output features at a time
 
@@ -174,6 +176,26 @@ def direct(problem: dispatch.Problem) -> dispatch.Direct | None:
     return run
 
 
+def _together(
+    x: Tensor,
+    codes: list[Tensor],
+    codebook: list[Tensor],
+    scale: list[Tensor],
+    rotation: list[Tensor | None],
+    bias: list[Tensor | None],
+    scheme: VQScheme,
+) -> list[Tensor]:
+    """One after the other; what is saved is the way through torch's dispatcher."""
+    spec, found = scheme.spec(), []
+    for w, book, factors, signs, added in zip(codes, codebook, scale, rotation, bias, strict=True):
+        run = dispatch.direct(problem("linear", x, spec, len(w)))
+        y = None if run is None else run(x, w, book, factors, signs, added)
+        if y is None:
+            y = linear(x, w, book, factors, signs, None, None, None, None, added, scheme)
+        found.append(y)
+    return found
+
+
 def few_tokens(scheme: VQScheme) -> int:
     """Up to how many tokens the kernel multiplies with codes."""
     if scheme.entry_bits > 12 and not scheme.lattice:  # entries are looked up as floats
@@ -259,7 +281,15 @@ def register() -> None:
     """Add the rows to the top of the dispatch table."""
     for kernel in (
         dispatch.Kernel(
-            "cpu.linear", "linear", linear, "cpu", _needs, accepts, direct=direct, remark=_remark
+            "cpu.linear",
+            "linear",
+            linear,
+            "cpu",
+            _needs,
+            accepts,
+            direct=direct,
+            together=_together,
+            remark=_remark,
         ),
         dispatch.Kernel("cpu.decode", "decode", decode, "cpu", _needs, accepts),
     ):

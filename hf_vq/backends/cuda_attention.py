@@ -178,6 +178,8 @@ def attention_static(
     softcap: float,
     key_scheme: VQScheme,
     value_scheme: VQScheme,
+    key_layout: str,
+    value_layout: str,
 ) -> Tensor:
     """Attention over a static cache; shapes and meaning in `ops.static.StaticKV`."""
     return run(

@@ -142,6 +142,8 @@ def store(
     window: int,
     key_scheme: VQScheme,
     value_scheme: VQScheme,
+    key_layout: str,
+    value_layout: str,
 ) -> None:
     """`ops.static_reference.store`; the codes of a token are those of `append`.
 
@@ -152,6 +154,7 @@ def store(
         return static_reference.store(
             keys, values, sink_k, sink_v, k_codes, k_scale, k_mean, v_codes, v_scale, tail_k,
             tail_v, codebook_k, codebook_v, start, length, frozen, window, key_scheme, value_scheme,
+            key_layout, value_layout,
         )  # fmt: skip
     keys = keys if keys.stride(3) == 1 else keys.contiguous()
     values = values if values.stride(3) == 1 else values.contiguous()

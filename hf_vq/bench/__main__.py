@@ -83,6 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "cpu-generate":
             suite.add_argument("--llama-bench", type=Path, help="program of llama.cpp")
             suite.add_argument("--gguf", type=Path, help="folder with kv16-Q4_0.gguf and others")
+            suite.add_argument("--llama-contexts", type=int, nargs="+",
+                               default=list(module.CONTEXTS), help="at which it runs")  # fmt: skip
         elif name.startswith("cuda-"):
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
             if name in ("cuda-linear", "cuda-peers", "cuda-mechanisms", "cuda-parts"):
@@ -167,7 +169,7 @@ def _measure(args: argparse.Namespace) -> int:
 def _time(args: argparse.Namespace) -> int:
     options = {"threads": "", "tokens": "", "schemes": "", "layers": "", "rounds": "",
                "quick": "", "cases": "",
-               "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR"}  # fmt: skip
+               "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR", "llama_contexts": ""}  # fmt: skip
     names = {name: shown for name, shown in options.items() if hasattr(args, name)}
     isa = env.CPU_ISA.get()
     start = f"{f'HF_VQ_CPU_ISA={isa} ' if isa else ''}python -m hf_vq.bench {args.suite}"

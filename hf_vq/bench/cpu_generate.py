@@ -48,6 +48,7 @@ def run(
     peers: bool = True,
     llama_bench: Path | None = None,
     gguf: Path | None = None,
+    llama_contexts: Sequence[int] = CONTEXTS,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Time every model at every context; `report` gets each row when it is known.
@@ -56,6 +57,8 @@ def run(
         peers: whether the dense model runs too.
         llama_bench: program of llama.cpp.
         gguf: folder with `kv<heads>-<weights>.gguf`, e.g. kv16-Q4_0.gguf.
+        llama_contexts: those of `contexts` at which llama.cpp runs. It reads a prompt as long
+            before, which takes one thread a quarter of an hour at 16,384.
 
     Returns:
         (settings, results) of the record.
@@ -75,7 +78,7 @@ def run(
                 for row in _generate(models, context, rounds, threads):
                     found.append({"kv_heads": heads, **row})
                     report(found[-1])
-                if llama_bench is not None and gguf is not None:
+                if llama_bench is not None and gguf is not None and context in llama_contexts:
                     for row in _llama(llama_bench, gguf, heads, context, threads):
                         found.append({"kv_heads": heads, **row})
                         report(found[-1])

@@ -1,14 +1,16 @@
 """Suite `cpu-linear`: one token through a quantized linear layer on the CPU, against PyTorch.
 
 Peers: `_weight_int4pack_mm_for_cpu` (4 bits, groups of 128), and dense layers in bfloat16 and
-float32. Codes are random: how fast a kernel is does not depend on them. The weights of every call
-come from main memory, as they do when a model generates. `read` does nothing but read, as many
-bytes as the largest scheme has.
+float32; for `aqlm-2` also the package `aqlm`, where it, numba and scipy are installed. Codes are
+random: how fast a kernel is does not depend on them. The weights of every call come from main
+memory, as they do when a model generates. `read` does nothing but read, as many bytes as the
+largest scheme has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ SCHEMES = (
 )  # fmt: skip
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))  # out_features, in_features
 INT4_GROUP = 128
+PACKAGED, PACKAGE = "aqlm-2", "aqlm"  # the scheme that the package computes too
 
 
 def run(
@@ -61,7 +64,11 @@ def run(
                     report(row)
     finally:
         torch.set_num_threads(before)
-    settings = {"rows": rows, "rounds": rounds, "int4_group": INT4_GROUP, "dtype": "bfloat16"}
+    settings: dict[str, Any] = {
+        "rows": rows, "rounds": rounds, "int4_group": INT4_GROUP, "dtype": "bfloat16",
+    }  # fmt: skip
+    if any(row["name"] == PACKAGE for row in found):
+        settings["aqlm"] = version(PACKAGE)
     return settings, {"rows": found}
 
 
@@ -71,6 +78,8 @@ def _shape(
 ) -> list[dict[str, Any]]:
     x = torch.randn(rows, in_features, dtype=torch.bfloat16)
     contestants = _peers(x, out_features)
+    if PACKAGED in schemes and rows == 1 and (package := _package(out_features, in_features)):
+        contestants[PACKAGE] = package
     kernels, nbytes = {}, {}
     for name in schemes:
         scheme = weight_scheme(name)
@@ -96,6 +105,8 @@ def _shape(
             row["speedup"] = {
                 peer: speedup(seconds[name], seconds[peer]) for peer in ("int4", "bf16", "fp32")
             }
+            if name == PACKAGED and PACKAGE in seconds:
+                row["speedup"][PACKAGE] = speedup(seconds[name], seconds[PACKAGE])
             row["gb_per_second"] = nbytes[name] / row["us"] / 1e3
             if read is not None:
                 share = nbytes[name] / size
@@ -153,6 +164,14 @@ def _peers(x: Tensor, out_features: int) -> dict[str, Contestant]:
         copies = [dense.clone() for _ in range(cold_copies(dense.nbytes))]
         found[name] = _dense(x.to(dtype), copies)
     return found
+
+
+def _package(out_features: int, in_features: int) -> Contestant | None:
+    try:
+        from . import aqlm_numba
+    except ImportError:
+        return None
+    return aqlm_numba.contestant(out_features, in_features)
 
 
 def _dense(x: Tensor, copies: list[Tensor]) -> Contestant:

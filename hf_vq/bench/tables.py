@@ -236,6 +236,7 @@ CPU_PEERS = {
     "int4": "torch int4 (groups of 128)",
     "bf16": "torch bfloat16",
     "fp32": "torch float32",
+    "aqlm": "package `aqlm`, 2 codebooks of 8 bits",
 }
 
 
@@ -279,7 +280,7 @@ def cpu_generate_table() -> str:
     cells = []
     for name in dict.fromkeys(row["name"] for row in rows):
         by_column = {(r["kv_heads"], r["context"]): r["ms"] for r in rows if r["name"] == name}
-        cells.append([name, *(f"{by_column[column]:.0f}" for column in columns)])
+        cells.append([name, *(f"{by_column[c]:.0f}" if c in by_column else "-" for c in columns)])
     return markdown_table(head, cells) + "\n\n" + _timed(record)
 
 

@@ -119,9 +119,6 @@ class VQStaticLayer(VQCacheLayer):
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def _layouts(self, key_states: Tensor, value_states: Tensor) -> tuple[str, str]:
-        return "rows", "rows"
-
     def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         super()._allocate(key_states, value_states)
         limit = self.options.max_cache_len
@@ -134,12 +131,13 @@ class VQStaticLayer(VQCacheLayer):
         self._told = list(self._frozen)  # what the device knows of it
         k, v = self.k, self.v
         self.static = StaticKV(
-            k.sinks, v.sinks, k.codes.data, k.codes.scale, k.mean, v.codes.data, v.codes.scale,
+            k.sinks, v.sinks, k.codes.data, k.codes.scale[:, :, :limit], k.mean,
+            v.codes.data, v.codes.scale[:, :, :limit],
             k.tail.data, v.tail.data, k.codebook, v.codebook,
             torch.tensor(self._start or [0] * batch, device=self.device),
             torch.zeros((), dtype=torch.int64, device=self.device),
             torch.zeros(batch, heads, dtype=torch.bool, device=self.device) if measured else None,
-            self.window, k.spec, v.spec,
+            self.window, k.spec, v.spec, k.codes.layout, v.codes.layout,
         )  # fmt: skip
         for tensor in self._tensors():
             # Without a guard: a new cache has CUDA graphs captured again, and nothing compiled.

@@ -44,7 +44,7 @@ class StaticHandle:
         """Of the tensor that it stands for."""
         cached = self.update.cached
         batch, heads, _, dim = (cached.tail_k if self.side == "k" else cached.tail_v).shape
-        capacity = cached.k_codes.shape[2]
+        capacity = cached.capacity
         if self.unsqueezed:
             return torch.Size((batch, heads, self.repeats, capacity, dim))
         return torch.Size((batch, heads * self.repeats, capacity, dim))

@@ -145,4 +145,4 @@ def _cache_problems(
         )
     if layer.is_compileable:
         for op in ("attention_static", "store"):
-            yield Problem(op, device.type, kind, " ".join(specs), *attended)
+            yield Problem(op, device.type, kind, " ".join(specs), *attended, " ".join(layouts))

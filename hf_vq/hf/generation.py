@@ -109,7 +109,9 @@ def _decide(
     plain = plain and not generation_config.is_assistant  # whose candidates are cropped
     reads = model.config._attn_implementation in ("sdpa", "vq")
     whole = getattr(generation_config, "prefill_chunk_size", None) is None
-    own.decide(model.device.type == "cuda" and plain and reads and whole and own is cache)
+    settings = generation_config.compile_config
+    compiles = model.device.type == "cuda" or getattr(settings, "_compile_all_devices", False)
+    own.decide(compiles and plain and reads and whole and own is cache)
     if isinstance(cache, EncoderDecoderCache) and isinstance(cache.cross_attention_cache, VQCache):
         cache.cross_attention_cache.decide(False)
     limit = own.options.max_cache_len

@@ -35,8 +35,9 @@ class Problem(NamedTuple):
             power of two; for encode_weight, candidates of a scale.
         k: input features, or head_dim.
         value_dim: head_dim of the values, for attention and store.
-        layout: of the codes in a KV cache (`ops.layout`), for append; for attention, that of the
-            keys and of the values, with a space. Empty when a new cache asks what it should be.
+        layout: of the codes in a KV cache (`ops.layout`), for append; for attention and store,
+            that of the keys and of the values, with a space. Empty when a new cache asks what it
+            should be.
     """
 
     op: str

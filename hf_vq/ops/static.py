@@ -5,7 +5,7 @@ how many tokens there are: `length` is a tensor. Everything else follows from it
 
 position    0 .. sinks       ..            length - window            length          capacity
             [ sink floats ]                [ ring of floats: position j in slot j % slots ]
-            [ codes and scales of a tape in rows, position j at index j ]
+            [ codes and scales of a tape, position j at index j          ]
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from .library import define, parse
 class StaticKV(NamedTuple):
     """One layer's keys and values. B rows, H key/value heads; see `ops.attention.CachedKV`.
 
-    All tensors are dense, and stay where they are for as long as the layer lives.
+    All tensors stay where they are for as long as the layer lives, and are dense but for scales of
+    blocks, which end where the tokens do.
 
     Args:
         sink_k: [B, H, S, D] the first S tokens of each row in the model's dtype.
         sink_v: [B, H, S, Dv].
-        k_codes: uint8 [B, H, capacity, bytes], canonical rows.
+        k_codes: uint8 [B, H, capacity, bytes], canonical rows, or blocks (`ops.layout`).
         k_scale: fp16 [B, H, capacity, 1], or [..., 0] for a scheme without scales.
         k_mean: float32 [B, H, 1, D], subtracted from keys before they are coded; None = 0.
-        v_codes: uint8 [B, H, capacity, bytes].
+        v_codes: like `k_codes`.
         v_scale: like `k_scale`.
         tail_k: [B, H, slots, D], the ring: the newest tokens in the model's dtype. An update brings
             at most slots - window tokens.
@@ -45,6 +46,8 @@ class StaticKV(NamedTuple):
         window: newest tokens that a query reads as floats.
         key_scheme: spec string, how keys are encoded.
         value_scheme: spec string, how values are encoded.
+        key_layout: order of the codes of the keys.
+        value_layout: order of the codes of the values.
     """
 
     sink_k: Tensor
@@ -64,6 +67,13 @@ class StaticKV(NamedTuple):
     window: int
     key_scheme: str
     value_scheme: str
+    key_layout: str
+    value_layout: str
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.k_scale.shape[2]
 
 
 def store(keys: Tensor, values: Tensor, cached: StaticKV) -> None:
@@ -122,7 +132,7 @@ def attention_static(
     Raises:
         VQCacheError: the shapes do not belong together.
     """
-    heads, dim, capacity = cached.tail_k.shape[1], cached.tail_k.shape[3], cached.k_codes.shape[2]
+    heads, dim, capacity = cached.tail_k.shape[1], cached.tail_k.shape[3], cached.capacity
     if query.shape[1] % heads or query.shape[3] != dim:
         raise VQCacheError(
             f"attention got queries {list(query.shape)} for a cache with {heads} key/value "
@@ -141,31 +151,33 @@ def attention_static(
 
 
 def _store(keys: Tensor, values: Tensor, *arguments: Any) -> None:
-    *tensors, key_scheme, value_scheme = arguments
-    problem = _problem("store", keys, keys, values, tensors[2], key_scheme, value_scheme)
+    *tensors, key_scheme, value_scheme, key_layout, value_layout = arguments
+    problem = _problem("store", keys, keys, values, tensors[3], arguments[-4:])
     with without_autocast(keys.device):
-        dispatch.select(problem).run(keys, values, *tensors, parse(key_scheme), parse(value_scheme))
+        dispatch.select(problem).run(
+            keys, values, *tensors, parse(key_scheme), parse(value_scheme), key_layout, value_layout
+        )
 
 
 def _attention_static(query: Tensor, *arguments: Any) -> Tensor:
-    *tensors, key_scheme, value_scheme = arguments
+    *tensors, key_scheme, value_scheme, key_layout, value_layout = arguments
     problem = _problem(
-        "attention_static", query, tensors[7], tensors[8], tensors[2], key_scheme, value_scheme
+        "attention_static", query, tensors[7], tensors[8], tensors[3], arguments[-4:]
     )
     with without_autocast(query.device):
         out: Tensor = dispatch.select(problem).run(
-            query, *tensors, parse(key_scheme), parse(value_scheme)
+            query, *tensors, parse(key_scheme), parse(value_scheme), key_layout, value_layout
         )
     return out
 
 
 def _problem(
-    op: str, x: Tensor, k: Tensor, v: Tensor, codes: Tensor, key_scheme: str, value_scheme: str
+    op: str, x: Tensor, k: Tensor, v: Tensor, scale: Tensor, names: tuple[str, ...]
 ) -> dispatch.Problem:
     return dispatch.Problem(
-        op, x.device.type, str(x.dtype)[6:], f"{key_scheme} {value_scheme}",
-        dispatch.bucket(x.shape[2]), dispatch.bucket(codes.shape[2]),
-        k.shape[3], v.shape[3],
+        op, x.device.type, str(x.dtype)[6:], " ".join(names[:2]),
+        dispatch.bucket(x.shape[2]), dispatch.bucket(scale.shape[2]),
+        k.shape[3], v.shape[3], " ".join(names[2:]),
     )  # fmt: skip
 
 
@@ -183,7 +195,8 @@ define(
     "(Tensor keys, Tensor values, Tensor(a!) sink_k, Tensor(b!) sink_v, Tensor(c!) k_codes, "
     "Tensor(d!) k_scale, Tensor(e!)? k_mean, Tensor(f!) v_codes, Tensor(g!) v_scale, "
     "Tensor(h!) tail_k, Tensor(i!) tail_v, Tensor codebook_k, Tensor codebook_v, Tensor? start, "
-    "Tensor(j!) length, Tensor(k!)? frozen, int window, str key_scheme, str value_scheme) -> ()",
+    "Tensor(j!) length, Tensor(k!)? frozen, int window, str key_scheme, str value_scheme, "
+    "str key_layout, str value_layout) -> ()",
     _store,
     _fake_store,
 )
@@ -192,7 +205,8 @@ define(
     "(Tensor query, Tensor sink_k, Tensor sink_v, Tensor k_codes, Tensor k_scale, Tensor? k_mean, "
     "Tensor v_codes, Tensor v_scale, Tensor tail_k, Tensor tail_v, Tensor codebook_k, "
     "Tensor codebook_v, Tensor? start, Tensor? mask, Tensor? s_aux, Tensor length, int window, "
-    "float scaling, float softcap, str key_scheme, str value_scheme) -> Tensor",
+    "float scaling, float softcap, str key_scheme, str value_scheme, str key_layout, "
+    "str value_layout) -> Tensor",
     _attention_static,
     _fake_attention_static,
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..formats.scheme import VQScheme
 from . import reference
 from .attention_reference import softmax
+from .layout import ROWS, to_rows, write_rows
 
 
 def store(
@@ -32,22 +33,24 @@ def store(
     window: int,
     key_scheme: VQScheme,
     value_scheme: VQScheme,
+    key_layout: str,
+    value_layout: str,
 ) -> None:
     """Append tokens to one layer; shapes and meaning in `ops.static`."""
     new = keys.shape[2]
     fresh = length + torch.arange(new, device=length.device)
     for tokens, tail, sinks in ((keys, tail_k, sink_k), (values, tail_v, sink_v)):
         tail.index_copy_(2, fresh % tail.shape[2], tokens)
-        _remember_sinks(tokens, sinks, start, length)
+        remember_sinks(tokens, sinks, start, length)
     if k_mean is not None and frozen is not None:
-        _freeze(tail_k, k_mean, frozen, start, length + new - window, sink_k.shape[2], window)
+        freeze_mean(tail_k, k_mean, frozen, start, length + new - window, sink_k.shape[2], window)
     leaving = fresh - window
-    _encode(tail_k, k_mean, codebook_k, k_codes, k_scale, leaving, key_scheme)
-    _encode(tail_v, None, codebook_v, v_codes, v_scale, leaving, value_scheme)
+    _encode(tail_k, k_mean, codebook_k, k_codes, k_scale, leaving, key_scheme, key_layout)
+    _encode(tail_v, None, codebook_v, v_codes, v_scale, leaving, value_scheme, value_layout)
     length += new
 
 
-def _remember_sinks(tokens: Tensor, sinks: Tensor, start: Tensor | None, length: Tensor) -> None:
+def remember_sinks(tokens: Tensor, sinks: Tensor, start: Tensor | None, length: Tensor) -> None:
     """Keep those of `tokens`, which begin at position `length`, that are sinks."""
     batch, slots = sinks.shape[0], sinks.shape[2]
     first = length.new_zeros(batch) if start is None else start
@@ -57,7 +60,7 @@ def _remember_sinks(tokens: Tensor, sinks: Tensor, start: Tensor | None, length:
     sinks.copy_(torch.where(inside, tokens.gather(2, index), sinks))
 
 
-def _freeze(
+def freeze_mean(
     tail: Tensor,
     mean: Tensor,
     frozen: Tensor,
@@ -86,9 +89,11 @@ def _encode(
     scale: Tensor,
     positions: Tensor,
     scheme: VQScheme,
+    layout: str,
 ) -> None:
     """Encode the tokens at `positions` [n] of the ring that are positions of the tape."""
-    capacity = codes.shape[2]
+    capacity = scale.shape[2]
+    held = to_rows(codes, 0, capacity, scheme.entry_bits, layout)
     rows = tail.index_select(2, positions % tail.shape[2]).float()
     new_codes, new_scale = reference.encode(
         rows if mean is None else rows - mean, codebook, None, scheme
@@ -96,8 +101,10 @@ def _encode(
     # Modulo the capacity all are different, and what is not on the tape is written as it was.
     index = positions % capacity
     valid = ((positions >= 0) & (positions < capacity))[:, None]
-    for tape, fresh in ((codes, new_codes), (scale, new_scale)):
+    for tape, fresh in ((held, new_codes), (scale, new_scale)):
         tape.index_copy_(2, index, torch.where(valid, fresh, tape.index_select(2, index)))
+    if layout != ROWS:  # whose rows are a view
+        write_rows(codes, 0, held, scheme.entry_bits, layout)
 
 
 def attention_static(
@@ -122,9 +129,13 @@ def attention_static(
     softcap: float,
     key_scheme: VQScheme,
     value_scheme: VQScheme,
+    key_layout: str,
+    value_layout: str,
 ) -> Tensor:
     """Attention over all of the tape, in float32; shapes and meaning in `ops.static`."""
-    heads, queries, capacity = tail_k.shape[1], query.shape[2], k_codes.shape[2]
+    heads, queries, capacity = tail_k.shape[1], query.shape[2], k_scale.shape[2]
+    k_codes = to_rows(k_codes, 0, capacity, key_scheme.entry_bits, key_layout)
+    v_codes = to_rows(v_codes, 0, capacity, value_scheme.entry_bits, value_layout)
     j = torch.arange(capacity, device=query.device)
     i = length - queries + torch.arange(queries, device=query.device)[:, None]
     coded = outside_window(

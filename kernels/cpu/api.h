@@ -25,7 +25,8 @@ enum hf_vq_dtype { HF_VQ_FLOAT32 = 0, HF_VQ_FLOAT16 = 1, HF_VQ_BFLOAT16 = 2, HF_
 HF_VQ_API int hf_vq_abi_version(void);
 
 // The instruction sets that this processor can run, best first, separated by spaces: of
-// "avx512 avx2 dotprod neon scalar". avx512 means F, BW, DQ, VL, VBMI and VNNI.
+// "zen4 avx512 avx2 dotprod neon scalar". avx512 means F, BW, DQ, VL, VBMI and VNNI; zen4 is the same, arranged
+// for AMD's processors, on which alone it is offered.
 HF_VQ_API const char* hf_vq_isas(void);
 
 // Use the kernels of one of them; NULL or "" means the best. HF_VQ_UNSUPPORTED if there is no such.

@@ -24,7 +24,7 @@ struct Candidate {
 
 // Best first. __builtin_cpu_supports also asks whether the system saves the registers.
 struct Candidates {
-  Candidate list[3];
+  Candidate list[4];
   int count;
 };
 
@@ -36,6 +36,7 @@ Candidates candidates() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+  found.list[found.count++] = {&zen4_kernels, avx512 && __builtin_cpu_is("amd")};
   found.list[found.count++] = {&avx512_kernels, avx512};
   found.list[found.count++] = {&avx2_kernels, avx2};
 #elif defined(HF_VQ_ARM)

@@ -23,7 +23,7 @@ struct Kernels {
 };
 
 #if defined(HF_VQ_X86)
-extern const Kernels avx512_kernels, avx2_kernels;
+extern const Kernels zen4_kernels, avx512_kernels, avx2_kernels;
 #elif defined(HF_VQ_ARM)
 extern const Kernels dotprod_kernels, neon_kernels;
 #endif

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, DynamicCache
 
 import hf_vq
 from hf_vq import VQCache, VQConfig
@@ -107,3 +107,24 @@ def test_candidates_change_nothing(model, tokens):
         prompt_lookup_num_tokens=4,
     )  # fmt: skip
     assert torch.equal(alone, looked_up)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_steps_are_those_of_the_cache_that_grows(model, tokens, backend):
+    """One graph, and the same tokens; inductor needs a C++ compiler."""
+    torch._dynamo.reset()
+    settings = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    settings._compile_all_devices = True
+    ids, out = tokens[:, :90], []
+    for compiled in (None, settings):
+        cache = VQCache(model.config, max_cache_len=150)
+        found = model.generate(
+            ids, past_key_values=cache, max_new_tokens=40, do_sample=False,
+            compile_config=compiled, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        assert cache.is_compileable is (compiled is not None)
+        out.append(torch.cat(found.logits).double().log_softmax(-1))
+    grown, static = out
+    rounding = torch.finfo(model.dtype).eps * grown.abs().max()
+    assert (grown[:2] - static[:2]).abs().max() <= 8 * rounding
+    assert divergence(grown[None], static[None]) < 1e-3

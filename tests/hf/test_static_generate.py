@@ -147,6 +147,7 @@ def test_attention_that_does_not_read_codes(implementation: str) -> None:
     [
         ({}, True),
         ({"device": "cpu"}, False),
+        ({"device": "cpu", "compiles": True}, True),
         ({"attention": "eager"}, False),
         ({"mode": GenerationMode.BEAM_SEARCH}, False),
         ({"chunk": 5}, False),
@@ -157,7 +158,7 @@ def test_attention_that_does_not_read_codes(implementation: str) -> None:
 def test_generate_decides(change: dict[str, Any], static: bool) -> None:
     asked = {
         "device": "cuda", "attention": "sdpa", "mode": GenerationMode.GREEDY_SEARCH, "chunk": None,
-        "assistant": False, **change,
+        "assistant": False, "compiles": False, **change,
     }  # fmt: skip
     config = build("gqa").config
     model = SimpleNamespace(
@@ -167,6 +168,7 @@ def test_generate_decides(change: dict[str, Any], static: bool) -> None:
     cache = VQCache(config, max_cache_len=CAPACITY)
     settings = GenerationConfig(prefill_chunk_size=asked["chunk"])
     settings.is_assistant = asked["assistant"]
+    settings.compile_config = compiled() if asked["compiles"] else None
     generation._decide(model, settings, cache, cache, asked["mode"], 2, 70)
     assert cache.is_compileable is static
     if not change:

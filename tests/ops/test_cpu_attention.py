@@ -26,7 +26,7 @@ from . import rounding
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
 
-WEIGHT_BITS = {"avx512": 8}  # half the bits of a weight; 7 where it is not said
+WEIGHT_BITS = {"zen4": 8, "avx512": 8}  # half the bits of a weight; 7 where it is not said
 
 
 @pytest.fixture(params=native.isas() or [""], autouse=True)

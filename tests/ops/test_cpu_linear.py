@@ -258,12 +258,14 @@ def test_integer_entries_are_numbers_like_others(name, isa):
 
 
 # What kernels/cpu/linear_luts.h computes; kernels/cpu/tests does on any processor with AVX-512.
-@pytest.mark.skipif("avx512" not in native.isas(), reason="no tables of 256 entries in registers")
 @pytest.mark.parametrize("out_features", [2048, 2311])
 @pytest.mark.parametrize("in_features", [48, 288, 1216, 4608])
 @pytest.mark.parametrize("name", ["aqlm-2", "vq8x8r1-tensor-g0-hadamard16"])
-def test_one_token_by_tables_of_products(name, in_features, out_features):
-    native.use_isa("avx512")
+@pytest.mark.parametrize("isa", ["zen4", "avx512"])
+def test_one_token_by_tables_of_products(isa, name, in_features, out_features):
+    if isa not in native.isas():
+        pytest.skip("no tables of 256 entries in registers")
+    native.use_isa(isa)
     scheme, tensors = stored(name, out_features, in_features)
     tensors["codes"][0], tensors["codes"][-1] = 0, 255
     x = torch.randn(1, in_features)

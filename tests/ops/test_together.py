@@ -117,6 +117,7 @@ def test_what_does_not_belong_together(launches):
     assert not launches
 
 
+@pytest.mark.usefixtures("reference_kernels")
 def test_only_where_a_kernel_takes_several():
     def run(x, *each):
         return [LINEAR(x, *arguments(tensors)) for tensors in each]

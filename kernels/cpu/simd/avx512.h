@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The SIMD set (scalar.h says what each name means) with AVX-512 F, BW, DQ, VL, VBMI and VNNI.
+// The SIMD set (scalar.h says what each name means) with AVX-512 F, BW, DQ, VL, VBMI and VNNI. With HF_VQ_ZEN4,
+// the same numbers found in the way that is faster on AMD's processors.
 #pragma once
 #include <immintrin.h>
 
@@ -127,8 +128,9 @@ inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
 // -- tables --------------------------------------------------------------------------------------
 
 // 64 entries: vpermb, which ignores bits 6 and 7 of a code. 16: the same of four copies, so that bits 4 and
-// 5 do not matter either. 256: four vpermb of 64 entries each, the last three under masks of bits 6 and 7. Two
-// vpermi2b and a blend keep the port of permutations as busy, and the only other one for vectors busier.
+// 5 do not matter either. 256: four vpermb of 64 entries each, the last three under masks of bits 6 and 7. On
+// Intel, two vpermi2b and a blend keep the port of permutations as busy, and the only other one for vectors
+// busier; on AMD, where a vpermi2b takes as long as a vpermb, they are half of the permutations.
 template <int E, int X> struct Codebook { __m512i table[X][E == 256 ? 4 : 1]; };
 
 template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
@@ -151,6 +153,14 @@ template <int E, int X> inline void lookup(const Codebook<E, X>& book, Bytes cod
     for (int c = 0; c < X; ++c) entry[c].v = _mm512_permutexvar_epi8(code.v, book.table[c][0]);
   } else {
     const __mmask64 bit_7 = _mm512_movepi8_mask(code.v);
+#if defined(HF_VQ_ZEN4)
+    for (int c = 0; c < X; ++c) {
+      const __m512i* t = book.table[c];
+      const __m512i low = _mm512_permutex2var_epi8(t[0], code.v, t[1]);
+      const __m512i high = _mm512_permutex2var_epi8(t[2], code.v, t[3]);
+      entry[c].v = _mm512_mask_blend_epi8(bit_7, low, high);
+    }
+#else
     const __mmask64 bit_6 = _mm512_movepi8_mask(_mm512_slli_epi16(code.v, 1)), both = _kand_mask64(bit_6, bit_7);
     for (int c = 0; c < X; ++c) {
       const __m512i* t = book.table[c];
@@ -159,6 +169,7 @@ template <int E, int X> inline void lookup(const Codebook<E, X>& book, Bytes cod
       found = _mm512_mask_permutexvar_epi8(found, bit_7, code.v, t[2]);
       entry[c].v = _mm512_mask_permutexvar_epi8(found, both, code.v, t[3]);
     }
+#endif
   }
 }
 

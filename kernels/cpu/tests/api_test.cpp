@@ -52,7 +52,7 @@ void open(const char* path) {
 // The run-time choice: what runs here is offered, best first, and can be forced; nothing else can.
 void test_choice(const char* wanted, const char* only) {
   that(library.abi_version() == HF_VQ_ABI_VERSION, "ABI %d", library.abi_version());
-  const char* all[] = {"avx512", "avx2", "dotprod", "neon", "scalar"};
+  const char* all[] = {"zen4", "avx512", "avx2", "dotprod", "neon", "scalar"};
   char expected[64] = "";
   for (const char* isa : all) {
     const bool runs = processor_runs(isa);

@@ -21,6 +21,7 @@ bool processor_runs(const char* isa) {
 #if !defined(HF_VQ_EMULATE_VBMI)
   avx512 = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
 #endif
+  if (strcmp(isa, "zen4") == 0) return avx512 && __builtin_cpu_is("amd");
   if (strcmp(isa, "avx512") == 0) return avx512;
 #elif defined(__aarch64__)
   if (strcmp(isa, "neon") == 0) return true;
