@@ -22,6 +22,7 @@ from . import (
     cuda_generate_kv,
     cuda_linear,
     cuda_mechanisms,
+    cuda_offload,
     cuda_parts,
     cuda_peers,
     cuda_quantize,
@@ -38,7 +39,7 @@ TIMED_SUITES: dict[str, Any] = {
     "cuda-linear": cuda_linear, "cuda-peers": cuda_peers,
     "cuda-mechanisms": cuda_mechanisms, "cuda-generate": cuda_generate,
     "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,
-    "cuda-quantize": cuda_quantize, "cuda-parts": cuda_parts,
+    "cuda-quantize": cuda_quantize, "cuda-parts": cuda_parts, "cuda-offload": cuda_offload,
 }  # fmt: skip
 
 
@@ -77,14 +78,14 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--gguf", type=Path, help="folder with kv16-Q4_0.gguf and others")
         elif name.startswith("cuda-"):
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
-            if name in ("cuda-linear", "cuda-peers", "cuda-mechanisms", "cuda-parts"):
+            if isinstance(getattr(module, "TOKENS", None), tuple):
                 suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
             if name == "cuda-attention":
                 suite.add_argument("--quick", action="store_true", help="three small cases")
             if name == "cuda-generate-kv":
                 suite.add_argument("--cases", type=cuda_generate_kv.Case.parse, nargs="+",
                                    default=list(module.CASES), metavar="ROWSxTOKENS")  # fmt: skip
-            if name in ("cuda-quantize", "cuda-generate-kv"):
+            if name in ("cuda-quantize", "cuda-generate-kv", "cuda-offload"):
                 suite.add_argument("--layers", type=int, default=module.LAYERS)
         else:
             suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])
