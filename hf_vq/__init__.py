@@ -12,6 +12,7 @@ from .backends import cuda as _cuda
 from .backends import reference as _reference
 from .backends import torch_attention as _torch_attention
 from .backends import triton as _triton
+from .backends import two_passes as _two_passes
 from .cache import VQCache
 from .errors import (
     VQBackendError,
@@ -46,7 +47,7 @@ __version__ = "0.1.0"
 # Rows of the dispatch table are asked in this order.
 for _plugin in (
     _cuda, _cpu_linear, _cpu_vptq, _cpu_attention, _cpu_static, _triton, _torch_attention,
-    _reference, _fit_rows, _quantizer, _attention, _generation, _graphs,
+    _two_passes, _reference, _fit_rows, _quantizer, _attention, _generation, _graphs,
 ):  # fmt: skip
     _plugin.register()
 

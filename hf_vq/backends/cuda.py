@@ -269,8 +269,10 @@ def accepts_attention(problem: dispatch.Problem) -> str | None:
 def _fused(*arguments: Tensor | VQScheme | None) -> Tensor:
     from . import cuda_fused
 
-    x, codes, codebook, scale, rotation, *_second_pass, bias, scheme = arguments
-    return cuda_fused.linear(x, codes, codebook, scale, rotation, bias, scheme)  # type: ignore[arg-type]
+    x, codes, codebook, scale, rotation, codes_2, codebook_2, *_, bias, scheme = arguments
+    if codes_2 is not None:  # nested: one table for both
+        codebook = codebook_2
+    return cuda_fused.linear(x, codes, codebook, scale, rotation, bias, scheme, codes_2)  # type: ignore[arg-type]
 
 
 def _wide(*arguments: Tensor | VQScheme | None) -> Tensor:
@@ -287,10 +289,11 @@ def _tiles(*arguments: Tensor | VQScheme | None) -> Tensor:
     return cuda_tiles.linear(x, codes, codebook, scale, rotation, bias, scheme)  # type: ignore[arg-type]
 
 
-def _direct(problem: dispatch.Problem) -> dispatch.Direct:
+def _direct(problem: dispatch.Problem) -> dispatch.Direct | None:
     from . import cuda_direct
 
-    return cuda_direct.direct(problem, parse(problem.scheme))
+    scheme = parse(problem.scheme)
+    return None if scheme.two_passes else cuda_direct.direct(problem, scheme)
 
 
 def _direct_tiles(problem: dispatch.Problem) -> dispatch.Direct:

@@ -6,12 +6,10 @@ from Python may take longer than the kernel.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,39 +23,8 @@ from ..codegen.plan import LinearPlan, RotatePlan
 from ..codegen.store import default_store
 from ..errors import VQBackendError, VQFormatError
 from ..formats.scheme import VQScheme
-from .cuda_linear import DTYPES, RotateArguments, Stored, needs_signs
-
-
-class LinearArguments(ctypes.Structure):
-    """struct Arguments of kernels/cuda/linear.cu; wide.cu has all but the last."""
-
-    _fields_ = [
-        ("codes", ctypes.c_void_p),
-        ("codebook", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("signs", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("rows", ctypes.c_int32),
-        ("columns", ctypes.c_int32),
-        ("tokens", ctypes.c_int32),
-        ("blocks", ctypes.c_int32),
-    ]
-
-
-@functools.cache
-def _together(matrices: int) -> type[ctypes.Structure]:
-    """struct Together of so many matrices, flat: fields of the second one are `codes_1`, .."""
-    fields = [(_of(name, i), kind) for i in range(matrices) for name, kind in _FIELDS]
-    return type("Together", (ctypes.Structure,), {"_fields_": fields})
-
-
-_FIELDS: list[tuple[str, Any]] = [(name, kind) for name, kind, *_ in LinearArguments._fields_]
-
-
-def _of(name: str, matrix: int) -> str:
-    return f"{name}_{matrix}" if matrix else name
+from .cuda_arguments import field_of, together
+from .cuda_linear import DTYPES, RotateArguments, Stored, needs_signs, second_codes
 
 
 @dataclass(eq=False)
@@ -75,6 +42,7 @@ class Launch:
 
 
 Keepers = tuple[Tensor, ...]
+State = tuple[tuple[int, ...], int]
 Places = tuple[tuple[int, ...], ...]
 # A plan, shape and dtype of x, ordinal, and the other matrices of the launch.
 Asked = tuple[Launch | None, torch.Size, torch.dtype, int, tuple["_Layer", ...]]
@@ -93,7 +61,7 @@ class _Layer:
         self.signs_bytes = 0 if signs is None else signs.numel()
         self.device = stored.codes.device
         self.keepers = tuple(map(weakref.ref, keepers))
-        self.last: tuple[int, int, int, int] | None = None  # `state` at the last launch
+        self.last: State | None = None  # `state` at the last launch
         self.calls: dict[Asked, _Call] = {}
 
     def is_of(self, keepers: Keepers) -> bool:
@@ -101,22 +69,25 @@ class _Layer:
         return all(ref() is tensor for ref, tensor in zip(self.keepers, keepers, strict=True))
 
     def state(
-        self, codes: Tensor, codebook: Tensor, scale: Tensor, stream: int
-    ) -> tuple[int, int, int, int] | None:
+        self, codes: Tensor, codebook: Tensor, scale: Tensor, stream: int, second: Tensor | None
+    ) -> State | None:
         """What a launch now would see: counters that every write moves, and the stream."""
         try:
-            return codes._version, codebook._version, scale._version, stream
+            written: tuple[int, ...] = codes._version, codebook._version, scale._version
+            if second is not None:  # may lie elsewhere at every call
+                written = (*written, second._version, second.data_ptr())
+            return written, stream
         except RuntimeError:  # made in inference mode: they do not count
             return None
 
-    def is_settled(self, state: tuple[int, int, int, int] | None) -> bool:
+    def is_settled(self, state: State | None) -> bool:
         """Whether nobody wrote these tensors since the last launch, as far as that stream knows:
         the kernel reads them before it waits for the kernels before it."""
         last = self.last
-        if state is None or last is None or state[:3] != last[:3]:
+        if state is None or last is None or state[0] != last[0]:
             return False
         # In a graph, a node of it would have written them.
-        return state[3] == last[3] or torch.cuda.is_current_stream_capturing()
+        return state[1] == last[1] or torch.cuda.is_current_stream_capturing()
 
     def added(self, bias: Tensor | None, x: Tensor) -> Tensor | None:
         """The bias, in the dtype of x.
@@ -175,7 +146,7 @@ class _Call:
                 "rows": layer.rows, "columns": in_features, "tokens": x.numel() // in_features,
                 "blocks": blocks,
             }  # fmt: skip
-            values |= {_of(name, i): value for name, value in fixed.items()}
+            values |= {field_of(name, i): value for name, value in fixed.items()}
             if launch.before is not None:
                 count = x.numel() // launch.rotation_block
                 rotation = launch.before.prepare(
@@ -291,7 +262,8 @@ def _layer(
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(plan: LinearPlan, ordinal: int) -> Kernel:
-    return Kernel(plan, _together(plan.matrices), ordinal, default_store())
+    arguments = together(plan.matrices, plan.second_bits > 0)
+    return Kernel(plan, arguments, ordinal, default_store())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -379,21 +351,26 @@ def linear(
     rotation: Tensor | None,
     bias: Tensor | None,
     scheme: VQScheme,
+    second: Tensor | None = None,
 ) -> Tensor:
     """y = W x + b (`ops.reference.linear`) for few tokens, in 16-bit floats.
 
     Entries of codebooks, the sum of a weight's stages and the rotated x are rounded to the dtype of
     x; sums over columns are float32.
+
+    Args:
+        second: codes of a nested pass; `codebook` is the one of both.
     """
     y = x.new_empty((*x.shape[:-1], codes.shape[0]))
     if not y.numel():
         return y
     ordinal = x.get_device()
+    given = (x, codes, codebook, scale, rotation, bias, scheme, y, ordinal)
     if ordinal == torch._C._cuda_getDevice():
-        run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal)
+        run(*given, second=second)
     else:
         with torch.cuda.device(ordinal):
-            run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal)
+            run(*given, second=second)
     return y
 
 
@@ -409,6 +386,7 @@ def run(
     ordinal: int,
     launch: Launch | None = None,
     overlap: bool = True,
+    second: Tensor | None = None,
 ) -> None:
     """To `y`, by a launch that is given or by the one of the layer.
 
@@ -416,6 +394,8 @@ def run(
         overlap: let kernels begin before those before them have ended (kernels/cuda/grids.cuh).
     """
     layer, _alive = _layer(x, codes, codebook, scale, rotation, scheme)
+    if scheme.two_passes:
+        second = second_codes(second, x, layer.rows, scheme)
     call = _call(layer, (), x, scheme, ordinal, launch)
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
     given = call.input(_readable(x), 0, stream, overlap)
@@ -425,7 +405,9 @@ def run(
         arguments = kernel.arguments
         arguments.x, arguments.y = given.data_ptr(), y.data_ptr()
         arguments.bias = None if bias is None else bias.data_ptr()
-        state = layer.state(codes, codebook, scale, stream)
+        if second is not None:
+            arguments.second = second.data_ptr()
+        state = layer.state(codes, codebook, scale, stream, second)
         kernel.start(stream, overlap and layer.is_settled(state))
         layer.last = state
 
@@ -463,8 +445,10 @@ def linears(
             for name, tensors in (("x", rotated), ("bias", added), ("y", found)):
                 for i, tensor in enumerate(tensors):
                     address = None if tensor is None else tensor.data_ptr()
-                    setattr(call.kernel.arguments, _of(name, i), address)
-            states = [layer.state(*one, stream) for layer, one in zip(layers, stored, strict=True)]
+                    setattr(call.kernel.arguments, field_of(name, i), address)
+            states = [
+                layer.state(*one, stream, None) for layer, one in zip(layers, stored, strict=True)
+            ]
             settled = [layer.is_settled(now) for layer, now in zip(layers, states, strict=True)]
             call.kernel.start(stream, all(settled))
             for layer, state in zip(layers, states, strict=True):

@@ -220,15 +220,31 @@ class Stored:
 
 @functools.lru_cache(maxsize=1024)
 def stored_sizes(scheme: VQScheme, rows: int, in_features: int) -> tuple[int, int, int]:
-    """Bytes of codes, numbers of codebooks, and scales."""
+    """Bytes of codes, numbers of codebooks, and scales; of nested stages the codes of the first
+    pass, and the codebook of both."""
     x = scheme.vector_size
     stream = packed_size(in_features // x, scheme.entry_bits)
     books = scheme.streams
     if scheme.codebook == "tile":
         books = math.ceil(rows / scheme.tile[0]) * math.ceil(in_features / scheme.tile[1])
-    entries = 257 if scheme.lattice else scheme.entries
+    entries = 257 if scheme.lattice else 1 << scheme.entry_bits + scheme.second_bits
     scales = in_features // scheme.group(in_features)
     return rows * scheme.streams * stream, books * entries * x, rows * scales
+
+
+def second_codes(codes: Tensor | None, x: Tensor, rows: int, scheme: VQScheme) -> Tensor:
+    """Codes of a nested pass as kernels read them.
+
+    Raises:
+        VQFormatError: they are missing, of another size, or not where x is.
+    """
+    shape = (rows, packed_size(x.shape[-1], scheme.second_bits))
+    if codes is None or codes.shape != shape or codes.device != x.device:
+        got = "none" if codes is None else f"{list(codes.shape)} on {codes.device}"
+        raise VQFormatError(
+            f"{scheme.spec()} needs codes {list(shape)} of a second pass on {x.device}; got {got}."
+        )
+    return _ready(codes, torch.uint8)
 
 
 def needs_signs(rotation: Tensor | None, scheme: VQScheme, in_features: int) -> bool:

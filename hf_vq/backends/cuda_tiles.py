@@ -20,12 +20,13 @@ from ..codegen.store import default_store
 from ..errors import VQBackendError
 from ..formats.scheme import VQScheme
 from . import cuda_fused
+from .cuda_arguments import LinearArguments
 from .cuda_linear import DTYPES
 
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(plan: TilePlan, ordinal: int) -> Kernel:
-    return Kernel(plan, cuda_fused.LinearArguments, ordinal, default_store())
+    return Kernel(plan, LinearArguments, ordinal, default_store())
 
 
 @functools.lru_cache(maxsize=4096)

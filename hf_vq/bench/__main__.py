@@ -25,6 +25,7 @@ from . import (
     cuda_generate_kv,
     cuda_linear,
     cuda_mechanisms,
+    cuda_offload,
     cuda_parts,
     cuda_peers,
     cuda_quantize,
@@ -44,6 +45,7 @@ TIMED_SUITES: dict[str, Any] = {
     "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,
     "cuda-quantize": cuda_quantize, "cuda-calibrate": cuda_calibrate,
     "cpu-calibrate": cpu_calibrate, "cuda-crossover": cuda_crossover, "cuda-parts": cuda_parts,
+    "cuda-offload": cuda_offload,
 }  # fmt: skip
 
 
@@ -87,14 +89,14 @@ def build_parser() -> argparse.ArgumentParser:
                                default=list(module.CONTEXTS), help="at which it runs")  # fmt: skip
         elif name.startswith("cuda-"):
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
-            if name in ("cuda-linear", "cuda-peers", "cuda-mechanisms", "cuda-parts"):
+            if isinstance(getattr(module, "TOKENS", None), tuple):
                 suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
             if name == "cuda-attention":
                 suite.add_argument("--quick", action="store_true", help="three small cases")
             if name == "cuda-generate-kv":
                 suite.add_argument("--cases", type=cuda_generate_kv.Case.parse, nargs="+",
                                    default=list(module.CASES), metavar="ROWSxTOKENS")  # fmt: skip
-            if name in ("cuda-quantize", "cuda-calibrate", "cuda-generate-kv"):
+            if name in ("cuda-quantize", "cuda-calibrate", "cuda-generate-kv", "cuda-offload"):
                 suite.add_argument("--layers", type=int, default=module.LAYERS)
         else:
             suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import ops
 from ..formats.catalog import weight_scheme
 from ..formats.scheme import VQScheme
-from ..formats.shared import universal_tensor
+from ..formats.shared import second_universal_tensor, universal_tensor
 from ..formats.tensors import tensor_specs
 from ..ops import dispatch
 from ..ops.library import problem
@@ -123,8 +123,9 @@ def random_tensors(scheme: VQScheme, out_features: int, in_features: int) -> dic
     for key, spec in tensor_specs(scheme, out_features, in_features).items():
         if spec.dtype == torch.uint8:
             tensors[key] = torch.randint(256, spec.shape, dtype=torch.uint8)
-        elif key == "codebook" and spec.shared_name:
-            tensors[key] = universal_tensor(scheme)
+        elif key.startswith("codebook") and spec.shared_name:
+            second = key == "codebook_2"
+            tensors[key] = second_universal_tensor(scheme) if second else universal_tensor(scheme)
         elif spec.largest:
             tensors[key] = torch.randint(
                 -spec.largest, spec.largest + 1, spec.shape, dtype=spec.dtype

@@ -165,6 +165,7 @@ def copies_of(scheme: VQScheme, out_features: int, in_features: int) -> list[dic
         for key, tensor in random_tensors(scheme, out_features, in_features).items()
     }
     own = ["codes", "scale"] + ["codebook"] * (scheme.codebook == "tile")
+    own += [key for key in ("codes_2", "scale_2") if key in tensors]
     copies = cold_copies(sum(tensors[key].nbytes for key in own))
     return [{**tensors, **{key: tensors[key].clone() for key in own}} for _ in range(copies)]
 
@@ -245,9 +246,10 @@ def by_plan(
     y = x.new_empty(len(x), out_features)
 
     def call(i: int) -> None:
-        codes, codebook, scale = (sets[i][key] for key in ("codes", "codebook", "scale"))
-        signs = rotation_of(sets[i])
-        cuda_fused.run(x, codes, codebook, scale, signs, None, scheme, y, ordinal, launch, overlap)
+        table = "codebook_2" if scheme.two_passes else "codebook"  # nested: of both codes
+        codes, codebook, scale = (sets[i][key] for key in ("codes", table, "scale"))
+        given = (codes, codebook, scale, rotation_of(sets[i]), None, scheme, y, ordinal, launch)
+        cuda_fused.run(x, *given, overlap, sets[i].get("codes_2"))
 
     return Contestant(call, len(sets))
 
@@ -298,6 +300,8 @@ def _decode_rows(
     moved = {"write": nbytes, "read and write": 2 * nbytes}
     for name, sets in layers.items():
         scheme = weight_scheme(name)
+        if scheme.two_passes:  # merged first, by PyTorch
+            continue
         moved[name] = nbytes + sum(
             tensor.nbytes for key, tensor in sets[0].items() if key != "signs"
         )

@@ -19,7 +19,7 @@ from . import tuned
 from .choose import L2_LOOKUPS, NOT_HIDDEN, WARP_INSTRUCTIONS, Cost, decodable
 from .device import RESERVED_BYTES, Arch
 from .plan import Dtype, LinearPlan, Scope
-from .table_layout import BANKS, LARGEST_INDEX, fused, load_bytes, tables
+from .table_layout import BANKS, LARGEST_INDEX, fused, load_bytes, second_load_bytes, tables
 
 MOST_TOKENS = 64  # beyond, decoded rows are used often enough
 TILE_ROWS = 16
@@ -65,7 +65,7 @@ class LinearProblem:
 
 def fusable(scheme: VQScheme, in_features: int) -> str | None:
     """None if the fused kernel computes with such codes, else the reason why not."""
-    reason = decodable(scheme)
+    reason = None if scheme.stages == "nested" else decodable(scheme)
     if reason:
         return reason
     if scheme.codebook == "tile":
@@ -81,10 +81,12 @@ def _units(scheme: VQScheme, in_features: int) -> Iterator[int]:
     width, bits = scheme.vector_size * fused(scheme), scheme.entry_bits * fused(scheme)
     for unit in _UNITS:
         whole_words = unit % width == 0 and unit // width * bits % 32 == 0
+        whole_words = whole_words and unit * scheme.second_bits % 32 == 0
         one_scale = group in (0, in_features) or group % (4 * unit) == 0
-        if whole_words and one_scale and in_features % unit == 0 and load_bytes(
-            scheme, unit, in_features
-        ) >= 4:  # fmt: skip
+        loads = [load_bytes(scheme, unit, in_features)]
+        if scheme.two_passes:
+            loads.append(second_load_bytes(scheme, unit, in_features))
+        if whole_words and one_scale and in_features % unit == 0 and min(loads) >= 4:
             yield unit
 
 
@@ -166,6 +168,8 @@ def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
         early=bool(chosen["early"]),
         sets=held_sets(columns, unit, parts, steps, single),
         share=chosen["share"],
+        second_bits=scheme.second_bits,
+        second_load_bytes=second_load_bytes(scheme, unit, columns),
     )
 
 
@@ -183,7 +187,7 @@ def held_sets(in_features: int, unit: int, parts: int, steps: int, single: bool)
 
 def registers(plan: LinearPlan) -> int:
     """About how many registers a thread needs."""
-    words = plan.unit // plan.vector_size * plan.entry_bits // 32
+    words = plan.unit // plan.vector_size * (plan.entry_bits + plan.second_bits) // 32
     rows = 2 * plan.row_tiles
     codes = rows * plan.stages * words * plan.steps
     scales = rows * (2 if plan.single or plan.sets > 1 else 1) if plan.group else 0
@@ -222,7 +226,8 @@ def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
     parts = plan.split * plan.share
     if plan.sets < held_sets(problem.in_features, plan.unit, parts, plan.steps, plan.single):
         return "a warp does not keep x, or scales, of all of its columns"
-    row = plan.stages * packed_size(problem.in_features // plan.vector_size, plan.entry_bits)
+    bits = max(plan.entry_bits, plan.second_bits)
+    row = plan.stages * packed_size(problem.in_features // plan.vector_size, bits)
     if not plan.single and problem.rows * row >= 1 << 32:
         return "places of codes of several tokens have 32 bits"
     if plan.share > 1 and plan.split != warps:
@@ -279,8 +284,9 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     entry = plan.entry_bytes
     width = plan.vector_size * plan.fused
     books = plan.stages + lattice
-    words = plan.unit // plan.vector_size * plan.entry_bits // 32
+    words = plan.unit // plan.vector_size * (plan.entry_bits + plan.second_bits) // 32
     stream = packed_size(columns // plan.vector_size, plan.entry_bits)
+    stream += packed_size(columns, plan.second_bits)
     nbytes = problem.rows * (
         plan.stages * stream + 2 * (columns // plan.group if plan.group else 1)
     ) + 2 * problem.tokens * (columns + problem.rows)
@@ -330,7 +336,7 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
 
 
 def _byte(plan: LinearPlan) -> bool:
-    return plan.entry_bits * plan.fused == 8
+    return (plan.entry_bits + plan.second_bits) * plan.fused == 8
 
 
 @functools.lru_cache(maxsize=4096)

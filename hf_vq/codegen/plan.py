@@ -6,7 +6,7 @@ DecodePlan(vector_size=2, ...)   ->   struct Plan { static constexpr int vector_
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 
@@ -120,6 +120,7 @@ class TablePlan(Plan):
         interleaved: entries of one index that lie together, one for each book, or more places.
         unit: weights of one row that a lane decodes of a chunk.
         load_bytes: bytes of codes that a lane reads at a time.
+        second_bits: of a second, nested pass, whose codes are looked up with those of the first.
     """
 
     dtype: Dtype
@@ -135,6 +136,7 @@ class TablePlan(Plan):
     interleaved: int
     unit: int
     load_bytes: int
+    second_bits: int = field(default=0, kw_only=True)
 
     @property
     def entry_bytes(self) -> int:
@@ -148,7 +150,7 @@ class TablePlan(Plan):
         if not self.in_shared:
             return 0
         lattice, entry = self.scope is Scope.E8P, self.entry_bytes
-        entries = 256 if lattice else 1 << self.entry_bits * self.fused
+        entries = 256 if lattice else 1 << (self.entry_bits + self.second_bits) * self.fused
         if entry * self.replicas < 128:
             return (self.stages + lattice) * entries * entry * self.replicas
         return entries * entry * self.replicas * self.interleaved
@@ -172,6 +174,7 @@ class LinearPlan(TablePlan):
             several tokens, scales of eight chunks.
         share: blocks of a cluster that share the columns of the same rows.
         matrices: that have the same input, and are multiplied with it by one launch.
+        second_load_bytes: bytes of the codes of a nested pass that a lane reads at a time.
     """
 
     template: ClassVar[str] = "linear"
@@ -187,6 +190,7 @@ class LinearPlan(TablePlan):
     sets: int
     share: int
     matrices: int = 1
+    second_load_bytes: int = field(default=0, kw_only=True)
 
     @property
     def shared_bytes(self) -> int:
@@ -418,15 +422,15 @@ def render(plan: Plan) -> str:
 
 def _struct(name: str, plan: Plan) -> list[str]:
     lines = [f"struct {name} {{"]
-    for field in fields(plan):
-        value = getattr(plan, field.name)
+    for one in fields(plan):
+        value = getattr(plan, one.name)
         if isinstance(value, Plan):
-            lines += [f"  {line}" for line in _struct(field.name, value)]
+            lines += [f"  {line}" for line in _struct(one.name, value)]
         elif isinstance(value, enum.Enum):
             kind = type(value).__name__
-            lines.append(f"  static constexpr {kind} {field.name} = {kind}::{value.name};")
+            lines.append(f"  static constexpr {kind} {one.name} = {kind}::{value.name};")
         elif isinstance(value, bool):
-            lines.append(f"  static constexpr bool {field.name} = {str(value).lower()};")
+            lines.append(f"  static constexpr bool {one.name} = {str(value).lower()};")
         else:
-            lines.append(f"  static constexpr int {field.name} = {value};")
+            lines.append(f"  static constexpr int {one.name} = {value};")
     return [*lines, "};"]

@@ -13,8 +13,10 @@ LARGEST_INDEX = 12  # bits; a larger codebook stays in L2
 
 
 def fused(scheme: VQScheme) -> int:
-    """Codes that are looked up together: up to 8 bits and 8 weights."""
+    """Codes that lie side by side and are looked up together: up to 8 bits and 8 weights."""
     count = 1
+    if scheme.two_passes:
+        return count
     while 2 * count * scheme.vector_size <= 8 and 2 * count * scheme.entry_bits <= 8:
         count *= 2
     return count
@@ -26,7 +28,7 @@ def tables(scheme: VQScheme) -> tuple[int, int, int]:
         return 8, 8, scheme.streams + 1
     width = scheme.vector_size * fused(scheme)
     entry = width if scheme.largest_entry else max(4, 2 * width)
-    return entry, scheme.entry_bits * fused(scheme), scheme.streams
+    return entry, (scheme.entry_bits + scheme.second_bits) * fused(scheme), scheme.streams
 
 
 def copies(scheme: VQScheme, arch: Arch) -> tuple[int, int]:
@@ -42,5 +44,14 @@ def copies(scheme: VQScheme, arch: Arch) -> tuple[int, int]:
 
 def load_bytes(scheme: VQScheme, unit: int, in_features: int) -> int:
     """The widest load whose address is aligned for every row, stage and lane."""
-    stream = packed_size(in_features // scheme.vector_size, scheme.entry_bits)
-    return math.gcd(16, unit // scheme.vector_size * scheme.entry_bits // 8, stream)
+    return _aligned(scheme.vector_size, scheme.entry_bits, unit, in_features)
+
+
+def second_load_bytes(scheme: VQScheme, unit: int, in_features: int) -> int:
+    """The same of the codes of a nested pass; 0 where there is none."""
+    return _aligned(1, scheme.second_bits, unit, in_features) if scheme.two_passes else 0
+
+
+def _aligned(vector_size: int, bits: int, unit: int, in_features: int) -> int:
+    stream = packed_size(in_features // vector_size, bits)
+    return math.gcd(16, unit // vector_size * bits // 8, stream)

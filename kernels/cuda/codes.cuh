@@ -50,3 +50,29 @@ template <int Bits, int Count> struct Codes {
     return code & ((1u << Bits) - 1);
   }
 };
+
+// `Count` codes of two nested passes, each read from its own stream; together (first << Second | second) is one code.
+template <int First, int Second, int Count> struct NestedCodes {
+  Codes<First, Count> first;
+  Codes<Second, Count> second;
+
+  template <int Bytes> __device__ void load_aligned(const char* from) { first.template load_aligned<Bytes>(from); }
+
+  // Of 4 + 4 bits: the word of four codes, as bytes, in which the one at bit `at` is.
+  //
+  //     first  h7 h6 .. h1 h0    second  l7 l6 .. l1 l0    ->    h6 l6 h4 l4 h2 l2 h0 l0  or  h7 l7 h5 l5 h3 l3 h1 l1
+  __device__ uint32_t bytes_of(int at) const {
+    const uint32_t high = first.word[at / 64], low = second.word[at / 64];
+    if (at / 8 % 2) return (high & 0xf0f0f0f0) | (low >> 4 & 0x0f0f0f0f);
+    return (high << 4 & 0xf0f0f0f0) | (low & 0x0f0f0f0f);
+  }
+
+  // As of `Codes`, `at` counting bits of whole codes.
+  template <int Width, int Factor> __device__ uint32_t field(int at) const {
+    const int i = at / (First + Second);
+    return first.template field<First, (Factor << Second)>(i * First) |
+           second.template field<Second, Factor>(i * Second);
+  }
+
+  __device__ uint32_t operator[](int i) const { return first[i] << Second | second[i]; }
+};

@@ -31,7 +31,16 @@
 #include "table.cuh"
 #include "wgmma.cuh"
 
-struct Arguments {
+// The second of two nested passes, of which `codebook` is the table for both.
+template <bool Nested> struct SecondCodes {
+  __device__ const char* second_codes() const { return nullptr; }
+};
+template <> struct SecondCodes<true> {
+  const uint32_t* second;  // uint8 [rows, second_stream]
+  __device__ const char* second_codes() const { return reinterpret_cast<const char*>(second); }
+};
+
+struct Arguments : SecondCodes<Table::nested> {
   const uint32_t* codes;     // uint8 [rows, stages * stream_bytes]
   const uint16_t* codebook;  // fp16 or int8 [stages, entries, x]
   const uint16_t* scale;     // fp16 [rows, columns / group]
@@ -56,6 +65,7 @@ constexpr int tile_rows = 16 * Plan::row_tiles;
 constexpr int warps = Plan::threads / 32, teams = warps / Plan::split;
 constexpr int group = Plan::group ? Plan::group : 1;
 constexpr int unit_bytes = unit / Plan::vector_size * Plan::entry_bits / 8;
+constexpr int second_unit_bytes = unit * Plan::second_bits / 8;
 // Sums of several tokens meet as fragments, each with the block of a cluster that adds it.
 constexpr int fragments = Plan::row_tiles * Plan::token_tiles, parts = Plan::share * Plan::split;
 constexpr int owned = (fragments + Plan::share - 1) / Plan::share;
@@ -82,7 +92,7 @@ template <> struct Place<false> {
 
 // Where the two rows of a lane begin, in every tile, at the lane's place in the first chunk.
 struct Rows {
-  Place<Plan::single> codes[Plan::row_tiles][2];
+  Place<Plan::single> codes[Plan::row_tiles][2], second[Plan::row_tiles][2];
   int first_row;
 
   __device__ static int row(const Arguments& a, int first_row, int tile, int half) {
@@ -97,7 +107,14 @@ struct Rows {
       for (int half = 0; half < 2; ++half) {
         codes[tile][half].set(reinterpret_cast<const char*>(a.codes),
                               row(a, first_row, tile, half) * Plan::stages * stream + lane % 4 * unit_bytes);
+        if constexpr (Table::nested)
+          second[tile][half].set(a.second_codes(), row(a, first_row, tile, half) * second_stream(a) +
+                                                  lane % 4 * second_unit_bytes);
       }
+  }
+
+  __device__ static int64_t second_stream(const Arguments& a) {
+    return (int64_t(a.columns) * Plan::second_bits + 7) / 8;
   }
 
   __device__ const uint16_t* scale(const Arguments& a, int tile, int half) const {
@@ -117,6 +134,17 @@ struct Step {
       for (int stage = 0; stage < Plan::stages; ++stage)
         codes[tile][half][stage].template load_aligned<Plan::load_bytes>(
             rows.codes[tile][half].of(first) + stage * stream + int64_t(at) * (4 * unit_bytes));
+    load_second(codes[tile], a, rows, tile, at);
+  }
+
+  template <class RowCodes>
+  __device__ static void load_second(RowCodes (&codes)[2][Plan::stages], const Arguments& a, const Rows& rows, int tile,
+                                     int at) {
+    if constexpr (Table::nested)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        codes[half][0].second.template load_aligned<Plan::second_load_bytes>(
+            rows.second[tile][half].of(a.second_codes()) + int64_t(at) * (4 * second_unit_bytes));
   }
 
   __device__ void load(const Arguments& a, const Rows& rows, int at, int64_t stream) {

@@ -8,7 +8,7 @@
 //     entry 0    [copy 0 copy 1  ..  copy 7]      16-byte entries: 8 copies, lane i reads copy i % 8
 //     entry 1    [copy 0 copy 1  ..  copy 7]
 //
-// and no two lanes of a phase meet. The books of all stages lie interleaved, Plan::interleaved times 128 bytes for each
+// and no two lanes of a phase meet. Two nested passes have one table, for the codes of both together. The books of all stages lie interleaved, Plan::interleaved times 128 bytes for each
 // index; with 256 bytes, one byte permutation makes an address of a code, else a shift and a LOP3 do. `fused` short
 // codes that lie side by side are one index (two 4-bit codes: 256 entries of two weights).
 //
@@ -23,9 +23,10 @@
 #include "plan.cuh"
 
 struct Table {
-  static constexpr bool lattice = Plan::scope == Scope::E8P, integers = Plan::integers;
+  static constexpr bool lattice = Plan::scope == Scope::E8P, integers = Plan::integers, nested = Plan::second_bits > 0;
   static constexpr int x = Plan::vector_size, width = x * Plan::fused;  // weights of an entry
-  static constexpr int index_bits = lattice ? 8 : Plan::entry_bits * Plan::fused;
+  static constexpr int code_bits = Plan::entry_bits + Plan::second_bits;  // of both passes
+  static constexpr int index_bits = lattice ? 8 : code_bits * Plan::fused;
   static constexpr int entries = 1 << index_bits;
   static constexpr int entry_bytes = lattice ? 8 : integers ? width : width == 1 ? 4 : width * 2;
   static constexpr int book_stride = entry_bytes * Plan::replicas;
@@ -35,9 +36,15 @@ struct Table {
   static constexpr int entry_stride = book_stride * (interleaved ? Plan::interleaved : 1);
   static constexpr int book_bytes = interleaved ? book_stride : book_stride * entries;
   static constexpr int bytes = Plan::in_shared ? (interleaved ? entries * entry_stride : books * book_bytes) : 0;
-  static constexpr int stored_numbers = lattice ? 257 * 8 : (1 << Plan::entry_bits) * x;  // of a stage
+  static constexpr int stored_numbers = lattice ? 257 * 8 : (1 << code_bits) * x;  // of a stage
   static constexpr uint32_t exponent = Plan::dtype == Dtype::FLOAT16 ? 0x64646464 : 0x43434343;  // 2^m, of a byte
-  using RowCodes = Codes<Plan::entry_bits * Plan::fused, Plan::unit / width>;
+  template <bool Nested, int Width> struct OfRow {
+    using Kind = Codes<Plan::entry_bits * Plan::fused, Plan::unit / Width>;
+  };
+  template <int Width> struct OfRow<true, Width> {
+    using Kind = NestedCodes<Plan::entry_bits, Plan::second_bits, Plan::unit / Width>;
+  };
+  using RowCodes = typename OfRow<nested, width>::Kind;
 
   // Where dynamic shared memory begins, and the tables with it: a constant costs nothing in an address. In a cluster the
   // highest byte says which block's memory it is, and `copy` has that byte.
@@ -191,7 +198,7 @@ struct Table {
     } else {
 #pragma unroll
       for (int i = 0; i < Plan::fused; ++i) {
-        const int code = index >> i * Plan::entry_bits & ((1 << Plan::entry_bits) - 1);
+        const int code = index >> i * code_bits & ((1 << code_bits) - 1);
         if constexpr (integers) {
           load_words<x < 4 ? 4 : x>(integers_of(stage) + code * x, word + i * x / 4);
         } else if constexpr (x == 1) {
@@ -229,10 +236,23 @@ struct Table {
   // Address of this lane's copy of the entry whose index has its bits at `at`, in the first book.
   __device__ uint32_t address(const RowCodes& codes, int at) const {
     if constexpr (index_bits == 8 && entry_stride == 256) {  // a byte of the codes above the byte of the copy
-      return __byte_perm(codes.word[at / 32], copy, 0x7504 | at % 32 / 8 << 4) + first;
+      return by_byte(codes, at) + first;
     } else {
       return (codes.template field<index_bits, entry_stride>(at) | copy) + first;
     }
+  }
+
+  template <int Bits, int Count> __device__ uint32_t by_byte(const Codes<Bits, Count>& codes, int at) const {
+    return __byte_perm(codes.word[at / 32], copy, 0x7504 | at % 32 / 8 << 4);
+  }
+
+  template <int First, int Second, int Count>  // 4 + 4 bits have whole bytes
+  __device__ uint32_t by_byte(const NestedCodes<First, Second, Count>& codes, int at) const {
+    return codes.template field<First + Second, entry_stride>(at) | copy;
+  }
+
+  template <int Count> __device__ uint32_t by_byte(const NestedCodes<4, 4, Count>& codes, int at) const {
+    return __byte_perm(codes.bytes_of(at), copy, 0x7504 | at % 64 / 16 << 4);
   }
 
   // `Bytes` bytes from byte `part` of the entry of index `i`.

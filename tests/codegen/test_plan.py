@@ -81,8 +81,8 @@ def test_enumerations_have_the_same_names_in_the_source(kind):
 
 def test_arguments_are_those_of_the_source():
     """Names and order; their types are a pointer, or integers of the named size."""
+    from hf_vq.backends.cuda_arguments import LinearArguments
     from hf_vq.backends.cuda_encode import EncodeArguments
-    from hf_vq.backends.cuda_fused import LinearArguments
     from hf_vq.backends.cuda_linear import DecodeArguments, RotateArguments
     from hf_vq.backends.cuda_prefill import DecodeKVArguments
     from hf_vq.bench.cuda_read import ReadArguments
@@ -95,11 +95,23 @@ def test_arguments_are_those_of_the_source():
         (ReadArguments, "read.cu"), (DecodeKVArguments, "decode_kv.cu"),
         (VqLlmArguments, "vq_llm.cu"),
     ):  # fmt: skip
-        body = re.search(r"struct Arguments {\n(.*?)};", source(file), re.DOTALL)[1]
+        body = re.search(r"struct Arguments .*?{\n(.*?)};", source(file), re.DOTALL)[1]
         fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)
         expected = [(name, 8 if "*" in kind else sizes[kind.strip()]) for kind, name in fields]
         found = [(name, getattr(arguments, name).size) for name, _ in arguments._fields_]
         assert found == expected
+
+
+def test_arguments_of_a_second_pass():
+    """They come first, as members of a base do, and only where a plan has one."""
+    from hf_vq.backends.cuda_arguments import LinearArguments, together
+
+    assert "struct Arguments : SecondCodes<" in source("linear.cu")
+    fields = [name for name, *_ in LinearArguments._fields_]
+    assert [name for name, _ in together(1, False)._fields_] == fields
+    assert [name for name, _ in together(1, True)._fields_] == ["second", *fields]
+    second = together(2, True)._fields_[len(fields) + 1 :]
+    assert [name for name, _ in second] == ["second_1", *(f"{name}_1" for name in fields)]
 
 
 def test_codebook_bytes():

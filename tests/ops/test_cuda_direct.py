@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_vq.backends import cuda_direct, cuda_fused, native, torch_ops
-from hf_vq.backends.cuda_fused import LinearArguments
+from hf_vq.backends.cuda_arguments import LinearArguments
 from hf_vq.backends.cuda_linear import RotateArguments
 from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.formats import WEIGHT_SCHEMES

@@ -264,7 +264,8 @@ def test_what_is_launched(launched):
 
 
 def test_both_ways_into_the_fused_kernel_pass_the_same(monkeypatch):
-    """The op has ten tensors, of which a second pass has four; the short way has six."""
+    """The op has ten tensors, of which a second pass has four; the short way has six, and is none
+    for two passes."""
     given = []
     monkeypatch.setattr(cuda_fused, "linear", lambda *arguments: given.append(arguments))
     scheme = WEIGHT_SCHEMES["vq-4"]
@@ -272,7 +273,12 @@ def test_both_ways_into_the_fused_kernel_pass_the_same(monkeypatch):
     cuda._fused(x, codes, codebook, scale, rotation, *[None] * 4, bias, scheme)
     problem = Problem("linear", "cuda", "float16", scheme.spec(), 1, 64, 256)
     cuda._direct(problem)(*tensors)
-    assert given[0] == given[1] == (*tensors, scheme)
+    assert given[0] == (*tensors, scheme, None) and given[1] == (*tensors, scheme)
+    codes_2, table = object(), object()
+    cuda._fused(x, codes, codebook, scale, rotation, codes_2, table, None, None, bias, scheme)
+    assert given[2] == (x, codes, table, scale, rotation, bias, scheme, codes_2)
+    nested = problem._replace(scheme=WEIGHT_SCHEMES["turboquant-4+4"].spec())
+    assert cuda._direct(nested) is None
 
 
 def test_tensors_that_do_not_count_writes_never_overlap(launched):
