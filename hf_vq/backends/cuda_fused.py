@@ -312,12 +312,8 @@ def prepare(
     arch = device_arch(ordinal)
     chunk = 4 * plan.unit
     width = -(-in_features // chunk) * chunk
-    teams = plan.threads // 32 // plan.split
     tiles = [-(-count // (TILE_ROWS * plan.row_tiles)) for count in rows]
-    if plan.share > 1:  # a cluster has one turn
-        blocks = [plan.share * of for of in tiles]
-    else:
-        blocks = blocks_of(tiles, teams, arch.sms, plan.resident)
+    blocks = blocks_of(plan, tiles, arch)
     before, block, at_a_time = None, 0, 0
     if not plan.single or (scheme.rotation != "none" and not plan.rotate):
         rotated = scheme.rotation != "none"

@@ -242,22 +242,24 @@ def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
     return None
 
 
-def blocks_of(tiles: Sequence[int], teams: int, sms: int, resident: int) -> list[int]:
+def blocks_of(plan: LinearPlan, tiles: Sequence[int], arch: Arch) -> list[int]:
     """Blocks of a launch for matrices of so many tiles: of each matrix.
 
-    Either all teams have as many turns, which leaves multiprocessors idle where turns are few, or
-    all multiprocessors are full and the tiles of the last turn are spread over them: what gives
-    the busiest one fewer tiles.
+    Either all teams have as many turns, which leaves multiprocessors idle where turns are few; or,
+    for one token, all multiprocessors are full and the tiles of the last turn are spread over them,
+    where that gives the busiest one fewer.
     """
-    total, full = sum(tiles), sms * resident
+    if plan.share > 1:  # a cluster has one turn
+        return [plan.share * of for of in tiles]
+    teams, full, total = plan.threads // 32 // plan.split, arch.sms * plan.resident, sum(tiles)
     turns = -(-total // (full * teams))
     while sum(even := [-(-of // (turns * teams)) for of in tiles]) > full:
         turns += 1
     spread = [max(1, min(of, full * of // total)) for of in tiles]
     longest = max(-(-of // count) for of, count in zip(tiles, spread, strict=True))
-    if sum(spread) > full or longest > turns * teams:
+    if not plan.single or sum(spread) > full or longest > turns * teams:
         return even
-    return min((even, spread), key=lambda blocks: busiest(tiles, blocks, sms))
+    return min((even, spread), key=lambda blocks: busiest(tiles, blocks, arch.sms))
 
 
 def busiest(tiles: Sequence[int], blocks: Sequence[int], sms: int) -> int:

@@ -404,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
   const int each = (chunks + parts * Plan::steps - 1) / (parts * Plan::steps) * Plan::steps;
   const int begin = (rank * Plan::split + warp) * each, end = min(begin + each, chunks);
 
-  Rows rows, later;  // of the tile that is multiplied, and of the one after it
+  Rows rows;
   Step next[Plan::steps];
   Scales next_scales;
   const auto exists = [&](int at) { return !Plan::ragged || at * chunk + lane % 4 * unit < a.columns; };
@@ -438,7 +438,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
   const Table table(a.codebook, shared, lane);
   Table::Batch batch;
   table.begin_fill(batch);
-  int tile = team * (blocks / Plan::share) + block / Plan::share;  // the last turn is shared among blocks
+  // Of one token, tiles of the last turn go to as many blocks as there are.
+  int tile = Plan::single ? team * blocks + block : block / Plan::share * teams + team;
   if (tile < tiles) enter(tile, Plan::early ? 1 : Plan::steps);
   if constexpr (Plan::early) {
     take_input();
@@ -454,46 +455,33 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
   let_next_grid_begin();
 
   const char* const inputs = reinterpret_cast<const char*>(a.x);
-  const int tiles_of_a_turn = blocks / Plan::share * teams, own = end - begin;
   Inputs x;
   for (int turn = 0; tile < tiles; turn ^= 1) {
     Sums sums = {};
-    // What this tile leaves free is asked for at once: else every tile would wait for its first codes.
-    const bool more_tiles = tile + tiles_of_a_turn < tiles, carry = more_tiles && own > 0 && own % Plan::steps == 0;
-    if (carry) later.set(a, (tile + tiles_of_a_turn) * tile_rows, stream, lane);
     if (!Plan::single && begin < end) x.begin(inputs, begin, lane, a.tokens);
 #pragma unroll(Plan::single ? Plan::sets : 1)
     for (int set = 0; set < Plan::sets; ++set) {
       const int from = begin + set * held, to = min(from + held, end);
       const Scales scales = next_scales;
-      if (set + 1 < Plan::sets && from + held < end)
-        next_scales.load(a, rows, from + held, end);
-      else if (carry)
-        next_scales.load(a, later, begin, end);
+      if (set + 1 < Plan::sets && from + held < end) next_scales.load(a, rows, from + held, end);
       for (int first = from; first < to; first += Plan::steps) {
 #pragma unroll
         for (int i = 0; i < Plan::steps; ++i) {
-          const int at = first + i;
+          const int at = first + i, ahead = at + Plan::steps;
           if (at >= end) break;
-          const bool here = at + Plan::steps < end;
-          const int ahead = at + Plan::steps - (here ? 0 : own);
-          const bool more = (here || carry) && exists(ahead);
-          const Rows of = here ? rows : later;
+          const bool more = ahead < end && exists(ahead);
           if constexpr (Plan::single) {
             multiply_one(table, next[i], scales, i, at - from, x_of[set], sums);
-            if (more) next[i].load(a, of, ahead, stream);
+            if (more) next[i].load(a, rows, ahead, stream);
           } else {
-            multiply(a, table, of, next[i], scales, at - from, x, inputs, at, end, more ? ahead : -1, stream, sums);
+            multiply(a, table, rows, next[i], scales, at - from, x, inputs, at, end, more ? ahead : -1, stream, sums);
           }
         }
       }
     }
     const int done = tile * tile_rows;
-    tile += tiles_of_a_turn;
-    if (carry)
-      rows = later;
-    else if (more_tiles)
-      enter(tile, Plan::steps);
+    tile += blocks / Plan::share * teams;
+    if (tile < tiles) enter(tile, Plan::steps);
     if constexpr (Plan::single) {
       // Turns have different places to meet, so that one barrier a turn is enough.
       float* const to = reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams);

@@ -212,15 +212,22 @@ def test_the_shipped_table_is_current():
         assert tuned.knobs(choose(asked)) == knobs, name
 
 
+def of_teams(teams, resident, tokens=1):
+    """A plan with so many teams in a block."""
+    plan = choose(problem(WEIGHT_SCHEMES["vq-4"], tokens))
+    return dataclasses.replace(plan, threads=32 * teams, split=1, resident=resident, share=1)
+
+
 @pytest.mark.parametrize("tiles", [[896], [896, 896], [256, 64, 64], [1], [5, 1000], [3000], [133]])
 @pytest.mark.parametrize(("teams", "resident"), [(2, 2), (3, 1), (1, 1), (7, 1)])
-def test_blocks_have_all_tiles_and_no_more_turns(tiles, teams, resident):
-    sms = 132
-    blocks = blocks_of(tiles, teams, sms, resident)
-    assert sum(blocks) <= sms * resident
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_blocks_have_all_tiles_and_no_more_turns(tiles, teams, resident, tokens):
+    arch = ARCHES["sm_90a"]
+    blocks = blocks_of(of_teams(teams, resident, tokens), tiles, arch)
+    assert sum(blocks) <= arch.sms * resident
     turns = 0
     for of, count in zip(tiles, blocks, strict=True):
-        # As linear.cu deals them out.
+        # As linear.cu deals them out to one token.
         dealt = [
             list(range(team * count + block, of, count * teams))
             for block in range(count)
@@ -228,11 +235,13 @@ def test_blocks_have_all_tiles_and_no_more_turns(tiles, teams, resident):
         ]
         assert sorted(itertools.chain.from_iterable(dealt)) == list(range(of))
         turns = max(turns, *map(len, dealt))
-    fewest = -(-sum(tiles) // (sms * resident * teams))
+    fewest = -(-sum(tiles) // (arch.sms * resident * teams))
     assert fewest <= turns <= fewest + len(tiles)
 
 
-def test_the_last_turn_is_spread_over_all_multiprocessors():
-    assert busiest([896], [224], 132) == 8
-    assert busiest([896], blocks_of([896], 2, 132, 2), 132) == 7
-    assert busiest([896, 896], blocks_of([896, 896], 2, 132, 2), 132) == 14
+def test_one_token_s_last_turn_is_spread_over_all_multiprocessors():
+    arch = ARCHES["sm_90a"]
+    assert busiest([896], [224], arch.sms) == 8
+    assert blocks_of(of_teams(2, 2, 16), [896], arch) == [224]
+    assert busiest([896], blocks_of(of_teams(2, 2), [896], arch), arch.sms) == 7
+    assert busiest([896, 896], blocks_of(of_teams(2, 2), [896, 896], arch), arch.sms) == 14
