@@ -5,7 +5,9 @@ original attention runs on a learning set, then cluster each sub-quantizer of ea
 VQ-LLM's CQ does the same with values too, and may weight tokens by their Fisher information.
 
 Per tensor: the universal codebook, moved by Lloyd's rounds to what rotated rows of one length
-really are. Rows count by their energy, which is what their error is proportional to.
+really are. Rows count by their energy, which is what their error is proportional to. Where that
+helps nothing on tokens that it was not learned from, as with rows that are Gaussian, the universal
+codebook is kept.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import VQCacheError
+from ..formats.nearest import NearestEntry
 from ..formats.scheme import VQScheme
 from ..formats.tensors import kv_codebook_spec
 from ..formats.universal import universal_codebook
@@ -147,15 +150,31 @@ def _of_channel_groups(
 
 
 def _of_all_rows(tokens: Tensor, scheme: VQScheme, seed: int) -> Tensor:
-    """A codebook [entries, x] of rotated rows over their root mean square."""
+    """A codebook [entries, x] of rotated rows over their root mean square, learned from all tokens
+    but the last quarter, which decide whether it is better than the universal one."""
     rows = rotate(tokens.float(), scheme)
+    rows, unseen = rows.split([rows.shape[1] - rows.shape[1] // 4, rows.shape[1] // 4], 1)
     size = rows.square().mean(-1, keepdim=True).sqrt()
     vectors = (rows / size.clamp_min(1e-30)).reshape(-1, scheme.vector_size)
     weights = size.square().expand(*size.shape[:2], rows.shape[2] // scheme.vector_size).flatten()
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(vectors), generator=generator)[: PER_ENTRY * scheme.entries]
     chosen = chosen.to(vectors.device)
-    codebook = universal_codebook(scheme.vector_size, scheme.entry_bits).float().to(vectors.device)
+    universal = universal_codebook(scheme.vector_size, scheme.entry_bits).float().to(vectors.device)
+    codebook = universal
     for _ in range(ROUNDS):
         codebook = lloyd(vectors[None, chosen], codebook[None], weights[None, chosen])[0]
-    return codebook
+    worse = _error(unseen, codebook) >= _error(unseen, universal)
+    return universal if worse else codebook
+
+
+def _error(rows: Tensor, codebook: Tensor) -> float:
+    """Squared error of rows x [H, n, D] with the scale that a cache stores, |x|^2 / <x, q>."""
+    size = rows.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
+    search = NearestEntry(codebook, grid=False)
+    found = search.index((rows / size).reshape(-1, codebook.shape[1]))
+    entries = search.codebook[found].reshape(rows.shape)
+    energy = rows.square().sum(-1)
+    scale = energy / (rows * entries).sum(-1).clamp_min(1e-30)
+    wrong = scale.square() * entries.square().sum(-1) - energy
+    return float(wrong.sum(dtype=torch.float64))

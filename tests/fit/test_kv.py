@@ -140,10 +140,11 @@ def test_a_codebook_per_tensor_beats_the_universal_one(name):
 
 
 def test_of_gaussian_tokens_it_stays_what_it_was():
+    """What Lloyd's rounds find in a sample of them is worse on others, which are asked."""
     scheme = KV_SCHEMES["learned-4"].key
-    tokens = torch.randn(2, 4096, 64)
-    found = error(torch.randn(2, 500, 64), fit_kv_codebook(tokens, scheme), scheme)
-    assert found < 1.05 * universal_mse(2, 8)
+    found = fit_kv_codebook(torch.randn(2, 4096, 64), scheme)
+    assert torch.equal(found, universal_tensor(KV_SCHEMES["u4"].key))
+    assert error(torch.randn(2, 500, 64), found, scheme) < 1.02 * universal_mse(2, 8)
 
 
 def test_fisher_weights_decide_what_is_served():

@@ -35,7 +35,7 @@ from .unfinished import CodedBlock, Unfinished
 
 LEARNING_RATE = 3e-3  # falls to zero in a straight line
 EPOCHS = 2
-ENTRY_STEPS = {"block": 4.0, "model": 6.0}
+ENTRY_STEPS = {"block": 3.3, "model": 3.3}
 """A step of an entry that moves, in units of the relative step of a scale."""
 _BETAS = (0.9, 0.95)
 
