@@ -11,6 +11,7 @@ from hf_vq.backends import cuda_vptq
 from hf_vq.codegen.choose_vptq import VptqProblem, best
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
+from hf_vq.errors import VQFormatError
 from hf_vq.formats.published import VptqLayout
 from hf_vq.ops import dispatch
 from hf_vq.ops.library import problem
@@ -103,7 +104,8 @@ def test_many_tokens_and_decoded_rows(case, monkeypatch):
     rows, layout = WHOLE[case]
     tensors, columns = layer(layout, rows)
     weight = exact_weight(tensors, layout, rows, columns)
-    stored = cuda_vptq.Stored(tensors, layout, rows, columns)
+    none = torch.empty(0, columns, device="cuda")
+    stored = cuda_vptq.Stored(none, tensors, None, layout, rows)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         out = torch.full((rows, columns), float("nan"), device="cuda", dtype=dtype)
         cuda_vptq.decode_rows(stored, cuda_vptq.places(stored), 0, out)
@@ -123,7 +125,8 @@ def test_every_plan(case, tokens):
     tensors, columns = layer(layout, rows)
     weight = exact_weight(tensors, layout, rows, columns)
     asked = VptqProblem(layout, tokens, rows, Dtype.FLOAT16, device_arch(0))
-    stored = cuda_vptq.Stored(tensors, layout, rows, columns)
+    none = torch.empty(0, columns, device="cuda")
+    stored = cuda_vptq.Stored(none, tensors, None, layout, rows)
     for plan in best(asked):
         x = torch.randn(tokens - 1, columns, device="cuda").half()
         y = torch.full((tokens, rows), float("nan"), device="cuda").half()
@@ -190,6 +193,8 @@ def test_inputs_that_are_no_rows_of_memory():
     for x in (wide[:, 1::2], wide[:, 1 : columns + 1], wide[1:3, None, :columns]):
         check(product(x), x, weight, None)
     assert product(wide[:0, :columns]).shape == (0, rows)
+    with pytest.raises(VQFormatError, match="bias of the layer on cpu"):
+        product(wide[:, :columns], bias=torch.zeros(rows))
     x = wide[:, :columns].clone().requires_grad_()
     product(x).sum().backward()
     exact = weight.double().sum(0).expand(4, -1)

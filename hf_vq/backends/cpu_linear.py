@@ -26,6 +26,7 @@ DECODED_ROWS = 256  # output features at a time
 
 _DTYPES = {"float32", "float16", "bfloat16"}
 _HALF = torch.float16
+_TABLES = {(8, 8), (8, 12)}  # vectors of eight whose entries are rounded to 8 bits
 _SHARED, _TILE, _E8P = range(3)  # enum hf_vq_scope
 
 
@@ -198,8 +199,9 @@ def _together(
 
 def few_tokens(scheme: VQScheme) -> int:
     """Up to how many tokens the kernel multiplies with codes."""
-    if scheme.entry_bits > 12 and not scheme.lattice:  # entries are looked up as floats
-        return FEW_TOKENS_ELSEWHERE
+    shape = scheme.vector_size, scheme.entry_bits
+    if shape[0] % 8 == 0 and shape not in _TABLES and not scheme.lattice:
+        return FEW_TOKENS_ELSEWHERE  # entries are multiplied as floats
     return FEW_TOKENS.get(native.isa() or "", FEW_TOKENS_ELSEWHERE)
 
 

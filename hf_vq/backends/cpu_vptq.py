@@ -6,10 +6,8 @@ import ctypes
 from collections.abc import Mapping
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
-from ..errors import VQFormatError
 from ..formats.published import VptqLayout
 from ..formats.published.layout import dtype_named
 from ..ops import dispatch, published
@@ -73,15 +71,15 @@ def linear(
     """y = W x + b (`ops.published.reference`), summed in float32 and rounded once.
 
     Raises:
-        VQFormatError: sizes do not belong together. A kernel would read what is not there.
+        VQFormatError: tensors do not belong together.
     """
     library = native.load()
     assert library is not None
     columns = x.shape[-1]
-    x, held = x.contiguous(), _held(tensors, layout, rows, columns)
-    addresses = [
-        held[key].data_ptr() if key in held else None for key in _ADDRESSES.values()
-    ]  # kept by `held` until the kernel has run
+    held = published.checked(x, tensors, bias, layout, rows)
+    held = {key: tensor.contiguous() for key, tensor in held.items()}  # kept until it has run
+    addresses = [held[key].data_ptr() if key in held else None for key in _ADDRESSES.values()]
+    x = x.contiguous()
     y = x.new_empty((*x.shape[:-1], rows))
     address, bias_dtype = None, 0
     if bias is not None:
@@ -93,29 +91,6 @@ def linear(
     )  # fmt: skip
     native.check(status, "published_linear")
     return y
-
-
-def _held(
-    tensors: Mapping[str, Tensor], layout: VptqLayout, rows: int, columns: int
-) -> dict[str, Tensor]:
-    held = {}
-    for key, shape, dtype in _expected(layout, rows, columns):
-        tensor = tensors[key]
-        if tensor.shape != shape:
-            raise VQFormatError(
-                f"{key} of a [{rows}, {columns}] layer of {layout.name()} is "
-                f"{list(tensor.shape)}, expected {list(shape)}."
-            )
-        held[key] = tensor.to(dtype).contiguous()
-    return held
-
-
-@lru_cache(maxsize=1024)
-def _expected(
-    layout: VptqLayout, rows: int, columns: int
-) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
-    found = layout.own(rows, columns)
-    return tuple((key, torch.Size(spec.shape), spec.dtype) for key, spec in found.items())
 
 
 def _needs() -> str | None:

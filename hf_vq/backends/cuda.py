@@ -235,13 +235,12 @@ def slower_than_dense(problem: dispatch.Problem) -> str | None:
         chosen = choose_linear.choose(few)
         if chosen is not None and not chosen.in_shared:
             lookups = problem.n * problem.k / scheme.vector_size * scheme.streams
-    times = choose.times_dense(lookups, problem.n, problem.k, arch)
-    if times <= 1:
+    if choose.times_dense(lookups, problem.n, problem.k, arch) <= 1:
         return None
     return (
-        f"entries of a codebook this large are looked up in L2, which takes at least {times:.1f} "
-        "times as long as reading a bfloat16 weight: on this GPU these codes save memory, not "
-        "time; `hf-vq convert --requantize vq-2` makes a model that saves both"
+        "entries of a codebook this large are looked up in L2, which takes longer than reading a "
+        "bfloat16 weight: on this GPU these codes save memory, not time; `hf-vq convert "
+        "--requantize vq-2` makes a model that saves both"
     )
 
 

@@ -21,8 +21,9 @@ from ..codegen.launch import Kernel
 from ..codegen.plan import Plan
 from ..codegen.store import default_store
 from ..codegen.vptq_plan import VptqDecodePlan, VptqPlan
-from ..errors import VQBackendError, VQFormatError
+from ..errors import VQBackendError
 from ..formats.published import VptqLayout
+from ..ops import published
 from .cuda_linear import DECODED_BYTES, DTYPES, _blocks, _ready
 
 _LANES = 32
@@ -86,22 +87,20 @@ class Stored:
     """The tensors of a layer, checked and ready for kernels on the current device.
 
     Raises:
-        VQFormatError: sizes do not belong together. A kernel would read what is not there.
+        VQFormatError: tensors do not belong together.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], layout: VptqLayout, rows: int, columns: int
+        self,
+        x: Tensor,
+        tensors: Mapping[str, Tensor],
+        bias: Tensor | None,
+        layout: VptqLayout,
+        rows: int,
     ) -> None:
-        self.layout, self.rows, self.columns = layout, rows, columns
-        self.held: dict[str, Tensor] = {}
-        for key, spec in layout.own(rows, columns).items():
-            tensor = tensors[key]
-            if tensor.shape != torch.Size(spec.shape):
-                raise VQFormatError(
-                    f"{key} of a [{rows}, {columns}] layer of {layout.name()} is "
-                    f"{list(tensor.shape)}, expected {list(spec.shape)}."
-                )
-            self.held[key] = _ready(tensor, spec.dtype)
+        self.layout, self.rows, self.columns = layout, rows, x.shape[-1]
+        found = published.checked(x, tensors, bias, layout, rows)
+        self.held = {key: _ready(tensor, tensor.dtype) for key, tensor in found.items()}
 
     def address(self, key: str) -> int | None:
         """Of a stored tensor; None where the layout has none."""
@@ -130,7 +129,8 @@ def linear_few(
     tokens = x.numel() // columns
     with torch.cuda.device(ordinal):
         found = _few(layout, tokens > 8, rows, x.dtype, ordinal)
-        run(found, _ready(x, x.dtype), Stored(tensors, layout, rows, columns), bias, y, tokens)
+        stored = Stored(x, tensors, bias, layout, rows)
+        run(found, _ready(x, x.dtype), stored, bias, y, tokens)
     return y
 
 
@@ -202,7 +202,7 @@ def linear_many(
     if not y.numel():
         return y
     with torch.cuda.device(x.device):
-        stored = Stored(tensors, layout, rows, columns)
+        stored = Stored(x, tensors, bias, layout, rows)
         inputs, products, place = x.reshape(-1, columns), y.view(-1, rows), places(stored)
         whole = max(DECODED_BYTES // (x.element_size() * columns) // layout.vector, 1)
         dense = x.new_empty(min(whole * layout.vector, rows), columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 from ..errors import VQBackendError, VQError
 from ..formats.catalog import WEIGHT_SCHEMES, kv_scheme, weight_scheme
+from ..formats.published import VptqLayout
 from ..formats.scheme import VQScheme
 from . import choose as decode
 from . import choose_attention as attention
 from . import choose_encode as encode
 from . import choose_linear as linear
 from . import choose_tiles as tiles
+from . import choose_vptq as vptq
 from . import choose_wide as wide
 from . import tuned
 from .attention_plan import Mask
@@ -31,6 +34,7 @@ _TOKENS = (1, 16)
 _TILE_TOKENS = (1, 16, 64)
 _MANY_TOKENS = (128, 1024)
 _COLUMNS = "queries that share a kv head: its query heads times the new tokens (%(default)s)"
+_VPTQ = ("v8-k65536-0", "v8-k65536-256", "v12-k65536-4096", "v6-k4096-0")
 _CANDIDATES = 8  # scales that fitting tries for a group
 
 
@@ -39,8 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hf_vq.codegen", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     explain = verbs.add_parser("explain", help="the candidates of a problem, and the one chosen")
-    explain.add_argument("op", choices=["linear", "decode", "attention"])
-    explain.add_argument("scheme", help="name or spec string")
+    explain.add_argument("op", choices=["linear", "decode", "attention", "vptq"])
+    explain.add_argument("scheme", help="name or spec string; of vptq: v8-k65536-256")
     explain.add_argument("--m", type=int, default=1, help="tokens of linear (%(default)s)")
     explain.add_argument("--n", type=int, default=_SHAPE[0], help="out_features (%(default)s)")
     explain.add_argument("--k", type=int, default=_SHAPE[1], help="in_features (%(default)s)")
@@ -57,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     compile_.add_argument(
         "--dtypes", nargs="+", default=["float16"], choices=[dtype.value for dtype in Dtype]
     )
+    compile_.add_argument("--vptq", nargs="*", default=list(_VPTQ), metavar="VARIANT")
     compile_.add_argument("--store", type=Path, help="folder (default: HF_VQ_STORE)")
     return parser
 
@@ -74,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
 def _explain(args: argparse.Namespace) -> int:
     if args.op == "attention":
         return _explain_attention(args)
+    if args.op == "vptq":
+        return _explain_vptq(args)
     arch, scheme, dtype = named_arch(args.arch), weight_scheme(args.scheme), Dtype(args.dtype)
     print(f"{args.op} {scheme.spec()} [{args.n}, {args.k}] {dtype.value} on {arch.name}")
     if args.op == "decode":
@@ -122,6 +129,37 @@ def _explain_tiles(args: argparse.Namespace, scheme: VQScheme, dtype: Dtype) -> 
     return _show(len(tiles.candidates(asked)), plan, able, _TILE_COLUMNS, args.top)
 
 
+def _vptq_layout(name: str, columns: int) -> VptqLayout:
+    """The layout that public checkpoints of a variant have, with scales and an order of columns."""
+    match = re.fullmatch(r"v(\d+)-k(\d+)-(\d+)", name)
+    if match is None:
+        raise VQBackendError(f"{name!r} is no variant of VPTQ; write v8-k65536-256.")
+    vector, centroids, residual = map(int, match.groups())
+    return VptqLayout(vector, centroids, residual, 1, columns, norm=True, perm=True)
+
+
+def _explain_vptq(args: argparse.Namespace) -> int:
+    layout, arch, dtype = (
+        _vptq_layout(args.scheme, args.k),
+        named_arch(args.arch),
+        Dtype(args.dtype),
+    )
+    print(f"{layout.name()} [{args.n}, {args.k}] {dtype.value} on {arch.name}")
+    tokens = 8 if args.m <= 8 else 16
+    asked = vptq.VptqProblem(layout, tokens, args.n, dtype, arch)
+    reason = vptq.fusable(layout, dtype)
+    if args.m > vptq.MOST_TOKENS:
+        reason = f"{args.m} tokens: rows are decoded, and cuBLAS multiplies"
+    plan = None if reason else vptq.choose(asked)
+    if plan is None:
+        raise VQBackendError(f"no fused kernel: {reason or 'registers do not suffice'}.")
+    able = {other: vptq.cost(other, asked) for other in vptq.best(asked)}
+    lookups = vptq.l2_lookups(plan, asked)
+    times = decode.times_dense(lookups, args.n, args.k, arch)
+    print(f"lookups in L2 take {times:.2f} of the time of reading a bfloat16 weight")
+    return _show(len(vptq.candidates(asked)), plan, able, _VPTQ_COLUMNS, args.top)
+
+
 def _explain_attention(args: argparse.Namespace) -> int:
     scheme, arch, dtype = kv_scheme(args.scheme), named_arch(args.arch), Dtype(args.dtype)
     sides = {"keys": scheme.key, "values": scheme.value}
@@ -140,6 +178,7 @@ def _explain_attention(args: argparse.Namespace) -> int:
 
 
 _ATTENTION_COLUMNS = ("threads", "resident", "steps", "depth", "query_tiles")
+_VPTQ_COLUMNS = ("threads", "resident", "row_vectors", "book_in_shared", "rest_in_shared")
 _TILE_COLUMNS = ("threads", "resident", "column_warps", "row_tiles", "split", "depth")
 _WIDE_COLUMNS = ("threads", "token_tile", "split", "depth")
 _DECODE_COLUMNS = ("threads", "steps", "unit", "panel_rows", "codebook_in_shared")
@@ -183,7 +222,9 @@ def _compile(args: argparse.Namespace) -> int:
     schemes = {name: weight_scheme(name) for name in args.schemes}
     spilled = 0
     for arch in args.arches:
-        for name, plan in _plans(schemes, arch, [Dtype(dtype) for dtype in args.dtypes]):
+        dtypes = [Dtype(dtype) for dtype in args.dtypes]
+        plans = _plans(schemes, arch, dtypes) + _vptq_plans(args.vptq, arch, dtypes)
+        for name, plan in plans:
             image, found = compile_plan(plan, arch)
             store.fetch(key(plan, arch), lambda image=image: image)  # type: ignore[misc]
             spilled += bool(found.stack or found.spilled)
@@ -193,6 +234,24 @@ def _compile(args: argparse.Namespace) -> int:
                 flush=True,
             )
     return 1 if spilled else 0
+
+
+def _vptq_plans(names: Sequence[str], arch: str, dtypes: list[Dtype]) -> list[tuple[str, Plan]]:
+    """The kernels of linear layers as VPTQ publishes them, without repetitions."""
+    found: dict[Plan, str] = {}
+    for name in names:
+        layout = _vptq_layout(name, _SHAPE[1])
+        for dtype in dtypes:
+            decoded = vptq.decode_plan(layout, _SHAPE[1], dtype)
+            found.setdefault(decoded, f"vptq_decode {name} {dtype.value}")
+            for tokens in _TOKENS:
+                asked = vptq.VptqProblem(layout, tokens, _SHAPE[0], dtype, named_arch(arch))
+                plan = vptq.choose(asked)
+                if plan is not None:
+                    found.setdefault(plan, f"vptq {name} {dtype.value} x{tokens}")
+                    inputs = vptq.inputs_plan(plan, layout)
+                    found.setdefault(inputs, f"vptq_inputs {dtype.value} x{tokens}")
+    return [(name, plan) for plan, name in found.items()]
 
 
 def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list[tuple[str, Plan]]:

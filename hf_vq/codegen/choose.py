@@ -34,6 +34,7 @@ _LINE_BYTES = 128  # a store takes a clock for every line that a warp touches
 WARP_INSTRUCTIONS = 4.0
 _LATENCY = 1200  # clocks from a load to a store that depends on it, through one lookup
 _START = 1500  # clocks before a block's first load
+_DRAM_REACHED = 0.8  # of the peak, by a product that does nothing but read
 NOT_HIDDEN = 0.2  # of what does not bind
 
 
@@ -201,8 +202,8 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
 
 def times_dense(lookups: float, rows: int, columns: int, arch: Arch) -> float:
     """How long a product of one token takes at least if it looks up so many entries in L2, compared
-    with reading a dense bfloat16 weight."""
-    dense = 2 * rows * columns / arch.dram_bytes_per_clock
+    with one that reads a dense bfloat16 weight."""
+    dense = 2 * rows * columns / (_DRAM_REACHED * arch.dram_bytes_per_clock)
     return lookups / L2_LOOKUPS / dense
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import VQFormatError
 from ..formats.published import Layout, layout_from_dict
 from ..transforms import rotate
 from . import dispatch
@@ -59,6 +60,40 @@ def reference(
     """The published formula, rounded to the dtype of x, and a product in it."""
     weight = decode_published(tensors, layout, rows, x.shape[-1]).to(x.dtype)
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def checked(
+    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: Layout, rows: int
+) -> dict[str, Tensor]:
+    """The stored tensors in their dtypes, for a kernel: it would read what is not there.
+
+    Raises:
+        VQFormatError: a tensor has another shape, or lies on another device than x.
+    """
+    held = {}
+    for key, shape, dtype in _expected(layout, rows, x.shape[-1]):
+        tensor = tensors[key]
+        if tensor.shape != shape:
+            raise VQFormatError(
+                f"{key} of a [{rows}, {x.shape[-1]}] layer of {layout.name()} is "
+                f"{list(tensor.shape)}, expected {list(shape)}."
+            )
+        held[key] = tensor.to(dtype)
+    for name, tensor in (*held.items(), *([] if bias is None else [("bias", bias)])):
+        if tensor.device != x.device:
+            raise VQFormatError(
+                f"the input is on {x.device}, but {name} of the layer on {tensor.device}: move the "
+                "layer, or let accelerate do it."
+            )
+    return held
+
+
+@functools.lru_cache(maxsize=1024)
+def _expected(
+    layout: Layout, rows: int, columns: int
+) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    found = layout.own(rows, columns)
+    return tuple((key, torch.Size(spec.shape), spec.dtype) for key, spec in found.items())
 
 
 @functools.lru_cache(maxsize=1024)

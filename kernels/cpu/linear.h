@@ -433,8 +433,10 @@ template <class Visit> inline int with_codes(const hf_vq_matrix& w, const Visit&
   return HF_VQ_UNSUPPORTED;
 }
 
-// Whether the codebook has no kernel but that for large ones.
-inline bool by_entries(const hf_vq_matrix& w) { return entries::fits(w) && !(w.x == 8 && w.bits == 12 && fits(w)); }
+// Whether the only kernel is that which multiplies entries as they are.
+inline bool by_entries(const hf_vq_matrix& w) {
+  return entries::fits(w) && with_codes(w, []<class Codes>() -> int { return HF_VQ_OK; }) == HF_VQ_UNSUPPORTED;
+}
 
 int linear_supports(const hf_vq_matrix* w) {
   if (by_entries(*w)) return HF_VQ_OK;

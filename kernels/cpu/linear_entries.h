@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layers whose codebooks are too large for tables, with vectors along the row (AQLM 1x16):
+// Linear layers without tables for their codes, with vectors of whole eights along the row (AQLM 1x16):
 //
 //     y[m, o] = scale[o] sum_z sum_j < codebook[z][ code[o, j, z] ], u[m, j] > + bias[o]        u = x rotated
 //
@@ -22,9 +22,9 @@ struct RowsCall {
   void* y;
 };
 
-// Where entries are looked up: vectors of whole eights, more than 256 entries, one scale for a row.
+// Where entries can be looked up: vectors of whole eights, one scale for a row.
 inline bool fits(const hf_vq_matrix& w) {
-  return stored_as_said(w) && w.scope == HF_VQ_SHARED && w.x % kEight == 0 && w.bits > 8 && w.group == w.in;
+  return stored_as_said(w) && w.scope == HF_VQ_SHARED && w.x % kEight == 0 && w.group == w.in;
 }
 
 inline void run_entries(int64_t begin, int64_t end, void* context) {

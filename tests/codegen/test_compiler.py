@@ -51,9 +51,10 @@ def test_the_matrix_compiles_into_the_store(arch, tmp_path, capsys):
     start = ["compile", "--arches", arch, "--store", str(tmp_path), "--schemes"]
     assert main([*start, *names]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(" decode" in line for line in lines) >= 11
+    assert sum(" decode " in line for line in lines) >= 11
     assert sum(" linear" in line for line in lines) >= 16
     assert sum(" tiles" in line for line in lines) >= 2
+    assert sum(" vptq" in line for line in lines) >= 10
     assert sum(" encode" in line for line in lines) == 8
     assert sum(" wide" in line for line in lines) >= (16 if arch == "sm_90a" else 0)
     assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)

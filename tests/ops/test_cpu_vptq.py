@@ -138,6 +138,10 @@ def test_what_the_library_leaves_to_the_reference():
     tensors["codes"] = tensors["codes"][:, :-1]
     with pytest.raises(VQFormatError, match=r"codes of a \[45, 530\] layer"):
         cpu_vptq.linear(torch.randn(1, columns), tensors, None, layout, ROWS)
+    tensors, _ = layer(layout)
+    away = {**tensors, "perm": tensors["perm"].to("meta")}
+    with pytest.raises(VQFormatError, match="perm of the layer on meta"):
+        cpu_vptq.linear(torch.randn(1, columns), away, None, layout, ROWS)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +151,8 @@ def test_what_the_library_leaves_to_the_reference():
         ("vq8x16r2-tensor-g0-hadamard128", 1280),
         ("vq16x9r3-tensor-g0-none", 4112),
         ("vq8x10r1-tensor-g0-none", 72),
+        ("vq16x8r1-tensor-g0-none", 144),
+        ("vq8x4r1-tensor-g0-none", 40),
     ],
 )
 def test_large_codebooks_with_vectors_along_the_row(isa, spec, size):

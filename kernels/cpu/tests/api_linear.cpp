@@ -19,6 +19,7 @@ constexpr Family kFamilies[] = {
     {1, 6, 1, HF_VQ_SHARED}, {1, 7, 1, HF_VQ_SHARED},  {1, 8, 1, HF_VQ_SHARED}, {4, 8, 1, HF_VQ_TILE},
     {2, 6, 1, HF_VQ_TILE},   {8, 8, 1, HF_VQ_SHARED}, {8, 8, 2, HF_VQ_SHARED},  {8, 12, 2, HF_VQ_SHARED}, {8, 16, 1, HF_VQ_E8P},
     {8, 16, 2, HF_VQ_E8P}, {8, 16, 1, HF_VQ_SHARED}, {16, 9, 2, HF_VQ_SHARED}, {8, 10, 3, HF_VQ_SHARED},
+    {16, 8, 1, HF_VQ_SHARED}, {8, 4, 2, HF_VQ_SHARED},
 };
 
 // What the catalogue of schemes uses has kernels wherever rows are multiples of 128. Other matrices may be
@@ -120,7 +121,8 @@ struct Matrix {
 
   // Whether entries are multiplied as they are (linear_entries.h), with inputs that are not rounded either.
   bool as_it_is() const {
-    return w.scope == HF_VQ_SHARED && w.x % 8 == 0 && w.bits > 8 && w.bits != 12 && w.group == w.in;
+    const bool tables = w.x == 8 && (w.bits == 8 || w.bits == 12);
+    return w.scope == HF_VQ_SHARED && w.x % 8 == 0 && !tables && w.group == w.in;
   }
 
   // max |u_p| of n columns, times the largest norm of an entry, summed over the stages.
