@@ -33,7 +33,7 @@ SCHEMES = (
 )  # fmt: skip
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))  # out_features, in_features
 INT4_GROUP = 128
-CACHED = 1 << 18  # bytes of codes that stay in a cache, and twice as many
+CACHED = 1 << 19  # bytes of codes that stay in the second cache
 TABLE_ROWS = 512  # from which on 8-vectors of one token are computed by tables of products
 PACKAGED, PACKAGE = "aqlm-2", "aqlm"  # the scheme that the package computes too
 
@@ -100,8 +100,8 @@ def _shape(
         # Tiles have tables of their own, which few rows do not pay for.
         if (scheme := weight_scheme(name)).codebook != "tile" and torch.get_num_threads() == 1
     }
-    for name, (one, two, _) in cached.items():
-        contestants |= {f"{name} cached": one, f"{name} cached twice": two}
+    for name, (few, more, _) in cached.items():
+        contestants |= {f"{name} cached": few, f"{name} cached, more": more}
     size = max(nbytes.values())
     read = reading(size)
     if read is not None:
@@ -123,7 +123,7 @@ def _shape(
             row["gb_per_second"] = nbytes[name] / row["us"] / 1e3
             if name in cached:
                 # What disturbs a call only adds to it, and may be more than the difference.
-                least, most = (min(seconds[f"{name} cached{more}"]) for more in ("", " twice"))
+                least, most = (min(seconds[f"{name} cached{more}"]) for more in ("", ", more"))
                 row["us_cached"] = (most - least) / cached[name][2] * out_features * 1e6
             if read is not None:
                 share = nbytes[name] / size
@@ -167,14 +167,15 @@ def _ours(scheme: VQScheme, x: Tensor, out_features: int) -> Contestant:
 
 
 def _cached(scheme: VQScheme, x: Tensor) -> tuple[Contestant, Contestant, int]:
-    """A layer whose codes stay in a cache, one with twice the rows, and the rows of the first."""
+    """A layer of few rows, one of more whose codes stay in a cache, and how many more."""
     row_bytes = int(scheme.bits(x.shape[-1], 1) / 8 * x.shape[-1])
-    rows = max(CACHED // row_bytes, TABLE_ROWS if scheme.vector_size == 8 else 1)
-    few, more = (random_tensors(scheme, count, x.shape[-1]) for count in (rows, 2 * rows))
+    least = TABLE_ROWS if scheme.vector_size == 8 else 8
+    most = max(CACHED // row_bytes, 2 * least)
+    few, more = (random_tensors(scheme, count, x.shape[-1]) for count in (least, most))
     return (
         Contestant(lambda i: ops.linear(x, few, None, scheme), calls=16),
         Contestant(lambda i: ops.linear(x, more, None, scheme), calls=16),
-        rows,
+        most - least,
     )
 
 
