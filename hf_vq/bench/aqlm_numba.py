@@ -13,6 +13,7 @@ from aqlm.inference_kernels.numba_kernel import numba_gemm_lut
 
 from .timing import Contestant, cold_copies
 
+numba.config.THREADING_LAYER = "workqueue"  # the other one has its threads in common with PyTorch
 VECTOR, BOOKS, ENTRIES = 8, 2, 256  # of aqlm-2
 
 

@@ -226,7 +226,10 @@ def cpu_linear_table() -> str:
                 if r["name"] == name and (r["out_features"], r["in_features"]) == shape
             )
             faster = row.get("speedup", {})
-            line += [f"{row['us']:.0f}", *(_ratio(faster.get(peer)) for peer in ("int4", "bf16"))]
+            time = f"{row['us']:.0f}"
+            if "us_cached" in row:
+                time += f" ({row['us_cached']:.0f})"
+            line += [time, *(_ratio(faster.get(peer)) for peer in ("int4", "bf16"))]
         cells.append(line)
     return markdown_table(head, cells) + "\n\n" + _timed(record)
 
