@@ -482,7 +482,7 @@ def test_sizes_that_do_not_belong_together():
 def test_schemes_without_a_kernel_say_why(monkeypatch):
     codes = torch.empty(1, 2048, dtype=torch.uint8, device="cuda")
     for spec, reason in (
-        (WEIGHT_SCHEMES["turboquant-4+4"].spec(), "second pass"),
+        ("vq1x4r2-universal-g128-random_hadamard128-shared", "second pass"),
         ("vq2x8r1-universal-g128-qr128", "QR"),
         ("vq2x8r1-universal-g128-random_hadamard0", "2048"),
     ):

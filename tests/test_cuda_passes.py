@@ -86,7 +86,7 @@ def test_nested_passes(spec, rows, columns, tokens, dtype):
 
 @pytest.mark.filterwarnings("ignore:.* spills .* bytes per thread")  # nobody chose them
 @pytest.mark.parametrize("name", ["turboquant-4+4", "turboquant-4+2", "turboquant-3+1"])
-@pytest.mark.parametrize(("tokens", "rows"), itertools.product((1, 8, 32), (49, 2240)))
+@pytest.mark.parametrize(("tokens", "rows"), list(itertools.product((1, 8, 32), (49, 2240))))
 def test_every_kind_of_plan(name, tokens, rows):
     columns = 1152
     scheme, tensors = stored(weight_scheme(name).spec(), rows, columns)
@@ -234,3 +234,14 @@ def test_second_passes_stay_behind_when_a_model_moves():
     assert {m.vq_codes_2.device.type for m in vq_modules(model).values()} == {"cpu"}
     assert {m.weight.device.type for m in vq_modules(model).values()} == {"cuda"}
     assert torch.equal(model(tokens(5)).logits, expected)
+
+
+@torch.no_grad()
+def test_offloaded_layers_are_decoded():
+    """For `dequantize` and `merge_passes`."""
+    model = two_passes(1)
+    layer = model.model.layers[0].mlp.down_proj
+    expected = layer.decoded()
+    place(model, "offload")
+    assert torch.equal(layer.decoded(), expected)
+    assert layer.restored(torch.bfloat16).weight.is_cuda

@@ -116,7 +116,8 @@ def _stored(
         return [(scheme.first_pass(), (codes, codebook, scale, rotation))]
     if scheme.stages == "nested":
         merged = merged_codes(codes, codes_2, scheme, length)
-        table = torch.nn.functional.pad(codebook_2, (0, 0, 0, (1 << BYTE) - codebook_2.shape[1]))
+        missing = (1 << BYTE) - codebook_2.shape[1]
+        table = torch.nn.functional.pad(codebook_2, (0, 0, 0, missing)) if missing else codebook_2
         return [(passes_of(scheme)[0], (merged, table, scale, rotation))]
     second = rotation_2 if scheme.stages == "rerotated" else rotation
     first, last = passes_of(scheme)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 
 from ..formats.scheme import VQScheme
-from .choose import DecodeProblem
+from .choose import DecodeProblem, decodable
 from .choose_linear import fusable
 from .device import Arch
 from .plan import DensePlan, Dtype, Scope
@@ -25,7 +25,7 @@ def restorable(scheme: VQScheme, in_features: int, out: Dtype) -> str | None:
     """None if a plan decodes such rows and rotates them back, else the reason why not."""
     if out is Dtype.FLOAT32:
         return "sums of 16-bit floats are not exact enough for float32"
-    reason = fusable(scheme, in_features)
+    reason = decodable(scheme) or fusable(scheme, in_features)
     if reason:
         return reason
     entry, index_bits, books = tables(scheme)

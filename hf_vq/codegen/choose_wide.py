@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from .choose import Cost
+from .choose import Cost, decodable
 from .choose_linear import LinearProblem, fusable
 from .device import RESERVED_BYTES, Arch
 from .plan import Scope, WidePlan
@@ -43,7 +43,7 @@ def wide(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
     """None if the kernel computes with such codes on such a GPU, else the reason why not."""
     if arch.name != "sm_90a":
         return f"{arch.name} has no products of warpgroups (wgmma)"
-    reason = fusable(scheme, in_features)
+    reason = decodable(scheme) or fusable(scheme, in_features)
     if reason:
         return reason
     if tables(scheme)[1] > LARGEST_INDEX:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..errors import VQFormatError
 from ..fit.weight import fixed_tensors
 from ..formats.tensors import TensorSpec, validate_tensor
+from ..nn.embedding import VQEmbedding
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear, attribute_of
 from ..nn.published import PublishedLinear
@@ -241,7 +242,8 @@ def check_loaded(model: nn.Module, unloaded: Iterable[str], pre_quantized: bool)
     Raises:
         VQFormatError: names the parameter.
     """
-    modules = vq_modules(model)
+    modules: dict[str, nn.Module] = dict(vq_modules(model))
+    modules |= {n: m for n, m in model.named_modules() if isinstance(m, VQEmbedding)}
     for name in sorted(unloaded):
         prefix, _, attribute = name.rpartition(".")
         module = modules.get(prefix)

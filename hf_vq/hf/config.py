@@ -13,6 +13,7 @@ from ..errors import VQConfigError, shown
 from ..fit.ldlq import DAMPING
 from ..fit.rows import SEARCHES
 from ..formats.catalog import scheme_name, weight_scheme
+from ..formats.integers import KINDS
 from ..formats.published import Layout, layout_from_dict
 from ..formats.scheme import VQScheme
 from ..nn.second_pass import POLICIES
@@ -64,6 +65,9 @@ class VQConfig(QuantizationConfigMixin):
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or by entry, {entry:
             policy}, the first that matches counts and other layers are resident. It may be given
             with a quantized model too, and is not stored.
+        embeddings: store the embedding as integers too: `int8`, with a scale for each row, or
+            `int4`, with a scale and a minimum for each 32 numbers. An output head that is tied to
+            it reads the same integers.
         layouts: written by `hf_vq.adopt` and `hf-vq convert`: how layers are stored, by name, that
             another project quantized and no scheme can store.
         quant_method: always `vq`.
@@ -81,6 +85,7 @@ class VQConfig(QuantizationConfigMixin):
     candidates: list[str] | None = None
     layouts: dict[str, dict[str, Any]] | None = None
     pass2: str | dict[str, str] | None = None
+    embeddings: str | None = None
 
     # What is stored in config.json is `__dict__`, and it comes back as these arguments.
     def __init__(
@@ -96,6 +101,7 @@ class VQConfig(QuantizationConfigMixin):
         search: str = "search",
         calibration: str | dict[str, Any] | None = None,
         pass2: str | dict[str, str] | None = None,
+        embeddings: str | None = None,
         layouts: dict[str, dict[str, Any]] | None = None,
         quant_method: str = QUANT_METHOD,
         format_version: int = 1,
@@ -107,7 +113,7 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(
                 f"VQConfig has no argument {', '.join(map(repr, sorted(unknown)))}. Known: scheme, "
                 "bits, layers, target_bits, candidates, modules_to_not_convert, seed, search, "
-                "calibration, pass2. If config.json holds it, "
+                "calibration, pass2, embeddings. If config.json holds it, "
                 "a newer hf_vq wrote the file: pip install -U hf_vq."
             )
         if quant_method != QUANT_METHOD:
@@ -137,6 +143,11 @@ class VQConfig(QuantizationConfigMixin):
             self.use(_check_layers(layers))
         if pass2 is not None:
             self.pass2 = _check_pass2(pass2)
+        if embeddings is not None:
+            if embeddings not in KINDS:
+                known = " or ".join(map(repr, KINDS))
+                raise VQConfigError(f"embeddings must be {known}; got {shown(embeddings)}.")
+            self.embeddings = embeddings
         if layouts:
             self.layouts = _check_layouts(layouts)
             self.format_version = max(self.format_version, 2)

@@ -23,6 +23,7 @@ from ..nn.stored import Stored
 from . import checkpoint as stored_files
 from .config import QUANT_METHOD, VQConfig
 from .conversions import dense_conversions, renamer
+from .embeddings import replace_embedding, restore_embedding
 from .layers import check_entries, matches
 from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
@@ -91,6 +92,8 @@ class VQHfQuantizer(HfQuantizer):
                 del wanted[name]
         if self.pre_quantized:
             self._place_published(model, wanted)
+            if config.embeddings is not None:
+                replace_embedding(model, config.embeddings)
         modules = replace_modules(
             model, wanted.get, seed=config.seed, keep_dense=not self.pre_quantized
         )
@@ -273,6 +276,8 @@ class VQHfQuantizer(HfQuantizer):
             self._calibration = None
         if self._checkpoint is None:
             self._check_values(model)
+        if not self.pre_quantized and config.embeddings is not None:
+            replace_embedding(model, config.embeddings)
         if not self.pre_quantized:
             config.provenance = record(model, self.errors, shared, calibrated)
         if config.leaves_out_second_passes():
@@ -308,6 +313,7 @@ class VQHfQuantizer(HfQuantizer):
                 "offloading first."
             )
         restore_modules(model, dtype or model.dtype)
+        restore_embedding(model, dtype or model.dtype)
         remove_saving(model)
         return model
 

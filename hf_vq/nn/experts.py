@@ -14,7 +14,7 @@ from .. import ops
 from ..errors import VQConfigError
 from ..formats.scheme import VQScheme
 from ..formats.tensors import tensor_specs
-from .second_pass import first_only
+from .second_pass import at_home, first_only
 from .stored import Stored, mark_initialized
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -123,7 +123,7 @@ class VQExperts(Stored):
         """The dense tensor of one projection, in the layout of the replaced module."""
         size = self.projections[name].in_features
         matrices = [
-            ops.decode_weight(self.tensors(name, index), self.scheme, size, dtype)
+            ops.decode_weight(at_home(self.tensors(name, index)), self.scheme, size, dtype)
             for index in range(self.num_experts)
         ]
         return torch.stack([matrix.T if self.is_transposed else matrix for matrix in matrices])

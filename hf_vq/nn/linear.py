@@ -12,7 +12,7 @@ from .. import ops
 from ..errors import VQBackendError, VQFormatError
 from ..formats.scheme import VQScheme
 from ..formats.tensors import tensor_specs
-from .second_pass import SecondPass, first_only
+from .second_pass import SecondPass, at_home, first_only
 from .stored import Stored, mark_initialized
 
 
@@ -184,7 +184,7 @@ class VQLinear(Stored, nn.Linear):
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight [out_features, in_features]."""
-        return ops.decode_weight(self.tensors(), self.scheme, self.in_features, dtype)
+        return ops.decode_weight(at_home(self.tensors()), self.scheme, self.in_features, dtype)
 
     def restored(self, dtype: torch.dtype) -> nn.Module:
         """A dense layer of the class that this one replaced."""

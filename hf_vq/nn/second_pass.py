@@ -51,6 +51,7 @@ class SecondPass:
         self.prefill_only, self.expert = prefill_only, expert
         self._module: weakref.ref[Any] | None = None
         self._pool: Slots | None = None  # lives as long as one of its layers
+        self._pinned: tuple[int, ...] = ()  # where, so that nobody has to ask at every call
         self._experts: dict[tuple[str, int], SecondPass] = {}
 
     def __deepcopy__(self, memo: Any) -> SecondPass:
@@ -79,39 +80,43 @@ class SecondPass:
             module: that owns them.
             x: its input.
         """
-        tensors = self._tensors(module)
-        device = tensors["codes"].device
-        if not self._keys(tensors, device):
+        tensors, keys = self._read(module)
+        if not keys:
             yield tensors
             return
+        device = tensors["codes"].device
         pool = self._bind(module, device)
-        tensors = self._tensors(module)
-        keys = self._keys(tensors, device)
-        away = [tensors[key] for key in keys]
         if torch.is_grad_enabled() and x.requires_grad:
             # Kept for the backward pass, when a slot has other bytes.
             yield {**tensors, **{key: tensors[key].to(device) for key in keys}}
             return
+        away = [tensors[key] for key in keys]
         with pool.lent(self, away, ordered=self.expert is None) as here:
             yield {**tensors, **dict(zip(keys, here, strict=True))}
+
+    def _read(self, module: Any) -> tuple[dict[str, Tensor], list[str]]:
+        """The stored tensors by key, and which of them have to be copied before something computes
+        with them on the device of the codes: for a GPU, they are in pinned memory from then on."""
+        tensors = self._tensors(module)
+        device = tensors["codes"].device
+        keys = [key for key in OFFLOADED if key in tensors and is_away(tensors[key], device)]
+        known = self._pinned == tuple(tensors[key].data_ptr() for key in keys)
+        if device.type == "cuda" and not known:
+            pin(module)
+            tensors = self._tensors(module)
+            self._pinned = tuple(tensors[key].data_ptr() for key in keys)
+        return tensors, keys
 
     def _tensors(self, module: Any) -> dict[str, Tensor]:
         found: dict[str, Tensor] = module.tensors(*(self.expert or ()))
         return found
 
-    @staticmethod
-    def _keys(tensors: dict[str, Tensor], device: torch.device) -> list[str]:
-        """What has to be copied before something on a device computes with it."""
-        return [key for key in OFFLOADED if key in tensors and is_away(tensors[key], device)]
-
     def _bind(self, module: Any, device: torch.device) -> Slots:
-        """Serve a layer on a device: its slots. What is copied is in pinned memory from then on."""
+        """Serve a layer on a device: its slots."""
         if self._module is None or self._module() is not module:
             self._module = weakref.ref(module)
         if self._pool is None or _pools.get(device) is not self._pool:
             self._pool = pool_of(device)
-        if device.type == "cuda":
-            pin(module)
         return self._pool
 
     def sources(self) -> list[Tensor] | None:
@@ -119,14 +124,11 @@ class SecondPass:
         module = None if self._module is None else self._module()
         if module is None or self.expert is not None:
             return None
-        tensors = self._tensors(module)
-        device = tensors["codes"].device
-        if _pools.get(device) is not self._pool or tensors["codes"].is_meta:
+        tensors, keys = self._read(module)
+        codes = tensors["codes"]
+        if codes.is_meta or _pools.get(codes.device) is not self._pool:
             return None
-        if device.type == "cuda":
-            pin(module)
-            tensors = self._tensors(module)
-        return [tensors[key] for key in self._keys(tensors, device)] or None
+        return [tensors[key] for key in keys] or None
 
 
 def is_away(tensor: Tensor, device: torch.device) -> bool:
@@ -137,6 +139,12 @@ def is_away(tensor: Tensor, device: torch.device) -> bool:
 def first_only(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The stored tensors of the first pass, by key."""
     return {key: tensor for key, tensor in tensors.items() if not key.endswith("_2")}
+
+
+def at_home(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The stored tensors, all on the device of the codes, whatever is offloaded."""
+    home = tensors["codes"].device
+    return {key: tensor.to(home) for key, tensor in tensors.items()}
 
 
 def pin(module: Any) -> None:

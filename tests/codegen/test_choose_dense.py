@@ -55,6 +55,10 @@ def test_float32_is_not():
     assert "float32" in restorable(WEIGHT_SCHEMES["vq-4"], 4096, Dtype.FLOAT32)
 
 
+def test_nested_passes_are_not():
+    assert "second pass" in restorable(WEIGHT_SCHEMES["turboquant-4+4"], 4096, Dtype.FLOAT16)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 4096, 100_000])
 @pytest.mark.parametrize("columns", [128, 4096, 14336, 1 << 20])
 def test_every_column_has_a_warp(rows, columns):

@@ -85,6 +85,7 @@ def test_who_has_none():
     assert wide(vq, 4096, hopper) is None
     assert choose(problem(vq, MOST_TOKENS + 1)) is None
     assert "tile" in wide(WEIGHT_SCHEMES["gptvq-2"], 4096, hopper)
+    assert "second pass" in wide(WEIGHT_SCHEMES["turboquant-4+4"], 4096, hopper)
     assert "shared memory" in wide(VQScheme.parse("vq8x16r1-tensor-g0-none"), 4096, hopper)
     assert "64 columns" in wide(VQScheme.parse("vq2x8r1-tensor-g0-none"), 1160, hopper)
 

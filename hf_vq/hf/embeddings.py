@@ -1,0 +1,78 @@
+"""The embedding of a model as integers, and its output head where that is tied to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import VQConfigError
+from ..nn.embedding import VQEmbedding, VQTiedHead
+
+
+def replace_embedding(model: Any, kind: str) -> None:
+    """Store a model's embedding as integers; one on the meta device becomes an empty one.
+
+    Raises:
+        VQConfigError: the embedding is not a plain one, is offloaded, or a tied head has a bias.
+        VQSchemeError: its rows cannot be stored.
+        VQFormatError: it is not finite.
+    """
+    old, head = model.get_input_embeddings(), _tied_head(model)
+    where = _name(model, old)
+    if hasattr(old, "_hf_hook") and old.weight.is_meta:
+        raise VQConfigError(
+            f"cannot quantize {where}: it is offloaded. Quantize and save the model without "
+            "offloading first."
+        )
+    if head is not None and (type(head) is not nn.Linear or head.bias is not None):
+        raise VQConfigError(
+            f"the output head that is tied to {where} is no plain matrix product, and needs it "
+            "dense. Leave embeddings out."
+        )
+    new = VQEmbedding(old, kind, where)
+    _put(model, old, new)
+    if head is not None:
+        _put(model, head, VQTiedHead(new))
+
+
+def restore_embedding(model: Any, dtype: torch.dtype) -> None:
+    """Put the dense embedding, and a head that is tied to it, back."""
+    old = model.get_input_embeddings()
+    if not isinstance(old, VQEmbedding):
+        return
+    weight = nn.Parameter(old.decoded(dtype))
+    with torch.device("meta"):
+        new = nn.Embedding(old.num_embeddings, old.embedding_dim, old.padding_idx)
+        heads = [m for m in model.modules() if isinstance(m, VQTiedHead)]
+        dense = [nn.Linear(head.in_features, head.out_features, bias=False) for head in heads]
+    for module, taken in zip([old, *heads], [new, *dense], strict=True):
+        taken.weight = weight
+        _put(model, module, taken.train(module.training))
+
+
+def _tied_head(model: Any) -> Any:
+    """The output head whose weight is the embedding's; None where there is none."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is None:
+        return None
+    tied = getattr(model, "all_tied_weights_keys", {})
+    names = {f"{_name(model, module)}.weight" for module in (head, embedding)}
+    same = weight is embedding.weight
+    return head if same or any({a, b} == names for a, b in tied.items()) else None
+
+
+def _name(model: Any, module: nn.Module) -> str:
+    return next(name for name, found in model.named_modules() if found is module)
+
+
+def _put(model: Any, old: nn.Module, new: nn.Module) -> None:
+    """In the place of a module, with the hook that accelerate gave it."""
+    hook = getattr(old, "_hf_hook", None)
+    model.set_submodule(_name(model, old), new)
+    if hook is not None:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(new, hook)
