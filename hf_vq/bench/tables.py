@@ -10,7 +10,7 @@ A table stands between two marks and is never typed by hand:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,16 @@ from .. import env
 from ..errors import VQError
 from ..formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from ..formats.scheme import VQScheme
-from . import compare_show, cpu_bars, cuda_bars, cuda_tables, kv_tables, quality_bars
+from . import (
+    compare_show,
+    cpu_bars,
+    cpu_tables,
+    cuda_bars,
+    cuda_linear_tables,
+    cuda_tables,
+    kv_tables,
+    quality_bars,
+)
 from .record import read_record
 from .show import markdown_table, significant
 
@@ -207,172 +216,6 @@ def kv_schemes_table() -> str:
     return markdown_table(head, rows)
 
 
-def cpu_linear_table() -> str:
-    """One token through a linear layer on the CPU, one thread, against PyTorch."""
-    record = _record("cpu-linear")
-    rows = [row for row in record["results"]["rows"] if row["threads"] == 1]
-    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
-    head = ["weights"]
-    for out_features, in_features in shapes:
-        head += [f"{out_features} x {in_features}, us", "x int4", "x bf16"]
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    cells = []
-    for name in names:
-        line = [CPU_PEERS.get(name, f"`{name}`")]
-        for shape in shapes:
-            (row,) = (
-                r
-                for r in rows
-                if r["name"] == name and (r["out_features"], r["in_features"]) == shape
-            )
-            faster = row.get("speedup", {})
-            time = f"{row['us']:.0f}"
-            if "us_cached" in row:
-                time += f" ({row['us_cached']:.0f})"
-            line += [time, *(_ratio(faster.get(peer)) for peer in ("int4", "bf16"))]
-        cells.append(line)
-    return markdown_table(head, cells) + "\n\n" + _timed(record)
-
-
-CPU_PEERS = {
-    "read": "only reading",
-    "int4": "torch int4 (groups of 128)",
-    "bf16": "torch bfloat16",
-    "fp32": "torch float32",
-    "aqlm": "package `aqlm`, 2 codebooks of 8 bits",
-}
-
-
-def cpu_attention_table(name: str = "cpu-attention") -> str:
-    """One token's attention on the CPU, one thread, per key/value head."""
-    record = _record(name)
-    steps = [row for row in record["results"]["rows"] if row["what"] == "step"]
-    first = steps[0]["threads"]
-    groups = sorted({row["group"] for row in steps})
-    head = ["KV cache"]
-    for group in groups:
-        head += [
-            f"us, {group} query heads",
-            "x bmm fp32",
-            "x SDPA fp32",
-            "x SDPA bf16",
-            "x ORT int8",
-        ]
-    peers = ("torch bmm fp32", "torch SDPA fp32", "torch SDPA bf16", "onnxruntime int8")
-    names = [row["name"] for row in steps if row["group"] == groups[0] and row["threads"] == first]
-    cells = []
-    for name in names:
-        line = [name]
-        for group in groups:
-            (row,) = (
-                r for r in steps if (r["name"], r["group"], r["threads"]) == (name, group, first)
-            )
-            faster = row.get("speedup", {})
-            line += [f"{row['us']:.0f}", *(_ratio(faster.get(peer)) for peer in peers)]
-        cells.append(line)
-    return markdown_table(head, cells) + "\n\n" + _timed(record)
-
-
-def cpu_generate_table() -> str:
-    """Milliseconds a token of generate, one thread."""
-    record = _record("cpu-generate")
-    rows = record["results"]["rows"]
-    columns = list(dict.fromkeys((row["kv_heads"], row["context"]) for row in rows))
-    head = ["ms a token"]
-    head += [f"{heads} kv heads, context {context:,}" for heads, context in columns]
-    cells = []
-    for name in dict.fromkeys(row["name"] for row in rows):
-        by_column = {(r["kv_heads"], r["context"]): r["ms"] for r in rows if r["name"] == name}
-        cells.append([name, *(f"{by_column[c]:.0f}" if c in by_column else "-" for c in columns)])
-    return markdown_table(head, cells) + "\n\n" + _timed(record)
-
-
-def cuda_linear_table() -> str:
-    """Few tokens through a linear layer on a GPU: how many times faster than bfloat16."""
-    return _cuda_speedups((1, 16, 32, 64))
-
-
-def cuda_prefill_table() -> str:
-    """The same for many tokens."""
-    return _cuda_speedups((128, 1024, 2048, 4096))
-
-
-def _cuda_speedups(tokens: Sequence[int]) -> str:
-    record = _record("cuda-linear")
-    rows = [row for row in record["results"]["rows"] if row["what"] == "linear"]
-    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
-    found = {
-        (row["name"], (row["out_features"], row["in_features"]), row["tokens"]): row for row in rows
-    }
-    names = [name for name in dict.fromkeys(row["name"] for row in rows) if name != "bf16"]
-    head = ["weights", *(f"{n} x {k}, {' / '.join(map(str, tokens))}" for n, k in shapes)]
-    cells = [["bf16, us", *(_joined(f"{found['bf16', shape, m]['us']:.1f}" for m in tokens)
-                            for shape in shapes)]]  # fmt: skip
-    for name in names:
-        ratios = [
-            _joined(_cuda_ratio(found[name, shape, m], found["bf16", shape, m]) for m in tokens)
-            for shape in shapes
-        ]
-        cells.append([f"`{name}`" if name != "int4 tinygemm" else name, *ratios])
-    return markdown_table(head, cells) + "\n\n" + _timed(record)
-
-
-def _cuda_ratio(row: dict[str, Any], dense: dict[str, Any]) -> str:
-    return f"{row['speedup']['bf16'] if 'speedup' in row else dense['us'] / row['us']:.2f}"
-
-
-def _joined(cells: Iterable[str]) -> str:
-    return " / ".join(cells)
-
-
-def cuda_reading_table() -> str:
-    """One token against a kernel that only reads: microseconds of both, and their ratio."""
-    record = _record("cuda-linear")
-    rows = [row for row in record["results"]["rows"] if "of_reading" in row]
-    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
-    cells = []
-    for name in dict.fromkeys(row["name"] for row in rows):
-        found = {(row["out_features"], row["in_features"]): row
-                 for row in rows if row["name"] == name}  # fmt: skip
-        cells.append([f"`{name}`", *(
-            f"{found[shape]['read_us']:.1f} / {found[shape]['us']:.1f}, "
-            f"{found[shape]['of_reading']:.0%}"
-            for shape in shapes
-        )])  # fmt: skip
-    head = ["reading alone / ours, us", *(f"{n} x {k}" for n, k in shapes)]
-    return markdown_table(head, cells) + "\n\n" + _timed(record)
-
-
-def cuda_mechanisms_table() -> str:
-    """What one token takes without each mechanism, in multiples of the chosen plan."""
-    record = _record("cuda-linear")
-    rows = [row for row in record["results"]["rows"] if row["what"] == "mechanism"]
-    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    head = ["without, or instead", *(f"`{name}`" for name in names)]
-    cells = []
-    for plan in dict.fromkeys(row["plan"] for row in rows):
-        line = [f"us of the chosen plan at {_joined(f'{n} x {k}' for n, k in shapes)}"
-                if plan == "chosen" else plan]  # fmt: skip
-        for name in names:
-            found = {(row["out_features"], row["in_features"]): row for row in rows
-                     if (row["name"], row["plan"]) == (name, plan)}  # fmt: skip
-            key, digits = ("us", 1) if plan == "chosen" else ("times chosen", 2)
-            shown = [f"{found[s][key]:.{digits}f}" if s in found else "-" for s in shapes]
-            line.append(_joined(shown) if found else "-")
-        cells.append(line)
-    return markdown_table(head, cells) + "\n\n" + _timed(record)
-
-
-def cuda_host_table() -> str:
-    """Microseconds of the host for one eager call of a layer."""
-    record = _record("cuda-linear")
-    rows = [row for row in record["results"]["rows"] if row["what"] == "host"]
-    head = ["us of the host", *(row["name"] for row in rows)]
-    cells = [["a call", *(f"{row['us']:.1f}" for row in rows)]]
-    return markdown_table(head, cells) + "\n\n" + _timed(record)
-
-
 def compare_table(what: str) -> str:
     """Weights or caches of `hf-vq eval --compare`."""
     if read_record("compare") is None:
@@ -381,10 +224,6 @@ def compare_table(what: str) -> str:
     rows = [row for row in record["results"]["rows"] if row["what"] == what]
     picture = compare_show.PICTURE if what == "weights" else ""
     return f"{picture}{markdown_table(*compare_show.cells(rows, what))}\n\n{_source(record)}"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 def _timed(record: dict[str, Any]) -> str:
@@ -414,10 +253,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:demo": demo_table,
     "results:compare-weights": lambda: compare_table("weights"),
     "results:compare-kv": lambda: compare_table("cache"),
-    "results:cpu-linear": cpu_linear_table,
-    "results:cpu-attention": cpu_attention_table,
-    "results:cpu-attention-avx2": lambda: cpu_attention_table("cpu-attention-avx2"),
-    "results:cpu-generate": cpu_generate_table,
+    "results:cpu-linear": partial(_timed_table, "cpu-linear", cpu_tables.linear),
+    "results:cpu-attention": partial(_timed_table, "cpu-attention", cpu_tables.attention),
+    "results:cpu-attention-avx2": partial(_timed_table, "cpu-attention-avx2", cpu_tables.attention),
+    "results:cpu-generate": partial(_timed_table, "cpu-generate", cpu_tables.generate),
     "results:cpu-bars": lambda: cpu_bars.table(_records(cpu_bars.SUITES)),
     "results:cuda-parts": lambda: _timed_table("cuda-parts", cuda_tables.parts),
     "results:cuda-bars": lambda: cuda_bars.linear_table(_records(cuda_bars.LINEAR_SUITES)),
@@ -425,11 +264,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:quality-bars": lambda: quality_bars.table(
         {name: read_record(name) for name in quality_bars.SUITES}
     ),
-    "results:cuda-linear": cuda_linear_table,
-    "results:cuda-prefill": cuda_prefill_table,
-    "results:cuda-reading": cuda_reading_table,
-    "results:cuda-mechanisms": cuda_mechanisms_table,
-    "results:cuda-host": cuda_host_table,
+    "results:cuda-linear": partial(_timed_table, "cuda-linear", cuda_linear_tables.few),
+    "results:cuda-prefill": partial(_timed_table, "cuda-linear", cuda_linear_tables.many),
+    "results:cuda-reading": partial(_timed_table, "cuda-linear", cuda_linear_tables.of_reading),
+    "results:cuda-mechanisms": partial(_timed_table, "cuda-linear", cuda_linear_tables.mechanisms),
+    "results:cuda-host": partial(_timed_table, "cuda-linear", cuda_linear_tables.host),
     "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda_tables.peers),
     "results:cuda-paper-mechanisms": lambda: _timed_table("cuda-mechanisms", cuda_tables.rungs),
     "results:cuda-paper-exchanges": lambda: _timed_table("cuda-mechanisms", cuda_tables.exchanges),
