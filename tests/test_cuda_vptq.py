@@ -149,7 +149,8 @@ def test_large_and_small_numbers():
         exact = x.double() @ weight.double().T
         y = ops.published_linear(x, scaled, None, layout.spec(), rows).double()
         small = exact.abs() < 6e4
-        assert ((y - exact)[small].abs() <= 2e-3 * exact.abs().max()).all()
+        step = 2.0**-24  # between the smallest numbers of y's dtype
+        assert ((y - exact)[small].abs() <= 2e-3 * exact.abs().max() + step).all()
 
 
 def test_graphs_and_streams():

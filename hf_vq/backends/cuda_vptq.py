@@ -20,11 +20,11 @@ from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.plan import Plan
 from ..codegen.store import default_store
-from ..codegen.vptq_plan import VptqDecodePlan, VptqPlan
+from ..codegen.vptq_plan import VptqPlan
 from ..errors import VQBackendError
 from ..formats.published import VptqLayout
 from ..ops import published
-from .cuda_linear import DECODED_BYTES, DTYPES, _blocks, _ready
+from .cuda_linear import DECODED_BYTES, DTYPES, _ready
 
 _LANES = 32
 
@@ -76,11 +76,9 @@ def prepare(plan: VptqPlan, layout: VptqLayout, ordinal: int) -> tuple[VptqPlan,
 
 
 @functools.lru_cache(maxsize=1024)
-def _many(
-    layout: VptqLayout, in_features: int, dtype: torch.dtype, ordinal: int
-) -> tuple[VptqDecodePlan, Kernel]:
+def _many(layout: VptqLayout, in_features: int, dtype: torch.dtype, ordinal: int) -> Kernel:
     plan = choose_vptq.decode_plan(layout, in_features, DTYPES[dtype])
-    return plan, _kernel(plan, VptqDecodeArguments, ordinal)
+    return _kernel(plan, VptqDecodeArguments, ordinal)
 
 
 class Stored:
@@ -172,10 +170,10 @@ def decode_rows(stored: Stored, place: Tensor | None, first: int, out: Tensor) -
         first: a multiple of the rows of a vector.
     """
     layout, ordinal = stored.layout, out.get_device()
-    plan, kernel = _many(layout, stored.columns, out.dtype, ordinal)
+    kernel = _many(layout, stored.columns, out.dtype, ordinal)
     vectors = -(-len(out) // layout.vector)
     kernel(
-        _blocks(choose_vptq.decode_blocks(plan, vectors, stored.columns)),
+        vectors,
         torch._C._cuda_getCurrentRawStream(ordinal), *stored.books,
         stored.address("weight_scale"), stored.address("weight_bias"),
         None if place is None else place.data_ptr(), out.data_ptr(), first // layout.vector,

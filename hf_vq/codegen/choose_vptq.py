@@ -29,7 +29,7 @@ _PROLOGUE = 3000  # cycles until the first product, of which few are hidden
 _SUMS = 40  # cycles in which a warp's sums of a fragment are added
 _WAITING = 900  # cycles of 32 columns from a code to its product
 _INPUTS_THREADS = 1024
-_DECODE_THREADS = 256
+_DECODE_THREADS = 512
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,3 @@ def decode_plan(layout: VptqLayout, in_features: int, out: Dtype) -> VptqDecodeP
         _DECODE_THREADS, 2, **stored(layout), out=out, each=each, norm=layout.norm,
         order=layout.perm,
     )  # fmt: skip
-
-
-def decode_blocks(plan: VptqDecodePlan, vectors: int, in_features: int) -> int:
-    """Of a launch that decodes so many rows of vectors."""
-    return vectors * -(-in_features // (plan.threads * plan.each))

@@ -76,6 +76,15 @@ inline void unpack(const hf_vq_vptq& w, const uint32_t* stream, int64_t first, i
   unpack_any(w, stream, first + i, n - i, code + i, rest + i);
 }
 
+// Three bytes: those of the main code, and the residual's.
+inline void unpack_bytes(const uint32_t* stream, int64_t first, int n, uint16_t* code, uint16_t* rest) {
+  const uint8_t* p = reinterpret_cast<const uint8_t*>(stream) + first * 3;
+  for (int i = 0; i < n; ++i, p += 3) {
+    memcpy(code + i, p, 2);
+    rest[i] = p[2];
+  }
+}
+
 // A code that its codebook does not have counts as the last one.
 inline void keep_below(int64_t entries, int bits, int n, uint16_t* code) {
   if (entries == int64_t(1) << bits) return;
@@ -89,7 +98,7 @@ inline void unpack_run(const hf_vq_vptq& w, const uint32_t* stream, int64_t firs
     case 800: unpack<8, 0>(w, stream, first, n, code, rest); break;
     case 1200: unpack<12, 0>(w, stream, first, n, code, rest); break;
     case 1600: unpack<16, 0>(w, stream, first, n, code, rest); break;
-    case 1608: unpack<16, 8>(w, stream, first, n, code, rest); break;
+    case 1608: unpack_bytes(stream, first, n, code, rest); break;
     case 1612: unpack<16, 12>(w, stream, first, n, code, rest); break;
     case 1616: unpack<16, 16>(w, stream, first, n, code, rest); break;
     default: unpack_any(w, stream, first, n, code, rest);

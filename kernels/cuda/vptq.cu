@@ -13,7 +13,8 @@
 //
 // Bytes: codes once, x' once for every block (from L2). With 65536 entries the codebook is 1 MB and lies in L2: a sector
 // of 32 bytes for every code, which bounds it. Smaller codebooks are copied to shared memory. Sums are float32; warps add
-// theirs in order.
+// theirs in order. Where registers suffice, lanes beyond the last column look up too: without a branch, lookups of several
+// steps are on their way. They multiply zeros with some entries, all of which have to be finite.
 #include "grids.cuh"
 #include "mma.cuh"
 #include "vptq.cuh"
@@ -43,18 +44,17 @@ constexpr int book_bytes = Plan::book_in_shared ? (Plan::entries * entry_bytes +
 constexpr int rest_bytes = Plan::rest_in_shared ? (Plan::rest_entries * entry_bytes + 15) / 16 * 16 : 0;
 constexpr int tile_bytes = fragments * 512;  // entries of a warp, then its sums
 
+constexpr bool ahead = octets == 1 && R * Codes<code_bits, unit>::words <= 24;
+
 static_assert(size_of<Plan::dtype> == 2 && v % 2 == 0, "entries are whole words of two factors");
 
 // The words of an entry in its octets; rows that fill up the last one are zeros.
 struct Entry {
   uint32_t word[octets * 4];
 
-  __device__ void clear() {
-#pragma unroll
-    for (int i = 0; i < octets * 4; ++i) word[i] = 0;
-  }
   template <bool Shared> __device__ void load(const char* book, uint32_t code) {
-    clear();
+#pragma unroll
+    for (int i = v / 2; i < octets * 4; ++i) word[i] = 0;
 #pragma unroll
     for (int at = 0; at < entry_bytes; at += piece) {
       const char* from = book + code * entry_bytes + at;
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq
   const int chunks = (a.columns + chunk - 1) / chunk, end = a.groups * chunks;
   const int64_t stream_words = (int64_t(a.columns) * code_bits + 31) / 32;
 
-  Codes<code_bits, unit> next[R];
+  Codes<code_bits, unit> next[R] = {};
   const auto load = [&](int at) {
     const int group = at / chunks, column = at % chunks * chunk + lane * unit;
     if (column < a.columns) {
@@ -139,7 +139,6 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq
 
   for (int at = warp; at < end; at += warps) {
     const int group = at / chunks;
-    const bool exists = at % chunks * chunk + lane * unit < a.columns;
     const char* book = Plan::book_in_shared ? shared : a.book + int64_t(group) * Plan::entries * entry_bytes;
     const char* rest = Plan::rest_in_shared ? shared + book_bytes : a.rest + int64_t(group) * Plan::rest_entries * entry_bytes;
     Codes<code_bits, unit> codes[R];
@@ -161,19 +160,17 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq
           x[half][0] = word[0], x[half][2] = word[1];
         }
       }
-      Entry entry[R];
+      Entry entry[R] = {};
+      if (ahead || at % chunks * chunk + lane * unit < a.columns) {
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
-        entry[r].clear();
-        if (exists) entry[r].template load<Plan::book_in_shared>(book, main_code(codes[r], step));
-      }
-      if constexpr (Plan::rest_bits > 0) {
+        for (int r = 0; r < R; ++r) entry[r].template load<Plan::book_in_shared>(book, main_code(codes[r], step));
+        if constexpr (Plan::rest_bits > 0) {
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
-          if (!exists) break;
-          Entry more;
-          more.template load<Plan::rest_in_shared>(rest, rest_code(codes[r], step));
-          entry[r].add(more);
+          for (int r = 0; r < R; ++r) {
+            Entry more;
+            more.template load<Plan::rest_in_shared>(rest, rest_code(codes[r], step));
+            entry[r].add(more);
+          }
         }
       }
       __syncwarp();  // what was left here has been read

@@ -3,8 +3,8 @@
 //
 //     W[i v + r, j] = (book[main(i, c)] + rest[residual(i, c)])[r] * s[j] + b[j]        c = place[j]
 //
-// A block has one row of vectors and Plan::threads * Plan::each neighbouring columns j, whose codes lie where the order of
-// columns says. A warp stores whole lines of each of the v rows.
+// A block has one row of vectors. A thread has Plan::each neighbouring columns j at a time, whose codes lie where the order
+// of columns says: they are read from L1 after the first. A warp stores whole lines of each of the v rows.
 //
 // Bytes: the rows once, codes once, entries from L2. Bound by writing the rows, and by L2 where the codebook has 65536
 // entries. Sums and products are float32 in the order of the formula and rounded one by one: as the reference does it.
@@ -30,12 +30,8 @@ struct Arguments {
 
 constexpr int each = Plan::each;
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq_decode(const Arguments a) {
-  const int across = (a.in + Plan::threads * each - 1) / (Plan::threads * each);
-  const int vectors = (a.rows + v - 1) / v, i = a.first + blockIdx.x / across;
-  const int j = (blockIdx.x % across * Plan::threads + threadIdx.x) * each;
-  const int64_t stream_words = (int64_t(a.columns) * code_bits + 31) / 32;
-  if (j >= a.in) return;
+// Rows of vector i in columns j, j + 1, ..
+__device__ inline void decode_columns(const Arguments& a, int i, int j, int vectors, int64_t stream_words) {
   float value[each][v];
 #pragma unroll
   for (int n = 0; n < each; ++n) {
@@ -74,4 +70,10 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq
     for (int n = 0; n < each; ++n) part[n] = value[n][r];
     store_floats<Plan::out>(out + int64_t(r) * a.in * size_of<Plan::out>, part);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq_decode(const Arguments a) {
+  const int vectors = (a.rows + v - 1) / v, i = a.first + blockIdx.x;
+  const int64_t stream_words = (int64_t(a.columns) * code_bits + 31) / 32;
+  for (int j = threadIdx.x * each; j < a.in; j += Plan::threads * each) decode_columns(a, i, j, vectors, stream_words);
 }
