@@ -1,7 +1,7 @@
 """Suite `quality-passes`: what two passes cost in quality, and the first one alone.
 
-As `quality-weights` measures schemes; a row `first pass of S` is the model that was saved with S and
-loaded without its second pass.
+As `quality-weights` measures schemes; a row `first pass of S` is the model that was saved with S,
+and loaded without its second pass.
 """
 
 from __future__ import annotations
