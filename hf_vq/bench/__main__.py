@@ -33,6 +33,7 @@ from . import (
     quality_finetune,
     quality_kv,
     quality_kv_calibrated,
+    quality_passes,
     quality_weights,
     tables,
 )
@@ -51,6 +52,7 @@ TIMED_SUITES: dict[str, Any] = {
 
 QUALITY_SUITES: dict[str, Any] = {
     "quality-weights": quality_weights,
+    "quality-passes": quality_passes,
     "quality-finetune": quality_finetune,
     "quality-kv": quality_kv,
     "quality-kv-calibrated": quality_kv_calibrated,

@@ -138,10 +138,6 @@ class Slots:
         """Bytes of the device that the slots take."""
         return sum(slot.memory.numel() for slot in self._slots if slot.memory is not None)
 
-    def reserve(self, sources: Sequence[Tensor]) -> None:
-        """Slots shall be large enough for these tensors."""
-        self._size = max(self._size, _place(sources)[1])
-
     def expect(self, owners: Sequence[Owner]) -> None:
         """The order in which layers are likely to ask, until they ask in another one."""
         for one, other in zip(owners, [*owners[1:], owners[0]], strict=True):
@@ -162,9 +158,10 @@ class Slots:
         """
         self.transfer.check()
         with self._lock:
-            slot = self._holding(owner, sources)
+            state = _state(sources)
+            slot = self._holding(owner, state)
             self.hits, self.misses = self.hits + (slot is not None), self.misses + (slot is None)
-            slot = slot or self._fill(owner, sources, expected=False)
+            slot = slot or self._fill(owner, sources, state, expected=False)
             slot.lent, slot.expected = slot.lent + 1, False
             try:
                 if ordered:
@@ -176,29 +173,29 @@ class Slots:
                 assert slot.memory is not None
                 slot.used.append(self.transfer.mark(slot.memory))
 
-    def _holding(self, owner: Owner, sources: Sequence[Tensor]) -> _Slot | None:
-        """The slot that has just these tensors, in the state that they are in."""
-        state = _state(sources)
+    def _holding(self, owner: Owner, state: Hashable) -> _Slot | None:
+        """The slot that has just the tensors of this owner, in this state."""
         for slot in self._slots:
             if slot.owner() is owner and slot.state == state:
                 return slot
         return None
 
-    def _fill(self, owner: Owner, sources: Sequence[Tensor], expected: bool) -> _Slot:
+    def _fill(
+        self, owner: Owner, sources: Sequence[Tensor], state: Hashable, expected: bool
+    ) -> _Slot:
         """Copy tensors into a slot that is free; where none is, into memory of their own."""
         free = [slot for slot in self._slots if not slot.lent]
         # What was copied for a layer that is still to come goes last.
         slot = min(free, key=lambda one: one.expected) if free else _Slot()
         slot.owner, slot.state = lambda: None, None  # nobody's, should anything fail from here on
-        self.reserve(sources)
+        places, nbytes = _place(sources)
+        self._size = max(self._size, nbytes)
         if slot.memory is None or slot.memory.numel() < self._size:
             slot.memory, slot.used = self.transfer.empty(self._size), []
-        places, _ = _place(sources)
         slot.views = [
             slot.memory[at : at + source.nbytes].view(source.dtype).view(source.shape)
             for at, source in zip(places, sources, strict=True)
         ]
-        state = _state(sources)
         pairs = list(zip(slot.views, sources, strict=True))
         slot.ready = self.transfer.copy(pairs, slot.used)
         slot.used, slot.expected = [], expected
@@ -216,9 +213,11 @@ class Slots:
         if not sure or coming is None or coming is owner:
             return
         sources = coming.sources()
-        some_free = any(not slot.lent for slot in self._slots)
-        if sources and some_free and self._holding(coming, sources) is None:
-            self._fill(coming, sources, expected=True)
+        if not sources or all(slot.lent for slot in self._slots):
+            return
+        state = _state(sources)
+        if self._holding(coming, state) is None:
+            self._fill(coming, sources, state, expected=True)
 
 
 def _state(sources: Sequence[Tensor]) -> Hashable:

@@ -162,6 +162,7 @@ def test_search_beats_least_squares_beats_norm():
     [
         *itertools.product(["vq-4", "vq-3", "vq-2", "turboquant-3"], [288, 80, 13696, 48]),
         *itertools.product(["aqlm-2", "gptvq-2"], [288, 80, 48]),
+        *itertools.product(["turboquant-4", "turboquant-4+2"], [320, 272, 48]),
     ],
 )
 def test_dimensions_without_a_tail(name, in_features):
