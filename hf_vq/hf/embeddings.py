@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import VQConfigError
 from ..nn.embedding import VQEmbedding, VQTiedHead
+from .parallel import ranks
 
 
 def replace_embedding(model: Any, kind: str) -> None:
@@ -19,6 +20,10 @@ def replace_embedding(model: Any, kind: str) -> None:
         VQSchemeError: its rows cannot be stored.
         VQFormatError: it is not finite.
     """
+    if ranks(model) > 1:
+        raise VQConfigError(
+            "an embedding of integers cannot be split over devices: load the model on one."
+        )
     old, head = model.get_input_embeddings(), _tied_head(model)
     where = _name(model, old)
     if hasattr(old, "_hf_hook") and old.weight.is_meta:

@@ -21,6 +21,7 @@ from ..nn.stored import digest
 from . import checkpoint as stored_files
 from .config import VQConfig
 from .layers import check_entries
+from .parallel import ranks
 
 MOST_BITS = 8  # of one pass
 
@@ -42,6 +43,11 @@ def place_pass2(model: Any, pass2: str | dict[str, str] | None) -> None:
             'VQConfig(pass2="absent")).'
         )
     modules = _two_passes(model)
+    if asked.pass2 not in (None, "resident") and ranks(model) > 1:
+        raise VQConfigError(
+            "second passes of a model that is split over devices stay with the first: leave pass2 "
+            "out."
+        )
     if isinstance(asked.pass2, dict):
         check_entries("pass2", asked.pass2, list(modules), model)
     if asked.pass2 not in (None, "resident") and not modules:

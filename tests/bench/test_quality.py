@@ -152,6 +152,20 @@ def test_a_suite_runs_and_writes_its_record(suite, scheme, tiny_model, eval_text
     assert scheme in capsys.readouterr().out
 
 
+def test_passes(tiny_model, eval_text, tmp_path):
+    """Two passes, and the first of them alone: half the bits, and much worse."""
+    out = tmp_path / "record.json"
+    arguments = ["quality-passes", str(tiny_model), "--text", str(eval_text), "--tokens", "256"]
+    arguments += ["--context", "128", "--schemes", "turboquant-4+4", "turboquant-8"]
+    assert main([*arguments, "--revision", "abc", "--out", str(out)]) == 0
+    both, first, one = json.loads(out.read_text())["results"]["rows"]
+    names = ("turboquant-4+4", "first pass of turboquant-4+4", "turboquant-8")
+    assert (both["name"], first["name"], one["name"]) == names
+    assert both["bits_per_weight"] == pytest.approx(one["bits_per_weight"], abs=0.1)
+    assert first["bits_per_weight"] == pytest.approx(both["bits_per_weight"] - 4, abs=0.1)
+    assert both["kld"] < first["kld"] / 5
+
+
 def test_weights_are_calibrated_on_another_text(tiny_model, eval_text, tmp_path, monkeypatch):
     monkeypatch.setattr(quality_weights, "CALIBRATION_TOKENS", 256)
     out = tmp_path / "record.json"

@@ -194,6 +194,14 @@ def test_gradients_flow_through_offloaded_layers(quantized, far):
     assert torch.equal(*grads) and not far.transfer.copied
 
 
+def test_offloaded_layers_are_dequantized(quantized, far):
+    resident = LOAD(quantized("llama", SCHEMES[0]))
+    model = LOAD(quantized("llama", SCHEMES[0]), quantization_config=VQConfig(pass2="offload"))
+    name = "model.layers.1.mlp.up_proj"
+    expected = resident.get_submodule(name).decoded()
+    assert torch.equal(model.dequantize().get_submodule(name).weight, expected)
+
+
 def test_copies_and_pickles_are_offloaded_too(quantized, far):
     model = LOAD(quantized("llama", SCHEMES[0]), quantization_config=VQConfig(pass2="offload"))
     expected = logits(model)
