@@ -129,8 +129,10 @@ def _stored(
 
 def merged_codes(codes: Tensor, codes_2: Tensor, scheme: VQScheme, length: int) -> Tensor:
     """first << second_bits | second: uint8 [..., length]."""
-    first = _byte_codes(codes, scheme.entry_bits, length)
-    return (first << scheme.second_bits) | _byte_codes(codes_2, scheme.second_bits, length)
+    merged = _byte_codes(codes, scheme.entry_bits, length)
+    merged <<= scheme.second_bits
+    merged |= _byte_codes(codes_2, scheme.second_bits, length)
+    return merged
 
 
 def _byte_codes(codes: Tensor, bits: int, length: int) -> Tensor:

@@ -37,9 +37,9 @@ def replace_embedding(model: Any, kind: str) -> None:
             "dense. Leave embeddings out."
         )
     new = VQEmbedding(old, kind, where)
-    _put(model, old, new)
+    put_module(model, old, new)
     if head is not None:
-        _put(model, head, VQTiedHead(new))
+        put_module(model, head, VQTiedHead(new))
 
 
 def restore_embedding(model: Any, dtype: torch.dtype) -> None:
@@ -54,7 +54,7 @@ def restore_embedding(model: Any, dtype: torch.dtype) -> None:
         dense = [nn.Linear(head.in_features, head.out_features, bias=False) for head in heads]
     for module, taken in zip([old, *heads], [new, *dense], strict=True):
         taken.weight = weight
-        _put(model, module, taken.train(module.training))
+        put_module(model, module, taken.train(module.training))
 
 
 def _tied_head(model: Any) -> Any:
@@ -73,7 +73,7 @@ def _name(model: Any, module: nn.Module) -> str:
     return next(name for name, found in model.named_modules() if found is module)
 
 
-def _put(model: Any, old: nn.Module, new: nn.Module) -> None:
+def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
     """In the place of a module, with the hook that accelerate gave it."""
     hook = getattr(old, "_hf_hook", None)
     model.set_submodule(_name(model, old), new)

@@ -20,6 +20,7 @@ from ..nn.second_pass import place
 from ..nn.stored import digest
 from . import checkpoint as stored_files
 from .config import VQConfig
+from .embeddings import put_module
 from .layers import check_entries
 from .parallel import ranks
 
@@ -111,7 +112,7 @@ def merge_passes(model: Any, bits: int | None = None) -> None:
             )
     schemes = {name: _one_pass(module.scheme, bits) for name, module in modules.items()}
     for name, module in modules.items():
-        model.set_submodule(name, _merged(module, schemes[name], config.seed, name))
+        put_module(model, module, _merged(module, schemes[name], config.seed, name))
     new = {name: module for name, module in vq_modules(model).items() if name in modules}
     shared = stored_files.packaged(new.values(), config.seed)
     for module in new.values():

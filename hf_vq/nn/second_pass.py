@@ -152,13 +152,14 @@ def pin(module: Any) -> None:
     for name in offloaded(module):
         parameter = module._parameters[name]
         if parameter.device.type == "cpu" and not parameter.is_pinned():
-            pinned = nn.Parameter(parameter.detach().pin_memory(), requires_grad=False)
+            with torch.inference_mode(False):  # writes to it are to be counted
+                pinned = nn.Parameter(parameter.detach().pin_memory(), requires_grad=False)
             module._parameters[name] = pinned
 
 
 def offloaded(module: Any) -> list[str]:
     """Names of the parameters of a module that may be offloaded."""
-    return [name for name in module.specs if name.endswith(OFFLOADED) and name != "vq_codes"]
+    return [name for name in module.specs if name.endswith(OFFLOADED)]
 
 
 def place(modules: Sequence[Any], policies: Sequence[str]) -> None:

@@ -45,8 +45,8 @@ class Transfer(Protocol):
     def wait(self, event: Any) -> None:
         """Have what is computed from now on wait for an event."""
 
-    def mark(self, memory: Tensor) -> Any:
-        """The event of all that computes on `memory` now."""
+    def mark(self, memory: Tensor) -> tuple[Hashable, Any]:
+        """The stream that computes on `memory` now, and the event of all that it was given."""
 
 
 class CudaTransfer:
@@ -86,11 +86,11 @@ class CudaTransfer:
         """Of the current stream."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
-    def mark(self, memory: Tensor) -> Any:
-        """Of the current stream."""
+    def mark(self, memory: Tensor) -> tuple[Hashable, Any]:
+        """The current stream."""
         stream = torch.cuda.current_stream(self.device)
         memory.record_stream(stream)
-        return stream.record_event()
+        return stream.cuda_stream, stream.record_event()
 
 
 class Owner(Protocol):
@@ -101,13 +101,31 @@ class Owner(Protocol):
 
 
 @dataclass(eq=False)
+class _Source:
+    """A tensor as it was when it was copied; experts are parts of one that lives longer."""
+
+    whole: weakref.ref[Tensor]
+    facts: Hashable
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Source:
+        whole = tensor if tensor._base is None else tensor._base
+        facts = tensor.storage_offset(), tensor._version, tensor.dtype, tensor.shape
+        return cls(weakref.ref(whole), facts)
+
+    def is_as(self, other: _Source) -> bool:
+        """The same tensor, and nobody has written to it."""
+        return self.whole() is other.whole() is not None and self.facts == other.facts
+
+
+@dataclass(eq=False)
 class _Slot:
     memory: Tensor | None = None
     owner: Callable[[], Owner | None] = lambda: None
-    state: Hashable = None  # of what was copied: see `_state`
+    copied: list[_Source] | None = None  # None: what nobody can compare
     views: list[Tensor] = field(default_factory=list)
     ready: Any = None
-    used: list[Any] = field(default_factory=list)
+    used: dict[Hashable, Any] = field(default_factory=dict)  # stream -> its last event here
     lent: int = 0
     expected: bool = False  # copied for a layer that did not ask yet
 
@@ -158,10 +176,10 @@ class Slots:
         """
         self.transfer.check()
         with self._lock:
-            state = _state(sources)
-            slot = self._holding(owner, state)
+            now = _sources(sources)
+            slot = self._holding(owner, now)
             self.hits, self.misses = self.hits + (slot is not None), self.misses + (slot is None)
-            slot = slot or self._fill(owner, sources, state, expected=False)
+            slot = slot or self._fill(owner, sources, now, expected=False)
             slot.lent, slot.expected = slot.lent + 1, False
             try:
                 if ordered:
@@ -171,35 +189,38 @@ class Slots:
             finally:
                 slot.lent -= 1
                 assert slot.memory is not None
-                slot.used.append(self.transfer.mark(slot.memory))
+                stream, event = self.transfer.mark(slot.memory)
+                slot.used[stream] = event
 
-    def _holding(self, owner: Owner, state: Hashable) -> _Slot | None:
-        """The slot that has just the tensors of this owner, in this state."""
+    def _holding(self, owner: Owner, now: list[_Source] | None) -> _Slot | None:
+        """The slot that has just these tensors of this owner, as they are."""
         for slot in self._slots:
-            if slot.owner() is owner and slot.state == state:
+            if slot.owner() is not owner or slot.copied is None or now is None:
+                continue
+            if len(now) == len(slot.copied) and all(map(_Source.is_as, slot.copied, now)):
                 return slot
         return None
 
     def _fill(
-        self, owner: Owner, sources: Sequence[Tensor], state: Hashable, expected: bool
+        self, owner: Owner, sources: Sequence[Tensor], now: list[_Source] | None, expected: bool
     ) -> _Slot:
         """Copy tensors into a slot that is free; where none is, into memory of their own."""
         free = [slot for slot in self._slots if not slot.lent]
         # What was copied for a layer that is still to come goes last.
         slot = min(free, key=lambda one: one.expected) if free else _Slot()
-        slot.owner, slot.state = lambda: None, None  # nobody's, should anything fail from here on
+        slot.owner, slot.copied = lambda: None, None  # nobody's, should anything fail from here on
         places, nbytes = _place(sources)
         self._size = max(self._size, nbytes)
         if slot.memory is None or slot.memory.numel() < self._size:
-            slot.memory, slot.used = self.transfer.empty(self._size), []
+            slot.memory, slot.used = self.transfer.empty(self._size), {}
         slot.views = [
             slot.memory[at : at + source.nbytes].view(source.dtype).view(source.shape)
             for at, source in zip(places, sources, strict=True)
         ]
         pairs = list(zip(slot.views, sources, strict=True))
-        slot.ready = self.transfer.copy(pairs, slot.used)
-        slot.used, slot.expected = [], expected
-        slot.owner, slot.state = weakref.ref(owner), state
+        slot.ready = self.transfer.copy(pairs, list(slot.used.values()))
+        slot.used, slot.expected = {}, expected
+        slot.owner, slot.copied = weakref.ref(owner), now
         return slot
 
     def _copy_next(self, owner: Owner) -> None:
@@ -215,17 +236,17 @@ class Slots:
         sources = coming.sources()
         if not sources or all(slot.lent for slot in self._slots):
             return
-        state = _state(sources)
-        if self._holding(coming, state) is None:
-            self._fill(coming, sources, state, expected=True)
+        now = _sources(sources)
+        if now is not None and self._holding(coming, now) is None:
+            self._fill(coming, sources, now, expected=True)
 
 
-def _state(sources: Sequence[Tensor]) -> Hashable:
-    """Equal as long as nobody has written to tensors or put others in their places."""
-    try:
-        return tuple((t.data_ptr(), t._version, t.dtype, t.shape) for t in sources)
-    except RuntimeError:  # made in inference mode: writes are not counted, so no state is like it
-        return object()
+def _sources(tensors: Sequence[Tensor]) -> list[_Source] | None:
+    """What a slot with copies of them is compared with; None of tensors made in inference mode,
+    where writes are not counted."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return None
+    return [_Source.of(tensor) for tensor in tensors]
 
 
 def _place(sources: Sequence[Tensor]) -> tuple[list[int], int]:

@@ -45,7 +45,7 @@ class Simulated:
     def mark(self, memory):
         event = Event()
         self.streams[self.current].append(("record", event))
-        return event
+        return self.current, event
 
     def compute(self, work):
         """Launch `work` on the current stream."""
@@ -279,9 +279,46 @@ def test_the_simulation_finds_missing_events():
             else:
                 done = Event()
                 done.done = True
-                run.device.mark = lambda memory, done=done: done
+                run.device.mark = lambda memory, done=done: ("a", done)
             for layer in run.layers * 4:
                 run.call(layer)
             run.device.finish()
             found += not all(run.read)
         assert found > 0, broken
+
+
+def test_one_event_for_each_stream_is_kept_of_layers_that_are_never_copied_again():
+    run = Run(0)
+    for _ in range(50):
+        for layer in run.layers[:2]:
+            run.call(layer)
+    run.device.finish()
+    assert all(run.read)
+    assert all(len(slot.used) <= 2 for slot in run.slots._slots)
+
+
+def test_another_tensor_at_the_same_address_is_copied():
+    run = Run(0)
+    layer = run.layers[0]
+    memory = torch.zeros(64, dtype=torch.uint8)
+    layer.tensors = [memory.detach()]
+    run.call(layer)
+    run.device.finish()
+    memory.numpy()[:] = 7  # which no version counts
+    layer.tensors = [memory.detach()]
+    with run.slots.lent(layer, layer.tensors) as here:
+        run.device.finish()
+        assert all(map(torch.equal, here, layer.tensors))
+
+
+def test_tensors_of_inference_mode_are_copied_once_a_call():
+    run = Run(0)
+    with torch.inference_mode():
+        for layer in run.layers:
+            layer.tensors = [tensor.clone() for tensor in layer.tensors]
+    for _ in range(3):
+        for layer in run.layers:
+            run.call(layer)
+    run.device.finish()
+    assert all(run.read)
+    assert run.device.copies == 3 * len(run.layers)
