@@ -16,7 +16,8 @@ def replace_embedding(model: Any, kind: str) -> None:
     """Store a model's embedding as integers; one on the meta device becomes an empty one.
 
     Raises:
-        VQConfigError: the embedding is not a plain one, is offloaded, or a tied head has a bias.
+        VQConfigError: the embedding is not a plain one, is offloaded, or a tied head has a bias; or
+            other modules than the head have its weight.
         VQSchemeError: its rows cannot be stored.
         VQFormatError: it is not finite.
     """
@@ -24,8 +25,15 @@ def replace_embedding(model: Any, kind: str) -> None:
         raise VQConfigError(
             "an embedding of integers cannot be split over devices: load the model on one."
         )
-    old, head = model.get_input_embeddings(), _tied_head(model)
+    old, head = model.get_input_embeddings(), model.get_output_embeddings()
     where = _name(model, old)
+    sharing = _sharing(model, old)
+    head = head if head in sharing.values() else None
+    if others := [name for name, module in sharing.items() if module is not head]:
+        raise VQConfigError(
+            f"cannot quantize {where}: {', '.join(others)} of {type(model).__name__} have the same "
+            "weight, and need it dense. Leave embeddings out."
+        )
     if hasattr(old, "_hf_hook") and old.weight.is_meta:
         raise VQConfigError(
             f"cannot quantize {where}: it is offloaded. Quantize and save the model without "
@@ -57,16 +65,16 @@ def restore_embedding(model: Any, dtype: torch.dtype) -> None:
         _put(model, module, taken.train(module.training))
 
 
-def _tied_head(model: Any) -> Any:
-    """The output head whose weight is the embedding's; None where there is none."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    weight = getattr(head, "weight", None)
-    if weight is None:
-        return None
-    tied = getattr(model, "all_tied_weights_keys", {})
-    names = {f"{_name(model, module)}.weight" for module in (head, embedding)}
-    same = weight is embedding.weight
-    return head if same or any({a, b} == names for a, b in tied.items()) else None
+def _sharing(model: Any, embedding: nn.Module) -> dict[str, nn.Module]:
+    """Modules whose weight is the embedding's, or will be once loaded; the embedding is not one."""
+    own = f"{_name(model, embedding)}.weight"
+    tied = getattr(model, "all_tied_weights_keys", {})  # every target, and the source of all
+    source = tied.get(own, own)
+    names = {source, *(target for target, of in tied.items() if of == source)}
+    parameters = model.named_parameters(remove_duplicate=False)
+    names |= {name for name, parameter in parameters if parameter is embedding.weight}
+    modules = {name.rpartition(".")[0] for name in names - {own}}
+    return {name: model.get_submodule(name) for name in sorted(modules)}
 
 
 def _name(model: Any, module: nn.Module) -> str:

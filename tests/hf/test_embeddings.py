@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from test_quantizer import CLEAN, LOAD, assert_same_state, logits
 from tiny import tokens
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForSeq2SeqLM, T5Config
 
 from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
 from hf_vq.formats.integers import decode_rows, encode_rows, row_bytes
@@ -142,3 +142,17 @@ def test_what_cannot_be_stored(dense):
         VQConfig(embeddings="int2")
     with pytest.raises(VQConfigError, match="does more than look rows up"):
         LOAD(dense("gemma3"), quantization_config=VQConfig(embeddings="int8"))
+
+
+def test_a_weight_that_other_modules_share(tmp_path):
+    """Encoder and decoder of T5 have the embedding too, not only the head."""
+    config = T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    names = r"decoder\.embed_tokens, encoder\.embed_tokens of T5ForConditionalGeneration"
+    with pytest.raises(VQConfigError, match=rf"quantize shared: {names}.*Leave embeddings out"):
+        AutoModelForSeq2SeqLM.from_pretrained(
+            tmp_path, quantization_config=VQConfig(embeddings="int8")
+        )
