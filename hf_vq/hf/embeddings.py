@@ -21,6 +21,34 @@ def replace_embedding(model: Any, kind: str) -> None:
         VQSchemeError: its rows cannot be stored.
         VQFormatError: it is not finite.
     """
+    old, head, new = _stored(model, kind)
+    _put(model, old, new)
+    if head is not None:
+        _put(model, head, VQTiedHead(new))
+
+
+def check_embedding(model: Any, kind: str) -> None:
+    """Raise what `replace_embedding` would, values aside, for a model on the meta device."""
+    _stored(model, kind)
+
+
+def restore_embedding(model: Any, dtype: torch.dtype) -> None:
+    """Put the dense embedding, and a head that is tied to it, back."""
+    old = model.get_input_embeddings()
+    if not isinstance(old, VQEmbedding):
+        return
+    weight = nn.Parameter(old.decoded(dtype))
+    with torch.device("meta"):
+        new = nn.Embedding(old.num_embeddings, old.embedding_dim, old.padding_idx)
+        heads = [m for m in model.modules() if isinstance(m, VQTiedHead)]
+        dense = [nn.Linear(head.in_features, head.out_features, bias=False) for head in heads]
+    for module, taken in zip([old, *heads], [new, *dense], strict=True):
+        taken.weight = weight
+        _put(model, module, taken.train(module.training))
+
+
+def _stored(model: Any, kind: str) -> tuple[nn.Module, Any, VQEmbedding]:
+    """A model's embedding, the head that is tied to it or None, and the embedding as integers."""
     if ranks(model) > 1:
         raise VQConfigError(
             "an embedding of integers cannot be split over devices: load the model on one."
@@ -44,25 +72,7 @@ def replace_embedding(model: Any, kind: str) -> None:
             f"the output head that is tied to {where} is no plain matrix product, and needs it "
             "dense. Leave embeddings out."
         )
-    new = VQEmbedding(old, kind, where)
-    _put(model, old, new)
-    if head is not None:
-        _put(model, head, VQTiedHead(new))
-
-
-def restore_embedding(model: Any, dtype: torch.dtype) -> None:
-    """Put the dense embedding, and a head that is tied to it, back."""
-    old = model.get_input_embeddings()
-    if not isinstance(old, VQEmbedding):
-        return
-    weight = nn.Parameter(old.decoded(dtype))
-    with torch.device("meta"):
-        new = nn.Embedding(old.num_embeddings, old.embedding_dim, old.padding_idx)
-        heads = [m for m in model.modules() if isinstance(m, VQTiedHead)]
-        dense = [nn.Linear(head.in_features, head.out_features, bias=False) for head in heads]
-    for module, taken in zip([old, *heads], [new, *dense], strict=True):
-        taken.weight = weight
-        _put(model, module, taken.train(module.training))
+    return old, head, VQEmbedding(old, kind, where)
 
 
 def _sharing(model: Any, embedding: nn.Module) -> dict[str, nn.Module]:

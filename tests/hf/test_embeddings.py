@@ -8,11 +8,18 @@ from safetensors.torch import load_file, save_file
 from test_quantizer import CLEAN, LOAD, assert_same_state, logits
 from tiny import tokens
 from torch import nn
-from transformers import AutoModel, AutoModelForSeq2SeqLM, T5Config
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    T5Config,
+)
 
 from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
 from hf_vq.formats.integers import decode_rows, encode_rows, row_bytes
 from hf_vq.hf import VQConfig
+from hf_vq.hf.quantizer import VQHfQuantizer
 from hf_vq.nn.embedding import VQEmbedding, VQTiedHead
 
 
@@ -156,3 +163,19 @@ def test_a_weight_that_other_modules_share(tmp_path):
         AutoModelForSeq2SeqLM.from_pretrained(
             tmp_path, quantization_config=VQConfig(embeddings="int8")
         )
+
+
+def test_the_embedding_is_checked_before_anything_is_quantized(dense, tmp_path, monkeypatch):
+    def quantized_first(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(VQHfQuantizer, "get_quantize_ops", quantized_first)
+    with pytest.raises(VQConfigError, match="does more than look rows up"):
+        LOAD(dense("gemma3"), quantization_config=VQConfig(embeddings="int8"))
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=48, intermediate_size=96, num_hidden_layers=1,
+        num_attention_heads=3,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(VQSchemeError, match=r"divisible by 32; model\.embed_tokens has 48"):
+        LOAD(tmp_path, quantization_config=VQConfig(embeddings="int4"))
