@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ def replace_embedding(model: Any, kind: str) -> None:
     _put(model, old, new)
     if head is not None:
         _put(model, head, VQTiedHead(new))
+    # Not a bound method: it would be unpickled as the method of the model's class.
+    model.resize_token_embeddings = partial(_resize_token_embeddings, model)
 
 
 def check_embedding(model: Any, kind: str) -> None:
@@ -45,6 +48,30 @@ def restore_embedding(model: Any, dtype: torch.dtype) -> None:
     for module, taken in zip([old, *heads], [new, *dense], strict=True):
         taken.weight = weight
         _put(model, module, taken.train(module.training))
+    model.__dict__.pop("resize_token_embeddings", None)
+
+
+def _resize_token_embeddings(
+    self: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> Any:
+    """As `PreTrainedModel.resize_token_embeddings`, to the size that there is.
+
+    Raises:
+        VQConfigError: another size.
+    """
+    rows = self.get_input_embeddings().num_embeddings
+    asked = rows if new_num_tokens is None else new_num_tokens
+    asked += -asked % (pad_to_multiple_of or 1)
+    if asked != rows:
+        raise VQConfigError(
+            f"an embedding of {rows} rows of integers cannot be resized to {asked}: resize the "
+            "dense model and quantize that, or dequantize this one first."
+        )
+    resize = type(self).resize_token_embeddings
+    return resize(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
 
 
 def _stored(model: Any, kind: str) -> tuple[nn.Module, Any, VQEmbedding]:

@@ -1,6 +1,7 @@
 """Embeddings of integers, alone and tied to the output head."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -179,3 +180,19 @@ def test_the_embedding_is_checked_before_anything_is_quantized(dense, tmp_path, 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(VQSchemeError, match=r"divisible by 32; model\.embed_tokens has 48"):
         LOAD(tmp_path, quantization_config=VQConfig(embeddings="int4"))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_integers_are_not_resized(dense, name):
+    model = LOAD(dense(name), quantization_config=VQConfig(embeddings="int8"))
+    expected = logits(model)
+    for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for size in ({"new_num_tokens": 97}, {"new_num_tokens": 90}, {"pad_to_multiple_of": 64}):
+            with pytest.raises(VQConfigError, match=r"96 rows .* dequantize this one first"):
+                again.resize_token_embeddings(**size)
+        for size in ({}, {"new_num_tokens": 96}, {"new_num_tokens": 90, "pad_to_multiple_of": 32}):
+            assert again.resize_token_embeddings(**size) is again.get_input_embeddings()
+        assert torch.equal(logits(again), expected)
+    back = model.dequantize()
+    back.resize_token_embeddings(97, mean_resizing=False)
+    assert logits(back).shape[-1] == 97
