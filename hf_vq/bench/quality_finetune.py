@@ -46,7 +46,7 @@ def run(
     about = {
         "learning_rate": finetune.LEARNING_RATE,
         "epochs": finetune.EPOCHS,
-        "entry_steps": dict(finetune.ENTRY_STEPS),
+        "entry_step": finetune.ENTRY_STEP,
     }
     settings, results = quality_weights.run(
         model_dir,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,30 +17,22 @@ def replace_embedding(model: Any, kind: str) -> None:
     """Store a model's embedding as integers; one on the meta device becomes an empty one.
 
     Raises:
-        VQConfigError: the embedding is not a plain one, is offloaded, or a tied head has a bias.
+        VQConfigError: the embedding is not a plain one, is offloaded, or a tied head has a bias; or
+            other modules than the head have its weight.
         VQSchemeError: its rows cannot be stored.
         VQFormatError: it is not finite.
     """
-    if ranks(model) > 1:
-        raise VQConfigError(
-            "an embedding of integers cannot be split over devices: load the model on one."
-        )
-    old, head = model.get_input_embeddings(), _tied_head(model)
-    where = _name(model, old)
-    if hasattr(old, "_hf_hook") and old.weight.is_meta:
-        raise VQConfigError(
-            f"cannot quantize {where}: it is offloaded. Quantize and save the model without "
-            "offloading first."
-        )
-    if head is not None and (type(head) is not nn.Linear or head.bias is not None):
-        raise VQConfigError(
-            f"the output head that is tied to {where} is no plain matrix product, and needs it "
-            "dense. Leave embeddings out."
-        )
-    new = VQEmbedding(old, kind, where)
+    old, head, new = _stored(model, kind)
     put_module(model, old, new)
     if head is not None:
         put_module(model, head, VQTiedHead(new))
+    # Not a bound method: it would be unpickled as the method of the model's class.
+    model.resize_token_embeddings = partial(_resize_token_embeddings, model)
+
+
+def check_embedding(model: Any, kind: str) -> None:
+    """Raise what `replace_embedding` would, values aside, for a model on the meta device."""
+    _stored(model, kind)
 
 
 def restore_embedding(model: Any, dtype: torch.dtype) -> None:
@@ -55,22 +48,7 @@ def restore_embedding(model: Any, dtype: torch.dtype) -> None:
     for module, taken in zip([old, *heads], [new, *dense], strict=True):
         taken.weight = weight
         put_module(model, module, taken.train(module.training))
-
-
-def _tied_head(model: Any) -> Any:
-    """The output head whose weight is the embedding's; None where there is none."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    weight = getattr(head, "weight", None)
-    if weight is None:
-        return None
-    tied = getattr(model, "all_tied_weights_keys", {})
-    names = {f"{_name(model, module)}.weight" for module in (head, embedding)}
-    same = weight is embedding.weight
-    return head if same or any({a, b} == names for a, b in tied.items()) else None
-
-
-def _name(model: Any, module: nn.Module) -> str:
-    return next(name for name, found in model.named_modules() if found is module)
+    model.__dict__.pop("resize_token_embeddings", None)
 
 
 def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
@@ -81,3 +59,70 @@ def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
         from accelerate.hooks import add_hook_to_module
 
         add_hook_to_module(new, hook)
+
+
+def _resize_token_embeddings(
+    self: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> Any:
+    """As `PreTrainedModel.resize_token_embeddings`, to the size that there is.
+
+    Raises:
+        VQConfigError: another size.
+    """
+    rows = self.get_input_embeddings().num_embeddings
+    asked = rows if new_num_tokens is None else new_num_tokens
+    asked += -asked % (pad_to_multiple_of or 1)
+    if asked != rows:
+        raise VQConfigError(
+            f"an embedding of {rows} rows of integers cannot be resized to {asked}: resize the "
+            "dense model and quantize that, or dequantize this one first."
+        )
+    resize = type(self).resize_token_embeddings
+    return resize(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+
+def _stored(model: Any, kind: str) -> tuple[nn.Module, Any, VQEmbedding]:
+    """A model's embedding, the head that is tied to it or None, and the embedding as integers."""
+    if ranks(model) > 1:
+        raise VQConfigError(
+            "an embedding of integers cannot be split over devices: load the model on one."
+        )
+    old, head = model.get_input_embeddings(), model.get_output_embeddings()
+    where = _name(model, old)
+    sharing = _sharing(model, old)
+    head = head if head in sharing.values() else None
+    if others := [name for name, module in sharing.items() if module is not head]:
+        raise VQConfigError(
+            f"cannot quantize {where}: {', '.join(others)} of {type(model).__name__} have the same "
+            "weight, and need it dense. Leave embeddings out."
+        )
+    if hasattr(old, "_hf_hook") and old.weight.is_meta:
+        raise VQConfigError(
+            f"cannot quantize {where}: it is offloaded. Quantize and save the model without "
+            "offloading first."
+        )
+    if head is not None and (type(head) is not nn.Linear or head.bias is not None):
+        raise VQConfigError(
+            f"the output head that is tied to {where} is no plain matrix product, and needs it "
+            "dense. Leave embeddings out."
+        )
+    return old, head, VQEmbedding(old, kind, where)
+
+
+def _sharing(model: Any, embedding: nn.Module) -> dict[str, nn.Module]:
+    """Modules whose weight is the embedding's, or will be once loaded; the embedding is not one."""
+    own = f"{_name(model, embedding)}.weight"
+    tied = getattr(model, "all_tied_weights_keys", {})  # every target, and the source of all
+    source = tied.get(own, own)
+    names = {source, *(target for target, of in tied.items() if of == source)}
+    parameters = model.named_parameters(remove_duplicate=False)
+    names |= {name for name, parameter in parameters if parameter is embedding.weight}
+    modules = {name.rpartition(".")[0] for name in names - {own}}
+    return {name: model.get_submodule(name) for name in sorted(modules)}
+
+
+def _name(model: Any, module: nn.Module) -> str:
+    return next(name for name, found in model.named_modules() if found is module)

@@ -49,3 +49,24 @@ def check_entries(argument: str, entries: Iterable[str], names: list[str], model
                 f"{argument}: {entry!r} matches no module of {type(model).__name__}. Near names: "
                 f"{', '.join(near) or 'none'}."
             )
+
+
+def check_pass2(
+    pass2: str | dict[str, str] | None, names: list[str], model: Any, scheme: str
+) -> None:
+    """Raise if a policy of `VQConfig(pass2=...)` has no second pass to place.
+
+    Args:
+        names: of the layers with two passes.
+        scheme: name of the model's.
+
+    Raises:
+        VQConfigError: there are none, or an entry means none of them.
+    """
+    if pass2 not in (None, "resident") and not names:
+        raise VQConfigError(
+            f"no layer of {type(model).__name__} has a second pass to place: {scheme} has one "
+            "pass. Leave pass2 out."
+        )
+    if isinstance(pass2, dict):
+        check_entries("pass2", pass2, names, model)

@@ -23,8 +23,8 @@ from ..nn.stored import Stored
 from . import checkpoint as stored_files
 from .config import QUANT_METHOD, VQConfig
 from .conversions import dense_conversions, renamer
-from .embeddings import replace_embedding, restore_embedding
-from .layers import check_entries, matches
+from .embeddings import check_embedding, replace_embedding, restore_embedding
+from .layers import check_entries, check_pass2, matches
 from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
 from .passes import leave_out_pass2, place_pass2
@@ -84,6 +84,8 @@ class VQHfQuantizer(HfQuantizer):
             coded = [n for n, entry in self._checkpoint.entries.items() if not entry.is_float]
             list_stored_experts(model, coded, self._expert)
         wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)
+        if wanted and not self.pre_quantized:
+            self._check_what_comes_last(model, wanted)
         if config.calibration is not None and not self.pre_quantized and wanted:
             from .calibration.weights import WeightCalibration
 
@@ -117,6 +119,18 @@ class VQHfQuantizer(HfQuantizer):
             total = sum(len(module.weights()) for module in modules.values())
             self.progress = Progress(f"Quantizing to {config.scheme_name}", total)
         return model
+
+    def _check_what_comes_last(self, model: Any, wanted: Mapping[str, VQScheme]) -> None:
+        """Stop now if what is done once all layers have their codes cannot be done."""
+        config = self.quantization_config
+        if config.embeddings is not None:
+            check_embedding(model, config.embeddings)
+        if config.pass2 is not None:
+            from .calibration.weight_bits import choices
+
+            may = {name: choices(config, name) or [scheme] for name, scheme in wanted.items()}
+            two = [name for name, schemes in may.items() if any(s.two_passes for s in schemes)]
+            check_pass2(config.pass2, two, model, config.scheme_name)
 
     def _expert(self, name: str, out_features: int, in_features: int) -> VQLinear:
         """One matrix of an expert that is stored on its own."""

@@ -1,6 +1,7 @@
 """Embeddings of integers, alone and tied to the output head."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,11 +9,18 @@ from safetensors.torch import load_file, save_file
 from test_quantizer import CLEAN, LOAD, assert_same_state, logits
 from tiny import tokens
 from torch import nn
-from transformers import AutoModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    T5Config,
+)
 
 from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
 from hf_vq.formats.integers import decode_rows, encode_rows, row_bytes
 from hf_vq.hf import VQConfig
+from hf_vq.hf.quantizer import VQHfQuantizer
 from hf_vq.nn.embedding import VQEmbedding, VQTiedHead
 
 
@@ -142,3 +150,49 @@ def test_what_cannot_be_stored(dense):
         VQConfig(embeddings="int2")
     with pytest.raises(VQConfigError, match="does more than look rows up"):
         LOAD(dense("gemma3"), quantization_config=VQConfig(embeddings="int8"))
+
+
+def test_a_weight_that_other_modules_share(tmp_path):
+    """Encoder and decoder of T5 have the embedding too, not only the head."""
+    config = T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    names = r"decoder\.embed_tokens, encoder\.embed_tokens of T5ForConditionalGeneration"
+    with pytest.raises(VQConfigError, match=rf"quantize shared: {names}.*Leave embeddings out"):
+        AutoModelForSeq2SeqLM.from_pretrained(
+            tmp_path, quantization_config=VQConfig(embeddings="int8")
+        )
+
+
+def test_the_embedding_is_checked_before_anything_is_quantized(dense, tmp_path, monkeypatch):
+    def quantized_first(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(VQHfQuantizer, "get_quantize_ops", quantized_first)
+    with pytest.raises(VQConfigError, match="does more than look rows up"):
+        LOAD(dense("gemma3"), quantization_config=VQConfig(embeddings="int8"))
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=48, intermediate_size=96, num_hidden_layers=1,
+        num_attention_heads=3,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(VQSchemeError, match=r"divisible by 32; model\.embed_tokens has 48"):
+        LOAD(tmp_path, quantization_config=VQConfig(embeddings="int4"))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_integers_are_not_resized(dense, name):
+    model = LOAD(dense(name), quantization_config=VQConfig(embeddings="int8"))
+    expected = logits(model)
+    for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for size in ({"new_num_tokens": 97}, {"new_num_tokens": 90}, {"pad_to_multiple_of": 64}):
+            with pytest.raises(VQConfigError, match=r"96 rows .* dequantize this one first"):
+                again.resize_token_embeddings(**size)
+        for size in ({}, {"new_num_tokens": 96}, {"new_num_tokens": 90, "pad_to_multiple_of": 32}):
+            assert again.resize_token_embeddings(**size) is again.get_input_embeddings()
+        assert torch.equal(logits(again), expected)
+    back = model.dequantize()
+    back.resize_token_embeddings(97, mean_resizing=False)
+    assert logits(back).shape[-1] == 97

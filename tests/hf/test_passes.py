@@ -15,6 +15,7 @@ from tiny import tokens
 import hf_vq
 from hf_vq.errors import VQBackendError, VQConfigError, VQFormatError
 from hf_vq.hf import VQConfig, place_pass2
+from hf_vq.hf.quantizer import VQHfQuantizer
 from hf_vq.nn import second_pass, stored
 from hf_vq.nn.replace import vq_modules
 from hf_vq.nn.slots import Slots
@@ -312,6 +313,26 @@ def test_what_cannot_be_placed(quantized, dense):
         place_pass2(model, {"self_atn": "offload"})
     with pytest.raises(VQConfigError, match="for loading"):
         place_pass2(model, "absent")
+
+
+def test_policies_are_checked_before_anything_is_quantized(dense, monkeypatch):
+    def quantized_first(*_):
+        raise AssertionError
+
+    for name in ("get_quantize_ops", "_process_model_after_weight_loading"):
+        monkeypatch.setattr(VQHfQuantizer, name, quantized_first)
+    chosen = {"target_bits": 4, "candidates": ["vq-2", "turboquant-4+2"], "layers": {"mlp": "vq-4"}}
+    for options, says in (
+        ({"scheme": "vq-4", "pass2": "offload"}, "to place: vq-4 has one pass"),
+        ({"scheme": "turboquant-4+2", "pass2": {"self_atn": "offload"}}, "'self_atn' matches no"),
+        ({**chosen, "pass2": {"mlp": "offload"}}, "'mlp' matches no"),
+    ):
+        with pytest.raises(VQConfigError, match=says):
+            LOAD(dense("llama"), quantization_config=VQConfig(**options))
+    # A scheme of two passes may be chosen for these layers.
+    with pytest.raises(AssertionError):
+        config = VQConfig(**chosen, pass2={"self_attn": "offload"})
+        LOAD(dense("llama"), quantization_config=config)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -35,7 +35,7 @@ from .unfinished import CodedBlock, Unfinished
 
 LEARNING_RATE = 3e-3  # falls to zero in a straight line
 EPOCHS = 2
-ENTRY_STEPS = {"block": 3.3, "model": 3.3}
+ENTRY_STEP = 3.3
 """A step of an entry that moves, in units of the relative step of a scale."""
 _BETAS = (0.9, 0.95)
 
@@ -51,7 +51,7 @@ class TunedBlock:
         schemes: of the layers of the model, by name.
         seed: of the rotations.
         device: where it is computed.
-        entry_step: of `ENTRY_STEPS`: codes move, too, where they can; None leaves them.
+        entry_step: as `ENTRY_STEP`: codes move, too, where they can; None leaves them.
     """
 
     def __init__(

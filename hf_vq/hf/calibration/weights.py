@@ -29,7 +29,7 @@ from ...ops.codes import rotation_of
 from ..config import VQConfig
 from ..operation import Progress
 from .blocks import Blocks, find_blocks
-from .finetune import ENTRY_STEPS, TunedBlock, tune_block, tune_model
+from .finetune import ENTRY_STEP, TunedBlock, tune_block, tune_model
 from .moments import Listener, Site
 from .offload import weight_of
 from .parts import Part, parts_of, replace
@@ -258,8 +258,7 @@ class WeightCalibration:
     ) -> TunedBlock:
         parts, start = blocks.parts(index, self.parts.values()), f"{self.prefix}.{index}."
         seed, block = self.config.seed, blocks.blocks[index]
-        moves = self.options.get("move_codes", True)
-        step = ENTRY_STEPS[self.options["finetune"]] if moves else None
+        step = ENTRY_STEP if self.options.get("move_codes", True) else None
         return TunedBlock(block, start, done, parts, self.schemes, seed, device, step)
 
     def _tune_model(

@@ -49,15 +49,19 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
     Args:
         source: folder of the checkpoint, or its name on the Hub.
         out: folder to write; must not exist.
-        requantize: quantize the decoded weights to this instead of keeping them.
+        requantize: quantize the decoded weights to this instead of keeping them. Of it only the
+            scheme, `seed` and `search` may be given.
 
     Returns:
         `layers` that were converted, `weights` that were compared, and `bits_per_weight`.
 
     Raises:
-        VQConfigError: not a checkpoint of a method that hf_vq reads, or `out` is in use.
+        VQConfigError: not a checkpoint of a method that hf_vq reads, `out` is in use, or
+            `requantize` asks for more than can be done here.
         VQFormatError: a tensor is missing or wrong, or what was written is not what was read.
     """
+    if requantize is not None:
+        _check_requantize(requantize)
     folder = _folder(source)
     config = _read(folder / "config.json")
     published = config.get("quantization_config") or {}
@@ -94,6 +98,17 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
             file.rename(new / file.name)
     shutil.rmtree(work)
     return result
+
+
+def _check_requantize(config: VQConfig) -> None:
+    """Raise if a config asks for more than each layer's codes by themselves."""
+    plain = VQConfig(config.vq_scheme, seed=config.seed, search=config.search, provenance={})
+    told = set(vars(config)) - {"format_version", "provenance"}  # written, not asked for
+    if more := sorted(name for name in told if getattr(config, name) != getattr(plain, name)):
+        raise VQConfigError(
+            f"requantize takes a scheme, seed and search; got {', '.join(more)} too. Leave that "
+            "out; or load the published model, dequantize and save it, and quantize what is saved."
+        )
 
 
 class _Conversion:

@@ -327,6 +327,24 @@ def test_requantize(tmp_path, capsys):
         assert error < 0.02 and recorded == pytest.approx(float(error), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"embeddings": "int8"},
+        {"layers": {"down_proj": "vq-2"}},
+        {"target_bits": 3.0},
+        {"calibration": {"text": "model", "finetune": "block"}},
+        {"pass2": "offload"},
+        {"modules_to_not_convert": ["down_proj"]},
+    ],
+)
+def test_requantize_takes_no_more_than_it_does(tmp_path, more):
+    config = hf_vq.VQConfig("turboquant-4+4", seed=3, search="norm", **more)
+    (name,) = more
+    with pytest.raises(VQConfigError, match=rf"scheme, seed and search; got .*{name}"):
+        converting.convert(str(tmp_path / "in"), str(tmp_path / "out"), requantize=config)
+
+
 def test_what_convert_does_not_read(tmp_path, dense, capsys):
     assert main(["convert", str(dense("llama")), str(tmp_path / "out")]) == 2
     assert "hf-vq convert reads aqlm, vptq, higgs" in capsys.readouterr().err
