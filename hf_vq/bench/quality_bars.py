@@ -39,10 +39,14 @@ def _weights(rows: Rows) -> Iterator[Bar]:
         )
         if gptq is not None:
             yield _kld(f"`vq-{bits}`, below GPTQ int{bits} in the same run", gptq["kld"], ours)
-    above = found.get(("vq-3", "calibrated"))
+    below, above = (found.get((name, "calibrated")) for name in ("vq-2", "vq-3"))
     if above is not None:
         shared = found.get(("target_bits=3", "calibrated"))
         yield _kld("`target_bits=3`, below `vq-3`", above["kld"], shared)
+    learned = found.get(("aqlm-2-int7", "calibrated"))
+    if below is not None and above is not None and learned is not None:
+        most = _at(learned["bits_per_weight"], below, above)
+        yield _kld("`aqlm-2-int7`, below `vq-2` at equal stored bits", most, learned)
     alone, both = (found.get((name, "calibrated")) for name in ("vq-4", "vq-4 + KV u4"))
     if alone is not None and both is not None:
         added = both["kld"] / alone["kld"] - 1
@@ -111,6 +115,12 @@ def _crossover(rows: Rows) -> Iterator[Bar]:
             1.0, (largest["at_equal_bits"],), most=True, unit="",
             binds="the bits of the codebooks: larger matrices have it below",
         )  # fmt: skip
+
+
+def _at(bits: float, low: dict[str, Any], high: dict[str, Any]) -> float:
+    """The divergence at some bits, exponential in them through two rows."""
+    share = (bits - low["bits_per_weight"]) / (high["bits_per_weight"] - low["bits_per_weight"])
+    return float(low["kld"] * (high["kld"] / low["kld"]) ** share)
 
 
 def _kld(what: str, most: float, row: dict[str, Any] | None, binds: str = "") -> Bar:

@@ -13,14 +13,15 @@ def test_without_records_there_are_no_bars():
 
 
 def test_weights():
-    def row(name, kind, kld):
-        return {"name": name, "kind": kind, "kld": kld}
+    def row(name, kind, kld, bits=4.125):
+        return {"name": name, "kind": kind, "kld": kld, "bits_per_weight": bits}
 
     found = lines(
         quality_weights=[
             row("vq-4", "scheme", 0.02), row("vq-4", "calibrated", 0.012),
             row("vq-4 + KV u4", "calibrated", 0.0132), row("GPTQ int4 g128", "baseline", 0.02),
-            row("vq-3", "calibrated", 0.062), row("target_bits=3", "calibrated", 0.06),
+            row("vq-3", "calibrated", 0.062, 3.125), row("target_bits=3", "calibrated", 0.06),
+            row("vq-2", "calibrated", 0.248, 2.125), row("aqlm-2-int7", "calibrated", 0.13, 2.625),
         ],
         quality_finetune=[row("vq-2", "model", 0.19), row("vq-2", "calibrated", 0.24)],
     )  # fmt: skip
@@ -29,6 +30,10 @@ def test_weights():
     assert gptq in found
     assert "| `target_bits=3`, below `vq-3`, KLD | at most 0.062 | 0.06 | yes | - |" in found
     assert "| `vq-3`, KLD | at most 0.061 | 0.062 | no | - |" in found
+    learned = (
+        "| `aqlm-2-int7`, below `vq-2` at equal stored bits, KLD | at most 0.124 | 0.13 | no | - |"
+    )
+    assert learned in found  # a bit divides by four here, half of one by two
     together = "| `vq-4` and a `u4` cache, above `vq-4` alone | at most 5 % | 10 % | no | - |"
     assert together in found
     (tuned,) = (line for line in found if "finetune" in line)
