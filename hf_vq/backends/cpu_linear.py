@@ -91,6 +91,8 @@ def accepts(problem: dispatch.Problem) -> str | None:
         return f"inputs are {problem.dtype}"
     if scheme.stages != "independent":
         return f"{scheme.stages} stages have a second pass"
+    if scheme.mode != "unbiased":
+        return f"mode {scheme.mode!r} is not computed by kernels"
     if scheme.rotation == "qr":
         return "a QR rotation is a matrix product"
     return "it has codebooks per channel group" if scheme.codebook == "channel_group" else None
