@@ -277,7 +277,8 @@ def _remark(problem: dispatch.Problem) -> str | None:
     )
 
 
-def _needs() -> str | None:
+def needs() -> str | None:
+    """None where the library is, else why there is none."""
     return native.why_not() or None
 
 
@@ -289,12 +290,12 @@ def register() -> None:
             "linear",
             linear,
             "cpu",
-            _needs,
+            needs,
             accepts,
             direct=direct,
             together=_together,
             remark=_remark,
         ),
-        dispatch.Kernel("cpu.decode", "decode", decode, "cpu", _needs, accepts),
+        dispatch.Kernel("cpu.decode", "decode", decode, "cpu", needs, accepts),
     ):
         dispatch.register(kernel, first=True)
