@@ -6,6 +6,7 @@ model.generate(**inputs, past_key_values=VQCache(model.config))
 
 from .backends import cpu_attention as _cpu_attention
 from .backends import cpu_linear as _cpu_linear
+from .backends import cpu_nested as _cpu_nested
 from .backends import cpu_static as _cpu_static
 from .backends import cpu_vptq as _cpu_vptq
 from .backends import cuda as _cuda
@@ -46,8 +47,9 @@ __version__ = "0.1.0"
 
 # Rows of the dispatch table are asked in this order.
 for _plugin in (
-    _cuda, _cpu_linear, _cpu_vptq, _cpu_attention, _cpu_static, _triton, _torch_attention,
-    _two_passes, _reference, _fit_rows, _quantizer, _attention, _generation, _graphs,
+    _cuda, _cpu_linear, _cpu_nested, _cpu_vptq, _cpu_attention, _cpu_static, _triton,
+    _torch_attention, _two_passes, _reference, _fit_rows, _quantizer, _attention, _generation,
+    _graphs,
 ):  # fmt: skip
     _plugin.register()
 

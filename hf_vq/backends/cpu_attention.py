@@ -68,6 +68,8 @@ def _objection(scheme: VQScheme, dim: int, layout: str, values: bool) -> str | N
     wanted = PLANES if values else key_layout(scheme)
     if scheme.residuals != 1 or scheme.lattice or scheme.codebook == "tile":
         return "KV codes have one stage, and a codebook for all rows or one per channel group"
+    if scheme.mode != "unbiased":
+        return f"mode {scheme.mode!r} is not computed by kernels"
     if scheme.vector_size not in VECTOR_SIZES or scheme.entry_bits not in BLOCK_BITS:
         return f"{scheme.notation()} has no kernel: x is 1, 2 or 4, codes have 4, 6 or 8 bits"
     if scheme.rotation not in ("none", "hadamard"):

@@ -91,6 +91,8 @@ def accepts(problem: dispatch.Problem) -> str | None:
         return f"inputs are {problem.dtype}"
     if scheme.stages != "independent":
         return f"{scheme.stages} stages have a second pass"
+    if scheme.mode != "unbiased":
+        return f"mode {scheme.mode!r} is not computed by kernels"
     if scheme.rotation == "qr":
         return "a QR rotation is a matrix product"
     return "it has codebooks per channel group" if scheme.codebook == "channel_group" else None
@@ -275,7 +277,8 @@ def _remark(problem: dispatch.Problem) -> str | None:
     )
 
 
-def _needs() -> str | None:
+def needs() -> str | None:
+    """None where the library is, else why there is none."""
     return native.why_not() or None
 
 
@@ -287,12 +290,12 @@ def register() -> None:
             "linear",
             linear,
             "cpu",
-            _needs,
+            needs,
             accepts,
             direct=direct,
             together=_together,
             remark=_remark,
         ),
-        dispatch.Kernel("cpu.decode", "decode", decode, "cpu", _needs, accepts),
+        dispatch.Kernel("cpu.decode", "decode", decode, "cpu", needs, accepts),
     ):
         dispatch.register(kernel, first=True)

@@ -27,6 +27,7 @@ from . import (
     cuda_linear_tables,
     cuda_tables,
     kv_tables,
+    passes_tables,
     quality_bars,
 )
 from .record import read_record
@@ -140,6 +141,12 @@ def _kv_cases() -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
     for row in record["results"]["rows"]:
         by_name.setdefault(row["name"], {})[row["case"]] = row
     return record, by_name
+
+
+def passes_table() -> str:
+    """What second passes lose, and what leaving them out does."""
+    record = _record("quality-passes")
+    return passes_tables.quality(record["results"]["rows"]) + "\n\n" + _source(record)
 
 
 def demo_table() -> str:
@@ -263,6 +270,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-kv-bars": lambda: cuda_bars.cache_table(_records(cuda_bars.CACHE_SUITES)),
     "results:quality-bars": lambda: quality_bars.table(
         {name: read_record(name) for name in quality_bars.SUITES}
+    ),
+    "results:quality-passes": passes_table,
+    "results:cuda-offload": lambda: _timed_table("cuda-offload", passes_tables.offload),
+    "results:passes-bars": lambda: passes_tables.bars(
+        {name: read_record(name) for name in passes_tables.SUITES}
     ),
     "results:cuda-linear": partial(_timed_table, "cuda-linear", cuda_linear_tables.few),
     "results:cuda-prefill": partial(_timed_table, "cuda-linear", cuda_linear_tables.many),

@@ -120,7 +120,7 @@ class Tape:
 class CodeTape:
     """Codes and scales of tokens, the codes in the order that the device's kernel reads.
 
-    `data` holds the codes (`ops.layout` draws them), `scale` fp16 [B, H, tokens, 1 or 0]; the
+    `data` holds the codes (`ops.layout` draws them), `scale` fp16 [B, H, tokens, 2, 1 or 0]; the
     tokens `begin` .. `end` of both count. Canonical rows go in by `replace` and come out by `rows`.
     On a device of another type than its first one a tape is in rows.
 
@@ -147,7 +147,7 @@ class CodeTape:
         self._home = like.device.type
         self.capacity, self.limit = capacity, limit
         self.begin = self.end = 0
-        scales = int(scheme.has_scale)
+        scales = scheme.row_scales
         self.scale = like.new_empty(batch, heads, 0, scales, dtype=torch.float16)
         self.data = self._codes(0)
 
@@ -159,7 +159,7 @@ class CodeTape:
         return to_rows(self.data, self.begin, len(self), self.bits, self.layout)
 
     def scales(self) -> Tensor:
-        """The scales, without a copy: fp16 [B, H, len(self), 1 or 0]."""
+        """The scales, without a copy: fp16 [B, H, len(self), 2, 1 or 0]."""
         return self.scale[:, :, self.begin : self.end]
 
     def reserve(self, count: int) -> int:
@@ -210,7 +210,7 @@ class CodeTape:
         self.begin += min(max(count, 0), len(self))
 
     def replace(self, rows: Tensor, scales: Tensor) -> None:
-        """Hold a copy of canonical `rows` [B, H, n, width] and `scales` [B, H, n, 1 or 0] instead.
+        """Hold a copy of canonical `rows` [B, H, n, width] and of their `scales` instead.
 
         Batch, heads and device become those of `rows`.
         """

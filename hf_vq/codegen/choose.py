@@ -75,6 +75,8 @@ def decodable(scheme: VQScheme) -> str | None:
     """None if a plan can have this scheme, else the reason why not."""
     if scheme.stages != "independent":
         return f"{scheme.stages} stages have a second pass"
+    if scheme.mode != "unbiased":
+        return f"mode {scheme.mode!r} is not computed by kernels"
     if scheme.codebook == "channel_group":
         return "it has codebooks per channel group"
     if scheme.codebook == "tile" and scheme.largest_entry:

@@ -21,6 +21,8 @@ def appendable(scheme: VQScheme, dim: int) -> str | None:
     """None if a plan can have rows of `dim` numbers in this scheme, else the reason why not."""
     if scheme.residuals != 1 or scheme.lattice or scheme.codebook == "tile":
         return "KV codes have one stage, and a codebook for all rows or one per channel group"
+    if scheme.mode != "unbiased":
+        return f"mode {scheme.mode!r} is not computed by kernels"
     if scheme.vector_size not in VECTOR_SIZES or scheme.entry_bits > MOST_BITS:
         return f"{scheme.notation()} has no kernel: x is 1, 2 or 4, codes have up to 8 bits"
     if scheme.rotation not in ("none", "hadamard"):

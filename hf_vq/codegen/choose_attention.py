@@ -25,6 +25,8 @@ def attendable(scheme: VQScheme, dim: int, what: str) -> str | None:
     """None if there is a kernel for keys or values (`what`) of `dim` numbers, else why not."""
     if scheme.lattice or scheme.residuals > 1 or scheme.codebook == "tile":
         return f"{what} have neither a codebook that all share nor one per channel group"
+    if scheme.mode != "unbiased":
+        return f"{what} have mode {scheme.mode!r}, which is not computed by kernels"
     width, bits = scheme.vector_size * fused(scheme), scheme.entry_bits * fused(scheme)
     if width not in (2, 4) or bits > _INDEX_BITS:
         return f"{what} are {scheme.notation()}: {bits} bits stand for {width} numbers"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -109,6 +109,19 @@ and no learned codebook.
 """
 
 
+_SUFFIXES = {"unbiased": "", "norm_corrected": "-nc", "mse": "-mse", "product": "-prod"}
+
+TURBOQUANT_KV_SCHEMES: dict[str, KVScheme] = {
+    f"turboquant-{bits}{suffix}": _same(replace(_row(1, bits), mode=mode), centre_keys=False)
+    for mode, suffix in _SUFFIXES.items()
+    for bits in (4, 3, 2)
+}
+"""KV caches as TurboQuant's paper has them, to compare with: keys are not centred, and kernels do
+not encode them. `-mse` and `-prod` are its two algorithms, `-nc` divides by the norm of what was
+decoded, and without a suffix the scale is that of all other schemes. docs/kv_cache.md says what is
+better."""
+
+
 def weight_scheme(scheme: str | dict[str, Any] | VQScheme) -> VQScheme:
     """The weight scheme of a name, a spec string, a dict of fields or a `VQScheme`.
 
@@ -145,9 +158,10 @@ def kv_scheme(scheme: str | KVScheme) -> KVScheme:
         for part in (scheme.key, scheme.value):
             _available(part)
         return scheme
-    if isinstance(scheme, str) and scheme in KV_SCHEMES:
-        return KV_SCHEMES[scheme]
-    raise _unknown("KV cache", scheme, list(KV_SCHEMES))
+    known = KV_SCHEMES | TURBOQUANT_KV_SCHEMES
+    if isinstance(scheme, str) and scheme in known:
+        return known[scheme]
+    raise _unknown("KV cache", scheme, list(known))
 
 
 Allocation = KVScheme | tuple[KVScheme, ...]
@@ -172,7 +186,8 @@ def of_layer(allocation: Allocation, layer: int) -> KVScheme:
 
 def scheme_name(scheme: VQScheme | Allocation) -> str | None:
     """The catalogue name of a scheme, None if it has none."""
-    known: dict[str, Any] = WEIGHT_SCHEMES if isinstance(scheme, VQScheme) else KV_SCHEMES
+    weights = isinstance(scheme, VQScheme)
+    known: dict[str, Any] = WEIGHT_SCHEMES if weights else KV_SCHEMES | TURBOQUANT_KV_SCHEMES
     return next((name for name, candidate in known.items() if candidate == scheme), None)
 
 

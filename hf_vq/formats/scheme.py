@@ -19,6 +19,7 @@ CODEBOOKS = ("universal", "tensor", "tile", "channel_group")
 ROTATIONS = ("none", "hadamard", "random_hadamard", "qr")
 STAGES = ("independent", "rerotated", "shared", "nested")
 CODEBOOK_BITS = (16, 7)
+MODES = ("unbiased", "norm_corrected", "mse", "product")
 SMALLEST_GROUP = 16  # a smaller scale group would add more than one bit per weight
 _LIMITS = {
     "vector_size": (1, 64),
@@ -32,6 +33,7 @@ _SPEC = re.compile(
     r"vq(?P<x>\d+)x(?P<y>\d+)(\+(?P<second>\d+))?r(?P<z>\d+)-(?P<codebook>universal|e8p|tensor|channel_group"
     r"|tile(?P<rows>\d+)x(?P<columns>\d+))(-int(?P<bits>7))?-g(?P<group>\d+)"
     r"-(?P<rotation>none|hadamard|random_hadamard|qr)(?P<block>\d+)?(-(?P<stages>rerotated|shared|nested))?"
+    r"(-(?P<mode>norm_corrected|mse|product))?"
 )
 
 
@@ -59,6 +61,11 @@ class VQScheme:
             has scales of its own) or `nested` (it refines the cell of the first one, whose rotation
             and scales it has: codes of both are looked up together, in one table).
         second_bits: bits of a code of the second pass; 0 = `entry_bits`.
+        mode: of a KV cache, what the scale of a row x with entries q is: `unbiased` |x|^2 / <x, q>,
+            `norm_corrected` |x| / |q|, or `mse` |x| / sqrt(head_dim) (TurboQuant, algorithm 1).
+            `product` is its algorithm 2: the last bit of a code is the sign of a projection of what
+            `mode="mse"` with the bits before it leaves, whose norm is a second scale. Weights have
+            scales that are searched, and ignore it.
 
     Raises:
         VQSchemeError: a field is of the wrong type, out of range, or contradicts another one.
@@ -76,6 +83,7 @@ class VQScheme:
     codebook_bits: int = 16
     stages: str = "independent"
     second_bits: int = 0
+    mode: str = "unbiased"
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():
@@ -84,6 +92,7 @@ class VQScheme:
             ("codebook", CODEBOOKS),
             ("rotation", ROTATIONS),
             ("stages", STAGES),
+            ("mode", MODES),
             ("lattice", (None, "e8p")),
         ):
             value = getattr(self, name)
@@ -135,6 +144,12 @@ class VQScheme:
             and self.second_bits != 16,
             "rerotated stages need a random rotation": self.stages == "rerotated"
             and self.rotation not in ("random_hadamard", "qr"),
+            f"mode {self.mode!r} is for rows with a universal codebook, one stage and one scale": (
+                self.mode != "unbiased"
+                and (self.codebook, self.residuals, self.scale_group) != ("universal", 1, 0)
+            ),
+            "mode 'product' needs vector_size=1 and 2 bits or more": self.mode == "product"
+            and (self.vector_size > 1 or self.entry_bits < 2),
             "scale_group and rotation_block must be 0 or powers of two": any(
                 size & (size - 1) for size in sizes
             ),
@@ -165,6 +180,11 @@ class VQScheme:
     def has_scale(self) -> bool:
         """Whether rows are stored with fp16 scales."""
         return self.codebook != "channel_group"
+
+    @property
+    def row_scales(self) -> int:
+        """fp16 numbers stored with a row of a KV cache."""
+        return int(self.has_scale) + (self.mode == "product")
 
     @property
     def two_passes(self) -> bool:
@@ -208,6 +228,7 @@ class VQScheme:
         integers = f"-int{self.codebook_bits}" if self.largest_entry else ""
         block = "" if self.rotation == "none" else str(self.rotation_block)
         tail = f"-{self.stages}" if self.two_passes else ""
+        tail += f"-{self.mode}" if self.mode != "unbiased" else ""
         return (
             f"vq{self.vector_size}x{self._code_bits()}r{self.residuals}-{scope}{integers}"
             f"-g{self.scale_group}-{self.rotation}{block}{tail}"
@@ -223,8 +244,11 @@ class VQScheme:
         return _parse(spec)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON types."""
-        return {**asdict(self), "tile": list(self.tile)}
+        """All fields as JSON types, but for the mode that all weights have."""
+        found = {**asdict(self), "tile": list(self.tile)}
+        if self.mode == "unbiased":
+            del found["mode"]
+        return found
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> VQScheme:
@@ -289,7 +313,7 @@ class VQScheme:
         cache once per model)."""
         group = self.scale_group if in_features is None else self.group(in_features)
         group = group if self.has_scale else 0
-        scales = 2 if self.stages in ("rerotated", "shared") else 1
+        scales = 2 if self.stages in ("rerotated", "shared") else max(self.row_scales, 1)
         codes = self.streams * self.entry_bits + self.second_bits
         bits = codes / self.vector_size
         bits += 16 * scales / group if group else 0.0
@@ -334,5 +358,6 @@ def _parse(spec: str) -> VQScheme:
         codebook_bits=int(part["bits"] or 16),
         stages=part["stages"] or "independent",
         second_bits=int(part["second"] or 0),
+        mode=part["mode"] or "unbiased",
     )
     return scheme

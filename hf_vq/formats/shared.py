@@ -11,7 +11,7 @@ from .scheme import VQScheme
 
 def universal_tensor(scheme: VQScheme) -> Tensor:
     """The universal codebook of a scheme, fp16 [z, entries, x] ([z, 257, 8] for E8P); of two
-    passes, that of the first one.
+    passes, that of the first one; of mode `product`, that of the bits without the sign.
 
     Stage i + 1 codes what stage i leaves; its entries are scaled by the root of stage i's error on
     Gaussian data (E8P: by a measured constant).
@@ -25,8 +25,9 @@ def universal_tensor(scheme: VQScheme) -> Tensor:
         step = 0.25
         base = lattice.e8p_codebook()
     else:
-        step = universal.universal_mse(scheme.vector_size, scheme.entry_bits) ** 0.5
-        base = universal.universal_codebook(scheme.vector_size, scheme.entry_bits)
+        bits = scheme.entry_bits - (scheme.mode == "product")
+        step = universal.universal_mse(scheme.vector_size, bits) ** 0.5
+        base = universal.universal_codebook(scheme.vector_size, bits)
     return torch.stack([(base.float() * step**stage).half() for stage in range(scheme.streams)])
 
 

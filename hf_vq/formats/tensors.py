@@ -64,6 +64,10 @@ def tensor_specs(
         raise VQSchemeError(
             f"{where}: codebooks per channel group are for the KV cache, not for weights."
         )
+    if scheme.mode != "unbiased":
+        raise VQSchemeError(
+            f"{where}: mode {scheme.mode!r} is for the KV cache; scales of weights are searched."
+        )
     group, block = scheme.group(in_features, where), scheme.block(in_features, where)
     stream = packed_size(in_features // scheme.vector_size, scheme.entry_bits)
     codes = TensorSpec((out_features, scheme.streams * stream), torch.uint8)

@@ -45,7 +45,8 @@ class CachedKV(NamedTuple):
         sink_k: [B, H, S, D] the first S tokens of each row in the model's dtype.
         sink_v: [B, H, S, Dv].
         k_codes: uint8 codes of a tape in `key_layout` (`ops.layout`), sinks included, unread.
-        k_scale: fp16 [B, H, tape, 1], or [B, H, tape, 0] for a scheme without scales.
+        k_scale: fp16 [B, H, tape, 1], or [B, H, tape, 0] for a scheme without scales; 2 of mode
+            `product`.
         k_mean: float32 [B, H, 1, D], added to every decoded key; None = 0.
         v_codes: uint8 codes of a tape in `value_layout`.
         v_scale: like `k_scale`.

@@ -66,7 +66,8 @@ def stored_arguments(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]
 
 
 def encode_kv(x: Tensor, codebook: Tensor, scheme: VQScheme) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [..., bytes] and unbiased scale fp16 [..., 1] of rows `x` [..., head_dim].
+    """Codes uint8 [..., bytes] and scale fp16 [..., 1] of rows `x` [..., head_dim]; of mode
+    `product` two scales.
 
     Args:
         x: for codebooks per channel group [..., heads, tokens, head_dim].
@@ -187,7 +188,7 @@ def _fake_encode(
     parsed = parse(scheme)
     size = packed_size(x.shape[-1] // parsed.vector_size, parsed.entry_bits)
     codes = x.new_empty(*x.shape[:-1], size, dtype=torch.uint8)
-    return codes, x.new_empty(*x.shape[:-1], int(parsed.has_scale), dtype=torch.float16)
+    return codes, x.new_empty(*x.shape[:-1], parsed.row_scales, dtype=torch.float16)
 
 
 def _fake_append(x: Tensor, *arguments: Any) -> None:

@@ -17,6 +17,7 @@ from ..formats.nearest import nearest_entries, nearest_in_groups
 from ..formats.packing import pack_bits, unpack_bits
 from ..formats.scheme import VQScheme
 from ..transforms import rotate as rotate_rows
+from . import projection
 from .layout import write_rows
 
 APPEND_TOKENS = 4096  # tokens encoded at a time: bounds the float32 copies of a long prompt
@@ -59,6 +60,8 @@ def decode_rotated(
         codes: uint8 [..., streams * bytes].
         scale: fp16 [..., groups]; [..., 0] and not used for a scheme without scales.
     """
+    if scheme.mode == "product":
+        return _decode_product(codes, codebook, scale, scheme, length)
     vectors = length // scheme.vector_size
     streams = codes.unflatten(-1, (scheme.streams, -1)).unbind(-2)
     whole = scheme.codebook in ("tile", "channel_group")
@@ -73,6 +76,14 @@ def decode_rotated(
         return rows
     grouped = rows.unflatten(-1, (scale.shape[-1], -1))
     return (grouped * scale.float()[..., None]).flatten(-2)
+
+
+def _decode_product(
+    codes: Tensor, codebook: Tensor, scale: Tensor, scheme: VQScheme, length: int
+) -> Tensor:
+    index = unpack_bits(codes, scheme.entry_bits, length)
+    rows = lookup(index >> 1, codebook[0], scheme).flatten(-2) * scale[..., :1].float()
+    return rows + projection.from_signs(index & 1) * scale[..., 1:].float()
 
 
 def decode_nested(
@@ -152,29 +163,40 @@ def linear(
 def encode(
     x: Tensor, codebook: Tensor, rotation: Tensor | None, scheme: VQScheme
 ) -> tuple[Tensor, Tensor]:
-    """Codes of rows that arrive one by one (keys and values): no search, one unbiased scale.
+    """Codes of rows that arrive one by one (keys and values): no search, one scale.
 
     With u = R(x) and q the entries nearest to u / rms(u), the stored scale is s = |u|^2 / <u, q>,
-    so that <s q, u> = |u|^2: logits are not shrunk (EDEN; measured in docs/kv_cache.md). A row that
-    is not finite, or beyond fp16 (65504), gets a scale that is not finite, and decodes to NaN.
-    Codebooks per channel group have no scale (`encode_in_groups`).
+    so that <s q, u> = |u|^2: logits are not shrunk (EDEN; measured in docs/kv_cache.md). Other
+    modes are for comparison (`VQScheme.mode`). A row that is not finite, or beyond fp16 (65504),
+    gets a scale that is not finite, and decodes to NaN. Codebooks per channel group have no scale
+    (`encode_in_groups`).
 
     Returns:
-        codes uint8 [..., bytes], scale fp16 [..., 1], or [..., 0] without scales.
+        codes uint8 [..., bytes], scale fp16 [..., 1], or [..., 0] without scales; of mode `product`
+        [..., 2], that of the codebook and the norm of what the signs stand for.
     """
     if not scheme.has_scale:
         codes = encode_in_groups(x, codebook, rotation, scheme)
         return codes, x.new_empty(*x.shape[:-1], 0, dtype=torch.float16)
     rows = rotate_rows(x.float(), scheme, rotation)
     energy = rows.square().sum(-1, keepdim=True)
-    unit = rows / (energy / x.shape[-1]).sqrt().clamp_min(1e-30)
+    size = (energy / x.shape[-1]).sqrt()
+    unit = rows / size.clamp_min(1e-30)
     vectors = unit.reshape(-1, scheme.vector_size)
     index = nearest_entries(codebook)[0].index(vectors)
     chosen = codebook[0].float()[index].reshape(unit.shape)
-    along = (rows * chosen).sum(-1, keepdim=True)
-    scale = torch.where(energy == 0, 0, energy / along)
-    codes = index.reshape(*x.shape[:-1], x.shape[-1] // scheme.vector_size)
-    return pack_bits(codes, scheme.entry_bits, check=False), scale.half()
+    if scheme.mode == "unbiased":
+        scale = torch.where(energy == 0, 0, energy / (rows * chosen).sum(-1, keepdim=True))
+    elif scheme.mode == "norm_corrected":
+        scale = (energy / chosen.square().sum(-1, keepdim=True)).sqrt()
+    else:
+        scale = size
+    codes, scale = index.reshape(*x.shape[:-1], x.shape[-1] // scheme.vector_size), scale.half()
+    if scheme.mode == "product":
+        left = rows - scale.float() * chosen
+        codes = codes << 1 | projection.signs(left)
+        scale = torch.cat([scale, left.norm(dim=-1, keepdim=True).half()], -1)
+    return pack_bits(codes, scheme.entry_bits, check=False), scale
 
 
 def encode_in_groups(
@@ -216,7 +238,7 @@ def append(
     Args:
         mean: float32 [B, H, 1, D]; None = 0.
         codes: the tape's codes in `layout` (`ops.layout`).
-        scale: fp16 [B, H, tokens, 1], or [..., 0] without scales.
+        scale: fp16 [B, H, tokens, scales], as `encode` gives them.
     """
     for part in x.split(APPEND_TOKENS, 2):
         rows = part.float() if mean is None else part.float() - mean

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 6
+#define HF_VQ_ABI_VERSION 7
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -69,6 +69,12 @@ HF_VQ_API int hf_vq_linear_supports(const hf_vq_matrix* w);
 // to 8 bits, or products of 8-vectors are (linear_luts.h); sums are exact.
 HF_VQ_API int hf_vq_linear(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, const void* bias,
                            int bias_dtype, void* y);
+
+// The same of nested passes of 4 + 4 bits: w has the codes of the first one and the codebook of both, fp16 [256] at
+// first << 4 | second; codes_2 [out, in / 2] are those of the second. Entries are rounded to 16 bits.
+HF_VQ_API int hf_vq_nested_supports(const hf_vq_matrix* w);
+HF_VQ_API int hf_vq_nested_linear(const hf_vq_matrix* w, const uint8_t* codes_2, const void* x, int dtype, int64_t rows,
+                                  const void* bias, int bias_dtype, void* y);
 
 // Rows first..first + rows - 1 of the rotated W (what W is before the inverse rotation), dense, as
 // float32 or bfloat16 [rows, in]: for many inputs at once a matrix product is faster.

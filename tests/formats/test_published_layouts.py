@@ -8,6 +8,7 @@ from hf_vq.formats.published import (
     LAYOUTS,
     AqlmLayout,
     HiggsLayout,
+    TurboquantLayout,
     VptqLayout,
     layout_from_dict,
 )
@@ -16,6 +17,7 @@ GOOD = {
     "aqlm": AqlmLayout(2, 8),
     "vptq": VptqLayout(8, 256, 16, 1, 60, 4, 4, 300, norm=True),
     "higgs": HiggsLayout(4, 64, 512, 32),
+    "turboquant-model": TurboquantLayout(4, 2, 64, True, 42, 1042),
 }
 BAD = [-1, -(1 << 40), 1 << 40, 1.5, "8", None, True, [8], {}, float("nan")]
 CONFIGS = {  # of the checkpoint
@@ -28,6 +30,10 @@ CONFIGS = {  # of the checkpoint
         "vector_lens": [4, 8], "num_centroids": [300, 256], "num_res_centroids": [-1, 16],
         "group_num": 1, "group_size": 60, "outlier_size": 4, "is_indice_packed": True,
         "enable_norm": True, "enable_perm": False,
+    },
+    "turboquant-model": {
+        "bit_width": 4, "residual_bit_width": 2, "group_size": 64, "seed": 42,
+        "residual_seed": 1042, "rotation": "hadamard", "rotation_strategy": "different",
     },
 }  # fmt: skip
 
@@ -53,7 +59,7 @@ def test_fields_of_our_own_config(method):
         for value in [*BAD, "float64"]:
             if (value is True and isinstance(fields[name], bool)) or value == fields[name]:
                 continue
-            with pytest.raises(VQConfigError, match=r"layout of \w+|dtype of codebooks"):
+            with pytest.raises(VQConfigError, match=r"layout of \S+|dtype of codebooks"):
                 layout_from_dict({**fields, name: value})
 
 
@@ -68,6 +74,8 @@ def test_fields_of_published_configs(method):
                 continue  # true, or not
             if name == "tune_metadata" and value in (None, {}):
                 continue  # says nothing, which is an error of its own
+            if name == "residual_bit_width" and value is None:
+                continue  # there is none
             with pytest.raises(VQConfigError):
                 of(method, {name: changed})
 

@@ -81,6 +81,7 @@ def first_passes(model):
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 @torch.no_grad()
 def test_offloaded_is_resident(quantized, far, name, scheme):
+    """Experts too, which `turboquant-model` copies while everything waits, or does not know."""
     resident = LOAD(quantized(name, scheme))
     model = LOAD(quantized(name, scheme), quantization_config=VQConfig(pass2="offload"))
     for _ in range(3):
@@ -151,6 +152,7 @@ def test_some_layers(quantized, far):
 
 @torch.no_grad()
 def test_an_interrupted_forward_does_no_harm(quantized, far):
+    """`turboquant-model` finds its order by a dry run, whose exceptions it swallows."""
     resident = LOAD(quantized("llama", SCHEMES[0]))
     model = LOAD(quantized("llama", SCHEMES[0]), quantization_config=VQConfig(pass2="offload"))
 
@@ -196,6 +198,7 @@ def test_gradients_flow_through_offloaded_layers(quantized, far):
 
 
 def test_offloaded_layers_are_dequantized(quantized, far):
+    """A NameError in `turboquant-model`."""
     resident = LOAD(quantized("llama", SCHEMES[0]))
     model = LOAD(quantized("llama", SCHEMES[0]), quantization_config=VQConfig(pass2="offload"))
     name = "model.layers.1.mlp.up_proj"
@@ -257,7 +260,8 @@ def test_absent(quantized, tmp_path, name, scheme):
 
 
 def test_a_file_without_second_passes(quantized, tmp_path):
-    """They may be kept elsewhere; nothing is made up for those that are missing."""
+    """They may be kept elsewhere; nothing is made up for those that are missing. A folder of
+    `turboquant-model` loads as random numbers."""
     folder = quantized("llama", SCHEMES[0])
     LOAD(folder).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

@@ -107,6 +107,7 @@ def test_a_saved_model_is_bit_equal(dense, tmp_path, name):
 )
 @pytest.mark.filterwarnings("ignore:.*calibration")
 def test_every_kind_of_scheme(dense, tmp_path, scheme):
+    """Also rotations that differ by pass: `turboquant-model` saves some, and loads others."""
     config = VQConfig(scheme, modules_to_not_convert=["mlp", "layers.1"], seed=5)
     model = LOAD(dense("llama"), quantization_config=config)
     model.save_pretrained(tmp_path)

@@ -136,7 +136,8 @@ def test_a_known_order_misses_once():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_any_order_any_stream(seed):
-    """Skipped layers, the same one again, others, on two streams."""
+    """Skipped layers, the same one again, others, on two streams. `turboquant-model` reads another
+    layer's bytes where one is skipped."""
     run, choose = Run(seed), random.Random(seed)
     run.slots.expect(run.layers)
     for _ in range(60):

@@ -36,6 +36,7 @@ class Layout(ABC):
     codes: ClassVar[str]  # the suffix of the codes, which no layer is without
     scheme_keys: ClassVar[Mapping[str, str]] = MappingProxyType({})  # of a scheme, by suffix
     ranges: ClassVar[Mapping[str, tuple[int, int]]]  # least and most, of fields that are integers
+    in_config: ClassVar[bool] = True  # whether config.json names the method; else convert only
 
     def __post_init__(self) -> None:
         """Check every field: a config.json may hold anything.

@@ -26,7 +26,7 @@ from ... import ops
 from ...errors import VQConfigError, VQFormatError
 from ...fit import fit_weight
 from ...fit.weight import fixed_tensors
-from ...formats.published import LAYOUTS
+from ...formats.published import LAYOUTS, TurboquantLayout
 from ...formats.tensors import tensor_specs
 from ...nn.linear import attribute_of
 from ...nn.replace import convertible
@@ -36,10 +36,12 @@ from ..checkpoint import Checkpoint
 from ..config import VQConfig
 from ..folder import lock, replacing
 from ..operation import Progress
+from . import turboquant
 from .plan import Plan, PublishedLayer, make_plan, neither
 from .quantizer import config_of
 
 _STATE = "convert.json"
+_CONFIGS = ("config.json", turboquant.CONFIG)
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".gguf")
 
 
@@ -64,15 +66,21 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         _check_requantize(requantize)
     folder = _folder(source)
     config = _read(folder / "config.json")
-    published = config.get("quantization_config") or {}
+    published: Any = config.get("quantization_config") or {}
+    if (folder / turboquant.CONFIG).is_file():
+        published = {"quant_method": TurboquantLayout.method, **_read(folder / turboquant.CONFIG)}
     method = published.get("quant_method") if isinstance(published, Mapping) else None
     if not isinstance(method, str) or method not in LAYOUTS:
         known = "QuIP#, which hf_vq does not read" if "quip_params" in config else repr(method)
         raise VQConfigError(
             f"{source}: its quantization is {known}. hf-vq convert reads {', '.join(LAYOUTS)}."
         )
-    checkpoint = Checkpoint(_files(folder))
     model = _empty(folder)
+    if method == TurboquantLayout.method:
+        published = turboquant.described(published, model)
+        checkpoint: Checkpoint = turboquant.TurboquantFolder(folder, published, model)
+    else:
+        checkpoint = Checkpoint(_files(folder))
     plan = make_plan(model, checkpoint, published)
     _check_dense(model, plan, checkpoint, method)
     ours = config_of(plan, published, model)
@@ -271,7 +279,7 @@ class _Conversion:
     def _write_rest(self, config: dict[str, Any], index: Mapping[str, str]) -> None:
         """Tokenizer and other files, the index, and config.json."""
         for file in self.folder.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name != "config.json":
+            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _CONFIGS:
                 shutil.copyfile(file, self.work / file.name)
         if len(self.checkpoint.files) > 1:
             size = sum((self.work / name).stat().st_size for name in set(index.values()))
@@ -338,7 +346,8 @@ def _files(folder: Path) -> list[str]:
 def _empty(folder: Path) -> Any:
     """The model of a checkpoint, without weights."""
     config = AutoConfig.from_pretrained(folder)
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.config.name_or_path = str(folder)

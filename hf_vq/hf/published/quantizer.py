@@ -38,7 +38,7 @@ def adopt(*methods: str) -> None:
     Transformers' quantizers of these methods are replaced in this process, until `release`.
 
     Args:
-        methods: any of `hf_vq.formats.published.LAYOUTS`; none means all.
+        methods: any of `hf_vq.formats.published.LAYOUTS` that a config.json names; none means all.
 
     Raises:
         VQConfigError: an unknown method.
@@ -72,12 +72,15 @@ def release(*methods: str) -> None:
 
 
 def _known(methods: tuple[str, ...]) -> tuple[str, ...]:
+    known = tuple(name for name, layout in LAYOUTS.items() if layout.in_config)
     for method in methods:
-        if method not in LAYOUTS:
+        if method not in known:
+            cure = " Run `hf-vq convert`." if method in LAYOUTS else ""
             raise VQConfigError(
-                f"{method!r} is not a method that hf_vq reads: {', '.join(LAYOUTS)}."
+                f"{method!r} is not a method that from_pretrained can know: {', '.join(known)}."
+                f"{cure}"
             )
-    return methods or tuple(LAYOUTS)
+    return methods or known
 
 
 class PublishedConfig(QuantizationConfigMixin):

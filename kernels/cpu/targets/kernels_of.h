@@ -5,9 +5,11 @@
 #include "../attention.h"
 #include "../kernels.h"
 #include "../linear.h"
+#include "../linear_nested.h"
 #include "../vptq.h"
 #include "../yardsticks.h"
 
 #define HF_VQ_KERNELS(isa) \
-  {isa, linear_supports, linear, decode, rotate, vptq_supports, vptq_linear, codes_supported, append, attention, coded_scores, \
+  {isa, linear_supports, linear, nested_supports, nested_linear, decode, rotate, vptq_supports, vptq_linear, \
+   codes_supported, append, attention, coded_scores, \
    read_memory, dense_scores, table_scores}

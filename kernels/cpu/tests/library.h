@@ -16,6 +16,8 @@ struct Library {
   decltype(&hf_vq_free) free;
   decltype(&hf_vq_linear_supports) linear_supports;
   decltype(&hf_vq_linear) linear;
+  decltype(&hf_vq_nested_supports) nested_supports;
+  decltype(&hf_vq_nested_linear) nested_linear;
   decltype(&hf_vq_decode) decode;
   decltype(&hf_vq_rotate) rotate;
   decltype(&hf_vq_vptq_supports) vptq_supports;
@@ -61,6 +63,7 @@ struct Tally {
 };
 
 void test_linear();
+void test_nested();
 void test_vptq();
 void test_append();
 void test_attention();

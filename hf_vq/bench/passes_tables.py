@@ -1,0 +1,69 @@
+"""Tables of the suites `quality-passes` and `cuda-offload`, from their records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .bars import Bar, bars_table, pick
+from .show import markdown_table, significant
+
+SUITES = ("quality-passes", "cuda-offload")
+KLD = {"turboquant-4+4": 3e-4, "turboquant-4+2": 3e-3}  # at most, of tinybooks-17m
+HIDDEN, PROMPT = 0.80, 2048  # of the copies, from so many tokens on
+
+_Rows = Sequence[dict[str, Any]]
+
+
+def quality(rows: _Rows) -> str:
+    """What two passes lose, and the first one alone."""
+    head = ["weights", "bits per weight", "KLD", "99th percentile", "perplexity, %"]
+    cells = []
+    for row in rows:
+        first = row["name"].removeprefix("first pass of ")
+        name = f"`{first}`" if first == row["name"] else f"`{first}`, the first pass alone"
+        cells.append([
+            name, f"{row['bits_per_weight']:.3f}", significant(row["kld"]),
+            significant(row["kld_p99"]), f"{row['change']:+.2f}",
+        ])  # fmt: skip
+    return markdown_table(head, cells)
+
+
+def offload(rows: _Rows) -> str:
+    """Second passes in the CPU's memory against those on the GPU."""
+    head = ["weights", "tokens", "resident, ms", "offloaded, ms", "copies alone, ms", "GB/s",
+            "hidden", "memory saved, MB", "slots, MB", "equal logits"]  # fmt: skip
+    cells = [
+        [
+            f"`{row['name']}`", f"{row['tokens']:,}", f"{row['resident_ms']:.2f}",
+            f"{row['offload_ms']:.2f}", f"{row['copies_ms']:.2f}",
+            f"{row['gb_per_second']:.1f}", f"{max(row['hidden'], 0.0):.0%}",
+            f"{row['saved_mb']:.0f}", f"{row['slots_mb']:.0f}",
+            "yes" if row["same_logits"] else "no",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown_table(head, cells)
+
+
+def bars(records: Mapping[str, dict[str, Any] | None]) -> str:
+    """What was asked for, from those of the records `SUITES` that there are."""
+    rows = {name: record["results"]["rows"] for name, record in records.items() if record}
+    found = [*_quality_bars(rows.get("quality-passes", ()))]
+    return bars_table([*found, *_offload_bars(rows.get("cuda-offload", ()))], "what binds")
+
+
+def _quality_bars(rows: _Rows) -> Iterator[Bar]:
+    for name, most in KLD.items():
+        kld = tuple(row["kld"] for row in pick(rows, name=name))
+        yield Bar(f"`{name}`, KLD", most, kld, most=True, unit="")
+
+
+def _offload_bars(rows: _Rows) -> Iterator[Bar]:
+    for row in rows:
+        if row["tokens"] >= PROMPT:
+            yield Bar(
+                f"`{row['name']}` offloaded, {row['tokens']:,} tokens, copies that are hidden",
+                HIDDEN, (max(row["hidden"], 0.0),), unit="%",
+                binds="what the host does for each layer: it is slower than this GPU",
+            )  # fmt: skip

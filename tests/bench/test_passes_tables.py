@@ -1,0 +1,46 @@
+"""Tables of two passes say what the records say."""
+
+from hf_vq.bench import passes_tables
+
+PASSES = [
+    {"name": "turboquant-4+4", "bits_per_weight": 8.125, "kld": 2e-4, "kld_p99": 1e-3,
+     "change": 0.01},
+    {"name": "first pass of turboquant-4+4", "bits_per_weight": 4.125, "kld": 0.02,
+     "kld_p99": 0.1, "change": -1.5},
+    {"name": "turboquant-4+2", "bits_per_weight": 6.125, "kld": 4e-3, "kld_p99": 1e-2,
+     "change": 0.2},
+]  # fmt: skip
+
+
+def offloaded(tokens, hidden):
+    return {
+        "name": "turboquant-4+4", "tokens": tokens, "resident_ms": 10.0, "offload_ms": 12.5,
+        "copies_ms": 5.0, "gb_per_second": 52.0, "hidden": hidden, "saved_mb": 210.5,
+        "slots_mb": 65.5, "same_logits": True,
+    }  # fmt: skip
+
+
+def test_quality():
+    lines = passes_tables.quality(PASSES).splitlines()[2:]
+    assert lines[0] == "| `turboquant-4+4` | 8.125 | 0.000200 | 0.00100 | +0.01 |"
+    first = "| `turboquant-4+4`, the first pass alone | 4.125 | 0.0200 | 0.100 | -1.50 |"
+    assert lines[1] == first
+
+
+def test_offload():
+    (line,) = passes_tables.offload([offloaded(2048, -0.4)]).splitlines()[2:]
+    numbers = "| 2,048 | 10.00 | 12.50 | 5.00 | 52.0 | 0% | 210 | 66 | yes |"
+    assert line == f"| `turboquant-4+4` {numbers}"
+
+
+def test_bars():
+    """Prompts only; a bar that is missed says what binds it; what was not measured has no line."""
+    rows = [offloaded(1, 0.0), offloaded(2048, 0.85), offloaded(4096, -0.4)]
+    records = {name: {"results": {"rows": found}} for name, found in
+               zip(passes_tables.SUITES, (PASSES, rows), strict=True)}  # fmt: skip
+    lines = passes_tables.bars(records).splitlines()[2:]
+    assert lines[0] == "| `turboquant-4+4`, KLD | at most 0.0003 | 0.0002 | yes | - |"
+    assert lines[1].startswith("| `turboquant-4+2`, KLD | at most 0.003 | 0.004 | no |")
+    assert lines[2].endswith("copies that are hidden | at least 80 % | 85 % | yes | - |")
+    assert "0 % | no | what the host" in lines[3] and len(lines) == 4
+    assert not passes_tables.bars(dict.fromkeys(passes_tables.SUITES)).splitlines()[2:]
