@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..formats.catalog import weight_scheme
+from ..formats.catalog import LinearScheme, weight_scheme
+from ..formats.qoq import QoQScheme, encode
 from ..formats.scheme import VQScheme
 from ..formats.shared import second_universal_tensor, universal_tensor
 from ..formats.tensors import tensor_specs
@@ -134,8 +135,10 @@ def _shape(
     return found
 
 
-def random_tensors(scheme: VQScheme, out_features: int, in_features: int) -> dict[str, Tensor]:
+def random_tensors(scheme: LinearScheme, out_features: int, in_features: int) -> dict[str, Tensor]:
     """Stored tensors with random codes; decoded weights have the size of a trained layer's."""
+    if isinstance(scheme, QoQScheme):
+        return encode(torch.randn(out_features, in_features) * in_features**-0.5, scheme)
     tensors = {}
     for key, spec in tensor_specs(scheme, out_features, in_features).items():
         if spec.dtype == torch.uint8:

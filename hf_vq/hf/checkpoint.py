@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import VQFormatError
 from ..fit.weight import fixed_tensors
-from ..formats.tensors import TensorSpec, validate_tensor
+from ..formats.spec import TensorSpec, validate_tensor
 from ..nn.embedding import VQEmbedding
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear, attribute_of
@@ -206,6 +207,12 @@ def verify(
                 for suffix in module.layout.suffixes:
                     if attribute_of(module.layout.key(suffix)) == attribute:
                         module.layout.inspect(suffix, checkpoint.read(stored), stored)
+        here = {a: available[f"{prefix}.{a}"] for a, _ in module.named_parameters(recurse=False)}
+        module.check_codes(partial(_read, checkpoint, here), prefix)
+
+
+def _read(checkpoint: Checkpoint, names: Mapping[str, str], attribute: str) -> Tensor:
+    return checkpoint.read(names[attribute])
 
 
 def _check_expected(
@@ -267,6 +274,7 @@ def check_values(model: nn.Module) -> None:
         for attribute, spec in module.specs.items():
             tensor: Tensor = getattr(module, attribute)
             validate_tensor(attribute, tensor, spec, prefix)
+        module.check_codes(partial(getattr, module), prefix)
 
 
 def storage(model: nn.Module) -> tuple[int, int]:

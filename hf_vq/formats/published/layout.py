@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...errors import VQConfigError, VQFormatError, shown
 from ..scheme import VQScheme
-from ..tensors import TensorSpec
+from ..spec import TensorSpec
 
 CURE = "The checkpoint does not fit its config.json or is damaged; download it again."
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...formats.scheme import VQScheme
-from ...formats.tensors import TensorSpec, tensor_specs
+from ...formats.spec import TensorSpec
+from ...formats.tensors import tensor_specs
 from ...nn.experts import VQExperts, holds_experts, projections_of
 from ...nn.linear import VQLinear
 from ..checkpoint import packaged
