@@ -87,7 +87,7 @@ def _shape(
     schemes: Sequence[str], out_features: int, in_features: int, rows: int, rounds: int
 ) -> list[dict[str, Any]]:
     x = torch.randn(rows, in_features, dtype=torch.bfloat16)
-    contestants = _peers(x, out_features)
+    contestants = peers(x, out_features)
     kernels, nbytes = {}, {}
     for name in schemes:
         scheme = weight_scheme(name)
@@ -182,7 +182,8 @@ def _cached(scheme: VQScheme, x: Tensor) -> tuple[Contestant, Contestant, int]:
     )
 
 
-def _peers(x: Tensor, out_features: int) -> dict[str, Contestant]:
+def peers(x: Tensor, out_features: int) -> dict[str, Contestant]:
+    """PyTorch's products with 4-bit weights and with dense ones."""
     in_features = x.shape[-1]
     found: dict[str, Contestant] = {}
     codes = torch.randint(16, (out_features, in_features), dtype=torch.int32)

@@ -7,7 +7,7 @@ matrix product, whose other side is activations of 8 bits. The one element-wise 
     codes   uint8 [out, ceil(in / 2)]   q = 0 .. 15, two in a byte, the first in its low half
     scale   fp16  [out, 1]
     step    uint8 [out, in / group]     0 .. 17
-    zero    uint8 [out, in / group]     0 .. 128; without groups fp32 [out, 1]
+    zero    uint8 [out, in / group]     0 .. 127; without groups fp32 [out, 1]
 
 A zero is stored multiplied, z * step or z * scale for the paper's z, because a kernel subtracts
 after it multiplied: four products of a code and a step are one multiplication of 32 bits, since
@@ -34,7 +34,7 @@ GROUPS = (0, 32, 64, 128, 256)
 LARGEST_CODE = 15
 PROTECTIVE = 119  # largest integer of a row, before its codes round it
 LARGEST_STEP = 17  # 15 * 17 = 255
-LARGEST_ZERO = 128
+LARGEST_ZERO = 127
 _SPEC = re.compile(r"qoq-w4a8(-g(?P<group>[0-9]{1,3}))?")
 
 

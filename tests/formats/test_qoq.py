@@ -191,7 +191,7 @@ def test_names_specs_and_dicts_come_back() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
-    [("step", 18, "beyond 17"), ("zero", 129, "beyond 128"), ("scale", torch.inf, "infinity")],
+    [("step", 18, "beyond 17"), ("zero", 128, "beyond 127"), ("scale", torch.inf, "infinity")],
 )
 def test_values_out_of_range_are_refused(key: str, value: float, problem: str) -> None:
     tensors = encode(torch.randn(4, 256), GROUPED)

@@ -9,10 +9,11 @@ from ...errors import VQConfigError, shown
 from .aqlm import AqlmLayout
 from .higgs import HiggsLayout
 from .layout import Layout, check_fields
+from .qoq import QoqLayout
 from .vptq import VptqLayout
 
 LAYOUTS: dict[str, type[Layout]] = {
-    layout.method: layout for layout in (AqlmLayout, VptqLayout, HiggsLayout)
+    layout.method: layout for layout in (AqlmLayout, VptqLayout, HiggsLayout, QoqLayout)
 }
 
 
@@ -31,4 +32,12 @@ def layout_from_dict(data: Mapping[str, Any]) -> Layout:
     return LAYOUTS[method](**check_fields(LAYOUTS[method], data))
 
 
-__all__ = ["LAYOUTS", "AqlmLayout", "HiggsLayout", "Layout", "VptqLayout", "layout_from_dict"]
+__all__ = [
+    "LAYOUTS",
+    "AqlmLayout",
+    "HiggsLayout",
+    "Layout",
+    "QoqLayout",
+    "VptqLayout",
+    "layout_from_dict",
+]

@@ -27,6 +27,7 @@ from ...errors import VQConfigError, VQFormatError
 from ...fit import fit_weight
 from ...fit.weight import fixed_tensors
 from ...formats.published import LAYOUTS
+from ...formats.qoq import QoQScheme
 from ...formats.tensors import tensor_specs
 from ...nn.linear import attribute_of
 from ...nn.replace import convertible
@@ -255,7 +256,7 @@ class _Conversion:
         if scheme is None:
             published = {suffix: tensors[layer.key(suffix)] for suffix in layer.kept}
             found = layer.layout.decode(published, *layer.size)
-        elif scheme.rotation == "none":
+        elif isinstance(scheme, QoQScheme) or scheme.rotation == "none":
             found = ops.decode_weight(tensors, scheme, layer.size[1], torch.float32)
         else:
             found = reference.decode_rotated(

@@ -6,8 +6,9 @@
 #include "../kernels.h"
 #include "../linear.h"
 #include "../vptq.h"
+#include "../w4a8.h"
 #include "../yardsticks.h"
 
 #define HF_VQ_KERNELS(isa) \
-  {isa, linear_supports, linear, decode, rotate, vptq_supports, vptq_linear, codes_supported, append, attention, coded_scores, \
-   read_memory, dense_scores, table_scores}
+  {isa, linear_supports, linear, decode, rotate, vptq_supports, vptq_linear, w4a8_supports, w4a8_linear, codes_supported, \
+   append, attention, coded_scores, read_memory, dense_scores, table_scores}
