@@ -27,7 +27,7 @@ from ..nn.replace import vq_modules
 from ..nn.stored import Stored, digest
 
 CURE = "Download or copy the checkpoint again, or quantize the model again."
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
     "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
     "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
@@ -52,7 +52,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return self.elements * _DTYPES.get(self.dtype, torch.uint8).itemsize
+        return self.elements * DTYPES.get(self.dtype, torch.uint8).itemsize
 
     @property
     def is_float(self) -> bool:
@@ -65,9 +65,9 @@ class Entry:
         Raises:
             VQFormatError: a dtype that hf_vq does not know.
         """
-        if self.dtype not in _DTYPES:
+        if self.dtype not in DTYPES:
             raise VQFormatError(f"{self.file}: {self.name} has the unknown dtype {self.dtype}.")
-        return torch.empty(self.shape, dtype=_DTYPES[self.dtype], device="meta")
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device="meta")
 
 
 def read_header(file: str) -> list[Entry]:

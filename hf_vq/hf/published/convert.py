@@ -37,6 +37,7 @@ from ..checkpoint import Checkpoint
 from ..config import VQConfig
 from ..folder import lock, replacing
 from ..operation import Progress
+from .pickled import NAMES, PickledCheckpoint, pickled_files, published_config
 from .plan import Plan, PublishedLayer, make_plan, neither
 from .quantizer import config_of
 
@@ -48,7 +49,8 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
     """Convert a published checkpoint, and verify the result.
 
     Args:
-        source: folder of the checkpoint, or its name on the Hub.
+        source: folder of the checkpoint, or its name on the Hub. Files are safetensors, or what
+            QServe's converter wrote with `torch.save`.
         out: folder to write; must not exist.
         requantize: quantize the decoded weights to this instead of keeping them. Of it only the
             scheme, `seed` and `search` may be given.
@@ -65,14 +67,15 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         _check_requantize(requantize)
     folder = _folder(source)
     config = _read(folder / "config.json")
-    published = config.get("quantization_config") or {}
-    method = published.get("quant_method") if isinstance(published, Mapping) else None
+    pickled = pickled_files(folder)
+    checkpoint = PickledCheckpoint(pickled) if pickled else Checkpoint(_files(folder))
+    published = published_config(config, checkpoint)
+    method = published.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:
         known = "QuIP#, which hf_vq does not read" if "quip_params" in config else repr(method)
         raise VQConfigError(
             f"{source}: its quantization is {known}. hf-vq convert reads {', '.join(LAYOUTS)}."
         )
-    checkpoint = Checkpoint(_files(folder))
     model = _empty(folder)
     plan = make_plan(model, checkpoint, published)
     _check_dense(model, plan, checkpoint, method)
@@ -295,7 +298,7 @@ def _folder(source: str) -> Path:
         return Path(source)
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    patterns = ["*.safetensors", *NAMES, "*.json", "*.model", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(source, allow_patterns=patterns))
     except (OSError, ValueError) as error:
@@ -339,7 +342,8 @@ def _files(folder: Path) -> list[str]:
 def _empty(folder: Path) -> Any:
     """The model of a checkpoint, without weights."""
     config = AutoConfig.from_pretrained(folder)
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.config.name_or_path = str(folder)

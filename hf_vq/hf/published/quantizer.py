@@ -116,8 +116,8 @@ class PublishedQuantizer(VQHfQuantizer):
         files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
         if not files:
             raise VQFormatError(
-                f"hf_vq reads {method} from safetensors files, and there is none: save the "
-                "checkpoint as safetensors first."
+                f"hf_vq reads {method} from safetensors files, and there is none: run `hf-vq "
+                "convert` first, which reads QServe's files too, or save it as safetensors."
             )
         plan = make_plan(model, stored_files.Checkpoint(files), self.published)
         self.quantization_config = config_of(plan, self.published, model)
