@@ -23,10 +23,15 @@ from transformers.utils import logging
 from ...errors import VQCalibrationError
 from ...fit import FittedWeight, fit_weight, fixed_tensors
 from ...fit.ldlq import Feedback
-from ...formats.scheme import VQScheme
+from ...fit.qoq_calibrated import CLIPS
+from ...formats.catalog import LinearScheme, linear_scheme
+from ...formats.qoq import QoQScheme
 from ...ops import decode_weight
 from ...ops.codes import rotation_of
 from ..config import VQConfig
+from ..folds.fold import fold, listened
+from ..folds.largest import largest_inputs
+from ..folds.options import FOLDS
 from ..operation import Progress
 from .blocks import Blocks, find_blocks
 from .finetune import ENTRY_STEP, TunedBlock, tune_block, tune_model
@@ -41,7 +46,7 @@ from .weight_bits import allocation, choices, measure_costs
 logger = logging.get_logger("hf_vq")
 _CHARACTERS = 12  # of a data set for every token: more than tokenizers put into one
 # The options that the result depends on.
-_DECIDING = ("tokens", "context", "damping", "finetune", "move_codes")
+_DECIDING = ("tokens", "context", "damping", "finetune", "move_codes", "transforms")
 _SAMPLE = 1 << 14  # numbers of a weight that tell it from others
 
 
@@ -66,7 +71,7 @@ class WeightCalibration:
     def __init__(
         self,
         model: Any,
-        schemes: Mapping[str, VQScheme],
+        schemes: Mapping[str, LinearScheme],
         config: VQConfig,
         files: Sequence[str] = (),
     ) -> None:
@@ -114,6 +119,7 @@ class WeightCalibration:
             )
         with unfinished(resume, self._identity(model), self.team) as work:
             sequences = self.team.share(work.tokens(lambda: self._sequences(model)))
+            self._fold(model, sequences, work)
             blocks = Blocks(model, self.prefix, sequences)
             if self.config.target_bits is not None:
                 facts.update(self._allocate(model, blocks, sequences, work))
@@ -137,6 +143,17 @@ class WeightCalibration:
             self.options.pop(private, None)
         return {**known, **facts}
 
+    def _fold(self, model: Any, sequences: Tensor, work: Unfinished) -> None:
+        """Change the model before its weights are rounded, as `transforms` say."""
+        folds = self.options.get("transforms")
+        if not folds or not any(folds[name] for name in FOLDS):
+            return
+        keys = folds["smooth_attention"]
+        layers = listened(model, self.prefix, folds)
+        largest = work.largest(lambda: largest_inputs(model, sequences, layers, keys))
+        groups = any(getattr(scheme, "group", 0) for scheme in self.schemes.values())
+        fold(model, self.prefix, folds, largest, sequences[0], groups=groups)
+
     def _allocate(
         self, model: Any, blocks: Blocks, sequences: Tensor, work: Unfinished
     ) -> dict[str, Any]:
@@ -150,7 +167,7 @@ class WeightCalibration:
         costs = work.costs(measure)
         table = allocation(model, list(self.parts.values()), costs, self.config)
         self.config.use({**(self.config.layers or {}), **table})
-        self.schemes = {layer: VQScheme.parse(spec) for layer, spec in table.items()}
+        self.schemes = {layer: linear_scheme(spec) for layer, spec in table.items()}
         kld = sum(cost[table[layer]] for layer, cost in costs.items())
         return {"predicted_kld": _rounded(kld)}
 
@@ -279,6 +296,10 @@ class WeightCalibration:
     def _fit(self, part: Part, module: nn.Module, feedbacks: Feedbacks | None) -> FittedWeight:
         """Codes of one part; of experts, stacked."""
         config, scheme = self.config, self.schemes[part.layer]
+        more, transforms = dict[str, Any](), self.options.get("transforms")
+        if transforms is not None:
+            clips = CLIPS if transforms["clip"] else CLIPS[:1]
+            more = {"clips": clips, "in_turn": transforms["feedback"]}
         found = []
         for index, matrix in enumerate(part.matrices(module)):
             feedback = None if feedbacks is None else feedbacks.of(part, index)
@@ -289,6 +310,7 @@ class WeightCalibration:
                 where=part.name,
                 search=config.search,
                 feedback=feedback,
+                **more,
             )
             norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
             energy = 0.0 if feedback is None else feedback.energy(matrix)
@@ -366,7 +388,7 @@ class Feedbacks:
     expert."""
 
     def __init__(
-        self, site: Site, schemes: Mapping[str, VQScheme], seed: int, damping: float
+        self, site: Site, schemes: Mapping[str, LinearScheme], seed: int, damping: float
     ) -> None:
         self.site, self.schemes, self.seed, self.damping = site, schemes, seed, damping
         self.most = 0.0  # damping that was needed
@@ -375,7 +397,12 @@ class Feedbacks:
     def of(self, part: Part, expert: int = 0) -> Feedback:
         """The feedback of one matrix."""
         scheme = self.schemes[part.layer]
-        key = (scheme.rotation, scheme.rotation_block, expert)
+        turned = (
+            ("none", 0)
+            if isinstance(scheme, QoQScheme)
+            else (scheme.rotation, scheme.rotation_block)
+        )
+        key = (*turned, expert)
         if key not in self._found:
             if len(self.site.tokens) > 1:
                 self._found.clear()  # the experts' second moments would be in memory twice

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...errors import VQCalibrationError
 from ..calibration.smooth import fold_attention
+from .options import FOLDS
 from .outputs import GROUP_EXPONENTS, ROW_EXPONENTS, reorder_down, smooth_down, smooth_values
 from .rotate import rotate
 from .structure import structure_of
 
-FOLDS = ("rotate", "smooth_attention", "smooth_outputs", "reorder")
 _PROBE = 64  # tokens on which the model must be what it was
 # How far logits may move, relative to their size. A wrong fold is an error of order 1; rounding
 # every weight to 16 bits once more moves them by some percent, and to 32 bits not at all.
@@ -71,8 +71,7 @@ def fold(
     if structure is not None and folds["rotate"]:
         rotate(model, structure)
     if folds["smooth_attention"]:
-        keys = {int(n.removeprefix("keys.")): k for n, k in largest.items() if n[:5] == "keys."}
-        fold_attention(model, keys, probe)
+        _smooth_attention(model, largest, probe)
     exponents = GROUP_EXPONENTS if groups else ROW_EXPONENTS
     for block in structure.blocks if structure is not None else ():
         down = largest.get(f"{block.name}.mlp.down_proj")
@@ -85,6 +84,17 @@ def fold(
             smooth_values(block, values, exponents)
     after = model(ids, use_cache=False).logits.double()
     _check(model, before, after)
+
+
+def _smooth_attention(model: Any, largest: Mapping[str, Tensor], probe: Tensor) -> None:
+    keys = {int(n.removeprefix("keys.")): k for n, k in largest.items() if n.startswith("keys.")}
+    try:
+        fold_attention(model, keys, probe)
+    except VQCalibrationError as error:
+        raise VQCalibrationError(
+            f"{error} Or turn it off: VQConfig(calibration={{..., "
+            '"transforms": {"smooth_attention": False}}).'
+        ) from None
 
 
 def _check(model: Any, before: Tensor, after: Tensor) -> None:

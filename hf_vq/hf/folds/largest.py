@@ -61,12 +61,3 @@ def _hear(found: dict[str, Tensor], name: str, layer: nn.Module, args: tuple[Any
     channels = args[0].detach().abs().flatten(0, -2).amax(0).float().cpu()
     before = found.get(name)
     found[name] = channels if before is None else torch.maximum(channels, before)
-
-
-def merged(everyones: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The largest that several processes found."""
-    whole: dict[str, Tensor] = {}
-    for one in everyones:
-        for name, channels in one.items():
-            whole[name] = torch.maximum(channels, whole.get(name, channels))
-    return whole

@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from hf_vq import VQCalibrationError
-from hf_vq.hf.folds.fold import FOLDS, fold, listened
+from hf_vq.hf.folds.fold import fold, listened
 from hf_vq.hf.folds.largest import largest_inputs
+from hf_vq.hf.folds.options import FOLDS
 from hf_vq.hf.folds.structure import structure_of
 
 SIZES = {
