@@ -80,7 +80,7 @@ def run(
     text: str | Path,
     *,
     calibration: str | Path,
-    tokens: int = 32768,
+    tokens: int = 16384,
     context: int = 1024,
     schemes: Sequence[str] = SCHEMES,
     with_baselines: bool = True,
@@ -118,7 +118,7 @@ def run(
         names = [step.name] * step.plain + [f"{step.name}, KV {CACHE}"] * step.cached
         found = [kept[name] for name in names if name in kept]
         if len(found) != len(names):
-            found = _rows(step, load, read, learned_from, reference)
+            found = list(_rows(step, load, read, learned_from, reference))
         for row in found:
             results["rows"].append(row)
             report(row)

@@ -1,4 +1,4 @@
-"""Fit one weight matrix to QoQ's format: to the nearest values of its grids, or with calibration."""
+"""Fit one weight matrix to QoQ's format: to the nearest values, or with calibration."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def fit_qoq(
         if feedback is None:
             parts.append(encode(rows, scheme, where))
         else:
-            more = {"clips": clips, "in_turn": in_turn, "where": where}
-            parts.append(fit_rows(rows, scheme, feedback, **more))
+            parts.append(
+                fit_rows(rows, scheme, feedback, clips=clips, in_turn=in_turn, where=where)
+            )
         left = decode(parts[-1], scheme, rows.shape[1]) - rows
         for index, values in enumerate((left, rows)):
             sums[index] += float(values.square().sum(dtype=torch.float64))

@@ -113,13 +113,15 @@ class _Group:
         tried = [_grids(low * clip, high * clip, scale) for clip in clips]
         if len(tried) == 1:
             return tried[0]
-        joined = [torch.cat([getattr(g, key) for g in tried]) for key in ("scale", "step", "zero")]
-        many, n = _Grids(*joined, tried[0].most), len(low)
+        scales, steps, zeros = (
+            torch.cat([getattr(g, key) for g in tried]) for key in ("scale", "step", "zero")
+        )
+        many, n = _Grids(scales, steps, zeros, tried[0].most), len(low)
         columns = self.columns.repeat(1, len(clips))
         errors = columns - many.values(self._round(columns, many))
         cost = (self.whiten @ errors).square_().sum(0)
         best = cost.reshape(len(clips), n).argmin(0) * n + torch.arange(n, device=cost.device)
-        return _Grids(*(part[best] for part in joined), many.most)
+        return _Grids(scales[best], steps[best], zeros[best], many.most)
 
     def codes(self, grids: _Grids) -> Tensor:
         """Codes [size, n], float32."""

@@ -60,9 +60,9 @@ class VQConfig(QuantizationConfigMixin):
             writes by itself. Or a dict with that as `text` and any of: `tokens` of it to run;
             `context`, tokens of a sequence (None = 2048, or what the model can); `damping` of the
             second moments; `finetune`, "block" or "model", which moves scales, learned codebooks,
-            norms and biases too, and codes unless `move_codes` is false; `transforms` of QoQ, a dict
-            of names and booleans (docs/qserve.md); `device`, where blocks are computed one at a
-            time; `resume`, a folder where work is kept, so that it goes on after an interruption.
+            norms and biases too, and codes unless `move_codes` is false; `transforms` of QoQ, names
+            and booleans (docs/qserve.md); `device`, where blocks are computed one at a time;
+            `resume`, a folder where work is kept, so that it goes on after an interruption.
         pass2: where the second pass of two-pass schemes is: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or by entry, {entry:
             policy}, the first that matches counts and other layers are resident. It may be given

@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from ..errors import VQConfigError
 from ..formats.catalog import LinearScheme
-from ..formats.scheme import VQScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear

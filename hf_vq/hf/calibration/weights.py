@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,17 @@ from ...fit.ldlq import Feedback
 from ...fit.qoq_calibrated import CLIPS
 from ...formats.catalog import LinearScheme, linear_scheme
 from ...formats.qoq import QoQScheme
+from ...formats.scheme import VQScheme
 from ...ops import decode_weight
 from ...ops.codes import rotation_of
 from ..config import VQConfig
-from ..folds.fold import fold, listened
-from ..folds.largest import largest_inputs
-from ..folds.options import FOLDS
 from ..operation import Progress
 from .blocks import Blocks, find_blocks
 from .finetune import ENTRY_STEP, TunedBlock, tune_block, tune_model
 from .moments import Listener, Site
 from .offload import weight_of
 from .parts import Part, parts_of, replace
+from .qoq import BY_BLOCK, Trial, fold_model
 from .team import Team
 from .text import OWN_WORDS, context_of, find_text, sequences_of
 from .unfinished import CodedBlock, Unfinished, unfinished
@@ -89,7 +89,8 @@ class WeightCalibration:
         for name, layer in model.named_modules():
             for part in parts_of(name, layer) if name in self.names else []:
                 self.parts[part.name] = part
-                for scheme in choices(config, name) or [inside[name]]:
+                possible: list[LinearScheme] = [*choices(config, name)] or [inside[name]]
+                for scheme in possible:
                     part.specs(scheme)
 
     @torch.no_grad()
@@ -119,7 +120,8 @@ class WeightCalibration:
             )
         with unfinished(resume, self._identity(model), self.team) as work:
             sequences = self.team.share(work.tokens(lambda: self._sequences(model)))
-            self._fold(model, sequences, work)
+            if transforms := self.options.get("transforms"):
+                fold_model(model, self.prefix, transforms, self.schemes, sequences, work)
             blocks = Blocks(model, self.prefix, sequences)
             if self.config.target_bits is not None:
                 facts.update(self._allocate(model, blocks, sequences, work))
@@ -142,17 +144,6 @@ class WeightCalibration:
         for private in ("device", "resume"):
             self.options.pop(private, None)
         return {**known, **facts}
-
-    def _fold(self, model: Any, sequences: Tensor, work: Unfinished) -> None:
-        """Change the model before its weights are rounded, as `transforms` say."""
-        folds = self.options.get("transforms")
-        if not folds or not any(folds[name] for name in FOLDS):
-            return
-        keys = folds["smooth_attention"]
-        layers = listened(model, self.prefix, folds)
-        largest = work.largest(lambda: largest_inputs(model, sequences, layers, keys))
-        groups = any(getattr(scheme, "group", 0) for scheme in self.schemes.values())
-        fold(model, self.prefix, folds, largest, sequences[0], groups=groups)
 
     def _allocate(
         self, model: Any, blocks: Blocks, sequences: Tensor, work: Unfinished
@@ -228,9 +219,11 @@ class WeightCalibration:
                     blocks.run(index, hidden, device)
             original[:] = [blocks.run(index, hidden, device) for hidden in original]
             sites = self.team.heard(listener.sites, device)
+            clips = (self.options.get("transforms") or {}).get("clip", False)
+            trial = Trial(blocks, index, device) if clips else None
             for number, site in enumerate(sites):
                 if number % self.team.size == self.team.rank:
-                    self._fit_site(site, layers, done, progress)
+                    self._fit_site(site, layers, done, trial, progress)
                 site.release()
             # What is sent names its device, which is of the sender: so from memory to memory.
             mine = done if self.team.size == 1 else done.on("cpu")
@@ -259,14 +252,24 @@ class WeightCalibration:
         return done
 
     def _fit_site(
-        self, site: Site, layers: Mapping[str, nn.Module], done: CodedBlock, progress: Progress
+        self,
+        site: Site,
+        layers: Mapping[str, Any],
+        done: CodedBlock,
+        trial: Trial | None,
+        progress: Progress,
     ) -> None:
         """Add the codes of all layers that read the same."""
         feedbacks = Feedbacks(site, self.schemes, self.config.seed, self.options["damping"])
         for name in site.layers:
             progress.start(name)
             part = self.parts[name]
-            done.fitted[name] = self._fit(part, layers[part.layer], feedbacks)
+            layer, qoq = layers[part.layer], isinstance(self.schemes[part.layer], QoQScheme)
+            if trial is not None and qoq and part.layer.endswith(BY_BLOCK):
+                fit = partial(self._fit, part, layer, feedbacks)
+                done.fitted[name] = trial.best(layer, fit, partial(self._decode, part, layer))
+            else:
+                done.fitted[name] = self._fit(part, layer, feedbacks)
             done.fallbacks.update(feedbacks.fallbacks(part))
             progress.done()
 
@@ -276,7 +279,8 @@ class WeightCalibration:
         parts, start = blocks.parts(index, self.parts.values()), f"{self.prefix}.{index}."
         seed, block = self.config.seed, blocks.blocks[index]
         step = ENTRY_STEP if self.options.get("move_codes", True) else None
-        return TunedBlock(block, start, done, parts, self.schemes, seed, device, step)
+        schemes = {n: one for n, one in self.schemes.items() if isinstance(one, VQScheme)}
+        return TunedBlock(block, start, done, parts, schemes, seed, device, step)
 
     def _tune_model(
         self,
@@ -293,13 +297,17 @@ class WeightCalibration:
             ]
             coded[-1].loss = tune_model(blocks, tuned, sequences, original, work)
 
-    def _fit(self, part: Part, module: nn.Module, feedbacks: Feedbacks | None) -> FittedWeight:
+    def _fit(
+        self,
+        part: Part,
+        module: nn.Module,
+        feedbacks: Feedbacks | None,
+        clips: tuple[float, ...] = CLIPS,
+    ) -> FittedWeight:
         """Codes of one part; of experts, stacked."""
         config, scheme = self.config, self.schemes[part.layer]
-        more, transforms = dict[str, Any](), self.options.get("transforms")
-        if transforms is not None:
-            clips = CLIPS if transforms["clip"] else CLIPS[:1]
-            more = {"clips": clips, "in_turn": transforms["feedback"]}
+        transforms = self.options.get("transforms") or {}
+        clips = clips if transforms.get("clip", True) else CLIPS[:1]
         found = []
         for index, matrix in enumerate(part.matrices(module)):
             feedback = None if feedbacks is None else feedbacks.of(part, index)
@@ -310,7 +318,8 @@ class WeightCalibration:
                 where=part.name,
                 search=config.search,
                 feedback=feedback,
-                **more,
+                clips=clips,
+                in_turn=transforms.get("feedback", True),
             )
             norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
             energy = 0.0 if feedback is None else feedback.energy(matrix)
