@@ -30,7 +30,7 @@ from .text import read_sequences, text_facts
 SCHEMES = ("qoq-w4a8-g128", "qoq-w4a8")
 DETAILED = "qoq-w4a8-g128"  # of which each transform is measured
 CACHE, CACHE_BITS = "qserve-kv4", 4
-CALIBRATION_TOKENS = 1 << 15
+CALIBRATION_TOKENS = 1 << 14
 BATCH = 4  # sequences per forward
 # What changes the model's weights; SmoothAttention changes its keys alone.
 CHANGING = tuple(name for name in TRANSFORMS if name != "smooth_attention")
@@ -80,7 +80,7 @@ def run(
     text: str | Path,
     *,
     calibration: str | Path,
-    tokens: int = 16384,
+    tokens: int = 8192,
     context: int = 1024,
     schemes: Sequence[str] = SCHEMES,
     with_baselines: bool = True,
