@@ -1,8 +1,9 @@
 """Suite `quality-qoq`: what QoQ costs in quality, and what each of its transforms brings.
 
 Weights of 4 bits and activations of 8, `from_pretrained(..., VQConfig(scheme, calibration=...))` in
-float32: rounded to nearest, with each transform alone, with all of them, and with all but one. Then
-with QServe's KV cache: every key and value is read back from 4 bits, the query's own token too.
+float32: rounded to nearest, with each transform alone, with all of them, and with all but one of
+the folds. Then with QServe's KV cache: every key and value is read back from 4 bits, the query's
+own token too.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ CALIBRATION_TOKENS = 1 << 14
 BATCH = 4  # sequences per forward
 # What changes the model's weights; SmoothAttention changes its keys alone.
 CHANGING = tuple(name for name in TRANSFORMS if name != "smooth_attention")
+# What a fold brings depends on how weights are rounded: these are left out of all, too.
+LEFT_OUT = ("rotate", "smooth_outputs", "reorder")
 
 
 @dataclass(frozen=True)
@@ -58,19 +61,15 @@ class Step:
 def steps(schemes: Sequence[str]) -> Iterator[Step]:
     """All models, in the order of their rows."""
     for scheme in schemes:
-        usual = tuple(t for t in TRANSFORMS if t != "reorder" or scheme == DETAILED)
+        detailed = scheme == DETAILED
+        usual = tuple(t for t in TRANSFORMS if t != "reorder" or detailed)
         yield Step(f"{scheme}, round to nearest", scheme, None)
-        if scheme == DETAILED:
-            for one in CHANGING:
-                yield Step(f"{scheme}, {one} alone", scheme, (one,))
-        yield Step(f"{scheme}, all", scheme, usual, cached=scheme == DETAILED)
-        if scheme == DETAILED:
-            for one in CHANGING:
-                left = tuple(t for t in usual if t != one)
-                yield Step(f"{scheme}, all but {one}", scheme, left)
-            one = "smooth_attention"
+        for one in CHANGING if detailed else ():
+            yield Step(f"{scheme}, {one} alone", scheme, (one,))
+        yield Step(f"{scheme}, all", scheme, usual, cached=detailed)
+        for one in LEFT_OUT if detailed else ():
             left = tuple(t for t in usual if t != one)
-            yield Step(f"{scheme}, all but {one}", scheme, left, plain=False, cached=True)
+            yield Step(f"{scheme}, all but {one}", scheme, left)
     yield Step("original", None, (), plain=False, cached=True)
     yield Step("original, smooth_attention", None, ("smooth_attention",), False, cached=True)
 
