@@ -9,6 +9,7 @@ from .backends import cpu_linear as _cpu_linear
 from .backends import cpu_nested as _cpu_nested
 from .backends import cpu_static as _cpu_static
 from .backends import cpu_vptq as _cpu_vptq
+from .backends import cpu_w4a8 as _cpu_w4a8
 from .backends import cuda as _cuda
 from .backends import reference as _reference
 from .backends import torch_attention as _torch_attention
@@ -25,7 +26,7 @@ from .errors import (
     VQSchemeError,
 )
 from .fit import rows as _fit_rows
-from .formats import KVScheme, VQScheme
+from .formats import KVScheme, QoQScheme, VQScheme
 from .hf import (
     VQConfig,
     adopt,
@@ -47,7 +48,7 @@ __version__ = "0.1.0"
 
 # Rows of the dispatch table are asked in this order.
 for _plugin in (
-    _cuda, _cpu_linear, _cpu_nested, _cpu_vptq, _cpu_attention, _cpu_static, _triton,
+    _cuda, _cpu_linear, _cpu_nested, _cpu_vptq, _cpu_w4a8, _cpu_attention, _cpu_static, _triton,
     _torch_attention, _two_passes, _reference, _fit_rows, _quantizer, _attention, _generation,
     _graphs,
 ):  # fmt: skip
@@ -55,6 +56,7 @@ for _plugin in (
 
 __all__ = [
     "KVScheme",
+    "QoQScheme",
     "VQBackendError",
     "VQCache",
     "VQCacheError",

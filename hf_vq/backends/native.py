@@ -68,6 +68,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("rotate", number, [pointer, pointer, number, size, pointer, number]),
         ("vptq_supports", number, [pointer]),
         ("vptq_linear", number, [pointer, pointer, number, size, pointer, number, pointer]),
+        ("w4a8_supports", number, [pointer]),
+        ("w4a8_linear", number, [pointer, pointer, number, size, pointer, number, pointer]),
         ("codes_supported", number, [pointer, number]),
         ("append", number, [pointer, pointer, size, size, size]),
         ("attention", number, [pointer]),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ..ops import attention_reference, dispatch, published, reference, static_reference
+from ..ops import attention_reference, dispatch, published, reference, static_reference, w4a8
 
 
 def register() -> None:
     """Add the rows to the dispatch table."""
     for op, run in (
         ("linear", reference.linear),
+        ("w4a8_linear", w4a8.reference),
         ("decode", reference.decode),
         ("encode", reference.encode),
         ("rotate", reference.rotate),

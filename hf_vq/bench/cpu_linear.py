@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..formats.catalog import weight_scheme
+from ..formats.catalog import LinearScheme, weight_scheme
+from ..formats.qoq import QoQScheme, encode
 from ..formats.scheme import VQScheme
 from ..formats.shared import second_universal_tensor, universal_tensor
 from ..formats.tensors import tensor_specs
@@ -86,7 +87,7 @@ def _shape(
     schemes: Sequence[str], out_features: int, in_features: int, rows: int, rounds: int
 ) -> list[dict[str, Any]]:
     x = torch.randn(rows, in_features, dtype=torch.bfloat16)
-    contestants = _peers(x, out_features)
+    contestants = peers(x, out_features)
     kernels, nbytes = {}, {}
     for name in schemes:
         scheme = weight_scheme(name)
@@ -134,8 +135,10 @@ def _shape(
     return found
 
 
-def random_tensors(scheme: VQScheme, out_features: int, in_features: int) -> dict[str, Tensor]:
+def random_tensors(scheme: LinearScheme, out_features: int, in_features: int) -> dict[str, Tensor]:
     """Stored tensors with random codes; decoded weights have the size of a trained layer's."""
+    if isinstance(scheme, QoQScheme):
+        return encode(torch.randn(out_features, in_features) * in_features**-0.5, scheme)
     tensors = {}
     for key, spec in tensor_specs(scheme, out_features, in_features).items():
         if spec.dtype == torch.uint8:
@@ -179,7 +182,8 @@ def _cached(scheme: VQScheme, x: Tensor) -> tuple[Contestant, Contestant, int]:
     )
 
 
-def _peers(x: Tensor, out_features: int) -> dict[str, Contestant]:
+def peers(x: Tensor, out_features: int) -> dict[str, Contestant]:
+    """PyTorch's products with 4-bit weights and with dense ones."""
     in_features = x.shape[-1]
     found: dict[str, Contestant] = {}
     codes = torch.randint(16, (out_features, in_features), dtype=torch.int32)

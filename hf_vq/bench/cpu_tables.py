@@ -1,4 +1,5 @@
-"""Tables of the suites `cpu-linear`, `cpu-attention` and `cpu-generate`, from their records."""
+"""Tables of the suites `cpu-linear`, `cpu-w4a8`, `cpu-attention` and `cpu-generate`, from their
+records."""
 
 from __future__ import annotations
 
@@ -41,6 +42,21 @@ def linear(rows: _Rows) -> str:
             line += [time, *(_ratio(faster.get(peer)) for peer in ("int4", "bf16"))]
         cells.append(line)
     return markdown_table(head, cells)
+
+
+def w4a8(rows: _Rows) -> str:
+    """Linear layers of 4-bit weights and 8-bit inputs on the CPU, one thread, against PyTorch."""
+    head = ["weights", "size", "tokens", "us"]
+    peers = list(next(row["speedup"] for row in rows if "speedup" in row))
+    cells = [
+        [
+            f"`{row['name']}`", f"{row['out_features']} x {row['in_features']}",
+            str(row["tokens"]), f"{row['us']:.0f}",
+            *(_ratio(row["speedup"][peer]) for peer in peers),
+        ]
+        for row in rows if row["threads"] == 1 and "speedup" in row
+    ]  # fmt: skip
+    return markdown_table([*head, *(f"x {peer}" for peer in peers)], cells)
 
 
 def attention(rows: _Rows) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import VQFormatError
-from ..formats.catalog import scheme_name
-from ..formats.scheme import VQScheme
+from ..formats.catalog import LinearScheme, linear_scheme, scheme_name
 from ..hf.config import VQConfig
 from .show import significant, text_table
 from .storage import Kind, file_storage, kind_of, read_config, read_headers
@@ -64,7 +63,7 @@ def describe(model: str) -> dict[str, Any]:
     }
 
 
-def _finder(config: VQConfig) -> Callable[[str], VQScheme]:
+def _finder(config: VQConfig) -> Callable[[str], LinearScheme]:
     """The scheme of a layer by name; of experts, the tensors are counted one by one."""
     return lambda layer: config.stored_scheme(layer, layer.rpartition(".")[0])
 
@@ -85,7 +84,7 @@ def show(found: dict[str, Any]) -> str:
         f"size              {found['bytes'] / 1e6:.2f} MB",
     ]
     if found["layers"]:
-        counts = Counter(map(VQScheme.parse, found["layers"].values()))
+        counts = Counter(map(linear_scheme, found["layers"].values()))
         others = (f"{scheme_name(s) or s.spec()} in {n}" for s, n in counts.most_common())
         lines.append(f"layers            {', '.join(others)}, the others as above")
     if found["modules_to_not_convert"]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from ..formats.catalog import weight_scheme
+from ..formats.catalog import linear_scheme
 from ..nn import VQLinear
 from ..nn.replace import replace_modules
 from ..nn.stored import share
@@ -59,7 +59,7 @@ def random_llama(
         model = LlamaForCausalLM(config)
     codes = {}
     if scheme is not None:
-        stored = weight_scheme(scheme)
+        stored = linear_scheme(scheme)
         codes = replace_modules(model, lambda name: stored if wanted(name) else None)
     model.to_empty(device=device)
     model.to(dtype)

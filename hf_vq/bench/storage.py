@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VQConfigError, VQError, VQFormatError, VQSchemeError
+from ..formats.catalog import LinearScheme
 from ..formats.packing import packed_size
 from ..formats.published import Layout
-from ..formats.scheme import VQScheme
+from ..formats.qoq import QoQScheme
 from ..hf.checkpoint import Entry, read_header, shared_bytes
 from ..nn.replace import vq_modules
 from .load import check_model, first_line
@@ -99,7 +100,7 @@ def model_storage(model: Any) -> Storage:
 
 def file_storage(
     entries: Iterable[Entry],
-    scheme_of: Callable[[str], VQScheme] | None,
+    scheme_of: Callable[[str], LinearScheme] | None,
     layouts: Mapping[str, Layout] | None = None,
 ) -> Storage:
     """Measure a checkpoint from its headers.
@@ -220,11 +221,14 @@ def _scale_of(codes: str) -> str:
     return re.sub(r"(\.vq_\w+)_codes$", r"\1_scale", codes) if codes.endswith("_codes") else ""
 
 
-def _weight_count(codes: Entry, scale: Entry, scheme: VQScheme) -> int:
+def _weight_count(codes: Entry, scale: Entry, scheme: LinearScheme) -> int:
     """Weights behind codes [..., out, bytes] and scales [..., out, groups].
 
-    The bytes of a row are rounded up, so several lengths can fit them; the groups decide.
+    The bytes of a row are rounded up, so several lengths can fit them; the groups decide. QoQ's
+    rows may have no groups: then one of odd length counts a weight too many.
     """
+    if isinstance(scheme, QoQScheme):
+        return 2 * codes.elements
     stream = codes.shape[-1] // scheme.streams
     longest = 8 * stream // scheme.entry_bits
     for vectors in range(longest, max(longest - 8, 0), -1):

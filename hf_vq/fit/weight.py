@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import VQConfigError, VQFormatError, shown
+from ..formats.catalog import LinearScheme
+from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..formats.shared import second_universal_tensor, universal_tensor
 from ..formats.tensors import tensor_specs
@@ -21,6 +23,8 @@ from .joint import fit_jointly
 from .ldlq import Feedback
 from .learned import fit_tile_band, tensor_codebook
 from .passes import split_codes
+from .qoq import fit_qoq
+from .qoq_calibrated import CLIPS
 from .rows import SEARCHES, RowFitter
 
 _CHUNK = 1 << 21  # weights held at once in float32
@@ -44,12 +48,14 @@ class FittedWeight:
 @torch.no_grad()
 def fit_weight(
     weight: Tensor,
-    scheme: VQScheme,
+    scheme: LinearScheme,
     *,
     seed: int = 0,
     where: str = "weight",
     search: str = "search",
     feedback: Feedback | None = None,
+    clips: tuple[float, ...] = CLIPS,
+    in_turn: bool = True,
 ) -> FittedWeight:
     """Codes, scales and (for learned codebooks) entries of `weight` [out, in].
 
@@ -59,6 +65,8 @@ def fit_weight(
         where: name of the weight for errors.
         search: how a group's scale is found: `search`, `least_squares` or `norm`.
         feedback: what calibration says of the inputs; None fits without data.
+        clips: with it, parts of a range that QoQ tries.
+        in_turn: with it, whether weights of QoQ make up for the errors of those before them.
 
     Raises:
         VQSchemeError: the dimensions do not fit the scheme.
@@ -71,6 +79,8 @@ def fit_weight(
         raise VQFormatError(
             f"{where} must be a float matrix [out, in]; got {weight.dtype} {list(weight.shape)}."
         )
+    if isinstance(scheme, QoQScheme):
+        return FittedWeight(*fit_qoq(weight, scheme, where, feedback, clips, in_turn))
     specs = tensor_specs(scheme, weight.shape[0], weight.shape[1], seed=seed, where=where)
     tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device)
     nested = scheme.stages == "nested"
@@ -96,10 +106,12 @@ def fit_weight(
 
 
 def fixed_tensors(
-    scheme: VQScheme, in_features: int, seed: int, device: torch.device | str = "cpu"
+    scheme: LinearScheme, in_features: int, seed: int, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """The tensors that no weight decides, by key: signs or rotation, universal codebooks."""
     tensors: dict[str, Tensor] = {}
+    if isinstance(scheme, QoQScheme):
+        return tensors
     for suffix, pass_seed in (("", seed), ("_2", seed + 1)):
         if suffix and scheme.stages != "rerotated":
             continue

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..errors import VQSchemeError, shown
+from .qoq import QoQScheme
 from .scheme import VQScheme
 from .universal import universal_codebook
 
@@ -44,7 +45,15 @@ WEIGHT_SCHEMES: dict[str, VQScheme] = {
     "gptvq-2": _learned(4, 8, 1, "tile"),
     "gptvq-2-int7": _learned(4, 8, 1, "tile", codebook_bits=7),
 }
-"""Weight schemes by name (the papers of each: docs/architecture.md)."""
+"""Weight schemes with codebooks by name (the papers of each: docs/architecture.md)."""
+
+QOQ_SCHEMES: dict[str, QoQScheme] = {
+    scheme.spec(): scheme for scheme in (QoQScheme(), QoQScheme(group=128))
+}
+"""Weight schemes without codebooks, whose layers round their inputs too (formats/qoq.py)."""
+
+LinearScheme = VQScheme | QoQScheme
+"""How the weight of a linear layer is stored."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,23 @@ def weight_scheme(scheme: str | dict[str, Any] | VQScheme) -> VQScheme:
         return WEIGHT_SCHEMES[scheme]
     if isinstance(scheme, str) and scheme.startswith("vq") and "x" in scheme:
         return _available(VQScheme.parse(scheme))
-    raise _unknown("weight", scheme, list(WEIGHT_SCHEMES))
+    raise _unknown("weight", scheme, [*WEIGHT_SCHEMES, *QOQ_SCHEMES])
+
+
+def linear_scheme(scheme: str | dict[str, Any] | LinearScheme) -> LinearScheme:
+    """The scheme of a linear layer: what `weight_scheme` takes, or one of QoQ as its name, dict of
+    fields or object.
+
+    Raises:
+        VQSchemeError: no such scheme; the message lists the names.
+    """
+    if isinstance(scheme, QoQScheme):
+        return scheme
+    if isinstance(scheme, dict) and "format" in scheme:
+        return QoQScheme.from_dict(scheme)
+    if isinstance(scheme, str) and scheme.startswith("qoq-w4a8"):
+        return QoQScheme.parse(scheme)
+    return weight_scheme(scheme)
 
 
 def _available(scheme: VQScheme) -> VQScheme:
@@ -184,8 +209,10 @@ def of_layer(allocation: Allocation, layer: int) -> KVScheme:
     return allocation[layer] if isinstance(allocation, tuple) else allocation
 
 
-def scheme_name(scheme: VQScheme | Allocation) -> str | None:
+def scheme_name(scheme: LinearScheme | Allocation) -> str | None:
     """The catalogue name of a scheme, None if it has none."""
+    if isinstance(scheme, QoQScheme):
+        return scheme.spec()
     weights = isinstance(scheme, VQScheme)
     known: dict[str, Any] = WEIGHT_SCHEMES if weights else KV_SCHEMES | TURBOQUANT_KV_SCHEMES
     return next((name for name, candidate in known.items() if candidate == scheme), None)

@@ -22,44 +22,33 @@ top level, under that name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from ..errors import VQFormatError, VQSchemeError
+from ..errors import VQSchemeError
 from .packing import packed_size
+from .qoq import QoQScheme, qoq_specs
 from .scheme import VQScheme
+from .spec import TensorSpec
 from .universal import refined_name
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape, dtype and, for a tensor that all layers share, its name in the checkpoint.
-
-    Args:
-        largest: absolute value of its integers; 0 = any.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    shared_name: str | None = None
-    largest: int = 0
-
-
 def tensor_specs(
-    scheme: VQScheme,
+    scheme: VQScheme | QoQScheme,
     out_features: int,
     in_features: int,
     *,
     seed: int = 0,
     where: str = "the tensor",
 ) -> dict[str, TensorSpec]:
-    """Every tensor of a stored [out_features, in_features] matrix, by key (see the module).
+    """Every tensor of a stored [out_features, in_features] matrix, by key (see the module, and
+    formats/qoq.py).
 
     Raises:
         VQSchemeError: the dimensions cannot be stored; the message names `where` and the cure.
     """
+    if isinstance(scheme, QoQScheme):
+        return qoq_specs(scheme, out_features, in_features, where)
     if scheme.codebook == "channel_group":
         raise VQSchemeError(
             f"{where}: codebooks per channel group are for the KV cache, not for weights."
@@ -135,38 +124,3 @@ def _rotation_specs(
         name = f"vq_rotation.qr{block}_seed{seed}"
         return {f"rotation{suffix}": TensorSpec((block, block), torch.float16, name)}
     return {}
-
-
-def validate_tensor(key: str, tensor: Tensor, spec: TensorSpec, where: str) -> None:
-    """Check one stored tensor against its spec; floats must be finite, integers of a codebook in
-    their range.
-
-    Only shape and dtype are checked of a tensor on the meta device.
-
-    Raises:
-        VQFormatError: names `where`, what was found and what was expected.
-    """
-    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-        raise VQFormatError(
-            f"{where}: {key} is {tensor.dtype} {list(tensor.shape)}, expected {spec.dtype} "
-            f"{list(spec.shape)}. The checkpoint does not fit its config.json; download it again."
-        )
-    finite = tensor.is_meta or not tensor.is_floating_point() or bool(tensor.isfinite().all())
-    if not finite:
-        raise VQFormatError(
-            f"{where}: {key} holds NaN or infinity. The checkpoint is corrupted; download it again."
-        )
-    if (
-        spec.largest
-        and not tensor.is_meta
-        and not torch.equal(tensor, tensor.clamp(-spec.largest, spec.largest))
-    ):
-        raise VQFormatError(
-            f"{where}: {key} holds integers beyond {spec.largest}. The checkpoint is corrupted; "
-            "download it again."
-        )
-
-
-def stored_bits(tensors: dict[str, Tensor]) -> int:
-    """Bits of a dict of stored tensors."""
-    return sum(8 * tensor.numel() * tensor.element_size() for tensor in tensors.values())

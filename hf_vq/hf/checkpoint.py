@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import VQFormatError
 from ..fit.weight import fixed_tensors
-from ..formats.tensors import TensorSpec, validate_tensor
+from ..formats.spec import TensorSpec, validate_tensor
 from ..nn.embedding import VQEmbedding
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear, attribute_of
@@ -26,7 +27,7 @@ from ..nn.replace import vq_modules
 from ..nn.stored import Stored, digest
 
 CURE = "Download or copy the checkpoint again, or quantize the model again."
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
     "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
     "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
@@ -51,7 +52,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return self.elements * _DTYPES.get(self.dtype, torch.uint8).itemsize
+        return self.elements * DTYPES.get(self.dtype, torch.uint8).itemsize
 
     @property
     def is_float(self) -> bool:
@@ -64,9 +65,9 @@ class Entry:
         Raises:
             VQFormatError: a dtype that hf_vq does not know.
         """
-        if self.dtype not in _DTYPES:
+        if self.dtype not in DTYPES:
             raise VQFormatError(f"{self.file}: {self.name} has the unknown dtype {self.dtype}.")
-        return torch.empty(self.shape, dtype=_DTYPES[self.dtype], device="meta")
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device="meta")
 
 
 def read_header(file: str) -> list[Entry]:
@@ -206,6 +207,12 @@ def verify(
                 for suffix in module.layout.suffixes:
                     if attribute_of(module.layout.key(suffix)) == attribute:
                         module.layout.inspect(suffix, checkpoint.read(stored), stored)
+        here = {a: available[f"{prefix}.{a}"] for a, _ in module.named_parameters(recurse=False)}
+        module.check_codes(partial(_read, checkpoint, here), prefix)
+
+
+def _read(checkpoint: Checkpoint, names: Mapping[str, str], attribute: str) -> Tensor:
+    return checkpoint.read(names[attribute])
 
 
 def _check_expected(
@@ -267,6 +274,7 @@ def check_values(model: nn.Module) -> None:
         for attribute, spec in module.specs.items():
             tensor: Tensor = getattr(module, attribute)
             validate_tensor(attribute, tensor, spec, prefix)
+        module.check_codes(partial(getattr, module), prefix)
 
 
 def storage(model: nn.Module) -> tuple[int, int]:

@@ -12,17 +12,19 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..errors import VQConfigError, shown
 from ..fit.ldlq import DAMPING
 from ..fit.rows import SEARCHES
-from ..formats.catalog import scheme_name, weight_scheme
+from ..formats.catalog import LinearScheme, linear_scheme, scheme_name
 from ..formats.integers import KINDS
 from ..formats.published import Layout, layout_from_dict
+from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..nn.second_pass import POLICIES
 from .calibration.text import MIN_CONTEXT, OWN_WORDS
+from .folds.options import checked_transforms
 from .layers import check_pattern, matches
 
 QUANT_METHOD = "vq"
-FORMAT_VERSION = 2
-"""The newest that is read. 1 has one scheme; 2 has `layers` or `layouts`."""
+FORMAT_VERSION = 3
+"""The newest that is read. 1 has one scheme; 2 has `layers` or `layouts`; 3 has QoQ's format."""
 
 CANDIDATES = ("vq-2", "vq-3", "vq-4")
 _LARGEST_SEED = 2**31 - 1
@@ -37,8 +39,8 @@ class VQConfig(QuantizationConfigMixin):
         AutoModelForCausalLM.from_pretrained(model_id, quantization_config=VQConfig())
 
     Args:
-        scheme: a name (`hf_vq.formats.catalog.WEIGHT_SCHEMES`), a spec string, a dict of fields or
-            a `VQScheme`; None is `vq-4`.
+        scheme: a name (`WEIGHT_SCHEMES` and `QOQ_SCHEMES` of `hf_vq.formats.catalog`), a spec
+            string, a dict of fields, a `VQScheme` or a `QoQScheme`; None is `vq-4`.
         bits: 4, 3 or 2, short for the schemes `vq-4`, `vq-3` and `vq-2`.
         layers: other schemes for some layers, {entry: scheme}; an entry is one as in
             `modules_to_not_convert`, and the first that matches counts. Of a quantized model, the
@@ -58,9 +60,9 @@ class VQConfig(QuantizationConfigMixin):
             writes by itself. Or a dict with that as `text` and any of: `tokens` of it to run;
             `context`, tokens of a sequence (None = 2048, or what the model can); `damping` of the
             second moments; `finetune`, "block" or "model", which moves scales, learned codebooks,
-            norms and biases too, and codes unless `move_codes` is false; `device`, where blocks are
-            computed one at a time; `resume`, a folder where work is kept, so that it goes on after
-            an interruption.
+            norms and biases too, and codes unless `move_codes` is false; `transforms` of QoQ, names
+            and booleans (docs/qserve.md); `device`, where blocks are computed one at a time;
+            `resume`, a folder where work is kept, so that it goes on after an interruption.
         pass2: where the second pass of two-pass schemes is: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or by entry, {entry:
             policy}, the first that matches counts and other layers are resident. It may be given
@@ -90,7 +92,7 @@ class VQConfig(QuantizationConfigMixin):
     # What is stored in config.json is `__dict__`, and it comes back as these arguments.
     def __init__(
         self,
-        scheme: str | dict[str, Any] | VQScheme | None = None,
+        scheme: str | dict[str, Any] | LinearScheme | None = None,
         *,
         bits: int | None = None,
         layers: dict[str, Any] | None = None,
@@ -150,16 +152,19 @@ class VQConfig(QuantizationConfigMixin):
             self.embeddings = embeddings
         if layouts:
             self.layouts = _check_layouts(layouts)
-            self.format_version = max(self.format_version, 2)
+            self._raise_version(2)
+        self._raise_version(1)
+        if self.calibration is not None:
+            self.calibration = _with_transforms(self.calibration, self.schemes())
         self.provenance = _check_provenance(provenance)
         data_free = provenance is None and calibration is None
         if data_free and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
             _warn_once(self.scheme_name)
 
     @property
-    def vq_scheme(self) -> VQScheme:
+    def vq_scheme(self) -> LinearScheme:
         """The scheme as an object."""
-        return VQScheme.from_dict(self.scheme)
+        return linear_scheme(self.scheme)
 
     @property
     def published_layouts(self) -> dict[str, Layout]:
@@ -174,26 +179,26 @@ class VQConfig(QuantizationConfigMixin):
         scheme = self.vq_scheme
         return scheme_name(scheme) or scheme.spec()
 
-    def schemes(self) -> list[VQScheme]:
+    def schemes(self) -> list[LinearScheme]:
         """Every scheme that may be used."""
         others = [*(self.layers or {}).values(), *(self.candidates or ())]
-        return [self.vq_scheme, *map(weight_scheme, others)]
+        return [self.vq_scheme, *map(linear_scheme, others)]
 
-    def scheme_of(self, name: str) -> VQScheme:
+    def scheme_of(self, name: str) -> LinearScheme:
         """The scheme of a layer to quantize: that of its name, or of the first entry it matches."""
         return self.asked_of(name) or self.vq_scheme
 
-    def asked_of(self, name: str) -> VQScheme | None:
+    def asked_of(self, name: str) -> LinearScheme | None:
         """The same, but None where `layers` say nothing of it."""
         layers = self.layers or {}
         found = layers.get(name) or next((layers[e] for e in layers if matches(name, e)), None)
-        return None if found is None else VQScheme.parse(found)
+        return None if found is None else linear_scheme(found)
 
-    def stored_scheme(self, *names: str) -> VQScheme:
+    def stored_scheme(self, *names: str) -> LinearScheme:
         """The scheme of a layer of a checkpoint, by any of its names: `layers` has full ones."""
         layers = self.layers or {}
         found = next((layers[name] for name in names if name in layers), None)
-        return self.vq_scheme if found is None else VQScheme.parse(found)
+        return self.vq_scheme if found is None else linear_scheme(found)
 
     def pass2_of(self, name: str) -> str:
         """Where the second pass of a layer is."""
@@ -219,7 +224,12 @@ class VQConfig(QuantizationConfigMixin):
     def use(self, layers: dict[str, str]) -> None:
         """Take a table of layers, by entry or name, and their spec strings."""
         self.layers = layers
-        self.format_version = max(self.format_version, 2)
+        self._raise_version(2)
+
+    def _raise_version(self, least: int) -> None:
+        """Have older versions say that they cannot read this."""
+        newer = any(isinstance(scheme, QoQScheme) for scheme in self.schemes())
+        self.format_version = max(self.format_version, 3 if newer else least)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A field, as of a dict: `from_pretrained(config=model.config)` asks for them so."""
@@ -256,11 +266,13 @@ def _warn_once(name: str) -> None:
         )
 
 
-def _check_scheme(scheme: str | dict[str, Any] | VQScheme | None, bits: int | None) -> VQScheme:
+def _check_scheme(
+    scheme: str | dict[str, Any] | LinearScheme | None, bits: int | None
+) -> LinearScheme:
     if bits is None:
-        return weight_scheme("vq-4" if scheme is None else scheme)
-    short = weight_scheme(f"vq-{_check_int('bits', bits, 2, 4)}")
-    if scheme is not None and weight_scheme(scheme) != short:
+        return linear_scheme("vq-4" if scheme is None else scheme)
+    short = linear_scheme(f"vq-{_check_int('bits', bits, 2, 4)}")
+    if scheme is not None and linear_scheme(scheme) != short:
         raise VQConfigError(f"VQConfig got both scheme={shown(scheme)} and bits={bits}: give one.")
     return short
 
@@ -299,7 +311,7 @@ def _check_layers(layers: object) -> dict[str, str]:
             f"layers must be a dict of names and schemes; got {shown(layers)}. "
             'Write e.g. {"down_proj": "vq-4"}.'
         )
-    return {check_pattern("layers", key): weight_scheme(s).spec() for key, s in layers.items()}
+    return {check_pattern("layers", key): linear_scheme(s).spec() for key, s in layers.items()}
 
 
 def _check_pass2(pass2: object) -> str | dict[str, str]:
@@ -321,19 +333,29 @@ def _check_candidates(candidates: object) -> list[str]:
         raise VQConfigError(
             f"candidates must be a list of two schemes or more; got {shown(candidates)}."
         )
-    schemes = dict.fromkeys(weight_scheme(candidate) for candidate in given)
-    learned = [candidate for candidate in schemes if candidate.codebook != "universal"]
+    schemes = dict.fromkeys(linear_scheme(candidate) for candidate in given)
+    learned = [
+        candidate
+        for candidate in schemes
+        if isinstance(candidate, VQScheme) and candidate.codebook != "universal"
+    ]
     if learned:  # a codebook that is learned from the rows that are measured would suit just these
         raise VQConfigError(
             f"{scheme_name(learned[0]) or learned[0].spec()} cannot be one of the candidates: it "
             "learns its codebooks, and what that costs is not measured on some rows of a layer. "
             "Give it to layers by name: layers={...}."
         )
+    element_wise = next((s for s in schemes if isinstance(s, QoQScheme)), None)
+    if element_wise is not None:
+        raise VQConfigError(
+            f"{element_wise.spec()} cannot be one of the candidates: its layers round their inputs "
+            "too, and what that costs is not measured. Give it to layers by name: layers={...}."
+        )
     return [scheme_name(scheme) or scheme.spec() for scheme in schemes]
 
 
 def _check_target(target: object, candidates: list[str]) -> float:
-    least = min(weight_scheme(name).bits() for name in candidates)
+    least = min(linear_scheme(name).bits() for name in candidates)
     if isinstance(target, bool) or not isinstance(target, (int, float)):
         raise VQConfigError(f"target_bits must be a number; got {shown(target)}.")
     if not least <= target <= 16:
@@ -346,8 +368,8 @@ def _check_target(target: object, candidates: list[str]) -> float:
 
 def _below(target: float, candidates: list[str]) -> str:
     """The candidate of most bits within the target."""
-    within = [name for name in candidates if weight_scheme(name).bits() <= target]
-    return max(within, key=lambda name: weight_scheme(name).bits())
+    within = [name for name in candidates if linear_scheme(name).bits() <= target]
+    return max(within, key=lambda name: linear_scheme(name).bits())
 
 
 def _check_calibration(calibration: object) -> dict[str, Any] | None:
@@ -359,7 +381,8 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
         raise VQConfigError(
             f"calibration must be a text file, a data set, 'model' or a dict; got {shown(given)}."
         )
-    known = ("text", "tokens", "context", "damping", "finetune", "move_codes", "device", "resume")
+    known = ("text", "tokens", "context", "damping", "finetune", "move_codes", "transforms",
+             "device", "resume")  # fmt: skip
     if unknown := sorted(map(str, set(given) - set(known))):
         raise VQConfigError(
             f"calibration has no option {', '.join(map(repr, unknown))}. Known: {', '.join(known)}."
@@ -389,6 +412,26 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
         raise VQConfigError(
             f"calibration['damping'] must be above 0 and at most 1; got {shown(damping)}."
         )
+    return found
+
+
+def _with_transforms(options: dict[str, Any], schemes: list[LinearScheme]) -> dict[str, Any]:
+    """The options with all transforms of QoQ, where a layer may have such a scheme."""
+    found, given = dict(options), options.get("transforms")
+    scheme = next((scheme for scheme in schemes if isinstance(scheme, QoQScheme)), None)
+    if scheme is not None:
+        if "finetune" in options:
+            raise VQConfigError(
+                f"calibration['finetune'] moves codebooks, and {scheme.spec()} has none: leave it "
+                "out."
+            )
+        return {**found, "transforms": checked_transforms(given, scheme)}
+    if given is not None:
+        raise VQConfigError(
+            "calibration['transforms'] are those of QoQ: give them with a scheme such as "
+            "'qoq-w4a8-g128'."
+        )
+    found.pop("transforms", None)
     return found
 
 

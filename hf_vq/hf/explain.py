@@ -13,7 +13,6 @@ from .. import ops
 from ..cache import VQCache, VQCacheLayer
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
-from ..nn.published import PublishedLinear
 from ..nn.replace import vq_modules
 from ..ops.dispatch import Problem, Verdict, bucket
 from ..ops.layout import layouts_for
@@ -110,11 +109,9 @@ def _problems(
     hook = getattr(module, "_hf_hook", None)
     if device == "meta" and hook is not None:  # offloaded: it is brought to this device to run
         device = torch.device(hook.execution_device).type
-    published = isinstance(module, PublishedLinear)
-    spec = module.spec if isinstance(module, VQLinear) else module.scheme.spec()
-    op, kind = "published_linear" if published else "linear", str(dtype).removeprefix("torch.")
+    kind = str(dtype).removeprefix("torch.")
     for part, n, k in sizes:
-        yield part, Problem(op, device, kind, spec, bucket(tokens), n, k)
+        yield part, Problem(module.op, device, kind, module.spec, bucket(tokens), n, k)
 
 
 def _cache_problems(

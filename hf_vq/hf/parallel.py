@@ -10,13 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import VQConfigError, VQSchemeError
+from ..formats.catalog import LinearScheme
 from ..formats.packing import packed_size
+from ..formats.qoq import QoQScheme
+from ..formats.scheme import VQScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
 from ..nn.replace import vq_modules
 
-_SPLIT_BY_ROW = ("weight", "vq_scale", "vq_codes_2", "vq_scale_2", "bias")
+_SPLIT_BY_ROW = ("weight", "vq_scale", "vq_codes_2", "vq_scale_2", "vq_step", "vq_zero", "bias")
 _COLWISE = ("colwise", "colwise_rep", "colwise_gather_output")
 _ROWWISE = ("rowwise", "rowwise_rep", "rowwise_split_input")
 _CURE = 'Load it with device_map="auto", or on one device.'
@@ -71,6 +74,8 @@ def whole_everywhere(module: VQLinear, attribute: str, style: str) -> bool:
     """Whether every rank keeps all of a stored tensor."""
     if style in _COLWISE:
         return attribute not in _SPLIT_BY_ROW
+    if isinstance(module.scheme, QoQScheme):  # a row's scale, and its zero
+        return attribute == "vq_scale" or (attribute == "vq_zero" and not module.scheme.group)
     if attribute.startswith("vq_scale"):
         return module.scheme.scale_group == 0
     return attribute.startswith("vq_codebook") or attribute == "vq_rotation"
@@ -86,21 +91,22 @@ def check_split(module: VQLinear, name: str, style: str, size: int) -> None:
     problem = None
     if style not in (*_COLWISE, *_ROWWISE):
         problem = f"the style {style!r} is not supported"
-    elif scheme.codebook == "tile":
+    elif isinstance(scheme, VQScheme) and scheme.codebook == "tile":
         problem = "its codebooks belong to tiles of the whole matrix"
     elif style in _ROWWISE:
-        problem = _rowwise_problem(module, size)
+        problem = _rowwise_problem(scheme, module.in_features, size)
     if problem:
         raise VQConfigError(f"{name} cannot be split over {size} devices: {problem}. {_CURE}")
 
 
-def _rowwise_problem(module: VQLinear, size: int) -> str | None:
-    scheme, whole = module.scheme, module.in_features
-    if scheme.streams > 1:
-        return "the codes of its residual stages are stored one after another"
+def _rowwise_problem(scheme: LinearScheme, whole: int, size: int) -> str | None:
     if whole % size:
         return f"in_features={whole} does not divide by {size}"
     part = whole // size
+    if isinstance(scheme, QoQScheme):
+        return _element_problem(scheme, whole, part)
+    if scheme.streams > 1:
+        return "the codes of its residual stages are stored one after another"
     try:
         same_group = scheme.group(part) == scheme.group(whole) or scheme.scale_group == 0
         same_block = scheme.block(part) == scheme.block(whole)
@@ -114,3 +120,11 @@ def _rowwise_problem(module: VQLinear, size: int) -> str | None:
     if bytes_of * size != packed_size(whole // scheme.vector_size, scheme.entry_bits) or part % 8:
         return f"{part} input features do not hold whole bytes"
     return None
+
+
+def _element_problem(scheme: QoQScheme, whole: int, part: int) -> str | None:
+    """Each rank rounds its part of a token by itself, under a scale of its own."""
+    group = scheme.group_of(whole)
+    if scheme.group and part % group:
+        return f"{part} input features do not hold whole groups of {group}"
+    return f"{part} input features do not hold whole bytes" if part % 2 else None

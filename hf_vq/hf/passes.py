@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import VQConfigError
 from ..fit import fit_weight
-from ..formats.catalog import weight_scheme
+from ..formats.catalog import LinearScheme, weight_scheme
 from ..formats.scheme import VQScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
@@ -121,7 +121,8 @@ def merge_passes(model: Any, bits: int | None = None) -> None:
     describe(model, list(modules))
 
 
-def _one_pass(scheme: VQScheme, bits: int | None) -> VQScheme:
+def _one_pass(scheme: LinearScheme, bits: int | None) -> VQScheme:
+    assert isinstance(scheme, VQScheme)  # it has two
     both = bits or min(scheme.entry_bits + scheme.second_bits, MOST_BITS)
     return weight_scheme(replace(scheme.first_pass(), entry_bits=both))
 

@@ -14,11 +14,11 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 
 from ..errors import VQConfigError
-from ..formats.scheme import VQScheme
+from ..formats.catalog import LinearScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
-from ..nn.replace import candidates, replace_modules, restore_modules, vq_modules
+from ..nn.replace import candidates, linear_class, replace_modules, restore_modules, vq_modules
 from ..nn.stored import Stored
 from . import checkpoint as stored_files
 from .config import QUANT_METHOD, VQConfig
@@ -81,8 +81,8 @@ class VQHfQuantizer(HfQuantizer):
         files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
         if self.pre_quantized and files:
             self._checkpoint = stored_files.Checkpoint(files)
-            coded = [n for n, entry in self._checkpoint.entries.items() if not entry.is_float]
-            list_stored_experts(model, coded, self._expert)
+            integers = [n for n, e in self._checkpoint.entries.items() if not e.is_float]
+            list_stored_experts(model, integers, self._expert)
         wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)
         if wanted and not self.pre_quantized:
             self._check_what_comes_last(model, wanted)
@@ -120,7 +120,7 @@ class VQHfQuantizer(HfQuantizer):
             self.progress = Progress(f"Quantizing to {config.scheme_name}", total)
         return model
 
-    def _check_what_comes_last(self, model: Any, wanted: Mapping[str, VQScheme]) -> None:
+    def _check_what_comes_last(self, model: Any, wanted: Mapping[str, LinearScheme]) -> None:
         """Stop now if what is done once all layers have their codes cannot be done."""
         config = self.quantization_config
         if config.embeddings is not None:
@@ -128,8 +128,11 @@ class VQHfQuantizer(HfQuantizer):
         if config.pass2 is not None:
             from .calibration.weight_bits import choices
 
-            may = {name: choices(config, name) or [scheme] for name, scheme in wanted.items()}
-            two = [name for name, schemes in may.items() if any(s.two_passes for s in schemes)]
+            two = [
+                name
+                for name, scheme in wanted.items()
+                if any(s.two_passes for s in tuple(choices(config, name)) or (scheme,))
+            ]
             check_pass2(config.pass2, two, model, config.scheme_name)
 
     def _expert(self, name: str, out_features: int, in_features: int) -> VQLinear:
@@ -138,7 +141,8 @@ class VQHfQuantizer(HfQuantizer):
         layout = config.published_layouts.get(name)
         if layout is not None:
             return PublishedLinear(layout, (out_features, in_features), False, where=name)
-        return VQLinear(in_features, out_features, False, config.stored_scheme(name), where=name)
+        scheme = config.stored_scheme(name)
+        return linear_class(scheme)(in_features, out_features, False, scheme, where=name)
 
     def _place_published(self, model: Any, wanted: Mapping[str, Any]) -> None:
         """Put the layers that are stored in a published layout in their places."""
@@ -153,7 +157,7 @@ class VQHfQuantizer(HfQuantizer):
                     new = PublishedLinear(layout, size, source.bias is not None, **about)
                 model.set_submodule(name, new.train(source.training))
 
-    def _wanted_dense(self, model: Any) -> dict[str, VQScheme]:
+    def _wanted_dense(self, model: Any) -> dict[str, LinearScheme]:
         """The layers to quantize, by name; what is left out, and where another scheme than that of
         the config is used, is recorded in the config."""
         config = self.quantization_config
@@ -173,7 +177,7 @@ class VQHfQuantizer(HfQuantizer):
             config.use({name: scheme.spec() for name, scheme in asked.items()})
         return wanted
 
-    def _wanted_stored(self, model: Any) -> dict[str, VQScheme]:
+    def _wanted_stored(self, model: Any) -> dict[str, LinearScheme]:
         """The layers whose codes the checkpoint holds, or should hold, by name."""
         config, prefix = self.quantization_config, f"{model.base_model_prefix}."
         skipped = set(config.modules_to_not_convert or ())

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import VQConfigError
-from ..formats.scheme import VQScheme
+from ..formats import qoq
+from ..formats.catalog import LinearScheme
+from ..formats.qoq import QoQScheme
 from ..formats.tensors import tensor_specs
 from .second_pass import at_home, first_only
 from .stored import Stored, mark_initialized
@@ -50,11 +52,12 @@ class VQExperts(Stored):
     """
 
     def __init__(
-        self, experts: nn.Module, scheme: VQScheme, *, seed: int = 0, where: str = "the experts"
+        self, experts: nn.Module, scheme: LinearScheme, *, seed: int = 0, where: str = "the experts"
     ) -> None:
         super().__init__()
         names = projections_of(experts, where)
-        self.scheme = scheme
+        self.scheme, self.spec = scheme, scheme.spec()
+        self.op = "w4a8_linear" if isinstance(scheme, QoQScheme) else "linear"
         self.specs = {}
         self.num_experts = int(experts.num_experts)  # type: ignore[arg-type]
         self.has_gate = bool(experts.has_gate)
@@ -104,12 +107,13 @@ class VQExperts(Stored):
         """x W^T + b of one expert and one projection."""
         bias = getattr(self, f"{name}_bias")[index] if self.has_bias else None
         if self.second is None:
-            return ops.linear(x, self.tensors(name, index), bias, self.scheme)
+            multiply = ops.w4a8_linear if self.op == "w4a8_linear" else ops.linear
+            return multiply(x, self.tensors(name, index), bias, self.spec)
         if self.second.prefill_only and one_token:
             first = first_only(self.tensors(name, index))
-            return ops.linear(x, first, bias, self.scheme.first_pass())
+            return ops.linear(x, first, bias, self.scheme.first_pass().spec())
         with self.second.of_expert(name, index).lent(self, x) as tensors:
-            return ops.linear(x, tensors, bias, self.scheme)
+            return ops.linear(x, tensors, bias, self.spec)
 
     def tensors(self, name: str, index: int) -> dict[str, Tensor]:
         """The stored tensors of one expert's matrix by key (`formats.tensor_specs`)."""
@@ -139,6 +143,12 @@ class VQExperts(Stored):
                 source.register_parameter(name, dense)
         restored: nn.Module = source.train(self.training)
         return restored
+
+    def check_codes(self, read: Callable[[str], Tensor], where: str) -> None:
+        """See `Stored`."""
+        if isinstance(self.scheme, QoQScheme):
+            for name, projection in self.projections.items():
+                qoq.check(projection.attributes, read, f"{where}.{name}")
 
     def weights(self) -> list[str]:
         """Names of the dense parameters that the codes replace."""

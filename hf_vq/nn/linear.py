@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import VQBackendError, VQFormatError
-from ..formats.scheme import VQScheme
+from ..formats.catalog import LinearScheme
 from ..formats.tensors import tensor_specs
 from .second_pass import SecondPass, at_home, first_only
 from .stored import Stored, mark_initialized
@@ -58,6 +58,7 @@ class VQLinear(Stored, nn.Linear):
         VQSchemeError: the scheme cannot store a matrix of this size.
     """
 
+    op = "linear"  # that computes it
     input_parts = 1  # devices that share in_features: each one's input is so much shorter
 
     def __init__(
@@ -65,7 +66,7 @@ class VQLinear(Stored, nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool,
-        scheme: VQScheme,
+        scheme: LinearScheme,
         *,
         seed: int = 0,
         dtype: torch.dtype | None = None,
@@ -95,7 +96,7 @@ class VQLinear(Stored, nn.Linear):
 
     @classmethod
     def replacing(
-        cls, layer: nn.Module, scheme: VQScheme, *, seed: int = 0, where: str = "the layer"
+        cls, layer: nn.Module, scheme: LinearScheme, *, seed: int = 0, where: str = "the layer"
     ) -> VQLinear:
         """An empty `VQLinear` for an `nn.Linear` or a `Conv1D` (whose weight is [in, out])."""
         weight, bias = layer.weight, layer.bias
@@ -169,6 +170,9 @@ class VQLinear(Stored, nn.Linear):
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, it is slow
         if self.second is not None:
             return self._with_second_pass(self.second, x, bias)
+        return self._product(x, bias)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return ops.linear(x, self.tensors(), bias, self.spec)
 
     def _with_second_pass(self, second: SecondPass, x: Tensor, bias: Tensor | None) -> Tensor:

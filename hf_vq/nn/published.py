@@ -31,6 +31,8 @@ class PublishedLinear(VQLinear):
         VQFormatError: the layout cannot store a matrix of this size.
     """
 
+    op = "published_linear"
+
     def __init__(
         self,
         layout: Layout,

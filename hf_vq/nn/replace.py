@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from ..formats.scheme import VQScheme
+from ..formats.catalog import LinearScheme
+from ..formats.qoq import QoQScheme
 from .experts import VQExperts, holds_experts
 from .linear import VQLinear
+from .w4a8 import W4A8Linear
 
 
 def convertible(module: nn.Module) -> bool:
@@ -32,9 +34,14 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def linear_class(scheme: LinearScheme) -> type[VQLinear]:
+    """The class of a linear layer that is stored by a scheme."""
+    return W4A8Linear if isinstance(scheme, QoQScheme) else VQLinear
+
+
 def replace_modules(
     model: nn.Module,
-    scheme_of: Callable[[str], VQScheme | None],
+    scheme_of: Callable[[str], LinearScheme | None],
     *,
     seed: int = 0,
     keep_dense: bool = False,
@@ -63,7 +70,7 @@ def replace_modules(
             if holds_experts(module):
                 new = VQExperts(module, scheme, seed=seed, where=name)
             else:
-                new = VQLinear.replacing(module, scheme, seed=seed, where=name)
+                new = linear_class(scheme).replacing(module, scheme, seed=seed, where=name)
         if keep_dense:
             for weight in new.weights():
                 new.register_parameter(weight, dense[weight])

@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from ..formats.scheme import VQScheme
-from ..formats.tensors import TensorSpec
+from ..formats.catalog import LinearScheme
+from ..formats.spec import TensorSpec
 from ..formats.universal import tensor_hash
 from .second_pass import SecondPass, offloaded
 
@@ -55,7 +55,7 @@ class Stored(nn.Module):
     lose three bits and the file would no longer be the one that was written.
     """
 
-    scheme: VQScheme
+    scheme: LinearScheme
     specs: dict[str, TensorSpec]  # by attribute
     second: SecondPass | None = None  # where it is not beside the first
 
@@ -141,6 +141,13 @@ class Stored(nn.Module):
             if spec.shared_name is not None and buffer is not None:
                 self._buffers[attribute] = share(buffer)
         return self
+
+    def check_codes(self, read: Callable[[str], Tensor], where: str) -> None:
+        """Look at codes whose range other tensors decide; `read` gives a tensor by attribute.
+
+        Raises:
+            VQFormatError: one is outside of it; names `where`.
+        """
 
     def weights(self) -> list[str]:
         """Names of the dense parameters that codes replace."""

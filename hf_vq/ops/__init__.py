@@ -4,6 +4,7 @@ from .codes import append_kv, decode_kv, decode_weight, encode_kv, encode_weight
 from .dispatch import Kernel, Problem, Verdict, explain, register, rows, select
 from .linear import direct_linear, linear
 from .published import decode_published, published_linear
+from .w4a8 import w4a8_linear
 
 __all__ = [
     "Kernel",
@@ -23,4 +24,5 @@ __all__ = [
     "rotate",
     "rows",
     "select",
+    "w4a8_linear",
 ]

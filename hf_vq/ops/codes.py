@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats import qoq
+from ..formats.catalog import LinearScheme
 from ..formats.packing import packed_size
+from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from . import dispatch
 from .library import define, only_result, parse, problem
@@ -23,11 +26,13 @@ def rotation_of(tensors: Mapping[str, Tensor], suffix: str = "") -> Tensor | Non
 
 def decode_weight(
     tensors: Mapping[str, Tensor],
-    scheme: VQScheme,
+    scheme: LinearScheme,
     in_features: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The dense weight [out, in] of stored tensors (keys of `formats.tensor_specs`)."""
+    if isinstance(scheme, QoQScheme):
+        return qoq.decode(tensors, scheme, in_features).to(dtype)
     decoded: Tensor = torch.ops.hf_vq.decode(*stored_arguments(tensors), scheme.spec(), in_features)
     return decoded.to(dtype)
 

@@ -24,8 +24,8 @@ class Problem(NamedTuple):
     A tuple, because one is made at every call of an op: a frozen dataclass takes ten times as long.
 
     Args:
-        op: `linear`, `published_linear`, `encode`, `decode`, `rotate`, `append`, `attention`,
-            `encode_weight`, or of a static cache `store` or `attention_static`.
+        op: `linear`, `published_linear`, `w4a8_linear`, `encode`, `decode`, `rotate`, `append`,
+            `attention`, `encode_weight`, or of a static cache `store` or `attention_static`.
         device: device type of the input, e.g. `cpu`.
         dtype: dtype of the input, e.g. `bfloat16`.
         scheme: spec string, of published_linear that of the layout; for attention and store, that

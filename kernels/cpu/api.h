@@ -109,6 +109,23 @@ HF_VQ_API int hf_vq_vptq_supports(const hf_vq_vptq* w);
 HF_VQ_API int hf_vq_vptq_linear(const hf_vq_vptq* w, const void* x, int dtype, int64_t rows, const void* bias,
                                 int bias_dtype, void* y);
 
+// A matrix W [out, in] of 4-bit codes for inputs of 8 bits: hf_vq/formats/qoq.py draws it.
+typedef struct hf_vq_w4a8 {
+  const uint8_t* codes;      // [out, ceil(in / 2)]
+  const uint16_t* scale;     // fp16 [out]
+  const float* row_zero;     // [out]; NULL with groups
+  const uint8_t* step;       // [out, in / group], at most 17; NULL without groups
+  const uint8_t* zero;       // [out, in / group], at most 127; NULL without groups
+  int64_t out, in;
+  int64_t group;             // columns of a group; without groups `in`
+} hf_vq_w4a8;
+
+// As hf_vq_linear_supports and hf_vq_linear. x is rounded to 8 bits, each row under the scale of its largest number;
+// sums are exact.
+HF_VQ_API int hf_vq_w4a8_supports(const hf_vq_w4a8* w);
+HF_VQ_API int hf_vq_w4a8_linear(const hf_vq_w4a8* w, const void* x, int dtype, int64_t rows, const void* bias,
+                                int bias_dtype, void* y);
+
 // -- the KV cache --------------------------------------------------------------------------------
 
 // Codes lie in blocks of 256 tokens; hf_vq/ops/layout.py draws both layouts.

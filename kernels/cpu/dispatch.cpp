@@ -162,6 +162,13 @@ int hf_vq_vptq_linear(const hf_vq_vptq* w, const void* x, int dtype, int64_t row
   return hf_vq::kernels().vptq_linear(w, x, dtype, rows, bias, bias_dtype, y);
 }
 
+int hf_vq_w4a8_supports(const hf_vq_w4a8* w) { return hf_vq::kernels().w4a8_supports(w); }
+
+int hf_vq_w4a8_linear(const hf_vq_w4a8* w, const void* x, int dtype, int64_t rows, const void* bias, int bias_dtype,
+                      void* y) {
+  return hf_vq::kernels().w4a8_linear(w, x, dtype, rows, bias, bias_dtype, y);
+}
+
 int hf_vq_codes_supported(const hf_vq_codes* codes, int values) { return hf_vq::kernels().codes_supported(codes, values); }
 
 int hf_vq_append(const hf_vq_codes* codes, const hf_vq_floats* x, int64_t batch, int64_t heads, int64_t at) {

@@ -15,6 +15,8 @@ struct Kernels {
   int (*rotate)(const hf_vq_matrix*, const void*, int, int64_t, void*, int);
   int (*vptq_supports)(const hf_vq_vptq*);
   int (*vptq_linear)(const hf_vq_vptq*, const void*, int, int64_t, const void*, int, void*);
+  int (*w4a8_supports)(const hf_vq_w4a8*);
+  int (*w4a8_linear)(const hf_vq_w4a8*, const void*, int, int64_t, const void*, int, void*);
   int (*codes_supported)(const hf_vq_codes*, int);
   int (*append)(const hf_vq_codes*, const hf_vq_floats*, int64_t, int64_t, int64_t);
   int (*attention)(const hf_vq_attention_step*);

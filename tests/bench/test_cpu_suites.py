@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from hf_vq.backends import native
-from hf_vq.bench import cpu_attention, cpu_generate, cpu_linear, random_llama, reading, timing
+from hf_vq.bench import (
+    cpu_attention,
+    cpu_generate,
+    cpu_linear,
+    cpu_tables,
+    cpu_w4a8,
+    random_llama,
+    reading,
+    timing,
+)
 from hf_vq.bench.record import read_record
 
 
@@ -40,8 +49,23 @@ def test_copies_outgrow_the_cache():
 
 @pytest.fixture
 def few_copies(monkeypatch):
-    for module in (cpu_linear, cpu_attention, reading):
+    for module in (cpu_linear, cpu_attention, cpu_w4a8, reading):
         monkeypatch.setattr(module, "cold_copies", lambda nbytes: 2)
+
+
+@pytest.mark.usefixtures("few_copies")
+def test_cpu_w4a8(monkeypatch):
+    monkeypatch.setattr(cpu_w4a8, "SHAPES", ((64, 256),))
+    monkeypatch.setattr(cpu_w4a8, "TOKENS", (1, 20))
+    _, results = cpu_w4a8.run(rounds=1, threads=(1,))
+    peers = {"int8", "int8 x int8", "int4", "bf16", "fp32"}
+    ours = {"qoq-w4a8", "qoq-w4a8-g128"}
+    assert len(results["rows"]) == 2 * len(peers | ours)
+    for row in results["rows"]:
+        assert row["us"] > 0 and ("speedup" in row) == (row["name"] in ours)
+        assert set(row.get("speedup", peers)) == peers
+    table = cpu_tables.w4a8(results["rows"])
+    assert table.count("| `qoq-w4a8-g128` | 64 x 256 |") == 2 and "x int8 x int8" in table
 
 
 @pytest.mark.usefixtures("few_copies")

@@ -18,7 +18,7 @@ from hf_vq.formats import (
     weight_scheme,
 )
 from hf_vq.formats.shared import second_universal_tensor
-from hf_vq.formats.tensors import validate_tensor
+from hf_vq.formats.spec import validate_tensor
 from hf_vq.ops import decode_weight
 
 # Relative squared error on Gaussian weights with the searched scale, group 128, and the number of

@@ -10,17 +10,17 @@ import torch
 from transformers.quantizers import HfQuantizer
 
 from hf_vq.errors import VQConfigError
-from hf_vq.formats import VQScheme
+from hf_vq.formats import QoQScheme, VQScheme
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.hf.parallel import check_split, whole_everywhere
-from hf_vq.nn import VQLinear
+from hf_vq.nn.replace import linear_class
 
 SCRIPT = Path(__file__).parent / "tensor_parallel.py"
 
 
 def layer(scheme, inputs=512, outputs=256):
     with torch.device("meta"):
-        return VQLinear(inputs, outputs, False, scheme)
+        return linear_class(scheme)(inputs, outputs, False, scheme)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,12 @@ def layer(scheme, inputs=512, outputs=256):
         (VQScheme(1, 3, scale_group=16, rotation="none"), 48 * 2, "rowwise", None),
         (VQScheme(1, 5, scale_group=0, rotation="none"), 20, "rowwise", "whole bytes"),
         (VQScheme(1, 5, scale_group=0, rotation="none"), 21, "rowwise", "does not divide"),
+        (QoQScheme(128), 512, "colwise", None),
+        (QoQScheme(128), 512, "rowwise", None),
+        (QoQScheme(128), 384, "rowwise", "whole groups of 128"),
+        (QoQScheme(), 384, "rowwise", None),
+        (QoQScheme(), 202, "rowwise", "whole bytes"),
+        (QoQScheme(), 201, "rowwise", "does not divide"),
     ],
 )
 def test_which_layers_can_be_split(scheme, inputs, style, problem):
@@ -60,6 +66,11 @@ def test_what_is_whole_everywhere():
         "vq_signs",
     ]
     assert [n for n in names if whole_everywhere(module, n, "rowwise")] == ["vq_codebook"]
+    for scheme, whole in ((QoQScheme(128), ["vq_scale"]), (QoQScheme(), ["vq_scale", "vq_zero"])):
+        module = layer(scheme)
+        names = module._parameters
+        assert not [n for n in names if whole_everywhere(module, n, "colwise")]
+        assert [n for n in names if whole_everywhere(module, n, "rowwise")] == whole
     module = layer(VQScheme(2, 8, scale_group=0))
     assert [n for n in module._parameters if whole_everywhere(module, n, "rowwise")] == ["vq_scale"]
 

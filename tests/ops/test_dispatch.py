@@ -85,6 +85,7 @@ def test_bucket(count, bucket):
     [
         "linear",
         "published_linear",
+        "w4a8_linear",
         "decode",
         "encode",
         "rotate",

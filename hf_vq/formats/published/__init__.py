@@ -9,11 +9,13 @@ from ...errors import VQConfigError, shown
 from .aqlm import AqlmLayout
 from .higgs import HiggsLayout
 from .layout import Layout, check_fields
+from .qoq import QoqLayout
 from .turboquant import TurboquantLayout
 from .vptq import VptqLayout
 
 LAYOUTS: dict[str, type[Layout]] = {
-    layout.method: layout for layout in (AqlmLayout, VptqLayout, HiggsLayout, TurboquantLayout)
+    layout.method: layout
+    for layout in (AqlmLayout, VptqLayout, HiggsLayout, QoqLayout, TurboquantLayout)
 }
 
 
@@ -37,6 +39,7 @@ __all__ = [
     "AqlmLayout",
     "HiggsLayout",
     "Layout",
+    "QoqLayout",
     "TurboquantLayout",
     "VptqLayout",
     "layout_from_dict",

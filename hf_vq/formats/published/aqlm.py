@@ -24,7 +24,7 @@ from torch import Tensor
 from ...errors import VQConfigError, VQFormatError, VQSchemeError
 from ..packing import pack_bits
 from ..scheme import VQScheme
-from ..tensors import TensorSpec
+from ..spec import TensorSpec
 from .layout import FLOATS, Layout, dtype_named, integer, name_of, unsigned
 
 _WORDS = 1 << 20  # codes of two codebooks that are parted at a time

@@ -29,7 +29,7 @@ from torch import Tensor
 from ...errors import VQConfigError, VQFormatError
 from ..packing import pack_bits
 from ..scheme import VQScheme
-from ..tensors import TensorSpec
+from ..spec import TensorSpec
 from .layout import CURE, FLOATS, Layout, dtype_named, integer, name_of, part
 
 # Of 3-bit codes in the order of their 96 bits: the row's place among the 16 that share six words.

@@ -1,6 +1,6 @@
 """`Layout`: how a published method stores one linear layer, and what becomes of it here.
 
-    published tensors  --stored-->  tensors of a VQScheme          our kernels run it
+    published tensors  --stored-->  tensors of a scheme            our kernels run it
                                     or the same tensors (`own`)     decoded at every call
 
 A published tensor is known by its suffix: `X.codes` of a layer X has the suffix `codes`.
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ...errors import VQConfigError, VQFormatError, shown
+from ..qoq import QoQScheme
 from ..scheme import VQScheme
-from ..tensors import TensorSpec
+from ..spec import TensorSpec
 
 CURE = "The checkpoint does not fit its config.json or is damaged; download it again."
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -83,12 +84,12 @@ class Layout(ABC):
         """
 
     @cached_property  # asked for every tensor
-    def stored_as(self) -> VQScheme | None:
+    def stored_as(self) -> VQScheme | QoQScheme | None:
         """What `scheme` returns."""
         return self.scheme()
 
     @abstractmethod
-    def scheme(self) -> VQScheme | None:
+    def scheme(self) -> VQScheme | QoQScheme | None:
         """The scheme that stores the same, if there is one."""
 
     @abstractmethod

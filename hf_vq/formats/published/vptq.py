@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ...errors import VQConfigError, VQFormatError, shown
 from ..scheme import VQScheme
-from ..tensors import TensorSpec
+from ..spec import TensorSpec
 from .layout import CURE, FLOATS, Layout, dtype_named, integer, name_of, part
 
 

@@ -49,7 +49,8 @@ Costs = dict[str, dict[str, float]]
 def choices(config: VQConfig, layer: str) -> list[VQScheme]:
     """The schemes that a layer may get; none where nothing is to be chosen."""
     if layer in (config.layers or {}) and config.target_bits is not None:
-        return [config.scheme_of(layer)]
+        scheme = config.scheme_of(layer)
+        return [scheme] if isinstance(scheme, VQScheme) else []
     return [weight_scheme(name) for name in config.candidates or ()]
 
 

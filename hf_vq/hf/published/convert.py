@@ -27,6 +27,7 @@ from ...errors import VQConfigError, VQFormatError
 from ...fit import fit_weight
 from ...fit.weight import fixed_tensors
 from ...formats.published import LAYOUTS, TurboquantLayout
+from ...formats.qoq import QoQScheme
 from ...formats.tensors import tensor_specs
 from ...nn.linear import attribute_of
 from ...nn.replace import convertible
@@ -37,6 +38,7 @@ from ..config import VQConfig
 from ..folder import lock, replacing
 from ..operation import Progress
 from . import turboquant
+from .pickled import NAMES, PickledCheckpoint, pickled_files, published_config
 from .plan import Plan, PublishedLayer, make_plan, neither
 from .quantizer import config_of
 
@@ -49,7 +51,8 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
     """Convert a published checkpoint, and verify the result.
 
     Args:
-        source: folder of the checkpoint, or its name on the Hub.
+        source: folder of the checkpoint, or its name on the Hub. Files are safetensors, or what
+            QServe's converter wrote with `torch.save`.
         out: folder to write; must not exist.
         requantize: quantize the decoded weights to this instead of keeping them. Of it only the
             scheme, `seed` and `search` may be given.
@@ -66,10 +69,13 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         _check_requantize(requantize)
     folder = _folder(source)
     config = _read(folder / "config.json")
-    published: Any = config.get("quantization_config") or {}
+    pickled = pickled_files(folder)
+    checkpoint = PickledCheckpoint(pickled) if pickled else Checkpoint(_files(folder))
     if (folder / turboquant.CONFIG).is_file():
         published = {"quant_method": TurboquantLayout.method, **_read(folder / turboquant.CONFIG)}
-    method = published.get("quant_method") if isinstance(published, Mapping) else None
+    else:
+        published = published_config(config, checkpoint)
+    method = published.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:
         known = "QuIP#, which hf_vq does not read" if "quip_params" in config else repr(method)
         raise VQConfigError(
@@ -78,9 +84,7 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
     model = _empty(folder)
     if method == TurboquantLayout.method:
         published = turboquant.described(published, model)
-        checkpoint: Checkpoint = turboquant.TurboquantFolder(folder, published, model)
-    else:
-        checkpoint = Checkpoint(_files(folder))
+        checkpoint = turboquant.TurboquantFolder(folder, published, model)
     plan = make_plan(model, checkpoint, published)
     _check_dense(model, plan, checkpoint, method)
     ours = config_of(plan, published, model)
@@ -263,7 +267,7 @@ class _Conversion:
         if scheme is None:
             published = {suffix: tensors[layer.key(suffix)] for suffix in layer.kept}
             found = layer.layout.decode(published, *layer.size)
-        elif scheme.rotation == "none":
+        elif isinstance(scheme, QoQScheme) or scheme.rotation == "none":
             found = ops.decode_weight(tensors, scheme, layer.size[1], torch.float32)
         else:
             found = reference.decode_rotated(
@@ -302,7 +306,7 @@ def _folder(source: str) -> Path:
         return Path(source)
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    patterns = ["*.safetensors", *NAMES, "*.json", "*.model", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(source, allow_patterns=patterns))
     except (OSError, ValueError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from ...errors import VQConfigError, VQFormatError
 from ...formats.published import LAYOUTS
 from ...nn.linear import VQLinear
 from ...nn.published import PublishedLinear
+from ...nn.replace import linear_class, vq_modules
 from .. import checkpoint as stored_files
 from ..config import VQConfig
 from ..operation import Deferred
@@ -117,8 +119,8 @@ class PublishedQuantizer(VQHfQuantizer):
         files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
         if not files:
             raise VQFormatError(
-                f"hf_vq reads {method} from safetensors files, and there is none: save the "
-                "checkpoint as safetensors first."
+                f"hf_vq reads {method} from safetensors files, and there is none: run `hf-vq "
+                "convert` first, which reads QServe's files too, or save it as safetensors."
             )
         plan = make_plan(model, stored_files.Checkpoint(files), self.published)
         self.quantization_config = config_of(plan, self.published, model)
@@ -142,7 +144,10 @@ class PublishedQuantizer(VQHfQuantizer):
             raise neither(name.rpartition(".")[0], self.published["quant_method"])
 
     def _check_values(self, model: Any) -> None:
-        """Every tensor was looked at when it was made, under its published name."""
+        """Every tensor was looked at when it was made, under its published name; codes beside the
+        tensors that decide their range are now."""
+        for name, module in vq_modules(model).items():
+            module.check_codes(partial(getattr, module), name)
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:
         """Put what turns published tensors into ours before the model's own conversions."""
@@ -194,7 +199,7 @@ def module_of(layer: PublishedLayer, source: Any) -> VQLinear:
     if scheme is None:
         return PublishedLinear(layer.layout, layer.size, bias, **about)
     out_features, in_features = layer.size
-    return VQLinear(in_features, out_features, bias, scheme, **about)
+    return linear_class(scheme)(in_features, out_features, bias, scheme, **about)
 
 
 class Translation(WeightConverter):

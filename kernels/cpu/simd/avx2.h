@@ -173,6 +173,9 @@ inline Ints dot_weights(Ints acc, Bytes weight, Bytes entry) {
   return {_mm256_add_epi32(acc.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
 }
 
+// The upper halves of b are 0, and so are their products.
+inline Ints add_product(Ints acc, Ints a, Ints b) { return {_mm256_add_epi32(acc.v, _mm256_madd_epi16(a.v, b.v))}; }
+
 // Every 16-bit lane of `whole` sums even + 256 odd (mod 2^16), of `odd` the odd bytes.
 struct Sums16 { __m256i whole, odd; };
 inline Sums16 zero_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }

@@ -187,6 +187,9 @@ inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
 inline Ints dot(Ints acc, Bytes level, Bytes number) { return {_mm512_dpbusd_epi32(acc.v, level.v, number.v)}; }
 inline Ints dot_weights(Ints acc, Bytes weight, Bytes entry) { return {_mm512_dpbusd_epi32(acc.v, weight.v, entry.v)}; }
 
+// The upper halves of b are 0, and so are their products.
+inline Ints add_product(Ints acc, Ints a, Ints b) { return {_mm512_dpwssd_epi32(acc.v, a.v, b.v)}; }
+
 // Every 16-bit lane of `whole` sums even + 256 odd (mod 2^16), of `odd` the odd bytes.
 struct Sums16 { __m512i whole, odd; };
 inline Sums16 zero_sums() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }

@@ -147,6 +147,7 @@ inline Ints dot(Ints acc, Bytes level, Bytes number) {
 }
 // Weights have 7 bits: as signed bytes they are the same numbers.
 inline Ints dot_weights(Ints acc, Bytes weight, Bytes entry) { return dot(acc, weight, entry); }
+inline Ints add_product(Ints acc, Ints a, Ints b) { return {vmlaq_s32(acc.v, a.v, b.v)}; }
 
 struct Sums16 { uint16x8_t low, high; };
 inline Sums16 zero_sums() { return {vdupq_n_u16(0), vdupq_n_u16(0)}; }

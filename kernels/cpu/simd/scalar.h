@@ -167,6 +167,12 @@ inline Ints dot_weights(Ints acc, Bytes weight, Bytes entry) {
   return acc;
 }
 
+// acc + a * b of numbers of 16 bits: a in (-2^15, 2^15), b in [0, 2^15).
+inline Ints add_product(Ints acc, Ints a, Ints b) {
+  for (int i = 0; i < kFloats; ++i) acc.v[i] += a.v[i] * b.v[i];
+  return acc;
+}
+
 // kBytes sums of 16 bits, to which unsigned bytes are added: exact for 257 additions.
 struct Sums16 { uint16_t v[kBytes]; };
 inline Sums16 zero_sums() { return Sums16{}; }

@@ -7,9 +7,10 @@
 #include "../linear.h"
 #include "../linear_nested.h"
 #include "../vptq.h"
+#include "../w4a8.h"
 #include "../yardsticks.h"
 
 #define HF_VQ_KERNELS(isa) \
   {isa, linear_supports, linear, nested_supports, nested_linear, decode, rotate, vptq_supports, vptq_linear, \
-   codes_supported, append, attention, coded_scores, \
+   w4a8_supports, w4a8_linear, codes_supported, append, attention, coded_scores, \
    read_memory, dense_scores, table_scores}

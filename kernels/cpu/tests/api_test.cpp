@@ -42,6 +42,8 @@ void open(const char* path) {
   find(handle, "hf_vq_rotate", library.rotate);
   find(handle, "hf_vq_vptq_supports", library.vptq_supports);
   find(handle, "hf_vq_vptq_linear", library.vptq_linear);
+  find(handle, "hf_vq_w4a8_supports", library.w4a8_supports);
+  find(handle, "hf_vq_w4a8_linear", library.w4a8_linear);
   find(handle, "hf_vq_codes_supported", library.codes_supported);
   find(handle, "hf_vq_append", library.append);
   find(handle, "hf_vq_attention", library.attention);
@@ -209,6 +211,7 @@ int main(int count, char** arguments) {
   test_linear();
   test_nested();
   test_vptq();
+  test_w4a8();
   test_append();
   test_attention();
   char names[64] = "";

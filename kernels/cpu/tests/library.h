@@ -22,6 +22,8 @@ struct Library {
   decltype(&hf_vq_rotate) rotate;
   decltype(&hf_vq_vptq_supports) vptq_supports;
   decltype(&hf_vq_vptq_linear) vptq_linear;
+  decltype(&hf_vq_w4a8_supports) w4a8_supports;
+  decltype(&hf_vq_w4a8_linear) w4a8_linear;
   decltype(&hf_vq_codes_supported) codes_supported;
   decltype(&hf_vq_append) append;
   decltype(&hf_vq_attention) attention;
@@ -65,6 +67,7 @@ struct Tally {
 void test_linear();
 void test_nested();
 void test_vptq();
+void test_w4a8();
 void test_append();
 void test_attention();
 

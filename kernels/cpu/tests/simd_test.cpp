@@ -248,6 +248,19 @@ void test_dot() {
   }
 }
 
+void test_add_product() {
+  for (int round = 0; round < 200; ++round) {
+    IntLanes acc{}, a{}, b{};
+    for (int i = 0; i < kFloats; ++i) {
+      acc.v[i] = int32_t(random_int(-1 << 20, 1 << 20));
+      a.v[i] = int32_t(round % 2 ? random_int(-32767, 32767) : random_int(0, 1) ? 32767 : -32767);
+      b.v[i] = int32_t(round % 2 ? random_int(0, 32767) : 32767);
+    }
+    expect(lanes(add_product(vector(acc), vector(a), vector(b))), "add_product",
+           [&](int i) { return acc.v[i] + a.v[i] * b.v[i]; });
+  }
+}
+
 void test_sums16() {
   for (int kind = 0; kind < 4; ++kind) {
     int32_t want[kBytes] = {};
@@ -527,6 +540,7 @@ int run_simd_tests() {
   test_6_bits();
   test_codebooks();
   test_dot();
+  test_add_product();
   test_sums16();
   test_ints();
   test_arithmetic();

@@ -31,9 +31,16 @@ MIXTRAL = dict(
 )
 
 
+def _wide() -> LlamaConfig:
+    """Rows that hold groups of 128."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    return LlamaConfig(**{**CONFIGS["llama"]().to_dict(), **sizes})
+
+
 def published_names(name: str) -> tuple[object, dict[str, torch.Tensor]]:
     """Config and tensors of a random model, under the names that its published checkpoints use."""
-    config = MixtralConfig(**MIXTRAL) if name == "mixtral" else CONFIGS[name]()
+    known = {**CONFIGS, "mixtral": lambda: MixtralConfig(**MIXTRAL), "wide": _wide}
+    config = known[name]()
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -269,6 +276,65 @@ def make_vptq(
         layers[layer.rpartition(".")[2] if shared else layer] = about
     where = "shared_layer_config" if shared else "config_for_layers"
     save_published(folder, config, tensors, {"quant_method": "vptq", where: layers}, shards)
+    return dense
+
+
+def qoq_layer(
+    out: int, size: int, *, grouped: bool
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Random tensors of one QoQ layer in QServe's order, and its weight in float32."""
+    codes = numpy.random.randint(0, 16, (out, size))
+    n, k = numpy.meshgrid(numpy.arange(out), numpy.arange(size), indexing="ij")
+    # A tile of 32 x 32 is 512 bytes: eight rows of lanes, four columns of lanes, 16 bytes each.
+    byte = (n // 32 * (size // 32) + k // 32) * 512 + n % 8 * 64 + k % 16 // 4 * 16
+    byte += k % 32 // 16 * 8 + n % 16 // 8 * 4 + k % 4
+    packed = numpy.zeros(out * size // 2, numpy.uint8)
+    numpy.bitwise_or.at(packed, byte, (codes << 4 * (n % 32 // 16)).astype(numpy.uint8))
+    scale = (torch.rand(out) + 0.5).mul(size**-0.5 / (60 if grouped else 8)).half()
+    found = {
+        "qweight": torch.from_numpy(packed.view(numpy.int8).reshape(out, size // 2)),
+        "s1_scales": scale,
+    }
+    if not grouped:
+        zero = (scale * torch.randint(5, 11, (out,))).half()
+        weight = torch.from_numpy(codes).float() * scale[:, None] - zero.float()[:, None]
+        return {**found, "s1_szeros": zero}, weight
+    step = numpy.random.randint(1, 9, (out, size // 128))
+    zero = numpy.random.randint(0, 8 * step)
+    levels = codes * step[n, k // 128] - zero[n, k // 128]
+    assert levels.min() >= -127 and levels.max() <= 127
+    order = numpy.array([32 * (i // 32) + i % 32 // 4 + i % 4 * 8 for i in range(out)])
+    assert list(order[:6]) == [0, 8, 16, 24, 1, 9]
+    found["s2_scales"] = torch.from_numpy(step.T[:, order].astype(numpy.int8, order="C"))
+    found["s2_zeros"] = torch.from_numpy((-zero.T[:, order]).astype(numpy.int8, order="C"))
+    return found, torch.from_numpy(levels).float() * scale.float()[:, None]
+
+
+def make_qoq(
+    folder: Path, name: str = "llama", *, grouped: bool, pickled: bool = False
+) -> dict[str, torch.Tensor]:
+    """Write a QoQ checkpoint of a tiny model; its weights, decoded, by name.
+
+    Args:
+        pickled: as QServe's converter writes it: no safetensors, nothing in config.json.
+    """
+    config, tensors = published_names(name)
+    dense = dict(tensors)
+    for layer in linear_names(tensors):
+        out, size = tensors.pop(f"{layer}.weight").shape
+        coded, dense[f"{layer}.weight"] = qoq_layer(out, size, grouped=grouped)
+        tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in coded.items()}
+    about = {"quant_method": "qoq", "wbits": 4, "group_size": 128 if grouped else -1}
+    save_published(folder, config, tensors, about)
+    if pickled:
+        tensors["model.layers.0.self_attn.kv_scale_quant_orig"] = torch.ones(2)
+        torch.save(tensors, folder / "quant_model.pt")
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        path = folder / "config.json"
+        found = json.loads(path.read_text())
+        del found["quantization_config"]
+        path.write_text(json.dumps(found))
     return dense
 
 

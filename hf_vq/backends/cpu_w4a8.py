@@ -1,0 +1,129 @@
+"""The row `cpu.w4a8_linear`: integers of 4 and 8 bits, multiplied by libhf_vq_cpu."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..errors import VQFormatError, VQSchemeError
+from ..formats.qoq import QoQScheme
+from ..formats.tensors import tensor_specs
+from ..ops import dispatch, w4a8
+from . import native
+
+_DTYPES = {"float32", "float16", "bfloat16"}
+
+
+class Matrix(ctypes.Structure):
+    """struct hf_vq_w4a8 of api.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "row_zero", "step", "zero")),
+        *((name, ctypes.c_int64) for name in ("out", "in_features", "group")),
+    ]
+
+
+@lru_cache(maxsize=1 << 14)
+def matrix(scheme: QoQScheme, rows: int, columns: int, *addresses: int | None) -> Matrix:
+    """The description of a matrix whose codes, scale, zero and step lie at these addresses.
+
+    It holds nothing but its arguments: a tensor that moved gives another one.
+    """
+    codes, scale, zero, step = addresses or (None,) * 4
+    of_row, of_groups = (None, zero) if scheme.group else (zero, None)
+    return Matrix(codes, scale, of_row, step, of_groups, rows, columns, scheme.group_of(columns))
+
+
+def accepts(problem: dispatch.Problem) -> str | None:
+    """None if the library multiplies with such a matrix, else the reason why not."""
+    if problem.dtype not in _DTYPES:
+        return f"inputs are {problem.dtype}"
+    try:
+        described = matrix(w4a8.parse(problem.scheme), problem.n, problem.k)
+    except VQSchemeError as error:
+        return str(error)
+    library = native.load()
+    if library is None or library.hf_vq_w4a8_supports(ctypes.byref(described)) != native.OK:
+        return f"sums of {problem.k} products may need more than 32 bits"
+    return None
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    step: Tensor | None,
+    bias: Tensor | None,
+    scheme: QoQScheme,
+) -> Tensor:
+    """y = W round(x) + b, the same numbers as `ops.w4a8.reference`.
+
+    Raises:
+        VQFormatError: tensors do not belong together.
+    """
+    library = native.load()
+    assert library is not None
+    rows, columns = codes.shape[0], x.shape[-1]
+    held = _checked(
+        {"codes": codes, "scale": scale, "zero": zero, **({} if step is None else {"step": step})},
+        scheme, rows, columns,
+    )  # fmt: skip
+    addresses = [t.data_ptr() if (t := held.get(key)) is not None else None for key in _ORDER]
+    x = x.contiguous()
+    y = x.new_empty((*x.shape[:-1], rows))
+    address, bias_dtype = None, 0
+    if bias is not None:
+        bias = bias.contiguous() if bias.dtype in native.DTYPES else bias.float().contiguous()
+        address, bias_dtype = bias.data_ptr(), native.DTYPES[bias.dtype]
+    status = library.hf_vq_w4a8_linear(
+        ctypes.byref(matrix(scheme, rows, columns, *addresses)), x.data_ptr(),
+        native.DTYPES[x.dtype], x.numel() // columns, address, bias_dtype, y.data_ptr(),
+    )  # fmt: skip
+    native.check(status, "w4a8_linear")
+    return y
+
+
+_ORDER = ("codes", "scale", "zero", "step")
+
+
+def _checked(
+    tensors: dict[str, Tensor], scheme: QoQScheme, rows: int, columns: int
+) -> dict[str, Tensor]:
+    """The stored tensors in their dtypes: the kernel would read what is not there."""
+    expected = _expected(scheme, rows, columns)
+    if tensors.keys() != expected.keys():
+        raise VQFormatError(f"a layer of {scheme.spec()} has {', '.join(expected)}.")
+    held = {}
+    for key, (shape, dtype) in expected.items():
+        tensor = tensors[key]
+        if tensor.shape != shape or tensor.device.type != "cpu":
+            raise VQFormatError(
+                f"{key} of a [{rows}, {columns}] layer of {scheme.spec()} is {list(tensor.shape)} "
+                f"on {tensor.device}, expected {list(shape)} on the CPU."
+            )
+        held[key] = tensor.to(dtype).contiguous()
+    return held
+
+
+@lru_cache(maxsize=1024)
+def _expected(
+    scheme: QoQScheme, rows: int, columns: int
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    specs = tensor_specs(scheme, rows, columns)
+    return {key: (torch.Size(spec.shape), spec.dtype) for key, spec in specs.items()}
+
+
+def _needs() -> str | None:
+    return native.why_not() or None
+
+
+def register() -> None:
+    """Add the row to the top of the dispatch table."""
+    dispatch.register(
+        dispatch.Kernel("cpu.w4a8_linear", "w4a8_linear", linear, "cpu", _needs, accepts),
+        first=True,
+    )

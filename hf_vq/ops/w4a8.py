@@ -1,0 +1,134 @@
+"""`hf_vq::w4a8_linear`: y = W x + b in integers, with W in QoQ's format and x rounded to 8 bits
+(QServe, arXiv 2405.04532, section 5.2). Differentiable with respect to x, as if x were not rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import qoq
+from ..formats.packing import unpack_bits
+from ..formats.qoq import QoQScheme
+from . import dispatch
+from .library import define, library, only_result, problem
+
+LARGEST = 127
+SMALLEST = 1e-30
+"""A token's largest number counts at least this much, so that its scale has an inverse."""
+
+parse = lru_cache(maxsize=64)(QoQScheme.parse)
+
+
+def w4a8_linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    """y = W round(x) + b.
+
+    Args:
+        x: [..., in_features], any float dtype. A token with NaN or infinity gives NaN.
+        tensors: stored tensors of W (keys of `formats.qoq`).
+        bias: [out_features] or None.
+        spec: of the `QoQScheme`.
+
+    Returns:
+        [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
+    """
+    stored = tensors["codes"], tensors["scale"], tensors["zero"], tensors.get("step")
+    if only_result(x, bias, *stored):
+        return _w4a8_linear(x, *stored, bias, spec)
+    y: Tensor = torch.ops.hf_vq.w4a8_linear.default(x, *stored, bias, spec)
+    return y
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x ~ numbers * scale: each token [..., k] as integers from -127 to 127 and one scale.
+
+    The scale is float32: it is not stored, and one of fp16 would be 2^-11 off and end at 65504. Its
+    inverse is a true division, which torch makes of two tensors only.
+
+    Returns:
+        numbers int8 [..., k]; scale float32 [..., 1], NaN of a token that is not finite.
+    """
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    finite = largest.isfinite()
+    largest = torch.where(finite, largest, torch.nan).clamp_min(SMALLEST)
+    inverse = torch.full_like(largest, LARGEST) / largest
+    numbers = torch.where(finite, x * inverse, 0).round()
+    return numbers.to(torch.int8), largest * (1 / LARGEST)
+
+
+def reference(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    step: Tensor | None,
+    bias: Tensor | None,
+    scheme: QoQScheme,
+) -> Tensor:
+    """One product of integers, exact in float64, and what is left of the formula after it:
+
+    y = (<numbers, q> * scale - sum(numbers) * zero) * size + b                 without groups
+    y = <numbers, q * step - zero> * scale * size + b                           size: of the token
+    """
+    numbers, size = quantize_tokens(x)
+    q, numbers = unpack_bits(codes, 4, x.shape[-1]), numbers.double()
+    if step is not None:
+        q = qoq.levels(q, {"step": step, "zero": zero})
+    y = (numbers @ q.double().T) * scale.double().T
+    if step is None:
+        y -= numbers.sum(-1, keepdim=True) * zero.double().T
+    y = y.float() * size
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _w4a8_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    step: Tensor | None,
+    bias: Tensor | None,
+    spec: str,
+) -> Tensor:
+    row = dispatch.select(problem("w4a8_linear", x, spec, codes.shape[0]))
+    y: Tensor = row.run(x, codes, scale, zero, step, bias, parse(spec))
+    return y
+
+
+def _fake(x: Tensor, codes: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *stored, bias, ctx.spec = inputs
+    ctx.save_for_backward(*stored)
+    ctx.length, ctx.dtype = x.shape[-1], x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        stored = dict(zip(("codes", "scale", "zero", "step"), ctx.saved_tensors, strict=True))
+        weight = qoq.decode(stored, parse(ctx.spec), ctx.length)
+        grad_x = (grad.float() @ weight).to(ctx.dtype)
+    if ctx.needs_input_grad[5]:
+        grad_bias = grad.float().reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+    return grad_x, None, None, None, None, grad_bias, None
+
+
+define(
+    "w4a8_linear",
+    "(Tensor x, Tensor codes, Tensor scale, Tensor zero, Tensor? step, Tensor? bias, str scheme) "
+    "-> Tensor",
+    _w4a8_linear,
+    _fake,
+)
+torch.library.register_autograd(
+    "hf_vq::w4a8_linear", _backward, setup_context=_save_for_backward, lib=library
+)
