@@ -40,6 +40,7 @@ from .hf import (
 from .hf import attention as _attention
 from .hf import generation as _generation
 from .hf import graphs as _graphs
+from .hf import paged as _paged
 from .hf import quantizer as _quantizer
 
 __version__ = "0.1.0"
@@ -47,7 +48,8 @@ __version__ = "0.1.0"
 # Rows of the dispatch table are asked in this order.
 for _plugin in (
     _cuda, _cpu_linear, _cpu_vptq, _cpu_attention, _cpu_static, _triton, _torch_attention,
-    _two_passes, _reference, _fit_rows, _quantizer, _attention, _generation, _graphs,
+    _two_passes, _reference, _fit_rows, _quantizer, _attention, _generation, _paged,
+    _graphs,
 ):  # fmt: skip
     _plugin.register()
 
