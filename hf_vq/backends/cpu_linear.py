@@ -93,6 +93,8 @@ def accepts(problem: dispatch.Problem) -> str | None:
         return f"{scheme.stages} stages have a second pass"
     if scheme.rotation == "qr":
         return "a QR rotation is a matrix product"
+    if scheme.has_zero:
+        return "rows have a zero"
     return "it has codebooks per channel group" if scheme.codebook == "channel_group" else None
 
 

@@ -316,6 +316,7 @@ def _codebook(scheme: VQScheme) -> str:
     learned = {
         "tensor": f"learned per tensor{integers}",
         "channel_group": "learned per channel group",
+        "integers": "integers, scale and zero",
     }
     if scheme.codebook == "tile":
         return f"learned per {scheme.tile[0]} x {scheme.tile[1]} tile"

@@ -68,7 +68,7 @@ class PageSide:
     @cached_property
     def scales(self) -> tuple[int, ...]:
         """Shape of a page's scales, in fp16 numbers."""
-        return int(self.scheme.has_scale), self.heads, self.tokens
+        return self.scheme.row_numbers, self.heads, self.tokens
 
     @cached_property
     def parts(self) -> tuple[int, int]:

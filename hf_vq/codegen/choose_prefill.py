@@ -23,6 +23,8 @@ def decodable_kv(scheme: VQScheme, head_dim: int) -> str | None:
     x, bits = scheme.vector_size, scheme.entry_bits
     if scheme.codebook == "tile" or scheme.lattice:
         return "KV codes have a codebook for all rows, or one per channel group"
+    if scheme.has_zero:
+        return "rows have a zero"
     if scheme.streams != 1 or scheme.largest_entry:
         return "KV codes have one stage of fp16 entries"
     if scheme.has_scale and scheme.group(head_dim) != head_dim:

@@ -54,11 +54,12 @@ def feed(layer, tokens, steps):
     return held, batch
 
 
-@pytest.mark.parametrize("name", ["u4", "u2", "u3", "nomad-u4"])
+@pytest.mark.parametrize("name", ["u4", "u2", "u3", "nomad-u4", "qserve-kv4"])
 @pytest.mark.parametrize("tokens", [8, BLOCK])
 def test_a_group_reads_what_its_requests_wrote(name, tokens, layouts):
-    mean = torch.randn(HEADS, DIM)
+    mean = torch.randn(HEADS, DIM) if KV_SCHEMES[name].centre_keys else None
     layer, page, scheme = pages_of(name, tokens, mean)
+    key_mean = None if mean is None else mean[:, None]
     assert (page.keys.layout == ROWS) == (layouts == "rows" or tokens % BLOCK > 0)
     held, batch = feed(layer, tokens, [
         [("a", 7)], [("b", 3), ("a", 1)], [("a", 1), ("c", 2)], [("a", 1), ("b", 1), ("c", 9)],
@@ -69,7 +70,7 @@ def test_a_group_reads_what_its_requests_wrote(name, tokens, layouts):
         cached = layer.read(group, torch.empty(1, dtype=torch.float32))
         for row, request in enumerate(group.requests):
             k, v = held[names[request.first]]
-            wanted = coded(k, scheme.key, mean[:, None]), coded(v, scheme.value, None)
+            wanted = coded(k, scheme.key, key_mean), coded(v, scheme.value, None)
             for side, expected in zip("kv", wanted, strict=True):
                 found = cached.dense(side, 0)[row : row + 1, :, group.length - request.length :]
                 assert found.shape == expected.shape

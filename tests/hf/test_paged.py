@@ -101,7 +101,7 @@ def alone(model: Any, prompt: list[int], scheme: str, cache: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    [("gqa", "u4"), ("gqa", "u2"), ("mqa", "k4v2"), ("qwen3", "u4"), ("gemma3", "u4"),
+    [("gqa", "u4"), ("gqa", "u2"), ("mqa", "k4v2"), ("qwen3", "qserve-kv4"), ("gemma3", "u4"),
      ("gemma2", "u4"), ("gpt2", "nomad-u4"), ("gpt_oss", "u2")],
 )  # fmt: skip
 def test_requests_get_what_they_get_alone(name: str, scheme: str) -> None:
