@@ -28,6 +28,7 @@ from . import (
     cuda_tables,
     kv_tables,
     quality_bars,
+    serve,
 )
 from .record import read_record
 from .show import markdown_table, significant
@@ -277,6 +278,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-quantize": lambda: _timed_table("cuda-quantize", cuda_tables.quantize),
     "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda_tables.calibrate),
     "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda_tables.crossover),
+    "results:serve": partial(_timed_table, "serve", serve.table),
+    "results:serve-cpu": partial(_timed_table, "serve-cpu", serve.table),
     **{f"results:{name}": partial(_timed_table, *of) for name, of in kv_tables.TABLES.items()},
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,

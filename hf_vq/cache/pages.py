@@ -251,6 +251,8 @@ class Pages:
         self.codes = first[:, : _product(side.codes)].view(-1, *side.codes)
         scales = second[:, : 2 * _product(side.scales)].view(torch.float16)
         self.scale = scales.view(len(memory), *side.scales).permute(0, 2, 3, 1)
+        wide = self.codes.shape[3] % 8 == 0  # rows are gathered eight bytes at a time
+        self.words = self.codes.view(torch.int64) if wide else self.codes
         self.heads = torch.arange(side.heads, device=memory.device)[:, None]
 
     def write(self, x: Tensor, mean: Tensor | None, batch: Batch) -> None:
@@ -274,7 +276,8 @@ class Pages:
         """A copy of a group's codes and scales, one tape for each request."""
         if self.side.layout == ROWS:
             page, place = group.places
-            return self.codes[page, self.heads, place], self.scale[page, self.heads, place]
+            words = self.words[page, self.heads, place]
+            return words.view(torch.uint8), self.scale[page, self.heads, place]
         pages = group.table[0]
         codes, scale = self.codes.index_select(0, pages), self.scale.index_select(0, pages)
         return codes.transpose(0, 1).flatten(1, 2)[None], scale.transpose(0, 1).flatten(1, 2)[None]

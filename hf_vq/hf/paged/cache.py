@@ -62,6 +62,16 @@ class CodesMemory(PagedAttentionMemoryHandler):
         """What does not grow with the cache: parts of a long prompt as floats."""
         return int(super().fixed_overhead_bytes) + DECODED_BYTES
 
+    def _check_footprint(self, max_batch_tokens: int, num_sectors: int) -> tuple[int, int]:
+        if num_sectors <= 0:
+            before = self.compute_memory_footprint(max_batch_tokens, 0) >> 20
+            raise VQCacheError(
+                f"continuous batching may use {max(self.available_memory, 0) >> 20} MB, of which a batch of"
+                f" {max_batch_tokens} tokens needs {before} MB before the first page. Make "
+                "max_batch_tokens smaller, or max_memory_percent larger."
+            )
+        return super()._check_footprint(max_batch_tokens, num_sectors)
+
 
 class PagedCodes(PagedAttentionCache):
     """The memory of continuous batching, with pages of codes.
