@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
                                default=list(module.CONTEXTS), help="at which it runs")  # fmt: skip
         elif name == "serve":
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES),
-                               help="of pages; bf16 are Transformers' own")  # fmt: skip
+                               help="of pages; floats are Transformers' own")  # fmt: skip
             suite.add_argument("--requests", type=int, nargs="+", help="at once")
             suite.add_argument("--prompt", type=int, help="tokens of a prompt")
             suite.add_argument("--new", type=int, help="tokens of an answer")

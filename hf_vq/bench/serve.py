@@ -21,8 +21,9 @@ from ..hf.paged import objection
 from .random_llama import random_llama
 from .show import markdown_table
 
-SCHEMES = ("bf16", "u4", "u2", "qserve-kv4")
-"""Pages: `bf16` are those of Transformers."""
+FLOATS = "floats"
+SCHEMES = (FLOATS, "u4", "u2", "qserve-kv4")
+"""Of pages: floats, Transformers' own, or codes."""
 PAGE = 256
 _GB = 1 << 30
 _SECONDS = 3600.0  # that a row may take
@@ -61,7 +62,7 @@ def _llama(
 
 
 CASES = {
-    "cpu": Case(_llama(2, 256, 4, 2, 512, 1000), (None,), (1, 4, 16), 128, 16, 0.0),
+    "cpu": Case(_llama(4, 512, 4, 2, 1536, 8000), (None,), (1, 4, 16), 512, 32, 0.0),
     "cuda": Case(
         _llama(32, 4096, 32, 8, 14336, 128256), (None, "vq-4"), (1, 4, 16, 64, 128, 256),
         1024, 512, 24.0,
@@ -160,7 +161,7 @@ def _served(
     model: Any, scheme: str, count: int, prompt: int, new: int, settings: Any
 ) -> dict[str, Any]:
     """One row: `count` requests at once, all of the same lengths, all different."""
-    options = None if scheme == "bf16" else {"backend": "vq", "scheme": scheme}
+    options = None if scheme == FLOATS else {"backend": "vq", "scheme": scheme}
     config = GenerationConfig(
         max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0,
         cache_implementation=None if options is None else "quantized", cache_config=options,

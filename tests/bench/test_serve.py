@@ -16,18 +16,18 @@ pytestmark = [
 def test_rows_and_table():
     seen = []
     settings, results = serve.run(
-        schemes=("bf16", "u4"), requests=(1, 2), prompt=20, new=3, report=seen.append
+        schemes=("floats", "u4"), requests=(1, 2), prompt=20, new=3, report=seen.append
     )
     rows = results["rows"]
     assert seen == rows and settings["prompt"] == 20
     assert [(row["kv"], row["requests"]) for row in rows] == [
-        ("bf16", 1), ("bf16", 2), ("u4", 1), ("u4", 2),
+        ("floats", 1), ("floats", 2), ("u4", 1), ("u4", 2),
     ]  # fmt: skip
     assert [row["attention"] for row in rows] == ["sdpa", "sdpa", "vq_paged", "vq_paged"]
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert rows[3]["capacity_tokens"] == rows[1]["capacity_tokens"] == 3 * serve.PAGE
     floats, codes = rows[1]["pages_gb"], rows[3]["pages_gb"]
-    assert floats / codes == pytest.approx(32 / 4.25, rel=0.01)  # float32, head_dim 64
+    assert floats / codes == pytest.approx(32 / 4.125, rel=0.01)  # float32, head_dim 128
     assert "| `float32` | `u4` | 768 |" in serve.table(rows)
 
 

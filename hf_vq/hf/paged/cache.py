@@ -66,8 +66,8 @@ class CodesMemory(PagedAttentionMemoryHandler):
         if num_sectors <= 0:
             before = self.compute_memory_footprint(max_batch_tokens, 0) >> 20
             raise VQCacheError(
-                f"continuous batching may use {max(self.available_memory, 0) >> 20} MB, of which a batch of"
-                f" {max_batch_tokens} tokens needs {before} MB before the first page. Make "
+                f"continuous batching may use {max(self.available_memory, 0) >> 20} MB, but a batch"
+                f" of {max_batch_tokens} tokens needs {before} MB before the first page. Make "
                 "max_batch_tokens smaller, or max_memory_percent larger."
             )
         return super()._check_footprint(max_batch_tokens, num_sectors)
