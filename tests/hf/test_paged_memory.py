@@ -62,7 +62,7 @@ def test_more_tokens_fit(scheme: str, bits: float, monkeypatch: Any) -> None:
     logits = 1024 * (4096 * 2 + 128256 * 4)
     token = 2 * (4096 + 32 * 128 + 2 * 8 * 128 + (2 * 32 + 8) * 128) + 9 * 4 + 2 * 8
     left = 8 * GB - (256 << 20) - logits - 1024 * token - 2 * codes.bytes_per_sector
-    beside = 2 * (codes.bytes_per_sector // 256 // 32) + 16
+    beside = 2 * (codes.bytes_per_sector // 256 // 32) + 48
     assert codes.num_sectors == left // (codes.bytes_per_sector + 256 * beside)
     assert codes.cache_tensor.nbytes < 8 * GB
 

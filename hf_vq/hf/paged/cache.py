@@ -54,8 +54,8 @@ class CodesMemory(PagedAttentionMemoryHandler):
     @property
     def bytes_per_cache_token(self) -> int:
         """Besides the page: what attention copies, twice as much where requests are padded to one
-        length, and its page and place as int64."""
-        return 2 * self.copied + 16
+        length, and its page and place, six int64 while they are computed."""
+        return 2 * self.copied + 48
 
     @property
     def fixed_overhead_bytes(self) -> int:
