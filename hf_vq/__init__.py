@@ -42,6 +42,7 @@ from .hf import (
 from .hf import attention as _attention
 from .hf import generation as _generation
 from .hf import graphs as _graphs
+from .hf import paged as _paged
 from .hf import quantizer as _quantizer
 
 __version__ = "0.1.0"
@@ -50,7 +51,7 @@ __version__ = "0.1.0"
 for _plugin in (
     _cuda, _cpu_linear, _cpu_nested, _cpu_vptq, _cpu_w4a8, _cpu_attention, _cpu_static, _triton,
     _torch_attention, _two_passes, _reference, _fit_rows, _quantizer, _attention, _generation,
-    _graphs,
+    _paged, _graphs,
 ):  # fmt: skip
     _plugin.register()
 

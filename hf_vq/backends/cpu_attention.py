@@ -72,6 +72,8 @@ def _objection(scheme: VQScheme, dim: int, layout: str, values: bool) -> str | N
         return f"mode {scheme.mode!r} is not computed by kernels"
     if scheme.vector_size not in VECTOR_SIZES or scheme.entry_bits not in BLOCK_BITS:
         return f"{scheme.notation()} has no kernel: x is 1, 2 or 4, codes have 4, 6 or 8 bits"
+    if scheme.has_zero:
+        return "rows have a zero"
     if scheme.rotation not in ("none", "hadamard"):
         return f"rotation {scheme.rotation!r}"
     if dim > LARGEST_DIM or dim % (4 * scheme.vector_size):

@@ -95,6 +95,8 @@ def accepts(problem: dispatch.Problem) -> str | None:
         return f"mode {scheme.mode!r} is not computed by kernels"
     if scheme.rotation == "qr":
         return "a QR rotation is a matrix product"
+    if scheme.has_zero:
+        return "rows have a zero"
     return "it has codebooks per channel group" if scheme.codebook == "channel_group" else None
 
 

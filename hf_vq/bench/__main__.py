@@ -37,6 +37,7 @@ from . import (
     quality_passes,
     quality_qoq,
     quality_weights,
+    serve,
     tables,
 )
 from .record import RESULTS, Recorder, command_line, read_record
@@ -49,7 +50,7 @@ TIMED_SUITES: dict[str, Any] = {
     "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,
     "cuda-quantize": cuda_quantize, "cuda-calibrate": cuda_calibrate,
     "cpu-calibrate": cpu_calibrate, "cuda-crossover": cuda_crossover, "cuda-parts": cuda_parts,
-    "cuda-offload": cuda_offload,
+    "cuda-offload": cuda_offload, "serve": serve,
 }  # fmt: skip
 
 
@@ -93,6 +94,13 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--gguf", type=Path, help="folder with kv16-Q4_0.gguf and others")
             suite.add_argument("--llama-contexts", type=int, nargs="+",
                                default=list(module.CONTEXTS), help="at which it runs")  # fmt: skip
+        elif name == "serve":
+            suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES),
+                               help="of pages; floats are Transformers' own")  # fmt: skip
+            suite.add_argument("--requests", type=int, nargs="+", help="at once")
+            suite.add_argument("--prompt", type=int, help="tokens of a prompt")
+            suite.add_argument("--new", type=int, help="tokens of an answer")
+            suite.add_argument("--memory-gb", type=float, help="of weights, pages and all else")
         elif name.startswith("cuda-"):
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
             if isinstance(getattr(module, "TOKENS", None), tuple):
@@ -106,7 +114,8 @@ def build_parser() -> argparse.ArgumentParser:
                 suite.add_argument("--layers", type=int, default=module.LAYERS)
         else:
             suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-        suite.add_argument("--rounds", type=int, help="turns of every contestant")
+        if name != "serve":
+            suite.add_argument("--rounds", type=int, help="turns of every contestant")
         suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
         suite.add_argument("--revision", help="of the source (default: git is asked)")
         suite.set_defaults(parser=suite)
@@ -176,7 +185,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _time(args: argparse.Namespace) -> int:
     options = {"threads": "", "tokens": "", "schemes": "", "layers": "", "rounds": "",
-               "quick": "", "cases": "",
+               "quick": "", "cases": "", "requests": "", "prompt": "", "new": "", "memory_gb": "",
                "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR", "llama_contexts": ""}  # fmt: skip
     names = {name: shown for name, shown in options.items() if hasattr(args, name)}
     isa = env.CPU_ISA.get()
@@ -184,7 +193,8 @@ def _time(args: argparse.Namespace) -> int:
     command = command_line(start, args.parser, args, names)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     measure = functools.partial(TIMED_SUITES[args.suite].run, **given)
-    return _record(args, command, args.suite.partition("-")[0], measure, _print_time)
+    device = "cpu" if args.suite.startswith("cpu-") else "cuda"
+    return _record(args, command, device, measure, _print_time)
 
 
 def _record(

@@ -29,6 +29,7 @@ from . import (
     kv_tables,
     passes_tables,
     quality_bars,
+    serve,
 )
 from .record import read_record
 from .show import markdown_table, significant
@@ -314,6 +315,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-quantize": lambda: _timed_table("cuda-quantize", cuda_tables.quantize),
     "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda_tables.calibrate),
     "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda_tables.crossover),
+    "results:serve": partial(_timed_table, "serve", serve.table),
+    "results:serve-cpu": partial(_timed_table, "serve-cpu", serve.table),
     **{f"results:{name}": partial(_timed_table, *of) for name, of in kv_tables.TABLES.items()},
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
@@ -353,6 +356,7 @@ def _codebook(scheme: VQScheme) -> str:
     learned = {
         "tensor": f"learned per tensor{integers}",
         "channel_group": "learned per channel group",
+        "integers": "integers, scale and zero",
     }
     if scheme.codebook == "tile":
         return f"learned per {scheme.tile[0]} x {scheme.tile[1]} tile"

@@ -381,7 +381,7 @@ def _usable(allocation: Allocation) -> Allocation:
 def _check_usable(scheme: KVScheme) -> None:
     for part in (scheme.key, scheme.value):
         problem = {
-            f"a codebook per {part.codebook}": part.codebook != "universal" and not learned(part),
+            f"a codebook per {part.codebook}": part.codebook == "tile",
             "a codebook of integers": part.largest_entry > 0,
             "residual stages": part.residuals != 1,
             "a lattice": part.lattice is not None,

@@ -120,7 +120,7 @@ class Tape:
 class CodeTape:
     """Codes and scales of tokens, the codes in the order that the device's kernel reads.
 
-    `data` holds the codes (`ops.layout` draws them), `scale` fp16 [B, H, tokens, 2, 1 or 0]; the
+    `data` holds the codes (`ops.layout` draws them), `scale` fp16 [B, H, tokens, 0, 1 or 2]; the
     tokens `begin` .. `end` of both count. Canonical rows go in by `replace` and come out by `rows`.
     On a device of another type than its first one a tape is in rows.
 
@@ -147,7 +147,7 @@ class CodeTape:
         self._home = like.device.type
         self.capacity, self.limit = capacity, limit
         self.begin = self.end = 0
-        scales = scheme.row_scales
+        scales = scheme.row_numbers
         self.scale = like.new_empty(batch, heads, 0, scales, dtype=torch.float16)
         self.data = self._codes(0)
 
@@ -159,7 +159,7 @@ class CodeTape:
         return to_rows(self.data, self.begin, len(self), self.bits, self.layout)
 
     def scales(self) -> Tensor:
-        """The scales, without a copy: fp16 [B, H, len(self), 2, 1 or 0]."""
+        """The scales, without a copy: fp16 [B, H, len(self), 0, 1 or 2]."""
         return self.scale[:, :, self.begin : self.end]
 
     def reserve(self, count: int) -> int:

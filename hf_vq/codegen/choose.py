@@ -79,6 +79,8 @@ def decodable(scheme: VQScheme) -> str | None:
         return f"mode {scheme.mode!r} is not computed by kernels"
     if scheme.codebook == "channel_group":
         return "it has codebooks per channel group"
+    if scheme.has_zero:
+        return "rows have a zero"
     if scheme.codebook == "tile" and scheme.largest_entry:
         return "codebooks of tiles hold integers"
     if scheme.vector_size not in VECTOR_SIZES:

@@ -25,6 +25,8 @@ def appendable(scheme: VQScheme, dim: int) -> str | None:
         return f"mode {scheme.mode!r} is not computed by kernels"
     if scheme.vector_size not in VECTOR_SIZES or scheme.entry_bits > MOST_BITS:
         return f"{scheme.notation()} has no kernel: x is 1, 2 or 4, codes have up to 8 bits"
+    if scheme.has_zero:
+        return "rows have a zero"
     if scheme.rotation not in ("none", "hadamard"):
         return f"rotation {scheme.rotation!r}"
     if dim not in HEAD_DIMS:

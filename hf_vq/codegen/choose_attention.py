@@ -32,6 +32,8 @@ def attendable(scheme: VQScheme, dim: int, what: str) -> str | None:
         return f"{what} are {scheme.notation()}: {bits} bits stand for {width} numbers"
     if not scheme.has_scale and bits != _INDEX_BITS:
         return f"{what} have learned codebooks of {1 << bits} entries, not {1 << _INDEX_BITS}"
+    if scheme.has_zero:
+        return f"{what} have a zero"
     if scheme.rotation not in ("none", "hadamard"):
         return f"{what} have a rotation {scheme.rotation!r}"
     if scheme.scale_group:

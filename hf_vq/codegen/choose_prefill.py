@@ -25,6 +25,8 @@ def decodable_kv(scheme: VQScheme, head_dim: int) -> str | None:
         return "KV codes have a codebook for all rows, or one per channel group"
     if scheme.mode != "unbiased":
         return f"mode {scheme.mode!r} is not computed by kernels"
+    if scheme.has_zero:
+        return "rows have a zero"
     if scheme.streams != 1 or scheme.largest_entry:
         return "KV codes have one stage of fp16 entries"
     if scheme.has_scale and scheme.group(head_dim) != head_dim:

@@ -107,6 +107,9 @@ KV_SCHEMES: dict[str, KVScheme] = {
     "nomad-2": KVScheme(_per_channel(2, 4), _row(1, 4), centre_keys=False),
     "nomad-1": KVScheme(_per_channel(4, 4), _row(1, 4), centre_keys=False),
     "nomad-u4": _same(_row(1, 4)),
+    "qserve-kv4": _same(
+        VQScheme(1, 4, codebook="integers", scale_group=0, rotation="none"), centre_keys=False
+    ),
 }
 """KV cache schemes by name.
 
@@ -114,7 +117,8 @@ KV_SCHEMES: dict[str, KVScheme] = {
 floats, here they are codes too); `cq-*` are those of VQ-LLM. Both need codebooks learned from
 recorded keys (`hf_vq.calibrate_kv`), as `learned-*` do: these are `u4` and `u2` but for a codebook
 of their own for the keys and one for the values of each layer. `nomad-u4` has NoMAD's 16 entries
-and no learned codebook.
+and no learned codebook. `qserve-kv4` is the KV4 of QServe: integers of 4 bits, and a scale and a
+zero for each token and head.
 """
 
 
@@ -137,15 +141,17 @@ def weight_scheme(scheme: str | dict[str, Any] | VQScheme) -> VQScheme:
     Raises:
         VQSchemeError: no such scheme; the message lists the names.
     """
-    if isinstance(scheme, VQScheme):
-        return _available(scheme)
-    if isinstance(scheme, dict):
-        return _available(VQScheme.from_dict(scheme))
     if isinstance(scheme, str) and scheme in WEIGHT_SCHEMES:
         return WEIGHT_SCHEMES[scheme]
-    if isinstance(scheme, str) and scheme.startswith("vq") and "x" in scheme:
-        return _available(VQScheme.parse(scheme))
-    raise _unknown("weight", scheme, [*WEIGHT_SCHEMES, *QOQ_SCHEMES])
+    if isinstance(scheme, dict):
+        scheme = VQScheme.from_dict(scheme)
+    elif isinstance(scheme, str) and scheme.startswith("vq") and "x" in scheme:
+        scheme = VQScheme.parse(scheme)
+    if not isinstance(scheme, VQScheme):
+        raise _unknown("weight", scheme, [*WEIGHT_SCHEMES, *QOQ_SCHEMES])
+    if scheme.has_zero:
+        raise VQSchemeError(f"{scheme.spec()} is for keys and values; choose vq-4 for weights.")
+    return _available(scheme)
 
 
 def linear_scheme(scheme: str | dict[str, Any] | LinearScheme) -> LinearScheme:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import VQSchemeError, shown
 
-CODEBOOKS = ("universal", "tensor", "tile", "channel_group")
+CODEBOOKS = ("universal", "tensor", "tile", "channel_group", "integers")
 ROTATIONS = ("none", "hadamard", "random_hadamard", "qr")
 STAGES = ("independent", "rerotated", "shared", "nested")
 CODEBOOK_BITS = (16, 7)
@@ -30,7 +30,7 @@ _LIMITS = {
     "second_bits": (0, 16),
 }
 _SPEC = re.compile(
-    r"vq(?P<x>\d+)x(?P<y>\d+)(\+(?P<second>\d+))?r(?P<z>\d+)-(?P<codebook>universal|e8p|tensor|channel_group"
+    r"vq(?P<x>\d+)x(?P<y>\d+)(\+(?P<second>\d+))?r(?P<z>\d+)-(?P<codebook>universal|e8p|tensor|integers|channel_group"
     r"|tile(?P<rows>\d+)x(?P<columns>\d+))(-int(?P<bits>7))?-g(?P<group>\d+)"
     r"-(?P<rotation>none|hadamard|random_hadamard|qr)(?P<block>\d+)?(-(?P<stages>rerotated|shared|nested))?"
     r"(-(?P<mode>norm_corrected|mse|product))?"
@@ -47,7 +47,9 @@ class VQScheme:
         residuals: z, stages whose entries are added (VQ-LLM, section II).
         codebook: scope of a codebook: `universal` (computed once for Gaussian data), `tensor`,
             `tile` (`tile` rows x columns share one) or `channel_group` (one per KV head and group
-            of `vector_size` channels; its entries have the data's own size, so rows have no scale).
+            of `vector_size` channels; its entries have the data's own size, so rows have no scale);
+            or `integers`, of keys and values: the entries are 0 .. 2^y - 1, and a row has a scale s
+            and a zero z, s (code - z) (QServe's KV4).
         lattice: `"e8p"` for the structured 2^16-entry codebook of QuIP#, else None.
         tile: rows and columns of a tile; only read when `codebook == "tile"`.
         scale_group: weights along in_features that share one fp16 scale; 0 = the whole row.
@@ -131,6 +133,13 @@ class VQScheme:
             "integer entries are learned, for vectors of 4, 8, .. weights": self.largest_entry > 0
             and (self.codebook not in ("tensor", "tile") or self.vector_size % 4 > 0),
             "a codebook per tile has one stage": tiled and self.residuals > 1,
+            "rows of integers have vector_size=1, residuals=1, scale_group=0 and up to 8 bits": (
+                self.has_zero
+                and (
+                    (self.vector_size, self.residuals, self.scale_group) != (1, 1, 0)
+                    or self.entry_bits > 8
+                )
+            ),
             "codebooks per channel group have one stage and no scale (scale_group=0)": (
                 not self.has_scale and (self.residuals, self.scale_group) != (1, 0)
             ),
@@ -182,9 +191,15 @@ class VQScheme:
         return self.codebook != "channel_group"
 
     @property
-    def row_scales(self) -> int:
-        """fp16 numbers stored with a row of a KV cache."""
-        return int(self.has_scale) + (self.mode == "product")
+    def has_zero(self) -> bool:
+        """Whether rows are stored with a zero behind their scale."""
+        return self.codebook == "integers"
+
+    @property
+    def row_numbers(self) -> int:
+        """fp16 numbers that a row of keys or values has beside its codes: none, a scale, or a scale
+        and a zero, or (mode `product`) a norm."""
+        return int(self.has_scale) + int(self.has_zero or self.mode == "product")
 
     @property
     def two_passes(self) -> bool:
@@ -313,7 +328,7 @@ class VQScheme:
         cache once per model)."""
         group = self.scale_group if in_features is None else self.group(in_features)
         group = group if self.has_scale else 0
-        scales = 2 if self.stages in ("rerotated", "shared") else max(self.row_scales, 1)
+        scales = 2 if self.stages in ("rerotated", "shared") else max(self.row_numbers, 1)
         codes = self.streams * self.entry_bits + self.second_bits
         bits = codes / self.vector_size
         bits += 16 * scales / group if group else 0.0

@@ -14,11 +14,13 @@ def universal_tensor(scheme: VQScheme) -> Tensor:
     passes, that of the first one; of mode `product`, that of the bits without the sign.
 
     Stage i + 1 codes what stage i leaves; its entries are scaled by the root of stage i's error on
-    Gaussian data (E8P: by a measured constant).
+    Gaussian data (E8P: by a measured constant). `integers` are 0, 1, 2 ...
 
     Raises:
         VQSchemeError: there is no such universal codebook.
     """
+    if scheme.has_zero:
+        return torch.arange(scheme.entries, dtype=torch.float16).reshape(1, -1, 1)
     if scheme.lattice:
         # Not the root of the error: outliers decide. With the first stage spread by 1.16 (which the
         # group scale does) a second one of 1/4 gives .0084 on Gaussian data; QuIP#'s 1/3.45, .0088.

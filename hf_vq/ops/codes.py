@@ -77,7 +77,7 @@ def encode_kv(x: Tensor, codebook: Tensor, scheme: VQScheme) -> tuple[Tensor, Te
     Args:
         x: for codebooks per channel group [..., heads, tokens, head_dim].
         codebook: [1, entries, x], or per channel group [heads, head_dim / x, entries, x]; the scale
-            then is [..., 0].
+            then is [..., 0]; of integers it is [..., 2], with the zero.
     """
     codes, scale = torch.ops.hf_vq.encode(x, codebook, None, scheme.spec())
     return codes, scale
@@ -193,7 +193,7 @@ def _fake_encode(
     parsed = parse(scheme)
     size = packed_size(x.shape[-1] // parsed.vector_size, parsed.entry_bits)
     codes = x.new_empty(*x.shape[:-1], size, dtype=torch.uint8)
-    return codes, x.new_empty(*x.shape[:-1], parsed.row_scales, dtype=torch.float16)
+    return codes, x.new_empty(*x.shape[:-1], parsed.row_numbers, dtype=torch.float16)
 
 
 def _fake_append(x: Tensor, *arguments: Any) -> None:

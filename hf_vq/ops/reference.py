@@ -20,6 +20,7 @@ from ..transforms import rotate as rotate_rows
 from . import projection
 from .layout import write_rows
 
+LARGEST_ZERO = 1024  # of a row of integers
 APPEND_TOKENS = 4096  # tokens encoded at a time: bounds the float32 copies of a long prompt
 
 
@@ -58,7 +59,8 @@ def decode_rotated(
 
     Args:
         codes: uint8 [..., streams * bytes].
-        scale: fp16 [..., groups]; [..., 0] and not used for a scheme without scales.
+        scale: fp16 [..., groups]; [..., 0] and not used for a scheme without scales; [..., 2] scale
+            and zero for integers.
     """
     if scheme.mode == "product":
         return _decode_product(codes, codebook, scale, scheme, length)
@@ -74,6 +76,9 @@ def decode_rotated(
     rows = rows.flatten(-2)
     if not scheme.has_scale:
         return rows
+    if scheme.has_zero:
+        step, zero = scale.float().split(1, -1)
+        return (rows - zero) * step
     grouped = rows.unflatten(-1, (scale.shape[-1], -1))
     return (grouped * scale.float()[..., None]).flatten(-2)
 
@@ -169,12 +174,14 @@ def encode(
     so that <s q, u> = |u|^2: logits are not shrunk (EDEN; measured in docs/kv_cache.md). Other
     modes are for comparison (`VQScheme.mode`). A row that is not finite, or beyond fp16 (65504),
     gets a scale that is not finite, and decodes to NaN. Codebooks per channel group have no scale
-    (`encode_in_groups`).
+    (`encode_in_groups`), integers a zero as well (`encode_integers`).
 
     Returns:
-        codes uint8 [..., bytes], scale fp16 [..., 1], or [..., 0] without scales; of mode `product`
-        [..., 2], that of the codebook and the norm of what the signs stand for.
+        codes uint8 [..., bytes], scale fp16 [..., 1], or [..., 0] without scales, or [..., 2]: also
+        a zero, or of mode `product` the norm of what the signs stand for.
     """
+    if scheme.has_zero:
+        return encode_integers(x, rotation, scheme)
     if not scheme.has_scale:
         codes = encode_in_groups(x, codebook, rotation, scheme)
         return codes, x.new_empty(*x.shape[:-1], 0, dtype=torch.float16)
@@ -197,6 +204,26 @@ def encode(
         codes = codes << 1 | projection.signs(left)
         scale = torch.cat([scale, left.norm(dim=-1, keepdim=True).half()], -1)
     return pack_bits(codes, scheme.entry_bits, check=False), scale
+
+
+def encode_integers(x: Tensor, rotation: Tensor | None, scheme: VQScheme) -> tuple[Tensor, Tensor]:
+    """c = round(x / s + z), s = (max - min) / (2^y - 1) and z = -min / s in fp16, for each row: KV4
+    of QServe (arXiv 2405.04532).
+
+    A row far from zero would have a zero that float16 cannot tell from its neighbours, so that s is
+    at least max |x| / 1024: z is right to a quarter of a step.
+
+    Returns:
+        codes uint8 [..., bytes], s and z fp16 [..., 2].
+    """
+    rows, top = rotate_rows(x.float(), scheme, rotation), scheme.entries - 1
+    low, high = rows.aminmax(dim=-1, keepdim=True)
+    step = torch.maximum((high - low) / top, rows.abs().amax(-1, keepdim=True) / LARGEST_ZERO)
+    step = step.half().float()
+    zero = torch.where(step == 0, 0, -low / step).half().float()
+    codes = torch.where(step == 0, 0, rows / step + zero).round().nan_to_num(0).clamp(0, top)
+    packed = pack_bits(codes.to(torch.uint8), scheme.entry_bits, check=False)
+    return packed, torch.cat([step, zero], -1).half()
 
 
 def encode_in_groups(
@@ -238,7 +265,7 @@ def append(
     Args:
         mean: float32 [B, H, 1, D]; None = 0.
         codes: the tape's codes in `layout` (`ops.layout`).
-        scale: fp16 [B, H, tokens, scales], as `encode` gives them.
+        scale: fp16 [B, H, tokens, numbers], as `encode` gives them.
     """
     for part in x.split(APPEND_TOKENS, 2):
         rows = part.float() if mean is None else part.float() - mean

@@ -54,7 +54,7 @@ def decoded(rows, bits, mode):
     how = scheme(bits, mode)
     codebook = universal_tensor(how)
     found = ops.encode_kv(rows, codebook, how)
-    assert found[1].shape[-1] == how.row_scales
+    assert found[1].shape[-1] == how.row_numbers
     return ops.decode_kv(*found, codebook, how, rows.shape[1])
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...errors import VQConfigError, VQFormatError, shown
 from ..scheme import VQScheme
-from ..tensors import TensorSpec
+from ..spec import TensorSpec
 from .layout import CURE, Layout, dtype_named, integer, name_of
 
 LAYERS_APART = 10007  # between the seeds of layers that have their own

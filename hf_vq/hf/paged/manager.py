@@ -1,0 +1,112 @@
+"""`PagedManager`: Transformers' `ContinuousBatchingManager` with another cache and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.initialization import (
+    update_cb_config_after_cache_creation,
+)
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+
+from ...cache import VQCache
+from ...errors import VQCacheError
+from .attention import NAME
+from .cache import PagedCodes
+
+
+class PagedManager(ContinuousBatchingManager):
+    """Continuous batching whose pages hold codes; made by `model.init_continuous_batching`.
+
+    Args:
+        model: that generates; its attention is `vq_paged` until the manager stops.
+        generation_config: as Transformers' manager takes it.
+        continuous_batching_config: likewise; None = its defaults.
+        template: an empty cache of the model, whose layers say how each is coded.
+        workload_hints: likewise.
+
+    Raises:
+        VQCacheError: the config asks for CUDA graphs or compilation.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig | None,
+        template: VQCache,
+        workload_hints: Any = None,
+    ) -> None:
+        self.template = template
+        config = continuous_batching_config or ContinuousBatchingConfig()
+        super().__init__(model, generation_config, config, workload_hints)
+        config = self.continuous_batching_config  # with what was left out
+        compiled = config.varlen_compile_config or config.decode_compile_config
+        if any(config.cuda_graph_booleans) or compiled:
+            self._restore_attention()
+            raise VQCacheError(
+                "pages of codes are read by a number of launches that changes with the batch: no "
+                "CUDA graph holds them. Leave use_cuda_graph, the padding intervals, compile "
+                "configs and default_compile_level out of the ContinuousBatchingConfig."
+            )
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Read the pages by `vq_paged`, whatever the model's attention is."""
+        before = model.config._attn_implementation
+        if before != NAME:
+            model.set_attn_implementation(NAME)
+            self._original_attn_impl = before
+
+    def _restore_attention(self) -> None:
+        if self._original_attn_impl is not None:
+            self.model.set_attn_implementation(self._original_attn_impl)
+            self._original_attn_impl = None
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        if isinstance(self.batch_processor, ContinuousBatchProcessor):
+            self.batch_processor.reset()
+            return self.batch_processor
+        try:
+            return self._new_batch_processor()
+        except BaseException:
+            self._restore_attention()
+            raise
+
+    def _new_batch_processor(self) -> ContinuousBatchProcessor:
+        """As Transformers does, but for the class of the cache."""
+        config, settings = self.model.config.get_text_config(), self.continuous_batching_config
+        keeps = getattr(self.model, "_supports_logits_to_keep", None)
+        cache = PagedCodes(
+            self.template, config, settings, self.model.device, self.distributed_helper,
+            self.model.dtype, bool(callable(keeps) and keeps()),
+        )  # fmt: skip
+        self._use_prefix_sharing = cache.use_prefix_sharing
+        update_cb_config_after_cache_creation(settings, cache.num_blocks, cache.max_batch_tokens)
+        if settings.scheduler_type not in SCHEDULER_MAPPING:
+            raise VQCacheError(
+                f"scheduler_type {settings.scheduler_type!r} is none of {list(SCHEDULER_MAPPING)}."
+            )
+        scheduler = SCHEDULER_MAPPING[settings.scheduler_type](
+            cache, settings.safety_margin, settings.max_requests_per_batch
+        )
+        return ContinuousBatchProcessor(
+            cache=cache,
+            config=config,
+            generation_config=self.generation_config,
+            continuous_batching_config=settings,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )

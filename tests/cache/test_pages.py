@@ -1,0 +1,134 @@
+"""Pages of codes hold what a tape holds, wherever a request's pages lie."""
+
+import pytest
+import torch
+
+from hf_vq.cache.codebooks import universal
+from hf_vq.cache.pages import Batch, LayerPages, PageFormat
+from hf_vq.formats.catalog import KV_SCHEMES
+from hf_vq.ops import decode_kv, encode_kv
+from hf_vq.ops.attention import attention
+from hf_vq.ops.layout import BLOCK, ROWS
+
+HEADS, DIM, PAGES = 2, 32, 9
+
+
+def pages_of(name, tokens, mean=None, dtype=torch.float32):
+    scheme = KV_SCHEMES[name]
+    page = PageFormat.of(scheme, HEADS, DIM, tokens, torch.empty(1, 1, 1, DIM, dtype=dtype))
+    memory = torch.randint(0, 256, (PAGES, page.nbytes + 48), dtype=torch.uint8)
+    books = universal(scheme.key, memory.device), universal(scheme.value, memory.device)
+    layer = LayerPages(memory[:, 16:-32], page, books, mean, scheme.centre_keys)
+    return layer, page, scheme
+
+
+def coded(x, scheme, mean):
+    """What the codes of x [1, H, n, D] say."""
+    book = universal(scheme, x.device)
+    codes, scale = encode_kv(x if mean is None else x - mean, book, scheme)
+    rows = decode_kv(codes, scale, book, scheme, x.shape[-1])
+    return rows if mean is None else rows + mean
+
+
+def feed(layer, tokens, steps):
+    """Requests that grow: each step [(request, new tokens)]; returns their keys and values, and the
+    last batch."""
+    tables, held, batch = {}, {}, None
+    free = torch.randperm(PAGES).tolist()
+    for step in steps:
+        batch, keys, values = Batch(tokens, torch.device("cpu")), [], []
+        for request, new in step:
+            table, (k, v) = tables.setdefault(request, []), held.get(request, (None, None))
+            past = 0 if k is None else k.shape[2]
+            while len(table) * tokens < past + new:
+                table.append(free.pop())
+            fresh = 2 + torch.randn(1, HEADS, new, DIM), torch.randn(1, HEADS, new, DIM)
+            keys.append(fresh[0])
+            values.append(fresh[1])
+            both = (
+                fresh if k is None else (torch.cat([k, fresh[0]], 2), torch.cat([v, fresh[1]], 2))
+            )
+            held[request] = both
+            batch.add(past, new, table)
+        layer.write(torch.cat(keys, 2), torch.cat(values, 2), batch)
+    return held, batch
+
+
+@pytest.mark.parametrize("name", ["u4", "u2", "u3", "nomad-u4", "qserve-kv4"])
+@pytest.mark.parametrize("tokens", [8, BLOCK])
+def test_a_group_reads_what_its_requests_wrote(name, tokens, layouts):
+    mean = torch.randn(HEADS, DIM) if KV_SCHEMES[name].centre_keys else None
+    layer, page, scheme = pages_of(name, tokens, mean)
+    key_mean = None if mean is None else mean[:, None]
+    assert (page.keys.layout == ROWS) == (layouts == "rows" or tokens % BLOCK > 0)
+    held, batch = feed(layer, tokens, [
+        [("a", 7)], [("b", 3), ("a", 1)], [("a", 1), ("c", 2)], [("a", 1), ("b", 1), ("c", 9)],
+    ])  # fmt: skip
+    names = {request.first: name for request, name in zip(batch.requests, "abc", strict=True)}
+    seen = 0
+    for group in layer.groups(batch):
+        cached = layer.read(group, torch.empty(1, dtype=torch.float32))
+        for row, request in enumerate(group.requests):
+            k, v = held[names[request.first]]
+            wanted = coded(k, scheme.key, key_mean), coded(v, scheme.value, None)
+            for side, expected in zip("kv", wanted, strict=True):
+                found = cached.dense(side, 0)[row : row + 1, :, group.length - request.length :]
+                assert found.shape == expected.shape
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            seen += request.new
+    assert seen == 11
+
+
+@pytest.mark.parametrize("tokens", [4, BLOCK])
+def test_attention_of_a_group_is_that_of_each_request(tokens):
+    layer, _, scheme = pages_of("u4", tokens, torch.randn(HEADS, DIM))
+    steps = [[("a", 6), ("b", 5), ("c", 4)], [("a", 1), ("b", 1), ("c", 3)]]
+    held, batch = feed(layer, tokens, steps)
+    query = torch.randn(1, 2 * HEADS, 5, DIM)
+    groups = layer.groups(batch)
+    rows = layer.k.side.layout == ROWS
+    assert [len(group.requests) for group in groups] == ([2, 1] if rows else [1, 1, 1])
+    for group in groups:
+        cached = layer.read(group, query)
+        asked = query[0][:, group.rows].transpose(0, 1)
+        out = attention(asked, cached, scaling=0.2, mask=group.mask)
+        for row, request in enumerate(group.requests):
+            k, v = held["abc"[batch.requests.index(request)]]
+            k = coded(k, scheme.key, layer.mean).repeat_interleave(2, 1)
+            v = coded(v, scheme.value, None).repeat_interleave(2, 1)
+            seen = torch.ones(request.new, request.length, dtype=torch.bool).tril(request.past)
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                query[:, :, request.rows], k, v, attn_mask=seen, scale=0.2
+            )
+            torch.testing.assert_close(out[row : row + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_mean_is_that_of_the_first_tokens_and_stays():
+    layer, _, _ = pages_of("u4", 8)
+    held, _ = feed(layer, 8, [[("a", 7), ("b", 5)], [("a", 6)]])
+    first = torch.cat([held["a"][0][:, :, 4:7], held["b"][0][:, :, 4:5]], 2)
+    torch.testing.assert_close(layer.mean, first.mean(2, keepdim=True))
+
+
+def test_a_short_first_prompt_still_has_a_mean():
+    layer, _, _ = pages_of("u4", 8)
+    held, _ = feed(layer, 8, [[("a", 2)]])
+    torch.testing.assert_close(layer.mean, held["a"][0].mean(2, keepdim=True))
+
+
+def test_writing_touches_its_own_tokens_only():
+    layer, page, _ = pages_of("u4", 8, torch.zeros(HEADS, DIM))
+    parts = layer.k.codes, layer.k.scale, layer.v.codes, layer.v.scale
+    before = [part.clone() for part in parts]
+    batch = Batch(8, torch.device("cpu"))
+    batch.add(3, 2, [7])
+    layer.write(torch.randn(1, HEADS, 2, DIM), torch.randn(1, HEADS, 2, DIM), batch)
+    assert page.keys.layout == ROWS
+    for now, was in zip(parts, before, strict=True):
+        same = (now == was) | ((now != now) & (was != was))  # chance made some of them NaN
+        assert (~same).any(3).any(1).nonzero().tolist() == [[7, 3], [7, 4]]
+
+
+def test_a_page_has_the_nominal_bits():
+    page = PageFormat.of(KV_SCHEMES["u4"], 8, 128, 256, torch.empty(1, dtype=torch.float32))
+    assert page.nbytes * 8 == 2 * 8 * 128 * 256 * 4.125

@@ -1,0 +1,342 @@
+"""Continuous batching over pages of codes gives what plain decoding of the same codes gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_generate import build, greedy
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.generation.continuous_batching import PagedAttentionCache
+
+from hf_vq.cache.codebooks import KVCodebooks, universal
+from hf_vq.errors import VQCacheError
+from hf_vq.formats.catalog import KV_SCHEMES
+from hf_vq.hf import paged
+from hf_vq.ops import decode_kv, encode_kv
+
+pytestmark = [
+    pytest.mark.usefixtures("reference_kernels"),
+    pytest.mark.skipif(paged.objection() is not None, reason=str(paged.objection())),
+]
+paged.register()
+
+NEW = 6
+LENGTHS = (5, 40, 1, 17)
+PAGE = 8
+
+
+class Decoded(DynamicCache):
+    """A cache whose full-attention layers hold what codes say of every key and value."""
+
+    def __init__(self, config: Any, scheme: str, means: dict[int, Tensor | None]) -> None:
+        super().__init__(config=config)
+        self.scheme, self.means = KV_SCHEMES[scheme], means
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        if layer in self.means:
+            key = self._coded(key, self.scheme.key, self.means[layer])
+            value = self._coded(value, self.scheme.value, None)
+        return super().update(key, value, layer, *args, **kwargs)
+
+    @staticmethod
+    def _coded(x: Tensor, scheme: Any, mean: Tensor | None) -> Tensor:
+        book = universal(scheme, x.device)
+        codes, scale = encode_kv(x if mean is None else x - mean, book, scheme)
+        rows = decode_kv(codes, scale, book, scheme, x.shape[-1])
+        return rows if mean is None else rows + mean
+
+
+def config_of(scheme: str | None, **fields: Any) -> GenerationConfig:
+    options = None if scheme is None else {"backend": "vq", "scheme": scheme}
+    return GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0,
+        cache_implementation=None if scheme is None else "quantized", cache_config=options,
+        **fields,
+    )  # fmt: skip
+
+
+def batching(**fields: Any) -> Any:
+    from transformers import ContinuousBatchingConfig
+
+    settings = {"page_size": PAGE, "num_blocks": 60, "max_batch_tokens": 24, **fields}
+    return ContinuousBatchingConfig(**settings)
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [torch.randint(2, 94, (length,)).tolist() for length in lengths]
+
+
+def serve(
+    model: Any, prompts: list[list[int]], scheme: str = "u4", of: Any = None, **fields: Any
+) -> tuple[list[list[int]], Any]:
+    """The tokens of every prompt, in order, and the cache that they were computed with."""
+    before = model.config._attn_implementation
+    context = model.continuous_batching_context_manager(
+        generation_config=of or config_of(scheme), continuous_batching_config=batching(**fields)
+    )
+    with context as manager:
+        names = manager.add_requests(prompts)
+        results: dict[str, Any] = {}
+        while len(results) < len(prompts) * manager.num_return_sequences:
+            result = manager.get_result(timeout=30)
+            assert result is not None, manager.background_thread_status.fatal_error
+            results[result.request_id] = result
+        cache = manager.batch_processor.cache
+    assert model.config._attn_implementation == before
+    assert all(result.error is None for result in results.values())
+    children = [name for name in results if name not in names]
+    return [results[name].generated_tokens for name in [*names, *children]], cache
+
+
+def alone(
+    model: Any, prompts: list[list[int]], found: list[list[int]], scheme: str, cache: Any
+) -> list[list[int]]:
+    """What greedy decoding of each prompt alone says behind `found`, which is `found` if that is
+    what it finds: a token's codes do not depend on the tokens that come with it."""
+    means = {index: layer.mean for index, layer in cache.layers.items()}
+    expected = []
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert len(tokens) == NEW
+        whole = torch.tensor([[*prompt, *tokens[:-1]]])
+        with torch.no_grad():
+            past = Decoded(model.config, scheme, means)
+            logits = model(whole, past_key_values=past).logits
+        expected.append(logits[0, len(prompt) - 1 :].argmax(-1).tolist())
+    return expected
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Managers that stop collect garbage, which takes longer than all that a test computes."""
+    monkeypatch.setattr("gc.collect", lambda *generation: 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("gqa", "u4"), ("gqa", "u2"), ("mqa", "k4v2"), ("qwen3", "qserve-kv4"), ("gemma3", "u4"),
+     ("gemma2", "u4"), ("gpt2", "nomad-u4"), ("gpt_oss", "u2")],
+)  # fmt: skip
+def test_requests_get_what_they_get_alone(name: str, scheme: str) -> None:
+    """Prompts are cut into chunks of at most 24 tokens and computed beside those that decode."""
+    model = build(name)
+    prompts = prompts_of(*LENGTHS)
+    found, cache = serve(model, prompts, scheme)
+    assert found == alone(model, prompts, found, scheme, cache)
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * 2
+    assert len(cache.layers) == kinds.count("full_attention")
+
+
+@pytest.mark.parametrize("name", ["gqa", "gemma3", "gpt_oss"])
+def test_probabilities_are_those_of_codes_and_not_of_floats(name: str) -> None:
+    model = build(name)
+    prompts = prompts_of(30, 21)
+    with model.continuous_batching_context_manager(
+        config_of("u2"), continuous_batching_config=batching(return_logprobs=True)
+    ) as manager:
+        names = manager.add_requests(prompts)
+        results = [manager.get_result(timeout=30) for _ in prompts]
+        cache = manager.batch_processor.cache
+    means = {index: layer.mean for index, layer in cache.layers.items()}
+    for result in results:
+        ids = torch.tensor([prompts[names.index(result.request_id)]])
+        whole = torch.cat([ids, torch.tensor([result.generated_tokens])], 1)
+        logprobs = []
+        for past in (Decoded(model.config, "u2", means), DynamicCache(config=model.config)):
+            with torch.no_grad():
+                logits = model(whole, past_key_values=past).logits[0, ids.shape[1] - 1 : -1]
+            every = logits.float().log_softmax(-1)
+            logprobs.append(every.gather(1, whole[0, ids.shape[1] :, None])[:, 0])
+        found = torch.tensor(result.logprobs)
+        torch.testing.assert_close(found, logprobs[0], rtol=1e-3, atol=1e-4)
+        assert not torch.allclose(found, logprobs[1], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [7, 64])
+def test_the_cut_of_prompts_changes_nothing(tokens: int) -> None:
+    model = build("qwen3")
+    prompts = prompts_of(1, 33, 17, 5)  # the mean is that of the first prompt, whole in each case
+    found, cache = serve(model, prompts, max_batch_tokens=tokens)
+    assert found == alone(model, prompts, found, "u4", cache)
+
+
+def test_requests_come_and_go() -> None:
+    model = build("gqa")
+    prompts = prompts_of(*LENGTHS, 20, 3)
+    results = {}
+    with model.continuous_batching_context_manager(
+        config_of("u4"), continuous_batching_config=batching()
+    ) as manager:
+        names = manager.add_requests(prompts[:3])
+        for later in prompts[3:]:
+            result = manager.get_result(timeout=30)
+            results[result.request_id] = result.generated_tokens
+            names.append(manager.add_request(later))
+            if later is prompts[4]:
+                manager.cancel_request(names.pop())
+        while len(results) < len(names):
+            result = manager.get_result(timeout=30)
+            results[result.request_id] = result.generated_tokens
+        cache = manager.batch_processor.cache
+    kept = [prompt for prompt in prompts if prompt is not prompts[4]]
+    found = [results[name] for name in names]
+    assert found == alone(model, kept, found, "u4", cache)
+    assert not cache.codes.block_table
+    blocks = cache.compute_free_capacity(relative=False) / cache.codes.bytes_per_block
+    assert blocks + len(cache.codes.ledger.cached_blocks) == cache.num_blocks
+
+
+def test_requests_that_do_not_fit_are_evicted_and_computed_again(monkeypatch: Any) -> None:
+    from transformers.generation.continuous_batching.requests import RequestState
+
+    evicted = []
+    again = RequestState.create_equivalent_initial_request
+
+    def counted(state: Any) -> Any:
+        evicted.append(state.request_id)
+        return again(state)
+
+    monkeypatch.setattr(RequestState, "create_equivalent_initial_request", counted)
+    model = build("gqa")
+    prompts = prompts_of(15, 14, 13, 16)
+    found, cache = serve(model, prompts, num_blocks=9)
+    assert evicted
+    assert cache.num_blocks == 9
+    assert found == alone(model, prompts, found, "u4", cache)
+
+
+def test_a_prefix_is_shared() -> None:
+    model = build("gqa")
+    prefix = prompts_of(3 * PAGE + 2)[0]
+    prompts = [prefix + more for more in prompts_of(4, 9, 1)]
+    hits = []
+    search = PagedAttentionCache.search_prefix_match
+
+    def counted(self: Any, *arguments: Any) -> int:
+        hits.append(search(self, *arguments))
+        return hits[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagedAttentionCache, "search_prefix_match", counted)
+        found, cache = serve(model, prompts, max_requests_per_batch=1)
+    assert sorted(hits) == [0, 3 * PAGE, 3 * PAGE]
+    assert found == alone(model, prompts, found, "u4", cache)
+
+
+def test_forks_copy_the_page_that_is_not_full() -> None:
+    model = build("gqa")
+    prompts = prompts_of(2 * PAGE + 3)
+    of = config_of("u4")
+    of.num_return_sequences = 3  # greedy: all are equal
+    found, cache = serve(model, prompts, of=of)
+    assert found == alone(model, prompts * 3, found, "u4", cache)
+    assert found[1:] == found[:1] * 2
+
+
+def test_weights_may_be_codes_too(quantized: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(quantized("qwen3")).eval()
+    prompts = prompts_of(5, 11)
+    found, cache = serve(model, prompts)
+    assert found == alone(model, prompts, found, "u4", cache)
+
+
+def test_calibrated_means_are_found(tmp_path: Any) -> None:
+    model = build("gqa")
+    means = [torch.randn(2, 16) for _ in range(2)]
+    none: list[Tensor | None] = [None, None]
+    KVCodebooks(KV_SCHEMES["u4"], none, none, means).save(tmp_path / "kv_codebooks.safetensors")
+    model.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    prompts = prompts_of(5, 20)
+    found, cache = serve(model, prompts)
+    for layer, mean in zip(cache.layers.values(), means, strict=True):
+        assert torch.equal(layer.mean[0, :, 0], mean)
+    assert found == alone(model, prompts, found, "u4", cache)
+
+
+def test_generate_batch_reads_the_generation_config_of_the_model() -> None:
+    model = build("gqa")
+    prompts = prompts_of(5, 20)
+    wanted, _ = serve(model, prompts)
+    dense = model.generate_batch(prompts, config_of(None), batching())
+    model.generation_config.cache_implementation = "quantized"
+    model.generation_config.cache_config = {"backend": "vq", "scheme": "u2"}
+    explicit = model.generate_batch(prompts, config_of("u4"), batching())
+    coded = model.generate_batch(prompts, config_of(None), batching())
+    tokens = [[r.generated_tokens for r in found.values()] for found in (dense, explicit, coded)]
+    assert tokens[1] == wanted
+    assert tokens[2] == serve(model, prompts, "u2")[0]
+    ids = [torch.tensor([prompt]) for prompt in prompts]
+    assert tokens[0] == [greedy(model, x, new=NEW)[0, x.shape[1] :].tolist() for x in ids]
+
+
+def test_transformers_serve_takes_it_from_the_generation_config() -> None:
+    serving = pytest.importorskip("transformers.cli.serving.utils")
+    model = build("gqa")
+    manager = serving.CBGenerateManager(batching())
+    manager.init_cb(model, config_of("u4"))
+    try:
+        assert type(manager._cb).__name__ == "PagedManager"
+    finally:
+        manager._cb.stop()
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"window": 64}, "asks for window"),
+        ({"strict": True}, "keys \\['strict'\\]"),
+        ({"scheme": "u9"}, "u9"),
+    ],
+)
+def test_options_that_pages_cannot_follow_are_refused(fields: Any, wrong: str) -> None:
+    of = config_of("u4")
+    of.cache_config.update(fields)
+    with pytest.raises(Exception, match=wrong) as error:
+        build("gqa").init_continuous_batching(of, batching())
+    assert type(error.value).__module__ == "hf_vq.errors"
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"default_compile_level": 1}, "CUDA graph"),
+        ({"scheduler_type": "none"}, "scheduler_type"),
+        ({"num_blocks": None, "max_memory_percent": 1e-9}, "max_batch_tokens smaller"),
+    ],
+)
+def test_a_refusal_leaves_the_model_as_it_was(fields: Any, wrong: str) -> None:
+    model = build("gqa")
+    with pytest.raises(VQCacheError, match=wrong):
+        model.generate_batch([[3, 4]], config_of("u4"), batching(**fields))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_without_full_attention_are_refused() -> None:
+    model = build("gemma3", layer_types=["sliding_attention"] * 2)
+    with pytest.raises(VQCacheError, match="no layer of full attention"):
+        model.generate_batch([[3, 4]], config_of("u4"), batching())
+
+
+def test_models_whose_values_are_narrower_are_refused(caplog: Any) -> None:
+    model = build("deepseek_v3")
+    with pytest.raises(VQCacheError, match="head_dim"):
+        model.generate_batch([[3, 4]], config_of("u4"), batching())
+
+
+def test_another_transformers_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setitem(paged._SIGNATURES, "cache_allocators.CachePool", "other")
+    paged.objection.cache_clear()
+    try:
+        with pytest.raises(VQCacheError, match=f"needs transformers {paged.NEEDED}.*CachePool"):
+            build("gqa").init_continuous_batching(config_of("u4"), batching())
+    finally:
+        paged.objection.cache_clear()
+
+
+def test_the_attention_is_for_continuous_batching_only() -> None:
+    model = build("gqa", "vq_paged")
+    with pytest.raises(VQCacheError, match="vq_paged"):
+        model(torch.tensor([[3, 4]]))

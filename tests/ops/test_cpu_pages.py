@@ -1,0 +1,52 @@
+"""Pages of whole blocks are read by the CPU's kernels, which find in them what a tape holds."""
+
+import pytest
+import torch
+
+from hf_vq.backends import native
+from hf_vq.cache.codebooks import universal
+from hf_vq.cache.pages import Batch, LayerPages, PageFormat
+from hf_vq.cache.tape import CodeTape
+from hf_vq.formats.catalog import KV_SCHEMES
+from hf_vq.ops import append_kv
+from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops.layout import BLOCK, PLANES, QUADS
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+
+HEADS, DIM, TOKENS = 2, 64, 700
+
+
+@pytest.mark.parametrize("name", ["u4", "u2", "nomad-u4"])
+def test_attention_is_bit_equal_to_that_over_a_tape(name):
+    scheme, like = KV_SCHEMES[name], torch.empty(1, HEADS, 1, DIM)
+    page = PageFormat.of(scheme, HEADS, DIM, BLOCK, like)
+    assert (page.keys.layout, page.values.layout) == (QUADS, PLANES)
+    memory = torch.randint(0, 256, (7, page.nbytes), dtype=torch.uint8)
+    books = universal(scheme.key, like.device), universal(scheme.value, like.device)
+    mean = torch.randn(HEADS, DIM)
+    layer = LayerPages(memory, page, books, mean, centred=True)
+    keys, values = torch.randn(2, 1, HEADS, TOKENS, DIM).unbind()
+    past = 0
+    for new in (1, 250, 448, 1):  # within a page, over its end, and one token
+        batch = Batch(BLOCK, like.device)
+        batch.add(past, new, [5, 2, 6][: -(-(past + new) // BLOCK)])
+        part = slice(past, past + new)
+        layer.write(keys[:, :, part], values[:, :, part], batch)
+        past += new
+    query = torch.randn(1, 3 * HEADS, 1, DIM)
+    (group,) = layer.groups(batch)
+    cached = layer.read(group, query)
+    assert cached.length == cached.coded == TOKENS and cached.tail_k.shape[2] == 0
+    found = attention(query, cached, scaling=0.2, mask=group.mask)
+
+    tapes = []
+    for side, x, book, m in (
+        (page.keys, keys, books[0], layer.mean), (page.values, values, books[1], None)
+    ):  # fmt: skip
+        tape = CodeTape(x, side.scheme, side.layout)
+        at = tape.reserve(TOKENS)
+        append_kv(x, m, book, tape.data, tape.scale, at, side.scheme.spec(), side.layout)
+        tapes += [tape.data, tape.scale]
+    whole = CachedKV(*cached[:2], *tapes[:2], layer.mean, *tapes[2:], *cached[7:])
+    assert torch.equal(found, attention(query, whole, scaling=0.2))
