@@ -9,6 +9,8 @@ from hf_vq.bench.record import read_record
 from hf_vq.formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 
 HEAD_DIM = 128  # at which the bits of KV schemes are nominal
+# Of a block of tinybooks-17m, [out_features, in_features].
+SHAPES = [(512, 384), (256, 384), (256, 384), (384, 512), (1024, 384), (1024, 384), (384, 1024)]
 
 # scheme -> most KL divergence, most change of perplexity in percent
 WEIGHT_BARS = {"vq-4": (0.0260, 2.9), "vq-3": (0.112, 10.5), "vq-2": (0.55, 66.0)}
@@ -19,6 +21,7 @@ CALIBRATED_BARS = {
     "vq-2": (0.265, 27 + 0.4),
     "quip-sharp-2": (0.245, math.inf),
     "turboquant-4": (0.0160, 1.4 + 0.4),
+    "gptvq-2-int7": (0.30, math.inf),
 }
 # (scheme, case, number) -> most
 KV_BARS = {
@@ -41,6 +44,7 @@ CALIBRATED_KV_BARS = {"mean 3 bits": 0.0014, "QServe KV4, SmoothAttention": 0.01
 # row -> what it must be below, or equal to, in the same run
 BETTER_KV = {
     "learned-4": "u4",
+    "learned-2": "u2",
     "mean 3 bits": "u3",
     "QServe KV4, SmoothAttention": "QServe KV4",
 }
@@ -79,16 +83,12 @@ def test_weights(scheme):
 @pytest.mark.parametrize("scheme", CALIBRATED_BARS)
 def test_calibrated_weights(scheme):
     found = {row["name"]: row for row in rows("quality-weights") if row["kind"] == "calibrated"}
-    if not found:
-        pytest.skip("the record was made without --calibration")
     kld, change = CALIBRATED_BARS[scheme]
     assert found[scheme]["kld"] <= kld and found[scheme]["change"] <= change
 
 
 def test_weights_and_cache_together():
     found = {row["name"]: row for row in rows("quality-weights") if row["kind"] == "calibrated"}
-    if "vq-4 + KV u4" not in found:
-        pytest.skip("the record was made without --calibration")
     assert found["vq-4 + KV u4"]["kld"] <= 1.05 * found["vq-4"]["kld"]
 
 
@@ -96,7 +96,8 @@ def test_stored_bits_of_weights_are_nominal():
     measured = [row for row in rows("quality-weights") if row["kind"] == "scheme"]
     assert measured
     for row in measured:
-        nominal = WEIGHT_SCHEMES[row["name"]].bits()
+        bits = [WEIGHT_SCHEMES[row["name"]].bits(k, n) * n * k for n, k in SHAPES]
+        nominal = sum(bits) / sum(n * k for n, k in SHAPES)
         assert row["bits_per_weight"] == pytest.approx(nominal, rel=0.01)
 
 
@@ -112,13 +113,6 @@ def test_calibrated_kv_cache(name):
     assert found[name]["kld"] <= found[BETTER_KV[name]]["kld"]
     assert found[name]["bits_per_element"] <= found[BETTER_KV[name]]["bits_per_element"]
     assert found[name]["kld"] <= CALIBRATED_KV_BARS.get(name, math.inf)
-
-
-def test_a_learned_codebook_gains_nothing_at_2_bits():
-    """It was to be below `u2`; the docs say that it is not, so this must notice if it is."""
-    found = {row["name"]: row for row in rows("quality-kv-calibrated")}
-    learned, universal = found["learned-2"], found["u2"]
-    assert abs(learned["kld"] - universal["kld"]) < learned["kld_se"]
 
 
 def test_stored_bits_of_the_kv_cache_are_nominal():

@@ -1,7 +1,7 @@
 """Fine-tuning after calibration: scales, codebooks, norms and biases move, and codes.
 
     block    min | block_q(x_q) - block(x) |^2         as soon as a block has its codes
-    model    min KL( model(text) || model_q(text) )    at the end, in all blocks at once
+    model    the same, and at the end, in all blocks at once, min KL( model(text) || model_q(text) )
 
 x are the hidden states of the original model, x_q those that the codes of the blocks before have
 left, so that a block makes up for their errors too. AQLM (arXiv 2401.06118, section 3.4) tunes

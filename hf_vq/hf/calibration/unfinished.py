@@ -42,12 +42,14 @@ class CodedBlock:
         fallbacks: what was done otherwise than asked, by name.
         tuned: norms and biases that fine-tuning moved, by name.
         loss: of the fine-tuning of this block, before and after.
+        divergence: of the whole model, of the last block after that of all blocks at once.
     """
 
     fitted: dict[str, FittedWeight] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(default_factory=dict)
     tuned: dict[str, Tensor] = field(default_factory=dict)
     loss: list[float] = field(default_factory=list)
+    divergence: list[float] = field(default_factory=list)
 
     def on(self, device: torch.device | str) -> CodedBlock:
         """The same with the codes on a device."""

@@ -128,6 +128,8 @@ class WeightCalibration:
             for done in self._blocks(model, blocks, sequences, work):
                 if done.loss:
                     facts.setdefault("finetune_loss", []).append([*map(_rounded, done.loss)])
+                if done.divergence:
+                    facts["finetune_divergence"] = [*map(_rounded, done.divergence)]
                 for name, tensor in done.tuned.items():
                     parameter = model.get_parameter(name)
                     parameter.data = tensor.to(parameter.device)
@@ -238,15 +240,16 @@ class WeightCalibration:
                         "was not reached by the text: quantized without calibration"
                     )
                 self._decode(part, module, done.fitted[part.name])
-            tensors, by_block = None, self.options.get("finetune") == "block"
-            if by_block:
+            tensors, tune = None, self.options.get("finetune")
+            if tune:
                 tuned = self._tuned(blocks, index, done, device)
                 done.loss = tune_block(blocks, index, tuned, original, device)
                 # As they are stored: the next block makes up for that rounding too.
                 tensors = self._tuned(blocks, index, done, device).tensors()
             if index + 1 == len(blocks):
                 blocks.hidden = []
-                original[:] = [] if by_block else original
+                if tune != "model":
+                    original.clear()
             for row, hidden in enumerate(blocks.hidden):
                 blocks.hidden[row] = blocks.run(index, hidden, device, tensors)
         return done
@@ -295,7 +298,7 @@ class WeightCalibration:
             tuned = [
                 self._tuned(blocks, index, done, devices[index]) for index, done in enumerate(coded)
             ]
-            coded[-1].loss = tune_model(blocks, tuned, sequences, original, work)
+            coded[-1].divergence = tune_model(blocks, tuned, sequences, original, work)
 
     def _fit(
         self,
