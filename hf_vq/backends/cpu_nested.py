@@ -15,7 +15,7 @@ from ..ops import dispatch
 from . import native, two_passes
 from .cpu_linear import Matrix, matrix, needs
 
-FEW_TOKENS = 4  # codes are read once for each
+FEW_TOKENS = 64  # codes are read once for each: merging them costs about as much as 100 tokens
 BITS = 4  # of both codes
 _DTYPES = {"float32", "float16", "bfloat16"}
 

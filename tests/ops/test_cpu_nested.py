@@ -89,7 +89,7 @@ def test_layers_are_computed_by_it(isa, dtype):
     [
         (problem(weight_scheme("turboquant-4+2").spec()), "not nested passes of 4 + 4"),
         (problem(weight_scheme("turboquant-8").spec()), "not nested passes of 4 + 4"),
-        (problem(NESTED.spec(), tokens=8), "more than 4 tokens"),
+        (problem(NESTED.spec(), tokens=128), "more than 64 tokens"),
         (problem(NESTED.spec(), columns=192), "no multiples of 128"),
         (problem("vq1x4+4r2-universal-g64-hadamard64-nested"), "no multiples of 128"),
         (problem("vq1x4+4r2-universal-g128-qr128-nested"), "QR"),
