@@ -35,6 +35,7 @@ from . import (
     quality_kv,
     quality_kv_calibrated,
     quality_passes,
+    quality_qoq,
     quality_weights,
     tables,
 )
@@ -56,6 +57,7 @@ QUALITY_SUITES: dict[str, Any] = {
     "quality-weights": quality_weights,
     "quality-passes": quality_passes,
     "quality-finetune": quality_finetune,
+    "quality-qoq": quality_qoq,
     "quality-kv": quality_kv,
     "quality-kv-calibrated": quality_kv_calibrated,
 }
@@ -151,7 +153,7 @@ def _measure(args: argparse.Namespace) -> int:
             names, more = [*names, option], {**more, option: getattr(args, option)}
     options = dict.fromkeys(names, "")
     command = command_line(start, args.parser, args, options)
-    learns = args.suite in ("quality-kv-calibrated", "quality-finetune")
+    learns = args.suite in ("quality-kv-calibrated", "quality-finetune", "quality-qoq")
     if learns and not args.calibration:
         raise VQError("there is nothing to calibrate on: give --calibration TEXT.")
     device = getattr(args, "device_map", None) or "cpu"
@@ -168,7 +170,7 @@ def _measure(args: argparse.Namespace) -> int:
         with_baselines=not args.no_baselines,
         **more,
     )
-    resumes = module in (quality_weights, quality_finetune)
+    resumes = module in (quality_weights, quality_finetune, quality_qoq)
     return _record(args, command, device, measure, _print_row, resumes)
 
 

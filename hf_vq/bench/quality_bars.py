@@ -15,6 +15,8 @@ FINETUNED = {"block": 0.20, "model": 0.15}
 NOMAD = {"1": 0.0065, "2": 0.044, "4": 0.15}  # channels of a codebook, keys only
 NOMAD_U4 = 0.0006
 SMOOTHED = 0.0165
+QOQ = "qoq-w4a8-g128, all"
+QOQ_KLD, QOQ_CHANGE, QOQ_CACHED = 0.0245, 0.025, 0.039
 TOGETHER = 0.05  # of the divergence of the weights
 MINUTES = {"cpu-calibrate": 3, "cuda-calibrate": 30}
 
@@ -83,6 +85,14 @@ def _calibrated_kv(rows: Rows) -> Iterator[Bar]:
     )
 
 
+def _qoq(rows: Rows) -> Iterator[Bar]:
+    found = {row["name"]: row for row in rows}
+    yield _kld(f"`{QOQ}`", QOQ_KLD, found.get(QOQ))
+    for name, most in ((QOQ, QOQ_CHANGE), (f"{QOQ}, KV qserve-kv4", QOQ_CACHED)):
+        values = (found[name]["change"] / 100,) if name in found else ()
+        yield Bar(f"`{name}`, change of the perplexity", most, values, most=True, unit="%")
+
+
 def _cpu_time(rows: Rows) -> Iterator[Bar]:
     for row in rows:
         if row["name"] == "vq-2" and row["threads"] == 2:
@@ -127,6 +137,7 @@ _MAKERS = {
     "quality-finetune": _finetuned,
     "quality-kv": _kv,
     "quality-kv-calibrated": _calibrated_kv,
+    "quality-qoq": _qoq,
     "cpu-calibrate": _cpu_time,
     "cuda-calibrate": _gpu_time,
     "cuda-crossover": _crossover,

@@ -91,6 +91,29 @@ def weights_table(suite: str = "quality-weights") -> str:
     return markdown_table(head, rows) + "\n\n" + _source(record)
 
 
+def qoq_table() -> str:
+    """What QoQ costs in quality, and what each of its transforms brings."""
+    if read_record("quality-qoq") is None:
+        return (
+            "Not measured: `python -m hf_vq.bench quality-qoq MODEL_DIR --text TEXT "
+            "--calibration TEXT`."
+        )
+    record = _record("quality-qoq")
+    head = ["weights and activations", "KV cache", "bits", "KL divergence", "top-1 %", "change %"]
+    rows = [
+        [
+            row["name"].partition(", KV ")[0],
+            "16 bits" if row["cache"] is None else f"`{row['cache']}`",
+            f"{row['bits_per_weight']:.3f}",
+            f"{significant(row['kld'])} ± {significant(row['kld_se'], 1)}",
+            f"{row['top1']:.1f}",
+            f"{row['change']:+.2f} ± {row['change_se']:.2f}",
+        ]
+        for row in record["results"]["rows"]
+    ]
+    return markdown_table(head, rows) + "\n\n" + _source(record)
+
+
 def kv_table() -> str:
     """Quality of KV cache schemes without learned codebooks; one line per scheme."""
     record, by_name = _kv_cases()
@@ -247,6 +270,7 @@ def _timed_table(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> st
 
 TABLES: dict[str, Callable[[], str]] = {
     "results:quality-weights": weights_table,
+    "results:quality-qoq": qoq_table,
     "results:quality-finetune": partial(weights_table, "quality-finetune"),
     "results:quality-kv": kv_table,
     "results:quality-kv-learned": learned_kv_table,

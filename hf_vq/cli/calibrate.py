@@ -46,6 +46,11 @@ def add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     add_skip(verb)
     verb.add_argument("--device", help="of weights: where blocks are computed, one at a time")
     verb.add_argument("--finetune", metavar="HOW", help="of weights: block, or model")
+    verb.add_argument(
+        "--without", nargs="+", metavar="T",
+        help="of qoq-*, transforms to leave out: rotate, smooth_attention, smooth_outputs, "
+        "reorder, clip, feedback",
+    )  # fmt: skip
     add_loading(verb)
     verb.add_argument("--force", action="store_true", help="replace what is there")
     return verb
@@ -53,7 +58,7 @@ def add_calibrate(verbs: Any) -> argparse.ArgumentParser:
 
 def _calibrate(args: argparse.Namespace) -> None:
     if args.kv is not None:
-        for option in ("device", "skip", "candidates", "finetune"):
+        for option in ("device", "skip", "candidates", "finetune", "without"):
             if getattr(args, option) is not None:
                 raise VQConfigError(f"--{option} is for the weights, not for --kv.")
         _calibrate_cache(args)
@@ -69,6 +74,8 @@ def _calibrate(args: argparse.Namespace) -> None:
     for option in ("tokens", "device", "finetune"):
         if getattr(args, option) is not None:
             calibration[option] = getattr(args, option)
+    if args.without is not None:
+        calibration["transforms"] = dict.fromkeys(args.without, False)
     options = {"target_bits": args.target_bits, "candidates": args.candidates}
     with launched() as rank:
         quantized(args, seed=args.seed, calibration=calibration, **options)

@@ -16,12 +16,15 @@ column is reached, by what the whole group then costs with feedback.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..errors import VQCalibrationError
+from ..formats.catalog import LinearScheme
+from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..transforms import rotate
 from .assign import Assigner
@@ -55,7 +58,7 @@ class Feedback:
     def __init__(
         self,
         moments: Tensor,
-        scheme: VQScheme,
+        scheme: LinearScheme,
         rotation: Tensor | None = None,
         *,
         damping: float = DAMPING,
@@ -98,6 +101,8 @@ class Feedback:
         return turned.float()
 
     def _turned(self) -> Tensor:
+        if isinstance(self.scheme, QoQScheme):  # which does not rotate
+            return self.moments.to(torch.float64, copy=True)
         turned = rotate(self.moments.double(), self.scheme, self.rotation)
         return rotate(turned.T.contiguous(), self.scheme, self.rotation).contiguous()
 
@@ -160,9 +165,7 @@ class _Group:
 
     def __init__(self, columns: Tensor, upper: Tensor, assigner: Assigner) -> None:
         self.columns, self.upper, self.assigner = columns, upper, assigner
-        eye = torch.eye(len(upper), dtype=upper.dtype, device=upper.device)
-        # U^-T, so that errors of columns [size, n] become U^-T E.
-        self.whiten = torch.linalg.solve_triangular(upper, eye, upper=True).T.contiguous()
+        self.whiten = whitening(upper)
 
     def fit(self, factors: tuple[float, ...], refit: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [n, vectors, z], scales fp16 [n], and Z of the group [size, n]."""
@@ -195,19 +198,44 @@ class _Group:
 
     def _round(self, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Codes [n, vectors, z] with feedback inside the group, and their entries [size, n]."""
-        left = columns.clone()
-        unit = scale.clamp_min(1e-30)
-        entries, errors = torch.empty_like(left), torch.empty_like(left)
-        codes, x = [], self.assigner.vector_size
-        for panel in range(0, len(left), _PANEL):
-            end = min(panel + _PANEL, len(left))
-            for first in range(panel, end, x):
-                block, later = slice(first, first + x), slice(first + x, end)
-                codes.append(self.assigner.codes((left[block] / unit).T.contiguous()))
-                entries[block] = self.assigner.entries(codes[-1]).T
-                wrong = left[block] - entries[block] * scale
-                errors[block] = self.whiten[block, block] @ wrong
-                left[later].addmm_(self.upper[block, later].T, errors[block], alpha=-1)
-            done, rest = slice(panel, end), slice(end, None)
-            left[rest].addmm_(self.upper[done, rest].T, errors[done], alpha=-1)
+        unit, codes, entries = scale.clamp_min(1e-30), [], torch.empty_like(columns)
+
+        def nearest(block: slice, left: Tensor) -> Tensor:
+            codes.append(self.assigner.codes((left / unit).T.contiguous()))
+            entries[block] = self.assigner.entries(codes[-1]).T
+            return entries[block] * scale
+
+        in_order(columns, self.upper, self.whiten, self.assigner.vector_size, nearest)
         return torch.stack(codes, 1), entries
+
+
+def whitening(upper: Tensor) -> Tensor:
+    """U^-T [n, n], by which errors of columns E [n, rows] become Z = U^-T E."""
+    eye = torch.eye(len(upper), dtype=upper.dtype, device=upper.device)
+    return torch.linalg.solve_triangular(upper, eye, upper=True).T.contiguous()
+
+
+def in_order(
+    columns: Tensor,
+    upper: Tensor,
+    whiten: Tensor,
+    width: int,
+    nearest: Callable[[slice, Tensor], Tensor],
+) -> None:
+    """Round columns [n, rows] from the first to the last, each block of `width` of them to what
+    the ones before it have left to be made up for.
+
+    Args:
+        upper: U of these columns [n, n].
+        whiten: `whitening(upper)`.
+        nearest: given which columns, and what is left of them [width, rows], what they become.
+    """
+    left, errors = columns.clone(), torch.empty_like(columns)
+    for panel in range(0, len(left), _PANEL):
+        end = min(panel + _PANEL, len(left))
+        for first in range(panel, end, width):
+            block, later = slice(first, first + width), slice(first + width, end)
+            errors[block] = whiten[block, block] @ (left[block] - nearest(block, left[block]))
+            left[later].addmm_(upper[block, later].T, errors[block], alpha=-1)
+        done, rest = slice(panel, end), slice(end, None)
+        left[rest].addmm_(upper[done, rest].T, errors[done], alpha=-1)

@@ -24,6 +24,7 @@ from .ldlq import Feedback
 from .learned import fit_tile_band, tensor_codebook
 from .passes import split_codes
 from .qoq import fit_qoq
+from .qoq_calibrated import CLIPS
 from .rows import SEARCHES, RowFitter
 
 _CHUNK = 1 << 21  # weights held at once in float32
@@ -53,6 +54,8 @@ def fit_weight(
     where: str = "weight",
     search: str = "search",
     feedback: Feedback | None = None,
+    clips: tuple[float, ...] = CLIPS,
+    in_turn: bool = True,
 ) -> FittedWeight:
     """Codes, scales and (for learned codebooks) entries of `weight` [out, in].
 
@@ -62,6 +65,8 @@ def fit_weight(
         where: name of the weight for errors.
         search: how a group's scale is found: `search`, `least_squares` or `norm`.
         feedback: what calibration says of the inputs; None fits without data.
+        clips: with it, parts of a range that QoQ tries.
+        in_turn: with it, whether weights of QoQ make up for the errors of those before them.
 
     Raises:
         VQSchemeError: the dimensions do not fit the scheme.
@@ -75,9 +80,7 @@ def fit_weight(
             f"{where} must be a float matrix [out, in]; got {weight.dtype} {list(weight.shape)}."
         )
     if isinstance(scheme, QoQScheme):
-        if feedback is not None:
-            raise VQConfigError(f"{where}: {scheme.spec()} learns nothing from a text.")
-        return FittedWeight(*fit_qoq(weight, scheme, where))
+        return FittedWeight(*fit_qoq(weight, scheme, where, feedback, clips, in_turn))
     specs = tensor_specs(scheme, weight.shape[0], weight.shape[1], seed=seed, where=where)
     tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device)
     nested = scheme.stages == "nested"

@@ -19,6 +19,7 @@ from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..nn.second_pass import POLICIES
 from .calibration.text import MIN_CONTEXT, OWN_WORDS
+from .folds.options import checked_transforms
 from .layers import check_pattern, matches
 
 QUANT_METHOD = "vq"
@@ -59,9 +60,9 @@ class VQConfig(QuantizationConfigMixin):
             writes by itself. Or a dict with that as `text` and any of: `tokens` of it to run;
             `context`, tokens of a sequence (None = 2048, or what the model can); `damping` of the
             second moments; `finetune`, "block" or "model", which moves scales, learned codebooks,
-            norms and biases too, and codes unless `move_codes` is false; `device`, where blocks are
-            computed one at a time; `resume`, a folder where work is kept, so that it goes on after
-            an interruption.
+            norms and biases too, and codes unless `move_codes` is false; `transforms` of QoQ, names
+            and booleans (docs/qserve.md); `device`, where blocks are computed one at a time;
+            `resume`, a folder where work is kept, so that it goes on after an interruption.
         pass2: where the second pass of two-pass schemes is: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or by entry, {entry:
             policy}, the first that matches counts and other layers are resident. It may be given
@@ -138,11 +139,6 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(f"search must be one of {known}; got {shown(search)}.")
         self.search = search
         self.calibration = _check_calibration(calibration)
-        if self.calibration is not None and isinstance(self.vq_scheme, QoQScheme):
-            raise VQConfigError(
-                f"{self.scheme_name} is rounded to nearest while a model is loaded, and learns "
-                "nothing from a text: leave calibration out."
-            )
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
         if layers is not None:
@@ -158,6 +154,8 @@ class VQConfig(QuantizationConfigMixin):
             self.layouts = _check_layouts(layouts)
             self._raise_version(2)
         self._raise_version(1)
+        if self.calibration is not None:
+            self.calibration = _with_transforms(self.calibration, self.schemes())
         self.provenance = _check_provenance(provenance)
         data_free = provenance is None and calibration is None
         if data_free and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
@@ -383,7 +381,8 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
         raise VQConfigError(
             f"calibration must be a text file, a data set, 'model' or a dict; got {shown(given)}."
         )
-    known = ("text", "tokens", "context", "damping", "finetune", "move_codes", "device", "resume")
+    known = ("text", "tokens", "context", "damping", "finetune", "move_codes", "transforms",
+             "device", "resume")  # fmt: skip
     if unknown := sorted(map(str, set(given) - set(known))):
         raise VQConfigError(
             f"calibration has no option {', '.join(map(repr, unknown))}. Known: {', '.join(known)}."
@@ -413,6 +412,26 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
         raise VQConfigError(
             f"calibration['damping'] must be above 0 and at most 1; got {shown(damping)}."
         )
+    return found
+
+
+def _with_transforms(options: dict[str, Any], schemes: list[LinearScheme]) -> dict[str, Any]:
+    """The options with all transforms of QoQ, where a layer may have such a scheme."""
+    found, given = dict(options), options.get("transforms")
+    scheme = next((scheme for scheme in schemes if isinstance(scheme, QoQScheme)), None)
+    if scheme is not None:
+        if "finetune" in options:
+            raise VQConfigError(
+                f"calibration['finetune'] moves codebooks, and {scheme.spec()} has none: leave it "
+                "out."
+            )
+        return {**found, "transforms": checked_transforms(given, scheme)}
+    if given is not None:
+        raise VQConfigError(
+            "calibration['transforms'] are those of QoQ: give them with a scheme such as "
+            "'qoq-w4a8-g128'."
+        )
+    found.pop("transforms", None)
     return found
 
 

@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from ..errors import VQConfigError
 from ..formats.catalog import LinearScheme
-from ..formats.scheme import VQScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
@@ -90,8 +89,7 @@ class VQHfQuantizer(HfQuantizer):
         if config.calibration is not None and not self.pre_quantized and wanted:
             from .calibration.weights import WeightCalibration
 
-            coded = {n: scheme for n, scheme in wanted.items() if isinstance(scheme, VQScheme)}
-            self._calibration = WeightCalibration(model, coded, config, checkpoint_files or [])
+            self._calibration = WeightCalibration(model, wanted, config, checkpoint_files or [])
             for name in self._calibration.names:  # their weights are loaded as they are
                 del wanted[name]
         if self.pre_quantized:

@@ -1,6 +1,15 @@
 """Invertible maps around a tensor."""
 
+from .hadamard import hadamard
 from .rotation import draw_signs, qr_matrix, rotate
-from .smoothing import partners, smoothing_factors
+from .smoothing import output_factors, partners, smoothing_factors
 
-__all__ = ["draw_signs", "partners", "qr_matrix", "rotate", "smoothing_factors"]
+__all__ = [
+    "draw_signs",
+    "hadamard",
+    "output_factors",
+    "partners",
+    "qr_matrix",
+    "rotate",
+    "smoothing_factors",
+]

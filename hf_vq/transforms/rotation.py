@@ -57,7 +57,7 @@ def rotate(
     block = scheme.block(x.shape[-1])
     rows = x.unflatten(-1, (-1, block))
     if scheme.rotation == "hadamard":
-        return _hadamard(rows).flatten(-2)
+        return power_of_two_hadamard(rows).flatten(-2)
     if rotation is None:
         raise VQSchemeError(f"a {scheme.rotation} rotation needs its stored signs or matrix.")
     if scheme.rotation == "qr":
@@ -65,17 +65,18 @@ def rotate(
         return (rows @ (matrix.T if inverse else matrix)).flatten(-2)
     signs = (1 - 2 * unpack_bits(rotation, 1, x.shape[-1])).to(x.dtype)
     if inverse:
-        return _hadamard(rows).flatten(-2) * signs
-    return _hadamard((x * signs).unflatten(-1, (-1, block))).flatten(-2)
+        return power_of_two_hadamard(rows).flatten(-2) * signs
+    return power_of_two_hadamard((x * signs).unflatten(-1, (-1, block))).flatten(-2)
 
 
-def _hadamard(rows: Tensor) -> Tensor:
+def power_of_two_hadamard(rows: Tensor) -> Tensor:
+    """Rows [..., 2^k] times Sylvester's orthonormal Hadamard matrix, which is its own inverse."""
     size = rows.shape[-1]
     if size <= _FACTOR:
         return rows @ _hadamard_matrix(size, rows.dtype, str(rows.device))
     factors = rows.unflatten(-1, (-1, _FACTOR))
     factors = factors @ _hadamard_matrix(_FACTOR, rows.dtype, str(rows.device))
-    return _hadamard(factors.transpose(-1, -2)).transpose(-1, -2).flatten(-2)
+    return power_of_two_hadamard(factors.transpose(-1, -2)).transpose(-1, -2).flatten(-2)
 
 
 @lru_cache(maxsize=64)

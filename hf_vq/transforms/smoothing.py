@@ -6,6 +6,10 @@ multiplied with, so that no channel is much larger than the others.
 for the channels i and j that RoPE turns into each other: then L commutes with RoPE and is folded
 into what makes queries and keys. Here l is rounded to a power of two, by which floating point
 multiplies without any error.
+
+Block-output smoothing (QServe, section 4.3.2) divides the inputs x of the layers that end a block:
+
+    W x = (W diag(s)) (x / s)       s_j = max |x_j|^a / max |W_j|^b
 """
 
 from __future__ import annotations
@@ -40,3 +44,18 @@ def smoothing_factors(largest: Tensor, partner: Tensor, alpha: float = ALPHA) ->
     """
     both = torch.maximum(largest, largest[..., partner]).float()
     return torch.where(both > _LEAST, torch.exp2((alpha * both.log2()).round()), 1.0)
+
+
+def output_factors(largest: Tensor, weights: Tensor, a: float, b: float) -> Tensor:
+    """s of each channel [n], float64; their geometric mean is 1, so that fp16 holds what it held.
+
+    Args:
+        largest: max |x| of each channel over many tokens.
+        weights: max |W| of each column.
+        a, b: 0.3 and 0.7 for groups of 128, 0.1 and 0.9 for whole rows (DeepCompressor's QoQ).
+    """
+    x, w = largest.double(), weights.double()
+    alive = (x > _LEAST) & (w > _LEAST)  # others are left alone
+    logs = torch.where(alive, a * x.clamp_min(_LEAST).log() - b * w.clamp_min(_LEAST).log(), 0.0)
+    mean = logs.sum() / alive.sum().clamp_min(1)
+    return torch.where(alive, (logs - mean).exp(), 1.0)

@@ -14,6 +14,7 @@ from hf_vq.bench import (
     quality_finetune,
     quality_kv,
     quality_kv_calibrated,
+    quality_qoq,
     quality_weights,
 )
 from hf_vq.bench.__main__ import main
@@ -252,6 +253,51 @@ def test_fine_tuned_weights_have_a_record_of_their_own(
     assert rows == [("vq-2", kind) for kind in ("calibrated", "block", "model")]
     assert record["settings"]["calibration_tokens"] == 256
     assert record["settings"]["epochs"] == finetune.EPOCHS
+
+
+def test_every_transform_of_qoq_has_its_rows():
+    steps = {step.name: step for step in quality_qoq.steps(quality_qoq.SCHEMES)}
+    for name in quality_qoq.CHANGING:
+        assert steps[f"qoq-w4a8-g128, {name} alone"].transforms == (name,)
+    for name in quality_qoq.LEFT_OUT:
+        left = steps[f"qoq-w4a8-g128, all but {name}"].transforms
+        assert {name, *left} == set(quality_qoq.TRANSFORMS) and name not in left
+    assert {*quality_qoq.CHANGING, "smooth_attention"} == set(quality_qoq.TRANSFORMS)
+    assert "reorder" not in steps["qoq-w4a8, all"].transforms
+
+
+def test_qoq_is_measured_with_its_cache_and_taken_up(tiny_model, eval_text, tmp_path, monkeypatch):
+    monkeypatch.setattr(quality_qoq, "CALIBRATION_TOKENS", 256)
+    monkeypatch.setattr(quality_qoq, "DETAILED", "qoq-w4a8")
+    monkeypatch.setattr(quality_qoq, "CHANGING", ("clip",))
+    monkeypatch.setattr(quality_qoq, "LEFT_OUT", ("rotate",))
+    out = tmp_path / "record.json"
+    arguments = ["quality-qoq", str(tiny_model), "--text", str(eval_text), "--tokens", "256"]
+    arguments += ["--context", "128", "--schemes", "qoq-w4a8", "--calibration", str(eval_text)]
+    arguments += ["--revision", "abc", "--out", str(out)]
+    rows, stop = quality_qoq._rows, [3]
+
+    def stopping(*given):
+        if not stop[0]:
+            raise KeyboardInterrupt
+        stop[0] -= 1
+        return rows(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quality_qoq, "_rows", stopping)
+        assert main(arguments) == 130
+    begun = []
+    monkeypatch.setattr(quality_qoq, "_rows", lambda *given: begun.append(given) or rows(*given))
+    assert main(arguments) == 0
+    record = json.loads(out.read_text())
+    cached = "all, KV qserve-kv4"
+    names = ["round to nearest", "clip alone", "all", cached, "all but rotate"]
+    names = [f"qoq-w4a8, {name}" for name in names]
+    names += ["original, KV qserve-kv4", "original, smooth_attention, KV qserve-kv4"]
+    found = {row["name"]: row for row in record["results"]["rows"]}
+    assert list(found) == names and len(begun) == 3, "three models of the first run are kept"
+    assert found[names[3]]["kld"] > found[names[2]]["kld"], "the cache costs something"
+    assert 4 < found[names[2]]["bits_per_weight"] < 5
 
 
 def test_learned_schemes_are_calibrated_on_another_text(tiny_model, eval_text, tmp_path):

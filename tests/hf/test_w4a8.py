@@ -63,8 +63,8 @@ def test_dequantized_weights_are_what_is_stored(dense) -> None:
 
 
 def test_what_it_does_not_do(dense) -> None:
-    with pytest.raises(VQConfigError, match=r"qoq-w4a8-g128 is rounded.*leave calibration out"):
-        VQConfig("qoq-w4a8-g128", calibration="model")
+    with pytest.raises(VQConfigError, match=r"moves codebooks, and qoq-w4a8-g128 has none"):
+        VQConfig("qoq-w4a8-g128", calibration={"text": "model", "finetune": "block"})
     with pytest.raises(VQConfigError, match="cannot be one of the candidates"):
         VQConfig(target_bits=4, candidates=["vq-3", "qoq-w4a8"])
     with pytest.raises(VQSchemeError, match="group of QoQ"):

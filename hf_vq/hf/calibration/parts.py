@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...formats.scheme import VQScheme
+from ...formats.catalog import LinearScheme
 from ...formats.spec import TensorSpec
 from ...formats.tensors import tensor_specs
 from ...nn.experts import VQExperts, holds_experts, projections_of
 from ...nn.linear import VQLinear
+from ...nn.replace import linear_class
 from ..checkpoint import packaged
 from .offload import hook_of, take_place
 
@@ -48,7 +49,7 @@ class Part:
         listed = list(dense) if dense.ndim == 3 else [dense]
         return [matrix.T for matrix in listed] if self.transposed else listed
 
-    def specs(self, scheme: VQScheme, seed: int = 0) -> dict[str, TensorSpec]:
+    def specs(self, scheme: LinearScheme, seed: int = 0) -> dict[str, TensorSpec]:
         """What is stored for one matrix.
 
         Raises:
@@ -56,7 +57,7 @@ class Part:
         """
         return tensor_specs(scheme, *self.shape, seed=seed, where=self.name)
 
-    def bits(self, scheme: VQScheme) -> int:
+    def bits(self, scheme: LinearScheme) -> int:
         """Stored bits of all matrices, without what all layers share."""
         own = [spec for spec in self.specs(scheme).values() if spec.shared_name is None]
         sizes = (8 * spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in own)
@@ -98,7 +99,7 @@ def replace(
     model: nn.Module,
     parts: Iterable[Part],
     fitted: dict[str, dict[str, Tensor]],
-    scheme: VQScheme,
+    scheme: LinearScheme,
     seed: int,
 ) -> None:
     """Put a VQ module in the place of one layer.
@@ -116,7 +117,7 @@ def replace(
         if holds_experts(dense):
             new = VQExperts(dense, scheme, seed=seed, where=name)
         else:
-            new = VQLinear.replacing(dense, scheme, seed=seed, where=name)
+            new = linear_class(scheme).replacing(dense, scheme, seed=seed, where=name)
     for part in listed:
         if isinstance(new, VQExperts):
             new.hold(part.weight, fitted[part.name])

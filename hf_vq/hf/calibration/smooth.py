@@ -10,7 +10,7 @@ with the pairs of one kind of RoPE or of the other, else everything is put back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,29 +57,22 @@ def smooth_attention(
     """
     if not 0 <= alpha <= 1:
         raise VQCalibrationError(f"smooth_attention(alpha=...) must be in [0, 1]; got {alpha!r}.")
-    layers = [_Attention(*each) for each in model.named_modules() if _is_attention(each[1])]
-    if not layers:
-        raise VQCalibrationError(
-            f"{type(model).__name__} has no attention with separate q_proj and k_proj, so there is "
-            "nothing that SmoothAttention could be folded into."
-        )
-    for layer in layers:
-        layer.check()
+    _layers_of(model)  # what is wrong with them, before the model runs
     check_number("tokens", tokens, MIN_CONTEXT)
     context = min(checked_context(model, context), tokens)
     was_training = model.training
     model.eval()
     try:
         sequences = sequences_of(model, text, tokenizer, tokens, context, seed, progress)
-        largest = _Largest()
+        largest = Largest()
         for ids in bar(sequences, "recording", progress):
             run_recorded(model, ids, largest)
-        return _fold(model, layers, largest, alpha, sequences[0, :_PROBE])
+        return fold_attention(model, largest.of, sequences[0], alpha)
     finally:
         model.train(was_training)
 
 
-class _Largest:
+class Largest:
     """The largest absolute key of every layer, head and channel."""
 
     def __init__(self) -> None:
@@ -91,17 +84,25 @@ class _Largest:
         self.of[layer] = torch.maximum(found, self.of.get(layer, found))
 
 
-def _fold(
-    model: Any, layers: list[_Attention], largest: _Largest, alpha: float, probe: Tensor
+@torch.no_grad()
+def fold_attention(
+    model: Any, largest: Mapping[int, Tensor], probe: Tensor, alpha: float = ALPHA
 ) -> dict[int, Tensor]:
-    ids = probe[None].to(model.device)
+    """The same as `smooth_attention` by keys that were looked at before.
+
+    Args:
+        largest: max |K| by layer [kv heads, head_dim].
+        probe: token ids [tokens] on whose start the model must be what it was.
+    """
+    layers = _layers_of(model)
+    ids = probe[None, :_PROBE].to(model.device)
     before = model(ids, use_cache=False).logits
     if not bool(before.isfinite().all()):
         raise VQCalibrationError(
             "the model predicts NaN or infinity. Load it in bfloat16 or float32."
         )
     for layer in layers:
-        if layer.index not in largest.of:  # it reads the keys of another layer
+        if layer.index not in largest:  # it reads the keys of another layer
             raise VQCalibrationError(
                 f"{layer.name} has no keys of its own in the cache: SmoothAttention would need "
                 "the queries of several layers for one key."
@@ -111,7 +112,7 @@ def _fold(
         factors, same = {}, False
         try:
             for layer in layers:
-                most = largest.of[layer.index]
+                most = largest[layer.index]
                 pairs = partners(most.shape[1], rotated_channels(model, most.shape[1]), pairing)
                 factors[layer.index] = layer.fold(most, pairs, alpha)
             same = torch.equal(model(ids, use_cache=False).logits, before)
@@ -126,6 +127,19 @@ def _fold(
         "more with queries and keys than RoPE. Use a scheme that rotates keys, such as u4, which "
         "needs no smoothing."
     )
+
+
+def _layers_of(model: Any) -> list[_Attention]:
+    """Every attention, if all can be folded into."""
+    layers = [_Attention(*each) for each in model.named_modules() if _is_attention(each[1])]
+    if not layers:
+        raise VQCalibrationError(
+            f"{type(model).__name__} has no attention with separate q_proj and k_proj, so there is "
+            "nothing that SmoothAttention could be folded into."
+        )
+    for layer in layers:
+        layer.check()
+    return layers
 
 
 def rotated_channels(model: Any, head_dim: int) -> int:

@@ -1,6 +1,7 @@
 """A calibration on disk while it runs: killed at any point, it goes on after its last whole block.
 
     text.safetensors        token ids, and what is calibrated: model, scheme, text, options
+    largest.safetensors     the largest inputs of layers, if transforms are chosen by them
     costs.safetensors       what each layer's schemes cost, if they are to be chosen
     block-3.safetensors     codes of block 3
     hidden-4.safetensors    hidden states of the text between blocks 3 and 4, written before it
@@ -122,11 +123,29 @@ class Unfinished:
         if not self._text.exists():
             ids = make()
             # Of a folder that was not removed as a whole:
-            for what in ("costs", "block-*", "hidden-*", "finetune"):
+            for what in ("largest", "costs", "block-*", "hidden-*", "finetune"):
                 for left in self.folder.glob(f"{what}.safetensors"):
                     left.unlink()
             _write(self._text, {"ids": ids}, identity=self.identity)
         return _read(self._text)[1]["ids"]
+
+    def largest(self, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The maxima that were kept, else those over what `make` returns in every process."""
+        path = None if self.folder is None else self.folder / "largest.safetensors"
+
+        def kept() -> dict[str, Tensor] | None:
+            return _read(path)[1] if path is not None and path.exists() else None
+
+        found = self.team.first(kept)
+        if found is not None:
+            return found
+        found = {}
+        for one in self.team.everyones(make()):
+            for name, maxima in one.items():
+                found[name] = torch.maximum(maxima, found.get(name, maxima))
+        if path is not None and self.team.rank == 0:
+            _write(path, found)
+        return found
 
     def costs(self, make: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
         """The costs that were kept, else the mean of what `make` returns in every process."""

@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from transformers.utils import logging
 from ...errors import VQCalibrationError
 from ...fit import FittedWeight, fit_weight, fixed_tensors
 from ...fit.ldlq import Feedback
+from ...fit.qoq_calibrated import CLIPS
+from ...formats.catalog import LinearScheme, linear_scheme
+from ...formats.qoq import QoQScheme
 from ...formats.scheme import VQScheme
 from ...ops import decode_weight
 from ...ops.codes import rotation_of
@@ -33,6 +37,7 @@ from .finetune import ENTRY_STEP, TunedBlock, tune_block, tune_model
 from .moments import Listener, Site
 from .offload import weight_of
 from .parts import Part, parts_of, replace
+from .qoq import BY_BLOCK, Trial, fold_model
 from .team import Team
 from .text import OWN_WORDS, context_of, find_text, sequences_of
 from .unfinished import CodedBlock, Unfinished, unfinished
@@ -41,7 +46,7 @@ from .weight_bits import allocation, choices, measure_costs
 logger = logging.get_logger("hf_vq")
 _CHARACTERS = 12  # of a data set for every token: more than tokenizers put into one
 # The options that the result depends on.
-_DECIDING = ("tokens", "context", "damping", "finetune", "move_codes")
+_DECIDING = ("tokens", "context", "damping", "finetune", "move_codes", "transforms")
 _SAMPLE = 1 << 14  # numbers of a weight that tell it from others
 
 
@@ -66,7 +71,7 @@ class WeightCalibration:
     def __init__(
         self,
         model: Any,
-        schemes: Mapping[str, VQScheme],
+        schemes: Mapping[str, LinearScheme],
         config: VQConfig,
         files: Sequence[str] = (),
     ) -> None:
@@ -84,7 +89,8 @@ class WeightCalibration:
         for name, layer in model.named_modules():
             for part in parts_of(name, layer) if name in self.names else []:
                 self.parts[part.name] = part
-                for scheme in choices(config, name) or [inside[name]]:
+                possible: list[LinearScheme] = [*choices(config, name)] or [inside[name]]
+                for scheme in possible:
                     part.specs(scheme)
 
     @torch.no_grad()
@@ -114,6 +120,8 @@ class WeightCalibration:
             )
         with unfinished(resume, self._identity(model), self.team) as work:
             sequences = self.team.share(work.tokens(lambda: self._sequences(model)))
+            if transforms := self.options.get("transforms"):
+                fold_model(model, self.prefix, transforms, self.schemes, sequences, work)
             blocks = Blocks(model, self.prefix, sequences)
             if self.config.target_bits is not None:
                 facts.update(self._allocate(model, blocks, sequences, work))
@@ -150,7 +158,7 @@ class WeightCalibration:
         costs = work.costs(measure)
         table = allocation(model, list(self.parts.values()), costs, self.config)
         self.config.use({**(self.config.layers or {}), **table})
-        self.schemes = {layer: VQScheme.parse(spec) for layer, spec in table.items()}
+        self.schemes = {layer: linear_scheme(spec) for layer, spec in table.items()}
         kld = sum(cost[table[layer]] for layer, cost in costs.items())
         return {"predicted_kld": _rounded(kld)}
 
@@ -211,9 +219,11 @@ class WeightCalibration:
                     blocks.run(index, hidden, device)
             original[:] = [blocks.run(index, hidden, device) for hidden in original]
             sites = self.team.heard(listener.sites, device)
+            clips = (self.options.get("transforms") or {}).get("clip", False)
+            trial = Trial(blocks, index, device) if clips else None
             for number, site in enumerate(sites):
                 if number % self.team.size == self.team.rank:
-                    self._fit_site(site, layers, done, progress)
+                    self._fit_site(site, layers, done, trial, progress)
                 site.release()
             # What is sent names its device, which is of the sender: so from memory to memory.
             mine = done if self.team.size == 1 else done.on("cpu")
@@ -242,14 +252,24 @@ class WeightCalibration:
         return done
 
     def _fit_site(
-        self, site: Site, layers: Mapping[str, nn.Module], done: CodedBlock, progress: Progress
+        self,
+        site: Site,
+        layers: Mapping[str, Any],
+        done: CodedBlock,
+        trial: Trial | None,
+        progress: Progress,
     ) -> None:
         """Add the codes of all layers that read the same."""
         feedbacks = Feedbacks(site, self.schemes, self.config.seed, self.options["damping"])
         for name in site.layers:
             progress.start(name)
             part = self.parts[name]
-            done.fitted[name] = self._fit(part, layers[part.layer], feedbacks)
+            layer, qoq = layers[part.layer], isinstance(self.schemes[part.layer], QoQScheme)
+            if trial is not None and qoq and part.layer.endswith(BY_BLOCK):
+                fit = partial(self._fit, part, layer, feedbacks)
+                done.fitted[name] = trial.best(layer, fit, partial(self._decode, part, layer))
+            else:
+                done.fitted[name] = self._fit(part, layer, feedbacks)
             done.fallbacks.update(feedbacks.fallbacks(part))
             progress.done()
 
@@ -259,7 +279,8 @@ class WeightCalibration:
         parts, start = blocks.parts(index, self.parts.values()), f"{self.prefix}.{index}."
         seed, block = self.config.seed, blocks.blocks[index]
         step = ENTRY_STEP if self.options.get("move_codes", True) else None
-        return TunedBlock(block, start, done, parts, self.schemes, seed, device, step)
+        schemes = {n: one for n, one in self.schemes.items() if isinstance(one, VQScheme)}
+        return TunedBlock(block, start, done, parts, schemes, seed, device, step)
 
     def _tune_model(
         self,
@@ -276,9 +297,17 @@ class WeightCalibration:
             ]
             coded[-1].loss = tune_model(blocks, tuned, sequences, original, work)
 
-    def _fit(self, part: Part, module: nn.Module, feedbacks: Feedbacks | None) -> FittedWeight:
+    def _fit(
+        self,
+        part: Part,
+        module: nn.Module,
+        feedbacks: Feedbacks | None,
+        clips: tuple[float, ...] = CLIPS,
+    ) -> FittedWeight:
         """Codes of one part; of experts, stacked."""
         config, scheme = self.config, self.schemes[part.layer]
+        transforms = self.options.get("transforms") or {}
+        clips = clips if transforms.get("clip", True) else CLIPS[:1]
         found = []
         for index, matrix in enumerate(part.matrices(module)):
             feedback = None if feedbacks is None else feedbacks.of(part, index)
@@ -289,6 +318,8 @@ class WeightCalibration:
                 where=part.name,
                 search=config.search,
                 feedback=feedback,
+                clips=clips,
+                in_turn=transforms.get("feedback", True),
             )
             norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
             energy = 0.0 if feedback is None else feedback.energy(matrix)
@@ -366,7 +397,7 @@ class Feedbacks:
     expert."""
 
     def __init__(
-        self, site: Site, schemes: Mapping[str, VQScheme], seed: int, damping: float
+        self, site: Site, schemes: Mapping[str, LinearScheme], seed: int, damping: float
     ) -> None:
         self.site, self.schemes, self.seed, self.damping = site, schemes, seed, damping
         self.most = 0.0  # damping that was needed
@@ -375,7 +406,12 @@ class Feedbacks:
     def of(self, part: Part, expert: int = 0) -> Feedback:
         """The feedback of one matrix."""
         scheme = self.schemes[part.layer]
-        key = (scheme.rotation, scheme.rotation_block, expert)
+        turned = (
+            ("none", 0)
+            if isinstance(scheme, QoQScheme)
+            else (scheme.rotation, scheme.rotation_block)
+        )
+        key = (*turned, expert)
         if key not in self._found:
             if len(self.site.tokens) > 1:
                 self._found.clear()  # the experts' second moments would be in memory twice
