@@ -269,9 +269,11 @@ def _timed(record: dict[str, Any]) -> str:
     return "Measured by " + "; ".join(parts) + "."
 
 
-def _timed_table(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> str:
+def _timed_table(
+    suite: str, table: Callable[[list[dict[str, Any]]], str], how: str | None = None
+) -> str:
     if read_record(suite) is None:
-        return f"Not measured yet: `python -m hf_vq.bench {suite}`."
+        return f"Not measured yet: `python -m hf_vq.bench {how or suite}`."
     record = _record(suite)
     return table(record["results"]["rows"]) + "\n\n" + _timed(record)
 
@@ -316,7 +318,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda_tables.calibrate),
     "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda_tables.crossover),
     "results:serve": partial(_timed_table, "serve", serve.table),
-    "results:serve-cpu": partial(_timed_table, "serve-cpu", serve.table),
+    "results:serve-cpu": partial(
+        _timed_table, "serve-cpu", serve.table, "serve --out hf_vq/bench/results/serve-cpu.json"
+    ),
     **{f"results:{name}": partial(_timed_table, *of) for name, of in kv_tables.TABLES.items()},
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,

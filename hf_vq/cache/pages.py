@@ -14,6 +14,7 @@ does not depend on how its prompt was cut, who shares its pages, or whether it w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,7 +74,7 @@ class PageSide:
     @cached_property
     def parts(self) -> tuple[int, int]:
         """Bytes of the codes and of the scales, with what aligns them."""
-        return _aligned(_product(self.codes)), _aligned(2 * _product(self.scales))
+        return _aligned(math.prod(self.codes)), _aligned(2 * math.prod(self.scales))
 
 
 @dataclass(frozen=True)
@@ -248,8 +249,8 @@ class Pages:
     def __init__(self, memory: Tensor, side: PageSide, codebook: Tensor) -> None:
         self.side, self.codebook, self.spec = side, codebook, side.scheme.spec()
         first, second = memory.split(side.parts, 1)
-        self.codes = first[:, : _product(side.codes)].view(-1, *side.codes)
-        scales = second[:, : 2 * _product(side.scales)].view(torch.float16)
+        self.codes = first[:, : math.prod(side.codes)].view(-1, *side.codes)
+        scales = second[:, : 2 * math.prod(side.scales)].view(torch.float16)
         self.scale = scales.view(len(memory), *side.scales).permute(0, 2, 3, 1)
         wide = self.codes.shape[3] % 8 == 0  # rows are gathered eight bytes at a time
         self.words = self.codes.view(torch.int64) if wide else self.codes
@@ -354,13 +355,6 @@ class LayerPages:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _product(sizes: Sequence[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 def _size(span: slice) -> int:
