@@ -1,9 +1,9 @@
 """Suite `quality-qoq`: what QoQ costs in quality, and what each of its transforms brings.
 
 Weights of 4 bits and activations of 8, `from_pretrained(..., VQConfig(scheme, calibration=...))` in
-float32: rounded to nearest, with each transform alone, with all of them, and with all but one of
-the folds. Then with QServe's KV cache: every key and value is read back from 4 bits, the query's
-own token too.
+float32: rounded to nearest, with each transform alone, with all of them, and with all but rotation.
+Then with QServe's KV cache: every key and value is read back from 4 bits, the query's own
+token too.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ CALIBRATION_TOKENS = 1 << 14
 BATCH = 4  # sequences per forward
 # What changes the model's weights; SmoothAttention changes its keys alone.
 CHANGING = tuple(name for name in TRANSFORMS if name != "smooth_attention")
-# What a fold brings depends on how weights are rounded: these are left out of all, too.
-LEFT_OUT = ("rotate", "smooth_outputs", "reorder")
+LEFT_OUT = ("rotate",)  # of all, too: what it brings depends on how weights are rounded
 
 
 @dataclass(frozen=True)
