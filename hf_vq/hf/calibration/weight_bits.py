@@ -46,11 +46,10 @@ Costs = dict[str, dict[str, float]]
 """Layer -> spec string of a scheme -> KL divergence in nats per token."""
 
 
-def choices(config: VQConfig, layer: str) -> list[VQScheme]:
+def choices(config: VQConfig, layer: str) -> list[LinearScheme]:
     """The schemes that a layer may get; none where nothing is to be chosen."""
     if layer in (config.layers or {}) and config.target_bits is not None:
-        scheme = config.scheme_of(layer)
-        return [scheme] if isinstance(scheme, VQScheme) else []
+        return [config.scheme_of(layer)]
     return [weight_scheme(name) for name in config.candidates or ()]
 
 

@@ -54,6 +54,16 @@ def test_round_trip(tmp_path, name, grouped):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+def test_a_layer_on_disk(tmp_path, grouped):
+    make_qoq(tmp_path / "in", "wide", grouped=grouped)
+    place = {"": "cpu", "model.layers.1": "disk"}
+    model = LOAD(tmp_path / "in", device_map=place, offload_folder=str(tmp_path / "offload"))
+    assert model.model.layers[1].mlp.up_proj.weight.is_meta
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, LOAD(tmp_path / "in")(tokens()).logits)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
 def test_files_of_qserve(tmp_path, grouped):
     dense = make_qoq(tmp_path / "in", "wide", grouped=grouped, pickled=True)
     with pytest.raises((VQFormatError, OSError)):  # Transformers looks for its own names
