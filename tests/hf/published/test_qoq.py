@@ -160,6 +160,31 @@ def test_damaged_tensors_are_refused(tmp_path):
         LOAD(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("model.norm.weight", None, r"lacks model\.norm\.weight: it would be random"),
+        (
+            "model.norm.weight",
+            torch.ones(7),
+            r"norm\.weight has the shape \(7,\), .* needs \(64,\)",
+        ),
+        ("model.norm.weight", torch.full((64,), torch.nan), r"norm\.weight holds NaN or infinity"),
+        ("model.embed_tokens.weight", None, r"lacks model\.embed_tokens\.weight"),
+        ("lm_head.weight", None, r"neither lm_head\.qweight nor lm_head\.weight"),
+    ],
+)
+def test_dense_tensors_must_be_there(tmp_path, name, value, match):
+    make_qoq(tmp_path / "in", grouped=False)
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors if value is None else {**tensors, name: value}, file, {"format": "pt"})
+    with pytest.raises(VQFormatError, match=match):
+        convert(str(tmp_path / "in"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("out", "size"), [(32, 128), (96, 384)])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_layout(out, size, grouped):
