@@ -155,7 +155,8 @@ class VQConfig(QuantizationConfigMixin):
             self._raise_version(2)
         self._raise_version(1)
         if self.calibration is not None:
-            self.calibration = _with_transforms(self.calibration, self.schemes())
+            recorded = provenance is not None
+            self.calibration = _with_transforms(self.calibration, self.schemes(), recorded)
         self.provenance = _check_provenance(provenance)
         data_free = provenance is None and calibration is None
         if data_free and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
@@ -415,8 +416,11 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
     return found
 
 
-def _with_transforms(options: dict[str, Any], schemes: list[LinearScheme]) -> dict[str, Any]:
-    """The options with all transforms of QoQ, where a layer may have such a scheme."""
+def _with_transforms(
+    options: dict[str, Any], schemes: list[LinearScheme], recorded: bool
+) -> dict[str, Any]:
+    """The options with all transforms of QoQ, where a layer may have such a scheme; of a model
+    that is `recorded`, those that were made."""
     found, given = dict(options), options.get("transforms")
     scheme = next((scheme for scheme in schemes if isinstance(scheme, QoQScheme)), None)
     if scheme is not None:
@@ -425,6 +429,8 @@ def _with_transforms(options: dict[str, Any], schemes: list[LinearScheme]) -> di
                 f"calibration['finetune'] moves codebooks, and {scheme.spec()} has none: leave it "
                 "out."
             )
+        if recorded and given is None:
+            return found
         return {**found, "transforms": checked_transforms(given, scheme)}
     if given is not None:
         raise VQConfigError(

@@ -38,16 +38,20 @@ def device_map(kind, name):
 
 
 @pytest.mark.parametrize("kind", ["one layer on disk", "all on disk"])
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "qwen3-moe", "gpt-oss"])
-def test_offload(dense, quantized, tmp_path, name, kind):
-    whole = LOAD(quantized(name))
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [(n, "vq-4") for n in ("llama", "llama-tied", "gpt2", "qwen3-moe", "gpt-oss")]
+    + [("llama", "qoq-w4a8"), ("llama", "qoq-w4a8-g128")],
+)
+def test_offload(dense, quantized, tmp_path, name, scheme, kind):
+    whole = LOAD(quantized(name, scheme))
     expected = logits(whole)
     place = {"device_map": device_map(kind, name), "offload_folder": str(tmp_path / "offload")}
-    flying = LOAD(dense(name), quantization_config=VQConfig(), **place)
+    flying = LOAD(dense(name), quantization_config=VQConfig(scheme), **place)
     assert any(parameter.is_meta for parameter in flying.parameters())
     assert torch.equal(logits(flying), expected)
     flying.save_pretrained(tmp_path / "flying", max_shard_size="30KB")
-    stored = LOAD(quantized(name), **place)
+    stored = LOAD(quantized(name, scheme), **place)
     assert torch.equal(logits(stored), expected)
     stored.save_pretrained(tmp_path / "stored")
     for folder in ("flying", "stored"):

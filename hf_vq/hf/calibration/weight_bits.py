@@ -26,8 +26,7 @@ from ...errors import VQCalibrationError, VQConfigError
 from ...fit import fit_weight, fixed_tensors
 from ...fit.allocation import allocate
 from ...fit.ldlq import Feedback
-from ...formats.catalog import weight_scheme
-from ...formats.scheme import VQScheme
+from ...formats.catalog import LinearScheme, weight_scheme
 from ...ops.codes import rotation_of
 from ..checkpoint import shared_specs, storage
 from ..config import VQConfig
@@ -46,11 +45,10 @@ Costs = dict[str, dict[str, float]]
 """Layer -> spec string of a scheme -> KL divergence in nats per token."""
 
 
-def choices(config: VQConfig, layer: str) -> list[VQScheme]:
+def choices(config: VQConfig, layer: str) -> list[LinearScheme]:
     """The schemes that a layer may get; none where nothing is to be chosen."""
     if layer in (config.layers or {}) and config.target_bits is not None:
-        scheme = config.scheme_of(layer)
-        return [scheme] if isinstance(scheme, VQScheme) else []
+        return [config.scheme_of(layer)]
     return [weight_scheme(name) for name in config.candidates or ()]
 
 
@@ -61,7 +59,7 @@ def measure_costs(
     config: VQConfig,
     device: torch.device | None,
 ) -> Costs:
-    """What each scheme costs in each layer.
+    """What each scheme costs in each layer that has a choice.
 
     Args:
         blocks: with the hidden states of all `sequences` [sequences, tokens] before the first.
@@ -98,10 +96,10 @@ def measure_costs(
                     for name in site.layers:
                         progress.start(name)
                         part = inside[name]
+                        if len(choices(config, part.layer)) == 1:
+                            progress.done()
+                            continue
                         if name not in listener.weights:
-                            if len(choices(config, part.layer)) == 1:
-                                progress.done()
-                                continue
                             raise VQCalibrationError(
                                 f"{name} is computed without gradients, so what it costs cannot "
                                 "be measured. Name its scheme in VQConfig(layers=...), or leave "
@@ -153,7 +151,7 @@ def _costs(
     sample = torch.stack([matrices[i][row].float() * root[i, row] for i, row in rows])
     sample = sample / sample.abs().max().clamp_min(1e-30)  # what fp16 scales can hold
     energy, feedbacks = 0.0, {}
-    for scheme in choices(config, part.layer):
+    for scheme in map(weight_scheme, config.candidates or ()):
         kind = scheme.rotation, scheme.rotation_block
         if kind not in feedbacks:
             fixed = fixed_tensors(scheme, part.shape[1], config.seed, moments.device)

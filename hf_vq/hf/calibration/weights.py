@@ -23,16 +23,15 @@ from transformers.utils import logging
 
 from ...errors import VQCalibrationError
 from ...fit import FittedWeight, fit_weight, fixed_tensors
-from ...fit.ldlq import Feedback
 from ...fit.qoq_calibrated import CLIPS
 from ...formats.catalog import LinearScheme, linear_scheme
 from ...formats.qoq import QoQScheme
 from ...formats.scheme import VQScheme
 from ...ops import decode_weight
-from ...ops.codes import rotation_of
 from ..config import VQConfig
 from ..operation import Progress
 from .blocks import Blocks, find_blocks
+from .feedbacks import Feedbacks
 from .finetune import ENTRY_STEP, TunedBlock, tune_block, tune_model
 from .moments import Listener, Site
 from .offload import weight_of
@@ -85,6 +84,8 @@ class WeightCalibration:
         self.prefix = find_blocks(model, schemes)
         inside = {n: scheme for n, scheme in schemes.items() if n.startswith(f"{self.prefix}.")}
         self.names, self.schemes = set(inside), inside
+        if not any(isinstance(scheme, QoQScheme) for scheme in inside.values()):
+            self.options.pop("transforms", None)  # they would change other layers for nothing
         self.parts: dict[str, Part] = {}
         for name, layer in model.named_modules():
             for part in parts_of(name, layer) if name in self.names else []:
@@ -393,52 +394,6 @@ class WeightCalibration:
                 recipe["schemes" if name == "layers" else name] = getattr(config, name)
         layers = {"layers": sorted(self.names), "dtype": str(model.dtype)}
         return {**recipe, **options, **self.facts, **layers, "weights": digest.hexdigest()}
-
-
-class Feedbacks:
-    """What the inputs of the layers of a site say about their weights, for every rotation and
-    expert."""
-
-    def __init__(
-        self, site: Site, schemes: Mapping[str, LinearScheme], seed: int, damping: float
-    ) -> None:
-        self.site, self.schemes, self.seed, self.damping = site, schemes, seed, damping
-        self.most = 0.0  # damping that was needed
-        self._found: dict[tuple[str, int, int], Feedback] = {}
-
-    def of(self, part: Part, expert: int = 0) -> Feedback:
-        """The feedback of one matrix."""
-        scheme = self.schemes[part.layer]
-        turned = (
-            ("none", 0)
-            if isinstance(scheme, QoQScheme)
-            else (scheme.rotation, scheme.rotation_block)
-        )
-        key = (*turned, expert)
-        if key not in self._found:
-            if len(self.site.tokens) > 1:
-                self._found.clear()  # the experts' second moments would be in memory twice
-            moments = self.site.moments(expert)
-            fixed = fixed_tensors(scheme, len(moments), self.seed, moments.device)
-            where = f"{part.name}[{expert}]" if part.fused else part.name
-            self._found[key] = Feedback(
-                moments, scheme, rotation_of(fixed), damping=self.damping, where=where
-            )
-            self.most = max(self.most, self._found[key].damping)
-        return self._found[key]
-
-    def fallbacks(self, part: Part) -> dict[str, str]:
-        """What was done otherwise than asked for one part, by name."""
-        reasons = []
-        none = [str(expert) for expert, tokens in enumerate(self.site.tokens) if not tokens]
-        if none:
-            reasons.append(
-                f"has experts that no token was sent to ({', '.join(none)}): calibrated on what "
-                "the other experts read"
-            )
-        if self.most > self.damping:
-            reasons.append(f"was calibrated with a damping of {self.most:g}")
-        return {part.name: "; it ".join(reasons)} if reasons else {}
 
 
 def _stacked(found: list[tuple[FittedWeight, float, float]]) -> FittedWeight:

@@ -77,7 +77,7 @@ def _read(norm: Any, *layers: nn.Linear) -> None:
     """Fold a norm's weight and Q into what reads the norm."""
     gain = norm.weight.detach().double()
     for layer in layers:
-        change(layer.weight, lambda rows: hadamard(rows * gain))
+        change(layer.weight, lambda rows: hadamard(rows * gain.to(rows.device)))
     norm.weight.fill_(1.0)
 
 

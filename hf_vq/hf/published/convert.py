@@ -27,8 +27,10 @@ from ...errors import VQConfigError, VQFormatError
 from ...fit import fit_weight
 from ...fit.weight import fixed_tensors
 from ...formats.published import LAYOUTS, TurboquantLayout
+from ...formats.published.layout import CURE
 from ...formats.qoq import QoQScheme
 from ...formats.tensors import tensor_specs
+from ...nn.experts import holds_experts
 from ...nn.linear import attribute_of
 from ...nn.replace import convertible
 from ...ops import reference
@@ -39,7 +41,7 @@ from ..folder import lock, replacing
 from ..operation import Progress
 from . import turboquant
 from .pickled import NAMES, PickledCheckpoint, pickled_files, published_config
-from .plan import Plan, PublishedLayer, make_plan, neither
+from .plan import Plan, PublishedLayer, is_finite, make_plan, neither
 from .quantizer import config_of
 
 _STATE = "convert.json"
@@ -69,6 +71,8 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         _check_requantize(requantize)
     folder = _folder(source)
     config = _read(folder / "config.json")
+    if "quip_params" in config:
+        raise _unread(source, "QuIP#, which hf_vq does not read")
     pickled = pickled_files(folder)
     checkpoint = PickledCheckpoint(pickled) if pickled else Checkpoint(_files(folder))
     if (folder / turboquant.CONFIG).is_file():
@@ -77,10 +81,7 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         published = published_config(config, checkpoint)
     method = published.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:
-        known = "QuIP#, which hf_vq does not read" if "quip_params" in config else repr(method)
-        raise VQConfigError(
-            f"{source}: its quantization is {known}. hf-vq convert reads {', '.join(LAYOUTS)}."
-        )
+        raise _unread(source, repr(method))
     model = _empty(folder)
     if method == TurboquantLayout.method:
         published = turboquant.described(published, model)
@@ -110,6 +111,12 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
             file.rename(new / file.name)
     shutil.rmtree(work)
     return result
+
+
+def _unread(source: str, method: str) -> VQConfigError:
+    return VQConfigError(
+        f"{source}: its quantization is {method}. hf-vq convert reads {', '.join(LAYOUTS)}."
+    )
 
 
 def _check_requantize(config: VQConfig) -> None:
@@ -193,7 +200,9 @@ class _Conversion:
                 tensors |= made
                 progress.done()
             elif name not in self.coded:
-                tensors[self._kept(name)] = self.checkpoint.read(name)
+                tensors[self._kept(name)] = kept = self.checkpoint.read(name)
+                if not is_finite(kept):
+                    raise VQFormatError(f"{file}: {name} holds NaN or infinity. {CURE}")
         if last and self.requantize is not None:
             tensors |= self._fixed()
         partial = target.with_suffix(".partial")
@@ -359,14 +368,29 @@ def _empty(folder: Path) -> Any:
 
 
 def _check_dense(model: Any, plan: Plan, checkpoint: Checkpoint, method: str) -> None:
-    """Raise if a linear layer is in no file; tied weights are another tensor's."""
-    stored = {name for entry in checkpoint.entries for name in plan.spellings(entry)}
+    """Raise if a parameter without codes is in no file or has another shape; tied weights are
+    another tensor's, and dense experts are put together by Transformers."""
+    stored = {
+        name: entry for key, entry in checkpoint.entries.items() for name in plan.spellings(key)
+    }
     head = model.get_output_embeddings()
-    for name in plan.dense:
-        module = model.get_submodule(name)
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        module = model.get_submodule(owner)
+        coded = name == f"{owner}.weight" and owner in plan.layers
         tied = module is head and model.config.get_text_config().tie_word_embeddings
-        if convertible(module) and not tied and f"{name}.weight" not in stored:
-            raise neither(name, method)
+        if coded or tied or holds_experts(module):
+            continue
+        if name not in stored:
+            if owner in plan.dense and convertible(module):
+                raise neither(owner, method)
+            raise VQFormatError(f"the checkpoint lacks {name}: it would be random. {CURE}")
+        entry = stored[name]
+        if entry.shape != tuple(parameter.shape):
+            raise VQFormatError(
+                f"{entry.file}: {entry.name} has the shape {entry.shape}, where the model needs "
+                f"{tuple(parameter.shape)}. {CURE}"
+            )
 
 
 def _check_state(work: Path, folder: Path, checkpoint: Checkpoint, ours: VQConfig) -> None:

@@ -51,7 +51,8 @@ def load_tensors(file: str) -> dict[str, Tensor]:
     """The tensors of a file that `torch.save` wrote.
 
     Raises:
-        VQFormatError: it is damaged, or holds more than named tensors.
+        VQFormatError: it is damaged, or holds more than named tensors, or fewer numbers than a
+            tensor has.
     """
     try:
         found = torch.load(
@@ -72,13 +73,29 @@ def load_tensors(file: str) -> dict[str, Tensor]:
                 f"{file}: {shown(name)} is {shown(type(tensor))} instead of a plain tensor. "
                 "Download the checkpoint again."
             )
+        held = tensor.untyped_storage().nbytes() if tensor.device.type == "cpu" else -1
+        if tensor.numel() * tensor.itemsize > held:
+            raise VQFormatError(
+                f"{file}: {shown(name)} has the shape {tuple(tensor.shape)}, and the file does not "
+                "hold so many numbers. Download the checkpoint again."
+            )
     return dict(found)
 
 
 def pickled_files(folder: Path) -> list[str]:
-    """QServe's file in a folder; none where there is none, or safetensors beside it."""
-    safe = any(folder.glob("*.safetensors"))
-    return [] if safe else [str(folder / name) for name in NAMES if (folder / name).is_file()][:1]
+    """QServe's file in a folder; none where there is none, or safetensors beside it.
+
+    Raises:
+        VQFormatError: there are two.
+    """
+    found = [str(folder / name) for name in NAMES if (folder / name).is_file()]
+    if any(folder.glob("*.safetensors")):
+        return []
+    if len(found) > 1:
+        raise VQFormatError(
+            f"{' and '.join(found)} are two checkpoints in one folder. Keep the one to convert."
+        )
+    return found
 
 
 def published_config(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:

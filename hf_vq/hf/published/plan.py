@@ -64,7 +64,7 @@ class PublishedLayer:
     def _maker(self, suffix: str) -> Callable[[Tensor], Tensor]:
         def make(tensor: Tensor) -> Tensor:
             source = self.sources[suffix]
-            if not _is_finite(self.layout.values(suffix, tensor)):
+            if not is_finite(self.layout.values(suffix, tensor)):
                 raise VQFormatError(f"{source} holds NaN or infinity. {CURE}")
             if self.layout.stored_as is None:
                 self.layout.inspect(suffix, tensor, source)
@@ -189,6 +189,14 @@ def neither(layer: str, method: str) -> VQFormatError:
     )
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no number is NaN or infinite: the extremes say it, in a twentieth of the time."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    numbers = tensor if tensor.itemsize > 1 else tensor.float()  # there are no extremes of fp8
+    return all(bool(bound.isfinite()) for bound in torch.aminmax(numbers))
+
+
 def split_name(name: str, kind: type[Layout]) -> tuple[str, str | None]:
     """A tensor's layer and suffix; no suffix where it is not one of a coded layer."""
     for suffix in kind.suffixes:
@@ -244,13 +252,6 @@ def _layer(
         ):
             layout = half
     return PublishedLayer(name, layout, size, sources)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether no number is NaN or infinite: the extremes say it, in a twentieth of the time."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    return all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
 
 
 def _fits_half(tensor: Tensor) -> bool:

@@ -112,8 +112,13 @@ class TurboquantFolder(Checkpoint):
                 found[f"{name}.codebook"] = self.entries["codebook"]
         self._check_layers(config, found)
         for name, parts in self._embeddings.items():
-            first = self.entries[next(iter(parts.values()))]
-            found[name] = replace(first, name=name, dtype="BF16")
+            codes = "weight_packed" if "weight_packed" in parts else "weight_int8"
+            if codes not in parts:
+                raise VQFormatError(f"the checkpoint lacks the codes of {name}. {CURE}")
+            entry = self.entries[parts[codes]]
+            *rows, columns = entry.shape or (0,)
+            shape = (*rows, columns * (2 if codes == "weight_packed" else 1))
+            found[name] = replace(entry, name=name, dtype="BF16", shape=shape)
         self._stored, self.entries = dict(self.entries), found
 
     @staticmethod

@@ -35,9 +35,13 @@ struct Matrix {
     step = Guarded<uint8_t>(size_t(w.out * (w.in / w.group)));
     zero = Guarded<uint8_t>(step.size());
     for (size_t g = 0; g < step.size(); ++g) {  // q * step - zero stays in [-127, 127]
-      step[g] = uint8_t(random_int(0, 16));
-      const int least = 15 * step[g] - 127;
+      step[g] = uint8_t(random_int(0, 17));
+      const int largest = step[g] == 17 ? 14 : 15;  // 15 * 17 - 127 does not
+      const int least = largest * step[g] - 127;
       zero[g] = uint8_t(random_int(least > 0 ? least : 0, 127));
+      if (largest == 15) continue;
+      const size_t bytes = size_t(w.group / 2);
+      for (size_t b = g * bytes; b < (g + 1) * bytes; ++b) codes[b] &= 0xee;  // even codes
     }
     w.step = step.get();
     w.zero = zero.get();

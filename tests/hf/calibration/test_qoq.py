@@ -144,6 +144,20 @@ def test_some_layers_may_have_codebooks(calibrate, dense):
     assert not isinstance(layer.mlp.down_proj, W4A8Linear)
 
 
+def test_nothing_is_folded_for_layers_of_other_schemes(dense, tmp_path):
+    """Every layer has codebooks, though the config's own scheme is QoQ's."""
+    config = VQConfig(SCHEME, layers={"model.layers": "vq-4"}, calibration=CALIBRATION)
+    model = AutoModelForCausalLM.from_pretrained(dense("llama-tied"), quantization_config=config)
+    original = AutoModelForCausalLM.from_pretrained(dense("llama-tied"))
+    assert torch.equal(model.model.norm.weight, original.model.norm.weight)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, original.lm_head.weight)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for one in (model, again):
+        assert "transforms" not in one.config.quantization_config.calibration
+
+
 @pytest.mark.parametrize(
     ("scheme", "options", "message"),
     [

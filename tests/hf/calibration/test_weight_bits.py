@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import fit_weight
-from hf_vq.formats.catalog import weight_scheme
+from hf_vq.formats.catalog import linear_scheme, weight_scheme
 from hf_vq.hf import VQConfig
 from hf_vq.hf.calibration import weight_bits
 from hf_vq.hf.calibration.blocks import Blocks
@@ -67,10 +67,15 @@ def test_costs_are_the_divergence_they_foretell(dense):
 
 
 @pytest.mark.parametrize(
-    ("name", "skip", "target"), [("llama", "mlp", 4), ("qwen3-moe", "self_attn", 5)]
+    ("name", "skip", "target", "given"),
+    [
+        ("llama", "mlp", 4, "vq-4"),
+        ("llama", "mlp", 4, "qoq-w4a8-g32"),
+        ("qwen3-moe", "self_attn", 5, None),
+    ],
 )
-def test_schemes_are_chosen_recorded_and_read_again(name, skip, target, dense, tmp_path):
-    fixed = {"layers": {"layers.0.self_attn.v_proj": "vq-4"}} if name == "llama" else {}
+def test_schemes_are_chosen_recorded_and_read_again(name, skip, target, given, dense, tmp_path):
+    fixed = {"layers": {"layers.0.self_attn.v_proj": given}} if given else {}
     config = VQConfig(
         target_bits=target,
         candidates=["turboquant-2", "turboquant-5"],
@@ -82,10 +87,11 @@ def test_schemes_are_chosen_recorded_and_read_again(name, skip, target, dense, t
     found = model.config.quantization_config
     bits, weights = storage(model)
     assert 2.3 < bits / weights <= target
-    assert len(set(found.layers.values())) == (3 if name == "llama" else 2)
-    if name == "llama":
-        assert found.layers["model.layers.0.self_attn.v_proj"] == weight_scheme("vq-4").spec()
-    assert found.format_version == 2 and found.provenance["calibration"]["predicted_kld"] > 0
+    assert len(set(found.layers.values())) == (3 if given else 2)
+    if given:
+        assert found.layers["model.layers.0.self_attn.v_proj"] == linear_scheme(given).spec()
+    assert found.format_version == (3 if given and given.startswith("qoq") else 2)
+    assert found.provenance["calibration"]["predicted_kld"] > 0
     model.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert stored["target_bits"] == target and stored["layers"] == found.layers

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from hf_vq.errors import VQCalibrationError, VQConfigError, VQError
 from hf_vq.fit.ldlq import Feedback
 from hf_vq.hf import VQConfig
-from hf_vq.hf.calibration import weights
+from hf_vq.hf.calibration import feedbacks, weights
 from hf_vq.hf.calibration.blocks import Blocks, find_blocks
 from hf_vq.hf.calibration.moments import Listener
 from hf_vq.hf.calibration.text import find_text, sample_text, sequences_of, spread
@@ -93,7 +93,7 @@ def test_moments_are_those_of_quantized_blocks(calibrate, dense, monkeypatch):
             heard[where] = moments.clone()
             super().__init__(moments, *args, where=where, **options)
 
-    monkeypatch.setattr(weights, "Feedback", Kept)
+    monkeypatch.setattr(feedbacks, "Feedback", Kept)
     model = calibrate().dequantize()
     sites = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
     assert list(heard) == [f"model.layers.{i}.{site}" for i in (0, 1) for site in sites]

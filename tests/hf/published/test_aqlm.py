@@ -240,7 +240,7 @@ def test_adopt_and_release():
     assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["aqlm"].__module__.startswith("transformers.")
     hf_vq.release()
     hf_vq.release()
-    with pytest.raises(VQConfigError, match="not a method that hf_vq reads: aqlm"):
+    with pytest.raises(VQConfigError, match="not a method that from_pretrained can know: aqlm"):
         hf_vq.adopt("gptq")
 
 
@@ -255,7 +255,7 @@ def test_a_file_that_is_no_safetensors(tmp_path):
     state = load_file(tmp_path / "in" / "model.safetensors")
     (tmp_path / "in" / "model.safetensors").unlink()
     torch.save(state, tmp_path / "in" / "pytorch_model.bin")
-    with pytest.raises(VQFormatError, match="save the checkpoint as safetensors"):
+    with pytest.raises(VQFormatError, match="save it as safetensors"):
         LOAD(tmp_path / "in")
 
 

@@ -20,6 +20,8 @@ from hf_vq.nn.replace import vq_modules
 
 LOAD = AutoModelForCausalLM.from_pretrained
 Q = "model.layers.0.self_attn.q_proj"
+IN_MEMORY = "embed_tokens", "layers.0", "norm", "rotary_emb"
+PLACES = {"lm_head": "cpu", "model.layers.1": "disk"} | {f"model.{n}": "cpu" for n in IN_MEMORY}
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,15 @@ def test_round_trip(tmp_path, name, grouped):
         with torch.no_grad():
             assert torch.equal(again(tokens()).logits, logits)
         assert main(["info", str(tmp_path / folder)]) == 0
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_layer_on_disk(tmp_path, grouped):
+    make_qoq(tmp_path / "in", "wide", grouped=grouped)
+    model = LOAD(tmp_path / "in", device_map=PLACES, offload_folder=str(tmp_path / "offload"))
+    assert model.model.layers[1].mlp.up_proj.weight.is_meta
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, LOAD(tmp_path / "in")(tokens()).logits)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -102,6 +113,10 @@ def test_hostile_pickles_are_refused_and_not_run(tmp_path):
     refused("'x' is .*instead of a plain tensor")
     torch.save({**tensors, "x": torch.ones(2).to_sparse()}, file)
     refused("'x' is .*instead of a plain tensor")
+    torch.save({**tensors, "x": torch.ones(2, device="meta")}, file)
+    refused(r"'x' has the shape \(2,\), and the file does not hold")
+    torch.save({**tensors, "x": torch.zeros(1).expand(1 << 20, 1 << 22)}, file)  # 17 TB
+    refused(r"'x' has the shape \(1048576, 4194304\), and the file does not hold")
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     refused("is damaged")
@@ -110,6 +125,13 @@ def test_hostile_pickles_are_refused_and_not_run(tmp_path):
     torch.save({"model.norm.weight": torch.ones(128)}, file)
     with pytest.raises(VQConfigError, match="its quantization is None"):
         convert(str(tmp_path / "in"), out)
+
+
+def test_two_files_in_one_folder_are_refused(tmp_path):
+    make_qoq(tmp_path / "in", "wide", grouped=True, pickled=True)
+    torch.save({"x": torch.ones(2)}, tmp_path / "in" / "pytorch_model.bin")
+    with pytest.raises(VQFormatError, match=r"pytorch_model\.bin and .*quant_model\.pt are two"):
+        convert(str(tmp_path / "in"), str(tmp_path / "out"))
 
 
 def test_damaged_tensors_are_refused(tmp_path):
@@ -136,6 +158,31 @@ def test_damaged_tensors_are_refused(tmp_path):
     save_file(lacking, file, {"format": "pt"})
     with pytest.raises(VQFormatError, match=r"lacks .*q_proj\.s2_zeros"):
         LOAD(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("model.norm.weight", None, r"lacks model\.norm\.weight: it would be random"),
+        (
+            "model.norm.weight",
+            torch.ones(7),
+            r"norm\.weight has the shape \(7,\), .* needs \(64,\)",
+        ),
+        ("model.norm.weight", torch.full((64,), torch.nan), r"norm\.weight holds NaN or infinity"),
+        ("model.embed_tokens.weight", None, r"lacks model\.embed_tokens\.weight"),
+        ("lm_head.weight", None, r"neither lm_head\.qweight nor lm_head\.weight"),
+    ],
+)
+def test_dense_tensors_must_be_there(tmp_path, name, value, match):
+    make_qoq(tmp_path / "in", grouped=False)
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors if value is None else {**tensors, name: value}, file, {"format": "pt"})
+    with pytest.raises(VQFormatError, match=match):
+        convert(str(tmp_path / "in"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("out", "size"), [(32, 128), (96, 384)])
