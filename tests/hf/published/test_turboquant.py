@@ -6,7 +6,8 @@ import shutil
 import numpy
 import pytest
 import torch
-from published_models import dense_twin, make_turboquant, turboquant_pass
+from published_models import dense_twin
+from published_turboquant import make_turboquant, turboquant_pass
 from safetensors.torch import load_file, save_file
 from tiny import tokens
 from transformers import AutoModelForCausalLM
