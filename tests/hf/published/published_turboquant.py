@@ -1,16 +1,14 @@
-"""Tiny folders as turboquant-model saves them; as `published_models`, this knows nothing of hf_vq."""
+"""Tiny folders as turboquant-model saves them. Nothing here knows hf_vq (`published_models`)."""
 
 import json
 from pathlib import Path
 
 import numpy
 import torch
-from published_models import (
-    linear_names,
-    published_names,
-    type_of,
-)
+from published_models import linear_names, published_names, type_of
 from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 
 def turboquant_rotation(size: int, seed: int, hadamard: bool) -> numpy.ndarray:
