@@ -186,7 +186,7 @@ class Batch:
         self.tokens, self.device = tokens, device
 
     def add(self, past: int, new: int, pages: Sequence[int]) -> None:
-        """One more request: `new` tokens behind `past` ones, in `pages`."""
+        """One more request: `new` tokens, at least one, behind `past` ones, in `pages`."""
         first = self.requests[-1].rows.stop if self.requests else 0
         self.requests.append(Request(first, past, new, pages))
 

@@ -235,6 +235,41 @@ def test_forks_copy_the_page_that_is_not_full() -> None:
     assert found[1:] == found[:1] * 2
 
 
+@pytest.mark.parametrize("name", ["gqa", "gemma3"])
+@pytest.mark.parametrize("lengths", [(7, 1, 9), (1, 7, 1), (1, 1, 30)])
+def test_forks_without_a_token_left_lie_amid_others(name: str, lengths: tuple[int, ...]) -> None:
+    """All but the last token of a prompt is computed before its forks, which is nothing of one."""
+    model = build(name)
+    prompts = prompts_of(*lengths)
+    of = config_of("u4")
+    of.num_return_sequences = 2
+    found, cache = serve(model, prompts, of=of, allow_block_sharing=False)
+    first, children = found[: len(prompts)], found[len(prompts) :]
+    assert first == alone(model, prompts, first, "u4", cache)
+    assert sorted(children) == sorted(first)
+
+
+def test_forks_whose_prefix_is_shared_but_for_one_token_lie_amid_others() -> None:
+    model = build("gqa")
+    prompts = prompts_of(5, 2 * PAGE + 1, 6)
+    of = config_of("u4")
+    of.num_return_sequences = 2
+    with model.continuous_batching_context_manager(
+        of, continuous_batching_config=batching()
+    ) as manager:
+        found = {}
+        for more in (prompts[1:2], prompts):
+            names = manager.add_requests(more)
+            for _ in range(2 * len(more)):
+                result = manager.get_result(timeout=30)
+                assert result is not None, manager.background_thread_status.fatal_error
+                found[result.request_id] = result.generated_tokens
+        cache = manager.batch_processor.cache
+    first = [found[name] for name in names]
+    assert first == alone(model, prompts, first, "u4", cache)
+    assert found["req_0"] == first[1]
+
+
 def test_weights_may_be_codes_too(quantized: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(quantized("qwen3")).eval()
     prompts = prompts_of(5, 11)

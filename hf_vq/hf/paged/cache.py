@@ -144,6 +144,7 @@ class PagedCodes(PagedAttentionCache):
         self.max_tokens_read = max(a.tokens_per_page * a.num_blocks for a in self._all)
         self.layers = {index: self._layer(template, index) for index in self.codes.formats}
         self.batch = Batch(self.page_size, self.device)
+        self._indices: list[list[int]] | None = None  # of the forward that the batch is for
 
     @property
     def _all(self) -> list[CacheAllocator]:
@@ -194,9 +195,13 @@ class PagedCodes(PagedAttentionCache):
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Called for every request of the next forward, in order."""
-        if not any(write_index):
-            self.batch = Batch(self.page_size, self.device)
+        """Called for every request of the next forward, in order. One that is about to be forked may
+        have no new token: nothing of it is read or written.
+        """
+        if write_index is not self._indices:  # every forward has a list of its own
+            self.batch, self._indices = Batch(self.page_size, self.device), write_index
+        if query_length == 0:
+            return
         super().extend_read_and_write_indices(
             request_id, past_length, query_length, read_index, write_index
         )
