@@ -185,7 +185,7 @@ class PagedCodes(PagedAttentionCache):
             codebook_for(coded.scheme.value, coded.codebooks[1], like, where),
         )
         memory, page = self.codes.memory_of(index), self.codes.formats[index]
-        return LayerPages(memory, page, books, coded.calibrated_mean, coded.scheme.centre_keys)
+        return LayerPages(memory, page, books, coded.calibrated_mean)
 
     def extend_read_and_write_indices(
         self,
@@ -195,7 +195,7 @@ class PagedCodes(PagedAttentionCache):
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Called for every request of the next forward, in order. One that is about to be forked may
+        """Called for every request of the next forward, in order. One that will be forked may
         have no new token: nothing of it is read or written.
         """
         if write_index is not self._indices:  # every forward has a list of its own
