@@ -184,6 +184,7 @@ class Batch:
     def __init__(self, tokens: int, device: torch.device) -> None:
         self.requests: list[Request] = []
         self.tokens, self.device = tokens, device
+        self._windows: dict[int, list[tuple[slice, Tensor | None]]] = {}
 
     def add(self, past: int, new: int, pages: Sequence[int]) -> None:
         """One more request: `new` tokens, at least one, behind `past` ones, in `pages`."""
@@ -210,6 +211,26 @@ class Batch:
         rows = [(page, place + i) for span, page, place in self.spans for i in range(_size(span))]
         page, place = torch.tensor(rows, device=self.device).unbind(1)
         return page, place
+
+    def windows(self, window: int) -> list[tuple[slice, Tensor | None]]:
+        """What layers of sliding attention read of each request, which lie one after another: at
+        most window - 1 tokens of the past and the new ones; and which of them each new one sees,
+        bool [1, 1, new, read], None for a single one, which sees all. Made once for all layers.
+        """
+        if window not in self._windows:
+            found: list[tuple[slice, Tensor | None]] = []
+            begin = 0
+            for request in self.requests:
+                count = request.new + min(request.past, window - 1)
+                mask = None
+                if request.new > 1:
+                    j = torch.arange(count, device=self.device)
+                    i = j[count - request.new :, None]
+                    mask = ((j <= i) & (j > i - window))[None, None]
+                found.append((slice(begin, begin + count), mask))
+                begin += count
+            self._windows[window] = found
+        return self._windows[window]
 
     @cached_property
     def alone(self) -> list[Group]:

@@ -103,6 +103,22 @@ def test_attention_of_a_group_is_that_of_each_request(tokens):
             torch.testing.assert_close(out[row : row + 1], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_windows_are_what_each_request_may_see():
+    batch, window = Batch(8, torch.device("cpu")), 4
+    steps = [(0, 1), (2, 1), (9, 1), (0, 6), (2, 3), (9, 5)]
+    for past, new in steps:
+        batch.add(past, new, [])
+    found, begin = batch.windows(window), 0
+    for (past, new), (read, mask) in zip(steps, found, strict=True):
+        kept = range(max(past - window + 1, 0), past + new)  # positions that lie in the ring
+        assert read == slice(begin, begin + len(kept))
+        wanted = [[at - window < key <= at for key in kept] for at in range(past, past + new)]
+        assert (mask is None) == (new == 1)
+        assert wanted == ([[True] * len(kept)] if mask is None else mask[0, 0].tolist())
+        begin = read.stop
+    assert batch.windows(window) is found
+
+
 def test_writing_touches_its_own_tokens_only():
     layer, page, _ = pages_of("u4", 8, torch.zeros(HEADS, DIM))
     parts = layer.k.codes, layer.k.scale, layer.v.codes, layer.v.scale

@@ -246,19 +246,17 @@ class PagedCodes(PagedAttentionCache):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """A layer of sliding attention: one request at a time, without a mask over all of them."""
-        window = self.cache_allocators[SLIDING_ATTENTION].sliding_window
         index: int = module.layer_idx  # type: ignore[assignment]
         keys, values = self.update(key, value, index, dict(kwargs))
-        out, begin = torch.empty_like(query), 0
-        for request in self.batch.requests:
-            end = begin + request.new + min(request.past, window - 1)
-            i = torch.arange(end - begin - request.new, end - begin, device=self.device)[:, None]
-            j = torch.arange(end - begin, device=self.device)
+        out = torch.empty_like(query)
+        window = self.cache_allocators[SLIDING_ATTENTION].sliding_window
+        for request, (read, mask) in zip(
+            self.batch.requests, self.batch.windows(window), strict=True
+        ):
             out[:, :, request.rows] = _dense(
-                module, query[:, :, request.rows], keys[:, :, begin:end], values[:, :, begin:end],
-                ((j <= i) & (j > i - window))[None, None], options,
+                module, query[:, :, request.rows], keys[:, :, read], values[:, :, read], mask,
+                options,
             )  # fmt: skip
-            begin = end
         return out
 
 
