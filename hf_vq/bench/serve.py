@@ -213,17 +213,20 @@ def _results(manager: Any, count: int) -> list[Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Tokens per second: a line for each kind of weights and pages, a column for each number of
-    requests, and the tokens of all requests that the pages of the last one hold."""
+    """Tokens per second: a line for each kind of weights and pages, with the attention that ran, a
+    column for each number of requests, and the tokens of all requests that the pages of the last
+    one hold."""
     counts = sorted({row["requests"] for row in rows})
-    head = ["weights", "pages", "tokens that fit", *(f"{n} requests" for n in counts)]
+    head = ["weights", "pages", "attention", "tokens that fit", *(f"{n} requests" for n in counts)]
     lines = []
     for pair in dict.fromkeys((row["weights"], row["kv"]) for row in rows):
         found = {row["requests"]: row for row in rows if (row["weights"], row["kv"]) == pair}
         speeds = [found.get(count, {}).get("tokens_per_second") for count in counts]
         fits = found[max(found)].get("capacity_tokens")
+        attentions = dict.fromkeys(row["attention"] for row in found.values() if "attention" in row)
         lines.append([
-            f"`{pair[0]}`", f"`{pair[1]}`", "-" if fits is None else f"{fits:,}",
+            f"`{pair[0]}`", f"`{pair[1]}`", ", ".join(f"`{name}`" for name in attentions) or "-",
+            "-" if fits is None else f"{fits:,}",
             *("-" if speed is None else f"{speed:,.0f}" for speed in speeds),
         ])  # fmt: skip
     return markdown_table(head, lines)

@@ -8,8 +8,9 @@ One layer's page of T tokens, H key/value heads; every part begins at a multiple
     scales   fp16 [numbers, H, T]        no number, one, or a scale and a zero for each row
 
 Pages hold codes only, no sinks and no window: every query reads every token as codes, its own
-too. So a token's codes depend on the token and the layer's mean alone, and what a request gets
-does not depend on how its prompt was cut, who shares its pages, or whether it was evicted.
+too, and the layer's mean of the keys is known before the first request. So a token's codes depend
+on the token alone, and what a request gets does not depend on how its prompt was cut, who shares
+its pages, who came before it, or whether it was evicted.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from ..ops.codes import decode_kv
 from ..ops.layout import BLOCK, ROWS, block_bytes, layouts_for, to_rows
 
 ALIGNMENT = 16  # bytes: of the widest load
-FIRST_TOKENS = 4  # of a sequence, whose keys are unlike all others and stay out of the mean
 
 
 Tape = tuple[Tensor, Tensor]
@@ -184,9 +184,10 @@ class Batch:
     def __init__(self, tokens: int, device: torch.device) -> None:
         self.requests: list[Request] = []
         self.tokens, self.device = tokens, device
+        self._windows: dict[int, list[tuple[slice, Tensor | None]]] = {}
 
     def add(self, past: int, new: int, pages: Sequence[int]) -> None:
-        """One more request: `new` tokens behind `past` ones, in `pages`."""
+        """One more request: `new` tokens, at least one, behind `past` ones, in `pages`."""
         first = self.requests[-1].rows.stop if self.requests else 0
         self.requests.append(Request(first, past, new, pages))
 
@@ -211,15 +212,25 @@ class Batch:
         page, place = torch.tensor(rows, device=self.device).unbind(1)
         return page, place
 
-    @cached_property
-    def late(self) -> list[int]:
-        """Rows of the new tokens that are none of the first of their sequence; all, if all are."""
-        rows = [
-            row
-            for each in self.requests
-            for row in range(each.first + max(FIRST_TOKENS - each.past, 0), each.rows.stop)
-        ]
-        return rows or list(range(self.requests[-1].rows.stop))
+    def windows(self, window: int) -> list[tuple[slice, Tensor | None]]:
+        """What layers of sliding attention read of each request, which lie one after another: at
+        most window - 1 tokens of the past and the new ones; and which of them each new one sees,
+        bool [1, 1, new, read], None for a single one, which sees all. Made once for all layers.
+        """
+        if window not in self._windows:
+            found: list[tuple[slice, Tensor | None]] = []
+            begin = 0
+            for request in self.requests:
+                count = request.new + min(request.past, window - 1)
+                mask = None
+                if request.new > 1:
+                    j = torch.arange(count, device=self.device)
+                    i = j[count - request.new :, None]
+                    mask = ((j <= i) & (j > i - window))[None, None]
+                found.append((slice(begin, begin + count), mask))
+                begin += count
+            self._windows[window] = found
+        return self._windows[window]
 
     @cached_property
     def alone(self) -> list[Group]:
@@ -302,8 +313,7 @@ class LayerPages:
         memory: uint8 [pages, bytes of a page of this layer]; may be a view.
         page: what lies there.
         codebooks: of the keys and of the values.
-        mean: of the keys, float32 [H, dim]; None = 0, or that of the first tokens that come.
-        centred: whether keys have a mean.
+        mean: of the keys, float32 [H, dim]; None = 0.
     """
 
     def __init__(
@@ -312,18 +322,14 @@ class LayerPages:
         page: PageFormat,
         codebooks: tuple[Tensor, Tensor],
         mean: Tensor | None,
-        centred: bool,
     ) -> None:
         keys, values = memory.split([sum(page.keys.parts), sum(page.values.parts)], 1)
         self.k = Pages(keys, page.keys, codebooks[0])
         self.v = Pages(values, page.values, codebooks[1])
         self.mean = None if mean is None else mean.to(memory.device, torch.float32)[None, :, None]
-        self.centred = centred
 
     def write(self, keys: Tensor, values: Tensor, batch: Batch) -> None:
         """Encode the new tokens of a batch: keys and values [1, H, new tokens, dim]."""
-        if self.centred and self.mean is None:
-            self.mean = keys[:, :, batch.late].float().mean(2, keepdim=True)
         self.k.write(keys, self.mean, batch)
         self.v.write(values, None, batch)
 

@@ -28,14 +28,15 @@ def test_rows_and_table():
     assert rows[3]["capacity_tokens"] == rows[1]["capacity_tokens"] == 3 * serve.PAGE
     floats, codes = rows[1]["pages_gb"], rows[3]["pages_gb"]
     assert floats / codes == pytest.approx(32 / 4.125, rel=0.01)  # float32, head_dim 128
-    assert "| `float32` | `u4` | 768 |" in serve.table(rows)
+    assert "| `float32` | `floats` | `sdpa` | 768 |" in serve.table(rows)
+    assert "| `float32` | `u4` | `vq_paged` | 768 |" in serve.table(rows)
 
 
 def test_a_budget_that_is_too_small_is_a_row():
     _, results = serve.run(schemes=("u4",), requests=(1,), memory_gb=0.01, prompt=4, new=2)
     (row,) = results["rows"]
     assert "failed" in row and "tokens_per_second" not in row
-    assert "| - | - |" in serve.table(results["rows"])
+    assert "| - | - | - |" in serve.table(results["rows"])
 
 
 def test_other_transformers_are_refused(monkeypatch):

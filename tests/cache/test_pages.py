@@ -18,7 +18,7 @@ def pages_of(name, tokens, mean=None, dtype=torch.float32):
     page = PageFormat.of(scheme, HEADS, DIM, tokens, torch.empty(1, 1, 1, DIM, dtype=dtype))
     memory = torch.randint(0, 256, (PAGES, page.nbytes + 48), dtype=torch.uint8)
     books = universal(scheme.key, memory.device), universal(scheme.value, memory.device)
-    layer = LayerPages(memory[:, 16:-32], page, books, mean, scheme.centre_keys)
+    layer = LayerPages(memory[:, 16:-32], page, books, mean)
     return layer, page, scheme
 
 
@@ -103,17 +103,20 @@ def test_attention_of_a_group_is_that_of_each_request(tokens):
             torch.testing.assert_close(out[row : row + 1], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_mean_is_that_of_the_first_tokens_and_stays():
-    layer, _, _ = pages_of("u4", 8)
-    held, _ = feed(layer, 8, [[("a", 7), ("b", 5)], [("a", 6)]])
-    first = torch.cat([held["a"][0][:, :, 4:7], held["b"][0][:, :, 4:5]], 2)
-    torch.testing.assert_close(layer.mean, first.mean(2, keepdim=True))
-
-
-def test_a_short_first_prompt_still_has_a_mean():
-    layer, _, _ = pages_of("u4", 8)
-    held, _ = feed(layer, 8, [[("a", 2)]])
-    torch.testing.assert_close(layer.mean, held["a"][0].mean(2, keepdim=True))
+def test_windows_are_what_each_request_may_see():
+    batch, window = Batch(8, torch.device("cpu")), 4
+    steps = [(0, 1), (2, 1), (9, 1), (0, 6), (2, 3), (9, 5)]
+    for past, new in steps:
+        batch.add(past, new, [])
+    found, begin = batch.windows(window), 0
+    for (past, new), (read, mask) in zip(steps, found, strict=True):
+        kept = range(max(past - window + 1, 0), past + new)  # positions that lie in the ring
+        assert read == slice(begin, begin + len(kept))
+        wanted = [[at - window < key <= at for key in kept] for at in range(past, past + new)]
+        assert (mask is None) == (new == 1)
+        assert wanted == ([[True] * len(kept)] if mask is None else mask[0, 0].tolist())
+        begin = read.stop
+    assert batch.windows(window) is found
 
 
 def test_writing_touches_its_own_tokens_only():

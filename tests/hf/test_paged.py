@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_generate import build, greedy
+from test_generate import build
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
@@ -22,6 +22,8 @@ pytestmark = [
     pytest.mark.skipif(paged.objection() is not None, reason=str(paged.objection())),
 ]
 paged.register()
+if paged.objection() is None:
+    from hf_vq.hf.paged.manager import PagedManager
 
 NEW = 6
 LENGTHS = (5, 40, 1, 17)
@@ -157,9 +159,56 @@ def test_probabilities_are_those_of_codes_and_not_of_floats(name: str) -> None:
 @pytest.mark.parametrize("tokens", [7, 64])
 def test_the_cut_of_prompts_changes_nothing(tokens: int) -> None:
     model = build("qwen3")
-    prompts = prompts_of(1, 33, 17, 5)  # the mean is that of the first prompt, whole in each case
+    prompts = prompts_of(1, 33, 17, 5)
     found, cache = serve(model, prompts, max_batch_tokens=tokens)
     assert found == alone(model, prompts, found, "u4", cache)
+
+
+def logprobs_behind(model: Any, earlier: list[list[int]], prompt: list[int]) -> list[float]:
+    """Those of the answer to `prompt` of a server that answered `earlier` ones, one at a time."""
+    with model.continuous_batching_context_manager(
+        config_of("u2"), continuous_batching_config=batching(return_logprobs=True)
+    ) as manager:
+        for each in [*earlier, prompt]:
+            manager.add_request(each)
+            result = manager.get_result(timeout=30)
+            assert result is not None, manager.background_thread_status.fatal_error
+    return result.logprobs
+
+
+@pytest.mark.parametrize("name", ["gqa", "gemma3"])
+def test_answers_do_not_depend_on_who_came_first(name: str) -> None:
+    model = build(name)
+    wanted, one, other = prompts_of(21, 1, 40)
+    alone = logprobs_behind(model, [], wanted)
+    for earlier in ([one], [other, one]):
+        assert logprobs_behind(model, earlier, wanted) == pytest.approx(alone, rel=1e-4, abs=1e-5)
+
+
+def test_one_request_without_numbers_spoils_no_other() -> None:
+    model = build("gqa")
+    with model.continuous_batching_context_manager(
+        config_of("u4"), continuous_batching_config=batching()
+    ) as manager:
+        with manager.pause():
+            model.get_input_embeddings().weight.data[1] = float("nan")
+        manager.add_request([1, 1, 1, 5, 6, 7])
+        manager.get_result(timeout=30)
+        prompt = prompts_of(13)
+        manager.add_request(prompt[0])
+        found = [manager.get_result(timeout=30).generated_tokens]
+        assert 1 not in found[0]
+        cache = manager.batch_processor.cache
+    assert found == alone(model, prompt, found, "u4", cache)
+
+
+def test_a_mean_without_numbers_is_refused() -> None:
+    model = build("gqa")
+    model.get_input_embeddings().weight.data[5] = float("nan")
+    with pytest.raises(VQCacheError, match=r"NaN or infinity.*calibrate --kv"):
+        model.init_continuous_batching(config_of("u4"), batching())
+    assert model.config._attn_implementation == "sdpa"
+    assert type(model.init_continuous_batching(config_of("qserve-kv4"), batching())) is PagedManager
 
 
 def test_requests_come_and_go() -> None:
@@ -235,6 +284,41 @@ def test_forks_copy_the_page_that_is_not_full() -> None:
     assert found[1:] == found[:1] * 2
 
 
+@pytest.mark.parametrize("name", ["gqa", "gemma3"])
+@pytest.mark.parametrize("lengths", [(7, 1, 9), (1, 7, 1), (1, 1, 30)])
+def test_forks_without_a_token_left_lie_amid_others(name: str, lengths: tuple[int, ...]) -> None:
+    """All but the last token of a prompt is computed before its forks, which is nothing of one."""
+    model = build(name)
+    prompts = prompts_of(*lengths)
+    of = config_of("u4")
+    of.num_return_sequences = 2
+    found, cache = serve(model, prompts, of=of, allow_block_sharing=False)
+    first, children = found[: len(prompts)], found[len(prompts) :]
+    assert first == alone(model, prompts, first, "u4", cache)
+    assert sorted(children) == sorted(first)
+
+
+def test_forks_whose_prefix_is_shared_but_for_one_token_lie_amid_others() -> None:
+    model = build("gqa")
+    prompts = prompts_of(5, 2 * PAGE + 1, 6)
+    of = config_of("u4")
+    of.num_return_sequences = 2
+    with model.continuous_batching_context_manager(
+        of, continuous_batching_config=batching()
+    ) as manager:
+        found = {}
+        for more in (prompts[1:2], prompts):
+            names = manager.add_requests(more)
+            for _ in range(2 * len(more)):
+                result = manager.get_result(timeout=30)
+                assert result is not None, manager.background_thread_status.fatal_error
+                found[result.request_id] = result.generated_tokens
+        cache = manager.batch_processor.cache
+    first = [found[name] for name in names]
+    assert first == alone(model, prompts, first, "u4", cache)
+    assert found["req_0"] == first[1]
+
+
 def test_weights_may_be_codes_too(quantized: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(quantized("qwen3")).eval()
     prompts = prompts_of(5, 11)
@@ -256,33 +340,6 @@ def test_calibrated_means_are_found(tmp_path: Any) -> None:
     assert found == alone(model, prompts, found, "u4", cache)
 
 
-def test_generate_batch_reads_the_generation_config_of_the_model() -> None:
-    model = build("gqa")
-    prompts = prompts_of(5, 20)
-    wanted, _ = serve(model, prompts)
-    dense = model.generate_batch(prompts, config_of(None), batching())
-    model.generation_config.cache_implementation = "quantized"
-    model.generation_config.cache_config = {"backend": "vq", "scheme": "u2"}
-    explicit = model.generate_batch(prompts, config_of("u4"), batching())
-    coded = model.generate_batch(prompts, config_of(None), batching())
-    tokens = [[r.generated_tokens for r in found.values()] for found in (dense, explicit, coded)]
-    assert tokens[1] == wanted
-    assert tokens[2] == serve(model, prompts, "u2")[0]
-    ids = [torch.tensor([prompt]) for prompt in prompts]
-    assert tokens[0] == [greedy(model, x, new=NEW)[0, x.shape[1] :].tolist() for x in ids]
-
-
-def test_transformers_serve_takes_it_from_the_generation_config() -> None:
-    serving = pytest.importorskip("transformers.cli.serving.utils")
-    model = build("gqa")
-    manager = serving.CBGenerateManager(batching())
-    manager.init_cb(model, config_of("u4"))
-    try:
-        assert type(manager._cb).__name__ == "PagedManager"
-    finally:
-        manager._cb.stop()
-
-
 @pytest.mark.parametrize(
     ("fields", "wrong"),
     [
@@ -297,21 +354,6 @@ def test_options_that_pages_cannot_follow_are_refused(fields: Any, wrong: str) -
     with pytest.raises(Exception, match=wrong) as error:
         build("gqa").init_continuous_batching(of, batching())
     assert type(error.value).__module__ == "hf_vq.errors"
-
-
-@pytest.mark.parametrize(
-    ("fields", "wrong"),
-    [
-        ({"default_compile_level": 1}, "CUDA graph"),
-        ({"scheduler_type": "none"}, "scheduler_type"),
-        ({"num_blocks": None, "max_memory_percent": 1e-9}, "max_batch_tokens smaller"),
-    ],
-)
-def test_a_refusal_leaves_the_model_as_it_was(fields: Any, wrong: str) -> None:
-    model = build("gqa")
-    with pytest.raises(VQCacheError, match=wrong):
-        model.generate_batch([[3, 4]], config_of("u4"), batching(**fields))
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_models_without_full_attention_are_refused() -> None:

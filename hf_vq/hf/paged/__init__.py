@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from typing import Any
 
 import transformers
@@ -30,6 +31,7 @@ from transformers.generation import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousMixin
 
 from ...cache import VQCache
+from ...cache.codebooks import title
 from ...errors import VQCacheError
 from ..generation import BACKEND
 from . import attention
@@ -51,6 +53,7 @@ _SIGNATURES = {
     "continuous_api.ContinuousBatchingManager": "model generation_config"
     " continuous_batching_config workload_hints",
 }
+logger = logging.getLogger("ContinuousBatchingLogger")  # Transformers' own
 _OPTIONS = {"backend", "scheme", "sinks", "window"}
 
 
@@ -79,34 +82,74 @@ def register() -> None:
 
 
 def _reading_the_config(begin: Any) -> Any:
+    signature = inspect.signature(begin)
+
     @functools.wraps(begin)
-    def init_continuous_batching(
-        self: Any,
-        generation_config: GenerationConfig | None = None,
-        continuous_batching_config: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        options = _options(generation_config) or _options(self.generation_config)
-        if options is None or getattr(self, "_cached_continuous_batching_manager", None):
-            return begin(self, generation_config, continuous_batching_config, **kwargs)
-        if problem := objection():
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        config = given.get("generation_config")
+        options = _options(config) or _options(self.generation_config)
+        problem = objection()
+        if options is not None and problem:
             raise VQCacheError(
                 f"continuous batching with the cache backend 'vq' needs transformers {NEEDED}; this"
                 f" is {transformers.__version__}: {problem}. Upgrade Transformers, or take"
                 " cache_config out of the generation config for pages of floats."
             )
+        kept = getattr(self, "_cached_continuous_batching_manager", None)
+        if kept is not None and not problem:
+            _check_kept(self, kept, options)
+        if kept is not None or options is None:
+            return begin(self, *args, **kwargs)
         from .cache import groups_of
         from .manager import PagedManager
+        from .means import template_of
 
         groups_of(self.config.get_text_config())
-        template = VQCache.from_pretrained(self, options.get("scheme"), sinks=0, window=0)
-        config = generation_config or self.generation_config
-        if config.eos_token_id is None:
-            config.eos_token_id = -1  # as Transformers does: no token ends
-        return PagedManager(self, config, continuous_batching_config, template, **kwargs)
+        template = template_of(self, options.get("scheme"))
+        config = self.generation_config if config is None else config
+        settings = _completed(config, given.get("continuous_batching_config"))
+        return PagedManager(self, config, settings, template, given.get("workload_hints"))
 
     init_continuous_batching._hf_vq = True  # type: ignore[attr-defined]
     return init_continuous_batching
+
+
+def _completed(config: GenerationConfig, settings: Any) -> Any:
+    """What `init_continuous_batching` of Transformers does to the two configs."""
+    if config.eos_token_id is None:
+        logger.warning("`eos_token_id` not set in GenerationConfig. Setting to -1 (disabled).")
+        config.eos_token_id = -1
+    deprecated = getattr(config, "continuous_batching_config", None)
+    if settings is None and isinstance(deprecated, transformers.ContinuousBatchingConfig):
+        logger.warning(
+            "Passing ContinuousBatchingConfig through GenerationConfig is deprecated. Please pass "
+            "it separately using the continuous_batching_config kwarg."
+        )
+        return deprecated
+    return settings
+
+
+def _check_kept(model: Any, kept: Any, options: dict[str, Any] | None) -> None:
+    """Refuse a manager that was kept for the next session, if its pages are others than those that
+    are asked for now."""
+    from .manager import PagedManager
+
+    has = kept.template.options.scheme if isinstance(kept, PagedManager) else None
+    asked = None
+    if options is not None:
+        empty = VQCache.from_pretrained(model, options.get("scheme"), sinks=0, window=0)
+        asked = empty.options.scheme
+    if has != asked:
+        raise VQCacheError(
+            f"the manager that was kept (persistent_manager=True) has pages of {_title(has)}, the "
+            f"generation config asks for {_title(asked)}. Call "
+            "model.destroy_cached_continuous_batching_manager() first."
+        )
+
+
+def _title(scheme: Any) -> str:
+    return "floats" if scheme is None else title(scheme)
 
 
 def _options(config: GenerationConfig | None) -> dict[str, Any] | None:
@@ -116,6 +159,8 @@ def _options(config: GenerationConfig | None) -> dict[str, Any] | None:
         VQCacheError: it has keys that mean nothing to pages.
     """
     options = getattr(config, "cache_config", None)
+    if getattr(config, "cache_implementation", None) != "quantized":
+        return None  # nor does generate read cache_config then
     if not isinstance(options, dict) or options.get("backend") != BACKEND:
         return None
     if unknown := sorted(set(options) - _OPTIONS):

@@ -144,6 +144,7 @@ class PagedCodes(PagedAttentionCache):
         self.max_tokens_read = max(a.tokens_per_page * a.num_blocks for a in self._all)
         self.layers = {index: self._layer(template, index) for index in self.codes.formats}
         self.batch = Batch(self.page_size, self.device)
+        self._indices: list[list[int]] | None = None  # of the forward that the batch is for
 
     @property
     def _all(self) -> list[CacheAllocator]:
@@ -184,7 +185,7 @@ class PagedCodes(PagedAttentionCache):
             codebook_for(coded.scheme.value, coded.codebooks[1], like, where),
         )
         memory, page = self.codes.memory_of(index), self.codes.formats[index]
-        return LayerPages(memory, page, books, coded.calibrated_mean, coded.scheme.centre_keys)
+        return LayerPages(memory, page, books, coded.calibrated_mean)
 
     def extend_read_and_write_indices(
         self,
@@ -194,9 +195,13 @@ class PagedCodes(PagedAttentionCache):
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Called for every request of the next forward, in order."""
-        if not any(write_index):
-            self.batch = Batch(self.page_size, self.device)
+        """Called for every request of the next forward, in order. One that will be forked may
+        have no new token: nothing of it is read or written.
+        """
+        if write_index is not self._indices:  # every forward has a list of its own
+            self.batch, self._indices = Batch(self.page_size, self.device), write_index
+        if query_length == 0:
+            return
         super().extend_read_and_write_indices(
             request_id, past_length, query_length, read_index, write_index
         )
@@ -241,19 +246,17 @@ class PagedCodes(PagedAttentionCache):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """A layer of sliding attention: one request at a time, without a mask over all of them."""
-        window = self.cache_allocators[SLIDING_ATTENTION].sliding_window
         index: int = module.layer_idx  # type: ignore[assignment]
         keys, values = self.update(key, value, index, dict(kwargs))
-        out, begin = torch.empty_like(query), 0
-        for request in self.batch.requests:
-            end = begin + request.new + min(request.past, window - 1)
-            i = torch.arange(end - begin - request.new, end - begin, device=self.device)[:, None]
-            j = torch.arange(end - begin, device=self.device)
+        out = torch.empty_like(query)
+        window = self.cache_allocators[SLIDING_ATTENTION].sliding_window
+        for request, (read, mask) in zip(
+            self.batch.requests, self.batch.windows(window), strict=True
+        ):
             out[:, :, request.rows] = _dense(
-                module, query[:, :, request.rows], keys[:, :, begin:end], values[:, :, begin:end],
-                ((j <= i) & (j > i - window))[None, None], options,
+                module, query[:, :, request.rows], keys[:, :, read], values[:, :, read], mask,
+                options,
             )  # fmt: skip
-            begin = end
         return out
 
 

@@ -17,15 +17,15 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 
 from ...cache import VQCache
 from ...errors import VQCacheError
-from .attention import NAME
 from .cache import PagedCodes
+from .switch import hold, release
 
 
 class PagedManager(ContinuousBatchingManager):
     """Continuous batching whose pages hold codes; made by `model.init_continuous_batching`.
 
     Args:
-        model: that generates; its attention is `vq_paged` until the manager stops.
+        model: that generates; its attention is `vq_paged` until its last manager stops.
         generation_config: as Transformers' manager takes it.
         continuous_batching_config: likewise; None = its defaults.
         template: an empty cache of the model, whose layers say how each is coded.
@@ -45,11 +45,17 @@ class PagedManager(ContinuousBatchingManager):
     ) -> None:
         self.template = template
         config = continuous_batching_config or ContinuousBatchingConfig()
-        super().__init__(model, generation_config, config, workload_hints)
+        try:
+            super().__init__(model, generation_config, config, workload_hints)
+            self._refuse_graphs()
+        except BaseException:
+            release(model, self)
+            raise
+
+    def _refuse_graphs(self) -> None:
         config = self.continuous_batching_config  # with what was left out
         compiled = config.varlen_compile_config or config.decode_compile_config
         if any(config.cuda_graph_booleans) or compiled:
-            self._restore_attention()
             raise VQCacheError(
                 "pages of codes are read by a number of launches that changes with the batch: no "
                 "CUDA graph holds them. Leave use_cuda_graph, the padding intervals, compile "
@@ -58,15 +64,30 @@ class PagedManager(ContinuousBatchingManager):
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Read the pages by `vq_paged`, whatever the model's attention is."""
-        before = model.config._attn_implementation
-        if before != NAME:
-            model.set_attn_implementation(NAME)
-            self._original_attn_impl = before
+        hold(model, self)
 
-    def _restore_attention(self) -> None:
-        if self._original_attn_impl is not None:
-            self.model.set_attn_implementation(self._original_attn_impl)
-            self._original_attn_impl = None
+    def start(self) -> None:
+        """Start the thread that generates; also again, after it has stopped."""
+        if not self.is_running():
+            hold(self.model, self)
+        super().start()
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop the thread that generates, as Transformers does."""
+        super().stop(*args, **kwargs)
+        if not self.is_running():  # else the thread does it when it ends
+            release(self.model, self)
+
+    def destroy(self) -> None:
+        """Stop for good, as Transformers does."""
+        super().destroy()
+        release(self.model, self)
+
+    def _run_generation_loop(self) -> None:
+        try:
+            super()._run_generation_loop()
+        finally:
+            release(self.model, self)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         if isinstance(self.batch_processor, ContinuousBatchProcessor):
@@ -75,7 +96,7 @@ class PagedManager(ContinuousBatchingManager):
         try:
             return self._new_batch_processor()
         except BaseException:
-            self._restore_attention()
+            release(self.model, self)
             raise
 
     def _new_batch_processor(self) -> ContinuousBatchProcessor:
