@@ -17,7 +17,8 @@ from hf_vq.codegen.plan import Dtype, render
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.shared import universal_tensor
 
-SCHEMES = {name: scheme.key for name, scheme in KV_SCHEMES.items() if name != "cq-1"}
+WITHOUT_KERNEL = ("cq-1", "qserve-kv4")
+SCHEMES = {name: kv.key for name, kv in KV_SCHEMES.items() if name not in WITHOUT_KERNEL}
 SCHEMES |= {
     f"universal-{bits}": VQScheme(1, bits, scale_group=0, rotation="hadamard", rotation_block=0)
     for bits in range(1, 9)
@@ -69,6 +70,7 @@ def test_every_vector_is_in_one_slot(name, dim, few):
         (VQScheme(2, 4, 2, scale_group=0), 128, "one stage"),
         (VQScheme(8, 8, scale_group=0), 128, "x is 1, 2 or 4"),
         (KV_SCHEMES["cq-1"].key, 128, "x is 1, 2 or 4"),
+        (KV_SCHEMES["qserve-kv4"].key, 128, "rows have a zero"),
         (VQScheme(2, 9, scale_group=0), 128, "up to 8 bits"),
         (VQScheme(2, 8, scale_group=0, rotation="qr"), 128, "'qr'"),
         (VQScheme(2, 8, scale_group=64, rotation="none"), 128, "several scales"),
