@@ -127,4 +127,10 @@ def test_compiled_steps_are_those_of_the_cache_that_grows(model, tokens, backend
     grown, static = out
     rounding = torch.finfo(model.dtype).eps * grown.abs().max()
     assert (grown[:2] - static[:2]).abs().max() <= 8 * rounding
-    assert divergence(grown[None], static[None]) < 1e-3
+    # Up to a tie, of which each may take another token; what follows is another text then.
+    chosen = torch.stack([grown.argmax(-1), static.argmax(-1)])
+    same = int((chosen[0] == chosen[1]).long().cumprod(0).sum())
+    if same < len(grown):
+        tied = grown[same, chosen[:, same]]
+        assert same >= 8 and tied[0] - tied[1] <= rounding
+    assert divergence(grown[None, : same + 1], static[None, : same + 1]) < 1e-3
