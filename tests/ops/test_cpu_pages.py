@@ -25,7 +25,7 @@ def test_attention_is_bit_equal_to_that_over_a_tape(name):
     memory = torch.randint(0, 256, (7, page.nbytes), dtype=torch.uint8)
     books = universal(scheme.key, like.device), universal(scheme.value, like.device)
     mean = torch.randn(HEADS, DIM)
-    layer = LayerPages(memory, page, books, mean, centred=True)
+    layer = LayerPages(memory, page, books, mean)
     keys, values = torch.randn(2, 1, HEADS, TOKENS, DIM).unbind()
     past = 0
     for new in (1, 250, 448, 1):  # within a page, over its end, and one token
