@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..formats.qoq import LARGEST_CODE, PROTECTIVE, Grid, QoQScheme, grid_of
+from ..formats.qoq import LARGEST_CODE, PROTECTIVE, Grid, QoQScheme, grid_of, spread
 from .ldlq import Feedback, in_order, whitening
 
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
@@ -82,18 +82,6 @@ class _Grids:
         return (codes * self.step - self.zero) * self.scale
 
 
-def _grids(low: Tensor, high: Tensor, scale: Tensor | None) -> _Grids:
-    """The grids from `low` to `high` [n]; in integers of 8 bits if they have a scale."""
-    if scale is None:
-        scale = ((high - low) / LARGEST_CODE).half().float()
-        zero = (-low / scale.clamp_min(1e-30)).round().clamp(0, LARGEST_CODE)
-        return _Grids(scale, torch.ones_like(scale), zero, math.inf)
-    unit = scale.clamp_min(1e-30)
-    low, high = ((end / unit).clamp(-PROTECTIVE, PROTECTIVE) for end in (low, high))
-    step = ((high - low) / LARGEST_CODE).round().clamp_min(1)
-    return _Grids(scale, step, (-low).round(), PROTECTIVE)
-
-
 class _Group:
     """Columns that share a grid, after feedback from all columns to their left.
 
@@ -110,18 +98,19 @@ class _Group:
     def fit(self, clips: tuple[float, ...], scale: Tensor | None) -> _Grids:
         """The grid of least cost for each row."""
         low, high = self.columns.amin(0).clamp_max(0), self.columns.amax(0).clamp_min(0)
-        tried = [_grids(low * clip, high * clip, scale) for clip in clips]
+        most = math.inf if scale is None else PROTECTIVE
+        tried = [_Grids(*spread(low * clip, high * clip, scale), most) for clip in clips]
         if len(tried) == 1:
             return tried[0]
         scales, steps, zeros = (
             torch.cat([getattr(g, key) for g in tried]) for key in ("scale", "step", "zero")
         )
-        many, n = _Grids(scales, steps, zeros, tried[0].most), len(low)
+        many, n = _Grids(scales, steps, zeros, most), len(low)
         columns = self.columns.repeat(1, len(clips))
         errors = columns - many.values(self._round(columns, many))
         cost = (self.whiten @ errors).square_().sum(0)
         best = cost.reshape(len(clips), n).argmin(0) * n + torch.arange(n, device=cost.device)
-        return _Grids(scales[best], steps[best], zeros[best], many.most)
+        return _Grids(scales[best], steps[best], zeros[best], most)
 
     def codes(self, grids: _Grids) -> Tensor:
         """Codes [size, n], float32."""

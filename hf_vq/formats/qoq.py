@@ -13,7 +13,7 @@ A zero is stored multiplied, z * step or z * scale for the paper's z, because a 
 after it multiplied: four products of a code and a step are one multiplication of 32 bits, since
 15 * 17 is still a byte. What is left after the subtraction is an integer of 8 bits: a row's largest
 weight is 119 scales ("protective range"), and half a step above it is at most 127. A zero need not
-be a multiple of its step, and `encode` does not round it to one: that is 1 % less squared error.
+be a multiple of its step, and `encode` does not round it to one, which would lose a little more.
 """
 
 from __future__ import annotations
@@ -168,24 +168,11 @@ class Grid:
     step: Tensor
     zero: Tensor
 
-    def codes(self, weight: Tensor, first: int = 0) -> Tensor:
-        """Codes of the nearest values, uint8 of the shape of `weight`.
-
-        Args:
-            weight: float32 [out, n], columns `first`, `first` + 1 .. of the matrix.
-        """
-        step, zero = self._of_columns(weight, first)
-        level = _in_scales(weight, self.scale) + zero
-        return (level / step).round().clamp(0, LARGEST_CODE).to(torch.uint8)
-
-    def values(self, codes: Tensor, first: int = 0) -> Tensor:
-        """What codes stand for, float32 of their shape; columns as in `codes`."""
-        step, zero = self._of_columns(codes, first)
-        return (codes * step - zero) * self.scale
-
-    def _of_columns(self, columns: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        group = torch.arange(first, first + columns.shape[1], device=columns.device) // self.group
-        return self.step[:, group], self.zero[:, group]
+    def codes(self, weight: Tensor) -> Tensor:
+        """Codes of the values nearest to `weight` float32 [out, in], uint8 of its shape."""
+        level = _in_scales(weight, self.scale).unflatten(1, (-1, self.group))
+        level = (level + self.zero[..., None]) / self.step[..., None]
+        return level.round().clamp(0, LARGEST_CODE).to(torch.uint8).flatten(1)
 
     def stored(self, codes: Tensor) -> dict[str, Tensor]:
         """The stored tensors of a matrix with the codes uint8 [out, in] (see the module)."""
@@ -207,17 +194,33 @@ def grid_of(weight: Tensor, scheme: QoQScheme, where: str = "the tensor") -> Gri
     """
     rows = weight.float()
     group = scheme.group_of(rows.shape[1], where)
-    if scheme.group:
-        scale = _half(rows.abs().amax(1, keepdim=True) / PROTECTIVE, where)
-        rows = _in_scales(rows, scale)
     groups = rows.unflatten(1, (-1, group))
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    scale = None
     if scheme.group:
-        step = ((high - low) / LARGEST_CODE).round().clamp_min(1)
-        return Grid(scheme, group, scale, step, (-low).round())
-    scale = _half((high - low) / LARGEST_CODE, where)
-    zero = _in_scales(-low, scale).round().clamp_max(LARGEST_CODE)
-    return Grid(scheme, group, scale, torch.ones_like(scale), zero)
+        scale = (rows.abs().amax(1, keepdim=True) / PROTECTIVE).half().float()
+    scale, step, zero = spread(low, high, scale)
+    if not bool(scale.isfinite().all()):
+        raise VQFormatError(
+            f"{where} holds NaN, infinity or weights too large for fp16 scales. Leave it dense: "
+            "VQConfig(modules_to_not_convert=[...])."
+        )
+    return Grid(scheme, group, scale, step, zero)
+
+
+def spread(low: Tensor, high: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale, step and zero of sixteen values from `low`, at most 0, to `high`, at least 0.
+
+    Args:
+        scale: of the rows, numbers of fp16 in float32, for values that are integers of 8 bits; None
+            = one that makes the step 1.
+    """
+    if scale is None:
+        scale = ((high - low) / LARGEST_CODE).half().float()
+        zero = _in_scales(-low, scale).round().clamp_max(LARGEST_CODE)
+        return scale, torch.ones_like(scale), zero
+    low, high = _in_scales(low, scale), _in_scales(high, scale)
+    return scale, ((high - low) / LARGEST_CODE).round().clamp_min(1), (-low).round()
 
 
 def encode(weight: Tensor, scheme: QoQScheme, where: str = "the tensor") -> dict[str, Tensor]:
@@ -282,14 +285,3 @@ def _in_scales(rows: Tensor, scale: Tensor) -> Tensor:
     """Rows divided by their scales; a row of zeros stays one. Scales of fp16 are rounded, so that
     the largest weight may be a little more than its share: it is cut off."""
     return (rows / scale.clamp_min(1e-30)).clamp(-PROTECTIVE, PROTECTIVE)
-
-
-def _half(scale: Tensor, where: str) -> Tensor:
-    """Scales as they are stored, in float32."""
-    stored = scale.half().float()
-    if not bool(stored.isfinite().all()):
-        raise VQFormatError(
-            f"{where} holds NaN, infinity or weights too large for fp16 scales. Leave it dense: "
-            "VQConfig(modules_to_not_convert=[...])."
-        )
-    return stored

@@ -8,13 +8,14 @@ import pytest
 import torch
 from test_generate import build
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from hf_vq.cache.codebooks import KVCodebooks, universal
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.hf import paged
+from hf_vq.hf.calibration.cache import calibrate_kv
 from hf_vq.ops import decode_kv, encode_kv
 
 pytestmark = [
@@ -24,6 +25,7 @@ pytestmark = [
 paged.register()
 if paged.objection() is None:
     from hf_vq.hf.paged.manager import PagedManager
+    from hf_vq.hf.paged.means import template_of
 
 NEW = 6
 LENGTHS = (5, 40, 1, 17)
@@ -340,6 +342,18 @@ def test_calibrated_means_are_found(tmp_path: Any) -> None:
     assert found == alone(model, prompts, found, "u4", cache)
 
 
+def test_means_of_random_words_are_nearly_those_of_a_text(tinybooks: Any) -> None:
+    """What is left of the mean is a small part of it; of a constant, nothing would be."""
+    model = AutoModelForCausalLM.from_pretrained(tinybooks).eval()
+    text = (tinybooks.parent / "tinybooks-5m-eval.txt").read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(tinybooks)(text).input_ids
+    of_text = calibrate_kv(model, "u4", ids, tokens=2048, context=512, progress=False).key_means
+    template = template_of(model, "u4")
+    for layer, wanted in zip(template.layers, of_text, strict=True):
+        left = (layer.calibrated_mean - wanted).square().sum()
+        assert left < 0.25 * wanted.square().sum()
+
+
 @pytest.mark.parametrize(
     ("fields", "wrong"),
     [
@@ -368,11 +382,14 @@ def test_models_whose_values_are_narrower_are_refused(caplog: Any) -> None:
         model.generate_batch([[3, 4]], config_of("u4"), batching())
 
 
-def test_another_transformers_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setitem(paged._SIGNATURES, "cache_allocators.CachePool", "other")
+@pytest.mark.parametrize("known", [paged._SIGNATURES, paged._ATTRIBUTES], ids=["takes", "has no"])
+def test_another_transformers_is_refused(known: Any, request: Any, monkeypatch: Any) -> None:
+    name = "continuous_api.ContinuousBatchingManager"
+    monkeypatch.setitem(known, name, "other")
+    wrong = f"needs transformers {paged.NEEDED}.*BatchingManager {request.node.callspec.id}"
     paged.objection.cache_clear()
     try:
-        with pytest.raises(VQCacheError, match=f"needs transformers {paged.NEEDED}.*CachePool"):
+        with pytest.raises(VQCacheError, match=wrong):
             build("gqa").init_continuous_batching(config_of("u4"), batching())
     finally:
         paged.objection.cache_clear()

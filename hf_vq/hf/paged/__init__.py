@@ -53,6 +53,17 @@ _SIGNATURES = {
     "continuous_api.ContinuousBatchingManager": "model generation_config"
     " continuous_batching_config workload_hints",
 }
+# What subclasses override or call: under another name it would do nothing, without a word.
+_ATTRIBUTES = {
+    "cache.PagedAttentionCache": "extend_read_and_write_indices update _infer_read_cache_limit",
+    "cache.PagedAttentionMemoryHandler": "bytes_per_cache_token fixed_overhead_bytes"
+    " _check_footprint compute_memory_footprint infer_max_batch_tokens_and_num_sectors",
+    "cache_allocators.FullAttentionCacheAllocator": "get_read_indices register_cache_tensor update",
+    "cache_allocators.SlidingAttentionCacheAllocator": "register_cache_tensor update",
+    "continuous_api.ContinuousBatchProcessor": "reset",
+    "continuous_api.ContinuousBatchingManager": "switch_to_cb_friendly_attn start stop destroy"
+    " pause is_running _run_generation_loop _create_batch_processor",
+}
 logger = logging.getLogger("ContinuousBatchingLogger")  # Transformers' own
 _OPTIONS = {"backend", "scheme", "sinks", "window"}
 
@@ -64,11 +75,15 @@ def objection() -> str | None:
         module, attribute = name.split(".")
         where = f"transformers.generation.continuous_batching.{module}"
         try:
-            found = inspect.signature(getattr(__import__(where, fromlist=["_"]), attribute))
+            kind = getattr(__import__(where, fromlist=["_"]), attribute)
         except (ImportError, AttributeError):
             return f"it has no {where}.{attribute}"
+        found = inspect.signature(kind)
         if list(found.parameters) != expected.split():
             return f"{where}.{attribute} takes {', '.join(found.parameters)}"
+        for used in _ATTRIBUTES.get(name, "").split():
+            if not hasattr(kind, used):
+                return f"{where}.{attribute} has no {used}"
     return None
 
 
