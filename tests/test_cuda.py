@@ -26,10 +26,13 @@ def test_fit_on_cuda_is_as_good(name):
     weight = torch.randn(64, 256)
     on_cpu, on_cuda = fit_weight(weight, scheme), fit_weight(weight.cuda(), scheme)
     assert all(tensor.is_cuda for tensor in on_cuda.tensors.values())
-    # The rotation is a matrix product, whose rounding may move a weight across a cell's border.
     assert on_cuda.relative_error == pytest.approx(on_cpu.relative_error, rel=0.01)
     if scheme.codebook == "universal":
-        assert (on_cuda.tensors["codes"].cpu() != on_cpu.tensors["codes"]).float().mean() < 0.01
+        # The rotation is a matrix product. Its rounding may decide between two scales that are as
+        # good, and all codes of a group with them; else it moves a weight across a cell's border.
+        alike = (on_cuda.tensors["scale"].cpu() == on_cpu.tensors["scale"]).all(1)
+        moved = on_cuda.tensors["codes"].cpu() != on_cpu.tensors["codes"]
+        assert alike.float().mean() > 0.9 and moved[alike].float().mean() < 0.01
     x = torch.randn(3, 256)
     y = ops.linear(
         x.cuda(), {**fixed_tensors(scheme, 256, 0, "cuda"), **on_cuda.tensors}, None, scheme

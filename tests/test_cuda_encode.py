@@ -293,5 +293,5 @@ def test_fitted_weights(name, dtype):
     weight = (torch.randn(700, 4096, device="cuda") * 0.02).to(dtype)
     found = fit_weight(weight, weight_scheme(name))
     scheme = weight_scheme(name)
-    bits = scheme.residuals * scheme.entry_bits / scheme.vector_size
+    bits = (scheme.streams * scheme.entry_bits + scheme.second_bits) / scheme.vector_size
     assert found.relative_error < 3 * 4**-bits

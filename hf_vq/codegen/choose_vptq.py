@@ -30,6 +30,7 @@ _SUMS = 40  # cycles in which a warp's sums of a fragment are added
 _WAITING = 900  # cycles of 32 columns from a code to its product
 _INPUTS_THREADS = 1024
 _DECODE_THREADS = 512
+_DECODE_REGISTERS = 64  # of each of them, two blocks resident
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,11 @@ def inputs_plan(plan: VptqPlan, layout: VptqLayout) -> VptqInputsPlan:
 def decode_plan(layout: VptqLayout, in_features: int, out: Dtype) -> VptqDecodePlan:
     """The kernel that decodes rows: nothing in it is a matter of choice."""
     each = 2 if in_features % 2 == 0 and layout.vector <= LARGEST_VECTOR // 2 else 1
+    # Entries of a thread's columns and a residual's; what finds an outlier's numbers is unrolled.
+    numbers = each * layout.vector + (layout.vector if layout.residual else 0)
+    needed = 40 + 4 * numbers if layout.outliers else 28 + numbers
+    times = next((times for times in (1, 2) if needed < times * _DECODE_REGISTERS), 4)
     return VptqDecodePlan(
-        _DECODE_THREADS, 2, **stored(layout), out=out, each=each, norm=layout.norm,
+        _DECODE_THREADS // times, 2, **stored(layout), out=out, each=each, norm=layout.norm,
         order=layout.perm,
     )  # fmt: skip
