@@ -18,6 +18,7 @@ from . import (
     cpu_calibrate,
     cpu_generate,
     cpu_linear,
+    cpu_load,
     cpu_w4a8,
     cuda_attention,
     cuda_calibrate,
@@ -44,7 +45,7 @@ from .record import RESULTS, Recorder, command_line, read_record
 
 TIMED_SUITES: dict[str, Any] = {
     "cpu-linear": cpu_linear, "cpu-attention": cpu_attention, "cpu-generate": cpu_generate,
-    "cpu-w4a8": cpu_w4a8,
+    "cpu-w4a8": cpu_w4a8, "cpu-load": cpu_load,
     "cuda-linear": cuda_linear, "cuda-peers": cuda_peers,
     "cuda-mechanisms": cuda_mechanisms, "cuda-generate": cuda_generate,
     "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,

@@ -22,6 +22,7 @@ from ..formats.scheme import VQScheme
 from . import (
     compare_show,
     cpu_bars,
+    cpu_load,
     cpu_tables,
     cuda_bars,
     cuda_linear_tables,
@@ -289,6 +290,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:compare-kv": lambda: compare_table("cache"),
     "results:cpu-linear": partial(_timed_table, "cpu-linear", cpu_tables.linear),
     "results:cpu-w4a8": partial(_timed_table, "cpu-w4a8", cpu_tables.w4a8),
+    "results:cpu-load": partial(_timed_table, "cpu-load", cpu_load.table),
     "results:cpu-attention": partial(_timed_table, "cpu-attention", cpu_tables.attention),
     "results:cpu-attention-avx2": partial(_timed_table, "cpu-attention-avx2", cpu_tables.attention),
     "results:cpu-generate": partial(_timed_table, "cpu-generate", cpu_tables.generate),

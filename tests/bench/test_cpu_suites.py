@@ -4,12 +4,14 @@ import time
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from hf_vq.backends import native
 from hf_vq.bench import (
     cpu_attention,
     cpu_generate,
     cpu_linear,
+    cpu_load,
     cpu_tables,
     cpu_w4a8,
     random_llama,
@@ -45,6 +47,35 @@ def test_a_speedup_is_the_median_ratio_of_a_round():
 def test_copies_outgrow_the_cache():
     size = timing.last_level_cache() // 4
     assert timing.cold_copies(size) * size > timing.last_level_cache()
+
+
+def test_cpu_load(tmp_path):
+    config = LlamaConfig(
+        **dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=96),
+        **dict(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False),
+        **dict(dtype="float16", architectures=["LlamaForCausalLM"]),
+    )
+    cpu_load.write(tmp_path, config, books=2, bits=8, shards=3)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    read = cpu_load.read(tmp_path)
+    assert read["model.layers.0.mlp.up_proj.codes"].shape == (128, 8, 2)
+    seen = []
+    _, results = cpu_load.run(threads=(1,), rounds=2, config=config, report=seen.append)
+    assert seen == results["rows"] and [row["name"] for row in seen] == list(cpu_load.VARIANTS)
+    for row in seen:
+        assert row["disk_ratio"] > 0 and row["cache_ratio"] > 0 and row["mb"] > row["shard_mb"]
+    assert cpu_load.table(seen).count("\n") == 1 + len(seen)
+
+
+def test_memory_that_is_taken_for_a_while():
+    def load():
+        held = torch.ones(1 << 26)
+        time.sleep(0.05)
+        del held
+        return torch.ones(1 << 20)
+
+    assert cpu_load.peak_above(load) > 1 << 27
+    assert cpu_load.peak_above(lambda: torch.ones(1 << 26)) < 1 << 26
 
 
 @pytest.fixture
