@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from published_models import make_aqlm, make_higgs, make_qoq, make_vptq
 from tiny import tokens
 from transformers import AutoModelForCausalLM
@@ -13,6 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+FIXED = Version("5.23")  # the oldest seen without it; 5.17 has it
 LOAD = AutoModelForCausalLM.from_pretrained
 MODELS = {
     "aqlm 1x16": (make_aqlm, {"bits": 16}),
@@ -52,6 +55,8 @@ def adopted():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model(tmp_path, monkeypatch, model, dtype):
+    if "experts" in model and dtype == torch.float16 and Version(transformers.__version__) < FIXED:
+        pytest.skip("Transformers leaves renamed tensors of such checkpoints as the file has them")
     make, options = MODELS[model]
     make(tmp_path / "in", **options)
     here = LOAD(tmp_path / "in", device_map="cpu", dtype=torch.float32)
