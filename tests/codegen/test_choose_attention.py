@@ -49,12 +49,12 @@ needs_compiler = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.wh
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_architecture(arch):
-    for name in ("u4", "u2"):
+    for name in ("u4", "u2", "qserve-kv4"):
         compiles(problem(name, arch))
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["u3", "k4v2", "nomad-u4"])
+@pytest.mark.parametrize("name", ["u3", "k4v2", "nomad-u4", "qserve-kv4"])
 def test_every_scheme(name):
     compiles(problem(name))
 
@@ -63,12 +63,14 @@ def test_every_scheme(name):
 @pytest.mark.parametrize("dim", [64, 80, 96, 192, 256])
 def test_every_head_dim(dim):
     compiles(problem("u2" if dim < 100 else "u4", dim=dim))
+    compiles(problem("qserve-kv4", dim=dim, columns=8 if dim > 200 else 4))
 
 
 @needs_compiler
 @pytest.mark.parametrize("columns", [1, 16, 32])
 def test_columns(columns):
     compiles(problem(columns=columns, dtype=Dtype.FLOAT16))
+    compiles(problem("qserve-kv4", columns=columns))
 
 
 @needs_compiler

@@ -151,7 +151,7 @@ def bound_of(pair: Pair, ids: Tensor, mask: Tensor, wanted: Tensor, first: int) 
     return Bound(2 * (noise + sqrt(noise * effect)), effect)
 
 
-@pytest.mark.parametrize("scheme", ["u4", "u2", "k4v2"])
+@pytest.mark.parametrize("scheme", ["u4", "u2", "k4v2", "qserve-kv4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_those_of_the_cpu(name: str, scheme: str, rows: set[tuple[str, str]]) -> None:
     """With left padding, token by token behind a prompt."""
