@@ -8,7 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_vq.backends import cuda_attention
+from hf_vq.codegen.attention_plan import Mask
+from hf_vq.codegen.choose_attention import SHORT, AttentionProblem, best, feasible
 from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.formats.catalog import KVScheme
 from hf_vq.ops.attention import attention
@@ -181,6 +185,24 @@ def test_a_graph():
         found.zero_()
         graph.replay()
         assert (found.float() - right).norm() <= 2**-7 * right.norm()
+
+
+@pytest.mark.parametrize("first", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("name", ["u4", KV4])
+def test_copies_by_every_lane(name, first):
+    """As GPUs before compute capability 9.0 copy codes, scales and zeros."""
+    cached, scheme = cache(name, tokens=1000, batch=2, first=first), KV_SCHEMES[name]
+    query, arch = queries(cached), device_arch(0)
+    asked = AttentionProblem(
+        scheme.key, scheme.value, 128, 128, 4, Dtype.BFLOAT16, Mask.NONE, False, SHORT, arch
+    )
+    plans = (replace(plan, bulk=False) for plan in best(asked))
+    found = cuda_attention.attention(
+        query, *cached[:12], None, None, *cached[12:18], 128**-0.5, 0.0, scheme.key, scheme.value,
+        "rows", "rows", plan=next(plan for plan in plans if feasible(plan, asked) is None),
+    )  # fmt: skip
+    right = exact(query, cached)
+    assert (found.float() - right).norm() <= (2**-8 + 2**-10) * right.norm()
 
 
 def test_the_same_twice():

@@ -12,6 +12,7 @@ from hf_vq.codegen.choose_attention import (
     AttentionProblem,
     attendable,
     choose,
+    misfit,
     splits,
 )
 from hf_vq.codegen.device import ARCHES
@@ -94,6 +95,21 @@ def test_what_has_no_kernel_says_why():
     assert "stand for" in attendable(dataclasses.replace(u4, vector_size=8), 128, "keys")
     assert "scales" in attendable(dataclasses.replace(u4, scale_group=32), 128, "keys")
     assert "rotation" in attendable(dataclasses.replace(u4, rotation="qr"), 128, "keys")
+    integers = KV_SCHEMES["qserve-kv4"].key
+    assert attendable(integers, 80, "keys") is None
+    for bits in (2, 3, 8):
+        assert "bits" in attendable(dataclasses.replace(integers, entry_bits=bits), 128, "keys")
+    arch = ARCHES["sm_90a"]
+    assert misfit(integers, u4, 128, 128, arch) is None
+    assert "integers" in misfit(integers, KV_SCHEMES["cq-4"].value, 128, 128, arch)
+
+
+def test_integers_need_no_table():
+    plan = choose(problem("qserve-kv4"))
+    assert plan.table_bytes == 0 < choose(problem("nomad-u4")).table_bytes
+    u3 = choose(problem("u3"))
+    keys = dataclasses.replace(u3, key_integers=True)
+    assert keys.table_bytes == u3.table_bytes and keys.step_bytes > u3.step_bytes
 
 
 def test_copies_and_columns_of_a_query():
