@@ -171,6 +171,8 @@ def registers(plan: AttentionPlan) -> int:
         sums += 16 + 8 * (plan.turns == 4 or mixed)  # the orders of a lane's groups
     if any(len(parts(dim)) > 1 for dim in (plan.key_dim, plan.value_dim)):
         sums += 16  # addresses of both parts
+    if plan.numbers > 1:
+        sums += 12 + 4 * plan.paired  # zeros, their sums, and more words at a time
     queries = 12 * plan.query_tiles + 16 * (plan.query_tiles == 2)
     if plan.queries_in_registers:
         queries = plan.key_dim // 16 + 8 if plan.paired else plan.key_dim // 8

@@ -9,6 +9,7 @@ from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.choose_attention import (
     LONG,
+    SHORT,
     AttentionProblem,
     attendable,
     choose,
@@ -78,6 +79,10 @@ def test_columns(columns):
 def test_masks_and_softcap():
     compiles(problem(mask=Mask.BOOL))
     compiles(problem(mask=Mask.BFLOAT16, softcapped=True, columns=16))
+    for columns in (4, 8):
+        compiles(
+            problem("qserve-kv4", mask=Mask.BOOL, softcapped=True, columns=columns, tokens=SHORT)
+        )
 
 
 def test_explain_names_the_choice(capsys):
