@@ -3,6 +3,7 @@
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# Keys that are those of u4, and what no kernel has: vectors of 8, rows with a zero.
+# Keys that are those of u4, what no kernel has (vectors of 8), and integers: they have their own
+# tests.
 OTHERS = ("k4v2", "cq-1", "qserve-kv4")
 KEYS = {name: scheme.key for name, scheme in KV_SCHEMES.items() if name not in OTHERS}
 KEYS["u2-plain"] = VQScheme(4, 8, scale_group=0, rotation="none")
@@ -33,6 +35,10 @@ KEYS["turboquant-3"] = VQScheme(1, 3, scale_group=0, rotation="hadamard", rotati
 KEYS["turboquant-2"] = VQScheme(1, 2, scale_group=0, rotation="hadamard", rotation_block=0)
 KEYS["learned-6"] = VQScheme(2, 6, codebook="channel_group", scale_group=0, rotation="none")
 UNIVERSAL = [name for name, scheme in KEYS.items() if scheme.has_scale]
+INTEGERS = {
+    bits: VQScheme(1, bits, codebook="integers", scale_group=0, rotation="none")
+    for bits in (2, 4, 8)
+}
 LEARNED = [name for name, scheme in KEYS.items() if not scheme.has_scale]
 DIMS = (64, 80, 96, 128, 192, 256)
 EPS = torch.finfo(torch.float32).eps
@@ -63,7 +69,7 @@ def tape(scheme, batch, heads, tokens, dim):
     """Codes and scales full of what was there before."""
     size = packed_size(dim // scheme.vector_size, scheme.entry_bits)
     codes = torch.randint(0, 256, (batch, heads, tokens, size), dtype=torch.uint8, device="cuda")
-    scale = torch.randn(batch, heads, tokens, int(scheme.has_scale), device="cuda").half()
+    scale = torch.randn(batch, heads, tokens, scheme.row_numbers, device="cuda").half()
     return codes, scale
 
 
@@ -168,9 +174,11 @@ def test_dtypes_strides_and_places(name, dtype, count):
 
 
 @pytest.mark.parametrize("dim", [80, 128])
-@pytest.mark.parametrize("name", ["u4", "u3", "u2", "nomad-u4", "cq-4", "cq-2", "nomad-4"])
+@pytest.mark.parametrize(
+    "name", ["u4", "u3", "u2", "nomad-u4", "cq-4", "cq-2", "nomad-4", "integers-4"]
+)
 def test_a_token_has_its_codes_whatever_comes_with_it(name, dim):
-    scheme, heads = KEYS[name], 2
+    scheme, heads = INTEGERS[4] if name == "integers-4" else KEYS[name], 2
     codebook = codebook_of(scheme, heads, dim)
     x = rows_of(1, heads, MANY, dim)
     # Many rows that lie on the border of two entries.
@@ -230,6 +238,65 @@ def test_rows_without_a_finite_scale(name, count):
     codes, scale = tape(scheme, 1, 1, count, 64)
     append(x, None, universal_tensor(scheme).cuda(), codes, scale, 0, scheme)
     assert not scale[0, 0, :4].isfinite().any()
+    assert scale[0, 0, 4:].isfinite().all()
+
+
+def check_integers(x, mean, scheme, at):
+    """Append, then: codes, scales and zeros of the specification, bit by bit, and nothing else."""
+    batch, heads, count, dim = x.shape
+    codes, scale = tape(scheme, batch, heads, at + count + 3, dim)
+    wanted = codes.cpu(), scale.cpu()
+    centred = x.cpu() if mean is None else x.cpu().float() - mean.cpu()
+    for right, part in zip(wanted, reference.encode_integers(centred, None, scheme), strict=True):
+        right[:, :, at : at + count] = part
+    append(x, mean, universal_tensor(scheme).cuda(), codes, scale, at, scheme)
+    assert torch.equal(codes.cpu(), wanted[0])
+    torch.testing.assert_close(scale.cpu(), wanted[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("bits", INTEGERS)
+def test_integers(bits, dim):
+    for at, count in ((0, 1), (5, 3), (0, MANY)):
+        x = rows_of(2, 3, count, dim)
+        x[:, :, 1::7] += 1000  # zeros at their limit
+        x[:, 1] = x[:, 1, :, :1]  # rows of one number
+        check_integers(x, torch.randn(2, 3, 1, dim, device="cuda"), INTEGERS[bits], at)
+
+
+@pytest.mark.parametrize("count", [2, MANY])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_integers_of_any_dtype_and_strides(dtype, count):
+    scheme = INTEGERS[4]
+    tokens_first = rows_of(2, 4, count, 64, dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    check_integers(tokens_first[:, 1:3], None, scheme, 3)
+    check_integers(rows_of(1, 2, count, 67, dtype)[..., 1:65], None, scheme, 3)
+    rows = rows_of(1, 2, count, 64, dtype)
+    rows[:, :, :2] = 6e-5  # of the least steps that fp16 has
+    rows[0, 0, 0, 3], rows[0, 1, 1, 5] = torch.inf, -torch.inf
+    check_integers(rows, None, scheme, 0)
+
+
+def test_rotated_integers():
+    """Rotations add in another order than the specification: codes may differ by one."""
+    scheme = replace(INTEGERS[8], rotation="hadamard", rotation_block=0)
+    x = rows_of(1, 2, MANY, 128)
+    codes, scale = tape(scheme, 1, 2, MANY, 128)
+    append(x, None, universal_tensor(scheme).cuda(), codes, scale, 0, scheme)
+    right, numbers = reference.encode_integers(x.cpu(), None, scheme)
+    assert (codes.cpu().int() - right.int()).abs().max() <= 1
+    assert (codes.cpu() == right).float().mean() > 0.99
+    torch.testing.assert_close(scale.cpu(), numbers, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("count", [5, MANY])
+def test_integers_without_a_finite_scale(count):
+    x = torch.randn(1, 1, count, 64, device="cuda")
+    x[0, 0, 0, 3], x[0, 0, 1, 5], x[0, 0, 2, 7] = torch.nan, torch.inf, -torch.inf
+    x[0, 0, 3] *= 1e30
+    codes, scale = tape(INTEGERS[4], 1, 1, count, 64)
+    append(x, None, universal_tensor(INTEGERS[4]).cuda(), codes, scale, 0, INTEGERS[4])
+    assert not scale[0, 0, :4, 0].isfinite().any()
     assert scale[0, 0, 4:].isfinite().all()
 
 

@@ -71,13 +71,16 @@ def cache(
         codes = torch.randint(256, (*shape, width), dtype=torch.uint8, device="cuda")
         if byte is not None:
             codes.fill_(byte)
-        scales = int(part.has_scale)
+        scales = part.row_numbers
         scale = torch.full((*shape, scales), torch.nan, dtype=torch.float16, device="cuda")
         scale[:, :, begin : begin + coded] = torch.rand(batch, heads, coded, scales) + 0.5
+        if part.has_zero:  # as large as those of rows around zero
+            scale[..., 0] /= 4
+            scale[..., 1] = 10 * scale[..., 1] - 2.5
         return codes, scale
 
     def codebook(part, size):
-        if part.codebook == "universal":
+        if part.has_scale:
             return universal_tensor(part).cuda()
         shape = (heads, size // part.vector_size, 1 << part.entry_bits, part.vector_size)
         return torch.randn(shape, device="cuda").half()

@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 SCHEMES = ["u4", "u3", "u2", "k4v2", "nomad-u4", "nomad-4", "nomad-2", "nomad-1", "cq-4", "cq-2"]
+SCHEMES += ["qserve-kv4"]
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -81,7 +82,7 @@ def test_decoder(scheme: str, head_dim: int, number: int) -> None:
         book = codebook_of(part, 3, head_dim).cuda()
         width = head_dim // part.vector_size * part.entry_bits // 8
         tape = torch.randint(0, 256, (2, 3, 2000, width), dtype=torch.uint8, device="cuda")
-        scales = torch.randn(2, 3, 2000, int(part.has_scale), device="cuda").half()
+        scales = torch.randn(2, 3, 2000, part.row_numbers, device="cuda").half()
         for first, count in ((0, 1), (3, 31), (7, 1500), (1999, 1)):
             codes, scale = tape[:, :, first : first + count], scales[:, :, first : first + count]
             want = reference.decode_rotated(codes, book, scale, part, head_dim)

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-NAMES = ("u4", "u3", "u2", "k4v2", "cq-4", "cq-2", "nomad-2", "nomad-u4")
+NAMES = ("u4", "u3", "u2", "k4v2", "cq-4", "cq-2", "nomad-2", "nomad-u4", "qserve-kv4")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +64,7 @@ def cache(name, batch=2, heads=3, dims=(64, 64), *, capacity=40, sinks=2, window
     def side(part, dim):
         size = packed_size(dim // part.vector_size, part.entry_bits)
         codes = torch.randint(0, 256, (batch, heads, capacity, size), device="cuda").byte()
-        scale = torch.randn(batch, heads, capacity, int(part.has_scale), device="cuda").half()
+        scale = torch.randn(batch, heads, capacity, part.row_numbers, device="cuda").half()
         sink = torch.randn(batch, heads, sinks, dim, device="cuda").to(dtype)
         return codes, scale, sink, torch.randn(batch, heads, slots, dim, device="cuda").to(dtype)
 

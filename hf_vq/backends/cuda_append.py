@@ -180,7 +180,7 @@ def _check(shapes: _Shapes, scheme: VQScheme) -> None:
     """Raise unless all sizes belong together: a kernel would write anywhere."""
     batch, heads, _, dim = shapes.x
     vectors = dim // scheme.vector_size
-    width, scales = packed_size(vectors, scheme.entry_bits), int(scheme.has_scale)
+    width, scales = packed_size(vectors, scheme.entry_bits), scheme.row_numbers
     books = (1,) if scheme.has_scale else (heads, vectors)
     room = shapes.codes[2]
     if (
@@ -195,7 +195,8 @@ def _check(shapes: _Shapes, scheme: VQScheme) -> None:
         )
     if (
         shapes.codes_strides[2:] != (width, 1)
-        or (scales and room > 1 and shapes.scale_strides[2] != 1)
+        or (scales and room > 1 and shapes.scale_strides[2] != scales)
+        or (scales > 1 and shapes.scale_strides[3] != 1)
         or any(stride % width for stride in shapes.codes_strides[:2])
     ):
         raise VQBackendError("append needs a tape whose tokens lie one after another.")
@@ -253,7 +254,7 @@ def append(
             arguments.mean = None if mean is None else mean.data_ptr()
             arguments.codebook = codebook.data_ptr()
             arguments.codes = tape + at * width
-            arguments.scale = scale.data_ptr() + _SCALE * at
+            arguments.scale = scale.data_ptr() + _SCALE * scheme.row_numbers * at
             if grid is not None:
                 arguments.lists, arguments.cells_per_unit = grid[0].data_ptr(), grid[1]
             prepared.start(torch._C._cuda_getCurrentRawStream(ordinal), True)
@@ -268,7 +269,7 @@ def _blocks(plan: AppendPlan, batch: int, heads: int, tokens: int, sms: int) -> 
     if plan.learned:
         pairs, at_a_time = pairs * plan.blocks_across, _TOKENS_OF_A_WARP
     parts = -(-tokens // at_a_time)
-    if not plan.few or plan.cells:
+    if not plan.shared_search:
         parts = max(1, min(parts, plan.resident * sms // pairs))
     return pairs * parts, parts
 

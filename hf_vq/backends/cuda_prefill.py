@@ -108,7 +108,7 @@ def decode(
 
     Args:
         codes: canonical rows uint8 [B, H, n, bytes].
-        scale: fp16 [B, H, n, 1], or [B, H, n, 0] without scales.
+        scale: fp16 [B, H, n, 1], or [B, H, n, 0] without scales, or [B, H, n, 2] with zeros.
         codebook: fp16 [1, entries, x], or [H, head_dim / x, entries, x].
         mean: float32 [B, H, 1, head_dim], rotated too; None = 0.
         dtype: of the result.
@@ -149,11 +149,11 @@ def decode(
 
 @functools.lru_cache(maxsize=256)
 def _sizes(scheme: VQScheme, heads: int, head_dim: int) -> tuple[int, int, tuple[int, ...]]:
-    """Bytes and scales of a token, and the shape of its codebooks."""
+    """Bytes and numbers of a token, and the shape of its codebooks."""
     groups = head_dim // scheme.vector_size
     books = (heads, groups) if scheme.codebook == "channel_group" else (1,)
     width = packed_size(groups, scheme.entry_bits)
-    return width, int(scheme.has_scale), (*books, scheme.entries, scheme.vector_size)
+    return width, scheme.row_numbers, (*books, scheme.entries, scheme.vector_size)
 
 
 @functools.lru_cache(maxsize=64)

@@ -97,7 +97,7 @@ def _side(
         "mean": (mean, (batch, heads, 1, dim), torch.float32),
         "codes": (codes, (batch, heads, capacity, packed_size(vectors, scheme.entry_bits)),
                   torch.uint8),
-        "scale": (scale, (batch, heads, capacity, int(scheme.has_scale)), torch.float16),
+        "scale": (scale, (batch, heads, capacity, scheme.row_numbers), torch.float16),
         "codebook": (codebook, (*books, scheme.entries, scheme.vector_size), torch.float16),
     }  # fmt: skip
     for name, (tensor, shape, dtype) in expected.items():

@@ -32,7 +32,7 @@ from .cuda_timing import cold_copies, interleave_graphs
 from .random_kv import HEAD_DIM, SINKS, WINDOW, bytes_read, coded_cache, copy_of, layer_arguments
 from .timing import Contestant, speedup, summary
 
-SCHEMES = ("u4", "u3", "u2", "k4v2", "cq-4", "cq-2", "nomad-u4")
+SCHEMES = ("u4", "u3", "u2", "k4v2", "cq-4", "cq-2", "nomad-u4", "qserve-kv4")
 MEMORY = 4.6e12  # bytes that an H200 reads in a second, at best
 _COPIES = 64  # at most: short caches then lie in L2, for all contestants alike
 _COMPILING = 16  # kernels at a time

@@ -38,6 +38,8 @@ class AttentionPlan(Plan):
         key_fused: codes that lie side by side and are looked up together.
         key_learned: whether there is a codebook per kv head and channel group, and no scale; else
             there is one for all, and a scale per token.
+        key_integers: whether codes are integers with a scale and a zero per token
+            (kernels/cuda/attention_integers.cuh); there is no codebook then.
         key_block: numbers that were rotated together; 1 = none.
         query_tiles: tiles of 8 columns.
         turns: columns of a query, each of tokens that lanes look up in one of so many orders
@@ -59,12 +61,14 @@ class AttentionPlan(Plan):
     key_entry_bits: int
     key_fused: int
     key_learned: bool
+    key_integers: bool
     key_block: int
     value_dim: int
     value_vector_size: int
     value_entry_bits: int
     value_fused: int
     value_learned: bool
+    value_integers: bool
     value_block: int
     query_tiles: int
     turns: int
@@ -95,14 +99,21 @@ class AttentionPlan(Plan):
             self.value_dim
         )
         found = -(-learned // 2) * (2 * BANKS << 8)
-        universal = [
-            side for side, own in ((key, self.key_learned), (value, self.value_learned)) if not own
-        ]
+        sides = (
+            (key, self.key_learned or self.key_integers),
+            (value, self.value_learned or self.value_integers),
+        )
+        universal = [side for side, other in sides if not other]
         bits = [y * fused for _, y, fused in universal]
         each = [(256 if y == 8 else BANKS) << y for y in bits]
         if universal == [key, key] or bits == [8, 8]:
             return each[0]
         return found + sum(each)
+
+    @property
+    def numbers(self) -> int:
+        """fp16 numbers that a token has beside its codes; those of keys or of values, if more."""
+        return 2 if self.key_integers or self.value_integers else 1
 
     @property
     def step_bytes(self) -> int:
@@ -113,7 +124,8 @@ class AttentionPlan(Plan):
         )
         if not self.bulk:
             codes = sum(tokens * 32 * _slot_bytes(*side) for *side, tokens in sides)
-            return _whole(self.steps * codes + 8 * (8 * self.steps + 1))
+            words = 16 * self.steps if self.numbers > 1 else 8 * self.steps + 1
+            return _whole(self.steps * codes + 8 * words)
         tokens = TOKENS * self.steps
         key, value = (-(-dim // x * bits // 8) for dim, x, bits, *_ in sides)
         keys, half = (
@@ -121,7 +133,7 @@ class AttentionPlan(Plan):
             for count, row in ((tokens, key), (tokens // 2, value))
         )
         stride = half + ((64 if value == 32 else 32) - half) % BANKS
-        return _whole(keys + stride + half + 2 * (2 * tokens + PIECE)) + PIECE
+        return _whole(keys + stride + half + 2 * (2 * self.numbers * tokens + PIECE)) + PIECE
 
     @property
     def value_words(self) -> int:

@@ -25,8 +25,6 @@ def appendable(scheme: VQScheme, dim: int) -> str | None:
         return f"mode {scheme.mode!r} is not computed by kernels"
     if scheme.vector_size not in VECTOR_SIZES or scheme.entry_bits > MOST_BITS:
         return f"{scheme.notation()} has no kernel: x is 1, 2 or 4, codes have up to 8 bits"
-    if scheme.has_zero:
-        return "rows have a zero"
     if scheme.rotation not in ("none", "hadamard"):
         return f"rotation {scheme.rotation!r}"
     if dim not in HEAD_DIMS:
@@ -70,16 +68,16 @@ def append_plan(
     if not scheme.has_scale:
         resident = 3 if x < 4 else 2  # without local memory
         return AppendPlan(
-            _THREADS, resident, dtype, x, bits, dim, 1, centred, aligned, True, few, 0, _WARP,
-            _unit(scheme),
+            _THREADS, resident, dtype, x, bits, dim, 1, centred, aligned, True, False, few, 0,
+            _WARP, _unit(scheme),
         )  # fmt: skip
     lanes, width = _few_lanes(dim // x, _unit(scheme)) if few else _many_lanes(scheme, dim)
     cells = CELLS.get(bits, 0) if grid and x == 2 else 0
     numbers = -(-dim // (x * lanes * width)) * width * x  # of a lane
     resident = 3 if cells and numbers <= 16 else 2  # without local memory
     return AppendPlan(
-        _THREADS, resident, dtype, x, bits, dim, scheme.block(dim), centred, aligned, False, few,
-        cells, lanes, width,
+        _THREADS, resident, dtype, x, bits, dim, scheme.block(dim), centred, aligned, False,
+        scheme.has_zero, few, cells, lanes, width,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from .table_layout import fused
 MOST_QUERIES = 8  # of a row; for more, keys and values are decoded once
 LARGEST_DIM = 256
 SHORT, LONG = 1024, 1 << 16  # tokens for which a kernel is made
-_INDEX_BITS = 8
+_INDEX_BITS, _INTEGER_BITS = 8, 4
 _GROUPS = 32  # rows of the batch times kv heads, for which it is made
 
 
@@ -32,8 +32,8 @@ def attendable(scheme: VQScheme, dim: int, what: str) -> str | None:
         return f"{what} are {scheme.notation()}: {bits} bits stand for {width} numbers"
     if not scheme.has_scale and bits != _INDEX_BITS:
         return f"{what} have learned codebooks of {1 << bits} entries, not {1 << _INDEX_BITS}"
-    if scheme.has_zero:
-        return f"{what} have a zero"
+    if scheme.has_zero and scheme.entry_bits != _INTEGER_BITS:
+        return f"{what} are integers of {scheme.entry_bits} bits, not {_INTEGER_BITS}"
     if scheme.rotation not in ("none", "hadamard"):
         return f"{what} have a rotation {scheme.rotation!r}"
     if scheme.scale_group:
@@ -106,10 +106,12 @@ def plan_of(
     return AttentionPlan(
         threads=threads, resident=resident, dtype=problem.dtype,
         key_dim=problem.key_dim, key_vector_size=key.vector_size, key_entry_bits=key.entry_bits,
-        key_fused=fused(key), key_learned=not key.has_scale, key_block=key.block(problem.key_dim),
+        key_fused=fused(key), key_learned=not key.has_scale, key_integers=key.has_zero,
+        key_block=key.block(problem.key_dim),
         value_dim=problem.value_dim, value_vector_size=value.vector_size,
         value_entry_bits=value.entry_bits, value_fused=fused(value),
-        value_learned=not value.has_scale, value_block=value.block(problem.value_dim),
+        value_learned=not value.has_scale, value_integers=value.has_zero,
+        value_block=value.block(problem.value_dim),
         query_tiles=tiles, turns=turns, paired=_pairs(problem), steps=steps, depth=depth,
         bulk=problem.arch.overlaps_launches, queries_in_registers=tiles == 1,
         mask=problem.mask, softcapped=problem.softcapped,
@@ -136,7 +138,9 @@ def turns_of(problem: AttentionProblem) -> int:
 
 
 def misfit(key: VQScheme, value: VQScheme, key_dim: int, value_dim: int, arch: Arch) -> str | None:
-    """None if a block can hold the tables of keys and values, else why not."""
+    """None if there is a kernel for keys and values together, else why not."""
+    if key.has_zero != value.has_zero and not (key.has_scale and value.has_scale):
+        return "keys or values are integers, the others have a codebook per channel group"
     asked = AttentionProblem(
         key, value, key_dim, value_dim, 1, Dtype.FLOAT16, Mask.NONE, False, SHORT, arch
     )
@@ -167,6 +171,8 @@ def registers(plan: AttentionPlan) -> int:
         sums += 16 + 8 * (plan.turns == 4 or mixed)  # the orders of a lane's groups
     if any(len(parts(dim)) > 1 for dim in (plan.key_dim, plan.value_dim)):
         sums += 16  # addresses of both parts
+    if plan.numbers > 1:
+        sums += 12 + 4 * plan.paired  # zeros, their sums, and more words at a time
     queries = 12 * plan.query_tiles + 16 * (plan.query_tiles == 2)
     if plan.queries_in_registers:
         queries = plan.key_dim // 16 + 8 if plan.paired else plan.key_dim // 8
@@ -202,7 +208,7 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     groups, tiles = _GROUPS * across, -(-problem.tokens // TOKENS)
     sides = (problem.key, problem.key_dim), (problem.value, problem.value_dim)
     token = sum(
-        packed_size(dim // scheme.vector_size, scheme.entry_bits) + 2 * scheme.has_scale
+        packed_size(dim // scheme.vector_size, scheme.entry_bits) + 2 * scheme.row_numbers
         for scheme, dim in sides
     )
     count = splits(plan, groups, tiles, arch)

@@ -25,8 +25,6 @@ def decodable_kv(scheme: VQScheme, head_dim: int) -> str | None:
         return "KV codes have a codebook for all rows, or one per channel group"
     if scheme.mode != "unbiased":
         return f"mode {scheme.mode!r} is not computed by kernels"
-    if scheme.has_zero:
-        return "rows have a zero"
     if scheme.streams != 1 or scheme.largest_entry:
         return "KV codes have one stage of fp16 entries"
     if scheme.has_scale and scheme.group(head_dim) != head_dim:
@@ -55,7 +53,7 @@ def decode_kv_plan(scheme: VQScheme, head_dim: int, out: Dtype) -> DecodeKVPlan:
     return DecodeKVPlan(
         _THREADS, _RESIDENT, out, scheme.vector_size, scheme.entry_bits, head_dim,
         _slice(scheme, head_dim), _TOKENS_OF_LEARNED if learned else _TOKENS, _STEPS, learned,
-        scheme.has_scale,
+        scheme.has_scale, scheme.has_zero,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ class AppendPlan(Plan):
         centred: whether a mean is subtracted.
         aligned: whether rows begin at multiples of 16 bytes.
         learned: whether each group of channels has a codebook; there are no scales then.
+        integers: whether codes are integers with a scale and a zero, not indexes of a codebook.
         few: whether rows are few: without a grid the warps of a block share the search for a row,
             or the lanes of a warp that for a vector under a learned codebook.
         cells: of a side of the grid over the plane that names candidates; 0 = no grid.
@@ -37,20 +38,21 @@ class AppendPlan(Plan):
     centred: bool
     aligned: bool
     learned: bool
+    integers: bool
     few: bool
     cells: int
     lanes: int
     width: int
 
     @property
-    def scales(self) -> int:
-        """Of a row."""
-        return int(not self.learned)
+    def shared_search(self) -> bool:
+        """Whether the warps of a block share the search for a row."""
+        return self.few and not self.cells and not self.integers
 
     @property
     def rows_at_a_time(self) -> int:
         """Rows of a block, not of learned codebooks."""
-        return 32 // self.lanes * (1 if self.few and not self.cells else self.threads // 32)
+        return 32 // self.lanes * (1 if self.shared_search else self.threads // 32)
 
     @property
     def blocks_across(self) -> int:
@@ -63,6 +65,8 @@ class AppendPlan(Plan):
         where warps meet."""
         entries = 1 << self.entry_bits
         table = 4 * (self.vector_size + 1) * max(4, entries)
+        if self.integers:
+            return 0
         if self.learned:
             return 0 if self.few else self.threads // 32 * self.width * table
         if self.cells:
@@ -104,6 +108,7 @@ class DecodeKVPlan(Plan):
         steps: tokens whose codes a thread has on their way at a time.
         learned: whether every head and group of x channels has its codebook.
         scaled: whether a token has a scale.
+        zero: whether it has a zero beside its scale.
     """
 
     template: ClassVar[str] = "decode_kv"
@@ -117,6 +122,7 @@ class DecodeKVPlan(Plan):
     steps: int
     learned: bool
     scaled: bool
+    zero: bool
 
     @property
     def shared_bytes(self) -> int:

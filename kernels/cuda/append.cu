@@ -5,15 +5,16 @@
 // Bytes: x once. Bound by instructions: all entries are tried for every vector, but where there is a grid.
 #include "append.cuh"
 #include "append_groups.cuh"
+#include "append_integers.cuh"
 #include "grids.cuh"
 
 struct Arguments {
   const char* x;             // of Plan::dtype
   const float* mean;         // [batch, heads, dim]; not read unless Plan::centred
-  const uint16_t* codebook;  // fp16 [entries, x], or [heads, vectors, entries, x]
+  const uint16_t* codebook;  // fp16 [entries, x], or [heads, vectors, entries, x]; not read for integers
   const uint32_t* lists;     // of the grid
   uint8_t* codes;            // of the first token that is written
-  uint16_t* scale;
+  uint16_t* scale;           // and zero, of integers
   int64_t x_batch, x_head, x_token;  // bytes from one to the next
   int64_t mean_batch, mean_head;     // numbers
   int64_t codes_batch, codes_head;   // bytes
@@ -44,7 +45,7 @@ struct Place {
 // Rows of a head.
 __device__ inline void universal(const Arguments& a, uint32_t* shared) {
   using Mine = Row<Plan>;
-  const Search<Plan> search(a.codebook, a.lists, a.cells_per_unit, shared);
+  const Encoder<Plan> search(a.codebook, a.lists, a.cells_per_unit, shared);
   constexpr bool together = search.split > 1;  // all warps have the same rows
   constexpr int teams = 32 / Plan::lanes, at_a_time = teams * (together ? 1 : warps);
   const Place place(a, blockIdx.x / a.parts);
@@ -63,7 +64,8 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
   search.prepare();
   while (base < a.tokens) {
     const int token = base + team % teams;
-    search.encode(row, token < a.tokens, place.codes + int64_t(token) * Mine::bytes, place.scale + token);
+    search.encode(row, token < a.tokens, place.codes + int64_t(token) * Mine::bytes,
+                  place.scale + int64_t(token) * Mine::numbers);
     if constexpr (together) __syncthreads();
     base += a.parts * at_a_time;
     if (base < a.tokens) row = next();

@@ -22,6 +22,7 @@ template <typename S> struct Row {
   static constexpr int lanes = S::lanes, width = S::width;
   static constexpr int uppers = (vectors + lanes * width - 1) / (lanes * width), slots = uppers * width;
   static constexpr int bytes = vectors * S::entry_bits / 8;  // of a row's codes
+  static constexpr int numbers = 1 + S::integers;            // fp16 beside them
   static_assert(vectors % width == 0 && width * S::entry_bits % 8 == 0, "a lane's codes are whole bytes");
   float value[slots][x];
   int lane;

@@ -134,18 +134,22 @@ struct Scores {
 
   // Of tile number `tile` of the step in `slot`, whose tokens begin at `first`.
   __device__ void operator()(const Arguments& a, const Tokens& tokens, const Step::Tapes& tapes, uint32_t slot, int tile,
-                             int first, int lane, Logits& s, float (&inverse_scale)[2]) const {
-    float of_key[2] = {1.0f, 1.0f}, of_value[2] = {};
-    inverse_scale[0] = inverse_scale[1] = 1.0f;
+                             int first, int lane, Logits& s, OfValue (&by)[2]) const {
+    float of_key[2] = {1.0f, 1.0f}, zero[2] = {}, of_value[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = Step::of_row(lane / 4, half, tile);
-      if constexpr (!Keys::learned) of_key[half] = Step::key_scale(tapes, slot, token);
+      if constexpr (!Keys::learned) {
+        const Step::Numbers key = Step::key_numbers(tapes, slot, token);
+        of_key[half] = key.scale, zero[half] = key.zero;
+      }
       if constexpr (!Values::learned) {
-        // A scale of zero, or of what is not seen, which may be anything: almost nothing.
-        const float scale = Step::value_scale(tapes, slot, token);
-        of_value[half] = log2_of_float(fmaxf(scale, 1e-12f));
-        inverse_scale[half] = reciprocal(fmaxf(scale, 1e-12f));
+        const Step::Numbers value = Step::value_numbers(tapes, slot, token);
+        // A scale of zero, or of what is not seen, which may be anything: almost nothing. So may the zero.
+        const float scale = fmaxf(value.scale, 1e-12f);
+        of_value[half] = log2_of_float(scale);
+        by[half].inverse_scale = reciprocal(scale);
+        if constexpr (Values::integers) by[half].zero = fminf(fmaxf(value.zero, -65504.0f), 65504.0f);
       }
     }
     const bool plain = causal && first >= plain_begin && first + tokens_of_step <= plain_end;
@@ -153,14 +157,17 @@ struct Scores {
     for (int n = 0; n < Plan::query_tiles; ++n)
 #pragma unroll
       for (int c = 0; c < columns_of_lane; ++c) {
-        uint32_t factor[2];
-        load_shared<8>(staged + (n * 8 + c) * sizeof(Staged) + 8, factor);
+        const uint32_t column = staged + (n * 8 + c) * sizeof(Staged);
+        uint32_t factor[2], shift[1];  // and the sum
+        load_shared<8>(column + 8, factor);
+        if constexpr (Plan::softcapped) load_shared<4>(column + 16, shift);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float& logit = s[n][2 * half + c];
           const float product = of_key[half] * __uint_as_float(factor[0]);
+          if constexpr (Keys::integers) logit -= zero[half] * __uint_as_float(factor[1]);
           if constexpr (Plan::softcapped)
-            logit = capped(logit * product + __uint_as_float(factor[1]), a.softcap) + of_value[half];
+            logit = capped(logit * product + __uint_as_float(shift[0]), a.softcap) + of_value[half];
           else
             logit = logit * product + of_value[half];
         }
@@ -262,6 +269,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
                  tile < sink_tiles ? tile * 16 : near + (tile - sink_tiles) * 16, state);
     if (Values::block > 1 && steps > 0) state.rotate(lane);
     in_order_of_turns(state, lane);
+    if constexpr (Values::integers) state.to_integers();
   }
   if (Keys::learned || Values::learned) wait_for_all_copies();
   // Those that have prepared it do not wait for those that read.
@@ -301,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
         Step::copy(tapes, first + (Plan::depth - 1) * warps * tokens_of_step, free, lane);
       Step::commit();
       Logits s[Plan::steps];
-      float inverse_scale[Plan::steps][2];
+      OfValue by[Plan::steps][2];
       typename Sums::Weights weights[Plan::steps];
       TokenCodes<Keys> keys[Plan::steps][2];
       Step::load(keys, tapes, first, slot, lane);
@@ -310,11 +318,11 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
 #pragma unroll
       for (int tile = 0; tile < Plan::steps; ++tile) {
         sums.choose(s[tile]);
-        scores(a, tokens, tapes, slot, tile, first, lane, s[tile], inverse_scale[tile]);
+        scores(a, tokens, tapes, slot, tile, first, lane, s[tile], by[tile]);
       }
       TokenCodes<Values> values[Plan::steps][4];
       Step::load(values, tapes, first, slot, lane);
-      sums.template weigh<Dtype::FLOAT16>(s, inverse_scale, weights);
+      sums.template weigh<Dtype::FLOAT16>(s, by, weights);
       add_values(value_table, values, weights, sums);
       free = slot;
       slot += Step::bytes;
@@ -338,5 +346,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
     in_order_of_turns(state, lane);
     one_column_each(state);
   }
+  if constexpr (Values::integers)
+    if (busy()) state.from_integers();
   finish(a, state, shared, row, kv_head, first_column, group, split, active, busy(), Values::block > 1 && steps > 0);
 }

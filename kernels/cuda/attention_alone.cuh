@@ -45,7 +45,7 @@ struct Alone {
   }
 
   template <Dtype D, int N>
-  __device__ void weigh(Logits (&s)[N], const float (&inverse_scale)[N][2], Weights (&weights)[N]) {
+  __device__ void weigh(Logits (&s)[N], const OfValue (&by)[N][2], Weights (&weights)[N]) {
     float highest = minus_infinity;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -61,7 +61,7 @@ struct Alone {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float one = exp2_of(s[i][0][0] - most), later = exp2_of(s[i][0][2] - most);
-      total += one * inverse_scale[i][0] + later * inverse_scale[i][1];
+      total += one * by[i][0].inverse_scale + later * by[i][1].inverse_scale;
       const uint32_t own = pack_pair<D>(one, later), other = __shfl_xor_sync(0xffffffff, own, 4);
       const uint32_t first = odd ? other : own, second = odd ? own : other;
       weights[i][0] = __byte_perm(first, 0, low), weights[i][1] = __byte_perm(second, 0, low);

@@ -78,8 +78,8 @@ __device__ inline void add_floats(const Arguments& a, const Tokens& tokens, int 
   if (!__any_sync(0xffffffff, any)) return;
   if (!early) load_values();
   State::Weights weights[1];
-  const float ones[1][2] = {1.0f, 1.0f};
-  state.weigh<Plan::dtype>(both, ones, weights);
+  const OfValue floats[1][2] = {};
+  state.weigh<Plan::dtype>(both, floats, weights);
 #pragma unroll
   for (int i = 0; i < value_words; ++i)
     state.add<Plan::dtype>(i, value[0] + i, value[1] + i, value[2] + i, value[3] + i, weights[0]);

@@ -25,10 +25,11 @@ struct Paired {
 
   float sums[pairs][4];  // of query t: words 2i, 2i + 1, two channels each
   float most, total;     // m; totals of the lane's own tokens
+  float zero;            // and of their zeros, if values are integers
   uint32_t low, high;    // byte permutations: a half of a word to the half that counts channels of this column
 
   // Goes on with the sums of floats, in both columns of a query.
-  __device__ Paired(const State& state, int lane) : most(state.most[0][0]), total(state.total[0][0]) {
+  __device__ Paired(const State& state, int lane) : most(state.most[0][0]), total(state.total[0][0]), zero(0.0f) {
     static_assert(!Plan::paired || (Share<Values, 0>::channels % 4 == 0 && Share<Values, 1>::channels % 4 == 0 &&
                                     Share<Keys, 0>::channels % 8 == 0 && Share<Keys, 1>::channels % 8 == 0),
                   "words come in pairs, those of keys in fours");
@@ -45,7 +46,7 @@ struct Paired {
   __device__ void choose(Logits&) const {}
 
   template <Dtype D, int N>
-  __device__ void weigh(Logits (&s)[N], const float (&inverse_scale)[N][2], Weights (&weights)[N]) {
+  __device__ void weigh(Logits (&s)[N], const OfValue (&by)[N][2], Weights (&weights)[N]) {
     float highest = fmaxf(s[0][0][0], s[0][0][2]);
 #pragma unroll
     for (int i = 1; i < N; ++i) highest = fmaxf(highest, fmaxf(s[i][0][0], s[i][0][2]));
@@ -54,7 +55,7 @@ struct Paired {
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffff, highest, step));
       const float factor = exp2_of(most - highest);
-      most = highest, total *= factor;
+      most = highest, total *= factor, zero *= factor;
 #pragma unroll
       for (int i = 0; i < pairs; ++i)
 #pragma unroll
@@ -65,8 +66,9 @@ struct Paired {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
         const float weight = exp2_of(s[i][0][2 * upper] - most);
-        total += weight * inverse_scale[i][upper];
-        const uint32_t both = transposed(pack_pair<D>(weight, weight));  // of tokens 2t, 2t + 1
+        total += weight * by[i][upper].inverse_scale;
+        const uint32_t twice = pack_pair<D>(weight, weight), both = transposed(twice);  // of tokens 2t, 2t + 1
+        if constexpr (Values::integers) zero += half_to_float(twice) * by[i][upper].zero;
         weights[i][2 * upper] = __byte_perm(both, 0, low), weights[i][2 * upper + 1] = __byte_perm(both, 0, high);
       }
   }
@@ -86,6 +88,7 @@ struct Paired {
     };
     to_columns(most, state.most[0][0], state.most[0][1]);
     to_columns(total, state.total[0][0], state.total[0][1]);
+    if constexpr (Values::integers) to_columns(zero, state.zero[0][0], state.zero[0][1]);
 #pragma unroll
     for (int i = 0; i < value_words; ++i)
 #pragma unroll

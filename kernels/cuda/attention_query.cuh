@@ -7,6 +7,7 @@
 // fp16 with a power of two that brings its largest number near 2^13: sums are float32. In shared memory columns lie as
 // lanes hold them, two steps of 16 channels after the other: [tiles][pairs of steps][32 lanes][8].
 #pragma once
+#include "attention_integers.cuh"
 #include "attention_tokens.cuh"
 
 __device__ inline const uint16_t* place(const Floats& x, int64_t row, int64_t head, int64_t token) {
@@ -34,6 +35,7 @@ template <int Block, int N> __device__ inline void butterflies(float (&value)[N]
 struct Staged {
   const char* mask;  // of its logits
   float factor;      // of its products
+  float sum;         // of its numbers, in units of products: what a key of ones gives
   float shift;       // the logit of the mean of the keys
   int end;           // coded tokens that it sees are below
 };
@@ -50,16 +52,29 @@ struct Query {
   uint32_t word[kept][4];
   const char* from;
 
+  // Where a channel of a lane's share is in the words of a key, in halves.
+  __device__ static int in_words(int at, int part) {
+    return part ? Words<Keys, 1>::place(at) : Words<Keys, 0>::place(at);
+  }
+
+  // What a number is multiplied by for the word of keys that it meets; the product of both is in one unit.
+  __device__ static float lowered(int channel) {
+    if constexpr (!Keys::integers) return 1.0f;
+    const int part = channel >= Share<Keys, 0>::size, within = channel - part * Share<Keys, 0>::size;
+    const int share = at_least(part ? Share<Keys, 1>::channels : Share<Keys, 0>::channels, 1);
+    return Integers::unit / Words<Keys, 0>::unit(in_words(within % share, part) / 2);
+  }
+
   // Where number `channel` of column `column` is, in halves.
   __device__ static int place_of(int column, int channel) {
     const int part = channel >= Share<Keys, 0>::size, within = channel - part * Share<Keys, 0>::size;
     const int share = at_least(part ? Share<Keys, 1>::channels : Share<Keys, 0>::channels, 1), t = within / share;
     if constexpr (Plan::paired) {
-      const int at = within % share, step = part * near + at / taken, word = at / 2 % 4;
+      const int at = in_words(within % share, part), step = part * near + at / taken, word = at / 2 % 4;
       return (step / 2 * 32 + (2 * column + word % 2) * 4 + t) * 8 + step % 2 * 4 + word / 2 * 2 + at % 2;
     }
     const int seen = column % 8 & Turns::known, turn = part ? turn_of<Keys, 1>(seen) : turn_of<Keys, 0>(seen);
-    const int at = within % share ^ turn * Index<Keys>::width, step = part * near + at / 4;
+    const int at = in_words(within % share, part) ^ turn * Index<Keys>::width, step = part * near + at / 4;
     return ((column / 8 * pairs + step / 2) * 32 + column % 8 * 4 + t) * 8 + step % 2 * 4 + at % 4;
   }
 
@@ -88,11 +103,11 @@ struct Query {
       const Column at(a, kv_head, first + column);
       if (!at.exists) {
         if (lane == 0)
-          reinterpret_cast<Staged*>(staged + bytes)[column] = {mask_of(a, row, at), 0.0f, 0.0f, 0};
+          reinterpret_cast<Staged*>(staged + bytes)[column] = {mask_of(a, row, at), 0.0f, 0.0f, 0.0f, 0};
         continue;
       }
       if (column != warp) load(at);
-      float most = 0.0f, shift = 0.0f;
+      float most = 0.0f, shift = 0.0f, sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < each; ++i) shift += value[i] * centre[i];
       butterflies<Keys::block>(value, lane);
@@ -108,12 +123,20 @@ struct Query {
       const float up = __uint_as_float((267 - exponent) << 23), down = __uint_as_float((exponent - 13) << 23);
 #pragma unroll
       for (int i = 0; i < each; ++i)
-        if (32 * i + lane < Keys::dim)
-          reinterpret_cast<uint16_t*>(staged)[place_of(column, 32 * i + lane)] =
-              uint16_t(pack_pair<Dtype::FLOAT16>(value[i] * up, 0.0f));
+        if (32 * i + lane < Keys::dim) {
+          const int channel = 32 * i + lane;
+          const float lower = lowered(channel);
+          const uint16_t number = uint16_t(pack_pair<Dtype::FLOAT16>(value[i] * (up * lower), 0.0f));
+          reinterpret_cast<uint16_t*>(staged)[place_of(column, channel)] = number;
+          if constexpr (Keys::integers) sum += half_to_float(number) * (Integers::unit / lower);
+        }
+      if constexpr (Keys::integers)
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
       if (lane == 0) {
         Staged& found = reinterpret_cast<Staged*>(staged + bytes)[column];
-        found.factor = down * inverse_root(Keys::block) * a.scaling;
+        found.factor = down * inverse_root(Keys::block) * a.scaling * (Keys::integers ? 1.0f / Integers::unit : 1.0f);
+        found.sum = sum;
         found.shift = shift * a.scaling;
         found.end = tokens.end(a, at.query);
         found.mask = mask_of(a, row, at);

@@ -21,13 +21,15 @@ constexpr int at_most(int a, int b) { return a < b ? a : b; }
 struct Keys {
   static constexpr int dim = Plan::key_dim, x = Plan::key_vector_size, entry_bits = Plan::key_entry_bits;
   static constexpr int fused = Plan::key_fused, block = Plan::key_block, sharers = 4;
-  static constexpr bool learned = Plan::key_learned;
+  static constexpr bool learned = Plan::key_learned, integers = Plan::key_integers;
+  static constexpr int numbers = learned ? 0 : 1 + integers;  // fp16 of a token: a scale, and a zero
 };
 
 struct Values {
   static constexpr int dim = Plan::value_dim, x = Plan::value_vector_size, entry_bits = Plan::value_entry_bits;
   static constexpr int fused = Plan::value_fused, block = Plan::value_block, sharers = 8;
-  static constexpr bool learned = Plan::value_learned;
+  static constexpr bool learned = Plan::value_learned, integers = Plan::value_integers;
+  static constexpr int numbers = learned ? 0 : 1 + integers;
 };
 
 template <class Side> struct Index {

@@ -7,10 +7,12 @@
 //
 //     w = 2^(s + log2 scale - m)          sum of values += w * entry          sum of weights += w / scale
 //
+// Of integers, sums of w * zero are kept beside them, of weights as tensor cores see them.
+//
 // m is raised, and what was added up so far is lowered, only when an exponent would be more than `slack`: then the
 // lanes need not ask each other for the maximum of a tile.
 #pragma once
-#include "attention_sides.cuh"
+#include "attention_integers.cuh"
 #include "mma.cuh"
 
 constexpr int columns_of_block = 8 * Plan::query_tiles;
@@ -48,6 +50,18 @@ __device__ inline uint32_t transposed(uint32_t pairs) {
 __device__ inline uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ inline uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
+// Of a token's value: what weights are multiplied by besides.
+struct OfValue {
+  float inverse_scale = 1.0f, zero = 0.0f;
+};
+
+// What two weights add to the sums of zeros.
+template <Dtype D> __device__ inline void add_zeros(uint32_t weights, float zero, float& first, float& second) {
+  float one, other;
+  unpack_pair<D>(weights, one, other);
+  first += one * zero, second += other * zero;
+}
+
 using Logits = float[Plan::query_tiles][4];      // of a tile of 16 tokens
 // What a warp has added up. sums[n][i]: rows g and g + 8 are the two channels of the lane's word i.
 struct State {
@@ -56,6 +70,7 @@ struct State {
 
   float sums[Plan::query_tiles][value_words][4] = {};
   float most[Plan::query_tiles][2], total[Plan::query_tiles][2] = {};  // m; totals of the lane's own tokens
+  float zero[Plan::query_tiles][2] = {};                               // and of their zeros, if values are integers
 
   __device__ State() {
 #pragma unroll
@@ -67,7 +82,7 @@ struct State {
 
   // Takes logits of `N` tiles (in units of log2, with that of the value's scale added) for weights in `D`.
   template <Dtype D, int N>
-  __device__ void weigh(Logits (&s)[N], const float (&inverse_scale)[N][2], Weights (&weights)[N]) {
+  __device__ void weigh(Logits (&s)[N], const OfValue (&by)[N][2], Weights (&weights)[N]) {
     bool raise = false;
 #pragma unroll
     for (int n = 0; n < Plan::query_tiles; ++n)
@@ -86,12 +101,15 @@ struct State {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const float weight = exp2_of(s[i][n][c] - most[n][c % 2]);
-          total[n][c % 2] += weight * inverse_scale[i][c / 2];
+          total[n][c % 2] += weight * by[i][c / 2].inverse_scale;
           s[i][n][c] = weight;
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          weights[i][n][half] = transposed(pack_pair<D>(s[i][n][2 * half], s[i][n][2 * half + 1]));
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t both = pack_pair<D>(s[i][n][2 * half], s[i][n][2 * half + 1]);
+          if constexpr (Values::integers) add_zeros<D>(both, by[i][half].zero, zero[n][0], zero[n][1]);
+          weights[i][n][half] = transposed(both);
+        }
       }
   }
 
@@ -120,10 +138,50 @@ struct State {
         for (int step = 4; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffff, highest, step));
         const float factor = exp2_of(most[n][c] - highest);
         most[n][c] = highest;
-        total[n][c] *= factor;
+        total[n][c] *= factor, zero[n][c] *= factor;
 #pragma unroll
         for (int i = 0; i < value_words; ++i) sums[n][i][c] *= factor, sums[n][i][c + 2] *= factor;
       }
+  }
+
+  // Sums of numbers -> of codes, in the order and the units of attention_integers.cuh.
+  __device__ void to_integers() {
+    each_part<Values>([&](auto number) {
+      constexpr int p = decltype(number)::value;
+      const State before = *this;
+#pragma unroll
+      for (int at = 0; at < Share<Values, p>::channels; ++at)
+#pragma unroll
+        for (int n = 0; n < Plan::query_tiles; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int place = Words<Values, p>::place(at);
+            sum<p>(n, place, c) = before.sum<p>(n, at, c) * Words<Values, p>::unit(place / 2);
+          }
+    });
+  }
+
+  // And back again, without their zeros.
+  __device__ void from_integers() {
+#pragma unroll
+    for (int n = 0; n < Plan::query_tiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) zero[n][c] += __shfl_xor_sync(0xffffffff, zero[n][c], step);
+    each_part<Values>([&](auto number) {
+      constexpr int p = decltype(number)::value;
+      const State before = *this;
+#pragma unroll
+      for (int at = 0; at < Share<Values, p>::channels; ++at)
+#pragma unroll
+        for (int n = 0; n < Plan::query_tiles; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int place = Words<Values, p>::place(at);
+            sum<p>(n, at, c) = before.sum<p>(n, place, c) * (1.0f / Words<Values, p>::unit(place / 2)) - zero[n][c];
+          }
+    });
   }
 
   // Sums of unrotated values -> of rotated ones, before entries of the codebook are added.
@@ -158,5 +216,14 @@ struct State {
 #pragma unroll
           for (int c = 0; c < 4; ++c) sums[n][S::first_word + k][c] *= inverse_root(Values::block);
     });
+  }
+
+ private:
+  // Of half `at` of the lane's words of a part, and column `c`.
+  template <int Part> __device__ float& sum(int n, int at, int c) {
+    return sums[n][Share<Values, Part>::first_word + at / 2][at % 2 * 2 + c];
+  }
+  template <int Part> __device__ float sum(int n, int at, int c) const {
+    return sums[n][Share<Values, Part>::first_word + at / 2][at % 2 * 2 + c];
   }
 };

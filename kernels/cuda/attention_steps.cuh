@@ -29,8 +29,9 @@ struct Step {
   static constexpr int apart = pieces_of_rows(half, value_row), aside = value_row == 32 ? 64 : 32;
   static constexpr int stride = apart + (aside + 128 - apart % 128) % 128;
   static constexpr int key_bytes = TokenCodes<Keys>::bytes, value_bytes = TokenCodes<Values>::bytes;
-  static constexpr int scale_words = tokens_of_step / 2 + 1;  // wherever they begin
-  static constexpr int scale_room = Plan::bulk ? 2 * tokens_of_step + 16 : 4 * scale_words;
+  static constexpr int numbers = at_least(at_least(Keys::numbers, Values::numbers), 1);  // of a token, at most
+  static constexpr int scale_words = numbers == 1 ? tokens_of_step / 2 + 1 : tokens_of_step;  // wherever they begin
+  static constexpr int scale_room = Plan::bulk ? 2 * numbers * tokens_of_step + 16 : 4 * scale_words;
 
   static constexpr int values_at = Plan::bulk ? pieces_of_rows(tokens_of_step, key_row) : Plan::steps * 2 * key_bytes;
   static constexpr int scales_at = values_at + (Plan::bulk ? stride + apart : Plan::steps * 4 * value_bytes);
@@ -57,11 +58,11 @@ struct Step {
       const Coded &k = a.keys, &v = a.values;
       keys = k.codes + row * k.row + kv_head * k.head + k.first * key_row;
       values = v.codes + row * v.row + kv_head * v.head + v.first * value_row;
-      key_scale = k.scale + row * k.scale_row + kv_head * k.scale_head + k.first;
-      value_scale = v.scale + row * v.scale_row + kv_head * v.scale_head + v.first;
+      key_scale = k.scale + row * k.scale_row + kv_head * k.scale_head + k.first * Keys::numbers;
+      value_scale = v.scale + row * v.scale_row + kv_head * v.scale_head + v.first * Values::numbers;
       if constexpr (Plan::bulk) {
         const bool of_value = lane == 1 || lane == 2, of_key_scale = lane == 3 && !Keys::learned;
-        this->row = lane == 0 ? key_row : of_value ? value_row : 2;
+        this->row = lane == 0 ? key_row : of_value ? value_row : 2 * (of_key_scale ? Keys::numbers : Values::numbers);
         begin = lane == 2 ? half : 0, most = of_value ? half : tokens_of_step;
         to = lane == 0 ? 0 : of_value ? values_at + begin / half * stride : scales_at + (of_key_scale ? 0 : scale_room);
         from = lane == 0 ? keys : of_value ? values : reinterpret_cast<const char*>(of_key_scale ? key_scale : value_scale);
@@ -116,16 +117,16 @@ struct Step {
         TokenCodes<Values>::copy(to + values_at + i * value_bytes, from.value(first + of_value(lane % 4, i % 4, i / 4)),
                                  lane);
       // Words that hold scales, with at least one that may be read.
-      const auto scales = [&](const uint16_t* scale, uint32_t slot) {
-        const int64_t at = reinterpret_cast<int64_t>(scale + first), word = at & ~int64_t(3);
-        const int odd = at & 2 ? 1 : 0, needed = (min(tokens_of_step, from.end - first) + odd + 1) / 2;
+      const auto scales = [&](const uint16_t* scale, int each, uint32_t slot) {
+        const int64_t at = reinterpret_cast<int64_t>(scale + first * each), word = at & ~int64_t(3);
+        const int odd = at & 2 ? 1 : 0, needed = (min(tokens_of_step, from.end - first) * each + odd + 1) / 2;
         if (lane < scale_words) {
           const bool read = lane < needed;
           copy_async(slot + lane * 4, reinterpret_cast<const char*>(word) + (read ? lane * 4 : 0), read ? 4 : 0);
         }
       };
-      if constexpr (!Keys::learned) scales(from.key_scale, to + scales_at);
-      if constexpr (!Values::learned) scales(from.value_scale, to + scales_at + scale_room);
+      if constexpr (!Keys::learned) scales(from.key_scale, Keys::numbers, to + scales_at);
+      if constexpr (!Values::learned) scales(from.value_scale, Values::numbers, to + scales_at + scale_room);
     }
   }
 
@@ -164,12 +165,15 @@ struct Step {
     }
   }
 
-  // The scale of token `i` of a step.
-  __device__ static float key_scale(const Tapes& from, uint32_t slot, int i) {
-    return scale(from.key_scale, slot + scales_at, i);
+  // What token `i` of a step has beside its codes.
+  struct Numbers {
+    float scale, zero;
+  };
+  __device__ static Numbers key_numbers(const Tapes& from, uint32_t slot, int i) {
+    return numbers_of<Keys>(from.key_scale, slot + scales_at, i);
   }
-  __device__ static float value_scale(const Tapes& from, uint32_t slot, int i) {
-    return scale(from.value_scale, slot + scales_at + scale_room, i);
+  __device__ static Numbers value_numbers(const Tapes& from, uint32_t slot, int i) {
+    return numbers_of<Values>(from.value_scale, slot + scales_at + scale_room, i);
   }
 
  private:
@@ -178,10 +182,18 @@ struct Step {
     return Row % 16 ? uint32_t(reinterpret_cast<int64_t>(row)) & 15 : 0;
   }
 
-  __device__ static float scale(const uint16_t* tape, uint32_t slot, int i) {
-    uint16_t number;
+  template <class Side> __device__ static Numbers numbers_of(const uint16_t* tape, uint32_t slot, int i) {
     const uint32_t before = uint32_t(reinterpret_cast<int64_t>(tape)) & (Plan::bulk ? 15 : 2);
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(number) : "r"(slot + before + 2 * i));
-    return half_to_float(number);
+    if constexpr (Side::integers) {
+      uint32_t both[1];
+      Numbers found;
+      load_shared<4>(slot + before + 4 * i, both);
+      unpack_pair<Dtype::FLOAT16>(both[0], found.scale, found.zero);
+      return found;
+    } else {
+      uint16_t number;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(number) : "r"(slot + before + 2 * i));
+      return {half_to_float(number), 0.0f};
+    }
   }
 };

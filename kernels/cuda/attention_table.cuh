@@ -30,9 +30,11 @@ constexpr uint32_t shared_begin = 0;
 
 template <class Side> struct UniversalTable;
 template <class Side> struct LearnedTable;  // attention_learned.cuh
-template <bool Learned, class Side> struct TableFor { using Type = UniversalTable<Side>; };
-template <class Side> struct TableFor<true, Side> { using Type = LearnedTable<Side>; };
-template <class Side> using TableOf = typename TableFor<Side::learned, Side>::Type;
+template <class Side> struct IntegerTable;  // attention_integers.cuh
+template <bool Learned, bool Integers, class Side> struct TableFor { using Type = UniversalTable<Side>; };
+template <class Side> struct TableFor<true, false, Side> { using Type = LearnedTable<Side>; };
+template <class Side> struct TableFor<false, true, Side> { using Type = IntegerTable<Side>; };
+template <class Side> using TableOf = typename TableFor<Side::learned, Side::integers, Side>::Type;
 
 // Where a table begins, if it shares no place with that of the keys.
 template <class Side, class First = Keys> constexpr int after_keys = TableOf<First>::bytes;
@@ -44,9 +46,9 @@ template <class Side> struct UniversalTable {
   static constexpr int entry_bytes = 4 * words, replicas = 128 / entry_bytes;
   static constexpr bool by_bytes = Index<Side>::bits == 8;
   static constexpr int stride = by_bytes ? 256 : 128;
-  static constexpr bool same =  // as the table of keys
-      of_values && !Keys::learned && Keys::x == Side::x && Keys::entry_bits == Side::entry_bits;
-  static constexpr bool beside = of_values && !same && !Keys::learned && by_bytes && Index<Keys>::bits == 8;
+  static constexpr bool keys_too = of_values && !Keys::learned && !Keys::integers;  // have such a table
+  static constexpr bool same = keys_too && Keys::x == Side::x && Keys::entry_bits == Side::entry_bits;
+  static constexpr bool beside = keys_too && !same && by_bytes && Index<Keys>::bits == 8;
   static constexpr int offset = beside ? 128 : same ? 0 : after_keys<Side>;
   static constexpr int bytes = same || beside ? 0 : entries * stride;
   static constexpr int stored_entries = 1 << Side::entry_bits;

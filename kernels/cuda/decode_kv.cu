@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keys or values of a coded cache, dense and still rotated:
 //
-//     out[b, h, t, :] = scale[b, h, t] * concat_j( codebook[ code[b, h, t, j] ] ) + mean[b, h, :]
+//     out[b, h, t, :] = scale[b, h, t] * (concat_j( codebook[ code[b, h, t, j] ] ) - zero[b, h, t]) + mean[b, h, :]
 //
 // A block owns Plan::tokens tokens of one head and Plan::slice of its channels, and has the entries of these channels in
 // shared memory. A thread decodes 8 channels of a token at a time, of 16-bit floats one store of 16 bytes; neighbouring
@@ -15,12 +15,12 @@
 struct Arguments {
   const uint8_t* codes;      // [B, H, tokens, bytes of a token], at the first token
   const uint16_t* codebook;  // fp16 [entries, x], or of each head and group [H, dim / x, entries, x]
-  const uint16_t* scale;     // fp16 [B, H, tokens], at the first token; not read without scales
+  const uint16_t* scale;     // fp16 [B, H, tokens], or with zeros [B, H, tokens, 2], at the first; if there are any
   const float* mean;         // [B, H, dim], rotated too, or null
   char* out;                 // [B, H, tokens, dim] of Plan::out
   int64_t codes_row;         // bytes from one row of the batch to the next
   int64_t codes_head;        // and from one head
-  int64_t scale_row;         // scales
+  int64_t scale_row;         // numbers
   int64_t scale_head;
   int heads;
   int tokens;
@@ -88,12 +88,13 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) deco
   if (a.mean) load_floats<Dtype::FLOAT32>(a.mean + int64_t(head_of_row) * dim + channel, mean);
   for (int token = first + threadIdx.x / units; token < end; token += at_a_time * Plan::steps) {
     Unit next[Plan::steps];
-    uint16_t factor[Plan::steps];
+    uint32_t factor[Plan::steps];
 #pragma unroll
     for (int step = 0; step < Plan::steps; ++step) {
       const int t = min(token + step * at_a_time, end - 1);
       next[step].load(codes + int64_t(t) * (dim / unit * unit_bytes));
-      if constexpr (Plan::scaled) factor[step] = __ldg(scale + t);
+      if constexpr (Plan::zero) factor[step] = __ldg(reinterpret_cast<const uint32_t*>(scale) + t);
+      else if constexpr (Plan::scaled) factor[step] = __ldg(scale + t);
     }
 #pragma unroll
     for (int step = 0; step < Plan::steps; ++step) {
@@ -106,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) deco
         load_floats<Dtype::FLOAT16>(table + (group * entries + next[step][i]) * (2 * x), entry);
 #pragma unroll
         for (int c = 0; c < x; ++c) {
+          if constexpr (Plan::zero) entry[c] = __fsub_rn(entry[c], half_to_float(factor[step] >> 16));
           const float scaled = Plan::scaled ? __fmul_rn(entry[c], half_to_float(factor[step])) : entry[c];
           value[i * x + c] = scaled + mean[i * x + c];
         }

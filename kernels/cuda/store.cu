@@ -10,17 +10,18 @@
 // the new length.
 #include "append.cuh"
 #include "append_groups.cuh"
+#include "append_integers.cuh"
 #include "grids.cuh"
 
 // Of keys or of values, [batch, heads, .., dim]; all but `fresh` are dense.
 struct Side {
   const char* fresh;         // the new tokens
-  const uint16_t* codebook;  // fp16 [entries, x], or [heads, vectors, entries, x]
+  const uint16_t* codebook;  // fp16 [entries, x], or [heads, vectors, entries, x]; not read for integers
   char* ring;
   char* sinks;
   float* mean;
   uint8_t* codes;
-  uint16_t* scale;
+  uint16_t* scale;             // and zero, of integers
   const uint32_t* lists;       // of the grid
   int64_t batch, head, token;  // bytes from one to the next of `fresh`
   float cells_per_unit;        // of the grid
@@ -148,7 +149,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     __syncthreads();
     leave(a, length);
   } else {
-    const Search<S> search(side.codebook, side.lists, side.cells_per_unit, shared);
+    const Encoder<S> search(side.codebook, side.lists, side.cells_per_unit, shared);
     Head<S> head(a, side, number);
     constexpr bool together = search.split > 1;  // all warps have the same rows
     constexpr int teams = 32 / S::lanes, at_a_time = teams * (together ? 1 : Plan::threads / 32);
@@ -170,7 +171,8 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     while (base < last) {
       const int position = base + team % teams;
       const int64_t at = head.row(position);
-      search.encode(row, position >= 0 && position < last, side.codes + at * bytes, side.scale + at);
+      search.encode(row, position >= 0 && position < last, side.codes + at * bytes,
+                    side.scale + at * Row<S>::numbers);
       if constexpr (together) __syncthreads();
       base += at_a_time;
       if (base < last) row = next(base + team % teams);

@@ -21,7 +21,7 @@ from hf_vq.ops import attention_reference, reference, static_reference
 
 def keys_and_values() -> Iterator[Case]:
     """Plans of append.cu: one token, some, and more than are few."""
-    names = ("u4", "u3", "u2", "nomad-u4", "cq-4", "cq-2", "nomad-2")
+    names = ("u4", "u3", "u2", "nomad-u4", "cq-4", "cq-2", "nomad-2", "qserve-kv4")
     for name, dim, tokens in product(names, (80, 128), (1, 30, 1101)):
         yield f"append {tokens} x {dim} {name}", partial(append, KV_SCHEMES[name].key, dim, tokens)
 
@@ -38,7 +38,7 @@ def append(scheme: VQScheme, dim: int, tokens: int) -> None:
     x, book = torch.randn(1, 2, tokens, dim), kv_codebook(scheme, 2, dim)
     size = packed_size(dim // scheme.vector_size, scheme.entry_bits)
     codes = torch.full((1, 2, tokens + 1, size), 7, dtype=torch.uint8).cuda()
-    scale = torch.full((1, 2, tokens + 1, int(scheme.has_scale)), 7).half().cuda()
+    scale = torch.full((1, 2, tokens + 1, scheme.row_numbers), 7).half().cuda()
     mean = torch.zeros(1, 2, 1, dim).cuda() if scheme.has_scale else None
     cuda_append.append(x.half().cuda(), mean, book.cuda(), codes, scale, 0, scheme, "rows")
     codes, scale = codes.cpu(), scale.cpu()
@@ -50,7 +50,7 @@ def append(scheme: VQScheme, dim: int, tokens: int) -> None:
 
 def steps_of_a_cache() -> Iterator[Case]:
     """Plans of store.cu."""
-    for name, tokens in product(("u4", "k4v2", "cq-4", "nomad-2"), (1, 3)):
+    for name, tokens in product(("u4", "k4v2", "cq-4", "nomad-2", "qserve-kv4"), (1, 3)):
         yield f"store {tokens} {name}", partial(store_steps, name, tokens)
 
 
@@ -59,7 +59,7 @@ def store_steps(name: str, tokens: int, dim: int = 128) -> None:
     schemes = KV_SCHEMES[name].key, KV_SCHEMES[name].value
     tapes = [
         (torch.zeros(2, 2, 12, packed_size(dim // s.vector_size, s.entry_bits)).byte(),
-         torch.zeros(2, 2, 12, int(s.has_scale)).half())
+         torch.zeros(2, 2, 12, s.row_numbers).half())
         for s in schemes
     ]  # fmt: skip
     centred = KV_SCHEMES[name].centre_keys
@@ -82,8 +82,7 @@ def store_steps(name: str, tokens: int, dim: int = 128) -> None:
 
 def coded_parts() -> Iterator[Case]:
     """Plans of decode_kv.cu and merge.cu."""
-    names = [name for name in KV_SCHEMES if not KV_SCHEMES[name].key.has_zero]
-    for n, (name, head_dim) in enumerate(product(names, (80, 128, 192))):
+    for n, (name, head_dim) in enumerate(product(KV_SCHEMES, (80, 128, 192))):
         yield f"decode_kv {name} {head_dim}", partial(decode_kv, name, head_dim, n)
     for head_dim, coded in product((64, 80, 96, 128, 192, 256), (0, 3)):
         yield f"merge {head_dim} {coded}", partial(merge, head_dim, coded)
@@ -96,7 +95,7 @@ def decode_kv(name: str, head_dim: int, number: int) -> None:
         book = kv_codebook(scheme, 3, head_dim)
         width = packed_size(head_dim // scheme.vector_size, scheme.entry_bits)
         codes = torch.randint(0, 256, (2, 3, 1100, width), dtype=torch.uint8)
-        scale = torch.rand(2, 3, 1100, int(scheme.has_scale)).half()
+        scale = torch.rand(2, 3, 1100, scheme.row_numbers).half()
         mean = torch.randn(2, 3, 1, head_dim)
         some = slice(7, 7 + (1, 129, 1093)[number % 3])
         exact = reference.decode_rotated(codes, book, scale, scheme, head_dim)[:, :, some] + mean
@@ -121,7 +120,7 @@ def merge(head_dim: int, coded: int) -> None:
 
 def attended() -> Iterator[Case]:
     """Plans of attention.cu: one query, and some."""
-    names = ("u4", "u3", "u2", "k4v2", "nomad-u4", "cq-4", "cq-2")
+    names = ("u4", "u3", "u2", "k4v2", "nomad-u4", "cq-4", "cq-2", "qserve-kv4")
     for name, dim, queries in product(names, (80, 128), (1, 5)):
         yield f"attention {queries} x {dim} {name}", partial(attend, name, dim, queries)
 
@@ -133,7 +132,7 @@ def attend(name: str, dim: int, queries: int, tokens: int = 700, window: int = 6
     for scheme in (parts.key, parts.value):
         width = packed_size(dim // scheme.vector_size, scheme.entry_bits)
         codes.append(torch.randint(0, 256, (1, heads, coded, width), dtype=torch.uint8))
-        scales.append(torch.rand(1, heads, coded, int(scheme.has_scale)).half())
+        scales.append(torch.rand(1, heads, coded, scheme.row_numbers).half())
         books.append(kv_codebook(scheme, heads, dim))
     query, tail_k, tail_v, sink_k, sink_v = (
         torch.randn(1, many, count, dim).half()

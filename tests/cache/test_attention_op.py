@@ -67,7 +67,7 @@ def make(
 
 
 def codebook_of(scheme: VQScheme, heads: int, dim: int) -> Tensor:
-    if scheme.codebook == "universal":
+    if scheme.has_scale:
         return universal_tensor(scheme)
     return torch.randn(kv_codebook_spec(scheme, heads, dim).shape).half()
 
@@ -104,6 +104,9 @@ def decode(cached: CachedKV, side: str, dtype: torch.dtype) -> Tensor:
     shape = (*bits.shape[:-1], dim // scheme.vector_size, scheme.entry_bits)
     bits = bits.reshape(shape).astype(numpy.int64)
     index = (bits << numpy.arange(scheme.entry_bits)).sum(-1)
+    if scheme.codebook == "integers":
+        step, zero = scale.to(dtype).split(1, -1)
+        return (torch.from_numpy(index).to(dtype) - zero) * step
     if scheme.codebook != "universal":
         head = torch.arange(codebook.shape[0])[:, None, None]
         chosen = codebook[head, torch.arange(codebook.shape[1]), torch.from_numpy(index)]
@@ -193,6 +196,7 @@ def test_more_sub_quantizers_than_kernels_have(scheme: str, dim: int) -> None:
 
 
 SCHEMES = ["u4", "u3", "u2", "k4v2", "nomad-u4", "nomad-4", "nomad-2", "nomad-1", "cq-4", "cq-2"]
+SCHEMES += ["qserve-kv4"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

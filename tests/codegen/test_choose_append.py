@@ -17,8 +17,7 @@ from hf_vq.codegen.plan import Dtype, render
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.shared import universal_tensor
 
-WITHOUT_KERNEL = ("cq-1", "qserve-kv4")
-SCHEMES = {name: kv.key for name, kv in KV_SCHEMES.items() if name not in WITHOUT_KERNEL}
+SCHEMES = {name: kv.key for name, kv in KV_SCHEMES.items() if name != "cq-1"}
 SCHEMES |= {
     f"universal-{bits}": VQScheme(1, bits, scale_group=0, rotation="hadamard", rotation_block=0)
     for bits in range(1, 9)
@@ -70,7 +69,6 @@ def test_every_vector_is_in_one_slot(name, dim, few):
         (VQScheme(2, 4, 2, scale_group=0), 128, "one stage"),
         (VQScheme(8, 8, scale_group=0), 128, "x is 1, 2 or 4"),
         (KV_SCHEMES["cq-1"].key, 128, "x is 1, 2 or 4"),
-        (KV_SCHEMES["qserve-kv4"].key, 128, "rows have a zero"),
         (VQScheme(2, 9, scale_group=0), 128, "up to 8 bits"),
         (VQScheme(2, 8, scale_group=0, rotation="qr"), 128, "'qr'"),
         (VQScheme(2, 8, scale_group=64, rotation="none"), 128, "several scales"),
@@ -113,7 +111,11 @@ def source(name):
 
 
 def test_templates_read_every_field_and_no_other():
-    text = "".join(map(source, ("append.cuh", "append_groups.cuh", "append_nearest.cuh")))
+    text = "".join(
+        map(
+            source, ("append.cuh", "append_groups.cuh", "append_integers.cuh", "append_nearest.cuh")
+        )
+    )
     fields = {field.name for field in dataclasses.fields(AppendPlan)}
     assert set(re.findall(r"\b(?:S|Plan)::(\w+)", text + source("append.cu"))) == fields
     of_store = set(re.findall(r"\bPlan::(\w+)", source("store.cu")))
@@ -153,7 +155,7 @@ def test_arguments_are_those_of_the_source():
 @NVRTC
 @pytest.mark.parametrize("arch", ARCHES)
 def test_the_matrix_compiles(arch):
-    for name in ("u4", "u3", "u2", "nomad-u4", "cq-4", "nomad-2"):
+    for name in ("u4", "u3", "u2", "nomad-u4", "cq-4", "nomad-2", "qserve-kv4"):
         few = plan_for(SCHEMES[name], 128, few=True, grid=True)
         checked(few, arch)
         checked(plan_for(SCHEMES[name], 128, grid=True), arch)
@@ -162,7 +164,9 @@ def test_the_matrix_compiles(arch):
 
 @NVRTC
 @pytest.mark.parametrize("few", [False, True])
-@pytest.mark.parametrize("name", ["u4", "u3", "u2", "nomad-u4", "universal-5", "learned-6"])
+@pytest.mark.parametrize(
+    "name", ["u4", "u3", "u2", "nomad-u4", "universal-5", "learned-6", "qserve-kv4"]
+)
 def test_other_sizes(name, few):
     for dim in (80, 192, 256):
         checked(plan_for(SCHEMES[name], dim, few, False, Dtype.FLOAT32), "sm_80")

@@ -9,9 +9,11 @@ from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.choose_attention import (
     LONG,
+    SHORT,
     AttentionProblem,
     attendable,
     choose,
+    misfit,
     splits,
 )
 from hf_vq.codegen.device import ARCHES
@@ -49,12 +51,12 @@ needs_compiler = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.wh
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_architecture(arch):
-    for name in ("u4", "u2"):
+    for name in ("u4", "u2", "qserve-kv4"):
         compiles(problem(name, arch))
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["u3", "k4v2", "nomad-u4"])
+@pytest.mark.parametrize("name", ["u3", "k4v2", "nomad-u4", "qserve-kv4"])
 def test_every_scheme(name):
     compiles(problem(name))
 
@@ -63,18 +65,24 @@ def test_every_scheme(name):
 @pytest.mark.parametrize("dim", [64, 80, 96, 192, 256])
 def test_every_head_dim(dim):
     compiles(problem("u2" if dim < 100 else "u4", dim=dim))
+    compiles(problem("qserve-kv4", dim=dim, columns=8 if dim > 200 else 4))
 
 
 @needs_compiler
 @pytest.mark.parametrize("columns", [1, 16, 32])
 def test_columns(columns):
     compiles(problem(columns=columns, dtype=Dtype.FLOAT16))
+    compiles(problem("qserve-kv4", columns=columns))
 
 
 @needs_compiler
 def test_masks_and_softcap():
     compiles(problem(mask=Mask.BOOL))
     compiles(problem(mask=Mask.BFLOAT16, softcapped=True, columns=16))
+    for columns in (4, 8):
+        compiles(
+            problem("qserve-kv4", mask=Mask.BOOL, softcapped=True, columns=columns, tokens=SHORT)
+        )
 
 
 def test_explain_names_the_choice(capsys):
@@ -92,6 +100,21 @@ def test_what_has_no_kernel_says_why():
     assert "stand for" in attendable(dataclasses.replace(u4, vector_size=8), 128, "keys")
     assert "scales" in attendable(dataclasses.replace(u4, scale_group=32), 128, "keys")
     assert "rotation" in attendable(dataclasses.replace(u4, rotation="qr"), 128, "keys")
+    integers = KV_SCHEMES["qserve-kv4"].key
+    assert attendable(integers, 80, "keys") is None
+    for bits in (2, 3, 8):
+        assert "bits" in attendable(dataclasses.replace(integers, entry_bits=bits), 128, "keys")
+    arch = ARCHES["sm_90a"]
+    assert misfit(integers, u4, 128, 128, arch) is None
+    assert "integers" in misfit(integers, KV_SCHEMES["cq-4"].value, 128, 128, arch)
+
+
+def test_integers_need_no_table():
+    plan = choose(problem("qserve-kv4"))
+    assert plan.table_bytes == 0 < choose(problem("nomad-u4")).table_bytes
+    u3 = choose(problem("u3"))
+    keys = dataclasses.replace(u3, key_integers=True)
+    assert keys.table_bytes == u3.table_bytes and keys.step_bytes > u3.step_bytes
 
 
 def test_copies_and_columns_of_a_query():

@@ -39,7 +39,7 @@ ENCODE = EncodePlan(
 )  # fmt: skip
 DECODE_KV = DecodeKVPlan(
     threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=2, entry_bits=8, dim=128, slice=64,
-    tokens=1024, steps=4, learned=True, scaled=False,
+    tokens=1024, steps=4, learned=True, scaled=False, zero=False,
 )  # fmt: skip
 READ = ReadPlan(threads=512, resident=2, steps=4)
 VQ_LLM = base_plan(WEIGHT_SCHEMES["aqlm-2"], 4096, 1)

@@ -151,7 +151,7 @@ def bound_of(pair: Pair, ids: Tensor, mask: Tensor, wanted: Tensor, first: int) 
     return Bound(2 * (noise + sqrt(noise * effect)), effect)
 
 
-@pytest.mark.parametrize("scheme", ["u4", "u2", "k4v2"])
+@pytest.mark.parametrize("scheme", ["u4", "u2", "k4v2", "qserve-kv4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_those_of_the_cpu(name: str, scheme: str, rows: set[tuple[str, str]]) -> None:
     """With left padding, token by token behind a prompt."""
@@ -246,27 +246,32 @@ def test_assisted_decoding(name: str, kind: str, rows: set[tuple[str, str]]) -> 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of inductor
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
-def test_compiled(name: str, rows: set[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("llama", "u4"), ("llama", "qserve-kv4"), ("gemma3", "u4"), ("gpt-oss", "u4")],
+)
+def test_compiled(name: str, scheme: str, rows: set[tuple[str, str]]) -> None:
     """A static cache: decoding is one graph without a break, in CUDA graphs."""
     pair = build(name)
     ids = prompt(batch=2)
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
     torch._dynamo.reset()
-    cache = cache_of(pair, max_cache_len=PROMPT + STEPS, quantize_sliding=False)
+    options: dict[str, Any] = {"scheme": scheme, "quantize_sliding": False}
+    cache = cache_of(pair, max_cache_len=PROMPT + STEPS, **options)
     fullgraph = CompileConfig(fullgraph=True)
     out = generate(pair, ids, mask, cache, compile_config=fullgraph).cpu()
     assert cache.is_compileable and set(cache.fallbacks.values()) == {0}
     assert {"attention_static", "store"} <= {op for op, _ in rows}
-    found, allowed = regret(pair, out, mask, PROMPT, quantize_sliding=False)
+    found, allowed = regret(pair, out, mask, PROMPT, **options)
     assert found <= allowed
 
 
-def test_explain_names_the_kernels(rows: set[tuple[str, str]]) -> None:
+@pytest.mark.parametrize("scheme", ["u4", "qserve-kv4"])
+def test_explain_names_the_kernels(scheme: str, rows: set[tuple[str, str]]) -> None:
     pair = build("llama", torch.bfloat16)
     ids = prompt()
-    cache = cache_of(pair)
+    cache = cache_of(pair, scheme)
     generate(pair, ids, torch.ones_like(ids), cache)
     explained = explain(pair.gpu, cache=cache)
     assert {(row.problem.op, row.kernel) for row in explained} == rows
@@ -277,12 +282,14 @@ def test_explain_names_the_kernels(rows: set[tuple[str, str]]) -> None:
     assert "queries" in reasons[one["attention"].kernel]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_second_turn(name: str, rows: set[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheme"), [*((name, "u4") for name in MODELS), ("llama", "qserve-kv4")]
+)
+def test_a_second_turn(name: str, scheme: str, rows: set[tuple[str, str]]) -> None:
     """A prompt behind codes: more queries than one step has."""
     pair = build(name)
     ids = prompt(PROMPT + 90)
-    cache, plain = cache_of(pair), cache_of(pair)
+    cache, plain = cache_of(pair, scheme), cache_of(pair, scheme)
     mask = torch.ones_like(ids)
 
     @torch.no_grad()
