@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from ..ops import append_kv
 from ..ops.attention import CachedKV, without_autocast
 from ..ops.codes import decode_kv
 from ..ops.layout import BLOCK, ROWS, block_bytes, layouts_for, to_rows
+from ..ops.paged import PagedKV, append_paged, through_tables
 
 ALIGNMENT = 16  # bytes: of the widest load
 
@@ -79,10 +81,18 @@ class PageSide:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """A page of one layer: its keys, then its values."""
+    """A page of one layer: its keys, then its values.
+
+    Args:
+        keys: how keys lie there.
+        values: how values lie there.
+        tables: whether kernels read and write pages where they are (`ops.paged`); else codes are
+            copied side by side before they are read.
+    """
 
     keys: PageSide
     values: PageSide
+    tables: bool
 
     @classmethod
     def of(cls, scheme: KVScheme, heads: int, dim: int, tokens: int, like: Tensor) -> PageFormat:
@@ -92,8 +102,11 @@ class PageFormat:
         layouts = layouts_for(scheme.key, scheme.value, dim, dim, like)
         if tokens % BLOCK:
             layouts = ROWS, ROWS
-        sides = zip((scheme.key, scheme.value), layouts, strict=True)
-        return cls(*(PageSide(part, layout, heads, dim, tokens) for part, layout in sides))
+        keys = PageSide(scheme.key, layouts[0], heads, dim, tokens)
+        values = PageSide(scheme.value, layouts[1], heads, dim, tokens)
+        rows = layouts == (ROWS, ROWS)
+        tables = rows and through_tables(scheme.key, scheme.value, dim, tokens, like)
+        return cls(keys, values, tables)
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +138,34 @@ class Request:
         return slice(self.first, self.first + self.new)
 
 
+@dataclass(frozen=True)
+class Table:
+    """Requests that have one new token each, and where their pages are, on the device.
+
+    Args:
+        pages: int32 [requests, width], in the order of the tokens.
+        length: int64 [requests], tokens with the new one; 0 = there is no request.
+        longest: no request has more tokens.
+        rows: their new tokens in the batch int64 [requests]; None = all of it, in order.
+    """
+
+    pages: Tensor
+    length: Tensor
+    longest: int
+    rows: Tensor | None = None
+
+    def slots(self, tokens: int, trash: int) -> Tensor:
+        """Where the new tokens go (`ops.paged`): int64 [requests].
+
+        Args:
+            tokens: of a page.
+            trash: a slot for those of no request.
+        """
+        position = (self.length - 1).clamp_min(0)
+        page = self.pages.gather(1, (position // tokens)[:, None])[:, 0]
+        return torch.where(self.length > 0, page * tokens + position % tokens, trash)
+
+
 class Group:
     """Requests that read their pages at once: one, or several that have one new token each, which
     are right-aligned to the longest.
@@ -145,14 +186,14 @@ class Group:
         """The pages int64 [requests, most pages], those that a request lacks 0."""
         width = max(len(request.pages) for request in self.requests)
         rows = [request.pages + [0] * (width - len(request.pages)) for request in self.requests]
-        return torch.tensor(rows, device=self.device)
+        return _on(self.device, rows)
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
         """Page and place in it of every token, any where there is none: int64 [requests, 1,
         length] each."""
         lengths = [request.length for request in self.requests]
-        shift = self.length - torch.tensor(lengths, device=self.device)[:, None]
+        shift = self.length - _on(self.device, lengths)[:, None]
         position = (torch.arange(self.length, device=self.device) - shift).clamp_min_(0)
         page = self.table.gather(1, position // self.tokens)
         return page[:, None], (position % self.tokens)[:, None]
@@ -162,7 +203,7 @@ class Group:
         """bool [requests, 1, 1, length], True = is a token; None where all are."""
         if all(request.length == self.length for request in self.requests):
             return None
-        lengths = torch.tensor([request.length for request in self.requests], device=self.device)
+        lengths = _on(self.device, [request.length for request in self.requests])
         position = torch.arange(self.length, device=self.device)
         return position >= (self.length - lengths)[:, None, None, None]
 
@@ -170,7 +211,7 @@ class Group:
     def rows(self) -> Tensor:
         """The new tokens in the batch int64 [requests, new]."""
         rows = [list(range(each.first, each.rows.stop)) for each in self.requests]
-        return torch.tensor(rows, device=self.device)
+        return _on(self.device, rows)
 
 
 class Batch:
@@ -209,7 +250,7 @@ class Batch:
     def places(self) -> tuple[Tensor, Tensor]:
         """Page and place in it of every new token int64 [new tokens]."""
         rows = [(page, place + i) for span, page, place in self.spans for i in range(_size(span))]
-        page, place = torch.tensor(rows, device=self.device).unbind(1)
+        page, place = _on(self.device, rows).unbind(1)
         return page, place
 
     def windows(self, window: int) -> list[tuple[slice, Tensor | None]]:
@@ -236,6 +277,26 @@ class Batch:
     def alone(self) -> list[Group]:
         """Every request in a group of its own."""
         return [Group([request], self.tokens, self.device) for request in self.requests]
+
+    @cached_property
+    def table(self) -> Table | None:
+        """All requests with one new token; None: there is none."""
+        ones = [request for request in self.requests if request.new == 1]
+        if not ones:
+            return None
+        width = max(len(request.pages) for request in ones)
+        pages = [request.pages + [-1] * (width - len(request.pages)) for request in ones]
+        lengths = [request.length for request in ones]
+        return Table(
+            _on(self.device, pages, torch.int32), _on(self.device, lengths), max(lengths),
+            _on(self.device, [request.first for request in ones]),
+        )  # fmt: skip
+
+    @cached_property
+    def longer(self) -> list[Group]:
+        """Every request with several new tokens, in a group of its own."""
+        longer = [request for request in self.requests if request.new > 1]
+        return [Group([request], self.tokens, self.device) for request in longer]
 
     @cached_property
     def together(self) -> list[Group]:
@@ -328,6 +389,25 @@ class LayerPages:
         self.v = Pages(values, page.values, codebooks[1])
         self.mean = None if mean is None else mean.to(memory.device, torch.float32)[None, :, None]
 
+    def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Encode keys and values [1, H, n, dim] where they belong, by kernels: as `write`, of pages
+        with tables.
+
+        Args:
+            slots: of the tokens (`ops.paged`).
+        """
+        append_paged(
+            keys, self.mean, self.k.codebook, self.k.codes, self.k.scale, slots, self.k.spec
+        )
+        append_paged(values, None, self.v.codebook, self.v.codes, self.v.scale, slots, self.v.spec)
+
+    def through(self, table: Table) -> PagedKV:
+        """What attention reads of requests with one new token each, where it is."""
+        return PagedKV(
+            self.k.codes, self.k.scale, self.mean, self.v.codes, self.v.scale, self.k.codebook,
+            self.v.codebook, table.pages, table.length, table.longest, self.k.spec, self.v.spec,
+        )  # fmt: skip
+
     def write(self, keys: Tensor, values: Tensor, batch: Batch) -> None:
         """Encode the new tokens of a batch: keys and values [1, H, new tokens, dim]."""
         self.k.write(keys, self.mean, batch)
@@ -357,6 +437,12 @@ class LayerPages:
             self.k.codebook, self.v.codebook, None, first, 0, new, first, 0, 0,
             self.k.spec, self.v.spec, self.k.side.layout, self.v.side.layout,
         )  # fmt: skip
+
+
+def _on(device: torch.device, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers on a device; the host does not wait for it."""
+    found = torch.tensor(values, dtype=dtype)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 def _aligned(size: int) -> int:

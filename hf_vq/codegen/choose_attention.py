@@ -63,6 +63,7 @@ class AttentionProblem:
         softcapped: whether logits are capped.
         tokens: that have codes: `SHORT` or `LONG` (`token_bucket`).
         arch: of the GPU.
+        page: tokens of a page, a multiple of `PAGE`; 0 = tapes.
     """
 
     key: VQScheme
@@ -75,6 +76,7 @@ class AttentionProblem:
     softcapped: bool
     tokens: int
     arch: Arch
+    page: int = 0
 
 
 _BLOCKS = ((512, 1), (384, 1), (256, 2), (256, 1), (128, 1))
@@ -112,7 +114,7 @@ def plan_of(
         value_learned=not value.has_scale, value_block=value.block(problem.value_dim),
         query_tiles=tiles, turns=turns, paired=_pairs(problem), steps=steps, depth=depth,
         bulk=problem.arch.overlaps_launches, queries_in_registers=tiles == 1,
-        mask=problem.mask, softcapped=problem.softcapped,
+        mask=problem.mask, softcapped=problem.softcapped, page=problem.page,
     )  # fmt: skip
 
 
