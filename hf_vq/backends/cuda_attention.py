@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from ..codegen.attention_plan import PAGE, PIECE, TOKENS, AttentionPlan, Mask
-from ..codegen.choose_attention import AttentionProblem, choose, splits, token_bucket
+from ..codegen.choose_attention import (
+    AttentionProblem,
+    choose,
+    group_bucket,
+    splits,
+    token_bucket,
+)
 from ..codegen.device import device_arch
 from ..codegen.launch import Kernel, Prepared
 from ..codegen.memory import zeros
@@ -28,6 +34,7 @@ from .cuda_linear import DTYPES, on_device
 _FLOATS, _CODED = "P3q", "3P5q"
 _arguments = struct.Struct(f"@{5 * _FLOATS}{2 * _CODED}P2qPP3q6P12i4Ii2f")
 _LOG2_E = math.log2(math.e)
+_USUAL = 4  # times shorter than the longest that there may be, requests usually are
 _MASKS = {torch.bool: Mask.BOOL, **{dtype: Mask(kind.value) for dtype, kind in DTYPES.items()}}
 
 
@@ -90,12 +97,13 @@ def _launch(
     softcapped: bool,
     tokens: int,
     page: int,
+    groups: int,
     ordinal: int,
 ) -> tuple[AttentionPlan, Prepared]:
     arch = device_arch(ordinal)
     asked = AttentionProblem(
         key, value, key_dim, value_dim, columns, DTYPES[dtype], mask, softcapped, tokens, arch,
-        page,
+        page, groups,
     )  # fmt: skip
     plan = choose(asked)
     if plan is None:
@@ -284,7 +292,8 @@ def run(
         if plan is None:
             plan, prepared = _launch(
                 key_scheme, value_scheme, key_dim, value_dim, columns, dtype, kind, softcap > 0,
-                token_bucket(coded), 0 if table is None else codes[0].shape[2], ordinal,
+                token_bucket(coded if table is None else coded // _USUAL),
+                0 if table is None else codes[0].shape[2], group_bucket(rows * kv_heads), ordinal,
             )  # fmt: skip
         else:
             prepared = _kernel(plan, ordinal).prepare(1)
