@@ -7,10 +7,12 @@ scales full of NaN, and page numbers that no memory has.
 import pytest
 import torch
 
+from hf_vq.cache.batch import Batch
 from hf_vq.cache.codebooks import universal
-from hf_vq.cache.pages import Batch, LayerPages, PageFormat
+from hf_vq.cache.pages import LayerPages, PageFormat
 from hf_vq.errors import VQBackendError, VQFormatError
 from hf_vq.formats import KV_SCHEMES
+from hf_vq.hf.paged.prompts import flash, is_flash
 from hf_vq.ops import append_kv, attention_reference, decode_kv, dispatch, encode_kv, reference
 from hf_vq.ops.library import parse
 from hf_vq.ops.paged import PagedKV, append_paged, attention_paged, through_tables
@@ -207,6 +209,45 @@ def test_what_was_written_is_attended_to():
                 query[row : row + 1].float(), *sides, scale=0.1
             )
             assert (found[row] - expected[0]).norm() <= 2**-7 * expected.norm()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_prompts_attend_to_their_own_tokens(dim):
+    """Several prompts, also chunks of them, among requests with one new token."""
+    page, heads = 64, 2
+    layer = layer_of("u4", page, 60, heads, dim)
+    free, tables, past = torch.randperm(60).tolist(), {}, {}
+    for step in ({0: 130, 1: 1, 2: 70}, {0: 1, 2: 300, 3: 64, 1: 5}):
+        batch = Batch(page, DEVICE)
+        for request, new in step.items():
+            pages = tables.setdefault(request, [])
+            while len(pages) * page < past.get(request, 0) + new:
+                pages.append(free.pop())
+            batch.add(past.get(request, 0), new, pages)
+            past[request] = past.get(request, 0) + new
+        count = sum(step.values())
+        page_of, place = batch.places
+        fresh = torch.randn(2, 1, heads, count, dim, device=DEVICE).bfloat16()
+        layer.put(*fresh, page_of * page + place)
+        query = torch.randn(1, 4 * heads, count + 7, dim, device=DEVICE).bfloat16()
+        options = {"softcap": None, "s_aux": None}
+        assert is_flash(query, batch.prompts, options)
+        assert not is_flash(query, batch.prompts, {**options, "softcap": 5.0})
+        found = flash(layer, batch.prompts, query, 0.1)
+        begin = 0
+        for request in batch.prompts.requests:
+            alone = Batch(page, DEVICE)
+            alone.add(request.past, request.new, request.pages)
+            sides = layer.floats(alone.prompts, torch.float32)
+            seen = torch.ones(request.new, request.length, dtype=torch.bool, device=DEVICE)
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                query[:, :, request.rows].float(), *(x.repeat_interleave(4, 1) for x in sides),
+                attn_mask=seen.tril(request.past), scale=0.1,
+            )  # fmt: skip
+            part = found[:, :, begin : begin + request.new]
+            assert (part - expected).norm() <= 2**-7 * expected.norm()
+            begin += request.new
+        assert begin == found.shape[2]
 
 
 def test_others_are_left_to_copies_or_refused():

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hf_vq.backends import cuda_append, cuda_attention, cuda_prefill, cuda_store
 from hf_vq.backends.attention_maths import Maths
-from hf_vq.cache.pages import LayerPages, PageFormat, Table
+from hf_vq.cache.batch import Table
+from hf_vq.cache.pages import LayerPages, PageFormat
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor

@@ -28,16 +28,16 @@ from transformers.generation.continuous_batching.utils import (
 )
 
 from ...cache import VQCache, VQCacheLayer
+from ...cache.batch import Batch, Group, Table
 from ...cache.codebooks import codebook_for
-from ...cache.pages import Batch, Group, LayerPages, PageFormat, Table
+from ...cache.pages import LayerPages, PageFormat
 from ...cache.store import check_head_dim
 from ...errors import VQCacheError
 from ...ops.attention import attention
 from ...ops.paged import attention_paged
 from ..attention import vq_attention
 from .allocator import CodePageAllocator
-
-DECODED_BYTES = 256 << 20  # that attention may need besides the pages, at most
+from .prompts import DECODED_BYTES, flash, is_flash
 
 
 class CodesMemory(PagedAttentionMemoryHandler):
@@ -230,9 +230,13 @@ class PagedCodes(PagedAttentionCache):
         out = torch.zeros_like(query)  # rows behind those of the batch fill it up, where graphs are
         if self.codes.formats[index].tables:
             layer.put(key, value, kwargs["write_index"][self.codes.index])
-            groups, ones = self.batch.longer, self.batch.table
+            ones, prompts = self.batch.table, self.batch.prompts
             if ones is not None:
                 out[:, :, ones.rows] = _through(layer, ones, query[:, :, ones.rows], options)
+            groups = self.batch.longer
+            if prompts is not None and is_flash(query, prompts, options):
+                out[:, :, prompts.rows] = flash(layer, prompts, query, scaling)
+                groups = []
         else:
             layer.write(key, value, self.batch)
             groups = layer.groups(self.batch)
