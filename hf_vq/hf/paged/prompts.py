@@ -1,7 +1,6 @@
-"""Prompts of several requests at once: their codes are decoded, and PyTorch's flash attention attends.
+"""Prompts of several requests at once: codes are decoded, and PyTorch's flash attention attends.
 
-These are a few launches for a layer, however many requests there are, and the host waits for
-none of them.
+These are a few launches for a layer, however many requests there are, and the host waits for none.
 """
 
 from __future__ import annotations
