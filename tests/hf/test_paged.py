@@ -50,7 +50,7 @@ class Decoded(DynamicCache):
         book = universal(scheme, x.device)
         codes, scale = encode_kv(x if mean is None else x - mean, book, scheme)
         rows = decode_kv(codes, scale, book, scheme, x.shape[-1])
-        return rows if mean is None else rows + mean
+        return (rows if mean is None else rows + mean).to(x.dtype)
 
 
 def config_of(scheme: str | None, **fields: Any) -> GenerationConfig:

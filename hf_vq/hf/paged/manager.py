@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from copy import copy
 from typing import Any
 
@@ -101,6 +102,12 @@ class PagedManager(ContinuousBatchingManager):
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Read the pages by `vq_paged`, whatever the model's attention is."""
         hold(model, self)
+
+    def warmup(self) -> None:
+        """Capture CUDA graphs, as Transformers does. What earlier managers have left is freed before:
+        a process that frees graphs while it captures one ends."""
+        gc.collect()
+        super().warmup()
 
     def start(self) -> None:
         """Start the thread that generates; also again, after it has stopped."""
