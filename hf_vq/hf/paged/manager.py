@@ -104,7 +104,7 @@ class PagedManager(ContinuousBatchingManager):
         hold(model, self)
 
     def warmup(self) -> None:
-        """Capture CUDA graphs, as Transformers does. What earlier managers have left is freed before:
+        """Capture CUDA graphs, as Transformers does. What earlier managers left is freed before:
         a process that frees graphs while it captures one ends."""
         gc.collect()
         super().warmup()
