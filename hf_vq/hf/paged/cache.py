@@ -45,10 +45,11 @@ class CodesMemory(PagedAttentionMemoryHandler):
 
     Args:
         copied: bytes of a token's codes in one layer, a copy of which attention reads.
+        tables: whether that is so of prompts alone, one request at a time.
     """
 
-    def __init__(self, copied: int, **kwargs: Any) -> None:
-        self.copied = copied
+    def __init__(self, copied: int, tables: bool, **kwargs: Any) -> None:
+        self.copied = copied if tables else 2 * copied
         super().__init__(**kwargs)
         self.num_attention_masks = 0
 
@@ -56,7 +57,7 @@ class CodesMemory(PagedAttentionMemoryHandler):
     def bytes_per_cache_token(self) -> int:
         """Besides the page: what attention copies, twice as much where requests are padded to one
         length, and its page and place, six int64 while they are computed."""
-        return 2 * self.copied + 48
+        return self.copied + 48
 
     @property
     def fixed_overhead_bytes(self) -> int:
@@ -118,6 +119,7 @@ class PagedCodes(PagedAttentionCache):
         pages = self.codes.formats.values()
         memory = CodesMemory(
             copied=-(-max(page.nbytes for page in pages) // self.page_size),
+            tables=all(page.tables for page in pages),
             config=config,
             cb_config=continuous_batching_config,
             dtype=dtype,
