@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +30,7 @@ from .random_llama import random_llama
 from .show import markdown_table
 
 FLOATS, DENSE = "floats", "dense"
-SCHEMES = (FLOATS, "u4", "u2", "qserve-kv4")
-"""Of pages: floats, Transformers' own, or codes."""
+"""Pages of Transformers' own, and linear layers without codes."""
 PAGE = 256
 ALL = 0
 """Requests of a row that has as many as its pages hold."""
@@ -46,7 +47,7 @@ class Case:
 
     Args:
         config: of the model.
-        weights: schemes of the linear layers, or `DENSE`.
+        pairs: WEIGHTS/PAGES, schemes of the linear layers and of pages, or `DENSE` and `FLOATS`.
         requests: at once; `ALL` = as many as fit.
         prompt: tokens of a prompt.
         new: tokens of an answer.
@@ -54,7 +55,7 @@ class Case:
     """
 
     config: LlamaConfig
-    weights: tuple[str, ...]
+    pairs: tuple[str, ...]
     requests: tuple[int, ...]
     prompt: int
     new: int
@@ -73,31 +74,44 @@ def _llama(
 
 
 CASES = {
-    "cpu": Case(_llama(4, 512, 4, 2, 1536, 8000), (DENSE,), (1, 4, 16), 512, 32, 0.0),
+    "cpu": Case(
+        _llama(4, 512, 4, 2, 1536, 8000),
+        ("dense/floats", "dense/u4", "dense/u2", "dense/qserve-kv4"), (1, 4, 16), 512, 32, 0.0,
+    ),
     "cuda": Case(
-        _llama(32, 4096, 32, 8, 14336, 128256), (DENSE, "vq-4"), (1, 16, 64, ALL), 1024, 512,
-        24.0,
+        _llama(32, 4096, 32, 8, 14336, 128256),
+        ("dense/floats", "dense/u4", "vq-4/u4", "vq-4/u2"), (1, 16, 64, ALL), 1024, 512, 24.0,
     ),
 }  # fmt: skip
 
 
+def pair(text: str) -> str:
+    """WEIGHTS/PAGES, as it is.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    weights, pages = text.split("/")
+    if not (weights and pages):
+        raise ValueError(text)
+    return text
+
+
 def run(
     *,
-    schemes: Sequence[str] = SCHEMES,
-    weights: Sequence[str] | None = None,
+    pairs: Sequence[str] | None = None,
     requests: Sequence[int] | None = None,
     prompt: int | None = None,
     new: int | None = None,
     memory_gb: float | None = None,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Serve every number of requests with every kind of page; `report` gets each row.
+    """Serve every number of requests with every pair of weights and pages; `report` gets each row.
 
     Args:
-        schemes: of pages.
-        weights: schemes of the linear layers, or `DENSE`; None = those of the device's case.
-        requests: at once, `ALL` = as many as fit; None = those of the device's case, as are the
-            next three.
+        pairs: WEIGHTS/PAGES, those of equal weights one after the other; None = those of the
+            device's case, as are the next four.
+        requests: at once, `ALL` = as many as fit.
         prompt: tokens.
         new: tokens.
         memory_gb: for weights, pages and all else; 0 = pages for all requests as floats.
@@ -117,12 +131,14 @@ def run(
     memory = case.memory_gb if memory_gb is None else memory_gb
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rows = []
-    for stored in weights or case.weights:
+    for stored, of in itertools.groupby(
+        (pair.split("/") for pair in pairs or case.pairs), operator.itemgetter(0)
+    ):
         if device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0)  # until the model is made
         model = random_llama(case.config, dtype, None if stored == DENSE else stored, device)
         model.generation_config = GenerationConfig()
-        for scheme in schemes:
+        for _, scheme in of:
             for count in requests:
                 name = str(dtype)[6:] if stored == DENSE else stored
                 row = {"weights": name, "kv": scheme, "requests": count, "all": count == ALL}
