@@ -97,6 +97,28 @@ def accepts_append(problem: dispatch.Problem) -> str | None:
     return appendable(VQScheme.parse(problem.scheme), problem.k)
 
 
+def accepts_append_paged(problem: dispatch.Problem) -> str | None:
+    """None if there is a kernel that writes codes to pages, else the reason why not."""
+    if not VQScheme.parse(problem.scheme).has_scale:
+        return "codebooks per channel group have no pages"
+    return _paged(problem) or accepts_append(problem._replace(layout=ROWS))
+
+
+def accepts_attention_paged(problem: dispatch.Problem) -> str | None:
+    """None if there is a kernel that attends to codes in pages, else the reason why not."""
+    return _paged(problem) or accepts_attention(problem)
+
+
+def _paged(problem: dispatch.Problem) -> str | None:
+    from ..codegen.attention_plan import PAGE
+
+    return (
+        f"pages of {problem.page} tokens, not of a multiple of {PAGE}"
+        if problem.page % PAGE
+        else None
+    )
+
+
 def accepts_store(problem: dispatch.Problem) -> str | None:
     """None if there is a kernel for a step of a static cache, else the reason why not."""
     from ..codegen.choose_append import appendable
@@ -382,6 +404,18 @@ def _append(*arguments: Any) -> None:
     cuda_append.append(*arguments)
 
 
+def _attention_paged(*arguments: Any) -> Tensor:
+    from . import cuda_attention
+
+    return cuda_attention.attention_paged(*arguments)
+
+
+def _append_paged(*arguments: Any) -> None:
+    from . import cuda_append
+
+    cuda_append.append_paged(*arguments)
+
+
 def _store(*arguments: Any) -> None:
     from . import cuda_store
 
@@ -408,6 +442,17 @@ def register() -> None:
             "cuda",
             needs,
             accepts_attention,
+        ),
+        dispatch.Kernel(
+            "cuda.vq_append", "append_paged", _append_paged, "cuda", needs, accepts_append_paged
+        ),
+        dispatch.Kernel(
+            "cuda.vq_attention",
+            "attention_paged",
+            _attention_paged,
+            "cuda",
+            needs,
+            accepts_attention_paged,
         ),
         dispatch.Kernel("cuda.decode", "decode", _decode, "cuda", needs, accepts),
         dispatch.Kernel("cuda.linear", "linear", _linear, "cuda", needs, accepts),

@@ -40,6 +40,7 @@ class AppendArguments(ctypes.Structure):
         ("lists", ctypes.c_void_p),
         ("codes", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
         ("x_batch", ctypes.c_int64),
         ("x_head", ctypes.c_int64),
         ("x_token", ctypes.c_int64),
@@ -223,13 +224,7 @@ def append(
     x = x if x.stride(3) == 1 else x.contiguous()
     if mean is not None and (mean.stride(3) != 1 or mean.data_ptr() % _ALIGNED):
         mean = mean.clone(memory_format=torch.contiguous_format)
-    grid = grid_of(codebook, scheme)
-    if (
-        codebook.dtype is not torch.float16
-        or not codebook.is_contiguous()
-        or codebook.data_ptr() % _ALIGNED
-    ):
-        codebook = codebook.half().clone(memory_format=torch.contiguous_format)
+    grid, codebook = grid_of(codebook, scheme), _ready(codebook)
     place, ordinal = x.data_ptr(), x.device.index
     shapes = _Shapes(
         x.shape, x.stride(), None if mean is None else mean.shape,
@@ -258,6 +253,117 @@ def append(
             if grid is not None:
                 arguments.lists, arguments.cells_per_unit = grid[0].data_ptr(), grid[1]
             prepared.start(torch._C._cuda_getCurrentRawStream(ordinal), True)
+
+
+class _PagedShapes(NamedTuple):
+    """All that decides a launch to pages but addresses."""
+
+    x: torch.Size
+    x_strides: tuple[int, ...]
+    mean: torch.Size | None
+    codebook: torch.Size
+    codes: torch.Size
+    codes_strides: tuple[int, ...]
+    scale: torch.Size
+    scale_strides: tuple[int, ...]
+    slots: torch.Size
+    dtype: torch.dtype
+    aligned: bool
+    grid: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_paged(shapes: _PagedShapes, scheme: VQScheme, ordinal: int) -> Prepared:
+    """A launch of which addresses are missing."""
+    batch, heads, tokens, dim = shapes.x
+    pages, page, width = shapes.codes[0], shapes.codes[2], shapes.codes[3]
+    numbers = scheme.row_numbers
+    if (
+        batch != 1
+        or shapes.slots != (tokens,)
+        or shapes.codes[1] != heads
+        or width != packed_size(dim // scheme.vector_size, scheme.entry_bits)
+        or shapes.scale != (pages, heads, page, numbers)
+        or shapes.codebook != (1, scheme.entries, scheme.vector_size)
+        or shapes.mean not in (None, (1, heads, 1, dim))
+    ):
+        raise VQFormatError(
+            f"{list(shapes.x)} numbers as {scheme.spec()} do not go to {list(shapes.slots)} slots "
+            f"of codes {list(shapes.codes)} and scales {list(shapes.scale)}."
+        )
+    if (
+        shapes.codes_strides[1:] != (page * width, width, 1)
+        or shapes.scale_strides[1:] != (page * numbers, numbers, 1)
+        or shapes.codes_strides[0] % _ALIGNED
+    ):
+        raise VQBackendError("append needs pages whose tokens lie one after another.")
+    sms = device_arch(ordinal).sms
+    x_strides = [shapes.dtype.itemsize * stride for stride in shapes.x_strides[:3]]
+    aligned = shapes.aligned and not any(stride % _ALIGNED for stride in x_strides)
+    plan = append_plan(
+        scheme, dim, DTYPES[shapes.dtype], centred=shapes.mean is not None, aligned=aligned,
+        few=heads * tokens <= FEW_ROWS * sms, grid=shapes.grid, page=page,
+    )  # fmt: skip
+    blocks, parts = _blocks(plan, 1, heads, tokens, sms)
+    return _appender(plan, ordinal).prepare(
+        blocks, x_head=x_strides[1], x_token=x_strides[2], mean_head=dim,
+        codes_batch=shapes.codes_strides[0], codes_head=shapes.codes_strides[1],
+        scale_batch=shapes.scale_strides[0], scale_head=shapes.scale_strides[1],
+        batch=1, heads=heads, tokens=tokens, parts=parts,
+    )  # fmt: skip
+
+
+def append_paged(
+    x: Tensor,
+    mean: Tensor | None,
+    codebook: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    scheme: VQScheme,
+) -> None:
+    """`ops.reference.append_paged` for one codebook for all; the codes are those of `append`.
+
+    Raises:
+        VQFormatError: sizes do not belong together.
+        VQBackendError: tokens of a page do not lie one after another.
+    """
+    if not x.numel():
+        return
+    x = x if x.stride(3) == 1 else x.contiguous()
+    if mean is not None and (not mean.is_contiguous() or mean.data_ptr() % _ALIGNED):
+        mean = mean.clone(memory_format=torch.contiguous_format)
+    grid, codebook = grid_of(codebook, scheme), _ready(codebook)
+    place, ordinal = x.data_ptr(), x.device.index
+    shapes = _PagedShapes(
+        x.shape, x.stride(), None if mean is None else mean.shape, codebook.shape, codes.shape,
+        codes.stride(), scale.shape, scale.stride(), slots.shape, x.dtype, place % _ALIGNED == 0,
+        grid is not None,
+    )  # fmt: skip
+    if slots.dtype != torch.int64 or not slots.is_contiguous() or codes.data_ptr() % _ALIGNED:
+        raise VQBackendError("slots are int64, side by side; pages begin at multiples of 16 bytes.")
+    with on_device(ordinal):
+        prepared = _prepare_paged(shapes, scheme, ordinal)
+        with prepared.lock:
+            arguments = prepared.arguments
+            arguments.x, arguments.slots = place, slots.data_ptr()
+            arguments.mean = None if mean is None else mean.data_ptr()
+            arguments.codebook = codebook.data_ptr()
+            arguments.codes, arguments.scale = codes.data_ptr(), scale.data_ptr()
+            if grid is not None:
+                arguments.lists, arguments.cells_per_unit = grid[0].data_ptr(), grid[1]
+            prepared.start(torch._C._cuda_getCurrentRawStream(ordinal), True)
+
+
+def _ready(codebook: Tensor) -> Tensor:
+    """A codebook as kernels read it."""
+    if (
+        codebook.dtype is not torch.float16
+        or not codebook.is_contiguous()
+        or codebook.data_ptr() % _ALIGNED
+    ):
+        return codebook.half().clone(memory_format=torch.contiguous_format)
+    return codebook
 
 
 def _blocks(plan: AppendPlan, batch: int, heads: int, tokens: int, sms: int) -> tuple[int, int]:

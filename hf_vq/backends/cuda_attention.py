@@ -13,8 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codegen.attention_plan import TOKENS, AttentionPlan, Mask
-from ..codegen.choose_attention import AttentionProblem, choose, splits, token_bucket
+from ..codegen.attention_plan import PAGE, PIECE, TOKENS, AttentionPlan, Mask
+from ..codegen.choose_attention import (
+    AttentionProblem,
+    choose,
+    group_bucket,
+    splits,
+    token_bucket,
+)
 from ..codegen.device import device_arch
 from ..codegen.launch import Kernel, Prepared
 from ..codegen.memory import zeros
@@ -26,8 +32,9 @@ from .cuda_linear import DTYPES, on_device
 
 # struct Arguments of kernels/cuda/attention_arguments.cuh, field by field.
 _FLOATS, _CODED = "P3q", "3P5q"
-_arguments = struct.Struct(f"@{5 * _FLOATS}{2 * _CODED}P2qPP3q5P11i4Ii2f")
+_arguments = struct.Struct(f"@{5 * _FLOATS}{2 * _CODED}P2qPP3q6P12i4Ii2f")
 _LOG2_E = math.log2(math.e)
+_USUAL = 4  # times shorter than the longest that there may be, requests usually are
 _MASKS = {torch.bool: Mask.BOOL, **{dtype: Mask(kind.value) for dtype, kind in DTYPES.items()}}
 
 
@@ -89,12 +96,14 @@ def _launch(
     mask: Mask,
     softcapped: bool,
     tokens: int,
+    page: int,
+    groups: int,
     ordinal: int,
 ) -> tuple[AttentionPlan, Prepared]:
     arch = device_arch(ordinal)
     asked = AttentionProblem(
-        key, value, key_dim, value_dim, columns, DTYPES[dtype], mask, softcapped, tokens,
-        arch,
+        key, value, key_dim, value_dim, columns, DTYPES[dtype], mask, softcapped, tokens, arch,
+        page, groups,
     )  # fmt: skip
     plan = choose(asked)
     if plan is None:
@@ -189,6 +198,41 @@ def attention_static(
     )  # fmt: skip
 
 
+def attention_paged(
+    query: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    codebook_k: Tensor,
+    codebook_v: Tensor,
+    table: Tensor,
+    length: Tensor,
+    s_aux: Tensor | None,
+    longest: int,
+    scaling: float,
+    softcap: float,
+    key_scheme: VQScheme,
+    value_scheme: VQScheme,
+    **chosen: Any,
+) -> Tensor:
+    """Attention over codes in pages; shapes and meaning in `ops.paged.PagedKV`.
+
+    Raises:
+        VQBackendError: pages do not lie as a kernel reads them.
+    """
+    _check_pages((k_codes, v_codes), (k_scale, v_scale), table, length)
+    none = query[:, : k_codes.shape[1], :0]
+    if k_mean is not None:
+        k_mean = k_mean.expand(query.shape[0], -1, -1, -1)
+    return run(
+        query, (none, none, none, none), (k_codes, v_codes), (k_scale, v_scale),
+        (codebook_k, codebook_v), k_mean, None, None, s_aux, length, 0, 0, 0, longest, 0, 0,
+        scaling, softcap, key_scheme, value_scheme, table=table, **chosen,
+    )  # fmt: skip
+
+
 def run(
     query: Tensor,
     floats: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -212,15 +256,17 @@ def run(
     value_scheme: VQScheme,
     plan: AttentionPlan | None = None,
     split: int = 0,
+    table: Tensor | None = None,
 ) -> Tensor:
     """What both ops have in common.
 
     Args:
         floats: sinks and tail, of keys and of values.
-        length: tokens held; None: those of the tail and in front of it.
+        length: tokens held; None: those of the tail and in front of it; with a table, of each row.
         coded: tokens that have codes, at most.
         plan: instead of the one that would be chosen.
         split: blocks among which tokens are split, instead of what would be chosen.
+        table: the pages of each row, and codes and scales are those of pages; None = of tapes.
     """
     rows, heads, queries, key_dim = query.shape
     kv_heads, value_dim = floats[2].shape[1], floats[3].shape[3]
@@ -231,7 +277,8 @@ def run(
     with on_device(ordinal):
         query = _dense(query, dtype)
         sink_k, sink_v, tail_k, tail_v = (_dense(x, dtype) for x in floats)
-        codes, scales = (_tape(codes[0]), _tape(codes[1])), (_tape(scales[0]), _tape(scales[1]))
+        if table is None:
+            codes, scales = (_tape(codes[0]), _tape(codes[1])), (_tape(scales[0]), _tape(scales[1]))
         columns = heads // kv_heads * queries
         kind = Mask.NONE
         masked: tuple[int, ...] = (0, 0, 0, 0)
@@ -245,7 +292,8 @@ def run(
         if plan is None:
             plan, prepared = _launch(
                 key_scheme, value_scheme, key_dim, value_dim, columns, dtype, kind, softcap > 0,
-                token_bucket(coded), ordinal,
+                token_bucket(coded if table is None else coded // _USUAL),
+                0 if table is None else codes[0].shape[2], group_bucket(rows * kv_heads), ordinal,
             )  # fmt: skip
         else:
             prepared = _kernel(plan, ordinal).prepare(1)
@@ -271,10 +319,10 @@ def run(
                 *_strides(tail_v),
                 *_coded(codes[0], scales[0], codebooks[0]), k_first,
                 *_coded(codes[1], scales[1], codebooks[1]), v_first,
-                *means, _address(start), *masked, _address(s_aux), _address(length), out.data_ptr(),
-                _address(partial), arrived,
+                *means, _address(start), *masked, _address(s_aux), _address(length),
+                _address(table), out.data_ptr(), _address(partial), arrived,
                 kv_heads, heads // kv_heads, queries, sink_k.shape[2], tail_start, tail_k.shape[2],
-                window, fresh, coded, across, count,
+                window, fresh, coded, across, count, 0 if table is None else table.stride(0),
                 _inverse(across), _inverse(kv_heads), _inverse(count), _inverse(queries),
                 coded > 0 and _settled(codebooks, stream), scaling * _LOG2_E, softcap * _LOG2_E,
             )  # fmt: skip
@@ -285,6 +333,33 @@ def run(
 def _tape(x: Tensor) -> Tensor:
     """`x` [B, H, tokens, n] with tokens side by side."""
     return x if x.stride(2) == x.shape[3] and x.stride(3) == 1 else x.contiguous()
+
+
+def _check_pages(
+    codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], table: Tensor, length: Tensor
+) -> None:
+    """Raise unless steps of tokens lie in one page, side by side, at multiples of 16 bytes, and all
+    parts of a page are as far from those of the next."""
+    apart = codes[0].stride(0)
+    for code, scale in zip(codes, scales, strict=True):
+        tokens, width = code.shape[2:]
+        numbers = scale.shape[3]
+        if (
+            code.stride()[1:] != (tokens * width, width, 1)
+            or scale.stride()[1:] != (tokens * numbers, numbers, 1)
+            or scale.shape[:3] != code.shape[:3]
+            or (code.stride(0), 2 * scale.stride(0)) != (apart, apart)
+            or tokens % PAGE
+            or apart % PIECE
+            or code.data_ptr() % PIECE
+            or scale.data_ptr() % PIECE
+        ):
+            raise VQBackendError(
+                f"no kernel reads pages of {tokens} tokens of codes {list(code.stride())} and "
+                f"scales {list(scale.stride())} apart; `cache.pages` lays them out."
+            )
+    if table.dtype != torch.int32 or length.dtype != torch.int64 or table.stride(1) != 1:
+        raise VQBackendError("a table of pages is int32 [B, width], rows dense; lengths are int64.")
 
 
 _seen: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}

@@ -17,6 +17,8 @@ def register() -> None:
         ("attention", attention_reference.attention),
         ("store", static_reference.store),
         ("attention_static", static_reference.attention_static),
+        ("append_paged", reference.append_paged),
+        ("attention_paged", attention_reference.attention_paged),
     ):
         dispatch.register(dispatch.Kernel("reference", op, run))
     dispatch.register(

@@ -96,9 +96,10 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--llama-contexts", type=int, nargs="+",
                                default=list(module.CONTEXTS), help="at which it runs")  # fmt: skip
         elif name == "serve":
-            suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES),
-                               help="of pages; floats are Transformers' own")  # fmt: skip
-            suite.add_argument("--requests", type=int, nargs="+", help="at once")
+            suite.add_argument("--pairs", nargs="+", metavar="WEIGHTS/PAGES", type=module.pair,
+                               help="schemes, or dense and floats")  # fmt: skip
+            suite.add_argument("--requests", type=int, nargs="+",
+                               help="at once; 0 = as many as fit into --memory-gb")  # fmt: skip
             suite.add_argument("--prompt", type=int, help="tokens of a prompt")
             suite.add_argument("--new", type=int, help="tokens of an answer")
             suite.add_argument("--memory-gb", type=float, help="of weights, pages and all else")
@@ -186,8 +187,9 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _time(args: argparse.Namespace) -> int:
     options = {"threads": "", "tokens": "", "schemes": "", "layers": "", "rounds": "",
-               "quick": "", "cases": "", "requests": "", "prompt": "", "new": "", "memory_gb": "",
-               "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR", "llama_contexts": ""}  # fmt: skip
+               "quick": "", "cases": "", "pairs": "", "requests": "", "prompt": "", "new": "",
+               "memory_gb": "", "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR",
+               "llama_contexts": ""}  # fmt: skip
     names = {name: shown for name, shown in options.items() if hasattr(args, name)}
     isa = env.CPU_ISA.get()
     start = f"{f'HF_VQ_CPU_ISA={isa} ' if isa else ''}python -m hf_vq.bench {args.suite}"

@@ -1,13 +1,20 @@
 """Suite `serve`: tokens per second of continuous batching, with pages of floats and of codes.
 
 A Llama with random weights answers random prompts, as many at once as a row says. Weights and pages
-share one budget of memory, so pages of codes hold more requests. On a GPU the model has the shape
-of Llama 3 8B, prompts 1024 tokens and answers 512 (as in QServe's tables); on a CPU all is small.
+share one budget of memory, so pages of codes hold more requests: a row of `ALL` has as many as fit.
+On a GPU the model has the shape of Llama 3 8B, prompts 1024 tokens and answers 512 (as in QServe's
+tables); on a CPU all is small.
+
+Beside it stands what reading alone allows: every step reads the weights and the pages of all
+requests once, as fast as memory can be read, and prompts take no time.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,14 +25,19 @@ from transformers import GenerationConfig, LlamaConfig
 
 from ..errors import VQBackendError, VQError
 from ..hf.paged import objection
+from .bars import Bar, bars_table
 from .random_llama import random_llama
 from .show import markdown_table
 
-FLOATS = "floats"
-SCHEMES = (FLOATS, "u4", "u2", "qserve-kv4")
-"""Of pages: floats, Transformers' own, or codes."""
+FLOATS, DENSE = "floats", "dense"
+"""Pages of Transformers' own, and linear layers without codes."""
 PAGE = 256
+ALL = 0
+"""Requests of a row that has as many as its pages hold."""
+BAR = 2.0  # times the best of float weights and pages
 _GB = 1 << 30
+_MOST = 512  # requests at once
+_BATCH = 2048  # tokens of a forward, on a GPU: what does not fit into a budget beside them
 _SECONDS = 3600.0  # that a row may take
 
 
@@ -35,15 +47,15 @@ class Case:
 
     Args:
         config: of the model.
-        weights: schemes of the linear layers; None = dense.
-        requests: at once.
+        pairs: WEIGHTS/PAGES, schemes of the linear layers and of pages, or `DENSE` and `FLOATS`.
+        requests: at once; `ALL` = as many as fit.
         prompt: tokens of a prompt.
         new: tokens of an answer.
         memory_gb: of weights, pages and all else.
     """
 
     config: LlamaConfig
-    weights: tuple[str | None, ...]
+    pairs: tuple[str, ...]
     requests: tuple[int, ...]
     prompt: int
     new: int
@@ -62,28 +74,44 @@ def _llama(
 
 
 CASES = {
-    "cpu": Case(_llama(4, 512, 4, 2, 1536, 8000), (None,), (1, 4, 16), 512, 32, 0.0),
+    "cpu": Case(
+        _llama(4, 512, 4, 2, 1536, 8000),
+        ("dense/floats", "dense/u4", "dense/u2", "dense/qserve-kv4"), (1, 4, 16), 512, 32, 0.0,
+    ),
     "cuda": Case(
-        _llama(32, 4096, 32, 8, 14336, 128256), (None, "vq-4"), (1, 4, 16, 64, 128, 256),
-        1024, 512, 24.0,
+        _llama(32, 4096, 32, 8, 14336, 128256),
+        ("dense/floats", "dense/u4", "vq-4/u4", "vq-4/u2"), (1, 16, 64, ALL), 1024, 512, 24.0,
     ),
 }  # fmt: skip
 
 
+def pair(text: str) -> str:
+    """WEIGHTS/PAGES, as it is.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    weights, pages = text.split("/")
+    if not (weights and pages):
+        raise ValueError(text)
+    return text
+
+
 def run(
     *,
-    schemes: Sequence[str] = SCHEMES,
+    pairs: Sequence[str] | None = None,
     requests: Sequence[int] | None = None,
     prompt: int | None = None,
     new: int | None = None,
     memory_gb: float | None = None,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Serve every number of requests with every kind of page; `report` gets each row.
+    """Serve every number of requests with every pair of weights and pages; `report` gets each row.
 
     Args:
-        schemes: of pages.
-        requests: at once; None = those of the device's case, as are the next three.
+        pairs: WEIGHTS/PAGES, those of equal weights one after the other; None = those of the
+            device's case, as are the next four.
+        requests: at once, `ALL` = as many as fit.
         prompt: tokens.
         new: tokens.
         memory_gb: for weights, pages and all else; 0 = pages for all requests as floats.
@@ -103,17 +131,23 @@ def run(
     memory = case.memory_gb if memory_gb is None else memory_gb
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rows = []
-    for weights in case.weights:
+    for stored, of in itertools.groupby(
+        (pair.split("/") for pair in pairs or case.pairs), operator.itemgetter(0)
+    ):
         if device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0)  # until the model is made
-        model = random_llama(case.config, dtype, weights, device)
+        model = random_llama(case.config, dtype, None if stored == DENSE else stored, device)
         model.generation_config = GenerationConfig()
-        for scheme in schemes:
+        for _, scheme in of:
             for count in requests:
-                row = {"weights": weights or str(dtype)[6:], "kv": scheme, "requests": count}
-                settings = _settings(count, prompt + new, memory)
+                name = str(dtype)[6:] if stored == DENSE else stored
+                row = {"weights": name, "kv": scheme, "requests": count, "all": count == ALL}
                 try:
+                    if count == ALL:
+                        count = row["requests"] = _fitting(model, scheme, prompt + new, memory)
+                    settings = _settings(count, prompt + new, memory)
                     row |= _served(model, scheme, count, prompt, new, settings)
+                    row |= _reading(model, row, prompt, new)
                 except (VQError, MemoryError, torch.OutOfMemoryError) as error:
                     row["failed"] = str(error).partition(". ")[0]
                     _empty()
@@ -136,6 +170,7 @@ def _settings(count: int, length: int, memory: float) -> Any:
     from transformers.generation.continuous_batching.utils import get_device_and_memory_breakdown
 
     settings = ContinuousBatchingConfig(page_size=PAGE, max_requests_per_batch=count)
+    settings.max_blocks_per_request = -(-length // PAGE)
     if not memory:
         settings.num_blocks = count * -(-length // PAGE) + 1
         settings.max_batch_tokens = 1024
@@ -143,6 +178,7 @@ def _settings(count: int, length: int, memory: float) -> Any:
     _empty()
     device, total, reserved, allocated = get_device_and_memory_breakdown()
     used = max(reserved, allocated)
+    settings.max_batch_tokens = _BATCH
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(memory * _GB / total, 1.0))
         torch.cuda.reset_peak_memory_stats()
@@ -176,7 +212,7 @@ def _served(
         manager.add_request(prompts[count], max_new_tokens=2)
         _results(manager, 1)  # what is compiled at the first call is compiled
         start = time.perf_counter()
-        manager.add_requests(prompts[:count])
+        manager.add_requests(prompts[:count], record_timestamps=True)
         results = _results(manager, count)
         seconds = time.perf_counter() - start
         cache = manager.batch_processor.cache
@@ -186,13 +222,52 @@ def _served(
     del manager
     _empty()
     tokens = sum(len(result.generated_tokens) for result in results)
+    prompted = max(result.timestamps[0] for result in results)  # all generate from then on
+    later = [at for result in results for at in result.timestamps if at > prompted]
     row = {
         "tokens_per_second": tokens / seconds, "seconds": seconds, "capacity_tokens": capacity,
-        "pages_gb": pages / _GB, "attention": attention,
+        "pages_gb": pages / _GB, "attention": attention, "prompts_seconds": prompted - start,
+        "later_tokens_per_second": len(later) / (max(later) - prompted) if later else None,
     }  # fmt: skip
     if torch.cuda.is_available():
         row["peak_gb"] = torch.cuda.max_memory_allocated() / _GB
     return row
+
+
+def _fitting(model: Any, scheme: str, length: int, memory: float) -> int:
+    """As many requests of `length` tokens as the pages hold that `memory` has room for."""
+    found = _served(model, scheme, 1, 1, 2, _settings(_MOST, length, memory))
+    return max(1, min(found["capacity_tokens"] // (-(-length // PAGE) * PAGE), _MOST))
+
+
+def _reading(model: Any, row: dict[str, Any], prompt: int, new: int) -> dict[str, float]:
+    """What a row could reach if nothing took time but reading."""
+    if not torch.cuda.is_available():
+        return {}
+    tensors = {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers())}
+    tensors.pop(model.get_input_embeddings().weight.data_ptr())  # a row for each token
+    token = row["pages_gb"] * _GB / row["capacity_tokens"]
+    held = row["requests"] * (prompt + new / 2) * token
+    step = (sum(tensors.values()) + held) / _bandwidth()
+    return {
+        "reading_tokens_per_second": row["requests"] / step,
+        "weights_gb": sum(tensors.values()) / _GB,
+    }
+
+
+@functools.cache
+def _bandwidth() -> float:
+    """Bytes that the GPU reads in a second, while it writes as many: of a copy."""
+    x, y = torch.empty(2, 1 << 28, dtype=torch.int32, device="cuda").unbind()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = 0.0
+    for _ in range(10):
+        start.record()
+        y.copy_(x)
+        end.record()
+        end.synchronize()
+        best = max(best, 2 * x.nbytes / (start.elapsed_time(end) / 1e3))
+    return best
 
 
 def _results(manager: Any, count: int) -> list[Any]:
@@ -213,20 +288,55 @@ def _results(manager: Any, count: int) -> list[Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Tokens per second: a line for each kind of weights and pages, with the attention that ran, a
-    column for each number of requests, and the tokens of all requests that the pages of the last
-    one hold."""
-    counts = sorted({row["requests"] for row in rows})
+    """Tokens per second: a line for each kind of weights and pages, with the attention that ran and
+    the tokens of all requests that pages hold; a column for each number of requests, and for as
+    many as fit, with what reading alone allows them."""
+    counts = sorted({row["requests"] for row in rows if not row.get("all")})
     head = ["weights", "pages", "attention", "tokens that fit", *(f"{n} requests" for n in counts)]
+    full = [row for row in rows if row.get("all")]
+    head += ["as many as fit", "reading alone"] if full else []
     lines = []
     for pair in dict.fromkeys((row["weights"], row["kv"]) for row in rows):
-        found = {row["requests"]: row for row in rows if (row["weights"], row["kv"]) == pair}
-        speeds = [found.get(count, {}).get("tokens_per_second") for count in counts]
-        fits = found[max(found)].get("capacity_tokens")
-        attentions = dict.fromkeys(row["attention"] for row in found.values() if "attention" in row)
-        lines.append([
+        of = [row for row in rows if (row["weights"], row["kv"]) == pair]
+        speeds = {row["requests"]: row.get("tokens_per_second") for row in of if not row.get("all")}
+        fits = of[-1].get("capacity_tokens")
+        attentions = dict.fromkeys(row["attention"] for row in of if "attention" in row)
+        line = [
             f"`{pair[0]}`", f"`{pair[1]}`", ", ".join(f"`{name}`" for name in attentions) or "-",
-            "-" if fits is None else f"{fits:,}",
-            *("-" if speed is None else f"{speed:,.0f}" for speed in speeds),
-        ])  # fmt: skip
+            "-" if fits is None else f"{fits:,}", *(_speed(speeds.get(count)) for count in counts),
+        ]  # fmt: skip
+        lines.append(line + [cell for row in of if row.get("all") for cell in _of_all(row)])
     return markdown_table(head, lines)
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    return "-" if tokens_per_second is None else f"{tokens_per_second:,.0f}"
+
+
+def _of_all(row: dict[str, Any]) -> tuple[str, str]:
+    """The cells of a row with as many requests as fit."""
+    if "tokens_per_second" not in row:
+        return "-", "-"
+    speed = f"{_speed(row['tokens_per_second'])} ({row['requests']})"
+    return speed, _speed(row.get("reading_tokens_per_second"))
+
+
+def bars(record: dict[str, Any] | None) -> str:
+    """What was asked for, of rows with as many requests as fit: times float weights and pages; and
+    the same against what reading alone allows those."""
+    if record is None:
+        return bars_table([], "ceiling")
+    rows = [row for row in record["results"]["rows"] if row.get("all") and "seconds" in row]
+    (peer,) = (row for row in rows if row["kv"] == FLOATS and row["weights"] == "bfloat16")
+    found = []
+    for row in rows:
+        if row["kv"] != FLOATS and row["weights"] != "bfloat16":
+            speed, reading = row["tokens_per_second"], row["reading_tokens_per_second"]
+            for what, of in (("measured", "tokens_per_second"),
+                             ("by reading alone", "reading_tokens_per_second")):  # fmt: skip
+                found.append(Bar(
+                    f"`{row['weights']}` weights, `{row['kv']}` pages, {row['requests']} requests, "
+                    f"against `bfloat16` and floats, {peer['requests']} requests, {what}",
+                    BAR, (speed / peer[of],), (reading / peer[of],),
+                ))  # fmt: skip
+    return bars_table(found, "ceiling")

@@ -320,6 +320,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda_tables.calibrate),
     "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda_tables.crossover),
     "results:serve": partial(_timed_table, "serve", serve.table),
+    "results:serve-bars": lambda: serve.bars(read_record("serve")),
     "results:serve-cpu": partial(
         _timed_table, "serve-cpu", serve.table, "serve --out hf_vq/bench/results/serve-cpu.json"
     ),

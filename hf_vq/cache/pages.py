@@ -5,7 +5,7 @@ One layer's page of T tokens, H key/value heads; every part begins at a multiple
     [ keys: codes | scales ][ values: codes | scales ]
 
     codes    uint8 [H, T, bytes]         in rows, or [H, T / 256, bytes] in blocks (`ops.layout`)
-    scales   fp16 [numbers, H, T]        no number, one, or a scale and a zero for each row
+    scales   fp16 [H, T, numbers]        no number, one, or a scale and a zero for each row
 
 Pages hold codes only, no sinks and no window: every query reads every token as codes, its own
 too, and the layer's mean of the keys is known before the first request. So a token's codes depend
@@ -16,7 +16,6 @@ its pages, who came before it, or whether it was evicted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +29,8 @@ from ..ops import append_kv
 from ..ops.attention import CachedKV, without_autocast
 from ..ops.codes import decode_kv
 from ..ops.layout import BLOCK, ROWS, block_bytes, layouts_for, to_rows
+from ..ops.paged import PagedKV, append_paged, through_tables
+from .batch import Batch, Group, Prompts, Table
 
 ALIGNMENT = 16  # bytes: of the widest load
 
@@ -69,7 +70,7 @@ class PageSide:
     @cached_property
     def scales(self) -> tuple[int, ...]:
         """Shape of a page's scales, in fp16 numbers."""
-        return self.scheme.row_numbers, self.heads, self.tokens
+        return self.heads, self.tokens, self.scheme.row_numbers
 
     @cached_property
     def parts(self) -> tuple[int, int]:
@@ -79,10 +80,18 @@ class PageSide:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """A page of one layer: its keys, then its values."""
+    """A page of one layer: its keys, then its values.
+
+    Args:
+        keys: how keys lie there.
+        values: how values lie there.
+        tables: whether kernels read and write pages where they are (`ops.paged`); else codes are
+            copied side by side before they are read.
+    """
 
     keys: PageSide
     values: PageSide
+    tables: bool
 
     @classmethod
     def of(cls, scheme: KVScheme, heads: int, dim: int, tokens: int, like: Tensor) -> PageFormat:
@@ -92,160 +101,16 @@ class PageFormat:
         layouts = layouts_for(scheme.key, scheme.value, dim, dim, like)
         if tokens % BLOCK:
             layouts = ROWS, ROWS
-        sides = zip((scheme.key, scheme.value), layouts, strict=True)
-        return cls(*(PageSide(part, layout, heads, dim, tokens) for part, layout in sides))
+        keys = PageSide(scheme.key, layouts[0], heads, dim, tokens)
+        values = PageSide(scheme.value, layouts[1], heads, dim, tokens)
+        rows = layouts == (ROWS, ROWS)
+        tables = rows and through_tables(scheme.key, scheme.value, dim, tokens, like)
+        return cls(keys, values, tables)
 
     @property
     def nbytes(self) -> int:
         """Bytes of a page."""
         return sum(self.keys.parts) + sum(self.values.parts)
-
-
-class Request:
-    """What a forward computes of one request.
-
-    Args:
-        first: row of its first new token in the batch.
-        past: tokens that it has in its pages.
-        new: tokens that come now.
-        pages: numbers of its pages, those of the new tokens included.
-    """
-
-    def __init__(self, first: int, past: int, new: int, pages: Sequence[int]) -> None:
-        self.first, self.past, self.new, self.pages = first, past, new, list(pages)
-
-    @property
-    def length(self) -> int:
-        """Tokens with the new ones."""
-        return self.past + self.new
-
-    @property
-    def rows(self) -> slice:
-        """Its new tokens in the batch."""
-        return slice(self.first, self.first + self.new)
-
-
-class Group:
-    """Requests that read their pages at once: one, or several that have one new token each, which
-    are right-aligned to the longest.
-
-    Args:
-        requests: of the group.
-        tokens: of a page.
-        device: of the pages.
-    """
-
-    def __init__(self, requests: Sequence[Request], tokens: int, device: torch.device) -> None:
-        self.requests, self.tokens, self.device = list(requests), tokens, device
-        self.length = max(request.length for request in requests)
-        self.new, self.past = requests[0].new, self.length - requests[0].new
-
-    @cached_property
-    def table(self) -> Tensor:
-        """The pages int64 [requests, most pages], those that a request lacks 0."""
-        width = max(len(request.pages) for request in self.requests)
-        rows = [request.pages + [0] * (width - len(request.pages)) for request in self.requests]
-        return torch.tensor(rows, device=self.device)
-
-    @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Page and place in it of every token, any where there is none: int64 [requests, 1,
-        length] each."""
-        lengths = [request.length for request in self.requests]
-        shift = self.length - torch.tensor(lengths, device=self.device)[:, None]
-        position = (torch.arange(self.length, device=self.device) - shift).clamp_min_(0)
-        page = self.table.gather(1, position // self.tokens)
-        return page[:, None], (position % self.tokens)[:, None]
-
-    @cached_property
-    def mask(self) -> Tensor | None:
-        """bool [requests, 1, 1, length], True = is a token; None where all are."""
-        if all(request.length == self.length for request in self.requests):
-            return None
-        lengths = torch.tensor([request.length for request in self.requests], device=self.device)
-        position = torch.arange(self.length, device=self.device)
-        return position >= (self.length - lengths)[:, None, None, None]
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """The new tokens in the batch int64 [requests, new]."""
-        rows = [list(range(each.first, each.rows.stop)) for each in self.requests]
-        return torch.tensor(rows, device=self.device)
-
-
-class Batch:
-    """The requests of one forward.
-
-    Args:
-        tokens: of a page.
-        device: of the pages.
-    """
-
-    def __init__(self, tokens: int, device: torch.device) -> None:
-        self.requests: list[Request] = []
-        self.tokens, self.device = tokens, device
-        self._windows: dict[int, list[tuple[slice, Tensor | None]]] = {}
-
-    def add(self, past: int, new: int, pages: Sequence[int]) -> None:
-        """One more request: `new` tokens, at least one, behind `past` ones, in `pages`."""
-        first = self.requests[-1].rows.stop if self.requests else 0
-        self.requests.append(Request(first, past, new, pages))
-
-    @cached_property
-    def spans(self) -> list[tuple[slice, int, int]]:
-        """New tokens that go to one page: their rows in the batch, the page, their place in it."""
-        spans = []
-        for request in self.requests:
-            at = request.past
-            while at < request.length:
-                page, place = divmod(at, self.tokens)
-                end = min(at + self.tokens - place, request.length)
-                first = request.first - request.past
-                spans.append((slice(first + at, first + end), request.pages[page], place))
-                at = end
-        return spans
-
-    @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Page and place in it of every new token int64 [new tokens]."""
-        rows = [(page, place + i) for span, page, place in self.spans for i in range(_size(span))]
-        page, place = torch.tensor(rows, device=self.device).unbind(1)
-        return page, place
-
-    def windows(self, window: int) -> list[tuple[slice, Tensor | None]]:
-        """What layers of sliding attention read of each request, which lie one after another: at
-        most window - 1 tokens of the past and the new ones; and which of them each new one sees,
-        bool [1, 1, new, read], None for a single one, which sees all. Made once for all layers.
-        """
-        if window not in self._windows:
-            found: list[tuple[slice, Tensor | None]] = []
-            begin = 0
-            for request in self.requests:
-                count = request.new + min(request.past, window - 1)
-                mask = None
-                if request.new > 1:
-                    j = torch.arange(count, device=self.device)
-                    i = j[count - request.new :, None]
-                    mask = ((j <= i) & (j > i - window))[None, None]
-                found.append((slice(begin, begin + count), mask))
-                begin += count
-            self._windows[window] = found
-        return self._windows[window]
-
-    @cached_property
-    def alone(self) -> list[Group]:
-        """Every request in a group of its own."""
-        return [Group([request], self.tokens, self.device) for request in self.requests]
-
-    @cached_property
-    def together(self) -> list[Group]:
-        """Requests with one new token in groups of about one length, all others alone."""
-        groups: dict[int, list[Request]] = {}
-        for request in self.requests:
-            one = request.new == 1 and request.past > 0
-            key = len(request.pages).bit_length() if one else -1 - request.first
-            groups.setdefault(key, []).append(request)
-        return [Group(each, self.tokens, self.device) for each in groups.values()]
 
 
 class Pages:
@@ -262,7 +127,7 @@ class Pages:
         first, second = memory.split(side.parts, 1)
         self.codes = first[:, : math.prod(side.codes)].view(-1, *side.codes)
         scales = second[:, : 2 * math.prod(side.scales)].view(torch.float16)
-        self.scale = scales.view(len(memory), *side.scales).permute(0, 2, 3, 1)
+        self.scale = scales.view(len(memory), *side.scales)
         wide = self.codes.shape[3] % 8 == 0  # rows are gathered eight bytes at a time
         self.words = self.codes.view(torch.int64) if wide else self.codes
         self.heads = torch.arange(side.heads, device=memory.device)[:, None]
@@ -284,9 +149,10 @@ class Pages:
         self.codes[page, :, place] = codes[0].transpose(0, 1)
         self.scale[page, :, place] = scale[0].transpose(0, 1)
 
-    def read(self, group: Group) -> Tape:
-        """A copy of a group's codes and scales, one tape for each request."""
-        if self.side.layout == ROWS:
+    def read(self, group: Group | Prompts) -> Tape:
+        """A copy of a group's codes and scales, one tape for each request; of prompts in rows, one
+        tape for all."""
+        if self.side.layout == ROWS or isinstance(group, Prompts):
             page, place = group.places
             words = self.words[page, self.heads, place]
             return words.view(torch.uint8), self.scale[page, self.heads, place]
@@ -328,10 +194,37 @@ class LayerPages:
         self.v = Pages(values, page.values, codebooks[1])
         self.mean = None if mean is None else mean.to(memory.device, torch.float32)[None, :, None]
 
+    def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Encode keys and values [1, H, n, dim] where they belong, by kernels: as `write`, of pages
+        with tables.
+
+        Args:
+            slots: of the tokens (`ops.paged`).
+        """
+        append_paged(
+            keys, self.mean, self.k.codebook, self.k.codes, self.k.scale, slots, self.k.spec
+        )
+        append_paged(values, None, self.v.codebook, self.v.codes, self.v.scale, slots, self.v.spec)
+
+    def through(self, table: Table) -> PagedKV:
+        """What attention reads of requests with one new token each, where it is."""
+        return PagedKV(
+            self.k.codes, self.k.scale, self.mean, self.v.codes, self.v.scale, self.k.codebook,
+            self.v.codebook, table.pages, table.length, table.longest, self.k.spec, self.v.spec,
+        )  # fmt: skip
+
     def write(self, keys: Tensor, values: Tensor, batch: Batch) -> None:
         """Encode the new tokens of a batch: keys and values [1, H, new tokens, dim]."""
         self.k.write(keys, self.mean, batch)
         self.v.write(values, None, batch)
+
+    def floats(self, prompts: Prompts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What the codes of prompts say: keys and values [1, H, tokens of all, dim]."""
+        keys, values = self.k.read(prompts), self.v.read(prompts)
+        return (
+            self.k.decode(keys, self.mean, 0, prompts.total, dtype),
+            self.v.decode(values, None, 0, prompts.total, dtype),
+        )
 
     def groups(self, batch: Batch) -> list[Group]:
         """The requests that are read at once: codes in blocks cannot be aligned with each other."""
@@ -361,7 +254,3 @@ class LayerPages:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _size(span: slice) -> int:
-    return int(span.stop - span.start)

@@ -12,6 +12,7 @@ BANKS = 128  # bytes of shared memory that lie side by side
 COLUMNS = 8  # queries of a tile
 TOKENS = 16  # keys of a tile
 PIECE = 16  # bytes of which copies by no thread are made
+PAGE = 64  # tokens, of which a page that kernels read is a multiple
 
 
 class Mask(enum.Enum):
@@ -52,6 +53,7 @@ class AttentionPlan(Plan):
         queries_in_registers: whether the queries are kept there; else in shared memory.
         mask: kind of the mask.
         softcapped: whether logits are capped.
+        page: tokens of a page, where a table names those of each row; 0 = tapes.
     """
 
     template: ClassVar[str] = "attention"
@@ -79,6 +81,7 @@ class AttentionPlan(Plan):
     queries_in_registers: bool
     mask: Mask
     softcapped: bool
+    page: int
 
     @property
     def columns(self) -> int:

@@ -54,6 +54,7 @@ def append_plan(
     aligned: bool,
     few: bool,
     grid: bool = False,
+    page: int = 0,
 ) -> AppendPlan:
     """The plan of an appendable scheme.
 
@@ -63,13 +64,14 @@ def append_plan(
         aligned: whether rows begin at multiples of 16 bytes.
         few: whether rows are so few that threads shall share the search for one.
         grid: whether there is a grid over the plane.
+        page: tokens of a page; 0 = a tape. Codebooks per channel group have no pages.
     """
     x, bits = scheme.vector_size, scheme.entry_bits
     if not scheme.has_scale:
         resident = 3 if x < 4 else 2  # without local memory
         return AppendPlan(
             _THREADS, resident, dtype, x, bits, dim, 1, centred, aligned, True, False, few, 0,
-            _WARP, _unit(scheme),
+            _WARP, _unit(scheme), 0,
         )  # fmt: skip
     lanes, width = _few_lanes(dim // x, _unit(scheme)) if few else _many_lanes(scheme, dim)
     cells = CELLS.get(bits, 0) if grid and x == 2 else 0
@@ -77,7 +79,7 @@ def append_plan(
     resident = 3 if cells and numbers <= 16 else 2  # without local memory
     return AppendPlan(
         _THREADS, resident, dtype, x, bits, dim, scheme.block(dim), centred, aligned, False,
-        scheme.has_zero, few, cells, lanes, width,
+        scheme.has_zero, few, cells, lanes, width, page,
     )  # fmt: skip
 
 

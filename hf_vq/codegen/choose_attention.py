@@ -17,8 +17,8 @@ from .table_layout import fused
 MOST_QUERIES = 8  # of a row; for more, keys and values are decoded once
 LARGEST_DIM = 256
 SHORT, LONG = 1024, 1 << 16  # tokens for which a kernel is made
+FEW, MANY = 32, 1024  # rows of the batch times kv heads, for which it is made
 _INDEX_BITS, _INTEGER_BITS = 8, 4
-_GROUPS = 32  # rows of the batch times kv heads, for which it is made
 
 
 def attendable(scheme: VQScheme, dim: int, what: str) -> str | None:
@@ -48,6 +48,11 @@ def token_bucket(tokens: int) -> int:
     return SHORT if tokens <= 2 * SHORT else LONG
 
 
+def group_bucket(groups: int) -> int:
+    """Rows of the batch times kv heads for which the kernel is made that runs so many."""
+    return FEW if groups < 8 * FEW else MANY
+
+
 @dataclass(frozen=True)
 class AttentionProblem:
     """A few queries of each row over its coded keys and values.
@@ -63,6 +68,8 @@ class AttentionProblem:
         softcapped: whether logits are capped.
         tokens: that have codes: `SHORT` or `LONG` (`token_bucket`).
         arch: of the GPU.
+        page: tokens of a page, a multiple of `PAGE`; 0 = tapes.
+        groups: rows of the batch times kv heads: `FEW` or `MANY` (`group_bucket`).
     """
 
     key: VQScheme
@@ -75,6 +82,8 @@ class AttentionProblem:
     softcapped: bool
     tokens: int
     arch: Arch
+    page: int = 0
+    groups: int = FEW
 
 
 _BLOCKS = ((512, 1), (384, 1), (256, 2), (256, 1), (128, 1))
@@ -84,6 +93,7 @@ _REGISTERS = 60  # besides sums and queries
 _LATENCY = 1200  # cycles from asking for codes until they are there, with memory busy
 _STEP = (0, 1000, 1400)  # cycles of a warp for a step of one or two tiles
 _PROLOGUE = 8000  # cycles before the first tile and after the last one
+_ENDS = 6400  # cycles between blocks, one after the other, in which one that is alone reads nothing
 _PER_BLOCK = 1500  # of a multiprocessor, of them: tables, floats, sums
 _WARPS = 16  # of a multiprocessor, that keep it busy
 _ON_THEIR_WAY = 48 << 10  # bytes of codes for one multiprocessor, at best
@@ -114,7 +124,7 @@ def plan_of(
         value_block=value.block(problem.value_dim),
         query_tiles=tiles, turns=turns, paired=_pairs(problem), steps=steps, depth=depth,
         bulk=problem.arch.overlaps_launches, queries_in_registers=tiles == 1,
-        mask=problem.mask, softcapped=problem.softcapped,
+        mask=problem.mask, softcapped=problem.softcapped, page=problem.page,
     )  # fmt: skip
 
 
@@ -205,7 +215,7 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     """The modelled cost of a feasible plan."""
     arch, warps = problem.arch, plan.threads // 32
     across = -(-problem.columns // plan.columns)
-    groups, tiles = _GROUPS * across, -(-problem.tokens // TOKENS)
+    groups, tiles = problem.groups * across, -(-problem.tokens // TOKENS)
     sides = (problem.key, problem.key_dim), (problem.value, problem.value_dim)
     token = sum(
         packed_size(dim // scheme.vector_size, scheme.entry_bits) + 2 * scheme.row_numbers
@@ -233,8 +243,9 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = queue * (longest + NOT_HIDDEN * (sum(parts.values()) - longest))
-    cycles = busy + _PROLOGUE + _PER_BLOCK * plan.resident
-    return Cost(_GROUPS * problem.tokens * token, cycles, bound)
+    idle = (rounds - 1) * _ENDS / plan.resident**2
+    cycles = busy + idle + _PROLOGUE + _PER_BLOCK * plan.resident
+    return Cost(problem.groups * problem.tokens * token, cycles, bound)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -27,6 +27,7 @@ class AppendPlan(Plan):
         cells: of a side of the grid over the plane that names candidates; 0 = no grid.
         lanes: of a warp, that share a row.
         width: neighbouring vectors of a lane; their codes are whole bytes.
+        page: tokens of a page, where every token has a slot; 0 = a tape.
     """
 
     template: ClassVar[str] = "append"
@@ -43,6 +44,7 @@ class AppendPlan(Plan):
     cells: int
     lanes: int
     width: int
+    page: int
 
     @property
     def shared_search(self) -> bool:

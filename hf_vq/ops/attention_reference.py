@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..formats.scheme import VQScheme
 from . import reference
-from .layout import to_rows
+from .layout import ROWS, to_rows
 
 
 def attention(
@@ -74,6 +74,47 @@ def attention(
     weights = torch.cat([weights[..., :tail_start], weights[..., tail_start:] * ~exact], -1)
     out = weights @ v + near @ tail_v.float()
     return out.reshape(*query.shape[:3], -1).to(query.dtype)
+
+
+def attention_paged(
+    query: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    codebook_k: Tensor,
+    codebook_v: Tensor,
+    table: Tensor,
+    length: Tensor,
+    s_aux: Tensor | None,
+    longest: int,
+    scaling: float,
+    softcap: float,
+    key_scheme: VQScheme,
+    value_scheme: VQScheme,
+) -> Tensor:
+    """Attention over codes in pages: copied side by side. Shapes and meaning in
+    `ops.paged.PagedKV`."""
+    heads, tokens = k_codes.shape[1:3]
+    pages = table[:, : -(-longest // tokens)].clamp_min(0)  # those that a row lacks: any
+    total = pages.shape[1] * tokens
+    position = torch.arange(total, device=query.device)
+    there = (position < length[:, None])[:, None, :, None]
+
+    def tape(part: Tensor) -> Tensor:
+        return part[pages].transpose(1, 2).flatten(2, 3)
+
+    # Zeros, where nobody has written: what was there before may be no number.
+    scales = (tape(part).masked_fill(~there, 0) for part in (k_scale, v_scale))
+    first = length[:, None] - query.shape[2]
+    last = first + torch.arange(query.shape[2], device=query.device)
+    none = query.new_empty(query.shape[0], heads, 0, query.shape[3])
+    return attention(
+        query, none, none, tape(k_codes), next(scales), k_mean, tape(v_codes), next(scales), none,
+        none, codebook_k, codebook_v, None, (position <= last[..., None])[:, None], s_aux, total, 0,
+        0, total, 0, 0, scaling, softcap, key_scheme, value_scheme, ROWS, ROWS,
+    )  # fmt: skip
 
 
 def outside_window(

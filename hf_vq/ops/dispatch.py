@@ -25,7 +25,8 @@ class Problem(NamedTuple):
 
     Args:
         op: `linear`, `published_linear`, `w4a8_linear`, `encode`, `decode`, `rotate`, `append`,
-            `attention`, `encode_weight`, or of a static cache `store` or `attention_static`.
+            `attention`, `encode_weight`, of a static cache `store` or `attention_static`, of pages
+            `append_paged` or `attention_paged`.
         device: device type of the input, e.g. `cpu`.
         dtype: dtype of the input, e.g. `bfloat16`.
         scheme: spec string, of published_linear that of the layout; for attention and store, that
@@ -38,6 +39,7 @@ class Problem(NamedTuple):
         layout: of the codes in a KV cache (`ops.layout`), for append; for attention and store,
             that of the keys and of the values, with a space. Empty when a new cache asks what it
             should be.
+        page: tokens of a page, for append_paged and attention_paged.
     """
 
     op: str
@@ -49,6 +51,7 @@ class Problem(NamedTuple):
     k: int = 0
     value_dim: int = 0
     layout: str = ""
+    page: int = 0
 
 
 Direct = Callable[..., Tensor | None]

@@ -273,3 +273,20 @@ def append(
         write_rows(codes, at, packed, scheme.entry_bits, layout)
         scale[:, :, at : at + part.shape[2]] = scales
         at += part.shape[2]
+
+
+def append_paged(
+    x: Tensor,
+    mean: Tensor | None,
+    codebook: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    scheme: VQScheme,
+) -> None:
+    """Encode x - mean and write it to slots of pages; shapes and meaning in `ops.paged`."""
+    rows = x.float() if mean is None else x.float() - mean
+    packed, scales = encode(rows, codebook, None, scheme)
+    page, place = slots // codes.shape[2], slots % codes.shape[2]
+    codes[page, :, place] = packed[0].transpose(0, 1)
+    scale[page, :, place] = scales[0].transpose(0, 1)

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tokens of one tensor of keys or values, [batch, heads, tokens, dim], to codes on a tape (append.cuh has the mathematics).
 //
+// With pages (`Plan::page` tokens each) every token has a slot, page * Plan::page + its place there, instead of the next
+// place on a tape.
+//
 // Few tokens share the search for a row or a group among threads; of many, every warp has some of its own.
 // Bytes: x once. Bound by instructions: all entries are tried for every vector, but where there is a grid.
 #include "append.cuh"
@@ -13,18 +16,19 @@ struct Arguments {
   const float* mean;         // [batch, heads, dim]; not read unless Plan::centred
   const uint16_t* codebook;  // fp16 [entries, x], or [heads, vectors, entries, x]; not read for integers
   const uint32_t* lists;     // of the grid
-  uint8_t* codes;            // of the first token that is written
+  uint8_t* codes;            // of the first token that is written; with pages, of the first page
   uint16_t* scale;           // and zero, of integers
+  const int64_t* slots;              // [tokens]; not read without pages
   int64_t x_batch, x_head, x_token;  // bytes from one to the next
   int64_t mean_batch, mean_head;     // numbers
-  int64_t codes_batch, codes_head;   // bytes
+  int64_t codes_batch, codes_head;   // bytes; with pages, from one page to the next instead of batches
   int64_t scale_batch, scale_head;   // numbers
   int batch, heads, tokens;
   int parts;             // blocks that share the tokens of a row and head; of few with learned codebooks, of a head
   float cells_per_unit;  // of the grid
 };
 
-constexpr int warps = Plan::threads / 32;
+constexpr int warps = Plan::threads / 32, page_tokens = Plan::page ? Plan::page : 1;
 
 // Where a block's head is.
 struct Place {
@@ -64,8 +68,14 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
   search.prepare();
   while (base < a.tokens) {
     const int token = base + team % teams;
-    search.encode(row, token < a.tokens, place.codes + int64_t(token) * Mine::bytes,
-                  place.scale + int64_t(token) * Mine::numbers);
+    const bool exists = token < a.tokens;
+    int64_t at = token, page = 0;
+    if constexpr (Plan::page > 0) {
+      const int slot = exists ? int(a.slots[token]) : 0;
+      page = slot / page_tokens, at = slot % page_tokens;
+    }
+    search.encode(row, exists, place.codes + page * a.codes_batch + at * Mine::bytes,
+                  place.scale + page * a.scale_batch + at * Mine::numbers);
     if constexpr (together) __syncthreads();
     base += a.parts * at_a_time;
     if (base < a.tokens) row = next();

@@ -9,7 +9,9 @@ struct Floats {
   int64_t row, head, token;
 };
 
-// A tape: codes uint8 [B, H, tape, bytes of a token], tokens side by side, and scales fp16 [B, H, tape].
+// A tape: codes uint8 [B, H, tape, bytes of a token], tokens side by side, and scales fp16 [B, H, tape]. With pages
+// (`Plan::page` tokens each), codes [pages, H, page, bytes of a token] and scales [pages, H, page]: strides of rows are
+// those of pages, all as many bytes, multiples of 16, and `first` is 0.
 struct Coded {
   const char* codes;
   const uint16_t* scale;     // not read without scales
@@ -33,7 +35,8 @@ struct Arguments {
   const char* mask;      // of Plan::mask [B, H groups, Q, tokens]; strides in bytes
   int64_t mask_row, mask_head, mask_query;
   const float* nothing;   // [H groups] logits that attend to nothing, or null
-  const int64_t* length;  // tokens; null: tail_start + tail_slots
+  const int64_t* length;  // tokens; null: tail_start + tail_slots; with pages [B], of each row
+  const int* pages;       // [B, table] numbers of the pages of each row's tokens; not read without pages
   uint16_t* out;          // [B, H groups, Q, Dv] of Plan::dtype
   float* partial;         // of each group of columns and split: statistics and sums
   uint32_t* arrived;      // [groups of columns], zero before and after
@@ -48,6 +51,7 @@ struct Arguments {
   int coded;   // tokens that have codes; with `length`: all but the newest `window`
   int across;  // groups of columns of a kv head
   int splits;  // blocks for the tokens of one group of columns, at most
+  int table;   // from the pages of a row to those of the next
   uint32_t inverse_across, inverse_heads, inverse_splits, inverse_queries;  // ceil(2^32 / x), 0 for 1: see `quotient`
   int settled;    // whether the grids before this one leave the codebooks as they are
   float scaling;  // of the logits, times log2 e

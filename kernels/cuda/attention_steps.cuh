@@ -12,11 +12,14 @@
 //
 //     keys, rows g, g + 8        lanes 4g .. 4g + 3 have a row, and rows of neighbours differ in the parity of the token
 //     values, k = 2t + j         tokens 2j, 2j + 1 of the first half for t = 0, 1, of the second half for t = 2, 3
+//
+// With pages, a step lies in one of them, which a table names: nothing else is different.
 #pragma once
 #include "attention_softmax.cuh"
 #include "wgmma.cuh"
 
 constexpr int tokens_of_step = 16 * Plan::steps;
+static_assert(Plan::page % tokens_of_step == 0, "a step lies in one page");
 
 // Pieces of 16 bytes, in bytes: that hold so many; of rows, wherever they begin.
 constexpr int whole_pieces(int bytes) { return (bytes + 15) / 16 * 16; }
@@ -48,6 +51,8 @@ struct Step {
     const char *keys, *values;  // of the first token
     const uint16_t *key_scale, *value_scale;
     int end;  // of the tokens that may be read
+    const int* pages;  // of the row
+    int64_t page_bytes;    // from one to the next
 
     // What an asker copies of a step: `most` rows of `row` bytes, from row number `begin` on, to `to` of a slot. From
     // pieces of 16 bytes on, `before` bytes earlier.
@@ -56,6 +61,7 @@ struct Step {
 
     __device__ Tapes(const Arguments& a, int row, int kv_head, int lane) {
       const Coded &k = a.keys, &v = a.values;
+      if constexpr (Plan::page > 0) pages = a.pages + int64_t(row) * a.table, page_bytes = k.row, row = 0;
       keys = k.codes + row * k.row + kv_head * k.head + k.first * key_row;
       values = v.codes + row * v.row + kv_head * v.head + v.first * value_row;
       key_scale = k.scale + row * k.scale_row + kv_head * k.scale_head + k.first * Keys::numbers;
@@ -71,9 +77,19 @@ struct Step {
       }
     }
 
-    // Token `at`, or the last one.
-    __device__ const char* key(int at) const { return keys + int64_t(min(at, end - 1)) * key_row; }
-    __device__ const char* value(int at) const { return values + int64_t(min(at, end - 1)) * value_row; }
+    // Where the page of a token begins, and which token of it that is.
+    __device__ int64_t page(int at) const {
+      if constexpr (Plan::page > 0) return __ldg(pages + at / at_least(Plan::page, 1)) * page_bytes;
+      else return 0;
+    }
+    __device__ static int place(int at) {
+      if constexpr (Plan::page > 0) return at % at_least(Plan::page, 1);
+      else return at;
+    }
+
+    // Token `at`, or the last one, of the first page.
+    __device__ const char* key(int at) const { return keys + int64_t(place(min(at, end - 1))) * key_row; }
+    __device__ const char* value(int at) const { return values + int64_t(place(min(at, end - 1))) * value_row; }
   };
 
   // The slots of a warp, before the first copy.
@@ -100,25 +116,26 @@ struct Step {
 
   // The tokens from `first` on, to a slot.
   __device__ static void copy(const Tapes& from, int first, uint32_t to, int lane) {
+    const int64_t page = from.page(first);
     if constexpr (Plan::bulk) {
       if (lane < askers) {
         const int rows = min(from.end - first - from.begin, from.most);
         // What is beyond the tokens that may be read is in the same 16 bytes as one of them.
         const int size = rows > 0 ? whole_pieces(from.before + rows * from.row) : 0;
         barrier_expect(to + barrier_at, size);
-        if (rows > 0) copy_bulk(to + from.to, from.from + int64_t(first) * from.row, size, to + barrier_at);
+        if (rows > 0) copy_bulk(to + from.to, from.from + page + int64_t(from.place(first)) * from.row, size, to + barrier_at);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < 2 * Plan::steps; ++i)
-        TokenCodes<Keys>::copy(to + i * key_bytes, from.key(first + of_row(lane / 4, i % 2, i / 2)), lane);
+        TokenCodes<Keys>::copy(to + i * key_bytes, from.key(first + of_row(lane / 4, i % 2, i / 2)) + page, lane);
 #pragma unroll
       for (int i = 0; i < 4 * Plan::steps; ++i)
-        TokenCodes<Values>::copy(to + values_at + i * value_bytes, from.value(first + of_value(lane % 4, i % 4, i / 4)),
-                                 lane);
+        TokenCodes<Values>::copy(to + values_at + i * value_bytes,
+                                 from.value(first + of_value(lane % 4, i % 4, i / 4)) + page, lane);
       // Words that hold scales, with at least one that may be read.
       const auto scales = [&](const uint16_t* scale, int each, uint32_t slot) {
-        const int64_t at = reinterpret_cast<int64_t>(scale + first * each), word = at & ~int64_t(3);
+        const int64_t at = reinterpret_cast<int64_t>(scale + from.place(first) * each) + page, word = at & ~int64_t(3);
         const int odd = at & 2 ? 1 : 0, needed = (min(tokens_of_step, from.end - first) * each + odd + 1) / 2;
         if (lane < scale_words) {
           const bool read = lane < needed;

@@ -4,6 +4,8 @@
 //     position      0 .. sinks          ..           near                     limit
 //     query i       [  floats  ]  [      codes      ][  floats of the tail   ]            (sinks from `near` on: tail)
 //
+// With pages all tokens are codes, and every row has a length of its own.
+//
 //     near(i) = min(coded, max(tail_start, min(i - window + 1, length - fresh)))      limit(i) = i + 1, or by the mask
 #pragma once
 #include "attention_arguments.cuh"
@@ -18,7 +20,9 @@ struct Tokens {
 
   __device__ Tokens(const Arguments& a, int row) {
     start = a.start ? int(__ldg(a.start + row)) : 0;
-    if (a.length) {
+    if constexpr (Plan::page > 0) {
+      total = coded = tail_start = int(a.length[row]), first_slot = 0;
+    } else if (a.length) {
       total = int(*a.length);
       coded = max(total - a.window, 0), tail_start = max(total - a.tail_slots, 0);
       first_slot = tail_start % max(a.tail_slots, 1);

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hf_vq.backends import cuda_append, cuda_attention, cuda_prefill, cuda_store
 from hf_vq.backends.attention_maths import Maths
+from hf_vq.cache.batch import Table
+from hf_vq.cache.pages import LayerPages, PageFormat
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
@@ -118,6 +120,34 @@ def merge(head_dim: int, coded: int) -> None:
     assert (found.cpu() - exact).norm() < 2.0**-9 * exact.norm()
 
 
+def in_pages() -> Iterator[Case]:
+    """Plans of append.cu and attention.cu with pages."""
+    for name, dim, page in product(("u4", "u2", "nomad-u4"), (80, 128), (64, 256)):
+        yield f"pages of {page} x {dim} {name}", partial(serve, name, dim, page)
+
+
+def serve(name: str, dim: int, page: int) -> None:
+    """Requests of several lengths come to pages of any order, and attend to them."""
+    scheme, lengths, width = KV_SCHEMES[name], (700, 1, 0, 65), -(-700 // page)
+    pages, like = 4 * width, torch.empty(1, dtype=torch.float16, device="cuda")
+    kind = PageFormat.of(scheme, 2, dim, page, like)
+    memory = torch.zeros(pages, kind.nbytes, dtype=torch.uint8, device="cuda")
+    books = (kv_codebook(scheme.key, 2, dim).cuda(), kv_codebook(scheme.value, 2, dim).cuda())
+    layer = LayerPages(memory, kind, books, torch.randn(2, dim))
+    table = torch.randperm(pages).view(4, width).int().cuda()
+    length = torch.tensor(lengths).cuda()
+    for row, count in enumerate(lengths):
+        position = torch.arange(count, device="cuda")
+        slots = table[row][position // page] * page + position % page
+        layer.put(*torch.randn(2, 1, 2, count, dim, device="cuda").half(), slots)
+    cached = layer.through(Table(table, length, max(lengths)))
+    query = torch.randn(4, 8, 1, dim, device="cuda").half()
+    given = (*cached[:9], None, cached.longest, dim**-0.5, 0.0, scheme.key, scheme.value)
+    exact = attention_reference.attention_paged(query.float(), *given)
+    found = cuda_attention.attention_paged(query, *given).float()
+    assert (found - exact).norm() < 2.0**-7 * exact.norm()
+
+
 def attended() -> Iterator[Case]:
     """Plans of attention.cu: one query, and some."""
     names = ("u4", "u3", "u2", "k4v2", "nomad-u4", "cq-4", "cq-2", "qserve-kv4")
@@ -152,6 +182,7 @@ def attend(name: str, dim: int, queries: int, tokens: int = 700, window: int = 6
 
 MAKERS = {
     "attention": attended,
+    "pages": in_pages,
     "append": keys_and_values,
     "store": steps_of_a_cache,
     "kv": coded_parts,

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from hf_vq.cache.batch import Batch
 from hf_vq.cache.codebooks import universal
-from hf_vq.cache.pages import Batch, LayerPages, PageFormat
+from hf_vq.cache.pages import LayerPages, PageFormat
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops import decode_kv, encode_kv
 from hf_vq.ops.attention import attention
@@ -135,3 +136,17 @@ def test_writing_touches_its_own_tokens_only():
 def test_a_page_has_the_nominal_bits():
     page = PageFormat.of(KV_SCHEMES["u4"], 8, 128, 256, torch.empty(1, dtype=torch.float32))
     assert page.nbytes * 8 == 2 * 8 * 128 * 256 * 4.125
+
+
+def test_prompts_of_several_requests_are_decoded_at_once():
+    layer, _, scheme = pages_of("k4v2", 4, torch.randn(HEADS, DIM))
+    steps = [[("a", 6), ("b", 5), ("c", 4)], [("a", 1), ("b", 3), ("d", 5), ("c", 2)]]
+    held, batch = feed(layer, 4, steps)
+    prompts = batch.prompts
+    assert prompts.rows.tolist() == list(range(1, 11))
+    assert [x.tolist() for x in prompts.begins] == [[0, 3, 8, 10], [0, 8, 13, 19]]
+    assert (prompts.longest_new, prompts.longest, prompts.total) == (5, 8, 19)
+    found = layer.floats(prompts, torch.float32)
+    for which, (part, mean) in enumerate(((scheme.key, layer.mean), (scheme.value, None))):
+        wanted = [coded(held[name][which], part, mean) for name in "bdc"]
+        torch.testing.assert_close(found[which], torch.cat(wanted, 2), rtol=1e-5, atol=1e-5)

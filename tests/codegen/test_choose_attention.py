@@ -85,6 +85,12 @@ def test_masks_and_softcap():
         )
 
 
+@needs_compiler
+def test_pages():
+    compiles(problem("u4", "sm_90a", page=256))
+    compiles(problem("u2", "sm_80", dim=80, page=64))
+
+
 def test_explain_names_the_choice(capsys):
     assert main(["explain", "attention", "u4", "--top", "3"]) == 0
     out = capsys.readouterr().out

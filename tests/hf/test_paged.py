@@ -50,7 +50,7 @@ class Decoded(DynamicCache):
         book = universal(scheme, x.device)
         codes, scale = encode_kv(x if mean is None else x - mean, book, scheme)
         rows = decode_kv(codes, scale, book, scheme, x.shape[-1])
-        return rows if mean is None else rows + mean
+        return (rows if mean is None else rows + mean).to(x.dtype)
 
 
 def config_of(scheme: str | None, **fields: Any) -> GenerationConfig:
@@ -131,6 +131,26 @@ def test_requests_get_what_they_get_alone(name: str, scheme: str) -> None:
     assert found == alone(model, prompts, found, scheme, cache)
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * 2
     assert len(cache.layers) == kinds.count("full_attention")
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "fields"),
+    [("gqa", "u4", {}), ("qwen3", "qserve-kv4", {}), ("gemma3", "u4", {}), ("gpt_oss", "u2", {}),
+     ("gpt2", "u4", {"max_blocks_per_request": 3}), ("gqa", "u2", {"max_blocks_per_request": 0})],
+)  # fmt: skip
+def test_requests_whose_pages_are_read_through_tables(
+    name: str, scheme: str, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What kernels do on a GPU, by their specification. Steps of one token have block tables, where
+    none is too short for a request and there are no sliding layers."""
+    monkeypatch.setattr("hf_vq.cache.pages.through_tables", lambda *asked: True)
+    model = build(name)
+    prompts = prompts_of(*LENGTHS)
+    found, cache = serve(model, prompts, scheme, **fields)
+    assert found == alone(model, prompts, found, scheme, cache)
+    blocks = fields.get("max_blocks_per_request", 32) * (name not in ("gemma3", "gpt_oss"))
+    assert cache.max_decode_fast_path_length == blocks * PAGE
+    assert (cache._step is not None) == (blocks > 0)
 
 
 @pytest.mark.parametrize("name", ["gqa", "gemma3", "gpt_oss"])

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hf_vq.backends import native
+from hf_vq.cache.batch import Batch
 from hf_vq.cache.codebooks import universal
-from hf_vq.cache.pages import Batch, LayerPages, PageFormat
+from hf_vq.cache.pages import LayerPages, PageFormat
 from hf_vq.cache.tape import CodeTape
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops import append_kv

@@ -13,6 +13,8 @@ says to continuous batching what it says to `generate`: the KV cache holds codes
                     offloading to the CPU are Transformers', as they move whole blocks
     which cache     no hook: `ContinuousBatchingManager._create_batch_processor` names its class.
                     `PagedManager` overrides it, as it does the choice of the attention
+    CUDA graphs     of steps of one token, as Transformers makes them for flash attention:
+                    `PagedManager` decides what is decided for that
     which manager   no hook: `ContinuousMixin.init_continuous_batching` names its class; it is
                     replaced once, and does what it did unless the generation config says `vq`
 
@@ -52,17 +54,21 @@ _SIGNATURES = {
     " background_thread_status model_device model_dtype scheduler distributed_helper",
     "continuous_api.ContinuousBatchingManager": "model generation_config"
     " continuous_batching_config workload_hints",
+    "initialization.resolve_using_hints": "cb_config workload_hints",
+    "initialization.resolve_without_hints": "cb_config",
 }
 # What subclasses override or call: under another name it would do nothing, without a word.
 _ATTRIBUTES = {
-    "cache.PagedAttentionCache": "extend_read_and_write_indices update _infer_read_cache_limit",
+    "cache.PagedAttentionCache": "extend_read_and_write_indices update _infer_read_cache_limit"
+    " _infer_max_decode_fast_path_length fill_block_table",
     "cache.PagedAttentionMemoryHandler": "bytes_per_cache_token fixed_overhead_bytes"
     " _check_footprint compute_memory_footprint infer_max_batch_tokens_and_num_sectors",
-    "cache_allocators.FullAttentionCacheAllocator": "get_read_indices register_cache_tensor update",
+    "cache_allocators.FullAttentionCacheAllocator": "get_read_indices register_cache_tensor update"
+    " fill_block_table",
     "cache_allocators.SlidingAttentionCacheAllocator": "register_cache_tensor update",
     "continuous_api.ContinuousBatchProcessor": "reset",
     "continuous_api.ContinuousBatchingManager": "switch_to_cb_friendly_attn start stop destroy"
-    " pause is_running _run_generation_loop _create_batch_processor",
+    " warmup pause is_running _run_generation_loop _create_batch_processor",
 }
 logger = logging.getLogger("ContinuousBatchingLogger")  # Transformers' own
 _OPTIONS = {"backend", "scheme", "sinks", "window"}

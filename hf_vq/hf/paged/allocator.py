@@ -37,8 +37,6 @@ class CodePageAllocator(FullAttentionCacheAllocator):
         allow_block_sharing: whether requests with one prefix share blocks.
     """
 
-    supports_block_table = False
-
     def __init__(
         self,
         index: int,
@@ -49,6 +47,7 @@ class CodePageAllocator(FullAttentionCacheAllocator):
     ) -> None:
         self.formats = dict(zip(layers, formats, strict=True))
         tokens = formats[0].keys.tokens
+        self.supports_block_table = all(page.tables for page in formats)
         needed = sum(page.nbytes for page in formats)
         self._before_cache_tensor_init(
             index, list(layers), tokens, padded(needed, other), allow_block_sharing
@@ -77,6 +76,17 @@ class CodePageAllocator(FullAttentionCacheAllocator):
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """None: tables of blocks are read instead."""
         return []
+
+    def fill_block_table(
+        self, request_id: str, past_length: int, query_length: int, block_table: Tensor
+    ) -> None:
+        """The blocks of a request, int32 [width], at every token of every request: no op of torch,
+        which would take longer than the GPU."""
+        blocks = self.block_table[request_id]
+        if block_table.device.type == "cpu":
+            block_table.numpy()[: len(blocks)] = blocks
+        else:
+            super().fill_block_table(request_id, past_length, query_length, block_table)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: another attention function than `vq_paged` was called."""

@@ -28,15 +28,16 @@ from transformers.generation.continuous_batching.utils import (
 )
 
 from ...cache import VQCache, VQCacheLayer
+from ...cache.batch import Batch, Group, Table
 from ...cache.codebooks import codebook_for
-from ...cache.pages import Batch, Group, LayerPages, PageFormat
+from ...cache.pages import LayerPages, PageFormat
 from ...cache.store import check_head_dim
 from ...errors import VQCacheError
 from ...ops.attention import attention
+from ...ops.paged import attention_paged
 from ..attention import vq_attention
 from .allocator import CodePageAllocator
-
-DECODED_BYTES = 256 << 20  # that attention may need besides the pages, at most
+from .prompts import DECODED_BYTES, flash, is_flash
 
 
 class CodesMemory(PagedAttentionMemoryHandler):
@@ -44,10 +45,11 @@ class CodesMemory(PagedAttentionMemoryHandler):
 
     Args:
         copied: bytes of a token's codes in one layer, a copy of which attention reads.
+        tables: whether that is so of prompts alone, one request at a time.
     """
 
-    def __init__(self, copied: int, **kwargs: Any) -> None:
-        self.copied = copied
+    def __init__(self, copied: int, tables: bool, **kwargs: Any) -> None:
+        self.copied = copied if tables else 2 * copied
         super().__init__(**kwargs)
         self.num_attention_masks = 0
 
@@ -55,7 +57,7 @@ class CodesMemory(PagedAttentionMemoryHandler):
     def bytes_per_cache_token(self) -> int:
         """Besides the page: what attention copies, twice as much where requests are padded to one
         length, and its page and place, six int64 while they are computed."""
-        return 2 * self.copied + 48
+        return self.copied + 48
 
     @property
     def fixed_overhead_bytes(self) -> int:
@@ -104,7 +106,7 @@ class PagedCodes(PagedAttentionCache):
                 "cache_config out of the generation config."
             )
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.max_blocks_per_request = 0
+        self.max_blocks_per_request = continuous_batching_config.max_blocks_per_request or 0
         self.page_size = continuous_batching_config.page_size
         self.heads, self.dim = find_num_key_value_heads(config), find_head_dim(config)
         sharing = continuous_batching_config.allow_block_sharing
@@ -117,6 +119,7 @@ class PagedCodes(PagedAttentionCache):
         pages = self.codes.formats.values()
         memory = CodesMemory(
             copied=-(-max(page.nbytes for page in pages) // self.page_size),
+            tables=all(page.tables for page in pages),
             config=config,
             cb_config=continuous_batching_config,
             dtype=dtype,
@@ -140,11 +143,12 @@ class PagedCodes(PagedAttentionCache):
         self.use_prefix_sharing = sharing and all(a.use_block_sharing for a in self._all)
         self.num_blocks = held // bytes_per_block
         self.read_cache_limit = self._infer_read_cache_limit()
-        self.max_decode_fast_path_length = 0
+        self.max_decode_fast_path_length = self._infer_max_decode_fast_path_length()
         self.max_tokens_read = max(a.tokens_per_page * a.num_blocks for a in self._all)
         self.layers = {index: self._layer(template, index) for index in self.codes.formats}
         self.batch = Batch(self.page_size, self.device)
         self._indices: list[list[int]] | None = None  # of the forward that the batch is for
+        self._step: tuple[Table, Tensor] | None = None  # of a forward of one token for each request
 
     @property
     def _all(self) -> list[CacheAllocator]:
@@ -160,16 +164,9 @@ class PagedCodes(PagedAttentionCache):
                 num_key_value_heads=self.heads, cache_dtype=self.dtype, page_size=self.page_size,
                 allow_block_sharing=sharing,
             )  # fmt: skip
-        like = torch.empty(1, 1, 1, self.dim, dtype=self.dtype, device=self.device)
-        layers = groups[FULL_ATTENTION]
-        formats = []
-        for index in layers:
-            scheme = _coded(template, index).scheme
-            for part in (scheme.key, scheme.value):
-                check_head_dim(part, self.dim, f"layer {index} of the cache")
-            formats.append(PageFormat.of(scheme, self.heads, self.dim, self.page_size, like))
+        formats = page_formats(template, self.config, self.page_size, self.dtype, self.device)
         other = 0 if sliding is None else sliding.bytes_per_block
-        self.codes = CodePageAllocator(0, layers, formats, other, sharing)
+        self.codes = CodePageAllocator(0, list(formats), list(formats.values()), other, sharing)
         self.cache_allocators[FULL_ATTENTION] = self.codes
         if sliding is not None:
             self.cache_allocators[SLIDING_ATTENTION] = sliding
@@ -228,13 +225,39 @@ class PagedCodes(PagedAttentionCache):
         if index not in self.layers:
             return self._slide(module, query, key, value, options, kwargs)
         layer = self.layers[index]
-        layer.write(key, value, self.batch)
-        out = torch.empty_like(query)
-        for group in layer.groups(self.batch):
+        if kwargs.get("block_table") is not None:
+            table, slots = self._decoding(index, kwargs)
+            layer.put(key, value, slots)
+            return _through(layer, table, query, options)
+        out = torch.zeros_like(query)  # rows behind those of the batch fill it up, where graphs are
+        if self.codes.formats[index].tables:
+            layer.put(key, value, kwargs["write_index"][self.codes.index])
+            ones, prompts = self.batch.table, self.batch.prompts
+            if ones is not None:
+                out[:, :, ones.rows] = _through(layer, ones, query[:, :, ones.rows], options)
+            groups = self.batch.longer
+            if prompts is not None and is_flash(query, prompts, options):
+                out[:, :, prompts.rows] = flash(layer, prompts, query, scaling)
+                groups = []
+        else:
+            layer.write(key, value, self.batch)
+            groups = layer.groups(self.batch)
+        for group in groups:
             asked = query[0][:, group.rows].transpose(0, 1)  # [requests, Hq, new, D]
             part = _read(module, layer, group, asked, options)
             out[0, :, group.rows.flatten()] = part.transpose(0, 1).flatten(1, 2)
         return out
+
+    def _decoding(self, index: int, kwargs: dict[str, Any]) -> tuple[Table, Tensor]:
+        """The requests of a forward of one token each, and its slots: made by the first layer of
+        every forward from what Transformers gives, and again whenever a CUDA graph is replayed.
+        """
+        if self._step is None or index == next(iter(self.layers)):
+            pages = kwargs["block_table"][self.codes.index]
+            length = kwargs["cu_seq_lens_k"][FULL_ATTENTION].diff().long()
+            table = Table(pages, length, pages.shape[1] * self.page_size)
+            self._step = table, table.slots(self.page_size, self.codes.write_trash_index)
+        return self._step
 
     def _slide(
         self,
@@ -279,6 +302,44 @@ def groups_of(config: PreTrainedConfig) -> dict[str, list[int]]:
             "batching does not know. Use model.generate."
         )
     return groups
+
+
+def page_formats(
+    template: VQCache,
+    config: PreTrainedConfig,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[int, PageFormat]:
+    """The page of each layer of full attention.
+
+    Args:
+        template: an empty cache of the model.
+        config: of the model.
+        tokens: of a page.
+        dtype: of the model.
+        device: of the model.
+    """
+    heads, dim = find_num_key_value_heads(config), find_head_dim(config)
+    like = torch.empty(1, 1, 1, dim, dtype=dtype, device=device)
+    formats = {}
+    for index in groups_of(config)[FULL_ATTENTION]:
+        scheme = _coded(template, index).scheme
+        for part in (scheme.key, scheme.value):
+            check_head_dim(part, dim, f"layer {index} of the cache")
+        formats[index] = PageFormat.of(scheme, heads, dim, tokens, like)
+    return formats
+
+
+def _through(layer: LayerPages, table: Table, query: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attention of new tokens [1, Hq, requests, D], of a request each."""
+    scaling = options["scaling"]
+    out = attention_paged(
+        query[0].transpose(0, 1)[:, :, None], layer.through(table),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=options["softcap"] or 0.0, s_aux=options["s_aux"],
+    )  # fmt: skip
+    return out[:, :, 0].transpose(0, 1)[None]
 
 
 def _read(

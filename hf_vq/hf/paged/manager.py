@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from copy import copy
 from typing import Any
 
 from transformers import GenerationConfig
@@ -11,13 +13,15 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchProcessor,
 )
 from transformers.generation.continuous_batching.initialization import (
+    resolve_using_hints,
+    resolve_without_hints,
     update_cb_config_after_cache_creation,
 )
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
 from ...cache import VQCache
 from ...errors import VQCacheError
-from .cache import PagedCodes
+from .cache import PagedCodes, groups_of, page_formats
 from .switch import hold, release
 
 
@@ -32,7 +36,7 @@ class PagedManager(ContinuousBatchingManager):
         workload_hints: likewise.
 
     Raises:
-        VQCacheError: the config asks for CUDA graphs or compilation.
+        VQCacheError: the config asks for CUDA graphs or compilation that there cannot be.
     """
 
     def __init__(
@@ -46,25 +50,64 @@ class PagedManager(ContinuousBatchingManager):
         self.template = template
         config = continuous_batching_config or ContinuousBatchingConfig()
         try:
-            super().__init__(model, generation_config, config, workload_hints)
-            self._refuse_graphs()
+            known = copy(config)
+            known.max_blocks_per_request = None  # it would warn that there are no block tables
+            super().__init__(model, generation_config, known, workload_hints)
+            self._decide_graphs(config, workload_hints)
         except BaseException:
             release(model, self)
             raise
 
-    def _refuse_graphs(self) -> None:
-        config = self.continuous_batching_config  # with what was left out
-        compiled = config.varlen_compile_config or config.decode_compile_config
-        if any(config.cuda_graph_booleans) or compiled:
+    def _decide_graphs(self, given: ContinuousBatchingConfig, hints: Any) -> None:
+        """Transformers has block tables, and CUDA graphs of steps of one token, for flash attention
+        only: what it decides for that is decided here, where kernels read tables.
+
+        Args:
+            given: the config before anything was decided.
+            hints: of the workload.
+        """
+        settings = self.continuous_batching_config
+        if settings.varlen_compile_config or settings.decode_compile_config:
             raise VQCacheError(
-                "pages of codes are read by a number of launches that changes with the batch: no "
-                "CUDA graph holds them. Leave use_cuda_graph, the padding intervals, compile "
-                "configs and default_compile_level out of the ContinuousBatchingConfig."
+                "pages of codes are not read by compiled code. Leave the compile configs and "
+                "default_compile_level out of the ContinuousBatchingConfig."
             )
+        tables = self._tables(settings.page_size)
+        varlen, decode = settings.cuda_graph_booleans
+        if varlen or (decode and not tables):
+            raise VQCacheError(
+                "prompts in pages of codes are read by a number of launches that changes with the "
+                "batch, and so is everything where no kernel reads tables of pages: no CUDA graph "
+                "holds them. Set use_cuda_graph to (False, True), or leave it and the padding "
+                "intervals out of the ContinuousBatchingConfig."
+            )
+        if not tables:
+            return
+        asked = copy(given)
+        resolve_using_hints(asked, hints)
+        resolve_without_hints(asked)
+        settings.max_blocks_per_request = asked.max_blocks_per_request
+        if given.use_cuda_graph is None and self.model.device.type == "cuda":
+            settings.use_cuda_graph = (False, settings.max_blocks_per_request > 0)
+        if given.use_async_batching is None:
+            settings.use_async_batching = any(settings.cuda_graph_booleans)
+
+    def _tables(self, page_size: int) -> bool:
+        """Whether all layers have pages that kernels read through tables."""
+        model, text = self.model, self.model.config.get_text_config()
+        formats = page_formats(self.template, text, page_size, model.dtype, model.device)
+        full = len(groups_of(text)) == 1
+        return full and all(page.tables for page in formats.values())
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Read the pages by `vq_paged`, whatever the model's attention is."""
         hold(model, self)
+
+    def warmup(self) -> None:
+        """Capture CUDA graphs, as Transformers does. What earlier managers left is freed before:
+        a process that frees graphs while it captures one ends."""
+        gc.collect()
+        super().warmup()
 
     def start(self) -> None:
         """Start the thread that generates; also again, after it has stopped."""
