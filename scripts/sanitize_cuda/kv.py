@@ -122,7 +122,7 @@ def merge(head_dim: int, coded: int) -> None:
 
 def in_pages() -> Iterator[Case]:
     """Plans of append.cu and attention.cu with pages."""
-    for name, dim, page in product(("u4", "u2", "nomad-u4"), (80, 128), (64, 256)):
+    for name, dim, page in product(("u4", "u2", "nomad-u4", "qserve-kv4"), (80, 128), (64, 256)):
         yield f"pages of {page} x {dim} {name}", partial(serve, name, dim, page)
 
 

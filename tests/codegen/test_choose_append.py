@@ -38,6 +38,16 @@ def checked(plan, arch):
     assert plan.shared_bytes <= 48 << 10  # what any GPU gives
 
 
+@NVRTC
+@pytest.mark.parametrize("name", ["u4", "u2", "nomad-u4", "qserve-kv4"])
+def test_pages(name):
+    for few, arch in ((False, "sm_80"), (True, "sm_90a")):
+        plan = append_plan(
+            SCHEMES[name], 128, Dtype.BFLOAT16, centred=True, aligned=True, few=few, page=64
+        )
+        checked(plan, arch)
+
+
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", SCHEMES)

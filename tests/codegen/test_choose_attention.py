@@ -88,6 +88,7 @@ def test_masks_and_softcap():
 @needs_compiler
 def test_pages():
     compiles(problem("u4", "sm_90a", page=256))
+    compiles(problem("qserve-kv4", "sm_90a", page=256))
     compiles(problem("u2", "sm_80", dim=80, page=64))
 
 
