@@ -61,7 +61,10 @@ def paged(layer, lengths, slack=3):
             table[row, i] = number = free.pop()
             count = min(page, length - i * page)
             for part in (layer.k.scale, layer.v.scale):
-                part[number, :, :count] = torch.rand(part[number, :, :count].shape) + 0.5
+                some = torch.rand(part[number, :, :count].shape) + 0.5
+                if some.shape[-1] > 1:  # a scale and a zero, as of rows around zero
+                    some *= torch.tensor([0.25, 8.0])
+                part[number, :, :count] = some
     return PagedKV(
         layer.k.codes, layer.k.scale, layer.mean, layer.v.codes, layer.v.scale, layer.k.codebook,
         layer.v.codebook, table.to(DEVICE), torch.tensor(lengths, device=DEVICE), max(lengths),
@@ -165,7 +168,7 @@ def test_tokens_go_to_their_slots(name, tokens):
     sides = (keys, layer.mean, layer.k, *wanted[:2]), (values, None, layer.v, *wanted[2:])
     for x, mean, side, codes, scale in sides:
         shape = 1, heads, tokens, codes.shape[3]
-        flat = codes.new_empty(shape), scale.new_empty(*shape[:3], 1)
+        flat = codes.new_empty(shape), scale.new_empty(*shape[:3], scale.shape[3])
         append_kv(x, mean, side.codebook, *flat, 0, side.spec, "rows")
         codes[slots // page, :, slots % page] = flat[0][0].transpose(0, 1)
         scale[slots // page, :, slots % page] = flat[1][0].transpose(0, 1)
