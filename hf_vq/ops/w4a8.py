@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import VQFormatError
 from ..formats import qoq
 from ..formats.packing import unpack_bits
 from ..formats.qoq import QoQScheme
@@ -84,6 +85,46 @@ def reference(
         y -= numbers.sum(-1, keepdim=True) * zero.double().T
     y = y.float() * size
     return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def checked(
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    step: Tensor | None,
+    scheme: QoQScheme,
+    columns: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The stored tensors in their dtypes, side by side: a kernel would read what is not there.
+
+    Raises:
+        VQFormatError: they do not belong together, or are not on `device`.
+    """
+    given = {"codes": codes, "scale": scale, "zero": zero}
+    if step is not None:
+        given["step"] = step
+    rows, held = codes.shape[0], dict[str, Tensor]()
+    expected = _expected(scheme, rows, columns)
+    if given.keys() != expected.keys():
+        raise VQFormatError(f"a layer of {scheme.spec()} has {', '.join(expected)}.")
+    for key, (shape, dtype) in expected.items():
+        tensor = given[key]
+        if tensor.shape != shape or tensor.device != device:
+            raise VQFormatError(
+                f"{key} of a [{rows}, {columns}] layer of {scheme.spec()} is {list(tensor.shape)} "
+                f"on {tensor.device}, expected {list(shape)} on {device}."
+            )
+        held[key] = tensor.to(dtype).contiguous()
+    return held["codes"], held["scale"], held["zero"], held.get("step")
+
+
+@lru_cache(maxsize=1024)
+def _expected(
+    scheme: QoQScheme, rows: int, columns: int
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    specs = qoq.qoq_specs(scheme, rows, columns)
+    return {key: (torch.Size(spec.shape), spec.dtype) for key, spec in specs.items()}
 
 
 def _w4a8_linear(

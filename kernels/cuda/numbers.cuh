@@ -14,6 +14,13 @@ enum class Scope { SHARED, TILE, E8P };  // who shares a codebook: all weights, 
 enum class Mask { NONE, BOOL, FLOAT32, FLOAT16, BFLOAT16 };  // of attention; none is causal
 enum class Fusion { SHUFFLE, SHARED, RENUMBERED };  // how decoded weights come to the lanes that multiply them
 
+// The bits of a number of 32, and back.
+__device__ inline uint32_t bits_of(float value) { return __float_as_uint(value); }
+__device__ inline uint32_t bits_of(int value) { return uint32_t(value); }
+template <class Number> __device__ inline Number of_bits(uint32_t word);
+template <> __device__ inline float of_bits<float>(uint32_t word) { return __uint_as_float(word); }
+template <> __device__ inline int of_bits<int>(uint32_t word) { return int(word); }
+
 template <Dtype D> constexpr int size_of = D == Dtype::FLOAT32 ? 4 : 2;
 
 __device__ inline float half_to_float(uint32_t half) {
