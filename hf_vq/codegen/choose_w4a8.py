@@ -113,8 +113,11 @@ def feasible(plan: W4A8Plan, problem: W4A8Problem) -> str | None:
 def registers(plan: W4A8Plan) -> int:
     """About how many registers a thread needs."""
     rows = plan.row_tiles * (8 * plan.steps + 4 * plan.token_tiles + 8)
-    inputs = 8 * pieces(plan.padded, plan.threads) if plan.rounds else min(8 * plan.token_tiles, 48)
-    return 24 + rows + inputs
+    addresses = 24 + 16 * (plan.row_tiles * plan.steps > 7)
+    if plan.rounds:
+        return addresses + rows + 8 * pieces(plan.padded, plan.threads)
+    ragged = (24 if plan.token_tiles > 2 else 8) * (plan.columns % CHUNK > 0)
+    return addresses + rows + min(8 * plan.token_tiles, 56) + ragged
 
 
 def pieces(padded: int, threads: int) -> int:
