@@ -53,10 +53,13 @@ struct Step {
   uint32_t word[Plan::row_tiles][2][4];
 };
 
-// Whether a lane has columns in a chunk.
-__device__ inline bool exists(int at) { return columns % chunk == 0 || at * chunk + threadIdx.x % 4 * 32 < columns; }
+// Columns of a lane in a chunk. Beyond the last one it takes the last ones again: x is zero there.
+__device__ inline int column_of(int at) {
+  const int column = at * chunk + threadIdx.x % 4 * 32;
+  return columns % chunk == 0 ? column : min(column, columns - 32);
+}
 
-// Where the rows of a lane begin, at its columns of the first chunk.
+// Where the rows of a lane begin.
 struct Rows {
   const char* from[Plan::row_tiles][2];
 
@@ -66,22 +69,16 @@ struct Rows {
     for (int tile = 0; tile < Plan::row_tiles; ++tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        from[tile][half] = a.codes +
-                           int64_t(min(first + tile * 16 + lane / 4 * 2 + half, a.rows - 1)) * (columns / 2) +
-                           lane % 4 * 16;
+        from[tile][half] =
+            a.codes + int64_t(min(first + tile * 16 + lane / 4 * 2 + half, a.rows - 1)) * (columns / 2);
   }
 
   __device__ void load(int at, Step& step) const {
 #pragma unroll
     for (int tile = 0; tile < Plan::row_tiles; ++tile)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t(&word)[4] = step.word[tile][half];
-        if (exists(at))
-          stream_words<16>(from[tile][half] + at * (chunk / 2), word);
-        else
-          word[0] = word[1] = word[2] = word[3] = 0;
-      }
+      for (int half = 0; half < 2; ++half)
+        stream_words<16>(from[tile][half] + column_of(at) / 2, step.word[tile][half]);
   }
 };
 
@@ -105,8 +102,7 @@ __device__ inline void multiply(const Step& step, int at, const char* grids, con
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       if constexpr (grouped) {
-        const int of_row = exists(at) ? (at * chunk + lane % 4 * 32) / Plan::group : 0;
-        const char* own = grids + (tile * 16 + lane / 4 * 2 + half) * groups + of_row;
+        const char* own = grids + (tile * 16 + lane / 4 * 2 + half) * groups + column_of(at) / Plan::group;
         grid[tile][half].set(uint8_t(own[0]), uint8_t(own[tile_rows * groups]));
       }
 #pragma unroll

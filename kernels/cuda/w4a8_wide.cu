@@ -39,39 +39,38 @@ struct Arguments {
 
 constexpr int group = grouped ? Plan::group : 1;
 
-// Where the two rows of a lane begin, at the lane's columns of the first chunk. They are neighbours: the two halves of a
-// word of y, and rows g and g + 8 of the product.
+// Where the two rows of a lane begin. They are neighbours: the two halves of a word of y, and rows g and g + 8 of the
+// product.
 struct Rows {
   const char* codes[2];
   const char* step[2];
   const char* zero[2];
-  int columns;  // from the lane's first one on
+  int last;  // columns of a lane
 
-  __device__ Rows(const Arguments& a, int first) : columns(a.columns - threadIdx.x % 4 * 32) {
+  __device__ Rows(const Arguments& a, int first) : last(a.columns - 32) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t row = min(first + lane / 4 * 2 + half, a.rows - 1), groups = a.columns / group;
-      codes[half] = a.codes + row * (a.columns / 2) + lane % 4 * 16;
+      codes[half] = a.codes + row * (a.columns / 2);
       if constexpr (grouped) step[half] = a.step + row * groups, zero[half] = a.zero + row * groups;
     }
   }
 };
 
-// What a lane has of its rows in one chunk.
+// What a lane has of its rows in one chunk; beyond the last columns it takes them again: x is zero there.
 struct Step {
   uint32_t word[2][4];
   uint32_t step[2], zero[2];
 
   __device__ void load(const Rows& rows, int at) {
-    const bool exists = at * chunk < rows.columns;
+    const int column = min(at * chunk + threadIdx.x % 4 * 32, rows.last);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      word[half][0] = word[half][1] = word[half][2] = word[half][3] = 0;
-      if (exists) load_words<16>(rows.codes[half] + int64_t(at) * (chunk / 2), word[half]);
+      load_words<16>(rows.codes[half] + column / 2, word[half]);
       if constexpr (grouped) {
-        const int of_row = exists ? (at * chunk + threadIdx.x % 4 * 32) / group : 0;
-        step[half] = uint8_t(rows.step[half][of_row]), zero[half] = uint8_t(rows.zero[half][of_row]);
+        step[half] = uint8_t(rows.step[half][column / group]);
+        zero[half] = uint8_t(rows.zero[half][column / group]);
       }
     }
   }
