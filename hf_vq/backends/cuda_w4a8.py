@@ -159,8 +159,12 @@ def run(
     bias: Tensor | None,
     scheme: QoQScheme,
     y: Tensor,
+    blocks: int = 0,
 ) -> None:
     """To `y`, by a launch that is given.
+
+    Args:
+        blocks: of the product, if others than usual; fewer only of `W4A8WidePlan` without a split.
 
     Raises:
         VQFormatError: tensors do not belong together, or are not where x is.
@@ -187,7 +191,7 @@ def run(
     sizes = (rows, tokens) if isinstance(launch.plan, W4A8Plan) else (rows, tokens, columns)
     # What came before the inputs is complete when they begin, so that codes may be read at once.
     launch.kernel(
-        launch.blocks(rows, tokens, ordinal), stream,
+        blocks or launch.blocks(rows, tokens, ordinal), stream,
         *(None if tensor is None else tensor.data_ptr() for tensor in held),
         inputs.data_ptr(), token, None if bias is None else bias.data_ptr(), y.data_ptr(), *sizes,
         dependent=before is not None,

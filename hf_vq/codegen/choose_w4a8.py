@@ -117,7 +117,8 @@ def registers(plan: W4A8Plan) -> int:
     if plan.rounds:
         return addresses + rows + 8 * pieces(plan.padded, plan.threads)
     ragged = (24 if plan.token_tiles > 2 else 8) * (plan.columns % CHUNK > 0)
-    return addresses + rows + min(8 * plan.token_tiles, 56) + ragged
+    inputs = 8 * plan.token_tiles if plan.token_tiles < 8 else 56 + 8 * plan.steps
+    return addresses + rows + inputs + ragged
 
 
 def pieces(padded: int, threads: int) -> int:

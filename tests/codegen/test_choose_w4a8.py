@@ -1,7 +1,6 @@
 """Plans of products of 4-bit weights with 8-bit inputs: what is feasible, chosen and compiled."""
 
 import dataclasses
-import itertools
 import re
 
 import pytest
@@ -110,23 +109,17 @@ needs_nvrtc = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_n
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-@pytest.mark.parametrize(("rows", "columns", "group"), SIZES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("rows", "columns", "group"), [SIZES[0], SIZES[1], SIZES[-1]])
 def test_chosen_plans_compile_without_local_memory(rows, columns, group, arch):
-    for tokens in TOKENS:
+    for tokens in (1, 16, 64):
         compiled(choose_w4a8.choose(asked(tokens, rows, columns, group, arch)), arch)
     for swizzled in (False, True):
         compiled(choose_w4a8.inputs_plan(Dtype.BFLOAT16, columns, swizzled), arch)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("group", [0, 128])
-def test_wide_plans_compile_without_local_memory(group):
-    plans = {
-        choose_w4a8_wide.choose(asked(tokens, *size, group, dtype=dtype))
-        for tokens, size, dtype in itertools.product(
-            MANY, [(6144, 4096), (4096, 14336)], [Dtype.FLOAT16]
-        )
-    }
-    for plan in plans:
-        compiled(plan, "sm_90a")
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_wide_plans_compile_without_local_memory(tokens):
+    for group in (0, 128):
+        compiled(choose_w4a8_wide.choose(asked(tokens, 4096, 14336, group)), "sm_90a")
