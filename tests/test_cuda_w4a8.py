@@ -212,6 +212,33 @@ def test_what_kernels_do_not_take_is_left_to_the_reference():
     assert row_of(x.float(), name, 9) == "reference"
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_zeros_that_are_no_whole_scales(tokens):
+    """As those of checkpoints of others, which are rounded to fp16."""
+    name, x = "qoq-w4a8", inputs(tokens, 1024, torch.bfloat16)
+    tensors = layer(name, 300, 1024)
+    tensors["zero"][::2] = tensors["zero"][::2].half().float() * 1.01
+    tensors["zero"][0], tensors["scale"][1], tensors["zero"][1] = -3e38, 0, 0
+    bias = torch.randn(300, device="cuda")
+    y = ops.w4a8_linear(x, tensors, bias, name)
+    assert torch.equal(y, exact(x, tensors, bias, name))
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("name", list(GROUPS))
+def test_copies_that_take_the_place_of_others(name, tokens):
+    """Tensors as new as those before them, at the same addresses, written just now."""
+    x, layers = inputs(tokens, 2048, torch.bfloat16), [layer(name, 2048, 2048) for _ in range(3)]
+    expected = [exact(x, tensors, None, name) for tensors in layers]
+    for turn in range(15):
+        fresh = {key: tensor.clone() for key, tensor in layers[turn % 3].items()}
+        assert torch.equal(ops.w4a8_linear(x, fresh, None, name), expected[turn % 3])
+        bias = torch.full((2048,), float(turn), device="cuda")
+        for _ in range(2):
+            y = ops.w4a8_linear(x, layers[0], bias.bfloat16(), name)
+        assert torch.equal(y, exact(x, layers[0], bias.bfloat16(), name))
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 100])
 @pytest.mark.parametrize("name", list(GROUPS))
 def test_weights_and_inputs_that_were_just_written(name, tokens):

@@ -27,6 +27,7 @@ from ..errors import VQBackendError, VQFormatError
 from ..formats.qoq import QoQScheme
 from ..ops import w4a8
 from .cuda_linear import DTYPES, _ready, on_device
+from .cuda_overlap import Launches
 
 _TOKEN = 8  # bytes of a token's scale and sum
 _NAMES = ("codes", "scale", "zero", "step", "x", "token", "bias", "y")
@@ -114,6 +115,9 @@ def _prepared(
     return prepare(plan, columns, ordinal)
 
 
+_launches = Launches()
+
+
 def linear(*arguments: Any) -> Tensor:
     """y = W round(x) + b for any number of tokens, the same numbers as `ops.w4a8.reference`."""
     return _linear(False, *arguments)
@@ -188,11 +192,17 @@ def run(
         inputs = x.new_empty(nbytes + tokens * _TOKEN, dtype=torch.uint8)
         token = inputs.data_ptr() + nbytes
         before(tokens, stream, x.data_ptr(), inputs.data_ptr(), token, tokens, dependent=True)
+    early = True  # what came before inputs are rounded is complete when the product begins
+    if before is None:
+        stored = [tensor for tensor in (codes, scale, zero, step) if tensor is not None]
+        ready = [tensor for tensor in held if tensor is not None]
+        # A copy was written just now.
+        kept = all(given is one for given, one in zip(stored, ready, strict=True))
+        early = kept and _launches.settled(stored, stream)
     sizes = (rows, tokens) if isinstance(launch.plan, W4A8Plan) else (rows, tokens, columns)
-    # What came before the inputs is complete when they begin, so that codes may be read at once.
     launch.kernel(
         blocks or launch.blocks(rows, tokens, ordinal), stream,
         *(None if tensor is None else tensor.data_ptr() for tensor in held),
         inputs.data_ptr(), token, None if bias is None else bias.data_ptr(), y.data_ptr(), *sizes,
-        dependent=before is not None,
+        dependent=early,
     )  # fmt: skip

@@ -22,7 +22,7 @@ _WARPGROUPS = (1, 2, 3, 4)  # that multiply
 _TOKEN_TILES = (32, 64, 128, 256)
 _SPLITS = (1, 2, 3, 4, 5, 6)
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
-_STEPS = 2
+_STEPS = (2, 4)
 _TENSOR = 0.5  # cycles of a product of 64 x 32 for each token
 _SHORTEST = 40.0  # cycles of such a product, however few its tokens
 _WARP = 90.0  # cycles of a warp for its part of such a product
@@ -44,16 +44,19 @@ def token_bucket(tokens: int) -> int:
 def candidates(problem: W4A8Problem) -> list[W4A8WidePlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
     return [
-        _plan(problem, *knobs) for knobs in itertools.product(_WARPGROUPS, _TOKEN_TILES, _SPLITS)
+        _plan(problem, *knobs)
+        for knobs in itertools.product(_WARPGROUPS, _TOKEN_TILES, _SPLITS, _STEPS)
     ]
 
 
-def _plan(problem: W4A8Problem, warpgroups: int, token_tile: int, split: int) -> W4A8WidePlan:
+def _plan(
+    problem: W4A8Problem, warpgroups: int, token_tile: int, split: int, steps: int
+) -> W4A8WidePlan:
     """With as many slots as shared memory has."""
     arch = problem.arch
     plan = W4A8WidePlan(
         128 * (warpgroups + 1), 1, problem.dtype, problem.group, problem.bias,
-        token_tile, split, 0, _STEPS,
+        token_tile, split, 0, steps,
     )  # fmt: skip
     most = min(arch.shared_per_block, arch.shared_per_sm - RESERVED_BYTES)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)

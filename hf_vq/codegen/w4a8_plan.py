@@ -74,7 +74,7 @@ class W4A8Plan(RoundingPlan):
         groups = self.columns // self.group if self.group else 0
         inputs = self.padded + 256 if self.rounds else 0
         meeting = self.tile_rows // 16 * self.token_tiles * self.split * 512
-        factors = self.tile_rows * 12 + 8 * 8 * self.token_tiles
+        factors = self.tile_rows * 16 + 8 * 8 * self.token_tiles
         return factors + 2 * self.tile_rows * groups + inputs + meeting * (self.split > 1)
 
 

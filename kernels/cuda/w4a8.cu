@@ -41,7 +41,7 @@ constexpr int fragments = teams * Plan::row_tiles * Plan::token_tiles;
 constexpr int groups = grouped ? columns / Plan::group : 0;  // of a row
 
 // Offsets in shared memory.
-constexpr int tokens_at = (tile_rows * int(sizeof(Row)) + 15) / 16 * 16;
+constexpr int tokens_at = tile_rows * int(sizeof(Row));
 constexpr int grids_at = tokens_at + tile_tokens * int(sizeof(Token));
 constexpr int inputs_at = grids_at + 2 * tile_rows * groups;
 constexpr int meeting_at = inputs_at + (Plan::rounds ? chunks * chunk + Rounding::shared_bytes : 0);
@@ -167,10 +167,6 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
     if (begin + i < end) codes.load(begin + i, next[i]);
   Row* rows = reinterpret_cast<Row*>(shared);
   Token* token = reinterpret_cast<Token*>(shared + tokens_at);
-  for (int i = threadIdx.x; i < tile_rows; i += Plan::threads) {
-    const int row = min(first_row + i, a.rows - 1);
-    rows[i] = row_of(a.scale, a.zero, a.bias, row);
-  }
   if constexpr (grouped) {
     const int bytes = min(tile_rows, a.rows - first_row) * groups;
     copy_bytes(shared + grids_at, a.step + int64_t(first_row) * groups, bytes);
@@ -178,6 +174,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
   }
   wait_for_grids();
   let_next_grid_begin();
+  for (int i = threadIdx.x; i < tile_rows; i += Plan::threads)
+    rows[i] = row_of(a.scale, a.zero, a.bias, min(first_row + i, a.rows - 1));
   const char* x;
   if constexpr (Plan::rounds) {
     Rounding rounding;

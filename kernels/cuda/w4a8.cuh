@@ -40,25 +40,36 @@ struct Token {
   int sum;
 };
 
-// Of a row: its scale, and without groups its zero.
+// Of a row: its scale and bias, and what is subtracted: without groups its zero, which is `steps` scales where it is a whole
+// number of them, as that of a weight of ours.
 struct Row {
-  float scale, zero, bias;
+  float scale, bias, zero;
+  int steps;
 };
+
+constexpr int not_whole = 1 << 30, most_steps = 127;
 
 // `zero`: of rows, where there are no groups. `bias` may be null.
 __device__ inline Row row_of(const uint16_t* scale, const char* zero, const char* bias, int row) {
-  float of_row = 0, added[1] = {};
-  if constexpr (!grouped) of_row = reinterpret_cast<const float*>(zero)[row];
+  Row found = {half_to_float(scale[row]), 0.0f, 0.0f, 128};
+  float added[1] = {};
   if (bias) load_floats<Plan::bias>(bias + int64_t(row) * size_of<Plan::bias>, added);
-  return {half_to_float(scale[row]), of_row, added[0]};
+  found.bias = added[0];
+  if constexpr (!grouped) {
+    found.zero = reinterpret_cast<const float*>(zero)[row];
+    const float steps = rintf(__fdiv_rn(found.zero, found.scale));
+    const bool whole = fabsf(steps) <= most_steps && __fmul_rn(steps, found.scale) == found.zero;
+    found.steps = whole ? int(steps) : not_whole;
+  }
+  return found;
 }
 
 // y of a sum, rounded as the reference does: once after the formula of integers, then at each operation. A product with
 // a number of 11 bits is exact in two parts.
 __device__ inline float scaled(int sum, const Row& row, const Token& token) {
   float y;
-  if constexpr (grouped) {
-    sum -= 128 * token.sum;
+  if (grouped || row.steps != not_whole) {
+    sum -= (grouped ? 128 : row.steps) * token.sum;
     const int low = sum & 4095;
     y = __fmaf_rn(float(sum - low), row.scale, float(low) * row.scale);
   } else {

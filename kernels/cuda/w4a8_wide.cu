@@ -38,6 +38,7 @@ struct Arguments {
 };
 
 constexpr int group = grouped ? Plan::group : 1;
+constexpr int early = Plan::depth + 4;  // chunks, by which codes are asked for before x
 
 // Where the two rows of a lane begin. They are neighbours: the two halves of a word of y, and rows g and g + 8 of the
 // product.
@@ -91,6 +92,25 @@ struct Weights {
   }
 };
 
+// Codes of chunks `first` .. `end` -> L2, by the warp that brings x: what lanes have on their way in registers does not hide
+// the latency of DRAM.
+__device__ inline void prefetch_codes(const Arguments& a, const Work& work, int first, int end) {
+  const int bytes = a.columns / 2, from = first * (chunk / 2);
+  const int length = min(min(end, work.end) * (chunk / 2), bytes) - from;
+  for (int i = threadIdx.x % 32; i < min(tile_rows, a.rows - work.row) && length > 0; i += 32)
+    prefetch_bulk(a.codes + int64_t(work.row + i) * bytes + from, length);
+}
+
+// The first ones of a tile, and all its steps and zeros.
+__device__ inline void prefetch_first(const Arguments& a, const Work& work) {
+  prefetch_codes(a, work, work.begin, work.begin + early);
+  if constexpr (grouped) {
+    const int groups = a.columns / group, length = min(tile_rows, a.rows - work.row) * groups / 16 * 16;
+    if (threadIdx.x % 32 < 2 && length > 0)
+      prefetch_bulk((threadIdx.x % 32 ? a.zero : a.step) + int64_t(work.row) * groups, length);
+  }
+}
+
 using Sums = int[tile_tokens / 2];
 
 // Sums of tokens 8 i .. 8 i + 7 -> y.
@@ -125,11 +145,15 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cl
   const int chunks = (a.columns + chunk - 1) / chunk;
   if (warp >= 4 * warpgroups) {
     leave_registers<producer_registers>();
+    if (warp == 4 * warpgroups) prefetch_first(a, Work(a.tokens, chunks, first, rank));
     wait_for_grids();
     let_next_grid_begin();
-    if (threadIdx.x == math_threads)
-      for (int item = first; item < items; item += step)
-        produce(a.x, a.tokens, Work(a.tokens, chunks, item, rank), turn);
+    if (warp == 4 * warpgroups)
+      for (int item = first; item < items; item += step) {
+        const Work work(a.tokens, chunks, item, rank);
+        if (item != first) prefetch_first(a, work);
+        produce(a.x, a.tokens, work, turn, [&](int at) { prefetch_codes(a, work, at + early, at + early + 1); });
+      }
   } else {
     take_registers<math_registers>();
     for (int item = first; item < items; item += step) {  // only one where columns are split
