@@ -23,6 +23,7 @@ _TOKEN_TILES = (32, 64, 128, 256)
 _SPLITS = (1, 2, 3, 4, 5, 6)
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
 _STEPS = (2, 4)
+_AHEAD = 8
 _TENSOR = 0.5  # cycles of a product of 64 x 32 for each token
 _SHORTEST = 40.0  # cycles of such a product, however few its tokens
 _WARP = 90.0  # cycles of a warp for its part of such a product
@@ -56,7 +57,7 @@ def _plan(
     arch = problem.arch
     plan = W4A8WidePlan(
         128 * (warpgroups + 1), 1, problem.dtype, problem.group, problem.bias,
-        token_tile, split, 0, steps,
+        token_tile, split, 0, steps, _AHEAD,
     )  # fmt: skip
     most = min(arch.shared_per_block, arch.shared_per_sm - RESERVED_BYTES)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)

@@ -90,6 +90,7 @@ class W4A8WidePlan(Plan):
         split: blocks of a cluster that share the columns of the same rows.
         depth: slots of the ring for x, of 128 columns each.
         steps: chunks whose codes a lane has on their way at a time, an even number.
+        ahead: chunks by which codes are brought to L2 before they are loaded; 0 = they are not.
     """
 
     template: ClassVar[str] = "w4a8_wide"
@@ -100,6 +101,7 @@ class W4A8WidePlan(Plan):
     split: int
     depth: int
     steps: int
+    ahead: int
 
     @property
     def warpgroups(self) -> int:

@@ -137,19 +137,17 @@ __device__ inline void store(const Arguments& a, int first_row, int first_token,
   const int in_rows = fragment / Plan::token_tiles * 16 + lane / 4 * 2;
   const int in_tokens = fragment % Plan::token_tiles * 8 + lane % 4 * 2;
   const int row = first_row + in_rows;
+  if (row >= a.rows) return;
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int m = first_token + in_tokens + c;
-    if (m >= a.tokens || row >= a.rows) continue;
-    const uint32_t word = pack_pair<Plan::dtype>(scaled(sums[c], rows[in_rows], token[in_tokens + c]),
-                                                 scaled(sums[2 + c], rows[in_rows + 1], token[in_tokens + c]));
+    if (m >= a.tokens) continue;
     uint16_t* to = a.y + int64_t(m) * a.rows + row;
-    if (a.rows % 2 == 0) {
-      *reinterpret_cast<uint32_t*>(to) = word;
-    } else {
-      to[0] = uint16_t(word);
-      if (row + 1 < a.rows) to[1] = uint16_t(word >> 16);
-    }
+    const Row &first = rows[in_rows], &second = rows[in_rows + 1];
+    if (are_whole(first, second))
+      store_rows<true>(to, row, a.rows, sums[c], sums[2 + c], first, second, token[in_tokens + c]);
+    else
+      store_rows<false>(to, row, a.rows, sums[c], sums[2 + c], first, second, token[in_tokens + c]);
   }
 }
 

@@ -64,16 +64,40 @@ __device__ inline Row row_of(const uint16_t* scale, const char* zero, const char
   return found;
 }
 
+// Rarely called, and long.
+__device__ __noinline__ float in_doubles(int sum, float scale, int of_token, float zero) {
+  return float(double(sum) * double(scale) - double(of_token) * double(zero));
+}
+
 // y of a sum, rounded as the reference does: once after the formula of integers, then at each operation. A product with
-// a number of 11 bits is exact in two parts.
-__device__ inline float scaled(int sum, const Row& row, const Token& token) {
+// a number of 11 bits is exact in two parts. `Whole`: as the row's steps are.
+template <bool Whole> __device__ inline float scaled(int sum, const Row& row, const Token& token) {
   float y;
-  if (grouped || row.steps != not_whole) {
+  if constexpr (Whole) {
     sum -= (grouped ? 128 : row.steps) * token.sum;
     const int low = sum & 4095;
     y = __fmaf_rn(float(sum - low), row.scale, float(low) * row.scale);
   } else {
-    y = float(double(sum) * double(row.scale) - double(token.sum) * double(row.zero));
+    y = in_doubles(sum, row.scale, token.sum, row.zero);
   }
   return __fadd_rn(__fmul_rn(y, token.size), row.bias);
+}
+
+// y of rows `row` and `row` + 1, of which there are `rows`, from their sums for one token; `y`: of the first.
+template <bool Whole>
+__device__ inline void store_rows(uint16_t* y, int row, int rows, int first, int second, const Row& of_first,
+                                  const Row& of_second, const Token& token) {
+  const uint32_t word =
+      pack_pair<Plan::dtype>(scaled<Whole>(first, of_first, token), scaled<Whole>(second, of_second, token));
+  if (rows % 2 == 0) {
+    *reinterpret_cast<uint32_t*>(y) = word;
+  } else {
+    y[0] = uint16_t(word);
+    if (row + 1 < rows) y[1] = uint16_t(word >> 16);
+  }
+}
+
+// Whether the zeros of two rows are whole numbers of scales, as far as that matters.
+__device__ inline bool are_whole(const Row& first, const Row& second) {
+  return grouped || (first.steps != not_whole && second.steps != not_whole);
 }

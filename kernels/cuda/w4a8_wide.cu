@@ -38,7 +38,6 @@ struct Arguments {
 };
 
 constexpr int group = grouped ? Plan::group : 1;
-constexpr int early = Plan::depth + 4;  // chunks, by which codes are asked for before x
 
 // Where the two rows of a lane begin. They are neighbours: the two halves of a word of y, and rows g and g + 8 of the
 // product.
@@ -47,8 +46,9 @@ struct Rows {
   const char* step[2];
   const char* zero[2];
   int last;  // columns of a lane
+  int end;   // of the chunks of the block
 
-  __device__ Rows(const Arguments& a, int first) : last(a.columns - 32) {
+  __device__ Rows(const Arguments& a, int first, int end) : last(a.columns - 32), end(end) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -59,12 +59,22 @@ struct Rows {
   }
 };
 
+// Codes of a lane in one chunk -> L2, before they are loaded: what it has on their way to registers does not hide the latency
+// of DRAM.
+__device__ inline void prefetch(const Rows& rows, int at) {
+  if (at >= rows.end) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    prefetch_line(rows.codes[half] + min(at * chunk + int(threadIdx.x) % 4 * 32, rows.last) / 2);
+}
+
 // What a lane has of its rows in one chunk; beyond the last columns it takes them again: x is zero there.
 struct Step {
   uint32_t word[2][4];
   uint32_t step[2], zero[2];
 
   __device__ void load(const Rows& rows, int at) {
+    if constexpr (Plan::ahead > 0) prefetch(rows, at + Plan::ahead);
     const int column = min(at * chunk + threadIdx.x % 4 * 32, rows.last);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -92,45 +102,18 @@ struct Weights {
   }
 };
 
-// Codes of chunks `first` .. `end` -> L2, by the warp that brings x: what lanes have on their way in registers does not hide
-// the latency of DRAM.
-__device__ inline void prefetch_codes(const Arguments& a, const Work& work, int first, int end) {
-  const int bytes = a.columns / 2, from = first * (chunk / 2);
-  const int length = min(min(end, work.end) * (chunk / 2), bytes) - from;
-  for (int i = threadIdx.x % 32; i < min(tile_rows, a.rows - work.row) && length > 0; i += 32)
-    prefetch_bulk(a.codes + int64_t(work.row + i) * bytes + from, length);
-}
-
-// The first ones of a tile, and all its steps and zeros.
-__device__ inline void prefetch_first(const Arguments& a, const Work& work) {
-  prefetch_codes(a, work, work.begin, work.begin + early);
-  if constexpr (grouped) {
-    const int groups = a.columns / group, length = min(tile_rows, a.rows - work.row) * groups / 16 * 16;
-    if (threadIdx.x % 32 < 2 && length > 0)
-      prefetch_bulk((threadIdx.x % 32 ? a.zero : a.step) + int64_t(work.row) * groups, length);
-  }
-}
-
 using Sums = int[tile_tokens / 2];
 
 // Sums of tokens 8 i .. 8 i + 7 -> y.
+template <bool Whole>
 __device__ inline void store(const Arguments& a, const Work& work, int i, const int* sums, const Row (&rows)[2]) {
   const int lane = threadIdx.x % 32;
   const int row = work.row + threadIdx.x / 32 * 16 + lane / 4 * 2, first = work.token + i * 8 + lane % 4 * 2;
 #pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    if (first + c >= a.tokens || row >= a.rows) continue;
-    const Token token = a.token[first + c];
-    const uint32_t word =
-        pack_pair<Plan::dtype>(scaled(sums[c], rows[0], token), scaled(sums[2 + c], rows[1], token));
-    uint16_t* to = a.y + int64_t(first + c) * a.rows + row;
-    if (a.rows % 2 == 0) {
-      *reinterpret_cast<uint32_t*>(to) = word;
-    } else {
-      to[0] = uint16_t(word);
-      if (row + 1 < a.rows) to[1] = uint16_t(word >> 16);
-    }
-  }
+  for (int c = 0; c < 2; ++c)
+    if (first + c < a.tokens && row < a.rows)
+      store_rows<Whole>(a.y + int64_t(first + c) * a.rows + row, row, a.rows, sums[c], sums[2 + c], rows[0], rows[1],
+                        a.token[first + c]);
 }
 
 extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cluster_dims__(Plan::split)
@@ -145,20 +128,17 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cl
   const int chunks = (a.columns + chunk - 1) / chunk;
   if (warp >= 4 * warpgroups) {
     leave_registers<producer_registers>();
-    if (warp == 4 * warpgroups) prefetch_first(a, Work(a.tokens, chunks, first, rank));
     wait_for_grids();
     let_next_grid_begin();
-    if (warp == 4 * warpgroups)
-      for (int item = first; item < items; item += step) {
-        const Work work(a.tokens, chunks, item, rank);
-        if (item != first) prefetch_first(a, work);
-        produce(a.x, a.tokens, work, turn, [&](int at) { prefetch_codes(a, work, at + early, at + early + 1); });
-      }
+    if (threadIdx.x == math_threads)
+      for (int item = first; item < items; item += step)
+        produce(a.x, a.tokens, Work(a.tokens, chunks, item, rank), turn);
   } else {
     take_registers<math_registers>();
     for (int item = first; item < items; item += step) {  // only one where columns are split
       const Work work(a.tokens, chunks, item, rank);
-      const Rows codes(a, work.row + warp * 16);
+      const Rows codes(a, work.row + warp * 16, work.end);
+      for (int at = work.begin + Plan::steps; at < work.begin + Plan::ahead; ++at) prefetch(codes, at);
       Step next[Plan::steps];
       Weights weights[2];
       Sums sums = {};
@@ -170,7 +150,13 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cl
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         rows[half] = row_of(a.scale, a.zero, a.bias, min(work.row + warp * 16 + lane / 4 * 2 + half, a.rows - 1));
-      meet(rank, turn.block, sums, [&](int i, const int* of) { store(a, work, i, of, rows); });
+      const bool whole = grouped || __all_sync(0xffffffffu, are_whole(rows[0], rows[1]));
+      meet(rank, turn.block, sums, [&](int i, const int* of) {
+        if (whole)
+          store<true>(a, work, i, of, rows);
+        else
+          store<false>(a, work, i, of, rows);
+      });
     }
   }
 }

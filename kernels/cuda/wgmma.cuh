@@ -129,16 +129,16 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Four numbers of 32 bits to the same address in block `rank` of the cluster, told to the barrier with the same address
-// there.
-template <class Number> __device__ inline void send(uint32_t to, const Number* value, uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %1;\nmapa.shared::cluster.u32 told, %2, %1;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [told];\n}" ::"r"(to),
-      "r"(rank), "r"(barrier), "r"(bits_of(value[0])), "r"(bits_of(value[1])), "r"(bits_of(value[2])),
-      "r"(bits_of(value[3]))
-      : "memory");
-}
+// Four numbers to the same address in block `rank` of the cluster, told to the barrier with the same address there.
+#define SEND(TYPE, KIND)                                                                                              \
+  asm volatile(                                                                                                      \
+      "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %1;\nmapa.shared::cluster.u32 told, %2, %1;\n" \
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4." TYPE " [there], {%3, %4, %5, %6}, [told];\n}" ::"r"( \
+          to),                                                                                                       \
+      "r"(rank), "r"(barrier), KIND(value[0]), KIND(value[1]), KIND(value[2]), KIND(value[3])                         \
+      : "memory")
+__device__ inline void send(uint32_t to, const float* value, uint32_t barrier, int rank) { SEND("f32", "f"); }
+__device__ inline void send(uint32_t to, const int* value, uint32_t barrier, int rank) { SEND("s32", "r"); }
 
 // A warpgroup has `Count` registers a thread from here on: fewer than before, or more once others left them.
 template <int Count> __device__ inline void leave_registers() {

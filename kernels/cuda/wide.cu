@@ -175,9 +175,9 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cl
     leave_registers<producer_registers>();
     wait_for_grids();
     let_next_grid_begin();
-    if (warp == 4 * warpgroups)
+    if (threadIdx.x == math_threads)
       for (int item = first; item < items; item += step)
-        produce(a.x, a.tokens, Work(a.tokens, chunks, item, rank), turn, [](int) {});
+        produce(a.x, a.tokens, Work(a.tokens, chunks, item, rank), turn);
   } else {
     take_registers<math_registers>();
     for (int item = first; item < items; item += step) {  // only one where columns are split

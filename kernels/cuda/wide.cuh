@@ -77,21 +77,15 @@ __device__ inline void set_barriers(const char* shared, int rank) {
   barriers_are_set();
 }
 
-// x, [columns / columns_of_slot][8 * ceil(tokens / 8)][128 bytes], -> ring, by one warp, whose lanes do `ahead(at)` for
-// every slot while they wait for nothing else.
-template <class Ahead>
-__device__ inline void produce(const void* x, int tokens, const Work& work, Turn& turn, Ahead ahead) {
+// x, [columns / columns_of_slot][8 * ceil(tokens / 8)][128 bytes], -> ring, by one lane.
+__device__ inline void produce(const void* x, int tokens, const Work& work, Turn& turn) {
   const int padded = (tokens + 7) / 8 * 8;
   const uint32_t bytes = min(tile_tokens, padded - work.token) * 128;
   const char* from = static_cast<const char*>(x) + work.token * 128;
   for (int at = work.begin * slots; at < work.end * slots; ++at, turn.next()) {
-    if (threadIdx.x % 32 == 0) {
-      barrier_wait(turn.empty(), turn.parity ^ 1);
-      barrier_expect(turn.full(), bytes);
-      copy_bulk(turn.address(), from + int64_t(at) * padded * 128, bytes, turn.full());
-    }
-    __syncwarp();
-    ahead(at);
+    barrier_wait(turn.empty(), turn.parity ^ 1);
+    barrier_expect(turn.full(), bytes);
+    copy_bulk(turn.address(), from + int64_t(at) * padded * 128, bytes, turn.full());
   }
 }
 

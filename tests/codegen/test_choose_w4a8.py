@@ -7,6 +7,7 @@ import pytest
 
 from hf_vq import paths
 from hf_vq.codegen import choose_w4a8, choose_w4a8_wide, compiler
+from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.choose_w4a8 import W4A8Problem
 from hf_vq.codegen.device import ARCHES
 from hf_vq.codegen.plan import Dtype
@@ -96,6 +97,18 @@ def test_arguments_are_those_of_the_source():
         fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)
         expected = [(name, 8 if "*" in kind else 4) for kind, name in fields]
         assert [(name, getattr(arguments, name).size) for name, _ in arguments._fields_] == expected
+
+
+def test_the_command_line_explains(capsys):
+    assert main(["explain", "w4a8", "qoq-w4a8-g128", "--top", "2"]) == 0
+    few = capsys.readouterr().out
+    assert "token_tiles" in few and "chosen: W4A8Plan(" in few
+    assert main(["explain", "w4a8", "qoq-w4a8", "--m", "100", "--top", "2"]) == 0
+    assert "chosen: W4A8WidePlan(" in capsys.readouterr().out
+    assert main(["explain", "w4a8", "qoq-w4a8", "--m", "100", "--arch", "sm_80"]) == 0
+    assert "chosen: W4A8Plan(" in capsys.readouterr().out
+    assert main(["explain", "w4a8", "qoq-w4a8", "--k", "77"]) == 2
+    assert "does not divide 77" in capsys.readouterr().err
 
 
 def compiled(plan, arch):
