@@ -26,6 +26,7 @@ from . import (
     cuda_bars,
     cuda_linear_tables,
     cuda_tables,
+    cuda_w4a8_tables,
     kv_tables,
     passes_tables,
     quality_bars,
@@ -317,6 +318,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-quantize": lambda: _timed_table("cuda-quantize", cuda_tables.quantize),
     "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda_tables.calibrate),
     "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda_tables.crossover),
+    "results:cuda-w4a8": partial(_timed_table, "cuda-w4a8", cuda_w4a8_tables.table),
+    "results:cuda-w4a8-bars": partial(_timed_table, "cuda-w4a8", cuda_w4a8_tables.bars),
     "results:serve": partial(_timed_table, "serve", serve.table),
     "results:serve-cpu": partial(
         _timed_table, "serve-cpu", serve.table, "serve --out hf_vq/bench/results/serve-cpu.json"

@@ -29,7 +29,7 @@ _TOKEN_TILES = (1, 2, 4, 8)
 _STEPS = (1, 2, 3, 4)
 _DECODE = 48  # instructions of a warp for 16 rows of a chunk
 _CODE_LINES, _INPUT_LINES, _GRID_LINES = 16, 8, 8  # cycles of L1 for 16 rows, for 8 tokens
-_PROLOGUE, _MEETING = 1800, 400
+_PROLOGUE, _MEETING = 1800, 60  # of a block; of a warp whose sums meet others
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,9 @@ def cost(plan: W4A8Plan, problem: W4A8Problem) -> Cost:
     nbytes = rows * (problem.columns // 2 + groups + 2) + 2 * tokens * (problem.columns + rows)
 
     # The busiest multiprocessor, in chunks of its warps.
-    levels = -(-blocks(plan, rows, tokens) // arch.sms)
+    count = blocks(plan, rows, tokens)
+    levels = -(-count // arch.sms)
+    uneven = 0.5 + 0.5 * levels * arch.sms / count
     warps = plan.threads // 32
     of_warp = -(-plan.padded // CHUNK // plan.split)
     lines = plan.row_tiles * (_CODE_LINES + _GRID_LINES * (plan.group > 0))
@@ -147,11 +149,11 @@ def cost(plan: W4A8Plan, problem: W4A8Problem) -> Cost:
     parts = {
         "L1": float(levels * warps * of_warp * lines),
         "instructions": levels * warps * of_warp * instructions / WARP_INSTRUCTIONS * 2,
-        "DRAM": nbytes / arch.sms / arch.dram_bytes_per_clock * 1.3,
+        "DRAM": nbytes / arch.sms / arch.dram_bytes_per_clock * 1.3 * uneven,
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     cycles = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
-    cycles += _PROLOGUE * -(-levels // plan.resident) + _MEETING * (plan.split > 1)
+    cycles += _PROLOGUE * -(-levels // plan.resident) + _MEETING * plan.split * plan.row_tiles
     # What too few warps cannot hide.
     asked = min(levels, plan.resident) * warps * plan.row_tiles * plan.steps * 1024
     cycles *= 1 + (1 << 14) / asked / 2
