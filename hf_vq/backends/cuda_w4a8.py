@@ -26,7 +26,7 @@ from ..codegen.w4a8_plan import CHUNK, W4A8Plan, W4A8WidePlan
 from ..errors import VQBackendError, VQFormatError
 from ..formats.qoq import QoQScheme
 from ..ops import w4a8
-from .cuda_linear import DTYPES, _ready, on_device
+from .cuda_linear import DTYPES, on_device
 from .cuda_overlap import Launches
 
 _TOKEN = 8  # bytes of a token's scale and sum
@@ -153,6 +153,10 @@ def _linear(
     return y
 
 
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 def run(
     launch: Launch,
     x: Tensor,
@@ -176,7 +180,7 @@ def run(
     rows, columns, ordinal = codes.shape[0], x.shape[-1], x.get_device()
     tokens = x.numel() // columns
     found = w4a8.checked(codes, scale, zero, step, scheme, columns, x.device)
-    held = [None if tensor is None else _ready(tensor, tensor.dtype) for tensor in found]
+    held = [None if tensor is None else _aligned(tensor) for tensor in found]
     if bias is not None:
         if bias.shape != (rows,) or bias.device != x.device:
             raise VQFormatError(
@@ -184,7 +188,7 @@ def run(
                 f"on {x.device}."
             )
         bias = bias.contiguous()
-    x = _ready(x, x.dtype)
+    x = _aligned(x.contiguous())
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
     inputs, token, before = x, None, launch.inputs
     if before is not None:

@@ -22,6 +22,9 @@ LARGEST = 127
 SMALLEST = 1e-30
 """A token's largest number counts at least this much, so that its scale has an inverse."""
 
+KEYS = ("codes", "scale", "zero", "step")  # of the stored tensors, in the op's order
+Held = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
 parse = lru_cache(maxsize=64)(QoQScheme.parse)
 
 
@@ -95,36 +98,41 @@ def checked(
     scheme: QoQScheme,
     columns: int,
     device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> Held:
     """The stored tensors in their dtypes, side by side: a kernel would read what is not there.
 
     Raises:
         VQFormatError: they do not belong together, or are not on `device`.
     """
-    given = {"codes": codes, "scale": scale, "zero": zero}
-    if step is not None:
-        given["step"] = step
-    rows, held = codes.shape[0], dict[str, Tensor]()
-    expected = _expected(scheme, rows, columns)
-    if given.keys() != expected.keys():
-        raise VQFormatError(f"a layer of {scheme.spec()} has {', '.join(expected)}.")
-    for key, (shape, dtype) in expected.items():
-        tensor = given[key]
+    given: Held = (codes, scale, zero, step)
+    rows, expected = codes.shape[0], _expected(scheme, codes.shape[0], columns)
+    if (step is None) != (expected[3] is None):
+        needed = ", ".join(qoq.qoq_specs(scheme, rows, columns))
+        raise VQFormatError(f"a layer of {scheme.spec()} has {needed}.")
+    held: list[Tensor | None] = []
+    for key, tensor, spec in zip(KEYS, given, expected, strict=True):
+        if tensor is None or spec is None:
+            held.append(None)
+            continue
+        shape, dtype = spec
         if tensor.shape != shape or tensor.device != device:
             raise VQFormatError(
                 f"{key} of a [{rows}, {columns}] layer of {scheme.spec()} is {list(tensor.shape)} "
                 f"on {tensor.device}, expected {list(shape)} on {device}."
             )
-        held[key] = tensor.to(dtype).contiguous()
-    return held["codes"], held["scale"], held["zero"], held.get("step")
+        same = tensor.dtype == dtype and tensor.is_contiguous()
+        held.append(tensor if same else tensor.to(dtype).contiguous())
+    return tuple(held)  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=1024)
 def _expected(
     scheme: QoQScheme, rows: int, columns: int
-) -> dict[str, tuple[torch.Size, torch.dtype]]:
+) -> tuple[tuple[torch.Size, torch.dtype] | None, ...]:
     specs = qoq.qoq_specs(scheme, rows, columns)
-    return {key: (torch.Size(spec.shape), spec.dtype) for key, spec in specs.items()}
+    return tuple(
+        (torch.Size(specs[key].shape), specs[key].dtype) if key in specs else None for key in KEYS
+    )
 
 
 def _w4a8_linear(
@@ -155,7 +163,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        stored = dict(zip(("codes", "scale", "zero", "step"), ctx.saved_tensors, strict=True))
+        stored = dict(zip(KEYS, ctx.saved_tensors, strict=True))
         weight = qoq.decode(stored, parse(ctx.spec), ctx.length)
         grad_x = (grad.float() @ weight).to(ctx.dtype)
     if ctx.needs_input_grad[5]:
