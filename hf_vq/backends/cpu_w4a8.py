@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
-from ..errors import VQFormatError, VQSchemeError
+from ..errors import VQSchemeError
 from ..formats.qoq import QoQScheme
-from ..formats.tensors import tensor_specs
 from ..ops import dispatch, w4a8
 from . import native
 
@@ -68,11 +66,8 @@ def linear(
     library = native.load()
     assert library is not None
     rows, columns = codes.shape[0], x.shape[-1]
-    held = _checked(
-        {"codes": codes, "scale": scale, "zero": zero, **({} if step is None else {"step": step})},
-        scheme, rows, columns,
-    )  # fmt: skip
-    addresses = [t.data_ptr() if (t := held.get(key)) is not None else None for key in _ORDER]
+    held = w4a8.checked(codes, scale, zero, step, scheme, columns, x.device)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in held]
     x = x.contiguous()
     y = x.new_empty((*x.shape[:-1], rows))
     address, bias_dtype = None, 0
@@ -85,36 +80,6 @@ def linear(
     )  # fmt: skip
     native.check(status, "w4a8_linear")
     return y
-
-
-_ORDER = ("codes", "scale", "zero", "step")
-
-
-def _checked(
-    tensors: dict[str, Tensor], scheme: QoQScheme, rows: int, columns: int
-) -> dict[str, Tensor]:
-    """The stored tensors in their dtypes: the kernel would read what is not there."""
-    expected = _expected(scheme, rows, columns)
-    if tensors.keys() != expected.keys():
-        raise VQFormatError(f"a layer of {scheme.spec()} has {', '.join(expected)}.")
-    held = {}
-    for key, (shape, dtype) in expected.items():
-        tensor = tensors[key]
-        if tensor.shape != shape or tensor.device.type != "cpu":
-            raise VQFormatError(
-                f"{key} of a [{rows}, {columns}] layer of {scheme.spec()} is {list(tensor.shape)} "
-                f"on {tensor.device}, expected {list(shape)} on the CPU."
-            )
-        held[key] = tensor.to(dtype).contiguous()
-    return held
-
-
-@lru_cache(maxsize=1024)
-def _expected(
-    scheme: QoQScheme, rows: int, columns: int
-) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    specs = tensor_specs(scheme, rows, columns)
-    return {key: (torch.Size(spec.shape), spec.dtype) for key, spec in specs.items()}
 
 
 def _needs() -> str | None:

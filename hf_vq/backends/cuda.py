@@ -140,7 +140,8 @@ def accepts_rotation(problem: dispatch.Problem) -> str | None:
     return rotatable(VQScheme.parse(problem.scheme), problem.k)
 
 
-def _several_kinds() -> bool:
+def several_kinds() -> bool:
+    """Whether there are GPUs for which kernels are compiled differently."""
     from ..codegen.device import device_arch
 
     return len({device_arch(ordinal).name for ordinal in range(torch.cuda.device_count())}) > 1
@@ -160,7 +161,7 @@ def accepts_many(problem: dispatch.Problem) -> str | None:
         return f"{problem.tokens} tokens are few"
     if problem.tokens > MOST_TOKENS:
         return f"{problem.tokens} tokens: decoded rows are used often enough"
-    if _several_kinds():
+    if several_kinds():
         return "there are GPUs of several kinds"
     scheme = VQScheme.parse(problem.scheme)
     arch, dtype = device_arch(torch.cuda.current_device()), Dtype(problem.dtype)
@@ -185,7 +186,7 @@ def accepts_tiles(problem: dispatch.Problem) -> str | None:
         return f"inputs are {problem.dtype}"
     if problem.tokens > MOST_TOKENS:
         return f"{problem.tokens} tokens: decoded rows are used often enough"
-    if _several_kinds():
+    if several_kinds():
         return "there are GPUs of several kinds"
     scheme = VQScheme.parse(problem.scheme)
     reason = tiled(scheme, problem.k) or rotatable(scheme, problem.k)

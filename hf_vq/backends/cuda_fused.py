@@ -23,8 +23,10 @@ from ..codegen.plan import LinearPlan, RotatePlan
 from ..codegen.store import default_store
 from ..errors import VQBackendError, VQFormatError
 from ..formats.scheme import VQScheme
+from . import cuda_overlap
 from .cuda_arguments import field_of, together
 from .cuda_linear import DTYPES, RotateArguments, Stored, needs_signs, second_codes
+from .cuda_overlap import State
 
 
 @dataclass(eq=False)
@@ -42,7 +44,6 @@ class Launch:
 
 
 Keepers = tuple[Tensor, ...]
-State = tuple[tuple[int, ...], int]
 Places = tuple[tuple[int, ...], ...]
 # A plan, shape and dtype of x, ordinal, and the other matrices of the launch.
 Asked = tuple[Launch | None, torch.Size, torch.dtype, int, tuple["_Layer", ...]]
@@ -71,23 +72,12 @@ class _Layer:
     def state(
         self, codes: Tensor, codebook: Tensor, scale: Tensor, stream: int, second: Tensor | None
     ) -> State | None:
-        """What a launch now would see: counters that every write moves, and the stream."""
-        try:
-            written: tuple[int, ...] = codes._version, codebook._version, scale._version
-            if second is not None:  # may lie elsewhere at every call
-                written = (*written, second._version, second.data_ptr())
-            return written, stream
-        except RuntimeError:  # made in inference mode: they do not count
-            return None
-
-    def is_settled(self, state: State | None) -> bool:
-        """Whether nobody wrote these tensors since the last launch, as far as that stream knows:
-        the kernel reads them before it waits for the kernels before it."""
-        last = self.last
-        if state is None or last is None or state[0] != last[0]:
-            return False
-        # In a graph, a node of it would have written them.
-        return state[1] == last[1] or torch.cuda.is_current_stream_capturing()
+        """What a launch now would see (`cuda_overlap`)."""
+        if second is None:
+            return cuda_overlap.state((codes, codebook, scale), stream)
+        found = cuda_overlap.state((codes, codebook, scale, second), stream)
+        # It may lie elsewhere at every call.
+        return None if found is None else ((*found[0], second.data_ptr()), found[1])
 
     def added(self, bias: Tensor | None, x: Tensor) -> Tensor | None:
         """The bias, in the dtype of x.
@@ -404,7 +394,7 @@ def run(
         if second is not None:
             arguments.second = second.data_ptr()
         state = layer.state(codes, codebook, scale, stream, second)
-        kernel.start(stream, overlap and layer.is_settled(state))
+        kernel.start(stream, overlap and cuda_overlap.is_settled(state, layer.last))
         layer.last = state
 
 
@@ -445,7 +435,10 @@ def linears(
             states = [
                 layer.state(*one, stream, None) for layer, one in zip(layers, stored, strict=True)
             ]
-            settled = [layer.is_settled(now) for layer, now in zip(layers, states, strict=True)]
+            settled = [
+                cuda_overlap.is_settled(now, layer.last)
+                for layer, now in zip(layers, states, strict=True)
+            ]
             call.kernel.start(stream, all(settled))
             for layer, state in zip(layers, states, strict=True):
                 layer.last = state

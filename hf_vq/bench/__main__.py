@@ -32,6 +32,7 @@ from . import (
     cuda_peers,
     cuda_quantize,
     cuda_tune,
+    cuda_w4a8,
     quality_finetune,
     quality_kv,
     quality_kv_calibrated,
@@ -51,7 +52,7 @@ TIMED_SUITES: dict[str, Any] = {
     "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,
     "cuda-quantize": cuda_quantize, "cuda-calibrate": cuda_calibrate,
     "cpu-calibrate": cpu_calibrate, "cuda-crossover": cuda_crossover, "cuda-parts": cuda_parts,
-    "cuda-offload": cuda_offload, "serve": serve,
+    "cuda-offload": cuda_offload, "cuda-w4a8": cuda_w4a8, "serve": serve,
 }  # fmt: skip
 
 

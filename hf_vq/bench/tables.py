@@ -27,6 +27,7 @@ from . import (
     cuda_bars,
     cuda_linear_tables,
     cuda_tables,
+    cuda_w4a8_tables,
     kv_tables,
     passes_tables,
     quality_bars,
@@ -319,6 +320,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-quantize": lambda: _timed_table("cuda-quantize", cuda_tables.quantize),
     "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda_tables.calibrate),
     "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda_tables.crossover),
+    "results:cuda-w4a8": partial(_timed_table, "cuda-w4a8", cuda_w4a8_tables.table),
+    "results:cuda-w4a8-bars": partial(_timed_table, "cuda-w4a8", cuda_w4a8_tables.bars),
     "results:serve": partial(_timed_table, "serve", serve.table),
     "results:serve-bars": lambda: serve.bars(read_record("serve")),
     "results:serve-cpu": partial(

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VQBackendError, VQError
-from ..formats.catalog import WEIGHT_SCHEMES, kv_scheme, weight_scheme
+from ..formats.catalog import QOQ_SCHEMES, WEIGHT_SCHEMES, kv_scheme, weight_scheme
 from ..formats.published import VptqLayout
+from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from . import choose as decode
 from . import choose_attention as attention
@@ -19,6 +20,8 @@ from . import choose_encode as encode
 from . import choose_linear as linear
 from . import choose_tiles as tiles
 from . import choose_vptq as vptq
+from . import choose_w4a8 as w4a8
+from . import choose_w4a8_wide as w4a8_wide
 from . import choose_wide as wide
 from . import tuned
 from .attention_plan import Mask
@@ -43,8 +46,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hf_vq.codegen", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     explain = verbs.add_parser("explain", help="the candidates of a problem, and the one chosen")
-    explain.add_argument("op", choices=["linear", "decode", "attention", "vptq"])
-    explain.add_argument("scheme", help="name or spec string; of vptq: v8-k65536-256")
+    explain.add_argument("op", choices=["linear", "decode", "attention", "vptq", "w4a8"])
+    explain.add_argument(
+        "scheme", help="name or spec string; of vptq: v8-k65536-256; of w4a8: qoq-w4a8-g128"
+    )
     explain.add_argument("--m", type=int, default=1, help="tokens of linear (%(default)s)")
     explain.add_argument("--n", type=int, default=_SHAPE[0], help="out_features (%(default)s)")
     explain.add_argument("--k", type=int, default=_SHAPE[1], help="in_features (%(default)s)")
@@ -62,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--dtypes", nargs="+", default=["float16"], choices=[dtype.value for dtype in Dtype]
     )
     compile_.add_argument("--vptq", nargs="*", default=list(_VPTQ), metavar="VARIANT")
+    compile_.add_argument("--qoq", nargs="*", default=list(QOQ_SCHEMES), metavar="SCHEME")
     compile_.add_argument("--store", type=Path, help="folder (default: HF_VQ_STORE)")
     return parser
 
@@ -81,6 +87,8 @@ def _explain(args: argparse.Namespace) -> int:
         return _explain_attention(args)
     if args.op == "vptq":
         return _explain_vptq(args)
+    if args.op == "w4a8":
+        return _explain_w4a8(args)
     arch, scheme, dtype = named_arch(args.arch), weight_scheme(args.scheme), Dtype(args.dtype)
     print(f"{args.op} {scheme.spec()} [{args.n}, {args.k}] {dtype.value} on {arch.name}")
     if args.op == "decode":
@@ -160,6 +168,31 @@ def _explain_vptq(args: argparse.Namespace) -> int:
     return _show(len(vptq.candidates(asked)), plan, able, _VPTQ_COLUMNS, args.top)
 
 
+def _w4a8_problem(
+    name: str, tokens: int, rows: int, columns: int, dtype: Dtype, arch: str
+) -> w4a8.W4A8Problem:
+    scheme = QoQScheme.parse(name)
+    group = scheme.group and scheme.group_of(columns)
+    return w4a8.W4A8Problem(group, tokens, rows, columns, dtype, dtype, named_arch(arch))
+
+
+def _explain_w4a8(args: argparse.Namespace) -> int:
+    reason, dtype = w4a8.multipliable(args.k), Dtype(args.dtype)
+    if reason or dtype is Dtype.FLOAT32:
+        raise VQBackendError(f"no kernel: {reason or 'inputs are float32'}.")
+    print(f"{args.scheme} [{args.n}, {args.k}] {dtype.value} on {args.arch}")
+    many = args.m >= w4a8_wide.FEWEST_TOKENS and not w4a8_wide.wide(named_arch(args.arch))
+    tokens = (w4a8_wide if many else w4a8).token_bucket(args.m)
+    asked = _w4a8_problem(args.scheme, tokens, args.n, args.k, dtype, args.arch)
+    if many:
+        wide_costs = {plan: w4a8_wide.cost(plan, asked) for plan in w4a8_wide.best(asked)}
+        count = len(w4a8_wide.candidates(asked))
+        return _show(count, w4a8_wide.choose(asked), wide_costs, _WIDE_COLUMNS, args.top)
+    costs = {plan: w4a8.cost(plan, asked) for plan in w4a8.best(asked)}
+    count = len(w4a8.candidates(asked))
+    return _show(count, w4a8.choose(asked), costs, _W4A8_COLUMNS, args.top)
+
+
 def _explain_attention(args: argparse.Namespace) -> int:
     scheme, arch, dtype = kv_scheme(args.scheme), named_arch(args.arch), Dtype(args.dtype)
     sides = {"keys": scheme.key, "values": scheme.value}
@@ -180,6 +213,7 @@ def _explain_attention(args: argparse.Namespace) -> int:
 _ATTENTION_COLUMNS = ("threads", "resident", "steps", "depth", "query_tiles")
 _VPTQ_COLUMNS = ("threads", "resident", "row_vectors", "book_in_shared", "rest_in_shared")
 _TILE_COLUMNS = ("threads", "resident", "column_warps", "row_tiles", "split", "depth")
+_W4A8_COLUMNS = ("threads", "resident", "split", "row_tiles", "token_tiles", "steps")
 _WIDE_COLUMNS = ("threads", "token_tile", "split", "depth")
 _DECODE_COLUMNS = ("threads", "steps", "unit", "panel_rows", "codebook_in_shared")
 
@@ -224,6 +258,7 @@ def _compile(args: argparse.Namespace) -> int:
     for arch in args.arches:
         dtypes = [Dtype(dtype) for dtype in args.dtypes]
         plans = _plans(schemes, arch, dtypes) + _vptq_plans(args.vptq, arch, dtypes)
+        plans += _w4a8_plans(args.qoq, arch, dtypes)
         for name, plan in plans:
             image, found = compile_plan(plan, arch)
             store.fetch(key(plan, arch), lambda image=image: image)  # type: ignore[misc]
@@ -251,6 +286,25 @@ def _vptq_plans(names: Sequence[str], arch: str, dtypes: list[Dtype]) -> list[tu
                     found.setdefault(plan, f"vptq {name} {dtype.value} x{tokens}")
                     inputs = vptq.inputs_plan(plan, layout)
                     found.setdefault(inputs, f"vptq_inputs {dtype.value} x{tokens}")
+    return [(name, plan) for plan, name in found.items()]
+
+
+def _w4a8_plans(names: Sequence[str], arch: str, dtypes: list[Dtype]) -> list[tuple[str, Plan]]:
+    """The kernels of products with 8-bit inputs, without repetitions."""
+    found: dict[Plan, str] = {}
+    for name in names:
+        for dtype in dtypes:
+            if dtype is Dtype.FLOAT32:
+                continue
+            for module, counts in ((w4a8, _TILE_TOKENS), (w4a8_wide, _MANY_TOKENS)):
+                swizzled = module is w4a8_wide
+                for tokens in counts:
+                    asked = _w4a8_problem(name, tokens, *_SHAPE, dtype, arch)
+                    plan = module.choose(asked)
+                    if plan is not None:
+                        found.setdefault(plan, f"{plan.template} {name} {dtype.value} x{tokens}")
+                        inputs = w4a8.inputs_plan(dtype, _SHAPE[1], swizzled)
+                        found.setdefault(inputs, f"w4a8_inputs {dtype.value} {swizzled}")
     return [(name, plan) for plan, name in found.items()]
 
 

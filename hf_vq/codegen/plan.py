@@ -279,14 +279,19 @@ class WidePlan(TablePlan):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: tables, in whole kilobytes, the ring, sums, barriers.
+        """Shared memory of a block: tables, in whole kilobytes, and what the ring needs."""
+        ring = shared_of_ring(self.depth, self.token_tile, self.warpgroups, self.split)
+        return -(-self.table_bytes // 1024) * 1024 + ring
 
-        Where columns are split, a block has the sums of all for a part of the tokens.
-        """
-        added = -(-self.token_tile // 8 // self.split) * self.split
-        meeting = added * 2048 * self.warpgroups if self.split > 1 else 0
-        ring = self.depth * (self.slot_bytes + 16)
-        return -(-self.table_bytes // 1024) * 1024 + ring + meeting + 16
+
+def shared_of_ring(depth: int, token_tile: int, warpgroups: int, split: int) -> int:
+    """Bytes of kernels/cuda/wide.cuh: slots, sums, barriers.
+
+    Where columns are split, a block has the sums of all for a part of the tokens.
+    """
+    added = -(-token_tile // 8 // split) * split
+    meeting = added * 2048 * warpgroups if split > 1 else 0
+    return depth * (128 * token_tile + 16) + meeting + 16
 
 
 @dataclass(frozen=True)

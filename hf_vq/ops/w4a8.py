@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import VQFormatError
 from ..formats import qoq
 from ..formats.packing import unpack_bits
 from ..formats.qoq import QoQScheme
@@ -20,6 +21,9 @@ from .library import define, library, only_result, problem
 LARGEST = 127
 SMALLEST = 1e-30
 """A token's largest number counts at least this much, so that its scale has an inverse."""
+
+KEYS = ("codes", "scale", "zero", "step")  # of the stored tensors, in the op's order
+Held = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 parse = lru_cache(maxsize=64)(QoQScheme.parse)
 
@@ -86,6 +90,51 @@ def reference(
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
+def checked(
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    step: Tensor | None,
+    scheme: QoQScheme,
+    columns: int,
+    device: torch.device,
+) -> Held:
+    """The stored tensors in their dtypes, side by side: a kernel would read what is not there.
+
+    Raises:
+        VQFormatError: they do not belong together, or are not on `device`.
+    """
+    given: Held = (codes, scale, zero, step)
+    rows, expected = codes.shape[0], _expected(scheme, codes.shape[0], columns)
+    if (step is None) != (expected[3] is None):
+        needed = ", ".join(qoq.qoq_specs(scheme, rows, columns))
+        raise VQFormatError(f"a layer of {scheme.spec()} has {needed}.")
+    held: list[Tensor | None] = []
+    for key, tensor, spec in zip(KEYS, given, expected, strict=True):
+        if tensor is None or spec is None:
+            held.append(None)
+            continue
+        shape, dtype = spec
+        if tensor.shape != shape or tensor.device != device:
+            raise VQFormatError(
+                f"{key} of a [{rows}, {columns}] layer of {scheme.spec()} is {list(tensor.shape)} "
+                f"on {tensor.device}, expected {list(shape)} on {device}."
+            )
+        same = tensor.dtype == dtype and tensor.is_contiguous()
+        held.append(tensor if same else tensor.to(dtype).contiguous())
+    return tuple(held)  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=1024)
+def _expected(
+    scheme: QoQScheme, rows: int, columns: int
+) -> tuple[tuple[torch.Size, torch.dtype] | None, ...]:
+    specs = qoq.qoq_specs(scheme, rows, columns)
+    return tuple(
+        (torch.Size(specs[key].shape), specs[key].dtype) if key in specs else None for key in KEYS
+    )
+
+
 def _w4a8_linear(
     x: Tensor,
     codes: Tensor,
@@ -114,7 +163,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        stored = dict(zip(("codes", "scale", "zero", "step"), ctx.saved_tensors, strict=True))
+        stored = dict(zip(KEYS, ctx.saved_tensors, strict=True))
         weight = qoq.decode(stored, parse(ctx.spec), ctx.length)
         grad_x = (grad.float() @ weight).to(ctx.dtype)
     if ctx.needs_input_grad[5]:

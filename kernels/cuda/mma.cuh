@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of 16-bit floats on tensor cores, with sums in float32.
+// Products on tensor cores: of 16-bit floats with sums in float32, and of bytes with sums in 32 bits.
 #pragma once
 #include "numbers.cuh"
 
@@ -22,6 +22,15 @@ __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
+}
+
+// d[16 x 8] += a[16 x 32] b[32 x 8], of unsigned a and signed b, modulo 2^32. As above, with four bytes in the place of two
+// numbers: a0 = row g at k = 4t .. 4t + 3, a2 at k = 4t + 16 .. 4t + 19, and so on.
+__device__ inline void mma_bytes(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                 uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // a * b + c, two at once.

@@ -14,6 +14,11 @@ enum class Scope { SHARED, TILE, E8P };  // who shares a codebook: all weights, 
 enum class Mask { NONE, BOOL, FLOAT32, FLOAT16, BFLOAT16 };  // of attention; none is causal
 enum class Fusion { SHUFFLE, SHARED, RENUMBERED };  // how decoded weights come to the lanes that multiply them
 
+// A number of 32 bits.
+template <class Number> __device__ inline Number of_bits(uint32_t word);
+template <> __device__ inline float of_bits<float>(uint32_t word) { return __uint_as_float(word); }
+template <> __device__ inline int of_bits<int>(uint32_t word) { return int(word); }
+
 template <Dtype D> constexpr int size_of = D == Dtype::FLOAT32 ? 4 : 2;
 
 __device__ inline float half_to_float(uint32_t half) {
@@ -90,6 +95,9 @@ template <int Bytes> __device__ inline void stream_words(const void* from, uint3
         : "l"(from));
   }
 }
+
+// To the L2 cache.
+__device__ inline void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // Words of shared memory at an address of its own space. Volatile: not before the barrier that they wait for.
 template <int Bytes> __device__ inline void load_shared(uint32_t from, uint32_t* word) {

@@ -2,6 +2,7 @@
 // Products of a warpgroup (PTX: wgmma.mma_async, sm_90a only), and what brings their factors to shared memory.
 //
 //     d[64 x N] += a[64 x 16] b[16 x N]        16-bit floats, sums in float32
+//     d[64 x N] += a[64 x 32] b[32 x N]        bytes, sums in 32 bits: two in the place of each number of 16 bits
 //
 // Warp w of four has rows 16 w .. 16 w + 15 of a and d, both in registers: a as in mma.cuh, and of d, in lane 4 g + t,
 //
@@ -31,6 +32,11 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 64)
+#define INTEGERS_4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
+#define INTEGERS_16(i) INTEGERS_4(i), INTEGERS_4(i + 4), INTEGERS_4(i + 8), INTEGERS_4(i + 12)
+#define INTEGERS_32(i) INTEGERS_16(i), INTEGERS_16(i + 16)
+#define INTEGERS_64(i) INTEGERS_32(i), INTEGERS_32(i + 32)
+#define INTEGERS_128(i) INTEGERS_64(i), INTEGERS_64(i + 64)
 #define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_32 \
   NAMES_16 \
@@ -45,6 +51,10 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_BYTES(N, COUNT, A, B)                                                                                \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.u8.s8 {" NAMES_##COUNT "}, {" A "}, " B ", 1;"      \
+               : INTEGERS_##COUNT(0)                                                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define WGMMA(N, COUNT, TYPE, A, B)                                                                        \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES_##COUNT "}, {" A "}, " B \
                ", 1, 1, 1, 0;"                                                                            \
@@ -63,6 +73,15 @@ __device__ inline void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t
   if constexpr (N == 128 && !half) WGMMA(128, 64, "bf16", "%64, %65, %66, %67", "%68");
   if constexpr (N == 256 && half) WGMMA(256, 128, "f16", "%128, %129, %130, %131", "%132");
   if constexpr (N == 256 && !half) WGMMA(256, 128, "bf16", "%128, %129, %130, %131", "%132");
+  static_assert(N == 32 || N == 64 || N == 128 || N == 256, "a size that is written out here");
+}
+
+// One product of k32, of unsigned a and signed b, modulo 2^32.
+template <int N> __device__ inline void wgmma_bytes(int (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (N == 32) WGMMA_BYTES(32, 16, "%16, %17, %18, %19", "%20");
+  if constexpr (N == 64) WGMMA_BYTES(64, 32, "%32, %33, %34, %35", "%36");
+  if constexpr (N == 128) WGMMA_BYTES(128, 64, "%64, %65, %66, %67", "%68");
+  if constexpr (N == 256) WGMMA_BYTES(256, 128, "%128, %129, %130, %131", "%132");
   static_assert(N == 32 || N == 64 || N == 128 || N == 256, "a size that is written out here");
 }
 
@@ -111,13 +130,15 @@ __device__ inline void wait_for_cluster() {
 }
 
 // Four numbers to the same address in block `rank` of the cluster, told to the barrier with the same address there.
-__device__ inline void send(uint32_t to, const float* value, uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %1;\nmapa.shared::cluster.u32 told, %2, %1;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [told];\n}" ::"r"(to),
-      "r"(rank), "r"(barrier), "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3])
-      : "memory");
-}
+#define SEND(TYPE, KIND)                                                                                              \
+  asm volatile(                                                                                                      \
+      "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %1;\nmapa.shared::cluster.u32 told, %2, %1;\n" \
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4." TYPE " [there], {%3, %4, %5, %6}, [told];\n}" ::"r"( \
+          to),                                                                                                       \
+      "r"(rank), "r"(barrier), KIND(value[0]), KIND(value[1]), KIND(value[2]), KIND(value[3])                         \
+      : "memory")
+__device__ inline void send(uint32_t to, const float* value, uint32_t barrier, int rank) { SEND("f32", "f"); }
+__device__ inline void send(uint32_t to, const int* value, uint32_t barrier, int rank) { SEND("s32", "r"); }
 
 // A warpgroup has `Count` registers a thread from here on: fewer than before, or more once others left them.
 template <int Count> __device__ inline void leave_registers() {

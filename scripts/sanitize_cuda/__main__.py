@@ -26,11 +26,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, islice
 
+import integers
 import kv
 import torch
 import weights
 
-MAKERS = weights.MAKERS | kv.MAKERS
+MAKERS = weights.MAKERS | kv.MAKERS | integers.MAKERS
 
 
 def run_part(kernels: Sequence[str], part: int, parts: int) -> None:

@@ -17,6 +17,8 @@ from hf_vq.bench import (
     cuda_peers,
     cuda_quantize,
     cuda_tune,
+    cuda_w4a8,
+    cuda_w4a8_tables,
 )
 from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.bench.record import read_record
@@ -40,9 +42,45 @@ def test_without_a_gpu_it_says_so():
         cuda_quantize,
         cuda_calibrate,
         cuda_crossover,
+        cuda_w4a8,
     ):
         with pytest.raises(VQBackendError, match="needs a CUDA device"):
             suite.run()
+
+
+@pytest.mark.gpu
+def test_cuda_w4a8(monkeypatch):
+    monkeypatch.setattr(cuda_w4a8, "cold_copies", lambda nbytes: 2)
+    _, results = cuda_w4a8.run(shapes=((256, 512),), tokens=(1, 64), rounds=1)
+    rows = results["rows"]
+    ours = [row for row in rows if "speedup" in row]
+    assert [row["tokens"] for row in ours] == [1, 1, 64, 64]
+    assert all(("of_reading" in row) == (row["tokens"] == 1) for row in ours)
+    assert set(ours[-1]["speedup"]) == {"bf16", "int8 x int8"}
+    assert cuda_w4a8_tables.table(rows).count("| 256 x 512 |") == 4
+
+
+def test_bars_of_w4a8():
+    """A made-up record: what is asked of which rows, and what would be a ceiling."""
+    rows = []
+    for shape in ((6144, 4096), (14336, 4096), (4096, 14336)):
+        for tokens, faster in ((1, 2.5), (64, 1.2), (1024, 1.5)):
+            given = {"out_features": shape[0], "in_features": shape[1], "tokens": tokens}
+            rows.append({"name": "bf16", **given, "us": 100.0})
+            for name, us in (("qoq-w4a8", 10.0), ("qoq-w4a8-g128", 11.0 + tokens / 1024)):
+                speedup = {"bf16": faster} | ({"int8 x int8": 0.5} if tokens > 16 else {})
+                rows.append({"name": name, **given, "us": us, "speedup": speedup})
+                if tokens == 1:
+                    rows[-1]["of_reading"] = 0.5
+    lines = cuda_w4a8_tables.bars(rows).splitlines()
+    found = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+             for line in lines[2:]}  # fmt: skip
+    one = found["1 token, `qoq-w4a8`"]
+    assert one == ["at least 2.2 x", "2.5 / 2.5 x", "yes", "5 / 5 x"]
+    assert found["64 tokens, `qoq-w4a8`"][2:] == ["no", "-"]
+    assert found["1024 tokens, `qoq-w4a8-g128`"][2:] == ["yes", "3 / 3 x"]
+    assert found["64 tokens, groups of 128, more time than without"][2] == "yes"
+    assert found["1024 tokens, groups of 128, more time than without"][2] == "no"
 
 
 @pytest.mark.gpu

@@ -55,6 +55,8 @@ def test_the_matrix_compiles_into_the_store(arch, tmp_path, capsys):
     assert sum(" linear" in line for line in lines) >= 16
     assert sum(" tiles" in line for line in lines) >= 2
     assert sum(" vptq" in line for line in lines) >= 10
+    assert sum(" w4a8 " in line for line in lines) >= 6
+    assert sum(" w4a8_wide" in line for line in lines) >= (3 if arch == "sm_90a" else 0)
     assert sum(" encode" in line for line in lines) == 8
     assert sum(" wide" in line for line in lines) >= (16 if arch == "sm_90a" else 0)
     assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)

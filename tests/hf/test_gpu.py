@@ -41,6 +41,23 @@ def test_moving_keeps_one_codebook_per_device(quantized):
     assert {row.problem.device for row in explain(model)} == {"cuda"}
 
 
+@pytest.mark.parametrize("scheme", ["qoq-w4a8", "qoq-w4a8-g32"])
+def test_integers_give_the_logits_of_the_reference(dense, monkeypatch, scheme):
+    """Bit by bit, of a prompt and of one token."""
+    model = LOAD(
+        dense("llama"), quantization_config=VQConfig(scheme), device_map="cuda",
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert {row.kernel for row in explain(model)} == {"cuda.w4a8_linear"}
+    given = tokens().to("cuda")
+    with torch.no_grad():
+        found = [model(part).logits for part in (given, given[:1, :1])]
+        monkeypatch.setenv("HF_VQ_BACKEND", "reference")
+        expected = [model(part).logits for part in (given, given[:1, :1])]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 @pytest.mark.parametrize("below", ["cpu", "disk"])
 def test_offload_from_the_gpu(dense, quantized, tmp_path, name, below):

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// A token as integers of 8 bits and one scale (ops/w4a8.py: quantize_tokens), by all threads of a block, bit by bit the
+// same: numbers = round(x * 127 / max |x|).
+//
+// A thread has pieces of 16 neighbouring columns in registers, from one reading of x. Columns are put in the numbering
+// of w4a8.cuh: of eight the even ones, then the odd ones.
+#pragma once
+#include "numbers.cuh"
+#include "plan.cuh"
+#include "w4a8.cuh"
+
+constexpr int chunks = (Plan::columns + chunk - 1) / chunk;
+
+struct Rounding {
+  static constexpr int pieces = Plan::columns / 16, padded = chunks * chunk / 16;
+  static constexpr int each = (padded + Plan::threads - 1) / Plan::threads;
+  static constexpr int warps = Plan::threads / 32, shared_bytes = 2 * 4 * 32;
+  uint32_t word[each][8];
+
+  __device__ void load(const uint16_t* x) {
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int piece = threadIdx.x + i * Plan::threads;
+      if (piece < pieces) {
+        load_words<32>(x + piece * 16, word[i]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) word[i][j] = 0;
+      }
+    }
+  }
+
+  // The largest bits of |x|: those of NaN and of infinity are larger than those of numbers.
+  __device__ uint32_t largest_bits() const {
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) found = max(found, max(word[i][j] & 0x7fff, word[i][j] >> 16 & 0x7fff));
+    return found;
+  }
+
+  // `put(piece, words)` gets 16 numbers of each piece, in order, and zeros beyond the last column. `shared`: of
+  // `shared_bytes`, which nobody else uses. All threads get the token.
+  template <class Put> __device__ Token round(char* shared, Put put) const {
+    uint32_t* largest = reinterpret_cast<uint32_t*>(shared);
+    int* sums = reinterpret_cast<int*>(largest + 32);
+    uint32_t bits = __reduce_max_sync(0xffffffffu, largest_bits());
+    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = bits;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < warps; ++w) bits = max(bits, largest[w]);
+    const float most = to_float<Plan::dtype>(uint16_t(bits));
+    const bool finite = __float_as_uint(most) < 0x7f800000u;
+    const float magnitude = finite ? fmaxf(most, 1e-30f) : __uint_as_float(0x7fc00000u);
+    const float inverse = __fdiv_rn(127.0f, magnitude);
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int piece = threadIdx.x + i * Plan::threads;
+      if (piece >= padded) break;
+      uint32_t ordered[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t number[8];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float first, second;
+          unpack_pair<Plan::dtype>(word[i][4 * half + j], first, second);
+          number[2 * j] = finite ? __float2int_rn(__fmul_rn(first, inverse)) & 255 : 0;
+          number[2 * j + 1] = finite ? __float2int_rn(__fmul_rn(second, inverse)) & 255 : 0;
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd)
+          ordered[2 * half + odd] =
+              number[odd] | number[2 + odd] << 8 | number[4 + odd] << 16 | number[6 + odd] << 24;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum = __dp4a(int(ordered[j]), 0x01010101, sum);
+      put(piece, ordered);
+    }
+    sum = __reduce_add_sync(0xffffffffu, sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = 0;
+#pragma unroll
+    for (int w = 0; w < warps; ++w) sum += sums[w];
+    return {magnitude * (1.0f / 127.0f), sum};
+  }
+};
