@@ -219,8 +219,8 @@ class Slots:
         return self._copy_to(at, nbytes, owner, sources, now)
 
     def _room(self, nbytes: int, kept: list[_Place]) -> int | None:
-        """Where so many bytes of one slot begin that are not lent and not kept: after what was copied
-        last, or before it."""
+        """Where so many bytes of one slot begin that are not lent and not kept: after what was
+        copied last, or before it."""
         assert self._memory is not None
         for at in (self._at, 0):
             while at + nbytes <= self._memory.numel():

@@ -12,10 +12,11 @@ PASSES = [
 ]  # fmt: skip
 
 
-def offloaded(tokens, hidden):
+def offloaded(tokens, hidden, launching=12.4):
     return {
         "name": "turboquant-4+4", "tokens": tokens, "resident_ms": 10.0, "offload_ms": 12.5,
-        "copies_ms": 5.0, "gb_per_second": 52.0, "hidden": hidden, "saved_mb": 210.5,
+        "offload_host_ms": launching, "copies_ms": 5.0, "gb_per_second": 52.0, "of_bus": 0.94,
+        "bus_gb_per_second": 55.0, "hidden": hidden, "copied_mb": 276.0, "largest_mb": 32.8,
         "slots_mb": 65.5, "same_logits": True,
     }  # fmt: skip
 
@@ -28,19 +29,26 @@ def test_quality():
 
 
 def test_offload():
-    (line,) = passes_tables.offload([offloaded(2048, -0.4)]).splitlines()[2:]
-    numbers = "| 2,048 | 10.00 | 12.50 | 5.00 | 52.0 | 0% | 210 | 66 | yes |"
-    assert line == f"| `turboquant-4+4` {numbers}"
+    line, _, memory = passes_tables.offload([offloaded(2048, -0.4)]).splitlines()[2:]
+    assert line == "| `turboquant-4+4` | 2,048 | 10.00 | 12.50 | 12.40 | 5.00 | 0% | yes |"
+    assert memory == (
+        "`turboquant-4+4`: 276 MB are copied at 52.0 GB/s, one large copy has 55.0; of 276 MB on "
+        "the GPU 66 are left, two slots of 33."
+    )
 
 
 def test_bars():
     """Prompts only; a bar that is missed says what binds it; what was not measured has no line."""
     rows = [offloaded(1, 0.0), offloaded(2048, 0.85), offloaded(4096, -0.4)]
+    rows.append(offloaded(8192, 0.5, launching=6.0))
     records = {name: {"results": {"rows": found}} for name, found in
                zip(passes_tables.SUITES, (PASSES, rows), strict=True)}  # fmt: skip
     lines = passes_tables.bars(records).splitlines()[2:]
     assert lines[0] == "| `turboquant-4+4`, KLD | at most 0.0003 | 0.0002 | yes | - |"
     assert lines[1].startswith("| `turboquant-4+2`, KLD | at most 0.003 | 0.004 | no |")
     assert lines[2].endswith("copies that are hidden | at least 80 % | 85 % | yes | - |")
-    assert "0 % | no | what the host" in lines[3] and len(lines) == 4
+    assert "0 % | no | the host" in lines[3]
+    assert "50 % | no | the GPU computes for 10.0 ms, copies take 5.0" in lines[4]
+    assert lines[5] == "| `turboquant-4+4`, copies, of the bus | at least 90 % | 94 % | yes | - |"
+    assert len(lines) == 6
     assert not passes_tables.bars(dict.fromkeys(passes_tables.SUITES)).splitlines()[2:]
