@@ -81,8 +81,9 @@ def test_nested_passes(spec, rows, columns, tokens, dtype):
     scheme, tensors = stored(spec, rows, columns)
     x = torch.randn(tokens, columns, device="cuda", dtype=dtype)
     bias = torch.randn(rows, device="cuda", dtype=dtype)
-    decoded = "two_passes.linear" if restorable(scheme, columns, DTYPES[dtype]) else "cuda.linear"
-    assert runs(x, scheme, rows) == ("cuda.fused_linear" if tokens <= 64 else decoded)
+    others = ("two_passes.linear", "triton.linear")  # the second where Triton is installed
+    decoded = others if restorable(scheme, columns, DTYPES[dtype]) else ("cuda.linear",)
+    assert runs(x, scheme, rows) in (("cuda.fused_linear",) if tokens <= 64 else decoded)
     poison()
     check(ops.linear(x, tensors, bias, scheme), x, tensors, bias, scheme)
 
@@ -226,6 +227,7 @@ def test_layers_in_any_order_on_any_stream():
     assert all(torch.equal(y, expected[i]) for i, y in found)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @torch.no_grad()
 def test_graphs_refuse_offloaded_layers():
     model = two_passes(1)

@@ -340,7 +340,7 @@ def linear(
     y = x.new_empty(*x.shape[:-1], out_features)
     if not y.numel():
         return y
-    with torch.cuda.device(x.device):
+    with on_device(x.get_device()):
         inputs = _ready(x, x.dtype).view(-1, in_features)
         restored = restorable(scheme, in_features, DTYPES[x.dtype]) is None
         if scheme.rotation != "none" and not restored:

@@ -52,10 +52,14 @@ class Transfer(Protocol):
 
 
 class CudaTransfer:
-    """Copies on a stream of their own."""
+    """Copies on a stream of their own.
+
+    By the streams of any accelerator, which are all C++: those of torch.cuda are Python, and take
+    longer than the rest of what the host does for a layer.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device, self.stream = device, torch.Stream(device)
 
     def check(self) -> None:
         """Raise VQBackendError in a CUDA graph: it would repeat the copy, not the question whose
@@ -72,27 +76,30 @@ class CudaTransfer:
         # It may be freed, and given to others, while a copy to it is still on its way.
         memory.record_stream(self.stream)
         # Who had these bytes before may still be reading them.
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_event(self._current().record_event())
         return memory
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any]) -> Any:
         """Copies from pinned memory."""
         for event in after:
             self.stream.wait_event(event)
-        with torch.cuda.stream(self.stream):
+        with self.stream:
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
         return self.stream.record_event()
 
     def wait(self, event: Any) -> None:
         """Of the current stream."""
-        torch.cuda.current_stream(self.device).wait_event(event)
+        self._current().wait_event(event)
 
     def mark(self, memory: Tensor) -> tuple[Hashable, Any]:
         """The current stream."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._current()
         memory.record_stream(stream)
-        return stream.cuda_stream, stream.record_event()
+        return stream.stream_id, stream.record_event()
+
+    def _current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device.index)
 
 
 class Owner(Protocol):
