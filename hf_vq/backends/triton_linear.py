@@ -36,6 +36,8 @@ _ROWS = 32  # of the smallest tile
 _STEPS = 4  # of a row, that a program does at least
 _WIDEST_ROTATION = 64  # inputs and outputs of one product
 _SMALLEST_DOT = 16
+_LARGEST_TABLE = 8  # bits of a code
+_ADDED = 512  # numbers of a program
 
 
 @triton.jit
@@ -133,6 +135,7 @@ def _multiply(
     BITS: tl.constexpr,
     SECOND_BITS: tl.constexpr,
     BYTES: tl.constexpr,
+    TABLE: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -141,7 +144,8 @@ def _multiply(
     #
     # A program: BLOCK_TOKENS tokens x BLOCK_ROWS rows x `steps` times STEP weights of a row. Those
     # of the same rows follow each other, so that only the first reads its codes from DRAM. Bound,
-    # for few tokens, by lookups in L1, one for each code.
+    # for few tokens, by lookups, one for each code: in shared memory, where Triton writes a small
+    # table anew for every step, else in L1, which is slower.
     UNITS: tl.constexpr = STEP // PLANES
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -151,6 +155,8 @@ def _multiply(
     x_rows = x + token[None, :] * in_features
     scale_rows = scale + row * (in_features // group)
 
+    if TABLE:
+        table = tl.load(codebook + tl.arange(0, 1 << (BITS + SECOND_BITS)))
     total = tl.full([BLOCK_ROWS, BLOCK_TOKENS], 0.0, tl.float32)
     last = (in_features + STEP - 1) // STEP
     for i in range(split * steps, min(split * steps + steps, last)):
@@ -168,7 +174,11 @@ def _multiply(
                     code = code << SECOND_BITS | (
                         lower >> (k * SECOND_BITS) & ((1 << SECOND_BITS) - 1)
                     )
-                entry = tl.load(codebook + code)  # any code is that of an entry
+                if TABLE:
+                    flat = tl.gather(table, tl.reshape(code, [BLOCK_ROWS * UNITS]), 0)
+                    entry = tl.reshape(flat, [BLOCK_ROWS, UNITS])
+                else:
+                    entry = tl.load(codebook + code)  # any code is that of an entry
             weight = (entry >> (16 * (k % VECTOR))).to(tl.int16).to(tl.float16, bitcast=True)
             here = (unit < units)[:, None] & token_here[None, :]
             inputs = tl.load(x_rows + (k * units + unit)[:, None], mask=here, other=0.0)
@@ -185,6 +195,18 @@ def _multiply(
         total.to(out.dtype.element_ty),
         mask=row_here[:, None] & token_here[None, :],
     )
+
+
+@triton.jit
+def _add(
+    out: tl.tensor, parts: tl.tensor, numel: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    # out[i] = sum_s parts[s, i], always in this order
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for s in range(splits):
+        total += tl.load(parts + s * numel + at, mask=at < numel, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < numel)
 
 
 def _configs() -> list[triton.Config]:
@@ -262,11 +284,12 @@ def linear(
                 BITS=scheme.entry_bits,
                 SECOND_BITS=scheme.second_bits,
                 BYTES=_code_bytes(scheme, p),
+                TABLE=scheme.entry_bits + scheme.second_bits <= _LARGEST_TABLE,
                 STEP=step(scheme, in_features),
                 BLOCK_TOKENS=block_tokens,
             )
         if splits > 1:
-            y.copy_(out.sum(0).view_as(y))
+            _add[(triton.cdiv(y.numel(), _ADDED),)](y, out, y.numel(), splits, BLOCK=_ADDED)
     return y
 
 

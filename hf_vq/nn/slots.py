@@ -29,6 +29,7 @@ from torch import Tensor
 from ..errors import VQBackendError
 
 _ALIGNED = 256  # bytes at which a tensor begins
+_NOBODY: tuple[Callable[[], None], bool] = (lambda: None), False
 
 
 class Transfer(Protocol):
@@ -131,6 +132,7 @@ class _Source:
 class _Place:
     """Bytes `start` to `end` of the memory, and whose tensors they are."""
 
+    owner: Callable[[], Owner | None]
     memory: Tensor
     start: int
     end: int
@@ -202,7 +204,7 @@ class Slots:
             try:
                 if ordered:
                     self._learn(owner)
-                    self._copy_ahead(owner)
+                    self._copy_ahead(owner, place)
                 self.transfer.wait(place.ready)
                 yield place.views
             finally:
@@ -222,7 +224,7 @@ class Slots:
         if at is None:
             at = self._room(nbytes, [])
         if at is None:  # all is lent
-            return self._copy(self.transfer.empty(nbytes), 0, sources, now, [])
+            return self._copy(owner, self.transfer.empty(nbytes), 0, sources, now, [])
         return self._copy_to(at, nbytes, owner, sources, now)
 
     def _room(self, nbytes: int, kept: list[_Place]) -> int | None:
@@ -255,13 +257,14 @@ class Slots:
         for one in over:
             one.copied = None  # nobody's, should anything fail from here on
         used = [event for one in over for event in one.used.values()]
-        place = self._of[owner] = self._copy(self._memory, at, sources, now, used)
+        place = self._of[owner] = self._copy(owner, self._memory, at, sources, now, used)
         self._places = [*(p for p in self._places if p not in over), place]
         self._at = place.end
         return place
 
     def _copy(
         self,
+        owner: Owner,
         memory: Tensor,
         start: int,
         sources: Sequence[Tensor],
@@ -274,7 +277,7 @@ class Slots:
             views.append(part.view(source.dtype).view(source.shape))
             end += _room_of(source)
         ready = self.transfer.copy(list(zip(views, sources, strict=True)), after)
-        return _Place(memory, start, end, views, now, ready)
+        return _Place(weakref.ref(owner), memory, start, end, views, now, ready)
 
     def _learn(self, owner: Owner) -> None:
         """Who asks after whom."""
@@ -283,23 +286,28 @@ class Slots:
             known = self._next.get(last)
             self._next[last] = (weakref.ref(owner), known is None or known[0]() is owner)
 
-    def _copy_ahead(self, owner: Owner) -> None:
+    def _copy_ahead(self, owner: Owner, place: _Place) -> None:
         """Copy for those that are sure to come next, as many as a slot holds."""
-        self._coming, left, one = [], self._slot, owner
-        while True:
-            follower, sure = self._next.get(one, (lambda: None, False))
-            coming = follower()
-            if not sure or coming is None or coming is owner:
+        if self._coming and self._coming[0] is place:
+            del self._coming[0]
+        else:
+            self._coming = []
+        left = self._slot - sum(one.end - one.start for one in self._coming)
+        last: Owner | None = self._coming[-1].owner() if self._coming else owner
+        while last is not None:
+            follower, sure = self._next.get(last, _NOBODY)
+            coming = follower() if sure else None
+            if coming is None or coming is owner:
                 return
-            place = self._of.get(coming)
-            if place is not None and place.end - place.start > left:
+            known = self._of.get(coming)
+            if known is not None and known.end - known.start > left:
                 return
-            if place is None or place.copied is None:
-                place = self._ahead(coming, left)
-            if place is None:
+            if known is None or known.copied is None:
+                known = self._ahead(coming, left)
+            if known is None:
                 return
-            self._coming.append(place)
-            left, one = left - (place.end - place.start), coming
+            self._coming.append(known)
+            left, last = left - (known.end - known.start), coming
 
     def _ahead(self, owner: Owner, most: int) -> _Place | None:
         """Copy for a layer that did not ask yet, if that is possible and takes no more bytes."""
@@ -315,9 +323,12 @@ class Slots:
 def _sources(tensors: Sequence[Tensor]) -> list[_Source] | None:
     """What a place with copies of them is compared with; None of tensors made in inference mode,
     where writes are not counted."""
-    if any(tensor.is_inference() for tensor in tensors):
-        return None
-    return [_Source.of(tensor) for tensor in tensors]
+    found = []
+    for tensor in tensors:
+        if tensor.is_inference():
+            return None
+        found.append(_Source.of(tensor))
+    return found
 
 
 def _are_as(copied: list[_Source] | None, now: list[_Source] | None) -> bool:

@@ -34,9 +34,9 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
     tensors = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "scale": "*fp16", "signs": "*u8"}
     signature = numbers | tensors | {"codes": "*u8", "codebook": "*i32", "norm": "fp32"}
     rotation = {"PLANES": 2, "BLOCK": 128, "TILE": 64, "BLOCK_TOKENS": 16}
-    product = {"PLANES": 2, "VECTOR": 2, "BITS": 6, "SECOND_BITS": 0, "BYTES": 2, "STEP": 128,
-               "BLOCK_TOKENS": 16, "second": None}  # fmt: skip
-    nested = product | {"VECTOR": 1, "BITS": 4, "SECOND_BITS": 4, "BYTES": 1}
+    product = {"PLANES": 2, "VECTOR": 2, "BITS": 6, "SECOND_BITS": 0, "BYTES": 2, "TABLE": False,
+               "STEP": 128, "BLOCK_TOKENS": 16, "second": None}  # fmt: skip
+    nested = product | {"VECTOR": 1, "BITS": 4, "SECOND_BITS": 4, "BYTES": 1, "TABLE": True}
     del nested["second"]
     config = triton_linear._configs()[0]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
