@@ -28,6 +28,7 @@ from . import (
     cuda_mechanisms,
     cuda_offload,
     cuda_parts,
+    cuda_passes,
     cuda_peers,
     cuda_quantize,
     cuda_tune,
@@ -50,7 +51,7 @@ TIMED_SUITES: dict[str, Any] = {
     "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,
     "cuda-quantize": cuda_quantize, "cuda-calibrate": cuda_calibrate,
     "cpu-calibrate": cpu_calibrate, "cuda-crossover": cuda_crossover, "cuda-parts": cuda_parts,
-    "cuda-offload": cuda_offload, "serve": serve,
+    "cuda-offload": cuda_offload, "cuda-passes": cuda_passes, "serve": serve,
 }  # fmt: skip
 
 

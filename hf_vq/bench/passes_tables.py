@@ -1,4 +1,4 @@
-"""Tables of the suites `quality-passes` and `cuda-offload`, from their records."""
+"""Tables of the suites `quality-passes`, `cuda-passes` and `cuda-offload`, from their records."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 from .bars import Bar, bars_table, pick
 from .show import markdown_table, significant
 
-SUITES = ("quality-passes", "cuda-offload")
+SUITES = ("quality-passes", "cuda-passes", "cuda-offload")
 KLD = {"turboquant-4+4": 3e-4, "turboquant-4+2": 3e-3}  # at most, of tinybooks-17m
 HIDDEN, PROMPT = 0.80, 2048  # of the copies, from so many tokens on
 OF_BUS = 0.90  # that copies reach
+NESTED, TIMES_BF16, TIMES_CUDA, FEWEST = "turboquant-4+4", 1.6, 1.5, 16
 _BUSY = 0.95  # of a step: who is busy for longer, binds
 
 _Rows = Sequence[dict[str, Any]]
@@ -28,6 +29,22 @@ def quality(rows: _Rows) -> str:
             name, f"{row['bits_per_weight']:.3f}", significant(row["kld"]),
             significant(row["kld_p99"]), f"{row['change']:+.2f}",
         ])  # fmt: skip
+    return markdown_table(head, cells)
+
+
+def kernels(rows: _Rows) -> str:
+    """Microseconds of every kernel of two nested passes."""
+    head = ["weights", "out x in", "tokens", "bf16, us", "CUDA, us", "times bf16", "Triton, us",
+            "reading alone, us"]  # fmt: skip
+    cells = [
+        [
+            f"`{row['name']}`", f"{row['out_features']} x {row['in_features']}",
+            str(row["tokens"]), f"{row['bf16_us']:.1f}", f"{row['cuda_us']:.1f}",
+            f"{row['bf16_us'] / row['cuda_us']:.2f}", f"{row['triton_us']:.1f}",
+            f"{row['read_us']:.1f}" if "read_us" in row else "",
+        ]
+        for row in rows
+    ]  # fmt: skip
     return markdown_table(head, cells)
 
 
@@ -62,6 +79,7 @@ def bars(records: Mapping[str, dict[str, Any] | None]) -> str:
     """What was asked for, from those of the records `SUITES` that there are."""
     rows = {name: record["results"]["rows"] for name, record in records.items() if record}
     found = [*_quality_bars(rows.get("quality-passes", ()))]
+    found += _kernel_bars(rows.get("cuda-passes", ()))
     return bars_table([*found, *_offload_bars(rows.get("cuda-offload", ()))], "what binds")
 
 
@@ -69,6 +87,24 @@ def _quality_bars(rows: _Rows) -> Iterator[Bar]:
     for name, most in KLD.items():
         kld = tuple(row["kld"] for row in pick(rows, name=name))
         yield Bar(f"`{name}`, KLD", most, kld, most=True, unit="")
+
+
+def _kernel_bars(rows: _Rows) -> Iterator[Bar]:
+    """Of `turboquant-4+4`, at the shapes of the record, one after the other."""
+    found = pick(rows, name=NESTED)
+    alone = [row for row in found if row["tokens"] == 1]
+    yield Bar(
+        f"`{NESTED}`, 1 token, times bf16", TIMES_BF16,
+        tuple(row["bf16_us"] / row["cuda_us"] for row in alone),
+        binds="waiting for codes and lookups: no unit of a multiprocessor is busy for two thirds "
+        "of the time, but registers allow no more warps",
+    )  # fmt: skip
+    for count in sorted({row["tokens"] for row in found if row["tokens"] >= FEWEST}):
+        yield Bar(
+            f"`{NESTED}`, {count} tokens, Triton's time, times that of CUDA", TIMES_CUDA,
+            tuple(row["triton_us"] / row["cuda_us"] for row in pick(found, tokens=count)),
+            most=True, binds="lookups in shared memory, which Triton cannot copy for every bank",
+        )  # fmt: skip
 
 
 def _offload_bars(rows: _Rows) -> Iterator[Bar]:
