@@ -12,6 +12,7 @@ from torch import Tensor
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
 
+OLDEST = (3, 2)  # gathers in shared memory
 DEVICES = ("cuda", "xpu")  # PyTorch calls ROCm cuda
 DTYPES = ("float16", "bfloat16", "float32")
 VECTOR_SIZES = (1, 2, 4)  # an entry is one integer of 16, 32 or 64 bits
@@ -28,8 +29,8 @@ def needs() -> str | None:
         from triton.runtime import driver
     except ImportError:
         return "Triton is not installed: pip install hf-vq[triton]"
-    if int(triton.__version__.split(".")[0]) < 3:
-        return f"Triton {triton.__version__} is older than 3"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
+        return f"Triton {triton.__version__} is older than {'.'.join(map(str, OLDEST))}"
     try:
         target = driver.active.get_current_target()
     except Exception as error:  # each of its backends raises others: no GPU, no C compiler, ..

@@ -119,9 +119,9 @@ def test_what_it_needs(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "get_current_target", fails)
     row.needs.cache_clear()
     assert row.needs() == "Triton finds no GPU that it can use: 0 active drivers"
-    monkeypatch.setattr(triton, "__version__", "2.3.1")
+    monkeypatch.setattr(triton, "__version__", "3.1.0")
     row.needs.cache_clear()
-    assert row.needs() == "Triton 2.3.1 is older than 3"
+    assert row.needs() == "Triton 3.1.0 is older than 3.2"
     monkeypatch.setitem(sys.modules, "triton", None)
     row.needs.cache_clear()
     assert row.needs() == "Triton is not installed: pip install hf-vq[triton]"
