@@ -18,6 +18,7 @@ from ..ops import dispatch
 NAME = "cutile.linear"
 BITS = 4  # of a pass
 STEP = 128  # columns at a time
+TOKENS, ROWS = 16, 64  # of a block
 DTYPES = ("float16", "bfloat16")
 
 

@@ -14,16 +14,19 @@ only: cuTile is an optional package.
 
 from __future__ import annotations
 
+import io
+from typing import Any
+
 import cuda.tile as ct
 import torch
+from cuda.tile import compilation
 from torch import Tensor
 
 from ..formats.scheme import VQScheme
 from ..ops import rotate
-from .cutile import STEP
+from .cutile import ROWS, STEP, TOKENS
 
 BYTES = STEP // 2  # of a row and a pass
-TOKENS, ROWS = 16, 64  # of a block
 
 Size = ct.Constant[int]
 
@@ -59,6 +62,43 @@ def linear_kernel(  # type: ignore[no-untyped-def]  # cuTile reads the annotatio
         factor = ct.load(scale, (n, step // GROUP), (TN, 1), padding_mode=zero)
         total = total + part * ct.transpose(ct.astype(factor, ct.float32))
     ct.store(y, (m, n), ct.astype(total, y.dtype))
+
+
+def cubin(arch: str, dtype: str, nested: bool, group: int = 1) -> bytes:
+    """The kernel's machine code, compiled ahead of time, without a GPU. A driver launches it, by
+    the name `linear`, with a thread for each block, and for each of its arrays an address, sizes
+    and strides (int32).
+
+    Args:
+        arch: of the GPU, e.g. `sm_90`.
+        dtype: of inputs and outputs.
+        nested: two passes.
+        group: steps that share a scale.
+    """
+    codes, table = _array("uint8", 2, BYTES), _array(dtype, 1)
+    arrays = [_array(dtype, 3, BYTES), codes, codes, table, _array("float16", 2), _array(dtype, 2)]
+    parameters = [*arrays, TOKENS, ROWS, group, int(nested)]
+    convention = compilation.CallingConvention.cutile_python_v1()
+    signature = compilation.KernelSignature(parameters, convention, symbol="linear")
+    out = io.BytesIO()
+    compilation.export_kernel(linear_kernel, [signature], out, gpu_code=arch, output_format="cubin")
+    return out.getvalue()
+
+
+def _array(dtype: str, dimensions: int, divisor: int = 1) -> Any:
+    """A parameter whose rows are multiples of `divisor` numbers, which lie side by side."""
+    return compilation.ArrayConstraint(
+        getattr(ct, dtype),
+        dimensions,
+        index_dtype=ct.int32,
+        stride_lower_bound_incl=0,
+        alias_groups=("codes",) if dtype == "uint8" else (),  # one pass is given twice
+        may_alias_internally=False,
+        stride_constant=(None,) * (dimensions - 1) + (1,),
+        stride_divisible_by=(divisor,) * (dimensions - 1) + (1,),
+        shape_divisible_by=(1,) * (dimensions - 1) + (divisor,),
+        base_addr_divisible_by=16,
+    )
 
 
 def linear(

@@ -106,6 +106,8 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
             if isinstance(getattr(module, "TOKENS", None), tuple):
                 suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
+            if name == "cuda-passes":
+                suite.add_argument("--cubins", type=Path, help="folder of cutile_cubins")
             if name == "cuda-attention":
                 suite.add_argument("--quick", action="store_true", help="three small cases")
             if name == "cuda-generate-kv":
@@ -187,7 +189,8 @@ def _measure(args: argparse.Namespace) -> int:
 def _time(args: argparse.Namespace) -> int:
     options = {"threads": "", "tokens": "", "schemes": "", "layers": "", "rounds": "",
                "quick": "", "cases": "", "requests": "", "prompt": "", "new": "", "memory_gb": "",
-               "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR", "llama_contexts": ""}  # fmt: skip
+               "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR", "llama_contexts": "",
+               "cubins": "CUBINS_DIR"}  # fmt: skip
     names = {name: shown for name, shown in options.items() if hasattr(args, name)}
     isa = env.CPU_ISA.get()
     start = f"{f'HF_VQ_CPU_ISA={isa} ' if isa else ''}python -m hf_vq.bench {args.suite}"

@@ -35,13 +35,13 @@ def quality(rows: _Rows) -> str:
 def kernels(rows: _Rows) -> str:
     """Microseconds of every kernel of two nested passes."""
     head = ["weights", "out x in", "tokens", "bf16, us", "CUDA, us", "times bf16", "Triton, us",
-            "reading alone, us"]  # fmt: skip
+            "cuTile, us", "reading alone, us"]  # fmt: skip
     cells = [
         [
             f"`{row['name']}`", f"{row['out_features']} x {row['in_features']}",
             str(row["tokens"]), f"{row['bf16_us']:.1f}", f"{row['cuda_us']:.1f}",
             f"{row['bf16_us'] / row['cuda_us']:.2f}", f"{row['triton_us']:.1f}",
-            f"{row['read_us']:.1f}" if "read_us" in row else "",
+            *(f"{row[of]:.1f}" if of in row else "" for of in ("cutile_us", "read_us")),
         ]
         for row in rows
     ]  # fmt: skip
