@@ -12,6 +12,7 @@ from .backends import cpu_vptq as _cpu_vptq
 from .backends import cpu_w4a8 as _cpu_w4a8
 from .backends import cuda as _cuda
 from .backends import cuda_w4a8_rows as _cuda_w4a8
+from .backends import cutile as _cutile
 from .backends import reference as _reference
 from .backends import torch_attention as _torch_attention
 from .backends import triton as _triton
@@ -51,7 +52,7 @@ __version__ = "0.1.0"
 # Rows of the dispatch table are asked in this order.
 for _plugin in (
     _cuda, _cuda_w4a8, _cpu_linear, _cpu_nested, _cpu_vptq, _cpu_w4a8, _cpu_attention, _cpu_static,
-    _triton, _torch_attention, _two_passes, _reference, _fit_rows, _quantizer, _attention,
+    _triton, _cutile, _torch_attention, _two_passes, _reference, _fit_rows, _quantizer, _attention,
     _generation, _paged, _graphs,
 ):  # fmt: skip
     _plugin.register()

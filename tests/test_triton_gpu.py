@@ -24,7 +24,8 @@ pytestmark = [
 pytest.importorskip("triton", reason="Triton is not installed: hf-vq[triton]")
 
 TOKENS = (1, 5, 16, 100)
-SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-2", "turboquant-8")
+SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-2", "turboquant-8",
+           "turboquant-4+4", "turboquant-4+2")  # fmt: skip
 ODD = [  # spec, out_features, in_features
     ("vq1x3r1-tensor-g0-none", 7, 77),
     ("vq1x4r1-universal-g16-hadamard0", 127, 176),
@@ -33,6 +34,8 @@ ODD = [  # spec, out_features, in_features
     ("vq2x11r1-tensor-g0-none", 33, 130),
     ("vq2x8r1-universal-g0-random_hadamard0", 31, 2048),
     ("vq4x13r1-tensor-g64-none", 300, 192),
+    ("vq1x1+4r2-universal-g0-none-nested", 9, 154),
+    ("vq1x3+1r2-universal-g32-hadamard32-nested", 33, 160),
 ]
 
 
@@ -77,9 +80,11 @@ def check(y, x, tensors, bias, scheme):
     And float32 sums, in whatever order: roundings of n additions add up like a random walk.
     """
     rotation = ops.codes.rotation_of(tensors)
-    weight = reference.decode_rotated(
-        tensors["codes"], tensors["codebook"], tensors["scale"], scheme, x.shape[-1]
-    )
+    keys = ("codes", "codebook", "scale")
+    decode = reference.decode_rotated
+    if scheme.two_passes:
+        keys, decode = ("codes", "codes_2", "codebook_2", "scale"), reference.decode_nested
+    weight = decode(*(tensors[key] for key in keys), scheme, x.shape[-1])
     inputs = reference.rotate(x.double(), rotation, scheme, False)
     exact = inputs @ weight.double().T + (0 if bias is None else bias.double())
     rounded = reference.rotate(x.float(), rotation, scheme, False).to(x.dtype)

@@ -45,12 +45,15 @@ def needs() -> str | None:
 def accepts(problem: dispatch.Problem) -> str | None:
     """None if there are kernels for the codes and the rotation, else the reason why not."""
     from ..codegen.choose import decodable, rotatable
+    from ..codegen.choose_dense import restorable
     from ..codegen.plan import Dtype
 
     if problem.op == "linear" and problem.dtype not in {dtype.value for dtype in Dtype}:
         return f"inputs are {problem.dtype}"
     scheme = VQScheme.parse(problem.scheme)
     in_features = problem.k if problem.op == "linear" else problem.n
+    if problem.op == "linear" and scheme.stages == "nested":
+        return restorable(scheme, in_features, Dtype(problem.dtype))
     return decodable(scheme) or rotatable(scheme, in_features)
 
 

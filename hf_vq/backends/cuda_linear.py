@@ -71,6 +71,12 @@ class DenseArguments(ctypes.Structure):
     ]
 
 
+class NestedDenseArguments(ctypes.Structure):
+    """The same where codes of a nested pass are looked up too."""
+
+    _fields_ = [("second", ctypes.c_void_p), *DenseArguments._fields_]
+
+
 class RotateArguments(ctypes.Structure):
     """struct Arguments of kernels/cuda/rotate.cu."""
 
@@ -98,7 +104,8 @@ def _restorer(
     scheme: VQScheme, in_features: int, dtype: torch.dtype, ordinal: int
 ) -> tuple[Kernel, DensePlan]:
     plan = dense_plan(DecodeProblem(scheme, 0, in_features, DTYPES[dtype], device_arch(ordinal)))
-    return _kernel(plan, DenseArguments, ordinal), plan
+    arguments = NestedDenseArguments if scheme.two_passes else DenseArguments
+    return _kernel(plan, arguments, ordinal), plan
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,7 +145,7 @@ class Stored:
 
     Args:
         codes: uint8 [rows, bytes].
-        codebook: see `formats.tensor_specs`.
+        codebook: see `formats.tensor_specs`; of nested passes the one of both.
         scale: [rows, groups].
         scheme: of the codes.
         in_features: weights of a row.
@@ -190,18 +197,25 @@ class Stored:
             self.in_features,
         )
 
-    def restore(self, first: int, rotation: Tensor | None, out: Tensor) -> None:
+    def restore(
+        self, first: int, rotation: Tensor | None, out: Tensor, second: Tensor | None = None
+    ) -> None:
         """Rows `first`, `first` + 1, .. to `out` [rows, in_features], dense and rotated back.
 
         Of schemes that are `choose_dense.restorable`.
+
+        Args:
+            second: `second_codes` of all rows, where there are two passes.
         """
         columns, ordinal = self.in_features, out.device.index
         needs_signs(rotation, self.scheme, columns)
         signs = None if rotation is None else _ready(rotation, torch.uint8)
         kernel, plan = _restorer(self.scheme, columns, out.dtype, ordinal)
+        two = () if second is None else (second.data_ptr() + first * second.shape[1],)
         kernel(
             blocks(plan, len(out), columns, device_arch(ordinal)),
             torch._C._cuda_getCurrentRawStream(ordinal),
+            *two,
             self.codes.data_ptr() + first * (self.codes.numel() // self.rows),
             self.codebook.data_ptr(),
             self.scale.data_ptr() + first * (self.scale.numel() // self.rows) * _SCALE,
@@ -326,14 +340,16 @@ def linear(
     y = x.new_empty(*x.shape[:-1], out_features)
     if not y.numel():
         return y
-    with torch.cuda.device(x.device):
+    with on_device(x.get_device()):
         inputs = _ready(x, x.dtype).view(-1, in_features)
         restored = restorable(scheme, in_features, DTYPES[x.dtype]) is None
         if scheme.rotation != "none" and not restored:
             rotated = torch.empty_like(inputs)
             _rotate(inputs, rotation, scheme, rotated)
             inputs = rotated
-        stored = Stored(codes, codebook, scale, scheme, in_features)
+        second = second_codes(codes_2, x, out_features, scheme) if scheme.two_passes else None
+        book = codebook if codebook_2 is None else codebook_2  # nested: one table for both
+        stored = Stored(codes, book, scale, scheme, in_features)
         at_a_time = min(stored.rows_at_a_time(x.dtype), out_features)
         # From PyTorch's allocator, which hands the same memory to the next layer, another one to
         # another stream, and a graph its own.
@@ -343,7 +359,7 @@ def linear(
             rows = slice(first, min(first + at_a_time, out_features))
             weight = dense[: rows.stop - first]
             if restored:
-                stored.restore(first, rotation, weight)
+                stored.restore(first, rotation, weight, second)
             else:
                 stored.decode(first, weight)
             if bias is None:

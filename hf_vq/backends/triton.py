@@ -12,6 +12,7 @@ from torch import Tensor
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
 
+OLDEST = (3, 2)  # gathers in shared memory
 DEVICES = ("cuda", "xpu")  # PyTorch calls ROCm cuda
 DTYPES = ("float16", "bfloat16", "float32")
 VECTOR_SIZES = (1, 2, 4)  # an entry is one integer of 16, 32 or 64 bits
@@ -28,8 +29,8 @@ def needs() -> str | None:
         from triton.runtime import driver
     except ImportError:
         return "Triton is not installed: pip install hf-vq[triton]"
-    if int(triton.__version__.split(".")[0]) < 3:
-        return f"Triton {triton.__version__} is older than 3"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
+        return f"Triton {triton.__version__} is older than {'.'.join(map(str, OLDEST))}"
     try:
         target = driver.active.get_current_target()
     except Exception as error:  # each of its backends raises others: no GPU, no C compiler, ..
@@ -55,8 +56,10 @@ def accepts(problem: dispatch.Problem) -> str | None:
 
 def runnable(scheme: VQScheme, in_features: int) -> str | None:
     """None if the kernels can have rows of this scheme, else the reason why not."""
-    if scheme.residuals > 1:
-        return f"it has {scheme.residuals} stages"
+    if scheme.two_passes and scheme.stages != "nested":
+        return f"its passes are {scheme.stages}, not nested"
+    if scheme.streams > 1:
+        return f"it has {scheme.streams} stages"
     if scheme.lattice or scheme.codebook not in ("universal", "tensor"):
         return f"its codebook is {scheme.lattice or scheme.codebook}"
     if scheme.vector_size not in VECTOR_SIZES:
@@ -73,6 +76,18 @@ def step(scheme: VQScheme, in_features: int) -> int:
     """Weights of a row that are multiplied at a time: they share a scale."""
     group = scheme.group(in_features)
     return group if group < _WEIGHTS and group != in_features else _WEIGHTS
+
+
+def planes(scheme: VQScheme, in_features: int) -> int:
+    """Neighbouring weights that are decoded together, and multiplied one after the other: those of
+    a vector, or of the scalar codes in a byte."""
+    bits = max(scheme.entry_bits, scheme.second_bits)
+    if scheme.vector_size > 1 or bits not in (1, 2, 4):
+        return scheme.vector_size
+    p = 8 // bits
+    while in_features % p or step(scheme, in_features) < _SMALLEST_DOT * p:
+        p //= 2
+    return p
 
 
 def _linear(*arguments: Tensor | VQScheme | None) -> Tensor:

@@ -2,9 +2,11 @@
 
     y[t, n] = sum_g scale[n, g] * sum_(v in g) sum_i codebook[code[n, v]][i] * xr[t, v x + i] + b[n]
 
-Codes are read as they are stored. What a vector's lookup gives is one integer, whose 16-bit parts
-are the entries i = 0 .. x - 1: x products of tiles, each of one part, and no shuffle. So the
-rotated input lies in planes, [tokens, x, vectors].
+Codes are read as they are stored: at a time those of p neighbouring weights, a vector, or as many
+scalar codes as there are in a byte. What a vector's lookup gives is one integer, whose 16-bit parts
+are the entries i = 0 .. x - 1; scalar codes are looked up one by one, with those of a nested second
+pass as lower bits. Either way there are p products of tiles, each of one weight of every p, and no
+shuffle. So the rotated input lies in planes, [tokens, p, in_features / p].
 
 What is rounded beside the codes: the rotated input, and for bfloat16 the entries, to the dtype of
 x. Sums are float32, scales multiply them exactly.
@@ -26,7 +28,7 @@ from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from ..formats.tensors import tensor_specs
 from ..ops import dispatch
-from .triton import step
+from .triton import planes, step
 
 _ENTRIES = {1: torch.int16, 2: torch.int32, 4: torch.int64}
 _PROGRAMS = 512  # enough to fill a large GPU
@@ -34,6 +36,8 @@ _ROWS = 32  # of the smallest tile
 _STEPS = 4  # of a row, that a program does at least
 _WIDEST_ROTATION = 64  # inputs and outputs of one product
 _SMALLEST_DOT = 16
+_LARGEST_TABLE = 8  # bits of a code
+_ADDED = 512  # numbers of a program
 
 
 @triton.jit
@@ -44,12 +48,12 @@ def _rotate(
     tokens: tl.tensor,
     in_features: tl.tensor,
     norm: tl.tensor,
-    VECTOR: tl.constexpr,
+    PLANES: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    # out[t, c % x, c // x] = norm * sum_k x[t, k] s[k] H[k, c],  H[k, c] = (-1)^|k & c| in a block
+    # out[t, c % p, c // p] = norm * sum_k x[t, k] s[k] H[k, c],  H[k, c] = (-1)^|k & c| in a block
     #
     # A program: BLOCK_TOKENS x TILE outputs, from all inputs of their rotation blocks. s[k] H[k, c]
     # is 1, -1 or 0, exact in every dtype, and made where it is used, by integer operations.
@@ -75,7 +79,7 @@ def _rotate(
         same_block = (source // BLOCK)[:, None] == (column // BLOCK)[None, :]
         hadamard = tl.where(same_block, 1.0 - 2.0 * (ones & 1), 0.0).to(part.dtype)
         total = tl.dot(part, hadamard, total, input_precision="ieee")
-    plane = column % VECTOR * (in_features // VECTOR) + column // VECTOR
+    plane = column % PLANES * (in_features // PLANES) + column // PLANES
     tl.store(
         out + token[:, None] * in_features + plane[None, :],
         (total * norm).to(out.dtype.element_ty),
@@ -84,10 +88,38 @@ def _rotate(
 
 
 @triton.jit
+def _bits(
+    codes: tl.tensor,
+    row: tl.tensor,
+    row_here: tl.tensor,
+    row_bytes: tl.tensor,
+    unit: tl.tensor,
+    units: tl.tensor,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+) -> tl.tensor:
+    # [rows, units] int32: BITS bits of each unit, which lie in BYTES bytes at most; others above.
+    code_rows = codes + row[:, None] * row_bytes
+    if BITS == 8:  # neighbours for the compiler too, which then reads several at once
+        here = row_here[:, None] & (unit < units)[None, :]
+        found = tl.load(code_rows + unit[None, :], mask=here, other=0).to(tl.int32)
+    else:
+        byte = unit * BITS >> 3
+        found = tl.full([row.shape[0], unit.shape[0]], 0, tl.int32)
+        for k in tl.static_range(BYTES):
+            here = row_here[:, None] & ((unit < units) & (byte + k < row_bytes))[None, :]
+            more = tl.load(code_rows + (byte + k)[None, :], mask=here, other=0)
+            found |= more.to(tl.int32) << (8 * k)
+        found = found >> (unit * BITS & 7)[None, :]
+    return found
+
+
+@triton.jit
 def _multiply(
     out: tl.tensor,
     x: tl.tensor,
     codes: tl.tensor,
+    second: tl.tensor,
     codebook: tl.tensor,
     scale: tl.tensor,
     bias: tl.tensor,
@@ -95,11 +127,15 @@ def _multiply(
     rows: tl.tensor,
     in_features: tl.tensor,
     row_bytes: tl.tensor,
+    second_bytes: tl.tensor,
     group: tl.tensor,
     steps: tl.tensor,
+    PLANES: tl.constexpr,
     VECTOR: tl.constexpr,
     BITS: tl.constexpr,
-    CODE_BYTES: tl.constexpr,
+    SECOND_BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    TABLE: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -108,35 +144,44 @@ def _multiply(
     #
     # A program: BLOCK_TOKENS tokens x BLOCK_ROWS rows x `steps` times STEP weights of a row. Those
     # of the same rows follow each other, so that only the first reads its codes from DRAM. Bound,
-    # for few tokens, by lookups in L1, one for each code.
-    VECTORS: tl.constexpr = STEP // VECTOR
+    # for few tokens, by lookups, one for each code: in shared memory, where Triton writes a small
+    # table anew for every step, else in L1, which is slower.
+    UNITS: tl.constexpr = STEP // PLANES
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     split = tl.program_id(2)
     row_here, token_here = row < rows, token < tokens
-    vectors = in_features // VECTOR
-    code_rows = codes + row[:, None] * row_bytes
+    units = in_features // PLANES
     x_rows = x + token[None, :] * in_features
     scale_rows = scale + row * (in_features // group)
 
+    if TABLE:
+        table = tl.load(codebook + tl.arange(0, 1 << (BITS + SECOND_BITS)))
     total = tl.full([BLOCK_ROWS, BLOCK_TOKENS], 0.0, tl.float32)
     last = (in_features + STEP - 1) // STEP
     for i in range(split * steps, min(split * steps + steps, last)):
-        vector = i * VECTORS + tl.arange(0, VECTORS)
-        byte = vector * BITS >> 3
-        code = tl.full([BLOCK_ROWS, VECTORS], 0, tl.int32)
-        for k in tl.static_range(CODE_BYTES):
-            stored = (vector < vectors) & (byte + k < row_bytes)
-            here = row_here[:, None] & stored[None, :]
-            more = tl.load(code_rows + (byte + k)[None, :], mask=here, other=0)
-            code |= more.to(tl.int32) << (8 * k)
-        code = (code >> (vector * BITS & 7)[None, :]) & ((1 << BITS) - 1)
-        entry = tl.load(codebook + code)  # any code is one of 2^BITS entries
+        unit = i * UNITS + tl.arange(0, UNITS)
+        first = _bits(codes, row, row_here, row_bytes, unit, units, PLANES // VECTOR * BITS, BYTES)
+        if SECOND_BITS:
+            lower = _bits(
+                second, row, row_here, second_bytes, unit, units, PLANES * SECOND_BITS, BYTES
+            )
         part = tl.full([BLOCK_ROWS, BLOCK_TOKENS], 0.0, tl.float32)
-        for k in tl.static_range(VECTOR):
-            weight = (entry >> (16 * k)).to(tl.int16).to(tl.float16, bitcast=True)
-            here = (vector < vectors)[:, None] & token_here[None, :]
-            inputs = tl.load(x_rows + (k * vectors + vector)[:, None], mask=here, other=0.0)
+        for k in tl.static_range(PLANES):
+            if k % VECTOR == 0:
+                code = (first >> (k // VECTOR * BITS)) & ((1 << BITS) - 1)
+                if SECOND_BITS:
+                    code = code << SECOND_BITS | (
+                        lower >> (k * SECOND_BITS) & ((1 << SECOND_BITS) - 1)
+                    )
+                if TABLE:
+                    flat = tl.gather(table, tl.reshape(code, [BLOCK_ROWS * UNITS]), 0)
+                    entry = tl.reshape(flat, [BLOCK_ROWS, UNITS])
+                else:
+                    entry = tl.load(codebook + code)  # any code is that of an entry
+            weight = (entry >> (16 * (k % VECTOR))).to(tl.int16).to(tl.float16, bitcast=True)
+            here = (unit < units)[:, None] & token_here[None, :]
+            inputs = tl.load(x_rows + (k * units + unit)[:, None], mask=here, other=0.0)
             part = tl.dot(weight.to(inputs.dtype), inputs, part, input_precision="ieee")
         factor = tl.load(scale_rows + i * STEP // group, mask=row_here, other=0.0)
         total += part * factor.to(tl.float32)[:, None]
@@ -152,6 +197,18 @@ def _multiply(
     )
 
 
+@triton.jit
+def _add(
+    out: tl.tensor, parts: tl.tensor, numel: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    # out[i] = sum_s parts[s, i], always in this order
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for s in range(splits):
+        total += tl.load(parts + s * numel + at, mask=at < numel, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < numel)
+
+
 def _configs() -> list[triton.Config]:
     """Tiles to choose from by measurement; the first fits the smallest GPU."""
     configs = [
@@ -162,7 +219,7 @@ def _configs() -> list[triton.Config]:
     return configs if compiled else configs[:1]  # nothing to measure under the interpreter
 
 
-_KEY = ["rows", "in_features", "VECTOR", "BITS", "BLOCK_TOKENS"]
+_KEY = ["rows", "in_features", "PLANES", "BITS", "SECOND_BITS", "BLOCK_TOKENS"]
 _tuned = triton.autotune(_configs(), _KEY)(_multiply)
 _tuning = threading.Lock()  # the tuner keeps the arguments of a call in itself
 
@@ -191,7 +248,9 @@ def linear(
     y = x.new_empty(*x.shape[:-1], rows)
     if not y.numel():
         return y
-    _check(scheme, in_features, codes, codebook, scale, rotation, bias)
+    second, codebook = codes_2, codebook if codebook_2 is None else codebook_2  # nested: of both
+    _check(scheme, in_features, codes, codebook, scale, rotation, bias, second)
+    p = planes(scheme, in_features)
     inputs = x.reshape(-1, in_features).contiguous()
     tokens = len(inputs)
     most = 128 if x.dtype.itemsize == 2 else 64
@@ -200,7 +259,7 @@ def linear(
     steps = _steps(tiles[0] * tiles[1], triton.cdiv(in_features, step(scheme, in_features)))
     splits = triton.cdiv(in_features, step(scheme, in_features) * steps)
     with torch.accelerator.device_index(x.device.index):
-        inputs = _rotated(inputs, rotation, scheme)
+        inputs = _rotated(inputs, rotation, scheme, p)
         out = y.view(1, tokens, rows)
         if splits > 1:
             out = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
@@ -209,6 +268,7 @@ def linear(
                 out,
                 inputs,
                 codes.contiguous(),
+                None if second is None else second.contiguous(),
                 _integers(codebook, scheme),
                 scale.contiguous(),
                 None if bias is None else bias.contiguous(),
@@ -216,16 +276,20 @@ def linear(
                 rows,
                 in_features,
                 codes.shape[1],
+                0 if second is None else second.shape[1],
                 scheme.group(in_features),
                 steps,
+                PLANES=p,
                 VECTOR=scheme.vector_size,
                 BITS=scheme.entry_bits,
-                CODE_BYTES=_code_bytes(scheme.entry_bits),
+                SECOND_BITS=scheme.second_bits,
+                BYTES=_code_bytes(scheme, p),
+                TABLE=scheme.entry_bits + scheme.second_bits <= _LARGEST_TABLE,
                 STEP=step(scheme, in_features),
                 BLOCK_TOKENS=block_tokens,
             )
         if splits > 1:
-            y.copy_(out.sum(0).view_as(y))
+            _add[(triton.cdiv(y.numel(), _ADDED),)](y, out, y.numel(), splits, BLOCK=_ADDED)
     return y
 
 
@@ -237,12 +301,15 @@ def _check(
     scale: Tensor,
     rotation: Tensor | None,
     bias: Tensor | None,
+    second: Tensor | None,
 ) -> None:
-    shapes = tuple(codes.shape), tuple(codebook.shape), tuple(scale.shape)
-    if shapes != _shapes(scheme, len(codes), in_features):
+    given = [codes, codebook, scale] + ([] if second is None else [second])
+    shapes = tuple(tuple(tensor.shape) for tensor in given)
+    expected = _shapes(scheme, len(codes), in_features)
+    if shapes != expected:
         raise VQFormatError(
             f"{len(codes)} rows of {in_features} weights as {scheme.spec()} have codes, codebook "
-            f"and scales {_shapes(scheme, len(codes), in_features)}; got {shapes}."
+            f"and scales {expected}; got {shapes}."
         )
     signs = scheme.rotation == "random_hadamard"
     if signs and (rotation is None or rotation.numel() != packed_size(in_features, 1)):
@@ -254,7 +321,9 @@ def _check(
 @functools.lru_cache(maxsize=1024)
 def _shapes(scheme: VQScheme, rows: int, in_features: int) -> tuple[tuple[int, ...], ...]:
     specs = tensor_specs(scheme, rows, in_features)
-    return tuple(specs[key].shape for key in ("codes", "codebook", "scale"))
+    nested = ("codes", "codebook_2", "scale", "codes_2")
+    keys = nested if scheme.two_passes else ("codes", "codebook", "scale")
+    return tuple(specs[key].shape for key in keys)
 
 
 def _steps(tiles: int, steps: int) -> int:
@@ -263,9 +332,11 @@ def _steps(tiles: int, steps: int) -> int:
     return -(-steps // splits)
 
 
-def _code_bytes(bits: int) -> int:
-    """Bytes that a code may lie in, wherever it begins: from 1 for 1, 2, 4, 8 bits to 3."""
-    return -(-(8 - math.gcd(bits, 8) + bits) // 8)
+def _code_bytes(scheme: VQScheme, p: int) -> int:
+    """Bytes that codes of p weights may lie in, wherever they begin: from 1 for 1, 2, 4, 8 bits to
+    3."""
+    each = (p // scheme.vector_size * scheme.entry_bits, p * scheme.second_bits)
+    return max(-(-(8 - math.gcd(bits, 8) + bits) // 8) for bits in each)
 
 
 def _integers(codebook: Tensor, scheme: VQScheme) -> Tensor:
@@ -276,22 +347,22 @@ def _integers(codebook: Tensor, scheme: VQScheme) -> Tensor:
     return codebook.view(_ENTRIES[scheme.vector_size])
 
 
-def _rotated(x: Tensor, rotation: Tensor | None, scheme: VQScheme) -> Tensor:
-    """x [tokens, in_features], rotated, in planes [tokens, x, vectors]."""
+def _rotated(x: Tensor, rotation: Tensor | None, scheme: VQScheme, p: int) -> Tensor:
+    """x [tokens, in_features], rotated, in planes [tokens, p, in_features / p]."""
     tokens, in_features = x.shape
     block = scheme.block(in_features)
     tile = min(max(block, _SMALLEST_DOT), _WIDEST_ROTATION)
-    planes = torch.empty_like(x)
+    out = torch.empty_like(x)
     _rotate[(triton.cdiv(tokens, _SMALLEST_DOT), triton.cdiv(in_features, tile))](
-        planes,
+        out,
         x,
         rotation.contiguous() if rotation is not None else None,
         tokens,
         in_features,
         block**-0.5,
-        VECTOR=scheme.vector_size,
+        PLANES=p,
         BLOCK=block,
         TILE=tile,
         BLOCK_TOKENS=_SMALLEST_DOT,
     )
-    return planes
+    return out

@@ -29,6 +29,7 @@ from . import (
     cuda_mechanisms,
     cuda_offload,
     cuda_parts,
+    cuda_passes,
     cuda_peers,
     cuda_quantize,
     cuda_tune,
@@ -52,7 +53,8 @@ TIMED_SUITES: dict[str, Any] = {
     "cuda-attention": cuda_attention, "cuda-generate-kv": cuda_generate_kv,
     "cuda-quantize": cuda_quantize, "cuda-calibrate": cuda_calibrate,
     "cpu-calibrate": cpu_calibrate, "cuda-crossover": cuda_crossover, "cuda-parts": cuda_parts,
-    "cuda-offload": cuda_offload, "cuda-w4a8": cuda_w4a8, "serve": serve,
+    "cuda-offload": cuda_offload, "cuda-passes": cuda_passes, "cuda-w4a8": cuda_w4a8,
+    "serve": serve,
 }  # fmt: skip
 
 
@@ -108,6 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES))
             if isinstance(getattr(module, "TOKENS", None), tuple):
                 suite.add_argument("--tokens", type=int, nargs="+", default=list(module.TOKENS))
+            if name == "cuda-passes":
+                suite.add_argument("--cubins", type=Path, help="folder of cutile_cubins")
             if name == "cuda-attention":
                 suite.add_argument("--quick", action="store_true", help="three small cases")
             if name == "cuda-generate-kv":
@@ -190,7 +194,7 @@ def _time(args: argparse.Namespace) -> int:
     options = {"threads": "", "tokens": "", "schemes": "", "layers": "", "rounds": "",
                "quick": "", "cases": "", "pairs": "", "requests": "", "prompt": "", "new": "",
                "memory_gb": "", "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR",
-               "llama_contexts": ""}  # fmt: skip
+               "llama_contexts": "", "cubins": "CUBINS_DIR"}  # fmt: skip
     names = {name: shown for name, shown in options.items() if hasattr(args, name)}
     isa = env.CPU_ISA.get()
     start = f"{f'HF_VQ_CPU_ISA={isa} ' if isa else ''}python -m hf_vq.bench {args.suite}"

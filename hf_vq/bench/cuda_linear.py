@@ -45,7 +45,7 @@ TOKENS = (1, 16, 32, 64, 128, 1024, 2048, 4096)
 _MECHANISMS = ("vq-4", "vq-2", "aqlm-2", "quip-sharp-2")
 _GROUP = 128  # of tinygemm's int4
 _HOST_CALLS = 2000
-_DTYPE = torch.bfloat16
+_DTYPE, _OUT = torch.bfloat16, Dtype.BFLOAT16
 Layers = dict[str, list[dict[str, Tensor]]]  # `copies_of` of every scheme
 
 
@@ -300,7 +300,7 @@ def _decode_rows(
     moved = {"write": nbytes, "read and write": 2 * nbytes}
     for name, sets in layers.items():
         scheme = weight_scheme(name)
-        if scheme.two_passes:  # merged first, by PyTorch
+        if scheme.two_passes and restorable(scheme, in_features, _OUT):  # merged first, by PyTorch
             continue
         moved[name] = nbytes + sum(
             tensor.nbytes for key, tensor in sets[0].items() if key != "signs"
@@ -323,18 +323,19 @@ def _decode_rows(
 def _decoding(
     sets: list[dict[str, Tensor]], buffers: list[Tensor], scheme: VQScheme, in_features: int
 ) -> Contestant:
+    book = "codebook_2" if scheme.two_passes else "codebook"  # nested: of both codes
     stored = [
-        Stored(tensors["codes"], tensors["codebook"], tensors["scale"], scheme, in_features)
+        Stored(tensors["codes"], tensors[book], tensors["scale"], scheme, in_features)
         for tensors in sets
     ]
 
     signs = rotation_of(sets[0])
-    rotated_back = restorable(scheme, in_features, Dtype(str(_DTYPE)[6:])) is None
+    rotated_back = restorable(scheme, in_features, _OUT) is None
 
     def call(i: int) -> None:
         ready, out = stored[i % len(stored)], buffers[i % len(buffers)]
         if rotated_back:
-            ready.restore(0, signs, out)
+            ready.restore(0, signs, out, sets[i % len(sets)].get("codes_2"))
         else:
             ready.decode(0, out)
 

@@ -1,8 +1,9 @@
 """Suite `cuda-offload`: second passes that are copied to the GPU while a model runs.
 
-A Llama with random weights, its linear layers `turboquant-4+4` and others, runs prompts and single
-tokens with resident and with offloaded second passes. Beside it the bytes that are copied and what
-the bus gives to nothing but copies: of what a copy takes alone, how much is hidden.
+A Llama with random weights, some layers of one of 8 billion weights, its linear layers
+`turboquant-4+4` and others, runs prompts and single tokens with resident and with offloaded second
+passes. Beside it the bytes that are copied, how long their copies take when nothing else runs, and
+what the bus gives to one large copy: of what the copies take alone, how much is hidden.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from .random_llama import llama_config, random_llama
 
 SCHEMES = ("turboquant-4+4", "turboquant-4+2")
 TOKENS = (1, 512, 2048, 4096, 8192)
-LAYERS = 8
+LAYERS, KV_HEADS, HIDDEN, FFN = 8, 8, 4096, 14336
 _DTYPE = torch.bfloat16
 _MB = 1e6
 _WARMUPS = 3
+_LARGE_COPY = 512 << 20  # bytes
 
 
 @torch.no_grad()
@@ -50,16 +52,19 @@ def run(
     """
     if not torch.cuda.is_available():
         raise VQBackendError("the suite cuda-offload needs a CUDA device.")
-    rows = []
+    rows, bus = [], _bus(rounds)
     for name in schemes:
-        config = llama_config(4, max(tokens), layers=layers)
+        config = llama_config(KV_HEADS, max(tokens), layers, HIDDEN, FFN)
         model = random_llama(config, _DTYPE, name, "cuda").eval()
         modules = list(vq_modules(model).values())
         for count in tokens:
-            row = {"name": name, "tokens": count, **_compared(model, modules, count, rounds)}
+            found = _compared(model, modules, count, rounds)
+            of_bus = {"bus_gb_per_second": bus, "of_bus": found["gb_per_second"] / bus}
+            row = {"name": name, "tokens": count, **found, **of_bus}
             rows.append(row)
             report(row)
-    return {"layers": layers, "dtype": str(_DTYPE)[6:], "rounds": rounds}, {"rows": rows}
+    settings = {"layers": layers, "hidden": HIDDEN, "ffn": FFN, "dtype": str(_DTYPE)[6:]}
+    return {**settings, "rounds": rounds}, {"rows": rows}
 
 
 def _compared(model: Any, modules: list[Any], count: int, rounds: int) -> dict[str, Any]:
@@ -82,18 +87,19 @@ def _compared(model: Any, modules: list[Any], count: int, rounds: int) -> dict[s
         for module in modules
     ]
     saved = before - torch.cuda.memory_allocated()
-    offloaded = _seconds(step, rounds)
-    alone = _copies(modules, rounds)
+    offloaded, offloaded_host = _seconds(step, rounds)
+    alone, _ = _seconds(_copies(modules), rounds)
     placed("resident")
-    kept = _seconds(step, rounds)
+    kept, kept_host = _seconds(step, rounds)
     hidden = 1 - max(offloaded - kept, 0.0) / alone
     return {
         "same_logits": same,
         "resident_ms": 1e3 * kept,
+        "resident_host_ms": 1e3 * kept_host,
         "offload_ms": 1e3 * offloaded,
+        "offload_host_ms": 1e3 * offloaded_host,
         "copies_ms": 1e3 * alone,
         "hidden": hidden,
-        "of_bandwidth": min(1.0, alone / offloaded) if offloaded > kept else None,
         "copied_mb": sum(nbytes) / _MB,
         "gb_per_second": sum(nbytes) / alone / 1e9,
         "slots_mb": pool.nbytes / _MB,
@@ -102,22 +108,23 @@ def _compared(model: Any, modules: list[Any], count: int, rounds: int) -> dict[s
     }
 
 
-def _seconds(step: Callable[[], Any], rounds: int) -> float:
-    """Of one step, by the host's clock."""
+def _seconds(step: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Of one step, and of the host alone: until it has launched everything."""
     for _ in range(_WARMUPS):
         step()
-    times = []
+    times, launching = [], []
     for _ in range(rounds):
         torch.cuda.synchronize()
         start = time.perf_counter()
         step()
+        launching.append(time.perf_counter() - start)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return median(times)
+    return median(times), median(launching)
 
 
-def _copies(modules: list[Any], rounds: int) -> float:
-    """Of the same bytes, one tensor after the other, from pinned memory, and nothing else."""
+def _copies(modules: list[Any]) -> Callable[[], None]:
+    """The same bytes, one tensor after the other, from pinned memory, and nothing else."""
     sources = [
         module.get_parameter(name)
         for module in modules
@@ -131,4 +138,12 @@ def _copies(modules: list[Any], rounds: int) -> float:
         for to, source in pairs:
             to.copy_(source, non_blocking=True)
 
-    return _seconds(step, rounds)
+    return step
+
+
+def _bus(rounds: int) -> float:
+    """Gigabytes per second of one large copy from pinned memory."""
+    source = torch.empty(_LARGE_COPY, dtype=torch.uint8, pin_memory=True)
+    to = torch.empty_like(source, device="cuda")
+    seconds, _ = _seconds(lambda: to.copy_(source, non_blocking=True), rounds)
+    return _LARGE_COPY / seconds / 1e9

@@ -1,4 +1,4 @@
-"""Tables of the suites `quality-passes` and `cuda-offload`, from their records."""
+"""Tables of the suites `quality-passes`, `cuda-passes` and `cuda-offload`, from their records."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 from .bars import Bar, bars_table, pick
 from .show import markdown_table, significant
 
-SUITES = ("quality-passes", "cuda-offload")
+SUITES = ("quality-passes", "cuda-passes", "cuda-offload")
 KLD = {"turboquant-4+4": 3e-4, "turboquant-4+2": 3e-3}  # at most, of tinybooks-17m
 HIDDEN, PROMPT = 0.80, 2048  # of the copies, from so many tokens on
+OF_BUS = 0.90  # that copies reach
+NESTED, TIMES_BF16, TIMES_CUDA, FEWEST = "turboquant-4+4", 1.6, 1.5, 16
+_BUSY = 0.95  # of a step: who is busy for longer, binds
 
 _Rows = Sequence[dict[str, Any]]
 
@@ -29,27 +32,54 @@ def quality(rows: _Rows) -> str:
     return markdown_table(head, cells)
 
 
-def offload(rows: _Rows) -> str:
-    """Second passes in the CPU's memory against those on the GPU."""
-    head = ["weights", "tokens", "resident, ms", "offloaded, ms", "copies alone, ms", "GB/s",
-            "hidden", "memory saved, MB", "slots, MB", "equal logits"]  # fmt: skip
+def kernels(rows: _Rows) -> str:
+    """Microseconds of every kernel of two nested passes."""
+    head = ["weights", "out x in", "tokens", "bf16, us", "CUDA, us", "times bf16", "Triton, us",
+            "cuTile, us", "reading alone, us"]  # fmt: skip
     cells = [
         [
-            f"`{row['name']}`", f"{row['tokens']:,}", f"{row['resident_ms']:.2f}",
-            f"{row['offload_ms']:.2f}", f"{row['copies_ms']:.2f}",
-            f"{row['gb_per_second']:.1f}", f"{max(row['hidden'], 0.0):.0%}",
-            f"{row['saved_mb']:.0f}", f"{row['slots_mb']:.0f}",
-            "yes" if row["same_logits"] else "no",
+            f"`{row['name']}`", f"{row['out_features']} x {row['in_features']}",
+            str(row["tokens"]), f"{row['bf16_us']:.1f}", f"{row['cuda_us']:.1f}",
+            f"{row['bf16_us'] / row['cuda_us']:.2f}", f"{row['triton_us']:.1f}",
+            *(f"{row[of]:.1f}" if of in row else "" for of in ("cutile_us", "read_us")),
         ]
         for row in rows
     ]  # fmt: skip
     return markdown_table(head, cells)
 
 
+def offload(rows: _Rows) -> str:
+    """Second passes in the CPU's memory against those on the GPU."""
+    head = ["weights", "tokens", "resident, ms", "offloaded, ms", "of it launching, ms",
+            "copies alone, ms", "hidden", "equal logits"]  # fmt: skip
+    cells = [
+        [
+            f"`{row['name']}`", f"{row['tokens']:,}", f"{row['resident_ms']:.2f}",
+            f"{row['offload_ms']:.2f}", f"{row['offload_host_ms']:.2f}",
+            f"{row['copies_ms']:.2f}", f"{max(row['hidden'], 0.0):.0%}",
+            "yes" if row["same_logits"] else "no",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown_table(head, cells) + "\n\n" + "\n".join(_memory(rows))
+
+
+def _memory(rows: _Rows) -> Iterator[str]:
+    """What is copied, how fast, and what is left on the GPU."""
+    for row in {row["name"]: row for row in rows}.values():
+        yield (
+            f"`{row['name']}`: {row['copied_mb']:,.0f} MB are copied at "
+            f"{row['gb_per_second']:.1f} GB/s, one large copy has {row['bus_gb_per_second']:.1f}; "
+            f"of {row['copied_mb']:,.0f} MB on the GPU {row['slots_mb']:,.0f} are left, two slots "
+            f"of {row['largest_mb']:,.0f}."
+        )
+
+
 def bars(records: Mapping[str, dict[str, Any] | None]) -> str:
     """What was asked for, from those of the records `SUITES` that there are."""
     rows = {name: record["results"]["rows"] for name, record in records.items() if record}
     found = [*_quality_bars(rows.get("quality-passes", ()))]
+    found += _kernel_bars(rows.get("cuda-passes", ()))
     return bars_table([*found, *_offload_bars(rows.get("cuda-offload", ()))], "what binds")
 
 
@@ -59,11 +89,38 @@ def _quality_bars(rows: _Rows) -> Iterator[Bar]:
         yield Bar(f"`{name}`, KLD", most, kld, most=True, unit="")
 
 
+def _kernel_bars(rows: _Rows) -> Iterator[Bar]:
+    """Of `turboquant-4+4`, at the shapes of the record, one after the other."""
+    found = pick(rows, name=NESTED)
+    alone = [row for row in found if row["tokens"] == 1]
+    yield Bar(
+        f"`{NESTED}`, 1 token, times bf16", TIMES_BF16,
+        tuple(row["bf16_us"] / row["cuda_us"] for row in alone),
+        binds="waiting for codes and lookups: no unit of a multiprocessor is busy for two thirds "
+        "of the time, but registers allow no more warps",
+    )  # fmt: skip
+    for count in sorted({row["tokens"] for row in found if row["tokens"] >= FEWEST}):
+        yield Bar(
+            f"`{NESTED}`, {count} tokens, Triton's time, times that of CUDA", TIMES_CUDA,
+            tuple(row["triton_us"] / row["cuda_us"] for row in pick(found, tokens=count)),
+            most=True, binds="lookups in shared memory, which Triton cannot copy for every bank",
+        )  # fmt: skip
+
+
 def _offload_bars(rows: _Rows) -> Iterator[Bar]:
     for row in rows:
         if row["tokens"] >= PROMPT:
             yield Bar(
                 f"`{row['name']}` offloaded, {row['tokens']:,} tokens, copies that are hidden",
-                HIDDEN, (max(row["hidden"], 0.0),), unit="%",
-                binds="what the host does for each layer: it is slower than this GPU",
+                HIDDEN, (max(row["hidden"], 0.0),), unit="%", binds=_binds(row),
             )  # fmt: skip
+    for name in dict.fromkeys(row["name"] for row in rows):
+        of_bus = tuple(row["of_bus"] for row in pick(rows, name=name))
+        yield Bar(f"`{name}`, copies, of the bus", OF_BUS, (min(of_bus),), unit="%")
+
+
+def _binds(row: dict[str, Any]) -> str:
+    """What keeps copies from being hidden."""
+    if row["offload_host_ms"] > _BUSY * row["offload_ms"]:
+        return "the host, which launches more slowly than the GPU computes"
+    return f"the GPU computes for {row['resident_ms']:.1f} ms, copies take {row['copies_ms']:.1f}"

@@ -21,19 +21,21 @@ from ..nn.replace import replace_modules
 from ..nn.stored import share
 from .cpu_linear import random_tensors
 
-LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN, VOCABULARY = 16, 2048, 16, 128, 8192, 32000
+LAYERS, HIDDEN, HEAD_DIM, FFN, VOCABULARY = 16, 2048, 128, 8192, 32000
 TOKENS = 1024  # appended to a cache at a time
 
 
-def llama_config(kv_heads: int, context: int, layers: int = LAYERS) -> LlamaConfig:
-    """16 query heads of 128; the output layer is a matrix of its own."""
+def llama_config(
+    kv_heads: int, context: int, layers: int = LAYERS, hidden: int = HIDDEN, ffn: int = FFN
+) -> LlamaConfig:
+    """Query heads of 128; the output layer is a matrix of its own."""
     return LlamaConfig(
         num_hidden_layers=layers,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
+        hidden_size=hidden,
+        num_attention_heads=hidden // HEAD_DIM,
         num_key_value_heads=kv_heads,
         head_dim=HEAD_DIM,
-        intermediate_size=FFN,
+        intermediate_size=ffn,
         vocab_size=VOCABULARY,
         max_position_embeddings=context,
         tie_word_embeddings=False,

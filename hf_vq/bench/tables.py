@@ -303,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = {
         {name: read_record(name) for name in quality_bars.SUITES}
     ),
     "results:quality-passes": passes_table,
+    "results:cuda-passes": lambda: _timed_table("cuda-passes", passes_tables.kernels),
     "results:cuda-offload": lambda: _timed_table("cuda-offload", passes_tables.offload),
     "results:passes-bars": lambda: passes_tables.bars(
         {name: read_record(name) for name in passes_tables.SUITES}

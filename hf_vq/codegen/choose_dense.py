@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 
 from ..formats.scheme import VQScheme
-from .choose import DecodeProblem, decodable
+from .choose import DecodeProblem
 from .choose_linear import fusable
 from .device import Arch
 from .plan import DensePlan, Dtype, Scope
-from .table_layout import LARGEST_INDEX, copies, fused, load_bytes, tables
+from .table_layout import LARGEST_INDEX, copies, fused, load_bytes, second_load_bytes, tables
 
 _THREADS = 256
 _FEW_WORDS, _FEW_STAGES = 8, 3  # of codes: with more, registers suffice for one block only
@@ -25,7 +25,7 @@ def restorable(scheme: VQScheme, in_features: int, out: Dtype) -> str | None:
     """None if a plan decodes such rows and rotates them back, else the reason why not."""
     if out is Dtype.FLOAT32:
         return "sums of 16-bit floats are not exact enough for float32"
-    reason = decodable(scheme) or fusable(scheme, in_features)
+    reason = fusable(scheme, in_features)
     if reason:
         return reason
     entry, index_bits, books = tables(scheme)
@@ -39,7 +39,10 @@ def restorable(scheme: VQScheme, in_features: int, out: Dtype) -> str | None:
     if in_features % _COLUMNS or group % _COLUMNS:
         return f"{_COLUMNS} neighbouring weights of a row do not have one scale"
     width, bits = scheme.vector_size * fused(scheme), scheme.entry_bits * fused(scheme)
-    if DensePlan.UNIT // width * bits % 32 or load_bytes(scheme, DensePlan.UNIT, in_features) < 4:
+    loads = [load_bytes(scheme, DensePlan.UNIT, in_features)]
+    if scheme.two_passes:
+        loads.append(second_load_bytes(scheme, DensePlan.UNIT, in_features))
+    if DensePlan.UNIT // width * bits % 32 or min(loads) < 4:
         return f"codes of {DensePlan.UNIT} weights are not whole words"
     return None
 
@@ -49,7 +52,8 @@ def dense_plan(problem: DecodeProblem) -> DensePlan:
     scheme, columns = problem.scheme, problem.in_features
     replicas, interleaved = copies(scheme, problem.arch)
     group = scheme.group(columns)
-    words = 2 * scheme.streams * DensePlan.UNIT // scheme.vector_size * scheme.entry_bits // 32
+    bits = scheme.entry_bits + scheme.second_bits
+    words = 2 * scheme.streams * DensePlan.UNIT // scheme.vector_size * bits // 32
     return DensePlan(
         threads=_THREADS,
         resident=2 if words <= _FEW_WORDS and scheme.streams <= _FEW_STAGES else 1,
@@ -69,6 +73,8 @@ def dense_plan(problem: DecodeProblem) -> DensePlan:
         out=problem.out,
         block=scheme.block(columns),
         signs=scheme.rotation == "random_hadamard",
+        second_bits=scheme.second_bits,
+        second_load_bytes=second_load_bytes(scheme, DensePlan.UNIT, columns),
     )
 
 

@@ -121,6 +121,7 @@ class TablePlan(Plan):
         unit: weights of one row that a lane decodes of a chunk.
         load_bytes: bytes of codes that a lane reads at a time.
         second_bits: of a second, nested pass, whose codes are looked up with those of the first.
+        second_load_bytes: bytes of those that a lane reads at a time.
     """
 
     dtype: Dtype
@@ -137,6 +138,7 @@ class TablePlan(Plan):
     unit: int
     load_bytes: int
     second_bits: int = field(default=0, kw_only=True)
+    second_load_bytes: int = field(default=0, kw_only=True)
 
     @property
     def entry_bytes(self) -> int:
@@ -174,7 +176,6 @@ class LinearPlan(TablePlan):
             several tokens, scales of eight chunks.
         share: blocks of a cluster that share the columns of the same rows.
         matrices: that have the same input, and are multiplied with it by one launch.
-        second_load_bytes: bytes of the codes of a nested pass that a lane reads at a time.
     """
 
     template: ClassVar[str] = "linear"
@@ -190,7 +191,6 @@ class LinearPlan(TablePlan):
     sets: int
     share: int
     matrices: int = 1
-    second_load_bytes: int = field(default=0, kw_only=True)
 
     @property
     def shared_bytes(self) -> int:

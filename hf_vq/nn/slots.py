@@ -1,16 +1,17 @@
 """Two slots of a GPU's memory, through which tensors of many layers pass on their way to a kernel.
 
-    copy stream     | B to slot 1  |  C to slot 0  |  D to slot 1  |
-    stream of x        layer A         layer B         layer C
+    copy stream     | B and C to slot 1  |  D to slot 0  |  E, F and G to slot 1  |
+    stream of x       A                    B  C            D                         E ..
 
-While a layer computes, what is expected to run next is copied into the other slot (TurboQuant's
-pass-2 offload). An expectation decides when bytes are copied, never which bytes are read: a slot
-knows whose tensors it holds, and in which state they were, and a layer that finds others there has
-its own copied. So layers may be skipped, called in any order, again, from several threads, streams
-and models, or fail.
+While a layer computes, those that are expected next are copied beside it, as many as one slot holds
+(TurboQuant's pass-2 offload); the other slot is for what is asked for now. An expectation decides
+when bytes are copied, never which bytes are read: a place knows whose tensors it holds, and in
+which state they were, and a layer that finds others there has its own copied. So layers may be
+skipped, called in any order, again, from several threads, streams and models, or fail.
 
-What orders reads and writes of a slot are events: a kernel waits for the copy it reads, a copy for
-every kernel that was given the bytes before. Of one pool, only one layer at a time is served.
+What orders reads and writes are events: a kernel waits for the copy it reads, a copy for every
+kernel that was given the bytes that it overwrites. Copies are made one after the other. Of one
+pool, only one layer at a time is served.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torch import Tensor
 
 from ..errors import VQBackendError
 
-_ALIGNED = 256  # bytes at which a tensor begins in a slot
+_ALIGNED = 256  # bytes at which a tensor begins
+_NOBODY: tuple[Callable[[], None], bool] = (lambda: None), False
 
 
 class Transfer(Protocol):
@@ -40,7 +42,8 @@ class Transfer(Protocol):
         """Memory of the device, uint8."""
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any]) -> Any:
-        """Copy (to, from) beside what computes, after some events; the event of its end."""
+        """Copy (to, from) beside what computes, after some events and all copies before; the event
+        of its end."""
 
     def wait(self, event: Any) -> None:
         """Have what is computed from now on wait for an event."""
@@ -50,10 +53,14 @@ class Transfer(Protocol):
 
 
 class CudaTransfer:
-    """Copies on a stream of their own."""
+    """Copies on a stream of their own.
+
+    By the streams of any accelerator, which are all C++: those of torch.cuda are Python, and take
+    longer than the rest of what the host does for a layer.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device, self.stream = device, torch.Stream(device)
 
     def check(self) -> None:
         """Raise VQBackendError in a CUDA graph: it would repeat the copy, not the question whose
@@ -70,27 +77,30 @@ class CudaTransfer:
         # It may be freed, and given to others, while a copy to it is still on its way.
         memory.record_stream(self.stream)
         # Who had these bytes before may still be reading them.
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_event(self._current().record_event())
         return memory
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any]) -> Any:
         """Copies from pinned memory."""
         for event in after:
             self.stream.wait_event(event)
-        with torch.cuda.stream(self.stream):
+        with self.stream:
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
         return self.stream.record_event()
 
     def wait(self, event: Any) -> None:
         """Of the current stream."""
-        torch.cuda.current_stream(self.device).wait_event(event)
+        self._current().wait_event(event)
 
     def mark(self, memory: Tensor) -> tuple[Hashable, Any]:
         """The current stream."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._current()
         memory.record_stream(stream)
-        return stream.cuda_stream, stream.record_event()
+        return stream.stream_id, stream.record_event()
+
+    def _current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device.index)
 
 
 class Owner(Protocol):
@@ -119,15 +129,18 @@ class _Source:
 
 
 @dataclass(eq=False)
-class _Slot:
-    memory: Tensor | None = None
-    owner: Callable[[], Owner | None] = lambda: None
-    copied: list[_Source] | None = None  # None: what nobody can compare
-    views: list[Tensor] = field(default_factory=list)
-    ready: Any = None
+class _Place:
+    """Bytes `start` to `end` of the memory, and whose tensors they are."""
+
+    owner: Callable[[], Owner | None]
+    memory: Tensor
+    start: int
+    end: int
+    views: list[Tensor]
+    copied: list[_Source] | None  # None: what nobody can compare
+    ready: Any
     used: dict[Hashable, Any] = field(default_factory=dict)  # stream -> its last event here
     lent: int = 0
-    expected: bool = False  # copied for a layer that did not ask yet
 
 
 class Slots:
@@ -143,8 +156,12 @@ class Slots:
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
         self.hits = self.misses = 0
-        self._size = 0
-        self._slots = (_Slot(), _Slot())
+        self._slot = 0  # bytes
+        self._memory: Tensor | None = None
+        self._at = 0  # where the last place ends
+        self._places: list[_Place] = []
+        self._of: weakref.WeakKeyDictionary[Owner, _Place] = weakref.WeakKeyDictionary()
+        self._coming: list[_Place] = []  # expected after the layer that asked last
         self._lock = threading.RLock()
         self._last: Callable[[], Owner | None] = lambda: None
         # owner -> who asked after it, and whether that was so each time
@@ -154,7 +171,7 @@ class Slots:
     @property
     def nbytes(self) -> int:
         """Bytes of the device that the slots take."""
-        return sum(slot.memory.numel() for slot in self._slots if slot.memory is not None)
+        return 0 if self._memory is None else self._memory.numel()
 
     def expect(self, owners: Sequence[Owner]) -> None:
         """The order in which layers are likely to ask, until they ask in another one."""
@@ -177,82 +194,150 @@ class Slots:
         self.transfer.check()
         with self._lock:
             now = _sources(sources)
-            slot = self._holding(owner, now)
-            self.hits, self.misses = self.hits + (slot is not None), self.misses + (slot is None)
-            slot = slot or self._fill(owner, sources, now, expected=False)
-            slot.lent, slot.expected = slot.lent + 1, False
+            place = self._of.get(owner)
+            if place is not None and _are_as(place.copied, now):
+                self.hits += 1
+            else:
+                self.misses += 1
+                place = self._fill(owner, sources, now)
+            place.lent += 1
             try:
                 if ordered:
-                    self._copy_next(owner)
-                self.transfer.wait(slot.ready)
-                yield slot.views
+                    self._learn(owner)
+                    self._copy_ahead(owner, place)
+                self.transfer.wait(place.ready)
+                yield place.views
             finally:
-                slot.lent -= 1
-                assert slot.memory is not None
-                stream, event = self.transfer.mark(slot.memory)
-                slot.used[stream] = event
+                place.lent -= 1
+                stream, event = self.transfer.mark(place.memory)
+                place.used[stream] = event
 
-    def _holding(self, owner: Owner, now: list[_Source] | None) -> _Slot | None:
-        """The slot that has just these tensors of this owner, as they are."""
-        for slot in self._slots:
-            if slot.owner() is not owner or slot.copied is None or now is None:
-                continue
-            if len(now) == len(slot.copied) and all(map(_Source.is_as, slot.copied, now)):
-                return slot
+    def _fill(self, owner: Owner, sources: Sequence[Tensor], now: list[_Source] | None) -> _Place:
+        """Copy what is asked for: over nothing that is expected, if there is another place."""
+        nbytes = sum(map(_room_of, sources))
+        if nbytes > self._slot:
+            self._slot, self._at = nbytes, 0
+            self._places, self._coming = [], []
+            self._of.clear()
+            self._memory = self.transfer.empty(2 * nbytes)
+        at = self._room(nbytes, self._coming)
+        if at is None:
+            at = self._room(nbytes, [])
+        if at is None:  # all is lent
+            return self._copy(owner, self.transfer.empty(nbytes), 0, sources, now, [])
+        return self._copy_to(at, nbytes, owner, sources, now)
+
+    def _room(self, nbytes: int, kept: list[_Place]) -> int | None:
+        """Where so many bytes of one slot begin that are not lent and not kept: after what was
+        copied last, or before it."""
+        assert self._memory is not None
+        for at in (self._at, 0):
+            while at + nbytes <= self._memory.numel():
+                if at < self._slot < at + nbytes:
+                    at = self._slot
+                end = at + nbytes
+                met = (p for p in self._places if p.start < end and at < p.end)
+                after = max((p.end for p in met if p.lent or p in kept), default=None)
+                if after is None:
+                    return at
+                at = after
         return None
 
-    def _fill(
-        self, owner: Owner, sources: Sequence[Tensor], now: list[_Source] | None, expected: bool
-    ) -> _Slot:
-        """Copy tensors into a slot that is free; where none is, into memory of their own."""
-        free = [slot for slot in self._slots if not slot.lent]
-        # What was copied for a layer that is still to come goes last.
-        slot = min(free, key=lambda one: one.expected) if free else _Slot()
-        slot.owner, slot.copied = lambda: None, None  # nobody's, should anything fail from here on
-        places, nbytes = _place(sources)
-        self._size = max(self._size, nbytes)
-        if slot.memory is None or slot.memory.numel() < self._size:
-            slot.memory, slot.used = self.transfer.empty(self._size), {}
-        slot.views = [
-            slot.memory[at : at + source.nbytes].view(source.dtype).view(source.shape)
-            for at, source in zip(places, sources, strict=True)
-        ]
-        pairs = list(zip(slot.views, sources, strict=True))
-        slot.ready = self.transfer.copy(pairs, list(slot.used.values()))
-        slot.used, slot.expected = {}, expected
-        slot.owner, slot.copied = weakref.ref(owner), now
-        return slot
+    def _copy_to(
+        self,
+        at: int,
+        nbytes: int,
+        owner: Owner,
+        sources: Sequence[Tensor],
+        now: list[_Source] | None,
+    ) -> _Place:
+        """Copy tensors over the places that lie there."""
+        assert self._memory is not None
+        over = [p for p in self._places if p.start < at + nbytes and at < p.end]
+        for one in over:
+            one.copied = None  # nobody's, should anything fail from here on
+        used = [event for one in over for event in one.used.values()]
+        place = self._of[owner] = self._copy(owner, self._memory, at, sources, now, used)
+        self._places = [*(p for p in self._places if p not in over), place]
+        self._at = place.end
+        return place
 
-    def _copy_next(self, owner: Owner) -> None:
-        """Learn who asks after whom, and copy for the one that is sure to come next."""
+    def _copy(
+        self,
+        owner: Owner,
+        memory: Tensor,
+        start: int,
+        sources: Sequence[Tensor],
+        now: list[_Source] | None,
+        after: Sequence[Any],
+    ) -> _Place:
+        views, end = [], start
+        for source in sources:
+            part = memory[end : end + source.nbytes]
+            views.append(part.view(source.dtype).view(source.shape))
+            end += _room_of(source)
+        ready = self.transfer.copy(list(zip(views, sources, strict=True)), after)
+        return _Place(weakref.ref(owner), memory, start, end, views, now, ready)
+
+    def _learn(self, owner: Owner) -> None:
+        """Who asks after whom."""
         last, self._last = self._last(), weakref.ref(owner)
         if last is not None and last is not owner:
             known = self._next.get(last)
             self._next[last] = (weakref.ref(owner), known is None or known[0]() is owner)
-        follower, sure = self._next.get(owner, (lambda: None, False))
-        coming = follower()
-        if not sure or coming is None or coming is owner:
-            return
-        sources = coming.sources()
-        if not sources or all(slot.lent for slot in self._slots):
-            return
-        now = _sources(sources)
-        if now is not None and self._holding(coming, now) is None:
-            self._fill(coming, sources, now, expected=True)
+
+    def _copy_ahead(self, owner: Owner, place: _Place) -> None:
+        """Copy for those that are sure to come next, as many as a slot holds."""
+        if self._coming and self._coming[0] is place:
+            del self._coming[0]
+        else:
+            self._coming = []
+        left = self._slot - sum(one.end - one.start for one in self._coming)
+        last: Owner | None = self._coming[-1].owner() if self._coming else owner
+        while last is not None:
+            follower, sure = self._next.get(last, _NOBODY)
+            coming = follower() if sure else None
+            if coming is None or coming is owner:
+                return
+            known = self._of.get(coming)
+            if known is not None and known.end - known.start > left:
+                return
+            if known is None or known.copied is None:
+                known = self._ahead(coming, left)
+            if known is None:
+                return
+            self._coming.append(known)
+            left, last = left - (known.end - known.start), coming
+
+    def _ahead(self, owner: Owner, most: int) -> _Place | None:
+        """Copy for a layer that did not ask yet, if that is possible and takes no more bytes."""
+        sources = owner.sources()
+        now = None if sources is None else _sources(sources)
+        if sources is None or now is None:
+            return None
+        nbytes = sum(map(_room_of, sources))
+        at = self._room(nbytes, self._coming) if nbytes <= most else None
+        return None if at is None else self._copy_to(at, nbytes, owner, sources, now)
 
 
 def _sources(tensors: Sequence[Tensor]) -> list[_Source] | None:
-    """What a slot with copies of them is compared with; None of tensors made in inference mode,
+    """What a place with copies of them is compared with; None of tensors made in inference mode,
     where writes are not counted."""
-    if any(tensor.is_inference() for tensor in tensors):
-        return None
-    return [_Source.of(tensor) for tensor in tensors]
+    found = []
+    for tensor in tensors:
+        if tensor.is_inference():
+            return None
+        found.append(_Source.of(tensor))
+    return found
 
 
-def _place(sources: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in a slot, and the bytes of all."""
-    places, end = [], 0
-    for source in sources:
-        places.append(end)
-        end += -(-source.nbytes // _ALIGNED) * _ALIGNED
-    return places, end
+def _are_as(copied: list[_Source] | None, now: list[_Source] | None) -> bool:
+    """Whether what was copied are these tensors, as they are."""
+    if copied is None or now is None or len(copied) != len(now):
+        return False
+    return all(map(_Source.is_as, copied, now))
+
+
+def _room_of(source: Tensor) -> int:
+    """Bytes that a tensor takes, so that the next one is aligned."""
+    return -(-source.nbytes // _ALIGNED) * _ALIGNED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import env
 from ..formats.scheme import VQScheme
 from . import dispatch, together
-from .codes import rotation_of, stored_arguments
+from .codes import stored_arguments
 from .library import define, library, only_result, parse, problem, problem_of
 
 
@@ -30,11 +30,9 @@ def linear(
         [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
     """
     spec = scheme if isinstance(scheme, str) else scheme.spec()
-    stored = tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors)
-    y = direct_linear(x, *stored, bias, spec)
-    if y is None:
-        y = torch.ops.hf_vq.linear.default(x, *stored_arguments(tensors), bias, spec)
-    return y
+    alone = only_result(x, tensors["codebook"], tensors["scale"], bias)
+    run: Callable[..., Tensor] = _linear if alone else torch.ops.hf_vq.linear.default
+    return run(x, *stored_arguments(tensors), bias, spec)
 
 
 def direct_linear(

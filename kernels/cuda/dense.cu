@@ -22,7 +22,7 @@
 #include "plan.cuh"
 #include "table.cuh"
 
-struct Arguments {
+struct Arguments : SecondCodes<Table::nested> {
   const uint32_t* codes;     // uint8 [rows, stages * stream_bytes]
   const uint16_t* codebook;  // fp16 or int8 [stages, entries, x]
   const uint16_t* scale;     // fp16 [rows, columns / group]
@@ -35,6 +35,7 @@ struct Arguments {
 constexpr int chunk = 128, unit = Plan::unit, warps = Plan::threads / 32, tile_rows = 16;
 constexpr int group = Plan::group ? Plan::group : chunk;
 constexpr int unit_bytes = unit / Plan::vector_size * Plan::entry_bits / 8;
+constexpr int second_unit_bytes = unit * Plan::second_bits / 8;
 constexpr int mixed = Plan::block - 1;  // bits of a column
 static_assert(4 * unit == chunk && group % chunk == 0 && Plan::block <= chunk, "a lane's rows have one scale");
 static_assert(Plan::dtype == Dtype::FLOAT16, "what entries are");
@@ -54,8 +55,15 @@ struct Tile {
       for (int stage = 0; stage < Plan::stages; ++stage)
         codes[half][stage].template load_aligned<Plan::load_bytes>(from + stage * stream +
                                                                    (at * 4 + lane % 4) * unit_bytes);
+      load_second(codes[half][0], a, row, at * 4 + lane % 4);
       scale[half] = __ldg(a.scale + (Plan::group ? int64_t(row) * (a.columns / group) + at * chunk / group : row));
     }
+  }
+
+  template <class RowCodes> __device__ static void load_second(RowCodes& codes, const Arguments& a, int row, int at) {
+    if constexpr (Table::nested)
+      codes.second.template load_aligned<Plan::second_load_bytes>(
+          a.second_codes() + row * Table::second_stream(a.columns) + at * second_unit_bytes);
   }
 };
 

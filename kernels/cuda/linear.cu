@@ -31,15 +31,6 @@
 #include "table.cuh"
 #include "wgmma.cuh"
 
-// The second of two nested passes, of which `codebook` is the table for both.
-template <bool Nested> struct SecondCodes {
-  __device__ const char* second_codes() const { return nullptr; }
-};
-template <> struct SecondCodes<true> {
-  const uint32_t* second;  // uint8 [rows, second_stream]
-  __device__ const char* second_codes() const { return reinterpret_cast<const char*>(second); }
-};
-
 struct Arguments : SecondCodes<Table::nested> {
   const uint32_t* codes;     // uint8 [rows, stages * stream_bytes]
   const uint16_t* codebook;  // fp16 or int8 [stages, entries, x]
@@ -108,13 +99,9 @@ struct Rows {
         codes[tile][half].set(reinterpret_cast<const char*>(a.codes),
                               row(a, first_row, tile, half) * Plan::stages * stream + lane % 4 * unit_bytes);
         if constexpr (Table::nested)
-          second[tile][half].set(a.second_codes(), row(a, first_row, tile, half) * second_stream(a) +
+          second[tile][half].set(a.second_codes(), row(a, first_row, tile, half) * Table::second_stream(a.columns) +
                                                   lane % 4 * second_unit_bytes);
       }
-  }
-
-  __device__ static int64_t second_stream(const Arguments& a) {
-    return (int64_t(a.columns) * Plan::second_bits + 7) / 8;
   }
 
   __device__ const uint16_t* scale(const Arguments& a, int tile, int half) const {

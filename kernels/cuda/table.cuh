@@ -8,9 +8,10 @@
 //     entry 0    [copy 0 copy 1  ..  copy 7]      16-byte entries: 8 copies, lane i reads copy i % 8
 //     entry 1    [copy 0 copy 1  ..  copy 7]
 //
-// and no two lanes of a phase meet. Two nested passes have one table, for the codes of both together. The books of all stages lie interleaved, Plan::interleaved times 128 bytes for each
-// index; with 256 bytes, one byte permutation makes an address of a code, else a shift and a LOP3 do. `fused` short
-// codes that lie side by side are one index (two 4-bit codes: 256 entries of two weights).
+// and no two lanes of a phase meet. Two nested passes have one table, for the codes of both together. The books of all
+// stages lie interleaved, Plan::interleaved times 128 bytes for each index; with 256 bytes, one byte permutation makes
+// an address of a code, else a shift and a LOP3 do. `fused` short codes that lie side by side are one index (two 4-bit
+// codes: 256 entries of two weights).
 //
 // Entries that are integers v of 7 bits are bytes, half as many to load. A byte u becomes a number as the mantissa below
 // an exponent that makes its step 1: 2^m + u, also in bfloat16, whose mantissa has 7 bits. Even stages keep 63 + v, odd
@@ -21,6 +22,15 @@
 #include "codes.cuh"
 #include "mma.cuh"
 #include "plan.cuh"
+
+// The second of two nested passes, of which `codebook` is the table for both; a base of `Arguments`.
+template <bool Nested> struct SecondCodes {
+  __device__ const char* second_codes() const { return nullptr; }
+};
+template <> struct SecondCodes<true> {
+  const uint32_t* second;  // uint8 [rows, second_stream]
+  __device__ const char* second_codes() const { return reinterpret_cast<const char*>(second); }
+};
 
 struct Table {
   static constexpr bool lattice = Plan::scope == Scope::E8P, integers = Plan::integers, nested = Plan::second_bits > 0;
@@ -45,6 +55,9 @@ struct Table {
     using Kind = NestedCodes<Plan::entry_bits, Plan::second_bits, Plan::unit / Width>;
   };
   using RowCodes = typename OfRow<nested, width>::Kind;
+
+  // Bytes of the codes of a second pass in a row.
+  __device__ static int64_t second_stream(int columns) { return (int64_t(columns) * Plan::second_bits + 7) / 8; }
 
   // Where dynamic shared memory begins, and the tables with it: a constant costs nothing in an address. In a cluster the
   // highest byte says which block's memory it is, and `copy` has that byte.

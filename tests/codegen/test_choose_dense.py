@@ -10,7 +10,8 @@ from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
 
 ROTATED_BACK = ("vq-4", "vq-3", "vq-2", "turboquant-1", "turboquant-8", "quip-sharp-2",
-                "quip-sharp-4", "aqlm-2", "aqlm-2-int7")  # fmt: skip
+                "quip-sharp-4", "aqlm-2", "aqlm-2-int7", "turboquant-4+4", "turboquant-4+2",
+                "turboquant-3+1")  # fmt: skip
 
 
 def plan_of(scheme, arch="sm_90a", columns=4096):
@@ -45,6 +46,7 @@ def test_the_plan_fits(name, arch):
         ("vq4x12r4-tensor-g128-random_hadamard128", 4096, "shared memory"),
         ("vq8x12r1-tensor-g0-none", 4096, "whole words"),
         ("vq4x8r1-tile256x256-g0-none", 4096, "tile"),
+        ("vq1x4r2-universal-g128-random_hadamard128-rerotated", 4096, "second pass"),
     ],
 )
 def test_what_is_not_rotated_back_by_it(spec, columns, reason):
@@ -53,10 +55,6 @@ def test_what_is_not_rotated_back_by_it(spec, columns, reason):
 
 def test_float32_is_not():
     assert "float32" in restorable(WEIGHT_SCHEMES["vq-4"], 4096, Dtype.FLOAT32)
-
-
-def test_nested_passes_are_not():
-    assert "second pass" in restorable(WEIGHT_SCHEMES["turboquant-4+4"], 4096, Dtype.FLOAT16)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 4096, 100_000])
@@ -79,6 +77,9 @@ def test_every_column_has_a_warp(rows, columns):
         "vq8x8r4-tensor-g128-random_hadamard8",
         "vq1x2r4-tensor-g128-hadamard16",
         "vq4x4r4-tensor-int7-g0-hadamard128",
+        "vq1x4r2-universal-g128-random_hadamard128-nested",
+        "vq1x4+2r2-universal-g0-none-nested",
+        "vq1x3+1r2-universal-g256-hadamard64-nested",
     ],
 )
 def test_odd_schemes_compile(spec, arch):

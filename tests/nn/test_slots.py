@@ -89,10 +89,11 @@ class Layer:
 class Run:
     """Layers called on a simulated device; what each read is checked at the end."""
 
-    def __init__(self, seed, layers=6):
+    def __init__(self, seed, layers=6, sizes=None):
         self.device = Simulated(seed)
         self.slots = Slots(self.device)
-        self.layers = [Layer(number + 1, 40 + 7 * number) for number in range(layers)]
+        sizes = sizes or [40 + 7 * number for number in range(layers)]
+        self.layers = [Layer(number, size) for number, size in enumerate(sizes, 1)]
         self.read = []
 
     def call(self, layer, within=lambda: None, **options):
@@ -134,11 +135,52 @@ def test_a_known_order_misses_once():
     assert run.slots.misses == 1
 
 
+UNEQUAL = [40, 47, 300, 90, 700, 61]  # places overlap others in part
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_small_layers_are_copied_ahead(seed):
+    """As many as a slot holds: nobody waits for a copy that could have begun before."""
+    run = Run(seed, sizes=UNEQUAL)
+    run.slots.expect(run.layers)
+    for layer in run.layers:  # the slots grow
+        run.call(layer)
+    misses, ahead = run.slots.misses, []
+    slot = run.slots.nbytes // 2
+    for layer in run.layers * 4:
+        run.call(layer)
+        coming = run.slots._coming
+        ahead.append(len(coming))
+        assert sum(place.end - place.start for place in coming) <= slot
+    run.check(30)
+    assert run.slots.misses == misses
+    assert min(ahead) == 1 and max(ahead) > 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_experts_leave_what_is_expected(seed):
+    """Layers in an order, between them others that nobody foresees."""
+    run, choose = Run(seed, sizes=[40, 47, 300, 90, 61, 500, 33, 70]), random.Random(seed)
+    ordered, experts = run.layers[:6], run.layers[6:]
+    run.slots.expect(ordered)
+    for layer in ordered * 2:
+        run.call(layer)
+    misses, others = run.slots.misses, 0
+    for layer in ordered * 4:
+        run.call(layer)
+        for _ in range(choose.randrange(4)):
+            run.call(choose.choice(experts), ordered=False)
+            others += 1
+    run.check(36 + others)
+    assert run.slots.misses <= misses + others
+
+
+@pytest.mark.parametrize("sizes", [None, UNEQUAL])
 @pytest.mark.parametrize("seed", range(30))
-def test_any_order_any_stream(seed):
+def test_any_order_any_stream(seed, sizes):
     """Skipped layers, the same one again, others, on two streams. `turboquant-model` reads another
     layer's bytes where one is skipped."""
-    run, choose = Run(seed), random.Random(seed)
+    run, choose = Run(seed, sizes=sizes), random.Random(seed)
     run.slots.expect(run.layers)
     for _ in range(60):
         run.device.current = choose.choice("ab")
@@ -169,7 +211,7 @@ def test_a_layer_that_raises_leaves_nothing_behind(seed):
             run.call(layer, fails)
         run.call(layer)
     run.check(12)
-    assert not any(slot.lent for slot in run.slots._slots)
+    assert not any(place.lent for place in run.slots._places)
 
 
 def test_a_copy_that_fails_is_not_taken_for_one(monkeypatch):
@@ -295,7 +337,7 @@ def test_one_event_for_each_stream_is_kept_of_layers_that_are_never_copied_again
             run.call(layer)
     run.device.finish()
     assert all(run.read)
-    assert all(len(slot.used) <= 2 for slot in run.slots._slots)
+    assert all(len(place.used) <= 2 for place in run.slots._places)
 
 
 def test_another_tensor_at_the_same_address_is_copied():

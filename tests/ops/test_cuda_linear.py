@@ -15,6 +15,8 @@ from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 from hf_vq.ops import dispatch
 from hf_vq.ops.dispatch import Problem
 
+ADDED = "vq1x4r2-universal-g128-random_hadamard128"
+
 
 @pytest.fixture(autouse=True)
 def ask_anew():
@@ -77,7 +79,7 @@ def test_no_compiler(gpu):
     [
         (WEIGHT_SCHEMES["vq-4"], "float16", None),
         (WEIGHT_SCHEMES["vq-4"], "float64", "inputs are float64"),
-        (WEIGHT_SCHEMES["turboquant-4+4"], "float16", "nested stages have a second pass"),
+        (VQScheme.parse(f"{ADDED}-shared"), "float16", "shared stages have a second pass"),
         (VQScheme(2, 8, rotation="qr"), "float16", "a QR rotation is a matrix product"),
         (
             VQScheme(2, 8, rotation_block=0),
@@ -92,6 +94,16 @@ def test_what_they_accept(scheme, dtype, reason):
     if dtype == "float16":
         decode = Problem("decode", "cuda", "uint8", scheme.spec(), 64, 2048, 1024)
         assert cuda.accepts(decode) == reason
+
+
+def test_nested_passes_are_decoded_for_16_bit_inputs():
+    """For products of many tokens; nothing else is done with their rows here."""
+    spec = WEIGHT_SCHEMES["turboquant-4+4"].spec()
+    assert cuda.accepts(Problem("linear", "cuda", "bfloat16", spec, 4096, 64, 2048)) is None
+    assert "float32" in cuda.accepts(Problem("linear", "cuda", "float32", spec, 4096, 64, 2048))
+    assert "second pass" in cuda.accepts(Problem("decode", "cuda", "uint8", spec, 64, 2048))
+    small = VQScheme.parse("vq1x4r2-universal-g64-random_hadamard64-nested").spec()
+    assert "one scale" in cuda.accepts(Problem("linear", "cuda", "float16", small, 99, 64, 2048))
 
 
 @pytest.mark.parametrize("name", [n for n, s in WEIGHT_SCHEMES.items() if not s.two_passes])

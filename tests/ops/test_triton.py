@@ -22,11 +22,16 @@ from hf_vq.ops.codes import stored_arguments
 pytest.importorskip("triton", "3.7", reason="needs Triton 3.7 or later: hf-vq[triton]")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CATALOGUE = ("vq-4", "vq-2", "turboquant-4")
+CATALOGUE = ("vq-4", "vq-2", "turboquant-4", "turboquant-4+4")
 ODD = [  # spec, out_features, in_features
     (WEIGHT_SCHEMES["vq-3"].spec(), 37, 128),
     (WEIGHT_SCHEMES["turboquant-2"].spec(), 2, 384),
     (WEIGHT_SCHEMES["turboquant-8"].spec(), 35, 128),
+    (WEIGHT_SCHEMES["turboquant-1"].spec(), 3, 384),
+    ("vq1x4+2r2-universal-g128-random_hadamard128-nested", 34, 384),
+    ("vq1x1+4r2-universal-g0-none-nested", 9, 154),
+    ("vq1x3+1r2-universal-g32-hadamard32-nested", 33, 160),
+    ("vq1x2r2-universal-g16-random_hadamard16-nested", 3, 96),
     ("vq1x3r1-tensor-g0-none", 7, 77),
     ("vq1x4r1-universal-g16-hadamard0", 33, 176),
     ("vq1x4r1-universal-g0-hadamard0", 1, 52),
@@ -108,12 +113,19 @@ def run(kernels):
     return linear
 
 
+def rotated_weight(tensors, scheme, columns):
+    """W R^T, of one pass or of two nested ones."""
+    if scheme.two_passes:
+        given = (tensors[key] for key in ("codes", "codes_2", "codebook_2", "scale"))
+        return reference.decode_nested(*given, scheme, columns)
+    given = (tensors[key] for key in ("codes", "codebook", "scale"))
+    return reference.decode_rotated(*given, scheme, columns)
+
+
 def check(y, x, tensors, bias, scheme):
     """As far from float64 as the same maths in torch at that dtype, at most twice."""
     rotation = ops.codes.rotation_of(tensors)
-    weight = reference.decode_rotated(
-        tensors["codes"], tensors["codebook"], tensors["scale"], scheme, x.shape[-1]
-    )
+    weight = rotated_weight(tensors, scheme, x.shape[-1])
     inputs = reference.rotate(x.double(), rotation, scheme, False)
     exact = inputs @ weight.double().T + (0 if bias is None else bias.double())
     rounded = reference.rotate(x.float(), rotation, scheme, False).to(x.dtype)
@@ -168,6 +180,13 @@ def test_tensors_at_odd_places(run):
     assert run(wide[:0, :128], tensors, None, scheme).shape == (0, 5)
     assert run(wide[0, :128], tensors, None, scheme).shape == (5,)
     assert run(wide[None, :, :128], tensors, None, scheme).shape == (1, 4, 5)
+
+
+def test_second_codes_of_another_size(run):
+    scheme, tensors = stored(WEIGHT_SCHEMES["turboquant-4+2"].spec(), 64, 256)
+    for wrong in (tensors["codes_2"][:, :-1], tensors["codes"]):
+        with pytest.raises(VQFormatError, match="64 rows of 256 weights"):
+            run(torch.randn(1, 256), {**tensors, "codes_2": wrong}, None, scheme)
 
 
 def test_sizes_that_do_not_belong_together(run):

@@ -29,21 +29,26 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
     from hf_vq.backends import triton_linear
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    numbers = dict.fromkeys(("tokens", "rows", "in_features", "row_bytes", "group", "steps"), "i32")
+    names = ("tokens", "rows", "in_features", "row_bytes", "second_bytes", "group", "steps")
+    numbers = dict.fromkeys(names, "i32")
     tensors = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "scale": "*fp16", "signs": "*u8"}
     signature = numbers | tensors | {"codes": "*u8", "codebook": "*i32", "norm": "fp32"}
-    rotation = {"VECTOR": 2, "BLOCK": 128, "TILE": 64, "BLOCK_TOKENS": 16}
-    product = {"VECTOR": 2, "BITS": 6, "CODE_BYTES": 2, "STEP": 128, "BLOCK_TOKENS": 16}
+    rotation = {"PLANES": 2, "BLOCK": 128, "TILE": 64, "BLOCK_TOKENS": 16}
+    product = {"PLANES": 2, "VECTOR": 2, "BITS": 6, "SECOND_BITS": 0, "BYTES": 2, "TABLE": False,
+               "STEP": 128, "BLOCK_TOKENS": 16, "second": None}  # fmt: skip
+    nested = product | {"VECTOR": 1, "BITS": 4, "SECOND_BITS": 4, "BYTES": 1, "TABLE": True}
+    del nested["second"]
     config = triton_linear._configs()[0]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    for kernel, constants in (
-        (triton_linear._rotate, rotation),
-        (triton_linear._multiply, product | config.kwargs),
+    for kernel, constants, more in (
+        (triton_linear._rotate, rotation, {}),
+        (triton_linear._multiply, product | config.kwargs, {}),
+        (triton_linear._multiply, nested | config.kwargs, {"second": "*u8", "codebook": "*i16"}),
     ):
         names = kernel.arg_names
         source = ASTSource(
             fn=kernel,
-            signature={name: signature.get(name, "constexpr") for name in names},
+            signature={name: (signature | more).get(name, "constexpr") for name in names},
             constexprs={(names.index(name),): value for name, value in constants.items()},
         )
         compiled = triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
@@ -71,12 +76,15 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        *((WEIGHT_SCHEMES[name].spec(), None) for name in ("vq-4", "vq-3", "vq-2", "turboquant-5")),
+        *(
+            (WEIGHT_SCHEMES[name].spec(), None)
+            for name in ("vq-4", "vq-3", "turboquant-5", "turboquant-4+4")
+        ),
         ("vq2x12r1-tensor-g0-none", None),
         ("vq2x8r1-universal-g32-random_hadamard0", None),
         ("vq2x8r1-universal-g16-random_hadamard128", "16 weights share a scale, fewer than 32"),
         ("vq2x8r2-universal-g128-hadamard128", "it has 2 stages"),
-        (WEIGHT_SCHEMES["turboquant-4+4"].spec(), "it has 2 stages"),
+        ("vq1x4r2-universal-g128-hadamard128-shared", "its passes are shared, not nested"),
         (WEIGHT_SCHEMES["quip-sharp-2"].spec(), "its codebook is e8p"),
         (WEIGHT_SCHEMES["gptvq-2"].spec(), "its codebook is tile"),
         ("vq8x8r1-tensor-g0-none", "vectors have 8 weights, not one of (1, 2, 4)"),
@@ -111,9 +119,9 @@ def test_what_it_needs(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "get_current_target", fails)
     row.needs.cache_clear()
     assert row.needs() == "Triton finds no GPU that it can use: 0 active drivers"
-    monkeypatch.setattr(triton, "__version__", "2.3.1")
+    monkeypatch.setattr(triton, "__version__", "3.1.0")
     row.needs.cache_clear()
-    assert row.needs() == "Triton 2.3.1 is older than 3"
+    assert row.needs() == "Triton 3.1.0 is older than 3.2"
     monkeypatch.setitem(sys.modules, "triton", None)
     row.needs.cache_clear()
     assert row.needs() == "Triton is not installed: pip install hf-vq[triton]"

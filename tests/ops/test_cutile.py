@@ -1,0 +1,70 @@
+"""The row `cutile.linear`: its kernel compiles without a GPU; on one it is the product.
+
+With hf-vq[cuda-tile]; its continuous integration installs it.
+"""
+
+import re
+
+import pytest
+import torch
+
+from hf_vq.backends import cutile
+from hf_vq.bench.cpu_linear import random_tensors
+from hf_vq.formats import VQScheme, weight_scheme
+from hf_vq.ops import dispatch, reference
+from hf_vq.ops.codes import stored_arguments
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(("dtype", "nested"), [("float16", True), ("bfloat16", False)])
+def test_it_compiles(arch, dtype, nested):
+    pytest.importorskip("cuda.tile", reason="cuTile is not installed: hf-vq[cuda-tile]")
+    from hf_vq.backends import cutile_linear
+
+    assert cutile_linear.cubin(arch, dtype, nested).startswith(b"\x7fELF")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["turboquant-4", "turboquant-4+4"])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"), [(1, 64, 128), (17, 130, 1152), (33, 1, 256)]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_it_is_the_product(name, tokens, rows, columns, dtype, monkeypatch):
+    """Against float64, not much further than the same product by torch in this dtype."""
+    pytest.importorskip("cuda.tile", reason="cuTile is not installed: hf-vq[cuda-tile]")
+    scheme = weight_scheme(name)
+    tensors = {key: tensor.cuda() for key, tensor in random_tensors(scheme, rows, columns).items()}
+    given = stored_arguments(tensors)
+    x, bias = (torch.randn(*size, device="cuda").to(dtype) for size in ((tokens, columns), (rows,)))
+    monkeypatch.setenv("HF_VQ_BACKEND", "cutile")
+    y = torch.ops.hf_vq.linear.default(x, *given, bias, scheme.spec())
+    monkeypatch.undo()
+    dense = reference.decode(*given, scheme, columns)
+    exact = x.double() @ dense.double().T + bias.double()
+    plain = torch.nn.functional.linear(x, dense.to(dtype), bias)
+    size = x.double().abs() @ dense.double().abs().T
+    eps = torch.finfo(dtype).eps
+    allowed = 2 * (plain - exact).abs().max() + 4 * eps * size.max() / columns**0.5
+    assert (y - exact).abs().max() <= allowed
+
+
+def test_which_schemes_it_has():
+    for scheme, reason in (
+        (weight_scheme("turboquant-4+2"), "4 \\+ 4 nested"),
+        (weight_scheme("vq-4"), "one pass"),
+        (VQScheme.parse("vq1x4r1-universal-g64-none"), "multiples"),
+    ):
+        assert re.search(reason, cutile.runnable(scheme, 1024))
+    assert cutile.runnable(weight_scheme("turboquant-4+4"), 1024) is None
+
+
+def test_nobody_gets_it_unasked(monkeypatch):
+    spec = weight_scheme("turboquant-4").spec()
+    asked = dispatch.Problem("linear", "cuda", "float16", spec, 1, 64, 128)
+    assert "HF_VQ_BACKEND=cutile" in cutile.accepts(asked)
+    monkeypatch.setenv("HF_VQ_BACKEND", "cutile")
+    assert cutile.accepts(asked._replace(device="cpu")) == "tensor is on cpu"
+    if not torch.cuda.is_available():
+        assert cutile.accepts(asked) == "there is no NVIDIA GPU"
