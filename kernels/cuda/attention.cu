@@ -15,6 +15,8 @@
 // Where columns are left, a query has several, and less has to be moved: two (attention_pairs.cuh), or one for each order
 // in which learned codebooks are looked up (attention_turns.cuh).
 //
+// Integers need no codebook, and have a zero (attention_integers.cuh).
+//
 // (VQ-LLM exchanges what it decoded through shared memory or shuffles, section VI.B). Queries are rotated as keys were,
 // and the result is rotated back; what is stored as floats (sinks, the newest tokens) comes first, a few tiles among all
 // warps, and what a warp adds up of it is rotated to where entries of the codebook are added.

@@ -65,24 +65,23 @@ def test_every_scheme(name):
 @pytest.mark.parametrize("dim", [64, 80, 96, 192, 256])
 def test_every_head_dim(dim):
     compiles(problem("u2" if dim < 100 else "u4", dim=dim))
-    compiles(problem("qserve-kv4", dim=dim, columns=8 if dim > 200 else 4))
+    if dim in (80, 256):  # words of few codes, and of many
+        compiles(problem("qserve-kv4", dim=dim, columns=8))
 
 
 @needs_compiler
 @pytest.mark.parametrize("columns", [1, 16, 32])
 def test_columns(columns):
     compiles(problem(columns=columns, dtype=Dtype.FLOAT16))
-    compiles(problem("qserve-kv4", columns=columns))
+    if columns > 1:
+        compiles(problem("qserve-kv4", columns=columns))
 
 
 @needs_compiler
 def test_masks_and_softcap():
     compiles(problem(mask=Mask.BOOL))
     compiles(problem(mask=Mask.BFLOAT16, softcapped=True, columns=16))
-    for columns in (4, 8):
-        compiles(
-            problem("qserve-kv4", mask=Mask.BOOL, softcapped=True, columns=columns, tokens=SHORT)
-        )
+    compiles(problem("qserve-kv4", mask=Mask.BOOL, softcapped=True, tokens=SHORT))
 
 
 @needs_compiler
