@@ -117,6 +117,18 @@ def test_every_kind_of_plan(name, tokens, rows):
         assert y[tokens:].isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096)]
+)
+def test_measured_plans(rows, columns):
+    """They may need more registers than the model of plans leaves them."""
+    for name, tokens in itertools.product(("turboquant-4+4", "turboquant-4+2"), (1, 16)):
+        scheme, tensors = stored(weight_scheme(name).spec(), rows, columns)
+        x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+        poison()
+        check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)
+
+
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x80])
 def test_extreme_codes(byte):
     scheme, tensors = stored(weight_scheme("turboquant-4+4").spec(), 130, 1152)
