@@ -13,7 +13,7 @@ from hf_vq.cache.pages import LayerPages, PageFormat
 from hf_vq.errors import VQBackendError, VQFormatError
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.hf.paged.prompts import flash, is_flash
-from hf_vq.ops import append_kv, attention_reference, decode_kv, dispatch, encode_kv, reference
+from hf_vq.ops import append_kv, attention_reference, decode_kv, dispatch, encode_kv
 from hf_vq.ops.library import parse
 from hf_vq.ops.paged import PagedKV, append_paged, attention_paged, through_tables
 
@@ -214,11 +214,11 @@ def test_what_was_written_is_attended_to():
             assert (found[row] - expected[0]).norm() <= 2**-7 * expected.norm()
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_prompts_attend_to_their_own_tokens(dim):
+@pytest.mark.parametrize(("name", "dim"), [("u4", 64), ("u4", 128), ("qserve-kv4", 128)])
+def test_prompts_attend_to_their_own_tokens(name, dim):
     """Several prompts, also chunks of them, among requests with one new token."""
     page, heads = 64, 2
-    layer = layer_of("u4", page, 60, heads, dim)
+    layer = layer_of(name, page, 60, heads, dim)
     free, tables, past = torch.randperm(60).tolist(), {}, {}
     for step in ({0: 130, 1: 1, 2: 70}, {0: 1, 2: 300, 3: 64, 1: 5}):
         batch = Batch(page, DEVICE)
@@ -234,8 +234,9 @@ def test_prompts_attend_to_their_own_tokens(dim):
         layer.put(*fresh, page_of * page + place)
         query = torch.randn(1, 4 * heads, count + 7, dim, device=DEVICE).bfloat16()
         options = {"softcap": None, "s_aux": None}
-        assert is_flash(query, batch.prompts, options)
-        assert not is_flash(query, batch.prompts, {**options, "softcap": 5.0})
+        assert is_flash(query, heads, batch.prompts, options)
+        assert not is_flash(query, heads, batch.prompts, {**options, "softcap": 5.0})
+        assert not is_flash(query, 1 << 20, batch.prompts, options)
         found = flash(layer, batch.prompts, query, 0.1)
         begin = 0
         for request in batch.prompts.requests:
@@ -271,6 +272,5 @@ def test_others_are_left_to_copies_or_refused():
             torch.randn(1, 2, 5, 128, device=DEVICE), None, cached.codebook_k, cached.k_codes,
             cached.k_scale, torch.arange(4, device=DEVICE), cached.key_scheme,
         )  # fmt: skip
-    rows = {row.name for op in ("append_paged", "attention_paged") for row in dispatch.rows(op)}
-    assert rows == {"cuda.vq_append", "cuda.vq_attention", "reference"}
-    assert reference.append_paged
+    for op, name in (("append_paged", "cuda.vq_append"), ("attention_paged", "cuda.vq_attention")):
+        assert {row.name for row in dispatch.rows(op)} == {name, "reference"}

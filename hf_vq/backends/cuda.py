@@ -57,6 +57,14 @@ def accepts(problem: dispatch.Problem) -> str | None:
     return decodable(scheme) or rotatable(scheme, in_features)
 
 
+def accepts_integers(problem: dispatch.Problem) -> str | None:
+    """None if there is a kernel that decodes rows of integers, else the reason why not."""
+    from ..codegen.choose_prefill import decodable_kv
+
+    scheme = VQScheme.parse(problem.scheme)
+    return decodable_kv(scheme, problem.n) if scheme.has_zero else "rows have no zero"
+
+
 def accepts_few(problem: dispatch.Problem) -> str | None:
     """None if the fused kernel computes with the codes, else the reason why not."""
     from ..codegen.choose import rotatable
@@ -358,6 +366,16 @@ def _decode(*arguments: Tensor | VQScheme | int | None) -> Tensor:
     return cuda_linear.decode(*arguments)  # type: ignore[arg-type]
 
 
+def _decode_integers(codes: Tensor, codebook: Tensor, scale: Tensor, *more: Any) -> Tensor:
+    from . import cuda_prefill
+
+    *_, scheme, length = more
+    stored = codes.reshape(1, 1, -1, codes.shape[-1]), scale.reshape(1, 1, -1, scale.shape[-1])
+    with torch.cuda.device(codes.device):
+        rows = cuda_prefill.decode(*stored, codebook, None, scheme, length, torch.float32)
+    return rows.view(*codes.shape[:-1], length)
+
+
 def _rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool) -> Tensor:
     from . import cuda_linear
 
@@ -459,6 +477,9 @@ def register() -> None:
             accepts_attention_paged,
         ),
         dispatch.Kernel("cuda.decode", "decode", _decode, "cuda", needs, accepts),
+        dispatch.Kernel(
+            "cuda.decode_integers", "decode", _decode_integers, "cuda", needs, accepts_integers
+        ),
         dispatch.Kernel("cuda.linear", "linear", _linear, "cuda", needs, accepts),
         dispatch.Kernel(
             "cuda.fused_linear",

@@ -340,7 +340,8 @@ def append_paged(
         codes.stride(), scale.shape, scale.stride(), slots.shape, x.dtype, place % _ALIGNED == 0,
         grid is not None,
     )  # fmt: skip
-    if slots.dtype != torch.int64 or not slots.is_contiguous() or codes.data_ptr() % _ALIGNED:
+    apart = codes.data_ptr() % _ALIGNED or scale.data_ptr() % _ALIGNED
+    if slots.dtype != torch.int64 or not slots.is_contiguous() or apart:
         raise VQBackendError("slots are int64, side by side; pages begin at multiples of 16 bytes.")
     with on_device(ordinal):
         prepared = _prepare_paged(shapes, scheme, ordinal)

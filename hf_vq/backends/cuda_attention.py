@@ -8,6 +8,7 @@ import math
 import struct
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ..codegen.launch import Kernel, Prepared
 from ..codegen.memory import zeros
 from ..codegen.store import default_store
 from ..errors import VQBackendError
+from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from .cuda_codebooks import KEYS, VALUES, tables
 from .cuda_linear import DTYPES, on_device
@@ -222,7 +224,10 @@ def attention_paged(
     Raises:
         VQBackendError: pages do not lie as a kernel reads them.
     """
-    _check_pages((k_codes, v_codes), (k_scale, v_scale), table, length)
+    sides = (
+        (k_codes, k_scale, codebook_k, key_scheme), (v_codes, v_scale, codebook_v, value_scheme)
+    )  # fmt: skip
+    _check_pages(sides, query.shape[3], table, length)
     none = query[:, : k_codes.shape[1], :0]
     if k_mean is not None:
         k_mean = k_mean.expand(query.shape[0], -1, -1, -1)
@@ -336,18 +341,29 @@ def _tape(x: Tensor) -> Tensor:
 
 
 def _check_pages(
-    codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], table: Tensor, length: Tensor
+    sides: Sequence[tuple[Tensor, Tensor, Tensor, VQScheme]],
+    dim: int,
+    table: Tensor,
+    length: Tensor,
 ) -> None:
-    """Raise unless steps of tokens lie in one page, side by side, at multiples of 16 bytes, and all
-    parts of a page are as far from those of the next."""
-    apart = codes[0].stride(0)
-    for code, scale in zip(codes, scales, strict=True):
-        tokens, width = code.shape[2:]
-        numbers = scale.shape[3]
+    """Raise unless all have the sizes that codes of such heads have, steps of tokens lie in one
+    page, side by side, at multiples of 16 bytes, and all parts of a page are as far from those of
+    the next.
+
+    Args:
+        sides: codes, scales, codebook and scheme of keys and of values.
+    """
+    shape, apart = sides[0][0].shape[:3], sides[0][0].stride(0)
+    for code, scale, codebook, scheme in sides:
+        vectors, numbers, tokens = dim // scheme.vector_size, scheme.row_numbers, shape[2]
+        width = packed_size(vectors, scheme.entry_bits)
+        books = (1,) if scheme.has_scale else (shape[1], vectors)
         if (
-            code.stride()[1:] != (tokens * width, width, 1)
+            code.shape != (*shape, width)
+            or scale.shape != (*shape, numbers)
+            or codebook.shape != (*books, scheme.entries, scheme.vector_size)
+            or code.stride()[1:] != (tokens * width, width, 1)
             or scale.stride()[1:] != (tokens * numbers, numbers, 1)
-            or scale.shape[:3] != code.shape[:3]
             or (code.stride(0), 2 * scale.stride(0)) != (apart, apart)
             or tokens % PAGE
             or apart % PIECE
@@ -355,10 +371,13 @@ def _check_pages(
             or scale.data_ptr() % PIECE
         ):
             raise VQBackendError(
-                f"no kernel reads pages of {tokens} tokens of codes {list(code.stride())} and "
-                f"scales {list(scale.stride())} apart; `cache.pages` lays them out."
+                f"no kernel reads pages of {tokens} tokens of {scheme.spec()} with heads of {dim}: "
+                f"codes {list(code.shape)}, {list(code.stride())} apart, scales "
+                f"{list(scale.shape)}, {list(scale.stride())} apart, and a codebook "
+                f"{list(codebook.shape)}; `cache.pages` lays them out."
             )
-    if table.dtype != torch.int32 or length.dtype != torch.int64 or table.stride(1) != 1:
+    known = table.dtype == torch.int32 and length.dtype == torch.int64
+    if not (known and table.stride(1) == 1 and length.is_contiguous()):
         raise VQBackendError("a table of pages is int32 [B, width], rows dense; lengths are int64.")
 
 

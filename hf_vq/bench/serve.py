@@ -114,7 +114,7 @@ def run(
         requests: at once, `ALL` = as many as fit.
         prompt: tokens.
         new: tokens.
-        memory_gb: for weights, pages and all else; 0 = pages for all requests as floats.
+        memory_gb: for weights, pages and all else; 0 = pages for all requests, whatever they take.
 
     Returns:
         (settings, results) of the record.
@@ -324,10 +324,12 @@ def _of_all(row: dict[str, Any]) -> tuple[str, str]:
 def bars(record: dict[str, Any] | None) -> str:
     """What was asked for, of rows with as many requests as fit: times float weights and pages; and
     the same against what reading alone allows those."""
-    if record is None:
+    found_rows = [] if record is None else record["results"]["rows"]
+    rows = [row for row in found_rows if row.get("all") and "seconds" in row]
+    peers = [row for row in rows if row["kv"] == FLOATS and row["weights"] == "bfloat16"]
+    if len(peers) != 1:
         return bars_table([], "ceiling")
-    rows = [row for row in record["results"]["rows"] if row.get("all") and "seconds" in row]
-    (peer,) = (row for row in rows if row["kv"] == FLOATS and row["weights"] == "bfloat16")
+    (peer,) = peers
     found = []
     for row in rows:
         if row["kv"] != FLOATS and row["weights"] != "bfloat16":

@@ -9,8 +9,8 @@ struct Floats {
   int64_t row, head, token;
 };
 
-// A tape: codes uint8 [B, H, tape, bytes of a token], tokens side by side, and scales fp16 [B, H, tape]. With pages
-// (`Plan::page` tokens each), codes [pages, H, page, bytes of a token] and scales [pages, H, page]: strides of rows are
+// A tape: codes uint8 [B, H, tape, bytes of a token], tokens side by side, and scales fp16 [B, H, tape, numbers]. With pages
+// (`Plan::page` tokens each), codes [pages, H, page, bytes of a token] and scales [pages, H, page, numbers]: strides of rows are
 // those of pages, all as many bytes, multiples of 16, and `first` is 0.
 struct Coded {
   const char* codes;

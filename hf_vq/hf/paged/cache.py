@@ -236,7 +236,7 @@ class PagedCodes(PagedAttentionCache):
             if ones is not None:
                 out[:, :, ones.rows] = _through(layer, ones, query[:, :, ones.rows], options)
             groups = self.batch.longer
-            if prompts is not None and is_flash(query, prompts, options):
+            if prompts is not None and is_flash(query, layer.k.side.heads, prompts, options):
                 out[:, :, prompts.rows] = flash(layer, prompts, query, scaling)
                 groups = []
         else:

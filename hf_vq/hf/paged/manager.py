@@ -18,11 +18,14 @@ from transformers.generation.continuous_batching.initialization import (
     update_cb_config_after_cache_creation,
 )
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.utils import logging
 
 from ...cache import VQCache
 from ...errors import VQCacheError
 from .cache import PagedCodes, groups_of, page_formats
 from .switch import hold, release
+
+logger = logging.get_logger(__name__)
 
 
 class PagedManager(ContinuousBatchingManager):
@@ -67,7 +70,8 @@ class PagedManager(ContinuousBatchingManager):
             hints: of the workload.
         """
         settings = self.continuous_batching_config
-        if settings.varlen_compile_config or settings.decode_compile_config:
+        compiled = settings.varlen_compile_config or settings.decode_compile_config
+        if compiled or given.decode_compile_config:
             raise VQCacheError(
                 "pages of codes are not read by compiled code. Leave the compile configs and "
                 "default_compile_level out of the ContinuousBatchingConfig."
@@ -77,11 +81,16 @@ class PagedManager(ContinuousBatchingManager):
         if varlen or (decode and not tables):
             raise VQCacheError(
                 "prompts in pages of codes are read by a number of launches that changes with the "
-                "batch, and so is everything where no kernel reads tables of pages: no CUDA graph "
-                "holds them. Set use_cuda_graph to (False, True), or leave it and the padding "
-                "intervals out of the ContinuousBatchingConfig."
+                "batch, and so is everything where no kernel reads tables of pages, or where "
+                "layers of sliding attention keep floats: no CUDA graph holds them. Set "
+                "use_cuda_graph to (False, True), or leave it and the padding intervals out of the "
+                "ContinuousBatchingConfig."
             )
         if not tables:
+            if given.max_blocks_per_request:
+                logger.warning(
+                    "max_blocks_per_request is not used: no kernel reads tables of these pages."
+                )
             return
         asked = copy(given)
         resolve_using_hints(asked, hints)

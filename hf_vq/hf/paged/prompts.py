@@ -15,17 +15,19 @@ from ...cache.pages import LayerPages
 
 DECODED_BYTES = 256 << 20  # that attention may need besides the pages, at most
 _LARGEST_HEAD, _ALIGNED = 256, 8  # numbers, of the kernel
-_FLOAT32 = 4  # bytes: what codes are decoded to, keys, then values
+# Bytes of a number of keys or values: its code, float32 before and after the mean, 16 bits.
+_DECODED = 12
 
 
-def is_flash(query: Tensor, prompts: Prompts, options: dict[str, Any]) -> bool:
-    """Whether the kernel computes it, and all keys and values fit into `DECODED_BYTES` as floats.
+def is_flash(query: Tensor, kv_heads: int, prompts: Prompts, options: dict[str, Any]) -> bool:
+    """Whether the kernel computes it, and what keys and values are decoded to fits into
+    `DECODED_BYTES`.
 
     Args:
         query: [1, Hq, new tokens of the batch, D].
         options: softcap and s_aux, as in `paged_attention`.
     """
-    heads, dim = query.shape[1], query.shape[3]
+    dim = query.shape[3]
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -33,7 +35,7 @@ def is_flash(query: Tensor, prompts: Prompts, options: dict[str, Any]) -> bool:
         and dim % _ALIGNED == 0
         and not options["softcap"]
         and options["s_aux"] is None
-        and prompts.total * heads * dim * _FLOAT32 <= DECODED_BYTES
+        and prompts.total * kv_heads * dim * _DECODED <= DECODED_BYTES
     )
 
 
