@@ -11,6 +11,7 @@ from .backends import cpu_static as _cpu_static
 from .backends import cpu_vptq as _cpu_vptq
 from .backends import cpu_w4a8 as _cpu_w4a8
 from .backends import cuda as _cuda
+from .backends import cuda_kv_rows as _cuda_kv
 from .backends import cuda_w4a8_rows as _cuda_w4a8
 from .backends import cutile as _cutile
 from .backends import reference as _reference
@@ -51,9 +52,9 @@ __version__ = "0.1.0"
 
 # Rows of the dispatch table are asked in this order.
 for _plugin in (
-    _cuda, _cuda_w4a8, _cpu_linear, _cpu_nested, _cpu_vptq, _cpu_w4a8, _cpu_attention, _cpu_static,
-    _triton, _cutile, _torch_attention, _two_passes, _reference, _fit_rows, _quantizer, _attention,
-    _generation, _paged, _graphs,
+    _cuda, _cuda_kv, _cuda_w4a8, _cpu_linear, _cpu_nested, _cpu_vptq, _cpu_w4a8, _cpu_attention,
+    _cpu_static, _triton, _cutile, _torch_attention, _two_passes, _reference, _fit_rows, _quantizer,
+    _attention, _generation, _paged, _graphs,
 ):  # fmt: skip
     _plugin.register()
 
