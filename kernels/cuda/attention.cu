@@ -141,6 +141,7 @@ struct Scores {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = Step::of_row(lane / 4, half, tile);
+      by[half] = of_floats;
       if constexpr (!Keys::learned) {
         const Step::Numbers key = Step::key_numbers(tapes, slot, token);
         of_key[half] = key.scale, zero[half] = key.zero;

@@ -78,7 +78,7 @@ __device__ inline void add_floats(const Arguments& a, const Tokens& tokens, int 
   if (!__any_sync(0xffffffff, any)) return;
   if (!early) load_values();
   State::Weights weights[1];
-  const OfValue floats[1][2] = {};
+  const OfValue floats[1][2] = {{of_floats, of_floats}};
   state.weigh<Plan::dtype>(both, floats, weights);
 #pragma unroll
   for (int i = 0; i < value_words; ++i)

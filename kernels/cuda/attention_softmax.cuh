@@ -50,10 +50,12 @@ __device__ inline uint32_t transposed(uint32_t pairs) {
 __device__ inline uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ inline uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-// Of a token's value: what weights are multiplied by besides.
+// Of a token's value: what weights are multiplied by besides. (Without defaults: of an array of arrays, NVRTC 13.0 set
+// those of the first array only.)
 struct OfValue {
-  float inverse_scale = 1.0f, zero = 0.0f;
+  float inverse_scale, zero;
 };
+constexpr OfValue of_floats = {1.0f, 0.0f};
 
 // What two weights add to the sums of zeros.
 template <Dtype D> __device__ inline void add_zeros(uint32_t weights, float zero, float& first, float& second) {
