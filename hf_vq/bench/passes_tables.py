@@ -13,7 +13,6 @@ KLD = {"turboquant-4+4": 3e-4, "turboquant-4+2": 3e-3}  # at most, of tinybooks-
 HIDDEN, PROMPT = 0.80, 2048  # of the copies, from so many tokens on
 OF_BUS = 0.90  # that copies reach
 NESTED, TIMES_BF16, TIMES_CUDA, FEWEST = "turboquant-4+4", 1.6, 1.5, 16
-_BUSY = 0.95  # of a step: who is busy for longer, binds
 
 _Rows = Sequence[dict[str, Any]]
 
@@ -121,6 +120,6 @@ def _offload_bars(rows: _Rows) -> Iterator[Bar]:
 
 def _binds(row: dict[str, Any]) -> str:
     """What keeps copies from being hidden."""
-    if row["offload_host_ms"] > _BUSY * row["offload_ms"]:
+    if row["offload_host_ms"] > max(row["resident_ms"], row["copies_ms"]):
         return "the host, which launches more slowly than the GPU computes"
     return f"the GPU computes for {row['resident_ms']:.1f} ms, copies take {row['copies_ms']:.1f}"
