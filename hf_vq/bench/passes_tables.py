@@ -96,7 +96,7 @@ def _kernel_bars(rows: _Rows) -> Iterator[Bar]:
         f"`{NESTED}`, 1 token, times bf16", TIMES_BF16,
         tuple(row["bf16_us"] / row["cuda_us"] for row in alone),
         binds="waiting for codes and lookups: no unit of a multiprocessor is busy for two thirds "
-        "of the time, but registers allow no more warps",
+        "of the time",
     )  # fmt: skip
     for count in sorted({row["tokens"] for row in found if row["tokens"] >= FEWEST}):
         yield Bar(

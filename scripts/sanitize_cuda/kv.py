@@ -19,6 +19,7 @@ from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
 from hf_vq.ops import attention_reference, reference, static_reference
+from hf_vq.ops.layout import ROWS
 
 
 def keys_and_values() -> Iterator[Case]:
@@ -59,6 +60,7 @@ def steps_of_a_cache() -> Iterator[Case]:
 def store_steps(name: str, tokens: int, dim: int = 128) -> None:
     """Launches until the tape is full, with a mean that is found on the way."""
     schemes = KV_SCHEMES[name].key, KV_SCHEMES[name].value
+    how = *schemes, ROWS, ROWS
     tapes = [
         (torch.zeros(2, 2, 12, packed_size(dim // s.vector_size, s.entry_bits)).byte(),
          torch.zeros(2, 2, 12, s.row_numbers).half())
@@ -74,8 +76,8 @@ def store_steps(name: str, tokens: int, dim: int = 128) -> None:
     there = [None if part is None else part.cuda() for part in here]
     for _ in range(18 // tokens):
         new = [torch.randn(2, 2, tokens, dim).half() for _ in range(2)]
-        static_reference.store(*new, *here, 4, *schemes)  # type: ignore[arg-type]
-        cuda_store.store(*(x.cuda() for x in new), *there, 4, *schemes)  # type: ignore[arg-type]
+        static_reference.store(*new, *here, 4, *how)  # type: ignore[arg-type]
+        cuda_store.store(*(x.cuda() for x in new), *there, 4, *how)  # type: ignore[arg-type]
     for expected, found in zip(here, there, strict=True):
         if expected is not None and found is not None and expected.numel():
             same = torch.isclose(found.cpu().double(), expected.double(), rtol=2.0**-9, atol=1e-6)
