@@ -41,7 +41,6 @@ _ATTENTION = (
     (32, 8, 8, (16384, 65536), (2.2, 2.4), (2.6, 3.0)),
     (32, 4, 8, (16384,), (2.0,), (2.4,)),
 )
-_KV4 = "qserve-kv4"
 
 
 def linear_table(records: Mapping[str, dict[str, Any]]) -> str:
@@ -159,8 +158,7 @@ def _cached(rows: Rows) -> Iterator[Bar]:
             for name in names:
                 for context, asked in zip(contexts, least, strict=True):
                     yield _attended(rows, name, Case(heads, kv_heads, batch, context), asked)
-    if pick(rows, name=_KV4):  # younger than the others: a record may be without
-        yield _attended(rows, _KV4, Case(32, 8, 8, 16384), 1.5)
+    yield _attended(rows, "qserve-kv4", Case(32, 8, 8, 16384), 1.5)
     for name, memory in (("u4", 3.88), ("u2", 7.5)):
         smaller = tuple(round(row["smaller"], 2) for row in pick(rows, what="memory", name=name))
         yield Bar(f"memory of quantized tokens, `{name}`", memory, smaller)
