@@ -180,7 +180,7 @@ def test_what_the_record_promises():
         )  # fmt: skip
         return found
 
-    for name, slope, memory in (("u4", 16, 15), ("u2", 13, 7.8)):
+    for name, slope, memory in (("u4", 17, 15), ("u2", 13, 7.8)):
         nbytes = {"u4": 132, "u2": 68}[name] * 32 * 16384
         assert round((us(name, 65536) - us(name, 16384)) / 3) == slope
         assert nbytes / cuda_attention.MEMORY * 1e6 == pytest.approx(memory, abs=0.1)
