@@ -50,8 +50,8 @@ __device__ inline uint32_t transposed(uint32_t pairs) {
 __device__ inline uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ inline uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-// Of a token's value: what weights are multiplied by besides. (Without defaults: of an array of arrays, NVRTC 13.0 set
-// those of the first array only.)
+// Of a token's value: what weights are multiplied by besides. (Without defaults: in a local array of arrays, NVRTC and
+// nvcc 13.0 to 13.5 set those of the first array only.)
 struct OfValue {
   float inverse_scale, zero;
 };
