@@ -22,8 +22,10 @@ import torch
 from cuda.tile import compilation
 from torch import Tensor
 
+from ..errors import VQFormatError
 from ..formats.scheme import VQScheme
-from ..ops import rotate
+from ..formats.tensors import tensor_specs
+from ..transforms import rotate  # no op: this row is all that runs where HF_VQ_BACKEND asks for it
 from .cutile import ROWS, STEP, TOKENS
 
 BYTES = STEP // 2  # of a row and a pass
@@ -114,12 +116,25 @@ def linear(
     bias: Tensor | None,
     scheme: VQScheme,
 ) -> Tensor:
-    """y = W x + b (`ops.reference.linear`)."""
-    second, book, nested = codes, codebook, 0
-    if codes_2 is not None and codebook_2 is not None:  # one table for both passes
-        second, book, nested = codes_2, codebook_2, 1
-    in_features = x.shape[-1]
-    rotated = rotate(x, rotation, scheme).reshape(-1, in_features)
+    """y = W x + b (`ops.reference.linear`).
+
+    Raises:
+        VQFormatError: sizes do not belong together.
+    """
+    in_features, nested = x.shape[-1], int(scheme.two_passes)
+    given: dict[str, Tensor | None] = {"codes": codes, "codebook": codebook, "scale": scale}
+    if nested:  # one table for both passes
+        given = {"codes": codes, "codes_2": codes_2, "codebook_2": codebook_2, "scale": scale}
+    specs = tensor_specs(scheme, len(codes), in_features)
+    for key, tensor in given.items():
+        if tensor is None or tensor.shape != specs[key].shape:
+            raise VQFormatError(
+                f"{len(codes)} rows of {in_features} weights as {scheme.spec()} have {key} "
+                f"{list(specs[key].shape)}; got {None if tensor is None else list(tensor.shape)}."
+            )
+    second, book = (codes_2, codebook_2) if nested else (codes, codebook)
+    assert second is not None and book is not None
+    rotated = rotate(x.float(), scheme, rotation).to(x.dtype).reshape(-1, in_features)
     halves = rotated.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
     y = x.new_empty(*x.shape[:-1], len(codes))
     if not y.numel():

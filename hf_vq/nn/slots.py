@@ -120,7 +120,7 @@ class _Source:
     @classmethod
     def of(cls, tensor: Tensor) -> _Source:
         whole = tensor if tensor._base is None else tensor._base
-        facts = tensor.storage_offset(), tensor._version, tensor.dtype, tensor.shape
+        facts = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape
         return cls(weakref.ref(whole), facts)
 
     def is_as(self, other: _Source) -> bool:
@@ -216,10 +216,10 @@ class Slots:
         """Copy what is asked for: over nothing that is expected, if there is another place."""
         nbytes = sum(map(_room_of, sources))
         if nbytes > self._slot:
-            self._slot, self._at = nbytes, 0
+            memory = self.transfer.empty(2 * nbytes)  # or an error, and nothing is another
+            self._memory, self._slot, self._at = memory, nbytes, 0
             self._places, self._coming = [], []
             self._of.clear()
-            self._memory = self.transfer.empty(2 * nbytes)
         at = self._room(nbytes, self._coming)
         if at is None:
             at = self._room(nbytes, [])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -38,12 +39,12 @@ def only_result(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a call of an op is eager and nothing follows it but its result: then the way through
     torch's dispatcher and back into Python may be left out.
 
-    False while a compiler, a tracer, a mode or a transform looks on, or a gradient will be asked of
-    `x` or of one of the `others`.
+    False while a compiler, a tracer, a mode, a transform or forward-mode AD looks on, or a gradient
+    will be asked of `x` or of one of the `others`.
     """
     if is_compiling() or type(x) is not Tensor or _modes() or _transforms() or _traces():
         return False
-    if x.is_meta:
+    if x.is_meta or forward_ad._current_level >= 0:
         return False
     grad = torch.is_grad_enabled()
     if grad and x.requires_grad:

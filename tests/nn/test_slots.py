@@ -231,6 +231,42 @@ def test_a_copy_that_fails_is_not_taken_for_one(monkeypatch):
     run.check(2)
 
 
+@pytest.mark.parametrize("before", [0, 3])
+def test_memory_that_there_is_not_changes_nothing(before, monkeypatch):
+    """At the first layer, and at one that is larger than the slots."""
+    run = Run(0)
+    for layer in run.layers[:before]:
+        run.call(layer)
+    large = run.layers[-1]
+    large.tensors = [torch.randint(0, 99, (7000,), dtype=torch.uint8)]
+    good = run.device.empty
+
+    def fails(nbytes):
+        raise RuntimeError("out of memory")
+
+    places, size = list(run.slots._places), run.slots.nbytes
+    monkeypatch.setattr(run.device, "empty", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.call(large)
+    assert run.slots._places == places and run.slots.nbytes == size
+    monkeypatch.setattr(run.device, "empty", good)
+    for layer in (*run.layers, large):
+        run.call(layer)
+    run.check(before + len(run.layers) + 1)
+
+
+def test_a_tensor_with_other_memory_is_copied_anew():
+    run = Run(0, layers=1)
+    (layer,) = run.layers
+    run.call(layer)
+    run.device.finish()
+    for tensor in layer.tensors:
+        tensor.data = tensor.data + 1
+    run.call(layer)
+    run.check(2)
+    assert run.slots.hits == 0
+
+
 def test_what_is_written_is_copied_anew():
     """Written in place, or replaced by other tensors; also while it was expected."""
     run = Run(0, layers=2)

@@ -3,6 +3,7 @@
 With hf-vq[cuda-tile]; its continuous integration installs it.
 """
 
+import contextlib
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from hf_vq.backends import cutile
 from hf_vq.bench.cpu_linear import random_tensors
+from hf_vq.errors import VQFormatError
 from hf_vq.formats import VQScheme, weight_scheme
 from hf_vq.ops import dispatch, reference
 from hf_vq.ops.codes import stored_arguments
@@ -48,6 +50,38 @@ def test_it_is_the_product(name, tokens, rows, columns, dtype, monkeypatch):
     eps = torch.finfo(dtype).eps
     allowed = 2 * (plain - exact).abs().max() + 4 * eps * size.max() / columns**0.5
     assert (y - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("name", ["turboquant-4", "turboquant-4+4"])
+def test_what_the_kernel_is_given(name, monkeypatch):
+    """The launch, with a kernel in PyTorch; everything else as HF_VQ_BACKEND=cutile runs it."""
+    pytest.importorskip("cuda.tile", reason="cuTile is not installed: hf-vq[cuda-tile]")
+    from hf_vq.backends import cutile_linear
+
+    def launch(stream, grid, kernel, arguments):
+        halves, first, second, table, scale, y, tm, tn, group, nested = arguments
+        assert grid[0] * tm >= len(y) and grid[1] * tn >= y.shape[1]
+        for half, shift in enumerate((0, 4)):
+            code = first.int() >> shift & 15
+            code = code << 4 | second.int() >> shift & 15 if nested else code
+            factor = scale.float().repeat_interleave(64 * group, 1)
+            rows = table.float()[code] * factor[:, : code.shape[1]]
+            y += (halves[half].float() @ rows.T).to(y.dtype)
+
+    monkeypatch.setenv("HF_VQ_BACKEND", "cutile")
+    monkeypatch.setattr(cutile_linear.ct, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    scheme = weight_scheme(name)
+    given = stored_arguments(random_tensors(scheme, 70, 256))
+    x, bias = torch.randn(3, 17, 256).bfloat16(), torch.randn(70).bfloat16()
+    y = cutile_linear.linear(x, *given, bias, scheme)
+    monkeypatch.undo()
+    right = reference.linear(x.float(), *given, bias.float(), scheme)
+    assert y.shape == right.shape and (y - right).norm() <= 0.02 * right.norm()
+    with pytest.raises(VQFormatError, match="scale"):
+        cutile_linear.linear(x, *given[:2], given[2][:-1], *given[3:], bias, scheme)
 
 
 def test_which_schemes_it_has():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_vq import ops
@@ -21,7 +22,7 @@ from hf_vq.nn import VQLinear
 from hf_vq.ops import dispatch, reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
 from hf_vq.ops.dispatch import Kernel
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import only_result, problem
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
 
@@ -355,3 +356,12 @@ def test_ten_thousand_calls_leak_nothing():
     before = resident()
     call(5000)
     assert resident() - before < 8 * 5000  # the smallest handle, lost at every second call
+
+
+def test_forward_mode_goes_through_torch():
+    """Tangents are not lost without a word."""
+    x = torch.randn(2, 3)
+    assert only_result(x)
+    with forward_ad.dual_level():
+        assert not only_result(forward_ad.make_dual(x, x))
+    assert only_result(x)
