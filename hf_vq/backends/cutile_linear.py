@@ -25,7 +25,7 @@ from torch import Tensor
 from ..errors import VQFormatError
 from ..formats.scheme import VQScheme
 from ..formats.tensors import tensor_specs
-from ..transforms import rotate  # no op: this row is all that runs where HF_VQ_BACKEND asks for it
+from ..ops import reference  # no op: this row is all that runs where HF_VQ_BACKEND asks for it
 from .cutile import ROWS, STEP, TOKENS
 
 BYTES = STEP // 2  # of a row and a pass
@@ -134,7 +134,9 @@ def linear(
             )
     second, book = (codes_2, codebook_2) if nested else (codes, codebook)
     assert second is not None and book is not None
-    rotated = rotate(x.float(), scheme, rotation).to(x.dtype).reshape(-1, in_features)
+    rotated = (
+        reference.rotate(x.float(), rotation, scheme, False).to(x.dtype).reshape(-1, in_features)
+    )
     halves = rotated.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
     y = x.new_empty(*x.shape[:-1], len(codes))
     if not y.numel():

@@ -358,6 +358,7 @@ def test_ten_thousand_calls_leak_nothing():
     assert resident() - before < 8 * 5000  # the smallest handle, lost at every second call
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, of make_dual
 def test_forward_mode_goes_through_torch():
     """Tangents are not lost without a word."""
     x = torch.randn(2, 3)
