@@ -264,7 +264,7 @@ def test_weights_and_inputs_that_were_just_written(name, tokens):
 @pytest.mark.parametrize("name", list(GROUPS))
 def test_in_a_graph_and_compiled(name, tokens):
     tensors, x = layer(name, 512, 1024), inputs(tokens, 1024, torch.bfloat16)
-    expected = ops.w4a8_linear(x, tensors, None, name)
+    ops.w4a8_linear(x, tensors, None, name)  # compiles, which no graph holds
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = ops.w4a8_linear(x, tensors, None, name)
@@ -276,7 +276,6 @@ def test_in_a_graph_and_compiled(name, tokens):
     if tokens == 16:
         compiled = torch.compile(lambda x: ops.w4a8_linear(x, tensors, None, name), fullgraph=True)
         assert torch.equal(compiled(other), y)
-    assert expected.shape == y.shape
 
 
 def test_hostile_tensors_are_refused():

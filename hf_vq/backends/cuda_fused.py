@@ -380,8 +380,10 @@ def run(
         overlap: let kernels begin before those before them have ended (kernels/cuda/grids.cuh).
     """
     layer, _alive = _layer(x, codes, codebook, scale, rotation, scheme)
+    copied = False
     if scheme.two_passes:
-        second = second_codes(second, x, layer.rows, scheme)
+        stored, second = second, second_codes(second, x, layer.rows, scheme)
+        copied = second is not stored  # just now, and nobody counted
     call = _call(layer, (), x, scheme, ordinal, launch)
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
     given = call.input(_readable(x), 0, stream, overlap)
@@ -394,7 +396,8 @@ def run(
         if second is not None:
             arguments.second = second.data_ptr()
         state = layer.state(codes, codebook, scale, stream, second)
-        kernel.start(stream, overlap and cuda_overlap.is_settled(state, layer.last))
+        settled = not copied and cuda_overlap.is_settled(state, layer.last)
+        kernel.start(stream, overlap and settled)
         layer.last = state
 
 

@@ -86,6 +86,17 @@ def write(folder: Path, config: LlamaConfig, books: int, bits: int, shards: int)
     return largest
 
 
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder is on no disk (Linux)."""
+    kinds = {}
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, where, kind, *_ = line.split()
+        kinds[where] = kind
+    at = folder.resolve()
+    nearest = next(str(place) for place in (at, *at.parents) if str(place) in kinds)
+    return kinds[nearest] in ("tmpfs", "ramfs")
+
+
 def forget(folder: Path) -> None:
     """Have the page cache drop the files, so that they are read from the disk."""
     for path in folder.glob("*.safetensors"):
@@ -168,6 +179,8 @@ def run(
         for name, (books, bits) in VARIANTS.items():
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary)
+                if is_in_memory(folder):
+                    raise VQError(f"{folder} is memory, no disk: set TMPDIR to a folder on one.")
                 shard = write(folder, model, books, bits, SHARDS)
                 nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
                 read(folder)

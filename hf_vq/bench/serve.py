@@ -80,7 +80,8 @@ CASES = {
     ),
     "cuda": Case(
         _llama(32, 4096, 32, 8, 14336, 128256),
-        ("dense/floats", "dense/u4", "vq-4/u4", "vq-4/u2"), (1, 16, 64, ALL), 1024, 512, 24.0,
+        ("dense/floats", "dense/u4", "vq-4/u4", "vq-4/u2", "qoq-w4a8-g128/qserve-kv4"),
+        (1, 16, 64, ALL), 1024, 512, 24.0,
     ),
 }  # fmt: skip
 

@@ -5,7 +5,9 @@
     prefill_only   the same, but a step of one token computes with the first pass alone
     absent         nowhere: the first pass alone is the layer
 
-With `offload` the same kernel computes on the same bytes as with `resident`: equal results.
+With `offload` the same kernel computes on the same bytes as with `resident`: equal results. Copies
+may still wait in a queue when a forward has returned, so whoever writes to offloaded tensors, as
+`load_state_dict` does, calls `torch.cuda.synchronize()` before.
 """
 
 from __future__ import annotations

@@ -30,9 +30,11 @@ def linear(
         [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
     """
     spec = scheme if isinstance(scheme, str) else scheme.spec()
-    alone = only_result(x, tensors["codebook"], tensors["scale"], bias)
+    stored = stored_arguments(tensors)
+    _, codebook, scale, _, _, codebook_2, scale_2, _ = stored
+    alone = only_result(x, codebook, scale, codebook_2, scale_2, bias)
     run: Callable[..., Tensor] = _linear if alone else torch.ops.hf_vq.linear.default
-    return run(x, *stored_arguments(tensors), bias, spec)
+    return run(x, *stored, bias, spec)
 
 
 def direct_linear(

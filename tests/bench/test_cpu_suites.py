@@ -1,6 +1,7 @@
 """The suites that time CPU kernels: they run, and what they report is what was timed."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hf_vq.bench import (
     timing,
 )
 from hf_vq.bench.record import read_record
+from hf_vq.errors import VQError
 
 
 def test_contestants_take_turns_and_go_through_their_copies():
@@ -65,6 +67,15 @@ def test_cpu_load(tmp_path):
     for row in seen:
         assert row["disk_ratio"] > 0 and row["cache_ratio"] > 0 and row["mb"] > row["shard_mb"]
     assert cpu_load.table(seen).count("\n") == 1 + len(seen)
+
+
+def test_a_folder_in_memory_is_no_disk(monkeypatch):
+    if Path("/dev/shm").exists():
+        assert cpu_load.is_in_memory(Path("/dev/shm/some/folder"))
+    assert not cpu_load.is_in_memory(Path("/proc/self"))
+    monkeypatch.setattr(cpu_load, "is_in_memory", lambda folder: True)
+    with pytest.raises(VQError, match="TMPDIR"):
+        cpu_load.run(threads=(1,))
 
 
 def test_memory_that_is_taken_for_a_while():

@@ -25,6 +25,7 @@ def is_flash(query: Tensor, kv_heads: int, prompts: Prompts, options: dict[str, 
 
     Args:
         query: [1, Hq, new tokens of the batch, D].
+        kv_heads: of the pages.
         options: softcap and s_aux, as in `paged_attention`.
     """
     dim = query.shape[3]
