@@ -3,14 +3,16 @@
 Peers: `_weight_int4pack_mm_for_cpu` (4 bits, groups of 128), and dense layers in bfloat16 and
 float32; for `aqlm-2` also the package `aqlm`, where it, numba and scipy are installed. Codes are
 random: how fast a kernel is does not depend on them. The weights of every call come from main
-memory, as they do when a model generates. `read` does nothing but read, as many bytes as the
-largest scheme has. What computing alone takes (`us_cached`) is that of more rows of a matrix that
-stays in the second cache.
+memory. A few calls of a kind follow each other, as layers do when a model generates: the first
+after another contestant also finds its own code, and Python's, in main memory. `read` does nothing
+but read, as many bytes as the largest scheme has, with as many threads. What computing alone takes
+(`us_cached`) is that of more rows of a matrix that stays in the second cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -34,6 +36,7 @@ SCHEMES = (
 )  # fmt: skip
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))  # out_features, in_features
 INT4_GROUP = 128
+CALLS = 4  # of a kind, one after another
 CACHED = 1 << 19  # bytes of codes that stay in the second cache
 TABLE_ROWS = 512  # from which on 8-vectors of one token are computed by tables of products
 PACKAGED, PACKAGE = "aqlm-2", "aqlm"  # the scheme that the package computes too
@@ -106,7 +109,7 @@ def _shape(
     size = max(nbytes.values())
     read = reading(size)
     if read is not None:
-        contestants["read"] = read
+        contestants["read"] = replace(read, calls=CALLS)
     seconds = interleave(contestants, rounds)
     found = []
     for name in (name for name in contestants if " cached" not in name):
@@ -166,7 +169,7 @@ def _ours(scheme: VQScheme, x: Tensor, out_features: int) -> Contestant:
         {**stored, "codes": stored["codes"].clone(), "scale": stored["scale"].clone()}
         for _ in range(copies)
     ]
-    return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), copies)
+    return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), copies, CALLS)
 
 
 def _cached(scheme: VQScheme, x: Tensor) -> tuple[Contestant, Contestant, int]:
@@ -193,6 +196,7 @@ def peers(x: Tensor, out_features: int) -> dict[str, Contestant]:
     found["int4"] = Contestant(
         lambda i: torch.ops.aten._weight_int4pack_mm_for_cpu(x, weights[i], INT4_GROUP, scales),
         len(weights),
+        CALLS,
     )
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         dense = torch.randn(out_features, in_features, dtype=torch.float32).to(dtype)
@@ -210,7 +214,7 @@ def _package(out_features: int, in_features: int, rounds: int) -> list[dict[str,
         return []
     x = torch.randn(1, in_features, dtype=torch.bfloat16)
     ours = _ours(weight_scheme(PACKAGED), x, out_features)
-    package = aqlm_numba.contestant(out_features, in_features)
+    package = replace(aqlm_numba.contestant(out_features, in_features), calls=CALLS)
     seconds = interleave({PACKAGED: ours, PACKAGE: package}, rounds)
     return [
         {
@@ -221,4 +225,4 @@ def _package(out_features: int, in_features: int, rounds: int) -> list[dict[str,
 
 
 def _dense(x: Tensor, copies: list[Tensor]) -> Contestant:
-    return Contestant(lambda i: torch.nn.functional.linear(x, copies[i]), len(copies))
+    return Contestant(lambda i: torch.nn.functional.linear(x, copies[i]), len(copies), CALLS)
