@@ -300,17 +300,21 @@ def _shape_tensor(scheme: str, dim: int, layout: str) -> Tensor:
     return torch.tensor(_shape(parse(scheme), dim, layout), dtype=torch.int32, device="cpu")
 
 
-def scores(query: Tensor, cached: CachedKV, scaling: float = 1.0) -> Tensor:
+def scores(
+    query: Tensor, cached: CachedKV, scaling: float = 1.0, score: Tensor | None = None
+) -> Tensor:
     """The logits of coded keys as `cpu.vq_attention` computes them, for benchmarks and tests.
 
     Args:
         query: [B, Hq, Q, D].
         cached: the layer; its codes lie in the layouts of `cpu.vq_attention`.
+        score: written to, if not None.
 
     Returns:
         float32 [B, Hq, Q, coded] scaling <q, k>.
     """
-    score = torch.empty(*query.shape[:3], cached.coded)
+    if score is None:
+        score = torch.empty(*query.shape[:3], cached.coded)
     c = cached
     _attention(
         query, c.sink_k, c.sink_v, c.k_codes, c.k_scale, c.k_mean, c.v_codes, c.v_scale,

@@ -2,17 +2,20 @@
 
     scores        q K^T alone: the coded keys against dense ones in float32 and bfloat16, against
                   lookups in tables that are not in registers (the PQ-Attention of NoMAD-Attention,
-                  figure 5), and against the time that this processor needs to read as many bytes
+                  figure 5), and against the time that this processor needs to read as many bytes;
+                  ours and our dense ones write to memory that is there
     step          q K^T, softmax and the values: against PyTorch's operations one by one (bmm,
                   softmax, bmm: what eager attention does), against its fused SDPA, and against
-                  onnxruntime's GroupQueryAttention with an int8 cache where that is installed
+                  onnxruntime's GroupQueryAttention with an int8 cache where that is installed, and
+                  against reading as many bytes with as many threads
     prefill       the same for a chunk of a prompt behind a cached one
     append        one token's keys and values into the cache, per vector
     append keys   keys alone, against a copy into a dense cache and against the 256-entry search of
                   `cq-4`, which is that of PQ-Attention
 
 Keys, values and codebooks are random: how fast a kernel is does not depend on them. Every call
-finds its cache in main memory, as it does when a model generates.
+finds its cache in main memory, and follows another of its kind that is not timed, as it does when a
+model generates.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ CHUNKS = (32,)  # tokens of a prompt at a time
 CHUNK_SCHEMES = ("u4", "nomad-u4", "nomad-4")
 THREADS = (1, 2)
 APPENDED = 64  # tokens of an append
+UNTIMED = 1  # calls before one that is timed
 LAYERS = 16  # of a model: all of them append in the same step
 
 
@@ -165,25 +169,32 @@ def _scores(schemes: Sequence[str], context: int, rounds: int) -> list[dict[str,
         contestants["dense fp32"] = _dense_scores(library, context, torch.float32)
         contestants["PQ fp32 tables"] = _table_scores(library, context)
     contestants.update(_torch_scores(context))
-    seconds = interleave(contestants, rounds)
+    seconds = interleave(contestants, rounds, untimed=UNTIMED)
     found = []
     for name, times in seconds.items():
         per_head = [time / HEADS for time in times]
         row: dict[str, Any] = {"what": "scores", "name": name, "threads": 1, **summary(per_head)}
         if name in nbytes:
             row["speedup"] = {
-                peer: speedup(times, seconds[peer]) for peer in contestants if peer not in nbytes
-            }
-            if "read" in seconds:
-                # The yardstick read as many bytes as the largest scheme has.
-                row["of_bandwidth"] = row["speedup"].pop("read") * nbytes[name] / size
+                peer: speedup(times, seconds[peer])
+                for peer in contestants if peer != "read" and peer not in nbytes
+            }  # fmt: skip
+            row |= _of_bandwidth(times, seconds, nbytes[name] / size)
         found.append(row)
     return found
 
 
+def _of_bandwidth(
+    times: list[float], seconds: dict[str, list[float]], share: float
+) -> dict[str, float]:
+    """The share of our time that reading takes; the yardstick reads 1 / `share` times our bytes."""
+    return {"of_bandwidth": speedup(times, seconds["read"]) * share} if "read" in seconds else {}
+
+
 def _scoring(caches: list[CachedKV]) -> Contestant:
     query = torch.randn(1, HEADS, 1, HEAD_DIM)
-    return Contestant(lambda i: scores(query, caches[i]), len(caches))
+    out = torch.empty(1, HEADS, 1, caches[0].coded)
+    return Contestant(lambda i: scores(query, caches[i], score=out), len(caches))
 
 
 def _dense_scores(library: ctypes.CDLL, context: int, dtype: torch.dtype) -> Contestant:
@@ -253,10 +264,14 @@ def _steps(
 ) -> list[dict[str, Any]]:
     """Steps of one query, or of the `queries` tokens of a chunk."""
     ours: dict[str, Contestant] = {}
+    nbytes = {}
     for name in schemes:
         cached = _cached(name, context, queries)
-        caches = _cold(cached, _coded_bytes(cached, "kv"))
-        ours[name] = _stepping(caches, group, queries)
+        nbytes[name] = _coded_bytes(cached, "kv")
+        ours[name] = _stepping(_cold(cached, nbytes[name]), group, queries)
+    size = max(nbytes.values())
+    read = reading(size)
+    floor = {} if read is None else {"read": read}
     peers = _torch_steps(context, group * queries)
     if queries == 1 and (gqa := _onnxruntime_step(context, group)) is not None:
         peers["onnxruntime int8"] = gqa
@@ -265,13 +280,16 @@ def _steps(
     for count in threads:
         torch.set_num_threads(count)
         # Only the first run is compared with the peers: they are slow.
-        seconds = interleave({**ours, **(peers if count == threads[0] else {})}, rounds)
+        others = peers if count == threads[0] else {}
+        seconds = interleave({**ours, **floor, **others}, rounds, untimed=UNTIMED)
         for name, times in seconds.items():
             per_head = [time / HEADS for time in times]
             row: dict[str, Any] = {
                 "what": "step" if queries == 1 else "prefill", "name": name, "threads": count,
                 "group": group, "queries": queries, **summary(per_head),
             }  # fmt: skip
+            if name in ours:
+                row |= _of_bandwidth(times, seconds, nbytes[name] / size)
             if count == threads[0]:
                 single[name] = row["us"]
                 if name in ours:

@@ -3,8 +3,9 @@
 Peers: `_weight_int4pack_mm_for_cpu` (4 bits, groups of 128), and dense layers in bfloat16 and
 float32; for `aqlm-2` also the package `aqlm`, where it, numba and scipy are installed. Codes are
 random: how fast a kernel is does not depend on them. The weights of every call come from main
-memory, as they do when a model generates. `read` does nothing but read, as many bytes as the
-largest scheme has. What computing alone takes (`us_cached`) is that of more rows of a matrix that
+memory. A call follows another of its kind that is not timed, as layers follow each other when a
+model generates. `read` does nothing but read, as many bytes as the largest scheme has, with as many
+threads. What computing alone takes (`us_cached`) is that of few rows, and of more of a matrix that
 stays in the second cache.
 """
 
@@ -34,6 +35,7 @@ SCHEMES = (
 )  # fmt: skip
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))  # out_features, in_features
 INT4_GROUP = 128
+UNTIMED = 1  # calls before one that is timed
 CACHED = 1 << 19  # bytes of codes that stay in the second cache
 TABLE_ROWS = 512  # from which on 8-vectors of one token are computed by tables of products
 PACKAGED, PACKAGE = "aqlm-2", "aqlm"  # the scheme that the package computes too
@@ -101,13 +103,13 @@ def _shape(
         # Tiles have tables of their own, which few rows do not pay for.
         if (scheme := weight_scheme(name)).codebook != "tile" and torch.get_num_threads() == 1
     }
-    for name, (few, more, _) in cached.items():
+    for name, (few, more, *_) in cached.items():
         contestants |= {f"{name} cached": few, f"{name} cached, more": more}
     size = max(nbytes.values())
     read = reading(size)
     if read is not None:
         contestants["read"] = read
-    seconds = interleave(contestants, rounds)
+    seconds = interleave(contestants, rounds, untimed=UNTIMED)
     found = []
     for name in (name for name in contestants if " cached" not in name):
         row: dict[str, Any] = {
@@ -125,7 +127,9 @@ def _shape(
             if name in cached:
                 # What disturbs a call only adds to it, and may be more than the difference.
                 least, most = (min(seconds[f"{name} cached{more}"]) for more in ("", ", more"))
-                row["us_cached"] = (most - least) / cached[name][2] * out_features * 1e6
+                few_rows, more_rows = cached[name][2:]
+                slope = (most - least) / (more_rows - few_rows)
+                row["us_cached"] = (least + slope * (out_features - few_rows)) * 1e6
             if read is not None:
                 share = nbytes[name] / size
                 row["of_bandwidth"] = speedup(seconds[name], seconds["read"]) * share
@@ -169,8 +173,8 @@ def _ours(scheme: VQScheme, x: Tensor, out_features: int) -> Contestant:
     return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), copies)
 
 
-def _cached(scheme: VQScheme, x: Tensor) -> tuple[Contestant, Contestant, int]:
-    """A layer of few rows, one of more whose codes stay in a cache, and how many more."""
+def _cached(scheme: VQScheme, x: Tensor) -> tuple[Contestant, Contestant, int, int]:
+    """A layer of few rows, one of more whose codes stay in a cache, and the rows of both."""
     row_bytes = int(scheme.bits(x.shape[-1], 1) / 8 * x.shape[-1])
     least = TABLE_ROWS if scheme.vector_size == 8 else 8
     most = max(CACHED // row_bytes, 2 * least)
@@ -178,7 +182,8 @@ def _cached(scheme: VQScheme, x: Tensor) -> tuple[Contestant, Contestant, int]:
     return (
         Contestant(lambda i: ops.linear(x, few, None, scheme), calls=16),
         Contestant(lambda i: ops.linear(x, more, None, scheme), calls=16),
-        most - least,
+        least,
+        most,
     )
 
 
@@ -211,7 +216,7 @@ def _package(out_features: int, in_features: int, rounds: int) -> list[dict[str,
     x = torch.randn(1, in_features, dtype=torch.bfloat16)
     ours = _ours(weight_scheme(PACKAGED), x, out_features)
     package = aqlm_numba.contestant(out_features, in_features)
-    seconds = interleave({PACKAGED: ours, PACKAGE: package}, rounds)
+    seconds = interleave({PACKAGED: ours, PACKAGE: package}, rounds, untimed=UNTIMED)
     return [
         {
             "name": PACKAGE, "out_features": out_features, "in_features": in_features, "threads": 1,

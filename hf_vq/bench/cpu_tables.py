@@ -77,7 +77,7 @@ def attention(rows: _Rows) -> str:
     names = [row["name"] for row in steps if row["group"] == groups[0] and row["threads"] == first]
     cells = []
     for name in names:
-        line = [name]
+        line = [_PEERS.get(name, name)]
         for group in groups:
             (row,) = (
                 r for r in steps if (r["name"], r["group"], r["threads"]) == (name, group, first)

@@ -1,4 +1,4 @@
-"""How fast one thread reads memory: the floor under every kernel that reads codes."""
+"""How fast torch's threads read memory: the floor under every kernel that reads codes."""
 
 from __future__ import annotations
 

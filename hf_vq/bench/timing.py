@@ -47,15 +47,25 @@ class Contestant:
 
 
 def interleave(
-    contestants: Mapping[str, Contestant], rounds: int, warmup: int = 2
+    contestants: Mapping[str, Contestant], rounds: int, warmup: int = 2, untimed: int = 0
 ) -> dict[str, list[float]]:
-    """Seconds per call of every contestant in every round, in rounds of one turn each."""
+    """Seconds per call of every contestant in every round, in rounds of one turn each.
+
+    Args:
+        contestants: who takes turns.
+        rounds: that are timed.
+        warmup: rounds before these.
+        untimed: calls at the beginning of every turn. The first finds the contestant's own code,
+            and Python's, in main memory, where another one's data has just filled the caches.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     turn = dict.fromkeys(contestants, 0)
     for round_ in range(warmup + rounds):
         for name, contestant in contestants.items():
-            first = turn[name]
-            turn[name] += contestant.calls
+            first = turn[name] + untimed
+            for i in range(turn[name], first):
+                contestant.call(i % contestant.copies)
+            turn[name] = first + contestant.calls
             start = time.perf_counter()
             for i in range(first, first + contestant.calls):
                 contestant.call(i % contestant.copies)

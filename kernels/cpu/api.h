@@ -245,7 +245,7 @@ HF_VQ_API void hf_vq_torch_cuda_linear(uint64_t* stack, uint64_t arguments, uint
 
 // -- yardsticks ----------------------------------------------------------------------------------
 
-// Read `bytes` bytes once in the calling thread; the result only keeps the reads alive.
+// Read `bytes` bytes once, with all threads; the result only keeps the reads alive.
 HF_VQ_API int64_t hf_vq_read_memory(const void* memory, int64_t bytes);
 
 // score[t] = <query, keys[t]> in the calling thread: keys [tokens, dim] float32 or bfloat16.

@@ -25,7 +25,7 @@ constexpr int kEntries = 256;
 constexpr int kMiddle = 128;      // what zero is in a table
 constexpr int kBlock = 256;       // rows that meet a table
 constexpr int kLine = 64;         // positions that are transposed together
-constexpr int64_t kPanel = 1024;  // positions whose tables stay in the L2 cache
+constexpr int64_t kPanel = 512;   // positions whose tables stay in the L2 cache, beside the codes they meet
 
 // One call of hf_vq_linear.
 struct Call {

@@ -4,22 +4,37 @@
 #pragma once
 #include "scratch.h"
 #include "tables.h"
+#include "threads.h"
 
 namespace hf_vq {
 namespace {
 
-// The sum of all bytes, read in one pass by full vectors; a multiple of 4 kBytes is read.
-int64_t read_memory(const void* memory, int64_t bytes) {
-  const uint8_t* p = static_cast<const uint8_t*>(memory);
+constexpr int64_t kReadAtOnce = 4 * kBytes;
+constexpr int64_t kPieceToRead = 64 << 10;  // bytes worth a thread
+
+struct Reading {
+  const uint8_t* memory;
+  int64_t total;
+};
+
+inline void read_pieces(int64_t first, int64_t last, void* context) {
+  Reading& reading = *static_cast<Reading*>(context);
   Bytes seen[4];
   for (Bytes& each : seen) each = splat_byte(0);
-  for (int64_t i = 0; i + 4 * kBytes <= bytes; i += 4 * kBytes)
-    for (int j = 0; j < 4; ++j) seen[j] = seen[j] | load_bytes(p + i + j * kBytes);
+  for (const uint8_t* p = reading.memory + first * kReadAtOnce; first < last; ++first, p += kReadAtOnce)
+    for (int j = 0; j < 4; ++j) seen[j] = seen[j] | load_bytes(p + j * kBytes);
   uint8_t out[kBytes];
   store(out, (seen[0] | seen[1]) | (seen[2] | seen[3]));
   int64_t total = 0;
   for (uint8_t byte : out) total += byte;
-  return total;
+  __atomic_fetch_add(&reading.total, total, __ATOMIC_RELAXED);
+}
+
+// Nonzero if one byte is, found in one pass of all threads by full vectors; a multiple of kReadAtOnce is read.
+int64_t read_memory(const void* memory, int64_t bytes) {
+  Reading reading{static_cast<const uint8_t*>(memory), 0};
+  parallel_for(bytes / kReadAtOnce, kPieceToRead / kReadAtOnce, read_pieces, &reading);
+  return reading.total;
 }
 
 // score[t] = <query, keys[t]>: keys [tokens, dim] in float32 or bfloat16, dim a multiple of 4 kFloats.

@@ -30,3 +30,19 @@ def test_without_a_context_the_peer_is_q4_k_m():
         for name, ms in (("vq-4 + u4", 40.0), ("llama.cpp Q4_0", 30.0), ("llama.cpp Q4_K_M", 44.0))
     ]
     assert rows_of({"rows": rows})[-1].endswith("| at least 1 x | 1.1 x | yes | - |")
+
+
+def test_two_threads_gain_no_more_than_reading_allows():
+    records = {name: read_record(name) for name in cpu_bars.SUITES}
+    linear = records["cpu-linear"]["results"]["rows"]
+    for row in linear:
+        if row["name"] == "vq-4":
+            row["us"], row["of_bandwidth"] = (600.0, 0.5) if row["threads"] == 1 else (400.0, 0.8)
+    lines = cpu_bars.table(records).splitlines()
+    (line,) = (line for line in lines if "`vq-4`" in line and "2 threads against 1" in line)
+    assert line.endswith("| 1.5 / 1.5 / 1.5 x | no | 1.88 / 1.88 / 1.88 x |")
+    for row in linear:
+        if row["name"] == "vq-4" and row["threads"] == 2:
+            row["of_bandwidth"] = 0.2
+    lines = cpu_bars.table(records).splitlines()
+    assert any(line.endswith("| 1.5 / 1.5 / 1.5 x | no | 2 / 2 / 2 x |") for line in lines)

@@ -36,6 +36,12 @@ def test_contestants_take_turns_and_go_through_their_copies():
     assert [len(times) for times in seconds.values()] == [2, 2]
 
 
+def test_untimed_calls_go_through_the_copies_too():
+    late = timing.Contestant(lambda i: time.sleep(0.0 if i else 0.05), copies=2)
+    seconds = timing.interleave({"late": late}, rounds=2, warmup=0, untimed=1)
+    assert len(seconds["late"]) == 2 and max(seconds["late"]) < 0.05, "copy 0 is never timed"
+
+
 def test_seconds_are_per_call():
     sleeper = timing.Contestant(lambda i: time.sleep(0.01), calls=3)
     (seconds,) = timing.interleave({"sleeper": sleeper}, rounds=1, warmup=0)["sleeper"]

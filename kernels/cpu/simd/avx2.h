@@ -154,6 +154,7 @@ inline void store(int32_t* p, Ints a) { _mm256_storeu_si256(reinterpret_cast<__m
 inline Ints splat_int(int32_t value) { return {_mm256_set1_epi32(value)}; }
 inline Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
 inline Ints operator-(Ints a, Ints b) { return {_mm256_sub_epi32(a.v, b.v)}; }
+template <int N> inline Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.v, N)}; }
 template <int N> inline Ints high_bits(Ints a) { return {_mm256_srli_epi32(a.v, N)}; }
 template <int N> inline Ints low_bits(Ints a) { return {_mm256_and_si256(a.v, _mm256_set1_epi32((1 << N) - 1))}; }
 inline int32_t sum(Ints a) {

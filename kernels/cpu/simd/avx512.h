@@ -181,6 +181,7 @@ inline void store(int32_t* p, Ints a) { _mm512_storeu_si512(p, a.v); }
 inline Ints splat_int(int32_t value) { return {_mm512_set1_epi32(value)}; }
 inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+template <int N> inline Ints shift_left(Ints a) { return {_mm512_slli_epi32(a.v, N)}; }
 template <int N> inline Ints high_bits(Ints a) { return {_mm512_srli_epi32(a.v, N)}; }
 template <int N> inline Ints low_bits(Ints a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32((1 << N) - 1))}; }
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }

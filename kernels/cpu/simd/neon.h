@@ -131,6 +131,7 @@ inline void store(int32_t* p, Ints a) { vst1q_s32(p, a.v); }
 inline Ints splat_int(int32_t value) { return {vdupq_n_s32(value)}; }
 inline Ints operator+(Ints a, Ints b) { return {vaddq_s32(a.v, b.v)}; }
 inline Ints operator-(Ints a, Ints b) { return {vsubq_s32(a.v, b.v)}; }
+template <int N> inline Ints shift_left(Ints a) { return {vshlq_n_s32(a.v, N)}; }
 template <int N> inline Ints high_bits(Ints a) { return {vshrq_n_s32(a.v, N)}; }
 template <int N> inline Ints low_bits(Ints a) { return {vandq_s32(a.v, vdupq_n_s32((1 << N) - 1))}; }
 inline int32_t sum(Ints a) { return vaddvq_s32(a.v); }

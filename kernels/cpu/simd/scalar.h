@@ -149,6 +149,7 @@ inline void store(int32_t* p, Ints a) { memcpy(p, a.v, sizeof a); }
 inline Ints splat_int(int32_t value) { Ints r; for (auto& x : r.v) x = value; return r; }
 inline Ints operator+(Ints a, Ints b) { for (int i = 0; i < kFloats; ++i) a.v[i] += b.v[i]; return a; }
 inline Ints operator-(Ints a, Ints b) { for (int i = 0; i < kFloats; ++i) a.v[i] -= b.v[i]; return a; }
+template <int N> inline Ints shift_left(Ints a) { for (auto& x : a.v) x = int32_t(uint32_t(x) << N); return a; }
 // a / 2^N and a mod 2^N, for a >= 0.
 template <int N> inline Ints high_bits(Ints a) { for (auto& x : a.v) x >>= N; return a; }
 template <int N> inline Ints low_bits(Ints a) { for (auto& x : a.v) x &= (1 << N) - 1; return a; }

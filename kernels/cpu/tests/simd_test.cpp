@@ -300,6 +300,8 @@ void test_ints() {
     store_low_bytes(low.get(), load_ints(from.get()));
     for (size_t i = 0; i < size_t(kFloats); ++i) that(low[i] == uint8_t(from[i] & 255), "store_low_bytes");
     IntLanes whole = random_ints(1 << 30), four[4];
+    const IntLanes some = random_ints(1 << 20);
+    expect(lanes(shift_left<8>(vector(some))), "shift_left of ints", [&](int i) { return some.v[i] * 256; });
     for (auto& n : whole.v) n = n < 0 ? -n : n;
     expect(lanes(high_bits<7>(vector(whole))), "high_bits", [&](int i) { return whole.v[i] / 128; });
     expect(lanes(low_bits<7>(vector(whole))), "low_bits", [&](int i) { return whole.v[i] % 128; });
