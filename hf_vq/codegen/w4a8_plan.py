@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
 from .plan import Dtype, Plan, shared_of_ring
 
 CHUNK = 128  # columns of four lanes, that their kernels take together
+
+
+class Source(enum.Enum):
+    """What is rounded: tokens in memory, or what is made of them (kernels/cuda/w4a8_inputs.cu)."""
+
+    TOKENS = "tokens"
+    NORM = "norm"
+    GATED = "gated"
 
 
 @dataclass(frozen=True)
@@ -38,10 +47,12 @@ class W4A8InputsPlan(RoundingPlan):
 
     Args:
         swizzled: whether that is one of `W4A8WidePlan`; else it is one of `W4A8Plan`.
+        source: what is rounded.
     """
 
     template: ClassVar[str] = "w4a8_inputs"
     swizzled: bool
+    source: Source
 
 
 @dataclass(frozen=True)

@@ -74,20 +74,33 @@ def reference(
     bias: Tensor | None,
     scheme: QoQScheme,
 ) -> Tensor:
+    """y = W round(x) + b."""
+    return product(*quantize_tokens(x), codes, scale, zero, step, bias, x.dtype)
+
+
+def product(
+    numbers: Tensor,
+    size: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    step: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """One product of integers, exact in float64, and what is left of the formula after it:
 
     y = (<numbers, q> * scale - sum(numbers) * zero) * size + b                 without groups
     y = <numbers, q * step - zero> * scale * size + b                           size: of the token
     """
-    numbers, size = quantize_tokens(x)
-    q, numbers = unpack_bits(codes, 4, x.shape[-1]), numbers.double()
+    q, numbers = unpack_bits(codes, 4, numbers.shape[-1]), numbers.double()
     if step is not None:
         q = qoq.levels(q, {"step": step, "zero": zero})
     y = (numbers @ q.double().T) * scale.double().T
     if step is None:
         y -= numbers.sum(-1, keepdim=True) * zero.double().T
     y = y.float() * size
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return (y if bias is None else y + bias.float()).to(dtype)
 
 
 def checked(

@@ -30,6 +30,19 @@ struct Rounding {
     }
   }
 
+  // Each word by `map(word, word of other)`, where both have the same columns.
+  template <class Map> __device__ void combine(const uint16_t* other, Map map) {
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int piece = threadIdx.x + i * Plan::threads;
+      if (piece >= pieces) break;
+      uint32_t by[8];
+      load_words<32>(other + piece * 16, by);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) word[i][j] = map(word[i][j], by[j]);
+    }
+  }
+
   // The largest bits of |x|: those of NaN and of infinity are larger than those of numbers.
   __device__ uint32_t largest_bits() const {
     uint32_t found = 0;

@@ -86,12 +86,12 @@ def test_templates_read_every_field_and_no_other():
 
 
 def test_arguments_are_those_of_the_source():
-    from hf_vq.backends import cuda_w4a8
+    from hf_vq.backends import cuda_w4a8, cuda_w4a8_inputs
 
     for arguments, file in (
         (cuda_w4a8.W4A8Arguments, "w4a8.cu"),
         (cuda_w4a8.W4A8WideArguments, "w4a8_wide.cu"),
-        (cuda_w4a8.W4A8InputsArguments, "w4a8_inputs.cu"),
+        (cuda_w4a8_inputs.W4A8InputsArguments, "w4a8_inputs.cu"),
     ):
         body = re.search(r"struct Arguments .*?{\n(.*?)};", sources(file), re.DOTALL)[1]
         fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)
