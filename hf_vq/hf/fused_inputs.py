@@ -12,6 +12,7 @@ activations are tried on numbers. What they return decodes itself wherever a lay
 from __future__ import annotations
 
 import functools
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,18 +37,39 @@ def fuse_inputs(model: nn.Module) -> None:
         for name, readers in _NORMS.items():
             norm, layers = _child(block, name), [_child(block, reader) for reader in readers]
             if all(type(layer) is W4A8Linear for layer in layers) and _is_rms_norm(norm.__class__):
-                norm.forward = functools.partial(_norm, norm, *_asked(layers[0]))
+                _replace(norm, functools.partial(_norm, norm, *_asked(layers[0])))
         activation, down = _child(block, _ACTIVATION), _child(block, _DOWN)
         if type(down) is W4A8Linear and _is_silu(activation.__class__):
-            activation.forward = functools.partial(_silu, activation, *_asked(down))
+            _replace(activation, functools.partial(_silu, activation, *_asked(down)))
 
 
 def separate_inputs(model: nn.Module) -> None:
     """Undo `fuse_inputs`."""
     for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, functools.partial) and forward.func in (_norm, _silu):
-            del module.__dict__["forward"]
+        slot = _slot(module)
+        if not _is_ours(vars(module).get(slot)):
+            continue
+        if slot == "forward":
+            del module.__dict__[slot]
+        else:
+            module.__dict__[slot] = MethodType(type(module).forward, module)
+
+
+def _replace(module: nn.Module, forward: functools.partial[Tensor]) -> None:
+    """Unless somebody else replaced it."""
+    slot, plain = _slot(module), type(module).forward
+    now = vars(module).get(slot)
+    if now is None or _is_ours(now) or getattr(now, "__func__", None) is plain:
+        module.__dict__[slot] = forward
+
+
+def _slot(module: nn.Module) -> str:
+    """The attribute that holds a module's forward: accelerate puts its hooks in front of it."""
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, functools.partial) and forward.func in (_norm, _silu)
 
 
 def _child(module: nn.Module, path: str) -> Any:

@@ -189,13 +189,42 @@ def test_saved_copied_pickled_dequantized(dense, tmp_path, monkeypatch, rounded)
     assert not any("forward" in vars(module) for module in restored.modules())
 
 
+def test_offloaded_models_keep_their_hooks(dense, tmp_path, rounded):
+    model = load(dense)
+    expected = logits(model)
+    once = len(rounded)
+    model.save_pretrained(tmp_path)
+    model = LOAD(tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "offloaded")
+    norm = model.model.layers[1].input_layernorm
+    assert norm.weight.is_meta and "_hf_hook" in vars(norm)
+    for fused in (True, False):
+        rounded.clear()
+        assert torch.equal(logits(model), expected) and norm.weight.is_meta
+        assert len(rounded) == (once if fused else 14)
+        separate_inputs(model)
+
+
+def test_a_forward_of_others_is_left_alone(dense, rounded):
+    model = load(dense)
+    separate_inputs(model)
+    for block in model.model.layers:
+        norm = block.input_layernorm
+        norm.forward = lambda x, norm=norm: 2 * type(norm).forward(norm, x)
+    twice = logits(model)
+    fuse_inputs(model)
+    rounded.clear()
+    assert torch.equal(logits(model), twice) and len(rounded) == 2 * 6
+    separate_inputs(model)
+    assert torch.equal(logits(model), twice)
+
+
 def test_compiled_as_before(dense, monkeypatch, rounded):
     model = load(dense)
     expected = logits(model)
     whole = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(logits(whole), expected)
     model = load(dense)
-    model.model.layers[0].self_attn.compile(backend="eager")
+    model.model.layers[0].self_attn.compile(backend="aot_eager")
     assert torch.equal(logits(model), expected)
 
 
