@@ -54,6 +54,9 @@ def natural(rounded):
         pieces = torch.stack([pieces[:, m, place[m]] for m in range(tokens)], 1)
         split = pieces.view(chunks, tokens, 2, 2, 2, 4, 4)  # h, q, odd, t, i
         ordered = split.permute(1, 0, 5, 2, 3, 6, 4)
+    elif tokens == 1:
+        split = numbers[: chunks * 128].view(chunks, 2, 4, 2, 2, 4)  # h, t, q, odd, i
+        ordered = split.permute(0, 2, 1, 3, 5, 4)
     else:
         split = numbers.view(-1, chunks, 2, 8, 4, 2, 2, 4)  # token / 8, chunk, h, g, t, q, odd, i
         ordered = split.permute(0, 3, 1, 4, 2, 5, 7, 6).reshape(padded, -1)[:tokens]

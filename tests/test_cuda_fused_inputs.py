@@ -42,6 +42,14 @@ def agree(rounded, floats):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_one_token_alone(columns, dtype):
+    gate, up = (torch.randn(1, columns, device="cuda").to(dtype) for _ in range(2))
+    poison()
+    agree(cuda_w4a8_inputs.gated(False, gate, up), fused_inputs.gated(gate, up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_gated_products_have_the_same_bits(columns, swizzled, dtype):

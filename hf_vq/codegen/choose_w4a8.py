@@ -90,7 +90,8 @@ def _plan(
 ) -> W4A8Plan:
     return W4A8Plan(
         threads, resident, problem.dtype, problem.group, problem.bias, problem.columns,
-        split, row_tiles, token_tiles, steps, problem.tokens == 1 and not problem.rounded,
+        split, row_tiles, token_tiles, steps, problem.tokens == 1,
+        problem.tokens == 1 and not problem.rounded,
     )  # fmt: skip
 
 
@@ -177,6 +178,8 @@ def best(problem: W4A8Problem) -> list[W4A8Plan]:
 def inputs_plan(
     dtype: Dtype, columns: int, swizzled: bool, source: Source = Source.TOKENS
 ) -> W4A8InputsPlan:
-    """The plan that rounds tokens; nothing in it is a matter of choice."""
-    threads = min(512, max(32, -(-columns // (2 * _PIECE * 32)) * 32))
+    """The plan that rounds tokens; nothing in it is a matter of choice. A thread has one piece of
+    few tokens, whose blocks leave most of a GPU idle, and two of the many that are swizzled."""
+    pieces = -(-columns // _PIECE)
+    threads = min(1024, max(32, -(-pieces // (2 if swizzled else 1) // 32) * 32))
     return W4A8InputsPlan(threads, 1, dtype, 0, dtype, columns, swizzled, source)

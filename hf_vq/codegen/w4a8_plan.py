@@ -64,7 +64,8 @@ class W4A8Plan(RoundingPlan):
         row_tiles: tiles of 16 rows that a warp multiplies with the same input.
         token_tiles: tiles of 8 tokens.
         steps: chunks of codes that a warp has on their way at a time.
-        rounds: whether a block rounds the only token for itself.
+        alone: whether there is one token, in the order of one.
+        rounds: whether a block rounds it for itself.
     """
 
     template: ClassVar[str] = "w4a8"
@@ -72,6 +73,7 @@ class W4A8Plan(RoundingPlan):
     row_tiles: int
     token_tiles: int
     steps: int
+    alone: bool
     rounds: bool
 
     @property

@@ -47,6 +47,7 @@ constexpr int inputs_at = grids_at + 2 * tile_rows * groups;
 constexpr int meeting_at = inputs_at + (Plan::rounds ? chunks * chunk + Rounding::shared_bytes : 0);
 
 static_assert(columns % 32 == 0 && warps % Plan::split == 0, "a lane has 32 columns");
+static_assert(Plan::alone ? Plan::token_tiles == 1 : !Plan::rounds, "one token has a place in every tile");
 
 // Codes of a lane in one chunk.
 struct Step {
@@ -118,7 +119,7 @@ __device__ inline void multiply(const Step& step, int at, const char* grids, con
 #pragma unroll
     for (int n = 0; n < Plan::token_tiles; ++n) {
       uint32_t word[4];
-      load_words<16>(x + ((n * chunks + at) * 2 + h) * (Plan::rounds ? 64 : 512), word);
+      load_words<16>(x + ((n * chunks + at) * 2 + h) * (Plan::alone ? 64 : 512), word);
 #pragma unroll
       for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -185,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
     if (threadIdx.x == 0) token[0] = only;
     x = inputs + lane % 4 * 16;
   } else {
-    x = a.x + int64_t(first_token / 8) * chunks * 1024 + lane * 16;
+    x = Plan::alone ? a.x + lane % 4 * 16 : a.x + int64_t(first_token / 8) * chunks * 1024 + lane * 16;
     for (int i = threadIdx.x; i < tile_tokens; i += Plan::threads)
       token[i] = a.token[min(first_token + i, a.tokens - 1)];
   }

@@ -11,6 +11,7 @@
 // which words 0 .. 3 are the even and odd columns of two octets:
 //
 //     fragments   [tokens / 8][chunks][h][lane 4 (m % 8) + t][16 bytes]          a lane reads its 16 bytes as they are
+//                 [chunks][h][t][16 bytes] of one token alone                    which all lanes of t read
 //     swizzled    [chunks][tokens, padded to 8][128 bytes], in 8 pieces:         as wgmma.cuh draws
 //                 word i of piece 2 t + h is word t of piece (4 h + i) ^ m % 8
 //
@@ -87,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
 #pragma unroll
       for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(to + ((4 * h + i) ^ m % 8) * 16) = word[i];
     } else {
-      const int64_t at = (int64_t(m / 8) * chunks + c) * 2 + h;
-      store_words<16>(a.numbers + at * 512 + (m % 8 * 4 + t) * 16, word);
+      const int64_t at = (int64_t(m / 8) * chunks + c) * 2 + h, lanes = a.tokens == 1 ? 4 : 32;
+      store_words<16>(a.numbers + (at * lanes + m % 8 * 4 + t) * 16, word);
     }
   });
   if (threadIdx.x == 0) a.token[m] = token;
