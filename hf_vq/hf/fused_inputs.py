@@ -84,18 +84,18 @@ def _asked(layer: W4A8Linear) -> tuple[str, int]:
     return layer.spec, layer.out_features
 
 
-def _norm(norm: Any, spec: str, rows: int, x: Tensor) -> Tensor:
+def _norm(norm: Any, spec: str, rows: int, hidden_states: Tensor) -> Tensor:
     weight = norm.weight
-    if weight.dtype == x.dtype and _is_taken(norm, spec, rows, x, weight):
-        return Deferred(Norm(x, weight, norm.variance_epsilon))
-    plain: Tensor = type(norm).forward(norm, x)
+    if weight.dtype == hidden_states.dtype and _is_taken(norm, spec, rows, hidden_states, weight):
+        return Deferred(Norm(hidden_states, weight, norm.variance_epsilon))
+    plain: Tensor = type(norm).forward(norm, hidden_states)
     return plain
 
 
-def _silu(activation: Any, spec: str, rows: int, gate: Tensor) -> Tensor:
-    if _is_taken(activation, spec, rows, gate):
-        return Deferred(Silu(gate))
-    plain: Tensor = type(activation).forward(activation, gate)
+def _silu(activation: Any, spec: str, rows: int, input: Tensor) -> Tensor:
+    if _is_taken(activation, spec, rows, input):
+        return Deferred(Silu(input))
+    plain: Tensor = type(activation).forward(activation, input)
     return plain
 
 

@@ -8,6 +8,7 @@ import torch
 from tiny import CONFIGS, save_tiny, tokens
 from transformers import AutoModelForCausalLM
 
+import hf_vq
 from hf_vq.errors import VQBackendError
 from hf_vq.hf import VQConfig
 from hf_vq.hf.fused_inputs import fuse_inputs, separate_inputs
@@ -249,6 +250,13 @@ def test_inputs_that_change_before_anybody_reads_are_refused():
     x.add_(1)
     with pytest.raises(VQBackendError, match="HF_VQ_FUSED_INPUTS=0"):
         later + 1
+
+
+def test_explain_says_what_it_said(dense):
+    model = load(dense)
+    fused = str(hf_vq.explain(model))
+    separate_inputs(model)
+    assert str(hf_vq.explain(model)) == fused and "reference" in fused
 
 
 def test_norms_that_compute_something_else_are_left_alone(dense):

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 from test_paged import Decoded
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.generation.continuous_batching import PagedAttentionCache
 
+from hf_vq.backends import cuda_w4a8_inputs
 from hf_vq.errors import VQCacheError
-from hf_vq.hf import paged
+from hf_vq.hf import VQConfig, paged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -170,6 +177,34 @@ def test_forks_copy_the_page_that_is_not_full() -> None:
     assert len(found) == 3
     for result in found:
         check(model, prompts[0], result, "u4", processor.cache)
+
+
+@pytest.mark.parametrize("graph", [None, False])
+def test_weights_of_4_bits_and_inputs_of_8(
+    graph: bool | None, monkeypatch: Any, tmp_path: Any
+) -> None:
+    """Norms and gated products round for the layers behind them, also in graphs."""
+    model_of().save_pretrained(tmp_path)
+    config = VQConfig("qoq-w4a8-g128")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config, dtype=torch.bfloat16, device_map="cuda"
+    ).eval()
+    made, plain = [], cuda_w4a8_inputs.rounded
+
+    def counted(kernel: Any, *arguments: Any) -> Any:
+        made.append(kernel.plan.source.value)
+        return plain(kernel, *arguments)
+
+    monkeypatch.setattr(cuda_w4a8_inputs, "rounded", counted)
+    prompts = prompts_of(5, 300, 64)
+    fields = {} if graph is None else {"use_cuda_graph": graph}
+    of = config_of("qserve-kv4")
+    found, processor = serve(model, prompts, of, page_size=64, **fields)
+    assert processor.model_runner.use_cuda_graph_decode == (graph is None)
+    assert made.count("norm") == 2 * made.count("gated") > 0
+    assert made.count("tokens") <= made.count("gated")  # for output projections
+    for prompt, result in zip(prompts, found, strict=True):
+        check(model, prompt, result, "qserve-kv4", processor.cache)
 
 
 @pytest.mark.parametrize(
