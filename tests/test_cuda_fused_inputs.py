@@ -16,8 +16,9 @@ from hf_vq.backends import cuda_w4a8_inputs
 from hf_vq.formats import linear_scheme
 from hf_vq.formats.qoq import encode
 from hf_vq.hf import VQConfig
+from hf_vq.nn import W4A8Linear
 from hf_vq.nn.deferred import Deferred, Gated, Norm
-from hf_vq.ops import fused_inputs, w4a8
+from hf_vq.ops import fused_inputs, together, w4a8
 
 from .cuda_layers import natural, poison
 
@@ -167,6 +168,45 @@ def test_in_a_graph(tokens):
     gate.copy_(torch.randn_like(gate))
     graph.replay()
     assert torch.equal(y, ops.w4a8_linear(fused_inputs.gated(gate, up), tensors, None, name))
+
+
+class Several(torch.nn.Module):
+    """Three layers with one input, as a model has them."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.each = torch.nn.ModuleList(
+            W4A8Linear(1024, rows, False, linear_scheme(name)) for rows in (512, 128, 128)
+        )
+        for one in self.each:
+            one.hold(layer(name, one.out_features, 1024), None)
+
+    def forward(self, x):
+        return [one(x) for one in self.each]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("tokens", "expected"), [(16, 1), (1, 0), (100, 1)])
+@torch.no_grad()
+def test_compiled(tokens, expected, monkeypatch):
+    from torch._inductor import config
+
+    made, plain = [], cuda_w4a8_inputs.rounded
+
+    def counted(kernel, *arguments):
+        made.append(kernel.plan.source.value)
+        return plain(kernel, *arguments)
+
+    monkeypatch.setattr(cuda_w4a8_inputs, "rounded", counted)
+    model, x = Several("qoq-w4a8-g128"), torch.randn(tokens, 1024, device="cuda").bfloat16()
+    apart = model(x)
+    assert made == ["tokens"] * 3 * expected
+    with config.patch({slot: None for slot in together._SLOTS}):
+        compiled = torch.compile(model, fullgraph=True)
+        compiled(x)
+        made.clear()
+        assert all(map(torch.equal, compiled(x), apart))
+    assert made == ["tokens"] * expected
 
 
 SIZES = {

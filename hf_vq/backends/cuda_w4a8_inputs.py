@@ -89,6 +89,11 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
+def tokens(swizzled: bool, x: Tensor) -> Rounded:
+    """x [..., columns], rounded."""
+    return _made(Source.TOKENS, swizzled, x, None, 0.0)
+
+
 def norm(swizzled: bool, x: Tensor, weight: Tensor, eps: float) -> Rounded:
     """RMSNorm of x [..., columns], rounded; `weight` [columns] has the dtype of x."""
     return _made(Source.NORM, swizzled, x, weight, eps)
@@ -99,7 +104,7 @@ def gated(swizzled: bool, gate: Tensor, up: Tensor) -> Rounded:
     return _made(Source.GATED, swizzled, gate, up, 0.0)
 
 
-def _made(source: Source, swizzled: bool, x: Tensor, other: Tensor, eps: float) -> Rounded:
+def _made(source: Source, swizzled: bool, x: Tensor, other: Tensor | None, eps: float) -> Rounded:
     ordinal = x.get_device()
     with on_device(ordinal):
         run = prepare(DTYPES[x.dtype], x.shape[-1], swizzled, ordinal, source)

@@ -77,6 +77,12 @@ def _linear_many(*arguments: Any) -> Tensor:
     return cuda_w4a8.linear_many(*arguments)
 
 
+def _tokens(swizzled: bool, x: Tensor) -> Any:
+    from . import cuda_w4a8_inputs
+
+    return cuda_w4a8_inputs.tokens(swizzled, x)
+
+
 def _norm(swizzled: bool, *arguments: Any) -> Any:
     from . import cuda_w4a8_inputs
 
@@ -96,7 +102,7 @@ def _multiply(many: bool, *arguments: Any) -> Tensor:
 
 
 def _fused(many: bool) -> dispatch.Fused:
-    return dispatch.Fused(partial(_norm, many), partial(_gated, many), partial(_multiply, many))
+    return dispatch.Fused(*(partial(run, many) for run in (_tokens, _norm, _gated, _multiply)))
 
 
 def register() -> None:

@@ -64,14 +64,16 @@ attention   (query, cached, scaling, softcap) -> out, without mask, padding and 
 
 
 class Fused(NamedTuple):
-    """How a row of w4a8_linear takes inputs that were rounded where they were computed.
+    """How a row of w4a8_linear takes inputs that were rounded before.
 
     Args:
+        tokens: (x) -> x as `linear` reads it.
         norm: (x, weight, eps) -> RMSNorm of x as `linear` reads it.
         gated: (gate, up) -> SiLU(gate) * up as `linear` reads it.
         linear: (rounded, x, codes, scale, zero, step, bias, scheme) -> y; x is only described.
     """
 
+    tokens: Callable[..., Any]
     norm: Callable[..., Any]
     gated: Callable[..., Any]
     linear: Callable[..., Tensor]

@@ -80,4 +80,4 @@ def linear(
     return fused.linear(rounded, x, *stored, bias, w4a8.parse(spec))
 
 
-reference = dispatch.Fused(rounded_norm, rounded_gated, multiply)
+reference = dispatch.Fused(w4a8.quantize_tokens, rounded_norm, rounded_gated, multiply)

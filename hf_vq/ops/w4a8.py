@@ -15,7 +15,7 @@ from ..errors import VQFormatError
 from ..formats import qoq
 from ..formats.packing import unpack_bits
 from ..formats.qoq import QoQScheme
-from . import dispatch
+from . import dispatch, together
 from .library import define, library, only_result, problem
 
 LARGEST = 127
@@ -162,7 +162,38 @@ def _w4a8_linear(
     return y
 
 
+def _w4a8_linears(
+    x: Tensor,
+    codes: list[Tensor],
+    scale: list[Tensor],
+    zero: list[Tensor],
+    step: list[Tensor | None],
+    bias: list[Tensor | None],
+    spec: str,
+) -> list[Tensor]:
+    weights = zip(codes, scale, zero, step, bias, strict=True)
+    fused = _rounds_once(x, [len(rows) for rows in codes], spec)
+    if fused is None:
+        return [_w4a8_linear(x, *weight, spec) for weight in weights]
+    rounded = fused.tokens(x)
+    return [fused.linear(rounded, x, *weight, parse(spec)) for weight in weights]
+
+
+def _rounds_once(x: Tensor, rows: list[int], spec: str) -> dispatch.Fused | None:
+    """How kernels of several weights take what is rounded once for all; None where one rounds for
+    itself, or there is one token, which products round while their codes are on their way."""
+    if x.numel() <= x.shape[-1]:
+        return None
+    found = {dispatch.select(problem("w4a8_linear", x, spec, count)).fused for count in rows}
+    return found.pop() if len(found) == 1 else None
+
+
+def _fake_linears(x: Tensor, codes: list[Tensor], *arguments: Any) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], rows.shape[0]) for rows in codes]
+
+
 def _fake(x: Tensor, codes: Tensor, *arguments: Any) -> Tensor:
+    together.install()
     return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
@@ -193,4 +224,18 @@ define(
 )
 torch.library.register_autograd(
     "hf_vq::w4a8_linear", _backward, setup_context=_save_for_backward, lib=library
+)
+# Made by `together.fuse`, after autograd.
+define(
+    "w4a8_linears",
+    "(Tensor x, Tensor[] codes, Tensor[] scale, Tensor[] zero, Tensor?[] step, Tensor?[] bias, "
+    "str scheme) -> Tensor[]",
+    _w4a8_linears,
+    _fake_linears,
+)
+together.join(
+    torch.ops.hf_vq.w4a8_linear.default,
+    torch.ops.hf_vq.w4a8_linears.default,
+    (1, 2, 3, 4, 5),
+    lambda x, rows, spec: _rounds_once(x, rows, spec) is not None,
 )
