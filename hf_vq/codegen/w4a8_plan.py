@@ -85,7 +85,7 @@ class W4A8Plan(RoundingPlan):
     def shared_bytes(self) -> int:
         """Shared memory of a block: factors of rows and tokens, steps and zeros, a token, sums."""
         groups = self.columns // self.group if self.group else 0
-        inputs = self.padded + 256 if self.rounds else 0
+        inputs = self.padded * self.alone + 256 * self.rounds
         meeting = self.tile_rows // 16 * self.token_tiles * self.split * 512
         factors = self.tile_rows * 16 + 8 * 8 * self.token_tiles
         return factors + 2 * self.tile_rows * groups + inputs + meeting * (self.split > 1)
