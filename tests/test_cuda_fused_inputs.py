@@ -201,6 +201,7 @@ def test_compiled(tokens, expected, monkeypatch):
     model, x = Several("qoq-w4a8-g128"), torch.randn(tokens, 1024, device="cuda").bfloat16()
     apart = model(x)
     assert made == ["tokens"] * 3 * expected
+    torch.compiler.reset()  # or numbers of tokens become symbols
     with config.patch({slot: None for slot in together._SLOTS}):
         compiled = torch.compile(model, fullgraph=True)
         compiled(x)
