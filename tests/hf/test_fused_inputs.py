@@ -15,6 +15,7 @@ from hf_vq.hf.fused_inputs import fuse_inputs, separate_inputs
 from hf_vq.nn import W4A8Linear
 from hf_vq.nn.deferred import Deferred, Gated, Norm
 from hf_vq.ops import w4a8
+from hf_vq.ops.fused_inputs import fused_inputs
 
 LOAD = AutoModelForCausalLM.from_pretrained
 FAMILIES = ("llama", "qwen3")  # with biases, and with norms of heads
@@ -250,6 +251,16 @@ def test_inputs_that_change_before_anybody_reads_are_refused():
     x.add_(1)
     with pytest.raises(VQBackendError, match="HF_VQ_FUSED_INPUTS=0"):
         later + 1
+
+
+@torch.no_grad()
+def test_kernels_that_round_for_themselves_get_floats(dense, monkeypatch):
+    model, x = load(dense), torch.randn(1, 3, 64).bfloat16()
+    norm = model.model.layers[0].input_layernorm
+    assert type(norm(x)) is Deferred
+    monkeypatch.delenv("HF_VQ_BACKEND")
+    fused = fused_inputs(x, "qoq-w4a8-g32", 64) is not None
+    assert type(norm(x)) is (Deferred if fused else torch.Tensor)
 
 
 def test_explain_says_what_it_said(dense):
