@@ -75,6 +75,13 @@ CPU_ISA = Variable(
     "best.",
     str.strip,
 )
+FUSED_INPUTS = Variable(
+    "HF_VQ_FUSED_INPUTS",
+    True,
+    "`0`: each W4A8 layer rounds its own inputs; none is rounded by the norm or the product that "
+    "computes it.",
+    flag,
+)
 NO_NATIVE = Variable(
     "HF_VQ_NO_NATIVE",
     False,
@@ -92,6 +99,7 @@ VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (
     AUTOLOAD,
     BACKEND,
     CPU_ISA,
+    FUSED_INPUTS,
     NO_NATIVE,
     STORE,
 )

@@ -199,19 +199,75 @@ def test_what_was_written_is_attended_to():
         found = attention_paged(query, layer.through(table), scaling=0.1)
         ones = [request for request, new in step.items() if new == 1]
         for row, request in enumerate(ones):
-            sides = []
-            for x, side, mean in zip(
-                held[request], (layer.k, layer.v), (layer.mean, None), strict=True
-            ):
-                scheme = parse(side.spec)
-                rows = encode_kv(x.float() if mean is None else x - mean, side.codebook, scheme)
-                rows = decode_kv(*rows, side.codebook, scheme, 128)
-                rows = rows if mean is None else rows + mean
-                sides.append(rows.repeat_interleave(4, 1))
-            expected = torch.nn.functional.scaled_dot_product_attention(
-                query[row : row + 1].float(), *sides, scale=0.1
-            )
-            assert (found[row] - expected[0]).norm() <= 2**-7 * expected.norm()
+            agrees(found[row], query[row : row + 1], layer, held[request])
+
+
+def agrees(found, query, layer, tokens):
+    """The attention of one query [1, Hq, 1, D] is that of floats of what the codes of keys and
+    values `tokens` [2, 1, H, n, D] say."""
+    sides = []
+    for x, side, mean in zip(tokens, (layer.k, layer.v), (layer.mean, None), strict=True):
+        scheme = parse(side.spec)
+        rows = encode_kv(x.float() if mean is None else x - mean, side.codebook, scheme)
+        rows = decode_kv(*rows, side.codebook, scheme, x.shape[-1])
+        rows = rows if mean is None else rows + mean
+        sides.append(rows.repeat_interleave(query.shape[1] // x.shape[1], 1))
+    expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *sides, scale=0.1)
+    assert (found - expected[0]).norm() <= 2**-7 * expected.norm()
+
+
+@pytest.mark.parametrize("rows", [4, 40])  # few are split among blocks
+@pytest.mark.parametrize("name", ["u4", "u2", "qserve-kv4"])
+def test_requests_that_share_pages(name, rows):
+    """All begin with the same three pages, some of which are all of a request."""
+    layer = layer_of(name, 64, 10 + 8 * rows)
+    lengths = [192, 193, 500, 192 + 64, *torch.randint(192, 500, (rows - 4,)).tolist()]
+    cached = paged(layer, lengths)
+    cached.table[:, :3] = cached.table[0, :3]
+    check(cached)
+    check(cached, count=2)
+
+
+@pytest.mark.parametrize("name", ["u4", "qserve-kv4"])
+def test_pages_are_shared_and_then_those_of_others(name):
+    """1 goes on behind two pages of 0, which goes and leaves its third page to 2. Then 0 comes back
+    on other pages, as one that was evicted does."""
+    page, heads, number = 64, 2, iter(torch.randperm(30).tolist())
+    layer = layer_of(name, page, 30, heads)
+    tables, held = {}, {}
+
+    def step(news):
+        """Every request gets so many new tokens, and the last of each asks."""
+        for part in ({r: n for r, n in news.items() if n > 1}, dict.fromkeys(news, 1)):
+            batch, fresh = Batch(page, DEVICE), []
+            for request, new in part.items():
+                new = new - 1 if part[request] > 1 else new
+                past = held[request].shape[3] if request in held else 0
+                while len(tables[request]) * page < past + new:
+                    tables[request].append(next(number))
+                batch.add(past, new, tables[request])
+                fresh.append(torch.randn(2, 1, heads, new, 128, device=DEVICE).bfloat16())
+                old = held.get(request, fresh[-1][:, :, :, :0])
+                held[request] = torch.cat([old, fresh[-1]], 3)
+            if fresh:
+                page_of, place = batch.places
+                layer.put(*torch.cat(fresh, 3), page_of * page + place)
+        query = torch.randn(len(news), 4 * heads, 1, 128, device=DEVICE).bfloat16()
+        found = attention_paged(query, layer.through(batch.table), scaling=0.1)
+        for row, request in enumerate(news):
+            agrees(found[row], query[row : row + 1], layer, held[request])
+
+    tables[0] = []
+    step({0: 150})
+    tables[1], held[1] = tables[0][:2], held[0][:, :, :, : 2 * page]
+    step({0: 5, 1: 80})
+    left, gone = tables.pop(0), held.pop(0)
+    tables[2] = [left[2]]
+    step({1: 1, 2: 100})
+    tables[0], held[0] = left[:2], gone[:, :, :, : 2 * page]
+    step({0: 40, 1: 1, 2: 1})
+    assert left[2] in tables[2] and left[2] not in tables[0]
+    assert tables[0][:2] == tables[1][:2] and tables[0][2] != tables[1][2]
 
 
 @pytest.mark.parametrize(("name", "dim"), [("u4", 64), ("u4", 128), ("qserve-kv4", 128)])

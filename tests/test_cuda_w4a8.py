@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_vq import ops
-from hf_vq.backends import cuda_w4a8
+from hf_vq.backends import cuda_w4a8, cuda_w4a8_inputs
 from hf_vq.codegen import choose_w4a8, choose_w4a8_wide
 from hf_vq.codegen.choose_w4a8 import W4A8Problem
 from hf_vq.codegen.device import device_arch
@@ -21,7 +21,7 @@ from hf_vq.formats.qoq import encode
 from hf_vq.ops import dispatch, w4a8
 from hf_vq.ops.library import problem
 
-from .cuda_layers import poison
+from .cuda_layers import natural, poison
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,36 +64,19 @@ def on_hopper():
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("columns", [32, 704, 4096, 14336])
 def test_tokens_are_rounded_as_the_reference_does(columns, swizzled, dtype):
-    plan = choose_w4a8.inputs_plan(Dtype(str(dtype)[6:]), columns, swizzled)
-    kernel = cuda_w4a8._kernel(plan, cuda_w4a8.W4A8InputsArguments, 0)
-    tokens, chunks = 21, -(-columns // 128)
+    kernel = cuda_w4a8_inputs.prepare(Dtype(str(dtype)[6:]), columns, swizzled, 0)
+    tokens = 21
     x = inputs(tokens, columns, dtype)
     x[1] = 0
     x[2] = x[2].sign() * torch.finfo(dtype).tiny
     x[3] = torch.finfo(dtype).max
     x[4, -1], x[5, 0], x[6, 1] = torch.nan, torch.inf, -torch.inf
-    numbers = torch.full((24 * chunks * 128,), 77, dtype=torch.int8, device="cuda")
-    found = torch.full((tokens, 2), torch.nan, device="cuda")
-    stream = torch.cuda.current_stream().cuda_stream
-    kernel(tokens, stream, x.data_ptr(), numbers.data_ptr(), found.data_ptr(), tokens)
-    expected, size = w4a8.quantize_tokens(x)
-    assert torch.equal(found[:, :1], size) or bool((found[:, :1] == size)[~size.isnan()].all())
-    assert torch.equal(found[:, :1].isnan(), size.isnan())
-    sums = found.view(torch.int32)[:, 1]
+    poison()
+    found = cuda_w4a8_inputs.rounded(kernel, x)
+    ordered, size, sums = natural(found)
+    expected, exact_size = w4a8.quantize_tokens(x)
+    assert torch.equal(size.nan_to_num(-1), exact_size.nan_to_num(-1))
     assert torch.equal(sums, expected.sum(1, dtype=torch.int32))
-    # Column 32 t + 16 h + 8 q + 2 i + odd of a chunk, as the kernels' headers draw them.
-    if swizzled:
-        pieces = numbers.view(chunks, 24, 8, 16)[:, :tokens]
-        place = (
-            torch.arange(8, device="cuda")[None] ^ torch.arange(tokens, device="cuda")[:, None] % 8
-        )
-        pieces = torch.stack([pieces[:, m, place[m]] for m in range(tokens)], 1)
-        split = pieces.view(chunks, tokens, 2, 2, 2, 4, 4)  # h, q, odd, t, i
-        ordered = split.permute(1, 0, 5, 2, 3, 6, 4)
-    else:
-        split = numbers.view(3, chunks, 2, 8, 4, 2, 2, 4)  # token / 8, chunk, h, g, t, q, odd, i
-        ordered = split.permute(0, 3, 1, 4, 2, 5, 7, 6).reshape(24, -1)[:tokens]
-    ordered = ordered.reshape(tokens, -1)
     assert torch.equal(ordered[:, :columns], expected)
     assert not ordered[:, columns:].any()
 

@@ -20,16 +20,15 @@ from ..codegen import choose_w4a8, choose_w4a8_wide
 from ..codegen.choose_w4a8 import W4A8Problem
 from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
-from ..codegen.plan import Plan
-from ..codegen.store import default_store
-from ..codegen.w4a8_plan import CHUNK, W4A8Plan, W4A8WidePlan
+from ..codegen.w4a8_plan import W4A8Plan, W4A8WidePlan
 from ..errors import VQBackendError, VQFormatError
 from ..formats.qoq import QoQScheme
 from ..ops import w4a8
+from . import cuda_w4a8_inputs
 from .cuda_linear import DTYPES, on_device
 from .cuda_overlap import Launches
+from .cuda_w4a8_inputs import Rounded, aligned
 
-_TOKEN = 8  # bytes of a token's scale and sum
 _NAMES = ("codes", "scale", "zero", "step", "x", "token", "bias", "y")
 _POINTERS: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in _NAMES]
 
@@ -44,13 +43,6 @@ class W4A8WideArguments(ctypes.Structure):
     """struct Arguments of kernels/cuda/w4a8_wide.cu."""
 
     _fields_ = [*W4A8Arguments._fields_, ("columns", ctypes.c_int32)]
-
-
-class W4A8InputsArguments(ctypes.Structure):
-    """struct Arguments of kernels/cuda/w4a8_inputs.cu."""
-
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("x", "numbers", "token")),
-                ("tokens", ctypes.c_int32)]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,25 +65,14 @@ class Launch:
             return choose_w4a8.blocks(self.plan, rows, tokens)
         return choose_w4a8_wide.blocks(self.plan, rows, tokens, device_arch(ordinal))
 
-    def padded(self, tokens: int) -> int:
-        """Tokens that there is room for in the order of the product."""
-        tile = 8 * self.plan.token_tiles if isinstance(self.plan, W4A8Plan) else 8
-        return -(-tokens // tile) * tile
-
-
-@functools.cache  # problems share plans
-def _kernel(plan: Plan, arguments: type[ctypes.Structure], ordinal: int) -> Kernel:
-    return Kernel(plan, arguments, ordinal, default_store())
-
 
 def prepare(plan: W4A8Plan | W4A8WidePlan, columns: int, ordinal: int) -> Launch:
     """The kernels of a plan for rows of so many weights."""
     wide = isinstance(plan, W4A8WidePlan)
-    kernel = _kernel(plan, W4A8WideArguments if wide else W4A8Arguments, ordinal)
+    kernel = cuda_w4a8_inputs.kernel(plan, W4A8WideArguments if wide else W4A8Arguments, ordinal)
     inputs = None
     if isinstance(plan, W4A8WidePlan) or not plan.rounds:
-        rounding = choose_w4a8.inputs_plan(plan.dtype, columns, wide)
-        inputs = _kernel(rounding, W4A8InputsArguments, ordinal)
+        inputs = cuda_w4a8_inputs.prepare(plan.dtype, columns, wide, ordinal)
     return Launch(plan, kernel, inputs)
 
 
@@ -105,10 +86,12 @@ def _prepared(
     bias: torch.dtype,
     ordinal: int,
     many: bool,
+    rounded: bool,
 ) -> Launch:
     group = scheme.group and scheme.group_of(columns)
     arch = device_arch(ordinal)
-    problem = W4A8Problem(group, bucket, rows, columns, DTYPES[dtype], DTYPES[bias], arch)
+    kinds = DTYPES[dtype], DTYPES[bias]
+    problem = W4A8Problem(group, bucket, rows, columns, *kinds, arch, rounded)
     plan = choose_w4a8_wide.choose(problem) if many else choose_w4a8.choose(problem)
     if plan is None:
         raise VQBackendError(f"{scheme.spec()} has no kernel for {problem}.")
@@ -120,16 +103,22 @@ _launches = Launches()
 
 def linear(*arguments: Any) -> Tensor:
     """y = W round(x) + b for any number of tokens, the same numbers as `ops.w4a8.reference`."""
-    return _linear(False, *arguments)
+    return _linear(False, None, *arguments)
 
 
 def linear_many(*arguments: Any) -> Tensor:
     """The same for many tokens, on Hopper."""
-    return _linear(True, *arguments)
+    return _linear(True, None, *arguments)
+
+
+def multiply(many: bool, inputs: Rounded, *arguments: Any) -> Tensor:
+    """The same of tokens that are rounded; of x only its shape and dtype are asked."""
+    return _linear(many, inputs, *arguments)
 
 
 def _linear(
     many: bool,
+    inputs: Rounded | None,
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -139,7 +128,7 @@ def _linear(
     scheme: QoQScheme,
 ) -> Tensor:
     rows, columns = codes.shape[0], x.shape[-1]
-    y = x.new_empty((*x.shape[:-1], rows))
+    y = torch.empty((*x.shape[:-1], rows), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
     ordinal, tokens = x.get_device(), x.numel() // columns
@@ -148,18 +137,17 @@ def _linear(
         bias = bias.float()
     added = x.dtype if bias is None else bias.dtype
     with on_device(ordinal):
-        launch = _prepared(scheme, rows, columns, bucket, x.dtype, added, ordinal, many)
-        run(launch, x, codes, scale, zero, step, bias, scheme, y)
+        launch = _prepared(
+            scheme, rows, columns, bucket, x.dtype, added, ordinal, many, inputs is not None
+        )
+        given = x if inputs is None else inputs
+        run(launch, given, codes, scale, zero, step, bias, scheme, y)
     return y
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def run(
     launch: Launch,
-    x: Tensor,
+    x: Tensor | Rounded,
     codes: Tensor,
     scale: Tensor,
     zero: Tensor,
@@ -172,41 +160,40 @@ def run(
     """To `y`, by a launch that is given.
 
     Args:
+        x: tokens, or as the launch reads them.
         blocks: of the product, if others than usual; fewer only of `W4A8WidePlan` without a split.
 
     Raises:
-        VQFormatError: tensors do not belong together, or are not where x is.
+        VQFormatError: tensors do not belong together, or are not where y is.
     """
-    rows, columns, ordinal = codes.shape[0], x.shape[-1], x.get_device()
-    tokens = x.numel() // columns
-    found = w4a8.checked(codes, scale, zero, step, scheme, columns, x.device)
-    held = [None if tensor is None else _aligned(tensor) for tensor in found]
+    rows, ordinal, device = codes.shape[0], y.get_device(), y.device
+    columns = x.columns if isinstance(x, Rounded) else x.shape[-1]
+    tokens = y.numel() // rows
+    found = w4a8.checked(codes, scale, zero, step, scheme, columns, device)
+    held = [None if tensor is None else aligned(tensor) for tensor in found]
     if bias is not None:
-        if bias.shape != (rows,) or bias.device != x.device:
+        if bias.shape != (rows,) or bias.device != device:
             raise VQFormatError(
                 f"a bias of shape {list(bias.shape)} on {bias.device} does not suit {rows} outputs "
-                f"on {x.device}."
+                f"on {device}."
             )
         bias = bias.contiguous()
-    x = _aligned(x.contiguous())
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
-    inputs, token, before = x, None, launch.inputs
-    if before is not None:
-        nbytes = launch.padded(tokens) * -(-columns // CHUNK) * CHUNK
-        inputs = x.new_empty(nbytes + tokens * _TOKEN, dtype=torch.uint8)
-        token = inputs.data_ptr() + nbytes
-        before(tokens, stream, x.data_ptr(), inputs.data_ptr(), token, tokens, dependent=True)
     early = True  # what came before inputs are rounded is complete when the product begins
-    if before is None:
+    if isinstance(x, Tensor) and launch.inputs is not None:
+        x = cuda_w4a8_inputs.rounded(launch.inputs, x)
+    else:
         stored = [tensor for tensor in (codes, scale, zero, step) if tensor is not None]
         ready = [tensor for tensor in held if tensor is not None]
         # A copy was written just now.
         kept = all(given is one for given, one in zip(stored, ready, strict=True))
         early = kept and _launches.settled(stored, stream)
+    if isinstance(x, Tensor):
+        x = aligned(x.contiguous())
+    inputs = x.addresses if isinstance(x, Rounded) else (x.data_ptr(), None)
     sizes = (rows, tokens) if isinstance(launch.plan, W4A8Plan) else (rows, tokens, columns)
     launch.kernel(
         blocks or launch.blocks(rows, tokens, ordinal), stream,
         *(None if tensor is None else tensor.data_ptr() for tensor in held),
-        inputs.data_ptr(), token, None if bias is None else bias.data_ptr(), y.data_ptr(), *sizes,
-        dependent=early,
+        *inputs, None if bias is None else bias.data_ptr(), y.data_ptr(), *sizes, dependent=early,
     )  # fmt: skip

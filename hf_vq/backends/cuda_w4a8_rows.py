@@ -5,6 +5,7 @@ What runs them (`cuda_w4a8`) is imported when a tensor on a GPU asks for it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,11 +77,40 @@ def _linear_many(*arguments: Any) -> Tensor:
     return cuda_w4a8.linear_many(*arguments)
 
 
+def _tokens(swizzled: bool, x: Tensor) -> Any:
+    from . import cuda_w4a8_inputs
+
+    return cuda_w4a8_inputs.tokens(swizzled, x)
+
+
+def _norm(swizzled: bool, *arguments: Any) -> Any:
+    from . import cuda_w4a8_inputs
+
+    return cuda_w4a8_inputs.norm(swizzled, *arguments)
+
+
+def _gated(swizzled: bool, *arguments: Any) -> Any:
+    from . import cuda_w4a8_inputs
+
+    return cuda_w4a8_inputs.gated(swizzled, *arguments)
+
+
+def _multiply(many: bool, *arguments: Any) -> Tensor:
+    from . import cuda_w4a8
+
+    return cuda_w4a8.multiply(many, *arguments)
+
+
+def _fused(many: bool) -> dispatch.Fused:
+    return dispatch.Fused(*(partial(run, many) for run in (_tokens, _norm, _gated, _multiply)))
+
+
 def register() -> None:
     """Add the rows to the top of the dispatch table."""
     op, needs = "w4a8_linear", cuda.needs
-    for row in (
-        dispatch.Kernel("cuda.w4a8_linear", op, _linear, "cuda", needs, accepts),
-        dispatch.Kernel("cuda.w4a8_wide", op, _linear_many, "cuda", needs, accepts_many),
+    for name, run, takes, many in (
+        ("cuda.w4a8_linear", _linear, accepts, False),
+        ("cuda.w4a8_wide", _linear_many, accepts_many, True),
     ):
+        row = dispatch.Kernel(name, op, run, "cuda", needs, takes, fused=_fused(many))
         dispatch.register(row, first=True)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from ..ops import attention_reference, dispatch, published, reference, static_reference, w4a8
+from ..ops import (
+    attention_reference,
+    dispatch,
+    fused_inputs,
+    published,
+    reference,
+    static_reference,
+    w4a8,
+)
 
 
 def register() -> None:
     """Add the rows to the dispatch table."""
     for op, run in (
         ("linear", reference.linear),
-        ("w4a8_linear", w4a8.reference),
         ("decode", reference.decode),
         ("encode", reference.encode),
         ("rotate", reference.rotate),
@@ -21,6 +28,9 @@ def register() -> None:
         ("attention_paged", attention_reference.attention_paged),
     ):
         dispatch.register(dispatch.Kernel("reference", op, run))
+    dispatch.register(
+        dispatch.Kernel("reference", "w4a8_linear", w4a8.reference, fused=fused_inputs.reference)
+    )
     dispatch.register(
         dispatch.Kernel("reference", "published_linear", published.reference, remark=_decoded)
     )

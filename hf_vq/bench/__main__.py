@@ -34,6 +34,7 @@ from . import (
     cuda_quantize,
     cuda_tune,
     cuda_w4a8,
+    cuda_w4a8_block,
     quality_finetune,
     quality_kv,
     quality_kv_calibrated,
@@ -54,7 +55,7 @@ TIMED_SUITES: dict[str, Any] = {
     "cuda-quantize": cuda_quantize, "cuda-calibrate": cuda_calibrate,
     "cpu-calibrate": cpu_calibrate, "cuda-crossover": cuda_crossover, "cuda-parts": cuda_parts,
     "cuda-offload": cuda_offload, "cuda-passes": cuda_passes, "cuda-w4a8": cuda_w4a8,
-    "serve": serve,
+    "cuda-w4a8-block": cuda_w4a8_block, "serve": serve,
 }  # fmt: skip
 
 

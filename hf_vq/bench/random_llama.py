@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
 from ..formats.catalog import linear_scheme
+from ..hf.fused_inputs import fuse_inputs
 from ..nn import VQLinear
 from ..nn.replace import replace_modules
 from ..nn.stored import share
@@ -73,6 +74,7 @@ def random_llama(
         if parameter.is_floating_point() and not name.rpartition(".")[2].startswith("vq_"):
             norm = parameter.ndim == 1
             nn.init.ones_(parameter) if norm else nn.init.normal_(parameter, std=0.02)
+    fuse_inputs(model)
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config).to(device)
     return model.eval()

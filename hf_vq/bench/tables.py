@@ -27,6 +27,7 @@ from . import (
     cuda_bars,
     cuda_linear_tables,
     cuda_tables,
+    cuda_w4a8_block,
     cuda_w4a8_tables,
     kv_tables,
     passes_tables,
@@ -323,6 +324,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda_tables.crossover),
     "results:cuda-w4a8": partial(_timed_table, "cuda-w4a8", cuda_w4a8_tables.table),
     "results:cuda-w4a8-bars": partial(_timed_table, "cuda-w4a8", cuda_w4a8_tables.bars),
+    "results:cuda-w4a8-block": partial(_timed_table, "cuda-w4a8-block", cuda_w4a8_block.table),
     "results:serve": partial(_timed_table, "serve", serve.table),
     "results:serve-bars": lambda: serve.bars(read_record("serve")),
     "results:serve-cpu": partial(

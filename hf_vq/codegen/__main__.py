@@ -31,6 +31,7 @@ from .compiler import compile_plan, key
 from .device import ARCHES, named_arch
 from .plan import Dtype, LinearPlan, Plan
 from .store import Store, default_store
+from .w4a8_plan import Source
 
 _SHAPE = (4096, 4096)
 _TOKENS = (1, 16)
@@ -303,8 +304,10 @@ def _w4a8_plans(names: Sequence[str], arch: str, dtypes: list[Dtype]) -> list[tu
                     plan = module.choose(asked)
                     if plan is not None:
                         found.setdefault(plan, f"{plan.template} {name} {dtype.value} x{tokens}")
-                        inputs = w4a8.inputs_plan(dtype, _SHAPE[1], swizzled)
-                        found.setdefault(inputs, f"w4a8_inputs {dtype.value} {swizzled}")
+                        for source in Source:
+                            inputs = w4a8.inputs_plan(dtype, _SHAPE[1], swizzled, source)
+                            name_of = f"w4a8_inputs {source.value} {dtype.value} {swizzled}"
+                            found.setdefault(inputs, name_of)
     return [(name, plan) for plan, name in found.items()]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .choose import NOT_HIDDEN, WARP_INSTRUCTIONS, Cost
 from .device import RESERVED_BYTES, Arch
 from .plan import Dtype
-from .w4a8_plan import CHUNK, W4A8InputsPlan, W4A8Plan
+from .w4a8_plan import CHUNK, Source, W4A8InputsPlan, W4A8Plan
 
 LONGEST_ROW = (
     1 << 16
@@ -44,6 +44,7 @@ class W4A8Problem:
         dtype: of input and output, FLOAT16 or BFLOAT16.
         bias: its dtype.
         arch: of the GPU.
+        rounded: whether inputs come as integers.
     """
 
     group: int
@@ -53,6 +54,7 @@ class W4A8Problem:
     dtype: Dtype
     bias: Dtype
     arch: Arch
+    rounded: bool = False
 
 
 def multipliable(columns: int) -> str | None:
@@ -89,6 +91,7 @@ def _plan(
     return W4A8Plan(
         threads, resident, problem.dtype, problem.group, problem.bias, problem.columns,
         split, row_tiles, token_tiles, steps, problem.tokens == 1,
+        problem.tokens == 1 and not problem.rounded,
     )  # fmt: skip
 
 
@@ -172,7 +175,11 @@ def best(problem: W4A8Problem) -> list[W4A8Plan]:
     return sorted(plans, key=lambda plan: cost(plan, problem).cycles)
 
 
-def inputs_plan(dtype: Dtype, columns: int, swizzled: bool) -> W4A8InputsPlan:
-    """The plan that rounds tokens; nothing in it is a matter of choice."""
-    threads = min(512, max(32, -(-columns // (2 * _PIECE * 32)) * 32))
-    return W4A8InputsPlan(threads, 1, dtype, 0, dtype, columns, swizzled)
+def inputs_plan(
+    dtype: Dtype, columns: int, swizzled: bool, source: Source = Source.TOKENS
+) -> W4A8InputsPlan:
+    """The plan that rounds tokens; nothing in it is a matter of choice. A thread has one piece of
+    few tokens, whose blocks leave most of a GPU idle, and two of the many that are swizzled."""
+    pieces = -(-columns // _PIECE)
+    threads = min(1024, max(32, -(-pieces // (2 if swizzled else 1) // 32) * 32))
+    return W4A8InputsPlan(threads, 1, dtype, 0, dtype, columns, swizzled, source)

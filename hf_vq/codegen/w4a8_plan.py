@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
 from .plan import Dtype, Plan, shared_of_ring
 
 CHUNK = 128  # columns of four lanes, that their kernels take together
+
+
+class Source(enum.Enum):
+    """What is rounded: tokens in memory, or what is made of them (kernels/cuda/w4a8_inputs.cu)."""
+
+    TOKENS = "tokens"
+    NORM = "norm"
+    GATED = "gated"
 
 
 @dataclass(frozen=True)
@@ -38,10 +47,12 @@ class W4A8InputsPlan(RoundingPlan):
 
     Args:
         swizzled: whether that is one of `W4A8WidePlan`; else it is one of `W4A8Plan`.
+        source: what is rounded.
     """
 
     template: ClassVar[str] = "w4a8_inputs"
     swizzled: bool
+    source: Source
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,8 @@ class W4A8Plan(RoundingPlan):
         row_tiles: tiles of 16 rows that a warp multiplies with the same input.
         token_tiles: tiles of 8 tokens.
         steps: chunks of codes that a warp has on their way at a time.
-        rounds: whether a block rounds the only token for itself.
+        alone: whether there is one token, in the order of one.
+        rounds: whether a block rounds it for itself.
     """
 
     template: ClassVar[str] = "w4a8"
@@ -61,6 +73,7 @@ class W4A8Plan(RoundingPlan):
     row_tiles: int
     token_tiles: int
     steps: int
+    alone: bool
     rounds: bool
 
     @property
@@ -72,7 +85,7 @@ class W4A8Plan(RoundingPlan):
     def shared_bytes(self) -> int:
         """Shared memory of a block: factors of rows and tokens, steps and zeros, a token, sums."""
         groups = self.columns // self.group if self.group else 0
-        inputs = self.padded + 256 if self.rounds else 0
+        inputs = self.padded * self.alone + 256 * self.rounds
         meeting = self.tile_rows // 16 * self.token_tiles * self.split * 512
         factors = self.tile_rows * 16 + 8 * 8 * self.token_tiles
         return factors + 2 * self.tile_rows * groups + inputs + meeting * (self.split > 1)

@@ -24,6 +24,7 @@ from . import checkpoint as stored_files
 from .config import QUANT_METHOD, VQConfig
 from .conversions import dense_conversions, renamer
 from .embeddings import check_embedding, replace_embedding, restore_embedding
+from .fused_inputs import fuse_inputs, separate_inputs
 from .layers import check_entries, check_pass2, matches
 from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
@@ -305,6 +306,7 @@ class VQHfQuantizer(HfQuantizer):
         used = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = dense_conversions(used, model, reverse=True)
         self._checkpoint = self._model = None
+        fuse_inputs(model)
         install_saving(model)
         return model
 
@@ -323,15 +325,18 @@ class VQHfQuantizer(HfQuantizer):
         # No metadata: safetensors writes it in any order, and equal models should be equal files.
         return state, {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         held = [name for name, module in vq_modules(model).items() if _is_offloaded(module)]
         if held:
             raise VQConfigError(
                 f"cannot dequantize {held[0]}: its codes are offloaded. Load the model without "
                 "offloading first."
             )
-        restore_modules(model, dtype or model.dtype)
-        restore_embedding(model, dtype or model.dtype)
+        # Saving leaves a name in the model's config.
+        kind: torch.dtype = dtype if isinstance(dtype, torch.dtype) else model.dtype
+        separate_inputs(model)
+        restore_modules(model, kind)
+        restore_embedding(model, kind)
         remove_saving(model)
         return model
 

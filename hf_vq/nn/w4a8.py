@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from ..formats import qoq
+from .deferred import Deferred
 from .linear import VQLinear
 
 
@@ -28,4 +29,10 @@ class W4A8Linear(VQLinear):
         qoq.check(self.attributes, read, where)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return ops.w4a8_linear(x, self.tensors(), bias, self.spec)
+        tensors = self.tensors()
+        if isinstance(x, Deferred):
+            y = x.times(tensors, bias, self.spec)
+            if y is not None:
+                return y
+            x = x.floats()
+        return ops.w4a8_linear(x, tensors, bias, self.spec)

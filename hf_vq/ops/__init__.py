@@ -2,6 +2,7 @@
 
 from .codes import append_kv, decode_kv, decode_weight, encode_kv, encode_weight, rotate
 from .dispatch import Kernel, Problem, Verdict, explain, register, rows, select
+from .library import only_result
 from .linear import direct_linear, linear
 from .published import decode_published, published_linear
 from .w4a8 import w4a8_linear
@@ -19,6 +20,7 @@ __all__ = [
     "encode_weight",
     "explain",
     "linear",
+    "only_result",
     "published_linear",
     "register",
     "rotate",

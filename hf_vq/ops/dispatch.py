@@ -63,6 +63,22 @@ attention   (query, cached, scaling, softcap) -> out, without mask, padding and 
 """
 
 
+class Fused(NamedTuple):
+    """How a row of w4a8_linear takes inputs that were rounded before.
+
+    Args:
+        tokens: (x) -> x as `linear` reads it.
+        norm: (x, weight, eps) -> RMSNorm of x as `linear` reads it.
+        gated: (gate, up) -> SiLU(gate) * up as `linear` reads it.
+        linear: (rounded, x, codes, scale, zero, step, bias, scheme) -> y; x is only described.
+    """
+
+    tokens: Callable[..., Any]
+    norm: Callable[..., Any]
+    gated: Callable[..., Any]
+    linear: Callable[..., Tensor]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One row: who, for which op, what it needs and what it accepts.
@@ -77,6 +93,7 @@ class Kernel:
         layouts: for attention, the layouts of keys and of values that it wants in a new cache.
         direct: a shorter way to `run`, if there is one; for linear only with weights of one pass.
         together: for linear, runs several weights with one input (the op `hf_vq::linears`).
+        fused: for w4a8_linear, how it takes inputs that are rounded already.
         remark: what `explain` says of a problem that it runs, but not well.
     """
 
@@ -89,6 +106,7 @@ class Kernel:
     layouts: Callable[[Problem], tuple[str, str]] = lambda problem: ("rows", "rows")
     direct: Callable[[Problem], Direct | None] = lambda problem: None
     together: Callable[..., list[Tensor]] | None = None
+    fused: Fused | None = None
     remark: Callable[[Problem], str | None] = lambda problem: None
 
 

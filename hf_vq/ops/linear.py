@@ -128,3 +128,9 @@ define(
 torch.library.register_autograd(
     "hf_vq::linear", _backward, setup_context=_save_for_backward, lib=library
 )
+together.join(
+    torch.ops.hf_vq.linear.default,
+    torch.ops.hf_vq.linears.default,
+    (1, 2, 3, 4, 9),
+    together.worth_while,
+)

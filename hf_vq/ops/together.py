@@ -2,7 +2,8 @@
 
 A model computes queries, keys and values of the same hidden states, and so the two halves of a
 gated MLP. Eager code asks for one after the other, but a compiled graph knows all of them: there
-`fuse` makes one op of those that share an input, in whatever model they are.
+`fuse` makes one op of those that share an input, in whatever model they are. So it does with other
+ops that are joined (`w4a8_linear`, whose input is rounded once then).
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -62,44 +63,73 @@ define(
 )
 
 
+class Joined(NamedTuple):
+    """An op of which several with one input and scheme, its first and last argument, may be one.
+
+    Args:
+        several: that op; it returns a list.
+        lists: positions of the arguments that it takes as lists; all others are None.
+        can: whether it is worth while, for an input, rows of each weight and a scheme.
+    """
+
+    several: Any
+    lists: Sequence[int]
+    can: Callable[[Tensor, list[int], str], bool]
+
+
+_joined: dict[Any, Joined] = {}
+
+
+def join(
+    alone: Any, several: Any, lists: Sequence[int], can: Callable[[Tensor, list[int], str], bool]
+) -> None:
+    """Let `fuse` make one `several` of all `alone`; see `Joined`."""
+    _joined[alone] = Joined(several, lists, can)
+
+
+def worth_while(x: Tensor, rows: list[int], scheme: str) -> bool:
+    """Whether the kernels that would run all `hf_vq::linear` can do so in one launch."""
+    return _together(x, rows, scheme) is not None
+
+
 def fuse(graph: fx.Graph) -> None:
-    """Make one node of all `hf_vq::linear` that share input and scheme, where the kernels that
-    would run them can do so in one launch.
+    """Make one node of all products that share input and scheme, where that is worth while.
 
     It stands where the first of them was; one that needs what is computed later is left alone.
     """
+    for alone, joined in _joined.items():
+        _fuse(graph, alone, joined)
+
+
+def _fuse(graph: fx.Graph, alone: Any, joined: Joined) -> None:
     place = {node: index for index, node in enumerate(graph.nodes)}
     alike: dict[tuple[Any, ...], list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=torch.ops.hf_vq.linear.default):
-        x, *stored, _, scheme = node.args
-        found = alike.setdefault((x, scheme), [])
+    for node in graph.find_nodes(op="call_function", target=alone):
+        found = alike.setdefault((node.args[0], node.args[-1]), [])
         first = found[0] if found else node
-        if stored[4:] == [None] * 4 and all(place[i] < place[first] for i in node.all_input_nodes):
+        others = set(range(1, len(node.args) - 1)).difference(joined.lists)
+        none = all(node.args[i] is None for i in others)
+        if none and all(place[i] < place[first] for i in node.all_input_nodes):
             found.append(node)
-    for (_, scheme), found in alike.items():
+    for found in alike.values():
         for begin in range(0, len(found), MOST):
             nodes = found[begin : begin + MOST]
-            if len(nodes) > 1 and _can(nodes, scheme):
-                _replace(graph, nodes, scheme)
+            if len(nodes) > 1 and _can(nodes, joined):
+                _replace(graph, nodes, joined)
 
 
-def _input(nodes: list[fx.Node]) -> Any:
-    return nodes[0].args[0]  # as it is now: it may itself be one of those that were replaced
-
-
-def _can(nodes: list[fx.Node], scheme: str) -> bool:
-    x = _input(nodes).meta["val"]
+def _can(nodes: list[fx.Node], joined: Joined) -> bool:
+    x, scheme = nodes[0].args[0].meta["val"], nodes[0].args[-1]  # type: ignore[union-attr]
     if not all(isinstance(size, int) for size in x.shape):
         return False
-    return _together(x, [node.meta["val"].shape[-1] for node in nodes], scheme) is not None
+    return joined.can(x, [node.meta["val"].shape[-1] for node in nodes], str(scheme))
 
 
-def _replace(graph: fx.Graph, nodes: list[fx.Node], scheme: str) -> None:
-    stored = ([node.args[i] for node in nodes] for i in (1, 2, 3, 4, 9))
+def _replace(graph: fx.Graph, nodes: list[fx.Node], joined: Joined) -> None:
+    x, scheme = nodes[0].args[0], nodes[0].args[-1]  # x as it is now: it may itself be replaced
+    lists = ([node.args[i] for node in nodes] for i in joined.lists)
     with graph.inserting_before(nodes[0]):
-        fused = graph.call_function(
-            torch.ops.hf_vq.linears.default, (_input(nodes), *stored, scheme)
-        )
+        fused = graph.call_function(joined.several, (x, *lists, scheme))
         fused.meta["val"] = [node.meta["val"] for node in nodes]
         items = [graph.call_function(operator.getitem, (fused, i)) for i in range(len(nodes))]
     for node, item in zip(nodes, items, strict=True):
@@ -125,7 +155,7 @@ def _pass() -> Any:
 def install() -> None:
     """Have torch's compiler call `fuse`, where a slot for a pass is free.
 
-    For when `hf_vq::linear` is traced: importing the compiler takes seconds.
+    For when an op that is joined is traced: importing the compiler takes seconds.
     """
     config = sys.modules.get("torch._inductor.config")
     slots = [] if config is None else [getattr(config, slot) for slot in _SLOTS]

@@ -15,7 +15,7 @@ from ..errors import VQFormatError
 from ..formats import qoq
 from ..formats.packing import unpack_bits
 from ..formats.qoq import QoQScheme
-from . import dispatch
+from . import dispatch, together
 from .library import define, library, only_result, problem
 
 LARGEST = 127
@@ -74,20 +74,33 @@ def reference(
     bias: Tensor | None,
     scheme: QoQScheme,
 ) -> Tensor:
+    """y = W round(x) + b."""
+    return product(*quantize_tokens(x), codes, scale, zero, step, bias, x.dtype)
+
+
+def product(
+    numbers: Tensor,
+    size: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    step: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """One product of integers, exact in float64, and what is left of the formula after it:
 
     y = (<numbers, q> * scale - sum(numbers) * zero) * size + b                 without groups
     y = <numbers, q * step - zero> * scale * size + b                           size: of the token
     """
-    numbers, size = quantize_tokens(x)
-    q, numbers = unpack_bits(codes, 4, x.shape[-1]), numbers.double()
+    q, numbers = unpack_bits(codes, 4, numbers.shape[-1]), numbers.double()
     if step is not None:
         q = qoq.levels(q, {"step": step, "zero": zero})
     y = (numbers @ q.double().T) * scale.double().T
     if step is None:
         y -= numbers.sum(-1, keepdim=True) * zero.double().T
     y = y.float() * size
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return (y if bias is None else y + bias.float()).to(dtype)
 
 
 def checked(
@@ -149,7 +162,38 @@ def _w4a8_linear(
     return y
 
 
+def _w4a8_linears(
+    x: Tensor,
+    codes: list[Tensor],
+    scale: list[Tensor],
+    zero: list[Tensor],
+    step: list[Tensor | None],
+    bias: list[Tensor | None],
+    spec: str,
+) -> list[Tensor]:
+    weights = zip(codes, scale, zero, step, bias, strict=True)
+    fused = _rounds_once(x, [len(rows) for rows in codes], spec)
+    if fused is None:
+        return [_w4a8_linear(x, *weight, spec) for weight in weights]
+    rounded = fused.tokens(x)
+    return [fused.linear(rounded, x, *weight, parse(spec)) for weight in weights]
+
+
+def _rounds_once(x: Tensor, rows: list[int], spec: str) -> dispatch.Fused | None:
+    """How kernels of several weights take what is rounded once for all; None where one rounds for
+    itself, or there is one token, which products round while their codes are on their way."""
+    if x.numel() <= x.shape[-1]:
+        return None
+    found = {dispatch.select(problem("w4a8_linear", x, spec, count)).fused for count in rows}
+    return found.pop() if len(found) == 1 else None
+
+
+def _fake_linears(x: Tensor, codes: list[Tensor], *arguments: Any) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], rows.shape[0]) for rows in codes]
+
+
 def _fake(x: Tensor, codes: Tensor, *arguments: Any) -> Tensor:
+    together.install()
     return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
@@ -180,4 +224,18 @@ define(
 )
 torch.library.register_autograd(
     "hf_vq::w4a8_linear", _backward, setup_context=_save_for_backward, lib=library
+)
+# Made by `together.fuse`, after autograd.
+define(
+    "w4a8_linears",
+    "(Tensor x, Tensor[] codes, Tensor[] scale, Tensor[] zero, Tensor?[] step, Tensor?[] bias, "
+    "str scheme) -> Tensor[]",
+    _w4a8_linears,
+    _fake_linears,
+)
+together.join(
+    torch.ops.hf_vq.w4a8_linear.default,
+    torch.ops.hf_vq.w4a8_linears.default,
+    (1, 2, 3, 4, 5),
+    lambda x, rows, spec: _rounds_once(x, rows, spec) is not None,
 )

@@ -13,9 +13,10 @@
 //     their sums meet in shared memory; those of integers do not depend on the order
 //
 // Codes of `steps` chunks are on their way at a time; steps and zeros of a block's rows lie in shared memory. x comes
-// through L1, in the order of w4a8_inputs.cu; one token may be rounded by every block for itself (`rounds`), while its codes
-// are on their way. Bytes: codes once for every token_tiles x 8 tokens, x once for every row (from L1, or from L2 for every
-// block). Bound by DRAM for few tokens, by tensor cores and by reading x for many.
+// through L1, in the order of w4a8_inputs.cu. One token (`alone`) lies in shared memory: a block copies it there, or rounds
+// it for itself (`rounds`), while its codes are on their way. Bytes: codes once for every token_tiles x 8 tokens, x once
+// for every row (from L1, or from L2 for every block). Bound by DRAM for few tokens, by tensor cores and by reading x for
+// many.
 #include "grids.cuh"
 #include "mma.cuh"
 #include "plan.cuh"
@@ -44,9 +45,11 @@ constexpr int groups = grouped ? columns / Plan::group : 0;  // of a row
 constexpr int tokens_at = tile_rows * int(sizeof(Row));
 constexpr int grids_at = tokens_at + tile_tokens * int(sizeof(Token));
 constexpr int inputs_at = grids_at + 2 * tile_rows * groups;
-constexpr int meeting_at = inputs_at + (Plan::rounds ? chunks * chunk + Rounding::shared_bytes : 0);
+constexpr int rounding_at = inputs_at + (Plan::alone ? chunks * chunk : 0);
+constexpr int meeting_at = rounding_at + (Plan::rounds ? Rounding::shared_bytes : 0);
 
 static_assert(columns % 32 == 0 && warps % Plan::split == 0, "a lane has 32 columns");
+static_assert(Plan::alone ? Plan::token_tiles == 1 : !Plan::rounds, "one token has a place in every tile");
 
 // Codes of a lane in one chunk.
 struct Step {
@@ -118,7 +121,7 @@ __device__ inline void multiply(const Step& step, int at, const char* grids, con
 #pragma unroll
     for (int n = 0; n < Plan::token_tiles; ++n) {
       uint32_t word[4];
-      load_words<16>(x + ((n * chunks + at) * 2 + h) * (Plan::rounds ? 64 : 512), word);
+      load_words<16>(x + ((n * chunks + at) * 2 + h) * (Plan::alone ? 64 : 512), word);
 #pragma unroll
       for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -174,18 +177,17 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
   let_next_grid_begin();
   for (int i = threadIdx.x; i < tile_rows; i += Plan::threads)
     rows[i] = row_of(a.scale, a.zero, a.bias, min(first_row + i, a.rows - 1));
-  const char* x;
+  char* inputs = shared + inputs_at;
+  const char* x = Plan::alone ? inputs + lane % 4 * 16 : a.x + int64_t(first_token / 8) * chunks * 1024 + lane * 16;
   if constexpr (Plan::rounds) {
     Rounding rounding;
     rounding.load(reinterpret_cast<const uint16_t*>(a.x));
-    char* inputs = shared + inputs_at;
-    const Token only = rounding.round(inputs + chunks * chunk, [&](int piece, const uint32_t* word) {
+    const Token only = rounding.round(shared + rounding_at, [&](int piece, const uint32_t* word) {
       store_words<16>(inputs + (piece / 8 * 2 + piece % 2) * 64 + piece % 8 / 2 * 16, word);
     });
     if (threadIdx.x == 0) token[0] = only;
-    x = inputs + lane % 4 * 16;
   } else {
-    x = a.x + int64_t(first_token / 8) * chunks * 1024 + lane * 16;
+    if constexpr (Plan::alone) copy_bytes(inputs, a.x, chunks * chunk);
     for (int i = threadIdx.x; i < tile_tokens; i += Plan::threads)
       token[i] = a.token[min(first_token + i, a.tokens - 1)];
   }

@@ -9,6 +9,9 @@
 #include "plan.cuh"
 #include "w4a8.cuh"
 
+// The nearest integer to x, from -127 to 127, in the low byte: 1.5 * 2^23 leaves no place for a fraction.
+__device__ inline uint32_t nearest(float x) { return __float_as_uint(__fadd_rn(x, 12582912.0f)); }
+
 constexpr int chunks = (Plan::columns + chunk - 1) / chunk;
 
 struct Rounding {
@@ -27,6 +30,19 @@ struct Rounding {
 #pragma unroll
         for (int j = 0; j < 8; ++j) word[i][j] = 0;
       }
+    }
+  }
+
+  // Each word by `map(word, word of other)`, where both have the same columns.
+  template <class Map> __device__ void combine(const uint16_t* other, Map map) {
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int piece = threadIdx.x + i * Plan::threads;
+      if (piece >= pieces) break;
+      uint32_t by[8];
+      load_words<32>(other + piece * 16, by);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) word[i][j] = map(word[i][j], by[j]);
     }
   }
 
@@ -54,6 +70,7 @@ struct Rounding {
     const bool finite = __float_as_uint(most) < 0x7f800000u;
     const float magnitude = finite ? fmaxf(most, 1e-30f) : __uint_as_float(0x7fc00000u);
     const float inverse = __fdiv_rn(127.0f, magnitude);
+    const uint32_t kept = finite ? 0xffffffffu : 0u;
     int sum = 0;
 #pragma unroll
     for (int i = 0; i < each; ++i) {
@@ -62,18 +79,20 @@ struct Rounding {
       uint32_t ordered[4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t number[8];
+        uint32_t number[2][4];  // even and odd columns
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float first, second;
           unpack_pair<Plan::dtype>(word[i][4 * half + j], first, second);
-          number[2 * j] = finite ? __float2int_rn(__fmul_rn(first, inverse)) & 255 : 0;
-          number[2 * j + 1] = finite ? __float2int_rn(__fmul_rn(second, inverse)) & 255 : 0;
+          number[0][j] = nearest(__fmul_rn(first, inverse));
+          number[1][j] = nearest(__fmul_rn(second, inverse));
         }
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd)
-          ordered[2 * half + odd] =
-              number[odd] | number[2 + odd] << 8 | number[4 + odd] << 16 | number[6 + odd] << 24;
+        for (int odd = 0; odd < 2; ++odd) {
+          const uint32_t(&n)[4] = number[odd];
+          const uint32_t low = __byte_perm(n[0], n[1], 0x0040), high = __byte_perm(n[2], n[3], 0x0040);
+          ordered[2 * half + odd] = __byte_perm(low, high, 0x5410) & kept;
+        }
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum = __dp4a(int(ordered[j]), 0x01010101, sum);

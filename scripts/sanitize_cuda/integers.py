@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from cases import FLOATS, Case, covering
 
-from hf_vq.backends import cuda_w4a8
+from hf_vq.backends import cuda_w4a8, cuda_w4a8_inputs
 from hf_vq.codegen import choose_w4a8, choose_w4a8_wide
 from hf_vq.codegen.choose_w4a8 import W4A8Problem
 from hf_vq.codegen.device import device_arch
@@ -18,7 +18,7 @@ from hf_vq.codegen.plan import Dtype
 from hf_vq.codegen.w4a8_plan import W4A8Plan, W4A8WidePlan
 from hf_vq.formats import QoQScheme
 from hf_vq.formats.qoq import encode
-from hf_vq.ops import w4a8
+from hf_vq.ops import fused_inputs, w4a8
 
 LAYERS = [  # scheme, columns
     ("qoq-w4a8", 1152), ("qoq-w4a8-g128", 2048), ("qoq-w4a8-g32", 1120), ("qoq-w4a8-g64", 704),
@@ -54,7 +54,8 @@ def many_tokens() -> Iterator[Case]:
 def _problem(name: str, columns: int, tokens: int, n: int) -> W4A8Problem:
     scheme, dtype = QoQScheme.parse(name), (Dtype.FLOAT16, Dtype.BFLOAT16)[n % 2]
     group = scheme.group and scheme.group_of(columns)
-    return W4A8Problem(group, tokens, 4096, columns, dtype, dtype, device_arch(0))
+    rounded = bool(n // len(FEW) % 2)  # one token, as norms leave it
+    return W4A8Problem(group, tokens, 4096, columns, dtype, dtype, device_arch(0), rounded)
 
 
 def multiply(
@@ -81,4 +82,30 @@ def multiply(
         assert found[-1].isnan().all(), "a row beyond the last was written"
 
 
-MAKERS = {"w4a8": few_tokens, "w4a8-wide": many_tokens}
+def inputs() -> Iterator[Case]:
+    """Norms and gated products of w4a8_inputs.cu; tokens as they are come with products."""
+    for n, (columns, tokens, swizzled) in enumerate(product((704, 4096), (1, 9), (False, True))):
+        dtype = (torch.float16, torch.bfloat16)[n % 2]
+        yield (
+            f"w4a8 inputs {tokens} x {columns} {dtype} {'swizzled' * swizzled}",
+            partial(make_inputs, tokens, columns, swizzled, dtype),
+        )
+
+
+def make_inputs(tokens: int, columns: int, swizzled: bool, dtype: torch.dtype) -> None:
+    """Scales are those of the same floats on a CPU, whose roots and exponentials are others."""
+    x, other = (torch.randn(tokens, columns).to(dtype) for _ in range(2))
+    there, by = x.cuda(), other.cuda()
+    made = cuda_w4a8_inputs.norm(swizzled, there, by[0], 1e-5)
+    gated = cuda_w4a8_inputs.gated(swizzled, by, there)
+    for found, floats in (
+        (made, fused_inputs.rms_norm(x, other[0], 1e-5)),
+        (gated, fused_inputs.gated(other, x)),
+    ):
+        _, size = w4a8.quantize_tokens(floats)
+        token = found.memory.cpu()[found.token_at :].view(torch.float32).view(tokens, 2)
+        wrong = (token[:, :1] - size).abs() > 2 * torch.finfo(dtype).eps * size
+        assert not wrong.any(), "a scale is not that of the reference"
+
+
+MAKERS = {"w4a8": few_tokens, "w4a8-wide": many_tokens, "w4a8-inputs": inputs}

@@ -18,6 +18,7 @@ from hf_vq.bench import (
     cuda_quantize,
     cuda_tune,
     cuda_w4a8,
+    cuda_w4a8_block,
     cuda_w4a8_tables,
 )
 from hf_vq.bench.cpu_linear import random_tensors
@@ -43,6 +44,7 @@ def test_without_a_gpu_it_says_so():
         cuda_calibrate,
         cuda_crossover,
         cuda_w4a8,
+        cuda_w4a8_block,
     ):
         with pytest.raises(VQBackendError, match="needs a CUDA device"):
             suite.run()
@@ -58,6 +60,16 @@ def test_cuda_w4a8(monkeypatch):
     assert all(("of_reading" in row) == (row["tokens"] == 1) for row in ours)
     assert set(ours[-1]["speedup"]) == {"bf16", "int8 x int8"}
     assert cuda_w4a8_tables.table(rows).count("| 256 x 512 |") == 4
+
+
+@pytest.mark.gpu
+def test_cuda_w4a8_block(monkeypatch):
+    monkeypatch.setattr(cuda_w4a8_block, "cold_copies", lambda nbytes: 2)
+    _, results = cuda_w4a8_block.run(tokens=(1, 40, 300), rounds=1, hidden=1024, ffn=2048)
+    rows = results["rows"]
+    assert [row["tokens"] for row in rows] == [1, 1, 40, 40, 300, 300]
+    assert all(set(row["speedup"]) == {"bf16", "apart"} and row["us"] > 0 for row in rows)
+    assert cuda_w4a8_block.table(rows).count("| `qoq-w4a8` |") == 3
 
 
 def test_bars_of_w4a8():

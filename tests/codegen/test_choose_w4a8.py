@@ -1,6 +1,7 @@
 """Plans of products of 4-bit weights with 8-bit inputs: what is feasible, chosen and compiled."""
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.choose_w4a8 import W4A8Problem
 from hf_vq.codegen.device import ARCHES
 from hf_vq.codegen.plan import Dtype
+from hf_vq.codegen.w4a8_plan import Source
 
 SIZES = [(6144, 4096, 128), (4096, 14336, 0), (37, 704, 64), (5, 32, 0), (14336, 4128, 32)]
 TOKENS = (1, 8, 16, 64)
@@ -29,6 +31,9 @@ def test_there_is_a_plan_for_every_problem(rows, columns, group, arch):
         plan = choose_w4a8.choose(problem)
         assert plan is not None and choose_w4a8.feasible(plan, problem) is None
         assert plan.rounds == (tokens == 1)
+        given = dataclasses.replace(problem, rounded=True)
+        assert not choose_w4a8.choose(given).rounds
+        assert choose_w4a8.feasible(choose_w4a8.choose(given), given) is None
         assert plan.shared_bytes <= ARCHES[arch].shared_per_block
         costs = [choose_w4a8.cost(p, problem).cycles for p in choose_w4a8.best(problem)]
         assert costs == sorted(costs)
@@ -86,12 +91,12 @@ def test_templates_read_every_field_and_no_other():
 
 
 def test_arguments_are_those_of_the_source():
-    from hf_vq.backends import cuda_w4a8
+    from hf_vq.backends import cuda_w4a8, cuda_w4a8_inputs
 
     for arguments, file in (
         (cuda_w4a8.W4A8Arguments, "w4a8.cu"),
         (cuda_w4a8.W4A8WideArguments, "w4a8_wide.cu"),
-        (cuda_w4a8.W4A8InputsArguments, "w4a8_inputs.cu"),
+        (cuda_w4a8_inputs.W4A8InputsArguments, "w4a8_inputs.cu"),
     ):
         body = re.search(r"struct Arguments .*?{\n(.*?)};", sources(file), re.DOTALL)[1]
         fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)
@@ -127,8 +132,10 @@ needs_nvrtc = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_n
 def test_chosen_plans_compile_without_local_memory(rows, columns, group, arch):
     for tokens in (1, 16, 64):
         compiled(choose_w4a8.choose(asked(tokens, rows, columns, group, arch)), arch)
-    for swizzled in (False, True):
-        compiled(choose_w4a8.inputs_plan(Dtype.BFLOAT16, columns, swizzled), arch)
+    given = dataclasses.replace(asked(1, rows, columns, group, arch), rounded=True)
+    compiled(choose_w4a8.choose(given), arch)
+    for swizzled, source in itertools.product((False, True), Source):
+        compiled(choose_w4a8.inputs_plan(Dtype.BFLOAT16, columns, swizzled, source), arch)
 
 
 @needs_nvrtc

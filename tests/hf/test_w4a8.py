@@ -72,6 +72,33 @@ def test_what_it_does_not_do(dense) -> None:
     assert VQConfig(QoQScheme(64)).scheme_name == "qoq-w4a8-g64"
 
 
+@pytest.mark.parametrize("scheme", ["qoq-w4a8", "qoq-w4a8-g128"])
+def test_scales_and_zeros_that_are_not_finite_are_refused(dense, tmp_path, scheme) -> None:
+    """Kernels take them to be finite: infinity times a sum in two parts may be NaN."""
+    LOAD(dense("llama"), quantization_config=VQConfig(scheme)).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.mlp.up_proj"
+    floats = {key for key, tensor in tensors.items() if name in key and tensor.is_floating_point()}
+    assert floats == {f"{name}.{a}" for a in ("vq_scale", "vq_zero")[: 2 - ("g" in scheme[4:])]}
+    for key in floats:
+        for value in (torch.inf, -torch.inf, torch.nan):
+            wrong = tensors[key].clone()
+            wrong[3, 0] = value
+            save_file({**tensors, key: wrong}, file, {"format": "pt"})
+            for place in ("cpu", {"": "disk"}):
+                with pytest.raises(VQFormatError, match=r"up_proj\.vq_\w+ holds NaN or infinity"):
+                    LOAD(tmp_path, device_map=place, offload_folder=tmp_path / "offloaded")
+
+
+def test_weights_too_large_for_scales_are_refused(dense, tmp_path) -> None:
+    model = LOAD(dense("llama"))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = 1e8
+    model.save_pretrained(tmp_path)
+    for scheme in ("qoq-w4a8", "qoq-w4a8-g128"):
+        with pytest.raises(VQFormatError, match=r"layers\.1\.mlp\.up_proj.* too large for fp16"):
+            LOAD(tmp_path, quantization_config=VQConfig(scheme))
+
+
 def test_damaged_files_are_refused(dense, tmp_path) -> None:
     LOAD(dense("llama"), quantization_config=VQConfig("qoq-w4a8-g128")).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

@@ -1,0 +1,83 @@
+"""Inputs of `w4a8_linear` that are rounded where they are computed: RMSNorm, and what a gated MLP
+multiplies last (QServe, arXiv 2405.04532, section 5.1).
+
+These functions are the specification; a row of the table may have its own (`dispatch.Fused`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from ..formats.qoq import QoQScheme
+from . import dispatch, w4a8
+from .library import problem
+
+Rounded = tuple[Tensor, Tensor]
+
+
+def fused_inputs(x: Tensor, spec: str, rows: int) -> dispatch.Fused | None:
+    """How `w4a8_linear` of x [..., k] takes inputs that are rounded already; None if it does not.
+
+    Args:
+        spec: of the `QoQScheme`.
+        rows: of the weight.
+    """
+    return dispatch.select(problem("w4a8_linear", x, spec, rows)).fused
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight of the last dimension, in float32, rounded to the dtype of
+    x before and after the weight, as Llama's norm is."""
+    wide = x.float()
+    unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * unit.to(x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up."""
+    return silu(gate) * up
+
+
+def rounded_norm(x: Tensor, weight: Tensor, eps: float) -> Rounded:
+    """`rms_norm` as integers and scales of tokens."""
+    return w4a8.quantize_tokens(rms_norm(x, weight, eps))
+
+
+def rounded_gated(gate: Tensor, up: Tensor) -> Rounded:
+    """`gated` as integers and scales of tokens."""
+    return w4a8.quantize_tokens(gated(gate, up))
+
+
+def multiply(
+    rounded: Rounded,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    step: Tensor | None,
+    bias: Tensor | None,
+    scheme: QoQScheme,
+) -> Tensor:
+    """y = W round(x) + b; x is only described."""
+    return w4a8.product(*rounded, codes, scale, zero, step, bias, x.dtype)
+
+
+def linear(
+    fused: dispatch.Fused,
+    rounded: Any,
+    x: Tensor,
+    tensors: Mapping[str, Tensor],
+    bias: Tensor | None,
+    spec: str,
+) -> Tensor:
+    """`w4a8_linear` of an input that `fused` rounded; x is only described."""
+    stored = (tensors.get(key) for key in w4a8.KEYS)
+    return fused.linear(rounded, x, *stored, bias, w4a8.parse(spec))
+
+
+reference = dispatch.Fused(w4a8.quantize_tokens, rounded_norm, rounded_gated, multiply)
