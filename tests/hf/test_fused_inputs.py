@@ -250,7 +250,7 @@ def test_a_forward_of_others_is_left_alone(dense, rounded):
     assert torch.equal(logits(model), twice)
 
 
-def test_compiled_as_before(dense, monkeypatch, rounded):
+def test_compiled_as_before(dense):
     model = load(dense)
     expected = logits(model)
     whole = torch.compile(model, backend="eager", fullgraph=True)
@@ -261,7 +261,7 @@ def test_compiled_as_before(dense, monkeypatch, rounded):
 
 
 @torch.no_grad()
-def test_a_deferred_tensor_is_a_tensor(monkeypatch):
+def test_a_deferred_tensor_is_a_tensor():
     x, weight = torch.randn(3, 64), torch.randn(64)
     later = Deferred(Norm(x, weight, 1e-6))
     plain = later.source.floats()
