@@ -89,7 +89,7 @@ def run(
 
 
 def _bandwidth() -> float | None:
-    """GB/s that one thread reads; None without the native library."""
+    """GB/s that torch's threads read; None without the native library."""
     contestant = reading(READ)
     if contestant is None:
         return None

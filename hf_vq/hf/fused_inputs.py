@@ -85,10 +85,11 @@ def _asked(layer: W4A8Linear) -> tuple[str, int]:
 
 
 def _norm(norm: Any, spec: str, rows: int, hidden_states: Tensor) -> Tensor:
-    weight = norm.weight
-    if weight.dtype == hidden_states.dtype and _is_taken(norm, spec, rows, hidden_states, weight):
-        return Deferred(Norm(hidden_states, weight, norm.variance_epsilon))
-    plain: Tensor = type(norm).forward(norm, hidden_states)
+    x, weight = hidden_states, norm.weight
+    alike = weight.dtype == x.dtype and weight.device == x.device
+    if alike and weight.shape == x.shape[-1:] and _is_taken(norm, spec, rows, x, weight):
+        return Deferred(Norm(x, weight, norm.variance_epsilon))
+    plain: Tensor = type(norm).forward(norm, x)
     return plain
 
 

@@ -333,7 +333,8 @@ class VQHfQuantizer(HfQuantizer):
                 "offloading first."
             )
         # Saving leaves a name in the model's config.
-        kind: torch.dtype = dtype if isinstance(dtype, torch.dtype) else model.dtype
+        named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        kind: torch.dtype = named or model.dtype
         separate_inputs(model)
         restore_modules(model, kind)
         restore_embedding(model, kind)

@@ -114,7 +114,7 @@ class Deferred(Tensor):
         """`ops.w4a8_linear` of it; None where only floats will do: they are there already, or
         somebody asks for more than the result."""
         source = self.source
-        if self._dense is not None or isinstance(source, Silu):
+        if self._dense is not None or self.requires_grad or isinstance(source, Silu):
             return None
         if not ops.only_result(*source.read(), bias, *tensors.values()):
             return None
@@ -127,10 +127,12 @@ class Deferred(Tensor):
         return fused_inputs.linear(fused, self._rounded[fused], self, tensors, bias, spec)
 
     def floats(self) -> Tensor:
-        """The tensor that it stands for."""
+        """The tensor that it stands for, contiguous as it says it is; no gradient follows it, as
+        none was asked for when the source was made."""
         if self._dense is None:
             self._check()
-            self._dense = self.source.floats()
+            with torch.no_grad():
+                self._dense = self.source.floats().contiguous()
         return self._dense
 
     def _check(self) -> None:
@@ -162,15 +164,28 @@ class Deferred(Tensor):
         return func(*args, **kwargs)
 
 
+def _of_floats(name: str) -> Callable[..., Any]:
+    def method(self: Deferred, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.floats(), name)(*args, **kwargs)
+
+    return method
+
+
+# Torch answers these from memory, without `__torch_dispatch__`: here is none.
+for _name in ("__dlpack__", "data_ptr", "numpy", "tolist", "untyped_storage"):
+    setattr(Deferred, _name, _of_floats(_name))
+
+
 def _product(one: Any, other: Any) -> Deferred | None:
-    """SiLU(gate) * up, in either order, where both are alike."""
+    """SiLU(gate) * up, in either order, where both are alike and no gradient follows."""
     if type(one) is not Deferred:
         one, other = other, one
     if type(one) is not Deferred or not isinstance(one.source, Silu) or one._dense is not None:
         return None
     gate = one.source.gate
-    alike = type(other) is Tensor and other.shape == gate.shape and other.dtype == gate.dtype
-    if not alike or other.device != gate.device:
+    if not isinstance(other, Tensor) or not ops.only_result(gate, other):
+        return None
+    if (other.shape, other.dtype, other.device) != (gate.shape, gate.dtype, gate.device):
         return None
     one._check()
     return Deferred(Gated(gate, other))

@@ -34,5 +34,4 @@ class W4A8Linear(VQLinear):
             y = x.times(tensors, bias, self.spec)
             if y is not None:
                 return y
-            x = x.floats()
         return ops.w4a8_linear(x, tensors, bias, self.spec)

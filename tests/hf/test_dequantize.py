@@ -63,6 +63,7 @@ def test_a_gpt2_layer_is_a_conv1d_again(quantized):
     assert type(layer) is Conv1D and layer.weight.shape == (64, 192) and layer.weight.requires_grad
 
 
-def test_another_dtype(quantized):
-    model = LOAD(quantized()).dequantize(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_another_dtype(quantized, dtype):
+    model = LOAD(quantized()).dequantize(dtype)
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16

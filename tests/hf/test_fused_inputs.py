@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy
 import pytest
 import torch
 from tiny import CONFIGS, save_tiny, tokens
@@ -162,6 +163,35 @@ def test_gradients_flow_as_before(dense, monkeypatch):
     assert all(map(torch.equal, grads, others))
 
 
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("name", ["up_proj", "down_proj"])
+def test_gradients_flow_where_only_some_inputs_need_them(dense, monkeypatch, name, look):
+    """Below an adapter of `up_proj` the gate needs none; a hook may ask for that of an input."""
+    model, x = load(dense, dtype=torch.float32), torch.linspace(-1, 1, 3 * 64).view(1, 3, 64)
+    mlp, leaves, seen = model.model.layers[0].mlp, [], []
+
+    def ask(module, args):
+        leaves.append(args[0].requires_grad_(True))
+        return (leaves[-1],)
+
+    def add(module, args, out):
+        leaves.append(torch.zeros(96, requires_grad=True))
+        return out + leaves[-1]
+
+    if name == "up_proj":
+        mlp.up_proj.register_forward_hook(add)
+    else:
+        mlp.down_proj.register_forward_pre_hook(ask)
+    if look:
+        mlp.down_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].sum()))
+    found = []
+    for fused in ("1", "0"):
+        monkeypatch.setenv("HF_VQ_FUSED_INPUTS", fused)
+        mlp(x).square().sum().backward()
+        found.append(leaves.pop().grad)
+    assert torch.equal(*found) and found[0].any()
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_get_floats(dense, monkeypatch):
     peft = pytest.importorskip("peft")
@@ -220,7 +250,7 @@ def test_a_forward_of_others_is_left_alone(dense, rounded):
     assert torch.equal(logits(model), twice)
 
 
-def test_compiled_as_before(dense, monkeypatch, rounded):
+def test_compiled_as_before(dense):
     model = load(dense)
     expected = logits(model)
     whole = torch.compile(model, backend="eager", fullgraph=True)
@@ -231,7 +261,7 @@ def test_compiled_as_before(dense, monkeypatch, rounded):
 
 
 @torch.no_grad()
-def test_a_deferred_tensor_is_a_tensor(monkeypatch):
+def test_a_deferred_tensor_is_a_tensor():
     x, weight = torch.randn(3, 64), torch.randn(64)
     later = Deferred(Norm(x, weight, 1e-6))
     plain = later.source.floats()
@@ -242,6 +272,34 @@ def test_a_deferred_tensor_is_a_tensor(monkeypatch):
     assert torch.equal(copy.deepcopy(later), plain)
     gated = Deferred(Gated(x, x + 1))
     assert torch.equal(gated.float(), torch.nn.functional.silu(x) * (x + 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.numpy().tolist(),
+        lambda x: numpy.asarray(x).tolist(),
+        lambda x: torch.from_dlpack(x).tolist(),
+        lambda x: x.share_memory_().tolist(),
+        lambda x: x.untyped_storage().tolist(),
+    ],
+)
+def test_memory_of_a_deferred_tensor_is_that_of_floats(read):
+    later = Deferred(Norm(torch.randn(3, 64), torch.randn(64), 1e-6))
+    assert read(later) == read(later.source.floats())
+    assert later.data_ptr() == later.floats().data_ptr() != 0
+
+
+@torch.no_grad()
+def test_a_deferred_tensor_is_contiguous():
+    x, weight = torch.randn(4, 3, 64).transpose(0, 1), torch.randn(64)
+    later, layer = Deferred(Norm(x, weight, 1e-6)), torch.nn.Linear(64, 8)
+    plain = later.source.floats()
+    assert later.is_contiguous() and not plain.is_contiguous()
+    assert torch.equal(later.contiguous().view(-1, 64), plain.reshape(-1, 64))
+    assert torch.equal(layer(later), layer(plain.contiguous()))
 
 
 @torch.no_grad()
@@ -285,6 +343,17 @@ def test_a_norm_of_another_dtype_is_left_alone(dense, monkeypatch):
     found = model(tokens()).last_hidden_state
     monkeypatch.setenv("HF_VQ_FUSED_INPUTS", "0")
     assert torch.equal(model(tokens()).last_hidden_state, found)
+
+
+@torch.no_grad()
+def test_a_weight_that_kernels_cannot_read_is_left_to_the_norm(dense):
+    norm, x = load(dense).model.layers[0].input_layernorm, torch.randn(1, 3, 64).bfloat16()
+    assert type(norm(x)) is Deferred
+    norm.weight = torch.nn.Parameter(norm.weight[:1].clone())
+    assert type(norm(x)) is torch.Tensor
+    norm.weight = torch.nn.Parameter(torch.ones(64, dtype=x.dtype, device="meta"))
+    with pytest.raises(RuntimeError, match="device"):
+        norm(x)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])
