@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_vq import ops
 from hf_vq.backends import cuda_w4a8_inputs
+from hf_vq.errors import VQFormatError
 from hf_vq.formats import linear_scheme
 from hf_vq.formats.qoq import encode
 from hf_vq.hf import VQConfig
@@ -107,6 +108,17 @@ def test_norms_are_as_near_as_those_of_torch(columns, dtype):
     assert bool(((of_tokens - size).abs() <= 2 * torch.finfo(dtype).eps * size).all())
     assert int((found[:, :columns].int() - numbers.int()).abs().max()) <= 1
     assert torch.equal(sums, found.sum(1, dtype=torch.int32))
+
+
+@torch.no_grad()
+def test_tensors_that_do_not_belong_together_are_refused():
+    x, weight = torch.randn(3, 64, device="cuda").bfloat16(), torch.ones(64, device="cuda")
+    for wrong in (weight, weight.bfloat16()[:32], weight.bfloat16().cpu()):
+        with pytest.raises(VQFormatError, match=r"norm of .* got"):
+            cuda_w4a8_inputs.norm(False, x, wrong, 1e-6)
+        with pytest.raises(VQFormatError, match=r"gated of .* got"):
+            cuda_w4a8_inputs.gated(False, x, wrong)
+    cuda_w4a8_inputs.norm(False, x, weight.bfloat16(), 1e-6)
 
 
 def layer(name, rows, columns):

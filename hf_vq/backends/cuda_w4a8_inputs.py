@@ -17,6 +17,7 @@ from ..codegen.launch import Kernel
 from ..codegen.plan import Dtype, Plan
 from ..codegen.store import default_store
 from ..codegen.w4a8_plan import Source
+from ..errors import VQFormatError
 from .cuda_linear import DTYPES, on_device
 
 _TOKEN = 8  # bytes of a token's scale and sum
@@ -70,8 +71,25 @@ def prepare(
 
 
 def rounded(run: Kernel, x: Tensor, other: Tensor | None = None, eps: float = 0.0) -> Rounded:
-    """The tokens of x [..., columns] by a kernel of `prepare`."""
+    """The tokens of x [..., columns] by a kernel of `prepare`.
+
+    Args:
+        run: of a plan for rows as long as those of x.
+        x: tokens, or what they are made of.
+        other: weight [columns] of a norm, or up, like x; None where x is tokens.
+        eps: of a norm.
+
+    Raises:
+        VQFormatError: `other` is not of that shape, or not of the dtype of x, or not where x is.
+    """
     plan: Any = run.plan
+    if other is not None:
+        shape = x.shape if plan.source is Source.GATED else x.shape[-1:]
+        if (other.shape, other.dtype, other.device) != (shape, x.dtype, x.device):
+            raise VQFormatError(
+                f"{plan.source.value} of {x.dtype} {list(x.shape)} on {x.device} got {other.dtype} "
+                f"{list(other.shape)} on {other.device}."
+            )
     x, other = aligned(x.contiguous()), None if other is None else aligned(other.contiguous())
     tokens = x.numel() // plan.columns
     token_at = -(-tokens // _TILE) * _TILE * plan.padded
