@@ -136,13 +136,13 @@ def _against(rows: Rows) -> Iterator[Bar]:
 
 
 def _whole(generated: Rows, quantized: Rows) -> Iterator[Bar]:
+    dense = pick(generated, name="bf16", cache="bf16")
     for name, least in (("vq-4", 2.2), ("vq-2", 2.8)):
         for row in pick(generated, name=name, cache="bf16"):
-            ceiling = (row["ceiling"],) if "ceiling" in row else ()
             for key, how in (("generate_ms", "`generate`"), ("captured_ms", "captured")):
                 if key in row["speedup"]:
                     what = f"tokens/s of a Llama-3-8B, `{name}`, {how}"
-                    yield Bar(what, least, (row["speedup"][key],), ceiling)
+                    yield Bar(what, least, (row["speedup"][key],), _between_steps(row, dense, key))
     seconds = tuple(
         row["seconds"]
         for row in pick(quantized, what="quantize")
@@ -150,6 +150,14 @@ def _whole(generated: Rows, quantized: Rows) -> Iterator[Bar]:
     )
     yield Bar("seconds to quantize 7 billion weights, `vq-4`, `vq-2`", _QUANTIZE_SECONDS, seconds,
               most=True, unit="s")  # fmt: skip
+
+
+def _between_steps(row: dict[str, Any], dense: Rows, key: str) -> tuple[float, ...]:
+    """The ceiling of a step, with the time that the dense model loses between two of them."""
+    if not dense or "ceiling" not in row:
+        return ()
+    token, step = dense[0][key], dense[0]["step_ms"]
+    return (token / (step / row["ceiling"] + token - step),)
 
 
 def _cached(rows: Rows) -> Iterator[Bar]:

@@ -114,10 +114,11 @@ def steps(rows: _Rows) -> str:
     most = {part: max(row["parts_ms"][part] for row in rows) for part in rows[0]["parts_ms"]}
     parts = sorted((part for part in most if most[part]), key=lambda part: -most[part])
     cells = [
-        [_name(row), _cache(row), *(f"{row['parts_ms'][part]:.3f}" for part in parts)]
+        [_name(row), _cache(row), *(f"{row['parts_ms'][part]:.3f}" for part in parts),
+         f"{row['alone_ms']:.3f}" if "alone_ms" in row else "-"]
         for row in rows
-    ]
-    return markdown_table(["ms of a step", "KV cache", *parts], cells)
+    ]  # fmt: skip
+    return markdown_table(["ms of a step", "KV cache", *parts, "layers alone"], cells)
 
 
 def parts(rows: _Rows) -> str:

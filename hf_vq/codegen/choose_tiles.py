@@ -12,10 +12,13 @@ import itertools
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from .choose import NOT_HIDDEN, Cost, decodable
-from .choose_linear import MOST_TOKENS, LinearProblem
+from .choose_linear import LinearProblem
 from .device import RESERVED_BYTES, Arch
 from .plan import Scope, TilePlan
 from .table_layout import BANKS, load_bytes
+
+MOST_TOKENS = 64  # of a launch
+MOST_LAUNCHES = 2  # for more, decoded rows are used often enough
 
 # Threads of a block, blocks of a multiprocessor, tiles of 16 rows of a warp.
 _BLOCKS = ((256, 2, 2), (256, 1, 2), (256, 2, 1), (256, 1, 1), (128, 2, 2), (128, 3, 1),
@@ -30,6 +33,7 @@ _INPUT = 3.0  # wavefronts that a line of x takes on its way into a slot
 _CACHED_LINES = 5.0  # cycles of L1 for a load of eight rows
 _PRODUCT = 6.0  # cycles of tensor cores for one of 16 x 8 x 16
 _TOGETHER, _ALONE = 1.2, 1.65  # times the modelled cycles that a tile takes, of several blocks
+_LONG = 8  # tiles of a block, of which it pays to ask for all codes at once
 _HIGH = 256  # rows of a band; tiles of lower ones took longer than their parts say
 _PROLOGUE, _MEETING = 2500, 500
 _SPARE = 8  # registers by which the estimate may be wrong
@@ -79,7 +83,8 @@ def plan_of(
 ) -> TilePlan:
     """The plan of a problem and of what is a matter of choice."""
     scheme, columns = problem.scheme, problem.in_features
-    unit = _unit(scheme, columns, column_warps)
+    unit, single = _unit(scheme, columns, column_warps), problem.tokens == 1
+    in_turn = -(-columns // scheme.tile[1]) // split  # tiles of a block
     return TilePlan(
         threads=threads,
         resident=resident,
@@ -104,7 +109,8 @@ def plan_of(
         depth=depth,
         steps=_STEPS,
         ragged=columns % scheme.tile[1] > 0,
-        single=problem.tokens == 1,
+        single=single,
+        prefetch=in_turn >= _LONG and (single or problem.tokens > 32),
     )
 
 

@@ -217,6 +217,7 @@ class TilePlan(TablePlan):
         steps: tiles whose codes a lane has on their way at a time.
         ragged: whether tiles do not divide a row.
         single: whether there is one token.
+        prefetch: whether all codes of a block are asked into L2.
     """
 
     template: ClassVar[str] = "tiles"
@@ -229,6 +230,7 @@ class TilePlan(TablePlan):
     steps: int
     ragged: bool
     single: bool
+    prefetch: bool
 
     @property
     def band(self) -> int:

@@ -8,6 +8,7 @@ from hf_vq import ops
 from hf_vq.bench import (
     aqlm_peer,
     cpu_calibrate,
+    cuda_bars,
     cuda_calibrate,
     cuda_crossover,
     cuda_generate,
@@ -95,6 +96,16 @@ def test_bars_of_w4a8():
     assert found["1024 tokens, groups of 128, more time than without"][2] == "no"
 
 
+def test_the_ceiling_of_a_whole_model_has_the_python_between_two_steps():
+    dense = {"name": "bf16", "cache": "bf16", "generate_ms": 7.0, "captured_ms": 6.0,
+             "step_ms": 5.0}  # fmt: skip
+    ours = {"name": "vq-4", "cache": "bf16", "ceiling": 2.5,
+            "speedup": {"generate_ms": 1.5, "captured_ms": 1.7}}  # fmt: skip
+    bars = list(cuda_bars._whole([dense, ours], []))
+    assert [bar.ceiling for bar in bars[:2]] == [(7 / (2 + 2),), (6 / (2 + 1),)]
+    assert [bar.measured for bar in bars[:2]] == [(1.5,), (1.7,)]
+
+
 @pytest.mark.gpu
 def test_cuda_linear(monkeypatch):
     monkeypatch.setattr(cuda_linear, "cold_copies", lambda nbytes: 2)
@@ -138,7 +149,7 @@ def test_cuda_generate():
     assert sum(ours["parts_ms"].values()) == pytest.approx(ours["step_ms"], rel=0.2)
     assert 0 < ours["step_ms"] < ours["generate_ms"]
     assert dense["parts_ms"]["quantized layers"] == 0 < ours["parts_ms"]["quantized layers"]
-    assert all(row["parts_ms"]["attention"] > 0 for row in results["rows"])
+    assert all(row["parts_ms"]["attention"] > 0 < row["alone_ms"] for row in results["rows"])
 
 
 @pytest.mark.gpu

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_vq.codegen.choose_linear import MOST_TOKENS, LinearProblem, token_bucket
+from hf_vq.codegen.choose_linear import LinearProblem, token_bucket
 from hf_vq.codegen.choose_tiles import (
+    MOST_TOKENS,
     best,
     blocks,
     candidates,
