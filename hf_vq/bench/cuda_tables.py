@@ -123,6 +123,8 @@ def steps(rows: _Rows) -> str:
 
 def parts(rows: _Rows) -> str:
     """Microseconds of the fused kernel with one of its parts left out."""
+    wholly = {(row["name"], row["tokens"]) for row in rows if row["what"] == "without codes"}
+    rows = [row for row in rows if (row["name"], row["tokens"]) in wholly]
     columns = list(dict.fromkeys((row["name"], row["tokens"]) for row in rows))
     shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
     found = {
@@ -142,6 +144,27 @@ def parts(rows: _Rows) -> str:
     head = [f"us at {' / '.join(f'{n} x {k}' for n, k in shapes)}"]
     head += [f"`{name}`, {count(tokens)}" for name, tokens in columns]
     return markdown_table(head, cells)
+
+
+def longest(rows: _Rows) -> str:
+    """Microseconds of kernels, and of the part of their loop that takes longest alone."""
+    found: dict[str, dict[tuple[int, int], list[dict[str, Any]]]] = {}
+    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
+    for row in rows:
+        shape = row["out_features"], row["in_features"]
+        case = f"{_name(row)}, {count(row['tokens'])}"
+        found.setdefault(case, {}).setdefault(shape, []).append(row)
+    lines = []
+    for case, here in found.items():
+        cells = []
+        for shape in shapes:
+            us = {row["what"]: row["us"] for row in here.get(shape, [])}
+            alone = {what: us[what] for what in us if what.startswith("only ")}
+            part = max(alone, key=lambda what: alone[what], default="")
+            cells.append(f"{us['whole']:.1f} / {us[part]:.1f} {part[5:]}" if part else "-")
+        lines.append([case, *cells])
+    head = ["us of all / of the longest part alone", *(f"{n} x {k}" for n, k in shapes)]
+    return markdown_table(head, lines)
 
 
 def count(tokens: int) -> str:

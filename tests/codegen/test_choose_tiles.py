@@ -80,7 +80,7 @@ def test_clusters_fit_their_gpu():
     arch = ARCHES["sm_90a"]
     for tokens in (1, 16, 32, 64):
         plan = choose(problem(tokens=tokens))
-        assert -(-4096 // plan.band) <= plan.resident * places(plan.split, arch)
+        assert -(-4096 // plan.band) <= places(plan.split, plan.resident, arch)
 
 
 def test_who_has_none():
