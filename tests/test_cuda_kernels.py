@@ -19,7 +19,7 @@ from hf_vq.codegen.choose import decodable
 from hf_vq.codegen.choose_dense import restorable
 from hf_vq.codegen.choose_linear import MOST_TOKENS, LinearProblem, best, fusable
 from hf_vq.codegen.choose_tiles import tiled
-from hf_vq.codegen.choose_wide import FEWEST_TOKENS
+from hf_vq.codegen.choose_wide import fewest_tokens
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, VQScheme, weight_scheme
@@ -165,9 +165,9 @@ def test_linear(spec, rows, columns, tokens, dtype, monkeypatch):
     bias = torch.randn(rows, device="cuda").to(dtype) if tokens > 1 else None
     poison()
     few = tokens <= MOST_TOKENS and dtype != torch.float32 and not fusable(scheme, columns)
-    wide = tokens >= FEWEST_TOKENS and "cuda.wide_linear"
+    wide = tokens >= fewest_tokens(scheme) and "cuda.wide_linear"
     ran = runs("linear", x, scheme, rows)
-    tiles = tokens <= MOST_TOKENS and dtype != torch.float32 and not tiled(scheme, columns)
+    tiles = tokens <= 2 * MOST_TOKENS and dtype != torch.float32 and not tiled(scheme, columns)
     assert ran in {wide, few and "cuda.fused_linear", tiles and "cuda.tile_linear", "cuda.linear"}
     with only_cuda(monkeypatch):
         y = ops.linear(x, tensors, bias, scheme)
@@ -192,7 +192,7 @@ def test_the_catalogue_is_fused(monkeypatch):
         for tokens in (1, 8, 16, 64):
             x = torch.empty(tokens, 4096, device="cuda", dtype=torch.bfloat16)
             expected = {f"cuda.{'tile' if name == 'gptvq-2' else 'fused'}_linear"}
-            if tokens >= FEWEST_TOKENS and name != "gptvq-2":
+            if tokens >= fewest_tokens(WEIGHT_SCHEMES[name]) and name != "gptvq-2":
                 expected.add("cuda.wide_linear")  # on a GPU that has it
             assert runs("linear", x, WEIGHT_SCHEMES[name], 4096) in expected, (name, tokens)
 

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 DTYPES = {torch.float16: Dtype.FLOAT16, torch.bfloat16: Dtype.BFLOAT16}
-TOKENS = (1, 2, 7, 8, 16, 33, 64)
+TOKENS = (1, 2, 7, 8, 16, 33, 64, 100)
 GPTVQ = weight_scheme("gptvq-2").spec()
 CASES = [  # spec, out_features, in_features
     (GPTVQ, 333, 1152),  # neither whole rows of tiles nor whole columns
@@ -143,5 +143,5 @@ def test_inputs_at_odd_places():
     wide = torch.randn(9, 1027, device="cuda", dtype=torch.float16)
     for x in (wide[:, 1:513], wide[:, 2:1026:2], wide[::2, 3:515]):
         check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)
-    many = torch.empty(65, 512, device="cuda", dtype=torch.float16)
+    many = torch.empty(129, 512, device="cuda", dtype=torch.float16)
     assert dispatch.select(problem("linear", many, GPTVQ, 300)).name == "cuda.linear"

@@ -13,7 +13,7 @@ import torch
 from hf_vq import ops
 from hf_vq.backends import cuda_fused, cuda_wide
 from hf_vq.codegen.choose_linear import LinearProblem
-from hf_vq.codegen.choose_wide import best
+from hf_vq.codegen.choose_wide import best, fewest_tokens
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
@@ -62,7 +62,7 @@ def multiplied(plan, x, tensors, bias, scheme, rows):
 def test_every_scheme(spec, rows, columns, dtype):
     scheme, tensors = stored(spec, rows, columns)
     bias = torch.randn(rows, device="cuda", dtype=dtype)
-    for tokens in (33, 64, 127, 130, 517):
+    for tokens in (fewest_tokens(scheme), 64, 127, 130, 517):
         x = torch.randn(tokens, columns, device="cuda", dtype=dtype)
         asked = problem("linear", x, scheme.spec(), rows)
         assert dispatch.select(asked).name == "cuda.wide_linear", dispatch.explain(asked)

@@ -108,19 +108,19 @@ def accepts_many(problem: dispatch.Problem) -> str | None:
     """None if the kernel for many tokens computes with the codes, else the reason why not."""
     from ..codegen.choose import rotatable
     from ..codegen.choose_linear import LinearProblem
-    from ..codegen.choose_wide import FEWEST_TOKENS, MOST_TOKENS, choose, token_bucket, wide
+    from ..codegen.choose_wide import MOST_TOKENS, choose, fewest_tokens, token_bucket, wide
     from ..codegen.device import device_arch
     from ..codegen.plan import Dtype
 
     if problem.dtype not in ("float16", "bfloat16"):
         return f"inputs are {problem.dtype}"
-    if problem.tokens < FEWEST_TOKENS:
+    scheme = VQScheme.parse(problem.scheme)
+    if problem.tokens < fewest_tokens(scheme):
         return f"{problem.tokens} tokens are few"
     if problem.tokens > MOST_TOKENS:
         return f"{problem.tokens} tokens: decoded rows are used often enough"
     if several_kinds():
         return "there are GPUs of several kinds"
-    scheme = VQScheme.parse(problem.scheme)
     arch, dtype = device_arch(torch.cuda.current_device()), Dtype(problem.dtype)
     reason = wide(scheme, problem.k, arch) or rotatable(scheme, problem.k)
     if reason:
@@ -134,14 +134,14 @@ def accepts_many(problem: dispatch.Problem) -> str | None:
 def accepts_tiles(problem: dispatch.Problem) -> str | None:
     """None if the kernel for codebooks of tiles takes the codes, else the reason why not."""
     from ..codegen.choose import rotatable
-    from ..codegen.choose_linear import MOST_TOKENS, LinearProblem, token_bucket
-    from ..codegen.choose_tiles import choose, tiled
+    from ..codegen.choose_linear import LinearProblem, token_bucket
+    from ..codegen.choose_tiles import MOST_LAUNCHES, MOST_TOKENS, choose, tiled
     from ..codegen.device import device_arch
     from ..codegen.plan import Dtype
 
     if problem.dtype not in ("float16", "bfloat16"):
         return f"inputs are {problem.dtype}"
-    if problem.tokens > MOST_TOKENS:
+    if problem.tokens > MOST_LAUNCHES * MOST_TOKENS:
         return f"{problem.tokens} tokens: decoded rows are used often enough"
     if several_kinds():
         return "there are GPUs of several kinds"
@@ -150,7 +150,7 @@ def accepts_tiles(problem: dispatch.Problem) -> str | None:
     if reason:
         return reason
     arch, dtype = device_arch(torch.cuda.current_device()), Dtype(problem.dtype)
-    tokens = token_bucket(problem.tokens)
+    tokens = token_bucket(min(problem.tokens, MOST_TOKENS))
     if choose(LinearProblem(scheme, tokens, problem.n, problem.k, dtype, arch)) is None:
         return f"no plan for {problem.tokens} tokens: shared memory or registers do not suffice"
     return None

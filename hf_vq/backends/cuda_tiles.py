@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..codegen.choose import rotate_plan
 from ..codegen.choose_linear import LinearProblem, token_bucket
-from ..codegen.choose_tiles import blocks, choose
+from ..codegen.choose_tiles import MOST_TOKENS, blocks, choose
 from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.plan import TilePlan
@@ -79,7 +79,7 @@ def linear(
     bias: Tensor | None,
     scheme: VQScheme,
 ) -> Tensor:
-    """y = W x + b (`ops.reference.linear`) for few tokens, in 16-bit floats.
+    """y = W x + b (`ops.reference.linear`) in 16-bit floats, for `MOST_TOKENS` at a time.
 
     Entries of codebooks and the rotated x are rounded to the dtype of x; sums are float32.
     """
@@ -87,9 +87,15 @@ def linear(
     y = x.new_empty(*x.shape[:-1], rows)
     if not y.numel():
         return y
-    ordinal = x.get_device()
+    ordinal, tokens = x.get_device(), x.numel() // in_features
+    parts = [(x, y)]
+    if tokens > MOST_TOKENS:
+        of_x, of_y = x.reshape(-1, in_features), y.view(-1, rows)
+        parts = list(zip(of_x.split(MOST_TOKENS), of_y.split(MOST_TOKENS), strict=True))
     with torch.cuda.device(ordinal):
-        bucket = token_bucket(x.numel() // in_features)
-        launch = _prepare(scheme, rows, in_features, bucket, x.dtype, ordinal)
-        cuda_fused.run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal, launch)
+        for of_x, of_y in parts:
+            bucket = token_bucket(min(tokens, MOST_TOKENS))
+            launch = _prepare(scheme, rows, in_features, bucket, x.dtype, ordinal)
+            given = (codes, codebook, scale, rotation, bias, scheme, of_y, ordinal, launch)
+            cuda_fused.run(of_x, *given)
     return y

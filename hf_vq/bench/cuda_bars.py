@@ -2,6 +2,7 @@
 
 A ratio cannot exceed the time of the peer over that in which the GPU does only what ours cannot do
 without, both of one run: read codes or, for many tokens, write decoded rows and multiply by them.
+For a few tokens that is the longest part of our kernel alone (`longest`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .bars import Bar, Rows, bars_table, pick
 from .cuda_attention import Case
 from .cuda_tables import count
 
-LINEAR_SUITES = ("cuda-linear", "cuda-peers", "cuda-generate", "cuda-quantize")
+LINEAR_SUITES = ("cuda-linear", "cuda-peers", "cuda-generate", "cuda-quantize", "cuda-parts")
 CACHE_SUITES = ("cuda-attention", "cuda-generate-kv")
 _FIRST = ((4096, 4096), (14336, 4096), (4096, 14336))  # the shapes with bars of their own
 _CALL_US, _QUANTIZE_SECONDS = 11.0, 60.0
@@ -47,7 +48,9 @@ def linear_table(records: Mapping[str, dict[str, Any]]) -> str:
     """The table of linear layers, from the records of `LINEAR_SUITES`."""
     rows = {name: record["results"]["rows"] for name, record in records.items()}
     bars = [
-        *_few(rows["cuda-linear"]), *_more(rows["cuda-linear"]), *_against(rows["cuda-peers"]),
+        *_few(rows["cuda-linear"], rows["cuda-parts"]),
+        *_more(rows["cuda-linear"], rows["cuda-parts"]),
+        *_against(rows["cuda-peers"], rows["cuda-parts"]),
         *_whole(rows["cuda-generate"], rows["cuda-quantize"]),
     ]  # fmt: skip
     return bars_table(bars, "ceiling")
@@ -60,11 +63,37 @@ def cache_table(records: Mapping[str, dict[str, Any]]) -> str:
     return bars_table([*_cached(attention), *_generated(generated)], "ceiling")
 
 
-def _few(rows: Rows) -> Iterator[Bar]:
+def longest(parts: Rows, name: str, tokens: int, shape: tuple[int, int]) -> dict[str, Any] | None:
+    """The row of suite `cuda-parts` of what takes longest in the loop of a kernel, alone."""
+    here = pick(parts, name=name, tokens=tokens, out_features=shape[0], in_features=shape[1])
+    alone = [row for row in here if row["what"].startswith("only ")]
+    return max(alone, key=lambda row: float(row["us"]), default=None)
+
+
+def _ceiling(rows: Rows, ratios: Sequence[float], parts: Rows) -> tuple[float, ...]:
+    """What ratios would be if kernels took the time of their longest part; none if one is unknown.
+
+    Beyond 64 tokens a codebook per tile is launched for 64 at a time.
+    """
+    found = []
+    for row, ratio in zip(rows, ratios, strict=True):
+        shape = row["out_features"], row["in_features"]
+        tokens = 64 if row["name"] == "gptvq-2" and row["tokens"] > 64 else row["tokens"]
+        part = longest(parts, row["name"], tokens, shape)
+        if part is None:
+            return ()
+        found.append(max(ratio, ratio / part["of whole"]))
+    return tuple(found)
+
+
+def _few(rows: Rows, parts: Rows) -> Iterator[Bar]:
     for name, (one, sixteen) in _FEW.items():
-        for tokens, least in ((1, one), (16, (sixteen,))):
-            found = pick(rows, what="linear", name=name, tokens=tokens)
-            yield from _at_shapes(f"{count(tokens)}, `{name}`", found, least)
+        yield from _at_shapes(
+            f"1 token, `{name}`", pick(rows, what="linear", name=name, tokens=1), one
+        )
+        found = pick(rows, what="linear", name=name, tokens=16)
+        ratios = _ratios(found)
+        yield Bar(f"16 tokens, `{name}`", sixteen, ratios, _ceiling(found, ratios, parts))
     for name, bars in _AGAINST_INT4.items():
         for tokens, bar in zip((1, 16), bars, strict=True):
             found = pick(rows, what="linear", name=name, tokens=tokens)
@@ -91,22 +120,22 @@ def _reading(rows: Rows) -> tuple[float, ...]:
     return tuple(row["speedup"]["bf16"] / row["of_reading"] for row in rows if "of_reading" in row)
 
 
-def _more(rows: Rows) -> Iterator[Bar]:
+def _more(rows: Rows, parts: Rows) -> Iterator[Bar]:
     for name in _TWO_AND_FOUR_BITS:
-        slowest = tuple(
-            min(_ratios(found))
-            for tokens in (32, 64, 128)
-            if (found := pick(rows, what="linear", name=name, tokens=tokens))
-        )
-        yield Bar(f"32, 64, 128 tokens, `{name}`, the slowest shape of each", 1.0, slowest)
+        for tokens in (32, 64, 128):
+            found = pick(rows, what="linear", name=name, tokens=tokens)
+            ratios = _ratios(found)
+            yield Bar(f"{tokens} tokens, `{name}`", 1.0, ratios, _ceiling(found, ratios, parts))
     for tokens, least in _MANY.items():
         for name in ("vq-4", "vq-2"):
             found = pick(rows, what="linear", name=name, tokens=tokens)
             yield Bar(f"{tokens} tokens, `{name}`", least, _ratios(found), _decoding(rows, tokens))
-    calls = [row["us"] for row in pick(rows, what="host") if row["name"] != "bf16"]
+    host = {row["name"]: row["us"] for row in pick(rows, what="host")}
+    calls = [us for name, us in host.items() if name not in ("bf16", "neg")]
     if calls:
         what = "the host's time for a call, the median of all schemes"
-        yield Bar(what, _CALL_US, (median(calls),), most=True, unit="us")
+        op = (host["neg"],) if "neg" in host else ()
+        yield Bar(what, _CALL_US, (median(calls),), op, most=True, unit="us")
 
 
 def _decoding(rows: Rows, tokens: int) -> tuple[float, ...]:
@@ -121,28 +150,28 @@ def _decoding(rows: Rows, tokens: int) -> tuple[float, ...]:
     )
 
 
-def _against(rows: Rows) -> Iterator[Bar]:
+def _against(rows: Rows, parts: Rows) -> Iterator[Bar]:
     for tokens, peer, least in ((1, "aqlm 2x8, token by token", 1.7), (16, "aqlm 2x8", 10.0)):
         found = [
             row for row in pick(rows, name="aqlm-2", tokens=tokens) if row["peer"].startswith(peer)
         ]
-        best: dict[tuple[int, int], float] = {}
-        for row in found:
-            shape = row["out_features"], row["in_features"]
-            best[shape] = min(best.get(shape, row["speedup"]), row["speedup"])
+        best: dict[tuple[int, int], dict[str, Any]] = {}
+        for row in sorted(found, key=lambda row: float(row["speedup"]), reverse=True):
+            best[row["out_features"], row["in_features"]] = row
+        ratios = tuple(row["speedup"] for row in best.values())
         label = "the `aqlm` package" if tokens == 1 else "the faster way of the `aqlm` package"
         yield Bar(f"{count(tokens)}, `aqlm-2`, against {label}",
-                  least, tuple(best.values()))  # fmt: skip
+                  least, ratios, _ceiling(list(best.values()), ratios, parts))  # fmt: skip
 
 
 def _whole(generated: Rows, quantized: Rows) -> Iterator[Bar]:
+    dense = pick(generated, name="bf16", cache="bf16")
     for name, least in (("vq-4", 2.2), ("vq-2", 2.8)):
         for row in pick(generated, name=name, cache="bf16"):
-            ceiling = (row["ceiling"],) if "ceiling" in row else ()
             for key, how in (("generate_ms", "`generate`"), ("captured_ms", "captured")):
                 if key in row["speedup"]:
                     what = f"tokens/s of a Llama-3-8B, `{name}`, {how}"
-                    yield Bar(what, least, (row["speedup"][key],), ceiling)
+                    yield Bar(what, least, (row["speedup"][key],), _between_steps(row, dense, key))
     seconds = tuple(
         row["seconds"]
         for row in pick(quantized, what="quantize")
@@ -150,6 +179,14 @@ def _whole(generated: Rows, quantized: Rows) -> Iterator[Bar]:
     )
     yield Bar("seconds to quantize 7 billion weights, `vq-4`, `vq-2`", _QUANTIZE_SECONDS, seconds,
               most=True, unit="s")  # fmt: skip
+
+
+def _between_steps(row: dict[str, Any], dense: Rows, key: str) -> tuple[float, ...]:
+    """The ceiling of a step, with the time that the dense model loses between two of them."""
+    if not dense or "ceiling" not in row:
+        return ()
+    token, step = dense[0][key], dense[0]["step_ms"]
+    return (token / (step / row["ceiling"] + token - step),)
 
 
 def _cached(rows: Rows) -> Iterator[Bar]:

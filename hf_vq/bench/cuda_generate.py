@@ -3,8 +3,9 @@
 `generate(cache_implementation="static")` compiles the model for one token (torch.compile, mode
 reduce-overhead, here without a graph break) and replays CUDA graphs; so it does with a `VQCache`.
 Beside it the same after `hf_vq.capture`, a CUDA graph of one eager forward, which shows what
-compiling gives, the time of a step by what its kernels do, and the bytes that a step must read. The
-output layer stays dense, as `VQConfig` leaves it.
+compiling gives, the time of a step by what its kernels do, that of its linear layers without
+anything in between, and the bytes that a step must read. The output layer stays dense, as
+`VQConfig` leaves it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCac
 
 from .. import VQCache, capture
 from ..errors import VQBackendError
+from ..nn import VQLinear
+from ..ops.codes import stored_arguments
 from .cuda_timing import interleave_graphs
 from .random_llama import TokenClock, random_llama
 from .timing import Contestant
@@ -33,6 +36,7 @@ from .timing import Contestant
 SCHEMES = ("vq-4", "turboquant-4", "vq-2")
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY = 32, 4096, 32, 8, 128, 14336, 128256
 PROMPT, TOKENS = 128, 128
+_ALONE_ROUNDS = 5
 _EAGER_ROUNDS = 3  # of 24 steps, and two before: the cache has room for them
 _FIRST = 8  # tokens that are not counted: compilers run, a graph is captured for a new cache
 _DTYPE = torch.bfloat16
@@ -163,6 +167,7 @@ def _measure(rounds: int) -> dict[str, Any]:
     row["generate_ms"] = median(_generate(model, cache) for _ in range(rounds))
     row["tokens_per_second"] = 1e3 / row["generate_ms"]
     row["step_ms"], row["parts_ms"] = step_parts(partial(_generate, model, cache))
+    row["alone_ms"] = layers_alone(model)
     row["gb_per_second"] = row["gigabytes"] / row["step_ms"] * 1e3
     if cache is None:
         row["eager_graph_ms"] = _eager_graph(model)
@@ -252,6 +257,39 @@ def split_step(kernels: Sequence[Kernel]) -> dict[str, float]:
         found[IDLE] += max(start - before, 0) / 1e6
         before = max(before, end)
     return found
+
+
+def layers_alone(model: LlamaForCausalLM) -> float:
+    """Milliseconds of all linear layers but the output layer, one after the other in a CUDA graph.
+
+    Those of codes that have one input are one launch, as in a compiled step.
+    """
+    config = model.config
+    hidden, inner = (
+        torch.randn(1, 1, size, dtype=_DTYPE, device="cuda")
+        for size in (config.hidden_size, config.intermediate_size)
+    )
+
+    def step(i: int) -> None:
+        for block in model.model.layers:
+            attention, mlp = block.self_attn, block.mlp
+            _multiply(hidden, attention.q_proj, attention.k_proj, attention.v_proj)
+            _multiply(hidden, attention.o_proj)
+            _multiply(hidden, mlp.gate_proj, mlp.up_proj)
+            _multiply(inner, mlp.down_proj)
+
+    return median(interleave_graphs({"step": Contestant(step)}, _ALONE_ROUNDS)["step"]) * 1e3
+
+
+def _multiply(x: Tensor, *layers: nn.Module) -> None:
+    coded = [layer for layer in layers if isinstance(layer, VQLinear)]
+    if not coded:
+        for layer in layers:
+            layer(x)
+        return
+    stored = [stored_arguments(layer.tensors())[:4] for layer in coded]
+    tensors = (list(of) for of in zip(*stored, strict=True))
+    torch.ops.hf_vq.linears(x, *tensors, [layer.bias for layer in coded], coded[0].spec)
 
 
 def _part(kernel: str) -> str:

@@ -238,11 +238,23 @@ def by_plan(
     out_features: int,
     *,
     overlap: bool = True,
-    launch: cuda_fused.Launch | None = None,
 ) -> Contestant:
     """The fused kernel with a plan that nobody chose; see `cuda_fused.run` for `overlap`."""
+    launch = launch_of(plan, scheme, out_features, x.shape[-1])
+    return by_launch(x, sets, scheme, launch, out_features, overlap=overlap)
+
+
+def by_launch(
+    x: Tensor,
+    sets: list[dict[str, Tensor]],
+    scheme: VQScheme,
+    launch: cuda_fused.Launch,
+    out_features: int,
+    *,
+    overlap: bool = True,
+) -> Contestant:
+    """A kernel that was prepared for the layer."""
     ordinal = torch.cuda.current_device()
-    launch = launch or launch_of(plan, scheme, out_features, x.shape[-1])
     y = x.new_empty(len(x), out_features)
 
     def call(i: int) -> None:
@@ -256,10 +268,16 @@ def by_plan(
 
 @torch.no_grad()
 def _host_rows(schemes: Sequence[str], out_features: int, in_features: int) -> list[dict[str, Any]]:
-    """Microseconds that the host is busy with a call: of a layer so small that the GPU waits."""
+    """Microseconds that the host is busy with a call: of a layer so small that the GPU waits.
+
+    `neg` is the least that an op of PyTorch does: an output, and one launch.
+    """
     x = torch.randn(1, 512, dtype=_DTYPE, device="cuda")
     weight = torch.randn(64, 512, dtype=_DTYPE, device="cuda")
-    calls: dict[str, Callable[[], Any]] = {"bf16": lambda: torch.nn.functional.linear(x, weight)}
+    calls: dict[str, Callable[[], Any]] = {
+        "bf16": lambda: torch.nn.functional.linear(x, weight),
+        "neg": lambda: torch.neg(x),
+    }
     for name in schemes:
         scheme = weight_scheme(name)
         if fusable(scheme, 512) is None or tiled(scheme, 512) is None:

@@ -114,14 +114,17 @@ def steps(rows: _Rows) -> str:
     most = {part: max(row["parts_ms"][part] for row in rows) for part in rows[0]["parts_ms"]}
     parts = sorted((part for part in most if most[part]), key=lambda part: -most[part])
     cells = [
-        [_name(row), _cache(row), *(f"{row['parts_ms'][part]:.3f}" for part in parts)]
+        [_name(row), _cache(row), *(f"{row['parts_ms'][part]:.3f}" for part in parts),
+         f"{row['alone_ms']:.3f}" if "alone_ms" in row else "-"]
         for row in rows
-    ]
-    return markdown_table(["ms of a step", "KV cache", *parts], cells)
+    ]  # fmt: skip
+    return markdown_table(["ms of a step", "KV cache", *parts, "layers alone"], cells)
 
 
 def parts(rows: _Rows) -> str:
     """Microseconds of the fused kernel with one of its parts left out."""
+    wholly = {(row["name"], row["tokens"]) for row in rows if row["what"] == "without codes"}
+    rows = [row for row in rows if (row["name"], row["tokens"]) in wholly]
     columns = list(dict.fromkeys((row["name"], row["tokens"]) for row in rows))
     shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
     found = {
@@ -141,6 +144,27 @@ def parts(rows: _Rows) -> str:
     head = [f"us at {' / '.join(f'{n} x {k}' for n, k in shapes)}"]
     head += [f"`{name}`, {count(tokens)}" for name, tokens in columns]
     return markdown_table(head, cells)
+
+
+def longest(rows: _Rows) -> str:
+    """Microseconds of kernels, and of the part of their loop that takes longest alone."""
+    found: dict[str, dict[tuple[int, int], list[dict[str, Any]]]] = {}
+    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
+    for row in rows:
+        shape = row["out_features"], row["in_features"]
+        case = f"{_name(row)}, {count(row['tokens'])}"
+        found.setdefault(case, {}).setdefault(shape, []).append(row)
+    lines = []
+    for case, here in found.items():
+        cells = []
+        for shape in shapes:
+            us = {row["what"]: row["us"] for row in here.get(shape, [])}
+            alone = {what: us[what] for what in us if what.startswith("only ")}
+            part = max(alone, key=lambda what: alone[what], default="")
+            cells.append(f"{us['whole']:.1f} / {us[part]:.1f} {part[5:]}" if part else "-")
+        lines.append([case, *cells])
+    head = ["us of all / of the longest part alone", *(f"{n} x {k}" for n, k in shapes)]
+    return markdown_table(head, lines)
 
 
 def count(tokens: int) -> str:

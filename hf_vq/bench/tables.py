@@ -298,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cpu-generate": partial(_timed_table, "cpu-generate", cpu_tables.generate),
     "results:cpu-bars": lambda: cpu_bars.table(_records(cpu_bars.SUITES)),
     "results:cuda-parts": lambda: _timed_table("cuda-parts", cuda_tables.parts),
+    "results:cuda-longest": lambda: _timed_table("cuda-parts", cuda_tables.longest),
     "results:cuda-bars": lambda: cuda_bars.linear_table(_records(cuda_bars.LINEAR_SUITES)),
     "results:cuda-kv-bars": lambda: cuda_bars.cache_table(_records(cuda_bars.CACHE_SUITES)),
     "results:quality-bars": lambda: quality_bars.table(

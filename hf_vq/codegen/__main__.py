@@ -104,7 +104,8 @@ def _explain(args: argparse.Namespace) -> int:
     reason = linear.fusable(scheme, args.k)
     if reason or dtype is Dtype.FLOAT32:
         raise VQBackendError(f"no fused kernel: {reason or 'factors have 16 bits'}.")
-    if wide.FEWEST_TOKENS <= args.m <= wide.MOST_TOKENS and not wide.wide(scheme, args.k, arch):
+    fewest = wide.fewest_tokens(scheme)
+    if fewest <= args.m <= wide.MOST_TOKENS and not wide.wide(scheme, args.k, arch):
         many = wide.token_bucket(args.m)
         asked_many = linear.LinearProblem(scheme, many, args.n, args.k, dtype, arch)
         able_many = {other: wide.cost(other, asked_many) for other in wide.best(asked_many)}

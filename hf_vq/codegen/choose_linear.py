@@ -123,6 +123,7 @@ def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
     if together * entry * copies[0] << index_bits > problem.arch.shared_per_block:
         copies = [1, 2]
     places = [together, 2] if together == 1 and index_bits == 8 else [together]
+    places += [1] if books == 3 else []  # a fourth place would be empty
     rotations = [0]
     if problem.tokens == 1 and "hadamard" in scheme.rotation:
         rotations += [1] if scheme.block(columns) == FUSED_ROTATION else []

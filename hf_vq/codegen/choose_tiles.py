@@ -12,26 +12,34 @@ import itertools
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from .choose import NOT_HIDDEN, Cost, decodable
-from .choose_linear import MOST_TOKENS, LinearProblem
+from .choose_linear import LinearProblem
 from .device import RESERVED_BYTES, Arch
 from .plan import Scope, TilePlan
 from .table_layout import BANKS, load_bytes
+
+MOST_TOKENS = 64  # of a launch
+MOST_LAUNCHES = 2  # for more, decoded rows are used often enough
 
 # Threads of a block, blocks of a multiprocessor, tiles of 16 rows of a warp.
 _BLOCKS = ((256, 2, 2), (256, 1, 2), (256, 2, 1), (256, 1, 1), (128, 2, 2), (128, 3, 1),
            (64, 3, 1))  # fmt: skip
 _COLUMN_WARPS = (1, 2, 4)
-_SPLITS = (1, 2, 4, 6, 8)
+_SPLITS = (1, 2, 4, 6, 7, 8)
 _DEPTHS = (3, 2)
 _STEPS = 2
 _UNITS = (8, 16, 32, 64, 128)
-_LEFT_OUT = 12  # multiprocessors of 132 that have no place in clusters of more than two
+# Clusters of so many blocks that 132 multiprocessors run, one or two blocks to each, as the driver
+# counts: groups of multiprocessors have uneven sizes, which leaves some.
+_PLACES = {1: (132, 264), 2: (66, 132), 4: (30, 62), 6: (17, 39), 7: (15, 32), 8: (15, 30)}
 _INPUT = 3.0  # wavefronts that a line of x takes on its way into a slot
 _CACHED_LINES = 5.0  # cycles of L1 for a load of eight rows
 _PRODUCT = 6.0  # cycles of tensor cores for one of 16 x 8 x 16
 _TOGETHER, _ALONE = 1.2, 1.65  # times the modelled cycles that a tile takes, of several blocks
+_LONG = 8  # tiles of a block, of which it pays to ask for all codes at once
 _HIGH = 256  # rows of a band; tiles of lower ones took longer than their parts say
-_PROLOGUE, _MEETING = 2500, 500
+_LOW = (0.25, 0.75)  # power of how much lower, of several tokens and of one
+_PROLOGUE, _MEETING = 6000, 500
+_THIRD_SLOT = 500  # of a low band, which copies as many inputs for fewer rows
 _SPARE = 8  # registers by which the estimate may be wrong
 
 
@@ -79,7 +87,8 @@ def plan_of(
 ) -> TilePlan:
     """The plan of a problem and of what is a matter of choice."""
     scheme, columns = problem.scheme, problem.in_features
-    unit = _unit(scheme, columns, column_warps)
+    unit, single = _unit(scheme, columns, column_warps), problem.tokens == 1
+    in_turn = -(-columns // scheme.tile[1]) // split  # tiles of a block
     return TilePlan(
         threads=threads,
         resident=resident,
@@ -104,7 +113,8 @@ def plan_of(
         depth=depth,
         steps=_STEPS,
         ragged=columns % scheme.tile[1] > 0,
-        single=problem.tokens == 1,
+        single=single,
+        prefetch=in_turn >= _LONG and (single or problem.tokens > 32),
     )
 
 
@@ -154,10 +164,17 @@ def blocks(plan: TilePlan, rows: int) -> int:
     return -(-rows // plan.band) * plan.split
 
 
-def places(split: int, arch: Arch) -> int:
-    """Clusters of so many blocks that run at a time, one block to a multiprocessor: groups of
-    multiprocessors have uneven sizes, which leaves some."""
-    return (arch.sms if split <= 2 else arch.sms - _LEFT_OUT) // split
+def places(split: int, resident: int, arch: Arch) -> int:
+    """Clusters of so many blocks that run at a time, one or two blocks to a multiprocessor."""
+    return _PLACES[split][resident - 1] * arch.sms // _PLACES[1][0]
+
+
+def _levels(plan: TilePlan, bands: int, arch: Arch) -> int:
+    """Blocks that the busiest multiprocessor has, one after the other or at a time."""
+    one = max(1, places(plan.split, 1, arch))
+    if plan.resident == 1 or bands <= one:
+        return -(-bands // one)
+    return max(2, -(-2 * bands // places(plan.split, 2, arch)))
 
 
 def cost(plan: TilePlan, problem: LinearProblem) -> Cost:
@@ -169,7 +186,7 @@ def cost(plan: TilePlan, problem: LinearProblem) -> Cost:
     nbytes = rows * (stream + 2) + 2 * numbers + 2 * tokens * (columns + rows)
 
     # The busiest multiprocessor, in tiles.
-    levels = -(-bands // max(1, places(plan.split, arch)))
+    levels = _levels(plan, bands, arch)
     together = min(levels, plan.resident)
     tiles = levels * -(-across // plan.split)
 
@@ -186,9 +203,11 @@ def cost(plan: TilePlan, problem: LinearProblem) -> Cost:
     parts = {"shared memory": pipe, "tensor cores": tensor}
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
-    busy *= (_TOGETHER if together > 1 else _ALONE) * max(1.0, _HIGH / plan.band) ** 0.25
+    busy *= _TOGETHER if together > 1 else _ALONE
+    busy *= max(1.0, _HIGH / plan.band) ** _LOW[plan.single]
     cycles = tiles * busy + _PROLOGUE * -(-levels // plan.resident)
     cycles += _MEETING * (plan.split > 1)
+    cycles += _THIRD_SLOT * (plan.depth > 2 and plan.band < _HIGH and tokens > 8)
     dram = nbytes / arch.sms / arch.dram_bytes_per_clock * 1.3
     return Cost(nbytes, max(cycles, dram), bound if cycles > dram else "DRAM")
 

@@ -18,7 +18,7 @@ from .plan import Scope, WidePlan
 from .table_layout import LARGEST_INDEX, copies, fused, load_bytes, tables
 from .w4a8_plan import W4A8WidePlan
 
-FEWEST_TOKENS = 33  # with fewer the kernel for few tokens is faster
+_FEWEST_TOKENS, _FEWEST_OF_LATTICES = 33, 17  # with fewer the kernel for few is faster
 MOST_TOKENS = 1024  # beyond, decoded rows are used often enough
 
 _WARPGROUPS = (2, 3, 4)  # that multiply
@@ -33,10 +33,12 @@ _COLUMNS = 64  # of a slot
 _TENSOR = 0.52  # cycles of a product of 64 x 16 for each token
 _SHORTEST = 66.0  # cycles of such a product, however few its tokens
 _SHARED = 0.25  # wavefronts of shared memory that read x for each token
-_LOOKUPS = 16  # those for the weights of such a product, for each table
+_LOOKUPS = 16  # those for the weights of such a product, for each stage
+_LATTICE = 1.5  # times as many, with the instructions that put a lattice's weights together
 _WAVEFRONTS = 0.62  # of a clock
 _WARP = 165.0  # cycles of a warp for its part of such a product
 _PROLOGUE, _STORE, _MEETING = 6000, 6.0, 400
+_PATTERNS = 3000  # cycles more for each stage of a lattice
 _IN_TURN = 0.1  # of what does not bind
 
 
@@ -68,6 +70,11 @@ def _unit(scheme: VQScheme, in_features: int) -> int | None:
         if words and chunks and load_bytes(scheme, unit, in_features) >= 4:
             return unit
     return None
+
+
+def fewest_tokens(scheme: VQScheme) -> int:
+    """For how many tokens this kernel is faster than the one for few."""
+    return _FEWEST_OF_LATTICES if scheme.lattice and scheme.streams > 1 else _FEWEST_TOKENS
 
 
 def token_bucket(tokens: int) -> int:
@@ -181,18 +188,19 @@ def cost(plan: WidePlan, problem: LinearProblem) -> Cost:
     # Products of 16 columns in one tile, and cycles of one, of all warpgroups together.
     steps = -(-(columns // (4 * plan.unit)) // plan.split) * plan.unit // 4
     lattice = plan.scope is Scope.E8P
-    books = 1 if lattice else plan.stages
-    lookups = _LOOKUPS * books * (1 if plan.replicas > 1 else 3)
+    lookups = _LOOKUPS * plan.stages * (_LATTICE if lattice else 1.0)
+    lookups *= 1 if plan.replicas > 1 else 3
     wavefronts = plan.warpgroups * (_SHARED * plan.token_tile + lookups)
     parts = {
         "tensor cores": plan.warpgroups * max(_TENSOR * plan.token_tile, _SHORTEST),
         "shared memory": wavefronts / _WAVEFRONTS,
-        "latency": _WARP + 25 * (books - 1 + lattice),
+        "latency": _WARP + 25 * (plan.stages - 1 + lattice),
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     cycles = longest + _IN_TURN * (sum(parts.values()) - longest)
     cycles *= waves * steps
-    cycles += _PROLOGUE * (waves if plan.split > 1 else 1)  # new blocks for every tile
+    prologue = _PROLOGUE + _PATTERNS * plan.stages * lattice
+    cycles += prologue * (waves if plan.split > 1 else 1)  # new blocks for every tile
     cycles += waves * plan.token_tile * plan.warpgroups * _STORE
     cycles += _MEETING * (plan.split > 1)
     dram = nbytes / arch.sms / arch.dram_bytes_per_clock * 1.2

@@ -117,7 +117,8 @@ class TablePlan(Plan):
         in_shared: whether the codebooks are tables in shared memory.
         integers: whether numbers of the codebook are int8, a byte each in the tables too.
         replicas: copies of an entry there, one for each group of banks.
-        interleaved: entries of one index that lie together, one for each book, or more places.
+        interleaved: entries of one index that lie together, one for each book, or more places;
+            fewer than books: these lie one after the other.
         unit: weights of one row that a lane decodes of a chunk.
         load_bytes: bytes of codes that a lane reads at a time.
         second_bits: of a second, nested pass, whose codes are looked up with those of the first.
@@ -153,8 +154,9 @@ class TablePlan(Plan):
             return 0
         lattice, entry = self.scope is Scope.E8P, self.entry_bytes
         entries = 256 if lattice else 1 << (self.entry_bits + self.second_bits) * self.fused
-        if entry * self.replicas < 128:
-            return (self.stages + lattice) * entries * entry * self.replicas
+        books = self.stages + lattice
+        if entry * self.replicas < 128 or self.interleaved < books:
+            return books * entries * entry * self.replicas
         return entries * entry * self.replicas * self.interleaved
 
 
@@ -217,6 +219,7 @@ class TilePlan(TablePlan):
         steps: tiles whose codes a lane has on their way at a time.
         ragged: whether tiles do not divide a row.
         single: whether there is one token.
+        prefetch: whether all codes of a block are asked into L2.
     """
 
     template: ClassVar[str] = "tiles"
@@ -229,6 +232,7 @@ class TilePlan(TablePlan):
     steps: int
     ragged: bool
     single: bool
+    prefetch: bool
 
     @property
     def band(self) -> int:

@@ -32,12 +32,17 @@ def tables(scheme: VQScheme) -> tuple[int, int, int]:
 
 
 def copies(scheme: VQScheme, arch: Arch) -> tuple[int, int]:
-    """`replicas` and `interleaved` of a plan whose tables take at most half of shared memory."""
+    """`replicas` and `interleaved` of a plan whose tables take at most half of shared memory.
+
+    Three books that do not fit with an unused fourth place lie one after the other (1).
+    """
     entry, index_bits, books = tables(scheme)
     together = 1 << (books - 1).bit_length()
     together = 2 if together == 1 and index_bits == 8 else together  # addresses by bytes
     replicas = max(1, BANKS // entry)
     if together * entry * replicas << index_bits > arch.shared_per_block // 2:
+        together = 1
+    if books * entry * replicas << index_bits > arch.shared_per_block // 2:
         replicas = 1
     return replicas, together
 

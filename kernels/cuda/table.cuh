@@ -10,7 +10,7 @@
 //
 // and no two lanes of a phase meet. Two nested passes have one table, for the codes of both together. The books of all
 // stages lie interleaved, Plan::interleaved times 128 bytes for each index; with 256 bytes, one byte permutation makes
-// an address of a code, else a shift and a LOP3 do. `fused` short codes that lie side by side are one index (two 4-bit
+// an address of a code, else a shift and a LOP3 do. Three books would waste a fourth place: they lie one after the other. `fused` short codes that lie side by side are one index (two 4-bit
 // codes: 256 entries of two weights).
 //
 // Entries that are integers v of 7 bits are bytes, half as many to load. A byte u becomes a number as the mantissa below
@@ -41,8 +41,8 @@ struct Table {
   static constexpr int entry_bytes = lattice ? 8 : integers ? width : width == 1 ? 4 : width * 2;
   static constexpr int book_stride = entry_bytes * Plan::replicas;
   static constexpr int books = Plan::stages + (lattice ? 1 : 0);  // E8P: and the flips of signs
-  // Books lie interleaved if their copies fill all banks, else one after the other.
-  static constexpr bool interleaved = book_stride >= 128;
+  // Books lie interleaved if their copies fill all banks and each has a place, else one after the other.
+  static constexpr bool interleaved = book_stride >= 128 && Plan::interleaved >= books;
   static constexpr int entry_stride = book_stride * (interleaved ? Plan::interleaved : 1);
   static constexpr int book_bytes = interleaved ? book_stride : book_stride * entries;
   static constexpr int bytes = Plan::in_shared ? (interleaved ? entries * entry_stride : books * book_bytes) : 0;

@@ -131,6 +131,18 @@ struct Rows {
   }
 };
 
+// Codes of all tiles of a block -> L2: of a tile a row has few bytes, and neighbours come from memory together.
+__device__ inline void prefetch(const Arguments& a, int first_row, int begin, int end) {
+#if __CUDA_ARCH__ >= 900
+  const int64_t stream = (int64_t(a.columns / Plan::vector_size) * Plan::entry_bits + 7) / 8;
+  const int64_t from = int64_t(begin) * tile_bytes, last = int64_t(end) * tile_bytes;
+  const uint32_t bytes = uint32_t((last < stream ? last : stream) - from) / 16 * 16;
+  if (stream % 16 != 0 || from % 16 != 0 || begin >= end || bytes == 0) return;
+  for (int row = first_row + threadIdx.x; row < first_row + band && row < a.rows; row += Plan::threads)
+    prefetch_bulk(reinterpret_cast<const char*>(a.codes) + row * stream + from, bytes);
+#endif
+}
+
 // x of the columns of a tile -> a slot, in words of two columns, as lane 4 g + t reads them: of column 8 j + 4 k + 2 b of
 // the unit of lane t the word
 //
@@ -304,6 +316,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
 #pragma unroll
   for (int i = 0; i < Plan::steps; ++i)
     if (exists(begin + i)) rows.load(next[i]);
+  if constexpr (Plan::prefetch) prefetch(a, first_row, begin, end);
   for (int i = threadIdx.x; i < band; i += Plan::threads)
     reinterpret_cast<float*>(shared + factors)[i] = half_to_float(__ldg(a.scale + min(first_row + i, a.rows - 1)));
   if constexpr (Plan::split > 1) {

@@ -24,19 +24,25 @@ def test_a_ratio_stands_beside_the_time_of_reading():
     assert line.endswith("| at least 2.4 x | 2 / 2 / 2 / 2 x | no | 4 / 4 / 4 / 4 x |")
 
 
-def test_of_many_tokens_the_slowest_shape_counts():
+def test_the_longest_part_alone_is_a_ceiling():
     def change(rows):
         found = [
             row for row in rows["cuda-linear"]
-            if row["what"] == "linear" and row["name"] == "vq-4" and row["tokens"] in (32, 64, 128)
+            if row["what"] == "linear" and row["name"] == "vq-4" and row["tokens"] == 64
         ]  # fmt: skip
         for row in found:
-            row["speedup"]["bf16"] = 1.5
-        found[0]["speedup"]["bf16"] = 0.25
+            row["speedup"]["bf16"] = 0.5
+        rows["cuda-parts"] += [
+            {"name": "vq-4", "tokens": 64, "out_features": row["out_features"],
+             "in_features": row["in_features"], "what": what, "us": us, "of whole": us / 10}
+            for row in found
+            for what, us in (("whole", 10.0), ("only codes", 5.0), ("only x", 8.0))
+        ]  # fmt: skip
 
     found = lines(cuda_bars.linear_table, cuda_bars.LINEAR_SUITES, change)
-    (line,) = [line for line in found if line.startswith("| 32, 64, 128 tokens, `vq-4`")]
-    assert "| 0.25 / 1.5 / 1.5 x | no |" in line
+    (line,) = [line for line in found if line.startswith("| 64 tokens, `vq-4`")]
+    ratios, ceilings = (" / ".join([number] * 4) for number in ("0.5", "0.625"))
+    assert line.endswith(f"| at least 1 x | {ratios} x | no | {ceilings} x |")
 
 
 def test_every_bar_of_the_cache_is_measured():

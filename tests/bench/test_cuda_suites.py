@@ -8,6 +8,7 @@ from hf_vq import ops
 from hf_vq.bench import (
     aqlm_peer,
     cpu_calibrate,
+    cuda_bars,
     cuda_calibrate,
     cuda_crossover,
     cuda_generate,
@@ -95,6 +96,16 @@ def test_bars_of_w4a8():
     assert found["1024 tokens, groups of 128, more time than without"][2] == "no"
 
 
+def test_the_ceiling_of_a_whole_model_has_the_python_between_two_steps():
+    dense = {"name": "bf16", "cache": "bf16", "generate_ms": 7.0, "captured_ms": 6.0,
+             "step_ms": 5.0}  # fmt: skip
+    ours = {"name": "vq-4", "cache": "bf16", "ceiling": 2.5,
+            "speedup": {"generate_ms": 1.5, "captured_ms": 1.7}}  # fmt: skip
+    bars = list(cuda_bars._whole([dense, ours], []))
+    assert [bar.ceiling for bar in bars[:2]] == [(7 / (2 + 2),), (6 / (2 + 1),)]
+    assert [bar.measured for bar in bars[:2]] == [(1.5,), (1.7,)]
+
+
 @pytest.mark.gpu
 def test_cuda_linear(monkeypatch):
     monkeypatch.setattr(cuda_linear, "cold_copies", lambda nbytes: 2)
@@ -115,7 +126,7 @@ def test_cuda_linear(monkeypatch):
     mechanisms = [row for row in results["rows"] if row["what"] == "mechanism"]
     assert {"chosen", "no overlapping launches"} <= {row["plan"] for row in mechanisms}
     assert {row["name"] for row in results["rows"] if row["what"] == "host"} == {
-        "bf16", "vq-4", "aqlm-2"
+        "bf16", "neg", "vq-4", "aqlm-2"
     }  # fmt: skip
 
 
@@ -138,7 +149,7 @@ def test_cuda_generate():
     assert sum(ours["parts_ms"].values()) == pytest.approx(ours["step_ms"], rel=0.2)
     assert 0 < ours["step_ms"] < ours["generate_ms"]
     assert dense["parts_ms"]["quantized layers"] == 0 < ours["parts_ms"]["quantized layers"]
-    assert all(row["parts_ms"]["attention"] > 0 for row in results["rows"])
+    assert all(row["parts_ms"]["attention"] > 0 < row["alone_ms"] for row in results["rows"])
 
 
 @pytest.mark.gpu
@@ -158,28 +169,45 @@ def test_cuda_mechanisms(monkeypatch):
         ]
 
 
-@pytest.mark.parametrize("parts", cuda_parts.WITHOUT.values())
-def test_every_part_can_be_left_out(parts):
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [(template, part) for template, parts in cuda_parts.PARTS.items() for part in parts],
+)
+def test_every_part_can_be_left_out(template, part):
     whole = compiler.sources()
-    without = cuda_parts.edited(whole, parts)
+    without = cuda_parts.edited(whole, template, [part])
     changed = {name for name in whole if without[name] != whole[name]}
-    assert changed == {file for part in parts for file, *_ in cuda_parts.PARTS[part]}
+    assert changed == {file for file, *_ in cuda_parts.PARTS[template][part]}
+
+
+def test_only_a_part_is_without_the_others_of_the_loop():
+    for template, only in cuda_parts.ONLY.items():
+        for what, without in only.items():
+            assert what[5:] in cuda_parts.PARTS[template] and what[5:] not in without
+            assert {"codes", "x"} - {what[5:]} <= set(without) <= set(cuda_parts.PARTS[template])
 
 
 def test_a_part_that_is_not_there_is_not_left_out():
     broken = {**compiler.sources(), "mma.cuh": "// another"}
     with pytest.raises(VQBackendError, match=r"mma.cuh does not have"):
-        cuda_parts.edited(broken, ["products"])
+        cuda_parts.edited(broken, "linear", ["products"])
 
 
 @pytest.mark.gpu
 def test_cuda_parts(monkeypatch):
     monkeypatch.setattr(cuda_linear, "cold_copies", lambda nbytes: 2)
-    _, results = cuda_parts.run(schemes=("vq-4",), shapes=((256, 512),), tokens=(1, 16), rounds=1)
-    found = {tokens: {row["what"] for row in results["rows"] if row["tokens"] == tokens}
-             for tokens in (1, 16)}  # fmt: skip
-    assert found[1] == {"bf16", "whole", *cuda_parts.WITHOUT}
-    assert found[16] == {*found[1], "without the kernel before"}
+    _, results = cuda_parts.run(schemes=("vq-4", "gptvq-2"), shapes=((256, 512),), rounds=1)
+    found = {
+        (name, tokens): {row["what"] for row in results["rows"]
+                         if (row["name"], row["tokens"]) == (name, tokens)}
+        for name, tokens in (("vq-4", 1), ("vq-4", 16), ("vq-4", 128), ("gptvq-2", 64))
+    }  # fmt: skip
+    every = {"bf16", "whole", *cuda_parts.WITHOUT, *cuda_parts.ONLY["linear"]}
+    assert found["vq-4", 1] == every
+    assert found["vq-4", 16] == {*every, "without the kernel before"}
+    wide = {"bf16", "whole", "without the kernel before", *cuda_parts.ONLY["wide"]}
+    assert torch.cuda.get_device_capability()[0] != 9 or found["vq-4", 128] == wide
+    assert found["gptvq-2", 64] == {"bf16", "whole", *cuda_parts.ONLY["tiles"]}
     assert all(row["us"] > 0 for row in results["rows"])
 
 

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_vq.codegen.choose_linear import MOST_TOKENS, LinearProblem, token_bucket
+from hf_vq.codegen.choose_linear import LinearProblem, token_bucket
 from hf_vq.codegen.choose_tiles import (
+    MOST_TOKENS,
     best,
     blocks,
     candidates,
@@ -79,7 +80,7 @@ def test_clusters_fit_their_gpu():
     arch = ARCHES["sm_90a"]
     for tokens in (1, 16, 32, 64):
         plan = choose(problem(tokens=tokens))
-        assert -(-4096 // plan.band) <= plan.resident * places(plan.split, arch)
+        assert -(-4096 // plan.band) <= places(plan.split, plan.resident, arch)
 
 
 def test_who_has_none():

@@ -15,6 +15,7 @@ from hf_vq.codegen.choose_wide import (
     choose,
     clusters,
     feasible,
+    fewest_tokens,
     spare_registers,
     token_bucket,
     wide,
@@ -74,6 +75,21 @@ def test_the_catalogue_has_plans(name):
     for tokens in (33, 64, 100, 256, 1000, MOST_TOKENS):
         for rows, columns in ((4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096), (1, 256)):
             assert choose(problem(WEIGHT_SCHEMES[name], tokens, rows, columns)), (tokens, rows)
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 1024])
+def test_lanes_do_not_meet_in_tables(tokens):
+    """Three books have their copies too, one after the other."""
+    for name in SCHEMES:
+        plan = choose(problem(WEIGHT_SCHEMES[name], tokens))
+        assert plan.replicas * plan.entry_bytes == 128, name
+    plan = choose(problem(WEIGHT_SCHEMES["quip-sharp-4"], tokens))
+    assert (plan.interleaved, plan.table_bytes) == (1, 3 * 256 * 128)
+
+
+def test_lattices_of_two_stages_begin_with_fewer_tokens():
+    fewest = {name: fewest_tokens(WEIGHT_SCHEMES[name]) for name in SCHEMES}
+    assert fewest.pop("quip-sharp-4") == 17 and set(fewest.values()) == {33}
 
 
 def test_who_has_none():

@@ -133,6 +133,9 @@ def test_tables():
         LINEAR, vector_size=8, entry_bits=16, scope=Scope.E8P, replicas=16
     )
     assert lattice.table_bytes == 2 * 256 * 128  # patterns and flips
+    three = dataclasses.replace(lattice, stages=2, interleaved=4)
+    assert three.table_bytes == 4 * 256 * 128  # a place is empty
+    assert dataclasses.replace(three, interleaved=1).table_bytes == 3 * 256 * 128
     assert LINEAR.shared_bytes == LINEAR.table_bytes + 2 * 16 * 64
     many = dataclasses.replace(LINEAR, single=False, token_tiles=2)
     assert many.shared_bytes == many.table_bytes + 16 * 1024
