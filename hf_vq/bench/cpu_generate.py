@@ -38,6 +38,7 @@ OURS = {"vq-4 + u4": ("vq-4", "u4"), "turboquant-4 + nomad-u4": ("turboquant-4",
 READ = 1 << 26  # bytes read at a time, to know the bandwidth
 TOKENS = {0: 24, 16384: 8}  # generated per run; the first is not counted
 DENSE_TOKENS = {0: 12, 16384: 4}  # by Transformers' own model, which takes most of the time
+UNTIMED = 8  # tokens of a model's first run, which finds what it will call again
 LLAMA_SETTINGS = (  # weights, flash attention, type of the cache
     ("Q4_0", 0, "f16"),
     ("Q4_0", 1, "q4_0"),
@@ -132,6 +133,8 @@ def _generate(
     parts: dict[str, dict[str, list[float]]] = {
         name: {"ms_layers": [], "ms_rest": []} for name in (() if context else OURS)
     }
+    for name, model in models.items():
+        _token_seconds(model, _cache(name, model.config), 0, UNTIMED)
     filled: dict[str, Cache] = {}
     for _ in range(rounds):
         for name, model in models.items():
