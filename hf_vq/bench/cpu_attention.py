@@ -7,7 +7,7 @@
     step          q K^T, softmax and the values: against PyTorch's operations one by one (bmm,
                   softmax, bmm: what eager attention does), against its fused SDPA, and against
                   onnxruntime's GroupQueryAttention with an int8 cache where that is installed, and
-                  against reading as many bytes with as many threads
+                  against reading as many bytes, and arithmetic alone, with as many threads
     prefill       the same for a chunk of a prompt behind a cached one
     append        one token's keys and values into the cache, per vector
     append keys   keys alone, against a copy into a dense cache and against the 256-entry search of
@@ -15,13 +15,15 @@
 
 Keys, values and codebooks are random: how fast a kernel is does not depend on them. Every call
 finds its cache in main memory, and follows another of its kind that is not timed, as it does when a
-model generates.
+model generates. What computing alone takes (`us_cached`) is that of few tokens, and of more whose
+codes stay in the processor's second cache.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,8 +39,9 @@ from ..formats.catalog import kv_scheme
 from ..formats.scheme import VQScheme
 from ..formats.tensors import kv_codebook_spec
 from ..ops.attention import CachedKV, attention
+from .arithmetic import arithmetic
 from .reading import reading
-from .timing import Contestant, cold_copies, interleave, speedup, summary
+from .timing import Contestant, cold_copies, extrapolated, interleave, speedup, summary
 
 SCHEMES = ("u4", "u3", "u2", "nomad-u4")
 PQ = "cq-4"  # 256 entries of 2 numbers: the codes of the paper's PQ-Attention
@@ -52,6 +55,7 @@ CHUNK_SCHEMES = ("u4", "nomad-u4", "nomad-4")
 THREADS = (1, 2)
 APPENDED = 64  # tokens of an append
 UNTIMED = 1  # calls before one that is timed
+IN_CACHE = (256, 1024)  # tokens whose codes stay in the second cache
 LAYERS = 16  # of a model: all of them append in the same step
 
 
@@ -161,6 +165,7 @@ def _scores(schemes: Sequence[str], context: int, rounds: int) -> list[dict[str,
         cached = _cached(name, context)
         nbytes[name] = _coded_bytes(cached, "k")
         contestants[name] = _scoring(_cold(cached, nbytes[name]))
+        contestants |= _in_cache(name, 1, _scoring)
     size = max(nbytes.values())
     read = reading(size)
     if library is not None and read is not None:
@@ -171,15 +176,17 @@ def _scores(schemes: Sequence[str], context: int, rounds: int) -> list[dict[str,
     contestants.update(_torch_scores(context))
     seconds = interleave(contestants, rounds, untimed=UNTIMED)
     found = []
-    for name, times in seconds.items():
+    shown = _without_cached(seconds)
+    for name, times in shown.items():
         per_head = [time / HEADS for time in times]
         row: dict[str, Any] = {"what": "scores", "name": name, "threads": 1, **summary(per_head)}
         if name in nbytes:
             row["speedup"] = {
                 peer: speedup(times, seconds[peer])
-                for peer in contestants if peer != "read" and peer not in nbytes
+                for peer in shown if peer != "read" and peer not in nbytes
             }  # fmt: skip
             row |= _of_bandwidth(times, seconds, nbytes[name] / size)
+            row["us_cached"] = _us_cached(seconds, name, context)
         found.append(row)
     return found
 
@@ -189,6 +196,26 @@ def _of_bandwidth(
 ) -> dict[str, float]:
     """The share of our time that reading takes; the yardstick reads 1 / `share` times our bytes."""
     return {"of_bandwidth": speedup(times, seconds["read"]) * share} if "read" in seconds else {}
+
+
+def _in_cache(
+    name: str, fresh: int, calling: Callable[[list[CachedKV]], Contestant]
+) -> dict[str, Contestant]:
+    """`calling` with caches of few tokens, for `_us_cached`."""
+    return {
+        f"{name} cached {tokens}": replace(calling([_cached(name, tokens, fresh)]), calls=16)
+        for tokens in IN_CACHE
+    }
+
+
+def _us_cached(seconds: Mapping[str, list[float]], name: str, context: int) -> float:
+    """Microseconds a head that computing takes with `context` tokens, if reading took no time."""
+    few, more = ((f"{name} cached {tokens}", tokens) for tokens in IN_CACHE)
+    return extrapolated(seconds, few, more, context) / HEADS * 1e6
+
+
+def _without_cached(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: times for name, times in seconds.items() if " cached " not in name}
 
 
 def _scoring(caches: list[CachedKV]) -> Contestant:
@@ -264,14 +291,16 @@ def _steps(
 ) -> list[dict[str, Any]]:
     """Steps of one query, or of the `queries` tokens of a chunk."""
     ours: dict[str, Contestant] = {}
+    in_cache: dict[str, Contestant] = {}
     nbytes = {}
     for name in schemes:
         cached = _cached(name, context, queries)
         nbytes[name] = _coded_bytes(cached, "kv")
         ours[name] = _stepping(_cold(cached, nbytes[name]), group, queries)
+        in_cache |= _in_cache(name, queries, lambda caches: _stepping(caches, group, queries))
     size = max(nbytes.values())
     read = reading(size)
-    floor = {} if read is None else {"read": read}
+    floor = {"arithmetic": arithmetic()} | ({} if read is None else {"read": read})
     peers = _torch_steps(context, group * queries)
     if queries == 1 and (gqa := _onnxruntime_step(context, group)) is not None:
         peers["onnxruntime int8"] = gqa
@@ -280,9 +309,9 @@ def _steps(
     for count in threads:
         torch.set_num_threads(count)
         # Only the first run is compared with the peers: they are slow.
-        others = peers if count == threads[0] else {}
+        others = {**peers, **in_cache} if count == threads[0] else {}
         seconds = interleave({**ours, **floor, **others}, rounds, untimed=UNTIMED)
-        for name, times in seconds.items():
+        for name, times in _without_cached(seconds).items():
             per_head = [time / HEADS for time in times]
             row: dict[str, Any] = {
                 "what": "step" if queries == 1 else "prefill", "name": name, "threads": count,
@@ -294,7 +323,8 @@ def _steps(
                 single[name] = row["us"]
                 if name in ours:
                     row["speedup"] = {peer: speedup(times, seconds[peer]) for peer in peers}
-            elif name in ours:
+                    row["us_cached"] = _us_cached(seconds, name, context)
+            elif name not in peers:
                 row["scaling"] = single[name] / row["us"]
             found.append(row)
     return found

@@ -1,20 +1,26 @@
 """Suite `cpu-generate`: milliseconds a token of `generate()` on the CPU, a Llama of the 1B class.
 
-Ours: all linear layers as `vq-4`, the cache as `u4`. Peers: the same model dense in bfloat16 with
-`DynamicCache`, with the attention implementations `sdpa` and `eager`; and llama.cpp, if the path of
-its `llama-bench` and of GGUF files of this model are given. Weights and contexts are random.
+Ours: all linear layers as `vq-4`, the cache as `u4`; and 4 bits in 16 entries, which take fewer
+instructions than 256: `turboquant-4` and `nomad-u4`. Without a context, also what of a token the
+layers take when they follow each other (`ms_layers`), and what a token takes whose layers do
+nothing (`ms_rest`). Peers: the same model dense in bfloat16 with `DynamicCache`, with the attention
+implementations `sdpa` and `eager`; and llama.cpp, if the path of its `llama-bench` and of GGUF
+files of this model are given. Weights and contexts are random.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -28,10 +34,11 @@ from .timing import interleave
 
 CONTEXTS = (0, 16384)
 KV_HEADS = (16, 4)
-SCHEME, CACHE = "vq-4", "u4"
+OURS = {"vq-4 + u4": ("vq-4", "u4"), "turboquant-4 + nomad-u4": ("turboquant-4", "nomad-u4")}
 READ = 1 << 26  # bytes read at a time, to know the bandwidth
 TOKENS = {0: 24, 16384: 8}  # generated per run; the first is not counted
 DENSE_TOKENS = {0: 12, 16384: 4}  # by Transformers' own model, which takes most of the time
+UNTIMED = 8  # tokens of a model's first run, which finds what it will call again
 LLAMA_SETTINGS = (  # weights, flash attention, type of the cache
     ("Q4_0", 0, "f16"),
     ("Q4_0", 1, "q4_0"),
@@ -71,9 +78,9 @@ def run(
         for heads in kv_heads:
             config = llama_config(heads, max(contexts) + 64)
             models = {
-                f"{SCHEME} + {CACHE}": random_llama(config, torch.bfloat16, SCHEME),
-                **_dense(config, peers),
-            }
+                name: random_llama(config, torch.bfloat16, scheme)
+                for name, (scheme, _) in OURS.items()
+            } | _dense(config, peers)
             for context in contexts:
                 for row in _generate(models, context, rounds, threads):
                     found.append({"kv_heads": heads, **row})
@@ -84,7 +91,7 @@ def run(
                         report(found[-1])
     finally:
         torch.set_num_threads(before)
-    settings = {"rounds": rounds, "threads": threads, "scheme": SCHEME, "cache": CACHE}
+    settings = {"rounds": rounds, "threads": threads}
     return settings, {"rows": found, "gb_per_second": read}
 
 
@@ -96,14 +103,15 @@ def _bandwidth() -> float | None:
     return READ / median(interleave({"read": contestant}, 20)["read"]) / 1e9
 
 
-def _bytes_of_codes(model: LlamaForCausalLM, context: int) -> int:
+def _layers(model: LlamaForCausalLM) -> list[VQLinear]:
+    return [module for module in model.modules() if isinstance(module, VQLinear)]
+
+
+def _bytes_of_codes(model: LlamaForCausalLM, cache: str, context: int) -> int:
     """Bytes of codes and scales that one token reads, of weights and of `context` cached tokens."""
-    config, scheme = model.config, kv_scheme(CACHE)
+    config, scheme = model.config, kv_scheme(cache)
     weights = sum(
-        tensor.nbytes
-        for module in model.modules()
-        if isinstance(module, VQLinear)
-        for tensor in module.parameters(recurse=False)
+        tensor.nbytes for layer in _layers(model) for tensor in layer.parameters(recurse=False)
     )
     bits = 0
     for part in (scheme.key, scheme.value):
@@ -119,42 +127,84 @@ def _dense(config: Any, peers: bool) -> dict[str, LlamaForCausalLM]:
 
 
 def _generate(
-    models: dict[str, LlamaForCausalLM], context: int, rounds: int, threads: int
+    models: Mapping[str, LlamaForCausalLM], context: int, rounds: int, threads: int
 ) -> list[dict[str, Any]]:
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    prompt = torch.randint(100, 1000, (1, context + 1))
-    filled: dict[bool, Cache] = {}
+    parts: dict[str, dict[str, list[float]]] = {
+        name: {"ms_layers": [], "ms_rest": []} for name in (() if context else OURS)
+    }
+    for name, model in models.items():
+        _token_seconds(model, _cache(name, model.config), 0, UNTIMED)
+    filled: dict[str, Cache] = {}
     for _ in range(rounds):
         for name, model in models.items():
-            own = "+" in name
+            own = name in OURS
             model.set_attn_implementation("eager" if name.endswith("eager") else "sdpa")
-            config = model.config
-            if own not in filled or not context:
-                filled[own] = VQCache(config, CACHE) if own else DynamicCache(config=config)
+            held = name if own else "dense"
+            if held not in filled or not context:
+                filled[held] = _cache(name, model.config)
                 if context:
-                    fill_cache(filled[own], config, context, torch.bfloat16)
-            cache = filled[own]
-            clock = TokenClock()
+                    fill_cache(filled[held], model.config, context, torch.bfloat16)
             tokens = (TOKENS if own else DENSE_TOKENS).get(context, 8)
-            model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache,
-                max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock,
-            )  # fmt: skip
+            seconds[name] += _token_seconds(model, filled[held], context, tokens)
             if context:
-                cache.crop(context - cache.get_seq_length())
-            seconds[name] += clock.seconds
-    ours = next(name for name in models if "+" in name)
+                filled[held].crop(context - filled[held].get_seq_length())
+            if name in parts:
+                parts[name]["ms_layers"] += _layer_seconds(model, tokens)
+                with _idle_layers():
+                    cache = _cache(name, model.config)
+                    parts[name]["ms_rest"] += _token_seconds(model, cache, context, tokens)
     found = []
+    first = median(seconds[next(iter(OURS))])
     for name, times in seconds.items():
         row: dict[str, Any] = {
             "name": name, "context": context, "threads": threads, "ms": median(times) * 1e3,
+            **{part: median(some) * 1e3 for part, some in parts.get(name, {}).items()},
         }  # fmt: skip
-        if name == ours:
-            row["bytes"] = _bytes_of_codes(models[name], context)
+        if name in OURS:
+            row["bytes"] = _bytes_of_codes(models[name], OURS[name][1], context)
         else:
-            row["times_ours"] = row["ms"] / (median(seconds[ours]) * 1e3)
+            row["times_ours"] = median(times) / first
         found.append(row)
     return found
+
+
+def _cache(name: str, config: Any) -> Cache:
+    return VQCache(config, OURS[name][1]) if name in OURS else DynamicCache(config=config)
+
+
+def _token_seconds(model: LlamaForCausalLM, cache: Cache, context: int, tokens: int) -> list[float]:
+    prompt, clock = torch.randint(100, 1000, (1, context + 1)), TokenClock()
+    model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache,
+        max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock,
+    )  # fmt: skip
+    return clock.seconds
+
+
+@torch.inference_mode()
+def _layer_seconds(model: LlamaForCausalLM, times: int) -> list[float]:
+    """Of one token through all linear layers, one after another, with nothing between them."""
+    inputs = [
+        (layer, torch.randn(1, 1, layer.in_features, dtype=torch.bfloat16))
+        for layer in _layers(model)
+    ]
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        for layer, x in inputs:
+            layer(x)
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def _idle_layers() -> Any:
+    """Linear layers return zeros for a while."""
+
+    def forward(layer: VQLinear, x: Tensor) -> Tensor:
+        return x.new_zeros(*x.shape[:-1], layer.out_features)
+
+    return patch.object(VQLinear, "forward", forward)
 
 
 def _llama(

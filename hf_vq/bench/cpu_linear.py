@@ -5,8 +5,8 @@ float32; for `aqlm-2` also the package `aqlm`, where it, numba and scipy are ins
 random: how fast a kernel is does not depend on them. The weights of every call come from main
 memory. A call follows another of its kind that is not timed, as layers follow each other when a
 model generates. `read` does nothing but read, as many bytes as the largest scheme has, with as many
-threads. What computing alone takes (`us_cached`) is that of few rows, and of more of a matrix that
-stays in the second cache.
+threads, and `arithmetic` multiplies matrices that stay in a cache. What computing alone takes
+(`us_cached`) is that of few rows, and of more of a matrix that stays in the second cache.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from ..formats.shared import second_universal_tensor, universal_tensor
 from ..formats.tensors import tensor_specs
 from ..ops import dispatch
 from ..ops.library import problem
+from .arithmetic import arithmetic
 from .reading import reading
-from .timing import Contestant, cold_copies, interleave, speedup, summary
+from .timing import Contestant, cold_copies, extrapolated, interleave, speedup, summary
 
 SCHEMES = (
     "vq-4", "turboquant-4", "vq-3", "vq-2", "gptvq-2", "aqlm-2", "aqlm-3",
@@ -109,6 +110,7 @@ def _shape(
     read = reading(size)
     if read is not None:
         contestants["read"] = read
+    contestants["arithmetic"] = arithmetic()
     seconds = interleave(contestants, rounds, untimed=UNTIMED)
     found = []
     for name in (name for name in contestants if " cached" not in name):
@@ -125,11 +127,9 @@ def _shape(
             }
             row["gb_per_second"] = nbytes[name] / row["us"] / 1e3
             if name in cached:
-                # What disturbs a call only adds to it, and may be more than the difference.
-                least, most = (min(seconds[f"{name} cached{more}"]) for more in ("", ", more"))
-                few_rows, more_rows = cached[name][2:]
-                slope = (most - least) / (more_rows - few_rows)
-                row["us_cached"] = (least + slope * (out_features - few_rows)) * 1e6
+                _, _, few_rows, more_rows = cached[name]
+                sizes = (f"{name} cached", few_rows), (f"{name} cached, more", more_rows)
+                row["us_cached"] = extrapolated(seconds, *sizes, out_features) * 1e6
             if read is not None:
                 share = nbytes[name] / size
                 row["of_bandwidth"] = speedup(seconds[name], seconds["read"]) * share

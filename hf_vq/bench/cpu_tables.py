@@ -16,11 +16,12 @@ _PEERS = {
     "fp32": "torch float32",
     "aqlm": "package `aqlm`, 2 codebooks of 8 bits",
 }
+_PARTS = {"ms_layers": "- its linear layers alone", "ms_rest": "- with layers that do nothing"}
 
 
 def linear(rows: _Rows) -> str:
     """One token through a linear layer on the CPU, one thread, against PyTorch."""
-    rows = [row for row in rows if row["threads"] == 1]
+    rows = [row for row in rows if row["threads"] == 1 and row["name"] != "arithmetic"]
     shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
     head = ["weights"]
     for out_features, in_features in shapes:
@@ -61,7 +62,7 @@ def w4a8(rows: _Rows) -> str:
 
 def attention(rows: _Rows) -> str:
     """One token's attention on the CPU, one thread, per key/value head."""
-    steps = [row for row in rows if row["what"] == "step"]
+    steps = [row for row in rows if row["what"] == "step" and row["name"] != "arithmetic"]
     first = steps[0]["threads"]
     groups = sorted({row["group"] for row in steps})
     head = ["KV cache"]
@@ -89,14 +90,18 @@ def attention(rows: _Rows) -> str:
 
 
 def generate(rows: _Rows) -> str:
-    """Milliseconds a token of generate, one thread."""
+    """Milliseconds a token of generate, one thread; below ours, parts that were timed alone."""
     columns = list(dict.fromkeys((row["kv_heads"], row["context"]) for row in rows))
     head = ["ms a token"]
     head += [f"{heads} kv heads, context {context:,}" for heads, context in columns]
     cells = []
     for name in dict.fromkeys(row["name"] for row in rows):
-        by_column = {(r["kv_heads"], r["context"]): r["ms"] for r in rows if r["name"] == name}
-        cells.append([name, *(f"{by_column[c]:.0f}" if c in by_column else "-" for c in columns)])
+        own = [row for row in rows if row["name"] == name]
+        for part, label in (("ms", name), *_PARTS.items()):
+            by_column = {(r["kv_heads"], r["context"]): r[part] for r in own if part in r}
+            if by_column:
+                times = (f"{by_column[c]:.0f}" if c in by_column else "-" for c in columns)
+                cells.append([label, *times])
     return markdown_table(head, cells)
 
 

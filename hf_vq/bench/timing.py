@@ -80,6 +80,15 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {"us": median(seconds) * 1e6, "us_min": min(seconds) * 1e6}
 
 
+def extrapolated(
+    seconds: Mapping[str, list[float]], few: tuple[str, int], more: tuple[str, int], size: int
+) -> float:
+    """Seconds that `size` would take, of two contestants, each with its size, whose data stay in a
+    cache. What disturbs a call only adds to it, and may be more than the difference."""
+    least, most = min(seconds[few[0]]), min(seconds[more[0]])
+    return least + (most - least) / (more[1] - few[1]) * (size - few[1])
+
+
 def speedup(ours: list[float], peer: list[float]) -> float:
     """How many times as fast as the peer we are: the median over the rounds."""
     return median(theirs / mine for mine, theirs in zip(ours, peer, strict=True))

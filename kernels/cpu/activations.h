@@ -58,13 +58,13 @@ struct Activations {
 inline void rotate_row(const hf_vq_matrix& w, const void* x, int dtype, int64_t row, float* u) {
   read_floats(x, dtype, row * w.in, w.in, u);
   if (w.signs != nullptr) {
-    uint32_t bits[8];
+    uint32_t bits[16];
     int64_t i = 0;
-    for (; i + 8 <= w.in; i += 8) {
-      const uint32_t negative = w.signs[i / 8];
-      memcpy(bits, u + i, 32);
-      for (int j = 0; j < 8; ++j) bits[j] ^= negative << (31 - j) & 0x80000000u;
-      memcpy(u + i, bits, 32);
+    for (; i + 16 <= w.in; i += 16) {
+      const uint32_t negative = w.signs[i / 8] | uint32_t(w.signs[i / 8 + 1]) << 8;
+      memcpy(bits, u + i, 64);
+      for (int j = 0; j < 16; ++j) bits[j] ^= negative >> j << 31;
+      memcpy(u + i, bits, 64);
     }
     for (; i < w.in; ++i)
       if (w.signs[i / 8] >> (i % 8) & 1) u[i] = -u[i];

@@ -35,6 +35,7 @@ def test_without_a_context_the_peer_is_q4_k_m():
 def test_two_threads_gain_no_more_than_reading_allows():
     records = {name: read_record(name) for name in cpu_bars.SUITES}
     linear = records["cpu-linear"]["results"]["rows"]
+    linear[:] = [row for row in linear if row["name"] != "arithmetic"]
     for row in linear:
         if row["name"] == "vq-4":
             row["us"], row["of_bandwidth"] = (600.0, 0.5) if row["threads"] == 1 else (400.0, 0.8)
@@ -46,3 +47,19 @@ def test_two_threads_gain_no_more_than_reading_allows():
             row["of_bandwidth"] = 0.2
     lines = cpu_bars.table(records).splitlines()
     assert any(line.endswith("| 1.5 / 1.5 / 1.5 x | no | 2 / 2 / 2 x |") for line in lines)
+    for us, threads in ((100.0, 1), (80.0, 2)):
+        linear += [{"name": "arithmetic", "threads": threads, "us": us}] * 3
+    lines = cpu_bars.table(records).splitlines()
+    assert any(line.endswith("| 1.5 / 1.5 / 1.5 x | no | 1.25 / 1.25 / 1.25 x |") for line in lines)
+
+
+def test_a_step_is_no_faster_than_its_arithmetic_or_reading():
+    records = {name: read_record(name) for name in cpu_bars.SUITES}
+    for row in records["cpu-attention"]["results"]["rows"]:
+        if row["what"] == "step" and row["name"] == "nomad-u4" and row["threads"] == 1:
+            row["speedup"], row["us"] = {"torch bmm fp32": 6.0}, 200.0
+            row["of_bandwidth"] = 0.4
+            row["us_cached"] = {1: 50.0, 4: 160.0}[row["group"]]
+    lines = cpu_bars.table(records).splitlines()
+    (line,) = (x for x in lines if "`nomad-u4`, 1 and 4" in x and x.count("torch bmm fp32"))
+    assert line.endswith("| at least 10 x | 6 / 6 x | no | 15 / 7.5 x |")

@@ -122,7 +122,9 @@ def test_cpu_linear():
         schemes=("vq-4", "aqlm-2"), shapes=((256, 256),), rounds=1, threads=(1,)
     )
     rows = {row["name"]: row for row in results["rows"]}
-    assert set(rows) - {"read", "aqlm"} == {"int4", "bf16", "fp32", "vq-4", "aqlm-2"}
+    peers = {"int4", "bf16", "fp32", "arithmetic"}
+    assert set(rows) - {"read", "aqlm"} == {"vq-4", "aqlm-2"} | peers
+    assert "arithmetic" not in cpu_tables.linear(results["rows"])
     assert set(rows["vq-4"]["speedup"]) == {"int4", "bf16", "fp32"} and rows["vq-4"]["us"] > 0
     assert all(isinstance(rows[name]["us_cached"], float) for name in ("vq-4", "aqlm-2"))
     if native.load() is not None:
@@ -137,10 +139,13 @@ def test_cpu_attention(monkeypatch):
     monkeypatch.setattr(cpu_attention, "_onnxruntime_step", lambda *sizes: None)
     monkeypatch.setattr(cpu_attention, "CHUNK_SCHEMES", ("nomad-4",))
     _, results = cpu_attention.run(
-        schemes=("u4",), context=512, groups=(1, 2), chunks=(3,), threads=(1,), rounds=1
+        schemes=("u4",), context=512, groups=(1, 2), chunks=(3,), threads=(1, 2), rounds=1
     )
     rows = {}
-    for row in results["rows"]:
+    both = [row for row in results["rows"] if row["threads"] == 2]
+    assert {row["name"] for row in both} == {"u4", "read", "arithmetic"}
+    assert all(row["scaling"] > 0 for row in both)
+    for row in (row for row in results["rows"] if row["threads"] == 1):
         rows.setdefault(row["what"], {})[row["name"]] = row
         assert row["us"] > 0
     assert set(rows) == {"scores", "step", "prefill", "append", "append keys"}
@@ -149,6 +154,9 @@ def test_cpu_attention(monkeypatch):
     for name in coded:
         row = rows["scores"][name]
         assert row["of_bandwidth"] > 0 and {"torch K q", "PQ fp32 tables"} <= set(row["speedup"])
+        assert isinstance(row["us_cached"], float) and not any(
+            "cached" in x for x in row["speedup"]
+        )
     assert "nomad-4" not in rows["step"] and rows["step"]["u4"]["queries"] == 1
     assert "torch SDPA fp32" in rows["prefill"]["nomad-4"]["speedup"]
     assert rows["prefill"]["nomad-4"]["queries"] == 3
@@ -192,10 +200,27 @@ def test_cpu_generate(monkeypatch):
     )
     _, results = cpu_generate.run(contexts=(0, 80), kv_heads=(2,), rounds=1)
     names = [row["name"] for row in results["rows"]]
-    assert names == ["vq-4 + u4", "bf16 sdpa", "bf16 eager"] * 2
+    assert names == [*cpu_generate.OURS, "bf16 sdpa", "bf16 eager"] * 2
     assert all(row["ms"] > 0 for row in results["rows"])
+    (first, second) = (row for row in results["rows"] if row["name"] == "vq-4 + u4")
+    assert first["ms_layers"] > 0 and first["ms_rest"] > 0 and "ms_rest" not in second
+    assert "| - its linear layers alone |" in cpu_tables.generate(results["rows"])
     without, cached = (row["bytes"] for row in results["rows"] if row["name"] == names[0])
     assert cached - without == 2 * 2 * 80 * (32 // 2 + 2), "two sides and heads, bytes and a scale"
+
+
+def test_layers_that_do_nothing_do_it_for_a_while():
+    model = random_llama.random_llama(tiny_llama(2, 64), torch.float32, "vq-4")
+    ids = torch.tensor([[1, 2, 3]])
+    before = model(ids).logits
+    with cpu_generate._idle_layers():
+        assert not model(ids).logits.any()
+    torch.testing.assert_close(model(ids).logits, before)
+
+
+def test_extrapolated():
+    seconds = {"few": [4.0, 3.0, 9.0], "more": [5.0, 8.0]}
+    assert timing.extrapolated(seconds, ("few", 10), ("more", 20), 50) == 3.0 + 4 * 2.0
 
 
 def tiny_llama(kv_heads, length):
