@@ -53,7 +53,7 @@ class SecondPass:
         self.prefill_only, self.expert = prefill_only, expert
         self._module: weakref.ref[Any] | None = None
         self._pool: Slots | None = None  # lives as long as one of its layers
-        self._pinned: tuple[int, ...] = ()  # where, so that nobody has to ask at every call
+        self._pinned: list[int] = []  # where, so that nobody has to ask at every call
         self._experts: dict[tuple[str, int], SecondPass] = {}
 
     def __deepcopy__(self, memo: Any) -> SecondPass:
@@ -82,36 +82,39 @@ class SecondPass:
             module: that owns them.
             x: its input.
         """
-        tensors, keys = self._read(module)
-        if not keys:
+        tensors = self._tensors(module)
+        away = self._away(module, tensors)
+        if not away:
             yield tensors
             return
         device = tensors["codes"].device
         pool = self._bind(module, device)
-        if torch.is_grad_enabled() and x.requires_grad:
+        if x.requires_grad and torch.is_grad_enabled():
             # Kept for the backward pass, when a slot has other bytes.
-            yield {**tensors, **{key: tensors[key].to(device) for key in keys}}
+            yield {**tensors, **{key: tensor.to(device) for key, tensor in away.items()}}
             return
-        away = [tensors[key] for key in keys]
-        with pool.lent(self, away, ordered=self.expert is None) as here:
-            yield {**tensors, **dict(zip(keys, here, strict=True))}
-
-    def _read(self, module: Any) -> tuple[dict[str, Tensor], list[str]]:
-        """The stored tensors by key, and which of them have to be copied before something computes
-        with them on the device of the codes: for a GPU, they are in pinned memory from then on."""
-        tensors = self._tensors(module)
-        device = tensors["codes"].device
-        keys = [key for key in OFFLOADED if key in tensors and is_away(tensors[key], device)]
-        known = self._pinned == tuple(tensors[key].data_ptr() for key in keys)
-        if device.type == "cuda" and not known:
-            pin(module)
-            tensors = self._tensors(module)
-            self._pinned = tuple(tensors[key].data_ptr() for key in keys)
-        return tensors, keys
+        with pool.lent(self, list(away.values()), ordered=self.expert is None) as here:
+            yield {**tensors, **dict(zip(away, here, strict=True))}
 
     def _tensors(self, module: Any) -> dict[str, Tensor]:
         found: dict[str, Tensor] = module.tensors(*(self.expert or ()))
         return found
+
+    def _away(self, module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those that have to be copied before something computes with them on the device of the
+        codes: for a GPU, they are in pinned memory from then on."""
+        device = tensors["codes"].device
+        away = {
+            key: tensors[key]
+            for key in OFFLOADED
+            if key in tensors and is_away(tensors[key], device)
+        }
+        if device.type == "cuda" and self._pinned != [t.data_ptr() for t in away.values()]:
+            pin(module)
+            tensors.update(self._tensors(module))
+            away = {key: tensors[key] for key in away}
+            self._pinned = [tensor.data_ptr() for tensor in away.values()]
+        return away
 
     def _bind(self, module: Any, device: torch.device) -> Slots:
         """Serve a layer on a device: its slots."""
@@ -126,11 +129,11 @@ class SecondPass:
         module = None if self._module is None else self._module()
         if module is None or self.expert is not None:
             return None
-        tensors, keys = self._read(module)
+        tensors = self._tensors(module)
         codes = tensors["codes"]
         if codes.is_meta or _pools.get(codes.device) is not self._pool:
             return None
-        return [tensors[key] for key in keys] or None
+        return list(self._away(module, tensors).values()) or None
 
 
 def is_away(tensor: Tensor, device: torch.device) -> bool:

@@ -29,7 +29,6 @@ from torch import Tensor
 from ..errors import VQBackendError
 
 _ALIGNED = 256  # bytes at which a tensor begins
-_NOBODY: tuple[Callable[[], None], bool] = (lambda: None), False
 
 
 class Transfer(Protocol):
@@ -110,29 +109,50 @@ class Owner(Protocol):
         """The tensors to copy; None where it needs none now."""
 
 
-@dataclass(eq=False)
 class _Source:
     """A tensor as it was when it was copied; experts are parts of one that lives longer."""
 
-    whole: weakref.ref[Tensor]
-    facts: Hashable
+    __slots__ = ("facts", "whole")
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Source:
+    def __init__(self, tensor: Tensor) -> None:
+        self.whole = weakref.ref(tensor if tensor._base is None else tensor._base)
+        self.facts = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether it is the same tensor, and nobody has written to it."""
+        if tensor.is_inference():  # its writes are not counted
+            return False
         whole = tensor if tensor._base is None else tensor._base
-        facts = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape
-        return cls(weakref.ref(whole), facts)
+        now = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape
+        return self.whole() is whole and self.facts == now
 
-    def is_as(self, other: _Source) -> bool:
-        """The same tensor, and nobody has written to it."""
-        return self.whole() is other.whole() is not None and self.facts == other.facts
+
+class _Layer:
+    """An owner that asked, or that is expected to; everything is asked at every call, so these are
+    attributes, found once by the owner."""
+
+    __slots__ = ("__weakref__", "follower", "owner", "place", "sure")
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = weakref.ref(owner)
+        self.place: _Place | None = None
+        self.follower: Callable[[], _Layer | None] = _nobody  # who asked after it
+        self.sure = True  # that was so each time
+
+    def precedes(self, other: _Layer, sure: bool) -> None:
+        """Keep who asks after it."""
+        self.follower, self.sure = weakref.ref(other), sure
+
+
+def _nobody() -> None:
+    return None
 
 
 @dataclass(eq=False)
 class _Place:
     """Bytes `start` to `end` of the memory, and whose tensors they are."""
 
-    owner: Callable[[], Owner | None]
+    layer: _Layer
     memory: Tensor
     start: int
     end: int
@@ -160,13 +180,10 @@ class Slots:
         self._memory: Tensor | None = None
         self._at = 0  # where the last place ends
         self._places: list[_Place] = []
-        self._of: weakref.WeakKeyDictionary[Owner, _Place] = weakref.WeakKeyDictionary()
+        self._layers: weakref.WeakKeyDictionary[Owner, _Layer] = weakref.WeakKeyDictionary()
         self._coming: list[_Place] = []  # expected after the layer that asked last
         self._lock = threading.RLock()
-        self._last: Callable[[], Owner | None] = lambda: None
-        # owner -> who asked after it, and whether that was so each time
-        self._next: weakref.WeakKeyDictionary[Owner, tuple[weakref.ref[Owner], bool]]
-        self._next = weakref.WeakKeyDictionary()
+        self._last: Callable[[], _Layer | None] = _nobody
 
     @property
     def nbytes(self) -> int:
@@ -175,8 +192,9 @@ class Slots:
 
     def expect(self, owners: Sequence[Owner]) -> None:
         """The order in which layers are likely to ask, until they ask in another one."""
-        for one, other in zip(owners, [*owners[1:], owners[0]], strict=True):
-            self._next[one] = (weakref.ref(other), True)
+        layers = [self._layer(owner) for owner in owners]
+        for one, other in zip(layers, [*layers[1:], layers[0]], strict=True):
+            one.precedes(other, True)
 
     @contextmanager
     def lent(
@@ -193,18 +211,18 @@ class Slots:
         """
         self.transfer.check()
         with self._lock:
-            now = _sources(sources)
-            place = self._of.get(owner)
-            if place is not None and _are_as(place.copied, now):
+            layer = self._layer(owner)
+            place = layer.place
+            if place is not None and _are_still(place.copied, sources):
                 self.hits += 1
             else:
                 self.misses += 1
-                place = self._fill(owner, sources, now)
+                place = self._fill(layer, sources)
             place.lent += 1
             try:
                 if ordered:
-                    self._learn(owner)
-                    self._copy_ahead(owner, place)
+                    self._learn(layer)
+                    self._copy_ahead(layer, place)
                 self.transfer.wait(place.ready)
                 yield place.views
             finally:
@@ -212,94 +230,104 @@ class Slots:
                 stream, event = self.transfer.mark(place.memory)
                 place.used[stream] = event
 
-    def _fill(self, owner: Owner, sources: Sequence[Tensor], now: list[_Source] | None) -> _Place:
+    def _layer(self, owner: Owner) -> _Layer:
+        layer = self._layers.get(owner)
+        if layer is None:
+            layer = self._layers[owner] = _Layer(owner)
+        return layer
+
+    def _fill(self, layer: _Layer, sources: Sequence[Tensor]) -> _Place:
         """Copy what is asked for: over nothing that is expected, if there is another place."""
         nbytes = sum(map(_room_of, sources))
         if nbytes > self._slot:
             memory = self.transfer.empty(2 * nbytes)  # or an error, and nothing is another
             self._memory, self._slot, self._at = memory, nbytes, 0
             self._places, self._coming = [], []
-            self._of.clear()
+            for one in self._layers.values():
+                one.place = None
         at = self._room(nbytes, self._coming)
         if at is None:
             at = self._room(nbytes, [])
         if at is None:  # all is lent
-            return self._copy(owner, self.transfer.empty(nbytes), 0, sources, now, [])
-        return self._copy_to(at, nbytes, owner, sources, now)
+            return self._copy(layer, self.transfer.empty(nbytes), 0, sources, [])
+        return self._copy_to(at, nbytes, layer, sources)
 
     def _room(self, nbytes: int, kept: list[_Place]) -> int | None:
         """Where so many bytes of one slot begin that are not lent and not kept: after what was
         copied last, or before it."""
         assert self._memory is not None
         for at in (self._at, 0):
-            while at + nbytes <= self._memory.numel():
+            while at + nbytes <= 2 * self._slot:
                 if at < self._slot < at + nbytes:
                     at = self._slot
-                end = at + nbytes
-                met = (p for p in self._places if p.start < end and at < p.end)
-                after = max((p.end for p in met if p.lent or p in kept), default=None)
-                if after is None:
+                after, end = 0, at + nbytes
+                for one in self._places:
+                    if one.start < end and at < one.end and (one.lent or one in kept):
+                        after = max(after, one.end)
+                if not after:
                     return at
                 at = after
         return None
 
-    def _copy_to(
-        self,
-        at: int,
-        nbytes: int,
-        owner: Owner,
-        sources: Sequence[Tensor],
-        now: list[_Source] | None,
-    ) -> _Place:
+    def _copy_to(self, at: int, nbytes: int, layer: _Layer, sources: Sequence[Tensor]) -> _Place:
         """Copy tensors over the places that lie there."""
         assert self._memory is not None
-        over = [p for p in self._places if p.start < at + nbytes and at < p.end]
-        for one in over:
-            one.copied = None  # nobody's, should anything fail from here on
-        used = [event for one in over for event in one.used.values()]
-        place = self._of[owner] = self._copy(owner, self._memory, at, sources, now, used)
-        self._places = [*(p for p in self._places if p not in over), place]
+        others: list[_Place] = []
+        used: list[Any] = []
+        for one in self._places:
+            if one.start < at + nbytes and at < one.end:
+                one.copied = None  # nobody's, should anything fail from here on
+                used += one.used.values()
+            else:
+                others.append(one)
+        place = layer.place = self._copy(layer, self._memory, at, sources, used)
+        self._places = [*others, place]
         self._at = place.end
         return place
 
     def _copy(
         self,
-        owner: Owner,
+        layer: _Layer,
         memory: Tensor,
         start: int,
         sources: Sequence[Tensor],
-        now: list[_Source] | None,
         after: Sequence[Any],
     ) -> _Place:
-        views, end = [], start
+        pairs, end = [], start
+        copied: list[_Source] | None = []
         for source in sources:
-            part = memory[end : end + source.nbytes]
-            views.append(part.view(source.dtype).view(source.shape))
+            pairs.append((_place_of(source, memory, end), source))
             end += _room_of(source)
-        ready = self.transfer.copy(list(zip(views, sources, strict=True)), after)
-        return _Place(weakref.ref(owner), memory, start, end, views, now, ready)
+            if source.is_inference():
+                copied = None
+            elif copied is not None:
+                copied.append(_Source(source))
+        ready = self.transfer.copy(pairs, after)
+        return _Place(layer, memory, start, end, [to for to, _ in pairs], copied, ready)
 
-    def _learn(self, owner: Owner) -> None:
+    def _learn(self, layer: _Layer) -> None:
         """Who asks after whom."""
-        last, self._last = self._last(), weakref.ref(owner)
-        if last is not None and last is not owner:
-            known = self._next.get(last)
-            self._next[last] = (weakref.ref(owner), known is None or known[0]() is owner)
+        last, self._last = self._last(), weakref.ref(layer)
+        if last is not None and last is not layer:
+            known = last.follower()
+            if known is not layer:
+                last.precedes(layer, last.follower is _nobody)
+            else:
+                last.sure = True
 
-    def _copy_ahead(self, owner: Owner, place: _Place) -> None:
+    def _copy_ahead(self, layer: _Layer, place: _Place) -> None:
         """Copy for those that are sure to come next, as many as a slot holds."""
         if self._coming and self._coming[0] is place:
             del self._coming[0]
         else:
             self._coming = []
-        left = self._slot - sum(one.end - one.start for one in self._coming)
-        last: Owner | None = self._coming[-1].owner() if self._coming else owner
-        while last is not None:
-            follower, sure = self._next.get(last, _NOBODY)
-            coming = follower() if sure else None
-            if coming is None or coming is owner:
+        left, last = self._slot, layer
+        for one in self._coming:
+            left, last = left - (one.end - one.start), one.layer
+        while (coming := last.follower() if last.sure else None) is not None:
+            if coming is layer:
                 return
-            known = self._of.get(coming)
+            known = coming.place
             if known is not None and known.end - known.start > left:
                 return
             if known is None or known.copied is None:
@@ -309,33 +337,30 @@ class Slots:
             self._coming.append(known)
             left, last = left - (known.end - known.start), coming
 
-    def _ahead(self, owner: Owner, most: int) -> _Place | None:
+    def _ahead(self, layer: _Layer, most: int) -> _Place | None:
         """Copy for a layer that did not ask yet, if that is possible and takes no more bytes."""
-        sources = owner.sources()
-        now = None if sources is None else _sources(sources)
-        if sources is None or now is None:
+        owner = layer.owner()
+        sources = None if owner is None else owner.sources()
+        if sources is None or any(source.is_inference() for source in sources):
             return None
         nbytes = sum(map(_room_of, sources))
         at = self._room(nbytes, self._coming) if nbytes <= most else None
-        return None if at is None else self._copy_to(at, nbytes, owner, sources, now)
+        return None if at is None else self._copy_to(at, nbytes, layer, sources)
 
 
-def _sources(tensors: Sequence[Tensor]) -> list[_Source] | None:
-    """What a place with copies of them is compared with; None of tensors made in inference mode,
-    where writes are not counted."""
-    found = []
-    for tensor in tensors:
-        if tensor.is_inference():
-            return None
-        found.append(_Source.of(tensor))
-    return found
-
-
-def _are_as(copied: list[_Source] | None, now: list[_Source] | None) -> bool:
+def _are_still(copied: list[_Source] | None, sources: Sequence[Tensor]) -> bool:
     """Whether what was copied are these tensors, as they are."""
-    if copied is None or now is None or len(copied) != len(now):
+    if copied is None or len(copied) != len(sources):
         return False
-    return all(map(_Source.is_as, copied, now))
+    return all(map(_Source.is_still, copied, sources))
+
+
+def _place_of(source: Tensor, memory: Tensor, start: int) -> Tensor:
+    """Room for a tensor from byte `start` of the memory on: one view, since each takes longer than
+    all that is compared."""
+    words = memory if source.dtype == memory.dtype else memory.view(source.dtype)
+    strides = source.contiguous().stride()
+    return words.as_strided(source.shape, strides, start // source.itemsize)
 
 
 def _room_of(source: Tensor) -> int:
