@@ -82,7 +82,7 @@ def _rotate(
             byte = tl.load(signs + (source >> 3), mask=here, other=0).to(tl.int32)
             odd ^= (byte >> (source & 7))[:, None]
         hadamard = 1.0 - 2.0 * (odd & 1)
-        if BLOCK < max(PART, TILE):
+        if max(PART, TILE) > BLOCK:
             same_block = (source // BLOCK)[:, None] == (column // BLOCK)[None, :]
             hadamard = tl.where(same_block, hadamard, 0.0)
         total = tl.dot(part, hadamard.to(part.dtype), total, input_precision="ieee")
@@ -134,7 +134,7 @@ def _words(
 @triton.jit
 def _field(word: tl.tensor, AT: tl.constexpr, BITS: tl.constexpr, UP: tl.constexpr) -> tl.tensor:
     # BITS bits from bit AT on, times 2^UP.
-    if AT >= UP:
+    if AT >= UP:  # noqa: SIM108, both sides of an expression would be compiled
         moved = word >> (AT - UP)
     else:
         moved = word << (UP - AT)
@@ -204,9 +204,8 @@ def _weights(
 @triton.jit
 def _rounded(entry: tl.tensor, VECTOR: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
     # The halves of entries in another 16-bit dtype.
-    if DTYPE == tl.float16 or DTYPE == tl.float32:
-        found = entry
-    else:
+    found = entry
+    if DTYPE == tl.bfloat16:  # noqa: SIM300, the constant is on the right
         found = entry * 0
         for k in tl.static_range(VECTOR):
             half = (entry >> (16 * k)).to(tl.int16).to(tl.float16, bitcast=True)
@@ -295,7 +294,8 @@ def _multiply(
             flat = tl.gather(table, tl.reshape(index, [BLOCK_ROWS * UNITS * CODES]), 0)
             entry = tl.reshape(flat, [BLOCK_ROWS, UNITS * CODES])
         else:
-            entry = _rounded(tl.load(codebook + index), VECTOR, dtype)  # any code is one of an entry
+            entry = tl.load(codebook + index)  # any code is that of an entry
+            entry = _rounded(entry, VECTOR, dtype)
         weight = tl.reshape(
             _weights(entry, 0, 1, VECTOR),
             [BLOCK_ROWS // (16 * WARPS), 2, WARPS, 8, 4, STEP // 16, 2, 2],
