@@ -33,7 +33,7 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
     numbers = dict.fromkeys(names, "i32")
     tensors = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "scale": "*fp16", "signs": "*u8"}
     signature = numbers | tensors | {"codes": "*u8", "codebook": "*i32", "norm": "fp32"}
-    rotation = {"BLOCK": 128, "TILE": 64, "BLOCK_TOKENS": 16}
+    rotation = {"BLOCK": 128, "TILE": 32, "PART": 128, "STEP": 128, "BLOCK_TOKENS": 16}
     product = {"CODES": 2, "VECTOR": 2, "BITS": 12, "SECOND_BITS": 0, "TABLE": False, "STEP": 128,
                "WHOLE": False, "BLOCK_TOKENS": 16, "second": None}  # fmt: skip
     nested = product | {"CODES": 8, "VECTOR": 1, "BITS": 4, "SECOND_BITS": 4, "TABLE": True}
