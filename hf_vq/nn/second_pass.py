@@ -6,8 +6,8 @@
     absent         nowhere: the first pass alone is the layer
 
 With `offload` the same kernel computes on the same bytes as with `resident`: equal results. Copies
-may still wait in a queue when a forward has returned, so whoever writes to offloaded tensors, as
-`load_state_dict` does, calls `torch.cuda.synchronize()` before.
+may still wait in a queue when a forward has returned: `load_state_dict` waits for them, and whoever
+else writes to offloaded tensors calls `torch.cuda.synchronize()` before.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ def pool_of(device: torch.device) -> Slots:
     if pool is None:
         pool = _pools[device] = Slots(transfer_to(device))
     return pool
+
+
+def finish_copies() -> None:
+    """Return when no copy waits in a queue any more: then pinned memory may be written to."""
+    for pool in list(_pools.values()):
+        pool.transfer.finish()
 
 
 class SecondPass:

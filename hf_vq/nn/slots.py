@@ -50,6 +50,9 @@ class Transfer(Protocol):
     def mark(self, memory: Tensor) -> tuple[Hashable, Any]:
         """The stream that computes on `memory` now, and the event of all that it was given."""
 
+    def finish(self) -> None:
+        """Return when all copies were made."""
+
 
 class CudaTransfer:
     """Copies on a stream of their own.
@@ -97,6 +100,10 @@ class CudaTransfer:
         stream = self._current()
         memory.record_stream(stream)
         return stream.stream_id, stream.record_event()
+
+    def finish(self) -> None:
+        """Wait for the stream of the copies."""
+        self.stream.synchronize()
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device.index)
