@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -40,15 +40,16 @@ class Transfer(Protocol):
     def empty(self, nbytes: int) -> Tensor:
         """Memory of the device, uint8."""
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any]) -> Any:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any], old: Any) -> Any:
         """Copy (to, from) beside what computes, after some events and all copies before; the event
-        of its end."""
+        of its end, which may be one of an `old` copy that nobody will wait for, or None."""
 
     def wait(self, event: Any) -> None:
         """Have what is computed from now on wait for an event."""
 
-    def mark(self, memory: Tensor) -> tuple[Hashable, Any]:
-        """The stream that computes on `memory` now, and the event of all that it was given."""
+    def mark(self, memory: Tensor, used: dict[Hashable, Any]) -> None:
+        """Note in `used`, by stream, the event of all that the one that computes now was given,
+        instead of an earlier one."""
 
     def finish(self) -> None:
         """Return when all copies were made."""
@@ -82,24 +83,32 @@ class CudaTransfer:
         self.stream.wait_event(self._current().record_event())
         return memory
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any]) -> Any:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any], old: Any) -> Any:
         """Copies from pinned memory."""
         for event in after:
             self.stream.wait_event(event)
         with self.stream:
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-        return self.stream.record_event()
+        return self._recorded(self.stream, old)
 
     def wait(self, event: Any) -> None:
         """Of the current stream."""
         self._current().wait_event(event)
 
-    def mark(self, memory: Tensor) -> tuple[Hashable, Any]:
-        """The current stream."""
+    def mark(self, memory: Tensor, used: dict[Hashable, Any]) -> None:
+        """Of the current stream."""
         stream = self._current()
         memory.record_stream(stream)
-        return stream.stream_id, stream.record_event()
+        number = stream.stream_id
+        used[number] = self._recorded(stream, used.get(number))
+
+    def _recorded(self, stream: torch.Stream, old: torch.Event | None) -> torch.Event:
+        """An event now; to make one takes longer than to record one again."""
+        if old is None:
+            return stream.record_event()
+        old.record(stream)
+        return old
 
     def finish(self) -> None:
         """Wait for the stream of the copies."""
@@ -166,7 +175,7 @@ class _Place:
     views: list[Tensor]
     copied: list[_Source] | None  # None: what nobody can compare
     ready: Any
-    used: dict[Hashable, Any] = field(default_factory=dict)  # stream -> its last event here
+    used: dict[Hashable, Any]  # stream -> its last event here
     lent: int = 0
 
 
@@ -234,8 +243,7 @@ class Slots:
                 yield place.views
             finally:
                 place.lent -= 1
-                stream, event = self.transfer.mark(place.memory)
-                place.used[stream] = event
+                self.transfer.mark(place.memory, place.used)
 
     def _layer(self, owner: Owner) -> _Layer:
         layer = self._layers.get(owner)
@@ -280,14 +288,12 @@ class Slots:
         """Copy tensors over the places that lie there."""
         assert self._memory is not None
         others: list[_Place] = []
-        used: list[Any] = []
+        over: list[_Place] = []
         for one in self._places:
-            if one.start < at + nbytes and at < one.end:
-                one.copied = None  # nobody's, should anything fail from here on
-                used += one.used.values()
-            else:
-                others.append(one)
-        place = layer.place = self._copy(layer, self._memory, at, sources, used)
+            (over if one.start < at + nbytes and at < one.end else others).append(one)
+        for one in over:
+            one.copied = None  # nobody's, should anything fail from here on
+        place = layer.place = self._copy(layer, self._memory, at, sources, over)
         self._places = [*others, place]
         self._at = place.end
         return place
@@ -298,8 +304,9 @@ class Slots:
         memory: Tensor,
         start: int,
         sources: Sequence[Tensor],
-        after: Sequence[Any],
+        over: Sequence[_Place],
     ) -> _Place:
+        """Copy over places, whose events are recorded again from then on."""
         pairs, end = [], start
         copied: list[_Source] | None = []
         for source in sources:
@@ -309,8 +316,13 @@ class Slots:
                 copied = None
             elif copied is not None:
                 copied.append(_Source(source))
-        ready = self.transfer.copy(pairs, after)
-        return _Place(layer, memory, start, end, [to for to, _ in pairs], copied, ready)
+        used: dict[Hashable, Any] = {}
+        after: list[Any] = []
+        for one in over:
+            after += one.used.values()
+            used |= one.used
+        ready = self.transfer.copy(pairs, after, over[0].ready if over else None)
+        return _Place(layer, memory, start, end, [to for to, _ in pairs], copied, ready, used)
 
     def _learn(self, layer: _Layer) -> None:
         """Who asks after whom."""

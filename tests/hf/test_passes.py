@@ -39,7 +39,7 @@ class Immediate:
     def empty(self, nbytes):
         return torch.full((nbytes,), 255, dtype=torch.uint8)
 
-    def copy(self, pairs, after):
+    def copy(self, pairs, after, old):
         for to, source in pairs:
             to.copy_(source)
             self.copied += source.nbytes
@@ -47,8 +47,8 @@ class Immediate:
     def wait(self, event):
         pass
 
-    def mark(self, memory):
-        return "the stream", None
+    def mark(self, memory, used):
+        pass
 
     def finish(self):
         pass

@@ -29,7 +29,7 @@ class Simulated:
     def empty(self, nbytes):
         return torch.full((nbytes,), 255, dtype=torch.uint8)
 
-    def copy(self, pairs, after):
+    def copy(self, pairs, after, old):
         event, stream = Event(), self.streams["copy"]
         stream.extend(("wait", one) for one in after)
         stream.extend(
@@ -42,10 +42,9 @@ class Simulated:
     def wait(self, event):
         self.streams[self.current].append(("wait", event))
 
-    def mark(self, memory):
-        event = Event()
+    def mark(self, memory, used):
+        event = used[self.current] = Event()
         self.streams[self.current].append(("record", event))
-        return self.current, event
 
     def compute(self, work):
         """Launch `work` on the current stream."""
@@ -220,7 +219,7 @@ def test_a_copy_that_fails_is_not_taken_for_one(monkeypatch):
     run.call(first)
     good = run.device.copy
 
-    def fails(pairs, after):
+    def fails(pairs, after, old):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(run.device, "copy", fails)
@@ -358,7 +357,7 @@ def test_the_simulation_finds_missing_events():
             else:
                 done = Event()
                 done.done = True
-                run.device.mark = lambda memory, done=done: ("a", done)
+                run.device.mark = lambda memory, used, done=done: used.update(a=done)
             for layer in run.layers * 4:
                 run.call(layer)
             run.device.finish()
