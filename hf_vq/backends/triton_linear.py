@@ -32,11 +32,12 @@ from .triton import codes_of_unit, step
 _ENTRIES = {1: torch.int16, 2: torch.int32, 4: torch.int64}
 _WORDS = {16: torch.int16, 32: torch.int32}
 _PROGRAMS = 1024  # enough to fill a large GPU
-_ROWS, _FEWEST_ROWS = 64, 32  # of a tile, about, and of the smallest
+_ROWS = 64  # of a tile, about
 _STEPS = 4  # of a row, that a program does at least
 _TILE, _WIDEST_ROTATION = 32, 128  # outputs of a program of the rotation, inputs of one product
 _SMALLEST_DOT = 16
 _LARGEST_TABLE = 8  # bits of a code
+_ADDED = 512  # numbers of a program
 
 
 @triton.jit
@@ -48,8 +49,6 @@ def _rotate(
     in_features: tl.tensor,
     width: tl.tensor,
     norm: tl.tensor,
-    done: tl.tensor,
-    tiles: tl.tensor,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     PART: tl.constexpr,
@@ -93,11 +92,6 @@ def _rotate(
         (total * norm).to(out.dtype.element_ty),
         mask=token_here & (column < in_features)[None, :],
     )
-    if done is not None:  # `_multiply` counts from zero
-        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        for start in range(program * TILE, tiles, tl.num_programs(0) * tl.num_programs(1) * TILE):
-            at = start + tl.arange(0, TILE)
-            tl.store(done + at, at * 0, mask=at < tiles)
 
 
 @triton.jit
@@ -225,8 +219,6 @@ def _rounded(entry: tl.tensor, VECTOR: tl.constexpr, DTYPE: tl.constexpr) -> tl.
 @triton.jit
 def _multiply(
     out: tl.tensor,
-    parts: tl.tensor,
-    done: tl.tensor,
     x: tl.tensor,
     codes: tl.tensor,
     second: tl.tensor,
@@ -252,14 +244,13 @@ def _multiply(
     WARPS: tl.constexpr,
     COPIES: tl.constexpr,
 ) -> None:
-    # out[t, n] = y[t, n] (see the module), the sum of parts[s, t, n] where rows are split
+    # out[s, t, n] = the part s of the sum for y[t, n] (see the module)
     #
     # A program: BLOCK_TOKENS tokens x BLOCK_ROWS rows x `steps` times STEP weights of a row. Those
     # of the same rows follow each other, so that only the first reads its codes from DRAM. Bound
     # by lookups: in shared memory, where Triton writes the table anew for every step, 2^COPIES
     # times, and eight rows, which eight threads of a warp have, read copies of their own; a large
-    # table is looked up in L1, which is slower. Of programs that share rows, the last one adds
-    # their parts, always in the same order.
+    # table is looked up in L1, which is slower.
     WEIGHTS: tl.constexpr = CODES * VECTOR  # of a unit
     UNITS: tl.constexpr = STEP // WEIGHTS
     INDEX: tl.constexpr = BITS + SECOND_BITS
@@ -321,25 +312,27 @@ def _multiply(
         factor = tl.load(scale_rows + i * STEP // group, mask=out_here, other=0.0)
         total += part * factor.to(tl.float32)[:, None]
 
-    at = token[None, :] * rows + out_row[:, None]
-    here = out_here[:, None] & token_here[None, :]
-    last_one = True
-    if parts is not None:
-        numel = tokens.to(tl.int64) * rows
-        tl.store(parts + split * numel + at, total, mask=here)
-        tl.debug_barrier()  # all threads have stored
-        tile = done + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        last_one = tl.atomic_add(tile, 1) == tl.num_programs(2) - 1
-    if last_one:
-        if parts is not None:
-            total = tl.full([BLOCK_ROWS, BLOCK_TOKENS], 0.0, tl.float32)
-            for s in range(tl.num_programs(2)):
-                # Not from L1, which does not know what others stored.
-                total += tl.load(parts + s * numel + at, mask=here, other=0.0, cache_modifier=".cg")
-            tl.store(tile, 0)  # for the next launch
-        if bias is not None:
-            total += tl.load(bias + out_row, mask=out_here, other=0.0).to(tl.float32)[:, None]
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=here)
+    if bias is not None:
+        added = tl.load(bias + out_row, mask=out_here, other=0.0).to(tl.float32)
+        total += tl.where(split == 0, added, 0.0)[:, None]
+    first_out = out + split.to(tl.int64) * tokens * rows
+    tl.store(
+        first_out + token[None, :] * rows + out_row[:, None],
+        total.to(out.dtype.element_ty),
+        mask=out_here[:, None] & token_here[None, :],
+    )
+
+
+@triton.jit
+def _add(
+    out: tl.tensor, parts: tl.tensor, numel: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    # out[i] = sum_s parts[s, i], always in this order
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for s in range(splits):
+        total += tl.load(parts + s * numel + at, mask=at < numel, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < numel)
 
 
 def _configs() -> list[triton.Config]:
@@ -400,16 +393,13 @@ def linear(
     first = _words_of(codes, together * scheme.entry_bits)
     lower = None if second is None else _words_of(second, together * scheme.second_bits)
     with torch.accelerator.device_index(x.device.index):
-        parts = done = None
+        inputs = _rotated(inputs, rotation, scheme, a_step)
+        out = y.view(1, tokens, rows)
         if splits > 1:
-            parts = x.new_empty(splits, tokens, rows, dtype=torch.float32)
-            done = x.new_empty(tiles[0] * triton.cdiv(rows, _FEWEST_ROWS), dtype=torch.int32)
-        inputs = _rotated(inputs, rotation, scheme, a_step, done)
+            out = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
         with _tuning:
             _tuned[lambda meta: (tiles[0], triton.cdiv(rows, meta["BLOCK_ROWS"]), splits)](
-                y,
-                parts,
-                done,
+                out,
                 inputs,
                 first,
                 lower,
@@ -432,6 +422,8 @@ def linear(
                 WHOLE=in_features % a_step == 0,
                 BLOCK_TOKENS=block_tokens,
             )
+        if splits > 1:
+            _add[(triton.cdiv(y.numel(), _ADDED),)](y, out, y.numel(), splits, BLOCK=_ADDED)
     return y
 
 
@@ -492,11 +484,9 @@ def _integers(codebook: Tensor, scheme: VQScheme) -> Tensor:
     return codebook.view(_ENTRIES[scheme.vector_size])
 
 
-def _rotated(
-    x: Tensor, rotation: Tensor | None, scheme: VQScheme, a_step: int, done: Tensor | None
-) -> Tensor:
+def _rotated(x: Tensor, rotation: Tensor | None, scheme: VQScheme, a_step: int) -> Tensor:
     """x [tokens, in_features], rotated, each step's columns at the places of `_multiply`: [tokens,
-    whole steps]; and zeros in `done`."""
+    whole steps]."""
     tokens, in_features = x.shape
     block = scheme.block(in_features) if scheme.rotation != "none" else 1
     width = triton.cdiv(in_features, a_step) * a_step
@@ -509,8 +499,6 @@ def _rotated(
         in_features,
         width,
         block**-0.5,
-        done,
-        0 if done is None else done.numel(),
         BLOCK=block,
         TILE=_TILE,
         PART=min(max(block, _TILE), _WIDEST_ROTATION),

@@ -29,18 +29,17 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
     from hf_vq.backends import triton_linear
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    names = ("tokens", "rows", "in_features", "width", "second_width", "group", "steps", "tiles")
+    names = ("tokens", "rows", "in_features", "width", "second_width", "group", "steps")
     numbers = dict.fromkeys(names, "i32")
     tensors = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "scale": "*fp16", "signs": "*u8"}
-    tensors |= {"parts": "*fp32", "done": "*i32"}
     signature = numbers | tensors | {"codes": "*u8", "codebook": "*i32", "norm": "fp32"}
     rotation = {"BLOCK": 128, "TILE": 32, "PART": 128, "STEP": 128, "BLOCK_TOKENS": 16}
     product = {"CODES": 2, "VECTOR": 2, "BITS": 12, "SECOND_BITS": 0, "TABLE": False, "STEP": 128,
                "WHOLE": False, "BLOCK_TOKENS": 16}  # fmt: skip
-    product |= dict.fromkeys(("second", "parts", "done"))
+    product["second"] = None
     nested = product | {"CODES": 8, "VECTOR": 1, "BITS": 4, "SECOND_BITS": 4, "TABLE": True}
     nested["WHOLE"] = True
-    del nested["second"], nested["parts"], nested["done"]  # rows are split
+    del nested["second"]
     words = {"codes": "*i32", "second": "*i32", "codebook": "*i16"}
     config = triton_linear._configs()[0]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
