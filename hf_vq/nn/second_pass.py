@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .slots import CudaTransfer, Slots, Transfer
+from .slots import CudaTransfer, Served, Slots, Transfer
 
 POLICIES = ("resident", "offload", "prefill_only", "absent")
 OFFLOADED = ("codes_2", "scale_2")  # signs and codebooks are small, and shared by many layers
@@ -59,6 +59,7 @@ class SecondPass:
         self.prefill_only, self.expert = prefill_only, expert
         self._module: weakref.ref[Any] | None = None
         self._pool: Slots | None = None  # lives as long as one of its layers
+        self._served = Served(self)  # by that pool
         self._pinned: list[int] = []  # where, so that nobody has to ask at every call
         self._experts: dict[tuple[str, int], SecondPass] = {}
 
@@ -99,8 +100,12 @@ class SecondPass:
             # Kept for the backward pass, when a slot has other bytes.
             yield {**tensors, **{key: tensor.to(device) for key, tensor in away.items()}}
             return
-        with pool.lent(self, list(away.values()), ordered=self.expert is None) as here:
-            yield {**tensors, **dict(zip(away, here, strict=True))}
+        place = pool.lend(self._served, list(away.values()), ordered=self.expert is None)
+        try:
+            tensors.update(zip(away, place.views, strict=True))
+            yield tensors
+        finally:
+            pool.give_back(place)
 
     def _tensors(self, module: Any) -> dict[str, Tensor]:
         found: dict[str, Tensor] = module.tensors(*(self.expert or ()))
@@ -127,7 +132,7 @@ class SecondPass:
         if self._module is None or self._module() is not module:
             self._module = weakref.ref(module)
         if self._pool is None or _pools.get(device) is not self._pool:
-            self._pool = pool_of(device)
+            self._pool, self._served = pool_of(device), Served(self)
         return self._pool
 
     def sources(self) -> list[Tensor] | None:
@@ -179,7 +184,7 @@ def place(modules: Sequence[Any], policies: Sequence[str]) -> None:
 
     What accelerate offloads is left where it is: its hooks bring all of a layer.
     """
-    order: dict[Slots, list[SecondPass]] = {}
+    order: dict[Slots, list[Served]] = {}
     for module, policy in zip(modules, policies, strict=True):
         away = policy in ("offload", "prefill_only")
         codes = next(name for name in module.specs if name.endswith(("weight", "codes")))
@@ -191,6 +196,7 @@ def place(modules: Sequence[Any], policies: Sequence[str]) -> None:
                 module._parameters[name] = nn.Parameter(moved, requires_grad=False)
         module.second = SecondPass(policy == "prefill_only") if away else None
         if away and home.type == "cuda" and not hasattr(module, "num_experts"):
-            order.setdefault(module.second._bind(module, home), []).append(module.second)
-    for pool, owners in order.items():
-        pool.expect(owners)
+            pool = module.second._bind(module, home)
+            order.setdefault(pool, []).append(module.second._served)
+    for pool, layers in order.items():
+        pool.expect(layers)

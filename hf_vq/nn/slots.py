@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +27,7 @@ from torch import Tensor
 from ..errors import VQBackendError
 
 _ALIGNED = 256  # bytes at which a tensor begins
+_KNOWN = 4  # places that a layer remembers
 
 
 class Transfer(Protocol):
@@ -99,9 +98,11 @@ class CudaTransfer:
     def mark(self, memory: Tensor, used: dict[Hashable, Any]) -> None:
         """Of the current stream."""
         stream = self._current()
-        memory.record_stream(stream)
         number = stream.stream_id
-        used[number] = self._recorded(stream, used.get(number))
+        old = used.get(number)
+        if old is None:  # whose memory it is, is said once
+            memory.record_stream(stream)
+        used[number] = self._recorded(stream, old)
 
     def _recorded(self, stream: torch.Stream, old: torch.Event | None) -> torch.Event:
         """An event now; to make one takes longer than to record one again."""
@@ -143,40 +144,56 @@ class _Source:
         return self.whole() is whole and self.facts == now
 
 
-class _Layer:
-    """An owner that asked, or that is expected to; everything is asked at every call, so these are
-    attributes, found once by the owner."""
+class Served:
+    """A layer that slots serve, and all they know of it: found once, and kept by its owner.
 
-    __slots__ = ("__weakref__", "follower", "owner", "place", "sure")
+    Everything is asked at every call, so what may be the same again is not made again.
+    """
+
+    __slots__ = ("__weakref__", "follower", "me", "owner", "place", "places", "sure")
 
     def __init__(self, owner: Owner) -> None:
-        self.owner = weakref.ref(owner)
+        self.owner, self.me = weakref.ref(owner), weakref.ref(self)
         self.place: _Place | None = None
-        self.follower: Callable[[], _Layer | None] = _nobody  # who asked after it
+        self.places: dict[int, _Place] = {}  # where it was, by the first byte
+        self.follower: Callable[[], Served | None] = _nobody  # who asked after it
         self.sure = True  # that was so each time
 
-    def precedes(self, other: _Layer, sure: bool) -> None:
-        """Keep who asks after it."""
-        self.follower, self.sure = weakref.ref(other), sure
+    def at(self, memory: Tensor, start: int, sources: Sequence[Tensor]) -> _Place:
+        """A place from byte `start` of the memory on; one where it was before has its views."""
+        place = self.places.get(start)
+        if place is None or place.memory is not memory or not place.fits(sources):
+            if len(self.places) == _KNOWN:
+                self.places.clear()
+            place = self.places[start] = _Place(self, memory, start, sources)
+        return place
 
 
 def _nobody() -> None:
     return None
 
 
-@dataclass(eq=False)
 class _Place:
     """Bytes `start` to `end` of the memory, and whose tensors they are."""
 
-    layer: _Layer
-    memory: Tensor
-    start: int
-    end: int
-    views: list[Tensor]
-    copied: list[_Source] | None  # None: what nobody can compare
-    ready: Any
-    used: dict[Hashable, Any]  # stream -> its last event here
-    lent: int = 0
+    __slots__ = ("copied", "end", "layer", "lent", "memory", "ready", "start", "used", "views")
+
+    def __init__(
+        self, layer: Served, memory: Tensor, start: int, sources: Sequence[Tensor]
+    ) -> None:
+        self.layer, self.memory, self.start, self.end = layer.me, memory, start, start
+        self.views = []
+        for source in sources:
+            self.views.append(_view(source, memory, self.end))
+            self.end += _room_of(source)
+        self.copied: list[_Source] | None = None  # None: what nobody can compare
+        self.ready: Any = None
+        self.used: dict[Hashable, Any] = {}  # stream -> its last event here
+        self.lent = 0
+
+    def fits(self, sources: Sequence[Tensor]) -> bool:
+        """Whether its views are of tensors like these."""
+        return [(v.dtype, v.shape) for v in self.views] == [(s.dtype, s.shape) for s in sources]
 
 
 class Slots:
@@ -196,27 +213,23 @@ class Slots:
         self._memory: Tensor | None = None
         self._at = 0  # where the last place ends
         self._places: list[_Place] = []
-        self._layers: weakref.WeakKeyDictionary[Owner, _Layer] = weakref.WeakKeyDictionary()
         self._coming: list[_Place] = []  # expected after the layer that asked last
         self._lock = threading.RLock()
-        self._last: Callable[[], _Layer | None] = _nobody
+        self._last: Callable[[], Served | None] = _nobody
 
     @property
     def nbytes(self) -> int:
         """Bytes of the device that the slots take."""
         return 0 if self._memory is None else self._memory.numel()
 
-    def expect(self, owners: Sequence[Owner]) -> None:
+    def expect(self, layers: Sequence[Served]) -> None:
         """The order in which layers are likely to ask, until they ask in another one."""
-        layers = [self._layer(owner) for owner in owners]
         for one, other in zip(layers, [*layers[1:], layers[0]], strict=True):
-            one.precedes(other, True)
+            one.follower, one.sure = other.me, True
 
-    @contextmanager
-    def lent(
-        self, owner: Owner, sources: Sequence[Tensor], *, ordered: bool = True
-    ) -> Iterator[list[Tensor]]:
-        """The tensors of a layer on the device, for what is launched on the current stream within.
+    def lend(self, layer: Served, sources: Sequence[Tensor], *, ordered: bool = True) -> _Place:
+        """A place whose `views` are the tensors of a layer on the device, for what is launched on
+        the current stream until it is given back, by the same thread.
 
         Args:
             sources: in pinned memory.
@@ -226,45 +239,50 @@ class Slots:
             VQBackendError: a CUDA graph is being captured.
         """
         self.transfer.check()
-        with self._lock:
-            layer = self._layer(owner)
+        self._lock.acquire()
+        try:
             place = layer.place
             if place is not None and _are_still(place.copied, sources):
                 self.hits += 1
             else:
                 self.misses += 1
                 place = self._fill(layer, sources)
-            place.lent += 1
-            try:
-                if ordered:
-                    self._learn(layer)
-                    self._copy_ahead(layer, place)
-                self.transfer.wait(place.ready)
-                yield place.views
-            finally:
-                place.lent -= 1
-                self.transfer.mark(place.memory, place.used)
+        except BaseException:
+            self._lock.release()
+            raise
+        place.lent += 1
+        try:
+            if ordered:
+                self._learn(layer)
+                self._copy_ahead(layer, place)
+            self.transfer.wait(place.ready)
+        except BaseException:
+            self.give_back(place)
+            raise
+        return place
 
-    def _layer(self, owner: Owner) -> _Layer:
-        layer = self._layers.get(owner)
-        if layer is None:
-            layer = self._layers[owner] = _Layer(owner)
-        return layer
+    def give_back(self, place: _Place) -> None:
+        """Whatever reads what was lent has been launched."""
+        try:
+            place.lent -= 1
+            self.transfer.mark(place.memory, place.used)
+        finally:
+            self._lock.release()
 
-    def _fill(self, layer: _Layer, sources: Sequence[Tensor]) -> _Place:
+    def _fill(self, layer: Served, sources: Sequence[Tensor]) -> _Place:
         """Copy what is asked for: over nothing that is expected, if there is another place."""
         nbytes = sum(map(_room_of, sources))
         if nbytes > self._slot:
             memory = self.transfer.empty(2 * nbytes)  # or an error, and nothing is another
             self._memory, self._slot, self._at = memory, nbytes, 0
+            for one in self._places:
+                one.copied = None
             self._places, self._coming = [], []
-            for one in self._layers.values():
-                one.place = None
         at = self._room(nbytes, self._coming)
         if at is None:
             at = self._room(nbytes, [])
         if at is None:  # all is lent
-            return self._copy(layer, self.transfer.empty(nbytes), 0, sources, [])
+            return self._copy(_Place(layer, self.transfer.empty(nbytes), 0, sources), sources, [])
         return self._copy_to(at, nbytes, layer, sources)
 
     def _room(self, nbytes: int, kept: list[_Place]) -> int | None:
@@ -284,7 +302,7 @@ class Slots:
                 at = after
         return None
 
-    def _copy_to(self, at: int, nbytes: int, layer: _Layer, sources: Sequence[Tensor]) -> _Place:
+    def _copy_to(self, at: int, nbytes: int, layer: Served, sources: Sequence[Tensor]) -> _Place:
         """Copy tensors over the places that lie there."""
         assert self._memory is not None
         others: list[_Place] = []
@@ -293,48 +311,32 @@ class Slots:
             (over if one.start < at + nbytes and at < one.end else others).append(one)
         for one in over:
             one.copied = None  # nobody's, should anything fail from here on
-        place = layer.place = self._copy(layer, self._memory, at, sources, over)
-        self._places = [*others, place]
-        self._at = place.end
+        place = self._copy(layer.at(self._memory, at, sources), sources, over)
+        layer.place, self._places, self._at = place, [*others, place], place.end
         return place
 
-    def _copy(
-        self,
-        layer: _Layer,
-        memory: Tensor,
-        start: int,
-        sources: Sequence[Tensor],
-        over: Sequence[_Place],
-    ) -> _Place:
+    def _copy(self, place: _Place, sources: Sequence[Tensor], over: Sequence[_Place]) -> _Place:
         """Copy over places, whose events are recorded again from then on."""
-        pairs, end = [], start
-        copied: list[_Source] | None = []
-        for source in sources:
-            pairs.append((_place_of(source, memory, end), source))
-            end += _room_of(source)
-            if source.is_inference():
-                copied = None
-            elif copied is not None:
-                copied.append(_Source(source))
+        known = not any(source.is_inference() for source in sources)
+        copied = [_Source(source) for source in sources] if known else None
         used: dict[Hashable, Any] = {}
         after: list[Any] = []
         for one in over:
             after += one.used.values()
             used |= one.used
-        ready = self.transfer.copy(pairs, after, over[0].ready if over else None)
-        return _Place(layer, memory, start, end, [to for to, _ in pairs], copied, ready, used)
+        pairs = list(zip(place.views, sources, strict=True))
+        place.ready = self.transfer.copy(pairs, after, over[0].ready if over else None)
+        place.copied, place.used = copied, used
+        return place
 
-    def _learn(self, layer: _Layer) -> None:
+    def _learn(self, layer: Served) -> None:
         """Who asks after whom."""
-        last, self._last = self._last(), weakref.ref(layer)
+        last, self._last = self._last(), layer.me
         if last is not None and last is not layer:
-            known = last.follower()
-            if known is not layer:
-                last.precedes(layer, last.follower is _nobody)
-            else:
-                last.sure = True
+            last.sure = last.follower() is layer or last.follower is _nobody
+            last.follower = layer.me
 
-    def _copy_ahead(self, layer: _Layer, place: _Place) -> None:
+    def _copy_ahead(self, layer: Served, place: _Place) -> None:
         """Copy for those that are sure to come next, as many as a slot holds."""
         if self._coming and self._coming[0] is place:
             del self._coming[0]
@@ -342,7 +344,7 @@ class Slots:
             self._coming = []
         left, last = self._slot, layer
         for one in self._coming:
-            left, last = left - (one.end - one.start), one.layer
+            left, last = left - (one.end - one.start), one.layer() or layer
         while (coming := last.follower() if last.sure else None) is not None:
             if coming is layer:
                 return
@@ -356,7 +358,7 @@ class Slots:
             self._coming.append(known)
             left, last = left - (known.end - known.start), coming
 
-    def _ahead(self, layer: _Layer, most: int) -> _Place | None:
+    def _ahead(self, layer: Served, most: int) -> _Place | None:
         """Copy for a layer that did not ask yet, if that is possible and takes no more bytes."""
         owner = layer.owner()
         sources = None if owner is None else owner.sources()
@@ -374,12 +376,10 @@ def _are_still(copied: list[_Source] | None, sources: Sequence[Tensor]) -> bool:
     return all(map(_Source.is_still, copied, sources))
 
 
-def _place_of(source: Tensor, memory: Tensor, start: int) -> Tensor:
-    """Room for a tensor from byte `start` of the memory on: one view, since each takes longer than
-    all that is compared."""
-    words = memory if source.dtype == memory.dtype else memory.view(source.dtype)
-    strides = source.contiguous().stride()
-    return words.as_strided(source.shape, strides, start // source.itemsize)
+def _view(source: Tensor, memory: Tensor, start: int) -> Tensor:
+    """Room for a tensor from byte `start` of the memory on."""
+    words = memory[start : start + source.nbytes].view(source.dtype)
+    return words.view(source.shape)
 
 
 def _room_of(source: Tensor) -> int:
