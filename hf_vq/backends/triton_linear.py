@@ -10,6 +10,9 @@ lookup gives is one integer, whose 16-bit parts are the entries i = 0 .. x - 1.
 
 What is rounded beside the codes: the rotated input, and for bfloat16 the entries, to the dtype of
 x. Sums are float32, scales multiply them exactly.
+
+Where a GPU can, a launch begins while the one before it ends (EARLY), and waits for it before it
+reads anything but weights.
 """
 
 from __future__ import annotations
@@ -54,12 +57,15 @@ def _rotate(
     PART: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     # out[t, place of c] = norm * sum_k x[t, k] s[k] H[k, c],  H[k, c] = (-1)^|k & c| in a block
     #
     # A program: BLOCK_TOKENS x TILE outputs, from all inputs of their rotation blocks, PART at a
     # time. s[k] H[k, c] is 1, -1 or 0, exact in every dtype, and made where it is used, by integer
     # operations. Places are those of `_multiply`.
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     first = tl.program_id(1) * TILE // BLOCK * BLOCK
@@ -240,6 +246,7 @@ def _multiply(
     STEP: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     WARPS: tl.constexpr,
     COPIES: tl.constexpr,
@@ -280,6 +287,9 @@ def _multiply(
     copy = (tl.arange(0, BLOCK_ROWS) & 7)[:, None] | (part_of_step << 3)[None, :]
     copy &= (1 << UP) - 1
     total = tl.full([BLOCK_ROWS, BLOCK_TOKENS], 0.0, tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for i in range(split * steps, min(split * steps + steps, last)):
         unit = i * UNITS + tl.arange(0, UNITS)
         first = _words(codes, row, row_here, width, unit, units, CODES * BITS, WHOLE)
@@ -325,9 +335,16 @@ def _multiply(
 
 @triton.jit
 def _add(
-    out: tl.tensor, parts: tl.tensor, numel: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr
+    out: tl.tensor,
+    parts: tl.tensor,
+    numel: tl.tensor,
+    splits: tl.tensor,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     # out[i] = sum_s parts[s, i], always in this order
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.full([BLOCK], 0.0, tl.float32)
     for s in range(splits):
@@ -392,8 +409,10 @@ def linear(
     splits = triton.cdiv(in_features, a_step * steps)
     first = _words_of(codes, together * scheme.entry_bits)
     lower = None if second is None else _words_of(second, together * scheme.second_bits)
+    early = _early(x.device)
+    options = {"launch_pdl": True} if early else {}
     with torch.accelerator.device_index(x.device.index):
-        inputs = _rotated(inputs, rotation, scheme, a_step)
+        inputs = _rotated(inputs, rotation, scheme, a_step, early)
         out = y.view(1, tokens, rows)
         if splits > 1:
             out = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
@@ -421,10 +440,23 @@ def linear(
                 STEP=a_step,
                 WHOLE=in_features % a_step == 0,
                 BLOCK_TOKENS=block_tokens,
+                EARLY=early,
+                **options,
             )
         if splits > 1:
-            _add[(triton.cdiv(y.numel(), _ADDED),)](y, out, y.numel(), splits, BLOCK=_ADDED)
+            _add[(triton.cdiv(y.numel(), _ADDED),)](
+                y, out, y.numel(), splits, BLOCK=_ADDED, EARLY=early, **options
+            )
     return y
+
+
+@functools.cache
+def _early(device: torch.device) -> bool:
+    """Whether a launch may begin before the one before it has ended: NVIDIA's, from Hopper on."""
+    if device.type != "cuda" or torch.version.hip or not hasattr(tl.extra, "cuda"):
+        return False
+    known = hasattr(tl.extra.cuda, "gdc_wait")  # from Triton 3.4 on
+    return known and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _check(
@@ -484,7 +516,9 @@ def _integers(codebook: Tensor, scheme: VQScheme) -> Tensor:
     return codebook.view(_ENTRIES[scheme.vector_size])
 
 
-def _rotated(x: Tensor, rotation: Tensor | None, scheme: VQScheme, a_step: int) -> Tensor:
+def _rotated(
+    x: Tensor, rotation: Tensor | None, scheme: VQScheme, a_step: int, early: bool
+) -> Tensor:
     """x [tokens, in_features], rotated, each step's columns at the places of `_multiply`: [tokens,
     whole steps]."""
     tokens, in_features = x.shape
@@ -504,5 +538,6 @@ def _rotated(x: Tensor, rotation: Tensor | None, scheme: VQScheme, a_step: int) 
         PART=min(max(block, _TILE), _WIDEST_ROTATION),
         STEP=a_step,
         BLOCK_TOKENS=_SMALLEST_DOT,
+        EARLY=early,
     )
     return out

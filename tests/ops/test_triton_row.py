@@ -39,6 +39,7 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
     product["second"] = None
     nested = product | {"CODES": 8, "VECTOR": 1, "BITS": 4, "SECOND_BITS": 4, "TABLE": True}
     nested["WHOLE"] = True
+    early = {"EARLY": (backend, arch) == ("cuda", 90)}
     del nested["second"]
     words = {"codes": "*i32", "second": "*i32", "codebook": "*i16"}
     config = triton_linear._configs()[0]
@@ -47,12 +48,13 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
         (triton_linear._rotate, rotation, {}),
         (triton_linear._multiply, product | config.kwargs, {}),
         (triton_linear._multiply, nested | config.kwargs, words),
+        (triton_linear._add, {"BLOCK": 512}, {"numel": "i32", "splits": "i32", "parts": "*fp32"}),
     ):
         names = kernel.arg_names
         source = ASTSource(
             fn=kernel,
             signature={name: (signature | more).get(name, "constexpr") for name in names},
-            constexprs={(names.index(name),): value for name, value in constants.items()},
+            constexprs={(names.index(name),): value for name, value in (constants | early).items()},
         )
         compiled = triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
         assert compiled.metadata.shared <= 64 << 10  # of the smallest of these GPUs
