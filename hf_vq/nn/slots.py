@@ -378,8 +378,8 @@ def _are_still(copied: list[_Source] | None, sources: Sequence[Tensor]) -> bool:
 
 def _view(source: Tensor, memory: Tensor, start: int) -> Tensor:
     """Room for a tensor from byte `start` of the memory on."""
-    words = memory[start : start + source.nbytes].view(source.dtype)
-    return words.view(source.shape)
+    with torch.inference_mode(False):  # it is written to outside of that mode, too
+        return memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
 
 
 def _room_of(source: Tensor) -> int:

@@ -308,6 +308,28 @@ def test_tensors_of_inference_mode_are_always_copied():
     assert run.slots.misses == 2
 
 
+def test_inference_mode_comes_and_goes():
+    run = Run(0, layers=3)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            for layer in run.layers * 2:
+                run.call(layer)
+            run.device.finish()
+    run.check(18)
+
+
+def test_a_layer_has_other_shapes():
+    """Where it was before, and of the same size: other views."""
+    run = Run(0, layers=2)
+    layer = run.layers[0]
+    for tensor in (torch.full((64,), 1.5, dtype=torch.float16), torch.full((8, 16), 7)):
+        for dtype in (torch.float16, torch.bfloat16, torch.int16):
+            layer.tensors = [tensor.to(dtype)]
+            for one in run.layers:
+                run.call(one)
+    run.check(12)
+
+
 def test_another_layer_at_the_same_place_is_another():
     run = Run(0, layers=2)
     one, other = run.layers
