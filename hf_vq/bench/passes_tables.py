@@ -94,9 +94,7 @@ def _kernel_bars(rows: _Rows) -> Iterator[Bar]:
     alone = [row for row in found if row["tokens"] == 1]
     yield Bar(
         f"`{NESTED}`, 1 token, times bf16", TIMES_BF16,
-        tuple(row["bf16_us"] / row["cuda_us"] for row in alone),
-        binds="waiting for codes and lookups: no unit of a multiprocessor is busy for two thirds "
-        "of the time",
+        tuple(row["bf16_us"] / row["cuda_us"] for row in alone), binds=_binds_one(alone),
     )  # fmt: skip
     for count in sorted({row["tokens"] for row in found if row["tokens"] >= FEWEST}):
         yield Bar(
@@ -104,6 +102,17 @@ def _kernel_bars(rows: _Rows) -> Iterator[Bar]:
             tuple(row["triton_us"] / row["cuda_us"] for row in pick(found, tokens=count)),
             most=True, binds="lookups in shared memory, which Triton cannot copy for every bank",
         )  # fmt: skip
+
+
+def _binds_one(rows: _Rows) -> str:
+    """What a layer of one token waits for where it misses the bar."""
+    found = [
+        f"{row['out_features']} x {row['in_features']} would have "
+        f"{row['bf16_us'] / row['filled_us'] * row['filled_rows'] / row['out_features']:.3g} x "
+        f"with as many tiles of 16 rows for every team of warps"
+        for row in rows if row["bf16_us"] < TIMES_BF16 * row["cuda_us"]
+    ]  # fmt: skip
+    return "; ".join(found)
 
 
 def _offload_bars(rows: _Rows) -> Iterator[Bar]:
