@@ -107,11 +107,16 @@ def _kernel_bars(rows: _Rows) -> Iterator[Bar]:
 def _binds_one(rows: _Rows) -> str:
     """What a layer of one token waits for where it misses the bar."""
     found = [
+        "waiting for codes and lookups: no unit of a multiprocessor is busy for two thirds of the "
+        "time"
+    ]
+    found += [
         f"{row['out_features']} x {row['in_features']} would have "
         f"{row['bf16_us'] / row['filled_us'] * row['filled_rows'] / row['out_features']:.3g} x "
-        f"with as many tiles of 16 rows for every team of warps"
-        for row in rows if row["bf16_us"] < TIMES_BF16 * row["cuda_us"]
-    ]  # fmt: skip
+        f"with as many tiles of rows for every team of warps"
+        for row in rows
+        if "filled_us" in row and row["bf16_us"] < TIMES_BF16 * row["cuda_us"]
+    ]
     return "; ".join(found)
 
 
