@@ -100,7 +100,9 @@ def _kernel_bars(rows: _Rows) -> Iterator[Bar]:
         yield Bar(
             f"`{NESTED}`, {count} tokens, Triton's time, times that of CUDA", TIMES_CUDA,
             tuple(row["triton_us"] / row["cuda_us"] for row in pick(found, tokens=count)),
-            most=True, binds="lookups in shared memory, which Triton cannot copy for every bank",
+            most=True,
+            binds="lookups in a table that Triton writes to shared memory anew for every 128 "
+            "columns, and launches of their own for the rotation and the sums of parts",
         )  # fmt: skip
 
 
