@@ -63,7 +63,7 @@ constexpr int owned = (fragments + Plan::share - 1) / Plan::share;
 constexpr int meeting_bytes = Plan::single ? warps * Plan::row_tiles * 64 : teams * owned * parts * 512;
 constexpr int all_met = Table::bytes + (Plan::single ? 2 : 1) * meeting_bytes;  // a barrier
 // One token: four lanes read half a line of a row, and the other half with the next chunk.
-template <int Bytes> constexpr bool whole_lines = Plan::single && Table::nested && Bytes == 16;
+template <int Bytes> constexpr bool whole_lines = Plan::single && Bytes == 16;
 static_assert(Plan::share == 1 || (!Plan::single && teams == 1), "warps of a cluster have the same rows");
 // One token: octets of a lane in a piece, pieces of a chunk. Chunks of which a warp has scales, and x of one token, at
 // a time.
