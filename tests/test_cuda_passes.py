@@ -266,6 +266,29 @@ def test_second_passes_stay_behind_when_a_model_moves():
 
 
 @torch.no_grad()
+def test_loading_waits_for_copies():
+    """What is loaded after a call is not what the call computes with."""
+    model = two_passes(1)
+    place(model, "offload")
+    layer, x = model.model.layers[0].mlp.up_proj, torch.randn(1, 2048, device="cuda").bfloat16()
+    expected = layer(x)
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    state["vq_codes_2"] = torch.zeros_like(state["vq_codes_2"])
+    for other in vq_modules(model).values():
+        other(torch.randn(1, other.in_features, device="cuda").bfloat16())  # over its place
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # the copy waits for it
+    for other in list(vq_modules(model).values())[:-1]:
+        if other is not layer:
+            other(torch.randn(1, other.in_features, device="cuda").bfloat16())
+    y = layer(x)
+    layer.load_state_dict(state)
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
+    assert not torch.equal(layer(x), expected)
+
+
+@torch.no_grad()
 def test_offloaded_layers_are_decoded():
     """For `dequantize` and `merge_passes`."""
     model = two_passes(1)

@@ -135,8 +135,10 @@ def on_device(ordinal: int) -> AbstractContextManager[None]:
 
 
 def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor as kernels read it: its numbers side by side, from an aligned address on."""
-    tensor = tensor.to(dtype).contiguous()
+    """The tensor as kernels read it: its numbers side by side, from an aligned address on. Itself,
+    if it is so: every layer asks at every call, so what need not be done is not called."""
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        tensor = tensor.to(dtype).contiguous()
     return tensor if tensor.data_ptr() % _ALIGNED == 0 else tensor.clone()
 
 
@@ -160,11 +162,11 @@ class Stored:
         self.codes = _ready(codes, torch.uint8)
         self.codebook = _ready(codebook, torch.int8 if scheme.largest_entry else torch.float16)
         self.scale = _ready(scale, torch.float16)
-        self.scheme, self.rows, self.in_features = scheme, len(codes), in_features
-        given = (codes, codebook, scale)
-        kept = (self.codes, self.codebook, self.scale)
+        self.scheme, self.rows, self.in_features = scheme, codes.shape[0], in_features
         # A copy does not follow what is written to its original.
-        self.copied = any(a.data_ptr() != b.data_ptr() for a, b in zip(given, kept, strict=True))
+        self.copied = not (
+            self.codes is codes and self.codebook is codebook and self.scale is scale
+        )
         sizes = (self.codes.numel(), self.codebook.numel(), self.scale.numel())
         expected = stored_sizes(scheme, self.rows, in_features)
         if sizes != expected:
@@ -213,7 +215,7 @@ class Stored:
         kernel, plan = _restorer(self.scheme, columns, out.dtype, ordinal)
         two = () if second is None else (second.data_ptr() + first * second.shape[1],)
         kernel(
-            blocks(plan, len(out), columns, device_arch(ordinal)),
+            blocks(plan, out.shape[0], columns, device_arch(ordinal)),
             torch._C._cuda_getCurrentRawStream(ordinal),
             *two,
             self.codes.data_ptr() + first * (self.codes.numel() // self.rows),
@@ -221,7 +223,7 @@ class Stored:
             self.scale.data_ptr() + first * (self.scale.numel() // self.rows) * _SCALE,
             None if signs is None else signs.data_ptr(),
             out.data_ptr(),
-            len(out),
+            out.shape[0],
             columns,
         )
 
@@ -357,16 +359,17 @@ def linear(
         products = y.view(-1, out_features)
         for first in range(0, out_features, at_a_time):
             rows = slice(first, min(first + at_a_time, out_features))
-            weight = dense[: rows.stop - first]
+            # All rows at a time, as most layers have it, are no part of anything.
+            part = products if at_a_time == out_features else products[:, rows]
+            weight = dense if part is products else dense[: rows.stop - first]
             if restored:
                 stored.restore(first, rotation, weight, second)
             else:
                 stored.decode(first, weight)
             if bias is None:
-                torch.mm(inputs, weight.T, out=products[:, rows])
+                torch.mm(inputs, weight.t(), out=part)
             else:
-                added = bias[rows].to(x.dtype)
-                torch.addmm(added, inputs, weight.T, out=products[:, rows])
+                torch.addmm(bias[rows].to(x.dtype), inputs, weight.t(), out=part)
     return y
 
 

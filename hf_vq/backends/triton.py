@@ -6,6 +6,7 @@ Triton, and what it runs (`triton_linear`), is imported when a tensor on a GPU a
 from __future__ import annotations
 
 import functools
+import math
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ VECTOR_SIZES = (1, 2, 4)  # an entry is one integer of 16, 32 or 64 bits
 
 _WEIGHTS = 128  # of a row at a time
 _SMALLEST_DOT = 16  # what Triton multiplies at least
+_MOST_CODES, _WORD_BITS = 8, 32  # of a unit
 
 
 @functools.cache
@@ -66,9 +68,8 @@ def runnable(scheme: VQScheme, in_features: int) -> str | None:
         return f"vectors have {scheme.vector_size} weights, not one of {VECTOR_SIZES}"
     if scheme.rotation == "qr":
         return "a QR rotation is a matrix product"
-    smallest = _SMALLEST_DOT * scheme.vector_size
-    if step(scheme, in_features) < smallest:
-        return f"{scheme.group(in_features)} weights share a scale, fewer than {smallest}"
+    if step(scheme, in_features) < _SMALLEST_DOT:
+        return f"{scheme.group(in_features)} weights share a scale, fewer than {_SMALLEST_DOT}"
     return None
 
 
@@ -78,16 +79,18 @@ def step(scheme: VQScheme, in_features: int) -> int:
     return group if group < _WEIGHTS and group != in_features else _WEIGHTS
 
 
-def planes(scheme: VQScheme, in_features: int) -> int:
-    """Neighbouring weights that are decoded together, and multiplied one after the other: those of
-    a vector, or of the scalar codes in a byte."""
-    bits = max(scheme.entry_bits, scheme.second_bits)
-    if scheme.vector_size > 1 or bits not in (1, 2, 4):
-        return scheme.vector_size
-    p = 8 // bits
-    while in_features % p or step(scheme, in_features) < _SMALLEST_DOT * p:
-        p //= 2
-    return p
+def codes_of_unit(scheme: VQScheme, in_features: int) -> int:
+    """Neighbouring codes of a row that are read at a time: at most as many as 32 bits hold,
+    wherever in a byte the first one begins."""
+    bits, vectors = max(scheme.entry_bits, scheme.second_bits), in_features // scheme.vector_size
+    codes = _MOST_CODES
+    while codes > 1 and (
+        codes * bits + 8 - math.gcd(codes * bits, 8) > _WORD_BITS
+        or vectors % codes
+        or step(scheme, in_features) % (codes * scheme.vector_size)
+    ):
+        codes //= 2
+    return codes
 
 
 def _linear(*arguments: Tensor | VQScheme | None) -> Tensor:

@@ -1,7 +1,8 @@
 """Suite `cuda-passes`: products of two nested passes on a GPU, by every kernel that knows them.
 
 Generated CUDA, Triton and cuTile, against a dense bfloat16 weight; one token also against a kernel
-that reads as many bytes and does nothing else. Codes are random.
+that reads as many bytes and does nothing else, and beside a matrix of so many rows that every team
+of warps has as many tiles as the others. Codes are random.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import torch
 from torch import Tensor
 
 from ..backends import cutile
+from ..codegen.choose_linear import TILE_ROWS, LinearProblem, choose
+from ..codegen.device import device_arch
+from ..codegen.plan import Dtype
 from ..errors import VQBackendError
 from ..formats.catalog import weight_scheme
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
 from ..ops.codes import stored_arguments
 from ..ops.library import problem
-from .cuda_linear import copies_of, dense, ours
+from .cuda_linear import by_plan, copies_of, dense, ours
 from .cuda_read import PLANS, reading
 from .cuda_timing import interleave_graphs
 from .cutile_cubins import by_driver
@@ -91,15 +95,27 @@ def _timed(
     if len(x) == 1:
         nbytes = sum(t.nbytes for key, t in sets[0].items() if key in ("codes", "codes_2", "scale"))
         contestants |= {f"read {i}": reading(nbytes, plan) for i, plan in enumerate(PLANS)}
+        filled_rows, contestants["filled"] = _filled(x, scheme, out_features)
     if cubins is not None and cutile.runnable(scheme, x.shape[-1]) is None:
         contestants["cutile"] = by_driver(x, sets, scheme, cubins)
     seconds = interleave_graphs(contestants, rounds)
     found = {f"{n}_us": summary(t)["us"] for n, t in seconds.items() if not n.startswith("read ")}
     alone = [median(times) for name, times in seconds.items() if name.startswith("read ")]
     if alone:
-        found["read_us"] = 1e6 * min(alone)
+        found |= {"read_us": 1e6 * min(alone), "filled_rows": filled_rows}
     row = dispatch.select(problem("linear", x, scheme.spec(), out_features))
     return {"kernel": row.name, **found}
+
+
+def _filled(x: Tensor, scheme: VQScheme, out_features: int) -> tuple[int, Contestant]:
+    """As many rows as fill the last round of tiles too, by the plan for `out_features`."""
+    columns, arch = x.shape[-1], device_arch(torch.cuda.current_device())
+    plan = choose(LinearProblem(scheme, 1, out_features, columns, Dtype.BFLOAT16, arch))
+    assert plan is not None
+    teams = arch.sms * plan.resident * (plan.threads // 32 // plan.split)
+    at_a_time = teams * TILE_ROWS * plan.row_tiles
+    rows = -(-out_features // at_a_time) * at_a_time
+    return rows, by_plan(x, copies_of(scheme, rows, columns), scheme, plan, rows)
 
 
 def _by_triton(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:

@@ -94,16 +94,32 @@ def _kernel_bars(rows: _Rows) -> Iterator[Bar]:
     alone = [row for row in found if row["tokens"] == 1]
     yield Bar(
         f"`{NESTED}`, 1 token, times bf16", TIMES_BF16,
-        tuple(row["bf16_us"] / row["cuda_us"] for row in alone),
-        binds="waiting for codes and lookups: no unit of a multiprocessor is busy for two thirds "
-        "of the time",
+        tuple(row["bf16_us"] / row["cuda_us"] for row in alone), binds=_binds_one(alone),
     )  # fmt: skip
     for count in sorted({row["tokens"] for row in found if row["tokens"] >= FEWEST}):
         yield Bar(
             f"`{NESTED}`, {count} tokens, Triton's time, times that of CUDA", TIMES_CUDA,
             tuple(row["triton_us"] / row["cuda_us"] for row in pick(found, tokens=count)),
-            most=True, binds="lookups in shared memory, which Triton cannot copy for every bank",
+            most=True,
+            binds="lookups in a table that Triton writes to shared memory anew for every 128 "
+            "columns, and launches of their own for the rotation and the sums of parts",
         )  # fmt: skip
+
+
+def _binds_one(rows: _Rows) -> str:
+    """What a layer of one token waits for where it misses the bar."""
+    found = [
+        "waiting for codes and lookups: no unit of a multiprocessor is busy for two thirds of the "
+        "time"
+    ]
+    found += [
+        f"{row['out_features']} x {row['in_features']} would have "
+        f"{row['bf16_us'] / row['filled_us'] * row['filled_rows'] / row['out_features']:.3g} x "
+        f"with as many tiles of rows for every team of warps"
+        for row in rows
+        if "filled_us" in row and row["bf16_us"] < TIMES_BF16 * row["cuda_us"]
+    ]
+    return "; ".join(found)
 
 
 def _offload_bars(rows: _Rows) -> Iterator[Bar]:

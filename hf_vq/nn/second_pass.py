@@ -6,8 +6,8 @@
     absent         nowhere: the first pass alone is the layer
 
 With `offload` the same kernel computes on the same bytes as with `resident`: equal results. Copies
-may still wait in a queue when a forward has returned, so whoever writes to offloaded tensors, as
-`load_state_dict` does, calls `torch.cuda.synchronize()` before.
+may still wait in a queue when a forward has returned: `load_state_dict` waits for them, and whoever
+else writes to offloaded tensors calls `torch.cuda.synchronize()` before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .slots import CudaTransfer, Slots, Transfer
+from .slots import CudaTransfer, Served, Slots, Transfer
 
 POLICIES = ("resident", "offload", "prefill_only", "absent")
 OFFLOADED = ("codes_2", "scale_2")  # signs and codebooks are small, and shared by many layers
@@ -41,6 +41,12 @@ def pool_of(device: torch.device) -> Slots:
     return pool
 
 
+def finish_copies() -> None:
+    """Return when no copy waits in a queue any more: then pinned memory may be written to."""
+    for pool in list(_pools.values()):
+        pool.transfer.finish()
+
+
 class SecondPass:
     """The second pass of one matrix that is offloaded.
 
@@ -53,7 +59,8 @@ class SecondPass:
         self.prefill_only, self.expert = prefill_only, expert
         self._module: weakref.ref[Any] | None = None
         self._pool: Slots | None = None  # lives as long as one of its layers
-        self._pinned: tuple[int, ...] = ()  # where, so that nobody has to ask at every call
+        self._served = Served(self)  # by that pool
+        self._pinned: list[int] = []  # where, so that nobody has to ask at every call
         self._experts: dict[tuple[str, int], SecondPass] = {}
 
     def __deepcopy__(self, memo: Any) -> SecondPass:
@@ -82,43 +89,50 @@ class SecondPass:
             module: that owns them.
             x: its input.
         """
-        tensors, keys = self._read(module)
-        if not keys:
+        tensors = self._tensors(module)
+        away = self._away(module, tensors)
+        if not away:
             yield tensors
             return
         device = tensors["codes"].device
         pool = self._bind(module, device)
-        if torch.is_grad_enabled() and x.requires_grad:
+        if x.requires_grad and torch.is_grad_enabled():
             # Kept for the backward pass, when a slot has other bytes.
-            yield {**tensors, **{key: tensors[key].to(device) for key in keys}}
+            yield {**tensors, **{key: tensor.to(device) for key, tensor in away.items()}}
             return
-        away = [tensors[key] for key in keys]
-        with pool.lent(self, away, ordered=self.expert is None) as here:
-            yield {**tensors, **dict(zip(keys, here, strict=True))}
-
-    def _read(self, module: Any) -> tuple[dict[str, Tensor], list[str]]:
-        """The stored tensors by key, and which of them have to be copied before something computes
-        with them on the device of the codes: for a GPU, they are in pinned memory from then on."""
-        tensors = self._tensors(module)
-        device = tensors["codes"].device
-        keys = [key for key in OFFLOADED if key in tensors and is_away(tensors[key], device)]
-        known = self._pinned == tuple(tensors[key].data_ptr() for key in keys)
-        if device.type == "cuda" and not known:
-            pin(module)
-            tensors = self._tensors(module)
-            self._pinned = tuple(tensors[key].data_ptr() for key in keys)
-        return tensors, keys
+        place = pool.lend(self._served, list(away.values()), ordered=self.expert is None)
+        try:
+            tensors.update(zip(away, place.views, strict=True))
+            yield tensors
+        finally:
+            pool.give_back(place)
 
     def _tensors(self, module: Any) -> dict[str, Tensor]:
         found: dict[str, Tensor] = module.tensors(*(self.expert or ()))
         return found
+
+    def _away(self, module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those that have to be copied before something computes with them on the device of the
+        codes: for a GPU, they are in pinned memory from then on."""
+        device = tensors["codes"].device
+        away = {
+            key: tensors[key]
+            for key in OFFLOADED
+            if key in tensors and is_away(tensors[key], device)
+        }
+        if device.type == "cuda" and self._pinned != [t.data_ptr() for t in away.values()]:
+            pin(module)
+            tensors.update(self._tensors(module))
+            away = {key: tensors[key] for key in away}
+            self._pinned = [tensor.data_ptr() for tensor in away.values()]
+        return away
 
     def _bind(self, module: Any, device: torch.device) -> Slots:
         """Serve a layer on a device: its slots."""
         if self._module is None or self._module() is not module:
             self._module = weakref.ref(module)
         if self._pool is None or _pools.get(device) is not self._pool:
-            self._pool = pool_of(device)
+            self._pool, self._served = pool_of(device), Served(self)
         return self._pool
 
     def sources(self) -> list[Tensor] | None:
@@ -126,11 +140,11 @@ class SecondPass:
         module = None if self._module is None else self._module()
         if module is None or self.expert is not None:
             return None
-        tensors, keys = self._read(module)
+        tensors = self._tensors(module)
         codes = tensors["codes"]
         if codes.is_meta or _pools.get(codes.device) is not self._pool:
             return None
-        return [tensors[key] for key in keys] or None
+        return list(self._away(module, tensors).values()) or None
 
 
 def is_away(tensor: Tensor, device: torch.device) -> bool:
@@ -170,7 +184,7 @@ def place(modules: Sequence[Any], policies: Sequence[str]) -> None:
 
     What accelerate offloads is left where it is: its hooks bring all of a layer.
     """
-    order: dict[Slots, list[SecondPass]] = {}
+    order: dict[Slots, list[Served]] = {}
     for module, policy in zip(modules, policies, strict=True):
         away = policy in ("offload", "prefill_only")
         codes = next(name for name in module.specs if name.endswith(("weight", "codes")))
@@ -182,6 +196,7 @@ def place(modules: Sequence[Any], policies: Sequence[str]) -> None:
                 module._parameters[name] = nn.Parameter(moved, requires_grad=False)
         module.second = SecondPass(policy == "prefill_only") if away else None
         if away and home.type == "cuda" and not hasattr(module, "num_experts"):
-            order.setdefault(module.second._bind(module, home), []).append(module.second)
-    for pool, owners in order.items():
-        pool.expect(owners)
+            pool = module.second._bind(module, home)
+            order.setdefault(pool, []).append(module.second._served)
+    for pool, layers in order.items():
+        pool.expect(layers)

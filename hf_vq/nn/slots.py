@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +27,7 @@ from torch import Tensor
 from ..errors import VQBackendError
 
 _ALIGNED = 256  # bytes at which a tensor begins
-_NOBODY: tuple[Callable[[], None], bool] = (lambda: None), False
+_KNOWN = 4  # places that a layer remembers
 
 
 class Transfer(Protocol):
@@ -41,15 +39,19 @@ class Transfer(Protocol):
     def empty(self, nbytes: int) -> Tensor:
         """Memory of the device, uint8."""
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any]) -> Any:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any], old: Any) -> Any:
         """Copy (to, from) beside what computes, after some events and all copies before; the event
-        of its end."""
+        of its end, which may be one of an `old` copy that nobody will wait for, or None."""
 
     def wait(self, event: Any) -> None:
         """Have what is computed from now on wait for an event."""
 
-    def mark(self, memory: Tensor) -> tuple[Hashable, Any]:
-        """The stream that computes on `memory` now, and the event of all that it was given."""
+    def mark(self, memory: Tensor, used: dict[Hashable, Any]) -> None:
+        """Note in `used`, by stream, the event of all that the one that computes now was given,
+        instead of an earlier one."""
+
+    def finish(self) -> None:
+        """Return when all copies were made."""
 
 
 class CudaTransfer:
@@ -80,24 +82,38 @@ class CudaTransfer:
         self.stream.wait_event(self._current().record_event())
         return memory
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any]) -> Any:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Any], old: Any) -> Any:
         """Copies from pinned memory."""
         for event in after:
             self.stream.wait_event(event)
         with self.stream:
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-        return self.stream.record_event()
+        return self._recorded(self.stream, old)
 
     def wait(self, event: Any) -> None:
         """Of the current stream."""
         self._current().wait_event(event)
 
-    def mark(self, memory: Tensor) -> tuple[Hashable, Any]:
-        """The current stream."""
+    def mark(self, memory: Tensor, used: dict[Hashable, Any]) -> None:
+        """Of the current stream."""
         stream = self._current()
-        memory.record_stream(stream)
-        return stream.stream_id, stream.record_event()
+        number = stream.stream_id
+        old = used.get(number)
+        if old is None:  # whose memory it is, is said once
+            memory.record_stream(stream)
+        used[number] = self._recorded(stream, old)
+
+    def _recorded(self, stream: torch.Stream, old: torch.Event | None) -> torch.Event:
+        """An event now; to make one takes longer than to record one again."""
+        if old is None:
+            return stream.record_event()
+        old.record(stream)
+        return old
+
+    def finish(self) -> None:
+        """Wait for the stream of the copies."""
+        self.stream.synchronize()
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device.index)
@@ -110,37 +126,74 @@ class Owner(Protocol):
         """The tensors to copy; None where it needs none now."""
 
 
-@dataclass(eq=False)
 class _Source:
     """A tensor as it was when it was copied; experts are parts of one that lives longer."""
 
-    whole: weakref.ref[Tensor]
-    facts: Hashable
+    __slots__ = ("facts", "whole")
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Source:
+    def __init__(self, tensor: Tensor) -> None:
+        self.whole = weakref.ref(tensor if tensor._base is None else tensor._base)
+        self.facts = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether it is the same tensor, and nobody has written to it."""
+        if tensor.is_inference():  # its writes are not counted
+            return False
         whole = tensor if tensor._base is None else tensor._base
-        facts = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape
-        return cls(weakref.ref(whole), facts)
-
-    def is_as(self, other: _Source) -> bool:
-        """The same tensor, and nobody has written to it."""
-        return self.whole() is other.whole() is not None and self.facts == other.facts
+        now = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape
+        return self.whole() is whole and self.facts == now
 
 
-@dataclass(eq=False)
+class Served:
+    """A layer that slots serve, and all they know of it: found once, and kept by its owner.
+
+    Everything is asked at every call, so what may be the same again is not made again.
+    """
+
+    __slots__ = ("__weakref__", "follower", "me", "owner", "place", "places", "sure")
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner, self.me = weakref.ref(owner), weakref.ref(self)
+        self.place: _Place | None = None
+        self.places: dict[int, _Place] = {}  # where it was, by the first byte
+        self.follower: Callable[[], Served | None] = _nobody  # who asked after it
+        self.sure = True  # that was so each time
+
+    def at(self, memory: Tensor, start: int, sources: Sequence[Tensor]) -> _Place:
+        """A place from byte `start` of the memory on; one where it was before has its views."""
+        place = self.places.get(start)
+        if place is None or place.memory is not memory or not place.fits(sources):
+            if len(self.places) == _KNOWN:
+                self.places.clear()
+            place = self.places[start] = _Place(self, memory, start, sources)
+        return place
+
+
+def _nobody() -> None:
+    return None
+
+
 class _Place:
     """Bytes `start` to `end` of the memory, and whose tensors they are."""
 
-    owner: Callable[[], Owner | None]
-    memory: Tensor
-    start: int
-    end: int
-    views: list[Tensor]
-    copied: list[_Source] | None  # None: what nobody can compare
-    ready: Any
-    used: dict[Hashable, Any] = field(default_factory=dict)  # stream -> its last event here
-    lent: int = 0
+    __slots__ = ("copied", "end", "layer", "lent", "memory", "ready", "start", "used", "views")
+
+    def __init__(
+        self, layer: Served, memory: Tensor, start: int, sources: Sequence[Tensor]
+    ) -> None:
+        self.layer, self.memory, self.start, self.end = layer.me, memory, start, start
+        self.views = []
+        for source in sources:
+            self.views.append(_view(source, memory, self.end))
+            self.end += _room_of(source)
+        self.copied: list[_Source] | None = None  # None: what nobody can compare
+        self.ready: Any = None
+        self.used: dict[Hashable, Any] = {}  # stream -> its last event here
+        self.lent = 0
+
+    def fits(self, sources: Sequence[Tensor]) -> bool:
+        """Whether its views are of tensors like these."""
+        return [(v.dtype, v.shape) for v in self.views] == [(s.dtype, s.shape) for s in sources]
 
 
 class Slots:
@@ -160,29 +213,23 @@ class Slots:
         self._memory: Tensor | None = None
         self._at = 0  # where the last place ends
         self._places: list[_Place] = []
-        self._of: weakref.WeakKeyDictionary[Owner, _Place] = weakref.WeakKeyDictionary()
         self._coming: list[_Place] = []  # expected after the layer that asked last
         self._lock = threading.RLock()
-        self._last: Callable[[], Owner | None] = lambda: None
-        # owner -> who asked after it, and whether that was so each time
-        self._next: weakref.WeakKeyDictionary[Owner, tuple[weakref.ref[Owner], bool]]
-        self._next = weakref.WeakKeyDictionary()
+        self._last: Callable[[], Served | None] = _nobody
 
     @property
     def nbytes(self) -> int:
         """Bytes of the device that the slots take."""
         return 0 if self._memory is None else self._memory.numel()
 
-    def expect(self, owners: Sequence[Owner]) -> None:
+    def expect(self, layers: Sequence[Served]) -> None:
         """The order in which layers are likely to ask, until they ask in another one."""
-        for one, other in zip(owners, [*owners[1:], owners[0]], strict=True):
-            self._next[one] = (weakref.ref(other), True)
+        for one, other in zip(layers, [*layers[1:], layers[0]], strict=True):
+            one.follower, one.sure = other.me, True
 
-    @contextmanager
-    def lent(
-        self, owner: Owner, sources: Sequence[Tensor], *, ordered: bool = True
-    ) -> Iterator[list[Tensor]]:
-        """The tensors of a layer on the device, for what is launched on the current stream within.
+    def lend(self, layer: Served, sources: Sequence[Tensor], *, ordered: bool = True) -> _Place:
+        """A place whose `views` are the tensors of a layer on the device, for what is launched on
+        the current stream until it is given back, by the same thread.
 
         Args:
             sources: in pinned memory.
@@ -192,114 +239,116 @@ class Slots:
             VQBackendError: a CUDA graph is being captured.
         """
         self.transfer.check()
-        with self._lock:
-            now = _sources(sources)
-            place = self._of.get(owner)
-            if place is not None and _are_as(place.copied, now):
+        self._lock.acquire()
+        try:
+            place = layer.place
+            if place is not None and _are_still(place.copied, sources):
                 self.hits += 1
             else:
                 self.misses += 1
-                place = self._fill(owner, sources, now)
-            place.lent += 1
-            try:
-                if ordered:
-                    self._learn(owner)
-                    self._copy_ahead(owner, place)
-                self.transfer.wait(place.ready)
-                yield place.views
-            finally:
-                place.lent -= 1
-                stream, event = self.transfer.mark(place.memory)
-                place.used[stream] = event
+                place = self._fill(layer, sources)
+        except BaseException:
+            self._lock.release()
+            raise
+        place.lent += 1
+        try:
+            if ordered:
+                self._learn(layer)
+                self._copy_ahead(layer, place)
+            self.transfer.wait(place.ready)
+        except BaseException:
+            self.give_back(place)
+            raise
+        return place
 
-    def _fill(self, owner: Owner, sources: Sequence[Tensor], now: list[_Source] | None) -> _Place:
+    def give_back(self, place: _Place) -> None:
+        """Whatever reads what was lent has been launched."""
+        try:
+            place.lent -= 1
+            self.transfer.mark(place.memory, place.used)
+        finally:
+            self._lock.release()
+
+    def _fill(self, layer: Served, sources: Sequence[Tensor]) -> _Place:
         """Copy what is asked for: over nothing that is expected, if there is another place."""
         nbytes = sum(map(_room_of, sources))
         if nbytes > self._slot:
             memory = self.transfer.empty(2 * nbytes)  # or an error, and nothing is another
             self._memory, self._slot, self._at = memory, nbytes, 0
+            for one in self._places:
+                one.copied = None
             self._places, self._coming = [], []
-            self._of.clear()
         at = self._room(nbytes, self._coming)
         if at is None:
             at = self._room(nbytes, [])
         if at is None:  # all is lent
-            return self._copy(owner, self.transfer.empty(nbytes), 0, sources, now, [])
-        return self._copy_to(at, nbytes, owner, sources, now)
+            return self._copy(_Place(layer, self.transfer.empty(nbytes), 0, sources), sources, [])
+        return self._copy_to(at, nbytes, layer, sources)
 
     def _room(self, nbytes: int, kept: list[_Place]) -> int | None:
         """Where so many bytes of one slot begin that are not lent and not kept: after what was
         copied last, or before it."""
         assert self._memory is not None
         for at in (self._at, 0):
-            while at + nbytes <= self._memory.numel():
+            while at + nbytes <= 2 * self._slot:
                 if at < self._slot < at + nbytes:
                     at = self._slot
-                end = at + nbytes
-                met = (p for p in self._places if p.start < end and at < p.end)
-                after = max((p.end for p in met if p.lent or p in kept), default=None)
-                if after is None:
+                after, end = 0, at + nbytes
+                for one in self._places:
+                    if one.start < end and at < one.end and (one.lent or one in kept):
+                        after = max(after, one.end)
+                if not after:
                     return at
                 at = after
         return None
 
-    def _copy_to(
-        self,
-        at: int,
-        nbytes: int,
-        owner: Owner,
-        sources: Sequence[Tensor],
-        now: list[_Source] | None,
-    ) -> _Place:
+    def _copy_to(self, at: int, nbytes: int, layer: Served, sources: Sequence[Tensor]) -> _Place:
         """Copy tensors over the places that lie there."""
         assert self._memory is not None
-        over = [p for p in self._places if p.start < at + nbytes and at < p.end]
+        others: list[_Place] = []
+        over: list[_Place] = []
+        for one in self._places:
+            (over if one.start < at + nbytes and at < one.end else others).append(one)
         for one in over:
             one.copied = None  # nobody's, should anything fail from here on
-        used = [event for one in over for event in one.used.values()]
-        place = self._of[owner] = self._copy(owner, self._memory, at, sources, now, used)
-        self._places = [*(p for p in self._places if p not in over), place]
-        self._at = place.end
+        place = self._copy(layer.at(self._memory, at, sources), sources, over)
+        layer.place, self._places, self._at = place, [*others, place], place.end
         return place
 
-    def _copy(
-        self,
-        owner: Owner,
-        memory: Tensor,
-        start: int,
-        sources: Sequence[Tensor],
-        now: list[_Source] | None,
-        after: Sequence[Any],
-    ) -> _Place:
-        views, end = [], start
-        for source in sources:
-            part = memory[end : end + source.nbytes]
-            views.append(part.view(source.dtype).view(source.shape))
-            end += _room_of(source)
-        ready = self.transfer.copy(list(zip(views, sources, strict=True)), after)
-        return _Place(weakref.ref(owner), memory, start, end, views, now, ready)
+    def _copy(self, place: _Place, sources: Sequence[Tensor], over: Sequence[_Place]) -> _Place:
+        """Copy over places, whose events are recorded again from then on."""
+        known = not any(source.is_inference() for source in sources)
+        copied = [_Source(source) for source in sources] if known else None
+        used: dict[Hashable, Any] = {}
+        after: list[Any] = []
+        for one in over:
+            after += one.used.values()
+            used |= one.used
+        pairs = list(zip(place.views, sources, strict=True))
+        place.ready = self.transfer.copy(pairs, after, over[0].ready if over else None)
+        place.copied, place.used = copied, used
+        return place
 
-    def _learn(self, owner: Owner) -> None:
+    def _learn(self, layer: Served) -> None:
         """Who asks after whom."""
-        last, self._last = self._last(), weakref.ref(owner)
-        if last is not None and last is not owner:
-            known = self._next.get(last)
-            self._next[last] = (weakref.ref(owner), known is None or known[0]() is owner)
+        last, self._last = self._last(), layer.me
+        if last is not None and last is not layer:
+            last.sure = last.follower() is layer or last.follower is _nobody
+            last.follower = layer.me
 
-    def _copy_ahead(self, owner: Owner, place: _Place) -> None:
+    def _copy_ahead(self, layer: Served, place: _Place) -> None:
         """Copy for those that are sure to come next, as many as a slot holds."""
         if self._coming and self._coming[0] is place:
             del self._coming[0]
         else:
             self._coming = []
-        left = self._slot - sum(one.end - one.start for one in self._coming)
-        last: Owner | None = self._coming[-1].owner() if self._coming else owner
-        while last is not None:
-            follower, sure = self._next.get(last, _NOBODY)
-            coming = follower() if sure else None
-            if coming is None or coming is owner:
+        left, last = self._slot, layer
+        for one in self._coming:
+            left, last = left - (one.end - one.start), one.layer() or layer
+        while (coming := last.follower() if last.sure else None) is not None:
+            if coming is layer:
                 return
-            known = self._of.get(coming)
+            known = coming.place
             if known is not None and known.end - known.start > left:
                 return
             if known is None or known.copied is None:
@@ -309,33 +358,28 @@ class Slots:
             self._coming.append(known)
             left, last = left - (known.end - known.start), coming
 
-    def _ahead(self, owner: Owner, most: int) -> _Place | None:
+    def _ahead(self, layer: Served, most: int) -> _Place | None:
         """Copy for a layer that did not ask yet, if that is possible and takes no more bytes."""
-        sources = owner.sources()
-        now = None if sources is None else _sources(sources)
-        if sources is None or now is None:
+        owner = layer.owner()
+        sources = None if owner is None else owner.sources()
+        if sources is None or any(source.is_inference() for source in sources):
             return None
         nbytes = sum(map(_room_of, sources))
         at = self._room(nbytes, self._coming) if nbytes <= most else None
-        return None if at is None else self._copy_to(at, nbytes, owner, sources, now)
+        return None if at is None else self._copy_to(at, nbytes, layer, sources)
 
 
-def _sources(tensors: Sequence[Tensor]) -> list[_Source] | None:
-    """What a place with copies of them is compared with; None of tensors made in inference mode,
-    where writes are not counted."""
-    found = []
-    for tensor in tensors:
-        if tensor.is_inference():
-            return None
-        found.append(_Source.of(tensor))
-    return found
-
-
-def _are_as(copied: list[_Source] | None, now: list[_Source] | None) -> bool:
+def _are_still(copied: list[_Source] | None, sources: Sequence[Tensor]) -> bool:
     """Whether what was copied are these tensors, as they are."""
-    if copied is None or now is None or len(copied) != len(now):
+    if copied is None or len(copied) != len(sources):
         return False
-    return all(map(_Source.is_as, copied, now))
+    return all(map(_Source.is_still, copied, sources))
+
+
+def _view(source: Tensor, memory: Tensor, start: int) -> Tensor:
+    """Room for a tensor from byte `start` of the memory on."""
+    with torch.inference_mode(False):  # it is written to outside of that mode, too
+        return memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
 
 
 def _room_of(source: Tensor) -> int:

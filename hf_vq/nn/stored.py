@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..formats.catalog import LinearScheme
 from ..formats.spec import TensorSpec
 from ..formats.universal import tensor_hash
-from .second_pass import SecondPass, offloaded
+from .second_pass import SecondPass, finish_copies, offloaded
 
 _shared: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
 
@@ -104,6 +104,11 @@ class Stored(nn.Module):
         """One stored tensor in the dtype of its spec (a tool may have cast it behind our back)."""
         tensor: Tensor = getattr(self, attribute)
         return tensor.detach().to(self.specs[attribute].dtype)
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        if self.second is not None:
+            finish_copies()
+        super()._load_from_state_dict(*arguments, **options)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         if self.second is None:

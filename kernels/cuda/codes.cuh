@@ -26,11 +26,11 @@ template <int Bits, int Count> struct Codes {
       word[i] = __funnelshift_r(word[i], i + 1 < words ? word[i + 1] : after, shift);
   }
 
-  // All bits begin at `from`, an address that is a multiple of `Bytes`. Streamed: they are read once.
-  template <int Bytes> __device__ void load_aligned(const char* from) {
+  // All bits begin at `from`, an address that is a multiple of `Bytes`. Streamed (`Line` too): they are read once.
+  template <int Bytes, bool Line = false> __device__ void load_aligned(const char* from) {
     static_assert(Bits * Count % 32 == 0 && words * 4 % Bytes == 0, "whole words");
 #pragma unroll
-    for (int i = 0; i < words * 4 / Bytes; ++i) stream_words<Bytes>(from + i * Bytes, word + i * Bytes / 4);
+    for (int i = 0; i < words * 4 / Bytes; ++i) stream_words<Bytes, Line>(from + i * Bytes, word + i * Bytes / 4);
   }
 
   // `Width` bits from bit `at` on (a constant once loops are unrolled), times `Factor`, a power of two.
@@ -56,7 +56,9 @@ template <int First, int Second, int Count> struct NestedCodes {
   Codes<First, Count> first;
   Codes<Second, Count> second;
 
-  template <int Bytes> __device__ void load_aligned(const char* from) { first.template load_aligned<Bytes>(from); }
+  template <int Bytes, bool Line = false> __device__ void load_aligned(const char* from) {
+    first.template load_aligned<Bytes, Line>(from);
+  }
 
   // Of 4 + 4 bits: the word of four codes, as bytes, in which the one at bit `at` is.
   //

@@ -62,6 +62,8 @@ constexpr int fragments = Plan::row_tiles * Plan::token_tiles, parts = Plan::sha
 constexpr int owned = (fragments + Plan::share - 1) / Plan::share;
 constexpr int meeting_bytes = Plan::single ? warps * Plan::row_tiles * 64 : teams * owned * parts * 512;
 constexpr int all_met = Table::bytes + (Plan::single ? 2 : 1) * meeting_bytes;  // a barrier
+// One token: four lanes read half a line of a row, and the other half with the next chunk.
+template <int Bytes> constexpr bool whole_lines = Plan::single && Bytes == 16;
 static_assert(Plan::share == 1 || (!Plan::single && teams == 1), "warps of a cluster have the same rows");
 // One token: octets of a lane in a piece, pieces of a chunk. Chunks of which a warp has scales, and x of one token, at
 // a time.
@@ -119,7 +121,7 @@ struct Step {
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int stage = 0; stage < Plan::stages; ++stage)
-        codes[tile][half][stage].template load_aligned<Plan::load_bytes>(
+        codes[tile][half][stage].template load_aligned<Plan::load_bytes, whole_lines<Plan::load_bytes>>(
             rows.codes[tile][half].of(first) + stage * stream + int64_t(at) * (4 * unit_bytes));
     load_second(codes[tile], a, rows, tile, at);
   }
@@ -130,7 +132,7 @@ struct Step {
     if constexpr (Table::nested)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        codes[half][0].second.template load_aligned<Plan::second_load_bytes>(
+        codes[half][0].second.template load_aligned<Plan::second_load_bytes, whole_lines<Plan::second_load_bytes>>(
             rows.second[tile][half].of(a.second_codes()) + int64_t(at) * (4 * second_unit_bytes));
   }
 

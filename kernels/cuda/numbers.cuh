@@ -83,9 +83,15 @@ template <int Bytes> __device__ inline void store_words(void* to, const uint32_t
   }
 }
 
-// Words that nobody reads again: they leave no trace in L1.
-template <int Bytes> __device__ inline void stream_words(const void* from, uint32_t* word) {
-  if constexpr (Bytes == 4) {
+// Words that nobody reads again: they leave no trace in L1. `Line`: the rest of their 128 bytes comes to L2, for whoever
+// reads it soon after.
+template <int Bytes, bool Line = false> __device__ inline void stream_words(const void* from, uint32_t* word) {
+  if constexpr (Line) {
+    static_assert(Bytes == 16, "of less nobody measured it");
+    asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+        : "l"(from));
+  } else if constexpr (Bytes == 4) {
     asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word[0]) : "l"(from));
   } else if constexpr (Bytes == 8) {
     asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "l"(from));

@@ -22,7 +22,7 @@ def offloaded(tokens, hidden, launching=12.4):
 
 
 def timed(tokens, bf16, cuda, triton=9.0):
-    alone = {"read_us": 5.5} if tokens == 1 else {}
+    alone = {"read_us": 5.5, "filled_us": 12.0, "filled_rows": 6144} if tokens == 1 else {}
     return {
         "name": "turboquant-4+4", "tokens": tokens, "out_features": 4096, "in_features": 2048,
         "bf16_us": bf16, "cuda_us": cuda, "triton_us": triton, **alone,
@@ -73,6 +73,7 @@ def test_bars_of_kernels():
     ]  # fmt: skip
     one, few, many = bars(**{"cuda-passes": rows})
     assert "1 token, times bf16 | at least 1.6 x | 2 / 1.45 x | no | waiting" in one
+    assert one.count("4096 x 2048 would have 2 x with") == 1  # 16 / (12 * 4096 / 6144)
     assert "16 tokens, Triton's time, times that of CUDA | at most 1.5 x | 1.4 / 1.5 x" in few
     assert few.endswith("| yes | - |") and "1.6 x | no | lookups" in many
     assert passes_tables.kernels(rows[1:3]).splitlines()[2:] == [

@@ -39,7 +39,7 @@ class Immediate:
     def empty(self, nbytes):
         return torch.full((nbytes,), 255, dtype=torch.uint8)
 
-    def copy(self, pairs, after):
+    def copy(self, pairs, after, old):
         for to, source in pairs:
             to.copy_(source)
             self.copied += source.nbytes
@@ -47,8 +47,11 @@ class Immediate:
     def wait(self, event):
         pass
 
-    def mark(self, memory):
-        return "the stream", None
+    def mark(self, memory, used):
+        pass
+
+    def finish(self):
+        pass
 
 
 @pytest.fixture
@@ -165,6 +168,20 @@ def test_an_interrupted_forward_does_no_harm(quantized, far):
             logits(model)
         handle.remove()
         assert torch.equal(logits(model), logits(resident))
+
+
+@torch.no_grad()
+def test_tensors_are_loaded_when_no_copy_waits(quantized, far, monkeypatch):
+    """A copy that is still in a queue would read what is loaded over its source."""
+    model = LOAD(quantized("llama", SCHEMES[0]))
+    place_pass2(model, "offload")
+    layer = next(iter(vq_modules(model).values()))
+    state = {name: torch.zeros_like(tensor) for name, tensor in layer.state_dict().items()}
+    before, seen = layer.vq_codes_2.clone(), []
+    monkeypatch.setattr(far.transfer, "finish", lambda: seen.append(layer.vq_codes_2.clone()))
+    layer.load_state_dict(state)
+    assert len(seen) == 1 and torch.equal(seen[0], before)
+    assert not layer.vq_codes_2.any()
 
 
 @torch.no_grad()

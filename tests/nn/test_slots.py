@@ -3,11 +3,12 @@
 import random
 import threading
 from collections import deque
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from hf_vq.nn.slots import Slots
+from hf_vq.nn.slots import Served, Slots
 
 
 class Event:
@@ -29,7 +30,7 @@ class Simulated:
     def empty(self, nbytes):
         return torch.full((nbytes,), 255, dtype=torch.uint8)
 
-    def copy(self, pairs, after):
+    def copy(self, pairs, after, old):
         event, stream = Event(), self.streams["copy"]
         stream.extend(("wait", one) for one in after)
         stream.extend(
@@ -42,10 +43,9 @@ class Simulated:
     def wait(self, event):
         self.streams[self.current].append(("wait", event))
 
-    def mark(self, memory):
-        event = Event()
+    def mark(self, memory, used):
+        event = used[self.current] = Event()
         self.streams[self.current].append(("record", event))
-        return self.current, event
 
     def compute(self, work):
         """Launch `work` on the current stream."""
@@ -81,6 +81,7 @@ class Layer:
             torch.full((3, size), number, dtype=torch.uint8),
             torch.full((5,), number, dtype=torch.float16),
         ]
+        self.served = Served(self)
 
     def sources(self):
         return self.tensors
@@ -96,9 +97,20 @@ class Run:
         self.layers = [Layer(number, size) for number, size in enumerate(sizes, 1)]
         self.read = []
 
+    @contextmanager
+    def lent(self, layer, **options):
+        place = self.slots.lend(layer.served, layer.tensors, **options)
+        try:
+            yield place.views
+        finally:
+            self.slots.give_back(place)
+
+    def expect(self, layers):
+        self.slots.expect([layer.served for layer in layers])
+
     def call(self, layer, within=lambda: None, **options):
         expected = [tensor.clone() for tensor in layer.tensors]
-        with self.slots.lent(layer, layer.tensors, **options) as here:
+        with self.lent(layer, **options) as here:
             within()
             self.device.compute(
                 lambda: self.read.append(
@@ -128,7 +140,7 @@ def test_layers_in_order(seed):
 
 def test_a_known_order_misses_once():
     run = Run(0)
-    run.slots.expect(run.layers)
+    run.expect(run.layers)
     for layer in run.layers * 3:
         run.call(layer)
     run.check(18)
@@ -142,7 +154,7 @@ UNEQUAL = [40, 47, 300, 90, 700, 61]  # places overlap others in part
 def test_small_layers_are_copied_ahead(seed):
     """As many as a slot holds: nobody waits for a copy that could have begun before."""
     run = Run(seed, sizes=UNEQUAL)
-    run.slots.expect(run.layers)
+    run.expect(run.layers)
     for layer in run.layers:  # the slots grow
         run.call(layer)
     misses, ahead = run.slots.misses, []
@@ -162,7 +174,7 @@ def test_experts_leave_what_is_expected(seed):
     """Layers in an order, between them others that nobody foresees."""
     run, choose = Run(seed, sizes=[40, 47, 300, 90, 61, 500, 33, 70]), random.Random(seed)
     ordered, experts = run.layers[:6], run.layers[6:]
-    run.slots.expect(ordered)
+    run.expect(ordered)
     for layer in ordered * 2:
         run.call(layer)
     misses, others = run.slots.misses, 0
@@ -181,7 +193,7 @@ def test_any_order_any_stream(seed, sizes):
     """Skipped layers, the same one again, others, on two streams. `turboquant-model` reads another
     layer's bytes where one is skipped."""
     run, choose = Run(seed, sizes=sizes), random.Random(seed)
-    run.slots.expect(run.layers)
+    run.expect(run.layers)
     for _ in range(60):
         run.device.current = choose.choice("ab")
         run.call(choose.choice(run.layers), ordered=choose.random() < 0.8)
@@ -220,7 +232,7 @@ def test_a_copy_that_fails_is_not_taken_for_one(monkeypatch):
     run.call(first)
     good = run.device.copy
 
-    def fails(pairs, after):
+    def fails(pairs, after, old):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(run.device, "copy", fails)
@@ -271,7 +283,7 @@ def test_what_is_written_is_copied_anew():
     """Written in place, or replaced by other tensors; also while it was expected."""
     run = Run(0, layers=2)
     one, other = run.layers
-    run.slots.expect(run.layers)
+    run.expect(run.layers)
     run.call(one)
     run.device.finish()
     other.tensors[0].add_(50)  # its copy is there already
@@ -296,6 +308,28 @@ def test_tensors_of_inference_mode_are_always_copied():
     assert run.slots.misses == 2
 
 
+def test_inference_mode_comes_and_goes():
+    run = Run(0, layers=3)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            for layer in run.layers * 2:
+                run.call(layer)
+            run.device.finish()
+    run.check(18)
+
+
+def test_a_layer_has_other_shapes():
+    """Where it was before, and of the same size: other views."""
+    run = Run(0, layers=2)
+    layer = run.layers[0]
+    for tensor in (torch.full((64,), 1.5, dtype=torch.float16), torch.full((8, 16), 7)):
+        for dtype in (torch.float16, torch.bfloat16, torch.int16):
+            layer.tensors = [tensor.to(dtype)]
+            for one in run.layers:
+                run.call(one)
+    run.check(12)
+
+
 def test_another_layer_at_the_same_place_is_another():
     run = Run(0, layers=2)
     one, other = run.layers
@@ -316,7 +350,7 @@ def test_a_wrong_expectation_is_given_up():
 
 def test_layers_that_are_gone_are_not_expected():
     run = Run(0, layers=3)
-    run.slots.expect(run.layers)
+    run.expect(run.layers)
     first = run.layers[0]
     del run.layers[1:]
     run.call(first)
@@ -333,7 +367,7 @@ def test_threads_take_turns():
         try:
             for _ in range(40):
                 layer = choose.choice(run.layers)
-                with run.slots.lent(layer, layer.tensors) as here:
+                with run.lent(layer) as here:
                     run.device.finish()
                     assert all(map(torch.equal, here, layer.tensors))
         except BaseException as error:
@@ -358,7 +392,7 @@ def test_the_simulation_finds_missing_events():
             else:
                 done = Event()
                 done.done = True
-                run.device.mark = lambda memory, done=done: ("a", done)
+                run.device.mark = lambda memory, used, done=done: used.update(a=done)
             for layer in run.layers * 4:
                 run.call(layer)
             run.device.finish()
@@ -385,7 +419,7 @@ def test_another_tensor_at_the_same_address_is_copied():
     run.device.finish()
     memory.numpy()[:] = 7  # which no version counts
     layer.tensors = [memory.detach()]
-    with run.slots.lent(layer, layer.tensors) as here:
+    with run.lent(layer) as here:
         run.device.finish()
         assert all(map(torch.equal, here, layer.tensors))
 

@@ -36,6 +36,9 @@ ODD = [  # spec, out_features, in_features
     ("vq1x4r1-universal-g16-hadamard0", 33, 176),
     ("vq1x4r1-universal-g0-hadamard0", 1, 52),
     ("vq1x5r1-universal-g32-random_hadamard64", 31, 192),
+    ("vq1x6r1-universal-g128-hadamard0", 5, 128),
+    ("vq2x8r1-universal-g16-random_hadamard16", 6, 80),
+    ("vq4x2r1-tensor-g32-none", 7, 96),
     ("vq1x16r1-tensor-g256-none", 3, 512),
     ("vq2x11r1-tensor-g0-none", 32, 130),
     ("vq2x8r1-universal-g0-random_hadamard0", 5, 256),
@@ -175,6 +178,8 @@ def test_tensors_at_odd_places(run):
     codebook = torch.empty(513, dtype=torch.float16)[1:].view(1, 256, 2)
     moved = {**tensors, "codebook": codebook.copy_(tensors["codebook"])}
     moved["scale"] = tensors["scale"].float()
+    odd = torch.empty(tensors["codes"].numel() + 1, dtype=torch.uint8)[1:]
+    moved["codes"] = odd.view(5, -1).copy_(tensors["codes"])
     for x in (wide[:, 1:129], wide[:, 2:258:2], wide[::2, 3:131]):
         check(run(x, moved, bias, scheme), x, tensors, bias.half(), scheme)
     assert run(wide[:0, :128], tensors, None, scheme).shape == (0, 5)

@@ -29,27 +29,32 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
     from hf_vq.backends import triton_linear
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    names = ("tokens", "rows", "in_features", "row_bytes", "second_bytes", "group", "steps")
+    names = ("tokens", "rows", "in_features", "width", "second_width", "group", "steps")
     numbers = dict.fromkeys(names, "i32")
     tensors = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "scale": "*fp16", "signs": "*u8"}
     signature = numbers | tensors | {"codes": "*u8", "codebook": "*i32", "norm": "fp32"}
-    rotation = {"PLANES": 2, "BLOCK": 128, "TILE": 64, "BLOCK_TOKENS": 16}
-    product = {"PLANES": 2, "VECTOR": 2, "BITS": 6, "SECOND_BITS": 0, "BYTES": 2, "TABLE": False,
-               "STEP": 128, "BLOCK_TOKENS": 16, "second": None}  # fmt: skip
-    nested = product | {"VECTOR": 1, "BITS": 4, "SECOND_BITS": 4, "BYTES": 1, "TABLE": True}
+    rotation = {"BLOCK": 128, "TILE": 32, "PART": 128, "STEP": 128, "BLOCK_TOKENS": 16}
+    product = {"CODES": 2, "VECTOR": 2, "BITS": 12, "SECOND_BITS": 0, "TABLE": False, "STEP": 128,
+               "WHOLE": False, "BLOCK_TOKENS": 16}  # fmt: skip
+    product["second"] = None
+    nested = product | {"CODES": 8, "VECTOR": 1, "BITS": 4, "SECOND_BITS": 4, "TABLE": True}
+    nested["WHOLE"] = True
+    early = {"EARLY": (backend, arch) == ("cuda", 90)}
     del nested["second"]
+    words = {"codes": "*i32", "second": "*i32", "codebook": "*i16"}
     config = triton_linear._configs()[0]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     for kernel, constants, more in (
         (triton_linear._rotate, rotation, {}),
         (triton_linear._multiply, product | config.kwargs, {}),
-        (triton_linear._multiply, nested | config.kwargs, {"second": "*u8", "codebook": "*i16"}),
+        (triton_linear._multiply, nested | config.kwargs, words),
+        (triton_linear._add, {"BLOCK": 512}, {"numel": "i32", "splits": "i32", "parts": "*fp32"}),
     ):
         names = kernel.arg_names
         source = ASTSource(
             fn=kernel,
             signature={name: (signature | more).get(name, "constexpr") for name in names},
-            constexprs={(names.index(name),): value for name, value in constants.items()},
+            constexprs={(names.index(name),): value for name, value in (constants | early).items()},
         )
         compiled = triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
         assert compiled.metadata.shared <= 64 << 10  # of the smallest of these GPUs
@@ -82,7 +87,8 @@ def gpu(monkeypatch):
         ),
         ("vq2x12r1-tensor-g0-none", None),
         ("vq2x8r1-universal-g32-random_hadamard0", None),
-        ("vq2x8r1-universal-g16-random_hadamard128", "16 weights share a scale, fewer than 32"),
+        ("vq2x8r1-universal-g16-random_hadamard128", None),
+        ("vq2x8r1-universal-g8-random_hadamard128", "8 weights share a scale, fewer than 16"),
         ("vq2x8r2-universal-g128-hadamard128", "it has 2 stages"),
         ("vq1x4r2-universal-g128-hadamard128-shared", "its passes are shared, not nested"),
         (WEIGHT_SCHEMES["quip-sharp-2"].spec(), "its codebook is e8p"),
