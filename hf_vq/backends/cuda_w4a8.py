@@ -161,7 +161,7 @@ def run(
 
     Args:
         x: tokens, or as the launch reads them.
-        blocks: of the product, if others than usual; fewer only of `W4A8WidePlan` without a split.
+        blocks: of the product, if others than usual; fewer only of `W4A8WidePlan`.
 
     Raises:
         VQFormatError: tensors do not belong together, or are not where y is.

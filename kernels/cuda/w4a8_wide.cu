@@ -18,7 +18,7 @@
 #include "plan.cuh"
 #include "w4a8.cuh"
 
-constexpr int columns_of_slot = chunk;
+constexpr int columns_of_slot = chunk, split = 1, teams = Plan::teams;
 constexpr uint32_t origin = 0, first_byte = 0;
 
 #include "wide.cuh"
@@ -39,25 +39,58 @@ struct Arguments {
 
 constexpr int group = grouped ? Plan::group : 1;
 
-// Where the two rows of a lane begin. They are neighbours: the two halves of a word of y, and rows g and g + 8 of the
-// product.
+// Of each warp, behind the ring: factors of its 16 rows, their steps and zeros, and sums that wait to be stored, 32 tokens
+// for each team. Rows and tokens one behind the other begin in other banks.
+constexpr int grid_stride = Plan::groups / 4 * 4 + 4, token_stride = 80;
+constexpr int factor_bytes = 16 * sizeof(Row), grid_bytes = grouped ? 2 * 16 * grid_stride : 0;
+constexpr int sum_bytes = 32 * token_stride, warp_bytes = factor_bytes + grid_bytes + teams * sum_bytes;
+constexpr uint32_t of_warps = all_met + 16;
+
+// Where the two rows of a lane begin. They are neighbours: rows g and g + 8 of the product.
 struct Rows {
   const char* codes[2];
-  const char* step[2];
-  const char* zero[2];
-  int last;  // columns of a lane
-  int end;   // of the chunks of the block
+  const char* step;  // of the first, in shared memory
+  int last;          // columns of a lane
+  int end;           // of the chunks of the block
 
-  __device__ Rows(const Arguments& a, int first, int end) : last(a.columns - 32), end(end) {
-    const int lane = threadIdx.x % 32;
+  __device__ Rows(const Arguments& a, int first, int end, const char* grids) : last(a.columns - 32), end(end) {
+    const int of_warp = threadIdx.x % 32 / 4 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t row = min(first + lane / 4 * 2 + half, a.rows - 1), groups = a.columns / group;
-      codes[half] = a.codes + row * (a.columns / 2);
-      if constexpr (grouped) step[half] = a.step + row * groups, zero[half] = a.zero + row * groups;
+    for (int half = 0; half < 2; ++half)
+      codes[half] = a.codes + int64_t(min(first + of_warp + half, a.rows - 1)) * (a.columns / 2);
+    step = grids + of_warp * grid_stride;
+  }
+
+  // The first of a lane in chunk `at`.
+  __device__ uint32_t column(int at) const { return min(at * chunk + threadIdx.x % 4 * 32, uint32_t(last)); }
+};
+
+// Steps, then zeros, of the rows of a warp -> shared memory; not waited for.
+__device__ inline void copy_grids(const Arguments& a, int first, uint32_t to) {
+  constexpr int each = Plan::groups % 4 ? 1 : 4, pieces = Plan::groups / each;
+#pragma unroll 4
+  for (int at = threadIdx.x % 32; at < 16 * pieces; at += 32) {
+    const int row = at / pieces, column = at % pieces * each;
+    const int64_t from = int64_t(min(first + row, a.rows - 1)) * Plan::groups + column;
+#pragma unroll
+    for (int zero = 0; zero < 2; ++zero) {
+      const char* of_row = (zero ? a.zero : a.step) + from;
+      const uint32_t place = to + (zero * 16 + row) * grid_stride + column;
+      if constexpr (each == 4)
+        copy_piece<4>(place, of_row);
+      else
+        store_byte(place, *of_row);
     }
   }
-};
+}
+
+// Factors of the rows of a warp -> shared memory. Whether their zeros are whole numbers of scales.
+__device__ inline bool keep_factors(const Arguments& a, int first, Row* to) {
+  const int lane = threadIdx.x % 32;
+  const Row row = row_of(a.scale, a.zero, a.bias, min(first + lane % 16, a.rows - 1));
+  if (lane < 16) to[lane] = row;
+  return __all_sync(0xffffffffu, are_whole(row, row));
+}
 
 // Codes of a lane in one chunk -> L2, before they are loaded: what it has on their way to registers does not hide the latency
 // of DRAM.
@@ -65,98 +98,199 @@ __device__ inline void prefetch(const Rows& rows, int at) {
   if (at >= rows.end) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    prefetch_line(rows.codes[half] + min(at * chunk + int(threadIdx.x) % 4 * 32, rows.last) / 2);
+    prefetch_line(rows.codes[half] + rows.column(at) / 2);
 }
 
 // What a lane has of its rows in one chunk; beyond the last columns it takes them again: x is zero there.
 struct Step {
   uint32_t word[2][4];
-  uint32_t step[2], zero[2];
 
   __device__ void load(const Rows& rows, int at) {
-    if constexpr (Plan::ahead > 0) prefetch(rows, at + Plan::ahead);
-    const int column = min(at * chunk + threadIdx.x % 4 * 32, rows.last);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      load_words<16>(rows.codes[half] + column / 2, word[half]);
-      if constexpr (grouped) {
-        step[half] = uint8_t(rows.step[half][column / group]);
-        zero[half] = uint8_t(rows.zero[half][column / group]);
+    for (int half = 0; half < 2; ++half) load_words<16>(rows.codes[half] + rows.column(at) / 2, word[half]);
+    if constexpr (Plan::ahead > 0) prefetch(rows, at + Plan::ahead * teams);
+  }
+};
+
+// How both rows of a lane become bytes.
+struct Grids {
+  Grid of[2];
+
+  __device__ void load(const Rows& rows, int at) {
+    if constexpr (grouped)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const char* of_row = rows.step + half * grid_stride + rows.column(at) / group;
+        of[half].set(uint8_t(of_row[0]), uint8_t(of_row[16 * grid_stride]));
       }
-    }
   }
 };
 
-// Four fragments: the columns of a lane in one chunk, eight in each.
-struct Weights {
-  uint32_t fragment[4][4];
-
-  __device__ void decode(const Step& step) {
+// Eight columns of a lane -> a fragment.
+__device__ inline void decode(const Grids& grids, const Step& step, int k, uint32_t (&fragment)[4]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      Grid grid;
-      if constexpr (grouped) grid.set(step.step[half], step.zero[half]);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) grid.decode(step.word[half][k], fragment[k][half], fragment[k][2 + half]);
-    }
-  }
-};
+  for (int half = 0; half < 2; ++half) grids.of[half].decode(step.word[half][k], fragment[half], fragment[2 + half]);
+}
 
 using Sums = int[tile_tokens / 2];
 
-// Sums of tokens 8 i .. 8 i + 7 -> y.
-template <bool Whole>
-__device__ inline void store(const Arguments& a, const Work& work, int i, const int* sums, const Row (&rows)[2]) {
-  const int lane = threadIdx.x % 32;
-  const int row = work.row + threadIdx.x / 32 * 16 + lane / 4 * 2, first = work.token + i * 8 + lane % 4 * 2;
+// Rows of a warpgroup times x, over the chunks of its team. Fragments are decoded two products ahead, one behind each
+// product, since a warp that issues one waits until those before have read their registers.
+__device__ inline void multiply(const Rows& rows, const Work& work, int team, Turn turn, Step (&next)[Plan::steps],
+                                Sums& sums) {
+  const int begin = work.begin + team;
+  turn.pass(team);
+  uint32_t fragment[4][4];
+  Grids grids;
+  if (begin < work.end) {
+    grids.load(rows, begin);
 #pragma unroll
-  for (int c = 0; c < 2; ++c)
-    if (first + c < a.tokens && row < a.rows)
-      store_rows<Whole>(a.y + int64_t(first + c) * a.rows + row, row, a.rows, sums[c], sums[2 + c], rows[0], rows[1],
-                        a.token[first + c]);
+    for (int k = 0; k < 2; ++k) decode(grids, next[0], k, fragment[k]);
+  }
+  wait_for_grids();
+  uint32_t last = 0;  // barrier of the slot before this one
+  const auto release = [&] {
+    if (last && threadIdx.x % 32 == 0) barrier_arrive(last);
+  };
+  for (int first = begin; first < work.end; first += Plan::steps * teams) {
+#pragma unroll
+    for (int i = 0; i < Plan::steps; ++i) {
+      const int at = first + i * teams;
+      if (at >= work.end) break;
+      barrier_wait(turn.full(), turn.parity);
+      const uint64_t b = wgmma_descriptor(turn.address());
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        wgmma_bytes<tile_tokens>(sums, fragment[k], b + 2 * k);
+        wgmma_commit();
+        wgmma_wait<2>();  // the one two before: its fragment is free, after two of a slot the slot before
+        if (k == 1) release();
+        if (k < 2) {
+          decode(grids, next[i], k + 2, fragment[k + 2]);
+        } else if (at + teams < work.end) {
+          if (k == 2) grids.load(rows, at + teams);
+          decode(grids, next[(i + 1) % Plan::steps], k - 2, fragment[k - 2]);
+        }
+      }
+      last = turn.empty();
+      turn.pass(teams);
+      if (at + Plan::steps * teams < work.end) next[i].load(rows, at + Plan::steps * teams);
+    }
+  }
+  wgmma_wait<0>();
+  release();
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cluster_dims__(Plan::split)
-    w4a8_wide(const Arguments a) {
+__device__ inline Token token_of(const Arguments& a, int m) { return a.token[min(m, a.tokens - 1)]; }
+
+// Warps with the same rows, one of each team.
+__device__ inline void meet(int part) {
+  if constexpr (teams > 1)
+    wait_for_warps(1 + part, 128 * teams);
+  else
+    __syncwarp();
+}
+
+// Sums -> y, through shared memory, 32 tokens of each team at a time: a lane gets 16 rows of a token, of all teams. In
+// registers a lane has rows 2 g and 2 g + 1 of tokens 8 i + 2 t and 8 i + 2 t + 1.
+template <bool Whole>
+__device__ inline void finish(const Arguments& a, const Work& work, int row, int warp, char* shared, const Sums& sums) {
+  constexpr int pieces = tile_tokens / 32, rounds = (pieces + teams - 1) / teams;
+  const int lane = threadIdx.x % 32, team = warp / 4 % teams, part = warp / 4 / teams;
+  char* const mine = shared + of_warps + warp * warp_bytes;
+  const Row* const factors = reinterpret_cast<const Row*>(mine);
+  char* const waiting = mine + factor_bytes + grid_bytes;
+  Token next = token_of(a, work.token + team * 32 + lane);
+#pragma unroll 1
+  for (int round = 0; round < rounds; ++round) {
+#pragma unroll
+    for (int piece = 0; piece < pieces; ++piece) {
+      if (piece / teams != round) continue;
+      char* const to = waiting + piece % teams * sum_bytes + lane % 4 * 2 * token_stride + lane / 4 * 8;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int at = 16 * piece + 4 * i + c;
+          *reinterpret_cast<int2*>(to + (8 * i + c) * token_stride) = {sums[at], sums[at + 2]};
+        }
+    }
+    meet(part);
+    const int m = work.token + (round * teams + team) * 32 + lane;
+    const Token token = next;
+    next = token_of(a, m + teams * 32);
+#pragma unroll 1
+    for (int rows = 0; rows < 16; rows += 8) {
+      int sum[8] = {};
+#pragma unroll
+      for (int of = 0; of < teams; ++of) {
+        const char* from = waiting + (of - team) * 4 * warp_bytes + team * sum_bytes + lane * token_stride + rows * 4;
+#pragma unroll
+        for (int r = 0; r < 8; r += 4) {
+          const int4 four = *reinterpret_cast<const int4*>(from + r * 4);
+          sum[r] += four.x, sum[r + 1] += four.y, sum[r + 2] += four.z, sum[r + 3] += four.w;
+        }
+      }
+      uint32_t word[4];
+#pragma unroll
+      for (int r = 0; r < 8; r += 2)
+        word[r / 2] = pack_pair<Plan::dtype>(scaled<Whole, true>(sum[r], factors[rows + r], token),
+                                             scaled<Whole, true>(sum[r + 1], factors[rows + r + 1], token));
+      if (round * teams + team >= pieces || m >= a.tokens) continue;
+      uint16_t* const y = a.y + int64_t(m) * a.rows + row + rows;
+      if (a.rows % 8 == 0) {
+        if (row + rows < a.rows) store_words<16>(y, word);
+      } else {
+#pragma unroll
+        for (int r = 0; r < 8; ++r)
+          if (row + rows + r < a.rows) y[r] = uint16_t(word[r / 2] >> r % 2 * 16);
+      }
+    }
+    meet(part);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8_wide(const Arguments a) {
   extern __shared__ __align__(1024) char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % Plan::split;
-  if (threadIdx.x == math_threads) set_barriers(shared, rank);
-  if constexpr (Plan::split > 1) wait_for_cluster();
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x == math_threads) set_barriers(shared, 0);
   __syncthreads();
   Turn turn(shared);
-  const int items = Work::items(a.rows, a.tokens), first = blockIdx.x / Plan::split, step = gridDim.x / Plan::split;
-  const int chunks = (a.columns + chunk - 1) / chunk;
+  const int items = Work::items(a.rows, a.tokens), chunks = (a.columns + chunk - 1) / chunk;
   if (warp >= 4 * warpgroups) {
     leave_registers<producer_registers>();
     wait_for_grids();
     let_next_grid_begin();
     if (threadIdx.x == math_threads)
-      for (int item = first; item < items; item += step)
-        produce(a.x, a.tokens, Work(a.tokens, chunks, item, rank), turn);
+#pragma unroll 1
+      for (int item = blockIdx.x; item < items; item += gridDim.x)
+        produce(a.x, a.tokens, Work(a.tokens, chunks, item, 0), turn);
   } else {
     take_registers<math_registers>();
-    for (int item = first; item < items; item += step) {  // only one where columns are split
-      const Work work(a.tokens, chunks, item, rank);
-      const Rows codes(a, work.row + warp * 16, work.end);
-      for (int at = work.begin + Plan::steps; at < work.begin + Plan::ahead; ++at) prefetch(codes, at);
+    const int team = warp / 4 % teams, part = warp / 4 / teams;
+    char* const mine = shared + of_warps + warp * warp_bytes;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      const Work work(a.tokens, chunks, item, 0);
+      const int row = work.row + part * 64 + warp % 4 * 16;
+      const Rows rows(a, row, work.end, mine + factor_bytes);
       Step next[Plan::steps];
-      Weights weights[2];
-      Sums sums = {};
-      multiply_slots(
-          work, turn, [&](int i, int at) { next[i].load(codes, at); },
-          [&](int now, int i, int) { weights[now].decode(next[i]); },
-          [&](int now, int k, uint64_t b) { wgmma_bytes<tile_tokens>(sums, weights[now].fragment[k], b); });
-      Row rows[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        rows[half] = row_of(a.scale, a.zero, a.bias, min(work.row + warp * 16 + lane / 4 * 2 + half, a.rows - 1));
-      const bool whole = grouped || __all_sync(0xffffffffu, are_whole(rows[0], rows[1]));
-      meet(rank, turn.block, sums, [&](int i, const int* of) {
-        if (whole)
-          store<true>(a, work, i, of, rows);
-        else
-          store<false>(a, work, i, of, rows);
-      });
+      for (int i = 0; i < Plan::steps; ++i)
+        if (team + i * teams < work.end) next[i].load(rows, team + i * teams);
+      if constexpr (grouped) copy_grids(a, row, turn.block + of_warps + warp * warp_bytes + factor_bytes);
+#pragma unroll 1
+      for (int at = Plan::steps; at < Plan::ahead; ++at) prefetch(rows, team + at * teams);
+      const bool whole = keep_factors(a, row, reinterpret_cast<Row*>(mine));
+      if constexpr (grouped) wait_for_all_copies();
+      __syncwarp();
+      Sums sums = {};
+      multiply(rows, work, team, turn, next, sums);
+      turn.skip(chunks);
+      if (whole)
+        finish<true>(a, work, row, warp, shared, sums);
+      else
+        finish<false>(a, work, row, warp, shared, sums);
     }
   }
 }

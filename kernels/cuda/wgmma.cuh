@@ -129,6 +129,11 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// Until `threads` threads of this block are at its barrier `name`, whole warps.
+__device__ inline void wait_for_warps(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
 // Four numbers to the same address in block `rank` of the cluster, told to the barrier with the same address there.
 #define SEND(TYPE, KIND)                                                                                              \
   asm volatile(                                                                                                      \
