@@ -44,19 +44,19 @@ def candidates(problem: W4A8Problem) -> list[W4A8WidePlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
     return [
         _plan(problem, *warpgroups, *knobs)
-        for warpgroups, *knobs in itertools.product(_WARPGROUPS, _TOKEN_TILES, _STEPS)
+        for warpgroups, *knobs in itertools.product(_WARPGROUPS, _TOKEN_TILES, _STEPS, (False, True))
     ]
 
 
 def _plan(
-    problem: W4A8Problem, warpgroups: int, teams: int, token_tile: int, steps: int
+    problem: W4A8Problem, warpgroups: int, teams: int, token_tile: int, steps: int, together: bool
 ) -> W4A8WidePlan:
     """With as many slots as shared memory has."""
     arch = problem.arch
     groups = problem.columns // problem.group if problem.group else 0
     plan = W4A8WidePlan(
         128 * (warpgroups + 1), 1, problem.dtype, problem.group, groups, problem.bias,
-        token_tile, teams, 0, steps, _AHEAD if teams == 1 else 0,
+        token_tile, teams, 0, steps, _AHEAD if teams == 1 else 0, together,
     )  # fmt: skip
     most = min(arch.shared_per_block, arch.shared_per_sm - RESERVED_BYTES)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)
@@ -77,7 +77,7 @@ def feasible(plan: W4A8WidePlan, problem: W4A8Problem) -> str | None:
 
 def registers(plan: W4A8WidePlan) -> int:
     """About how many registers a thread needs that multiplies."""
-    return 80 + plan.token_tile // 2 + 8 * plan.steps + 8 * (plan.teams > 1)
+    return 80 + plan.token_tile // 2 + 8 * plan.steps + 8 * (plan.teams > 1) + 8 * plan.together
 
 
 def most_registers(plan: W4A8WidePlan, arch: Arch) -> int:

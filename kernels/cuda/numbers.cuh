@@ -116,6 +116,12 @@ __device__ inline void store_shared(uint32_t to, const float (&value)[4]) {
                : "memory");
 }
 
+__device__ inline uint32_t load_byte(uint32_t from) {
+  uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+
 __device__ inline void store_byte(uint32_t to, char value) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(int(value)) : "memory");
 }

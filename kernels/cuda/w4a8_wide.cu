@@ -48,18 +48,21 @@ constexpr uint32_t of_warps = all_met + 16;
 
 // Where the two rows of a lane begin. They are neighbours: rows g and g + 8 of the product.
 struct Rows {
-  const char* codes[2];
-  const char* step;  // of the first, in shared memory
-  int last;          // columns of a lane
-  int end;           // of the chunks of the block
+  const char* first;
+  int second;     // bytes behind it
+  uint32_t step;  // of the first, in shared memory
+  int last;       // columns of a lane
+  int end;        // of the chunks of the block
 
-  __device__ Rows(const Arguments& a, int first, int end, const char* grids) : last(a.columns - 32), end(end) {
-    const int of_warp = threadIdx.x % 32 / 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      codes[half] = a.codes + int64_t(min(first + of_warp + half, a.rows - 1)) * (a.columns / 2);
+  __device__ Rows(const Arguments& a, int row, int end, uint32_t grids) : last(a.columns - 32), end(end) {
+    const int of_warp = threadIdx.x % 32 / 4 * 2, bytes = a.columns / 2;
+    row += of_warp;
+    first = a.codes + int64_t(min(row, a.rows - 1)) * bytes;
+    second = row + 1 < a.rows ? bytes : 0;
     step = grids + of_warp * grid_stride;
   }
+
+  __device__ const char* codes(int half, int at) const { return first + half * second + column(at) / 2; }
 
   // The first of a lane in chunk `at`.
   __device__ uint32_t column(int at) const { return min(at * chunk + threadIdx.x % 4 * 32, uint32_t(last)); }
@@ -98,7 +101,7 @@ __device__ inline void prefetch(const Rows& rows, int at) {
   if (at >= rows.end) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    prefetch_line(rows.codes[half] + rows.column(at) / 2);
+    prefetch_line(rows.codes(half, at));
 }
 
 // What a lane has of its rows in one chunk; beyond the last columns it takes them again: x is zero there.
@@ -107,7 +110,7 @@ struct Step {
 
   __device__ void load(const Rows& rows, int at) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) load_words<16>(rows.codes[half] + rows.column(at) / 2, word[half]);
+    for (int half = 0; half < 2; ++half) load_words<16>(rows.codes(half, at), word[half]);
     if constexpr (Plan::ahead > 0) prefetch(rows, at + Plan::ahead * teams);
   }
 };
@@ -120,8 +123,8 @@ struct Grids {
     if constexpr (grouped)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const char* of_row = rows.step + half * grid_stride + rows.column(at) / group;
-        of[half].set(uint8_t(of_row[0]), uint8_t(of_row[16 * grid_stride]));
+        const uint32_t of_row = rows.step + half * grid_stride + rows.column(at) / group;
+        of[half].set(load_byte(of_row), load_byte(of_row + 16 * grid_stride));
       }
   }
 };
@@ -134,18 +137,36 @@ __device__ inline void decode(const Grids& grids, const Step& step, int k, uint3
 
 using Sums = int[tile_tokens / 2];
 
-// Rows of a warpgroup times x, over the chunks of its team. Fragments are decoded two products ahead, one behind each
-// product, since a warp that issues one waits until those before have read their registers.
+// Fragments of a lane: of the chunk that is multiplied, and of the next one, as far as it is decoded.
+struct Fragments {
+  static constexpr int buffers = Plan::together ? 2 : 1;
+  uint32_t of[buffers][4][4];
+
+  // Products `from` .. `to` - 1 of chunk i of those that are loaded.
+  __device__ void decode(const Grids& grids, const Step& step, int i, int from, int to) {
+#pragma unroll
+    for (int k = from; k < to; ++k) {
+      uint32_t(&fragment)[4] = of[i % buffers][k];
+      ::decode(grids, step, k, fragment);
+      made(fragment);
+    }
+  }
+};
+
+// Rows of a warpgroup times x, over the chunks of its team. A warp that issues a product waits until those before have read
+// their registers; what it decodes then must not be theirs. Two ways:
+//
+//     together   a chunk at a time, while the products of the chunk before run: two buffers
+//     else       one fragment behind each product, for the one after the next: one buffer
 __device__ inline void multiply(const Rows& rows, const Work& work, int team, Turn turn, Step (&next)[Plan::steps],
                                 Sums& sums) {
   const int begin = work.begin + team;
   turn.pass(team);
-  uint32_t fragment[4][4];
+  Fragments fragments;
   Grids grids;
   if (begin < work.end) {
     grids.load(rows, begin);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) decode(grids, next[0], k, fragment[k]);
+    fragments.decode(grids, next[0], 0, 0, Plan::together ? 4 : 2);
   }
   wait_for_grids();
   uint32_t last = 0;  // barrier of the slot before this one
@@ -157,21 +178,31 @@ __device__ inline void multiply(const Rows& rows, const Work& work, int team, Tu
     for (int i = 0; i < Plan::steps; ++i) {
       const int at = first + i * teams;
       if (at >= work.end) break;
+      const Step& then = next[(i + 1) % Plan::steps];
       barrier_wait(turn.full(), turn.parity);
       const uint64_t b = wgmma_descriptor(turn.address());
-      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        wgmma_bytes<tile_tokens>(sums, fragment[k], b + 2 * k);
-        wgmma_commit();
-        wgmma_wait<2>();  // the one two before: its fragment is free, after two of a slot the slot before
-        if (k == 1) release();
-        if (k < 2) {
-          decode(grids, next[i], k + 2, fragment[k + 2]);
-        } else if (at + teams < work.end) {
-          if (k == 2) grids.load(rows, at + teams);
-          decode(grids, next[(i + 1) % Plan::steps], k - 2, fragment[k - 2]);
+        if (k == 0 || !Plan::together) wgmma_fence();
+        wgmma_bytes<tile_tokens>(sums, fragments.of[i % Fragments::buffers][k], b + 2 * k);
+        if constexpr (!Plan::together) {
+          wgmma_commit();
+          wgmma_wait<2>();  // the one two before: its fragment is free, after two of a slot the slot before
+          if (k == 1) release();
+          if (k < 2) {
+            fragments.decode(grids, next[i], i, k + 2, k + 3);
+          } else {
+            if (k == 2) grids.load(rows, at + teams);
+            fragments.decode(grids, then, i + 1, k - 2, k - 1);
+          }
         }
+      }
+      if constexpr (Plan::together) {
+        wgmma_commit();
+        wgmma_wait<1>();  // those of the chunk before
+        release();
+        grids.load(rows, at + teams);
+        fragments.decode(grids, then, i + 1, 0, 4);
       }
       last = turn.empty();
       turn.pass(teams);
@@ -253,7 +284,7 @@ __device__ inline void finish(const Arguments& a, const Work& work, int row, int
 
 extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8_wide(const Arguments a) {
   extern __shared__ __align__(1024) char shared[];
-  const int warp = threadIdx.x / 32;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // products of a warpgroup need it to be the same for all
   if (threadIdx.x == math_threads) set_barriers(shared, 0);
   __syncthreads();
   Turn turn(shared);
@@ -273,12 +304,13 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const Work work(a.tokens, chunks, item, 0);
       const int row = work.row + part * 64 + warp % 4 * 16;
-      const Rows rows(a, row, work.end, mine + factor_bytes);
+      const uint32_t of_grids = turn.block + of_warps + warp * warp_bytes + factor_bytes;
+      const Rows rows(a, row, work.end, of_grids);
       Step next[Plan::steps];
 #pragma unroll
       for (int i = 0; i < Plan::steps; ++i)
         if (team + i * teams < work.end) next[i].load(rows, team + i * teams);
-      if constexpr (grouped) copy_grids(a, row, turn.block + of_warps + warp * warp_bytes + factor_bytes);
+      if constexpr (grouped) copy_grids(a, row, of_grids);
 #pragma unroll 1
       for (int at = Plan::steps; at < Plan::ahead; ++at) prefetch(rows, team + at * teams);
       const bool whole = keep_factors(a, row, reinterpret_cast<Row*>(mine));
