@@ -42,9 +42,10 @@ def token_bucket(tokens: int) -> int:
 
 def candidates(problem: W4A8Problem) -> list[W4A8WidePlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
+    ways = itertools.product(_WARPGROUPS, _TOKEN_TILES, _STEPS, (False, True))
     return [
-        _plan(problem, *warpgroups, *knobs)
-        for warpgroups, *knobs in itertools.product(_WARPGROUPS, _TOKEN_TILES, _STEPS, (False, True))
+        _plan(problem, warpgroups, teams, token_tile, steps, together)
+        for (warpgroups, teams), token_tile, steps, together in ways
     ]
 
 
