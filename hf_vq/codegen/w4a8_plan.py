@@ -137,8 +137,8 @@ class W4A8WidePlan(Plan):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the ring; factors, steps and zeros, and sums of each warp."""
+        """Shared memory of a block: the ring; of each warpgroup factors, steps and zeros, sums."""
         grids = 2 * 16 * (self.groups // 4 * 4 + 4) if self.group else 0
-        of_warp = 16 * 16 + grids + self.teams * 32 * 80
+        of_group = 64 * 16 + 4 * grids + self.teams * 32 * (64 * 4 + 16)
         ring = shared_of_ring(self.depth, self.token_tile, self.warpgroups, 1)
-        return ring + 4 * self.warpgroups * of_warp
+        return ring + self.warpgroups * of_group

@@ -17,6 +17,13 @@ enum class Fusion { SHUFFLE, SHARED, RENUMBERED };  // how decoded weights come 
 
 template <Dtype D> constexpr int size_of = D == Dtype::FLOAT32 ? 4 : 2;
 
+// threadIdx.x, of which nothing is known, or kept, before.
+__device__ inline int thread_later() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 __device__ inline float half_to_float(uint32_t half) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(uint16_t(half)));
@@ -114,6 +121,10 @@ __device__ inline void store_shared(uint32_t to, const float (&value)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(value[0]), "f"(value[1]), "f"(value[2]),
                "f"(value[3])
                : "memory");
+}
+
+__device__ inline void store_pair(uint32_t to, int first, int second) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(first), "r"(second) : "memory");
 }
 
 __device__ inline uint32_t load_byte(uint32_t from) {

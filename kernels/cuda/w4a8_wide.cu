@@ -39,12 +39,15 @@ struct Arguments {
 
 constexpr int group = grouped ? Plan::group : 1;
 
-// Of each warp, behind the ring: factors of its 16 rows, their steps and zeros, and sums that wait to be stored, 32 tokens
-// for each team. Rows and tokens one behind the other begin in other banks.
-constexpr int grid_stride = Plan::groups / 4 * 4 + 4, token_stride = 80;
-constexpr int factor_bytes = 16 * sizeof(Row), grid_bytes = grouped ? 2 * 16 * grid_stride : 0;
-constexpr int sum_bytes = 32 * token_stride, warp_bytes = factor_bytes + grid_bytes + teams * sum_bytes;
-constexpr uint32_t of_warps = all_met + 16;
+// Of each warpgroup, behind the ring: factors of its 64 rows, steps and zeros of each warp's 16, and sums that wait to be
+// stored, 32 tokens for each team. Rows of steps, and tokens, begin in other banks than those before; so do rows 32 .. 63
+// of a token, for lanes that read 8 rows each.
+constexpr int grid_stride = Plan::groups / 4 * 4 + 4, token_stride = 64 * 4 + 16;
+constexpr int factor_bytes = 64 * sizeof(Row), grid_bytes = grouped ? 2 * 16 * grid_stride : 0;
+constexpr int sum_bytes = 32 * token_stride, group_bytes = factor_bytes + 4 * grid_bytes + teams * sum_bytes;
+constexpr uint32_t of_groups = all_met + 16;
+
+__device__ inline int place_of(int row) { return row * 4 + row / 32 * 16; }
 
 // Where the two rows of a lane begin. They are neighbours: rows g and g + 8 of the product.
 struct Rows {
@@ -87,12 +90,11 @@ __device__ inline void copy_grids(const Arguments& a, int first, uint32_t to) {
   }
 }
 
-// Factors of the rows of a warp -> shared memory. Whether their zeros are whole numbers of scales.
-__device__ inline bool keep_factors(const Arguments& a, int first, Row* to) {
+// Factors of the rows of a warp -> shared memory.
+__device__ inline void keep_factors(const Arguments& a, int first, Row* to) {
   const int lane = threadIdx.x % 32;
   const Row row = row_of(a.scale, a.zero, a.bias, min(first + lane % 16, a.rows - 1));
   if (lane < 16) to[lane] = row;
-  return __all_sync(0xffffffffu, are_whole(row, row));
 }
 
 // Codes of a lane in one chunk -> L2, before they are loaded: what it has on their way to registers does not hide the latency
@@ -215,70 +217,122 @@ __device__ inline void multiply(const Rows& rows, const Work& work, int team, Tu
 
 __device__ inline Token token_of(const Arguments& a, int m) { return a.token[min(m, a.tokens - 1)]; }
 
-// Warps with the same rows, one of each team.
-__device__ inline void meet(int part) {
-  if constexpr (teams > 1)
-    wait_for_warps(1 + part, 128 * teams);
-  else
-    __syncwarp();
+// Warpgroups with the same rows, one of each team.
+__device__ inline void meet(int part) { wait_for_warps(1 + part, 128 * teams); }
+
+// Where a warpgroup's sums go, and how they get there. Found only when the sums are, since registers are few before.
+struct Finish {
+  uint32_t group;  // its shared memory
+  int thread, team, part, row, token;
+
+  __device__ Finish(const Work& work, uint32_t block) : token(work.token) {
+    const int in_block = thread_later(), warpgroup = in_block / 128;
+    thread = in_block % 128, team = warpgroup % teams, part = warpgroup / teams;
+    row = work.row + part * 64, group = block + of_groups + warpgroup * group_bytes;
+  }
+
+  __device__ uint32_t waiting(int of_team) const {
+    return group + (of_team - team) * group_bytes + factor_bytes + 4 * grid_bytes;
+  }
+};
+
+__device__ inline Row factors_of(const Finish& f, int row) {
+  uint32_t word[4];
+  load_shared<16>(f.group + row * sizeof(Row), word);
+  return {__uint_as_float(word[0]), __uint_as_float(word[1]), __uint_as_float(word[2]), int(word[3])};
 }
 
-// Sums -> y, through shared memory, 32 tokens of each team at a time: a lane gets 16 rows of a token, of all teams. In
-// registers a lane has rows 2 g and 2 g + 1 of tokens 8 i + 2 t and 8 i + 2 t + 1.
-template <bool Whole>
-__device__ inline void finish(const Arguments& a, const Work& work, int row, int warp, char* shared, const Sums& sums) {
+// Sums of eight rows of a token -> y. `from`: those of each team's columns.
+__device__ inline void store_whole(const Arguments& a, uint16_t* y, int row, const Row (&factors)[8],
+                                   const uint32_t (&from)[teams], const Token& token) {
+  int sum[8] = {};
+#pragma unroll
+  for (int of = 0; of < teams; ++of)
+#pragma unroll
+    for (int r = 0; r < 8; r += 4) {
+      uint32_t four[4];
+      load_shared<16>(from[of] + r * 4, four);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[r + c] += int(four[c]);
+    }
+  uint32_t word[4];
+#pragma unroll
+  for (int r = 0; r < 8; r += 2)
+    word[r / 2] = pack_pair<Plan::dtype>(scaled<true>(sum[r], factors[r], token),
+                                         scaled<true>(sum[r + 1], factors[r + 1], token));
+  if (a.rows % 8 == 0) {
+    if (row < a.rows) store_words<16>(y, word);
+  } else {
+#pragma unroll
+    for (int r = 0; r < 8; ++r)
+      if (row + r < a.rows) y[r] = uint16_t(word[r / 2] >> r % 2 * 16);
+  }
+}
+
+// The same of rows with any zeros, one after the other: there are few registers for doubles.
+__device__ inline void store_any(const Arguments& a, uint16_t* y, int row, const Finish& f, int of_row,
+                                 const uint32_t (&from)[teams], const Token& token) {
+#pragma unroll 1
+  for (int r = 0; r < 8 && row + r < a.rows; ++r) {
+    int sum = 0;
+#pragma unroll
+    for (int of = 0; of < teams; ++of) {
+      uint32_t word;
+      load_shared<4>(from[of] + r * 4, &word);
+      sum += int(word);
+    }
+    y[r] = uint16_t(pack_pair<Plan::dtype>(scaled<false, true>(sum, factors_of(f, of_row + r), token), 0.0f));
+  }
+}
+
+// Sums -> y, through shared memory, 32 tokens of each team at a time: a lane gets 8 rows of a token, of all teams, and
+// eight lanes 128 bytes of y. In registers a lane has rows 2 g and 2 g + 1 of its warp's 16, of tokens 8 i + 2 t and
+// 8 i + 2 t + 1.
+__device__ inline void finish(const Arguments& a, const Finish& f, const Sums& sums) {
   constexpr int pieces = tile_tokens / 32, rounds = (pieces + teams - 1) / teams;
-  const int lane = threadIdx.x % 32, team = warp / 4 % teams, part = warp / 4 / teams;
-  char* const mine = shared + of_warps + warp * warp_bytes;
-  const Row* const factors = reinterpret_cast<const Row*>(mine);
-  char* const waiting = mine + factor_bytes + grid_bytes;
-  Token next = token_of(a, work.token + team * 32 + lane);
+  const int lane = f.thread % 32, of_row = lane % 8 * 8, of_token = f.thread / 32 * 8 + lane / 8, row = f.row + of_row;
+  const uint32_t to = f.waiting(f.team) + lane % 4 * 2 * token_stride + place_of(f.thread / 32 * 16 + lane / 4 * 2);
+  Token next = token_of(a, f.token + f.team * 32 + of_token);
+  meet(f.part);  // all have put their factors
+  Row factors[8];
+  bool whole = true;
+#pragma unroll
+  for (int r = 0; r < 8; ++r) {
+    factors[r] = factors_of(f, of_row + r);
+    whole = whole && are_whole(factors[r], factors[r]);
+  }
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
 #pragma unroll
     for (int piece = 0; piece < pieces; ++piece) {
       if (piece / teams != round) continue;
-      char* const to = waiting + piece % teams * sum_bytes + lane % 4 * 2 * token_stride + lane / 4 * 8;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int at = 16 * piece + 4 * i + c;
-          *reinterpret_cast<int2*>(to + (8 * i + c) * token_stride) = {sums[at], sums[at + 2]};
+          store_pair(to + piece % teams * sum_bytes + (8 * i + c) * token_stride, sums[at], sums[at + 2]);
         }
     }
-    meet(part);
-    const int m = work.token + (round * teams + team) * 32 + lane;
-    const Token token = next;
-    next = token_of(a, m + teams * 32);
+    meet(f.part);
+    const int first = f.token + (round * teams + f.team) * 32 + of_token;
 #pragma unroll 1
-    for (int rows = 0; rows < 16; rows += 8) {
-      int sum[8] = {};
+    for (int half = 0; half < 2; ++half) {
+      const int m = first + half * 4;
+      const Token token = next;
+      next = token_of(a, half ? first + teams * 32 : first + 4);
+      if (round * teams + f.team >= pieces || m >= a.tokens) continue;
+      uint32_t from[teams];
 #pragma unroll
-      for (int of = 0; of < teams; ++of) {
-        const char* from = waiting + (of - team) * 4 * warp_bytes + team * sum_bytes + lane * token_stride + rows * 4;
-#pragma unroll
-        for (int r = 0; r < 8; r += 4) {
-          const int4 four = *reinterpret_cast<const int4*>(from + r * 4);
-          sum[r] += four.x, sum[r + 1] += four.y, sum[r + 2] += four.z, sum[r + 3] += four.w;
-        }
-      }
-      uint32_t word[4];
-#pragma unroll
-      for (int r = 0; r < 8; r += 2)
-        word[r / 2] = pack_pair<Plan::dtype>(scaled<Whole, true>(sum[r], factors[rows + r], token),
-                                             scaled<Whole, true>(sum[r + 1], factors[rows + r + 1], token));
-      if (round * teams + team >= pieces || m >= a.tokens) continue;
-      uint16_t* const y = a.y + int64_t(m) * a.rows + row + rows;
-      if (a.rows % 8 == 0) {
-        if (row + rows < a.rows) store_words<16>(y, word);
-      } else {
-#pragma unroll
-        for (int r = 0; r < 8; ++r)
-          if (row + rows + r < a.rows) y[r] = uint16_t(word[r / 2] >> r % 2 * 16);
-      }
+      for (int of = 0; of < teams; ++of)
+        from[of] = f.waiting(of) + f.team * sum_bytes + (of_token + half * 4) * token_stride + place_of(of_row);
+      uint16_t* const y = a.y + int64_t(m) * a.rows + row;
+      if (grouped || whole)
+        store_whole(a, y, row, factors, from, token);
+      else
+        store_any(a, y, row, f, of_row, from, token);
     }
-    meet(part);
+    meet(f.part);
   }
 }
 
@@ -299,30 +353,26 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
         produce(a.x, a.tokens, Work(a.tokens, chunks, item, 0), turn);
   } else {
     take_registers<math_registers>();
-    const int team = warp / 4 % teams, part = warp / 4 / teams;
-    char* const mine = shared + of_warps + warp * warp_bytes;
+    const int warpgroup = warp / 4, team = warpgroup % teams, part = warpgroup / teams;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const Work work(a.tokens, chunks, item, 0);
-      const int row = work.row + part * 64 + warp % 4 * 16;
-      const uint32_t of_grids = turn.block + of_warps + warp * warp_bytes + factor_bytes;
-      const Rows rows(a, row, work.end, of_grids);
+      const int of_group = of_groups + warpgroup * group_bytes, row = work.row + part * 64 + warp % 4 * 16;
+      const uint32_t grids = turn.block + of_group + factor_bytes + warp % 4 * grid_bytes;
+      const Rows rows(a, row, work.end, grids);
       Step next[Plan::steps];
 #pragma unroll
       for (int i = 0; i < Plan::steps; ++i)
         if (team + i * teams < work.end) next[i].load(rows, team + i * teams);
-      if constexpr (grouped) copy_grids(a, row, of_grids);
+      if constexpr (grouped) copy_grids(a, row, grids);
 #pragma unroll 1
       for (int at = Plan::steps; at < Plan::ahead; ++at) prefetch(rows, team + at * teams);
-      const bool whole = keep_factors(a, row, reinterpret_cast<Row*>(mine));
+      keep_factors(a, row, reinterpret_cast<Row*>(shared + of_group) + warp % 4 * 16);
       if constexpr (grouped) wait_for_all_copies();
       __syncwarp();
       Sums sums = {};
       multiply(rows, work, team, turn, next, sums);
       turn.skip(chunks);
-      if (whole)
-        finish<true>(a, work, row, warp, shared, sums);
-      else
-        finish<false>(a, work, row, warp, shared, sums);
+      finish(a, Finish(work, turn.block), sums);
     }
   }
 }
