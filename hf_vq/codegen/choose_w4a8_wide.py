@@ -10,7 +10,7 @@ import functools
 import itertools
 from dataclasses import replace
 
-from .choose import NOT_HIDDEN, Cost
+from .choose import Cost
 from .choose_w4a8 import W4A8Problem
 from .device import RESERVED_BYTES, Arch
 from .w4a8_plan import CHUNK, W4A8WidePlan
@@ -21,12 +21,14 @@ _WARPGROUPS = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 3))  # that multiply; teams o
 _TOKEN_TILES = (32, 64, 128, 256)
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
 _STEPS = (8, 4, 2)
-_AHEAD = 8  # where a warpgroup has all chunks
+_AHEAD, _FEW_STEPS = 8, 4  # where a warpgroup has all chunks, and few of them on their way
 _TENSOR = 0.5  # cycles of a product of 64 x 32 for each token
-_SHORTEST = 40.0  # cycles of such a product, however few its tokens
-_WARP = 90.0  # cycles of a warp for its part of such a product
-_L2_BYTES = 24.0  # a cycle of a multiprocessor
-_PROLOGUE, _STORE = 3500, 4.0
+_SHORTEST = 49.0  # cycles of such a product, however few its tokens
+_DECODING, _GROUPS = 86.0, 111.0  # cycles of a warp that decodes a chunk; more with groups
+_LATENCY = 1316.0  # cycles until codes come
+_L2_BYTES = 52.0  # a cycle of a multiprocessor
+_IN_TURN = 0.27  # of what does not bind
+_PROLOGUE, _STORE = 5280, 10.0
 
 
 def wide(arch: Arch) -> str | None:
@@ -42,7 +44,7 @@ def token_bucket(tokens: int) -> int:
 
 def candidates(problem: W4A8Problem) -> list[W4A8WidePlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
-    ways = itertools.product(_WARPGROUPS, _TOKEN_TILES, _STEPS, (False, True))
+    ways = itertools.product(_WARPGROUPS, _TOKEN_TILES, _STEPS, (True, False))
     return [
         _plan(problem, warpgroups, teams, token_tile, steps, together)
         for (warpgroups, teams), token_tile, steps, together in ways
@@ -55,9 +57,10 @@ def _plan(
     """With as many slots as shared memory has."""
     arch = problem.arch
     groups = problem.columns // problem.group if problem.group else 0
+    ahead = _AHEAD if teams == 1 and steps <= _FEW_STEPS else 0
     plan = W4A8WidePlan(
         128 * (warpgroups + 1), 1, problem.dtype, problem.group, groups, problem.bias,
-        token_tile, teams, 0, steps, _AHEAD if teams == 1 else 0, together,
+        token_tile, teams, 0, steps, ahead, together,
     )  # fmt: skip
     most = min(arch.shared_per_block, arch.shared_per_sm - RESERVED_BYTES)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)
@@ -105,17 +108,16 @@ def cost(plan: W4A8WidePlan, problem: W4A8Problem) -> Cost:
     nbytes = rows * (columns // 2 + groups + 2) + 2 * tokens * (columns + rows)
 
     waves = -(-tiles(plan, rows, tokens) // (arch.sms * plan.resident))
-    chunks = -(-columns // CHUNK)
-    parts = {
-        "tensor cores": plan.tile_rows / 16 * max(_TENSOR * plan.token_tile, _SHORTEST),
-        "L2": CHUNK * (min(plan.token_tile, tokens) + plan.tile_rows / 2) / _L2_BYTES,
-        "latency": 4 * _WARP / plan.teams,
+    chunks, parts, across = -(-columns // CHUNK), plan.tile_rows / 64, min(plan.token_tile, tokens)
+    of_chunk = {
+        "tensor cores": 4 * parts * max(_TENSOR * plan.token_tile, _SHORTEST),
+        "L2": CHUNK * (across + plan.tile_rows / 2) / _L2_BYTES,
+        "decoding": parts * (_DECODING + _GROUPS * (plan.group > 0)),
+        "latency": _LATENCY / plan.steps / plan.teams,
     }
-    bound, longest = max(parts.items(), key=lambda part: part[1])
-    cycles = longest + NOT_HIDDEN / 2 * (sum(parts.values()) - longest)
-    cycles *= waves * chunks
-    cycles += _PROLOGUE
-    cycles += waves * min(plan.token_tile, tokens) * plan.tile_rows / 64 * _STORE
+    bound, longest = max(of_chunk.items(), key=lambda part: part[1])
+    cycles = longest + _IN_TURN * (sum(of_chunk.values()) - longest)
+    cycles = waves * (cycles * chunks + across * parts * _STORE) + _PROLOGUE
     dram = nbytes / arch.sms / arch.dram_bytes_per_clock * 1.2
     return Cost(nbytes, max(cycles, dram), bound if cycles > dram else "DRAM")
 
