@@ -44,15 +44,12 @@ def token_bucket(tokens: int) -> int:
 
 def candidates(problem: W4A8Problem) -> list[W4A8WidePlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
-    ways = itertools.product(_WARPGROUPS, _TOKEN_TILES, _STEPS, (True, False))
-    return [
-        _plan(problem, warpgroups, teams, token_tile, steps, together)
-        for (warpgroups, teams), token_tile, steps, together in ways
-    ]
+    ways = itertools.product(_WARPGROUPS, _TOKEN_TILES, _STEPS)
+    return [_plan(problem, *warpgroups, *knobs) for warpgroups, *knobs in ways]
 
 
 def _plan(
-    problem: W4A8Problem, warpgroups: int, teams: int, token_tile: int, steps: int, together: bool
+    problem: W4A8Problem, warpgroups: int, teams: int, token_tile: int, steps: int
 ) -> W4A8WidePlan:
     """With as many slots as shared memory has."""
     arch = problem.arch
@@ -60,7 +57,7 @@ def _plan(
     ahead = _AHEAD if teams == 1 and steps <= _FEW_STEPS else 0
     plan = W4A8WidePlan(
         128 * (warpgroups + 1), 1, problem.dtype, problem.group, groups, problem.bias,
-        token_tile, teams, 0, steps, ahead, together,
+        token_tile, teams, 0, steps, ahead,
     )  # fmt: skip
     most = min(arch.shared_per_block, arch.shared_per_sm - RESERVED_BYTES)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)
@@ -81,7 +78,7 @@ def feasible(plan: W4A8WidePlan, problem: W4A8Problem) -> str | None:
 
 def registers(plan: W4A8WidePlan) -> int:
     """About how many registers a thread needs that multiplies."""
-    return 80 + plan.token_tile // 2 + 8 * plan.steps + 8 * (plan.teams > 1) + 8 * plan.together
+    return 80 + plan.token_tile // 2 + 8 * plan.steps + 8 * (plan.teams > 1)
 
 
 def most_registers(plan: W4A8WidePlan, arch: Arch) -> int:

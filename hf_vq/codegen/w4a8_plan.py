@@ -105,7 +105,6 @@ class W4A8WidePlan(Plan):
         depth: slots of the ring for x, of 128 columns each.
         steps: chunks whose codes a lane has on their way at a time, an even number.
         ahead: chunks by which codes are brought to L2 before they are loaded; 0 = they are not.
-        together: whether the codes of a chunk become bytes at once; else between its products.
     """
 
     template: ClassVar[str] = "w4a8_wide"
@@ -118,7 +117,6 @@ class W4A8WidePlan(Plan):
     depth: int
     steps: int
     ahead: int
-    together: bool
 
     @property
     def warpgroups(self) -> int:

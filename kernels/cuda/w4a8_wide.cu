@@ -135,40 +135,23 @@ struct Grids {
 __device__ inline void decode(const Grids& grids, const Step& step, int k, uint32_t (&fragment)[4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) grids.of[half].decode(step.word[half][k], fragment[half], fragment[2 + half]);
+  made(fragment);
 }
 
 using Sums = int[tile_tokens / 2];
 
-// Fragments of a lane: of the chunk that is multiplied, and of the next one, as far as it is decoded.
-struct Fragments {
-  static constexpr int buffers = Plan::together ? 2 : 1;
-  uint32_t of[buffers][4][4];
-
-  // Products `from` .. `to` - 1 of chunk i of those that are loaded.
-  __device__ void decode(const Grids& grids, const Step& step, int i, int from, int to) {
-#pragma unroll
-    for (int k = from; k < to; ++k) {
-      uint32_t(&fragment)[4] = of[i % buffers][k];
-      ::decode(grids, step, k, fragment);
-      made(fragment);
-    }
-  }
-};
-
 // Rows of a warpgroup times x, over the chunks of its team. A warp that issues a product waits until those before have read
-// their registers; what it decodes then must not be theirs. Two ways:
-//
-//     together   a chunk at a time, while the products of the chunk before run: two buffers
-//     else       one fragment behind each product, for the one after the next: one buffer
+// their registers: behind each product one fragment is decoded, for the one after the next.
 __device__ inline void multiply(const Rows& rows, const Work& work, int team, Turn turn, Step (&next)[Plan::steps],
                                 Sums& sums) {
   const int begin = work.begin + team;
   turn.pass(team);
-  Fragments fragments;
+  uint32_t fragment[4][4];
   Grids grids;
   if (begin < work.end) {
     grids.load(rows, begin);
-    fragments.decode(grids, next[0], 0, 0, Plan::together ? 4 : 2);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) decode(grids, next[0], k, fragment[k]);
   }
   wait_for_grids();
   uint32_t last = 0;  // barrier of the slot before this one
@@ -180,31 +163,21 @@ __device__ inline void multiply(const Rows& rows, const Work& work, int team, Tu
     for (int i = 0; i < Plan::steps; ++i) {
       const int at = first + i * teams;
       if (at >= work.end) break;
-      const Step& then = next[(i + 1) % Plan::steps];
       barrier_wait(turn.full(), turn.parity);
       const uint64_t b = wgmma_descriptor(turn.address());
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (k == 0 || !Plan::together) wgmma_fence();
-        wgmma_bytes<tile_tokens>(sums, fragments.of[i % Fragments::buffers][k], b + 2 * k);
-        if constexpr (!Plan::together) {
-          wgmma_commit();
-          wgmma_wait<2>();  // the one two before: its fragment is free, after two of a slot the slot before
-          if (k == 1) release();
-          if (k < 2) {
-            fragments.decode(grids, next[i], i, k + 2, k + 3);
-          } else {
-            if (k == 2) grids.load(rows, at + teams);
-            fragments.decode(grids, then, i + 1, k - 2, k - 1);
-          }
-        }
-      }
-      if constexpr (Plan::together) {
+        wgmma_fence();
+        wgmma_bytes<tile_tokens>(sums, fragment[k], b + 2 * k);
         wgmma_commit();
-        wgmma_wait<1>();  // those of the chunk before
-        release();
-        grids.load(rows, at + teams);
-        fragments.decode(grids, then, i + 1, 0, 4);
+        wgmma_wait<2>();  // the one two before: its fragment is free, after two of a slot the slot before
+        if (k == 1) release();
+        if (k < 2) {
+          decode(grids, next[i], k + 2, fragment[k + 2]);
+        } else {  // after the last chunk nobody reads it
+          if (k == 2) grids.load(rows, at + teams);
+          decode(grids, next[(i + 1) % Plan::steps], k - 2, fragment[k - 2]);
+        }
       }
       last = turn.empty();
       turn.pass(teams);
