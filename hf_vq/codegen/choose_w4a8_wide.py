@@ -19,16 +19,17 @@ FEWEST_TOKENS = 17  # with fewer w4a8.cu is faster
 
 _WARPGROUPS = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 3))  # that multiply; teams of them
 _TOKEN_TILES = (32, 64, 128, 256)
+_READ_AGAIN = 64  # tokens up to which smaller tiles were slower than one
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
 _STEPS = (8, 4, 2)
 _AHEAD, _FEW_STEPS = 8, 4  # where a warpgroup has all chunks, and few of them on their way
 _TENSOR = 0.5  # cycles of a product of 64 x 32 for each token
 _SHORTEST = 49.0  # cycles of such a product, however few its tokens
-_DECODING, _GROUPS = 86.0, 111.0  # cycles of a warp that decodes a chunk; more with groups
-_LATENCY = 1316.0  # cycles until codes come
-_L2_BYTES = 52.0  # a cycle of a multiprocessor
-_IN_TURN = 0.27  # of what does not bind
-_PROLOGUE, _STORE = 5280, 10.0
+_DECODING, _GROUPS = 143.0, 52.0  # cycles of a warp that decodes a chunk; more with groups
+_LATENCY = 490.0  # cycles until codes come
+_L2_BYTES = 53.0  # a cycle of a multiprocessor
+_IN_TURN = 0.265  # of what does not bind
+_PROLOGUE, _STORE = 6540, 15.3
 
 
 def wide(arch: Arch) -> str | None:
@@ -71,6 +72,8 @@ def feasible(plan: W4A8WidePlan, problem: W4A8Problem) -> str | None:
         return reason
     if plan.depth < _FEWEST_SLOTS:
         return "sums leave too little shared memory for x"
+    if plan.token_tile < min(problem.tokens, _READ_AGAIN):
+        return "codes would be read once more than by larger tiles"
     if registers(plan) > most_registers(plan, arch):
         return "sums do not fit into registers"
     return None

@@ -8,12 +8,19 @@
 // a time, swizzled as w4a8_inputs.cu wrote them:
 //
 //     producer (one lane)   [x 128 columns][x next 128]..      ring of `depth` slots, token_tile x 128 bytes each
-//     warpgroup 0           |128 columns|128 columns| ..       while tensor cores multiply a slot, codes of the next one
-//     warpgroup 1             |128 columns|128 columns| ..     become bytes (two buffers of registers)
+//     warpgroup 0           |128 columns|128 columns| ..       while tensor cores multiply, a lane decodes what they
+//     warpgroup 1             |128 columns|128 columns| ..     multiply after the next product
 //
-// Bytes: codes once for every token_tile tokens, x once for every 64 x warpgroups rows, both mostly from L2. A product of
-// 64 x token_tile x 32 takes token_tile / 2 cycles of tensor cores and token_tile / 4 of shared memory; making its weights
-// takes 20 cycles of integers. L2 gives about 24 bytes a cycle, and a tile of 128 x 256 asks for 40.
+// or, where a block has too few rows for that, two or three teams:
+//
+//     warpgroup 0           |chunk 0|       |chunk 2| ..       the same rows; sums are added at the end
+//     warpgroup 1               |chunk 1|       |chunk 3| ..
+//
+// Bytes: codes once for every token_tile tokens, x once for every tile of rows, both mostly from L2. A product of
+// 64 x token_tile x 32 takes token_tile / 2 cycles of tensor cores, of which a multiprocessor has one set; its weights take
+// 6 instructions of each lane, 10 with groups. The assembler runs products one by one, which nearly doubles the time, unless
+// it sees that warps of a warpgroup do the same and that fragments are made before products: hence `warp`, shuffled, and
+// `made`. It says so in its log (codegen/compiler.py: SERIALIZED).
 #include "grids.cuh"
 #include "plan.cuh"
 #include "w4a8.cuh"
