@@ -205,9 +205,9 @@ def test_compiled(tokens, expected, monkeypatch):
 
     made, plain = [], cuda_w4a8_inputs.rounded
 
-    def counted(kernel, *arguments):
+    def counted(kernel, *arguments, **options):
         made.append(kernel.plan.source.value)
-        return plain(kernel, *arguments)
+        return plain(kernel, *arguments, **options)
 
     monkeypatch.setattr(cuda_w4a8_inputs, "rounded", counted)
     model, x = Several("qoq-w4a8-g128"), torch.randn(tokens, 1024, device="cuda").bfloat16()
@@ -239,9 +239,9 @@ def test_models(kind, tmp_path, monkeypatch):
     dense = copy.deepcopy(model).dequantize(torch.float32).float()
     made, plain = [], cuda_w4a8_inputs.rounded
 
-    def counted(kernel, *arguments):
+    def counted(kernel, *arguments, **options):
         made.append(kernel.plan.source.value)
-        return plain(kernel, *arguments)
+        return plain(kernel, *arguments, **options)
 
     monkeypatch.setattr(cuda_w4a8_inputs, "rounded", counted)
     for length, alone in ((1, 0), (9, 1), (40, 1)):

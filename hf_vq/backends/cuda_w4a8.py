@@ -161,7 +161,7 @@ def run(
 
     Args:
         x: tokens, or as the launch reads them.
-        blocks: of the product, if others than usual; fewer only of `W4A8WidePlan` without a split.
+        blocks: of the product, if others than usual; fewer only of `W4A8WidePlan`.
 
     Raises:
         VQFormatError: tensors do not belong together, or are not where y is.
@@ -179,15 +179,14 @@ def run(
             )
         bias = bias.contiguous()
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
-    early = True  # what came before inputs are rounded is complete when the product begins
+    stored = [tensor for tensor in (codes, scale, zero, step) if tensor is not None]
+    ready = [tensor for tensor in held if tensor is not None]
+    # A copy was written just now.
+    early = all(given is one for given, one in zip(stored, ready, strict=True))
+    early = early and _launches.settled(stored if bias is None else [*stored, bias], stream)
     if isinstance(x, Tensor) and launch.inputs is not None:
-        x = cuda_w4a8_inputs.rounded(launch.inputs, x)
-    else:
-        stored = [tensor for tensor in (codes, scale, zero, step) if tensor is not None]
-        ready = [tensor for tensor in held if tensor is not None]
-        # A copy was written just now.
-        kept = all(given is one for given, one in zip(stored, ready, strict=True))
-        early = kept and _launches.settled(stored, stream)
+        x = cuda_w4a8_inputs.rounded(launch.inputs, x, early=early)
+        early = True  # else what came before is complete when the product begins
     if isinstance(x, Tensor):
         x = aligned(x.contiguous())
     inputs = x.addresses if isinstance(x, Rounded) else (x.data_ptr(), None)

@@ -28,7 +28,8 @@ class W4A8InputsArguments(ctypes.Structure):
     """struct Arguments of kernels/cuda/w4a8_inputs.cu."""
 
     _fields_ = [*((name, ctypes.c_void_p) for name in ("x", "other", "numbers", "token")),
-                ("tokens", ctypes.c_int32), ("eps", ctypes.c_float)]  # fmt: skip
+                ("tokens", ctypes.c_int32), ("eps", ctypes.c_float),
+                ("early", ctypes.c_int32)]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ def prepare(
     return kernel(plan, W4A8InputsArguments, ordinal)
 
 
-def rounded(run: Kernel, x: Tensor, other: Tensor | None = None, eps: float = 0.0) -> Rounded:
+def rounded(
+    run: Kernel, x: Tensor, other: Tensor | None = None, eps: float = 0.0, early: bool = False
+) -> Rounded:
     """The tokens of x [..., columns] by a kernel of `prepare`.
 
     Args:
@@ -78,6 +81,8 @@ def rounded(run: Kernel, x: Tensor, other: Tensor | None = None, eps: float = 0.
         x: tokens, or what they are made of.
         other: weight [columns] of a norm, or up, like x; None where x is tokens.
         eps: of a norm.
+        early: let the next kernel begin before this one has waited for those in front of it: it is
+            the product, of weights that nobody wrote.
 
     Raises:
         VQFormatError: `other` is not of that shape, or not of the dtype of x, or not where x is.
@@ -97,7 +102,8 @@ def rounded(run: Kernel, x: Tensor, other: Tensor | None = None, eps: float = 0.
     found = Rounded(memory, token_at, tokens, plan.columns, plan.swizzled)
     run(
         tokens, torch._C._cuda_getCurrentRawStream(x.get_device()), x.data_ptr(),
-        None if other is None else other.data_ptr(), *found.addresses, tokens, eps, dependent=True,
+        None if other is None else other.data_ptr(), *found.addresses, tokens, eps, early,
+        dependent=True,
     )  # fmt: skip
     return found
 

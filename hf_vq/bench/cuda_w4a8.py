@@ -2,7 +2,8 @@
 
 Inputs are bfloat16 and are rounded at every call, within the time. Peers: dense layers, and
 PyTorch's own product of 8-bit weights and inputs (`_int_mm`, which needs more than 16 tokens)
-without rounding and scaling. One token also as a fraction of reading codes and steps alone.
+without rounding and scaling. One token also as a fraction of reading codes and steps alone; more
+beside the time of rounding alone, and what tensor cores take at the least.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..backends import cuda_w4a8_inputs
+from ..codegen.device import device_arch, driver_attribute
 from ..errors import VQBackendError
 from ..formats.catalog import QOQ_SCHEMES
 from ..formats.qoq import encode
@@ -28,6 +31,7 @@ SCHEMES = ("qoq-w4a8", "qoq-w4a8-g128")
 SHAPES = ((6144, 4096), (14336, 4096), (4096, 14336))  # out_features, in_features
 TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
 _MOST_OF_INT_MM = 16  # tokens that it refuses
+_OF_A_CLOCK = 4096  # products of bytes that tensor cores of a multiprocessor of Hopper add
 _DTYPE = torch.bfloat16
 
 
@@ -87,6 +91,9 @@ def _rows(
         contestants[name] = ours(x, sets, name)
         kernels[name] = dispatch.select(problem("w4a8_linear", x, name, out_features)).name
         nbytes[name] = sum(tensor.nbytes for tensor in sets[0].values())
+    if tokens > 1:
+        swizzled = "cuda.w4a8_wide" in kernels.values()
+        contestants["rounding"] = Contestant(lambda i: cuda_w4a8_inputs.tokens(swizzled, x), 1)
     read = {}
     if tokens == 1:
         read = {
@@ -105,11 +112,23 @@ def _rows(
         if name in layers:
             row["kernel"] = kernels[name]
             row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in peers}
+        if name in layers and tokens > 1:
+            row["rounding_us"] = summary(seconds["rounding"])["us"]
+            row |= _least_of_tensor_cores(out_features * in_features * tokens)
         if name in layers and tokens == 1:
             alone = [seconds[f"reading {name} {i}"] for i in range(len(PLANS))]
             row["of_reading"] = max(speedup(seconds[name], one) for one in alone)
         found.append(row)
     return found
+
+
+def _least_of_tensor_cores(products: int) -> dict[str, float]:
+    """Of a Hopper GPU, at its highest clock; nothing is known of others."""
+    arch = device_arch(torch.cuda.current_device())
+    if arch.name != "sm_90a":
+        return {}
+    clock = driver_attribute("CLOCK_RATE", torch.cuda.current_device()) * 1e3
+    return {"tensor_us": 1e6 * products / (_OF_A_CLOCK * arch.sms * clock)}
 
 
 def ours(x: Tensor, sets: list[dict[str, Tensor]], name: str) -> Contestant:

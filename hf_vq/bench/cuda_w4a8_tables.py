@@ -13,7 +13,7 @@ WHOLE, GROUPED = "qoq-w4a8", "qoq-w4a8-g128"
 _PEERS = ("bf16", "int8 x int8")
 _BARS = {1: 2.2, 64: 1.3, 128: 1.3, 256: 1.3, 1024: 1.0, 4096: 1.0}  # tokens: times bfloat16
 _SHAPES = ((6144, 4096), (14336, 4096))  # that bars are of
-_MANY = 1024  # tokens from which a product of 8-bit integers alone is a ceiling
+_LAYER = ("name", "out_features", "in_features")
 _SLOWER = 0.15  # groups, at most
 
 
@@ -47,19 +47,20 @@ def _against_dense(rows: Rows) -> Iterator[Bar]:
                                 in_features=shape[1])
             ]  # fmt: skip
             ratios = tuple(row["speedup"]["bf16"] for row in found)
-            ceilings = tuple(_ceiling(row) for row in found if _ceiling(row))
+            alone = [pick(rows, **{key: row[key] for key in _LAYER}, tokens=1) for row in found]
+            known = [_ceiling(row, *one[:1]) for row, one in zip(found, alone, strict=True)]
+            ceilings = tuple(ceiling for ceiling in known if ceiling)
             yield Bar(f"{count(tokens)}, `{name}`", least, ratios, ceilings)
 
 
-def _ceiling(row: dict[str, Any]) -> float:
-    """Of the ratio, if nothing took time but reading codes or, for many tokens, a product of 8-bit
-    integers; 0 = not known."""
-    faster = row["speedup"]
-    if "of_reading" in row:
-        return float(faster["bf16"] / row["of_reading"])
-    if row["tokens"] >= _MANY and "int8 x int8" in faster:
-        return float(faster["bf16"] / faster["int8 x int8"])
-    return 0.0
+def _ceiling(row: dict[str, Any], one: dict[str, Any] | None = None) -> float:
+    """Of the ratio, if nothing took time but rounding, and then what takes longer, reading codes or
+    tensor cores at their full rate; `one`: the same layer for one token. 0 = not known."""
+    if "tensor_us" not in row:
+        return float(row["speedup"]["bf16"] / row["of_reading"]) if "of_reading" in row else 0.0
+    reading = one["us"] * one["of_reading"] if one else 0.0
+    least = row["rounding_us"] + max(reading, row["tensor_us"])
+    return float(row["speedup"]["bf16"] * row["us"] / least)
 
 
 def _groups(rows: Rows) -> Iterator[Bar]:

@@ -189,7 +189,7 @@ def _explain_w4a8(args: argparse.Namespace) -> int:
     if many:
         wide_costs = {plan: w4a8_wide.cost(plan, asked) for plan in w4a8_wide.best(asked)}
         count = len(w4a8_wide.candidates(asked))
-        return _show(count, w4a8_wide.choose(asked), wide_costs, _WIDE_COLUMNS, args.top)
+        return _show(count, w4a8_wide.choose(asked), wide_costs, _W4A8_WIDE_COLUMNS, args.top)
     costs = {plan: w4a8.cost(plan, asked) for plan in w4a8.best(asked)}
     count = len(w4a8.candidates(asked))
     return _show(count, w4a8.choose(asked), costs, _W4A8_COLUMNS, args.top)
@@ -217,6 +217,7 @@ _VPTQ_COLUMNS = ("threads", "resident", "row_vectors", "book_in_shared", "rest_i
 _TILE_COLUMNS = ("threads", "resident", "column_warps", "row_tiles", "split", "depth")
 _W4A8_COLUMNS = ("threads", "resident", "split", "row_tiles", "token_tiles", "steps")
 _WIDE_COLUMNS = ("threads", "token_tile", "split", "depth")
+_W4A8_WIDE_COLUMNS = ("threads", "token_tile", "teams", "depth", "steps")
 _DECODE_COLUMNS = ("threads", "steps", "unit", "panel_rows", "codebook_in_shared")
 
 

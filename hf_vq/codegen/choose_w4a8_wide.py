@@ -10,25 +10,26 @@ import functools
 import itertools
 from dataclasses import replace
 
-from .choose import NOT_HIDDEN, Cost
+from .choose import Cost
 from .choose_w4a8 import W4A8Problem
-from .choose_wide import clusters
 from .device import RESERVED_BYTES, Arch
 from .w4a8_plan import CHUNK, W4A8WidePlan
 
 FEWEST_TOKENS = 17  # with fewer w4a8.cu is faster
 
-_WARPGROUPS = (1, 2, 3, 4)  # that multiply
+_WARPGROUPS = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 3))  # that multiply; teams of them
 _TOKEN_TILES = (32, 64, 128, 256)
-_SPLITS = (1, 2, 3, 4, 5, 6)
+_READ_AGAIN = 64  # tokens up to which smaller tiles were slower than one
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
-_STEPS = (2, 4)
-_AHEAD = 8
+_STEPS = (8, 4, 2)
+_AHEAD, _FEW_STEPS = 8, 4  # where a warpgroup has all chunks, and few of them on their way
 _TENSOR = 0.5  # cycles of a product of 64 x 32 for each token
-_SHORTEST = 40.0  # cycles of such a product, however few its tokens
-_WARP = 90.0  # cycles of a warp for its part of such a product
-_L2_BYTES = 24.0  # a cycle of a multiprocessor
-_PROLOGUE, _STORE, _MEETING = 3500, 8.0, 400
+_SHORTEST = 49.0  # cycles of such a product, however few its tokens
+_DECODING, _GROUPS = 143.0, 52.0  # cycles of a warp that decodes a chunk; more with groups
+_LATENCY = 490.0  # cycles until codes come
+_L2_BYTES = 53.0  # a cycle of a multiprocessor
+_IN_TURN = 0.265  # of what does not bind
+_PROLOGUE, _STORE = 6540, 15.3
 
 
 def wide(arch: Arch) -> str | None:
@@ -44,20 +45,20 @@ def token_bucket(tokens: int) -> int:
 
 def candidates(problem: W4A8Problem) -> list[W4A8WidePlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
-    return [
-        _plan(problem, *knobs)
-        for knobs in itertools.product(_WARPGROUPS, _TOKEN_TILES, _SPLITS, _STEPS)
-    ]
+    ways = itertools.product(_WARPGROUPS, _TOKEN_TILES, _STEPS)
+    return [_plan(problem, *warpgroups, *knobs) for warpgroups, *knobs in ways]
 
 
 def _plan(
-    problem: W4A8Problem, warpgroups: int, token_tile: int, split: int, steps: int
+    problem: W4A8Problem, warpgroups: int, teams: int, token_tile: int, steps: int
 ) -> W4A8WidePlan:
     """With as many slots as shared memory has."""
     arch = problem.arch
+    groups = problem.columns // problem.group if problem.group else 0
+    ahead = _AHEAD if teams == 1 and steps <= _FEW_STEPS else 0
     plan = W4A8WidePlan(
-        128 * (warpgroups + 1), 1, problem.dtype, problem.group, problem.bias,
-        token_tile, split, 0, steps, _AHEAD,
+        128 * (warpgroups + 1), 1, problem.dtype, problem.group, groups, problem.bias,
+        token_tile, teams, 0, steps, ahead,
     )  # fmt: skip
     most = min(arch.shared_per_block, arch.shared_per_sm - RESERVED_BYTES)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)
@@ -71,35 +72,33 @@ def feasible(plan: W4A8WidePlan, problem: W4A8Problem) -> str | None:
         return reason
     if plan.depth < _FEWEST_SLOTS:
         return "sums leave too little shared memory for x"
+    if plan.token_tile < min(problem.tokens, _READ_AGAIN):
+        return "codes would be read once more than by larger tiles"
     if registers(plan) > most_registers(plan, arch):
         return "sums do not fit into registers"
-    if plan.split > -(-problem.columns // CHUNK):
-        return "there are fewer chunks of columns than blocks"
     return None
 
 
 def registers(plan: W4A8WidePlan) -> int:
     """About how many registers a thread needs that multiplies."""
-    return 48 + plan.token_tile // 2 + plan.steps * (12 if plan.group else 8) + 32
+    return 80 + plan.token_tile // 2 + 8 * plan.steps + 8 * (plan.teams > 1)
 
 
 def most_registers(plan: W4A8WidePlan, arch: Arch) -> int:
     """Registers that such a thread can have (wide.cuh: `math_registers`)."""
     at_launch = arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8
     most = (at_launch * (plan.warpgroups + 1) - 24) // plan.warpgroups // 8 * 8
-    return min(most, 240)
+    return min(most, 236)
 
 
 def tiles(plan: W4A8WidePlan, rows: int, tokens: int) -> int:
-    """What clusters have to do, one after the other."""
-    return -(-rows // (64 * plan.warpgroups)) * -(-tokens // plan.token_tile)
+    """What blocks have to do, one after the other."""
+    return -(-rows // plan.tile_rows) * -(-tokens // plan.token_tile)
 
 
 def blocks(plan: W4A8WidePlan, rows: int, tokens: int, arch: Arch) -> int:
-    """Of a launch: each takes several tiles, but only one where columns are split."""
-    count = tiles(plan, rows, tokens)
-    at_a_time = count if plan.split > 1 else min(count, clusters(plan, arch))
-    return at_a_time * plan.split
+    """Of a launch: each takes several tiles."""
+    return min(tiles(plan, rows, tokens), arch.sms * plan.resident)
 
 
 def cost(plan: W4A8WidePlan, problem: W4A8Problem) -> Cost:
@@ -108,20 +107,17 @@ def cost(plan: W4A8WidePlan, problem: W4A8Problem) -> Cost:
     groups = 2 * columns // plan.group if plan.group else 4
     nbytes = rows * (columns // 2 + groups + 2) + 2 * tokens * (columns + rows)
 
-    waves = -(-tiles(plan, rows, tokens) // clusters(plan, arch))
-    chunks = -(-columns // (CHUNK * plan.split))
-    tile_rows = 64 * plan.warpgroups
-    parts = {
-        "tensor cores": 4 * plan.warpgroups * max(_TENSOR * plan.token_tile, _SHORTEST),
-        "L2": CHUNK * (min(plan.token_tile, tokens) + tile_rows / 2) / _L2_BYTES,
-        "latency": 4 * _WARP,
+    waves = -(-tiles(plan, rows, tokens) // (arch.sms * plan.resident))
+    chunks, parts, across = -(-columns // CHUNK), plan.tile_rows / 64, min(plan.token_tile, tokens)
+    of_chunk = {
+        "tensor cores": 4 * parts * max(_TENSOR * plan.token_tile, _SHORTEST),
+        "L2": CHUNK * (across + plan.tile_rows / 2) / _L2_BYTES,
+        "decoding": parts * (_DECODING + _GROUPS * (plan.group > 0)),
+        "latency": _LATENCY / plan.steps / plan.teams,
     }
-    bound, longest = max(parts.items(), key=lambda part: part[1])
-    cycles = longest + NOT_HIDDEN / 2 * (sum(parts.values()) - longest)
-    cycles *= waves * chunks
-    cycles += _PROLOGUE * (waves if plan.split > 1 else 1)
-    cycles += waves * min(plan.token_tile, tokens) * plan.warpgroups * _STORE
-    cycles += _MEETING * (plan.split > 1)
+    bound, longest = max(of_chunk.items(), key=lambda part: part[1])
+    cycles = longest + _IN_TURN * (sum(of_chunk.values()) - longest)
+    cycles = waves * (cycles * chunks + across * parts * _STORE) + _PROLOGUE
     dram = nbytes / arch.sms / arch.dram_bytes_per_clock * 1.2
     return Cost(nbytes, max(cycles, dram), bound if cycles > dram else "DRAM")
 

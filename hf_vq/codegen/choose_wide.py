@@ -16,7 +16,6 @@ from .choose_linear import LinearProblem, fusable
 from .device import RESERVED_BYTES, Arch
 from .plan import Scope, WidePlan
 from .table_layout import LARGEST_INDEX, copies, fused, load_bytes, tables
-from .w4a8_plan import W4A8WidePlan
 
 _FEWEST_TOKENS, _FEWEST_OF_LATTICES = 33, 17  # with fewer the kernel for few is faster
 MOST_TOKENS = 1024  # beyond, decoded rows are used often enough
@@ -163,7 +162,7 @@ def tiles(plan: WidePlan, rows: int, tokens: int) -> int:
     return across * -(-tokens // plan.token_tile)
 
 
-def clusters(plan: WidePlan | W4A8WidePlan, arch: Arch) -> int:
+def clusters(plan: WidePlan, arch: Arch) -> int:
     """Those that run at a time: groups of multiprocessors have uneven sizes, which leaves some."""
     sms = arch.sms if plan.split <= 2 else arch.sms - _LEFT_OUT
     return sms * plan.resident // plan.split

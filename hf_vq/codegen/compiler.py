@@ -21,6 +21,7 @@ from .store import Store
 
 FORMAT = 1  # of what is kept in the store; raised when options or launching change
 _OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
+SERIALIZED = "wgmma.mma_async instructions are serialized"  # what its log says then
 _REGISTER_COUNT = b"\x04\x2f\x08\x00"  # EIATTR_REGCOUNT of two words, in .nv.info
 _RESOURCES = {
     "registers": r"Used (\d+) registers",
@@ -32,12 +33,14 @@ _RESOURCES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler said of a kernel, per thread: `shared` is static, in bytes per block."""
+    """What the assembler said of a kernel, per thread: `shared` is static, in bytes per block;
+    `serialized`, whether each product of a warpgroup (wgmma) waits for the one before."""
 
     registers: int
     shared: int
     stack: int
     spilled: int
+    serialized: bool
 
 
 def why_not() -> str:
@@ -108,7 +111,7 @@ def compile_plan(plan: Plan, arch: str) -> tuple[bytes, Resources]:
     for name, pattern in _RESOURCES.items():
         match = re.search(pattern, log)
         found[name] = int(match[1]) if match else 0
-    return image, Resources(**found)
+    return image, Resources(**found, serialized=SERIALIZED in log)
 
 
 def registers_of(image: bytes) -> int:

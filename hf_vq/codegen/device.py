@@ -85,31 +85,37 @@ def device_arch(ordinal: int) -> Arch:
     Raises:
         VQBackendError: the driver does not know it.
     """
-    from cuda.bindings import driver
-
-    names = driver.CUdevice_attribute
-
-    def ask(attribute: Any) -> int:
-        (value,) = checked(driver.cuDeviceGetAttribute(attribute, ordinal))
-        return int(value)
-
-    checked(driver.cuInit(0))
-    sms = ask(names.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-    clock = ask(names.CU_DEVICE_ATTRIBUTE_CLOCK_RATE)  # kHz
-    memory_clock = ask(names.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)
-    memory_bytes = ask(names.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH) / 8
+    ask = functools.partial(driver_attribute, ordinal=ordinal)
+    sms = ask("MULTIPROCESSOR_COUNT")
+    clock = ask("CLOCK_RATE")  # kHz
+    memory_clock = ask("MEMORY_CLOCK_RATE")
+    memory_bytes = ask("GLOBAL_MEMORY_BUS_WIDTH") / 8
     return Arch(
         target(
-            ask(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
-            ask(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+            ask("COMPUTE_CAPABILITY_MAJOR"),
+            ask("COMPUTE_CAPABILITY_MINOR"),
         ),
         sms,
-        ask(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
-        ask(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR),
-        ask(names.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR),
+        ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        ask("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+        ask("MAX_THREADS_PER_MULTIPROCESSOR"),
         2 * memory_clock * memory_bytes / max(clock, 1) / sms,  # two transfers a clock
-        ask(names.CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR),
+        ask("MAX_REGISTERS_PER_MULTIPROCESSOR"),
     )
+
+
+def driver_attribute(name: str, ordinal: int) -> int:
+    """What the driver says of a GPU (`CU_DEVICE_ATTRIBUTE_..`; clocks in kHz).
+
+    Raises:
+        VQBackendError: it does not know the GPU.
+    """
+    from cuda.bindings import driver
+
+    checked(driver.cuInit(0))
+    attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    (value,) = checked(driver.cuDeviceGetAttribute(attribute, ordinal))
+    return int(value)
 
 
 def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:

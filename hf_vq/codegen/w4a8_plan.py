@@ -98,9 +98,10 @@ class W4A8WidePlan(Plan):
     Args:
         dtype: of y, FLOAT16 or BFLOAT16.
         group: weights that share a step; 0 = the whole row.
+        groups: of a row; 0 = the whole row is one.
         bias: dtype of the bias.
         token_tile: tokens of a block.
-        split: blocks of a cluster that share the columns of the same rows.
+        teams: warpgroups that have the same rows, and take chunks in turn.
         depth: slots of the ring for x, of 128 columns each.
         steps: chunks whose codes a lane has on their way at a time, an even number.
         ahead: chunks by which codes are brought to L2 before they are loaded; 0 = they are not.
@@ -109,9 +110,10 @@ class W4A8WidePlan(Plan):
     template: ClassVar[str] = "w4a8_wide"
     dtype: Dtype
     group: int
+    groups: int
     bias: Dtype
     token_tile: int
-    split: int
+    teams: int
     depth: int
     steps: int
     ahead: int
@@ -122,11 +124,19 @@ class W4A8WidePlan(Plan):
         return self.threads // 128 - 1
 
     @property
+    def tile_rows(self) -> int:
+        """Rows of a block."""
+        return 64 * self.warpgroups // self.teams
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of a slot of the ring."""
         return CHUNK * self.token_tile
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the ring, sums, barriers."""
-        return shared_of_ring(self.depth, self.token_tile, self.warpgroups, self.split)
+        """Shared memory of a block: the ring; of each warpgroup factors, steps and zeros, sums."""
+        grids = 2 * 16 * (self.groups // 4 * 4 + 4) if self.group else 0
+        of_group = 64 * 16 + 4 * grids + self.teams * 32 * (64 * 4 + 16)
+        ring = shared_of_ring(self.depth, self.token_tile, self.warpgroups, 1)
+        return ring + self.warpgroups * of_group

@@ -13,8 +13,8 @@ __device__ inline void wait_for_grids() {
 }
 
 // The next kernel may begin. After `wait_for_grids`: then whatever came before this kernel is complete, so that the
-// next one may read in its prologue what they wrote. (rotate.cu, before kernels whose prologue reads codes of which
-// nobody has written since they ran last, lets them begin at once.)
+// next one may read in its prologue what they wrote. (rotate.cu and w4a8_inputs.cu, before kernels whose prologue
+// reads codes of which nobody has written since they ran last, let them begin at once.)
 __device__ inline void let_next_grid_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -15,12 +15,14 @@ enum class Mask { NONE, BOOL, FLOAT32, FLOAT16, BFLOAT16 };  // of attention; no
 enum class Source { TOKENS, NORM, GATED };  // of inputs that are rounded: memory, RMSNorm, SiLU of one times another
 enum class Fusion { SHUFFLE, SHARED, RENUMBERED };  // how decoded weights come to the lanes that multiply them
 
-// A number of 32 bits.
-template <class Number> __device__ inline Number of_bits(uint32_t word);
-template <> __device__ inline float of_bits<float>(uint32_t word) { return __uint_as_float(word); }
-template <> __device__ inline int of_bits<int>(uint32_t word) { return int(word); }
-
 template <Dtype D> constexpr int size_of = D == Dtype::FLOAT32 ? 4 : 2;
+
+// threadIdx.x, of which nothing is known, or kept, before.
+__device__ inline int thread_later() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 
 __device__ inline float half_to_float(uint32_t half) {
   float value;
@@ -125,6 +127,20 @@ __device__ inline void store_shared(uint32_t to, const float (&value)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(value[0]), "f"(value[1]), "f"(value[2]),
                "f"(value[3])
                : "memory");
+}
+
+__device__ inline void store_pair(uint32_t to, int first, int second) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(first), "r"(second) : "memory");
+}
+
+__device__ inline uint32_t load_byte(uint32_t from) {
+  uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+
+__device__ inline void store_byte(uint32_t to, char value) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(int(value)) : "memory");
 }
 
 // `bytes` (4, or 0: zeros) of global memory to 4 bytes of shared memory, at an address of its own space, without a wait.

@@ -64,21 +64,27 @@ __device__ inline Row row_of(const uint16_t* scale, const char* zero, const char
   return found;
 }
 
-// Rarely called, and long.
-__device__ __noinline__ float in_doubles(int sum, float scale, int of_token, float zero) {
+__device__ inline float in_doubles(int sum, float scale, int of_token, float zero) {
   return float(double(sum) * double(scale) - double(of_token) * double(zero));
+}
+// Rarely needed, and long.
+__device__ __noinline__ float called_in_doubles(int sum, float scale, int of_token, float zero) {
+  return in_doubles(sum, scale, of_token, zero);
 }
 
 // y of a sum, rounded as the reference does: once after the formula of integers, then at each operation. A product with
-// a number of 11 bits is exact in two parts. `Whole`: as the row's steps are.
-template <bool Whole> __device__ inline float scaled(int sum, const Row& row, const Token& token) {
+// a number of 11 bits is exact in two parts. `Whole`: as the row's steps are. `Looped`: code that is there once, where a call
+// would save many registers.
+template <bool Whole, bool Looped = false> __device__ inline float scaled(int sum, const Row& row, const Token& token) {
   float y;
   if constexpr (Whole) {
     sum -= (grouped ? 128 : row.steps) * token.sum;
     const int low = sum & 4095;
     y = __fmaf_rn(float(sum - low), row.scale, float(low) * row.scale);
-  } else {
+  } else if constexpr (Looped) {
     y = in_doubles(sum, row.scale, token.sum, row.zero);
+  } else {
+    y = called_in_doubles(sum, row.scale, token.sum, row.zero);
   }
   return __fadd_rn(__fmul_rn(y, token.size), row.bias);
 }

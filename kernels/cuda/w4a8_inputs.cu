@@ -26,6 +26,7 @@ struct Arguments {
   Token* token;           // [tokens]
   int tokens;
   float eps;
+  int early;              // whether what follows is a product of weights that nobody wrote, which may begin at once
 };
 
 // Two numbers, each by `map(a, b)` of one of `a` and one of `b`, rounded.
@@ -74,8 +75,9 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
   __shared__ __align__(16) char shared[Rounding::shared_bytes];
   const int m = blockIdx.x;
   const int64_t row = int64_t(m) * Plan::columns;
+  if (a.early) let_next_grid_begin();
   wait_for_grids();
-  let_next_grid_begin();
+  if (!a.early) let_next_grid_begin();
   Rounding rounding;
   rounding.load(a.x + row);
   if constexpr (Plan::source == Source::NORM) normalize(rounding, a.other, a.eps);

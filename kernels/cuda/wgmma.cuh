@@ -23,6 +23,11 @@ template <int Left> __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
 }
 
+// A fragment is made here, not later, where products run: the assembler would run these one by one.
+__device__ inline void made(uint32_t (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+
 // Of b at a multiple of 32 bytes in the first 128 of its tile.
 __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
@@ -127,6 +132,11 @@ __device__ inline void prefetch_bulk(const void* from, uint32_t bytes) {
 // All threads of the cluster; after `barriers_are_set` their barriers may be used.
 __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Until `threads` threads of this block are at its barrier `name`, whole warps.
+__device__ inline void wait_for_warps(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
 // Four numbers to the same address in block `rank` of the cluster, told to the barrier with the same address there.

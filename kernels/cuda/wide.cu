@@ -24,6 +24,7 @@
 #include "table.cuh"
 
 constexpr int unit = Plan::unit, chunk = 4 * unit, columns_of_slot = 64;
+constexpr int split = Plan::split, teams = 1;
 constexpr uint32_t origin = Table::first, first_byte = origin + (Table::bytes + 1023) / 1024 * 1024;
 
 #include "wide.cuh"
@@ -113,6 +114,83 @@ struct Weights {
 
 using Sums = float[tile_tokens / 2];
 
+// Rows of a warpgroup times x, over the columns of a block. While tensor cores multiply a slot, the next one is decoded.
+//
+//     load(i, at)         codes of chunk `at` -> place i of `steps`
+//     decode(now, i, j)   slot j of them -> the four fragments of buffer `now`
+//     product(now, k, b)  fragment k times b
+template <class Load, class Decode, class Product>
+__device__ inline void multiply_slots(const Work& work, Turn& turn, Load load, Decode decode, Product product) {
+#pragma unroll
+  for (int i = 0; i < Plan::steps; ++i)
+    if (work.begin + i < work.end) load(i, work.begin + i);
+  const auto release = [&](uint32_t barrier) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  };
+  if (work.begin < work.end) decode(0, 0, 0);
+  wait_for_grids();
+  uint32_t last = 0;  // barrier of the slot before this one
+  for (int first = work.begin; first < work.end; first += Plan::steps) {
+#pragma unroll
+    for (int i = 0; i < Plan::steps; ++i) {
+      const int at = first + i;
+      if (at >= work.end) break;
+#pragma unroll
+      for (int j = 0; j < slots; ++j) {
+        const int now = (i * slots + j) % 2;
+        barrier_wait(turn.full(), turn.parity);
+        const uint64_t b = wgmma_descriptor(turn.address());
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) product(now, k, b + 2 * k);
+        wgmma_commit();
+        wgmma_wait<1>();  // the products before these: their weights and their slot are free
+        if (last) release(last);
+        last = turn.empty();
+        turn.next();
+        if (j + 1 < slots)
+          decode(1 - now, i, j + 1);
+        else if (at + 1 < work.end)
+          decode(1 - now, (i + 1) % Plan::steps, 0);
+        if (j == (slots > 1 ? slots - 2 : 0) && at + Plan::steps < work.end) load(i, at + Plan::steps);
+      }
+    }
+  }
+  wgmma_wait<0>();
+  if (last) release(last);
+}
+
+// `store(i, sums)` gets a lane's four sums of tokens 8 i .. 8 i + 7; where columns are split, those of the tokens that this
+// block adds, from all blocks, in their order. `block`: the highest byte of addresses in its memory.
+template <class Store>
+__device__ inline void meet(int rank, uint32_t block, const Sums& sums, Store store) {
+  if constexpr (split == 1) {
+#pragma unroll
+    for (int i = 0; i < tile_tokens / 8; ++i) store(i, sums + 4 * i);
+  } else {
+    const uint32_t mine = block + meeting + threadIdx.x * 16;
+#pragma unroll
+    for (int i = 0; i < tile_tokens / 8; ++i)
+      send(mine + (i / split * split + rank) * (math_threads * 16), sums + 4 * i, block + all_met,
+           i % split);
+    barrier_wait(block + all_met, 0);
+#pragma unroll
+    for (int q = 0; q < added; ++q) {
+      const int i = q * split + rank;
+      if (i >= tile_tokens / 8) break;
+      float sum[4] = {};
+#pragma unroll
+      for (int s = 0; s < split; ++s) {
+        uint32_t word[4];
+        load_shared<16>(mine + (q * split + s) * (math_threads * 16), word);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[c] += __uint_as_float(word[c]);
+      }
+      store(i, sum);
+    }
+  }
+}
+
 // Rows of a warpgroup times x, over the columns of this block.
 __device__ inline void multiply(const Arguments& a, const Table& table, const Work& work, Turn& turn, Sums& sums) {
   const int lane = threadIdx.x % 32;
@@ -159,17 +237,17 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Work
   meet(rank, block, sums, [&](int i, const float* of) { store(a, work, i, of, factor, bias); });
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cluster_dims__(Plan::split)
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cluster_dims__(split)
     wide(const Arguments a) {
   extern __shared__ __align__(1024) char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % Plan::split;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % split;
   const Table table(a.codebook, shared, lane);
   if (threadIdx.x == math_threads) set_barriers(shared, rank);
   table.fill();
-  if constexpr (Plan::split > 1) wait_for_cluster();
+  if constexpr (split > 1) wait_for_cluster();
   __syncthreads();
   Turn turn(shared);
-  const int items = Work::items(a.rows, a.tokens), first = blockIdx.x / Plan::split, step = gridDim.x / Plan::split;
+  const int items = Work::items(a.rows, a.tokens), first = blockIdx.x / split, step = gridDim.x / split;
   const int chunks = a.columns / chunk;
   if (warp >= 4 * warpgroups) {
     leave_registers<producer_registers>();

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What blocks of wide.cu and of w4a8_wide.cu have in common: their tiles, the ring through which x comes, and where sums of
-// a cluster meet. The including file says first
+// What blocks of wide.cu and of w4a8_wide.cu have in common: their tiles, and the ring through which x comes. The including
+// file says first
 //
 //     columns_of_slot   columns of x in a slot, 128 bytes for each token
 //     chunk             columns that a warp takes of W at a time, whole slots
 //     first_byte        where the ring begins, as an address within the block's memory, a multiple of 1024
 //     origin            such an address of the memory that is asked for at the launch
+//     split             blocks of a cluster that share columns
+//     teams             warpgroups that have the same rows, and take chunks in turn
 #pragma once
 #include "grids.cuh"
 #include "numbers.cuh"
@@ -14,12 +16,12 @@
 
 constexpr int slots = chunk / columns_of_slot;
 constexpr int warpgroups = Plan::threads / 128 - 1, math_threads = 128 * warpgroups;  // and one that reads x
-constexpr int tile_rows = 64 * warpgroups, tile_tokens = Plan::token_tile;
+constexpr int tile_rows = 64 * warpgroups / teams, tile_tokens = Plan::token_tile;
 constexpr int slot_bytes = tile_tokens * 128;
 // Where columns are split: sums of tokens 8 i .. are added by block i % split, which gets them from all.
-constexpr int added = (tile_tokens / 8 + Plan::split - 1) / Plan::split;
+constexpr int added = (tile_tokens / 8 + split - 1) / split;
 constexpr uint32_t meeting = first_byte + Plan::depth * slot_bytes;
-constexpr uint32_t barriers = meeting + (Plan::split > 1 ? added * Plan::split * math_threads * 16 : 0);  // full and empty
+constexpr uint32_t barriers = meeting + (split > 1 ? added * split * math_threads * 16 : 0);  // full and empty
 constexpr uint32_t all_met = barriers + Plan::depth * 16;
 
 // A block's registers go to those that multiply, in eights.
@@ -28,6 +30,7 @@ constexpr int spared = (at_launch * (warpgroups + 1) - producer_registers) / war
 constexpr int math_registers = spared < 240 ? spared : 240;
 
 static_assert(Plan::steps * slots % 2 == 0, "two buffers of registers take turns, around the loop too");
+static_assert(warpgroups % teams == 0, "teams of one size");
 
 // What a block does: rows, tokens, and its share of the columns in chunks.
 struct Work {
@@ -35,7 +38,7 @@ struct Work {
 
   __device__ Work(int tokens, int chunks, int item, int rank) {
     const int across = (tokens + tile_tokens - 1) / tile_tokens;  // neighbours have the same codes
-    const int part = (chunks + Plan::split - 1) / Plan::split;
+    const int part = (chunks + split - 1) / split;
     row = item / across * tile_rows;
     token = item % across * tile_tokens;
     begin = min(rank * part, chunks), end = min(begin + part, chunks);
@@ -59,6 +62,16 @@ struct Turn {
   __device__ void next() {
     if (++slot == Plan::depth) slot = 0, parity ^= 1;
   }
+  // At most as many as there are.
+  __device__ void pass(int count) {
+    slot += count;
+    if (slot >= Plan::depth) slot -= Plan::depth, parity ^= 1;
+  }
+  // Any number.
+  __device__ void skip(int count) {
+    slot += count;
+    parity ^= slot / Plan::depth & 1, slot %= Plan::depth;
+  }
 };
 
 // By one thread, before the blocks of the cluster meet.
@@ -66,13 +79,13 @@ __device__ inline void set_barriers(const char* shared, int rank) {
 #pragma unroll 1
   for (Turn turn(shared); turn.parity == 0; turn.next()) {
     barrier_init(turn.full(), 1);
-    barrier_init(turn.empty(), 4 * warpgroups);
+    barrier_init(turn.empty(), 4 * warpgroups / teams);
   }
-  if constexpr (Plan::split > 1) {
+  if constexpr (split > 1) {
     const uint32_t met = Turn(shared).block + all_met;
-    const int mine = (tile_tokens / 8 - rank + Plan::split - 1) / Plan::split;
+    const int mine = (tile_tokens / 8 - rank + split - 1) / split;
     barrier_init(met, 1);
-    barrier_expect(met, mine * Plan::split * math_threads * 16);
+    barrier_expect(met, mine * split * math_threads * 16);
   }
   barriers_are_set();
 }
@@ -86,82 +99,5 @@ __device__ inline void produce(const void* x, int tokens, const Work& work, Turn
     barrier_wait(turn.empty(), turn.parity ^ 1);
     barrier_expect(turn.full(), bytes);
     copy_bulk(turn.address(), from + int64_t(at) * padded * 128, bytes, turn.full());
-  }
-}
-
-// Rows of a warpgroup times x, over the columns of a block. While tensor cores multiply a slot, the next one is decoded.
-//
-//     load(i, at)         codes of chunk `at` -> place i of `steps`
-//     decode(now, i, j)   slot j of them -> the four fragments of buffer `now`
-//     product(now, k, b)  fragment k times b
-template <class Load, class Decode, class Product>
-__device__ inline void multiply_slots(const Work& work, Turn& turn, Load load, Decode decode, Product product) {
-#pragma unroll
-  for (int i = 0; i < Plan::steps; ++i)
-    if (work.begin + i < work.end) load(i, work.begin + i);
-  const auto release = [&](uint32_t barrier) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-  };
-  if (work.begin < work.end) decode(0, 0, 0);
-  wait_for_grids();
-  uint32_t last = 0;  // barrier of the slot before this one
-  for (int first = work.begin; first < work.end; first += Plan::steps) {
-#pragma unroll
-    for (int i = 0; i < Plan::steps; ++i) {
-      const int at = first + i;
-      if (at >= work.end) break;
-#pragma unroll
-      for (int j = 0; j < slots; ++j) {
-        const int now = (i * slots + j) % 2;
-        barrier_wait(turn.full(), turn.parity);
-        const uint64_t b = wgmma_descriptor(turn.address());
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) product(now, k, b + 2 * k);
-        wgmma_commit();
-        wgmma_wait<1>();  // the products before these: their weights and their slot are free
-        if (last) release(last);
-        last = turn.empty();
-        turn.next();
-        if (j + 1 < slots)
-          decode(1 - now, i, j + 1);
-        else if (at + 1 < work.end)
-          decode(1 - now, (i + 1) % Plan::steps, 0);
-        if (j == (slots > 1 ? slots - 2 : 0) && at + Plan::steps < work.end) load(i, at + Plan::steps);
-      }
-    }
-  }
-  wgmma_wait<0>();
-  if (last) release(last);
-}
-
-// `store(i, sums)` gets a lane's four sums of tokens 8 i .. 8 i + 7; where columns are split, those of the tokens that this
-// block adds, from all blocks, in their order. `block`: the highest byte of addresses in its memory.
-template <class Number, class Store>
-__device__ inline void meet(int rank, uint32_t block, const Number (&sums)[tile_tokens / 2], Store store) {
-  if constexpr (Plan::split == 1) {
-#pragma unroll
-    for (int i = 0; i < tile_tokens / 8; ++i) store(i, sums + 4 * i);
-  } else {
-    const uint32_t mine = block + meeting + threadIdx.x * 16;
-#pragma unroll
-    for (int i = 0; i < tile_tokens / 8; ++i)
-      send(mine + (i / Plan::split * Plan::split + rank) * (math_threads * 16), sums + 4 * i, block + all_met,
-           i % Plan::split);
-    barrier_wait(block + all_met, 0);
-#pragma unroll
-    for (int q = 0; q < added; ++q) {
-      const int i = q * Plan::split + rank;
-      if (i >= tile_tokens / 8) break;
-      Number sum[4] = {};
-#pragma unroll
-      for (int s = 0; s < Plan::split; ++s) {
-        uint32_t word[4];
-        load_shared<16>(mine + (q * Plan::split + s) * (math_threads * 16), word);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[c] += of_bits<Number>(word[c]);
-      }
-      store(i, sum);
-    }
   }
 }

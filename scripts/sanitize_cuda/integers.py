@@ -44,7 +44,7 @@ def many_tokens() -> Iterator[Case]:
     for n, ((name, columns), tokens) in enumerate(product(LAYERS, MANY)):
         problem = _problem(name, columns, tokens, n)
         for plan in covering(choose_w4a8_wide.best(problem), seen[tokens]):
-            rows = 2 * 64 * plan.warpgroups - 3
+            rows = 2 * plan.tile_rows - 3
             yield (
                 f"w4a8 wide {tokens} x {rows} x {columns} {name} {plan}",
                 partial(multiply, plan, name, tokens, rows, columns),
@@ -61,9 +61,8 @@ def _problem(name: str, columns: int, tokens: int, n: int) -> W4A8Problem:
 def multiply(
     plan: W4A8Plan | W4A8WidePlan, name: str, tokens: int, rows: int, columns: int
 ) -> None:
-    """Two launches, of which the second may begin before the first has ended; without a split, of
-    one block of w4a8_wide.cu, which has several tiles, one after another. The same numbers as the
-    reference."""
+    """Two launches, of which the second may begin before the first has ended; of w4a8_wide.cu
+    of one block, which has several tiles, one after another. The same numbers as the reference."""
     dtype, scheme = FLOATS[plan.dtype], QoQScheme.parse(name)
     here = encode(torch.randn(rows, columns), scheme)
     there = {key: tensor.cuda() for key, tensor in here.items()}
@@ -71,7 +70,7 @@ def multiply(
     moved, added = x.cuda(), bias.cuda()
     stored = [[of.get(key) for key in ("codes", "scale", "zero", "step")] for of in (here, there)]
     launch = cuda_w4a8.prepare(plan, columns, 0)
-    blocks = int(isinstance(plan, W4A8WidePlan) and plan.split == 1)
+    blocks = int(isinstance(plan, W4A8WidePlan))
     outputs = [torch.full((tokens + 1, rows), float("nan"), dtype=dtype).cuda() for _ in range(2)]
     for y in outputs:
         cuda_w4a8.run(launch, moved, *stored[1], added, scheme, y[:tokens], blocks)

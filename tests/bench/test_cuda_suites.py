@@ -60,6 +60,9 @@ def test_cuda_w4a8(monkeypatch):
     assert [row["tokens"] for row in ours] == [1, 1, 64, 64]
     assert all(("of_reading" in row) == (row["tokens"] == 1) for row in ours)
     assert set(ours[-1]["speedup"]) == {"bf16", "int8 x int8"}
+    assert all(("rounding_us" in row) == (row["tokens"] > 1) for row in ours)
+    hopper = device_arch(0).name == "sm_90a"
+    assert all(("tensor_us" in row) == (hopper and row["tokens"] > 1) for row in ours)
     assert cuda_w4a8_tables.table(rows).count("| 256 x 512 |") == 4
 
 
@@ -85,13 +88,16 @@ def test_bars_of_w4a8():
                 rows.append({"name": name, **given, "us": us, "speedup": speedup})
                 if tokens == 1:
                     rows[-1]["of_reading"] = 0.5
+                else:
+                    rows[-1] |= {"rounding_us": 3.0, "tensor_us": tokens / 64}
     lines = cuda_w4a8_tables.bars(rows).splitlines()
     found = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
              for line in lines[2:]}  # fmt: skip
     one = found["1 token, `qoq-w4a8`"]
     assert one == ["at least 2.2 x", "2.5 / 2.5 x", "yes", "5 / 5 x"]
-    assert found["64 tokens, `qoq-w4a8`"][2:] == ["no", "-"]
-    assert found["1024 tokens, `qoq-w4a8-g128`"][2:] == ["yes", "3 / 3 x"]
+    # 12 us of bfloat16, and 3 of rounding besides 5 of reading; 18, and besides 16 of products.
+    assert found["64 tokens, `qoq-w4a8`"][2:] == ["no", "1.5 / 1.5 x"]
+    assert found["1024 tokens, `qoq-w4a8-g128`"][2:] == ["yes", "0.947 / 0.947 x"]
     assert found["64 tokens, groups of 128, more time than without"][2] == "yes"
     assert found["1024 tokens, groups of 128, more time than without"][2] == "no"
 

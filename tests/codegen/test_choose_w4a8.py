@@ -53,8 +53,8 @@ def test_blocks_cover_rows_and_tokens():
     for wide in choose_w4a8_wide.best(problem):
         count = choose_w4a8_wide.blocks(wide, 1000, 40, problem.arch)
         tiles = choose_w4a8_wide.tiles(wide, 1000, 40)
-        assert count % wide.split == 0
-        assert wide.split == 1 or count == tiles * wide.split  # a cluster takes one tile
+        assert tiles * wide.tile_rows * wide.token_tile >= 1000 * 40
+        assert count == min(tiles, problem.arch.sms)
 
 
 def test_buckets_of_tokens():
@@ -120,6 +120,7 @@ def compiled(plan, arch):
     image, found = compiler.compile_plan(plan, arch)
     assert image.startswith(b"\x7fELF")
     assert (found.stack, found.spilled) == (0, 0), plan
+    assert not found.serialized, plan
     assert 0 < found.registers * plan.threads * plan.resident <= 65536
 
 
@@ -143,3 +144,32 @@ def test_chosen_plans_compile_without_local_memory(rows, columns, group, arch):
 def test_wide_plans_compile_without_local_memory(tokens):
     for group in (0, 128):
         compiled(choose_w4a8_wide.choose(asked(tokens, 4096, 14336, group)), "sm_90a")
+
+
+ONE_OR_ALL = """
+#include "wgmma.cuh"
+extern "C" __global__ void products(int* y, const uint32_t* x, int count) {
+  int sums[16] = {};
+  uint32_t a[2][4] = {};
+  for (int i = FIRST; i < count; ++i) {
+    wgmma_fence();
+    wgmma_bytes<32>(sums, a[0], wgmma_descriptor(0));
+    a[1][0] = x[i];
+    wgmma_bytes<32>(sums, a[1], wgmma_descriptor(0));
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  y[threadIdx.x] = sums[0];
+}"""
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("first", "serialized"),
+    [("threadIdx.x / 128", True), ("__shfl_sync(0xffffffffu, threadIdx.x / 128, 0)", False)],
+)
+def test_products_of_warps_that_may_part_are_seen(first, serialized):
+    headers = {name: text for name, text in compiler.sources().items() if name.endswith(".cuh")}
+    source = ONE_OR_ALL.replace("FIRST", first)
+    log = compiler.compile_source(source, "products.cu", headers, "sm_90a")[1]
+    assert (compiler.SERIALIZED in log) == serialized
