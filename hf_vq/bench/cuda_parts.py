@@ -47,7 +47,7 @@ _WHOLLY = {("vq-4", 1), ("vq-4", 16), ("quip-sharp-2", 1), ("quip-sharp-2", 16)}
 # In kernels/cuda: a file, what stands there once, and what becomes of it.
 Changes = tuple[tuple[str, str, str], ...]
 _CODES: Changes = (
-    ("codes.cuh", "stream_words<Bytes>(from + i * Bytes, word + i * Bytes / 4);",
+    ("codes.cuh", "stream_words<Bytes, Line>(from + i * Bytes, word + i * Bytes / 4);",
      "for (int k = 0; k < Bytes / 4; ++k) {\n"  # numbers as good as random: lookups meet in banks
      "  const uint32_t at = uint32_t(size_t(from) / 4 + i * Bytes / 4 + k) * 2654435761u;\n"
      "  word[i * Bytes / 4 + k] = at ^ at >> 15;\n}"),

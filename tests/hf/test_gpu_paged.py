@@ -191,9 +191,9 @@ def test_weights_of_4_bits_and_inputs_of_8(
     ).eval()
     made, plain = [], cuda_w4a8_inputs.rounded
 
-    def counted(kernel: Any, *arguments: Any) -> Any:
+    def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
         made.append(kernel.plan.source.value)
-        return plain(kernel, *arguments)
+        return plain(kernel, *arguments, **options)
 
     monkeypatch.setattr(cuda_w4a8_inputs, "rounded", counted)
     prompts = prompts_of(5, 300, 64)
