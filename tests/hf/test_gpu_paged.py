@@ -18,6 +18,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from hf_vq.backends import cuda_w4a8_inputs
 from hf_vq.errors import VQCacheError
@@ -123,6 +124,24 @@ def test_a_model_generates(scheme: str, fields: dict[str, Any], page: int) -> No
     assert runner.use_cuda_graph_decode == graphs
     for prompt, result in zip(prompts, found, strict=True):
         check(model, prompt, result, scheme, cache)
+
+
+def test_the_first_batch_waits_for_its_inputs(monkeypatch: Any) -> None:
+    """They are filled with zeros on a stream that may have much to do before."""
+    plain = ContinuousBatchingIOs._setup_static_tensors
+
+    def late(self: Any, *arguments: Any, **options: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(1_000_000_000)  # clocks: half a second
+        plain(self, *arguments, **options)
+
+    monkeypatch.setattr(ContinuousBatchingIOs, "_setup_static_tensors", late)
+    model, prompts = model_of(), prompts_of(5, 64)
+    found, processor = serve(
+        model, prompts, config_of("u4"), page_size=64, use_async_batching=True, use_cuda_graph=False
+    )
+    for prompt, result in zip(prompts, found, strict=True):
+        check(model, prompt, result, "u4", processor.cache)
 
 
 @pytest.mark.parametrize("graph", [None, False])

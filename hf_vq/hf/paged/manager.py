@@ -6,6 +6,7 @@ import gc
 from copy import copy
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import (
@@ -142,14 +143,21 @@ class PagedManager(ContinuousBatchingManager):
             release(self.model, self)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        """As Transformers does, but what was put on the device is there when this returns: batches
+        are copied and computed on streams of their own, which do not wait for the one that fills
+        inputs with zeros. On a busy GPU that came after the first batch, which then had none."""
         if isinstance(self.batch_processor, ContinuousBatchProcessor):
             self.batch_processor.reset()
-            return self.batch_processor
-        try:
-            return self._new_batch_processor()
-        except BaseException:
-            release(self.model, self)
-            raise
+            processor = self.batch_processor
+        else:
+            try:
+                processor = self._new_batch_processor()
+            except BaseException:
+                release(self.model, self)
+                raise
+        if (device := self.model.device).type == "cuda":
+            torch.cuda.synchronize(device)
+        return processor
 
     def _new_batch_processor(self) -> ContinuousBatchProcessor:
         """As Transformers does, but for the class of the cache."""
