@@ -25,15 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import VQFormatError
-from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from ..formats.tensors import tensor_specs
 from ..ops import dispatch
 from .triton import codes_of_unit, step
+from .triton_arguments import check, integers_of, words_of
 
-_ENTRIES = {1: torch.int16, 2: torch.int32, 4: torch.int64}
-_WORDS = {16: torch.int16, 32: torch.int32}
 _PROGRAMS = 1024  # enough to fill a large GPU
 _ROWS = 64  # of a tile, about
 _STEPS = 4  # of a row, that a program does at least
@@ -398,7 +394,7 @@ def linear(
     if not y.numel():
         return y
     second, codebook = codes_2, codebook if codebook_2 is None else codebook_2  # nested: of both
-    _check(scheme, in_features, codes, codebook, scale, rotation, bias, second)
+    check(scheme, in_features, codes, codebook, scale, rotation, bias, second)
     together, a_step = codes_of_unit(scheme, in_features), step(scheme, in_features)
     inputs = x.reshape(-1, in_features).contiguous()
     tokens = len(inputs)
@@ -407,8 +403,8 @@ def linear(
     tiles = triton.cdiv(tokens, block_tokens), triton.cdiv(rows, _ROWS)
     steps = _steps(tiles[0] * tiles[1], triton.cdiv(in_features, a_step))
     splits = triton.cdiv(in_features, a_step * steps)
-    first = _words_of(codes, together * scheme.entry_bits)
-    lower = None if second is None else _words_of(second, together * scheme.second_bits)
+    first = words_of(codes, together * scheme.entry_bits)
+    lower = None if second is None else words_of(second, together * scheme.second_bits)
     early = _early(x.device)
     options = {"launch_pdl": True} if early else {}
     with torch.accelerator.device_index(x.device.index):
@@ -422,7 +418,7 @@ def linear(
                 inputs,
                 first,
                 lower,
-                _integers(codebook, scheme),
+                integers_of(codebook, scheme),
                 scale.contiguous(),
                 None if bias is None else bias.contiguous(),
                 tokens,
@@ -459,61 +455,10 @@ def _early(device: torch.device) -> bool:
     return known and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _check(
-    scheme: VQScheme,
-    in_features: int,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    bias: Tensor | None,
-    second: Tensor | None,
-) -> None:
-    given = [codes, codebook, scale] + ([] if second is None else [second])
-    shapes = tuple(tuple(tensor.shape) for tensor in given)
-    expected = _shapes(scheme, len(codes), in_features)
-    if shapes != expected:
-        raise VQFormatError(
-            f"{len(codes)} rows of {in_features} weights as {scheme.spec()} have codes, codebook "
-            f"and scales {expected}; got {shapes}."
-        )
-    signs = scheme.rotation == "random_hadamard"
-    if signs and (rotation is None or rotation.numel() != packed_size(in_features, 1)):
-        raise VQFormatError(f"{scheme.spec()} needs a sign for each of {in_features} inputs.")
-    if bias is not None and bias.shape != (len(codes),):
-        raise VQFormatError(f"{len(codes)} rows need as many biases; got {tuple(bias.shape)}.")
-
-
-@functools.lru_cache(maxsize=1024)
-def _shapes(scheme: VQScheme, rows: int, in_features: int) -> tuple[tuple[int, ...], ...]:
-    specs = tensor_specs(scheme, rows, in_features)
-    nested = ("codes", "codebook_2", "scale", "codes_2")
-    keys = nested if scheme.two_passes else ("codes", "codebook", "scale")
-    return tuple(specs[key].shape for key in keys)
-
-
 def _steps(tiles: int, steps: int) -> int:
     """How many of a row's steps one program does: fewer than all where tiles are too few."""
     splits = min(max(_PROGRAMS // tiles, 1), max(steps // _STEPS, 1))
     return -(-steps // splits)
-
-
-def _words_of(codes: Tensor, bits: int) -> Tensor:
-    """The codes [rows, numbers], each number those of a unit, if that has as many bits as an
-    integer and they are where one may be; else bytes."""
-    codes = codes.contiguous()
-    dtype = _WORDS.get(bits, torch.uint8)
-    size = dtype.itemsize
-    whole = codes.shape[1] % size == 0 and codes.data_ptr() % size == 0
-    return codes.view(dtype) if whole else codes
-
-
-def _integers(codebook: Tensor, scheme: VQScheme) -> Tensor:
-    """The entries as one integer each."""
-    codebook = codebook.to(torch.float16).contiguous()
-    if codebook.data_ptr() % 8:
-        codebook = codebook.clone()
-    return codebook.view(_ENTRIES[scheme.vector_size])
 
 
 def _rotated(
