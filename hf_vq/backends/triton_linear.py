@@ -408,6 +408,8 @@ def linear(
     early = _early(x.device)
     options = {"launch_pdl": True} if early else {}
     with torch.accelerator.device_index(x.device.index):
+        table = integers_of(codebook, scheme)
+        # The last launch before the product, which reads the table without waiting for it.
         inputs = _rotated(inputs, rotation, scheme, a_step, early)
         out = y.view(1, tokens, rows)
         if splits > 1:
@@ -418,7 +420,7 @@ def linear(
                 inputs,
                 first,
                 lower,
-                integers_of(codebook, scheme),
+                table,
                 scale.contiguous(),
                 None if bias is None else bias.contiguous(),
                 tokens,

@@ -161,8 +161,10 @@ class Served:
 
     def at(self, memory: Tensor, start: int, sources: Sequence[Tensor]) -> _Place:
         """A place from byte `start` of the memory on; one where it was before has its views."""
+        if any(place.memory is not memory for place in self.places.values()):
+            self.places.clear()  # of smaller slots, which nothing else keeps
         place = self.places.get(start)
-        if place is None or place.memory is not memory or not place.fits(sources):
+        if place is None or not place.fits(sources):
             if len(self.places) == _KNOWN:
                 self.places.clear()
             place = self.places[start] = _Place(self, memory, start, sources)
@@ -277,6 +279,9 @@ class Slots:
             self._memory, self._slot, self._at = memory, nbytes, 0
             for one in self._places:
                 one.copied = None
+                if (other := one.layer()) is not None:
+                    other.place = None
+                    other.places.clear()
             self._places, self._coming = [], []
         at = self._room(nbytes, self._coming)
         if at is None:

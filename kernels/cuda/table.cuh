@@ -10,8 +10,8 @@
 //
 // and no two lanes of a phase meet. Two nested passes have one table, for the codes of both together. The books of all
 // stages lie interleaved, Plan::interleaved times 128 bytes for each index; with 256 bytes, one byte permutation makes
-// an address of a code, else a shift and a LOP3 do. Three books would waste a fourth place: they lie one after the other. `fused` short codes that lie side by side are one index (two 4-bit
-// codes: 256 entries of two weights).
+// an address of a code, else a shift and a LOP3 do. Three books would waste a fourth place: they lie one after the other.
+// `fused` short codes that lie side by side are one index (two 4-bit codes: 256 entries of two weights).
 //
 // Entries that are integers v of 7 bits are bytes, half as many to load. A byte u becomes a number as the mantissa below
 // an exponent that makes its step 1: 2^m + u, also in bfloat16, whose mantissa has 7 bits. Even stages keep 63 + v, odd

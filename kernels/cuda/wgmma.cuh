@@ -140,15 +140,13 @@ __device__ inline void wait_for_warps(int name, int threads) {
 }
 
 // Four numbers to the same address in block `rank` of the cluster, told to the barrier with the same address there.
-#define SEND(TYPE, KIND)                                                                                              \
-  asm volatile(                                                                                                      \
-      "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %1;\nmapa.shared::cluster.u32 told, %2, %1;\n" \
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4." TYPE " [there], {%3, %4, %5, %6}, [told];\n}" ::"r"( \
-          to),                                                                                                       \
-      "r"(rank), "r"(barrier), KIND(value[0]), KIND(value[1]), KIND(value[2]), KIND(value[3])                         \
-      : "memory")
-__device__ inline void send(uint32_t to, const float* value, uint32_t barrier, int rank) { SEND("f32", "f"); }
-__device__ inline void send(uint32_t to, const int* value, uint32_t barrier, int rank) { SEND("s32", "r"); }
+__device__ inline void send(uint32_t to, const float* value, uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %1;\nmapa.shared::cluster.u32 told, %2, %1;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [told];\n}" ::"r"(to),
+      "r"(rank), "r"(barrier), "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3])
+      : "memory");
+}
 
 // A warpgroup has `Count` registers a thread from here on: fewer than before, or more once others left them.
 template <int Count> __device__ inline void leave_registers() {

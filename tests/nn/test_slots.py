@@ -1,7 +1,9 @@
 """Slots under streams that run whenever they may: a missing event is a wrong result here."""
 
+import gc
 import random
 import threading
+import weakref
 from collections import deque
 from contextlib import contextmanager
 
@@ -145,6 +147,21 @@ def test_a_known_order_misses_once():
         run.call(layer)
     run.check(18)
     assert run.slots.misses == 1
+
+
+@pytest.mark.parametrize("sizes", [[40] * 4 + [80] * 3 + [700] * 3, [40, 10, 10, 40, 700, 700] * 3])
+def test_smaller_slots_are_not_kept(sizes):
+    run = Run(0, sizes=sizes)
+    made, empty = [], run.device.empty
+    run.device.empty = lambda nbytes: made.append(weakref.ref(found := empty(nbytes))) or found
+    for layer in run.layers * 3:
+        run.call(layer)
+    run.check(3 * len(sizes))
+    run.device.streams.clear()
+    gc.collect()
+    assert len(made) > 1 and [one() is not None for one in made] == [False] * (len(made) - 1) + [
+        True
+    ]
 
 
 UNEQUAL = [40, 47, 300, 90, 700, 61]  # places overlap others in part
