@@ -25,7 +25,7 @@ def test_a_notebook_runs(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}
+        notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": path.parent}}
     )
     client.execute()
 

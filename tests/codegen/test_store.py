@@ -127,7 +127,7 @@ def test_processes_that_make_the_same_kernels_at_once(tmp_path):
     ]
     for worker in workers:
         worker.start()
-    assert [answers.get(timeout=240) for _ in workers] == [True] * 2
+    assert [answers.get(timeout=900) for _ in workers] == [True] * 2
     for worker in workers:
         worker.join()
     assert len(list(tmp_path.iterdir())) == 20

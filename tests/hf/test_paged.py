@@ -85,7 +85,7 @@ def serve(
         names = manager.add_requests(prompts)
         results: dict[str, Any] = {}
         while len(results) < len(prompts) * manager.num_return_sequences:
-            result = manager.get_result(timeout=30)
+            result = manager.get_result(timeout=120)
             assert result is not None, manager.background_thread_status.fatal_error
             results[result.request_id] = result
         cache = manager.batch_processor.cache
@@ -161,7 +161,7 @@ def test_probabilities_are_those_of_codes_and_not_of_floats(name: str) -> None:
         config_of("u2"), continuous_batching_config=batching(return_logprobs=True)
     ) as manager:
         names = manager.add_requests(prompts)
-        results = [manager.get_result(timeout=30) for _ in prompts]
+        results = [manager.get_result(timeout=120) for _ in prompts]
         cache = manager.batch_processor.cache
     means = {index: layer.mean for index, layer in cache.layers.items()}
     for result in results:
@@ -193,7 +193,7 @@ def logprobs_behind(model: Any, earlier: list[list[int]], prompt: list[int]) -> 
     ) as manager:
         for each in [*earlier, prompt]:
             manager.add_request(each)
-            result = manager.get_result(timeout=30)
+            result = manager.get_result(timeout=120)
             assert result is not None, manager.background_thread_status.fatal_error
     return result.logprobs
 
@@ -215,10 +215,10 @@ def test_one_request_without_numbers_spoils_no_other() -> None:
         with manager.pause():
             model.get_input_embeddings().weight.data[1] = float("nan")
         manager.add_request([1, 1, 1, 5, 6, 7])
-        manager.get_result(timeout=30)
+        manager.get_result(timeout=120)
         prompt = prompts_of(13)
         manager.add_request(prompt[0])
-        found = [manager.get_result(timeout=30).generated_tokens]
+        found = [manager.get_result(timeout=120).generated_tokens]
         assert 1 not in found[0]
         cache = manager.batch_processor.cache
     assert found == alone(model, prompt, found, "u4", cache)
@@ -242,13 +242,13 @@ def test_requests_come_and_go() -> None:
     ) as manager:
         names = manager.add_requests(prompts[:3])
         for later in prompts[3:]:
-            result = manager.get_result(timeout=30)
+            result = manager.get_result(timeout=120)
             results[result.request_id] = result.generated_tokens
             names.append(manager.add_request(later))
             if later is prompts[4]:
                 manager.cancel_request(names.pop())
         while len(results) < len(names):
-            result = manager.get_result(timeout=30)
+            result = manager.get_result(timeout=120)
             results[result.request_id] = result.generated_tokens
         cache = manager.batch_processor.cache
     kept = [prompt for prompt in prompts if prompt is not prompts[4]]
@@ -332,7 +332,7 @@ def test_forks_whose_prefix_is_shared_but_for_one_token_lie_amid_others() -> Non
         for more in (prompts[1:2], prompts):
             names = manager.add_requests(more)
             for _ in range(2 * len(more)):
-                result = manager.get_result(timeout=30)
+                result = manager.get_result(timeout=120)
                 assert result is not None, manager.background_thread_status.fatal_error
                 found[result.request_id] = result.generated_tokens
         cache = manager.batch_processor.cache

@@ -46,7 +46,7 @@ def test_transformers_serve_takes_it_from_the_generation_config() -> None:
 
 def answer(manager: Any, prompt: list[int]) -> list[int]:
     manager.add_request(prompt)
-    result = manager.get_result(timeout=30)
+    result = manager.get_result(timeout=120)
     assert result is not None, manager.background_thread_status.fatal_error
     assert result.error is None
     return result.generated_tokens

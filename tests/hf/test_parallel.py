@@ -102,7 +102,7 @@ def test_two_processes(quantized, dense, tmp_path):
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

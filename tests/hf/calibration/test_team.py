@@ -23,7 +23,7 @@ def test_two_processes_find_what_one_finds(dense, tmp_path):
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -178,7 +178,7 @@ def test_killed_at_random_points_it_goes_on(dense, tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parents[3]), *sys.path])},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
