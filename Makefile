@@ -34,7 +34,7 @@ demo: $(STAMP)
 	$(BIN)/hf-vq demo --model "$(MODEL)" $(if $(SCHEME),--scheme "$(SCHEME)")
 
 test: $(STAMP)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 native:
 	kernels/cpu/tests/run

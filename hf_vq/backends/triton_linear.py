@@ -450,8 +450,11 @@ def linear(
 
 @functools.cache
 def _early(device: torch.device) -> bool:
-    """Whether a launch may begin before the one before it has ended: NVIDIA's, from Hopper on."""
+    """Whether a launch may begin before the one before it has ended: NVIDIA's, from Hopper on, and
+    not those of Triton's interpreter."""
     if device.type != "cuda" or torch.version.hip or not hasattr(tl.extra, "cuda"):
+        return False
+    if not isinstance(_multiply, triton.JITFunction):
         return False
     known = hasattr(tl.extra.cuda, "gdc_wait")  # from Triton 3.4 on
     return known and torch.cuda.get_device_capability(device)[0] >= 9

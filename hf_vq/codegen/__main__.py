@@ -127,14 +127,17 @@ def _explain_tiles(args: argparse.Namespace, scheme: VQScheme, dtype: Dtype) -> 
     reason = tiles.tiled(scheme, args.k)
     if reason or dtype is Dtype.FLOAT32:
         raise VQBackendError(f"no fused kernel: {reason or 'factors have 16 bits'}.")
-    tokens, arch = linear.token_bucket(args.m), named_arch(args.arch)
+    most, arch = tiles.MOST_TOKENS, named_arch(args.arch)
+    tokens = linear.token_bucket(min(args.m, most))
     asked = linear.LinearProblem(scheme, tokens, args.n, args.k, dtype, arch)
-    plan = tiles.choose(asked)
+    plan = tiles.choose(asked) if args.m <= tiles.MOST_LAUNCHES * most else None
     if plan is None:
         raise VQBackendError(
             f"no fused kernel for {args.m} tokens on {arch.name}: rows are decoded, and cuBLAS "
             "multiplies."
         )
+    if args.m > most:
+        print(f"{-(-args.m // most)} launches, of {most} tokens at most")
     able = {other: tiles.cost(other, asked) for other in tiles.best(asked)}
     return _show(len(tiles.candidates(asked)), plan, able, _TILE_COLUMNS, args.top)
 

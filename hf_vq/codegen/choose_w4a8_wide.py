@@ -70,7 +70,8 @@ def feasible(plan: W4A8WidePlan, problem: W4A8Problem) -> str | None:
     arch = problem.arch
     if reason := wide(arch):
         return reason
-    if plan.depth < _FEWEST_SLOTS:
+    # A team has a slot until its next one is full, so as many as teams would wait for each other.
+    if plan.depth < max(_FEWEST_SLOTS, plan.teams + 1):
         return "sums leave too little shared memory for x"
     if plan.token_tile < min(problem.tokens, _READ_AGAIN):
         return "codes would be read once more than by larger tiles"

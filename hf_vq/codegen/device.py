@@ -90,6 +90,7 @@ def device_arch(ordinal: int) -> Arch:
     clock = ask("CLOCK_RATE")  # kHz
     memory_clock = ask("MEMORY_CLOCK_RATE")
     memory_bytes = ask("GLOBAL_MEMORY_BUS_WIDTH") / 8
+    dram = 2 * memory_clock * memory_bytes / max(clock, 1) / sms  # two transfers a clock
     return Arch(
         target(
             ask("COMPUTE_CAPABILITY_MAJOR"),
@@ -99,7 +100,8 @@ def device_arch(ordinal: int) -> Arch:
         ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         ask("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
         ask("MAX_THREADS_PER_MULTIPROCESSOR"),
-        2 * memory_clock * memory_bytes / max(clock, 1) / sms,  # two transfers a clock
+        # Drivers of GPUs that share the processor's memory may not know it.
+        dram or min(arch.dram_bytes_per_clock for arch in ARCHES.values()),
         ask("MAX_REGISTERS_PER_MULTIPROCESSOR"),
     )
 

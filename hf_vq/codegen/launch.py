@@ -99,12 +99,12 @@ class Prepared:
         self._config = _config(blocks, kernel.plan.threads, kernel.shared)
         self._stream, self._dependent = 0, False
 
-    def start(self, stream: int, dependent: bool, blocks: int = 0) -> None:
+    def start(self, stream: int, dependent: bool, blocks: int | None = None) -> None:
         """Launch on a stream of the kernel's device.
 
         Args:
             dependent: let it begin while the kernel before it runs (kernels/cuda/grids.cuh).
-            blocks: other than before.
+            blocks: other than before; of none the driver makes an error.
 
         Raises:
             VQBackendError: the driver refuses.
@@ -114,7 +114,7 @@ class Prepared:
         if dependent != self._dependent:
             self._config.numAttrs = int(dependent and self._kernel.overlaps)
             self._dependent = dependent
-        if blocks and blocks != self._blocks:
+        if blocks is not None and blocks != self._blocks:
             self._config.gridDimX = self._blocks = blocks
         (status,) = self._launch(self._config, self._function, self._address, 0)
         if status:

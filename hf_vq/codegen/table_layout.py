@@ -34,7 +34,8 @@ def tables(scheme: VQScheme) -> tuple[int, int, int]:
 def copies(scheme: VQScheme, arch: Arch) -> tuple[int, int]:
     """`replicas` and `interleaved` of a plan whose tables take at most half of shared memory.
 
-    Three books that do not fit with an unused fourth place lie one after the other (1).
+    Places of entries that are not there (a fourth of three books, a second of one whose addresses
+    bytes make) are given up before replicas are: books lie one after the other then (1).
     """
     entry, index_bits, books = tables(scheme)
     together = 1 << (books - 1).bit_length()

@@ -12,6 +12,7 @@ else writes to offloaded tensors calls `torch.cuda.synchronize()` before.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ POLICIES = ("resident", "offload", "prefill_only", "absent")
 OFFLOADED = ("codes_2", "scale_2")  # signs and codebooks are small, and shared by many layers
 
 _pools: weakref.WeakValueDictionary[torch.device, Slots] = weakref.WeakValueDictionary()
+_binding = threading.Lock()  # of layers to pools, by threads that call them
 
 
 def transfer_to(device: torch.device) -> Transfer:
@@ -95,12 +97,12 @@ class SecondPass:
             yield tensors
             return
         device = tensors["codes"].device
-        pool = self._bind(module, device)
+        pool, served = self._bind(module, device)
         if x.requires_grad and torch.is_grad_enabled():
             # Kept for the backward pass, when a slot has other bytes.
             yield {**tensors, **{key: tensor.to(device) for key, tensor in away.items()}}
             return
-        place = pool.lend(self._served, list(away.values()), ordered=self.expert is None)
+        place = pool.lend(served, list(away.values()), ordered=self.expert is None)
         try:
             tensors.update(zip(away, place.views, strict=True))
             yield tensors
@@ -127,13 +129,14 @@ class SecondPass:
             self._pinned = [tensor.data_ptr() for tensor in away.values()]
         return away
 
-    def _bind(self, module: Any, device: torch.device) -> Slots:
-        """Serve a layer on a device: its slots."""
-        if self._module is None or self._module() is not module:
-            self._module = weakref.ref(module)
-        if self._pool is None or _pools.get(device) is not self._pool:
-            self._pool, self._served = pool_of(device), Served(self)
-        return self._pool
+    def _bind(self, module: Any, device: torch.device) -> tuple[Slots, Served]:
+        """Serve a layer on a device: its slots, and what they know of it."""
+        with _binding:
+            if self._module is None or self._module() is not module:
+                self._module = weakref.ref(module)
+            if self._pool is None or _pools.get(device) is not self._pool:
+                self._pool, self._served = pool_of(device), Served(self)
+            return self._pool, self._served
 
     def sources(self) -> list[Tensor] | None:
         """What has to be copied for the next call of the layer; of experts, nobody knows."""
@@ -196,7 +199,7 @@ def place(modules: Sequence[Any], policies: Sequence[str]) -> None:
                 module._parameters[name] = nn.Parameter(moved, requires_grad=False)
         module.second = SecondPass(policy == "prefill_only") if away else None
         if away and home.type == "cuda" and not hasattr(module, "num_experts"):
-            pool = module.second._bind(module, home)
-            order.setdefault(pool, []).append(module.second._served)
+            pool, served = module.second._bind(module, home)
+            order.setdefault(pool, []).append(served)
     for pool, layers in order.items():
         pool.expect(layers)

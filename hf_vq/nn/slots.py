@@ -161,14 +161,17 @@ class Served:
 
     def at(self, memory: Tensor, start: int, sources: Sequence[Tensor]) -> _Place:
         """A place from byte `start` of the memory on; one where it was before has its views."""
-        if any(place.memory is not memory for place in self.places.values()):
-            self.places.clear()  # of smaller slots, which nothing else keeps
         place = self.places.get(start)
         if place is None or not place.fits(sources):
             if len(self.places) == _KNOWN:
                 self.places.clear()
             place = self.places[start] = _Place(self, memory, start, sources)
         return place
+
+    def forget(self) -> None:
+        """It is nowhere: the memory is another."""
+        self.place = None
+        self.places.clear()
 
 
 def _nobody() -> None:
@@ -215,6 +218,7 @@ class Slots:
         self._memory: Tensor | None = None
         self._at = 0  # where the last place ends
         self._places: list[_Place] = []
+        self._known: weakref.WeakSet[Served] = weakref.WeakSet()  # that had a place
         self._coming: list[_Place] = []  # expected after the layer that asked last
         self._lock = threading.RLock()
         self._last: Callable[[], Served | None] = _nobody
@@ -277,11 +281,8 @@ class Slots:
         if nbytes > self._slot:
             memory = self.transfer.empty(2 * nbytes)  # or an error, and nothing is another
             self._memory, self._slot, self._at = memory, nbytes, 0
-            for one in self._places:
-                one.copied = None
-                if (other := one.layer()) is not None:
-                    other.place = None
-                    other.places.clear()
+            for one in self._known:  # whose views would keep the smaller slots
+                one.forget()
             self._places, self._coming = [], []
         at = self._room(nbytes, self._coming)
         if at is None:
@@ -316,6 +317,8 @@ class Slots:
             (over if one.start < at + nbytes and at < one.end else others).append(one)
         for one in over:
             one.copied = None  # nobody's, should anything fail from here on
+        if layer.place is None:
+            self._known.add(layer)
         place = self._copy(layer.at(self._memory, at, sources), sources, over)
         layer.place, self._places, self._at = place, [*others, place], place.end
         return place
@@ -366,7 +369,10 @@ class Slots:
     def _ahead(self, layer: Served, most: int) -> _Place | None:
         """Copy for a layer that did not ask yet, if that is possible and takes no more bytes."""
         owner = layer.owner()
-        sources = None if owner is None else owner.sources()
+        try:
+            sources = None if owner is None else owner.sources()
+        except Exception:  # it says so itself when it is called; another layer asks now
+            return None
         if sources is None or any(source.is_inference() for source in sources):
             return None
         nbytes = sum(map(_room_of, sources))

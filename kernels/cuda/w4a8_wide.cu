@@ -27,6 +27,7 @@
 
 constexpr int columns_of_slot = chunk, split = 1, teams = Plan::teams;
 constexpr uint32_t origin = 0, first_byte = 0;
+static_assert(Plan::depth > teams, "a team has its slot until the next of its slots is full");
 
 #include "wide.cuh"
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_vq.codegen import device
 from hf_vq.codegen.choose import (
     DecodeProblem,
     candidates,
@@ -133,6 +134,14 @@ def test_rotations():
     assert rotatable(VQScheme(2, 8, rotation_block=0), 3 * 1024) is None
     assert "2048" in rotatable(VQScheme(2, 8, rotation_block=0), 2048)
     assert "QR" in rotatable(VQScheme(2, 8, rotation="qr"), 4096)
+
+
+def test_a_driver_that_does_not_know_the_memory(monkeypatch):
+    """As those of GPUs that share the processor's memory."""
+    known = dict(MULTIPROCESSOR_COUNT=20, CLOCK_RATE=1_500_000, COMPUTE_CAPABILITY_MAJOR=11)
+    monkeypatch.setattr(device, "driver_attribute", lambda name, ordinal: known.get(name, 0))
+    found = device_arch.__wrapped__(0)
+    assert found.name == "sm_110" and 0 < found.dram_bytes_per_clock < 5
 
 
 def test_unknown_architecture():

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.choose_linear import LinearProblem, token_bucket
 from hf_vq.codegen.choose_tiles import (
     MOST_TOKENS,
@@ -98,6 +99,16 @@ def test_who_has_none():
     ):
         assert reason in tiled(scheme, columns)
         assert choose(problem(scheme, columns=columns)) is None
+
+
+def test_the_command_line_explains(capsys):
+    assert main(["explain", "linear", "gptvq-2", "--m", "64", "--top", "2"]) == 0
+    assert "launches" not in capsys.readouterr().out
+    assert main(["explain", "linear", "gptvq-2", "--m", "100", "--top", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 launches, of 64 tokens at most" in out and "chosen: TilePlan(" in out
+    assert main(["explain", "linear", "gptvq-2", "--m", "129"]) == 2
+    assert "rows are decoded" in capsys.readouterr().err
 
 
 def test_every_candidate_says_whether_it_can_run():

@@ -57,6 +57,15 @@ def test_blocks_cover_rows_and_tokens():
         assert count == min(tiles, problem.arch.sms)
 
 
+def test_teams_do_not_wait_for_each_other():
+    """Each has a slot until its next one is full."""
+    problem = asked(64, 4096, 10240, 32)
+    plans = choose_w4a8_wide.candidates(problem)
+    assert any(plan.depth == plan.teams for plan in plans)
+    able = choose_w4a8_wide.best(problem)
+    assert able and all(plan.depth > plan.teams for plan in able)
+
+
 def test_buckets_of_tokens():
     assert [choose_w4a8.token_bucket(n) for n in (1, 2, 8, 9, 64, 65, 4096)] == [
         1, 8, 8, 16, 64, 64, 64,

@@ -156,7 +156,10 @@ def test_smaller_slots_are_not_kept(sizes):
     run.device.empty = lambda nbytes: made.append(weakref.ref(found := empty(nbytes))) or found
     for layer in run.layers * 3:
         run.call(layer)
-    run.check(3 * len(sizes))
+    larger = Layer(99, 2 * max(sizes) + 256)
+    for _ in range(6):  # over all others, who do not ask again
+        run.call(larger)
+    run.check(3 * len(sizes) + 6)
     run.device.streams.clear()
     gc.collect()
     assert len(made) > 1 and [one() is not None for one in made] == [False] * (len(made) - 1) + [
@@ -363,6 +366,20 @@ def test_a_wrong_expectation_is_given_up():
         run.call(choose.choice(run.layers))
     run.check(100)
     assert run.device.copies < 1.3 * run.slots.misses
+
+
+def test_what_is_expected_and_fails_stops_no_other_layer(monkeypatch):
+    """It is the layer itself that raises, when it is called."""
+    run = Run(0)
+    run.expect(run.layers)
+
+    def fail():
+        raise RuntimeError("no memory to pin")
+
+    monkeypatch.setattr(run.layers[1], "sources", fail)
+    for _ in range(3):
+        run.call(run.layers[0])
+    run.check(3)
 
 
 def test_layers_that_are_gone_are_not_expected():

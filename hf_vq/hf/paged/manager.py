@@ -146,17 +146,17 @@ class PagedManager(ContinuousBatchingManager):
         """As Transformers does, but what was put on the device is there when this returns: batches
         are copied and computed on streams of their own, which do not wait for the one that fills
         inputs with zeros. On a busy GPU that came after the first batch, which then had none."""
-        if isinstance(self.batch_processor, ContinuousBatchProcessor):
-            self.batch_processor.reset()
+        try:
             processor = self.batch_processor
-        else:
-            try:
+            if isinstance(processor, ContinuousBatchProcessor):
+                processor.reset()
+            else:
                 processor = self._new_batch_processor()
-            except BaseException:
-                release(self.model, self)
-                raise
-        if (device := self.model.device).type == "cuda":
-            torch.cuda.synchronize(device)
+            if (device := self.model.device).type == "cuda":
+                torch.cuda.synchronize(device)
+        except BaseException:
+            release(self.model, self)
+            raise
         return processor
 
     def _new_batch_processor(self) -> ContinuousBatchProcessor:
