@@ -39,7 +39,7 @@ READ = 1 << 26  # bytes read at a time, to know the bandwidth
 TOKENS = {0: 24, 16384: 8}  # generated per run; the first is not counted
 DENSE_TOKENS = {0: 12, 16384: 4}  # by Transformers' own model, which takes most of the time
 UNTIMED = 8  # tokens of a model's first run, which finds what it will call again
-LLAMA_SETTINGS = (  # weights, flash attention, type of the cache
+LLAMA_SETTINGS = (  # weights, flash attention, type of the cache; after a context the first alone
     ("Q4_0", 0, "f16"),
     ("Q4_0", 1, "q4_0"),
     ("Q4_K_M", 0, "f16"),
@@ -65,7 +65,8 @@ def run(
         llama_bench: program of llama.cpp.
         gguf: folder with `kv<heads>-<weights>.gguf`, e.g. kv16-Q4_0.gguf.
         llama_contexts: those of `contexts` at which llama.cpp runs. It reads a prompt as long
-            before, which takes one thread a quarter of an hour at 16,384.
+            before, which takes one thread a quarter of an hour at 16,384, so only the setting that
+            was found the fastest there runs.
 
     Returns:
         (settings, results) of the record.
@@ -211,7 +212,7 @@ def _llama(
     program: Path, gguf: Path, kv_heads: int, context: int, threads: int
 ) -> list[dict[str, Any]]:
     found = []
-    for weights, flash, cache in LLAMA_SETTINGS:
+    for weights, flash, cache in LLAMA_SETTINGS[:1] if context else LLAMA_SETTINGS:
         model = gguf / f"kv{kv_heads}-{weights}.gguf"
         if not model.is_file():
             raise VQError(f"{model} is missing; make it with llama-quantize.")
