@@ -122,6 +122,8 @@ def build_parser() -> argparse.ArgumentParser:
                 suite.add_argument("--layers", type=int, default=module.LAYERS)
         else:
             suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+            if name == "cpu-linear":
+                suite.add_argument("--ggml", type=Path, help="folder of llama.cpp's libraries")
         if name != "serve":
             suite.add_argument("--rounds", type=int, help="turns of every contestant")
         suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
@@ -195,7 +197,7 @@ def _time(args: argparse.Namespace) -> int:
     options = {"threads": "", "tokens": "", "schemes": "", "layers": "", "rounds": "",
                "quick": "", "cases": "", "pairs": "", "requests": "", "prompt": "", "new": "",
                "memory_gb": "", "llama_bench": "LLAMA_BENCH", "gguf": "GGUF_DIR",
-               "llama_contexts": "", "cubins": "CUBINS_DIR"}  # fmt: skip
+               "llama_contexts": "", "ggml": "GGML_DIR", "cubins": "CUBINS_DIR"}  # fmt: skip
     names = {name: shown for name, shown in options.items() if hasattr(args, name)}
     isa = env.CPU_ISA.get()
     start = f"{f'HF_VQ_CPU_ISA={isa} ' if isa else ''}python -m hf_vq.bench {args.suite}"

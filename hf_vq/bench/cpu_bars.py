@@ -100,10 +100,11 @@ def _linear(rows: Rows) -> Iterator[Bar]:
     single = pick(rows, threads=1)
     for name, peer, label, least in (
         ("vq-4", "int4", "torch int4", 2.0), ("turboquant-4", "int4", "torch int4", 2.5),
+        ("vq-4", "q4_K", "llama.cpp Q4_K", 1.5), ("turboquant-4", "q4_K", "llama.cpp Q4_K", 1.5),
         ("vq-2", "int4", "torch int4", 3), ("aqlm-2", "int4", "torch int4", 3),
         ("aqlm-3", "bf16", "torch bf16", 2), ("quip-sharp-2", "bf16", "torch bf16", 2),
     ):  # fmt: skip
-        found = pick(single, name=name)
+        found = [row for row in pick(single, name=name) if peer in row["speedup"]]
         yield Bar(
             f"one token, `{name}`, {_shapes(found)}, against {label}", least,
             tuple(row["speedup"][peer] for row in found),

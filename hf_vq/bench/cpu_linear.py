@@ -1,18 +1,20 @@
 """Suite `cpu-linear`: one token through a quantized linear layer on the CPU, against PyTorch.
 
 Peers: `_weight_int4pack_mm_for_cpu` (4 bits, groups of 128), and dense layers in bfloat16 and
-float32; for `aqlm-2` also the package `aqlm`, where it, numba and scipy are installed. Codes are
-random: how fast a kernel is does not depend on them. The weights of every call come from main
-memory. A call follows another of its kind that is not timed, as layers follow each other when a
-model generates. `read` does nothing but read, as many bytes as the largest scheme has, with as many
-threads, and `arithmetic` multiplies matrices that stay in a cache. What computing alone takes
-(`us_cached`) is that of few rows, and of more of a matrix that stays in the second cache.
+float32; in one thread also llama.cpp's Q4_K, if the folder of its libraries is given (`q4_K`), and
+for `aqlm-2` the package `aqlm`, where it, numba and scipy are installed. Codes are random: how fast
+a kernel is does not depend on them. The weights of every call come from main memory. A call follows
+another of its kind that is not timed, as layers follow each other when a model generates. `read`
+does nothing but read, as many bytes as the largest scheme has, with as many threads, and
+`arithmetic` multiplies matrices that stay in a cache. What computing alone takes (`us_cached`) is
+that of few rows, and of more of a matrix that stays in the second cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from ..formats.shared import second_universal_tensor, universal_tensor
 from ..formats.tensors import tensor_specs
 from ..ops import dispatch
 from ..ops.library import problem
+from . import ggml_peer
 from .arithmetic import arithmetic
 from .reading import reading
 from .timing import Contestant, cold_copies, extrapolated, interleave, speedup, summary
@@ -49,12 +52,14 @@ def run(
     rows: int = 1,
     rounds: int = 30,
     threads: Sequence[int] = (1, 2),
+    ggml: Path | None = None,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Time every scheme at every shape; `report` gets each row when it is known.
 
     Args:
         rows: tokens that go through the layer at once.
+        ggml: folder with the shared libraries of llama.cpp.
 
     Returns:
         (settings, results) of the record.
@@ -65,7 +70,8 @@ def run(
         for out_features, in_features in shapes:
             for count in threads:
                 torch.set_num_threads(count)
-                for row in _shape(schemes, out_features, in_features, rows, rounds):
+                peer = ggml if rows == count == 1 else None
+                for row in _shape(schemes, out_features, in_features, rows, rounds, peer):
                     row["threads"] = count
                     found.append(row)
                     report(row)
@@ -87,10 +93,14 @@ def run(
 
 @torch.inference_mode()
 def _shape(
-    schemes: Sequence[str], out_features: int, in_features: int, rows: int, rounds: int
-) -> list[dict[str, Any]]:
+    schemes: Sequence[str], out_features: int, in_features: int, rows: int, rounds: int,
+    ggml: Path | None,
+) -> list[dict[str, Any]]:  # fmt: skip
     x = torch.randn(rows, in_features, dtype=torch.bfloat16)
     contestants = peers(x, out_features)
+    if ggml is not None:
+        contestants["q4_K"] = ggml_peer.contestant(ggml, out_features, in_features)
+    others = list(contestants)
     kernels, nbytes = {}, {}
     for name in schemes:
         scheme = weight_scheme(name)
@@ -122,9 +132,7 @@ def _shape(
         }
         if name in kernels:
             row["kernel"] = kernels[name]
-            row["speedup"] = {
-                peer: speedup(seconds[name], seconds[peer]) for peer in ("int4", "bf16", "fp32")
-            }
+            row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in others}
             row["gb_per_second"] = nbytes[name] / row["us"] / 1e3
             if name in cached:
                 _, _, few_rows, more_rows = cached[name]

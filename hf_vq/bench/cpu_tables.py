@@ -14,6 +14,7 @@ _PEERS = {
     "int4": "torch int4 (groups of 128)",
     "bf16": "torch bfloat16",
     "fp32": "torch float32",
+    "q4_K": "llama.cpp Q4_K",
     "aqlm": "package `aqlm`, 2 codebooks of 8 bits",
 }
 _PARTS = {"ms_layers": "- its linear layers alone", "ms_rest": "- with layers that do nothing"}

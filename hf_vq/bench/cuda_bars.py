@@ -156,8 +156,9 @@ def _against(rows: Rows, parts: Rows) -> Iterator[Bar]:
             row for row in pick(rows, name="aqlm-2", tokens=tokens) if row["peer"].startswith(peer)
         ]
         best: dict[tuple[int, int], dict[str, Any]] = {}
-        for row in sorted(found, key=lambda row: float(row["speedup"]), reverse=True):
-            best[row["out_features"], row["in_features"]] = row
+        for row in found:
+            shape = row["out_features"], row["in_features"]
+            best[shape] = min(best.get(shape, row), row, key=lambda row: float(row["speedup"]))
         ratios = tuple(row["speedup"] for row in best.values())
         label = "the `aqlm` package" if tokens == 1 else "the faster way of the `aqlm` package"
         yield Bar(f"{count(tokens)}, `aqlm-2`, against {label}",

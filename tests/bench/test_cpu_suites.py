@@ -15,6 +15,7 @@ from hf_vq.bench import (
     cpu_load,
     cpu_tables,
     cpu_w4a8,
+    ggml_peer,
     random_llama,
     reading,
     timing,
@@ -68,6 +69,13 @@ def test_seconds_are_per_call(clock):
 
 def test_a_speedup_is_the_median_ratio_of_a_round():
     assert timing.speedup([1.0, 2.0, 1.0], [3.0, 3.0, 5.0]) == 3.0
+
+
+def test_llama_cpp_is_asked_for_what_it_has(tmp_path):
+    with pytest.raises(VQError, match=r"no libraries of llama\.cpp.*libggml-base"):
+        ggml_peer.contestant(tmp_path, 64, 256)
+    with pytest.raises(VQError, match="no weight of 64 x 100"):
+        ggml_peer.contestant(tmp_path, 64, 100)
 
 
 def test_copies_outgrow_the_cache():

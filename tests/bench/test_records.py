@@ -56,6 +56,18 @@ def rows(suite: str) -> list[dict]:
     return record["results"]["rows"]
 
 
+def test_cpu_records_have_all_their_peers():
+    """A library that was not installed is a bar that nobody reads."""
+    layers = {row["name"] for row in rows("cpu-linear")}
+    assert {"int4", "bf16", "fp32", "q4_K", "read", "aqlm"} <= layers
+    assert "onnxruntime int8" in {row["name"] for row in rows("cpu-attention")}
+    generated = rows("cpu-generate")
+    cases = {(row["kv_heads"], row["context"]) for row in generated}
+    for name in ("bf16 sdpa", "llama.cpp Q4_0, f16 cache"):
+        found = {(r["kv_heads"], r["context"]) for r in generated if r["name"] == name}
+        assert found == cases, name
+
+
 @pytest.mark.parametrize(
     "suite", ["quality-weights", "quality-kv", "quality-kv-calibrated", "demo"]
 )
