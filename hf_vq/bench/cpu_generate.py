@@ -65,7 +65,7 @@ def run(
         llama_bench: program of llama.cpp.
         gguf: folder with `kv<heads>-<weights>.gguf`, e.g. kv16-Q4_0.gguf.
         llama_contexts: those of `contexts` at which llama.cpp runs. It reads a prompt as long
-            before, which takes one thread a quarter of an hour at 16,384, so only the setting that
+            before, which takes one thread ten minutes at 16,384, so only the setting that
             was found the fastest there runs.
 
     Returns:

@@ -143,6 +143,7 @@ def test_cpu_w4a8(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_copies")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by the package aqlm
 def test_cpu_linear():
     _, results = cpu_linear.run(
         schemes=("vq-4", "aqlm-2"), shapes=((256, 256),), rounds=1, threads=(1,)
@@ -282,5 +283,7 @@ def test_what_the_records_promise():
     rows = read_record("cpu-generate")["results"]["rows"]
     ours = {(r["kv_heads"], r["context"]): r["ms"] for r in rows if r["name"] == "vq-4 + u4"}
     for row in rows:
-        if row["context"] or row["name"].startswith("bf16"):
+        if row["name"] not in cpu_generate.OURS and (
+            row["context"] or row["name"].startswith("bf16")
+        ):
             assert ours[row["kv_heads"], row["context"]] <= row["ms"]
