@@ -24,12 +24,13 @@ ROOT = Path(__file__).resolve().parent.parent
 def pytest_configure(config: pytest.Config) -> None:
     """Share the cores between the workers, and with the processes that tests start.
 
-    With more threads than cores, every parallel loop waits for a thread that has no core.
+    With more threads than cores, every parallel loop waits for a thread that has no core. Workers
+    inherit what was set for the process that started them, so they set it anew.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     threads = max(1, (os.cpu_count() or 1) // workers)
     torch.set_num_threads(threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

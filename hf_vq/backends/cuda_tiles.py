@@ -93,9 +93,9 @@ def linear(
         of_x, of_y = x.reshape(-1, in_features), y.view(-1, rows)
         parts = list(zip(of_x.split(MOST_TOKENS), of_y.split(MOST_TOKENS), strict=True))
     with torch.cuda.device(ordinal):
+        bucket = token_bucket(min(tokens, MOST_TOKENS))
+        launch = _prepare(scheme, rows, in_features, bucket, x.dtype, ordinal)
+        stored = (codes, codebook, scale, rotation, bias, scheme)
         for of_x, of_y in parts:
-            bucket = token_bucket(min(tokens, MOST_TOKENS))
-            launch = _prepare(scheme, rows, in_features, bucket, x.dtype, ordinal)
-            given = (codes, codebook, scale, rotation, bias, scheme, of_y, ordinal, launch)
-            cuda_fused.run(of_x, *given)
+            cuda_fused.run(of_x, *stored, of_y, ordinal, launch)
     return y

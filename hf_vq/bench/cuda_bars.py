@@ -1,8 +1,8 @@
 """What the kernels for GPUs were asked for, what the records hold, and what memory would allow.
 
 A ratio cannot exceed the time of the peer over that in which the GPU does only what ours cannot do
-without, both of one run: read codes or, for many tokens, write decoded rows and multiply by them.
-For a few tokens that is the longest part of our kernel alone (`longest`).
+without, each beside something of its own run: read codes or, for many tokens, write decoded rows
+and multiply by them. For a few tokens that is the longest part of our kernel alone (`longest`).
 """
 
 from __future__ import annotations
@@ -86,6 +86,26 @@ def _ceiling(rows: Rows, ratios: Sequence[float], parts: Rows) -> tuple[float, .
     return tuple(found)
 
 
+def _ceiling_of_peers(rows: Rows, dense: Rows, parts: Rows) -> tuple[float, ...]:
+    """What ratios to another peer would be if our kernel took the time of its longest part; none if
+    one is unknown. Peers and parts are of two runs, which have the dense layer in common.
+
+    Args:
+        rows: of the peer.
+        dense: of the dense layer in the same run, for the same sizes.
+    """
+    found = []
+    for row, bf16 in zip(rows, dense, strict=True):
+        shape = row["out_features"], row["in_features"]
+        part = longest(parts, row["name"], row["tokens"], shape)
+        if part is None:
+            return ()
+        (there,) = pick(parts, name=row["name"], tokens=row["tokens"], what="bf16",
+                        out_features=shape[0], in_features=shape[1])  # fmt: skip
+        found.append(row["us"] / bf16["us"] * there["us"] / part["us"])
+    return tuple(found)
+
+
 def _few(rows: Rows, parts: Rows) -> Iterator[Bar]:
     for name, (one, sixteen) in _FEW.items():
         yield from _at_shapes(
@@ -152,9 +172,8 @@ def _decoding(rows: Rows, tokens: int) -> tuple[float, ...]:
 
 def _against(rows: Rows, parts: Rows) -> Iterator[Bar]:
     for tokens, peer, least in ((1, "aqlm 2x8, token by token", 1.7), (16, "aqlm 2x8", 10.0)):
-        found = [
-            row for row in pick(rows, name="aqlm-2", tokens=tokens) if row["peer"].startswith(peer)
-        ]
+        ours = pick(rows, name="aqlm-2", tokens=tokens)
+        found = [row for row in ours if row["peer"].startswith(peer)]
         best: dict[tuple[int, int], dict[str, Any]] = {}
         for row in found:
             shape = row["out_features"], row["in_features"]
@@ -162,7 +181,8 @@ def _against(rows: Rows, parts: Rows) -> Iterator[Bar]:
         ratios = tuple(row["speedup"] for row in best.values())
         label = "the `aqlm` package" if tokens == 1 else "the faster way of the `aqlm` package"
         yield Bar(f"{count(tokens)}, `aqlm-2`, against {label}",
-                  least, ratios, _ceiling(list(best.values()), ratios, parts))  # fmt: skip
+                  least, ratios,
+                  _ceiling_of_peers([*best.values()], pick(ours, peer="bf16"), parts))  # fmt: skip
 
 
 def _whole(generated: Rows, quantized: Rows) -> Iterator[Bar]:

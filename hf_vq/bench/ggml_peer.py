@@ -74,7 +74,10 @@ def contestant(folder: Path, out_features: int, in_features: int) -> Contestant:
         VQError: they are not there, or compute something else.
     """
     if in_features % _BLOCK or out_features % _ROWS:
-        raise VQError(f"Q4_K has no weight of {out_features} x {in_features}.")
+        raise VQError(
+            f"Q4_K has no weight of {out_features} x {in_features}: rows must be a multiple of "
+            f"{_ROWS} here, columns of {_BLOCK}. Leave --ggml out."
+        )
     library = _Library(folder)
     rows, x = torch.randn(_ROWS, in_features), torch.randn(in_features)
     codes = library.quantized(rows) * (out_features // _ROWS)
@@ -82,7 +85,10 @@ def contestant(folder: Path, out_features: int, in_features: int) -> Contestant:
     expected = (rows @ x).repeat(out_features // _ROWS)
     error = (products[0]() - expected).norm() / expected.norm()
     if not error < _MOST_ERROR:
-        raise VQError(f"the libraries in {folder} compute products with an error of {error:.2f}.")
+        raise VQError(
+            f"the libraries in {folder} compute products with an error of {error:.2f}, as if their "
+            "functions had changed. Take another version of llama.cpp, or leave --ggml out."
+        )
     return Contestant(lambda i: products[i].compute(), len(products))
 
 
@@ -104,7 +110,10 @@ class _Library:
                     function.restype, function.argtypes = result, arguments
                     setattr(self.ggml, name, function)
             except (OSError, AttributeError) as error:
-                raise VQError(f"{folder} holds no libraries of llama.cpp: {error}") from None
+                raise VQError(
+                    f"{folder} holds no libraries of llama.cpp: {error}. Build it with "
+                    "-DBUILD_SHARED_LIBS=ON, and name the folder that they are in."
+                ) from None
         self.ggml.log_set(_SILENCE, None)
         self.place: int = self._repacked() or self.ggml.backend_cpu_buffer_type()
 

@@ -21,6 +21,7 @@ _WARPGROUPS = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 3))  # that multiply; teams o
 _TOKEN_TILES = (32, 64, 128, 256)
 _READ_AGAIN = 64  # tokens up to which smaller tiles were slower than one
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
+_MOST_REGISTERS = 232  # an estimate of all 240 (wide.cuh) leaves nothing for its error
 _STEPS = (8, 4, 2)
 _AHEAD, _FEW_STEPS = 8, 4  # where a warpgroup has all chunks, and few of them on their way
 _TENSOR = 0.5  # cycles of a product of 64 x 32 for each token
@@ -89,7 +90,7 @@ def most_registers(plan: W4A8WidePlan, arch: Arch) -> int:
     """Registers that such a thread can have (wide.cuh: `math_registers`)."""
     at_launch = arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8
     most = (at_launch * (plan.warpgroups + 1) - 24) // plan.warpgroups // 8 * 8
-    return min(most, 236)
+    return min(most, _MOST_REGISTERS)
 
 
 def tiles(plan: W4A8WidePlan, rows: int, tokens: int) -> int:

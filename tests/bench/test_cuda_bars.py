@@ -45,6 +45,20 @@ def test_the_longest_part_alone_is_a_ceiling():
     assert line.endswith(f"| at least 1 x | {ratios} x | no | {ceilings} x |")
 
 
+def test_a_ceiling_of_two_runs_goes_by_the_dense_layer():
+    def change(rows):
+        for row in rows["cuda-peers"]:
+            if row["name"] == "aqlm-2" and row["tokens"] == 16:
+                row["us"], row["speedup"] = (20.0, 2.0) if row["peer"] == "bf16" else (60.0, 6.0)
+        for row in rows["cuda-parts"]:
+            if row["name"] == "aqlm-2" and row["tokens"] == 16:
+                row["us"] = {"bf16": 30.0, "only codes": 7.5}.get(row["what"], 5.0)
+
+    found = lines(cuda_bars.linear_table, cuda_bars.LINEAR_SUITES, change)
+    (line,) = [line for line in found if "the faster way of the `aqlm` package" in line]
+    assert line.endswith("| 6 / 6 / 6 / 6 x | no | 12 / 12 / 12 / 12 x |")
+
+
 def test_every_bar_of_the_cache_is_measured():
     found = lines(cuda_bars.cache_table, cuda_bars.CACHE_SUITES)
     assert sum("heads" in line for line in found) == 41
