@@ -351,5 +351,6 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
   }
   if constexpr (Values::integers)
     if (busy()) state.from_integers();
+  Step::end(ring, lane);  // warps meet in the place of their slots
   finish(a, state, shared, row, kv_head, first_column, group, split, active, busy(), Values::block > 1 && steps > 0);
 }

@@ -102,6 +102,10 @@ struct Query {
     for (int column = warp; column < columns; column += warps) {
       const Column at(a, kv_head, first + column);
       if (!at.exists) {
+        // Zeros, since its logits take part in whether maxima are raised: not what happened to be there before.
+#pragma unroll
+        for (int i = 0; i < each; ++i)
+          if (32 * i + lane < Keys::dim) reinterpret_cast<uint16_t*>(staged)[place_of(column, 32 * i + lane)] = 0;
         if (lane == 0)
           reinterpret_cast<Staged*>(staged + bytes)[column] = {mask_of(a, row, at), 0.0f, 0.0f, 0.0f, 0};
         continue;

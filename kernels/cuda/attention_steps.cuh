@@ -104,6 +104,14 @@ struct Step {
     }
   }
 
+  // After the last step of a warp, before its slots hold anything else.
+  __device__ static void end(uint32_t ring, int lane) {
+    if constexpr (Plan::bulk) {
+      __syncwarp();  // no lane waits any more
+      if (lane < Plan::depth) barrier_invalidate(ring + lane * bytes + barrier_at);
+    }
+  }
+
   // The tokens from `first` on, to the L2 cache: whatever grids before this one still write, it is right there.
   __device__ static void prefetch(const Tapes& from, int first, int end, int lane) {
     if constexpr (Plan::bulk) {

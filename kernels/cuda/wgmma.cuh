@@ -91,9 +91,16 @@ template <int N> __device__ inline void wgmma_bytes(int (&d)[N / 2], const uint3
 }
 
 // ---- Barriers in shared memory (mbarrier): a phase ends when `count` arrived and the bytes that were expected came.
+// Their memory holds nothing else until `barrier_invalidate`: a store over a barrier that is still valid may be lost,
+// also when nobody waits for it any more and all its bytes have come (seen on an H200; PTX forbids it).
 
 __device__ inline void barrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// After all threads have seen its last phase end, before other data is stored there.
+__device__ inline void barrier_invalidate(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // After `barrier_init`, before the blocks of the cluster meet.
