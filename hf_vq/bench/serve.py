@@ -7,6 +7,8 @@ tables); on a CPU all is small.
 
 Beside it stands what reading alone allows: every step reads the weights and the pages of all
 requests once, as fast as memory can be read, and prompts take no time.
+
+Rows of codes also compare their text with that of plain decoding (`serve_text`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from ..errors import VQBackendError, VQError
 from ..hf.paged import objection
+from . import serve_text
 from .bars import Bar, bars_table
 from .random_llama import random_llama
 from .show import markdown_table
@@ -149,6 +152,8 @@ def run(
                     settings = _settings(count, prompt + new, memory)
                     row |= _served(model, scheme, count, prompt, new, settings)
                     row |= _reading(model, row, prompt, new)
+                    if scheme != FLOATS:
+                        row["text"] = _text(model, scheme, count)
                 except (VQError, MemoryError, torch.OutOfMemoryError) as error:
                     row["failed"] = str(error).partition(". ")[0]
                     _empty()
@@ -198,16 +203,9 @@ def _served(
     model: Any, scheme: str, count: int, prompt: int, new: int, settings: Any
 ) -> dict[str, Any]:
     """One row: `count` requests at once, all of the same lengths, all different."""
-    options = None if scheme == FLOATS else {"backend": "vq", "scheme": scheme}
-    config = GenerationConfig(
-        max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0,
-        cache_implementation=None if options is None else "quantized", cache_config=options,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    shape = (count + 1, prompt)
-    prompts = torch.randint(0, model.config.vocab_size, shape, generator=generator).tolist()
+    prompts = _prompts(model, count + 1, prompt)
     with model.continuous_batching_context_manager(
-        generation_config=config, continuous_batching_config=settings
+        generation_config=_greedy(scheme, new), continuous_batching_config=settings
     ) as manager:
         attention = model.config._attn_implementation
         manager.add_request(prompts[count], max_new_tokens=2)
@@ -233,6 +231,46 @@ def _served(
     if torch.cuda.is_available():
         row["peak_gb"] = torch.cuda.max_memory_allocated() / _GB
     return row
+
+
+def _greedy(scheme: str, new: int) -> GenerationConfig:
+    options = None if scheme == FLOATS else {"backend": "vq", "scheme": scheme}
+    return GenerationConfig(
+        max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0,
+        cache_implementation=None if options is None else "quantized", cache_config=options,
+    )  # fmt: skip
+
+
+def _prompts(model: Any, count: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (count, length)
+    found: list[list[int]] = torch.randint(
+        0, model.config.vocab_size, shape, generator=generator
+    ).tolist()
+    return found
+
+
+def _text(model: Any, scheme: str, count: int) -> dict[str, Any]:
+    """How the text of as many requests at once differs from that of plain decoding."""
+    prompts = _prompts(model, count, serve_text.PROMPT)
+    length = serve_text.PROMPT + serve_text.NEW
+
+    def answer() -> serve_text.Answers:
+        # Pages for all, and no more: plain decoding takes memory of its own.
+        settings = _settings(count, length, 0.0)
+        settings.return_logprobs = True
+        with model.continuous_batching_context_manager(
+            generation_config=_greedy(scheme, serve_text.NEW), continuous_batching_config=settings
+        ) as manager:
+            names = manager.add_requests(prompts)
+            results = {result.request_id: result for result in _results(manager, count)}
+        del manager
+        _empty()
+        return [(results[name].generated_tokens, results[name].logprobs) for name in names]
+
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return serve_text.compare(answer)
 
 
 def _fitting(model: Any, scheme: str, length: int, memory: float) -> int:
@@ -291,11 +329,12 @@ def _results(manager: Any, count: int) -> list[Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Tokens per second: a line for each kind of weights and pages, with the attention that ran and
     the tokens of all requests that pages hold; a column for each number of requests, and for as
-    many as fit, with what reading alone allows them."""
+    many as fit, with what reading alone allows them, with how many of their texts are those of
+    plain decoding, and how far apart log-probabilities are up to the first other token."""
     counts = sorted({row["requests"] for row in rows if not row.get("all")})
     head = ["weights", "pages", "attention", "tokens that fit", *(f"{n} requests" for n in counts)]
     full = [row for row in rows if row.get("all")]
-    head += ["as many as fit", "reading alone"] if full else []
+    head += ["as many as fit", "reading alone", "same text"] if full else []
     lines = []
     for pair in dict.fromkeys((row["weights"], row["kv"]) for row in rows):
         of = [row for row in rows if (row["weights"], row["kv"]) == pair]
@@ -314,12 +353,16 @@ def _speed(tokens_per_second: float | None) -> str:
     return "-" if tokens_per_second is None else f"{tokens_per_second:,.0f}"
 
 
-def _of_all(row: dict[str, Any]) -> tuple[str, str]:
+def _of_all(row: dict[str, Any]) -> tuple[str, str, str]:
     """The cells of a row with as many requests as fit."""
     if "tokens_per_second" not in row:
-        return "-", "-"
-    speed = f"{_speed(row['tokens_per_second'])} ({row['requests']})"
-    return speed, _speed(row.get("reading_tokens_per_second"))
+        return "-", "-", "-"
+    speed, text = f"{_speed(row['tokens_per_second'])} ({row['requests']})", "-"
+    if "text" in row:
+        of, apart = row["text"], row["text"]["largest_difference"]
+        text = f"{of['same_text']} of {of['requests']}"
+        text += ", NaN" if apart is None else f", {apart:.2g} apart"
+    return speed, _speed(row.get("reading_tokens_per_second")), text
 
 
 def bars(record: dict[str, Any] | None) -> str:

@@ -7,7 +7,8 @@ reference       yes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
@@ -136,6 +137,17 @@ def register(kernel: Kernel, *, first: bool = False) -> None:
     _table[:] = [row for row in _table if (row.op, row.name) != (kernel.op, kernel.name)]
     _table.insert(0 if first else len(_table), kernel)
     forget()
+
+
+@contextmanager
+def preferred(kernel: Kernel) -> Iterator[None]:
+    """Ask one more row before all others, within the block."""
+    register(kernel, first=True)
+    try:
+        yield
+    finally:
+        _table.remove(kernel)
+        forget()
 
 
 def forget() -> None:

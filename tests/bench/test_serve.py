@@ -12,8 +12,9 @@ pytestmark = pytest.mark.skipif(objection() is not None, reason=str(objection())
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    """The case of a GPU is large."""
+    """The case of a GPU is large, and so are texts that are compared."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(serve.serve_text, "NEW", 4)
 
 
 def test_rows_and_table():
@@ -54,7 +55,8 @@ def test_as_many_as_fit(monkeypatch):
     one, every = results["rows"]
     assert (one["all"], every["all"], every["requests"]) == (False, True, 3)
     found = serve.table(results["rows"])
-    assert "| 1 requests | as many as fit | reading alone |" in found and " (3) | - |" in found
+    assert "| 1 requests | as many as fit | reading alone | same text |" in found
+    assert f" (3) | - | {every['text']['same_text']} of 3, " in found
 
 
 def test_bars_are_against_floats():
