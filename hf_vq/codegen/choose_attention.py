@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
@@ -255,8 +255,13 @@ def choose(problem: AttentionProblem) -> AttentionPlan | None:
 
 
 def best(problem: AttentionProblem) -> list[AttentionPlan]:
-    """The feasible plans, the one of the lowest cost first."""
+    """The feasible plans, the one of the lowest cost first.
+
+    Where none has room for all queries of a kv head, those for half as many: more blocks run them.
+    """
     plans = [plan for plan in candidates(problem) if feasible(plan, problem) is None]
+    if not plans and problem.columns > 1:
+        return best(replace(problem, columns=-(-problem.columns // 2)))
     plans = [plan for plan in plans if plan.threads > _FEW_THREADS] or plans
     return sorted(plans, key=lambda plan: cost(plan, problem).cycles)
 

@@ -1,0 +1,94 @@
+"""What problems of all kernels have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...codegen.device import Arch
+from ...codegen.plan import Plan
+from ...formats.shared import universal_tensor
+from ...formats.scheme import VQScheme
+from ...formats.tensors import kv_codebook_spec
+from .cover import Features
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Case(Protocol):
+    """A problem of an op, and what is right."""
+
+    @property
+    def name(self) -> str:
+        """Of the op and the problem, as a test says it."""
+
+    def plans(self, arch: Arch) -> Sequence[Plan]:
+        """What the choosers say of it: plans that must run."""
+
+    def features(self, arch: Arch) -> Features:
+        """What it is, and what its first plan has."""
+
+    def inputs(self, device: torch.device) -> Any:
+        """Random tensors for `run`."""
+
+    def run(self, inputs: Any) -> tuple[Tensor, ...]:
+        """The results of the public op."""
+
+    def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
+        """Raise AssertionError unless results are those of float64, as far as rounding allows."""
+
+
+def poison(device: torch.device) -> None:
+    """Fill the memory that the allocator gives next with NaN: a result that nobody writes shows."""
+    for size in (1 << 12, 1 << 18, 1 << 24):
+        for _ in range(3):
+            torch.full((size,), float("nan"), device=device)
+
+
+def same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether results are equal bit by bit; NaN equals itself."""
+    return all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def run_twice(case: Case, device: torch.device, calls: int = 2) -> None:
+    """Run a problem several times on the same inputs, in memory full of NaN.
+
+    Raises:
+        AssertionError: results are wrong, or not the same bits each time.
+    """
+    inputs = case.inputs(device)
+    poison(device)
+    first = case.run(inputs)
+    case.check(inputs, first)
+    for call in range(1, calls):
+        again = case.run(inputs)
+        assert same_bits(first, again), f"call {call + 1} on the same inputs has other bits"
+
+
+def kv_codebook(scheme: VQScheme, heads: int, dim: int, device: torch.device) -> Tensor:
+    """The universal one, or random ones."""
+    if scheme.codebook in ("universal", "integers"):
+        return universal_tensor(scheme).to(device)
+    return torch.randn(kv_codebook_spec(scheme, heads, dim).shape, device=device).half()
+
+
+def close(found: Tensor, exact: Tensor, bound: float, largest: float) -> None:
+    """Raise unless found [groups, numbers] is finite, and of each group the error is at most
+    `bound` of its norm, and of each number at most `largest`."""
+    assert found.shape == exact.shape, f"{list(found.shape)} is not {list(exact.shape)}"
+    bad = ~found.isfinite()
+    assert not bad.any(), f"{int(bad.sum())} of {found.numel()} numbers are not finite"
+    error = found.double() - exact
+    norms, right = error.norm(dim=-1), exact.norm(dim=-1)
+    wrong = norms > bound * right
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {len(norms)} groups are wrong by up to "
+        f"{float((norms / right.clamp_min(1e-30)).max()):.2e} of their norm, not {bound:.2e}"
+    )
+    assert float(error.abs().max()) <= largest, f"a number is off by {float(error.abs().max()):.2e}"
