@@ -270,9 +270,7 @@ def _reason(scheme: KVScheme, dims: tuple[int, int], arch: Arch) -> str | None:
     )
 
 
-def _asked(
-    scheme: KVScheme, dims: tuple[int, int], columns: int, arch: Arch
-) -> AttentionProblem:
+def _asked(scheme: KVScheme, dims: tuple[int, int], columns: int, arch: Arch) -> AttentionProblem:
     return AttentionProblem(
         scheme.key, scheme.value, *dims, columns, Dtype.FLOAT16, Mask.NONE, False,
         choose_attention.SHORT, arch,

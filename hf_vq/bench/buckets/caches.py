@@ -37,9 +37,7 @@ def _scales(scheme: VQScheme, shape: tuple[int, ...], device: torch.device) -> T
     return scale.half()
 
 
-def _codes(
-    scheme: VQScheme, dim: int, shape: tuple[int, ...], device: torch.device
-) -> Tensor:
+def _codes(scheme: VQScheme, dim: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     width = packed_size(dim // scheme.vector_size, scheme.entry_bits)
     return torch.randint(256, (*shape, width), dtype=torch.uint8, device=device)
 
@@ -180,9 +178,7 @@ def _rows_at_a_time(cached: CachedKV | StaticKV) -> int:
     return max(1, _AT_A_TIME // (heads * tokens * dim))
 
 
-def _decoded(
-    codes: Tensor, scale: Tensor, codebook: Tensor, scheme: VQScheme, dim: int
-) -> Tensor:
+def _decoded(codes: Tensor, scale: Tensor, codebook: Tensor, scheme: VQScheme, dim: int) -> Tensor:
     """Rows, rotated back: entries and scales are exact in float32, products are not."""
     if scheme.has_scale and not scheme.has_zero:
         ones = torch.ones_like(scale)
@@ -193,9 +189,7 @@ def _decoded(
     return reference.rotate(rows, None, scheme, True)
 
 
-def _of_request(
-    query: Tensor, cached: PagedKV, row: int, scaling: float, softcap: float
-) -> Tensor:
+def _of_request(query: Tensor, cached: PagedKV, row: int, scaling: float, softcap: float) -> Tensor:
     length = int(cached.length[row])
     _, heads, page, _ = cached.k_codes.shape
     numbers = cached.table[row, : -(-length // page)].long()
@@ -239,7 +233,9 @@ def _of_rows(
     far = []
     for (codes, scale, book, spec, sink), tail, first in zip(sides, tails, firsts, strict=True):
         some = slice(first, first + coded)
-        part = _decoded(codes[rows, :, some], scale[rows, :, some], book, parse(spec), tail.shape[3])
+        part = _decoded(
+            codes[rows, :, some], scale[rows, :, some], book, parse(spec), tail.shape[3]
+        )
         if not far and cached.k_mean is not None:
             part = part + cached.k_mean[rows].double()
         part = torch.cat([part, tail[:, :, coded - begin :].double()], 2)

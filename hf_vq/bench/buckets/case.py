@@ -14,6 +14,7 @@ from ...formats.shared import universal_tensor
 from ...formats.scheme import VQScheme
 from ...formats.tensors import kv_codebook_spec
 from .cover import Features
+from .shared_memory import LARGE, NAN, fill
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -57,16 +58,19 @@ def same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def run_twice(case: Case, device: torch.device, calls: int = 2) -> None:
-    """Run a problem several times on the same inputs, in memory full of NaN.
+    """Run a problem several times on the same inputs, in memory full of NaN; in shared memory there
+    is NaN at the first call, and a large number at the others.
 
     Raises:
         AssertionError: results are wrong, or not the same bits each time.
     """
     inputs = case.inputs(device)
     poison(device)
+    fill(NAN, device)
     first = case.run(inputs)
     case.check(inputs, first)
     for call in range(1, calls):
+        fill(LARGE, device)
         again = case.run(inputs)
         assert same_bits(first, again), f"call {call + 1} on the same inputs has other bits"
 

@@ -185,10 +185,10 @@ def _domain(arch: Arch) -> Iterator[W4A8Case]:
         if columns % (w4a8.parse(name).group or 1):
             continue
         for ends in found.values():
-            for source in Source if ends[0] <= 2 * choose_w4a8_wide.FEWEST_TOKENS else (Source.TOKENS,):
+            for source in (
+                Source if ends[0] <= 2 * choose_w4a8_wide.FEWEST_TOKENS else (Source.TOKENS,)
+            ):
                 number += 1
                 dtype = dtypes[number % 2]
                 bias = (None, dtype, "float32", dtypes[number // 3 % 2])[number // 5 % 4]
-                yield W4A8Case(
-                    name, ends[number // 2 % 2], rows, columns, dtype, bias, source
-                )
+                yield W4A8Case(name, ends[number // 2 % 2], rows, columns, dtype, bias, source)
