@@ -5,7 +5,6 @@ What must not be read is poison: scales that are no numbers, pages that no memor
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 
@@ -59,7 +58,8 @@ def tape(
     window: int,
 ) -> CachedKV:
     """`tokens` with codes, and `window` more."""
-    tail = window + queries + 5  # older floats are there, but are read as codes
+    # Older floats are there, but are read as codes.
+    tail = min(window + queries + 5, tokens + window)
     first, shape = 1, (rows, heads, 1 + tokens + _BESIDE)
 
     def side(part: VQScheme, dim: int) -> tuple[Tensor, Tensor]:
@@ -127,17 +127,21 @@ def pages(
     page: int,
 ) -> PagedKV:
     """Requests of all lengths up to `longest`; pages lie in any order, and requests share them."""
-    sides = (PageSide(part, ROWS, heads, dim, page) for part in (scheme.key, scheme.value))
-    form = PageFormat(*sides, tables=True)
+    keys, values = (PageSide(part, ROWS, heads, dim, page) for part in (scheme.key, scheme.value))
+    form = PageFormat(keys, values, tables=True)
     count = max(2, min(_POOL, longest) // page)
     memory = torch.randint(256, (count, form.nbytes), dtype=torch.uint8, device=device)
-    books = tuple(kv_codebook(part, heads, dim, device) for part in (scheme.key, scheme.value))
+    books = (
+        kv_codebook(scheme.key, heads, dim, device),
+        kv_codebook(scheme.value, heads, dim, device),
+    )
     mean = torch.randn(heads, dim, device=device) if scheme.centre_keys else None
     layer = LayerPages(memory, form, books, mean)
     for part, of in ((layer.k, scheme.key), (layer.v, scheme.value)):
         part.scale.copy_(_scales(of, (count, heads, page), device))
-    lengths = torch.randint(1, min(_USUAL, longest), (rows,))
-    lengths[0], lengths[-1] = longest, 1
+    lengths = torch.randint(1, min(_USUAL, longest) + 1, (rows,))
+    lengths[-1] = 1
+    lengths[0] = longest
     width = -(-longest // page)
     table = torch.randint(count, (rows, width), dtype=torch.int32, device=device)
     return PagedKV(
@@ -195,8 +199,10 @@ def _of_request(query: Tensor, cached: PagedKV, row: int, scaling: float, softca
     numbers = cached.table[row, : -(-length // page)].long()
 
     def side(codes: Tensor, scale: Tensor, book: Tensor, spec: str) -> Tensor:
-        part = (x[numbers].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (codes, scale))
-        return _decoded(*part, book, parse(spec), query.shape[3])
+        codes, scale = (
+            x[numbers].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (codes, scale)
+        )
+        return _decoded(codes, scale, book, parse(spec), query.shape[3])
 
     keys = side(cached.k_codes, cached.k_scale, cached.codebook_k, cached.key_scheme)
     keys = keys if cached.k_mean is None else keys + cached.k_mean.double()
@@ -230,7 +236,7 @@ def _of_rows(
         (cached.k_codes, cached.k_scale, cached.codebook_k, cached.key_scheme, cached.sink_k),
         (cached.v_codes, cached.v_scale, cached.codebook_v, cached.value_scheme, cached.sink_v),
     )
-    far = []
+    far: list[Tensor] = []
     for (codes, scale, book, spec, sink), tail, first in zip(sides, tails, firsts, strict=True):
         some = slice(first, first + coded)
         part = _decoded(
@@ -244,10 +250,9 @@ def _of_rows(
     i = torch.arange(total - queries, total, device=query.device)[:, None]
     j = torch.arange(total, device=query.device)
     near = ((j > i - window) | (j >= total - fresh)) & (j >= begin)
-    return _attended(
-        query[rows], *far, *(tail.double() for tail in tails), near,
-        None if mask is None else mask[..., :total], scaling, softcap,
-    )  # fmt: skip
+    tail_k, tail_v = (tail.double() for tail in tails)
+    shown = None if mask is None else mask[..., :total]
+    return _attended(query[rows], far[0], far[1], tail_k, tail_v, near, shown, scaling, softcap)
 
 
 def _attended(

@@ -103,7 +103,8 @@ class LinearCase:
 
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
         """See `Case`."""
-        return (linear(*inputs, WEIGHT_SCHEMES[self.scheme]),)
+        x, tensors, bias = inputs
+        return (linear(x, tensors, bias, WEIGHT_SCHEMES[self.scheme]),)
 
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
         """The error is at most twice that of the same product of rounded numbers in PyTorch."""
