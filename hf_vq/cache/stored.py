@@ -16,7 +16,6 @@ from .. import env
 from ..errors import VQCacheError, VQFormatError
 from ..formats import digests
 
-
 _DIGESTS = "digests"  # in a description: the algorithm of those that the file carries
 
 
@@ -35,7 +34,7 @@ def write(path: Path, tensors: dict[str, Tensor], key: str, description: dict[st
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode  # that of any new file here; safetensors makes it private
         save_file(tensors, temporary, {key: text, "format": "pt", **digests.room(tensors)})
-        digests.record([temporary], {})
+        digests.record([temporary])
         temporary.chmod(mode)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
@@ -44,6 +43,15 @@ def write(path: Path, tensors: dict[str, Tensor], key: str, description: dict[st
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def says_digests(text: str | None) -> bool:
+    """Whether a description, as its JSON, says that its file carries digests."""
+    try:
+        description = json.loads(text or "")
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(description, dict) and _DIGESTS in description
 
 
 def read(

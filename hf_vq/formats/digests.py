@@ -183,7 +183,7 @@ class Check:
     Args:
         files: of one checkpoint.
         meanings: of tensors, by name, from the headers; those that are not there have none.
-        done: called with the bytes of each tensor that was read, by any thread.
+        done: called with the bytes of each tensor that was read, by one thread at a time.
 
     Raises:
         VQFormatError: a header cannot be read.
@@ -320,8 +320,9 @@ class _Hashing:
                     if self.stopped or not threading.main_thread().is_alive():
                         return
                     hashed.update(data[begin : begin + _PIECE])
-                self.found[number][part.name] = hashed.hexdigest()[:_DIGITS]
-                self.done(part.nbytes)
+                with self._lock:
+                    self.found[number][part.name] = hashed.hexdigest()[:_DIGITS]
+                    self.done(part.nbytes)
         except StopIteration:
             pass
         except Exception as error:  # it is raised where the threads are waited for

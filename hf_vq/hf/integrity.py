@@ -38,14 +38,14 @@ def meanings(config: VQConfig, headers: Iterable[digests.Header]) -> dict[str, s
     owners = {part.name: part.name.rpartition(".")[0] for part in parts}
     coded = {owner for name, owner in owners.items() if _attribute(name).startswith("vq_")}
     table = _Table(config)
-    said = {owner: table.of(owner) for owner in sorted(coded)}
-    rest = table.unused()
+    said = {owner: table.of(owner) for owner in coded}
+    usual = _described(config.vq_scheme, config.seed) + table.unused()
     found = {}
     for part in parts:
         owner, attribute = owners[part.name], _attribute(part.name)
         is_codes = attribute == "weight" and not part.dtype.startswith(("F", "BF"))
         if owner in coded and (is_codes or attribute.startswith("vq_")):
-            found[part.name] = said[owner] or _described(config.vq_scheme, config.seed) + rest
+            found[part.name] = said[owner] or usual
         elif is_codes:
             found[part.name] = f"embeddings {config.embeddings}"
     return found
