@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import shutil
 import threading
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 
@@ -36,7 +35,7 @@ KEY = "hf_vq_digests"
 CURE = "Download or copy it again, or make it anew."
 _METADATA = "__metadata__"  # no tensor may have this name
 _DIGITS = 32  # hexadecimal, 128 bits
-_PIECE = 1 << 25  # bytes hashed at once: between two of them a thread may stop
+_PIECE = 1 << 20  # bytes that a thread reads at a time: they stay in its core's cache
 _MOST_THREADS = 4
 _SHOWN = 8  # problems in one message
 
@@ -299,34 +298,52 @@ class _Hashing:
             raise VQFormatError(f"a file could not be read: {self.failed}. {CURE}")
         return self.found
 
-    def _parts(self, headers: list[Header]) -> Iterator[tuple[int, Part, memoryview]]:
+    def _parts(self, headers: list[Header]) -> Iterator[tuple[int, str, Part]]:
         """File by file, in the order of their bytes: a disk is read from its beginning on."""
         for number, header in enumerate(headers):
-            with open(header.path, "rb") as file:
-                view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             for part in sorted(header.parts.values(), key=lambda part: part.begin):
-                yield number, part, view[part.begin : part.end]
+                yield number, header.path, part
 
     def _run(self) -> None:
         """Hash one tensor after the other, until there are none."""
+        # Read and not mapped: a file that is cut meanwhile is then an error, and no SIGBUS.
+        buffer = memoryview(bytearray(_PIECE))
+        files: dict[str, BinaryIO] = {}
         try:
             while True:
                 with self._lock:
-                    number, part, data = next(self._left)
-                meaning = self.meanings.get(part.name, "")
-                hashed = _start([part.name, part.dtype, part.shape, meaning])
-                for begin in range(0, len(data), _PIECE):
-                    # An interpreter that ends waits for its threads.
-                    if self.stopped or not threading.main_thread().is_alive():
-                        return
-                    hashed.update(data[begin : begin + _PIECE])
-                with self._lock:
-                    self.found[number][part.name] = hashed.hexdigest()[:_DIGITS]
-                    self.done(part.nbytes)
+                    number, path, part = next(self._left)
+                if path not in files:
+                    files[path] = open(path, "rb", buffering=0)  # noqa: SIM115
+                if not self._hash(number, part, files[path], buffer):
+                    return
         except StopIteration:
             pass
         except Exception as error:  # it is raised where the threads are waited for
             self.failed = error
+        finally:
+            for file in files.values():
+                file.close()
+
+    def _hash(self, number: int, part: Part, file: BinaryIO, buffer: memoryview) -> bool:
+        """Hash one tensor; False if nobody waits for it any more."""
+        meaning = self.meanings.get(part.name, "")
+        hashed = _start([part.name, part.dtype, part.shape, meaning])
+        file.seek(part.begin)
+        left = part.nbytes
+        while left:
+            # An interpreter that ends waits for its threads.
+            if self.stopped or not threading.main_thread().is_alive():
+                return False
+            count = file.readinto(buffer[:left])  # type: ignore[attr-defined]
+            if not count:
+                raise OSError(f"{file.name} ends within {part.name}")
+            hashed.update(buffer[:count])
+            left -= count
+        with self._lock:
+            self.found[number][part.name] = hashed.hexdigest()[:_DIGITS]
+            self.done(part.nbytes)
+        return True
 
 
 def _cores() -> int:

@@ -30,6 +30,7 @@ from ...formats import digests
 from ...formats.published import LAYOUTS, TurboquantLayout
 from ...formats.published.layout import CURE
 from ...formats.qoq import QoQScheme
+from ...formats.spec import is_finite
 from ...formats.tensors import tensor_specs
 from ...nn.experts import holds_experts
 from ...nn.linear import attribute_of
@@ -43,7 +44,7 @@ from ..integrity import record
 from ..operation import Progress
 from . import turboquant
 from .pickled import NAMES, PickledCheckpoint, pickled_files, published_config
-from .plan import Plan, PublishedLayer, is_finite, make_plan, neither
+from .plan import Plan, PublishedLayer, make_plan, neither
 from .quantizer import config_of
 
 _STATE = "convert.json"
