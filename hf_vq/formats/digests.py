@@ -210,12 +210,18 @@ class Check:
         """All tensors."""
         return [part for header in self.headers for part in header.parts.values()]
 
-    def problems(self, expected: bool = False, recorded: str | None = None) -> list[str]:
+    def problems(
+        self,
+        expected: bool = False,
+        recorded: str | None = None,
+        optional: Callable[[str], bool] = lambda name: False,
+    ) -> list[str]:
         """What is not as it was written, one line each; waits for the threads.
 
         Args:
             expected: whether it is known from elsewhere that there are digests.
             recorded: the `root`, if that is known too.
+            optional: whether a tensor may have been taken out since.
 
         Raises:
             VQFormatError: a file cannot be read.
@@ -232,7 +238,8 @@ class Check:
             for name in sorted({*found, *table}):
                 what = "its metadata" if name == _METADATA else name
                 if name not in found:
-                    problems.append(f"{header.path} lacks {name}, which was saved")
+                    if not optional(name):
+                        problems.append(f"{header.path} lacks {name}, which was saved")
                 elif name not in table:
                     problems.append(f"{header.path}: {what} was not saved with the others")
                 elif found[name] != table[name]:
@@ -243,15 +250,13 @@ class Check:
             problems.append(f"{self.names}: not the files that config.json was saved with")
         return problems
 
-    def finish(self, expected: bool = False, recorded: str | None = None) -> None:
-        """Wait for the end; say in one line if there are no digests.
-
-        Args: see `problems`.
+    def finish(self, *arguments: Any, **options: Any) -> None:
+        """Wait for the end; say in one line if there are no digests. Arguments: of `problems`.
 
         Raises:
             VQFormatError: names what is not as it was written.
         """
-        problems = self.problems(expected, recorded)
+        problems = self.problems(*arguments, **options)
         if problems:
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise VQFormatError(

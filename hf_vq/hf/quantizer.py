@@ -298,7 +298,8 @@ class VQHfQuantizer(HfQuantizer):
         for module in vq_modules(model).values():
             module.fill(shared)
         if self._check is not None:  # last: what is missing has a message of its own
-            self._check.finish(self._recorded is not None, self._recorded)
+            known = self._recorded is not None
+            self._check.finish(known, self._recorded, self._is_left_out)
             self._check = None
         calibrated = None
         if self._calibration is not None:

@@ -17,7 +17,6 @@ from hf_vq.formats import digests
 from hf_vq.formats.digests import Check, Header
 from hf_vq.hf import VQConfig
 from hf_vq.hf.integrity import checkpoints, meanings, record
-from hf_vq.hf.save import save_evaluation
 from hf_vq.hf.verify import Verification
 
 LOAD = AutoModelForCausalLM.from_pretrained
@@ -313,14 +312,12 @@ def test_what_may_change_after_saving(copy):
     """Generation settings, the card, an evaluation, other fields of config.json."""
     folder = copy("vq-4")
     model = LOAD(folder)
-    evaluation = {"model": "m", "text": "t", "text_sha256": "0a", "tokens": 8, "context": 4}
-    evaluation |= {"perplexity": 3.0, "hf_vq": "9", "date": "2026-01-01"}
-    save_evaluation(model, folder, evaluation)
     model.generation_config.max_length = 30
     model.generation_config.save_pretrained(folder)
     config = config_of(folder)
     config |= {"use_cache": False, "my_note": "mine"}
     config["quantization_config"]["search"] = "norm"
+    config["quantization_config"]["provenance"]["evaluation"] = {"perplexity": 3.0}
     (folder / "config.json").write_text(json.dumps(config))
     assert LOAD(folder).config.quantization_config.provenance["evaluation"]
 
