@@ -95,6 +95,13 @@ STORE = Variable(
     str.strip,
 )
 
+VERIFY = Variable(
+    "HF_VQ_VERIFY",
+    True,
+    "`0`: load models, caches and codebooks without comparing them with their digests.",
+    flag,
+)
+
 VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (
     AUTOLOAD,
     BACKEND,
@@ -102,6 +109,7 @@ VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (
     FUSED_INPUTS,
     NO_NATIVE,
     STORE,
+    VERIFY,
 )
 
 

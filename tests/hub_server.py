@@ -86,6 +86,10 @@ def _handler(hub: HubServer) -> type[http.server.BaseHTTPRequestHandler]:
                         {"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound",
                         X_Error_Message="Entry not found", X_Repo_Commit=_COMMIT,
                     )  # fmt: skip
+            elif "/tree/" in self.path:
+                found = [(name, len(data)) for name, data in hub.files.items()]
+                keys = {"type": "file", "oid": _COMMIT}
+                self._json([{"path": name, "size": size, **keys} for name, size in found])
             else:
                 siblings = [{"rfilename": name} for name in hub.files]
                 self._json(

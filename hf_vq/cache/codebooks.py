@@ -31,7 +31,7 @@ from . import stored
 
 FILE_NAME = "kv_codebooks.safetensors"
 FORMAT_VERSION = 1
-_KEY = "hf_vq_kv"
+KEY = "hf_vq_kv"
 _NAME = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(key|value|key_mean)")
 _CURE = "Make the file again with `hf-vq calibrate`"
 
@@ -238,7 +238,7 @@ class KVCodebooks:
             **described(self.scheme),
             **({} if self.sensitivity is None else {"sensitivity": self.sensitivity}),
         }
-        stored.write(Path(path), self.tensors(), _KEY, description)
+        stored.write(Path(path), self.tensors(), KEY, description)
 
     @classmethod
     def load(cls, path: Path) -> KVCodebooks:
@@ -248,7 +248,7 @@ class KVCodebooks:
             VQFormatError: it is missing, damaged, newer, or not such a file.
         """
         description, tensors = stored.read(
-            Path(path), _KEY, FORMAT_VERSION, "KV codebooks", "`hf-vq calibrate`"
+            Path(path), KEY, FORMAT_VERSION, "KV codebooks", "`hf-vq calibrate`"
         )
         try:
             return cls.from_tensors(scheme_in(description), tensors, description.get("sensitivity"))

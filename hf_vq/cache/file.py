@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .cache import VQCache
 
 FORMAT_VERSION = 1
-_KEY = "hf_vq_cache"
+KEY = "hf_vq_cache"
 _LEARNED = "codebooks."
 _KINDS = {
     VQCacheLayer: "vq",
@@ -67,7 +67,7 @@ def save(cache: VQCache, path: Path) -> None:
         "quantize_sliding": cache.quantize_sliding,
         "layers": layers,
     }
-    stored.write(path, tensors, _KEY, description)
+    stored.write(path, tensors, KEY, description)
 
 
 def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -117,9 +117,7 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
     """Read the cache at `path` for the model of `config`."""
     from .cache import VQCache
 
-    description, tensors = stored.read(
-        path, _KEY, FORMAT_VERSION, "a saved VQCache", "VQCache.save"
-    )
+    description, tensors = stored.read(path, KEY, FORMAT_VERSION, "a saved VQCache", "VQCache.save")
     try:
         scheme = scheme_in(description)
         cache = VQCache(

@@ -12,7 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .. import env
 from ..errors import VQCacheError, VQFormatError
+from ..formats import digests
+
+_DIGESTS = "digests"  # in a description: the algorithm of those that the file carries
 
 
 def write(path: Path, tensors: dict[str, Tensor], key: str, description: dict[str, Any]) -> None:
@@ -24,11 +28,13 @@ def write(path: Path, tensors: dict[str, Tensor], key: str, description: dict[st
     Raises:
         VQCacheError: the file cannot be written.
     """
+    text = json.dumps({**description, _DIGESTS: digests.ALGORITHM})
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode  # that of any new file here; safetensors makes it private
-        save_file(tensors, temporary, {key: json.dumps(description), "format": "pt"})
+        save_file(tensors, temporary, {key: text, "format": "pt", **digests.room(tensors)})
+        digests.record([temporary])
         temporary.chmod(mode)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
@@ -37,6 +43,15 @@ def write(path: Path, tensors: dict[str, Tensor], key: str, description: dict[st
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def says_digests(text: str | None) -> bool:
+    """Whether a description, as its JSON, says that its file carries digests."""
+    try:
+        description = json.loads(text or "")
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(description, dict) and _DIGESTS in description
 
 
 def read(
@@ -50,11 +65,13 @@ def read(
         writer: what writes such files, for messages.
 
     Raises:
-        VQFormatError: the file is missing, damaged, of another kind or newer.
+        VQFormatError: the file is missing, damaged, of another kind or newer; or a tensor, or the
+            description, is not what was written.
     """
     try:
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(key)
+            check = digests.Check([path]) if env.VERIFY.get() else None
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise VQFormatError(f"{path} cannot be read as {what}: {error}.") from None
@@ -69,6 +86,8 @@ def read(
         raise VQFormatError(
             f"{path} has format_version {found}, this hf_vq reads up to {version}; upgrade hf_vq."
         )
+    if check is not None:
+        check.finish(expected=_DIGESTS in description)
     return description, tensors
 
 

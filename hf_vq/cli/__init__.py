@@ -1,6 +1,7 @@
 """`hf-vq`: quantize, calibrate, evaluate and look at models from a shell, as `optimum-cli vq`.
 
-Exit status: 0 done, 1 interrupted or an unexpected error, 2 an error that says what to do.
+Exit status: 0 done, 1 interrupted or an unexpected error, 2 an error that says what to do; that of
+`verify` also says what was found (its `--help`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import sys
 
 from ..errors import VQError
-from . import calibrate, evaluate, quantize, show
+from . import calibrate, evaluate, quantize, show, verify
 from .arguments import unfinished
 
 
@@ -25,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for add in (
         quantize.add_quantize, calibrate.add_calibrate, quantize.add_convert, evaluate.add_eval,
-        show.add_info, show.add_explain, show.add_demo,
+        show.add_info, show.add_explain, verify.add_verify, show.add_demo,
     ):  # fmt: skip
         verb = add(verbs)
         verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb; returns the exit status."""
     args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except VQError as error:
         if args.debug:
             raise
@@ -55,4 +56,3 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `hf-vq info ... | head`
         sys.stderr.close()
         return 0
-    return 0

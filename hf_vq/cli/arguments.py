@@ -18,9 +18,9 @@ UNFINISHED = ".unfinished"  # after OUT: where a long job keeps what it has done
 
 
 def add_verb(
-    verbs: Any, name: str, run: Callable[[argparse.Namespace], None], text: str
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], int | None], text: str
 ) -> argparse.ArgumentParser:
-    """A verb that calls `run`; `text` is its help."""
+    """A verb that calls `run`, which may return an exit status; `text` is its help."""
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
     verb.set_defaults(run=run, parser=verb)
     return verb

@@ -37,8 +37,7 @@ def validate_tensor(key: str, tensor: Tensor, spec: TensorSpec, where: str) -> N
             f"{where}: {key} is {tensor.dtype} {list(tensor.shape)}, expected {spec.dtype} "
             f"{list(spec.shape)}. The checkpoint does not fit its config.json; download it again."
         )
-    finite = tensor.is_meta or not tensor.is_floating_point() or bool(tensor.isfinite().all())
-    if not finite:
+    if not tensor.is_meta and not is_finite(tensor):
         raise VQFormatError(
             f"{where}: {key} holds NaN or infinity. The checkpoint is corrupted; download it again."
         )
@@ -47,6 +46,14 @@ def validate_tensor(key: str, tensor: Tensor, spec: TensorSpec, where: str) -> N
             f"{where}: {key} holds integers beyond {spec.largest}. The checkpoint is corrupted; "
             "download it again."
         )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no number is NaN or infinite: the extremes say it, in a twentieth of the time."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    numbers = tensor if tensor.itemsize > 1 else tensor.float()  # there are no extremes of fp8
+    return all(bool(bound.isfinite()) for bound in torch.aminmax(numbers))
 
 
 def _reach(integers: Tensor) -> int:

@@ -13,7 +13,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 
+from .. import env
 from ..errors import VQConfigError
+from ..formats import digests
 from ..formats.catalog import LinearScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
@@ -25,6 +27,7 @@ from .config import QUANT_METHOD, VQConfig
 from .conversions import dense_conversions, renamer
 from .embeddings import check_embedding, replace_embedding, restore_embedding
 from .fused_inputs import fuse_inputs, separate_inputs
+from .integrity import check, take_record
 from .layers import check_entries, check_pass2, matches
 from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
@@ -62,6 +65,8 @@ class VQHfQuantizer(HfQuantizer):
         self._model: Any = None
         self._calibration: WeightCalibration | None = None
         self._cut: list[str] = []  # layers whose second pass is left out
+        self._recorded = take_record(self.quantization_config)
+        self._check: digests.Check | None = None
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -82,6 +87,8 @@ class VQHfQuantizer(HfQuantizer):
         files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
         if self.pre_quantized and files:
             self._checkpoint = stored_files.Checkpoint(files)
+            if env.VERIFY.get():
+                self._check = check(config, files)
             integers = [n for n, e in self._checkpoint.entries.items() if not e.is_float]
             list_stored_experts(model, integers, self._expert)
         wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)
@@ -280,7 +287,9 @@ class VQHfQuantizer(HfQuantizer):
         config = self.quantization_config
         if self._checkpoint is not None:
             specs = stored_files.shared_specs(model)
-            shared = self._checkpoint.shared(specs, config.provenance or {})
+            has_digests = self._check is not None and self._check.has_digests
+            provenance = {} if has_digests else config.provenance or {}
+            shared = self._checkpoint.shared(specs, provenance)
         else:
             shared = stored_files.packaged(vq_modules(model).values(), config.seed)
             if self.pre_quantized:
@@ -288,6 +297,10 @@ class VQHfQuantizer(HfQuantizer):
         # Only now: loading replaces every non-persistent buffer by an empty one.
         for module in vq_modules(model).values():
             module.fill(shared)
+        if self._check is not None:  # last: what is missing has a message of its own
+            known = self._recorded is not None
+            self._check.finish(known, self._recorded, self._is_left_out)
+            self._check = None
         calibrated = None
         if self._calibration is not None:
             calibrated = self._calibration.run(model, self.errors)
@@ -322,8 +335,7 @@ class VQHfQuantizer(HfQuantizer):
                     state[name] = state[name].to(spec.dtype)
                 else:
                     state[spec.shared_name] = module.stored(attribute).cpu()
-        # No metadata: safetensors writes it in any order, and equal models should be equal files.
-        return state, {}
+        return state, digests.room(state)  # for what `save_pretrained` writes there
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         held = [name for name, module in vq_modules(model).items() if _is_offloaded(module)]

@@ -22,6 +22,7 @@ from ..errors import VQError
 from .card import CARD, is_ours, model_card
 from .config import QUANT_METHOD
 from .folder import replacing
+from .integrity import record
 
 
 def install_saving(model: Any) -> None:
@@ -64,6 +65,7 @@ def save_pretrained(
             kwargs["token"] = hub["token"]
         save(self, folder, **arguments, **kwargs)
         if writes:
+            record(folder, kwargs.get("variant"))
             _write_card(self, folder, target)
     if push_to_hub and writes:
         repo = hub.pop("repo_id", None) or target.resolve().name

@@ -18,6 +18,7 @@ from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, LlamaForCaus
 from hf_vq.cache import KVCodebooks, VQCache, attend
 from hf_vq.cache.codebooks import FILE_NAME
 from hf_vq.errors import VQCacheError, VQFormatError
+from hf_vq.formats import digests
 from hf_vq.formats.catalog import KV_SCHEMES, KVScheme
 from hf_vq.formats.tensors import kv_codebook_spec
 from hf_vq.ops import encode_kv
@@ -66,6 +67,7 @@ def test_a_file(scheme: Any, tmp_path: Path) -> None:
             "key_scheme": scheme.key.spec(),
             "value_scheme": scheme.value.spec(),
             "centre_keys": scheme.centre_keys,
+            "digests": "blake3",
         }
     with pytest.raises(VQCacheError, match="cannot be written"):
         books.save(tmp_path / "absent" / "file")
@@ -164,6 +166,7 @@ def test_damaged_files(tmp_path: Path, damage: str) -> None:
     change, message = DAMAGE[damage]
     change(description, tensors)
     save_file(tensors, path, {"hf_vq_kv": json.dumps(description)})
+    digests.record([path])  # what has digests that are right must be looked at too
     with pytest.raises(VQFormatError, match=message) as caught:
         KVCodebooks.load(path)
     assert str(path) in str(caught.value)

@@ -17,6 +17,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 from hf_vq.cache import VQCache
 from hf_vq.errors import VQCacheError, VQFormatError
+from hf_vq.formats import digests
 
 Tokens = Callable[..., tuple[Tensor, Tensor]]
 Feed = Callable[..., Any]
@@ -107,11 +108,13 @@ def test_a_saved_file_is_like_any_other(config: LlamaConfig, saved: Path) -> Non
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> None:
+    """Change a file, with digests that are right: what is in it must be looked at too."""
     with safe_open(path, "pt") as file:
         description = json.loads(file.metadata()["hf_vq_cache"])
     tensors = load_file(path)
     change(description, tensors)
     save_file(tensors, path, {"hf_vq_cache": json.dumps(description)})
+    digests.record([path])
 
 
 def cut(tensors: dict[str, Tensor], name: str) -> None:

@@ -14,6 +14,7 @@ from tiny import tokens
 
 import hf_vq
 from hf_vq.errors import VQBackendError, VQConfigError, VQFormatError
+from hf_vq.formats.digests import Header
 from hf_vq.hf import VQConfig, place_pass2
 from hf_vq.hf.quantizer import VQHfQuantizer
 from hf_vq.nn import second_pass, stored
@@ -283,7 +284,7 @@ def test_a_file_without_second_passes(quantized, tmp_path):
     LOAD(folder).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = {name: t for name, t in load_file(path).items() if not name.endswith("_2")}
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(tensors, path, Header(path).metadata)
     with pytest.raises(VQFormatError, match=r"lacks .*vq_codes_2"):
         LOAD(tmp_path)
     model = LOAD(tmp_path, quantization_config=VQConfig(pass2="absent"))

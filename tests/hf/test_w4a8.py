@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import hf_vq
 from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
 from hf_vq.formats import QoQScheme
+from hf_vq.formats.digests import Header
 from hf_vq.hf import VQConfig
 from hf_vq.nn import VQLinear, W4A8Linear
 from hf_vq.nn.replace import vq_modules
@@ -103,6 +104,7 @@ def test_damaged_files_are_refused(dense, tmp_path) -> None:
     LOAD(dense("llama"), quantization_config=VQConfig("qoq-w4a8-g128")).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors, name = load_file(file), "model.layers.1.self_attn.k_proj"
+    metadata = Header(file).metadata
     assert {key.rpartition(".")[2] for key in tensors if key.startswith(name)} == {
         "weight", "vq_scale", "vq_step", "vq_zero",
     }  # fmt: skip
@@ -127,5 +129,5 @@ def test_damaged_files_are_refused(dense, tmp_path) -> None:
     save_file(wrong, file, {"format": "pt"})
     with pytest.raises(VQFormatError, match=r"lacks model\.layers\.1\.self_attn\.k_proj\.vq_zero"):
         LOAD(tmp_path)
-    save_file(tensors, file, {"format": "pt"})
+    save_file(tensors, file, metadata)
     LOAD(tmp_path)

@@ -26,9 +26,11 @@ from ... import ops
 from ...errors import VQConfigError, VQFormatError
 from ...fit import fit_weight
 from ...fit.weight import fixed_tensors
+from ...formats import digests
 from ...formats.published import LAYOUTS, TurboquantLayout
 from ...formats.published.layout import CURE
 from ...formats.qoq import QoQScheme
+from ...formats.spec import is_finite
 from ...formats.tensors import tensor_specs
 from ...nn.experts import holds_experts
 from ...nn.linear import attribute_of
@@ -38,10 +40,11 @@ from ...transforms import rotate
 from ..checkpoint import Checkpoint
 from ..config import VQConfig
 from ..folder import lock, replacing
+from ..integrity import record
 from ..operation import Progress
 from . import turboquant
 from .pickled import NAMES, PickledCheckpoint, pickled_files, published_config
-from .plan import Plan, PublishedLayer, is_finite, make_plan, neither
+from .plan import Plan, PublishedLayer, make_plan, neither
 from .quantizer import config_of
 
 _STATE = "convert.json"
@@ -206,7 +209,7 @@ class _Conversion:
         if last and self.requantize is not None:
             tensors |= self._fixed()
         partial = target.with_suffix(".partial")
-        save_file(tensors, partial, {"format": "pt"})
+        save_file(tensors, partial, {"format": "pt", **digests.room(tensors)})
         names = list(tensors)
         del tensors
         written = Checkpoint([str(partial)])
@@ -301,6 +304,7 @@ class _Conversion:
             path.write_text(json.dumps(found, indent=2, sort_keys=True), encoding="utf-8")
         whole = {**config, "quantization_config": self.ours.to_dict()}
         (self.work / "config.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
+        record(self.work)
 
 
 def _file_name(number: int, count: int) -> str:

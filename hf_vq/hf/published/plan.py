@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from ...errors import VQConfigError, VQFormatError
 from ...formats.published import LAYOUTS, Layout
 from ...formats.published.layout import CURE, FLOATS
+from ...formats.spec import is_finite
 from ...nn.expert_list import Parts, VQExpertList
 from ...nn.linear import VQLinear, attribute_of
 from ...nn.replace import candidates, convertible
@@ -187,14 +188,6 @@ def neither(layer: str, method: str) -> VQFormatError:
         f"the checkpoint has neither {layer}.{codes} nor {layer}.weight: the layer would be "
         f"random. {CURE}"
     )
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no number is NaN or infinite: the extremes say it, in a twentieth of the time."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    numbers = tensor if tensor.itemsize > 1 else tensor.float()  # there are no extremes of fp8
-    return all(bool(bound.isfinite()) for bound in torch.aminmax(numbers))
 
 
 def split_name(name: str, kind: type[Layout]) -> tuple[str, str | None]:

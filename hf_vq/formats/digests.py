@@ -1,0 +1,357 @@
+"""Digests in safetensors files: whether a file is what was written.
+
+    metadata["hf_vq_digests"]   JSON, {name: BLAKE3 of (name, dtype, shape, meaning, bytes)}
+                                of every tensor, and of the rest of the metadata
+
+A tensor's meaning is a string that the writer and the reader find by themselves, as the spec of the
+scheme that its codes were made with: where it is edited, the digest is another one. Other readers
+of safetensors ignore metadata, so such files are no new format.
+
+A digest is cut to 128 bits: that damage goes unnoticed has a chance of 2^-128, and to find other
+bytes with a given digest takes 2^128 trials. It is no signature: whoever can write the file can
+write its digests.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from blake3 import blake3
+
+from .. import env
+from ..errors import VQFormatError
+
+ALGORITHM = "blake3"
+KEY = "hf_vq_digests"
+CURE = "Download or copy it again, or make it anew."
+_METADATA = "__metadata__"  # no tensor may have this name
+_DIGITS = 32  # hexadecimal, 128 bits
+_PIECE = 1 << 20  # bytes that a thread reads at a time: they stay in its core's cache
+_MOST_THREADS = 4
+_SHOWN = 8  # problems in one message
+
+logger = logging.getLogger("hf_vq")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor in a header; `begin` and `end` are bytes of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.end - self.begin
+
+
+class Header:
+    """The header of a safetensors file.
+
+    Raises:
+        VQFormatError: the file is missing, truncated or no safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        try:
+            with open(path, "rb") as file:
+                self.start = 8 + int.from_bytes(file.read(8), "little")
+                size = os.fstat(file.fileno()).st_size
+                if self.start > size:
+                    raise ValueError("its header ends behind the file")
+                self.json: dict[str, Any] = json.loads(file.read(self.start - 8))
+            self.metadata: dict[str, str] = dict(self.json.get(_METADATA) or {})
+            self.parts = {
+                name: Part(
+                    name, str(about["dtype"]), tuple(map(int, about["shape"])),
+                    *(self.start + int(offset) for offset in about["data_offsets"]),
+                )
+                for name, about in self.json.items()
+                if name != _METADATA
+            }  # fmt: skip
+            if any(not self.start <= p.begin <= p.end <= size for p in self.parts.values()):
+                raise ValueError("a tensor lies outside of it")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise VQFormatError(
+                f"{self.path} is truncated or corrupted ({error}). {CURE}"
+            ) from error
+
+    @cached_property
+    def table(self) -> dict[str, str] | None:
+        """The recorded digests by name; None where the file carries none.
+
+        Raises:
+            VQFormatError: they cannot be read.
+        """
+        text = self.metadata.get(KEY, "")
+        if not isinstance(text, str) or not text.strip():
+            return None
+        try:
+            return {str(name): str(found) for name, found in json.loads(text).items()}
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise VQFormatError(f"{self.path}: its digests are damaged ({error}). {CURE}") from None
+
+    def of_metadata(self) -> str:
+        """The digest of the metadata, the recorded digests left out."""
+        rest = {key: text for key, text in self.metadata.items() if key != KEY}
+        return _start([_METADATA, rest]).hexdigest()[:_DIGITS]
+
+
+def _start(facts: list[Any]) -> Any:
+    """A hash that has read JSON; what follows it cannot be taken for a part of it."""
+    return blake3(json.dumps(["hf_vq", 1, *facts], sort_keys=True).encode() + b"\0")
+
+
+def room(names: Iterable[str]) -> dict[str, str]:
+    """Metadata as long as the digests of tensors of these names: `record` then rewrites the header
+    of a file in place, and moves no tensor."""
+    return {KEY: " " * (len(json.dumps(_text(dict.fromkeys(names, "0" * _DIGITS), "0"))) - 2)}
+
+
+def _text(table: Mapping[str, str], metadata: str) -> str:
+    found = {**table, _METADATA: metadata.ljust(_DIGITS)}
+    return json.dumps(found, separators=(",", ":"), sort_keys=True)
+
+
+def record(
+    files: Iterable[str | os.PathLike[str]],
+    meanings: Callable[[list[Header]], Mapping[str, str]] = lambda headers: {},
+) -> str:
+    """Write the digests of files into their headers, which then are in one order of keys.
+
+    A file without `room` is written anew, its tensors copied.
+
+    Args:
+        files: of one checkpoint.
+        meanings: of tensors, by name, from the headers; those that are not there have none.
+
+    Returns:
+        The digest of all digests (`root`).
+    """
+    headers = [Header(file) for file in files]
+    for header, table in zip(headers, _Hashing(headers, meanings(headers)).wait(), strict=True):
+        _write(header, _text(table, header.of_metadata()))
+    return root([Header(header.path) for header in headers])
+
+
+def root(headers: Iterable[Header]) -> str:
+    """The digest of all recorded digests of files, however tensors are spread over them."""
+    entries = sorted(entry for header in headers for entry in (header.table or {}).items())
+    return f"{ALGORITHM}:{_start([entries]).hexdigest()[:_DIGITS]}"
+
+
+def _write(header: Header, table: str) -> None:
+    metadata = dict(sorted({**header.metadata, KEY: table}.items()))
+    text = json.dumps({**header.json, _METADATA: metadata}, separators=(",", ":")).encode()
+    size = header.start - 8
+    if len(text) <= size:
+        with open(header.path, "r+b") as file:
+            file.seek(8)
+            file.write(text.ljust(size))
+        return
+    new = Path(f"{header.path}.partial")
+    text = text.ljust(-len(text) % 8 + len(text))
+    try:
+        with open(header.path, "rb") as source, new.open("wb") as target:
+            target.write(len(text).to_bytes(8, "little") + text)
+            source.seek(header.start)
+            shutil.copyfileobj(source, target, 1 << 22)
+        shutil.copymode(header.path, new)
+        new.replace(header.path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+class Check:
+    """Compares files with their digests, in threads, while the caller does something else.
+
+    Args:
+        files: of one checkpoint.
+        meanings: of tensors, by name, from the headers; those that are not there have none.
+        done: called with the bytes of each tensor that was read, by one thread at a time.
+
+    Raises:
+        VQFormatError: a header cannot be read.
+    """
+
+    def __init__(
+        self,
+        files: Iterable[str | os.PathLike[str]],
+        meanings: Callable[[list[Header]], Mapping[str, str]] = lambda headers: {},
+        done: Callable[[int], object] = lambda nbytes: None,
+    ) -> None:
+        self.headers = [Header(file) for file in files]
+        self.names = ", ".join(header.path for header in self.headers)
+        self.has_digests = any(header.table is not None for header in self.headers)
+        known = self.headers if self.has_digests else []
+        self.meanings = meanings(known)
+        self._hashing = _Hashing(known, self.meanings, done)
+
+    def __del__(self) -> None:
+        if (hashing := getattr(self, "_hashing", None)) is not None:
+            hashing.stopped = True  # a load that failed needs no digests any more
+
+    @property
+    def parts(self) -> list[Part]:
+        """All tensors."""
+        return [part for header in self.headers for part in header.parts.values()]
+
+    def problems(
+        self,
+        expected: bool = False,
+        recorded: str | None = None,
+        optional: Callable[[str], bool] = lambda name: False,
+    ) -> list[str]:
+        """What is not as it was written, one line each; waits for the threads.
+
+        Args:
+            expected: whether it is known from elsewhere that there are digests.
+            recorded: the `root`, if that is known too.
+            optional: whether a tensor may have been taken out since.
+
+        Raises:
+            VQFormatError: a file cannot be read.
+        """
+        if not self.has_digests:
+            return [f"{self.names} lost the digests that it was saved with"] if expected else []
+        problems = []
+        for header, found in zip(self.headers, self._hashing.wait(), strict=True):
+            table = header.table
+            if table is None:
+                problems.append(f"{header.path} carries no digests, as the other files do")
+                continue
+            found = {**found, _METADATA: header.of_metadata()}
+            for name in sorted({*found, *table}):
+                what = "its metadata" if name == _METADATA else name
+                if name not in found:
+                    if not optional(name):
+                        problems.append(f"{header.path} lacks {name}, which was saved")
+                elif name not in table:
+                    problems.append(f"{header.path}: {what} was not saved with the others")
+                elif found[name] != table[name]:
+                    meaning = self.meanings.get(name)
+                    change = f" (its bytes, or {meaning}, changed)" if meaning else ""
+                    problems.append(f"{header.path}: {what} is not what was saved{change}")
+        if not problems and recorded not in (None, root(self.headers)):
+            problems.append(f"{self.names}: not the files that config.json was saved with")
+        return problems
+
+    def finish(self, *arguments: Any, **options: Any) -> None:
+        """Wait for the end; say in one line if there are no digests. Arguments: of `problems`.
+
+        Raises:
+            VQFormatError: names what is not as it was written.
+        """
+        problems = self.problems(*arguments, **options)
+        if problems:
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise VQFormatError(
+                f"{'; '.join(problems[:_SHOWN])}{more}. {CURE} ({env.VERIFY.name}=0 loads it "
+                "without looking.)"
+            )
+        if not self.has_digests:
+            logger.warning(
+                "%s carries no digests, so damage to it cannot be noticed: an older hf_vq, or "
+                "another program, wrote it. Save it once more to add them.",
+                self.names,
+            )
+
+
+class _Hashing:
+    """The threads of a `Check` or of `record`."""
+
+    def __init__(
+        self,
+        headers: list[Header],
+        meanings: Mapping[str, str],
+        done: Callable[[int], object] = lambda nbytes: None,
+    ) -> None:
+        self.meanings, self.done = meanings, done
+        self.found: list[dict[str, str]] = [{} for _ in headers]
+        self.failed: Exception | None = None
+        self.stopped = False
+        self._left = self._parts(headers)
+        self._lock = threading.Lock()
+        count = min(_MOST_THREADS, _cores(), sum(len(header.parts) for header in headers))
+        self._threads = [threading.Thread(target=self._run, name=KEY) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> list[dict[str, str]]:
+        """The digests by name, of each file.
+
+        Raises:
+            VQFormatError: a file cannot be read.
+        """
+        for thread in self._threads:
+            thread.join()
+        if self.failed is not None:
+            raise VQFormatError(f"a file could not be read: {self.failed}. {CURE}")
+        return self.found
+
+    def _parts(self, headers: list[Header]) -> Iterator[tuple[int, str, Part]]:
+        """File by file, in the order of their bytes: a disk is read from its beginning on."""
+        for number, header in enumerate(headers):
+            for part in sorted(header.parts.values(), key=lambda part: part.begin):
+                yield number, header.path, part
+
+    def _run(self) -> None:
+        """Hash one tensor after the other, until there are none."""
+        # Read and not mapped: a file that is cut meanwhile is then an error, and no SIGBUS.
+        buffer = memoryview(bytearray(_PIECE))
+        files: dict[str, BinaryIO] = {}
+        try:
+            while True:
+                with self._lock:
+                    number, path, part = next(self._left)
+                if path not in files:
+                    files[path] = open(path, "rb", buffering=0)  # noqa: SIM115
+                if not self._hash(number, part, files[path], buffer):
+                    return
+        except StopIteration:
+            pass
+        except Exception as error:  # it is raised where the threads are waited for
+            self.failed = error
+        finally:
+            for file in files.values():
+                file.close()
+
+    def _hash(self, number: int, part: Part, file: BinaryIO, buffer: memoryview) -> bool:
+        """Hash one tensor; False if nobody waits for it any more."""
+        meaning = self.meanings.get(part.name, "")
+        hashed = _start([part.name, part.dtype, part.shape, meaning])
+        file.seek(part.begin)
+        left = part.nbytes
+        while left:
+            # An interpreter that ends waits for its threads.
+            if self.stopped or not threading.main_thread().is_alive():
+                return False
+            count = file.readinto(buffer[:left])  # type: ignore[attr-defined]
+            if not count:
+                raise OSError(f"{file.name} ends within {part.name}")
+            hashed.update(buffer[:count])
+            left -= count
+        with self._lock:
+            self.found[number][part.name] = hashed.hexdigest()[:_DIGITS]
+            self.done(part.nbytes)
+        return True
+
+
+def _cores() -> int:
+    """Processors that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
