@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import VQCacheError, VQFormatError
+from ..errors import VQCacheError, VQFormatError, shown
 
 
 def write(path: Path, tensors: dict[str, Tensor], key: str, description: dict[str, Any]) -> None:
@@ -56,18 +56,19 @@ def read(
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(key)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    # TypeError, OverflowError: safetensors on a size of 2^63 and more.
+    except (SafetensorError, OSError, TypeError, OverflowError) as error:
         raise VQFormatError(f"{path} cannot be read as {what}: {error}.") from None
     try:
         description = json.loads(text or "")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
         raise VQFormatError(f"{path} was not written by {writer}.") from None
     found = description.get("format_version") if isinstance(description, dict) else None
     if type(found) is not int or found < 1:
-        raise VQFormatError(f"{path}: format_version {found!r} is not a number of a version.")
+        raise VQFormatError(f"{path}: format_version {shown(found)} is not a number of a version.")
     if found > version:
         raise VQFormatError(
-            f"{path} has format_version {found}, this hf_vq reads up to {version}; upgrade hf_vq."
+            f"{path} has format_version {shown(found)}, this hf_vq reads up to {version}; upgrade hf_vq."
         )
     return description, tensors
 
@@ -76,5 +77,5 @@ def typed(description: dict[str, Any], name: str, kind: type) -> Any:
     """`description[name]`, if it is of exactly this type."""
     value = description[name]
     if type(value) is not kind:
-        raise VQFormatError(f"{name} is {value!r}, expected {kind.__name__}")
+        raise VQFormatError(f"{name} is {shown(value)}, expected {kind.__name__}")
     return value
