@@ -56,8 +56,8 @@ def read(
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(key)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    # TypeError, OverflowError: safetensors on a size of 2^63 and more.
-    except (SafetensorError, OSError, TypeError, OverflowError) as error:
+    # RuntimeError, TypeError: of an empty tensor with sizes that no tensor of torch can have.
+    except (SafetensorError, OSError, RuntimeError, TypeError) as error:
         raise VQFormatError(f"{path} cannot be read as {what}: {error}.") from None
     try:
         description = json.loads(text or "")

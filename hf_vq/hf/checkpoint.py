@@ -79,12 +79,16 @@ def read_header(file: str) -> list[Entry]:
     try:
         with safe_open(file, framework="pt") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return [
+            found = [
                 Entry(name, part.get_dtype(), tuple(part.get_shape()), file)
                 for name, part in parts.items()
             ]
     except (SafetensorError, OSError) as error:
         raise VQFormatError(f"{file} is truncated or corrupted ({error}). {CURE}") from error
+    for entry in found:  # an empty tensor may have sizes that no tensor of torch can have
+        if math.prod(max(size, 1) for size in entry.shape) >= 1 << 63:
+            raise VQFormatError(f"{file}: {entry.name} has the shape {entry.shape}. {CURE}")
+    return found
 
 
 class Checkpoint:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-from ..errors import VQConfigError
+from ..errors import VQConfigError, shown
 
 
 def check_pattern(argument: str, entry: str) -> str:
@@ -20,7 +20,7 @@ def check_pattern(argument: str, entry: str) -> str:
         re.compile(entry)
     except (re.error, RecursionError, OverflowError) as error:
         raise VQConfigError(
-            f"{argument}: {entry!r} is not a regular expression: {error}."
+            f"{argument}: {shown(entry)} is not a regular expression: {error}."
         ) from None
     return entry
 
