@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import VQCacheError
 from ..formats.scheme import VQScheme
 from ..ops import append_kv
+from ..ops.reference import mean_of
 from .tape import CodeTape, Tape
 
 
@@ -127,4 +128,4 @@ def key_mean(keys: Tensor, sinks: int) -> Tensor:
     Returns:
         [B, H, 1, D] float32.
     """
-    return keys[:, :, sinks:].float().mean(2, keepdim=True)
+    return mean_of(keys[:, :, sinks:])
