@@ -89,6 +89,8 @@ def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[st
         parts = {f"{side}_{name}": tensor for side, name, tensor in _parts(layer)}
     else:
         parts = {"keys": layer.keys, "values": layer.values}
+    for name, part in parts.items():
+        _check_finite(prefix + name, part)
     tensors.update(
         {
             prefix + name: part.cpu().clone(memory_format=torch.contiguous_format)
@@ -96,6 +98,18 @@ def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[st
         }
     )
     return state
+
+
+def _check_finite(name: str, part: Tensor) -> None:
+    """Raise, naming a head and a token, where a file would hold what `load` refuses."""
+    if not part.is_floating_point() or bool(part.isfinite().all()):
+        return
+    row, head, token = (~part.isfinite()).any(-1).nonzero()[0].tolist()
+    raise VQCacheError(
+        f"{name} holds NaN or infinity, in head {head} at {token} of row {row}, so the cache cannot "
+        "be saved: the model gave keys or values that are not finite. In float16 they may have "
+        "overflown; load it in bfloat16 or float32."
+    )
 
 
 def _sides(layer: VQCacheLayer) -> list[tuple[str, Store]]:

@@ -300,8 +300,11 @@ class VQCacheLayer(CacheLayerMixin):
         origin = self.length - keys.shape[2]
         if False in self._frozen:
             self._freeze_means(keys, origin, end, min(prompt, self.prompt.length or prompt))
-        self.k.encode(keys.narrow(2, begin - origin, end - begin))
-        self.v.encode(values.narrow(2, begin - origin, end - begin))
+        for name, store, floats in (("keys", self.k, keys), ("values", self.v, values)):
+            leaving = floats.narrow(2, begin - origin, end - begin)
+            store.encode(leaving)
+            if not self.prompt.warned and self.device.type == "cpu":  # a GPU would have to wait
+                self.prompt.warned = store.warn_of_newest(leaving, end, name, self.index)
 
     def _freeze_means(self, keys: Tensor, origin: int, end: int, prompt: int) -> None:
         """Decide the mean of each row whose first token after the sinks is about to be encoded.
