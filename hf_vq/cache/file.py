@@ -106,7 +106,7 @@ def _check_finite(name: str, part: Tensor) -> None:
         return
     row, head, token = (~part.isfinite()).any(-1).nonzero()[0].tolist()
     raise VQCacheError(
-        f"{name} holds NaN or infinity, in head {head} at {token} of row {row}, so the cache cannot "
+        f"{name} holds NaN or infinity, in head {head} at {token} of row {row}, and cannot "
         "be saved: the model gave keys or values that are not finite. In float16 they may have "
         "overflown; load it in bfloat16 or float32."
     )

@@ -19,7 +19,6 @@ from ..ops import append_kv
 from ..ops.reference import LARGEST_SCALE, mean_of
 from .tape import CodeTape, Tape
 
-
 LOOKED_AT = 64  # tokens together, by `warn_of_newest`
 
 

@@ -68,7 +68,8 @@ def read(
         raise VQFormatError(f"{path}: format_version {shown(found)} is not a number of a version.")
     if found > version:
         raise VQFormatError(
-            f"{path} has format_version {shown(found)}, this hf_vq reads up to {version}; upgrade hf_vq."
+            f"{path} has format_version {shown(found)}, this hf_vq reads up to {version}; upgrade "
+            "hf_vq."
         )
     return description, tensors
 

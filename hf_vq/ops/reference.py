@@ -23,7 +23,8 @@ from .layout import write_rows
 LARGEST_ZERO = 1024  # of a row of integers
 LARGEST_SCALE = 65504.0  # of fp16
 LARGEST_IN_MEAN = 2.0**100  # so that no difference of a float32 and a mean is infinite
-HUGE, SHRINK = 2.0**57, 2.0**-72  # squares of numbers below have finite sums; those beyond, times it
+HUGE = 2.0**57  # squares of smaller numbers have finite sums,
+SHRINK = 2.0**-72  # and those of any number, times this
 APPEND_TOKENS = 4096  # tokens encoded at a time: bounds the float32 copies of a long prompt
 
 

@@ -528,7 +528,7 @@ def test_a_row_without_a_right_code_is_named_once(
 def test_a_row_that_is_not_finite_spares_the_others(
     config: LlamaConfig, tokens: Tokens, feed: Feed, tmp_path: Path
 ) -> None:
-    """Not even the mean of its head's keys is lost: what a mask hides, or a window, does no harm."""
+    """Not even the mean of its head's keys is lost; what a mask hides does no harm."""
     keys, values = tokens(60)
     clean = VQCache(config, window=8)
     feed(clean, (keys, values), 0, 60)

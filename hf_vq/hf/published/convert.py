@@ -76,7 +76,10 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
     pickled = pickled_files(folder)
     checkpoint = PickledCheckpoint(pickled) if pickled else Checkpoint(weight_files(folder))
     if (folder / turboquant.CONFIG).is_file():
-        published = {"quant_method": TurboquantLayout.method, **read_json(folder / turboquant.CONFIG)}
+        published = {
+            "quant_method": TurboquantLayout.method,
+            **read_json(folder / turboquant.CONFIG),
+        }
     else:
         published = published_config(config, checkpoint)
     method = published.get("quant_method")

@@ -36,7 +36,7 @@ def test_a_link_over_another_link_is_refused(folder, tmp_path):
     (folder / "sub").mkdir()
     (folder / "sub" / "there").symlink_to(tmp_path / "private")
     (folder / "notes.txt").symlink_to(folder / "sub" / "there")
-    with pytest.raises(VQConfigError, match="notes.txt is a link"):
+    with pytest.raises(VQConfigError, match=r"notes\.txt is a link"):
         source_folder(str(folder))
 
 
@@ -61,7 +61,7 @@ def test_snapshots_of_a_hub_cache_are_links(tmp_path, monkeypatch, in_hub):
     (tmp_path / "private").write_text("secret")
     (blobs / "abc").unlink()
     (blobs / "abc").symlink_to(tmp_path / "private")
-    with pytest.raises(VQConfigError, match="config.json is a link"):
+    with pytest.raises(VQConfigError, match=r"config\.json is a link"):
         source_folder(str(snapshot))
 
 
