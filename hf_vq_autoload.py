@@ -15,7 +15,7 @@ class _Mapping(dict):
     def __contains__(self, key):
         if key == "vq" and not dict.__contains__(self, key):
             import hf_vq  # noqa: F401  registers "vq" here; does nothing while that import runs
-        return dict.__contains__(self, key)
+        return isinstance(key, str) and dict.__contains__(self, key)  # a list has no hash
 
     def __missing__(self, key):
         return dict.__getitem__(self if key in self else {}, key)

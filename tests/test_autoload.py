@@ -126,3 +126,10 @@ def test_tables_are_replaced_once(monkeypatch):
     hf_vq_autoload._Finder().find_spec("anything")
     assert all(vars(module)[name] is table for name, table in replaced.items())
     assert {type(table) for table in replaced.values()} == {hf_vq_autoload._Mapping}
+
+
+@pytest.mark.parametrize("method", [["vq"], {"vq": 1}, 7, None])
+def test_a_method_that_is_no_name_is_unknown(method):
+    """As a config.json may have it: a dict of Python would raise TypeError for a list."""
+    table = hf_vq_autoload._Mapping({"awq": 1, 7: 2})
+    assert method not in table and "awq" in table

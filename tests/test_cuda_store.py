@@ -223,3 +223,20 @@ def test_what_does_not_fit_is_refused():
         store(keys, values, layer._replace(k_codes=layer.k_codes[..., :-1]))
     with pytest.raises(VQFormatError, match="ring"):
         store(keys, values[:, :1], layer)
+
+
+@pytest.mark.parametrize("name", ["u4", "u2", "nomad-u4"])
+def test_what_is_not_finite_spares_the_mean(name):
+    """And so does what is too large for a mean: a token of its own is lost, not its head."""
+    layer = cache(name, dtype=torch.float32)
+    hostile = {2: torch.nan, 3: -torch.inf, 4: 3e38}  # the mean is of tokens 2 and 3
+    for at in range(9):
+        keys, values = states(layer, 1)
+        keys[0, 1, 0, 5] = keys[1, 0, 0, 7] = hostile.get(at, 0.0)
+        wanted = step_by_specification(layer, keys, values)
+        store(keys, values, layer)
+        torch.testing.assert_close(layer.k_mean, wanted.k_mean, rtol=1e-5, atol=1e-5)
+    assert bool(layer.frozen.all()) and bool(layer.k_mean.isfinite().all())
+    coded = layer.k_scale[:, :, : 9 - layer.window]
+    lost = (~coded.isfinite()).nonzero()[:, :3].tolist()
+    assert lost == [[0, 1, 2], [0, 1, 3], [1, 0, 2], [1, 0, 3]]

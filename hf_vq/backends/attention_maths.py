@@ -158,7 +158,7 @@ class Maths:
         out = weighed(others)
         if coded:
             out += self.rotate(weighed(coded), scheme, inverse=True)
-        return out.to(dtype)
+        return reference.in_dtype(out, dtype)
 
 
 def _finite(lse: Tensor) -> Tensor:

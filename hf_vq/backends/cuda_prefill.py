@@ -28,6 +28,7 @@ from ..errors import VQFormatError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from ..ops import dispatch
+from ..ops.reference import in_dtype
 from . import torch_attention
 from .attention_masks import remembered
 from .attention_maths import Maths, Part, Side
@@ -274,7 +275,7 @@ class _Maths(Maths):
     def decode(self, side: Side, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         head_dim = side.tail.shape[-1]
         if decodable_kv(side.scheme, head_dim):
-            return super().decode(side, begin, end, dtype).to(dtype)
+            return in_dtype(super().decode(side, begin, end, dtype), dtype)
         codes, scale = side.stored(begin, end)
         return decode(codes, scale, side.codebook, side.mean, side.scheme, head_dim, dtype)
 

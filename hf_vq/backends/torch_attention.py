@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..formats.scheme import VQScheme
-from ..ops import attention_reference, dispatch
+from ..ops import attention_reference, dispatch, reference
 from .attention_masks import band_rule, capturing, left_padding, remembered
 from .attention_maths import PLAIN, Maths, Part, Side
 
@@ -175,7 +175,7 @@ class Attention:
             if begin < end:
                 codes = self.maths.decode(side, begin, end, side.tail.dtype)
                 codes = self.maths.rotate(codes, side.scheme, inverse=True)
-                parts.append(codes.to(side.tail.dtype))
+                parts.append(reference.in_dtype(codes, side.tail.dtype))
             sides.append(torch.cat(parts, 2))
         mask = None
         if self.mask is not None:

@@ -32,7 +32,7 @@ from . import stored
 FILE_NAME = "kv_codebooks.safetensors"
 FORMAT_VERSION = 1
 KEY = "hf_vq_kv"
-_NAME = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(key|value|key_mean)")
+_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(key|value|key_mean)")
 _CURE = "Make the file again with `hf-vq calibrate`"
 
 

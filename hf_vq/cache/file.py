@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..errors import VQCacheError, VQError, VQFormatError
+from ..errors import VQCacheError, VQError, VQFormatError, shown
 from ..formats.catalog import Allocation
 from . import stored
 from .codebooks import KVCodebooks, described, learned, scheme_in
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .cache import VQCache
 
 FORMAT_VERSION = 1
+MOST_SINKS = 1 << 16
+"""Of a cache that is read: those of an empty one are allocated by its first update."""
 KEY = "hf_vq_cache"
 _LEARNED = "codebooks."
 _KINDS = {
@@ -87,6 +89,8 @@ def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[st
         parts = {f"{side}_{name}": tensor for side, name, tensor in _parts(layer)}
     else:
         parts = {"keys": layer.keys, "values": layer.values}
+    for name, part in parts.items():
+        _check_finite(prefix + name, part)
     tensors.update(
         {
             prefix + name: part.cpu().clone(memory_format=torch.contiguous_format)
@@ -94,6 +98,18 @@ def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[st
         }
     )
     return state
+
+
+def _check_finite(name: str, part: Tensor) -> None:
+    """Raise, naming a head and a token, where a file would hold what `load` refuses."""
+    if not part.is_floating_point() or bool(part.isfinite().all()):
+        return
+    row, head, token = (~part.isfinite()).any(-1).nonzero()[0].tolist()
+    raise VQCacheError(
+        f"{name} holds NaN or infinity, in head {head} at {token} of row {row}, and cannot "
+        "be saved: the model gave keys or values that are not finite. In float16 they may have "
+        "overflown; load it in bfloat16 or float32."
+    )
 
 
 def _sides(layer: VQCacheLayer) -> list[tuple[str, Store]]:
@@ -120,10 +136,11 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
     description, tensors = stored.read(path, KEY, FORMAT_VERSION, "a saved VQCache", "VQCache.save")
     try:
         scheme = scheme_in(description)
+        limit = description["max_cache_len"]
         cache = VQCache(
-            config, scheme,
-            typed(description, "sinks", int), typed(description, "window", int),
-            description["max_cache_len"], strict,
+            config, scheme, _number(description, "sinks", MOST_SINKS),
+            _number(description, "window"),
+            None if limit is None else _number(description, "max_cache_len"), strict,
             static=False, quantize_sliding=typed(description, "quantize_sliding", bool),
             codebooks=_learned(scheme, tensors),
         )  # fmt: skip
@@ -136,10 +153,12 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
                 f"{_short(expected)}; load it with the config of the model that made it"
             )
         for index, (layer, state) in enumerate(zip(cache.layers, states, strict=True)):
+            if isinstance(layer, VQCacheLayer):
+                layer.reserve = False
             _Reader(index, state, tensors, device).fill(layer)
         for name in [name for name in tensors if name.startswith("codebook.")]:
             tensors.pop(name)  # equal to ours, as every layer has checked
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise VQFormatError(f"{path}: its description is damaged ({error!r}).") from None
     except VQFormatError as error:
         raise VQFormatError(f"{path}: {error}.") from None
@@ -155,6 +174,13 @@ def _learned(scheme: Allocation, tensors: dict[str, Tensor]) -> KVCodebooks | No
     names = [name for name in tensors if name.startswith(_LEARNED)]
     found = {name.removeprefix(_LEARNED): tensors.pop(name) for name in names}
     return KVCodebooks.from_tensors(scheme, found) if found else None
+
+
+def _number(state: dict[str, Any], name: str, most: int = 1 << 40, where: str = "") -> int:
+    value: int = typed(state, name, int)
+    if not 0 <= value < most:
+        raise VQFormatError(f"{where}{name} is {shown(value)}")
+    return value
 
 
 def _short(kinds: list[Any]) -> str:
@@ -175,10 +201,7 @@ class _Reader:
         )
 
     def number(self, name: str) -> int:
-        value: int = typed(self.state, name, int)
-        if not 0 <= value < 1 << 40:
-            raise VQFormatError(f"{self.prefix}{name} is {value}")
-        return value
+        return _number(self.state, name, where=self.prefix)
 
     def take(self, name: str, dtype: torch.dtype | None, *shape: int | None) -> Tensor:
         """The tensor `name` with this dtype and shape (None = any)."""
@@ -224,8 +247,12 @@ class _Reader:
         for side, tail in (("k", tail_k), ("v", tail_v)):
             if not tail.is_floating_point() or tail.shape[2] > length:
                 raise VQFormatError(f"{self.prefix}{side}_tail is {tail.dtype} {list(tail.shape)}")
-        layer.lazy_initialization(tail_k, tail_v)
         batch, heads = tail_k.shape[:2]
+        sinks = [  # first of all: as many as the description says are allocated
+            self.take(f"{side}_sinks", tail.dtype, batch, heads, layer.sinks, tail.shape[3])
+            for side, tail in (("k", tail_k), ("v", tail_v))
+        ]
+        layer.lazy_initialization(tail_k, tail_v)
         first, start, frozen = self.number("first_code"), self.state["start"], self.state["frozen"]
         gone = max(length - layer.sliding_window + 1, 0) if layer.is_sliding else 0
         if first > gone:
@@ -241,15 +268,15 @@ class _Reader:
         if layer.k.mean is not None or f"{self.prefix}k_mean" in self.tensors:
             layer.k.mean = self.take("k_mean", torch.float32, batch, heads, 1, layer.k.dim)
         coded = None
-        for side, store, tail in (("k", layer.k, tail_k), ("v", layer.v, tail_v)):
+        stores = zip("kv", (layer.k, layer.v), (tail_k, tail_v), sinks, strict=True)
+        for side, store, tail, held in stores:
             width, scales = store.codes.width, store.codes.scale.shape[3]
             codes = self.take(f"{side}_codes", torch.uint8, batch, heads, coded, width)
             coded = codes.shape[2]
             scale = self.take(f"{side}_scale", torch.float16, batch, heads, coded, scales)
-            sinks = self.take(f"{side}_sinks", tail.dtype, batch, heads, layer.sinks, store.dim)
             store.codes.replace(codes, scale)
             store.tail.replace(tail)
-            store.sinks = sinks
+            store.sinks = held
         layer.length, layer.first_code, layer._frozen = length, first, list(frozen)
         layer._set_start(start)
         if not layer.tail_start <= layer.coded <= length or layer.coded < length - layer.window:

@@ -88,6 +88,7 @@ class VQCacheLayer(CacheLayerMixin):
         self.sinks, self.window = options.sinks, options.window
         self.calibrated_mean, self.codebooks = key_mean, codebooks
         self.record_past = False
+        self.reserve = True  # memory for max_cache_len; that of a file may be any number
         self.fallbacks = 0
         self.version = 0
         self._clear()
@@ -134,6 +135,7 @@ class VQCacheLayer(CacheLayerMixin):
 
     def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         scheme, limit = self.scheme, self.options.max_cache_len
+        capacity = limit or 0 if self.reserve else 0
         sides = (scheme.key, key_states), (scheme.value, value_states)
         for part, like in sides:
             check_head_dim(part, like.shape[3], self.where)
@@ -143,7 +145,7 @@ class VQCacheLayer(CacheLayerMixin):
             Store(
                 like, part, codebook_for(part, self.codebooks[index], like, self.where),
                 layout=layouts[index], centred=centred[index],
-                sinks=self.sinks, capacity=limit or 0, limit=limit,
+                sinks=self.sinks, capacity=capacity, limit=limit,
             )
             for index, (part, like) in enumerate(sides)
         )  # fmt: skip
@@ -298,8 +300,11 @@ class VQCacheLayer(CacheLayerMixin):
         origin = self.length - keys.shape[2]
         if False in self._frozen:
             self._freeze_means(keys, origin, end, min(prompt, self.prompt.length or prompt))
-        self.k.encode(keys.narrow(2, begin - origin, end - begin))
-        self.v.encode(values.narrow(2, begin - origin, end - begin))
+        for name, store, floats in (("keys", self.k, keys), ("values", self.v, values)):
+            leaving = floats.narrow(2, begin - origin, end - begin)
+            store.encode(leaving)
+            if not self.prompt.warned and self.device.type == "cpu":  # a GPU would have to wait
+                self.prompt.warned = store.warn_of_newest(leaving, end, name, self.index)
 
     def _freeze_means(self, keys: Tensor, origin: int, end: int, prompt: int) -> None:
         """Decide the mean of each row whose first token after the sinks is about to be encoded.

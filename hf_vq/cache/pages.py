@@ -30,6 +30,7 @@ from ..ops.attention import CachedKV, without_autocast
 from ..ops.codes import decode_kv
 from ..ops.layout import BLOCK, ROWS, block_bytes, layouts_for, to_rows
 from ..ops.paged import PagedKV, append_paged, through_tables
+from ..ops.reference import in_dtype
 from .batch import Batch, Group, Prompts, Table
 
 ALIGNMENT = 16  # bytes: of the widest load
@@ -169,7 +170,7 @@ class Pages:
         with without_autocast(rows.device):
             scale = tape[1][:, :, first : first + count]
             x = decode_kv(rows, scale, self.codebook, scheme, self.side.dim)
-            return (x if mean is None else x + mean).to(dtype)
+            return in_dtype(x if mean is None else x + mean, dtype)
 
 
 class LayerPages:

@@ -17,10 +17,12 @@ class Prompt:
         length: tokens of the prompt, padding included. The first update may bring more: candidates
             of assisted decoding, which may be rejected and must not decide the mean of the keys.
         start: position of the first real token of each row (left padding); None = all 0.
+        warned: whether a row of keys or values was said to be beyond what codes can hold.
     """
 
     length: int | None = None
     start: list[int] | None = None
+    warned: bool = False
 
     def expect(self, attention_mask: Tensor | None, length: int | None) -> None:
         """Take the facts from an attention mask [B, T] (nonzero = real) or a plain length."""

@@ -7,6 +7,7 @@ position    0 .. sinks       ..            tail_start      coded              le
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 from ..errors import VQCacheError
 from ..formats.scheme import VQScheme
 from ..ops import append_kv
+from ..ops.reference import LARGEST_SCALE, mean_of
 from .tape import CodeTape, Tape
+
+LOOKED_AT = 64  # tokens together, by `warn_of_newest`
 
 
 def check_head_dim(scheme: VQScheme, head_dim: int, where: str) -> None:
@@ -88,6 +92,44 @@ class Store:
         )
         codes.end += count
 
+    def warn_of_newest(self, tokens: Tensor, end: int, name: str, layer: int) -> bool:
+        """Say which of the newest coded tokens has no right code; whether one has none.
+
+        Single tokens are looked at 64 at a time, by their scales: a look costs as much as a tenth
+        of a step of a small model.
+
+        Args:
+            tokens: [B, H, n, D], as they were given to `encode`.
+            end: position after the last of them.
+            name: keys or values.
+            layer: its number.
+        """
+        if self.scheme.has_scale:
+            if tokens.shape[2] == 1 and end % LOOKED_AT:
+                return False
+            numbers = self.codes.scales()[:, :, -max(tokens.shape[2], LOOKED_AT) :]
+        else:
+            numbers = tokens.abs()
+        if not numbers.numel() or numbers.max().item() < LARGEST_SCALE:  # NaN is not
+            return False
+        lost = ~numbers.isfinite().all(-1)
+        beyond = (numbers >= LARGEST_SCALE).any(-1) & self.scheme.has_scale
+        found = (lost | beyond).nonzero().tolist()
+        if not found:
+            return False
+        row, head, token = found[0]
+        why = f"are beyond {LARGEST_SCALE:g}, the largest scale, and were made smaller"
+        if lost[row, head, token]:
+            why = "hold NaN or infinity, so that what their codes give is no result"
+        warnings.warn(
+            f"{name} of layer {layer} of the cache {why}: head {head}, token "
+            f"{end - numbers.shape[2] + token}, row {row} of the batch is the first. DynamicCache "
+            "holds them as they are.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
+
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function of rows, such as a permutation or a move to another device."""
         self.codes.map(function)
@@ -127,4 +169,4 @@ def key_mean(keys: Tensor, sinks: int) -> Tensor:
     Returns:
         [B, H, 1, D] float32.
     """
-    return keys[:, :, sinks:].float().mean(2, keepdim=True)
+    return mean_of(keys[:, :, sinks:])

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import env
-from ..errors import VQCacheError, VQFormatError
+from ..errors import VQCacheError, VQFormatError, shown
 from ..formats import digests
 
 _DIGESTS = "digests"  # in a description: the algorithm of those that the file carries
@@ -73,18 +73,20 @@ def read(
             text = (file.metadata() or {}).get(key)
             check = digests.Check([path]) if env.VERIFY.get() else None
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    # RuntimeError, TypeError: of an empty tensor with sizes that no tensor of torch can have.
+    except (SafetensorError, OSError, RuntimeError, TypeError) as error:
         raise VQFormatError(f"{path} cannot be read as {what}: {error}.") from None
     try:
         description = json.loads(text or "")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
         raise VQFormatError(f"{path} was not written by {writer}.") from None
     found = description.get("format_version") if isinstance(description, dict) else None
     if type(found) is not int or found < 1:
-        raise VQFormatError(f"{path}: format_version {found!r} is not a number of a version.")
+        raise VQFormatError(f"{path}: format_version {shown(found)} is not a number of a version.")
     if found > version:
         raise VQFormatError(
-            f"{path} has format_version {found}, this hf_vq reads up to {version}; upgrade hf_vq."
+            f"{path} has format_version {shown(found)}, this hf_vq reads up to {version}; upgrade "
+            "hf_vq."
         )
     if check is not None:
         check.finish(expected=_DIGESTS in description)
@@ -95,5 +97,5 @@ def typed(description: dict[str, Any], name: str, kind: type) -> Any:
     """`description[name]`, if it is of exactly this type."""
     value = description[name]
     if type(value) is not kind:
-        raise VQFormatError(f"{name} is {value!r}, expected {kind.__name__}")
+        raise VQFormatError(f"{name} is {shown(value)}, expected {kind.__name__}")
     return value

@@ -7,6 +7,9 @@ that compile the same kernel write the same entry, and either may win. What is n
 it was cut short, damaged or made by someone else, is compiled and written again. Where nothing can
 be written, kernels live as long as the process. The oldest entries go when there are too many;
 an entry that is read counts as new.
+
+An entry is a program that the GPU will run, and its hash says nothing of who wrote it. So a folder
+or an entry that another user owns, or that others may write to, is not used, as ssh does with keys.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import stat
 import tempfile
 import time
 import warnings
@@ -41,7 +45,7 @@ class Store:
         self.folder = folder
         self.limit = limit
         self._images: dict[str, bytes] = {}
-        self._writable = True
+        self._usable = True
 
     def fetch(self, key: str, make: Callable[[], bytes]) -> bytes:
         """The image of `key`; where there is none, what `make()` gives, kept from now on."""
@@ -52,14 +56,46 @@ class Store:
         self._images[key] = image
         return image
 
+    def trusts(self, path: Path) -> bool:
+        """Whether nobody else can have written the file `path` of the folder."""
+        try:
+            return self._trusts_folder() and _foreign(os.stat(path)) is None
+        except OSError:
+            return False
+
+    def _trusts_folder(self) -> bool:
+        """Whether nobody else can put an entry into the folder; says once that one can."""
+        if self._usable:
+            # Of the folder itself, not of a link to it: whoever owns the link may only choose
+            # another folder of this user's own.
+            with suppress(OSError):  # there is none yet
+                if why := _foreign(os.stat(self.folder)):
+                    self._give_up(
+                        f"does not use compiled kernels in {self.folder}, which {why}",
+                        f"Run `chmod go-w {self.folder}` if it is yours, or set HF_VQ_STORE to a "
+                        "folder of your own.",
+                    )
+        return self._usable
+
+    def _give_up(self, what: str, cure: str) -> None:
+        self._usable = False
+        warnings.warn(
+            f"hf_vq {what}: every process compiles them again. {cure}", RuntimeWarning, stacklevel=2
+        )
+
     def path(self, key: str) -> Path:
         """The file of an entry."""
         return self.folder / f"{key}{_SUFFIX}"
 
     def _read(self, key: str) -> bytes | None:
+        if not self._trusts_folder():
+            return None
         path = self.path(key)
         try:
-            header, _, image = path.read_bytes().partition(b"\n")
+            with path.open("rb") as file:
+                if _foreign(os.fstat(file.fileno())):  # is made again, under this user's name
+                    return None
+                header, _, image = file.read().partition(b"\n")
         except OSError:
             return None
         if header != _header(image):
@@ -69,10 +105,12 @@ class Store:
         return image
 
     def _write(self, key: str, image: bytes) -> None:
-        if not self._writable:
+        if not self._usable:
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._trusts_folder():  # which may be there only now
+                return
             number, name = tempfile.mkstemp(_UNFINISHED, key[:16], self.folder)
             try:
                 with os.fdopen(number, "wb") as file:
@@ -84,12 +122,9 @@ class Store:
                 raise
             self._evict()
         except OSError as error:
-            self._writable = False
-            warnings.warn(
-                f"hf_vq cannot keep compiled kernels in {self.folder} ({error.strerror}): every "
-                "process compiles them again. Set HF_VQ_STORE to a folder that can be written.",
-                RuntimeWarning,
-                stacklevel=2,
+            self._give_up(
+                f"cannot keep compiled kernels in {self.folder} ({error.strerror})",
+                "Set HF_VQ_STORE to a folder that can be written.",
             )
 
     def _evict(self) -> None:
@@ -111,6 +146,22 @@ class Store:
             with suppress(OSError):
                 path.unlink()
             total -= size
+
+
+def _foreign(status: os.stat_result) -> str | None:
+    """Why another user may have written a file or folder; None if none can have.
+
+    Files of root are trusted: root can change the library itself, too. Windows has neither owners
+    in this sense nor modes; its user folders are closed to others.
+    """
+    user = os.geteuid() if hasattr(os, "geteuid") else None
+    if user is None:
+        return None
+    if status.st_uid not in (user, 0):
+        return f"belongs to another user (uid {status.st_uid}; this process has uid {user})"
+    if stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
 
 
 def _header(image: bytes) -> bytes:

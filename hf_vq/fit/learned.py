@@ -127,6 +127,7 @@ def _used(entries: Tensor, vectors: Tensor, scheme: VQScheme) -> Tensor:
 
 
 def _unit(rows: Tensor, fitter: RowFitter) -> Tensor:
-    """`rows` over their scales as stored."""
+    """`rows` over their scales as stored; zeros, where fp16 has none as small."""
     groups = fitter.groups(rows)
-    return (groups / fitter.norm_scale(groups).float().clamp_min(1e-30)).reshape(rows.shape)
+    scale = fitter.norm_scale(groups).float()
+    return torch.where(scale == 0, 0, groups / scale).reshape(rows.shape)

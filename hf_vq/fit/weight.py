@@ -96,7 +96,8 @@ def fit_weight(
     if adds_up:
         tensors.update(_second_pass(weight, tensors, scheme, fitter, feedback))
     relative_error, output_error, cost = _errors(weight, tensors, scheme, feedback)
-    if cost > 0.9:
+    vanished = bool(weight.any()) and not bool(tensors["scale"].any())
+    if cost > 0.9 or vanished:  # squares of the smallest are nothing in float32
         raise VQFormatError(
             f"{where} has weights too small for fp16 scales. "
             "Add the module to VQConfig(modules_to_not_convert=[...])."

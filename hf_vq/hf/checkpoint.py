@@ -7,6 +7,7 @@ missing or of a wrong shape must stop the load instead, so every file's header i
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -79,12 +80,16 @@ def read_header(file: str) -> list[Entry]:
     try:
         with safe_open(file, framework="pt") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return [
+            found = [
                 Entry(name, part.get_dtype(), tuple(part.get_shape()), file)
                 for name, part in parts.items()
             ]
     except (SafetensorError, OSError) as error:
         raise VQFormatError(f"{file} is truncated or corrupted ({error}). {CURE}") from error
+    for entry in found:  # an empty tensor may have sizes that no tensor of torch can have
+        if math.prod(max(size, 1) for size in entry.shape) >= 1 << 63:
+            raise VQFormatError(f"{file}: {entry.name} has the shape {entry.shape}. {CURE}")
+    return found
 
 
 class Checkpoint:
@@ -262,6 +267,38 @@ def check_loaded(model: nn.Module, unloaded: Iterable[str], pre_quantized: bool)
             f"the checkpoint lacks {prefix}, so there is nothing to quantize. To start from random "
             f"weights there, add it to VQConfig(modules_to_not_convert=[{prefix!r}])."
         )
+
+
+def check_dense(model: Any, absent: Iterable[str], where: str) -> None:
+    """Stop when the loader found no tensor for a dense parameter of a model that was quantized:
+    embeddings, norms, an output head.
+
+    Left alone are parameters that are tied to one that was found, those that the class of model
+    says may be missing, and a new head: of another class of model than was saved, outside of its
+    base model.
+
+    Args:
+        model: as Transformers loads it.
+        absent: the names of what was not found at all.
+        where: the files, for messages.
+
+    Raises:
+        VQFormatError: names the parameter.
+    """
+    absent, parameters = set(absent), dict(model.named_parameters(remove_duplicate=False))
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    ties: dict[str, set[str]] = {}
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        ties.setdefault(source, {source}).add(target)
+    tied = {name for group in ties.values() if group - absent for name in group}
+    saved = model.config.architectures or ()
+    headless = model.base_model is model
+    new_head = not headless and type(model).__name__ not in saved
+    for name in sorted(absent - tied):
+        if name not in parameters or any(pattern.search(name) for pattern in ignored):
+            continue
+        if not (new_head and not name.startswith(f"{model.base_model_prefix}.")):
+            raise missing(name, where)
 
 
 def check_values(model: nn.Module) -> None:

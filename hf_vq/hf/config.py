@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -108,6 +109,7 @@ class VQConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         format_version: int = 1,
         provenance: dict[str, Any] | None = None,
+        _stored: bool = False,
         **unknown: Any,
     ) -> None:
         _check_version(format_version)
@@ -132,7 +134,9 @@ class VQConfig(QuantizationConfigMixin):
         elif candidates is not None:
             raise VQConfigError("candidates are what target_bits chooses from: give it too.")
         self.scheme = _check_scheme(scheme, bits).to_dict()
-        self.modules_to_not_convert = _check_skips(modules_to_not_convert)
+        # What a file holds is compared as names and never given to `re`: a pattern can take hours.
+        check_entry = _as_name if _stored else check_pattern
+        self.modules_to_not_convert = _check_skips(modules_to_not_convert, check_entry)
         self.seed = _check_int("seed", seed, 0, _LARGEST_SEED)
         if search not in SEARCHES:
             known = ", ".join(SEARCHES)
@@ -142,7 +146,7 @@ class VQConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
         if layers is not None:
-            self.use(_check_layers(layers))
+            self.use(_check_layers(layers, check_entry))
         if pass2 is not None:
             self.pass2 = _check_pass2(pass2)
         if embeddings is not None:
@@ -240,10 +244,10 @@ class VQConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> Any:
-        """The config of `to_dict()`.
+        """The config of `to_dict()`, as a file holds it: its entries are names, not patterns.
 
         Raises:
-            VQConfigError: not a dict, or as in the constructor.
+            VQConfigError: not a dict, `pass2`, which is never stored, or as in the constructor.
         """
         if not isinstance(config_dict, dict):
             raise VQConfigError(f"quantization_config must be a dict; got {shown(config_dict)}.")
@@ -251,7 +255,13 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(
                 f"the keys of quantization_config must be strings: {shown(config_dict)}."
             )
-        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+        if "pass2" in config_dict:
+            raise VQConfigError(
+                "quantization_config holds pass2, which is never stored: config.json was edited. "
+                "Delete it there, and say where second passes are when the model is loaded: "
+                'from_pretrained(..., quantization_config=VQConfig(pass2="offload")).'
+            )
+        return super().from_dict({**config_dict, "_stored": True}, return_unused_kwargs, **kwargs)
 
 
 _warned: set[str] = set()
@@ -292,7 +302,11 @@ def _check_version(version: object) -> None:
         )
 
 
-def _check_skips(skips: object) -> list[str] | None:
+def _as_name(argument: str, entry: str) -> str:
+    return entry
+
+
+def _check_skips(skips: object, check_entry: Callable[[str, str], str]) -> list[str] | None:
     if skips is None:
         return None
     names: list[Any] = list(skips) if isinstance(skips, (list, tuple)) else [skips]
@@ -302,17 +316,17 @@ def _check_skips(skips: object) -> list[str] | None:
                 f"modules_to_not_convert must be a list of names; got {shown(skips)}. "
                 'Write e.g. ["lm_head"].'
             )
-        check_pattern("modules_to_not_convert", name)
+        check_entry("modules_to_not_convert", name)
     return names
 
 
-def _check_layers(layers: object) -> dict[str, str]:
+def _check_layers(layers: object, check_entry: Callable[[str, str], str]) -> dict[str, str]:
     if not isinstance(layers, dict) or not all(isinstance(key, str) and key for key in layers):
         raise VQConfigError(
             f"layers must be a dict of names and schemes; got {shown(layers)}. "
             'Write e.g. {"down_proj": "vq-4"}.'
         )
-    return {check_pattern("layers", key): linear_scheme(s).spec() for key, s in layers.items()}
+    return {check_entry("layers", key): linear_scheme(s).spec() for key, s in layers.items()}
 
 
 def _check_pass2(pass2: object) -> str | dict[str, str]:

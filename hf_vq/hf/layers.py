@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-from ..errors import VQConfigError
+from ..errors import VQConfigError, shown
 
 
 def check_pattern(argument: str, entry: str) -> str:
@@ -18,9 +18,9 @@ def check_pattern(argument: str, entry: str) -> str:
     """
     try:
         re.compile(entry)
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise VQConfigError(
-            f"{argument}: {entry!r} is not a regular expression: {error}."
+            f"{argument}: {shown(entry)} is not a regular expression: {error}."
         ) from None
     return entry
 
@@ -39,10 +39,11 @@ def check_entries(argument: str, entries: Iterable[str], names: list[str], model
     """Raise if an entry means none of the modules `names`.
 
     Raises:
-        VQConfigError: names the entry, and modules with names like it.
+        VQConfigError: names the entry, and modules with names like it; or it is no pattern.
     """
     known = set(names)
     for entry in entries:
+        check_pattern(argument, entry)  # a dict that is given as a config is not checked before
         if entry not in known and not any(matches(name, entry) for name in names):
             near = get_close_matches(entry, names, 3, 0.3)
             raise VQConfigError(

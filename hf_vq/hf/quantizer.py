@@ -228,6 +228,9 @@ class VQHfQuantizer(HfQuantizer):
 
         def checked(loading_info: Any) -> Any:
             self._unloaded(model, set(loading_info.missing_and_mismatched()))
+            if self.pre_quantized:
+                files = self._checkpoint.files if self._checkpoint else ["the checkpoint"]
+                stored_files.check_dense(model, loading_info.missing_keys, ", ".join(files))
             return original(loading_info)
 
         model.mark_tied_weights_as_initialized = checked

@@ -14,6 +14,7 @@ from . import dispatch
 from .codes import decode_kv
 from .layout import to_rows
 from .library import attention_problem, define, only_result, parse
+from .reference import in_dtype
 
 _can_autocast = lru_cache(torch.amp.is_autocast_available)
 _AS_IT_IS = nullcontext()
@@ -116,7 +117,7 @@ class CachedKV(NamedTuple):
             scale = scale[:, :, first : first + near]
             rows = decode_kv(codes, scale, book, scheme, tail.shape[-1])
         rows = rows if mean is None else rows + mean
-        rows = torch.cat([rows.to(tail.dtype), tail[:, :, near - self.tail_start :]], 2)
+        rows = torch.cat([in_dtype(rows, tail.dtype), tail[:, :, near - self.tail_start :]], 2)
         if not sinks.shape[2]:
             return rows
         start = self.start

@@ -73,7 +73,7 @@ def attention(
     near = weights[..., tail_start:] * exact
     weights = torch.cat([weights[..., :tail_start], weights[..., tail_start:] * ~exact], -1)
     out = weights @ v + near @ tail_v.float()
-    return out.reshape(*query.shape[:3], -1).to(query.dtype)
+    return reference.in_dtype(out.reshape(*query.shape[:3], -1), query.dtype)
 
 
 def attention_paged(

@@ -21,6 +21,10 @@ from . import projection
 from .layout import write_rows
 
 LARGEST_ZERO = 1024  # of a row of integers
+LARGEST_SCALE = 65504.0  # of fp16
+LARGEST_IN_MEAN = 2.0**100  # so that no difference of a float32 and a mean is infinite
+HUGE = 2.0**57  # squares of smaller numbers have finite sums,
+SHRINK = 2.0**-72  # and those of any number, times this
 APPEND_TOKENS = 4096  # tokens encoded at a time: bounds the float32 copies of a long prompt
 
 
@@ -172,9 +176,10 @@ def encode(
 
     With u = R(x) and q the entries nearest to u / rms(u), the stored scale is s = |u|^2 / <u, q>,
     so that <s q, u> = |u|^2: logits are not shrunk (EDEN; measured in docs/kv_cache.md). Other
-    modes are for comparison (`VQScheme.mode`). A row that is not finite, or beyond fp16 (65504),
-    gets a scale that is not finite, and decodes to NaN. Codebooks per channel group have no scale
-    (`encode_in_groups`), integers a zero as well (`encode_integers`).
+    modes are for comparison (`VQScheme.mode`). A scale beyond fp16 saturates at 65504: the row
+    keeps its direction. A row that is not finite gets a scale that is NaN, and decodes to NaN.
+    Codebooks per channel group have no scale (`encode_in_groups`), integers a zero as well
+    (`encode_integers`).
 
     Returns:
         codes uint8 [..., bytes], scale fp16 [..., 1], or [..., 0] without scales, or [..., 2]: also
@@ -185,7 +190,8 @@ def encode(
     if not scheme.has_scale:
         codes = encode_in_groups(x, codebook, rotation, scheme)
         return codes, x.new_empty(*x.shape[:-1], 0, dtype=torch.float16)
-    rows = rotate_rows(x.float(), scheme, rotation)
+    x, unit_of = in_range(x.float())
+    rows = rotate_rows(x, scheme, rotation)
     energy = rows.square().sum(-1, keepdim=True)
     size = (energy / x.shape[-1]).sqrt()
     unit = rows / size.clamp_min(1e-30)
@@ -198,12 +204,26 @@ def encode(
         scale = (energy / chosen.square().sum(-1, keepdim=True)).sqrt()
     else:
         scale = size
-    codes, scale = index.reshape(*x.shape[:-1], x.shape[-1] // scheme.vector_size), scale.half()
+    codes = index.reshape(*x.shape[:-1], x.shape[-1] // scheme.vector_size)
+    scale = _saturated(scale / unit_of, energy)
     if scheme.mode == "product":
-        left = rows - scale.float() * chosen
+        left = rows - scale.float() * unit_of * chosen
         codes = codes << 1 | projection.signs(left)
-        scale = torch.cat([scale, left.norm(dim=-1, keepdim=True).half()], -1)
+        norm = _saturated(left.norm(dim=-1, keepdim=True) / unit_of, energy)
+        scale = torch.cat([scale, norm], -1)
     return pack_bits(codes, scheme.entry_bits, check=False), scale
+
+
+def in_range(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 rows whose squares have finite sums, and what 1 is in them, [..., 1]: rows of huge
+    numbers are made smaller by a power of two, which changes no code."""
+    unit = torch.where(x.abs().amax(-1, keepdim=True) >= HUGE, SHRINK, 1.0)
+    return x * unit, unit
+
+
+def _saturated(scale: Tensor, energy: Tensor) -> Tensor:
+    """Scales as stored; NaN of rows that are not finite."""
+    return torch.where(energy.isfinite(), scale.clamp(max=LARGEST_SCALE), torch.nan).half()
 
 
 def encode_integers(x: Tensor, rotation: Tensor | None, scheme: VQScheme) -> tuple[Tensor, Tensor]:
@@ -211,19 +231,45 @@ def encode_integers(x: Tensor, rotation: Tensor | None, scheme: VQScheme) -> tup
     of QServe (arXiv 2405.04532).
 
     A row far from zero would have a zero that float16 cannot tell from its neighbours, so that s is
-    at least max |x| / 1024: z is right to a quarter of a step.
+    at least max |x| / 1024: z is right to a quarter of a step. A step beyond fp16 saturates, and
+    then the integers have the middle of the row in theirs, as far as 15 steps from zero.
 
     Returns:
         codes uint8 [..., bytes], s and z fp16 [..., 2].
     """
-    rows, top = rotate_rows(x.float(), scheme, rotation), scheme.entries - 1
+    x, unit = in_range(x.float())
+    rows, top = rotate_rows(x, scheme, rotation), scheme.entries - 1
     low, high = rows.aminmax(dim=-1, keepdim=True)
-    step = torch.maximum((high - low) / top, rows.abs().amax(-1, keepdim=True) / LARGEST_ZERO)
-    step = step.half().float()
-    zero = torch.where(step == 0, 0, -low / step).half().float()
-    codes = torch.where(step == 0, 0, rows / step + zero).round().nan_to_num(0).clamp(0, top)
+    largest = torch.maximum(low.abs(), high.abs())
+    step = torch.maximum((high - low) / top, largest / LARGEST_ZERO)
+    step = (step / unit).half().float()
+    beyond = (step > LARGEST_SCALE) & largest.isfinite()
+    step = torch.where(beyond, LARGEST_SCALE, step)
+    held = step * unit  # a step, in the numbers of `rows`
+    reach = top * held
+    middle = low.clamp(-reach, reach) + high.clamp(-reach, reach)  # twice
+    zero = torch.where(beyond, top / 2 - middle / (2 * held), -low / held)
+    zero = torch.where(step == 0, 0, zero).half().float()
+    codes = torch.where(step == 0, 0, rows / held + zero).round().nan_to_num(0).clamp(0, top)
     packed = pack_bits(codes.to(torch.uint8), scheme.entry_bits, check=False)
     return packed, torch.cat([step, zero], -1).half()
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in a dtype. What codes of the largest float16 numbers stand for may lie a little beyond
+    them: finite numbers stay finite."""
+    if dtype == torch.float16:
+        x = torch.where(x.isfinite(), x.clamp(-LARGEST_SCALE, LARGEST_SCALE), x)
+    return x.to(dtype)
+
+
+def mean_of(keys: Tensor) -> Tensor:
+    """The mean of keys [B, H, n, D] over their tokens: [B, H, 1, D] float32.
+
+    What is not finite, or beyond 2^100, counts as 0: a row of its own, not the whole head, is lost.
+    """
+    keys = keys.float()
+    return torch.where(keys.abs() <= LARGEST_IN_MEAN, keys, 0).mean(2, keepdim=True)
 
 
 def encode_in_groups(

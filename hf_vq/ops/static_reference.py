@@ -76,7 +76,7 @@ def freeze_mean(
     index = (first[:, None] + torch.arange(count, device=end.device)) % slots
     known = tail.gather(2, index[:, None, :, None].expand(batch, heads, count, dim))
     now = (end > first)[:, None] & ~frozen  # [B, H]
-    measured = known.float().mean(2, keepdim=True)
+    measured = reference.mean_of(known)
     mean.copy_(torch.where(now[..., None, None], measured, mean))
     frozen |= now
 
@@ -161,7 +161,7 @@ def attention_static(
         v_codes, v_scale, codebook_v, value_scheme, None, sink_v, start, length - window
     )
     out = (weights * ~exact) @ coded + (weights * exact) @ in_window(tail_v, j, length)
-    return out.reshape(*query.shape[:3], -1).to(query.dtype)
+    return reference.in_dtype(out.reshape(*query.shape[:3], -1), query.dtype)
 
 
 def outside_window(

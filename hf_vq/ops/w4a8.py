@@ -96,9 +96,9 @@ def product(
     q, numbers = unpack_bits(codes, 4, numbers.shape[-1]), numbers.double()
     if step is not None:
         q = qoq.levels(q, {"step": step, "zero": zero})
-    y = (numbers @ q.double().T) * scale.double().T
+    y = (numbers @ q.double().T) * scale.double()[:, 0]
     if step is None:
-        y -= numbers.sum(-1, keepdim=True) * zero.double().T
+        y -= numbers.sum(-1, keepdim=True) * zero.double()[:, 0]
     y = y.float() * size
     return (y if bias is None else y + bias.float()).to(dtype)
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // New tokens as codes, written where attention will read them (ops/reference.py, `encode`):
 //
-//   u = R (x - mean)    codes of u / rms(u)    scale = |u|^2 / <u, chosen entries>
+//   u = R (x - mean)    codes of u / rms(u)    scale = |u|^2 / <u, chosen entries>, 65504 at most
+//
+// A row of finite numbers whose squares have no finite sum is read again, times a power of two that changes no code.
 //
 // A task owns the tokens of one block of a head, so that no two tasks write into one packet; of a few tokens it
 // owns those of several heads. It takes 16 rows at a time through each step, one per lane. Where they are tokens
@@ -22,6 +24,7 @@ template <class A, class B> struct Choose<false, A, B> { using Type = B; };
 // Pieces that search one learned codebook after the other together: 64 tokens lie in at most five.
 constexpr int kPieces = 5;
 constexpr int kFew = 4;  // rows, for which lanes would be idle
+constexpr float kShrink = 0x1p-72f, kGrow = 0x1p72f, kLargestHalf = 65504.0f;
 
 struct Append {
   const hf_vq_codes& codes;
@@ -42,6 +45,7 @@ struct Piece {
   const float* mean[kTogether];
   alignas(64) float number[kDim * kTogether];  // [dim][lane], u / root
   alignas(64) float energy[kTogether], rms[kTogether], factor[kTogether];
+  alignas(64) float unit[kTogether];  // what 1 is: kGrow in a row that was read again
   alignas(64) uint8_t codes[kStrip + kDim * kTogether + kStrip];
   uint8_t* const code = codes + kStrip;  // code_of() says where; what lies around is read, but means nothing
   uint16_t scale[kTogether];
@@ -61,6 +65,31 @@ inline Floats load_some(const void* p, int dtype, int64_t first, int count) {
   float some[kFloats] = {};
   read_floats(p, dtype, first, count, some);
   return load(some);
+}
+
+// A lane whose numbers are huge, or none.
+inline void read_shrunk(const Append& job, Piece& piece, int lane) {
+  const int dim = job.codes.dim, block = job.codes.block;
+  float u[kDim], energy = 0.0f;
+  read_floats(job.x.data, job.x.dtype, piece.from[lane], dim, u);
+  for (int i = 0; i < dim; ++i) {
+    u[i] = (u[i] - piece.mean[lane][i]) * kShrink;
+    energy += u[i] * u[i];
+  }
+  for (int half = 1; half < block; half *= 2)
+    for (int i = 0; i < dim; ++i)
+      if ((i & half) == 0) {
+        const float low = u[i], high = u[i + half];
+        u[i] = low + high;
+        u[i + half] = low - high;
+      }
+  for (int i = 0; i < dim; ++i) piece.number[i * kTogether + lane] = u[i];
+  float rms[kFloats];
+  store(rms, max(sqrt(splat(energy / float(dim))), splat(kSmallest)));
+  piece.energy[lane] = energy;
+  piece.rms[lane] = rms[0];
+  piece.factor[lane] = inverse_root(block) / rms[0];
+  piece.unit[lane] = kGrow;
 }
 
 // u = R (x - mean), across the lanes; a rotation keeps |x - mean|.
@@ -98,8 +127,12 @@ template <int Dtype> void read_piece(const Append& job, Piece& piece) {
     store(piece.energy + part * kFloats, energy[part]);
     store(piece.rms + part * kFloats, rms);
     store(piece.factor + part * kFloats, root / rms);
+    store(piece.unit + part * kFloats, splat(1.0f));
   }
   hadamard_lanes(piece.number, dim, done, block, kTogether);
+  // Entries that are learned per group have the data's own size.
+  for (int lane = 0; lane < kTogether && job.codes.learned == 0; ++lane)
+    if (!(piece.energy[lane] < kInfinity)) read_shrunk(job, piece, lane);
 }
 
 inline auto reader_of(const Append& job) {
@@ -146,8 +179,9 @@ inline void encode_shared(const Append& job, Piece& piece) {
     (x == 1 ? encode_vectors<1> : x == 2 ? encode_vectors<2> : encode_vectors<4>)(job, piece.number, piece.code, along);
   }
   for (int part = 0, lane = 0; part < kParts; ++part, lane += kFloats) {
-    const Floats energy = load(piece.energy + lane), scale = energy / (load(piece.rms + lane) * along[part]);
-    store_half(piece.scale + lane, where_less(none, energy, scale, energy));
+    const Floats energy = load(piece.energy + lane), most = splat(kLargestHalf);
+    const Floats scale = energy / (load(piece.rms + lane) * along[part]) * load(piece.unit + lane);
+    store_half(piece.scale + lane, where_less(none, energy, where_less(most, scale, most, scale), energy));
   }
 }
 

@@ -83,8 +83,14 @@ inline void close_row(const Step& step, int64_t batch, int64_t kv_head, int64_t 
   }
   hadamard_blocks(sums.coded, dim, ask.v.block);
   const float share = broken ? __builtin_nanf("") : blind ? 0.0f : 1.0f / total;
-  for (int c = 0; c < padded(dim); c += kFloats)
-    store(sums.coded + c, (load(sums.coded + c) + load(sums.floats + c)) * splat(share));
+  // Codes of the largest numbers may lead a little beyond them: float16 would make that infinite.
+  const Floats most = splat(ask.query.dtype == HF_VQ_FLOAT16 ? kLargestHalf : kInfinity), least = splat(0.0f) - most;
+  const Floats above = splat(kInfinity), below = splat(-kInfinity);
+  for (int c = 0; c < padded(dim); c += kFloats) {
+    const Floats x = (load(sums.coded + c) + load(sums.floats + c)) * splat(share);
+    const Floats low = where_less(x, least, where_less(below, x, least, x), x);
+    store(sums.coded + c, where_less(most, x, where_less(x, above, most, x), low));
+  }
   const int64_t at = batch * ask.out_stride[0] + head * ask.out_stride[1] + t * ask.out_stride[2];
   write_floats(ask.out, ask.query.dtype, at, dim, sums.coded);
 }

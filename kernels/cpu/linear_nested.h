@@ -50,8 +50,10 @@ inline bool fits(const hf_vq_matrix& w) {
 // tables <- levels of fp16 entries; returns the unit.
 inline float make_tables(const uint16_t* entries, uint8_t* tables) {
   const float unit = unit_of(entries, kEntries) * (127.0f / (kBase * 127 + 127)), inverse = inverse_of(unit);
+  constexpr float kMost = kBase * 127 + 127;
   for (int e = 0; e < kEntries; ++e) {
-    const float level = half_to_float(entries[e]) * inverse;
+    const float found = half_to_float(entries[e]) * inverse;
+    const float level = found < kMost ? (found > -kMost ? found : -kMost) : kMost;  // what is no number, too
     const int whole = int(level + (level < 0 ? -0.5f : 0.5f));
     const int high = (whole + (whole < 0 ? -kBase / 2 : kBase / 2)) / kBase;
     tables[e] = uint8_t(high + kLevelBias);

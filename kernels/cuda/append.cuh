@@ -3,6 +3,9 @@
 //
 //     r = (x - mean) H      s = |r| / sqrt(dim)      code_i = argmax_e 2 <e, r_i / s> - |e|^2      scale = |r|^2 / <r, q>
 //
+// A scale is 65504 at most. Rows of huge numbers are taken times a power of two, so that their squares have finite sums; it
+// changes no code.
+//
 // `lanes` threads of a warp share a row; a thread has `width` neighbouring vectors, and again `lanes` * `width` further on:
 //
 //     vector of slot j = (j / width * lanes + lane) * width + j % width      2 lanes, width 2:  0 0 1 1  0 0 1 1 ..
@@ -13,6 +16,22 @@
 // it does not matter which lanes have which, and all searches find the same.
 #pragma once
 #include "append_nearest.cuh"
+
+constexpr float huge = 144115188075855872.0f;            // 2^57
+constexpr float grow = 4722366482869645213696.0f;         // 2^72
+constexpr float shrink = 1.0f / grow;
+
+// The lesser and the greater of two numbers; NaN if one is.
+__device__ inline float lesser(float a, float b) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
+}
+__device__ inline float greater(float a, float b) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+}
 
 constexpr int largest_power(int number) { return number & -number; }
 
@@ -56,6 +75,20 @@ template <typename S> struct Row {
 #pragma unroll
       for (int i = 0; i < count; ++i) value[upper * width + i / x][i % x] = __fsub_rn(part[i], centre[i]);
     }
+  }
+
+  // A row of huge numbers becomes smaller. Returns what 1 is then. All lanes of a warp.
+  __device__ float bring_in_range() {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < slots * x; ++i) most = fmaxf(most, fabsf(value[i / x][i % x]));
+    if (!__any_sync(0xffffffffu, most >= huge)) return 1.0f;
+#pragma unroll
+    for (int half = 1; half < lanes; half *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, half));
+    if (most < huge) return 1.0f;
+#pragma unroll
+    for (int i = 0; i < slots * x; ++i) value[i / x][i % x] *= shrink;
+    return grow;
   }
 
   // Times the root of the block's size.
@@ -251,6 +284,7 @@ template <typename S> struct Search {
   __device__ void encode(Row<S>& row, bool exists, uint8_t* codes, uint16_t* scale) const {
     float part[slots];
     int code[slots];
+    const float unit = row.bring_in_range();
     const float energy = row.energy();  // the same after a rotation, which goes on meanwhile
     row.rotate();
     const float factor = row.normalise(energy);
@@ -264,6 +298,9 @@ template <typename S> struct Search {
     const float along = row.sum(part);
     if (!exists) return;
     row.store(code, codes);
-    if (row.lane == 0) *scale = uint16_t(pack_pair<Dtype::FLOAT16>(energy == 0.0f ? 0.0f : __fdividef(energy * factor, along), 0.0f));
+    if (row.lane == 0) {
+      const float found = energy == 0.0f ? 0.0f : lesser(__fdividef(energy * factor, along) * unit, largest_half);
+      *scale = uint16_t(pack_pair<Dtype::FLOAT16>(found, 0.0f));
+    }
   }
 };

@@ -3,22 +3,12 @@
 //
 //     r = (x - mean) H     s = max((max r - min r) / top, max |r| / 1024)     z = -min r / s     code_i = round(r_i / s + z)
 //
-// s and z are rounded to fp16 first, as they are stored. Every step is the specification's own, rounded as it is there: so
+// s and z are rounded to fp16 first, as they are stored; where s is beyond it, s = 65504 and the integers have the middle
+// of the row in theirs, as far as `top` steps from zero. Every step is the specification's own, rounded as it is there: so
 // are the codes, whoever computes them. What is not a number goes through all of it, to s and z.
 #pragma once
 #include "append.cuh"
 
-// The lesser and the greater of two numbers; NaN if one is.
-__device__ inline float lesser(float a, float b) {
-  float least;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
-  return least;
-}
-__device__ inline float greater(float a, float b) {
-  float most;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
-  return most;
-}
 __device__ inline float rounded_to_half(float x) { return half_to_float(pack_pair<Dtype::FLOAT16>(x, 0.0f)); }
 
 // Takes the place of `Search`: there is nothing to search.
@@ -34,6 +24,7 @@ template <typename S> struct IntegerRows {
   // Codes, s and z of a row that is loaded. All lanes of a warp.
   __device__ void encode(Row<S>& row, bool exists, uint8_t* codes, uint16_t* numbers) const {
     float low = infinity(), high = -infinity();
+    const float unit = row.bring_in_range();
     row.rotate();
 #pragma unroll
     for (int slot = 0; slot < slots; ++slot) {
@@ -46,13 +37,22 @@ template <typename S> struct IntegerRows {
       low = lesser(low, __shfl_xor_sync(0xffffffffu, low, half));
       high = greater(high, __shfl_xor_sync(0xffffffffu, high, half));
     }
-    const float least = __fdiv_rn(greater(fabsf(low), fabsf(high)), largest_zero);
-    const float step = rounded_to_half(greater(__fdiv_rn(__fsub_rn(high, low), top), least));
-    const float zero = step == 0.0f ? 0.0f : rounded_to_half(__fdiv_rn(-low, step));
+    const float largest = greater(fabsf(low), fabsf(high)), least = __fdiv_rn(largest, largest_zero);
+    float step = rounded_to_half(greater(__fdiv_rn(__fsub_rn(high, low), top), least) * unit);
+    const bool beyond = step > largest_half && largest < infinity();
+    if (beyond) step = largest_half;
+    const float held = step * (unit == grow ? shrink : 1.0f);  // a step, in the numbers of the row
+    float zero = __fdiv_rn(-low, held);
+    if (beyond) {
+      const float reach = __fmul_rn(top, held);
+      const float middle = __fadd_rn(fminf(fmaxf(low, -reach), reach), fminf(fmaxf(high, -reach), reach));
+      zero = __fsub_rn(top / 2, __fdiv_rn(middle, 2 * held));
+    }
+    zero = step == 0.0f ? 0.0f : rounded_to_half(zero);
     int code[slots];
 #pragma unroll
     for (int slot = 0; slot < slots; ++slot) {
-      const float place = rintf(__fadd_rn(__fdiv_rn(row.value[slot][0], step), zero));  // NaN: 0
+      const float place = rintf(__fadd_rn(__fdiv_rn(row.value[slot][0], held), zero));  // NaN: 0
       code[slot] = step == 0.0f ? 0 : int(fminf(fmaxf(place, 0.0f), top));
     }
     if (!exists) return;

@@ -142,7 +142,8 @@ __device__ inline void give(const Arguments& a, const Meeting& meeting, const It
     } else {
       const int64_t heads = int64_t(a.kv_heads) * a.groups;
       uint16_t* const to = a.out + ((row * heads + at.head) * a.queries + at.query) * Values::dim + item.channel;
-      *reinterpret_cast<uint32_t*>(to) = pack_pair<Plan::dtype>(low * norm, high * norm);
+      *reinterpret_cast<uint32_t*>(to) =
+          pack_pair<Plan::dtype>(in_range<Plan::dtype>(low * norm), in_range<Plan::dtype>(high * norm));
     }
   }
 }
@@ -166,7 +167,8 @@ __device__ inline void rotate_back(const Arguments& a, const Meeting& meeting, i
 #pragma unroll
     for (int i = 0; i < each; ++i)
       if (32 * i + lane < Values::dim)
-        to[32 * i + lane] = uint16_t(pack_pair<Plan::dtype>(value[i] * inverse_root(Values::block), 0.0f));
+        to[32 * i + lane] =
+            uint16_t(pack_pair<Plan::dtype>(in_range<Plan::dtype>(value[i] * inverse_root(Values::block)), 0.0f));
   }
 }
 

@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) deco
         for (int c = 0; c < x; ++c) {
           if constexpr (Plan::zero) entry[c] = __fsub_rn(entry[c], half_to_float(factor[step] >> 16));
           const float scaled = Plan::scaled ? __fmul_rn(entry[c], half_to_float(factor[step])) : entry[c];
-          value[i * x + c] = scaled + mean[i * x + c];
+          value[i * x + c] = in_range<Plan::out>(scaled + mean[i * x + c]);
         }
       }
       if (t < end) store_floats<Plan::out>(out + int64_t(t) * dim * size_of<Plan::out>, value);

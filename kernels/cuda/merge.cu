@@ -77,6 +77,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) merg
   }
   for (int part = a.coded; part < a.parts; ++part) add(value, a, part, row, at, lse);
   if (!exists) return;
+#pragma unroll
+  for (float& each : value) each = in_range<Plan::dtype>(each);
   const int64_t to = (int64_t(row / (a.heads * a.queries)) * a.queries + query) * a.heads + head;
   store_floats<Plan::dtype>(a.result + (to * dim + at) * size_of<Plan::dtype>, value);
 }

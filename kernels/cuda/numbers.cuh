@@ -15,6 +15,8 @@ enum class Mask { NONE, BOOL, FLOAT32, FLOAT16, BFLOAT16 };  // of attention; no
 enum class Source { TOKENS, NORM, GATED };  // of inputs that are rounded: memory, RMSNorm, SiLU of one times another
 enum class Fusion { SHUFFLE, SHARED, RENUMBERED };  // how decoded weights come to the lanes that multiply them
 
+constexpr float largest_half = 65504.0f;
+
 template <Dtype D> constexpr int size_of = D == Dtype::FLOAT32 ? 4 : 2;
 
 // threadIdx.x, of which nothing is known, or kept, before.
@@ -49,6 +51,12 @@ template <Dtype D> __device__ inline uint32_t pack_pair(float first, float secon
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
   }
   return word;
+}
+
+// A finite number as D has it. Codes of the largest float16 numbers may lead a little beyond them: those stay finite.
+template <Dtype D> __device__ inline float in_range(float x) {
+  if constexpr (D != Dtype::FLOAT16) return x;
+  return fabsf(x) < __int_as_float(0x7f800000) ? fminf(fmaxf(x, -largest_half), largest_half) : x;
 }
 
 // `Bytes` bytes (2, or a multiple of 4) as words; the address is a multiple of min(Bytes, 16).

@@ -38,6 +38,8 @@ struct Arguments {
   int shares;                  // blocks that share the batch, of learned codebooks
 };
 
+constexpr float largest_in_mean = 1267650600228229401496703205376.0f;  // 2^100
+
 template <typename S> struct Head {
   static constexpr int number = size_of<S::dtype>, row_bytes = S::dim * number;
   static_assert(S::dim <= Plan::threads, "a thread copies one number of a token");
@@ -86,7 +88,7 @@ template <typename S> struct Head {
       for (int i = 0; i < count; ++i) {
         float one[1];
         load_floats<S::dtype>(slot(first + i) + threadIdx.x * number, one);
-        sum += one[0];
+        sum += fabsf(one[0]) <= largest_in_mean ? one[0] : 0.0f;  // a token of its own is lost, not the head
       }
       side.mean[int64_t(pair) * S::dim + threadIdx.x] = sum / count;
     }

@@ -131,6 +131,11 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]
     "window text": (lambda d, t: d.update(window="8"), "window is '8'"),
     "window negative": (lambda d, t: d.update(window=-8), "window"),
     "no sinks": (lambda d, t: d.pop("sinks"), "damaged"),
+    "sinks huge": (lambda d, t: d.update(sinks=1 << 39), "sinks is 549755813888"),
+    "sinks many": (lambda d, t: d.update(sinks=1 << 15), "_sinks is"),
+    "capacity beyond int64": (lambda d, t: d.update(max_cache_len=1 << 70), "max_cache_len is"),
+    "capacity text": (lambda d, t: d.update(max_cache_len="9"), "max_cache_len is '9'"),
+    "capacity none at all": (lambda d, t: d.update(max_cache_len=0), "max_cache_len"),
     "layers number": (lambda d, t: d.update(layers=7), "layers is 7"),
     "layer removed": (lambda d, t: d["layers"].pop(), "1 x vq"),
     "length huge": (lambda d, t: d["layers"][0].update(length=1 << 60), "length is"),
@@ -162,6 +167,39 @@ def test_damaged_files(config: LlamaConfig, saved: Path, damage: str) -> None:
     with pytest.raises(VQFormatError, match=message) as caught:
         VQCache.load(saved, config)
     assert str(saved) in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, 60])
+def test_a_number_in_a_file_allocates_nothing(
+    config: LlamaConfig, tokens: Tokens, feed: Feed, tmp_path: Path, length: int
+) -> None:
+    """max_cache_len is a limit of a loaded cache; what is held decides about memory."""
+    cache, path = VQCache(config, window=8, max_cache_len=80), tmp_path / "c"
+    states = tokens(80)
+    if length:
+        feed(cache, states, 0, length)
+    cache.save(path)
+    rewrite(path, lambda d, t: d.update(max_cache_len=1 << 36))
+    loaded = VQCache.load(path, config)
+    feed(loaded, states, length, 80)
+    assert all(layer.k.codes.scale.shape[2] <= 512 for layer in loaded.layers)
+    if length:
+        feed(cache, states, length, 80)
+        assert torch.equal(loaded.layers[0].k.codes.rows(), cache.layers[0].k.codes.rows())
+
+
+def test_hostile_headers(config: LlamaConfig, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    for shape in ([0, 1 << 63], [0, 1 << 70], [0, 1 << 61, 1 << 61], [1 << 62, 4]):
+        header = {"a": {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}}
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        with pytest.raises(VQFormatError, match=str(path)):
+            VQCache.load(path, config)
+    for text in ("[" * 100_000, '{"format_version": 1' + "0" * 5000 + "}", '{"a": NaN'):
+        save_file({"a": torch.zeros(1)}, path, {"hf_vq_cache": text})
+        with pytest.raises(VQFormatError, match=str(path)):
+            VQCache.load(path, config)
 
 
 def test_other_files(config: LlamaConfig, saved: Path, tmp_path: Path) -> None:

@@ -163,6 +163,79 @@ def test_a_full_or_read_only_disk(tmp_path, monkeypatch, number):
         assert store.fetch("key", never) == IMAGE
 
 
+as_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away"
+)
+posix = pytest.mark.skipif(os.name != "posix", reason="Windows has no such modes")
+
+
+def of_others(path):
+    os.chown(path, 65534, -1)
+
+
+def for_others(path):
+    path.chmod(path.stat().st_mode | 0o002)
+
+
+def for_the_group(path):
+    path.chmod(path.stat().st_mode | 0o020)
+
+
+FOREIGN = [
+    pytest.param(of_others, marks=as_root),
+    pytest.param(for_others, marks=posix),
+    pytest.param(for_the_group, marks=posix),
+]
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("give_away", FOREIGN)
+def test_a_folder_of_others_is_not_used(tmp_path, give_away, link):
+    """Anyone could have put an entry with the right hash there."""
+    folder = tmp_path / "store"
+    Store(folder).fetch("key", lambda: b"somebody's kernel")
+    give_away(folder)
+    if link:
+        (tmp_path / "link").symlink_to(folder)
+        folder = tmp_path / "link"
+    before = sorted(folder.iterdir())
+    store = Store(folder)
+    with pytest.warns(RuntimeWarning, match=rf"{folder}, which .*HF_VQ_STORE") as caught:
+        assert store.fetch("key", lambda: IMAGE) == IMAGE
+        assert store.fetch("other", lambda: IMAGE) == IMAGE
+    assert len(caught) == 1
+    assert store.fetch("key", never) == IMAGE
+    assert sorted(folder.iterdir()) == before
+    assert not store.trusts(store.path("key"))
+
+
+@pytest.mark.parametrize("give_away", FOREIGN)
+def test_an_entry_of_others_is_made_again(tmp_path, give_away):
+    store = Store(tmp_path)
+    store.fetch("key", lambda: b"somebody's kernel")
+    give_away(store.path("key"))
+    assert not store.trusts(store.path("key"))
+    assert Store(tmp_path).fetch("key", lambda: IMAGE) == IMAGE
+    assert Store(tmp_path).fetch("key", never) == IMAGE
+    assert store.trusts(store.path("key"))
+
+
+@as_root
+def test_files_of_root_are_trusted(tmp_path, monkeypatch):
+    """An administrator may fill a store for all users."""
+    Store(tmp_path).fetch("key", lambda: IMAGE)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert Store(tmp_path).fetch("key", never) == IMAGE
+
+
+def test_where_there_are_no_owners(tmp_path, monkeypatch):
+    """Windows."""
+    Store(tmp_path).fetch("key", lambda: IMAGE)
+    monkeypatch.delattr(os, "geteuid", raising=False)
+    tmp_path.chmod(0o777)
+    assert Store(tmp_path).fetch("key", never) == IMAGE
+
+
 def test_the_oldest_entries_go_first(tmp_path):
     size = len(IMAGE) + 100
     store = Store(tmp_path, limit=3 * size)

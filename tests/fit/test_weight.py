@@ -246,6 +246,26 @@ def test_weights_that_cannot_be_stored():
         fit_weight(torch.zeros(4, 128, dtype=torch.int8), scheme)
 
 
+LEARNED = [n for n in WEIGHT_SCHEMES if weight_scheme(n).codebook in ("tensor", "tile")]
+
+
+@pytest.mark.parametrize("name", [*LEARNED, "vq-4"])
+def test_weights_of_any_size_fit_or_say_why_they_cannot(name):
+    """Learned codebooks are of rows over their scales, and tiny rows have none in fp16."""
+    weight, scheme = torch.randn(16, 128), weight_scheme(name)
+    for size in (1e-38, 1e-30, 1e-20, 1e-10, 1e-8):
+        with pytest.raises(VQFormatError, match=r"q_proj has weights too small for fp16.*modules"):
+            fit_weight(weight * size, scheme, where="q_proj")
+    for size in (1e6, 1e20, 1e37):
+        with pytest.raises(VQFormatError, match=r"q_proj has weights too large for fp16.*modules"):
+            fit_weight(weight * size, scheme, where="q_proj")
+    mixed = weight.clone()
+    mixed[::2] *= 1e-10  # rows without a scale are zeros; the others do not suffer
+    found = fit_weight(mixed, scheme, where="q_proj")
+    assert all(t.isfinite().all() for t in found.tensors.values() if t.is_floating_point())
+    assert found.relative_error < 0.1
+
+
 @pytest.mark.parametrize("tails", [0, 4])
 def test_integer_entries_cost_little(tails):
     """A stage is learned on what rounding the one before it has left."""

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
     LlamaConfig,
@@ -101,6 +102,46 @@ def test_an_experts_tensor_is_missing(broken):
     folder = broken(lambda d: d.pop(name), model="qwen3-moe")
     with pytest.raises(VQFormatError, match=f"lacks {name}"):
         LOAD(folder)
+
+
+DENSE = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.input_layernorm.weight"]
+
+
+@pytest.mark.parametrize("name", [*DENSE, "lm_head.weight"])
+def test_a_dense_tensor_is_missing(broken, name):
+    """Transformers fills it with random numbers and a warning."""
+    folder = broken(lambda d: d.pop(name))
+    short = name.removeprefix("model.")
+    with pytest.raises(VQFormatError, match=f"{folder}.*lacks {name}.*random"):
+        LOAD(folder)
+    classify = AutoModelForSequenceClassification.from_pretrained
+    for load, its in ((AutoModel.from_pretrained, short), (classify, name)):
+        if name == "lm_head.weight":  # these have none
+            load(folder)
+        else:
+            with pytest.raises(VQFormatError, match=f"{folder}.*lacks {its}.*random"):
+                load(folder)
+
+
+def test_dense_tensors_that_may_be_missing(broken, quantized, tmp_path):
+    """Tied to another one, of another size on purpose, or of a head that the file never had."""
+    tied = LOAD(quantized("llama-tied"))
+    tied.save_pretrained(tmp_path / "tied")
+    for keeps in ("model.embed_tokens.weight", "lm_head.weight"):
+        folder, file = tmp_path / keeps, tmp_path / keeps / "model.safetensors"
+        shutil.copytree(tmp_path / "tied", folder)
+        data = load_file(file)
+        data[keeps] = data.pop("model.embed_tokens.weight")
+        save_file(data, file, metadata={"format": "pt"})
+        assert torch.equal(LOAD(folder).lm_head.weight, tied.lm_head.weight)
+    data.pop("lm_head.weight")
+    save_file(data, file, metadata={"format": "pt"})
+    with pytest.raises(VQFormatError, match=r"lacks lm_head.weight.*random"):
+        LOAD(folder)
+    AutoModel.from_pretrained(quantized()).save_pretrained(tmp_path / "base")
+    assert LOAD(tmp_path / "base").lm_head.weight.isfinite().all()
+    folder = broken(put("lm_head.weight", lambda t: t[:-1].clone()))
+    assert LOAD(folder, ignore_mismatched_sizes=True).lm_head.weight.isfinite().all()
 
 
 def test_a_learned_codebook_with_nan(broken):

@@ -95,8 +95,31 @@ def test_it_lives_in_a_model_config(tmp_path):
 def test_bad_arguments(arguments, says):
     with pytest.raises((VQConfigError, VQSchemeError), match=re.escape(says)):
         VQConfig(**arguments)
+    if "modules_to_not_convert" in arguments and says == "regular expression":
+        return  # of a file it is a name
     with pytest.raises(VQError):
         VQConfig.from_dict({**VQConfig().to_dict(), **arguments})
+
+
+def test_no_pattern_comes_from_a_file(monkeypatch):
+    """Entries of a stored config are names, and pass2 is never stored: nothing reaches `re`."""
+    hostile = "([a-z_0-9.]+)+\\!"
+    stored = VQConfig("turboquant-4+4", layers={"down_proj": "turboquant-4"}).to_dict()
+    for policy in ("offload", "absent", None, {hostile: "offload"}):
+        with pytest.raises(VQConfigError, match="pass2, which is never stored"):
+            VQConfig.from_dict({**stored, "pass2": policy})
+    changed = {"modules_to_not_convert": [hostile, "("], "layers": {"(" * 9999: "turboquant-4"}}
+    for name in ("check_pattern", "matches"):
+        monkeypatch.setattr(module, name, lambda *arguments: pytest.fail(f"{arguments}"))
+    config = VQConfig.from_dict({**stored, **changed})
+    assert config.modules_to_not_convert == changed["modules_to_not_convert"]
+    assert config.stored_scheme("down_proj") == config.vq_scheme
+
+
+@pytest.mark.parametrize("entry", ["(", "(" * 9999])
+def test_a_pattern_that_is_none(entry):
+    with pytest.raises(VQConfigError, match="is not a regular expression"):
+        VQConfig(modules_to_not_convert=[entry])
 
 
 def test_a_newer_file_says_so_before_its_new_fields_are_read():

@@ -22,7 +22,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache
+from transformers import CompileConfig, DynamicCache, LlamaConfig
 from transformers.cache_utils import Cache
 
 from hf_vq.cache import VQCache
@@ -303,3 +303,26 @@ def test_a_second_turn(name: str, scheme: str, rows: set[tuple[str, str]]) -> No
     noise, effect = rms(exact[1] - exact[0]), rms(wanted - exact[0])
     assert rms(found - wanted) <= 2 * (noise + sqrt(noise * effect)) < effect
     assert mask.sum() == cache.get_seq_length()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scheme", ["u4", "u3", "u2", "qserve-kv4"])
+def test_finite_keys_and_values_give_finite_attention(scheme, dtype):
+    """Of any size: scales saturate, and so do results that float16 has no number for."""
+    config = LlamaConfig(
+        hidden_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64,
+    )  # fmt: skip
+    attention = torch.nn.functional.scaled_dot_product_attention
+    for size in (3e4, 65504.0, 1e6, 1e20, 1e30):
+        if size > torch.finfo(dtype).max:
+            continue
+        for states in (torch.randn(2, 2, 2, 400, 64), torch.randn(2, 2, 2, 400, 64).sign()):
+            keys, values = (states.clamp(-1, 1) * size).to("cuda", dtype).unbind(0)
+            cache = VQCache(config, scheme, sinks=2, window=16, static=False)
+            for begin, end in ((0, 300), (300, 301), (301, 309), (309, 400)):
+                k, v = cache.update(keys[:, :, begin:end], values[:, :, begin:end], 0)
+                query = (torch.randn(2, 4, end - begin, 64, device="cuda") / size).to(dtype)
+                mask = torch.ones(end - begin, end, dtype=torch.bool, device="cuda").tril(begin)
+                out = attention(query, k, v, attn_mask=mask, enable_gqa=True)
+                assert out.isfinite().all(), (size, begin)

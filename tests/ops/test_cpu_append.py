@@ -149,11 +149,38 @@ def test_rows_without_a_finite_scale(name: str) -> None:
     scheme = KEYS[name]
     x = torch.randn(1, 1, 5, 64)
     x[0, 0, 0, 3], x[0, 0, 1, 5], x[0, 0, 2, 7] = torch.nan, torch.inf, -torch.inf
-    x[0, 0, 3] *= 1e30
     codes, scale = tape(scheme, 1, 1, 5, 64)
     append_kv(x, None, universal_tensor(scheme), codes, scale, 0, scheme.spec(), QUADS)
-    assert not scale[0, 0, :4].isfinite().any()
-    assert scale[0, 0, 4].isfinite()
+    assert not scale[0, 0, :3].isfinite().any()
+    assert scale[0, 0, 3:].isfinite().all()
+
+
+@pytest.mark.parametrize("count", [1, 37])
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_beyond_fp16_saturate(name: str, count: int) -> None:
+    """Codes are those of the row in any unit; rows beside it are what they are without it."""
+    scheme = KEYS[name]
+    x, book = torch.randn(1, 2, count, 64).clamp(-4, 4), universal_tensor(scheme)
+
+    def append(x: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        size = block_bytes(64 // scheme.vector_size, scheme.entry_bits)
+        codes = torch.zeros(1, 2, 1, size, dtype=torch.uint8)
+        scale = torch.zeros(1, 2, count, 1).half()
+        append_kv(x, mean, book, codes, scale, 0, scheme.spec(), QUADS)
+        return to_rows(codes, 0, count, scheme.entry_bits, QUADS), scale
+
+    codes, scale = append(x)
+    for power in (20, 40, 60, 70, 125):
+        huge = x.clone()
+        huge[:, 1] *= 2.0**power
+        found, numbers = append(huge)
+        assert torch.equal(found, codes)
+        assert torch.equal(numbers[:, 0], scale[:, 0]) and (numbers[:, 1] == 65504).all()
+        wanted = reference.encode(huge, book, None, scheme)[1]
+        assert torch.equal(wanted[:, 1], numbers[:, 1])
+        mean = torch.zeros(1, 2, 1, 64)
+        mean[:, 1] = 2.0 ** min(power, 100)
+        assert append(huge, mean)[1].isfinite().all()
 
 
 def test_nothing_to_append() -> None:

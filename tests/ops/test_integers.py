@@ -49,7 +49,33 @@ def test_rows_without_a_range():
     torch.testing.assert_close(rows, x, rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e9])
+@pytest.mark.parametrize("unit", [1e6, 1e9, 1e20, 1e30, 3e37])
+def test_steps_beyond_fp16_saturate(unit):
+    """The integers have the middle of the row, and so the signs, as far as 65504 reaches."""
+    row = torch.tensor([-1.0, 0.25, 0, 1]).repeat(2)
+    x = torch.stack([row, row.abs(), -row.abs(), torch.ones(8), torch.randn(8).clamp(-9, 9)]) * unit
+    x = torch.cat([x, torch.randn(2, 8)])  # rows beside them are what they are alone
+    codes, scale, rows = coded(x)
+    assert scale.isfinite().all() and rows.isfinite().all()
+    assert (rows[:5] * x[:5] >= 0).all(-1)[[1, 2, 3]].all()
+    assert ((rows[0] > 0) == (x[0] > 0))[x[0] != 0].all()
+    step = scale[:5, :1].float()
+    assert (step[[0, 1, 2, 4]] == 65504).all()
+    assert torch.equal(codes[5:], coded(x[5:])[0])
+
+
+def test_the_largest_steps_are_those_of_the_formula():
+    """Below 65520, which is the first that fp16 rounds to infinity, nothing saturates."""
+    x = torch.tensor([[0.0, 15 * 65503.0], [0.0, 15 * 65519.0], [-15 * 40000.0, 15 * 25000.0]])
+    x = x.repeat(1, 4)
+    _, scale, rows = coded(x)
+    step, zero = scale.float().split(1, -1)
+    assert torch.equal(step[:, 0], torch.tensor([65504.0, 65504.0, 65000.0]).half().float())
+    assert torch.equal(zero, (-x.amin(-1, keepdim=True) / step).half().float())
+    torch.testing.assert_close(rows, x, rtol=1e-3, atol=65504 / 2)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_so(value):
     x = torch.randn(3, 8)
     x[1, 4] = value

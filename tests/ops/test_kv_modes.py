@@ -172,4 +172,8 @@ def test_hard_rows():
         found = decoded(rows, 4, mode)
         assert torch.equal(found[0], rows[0])
         assert (found[1] - rows[1]).norm() < 0.5 * rows[1].norm()
-        assert not found[2].isfinite().any()  # beyond fp16: loud, not wrong
+        # Beyond fp16 the scale saturates, and the direction stays.
+        assert found[2].isfinite().all() and found[2].norm() < rows[2].norm()
+        if mode != "product":  # whose second part makes up for some of what is missing
+            small = decoded(rows[2:] / 1e3, 4, mode)[0]
+            assert torch.cosine_similarity(found[2], small, dim=0) > 1 - 1e-6

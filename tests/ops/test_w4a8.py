@@ -114,6 +114,16 @@ def test_schema_shapes_and_gradients(name) -> None:
     assert ops.w4a8_linear(x[:0], tensors, None, name).shape == (0, 6)
 
 
+@pytest.mark.parametrize("backend", ["", "reference"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_vector_is_a_token(name, backend, monkeypatch) -> None:
+    """[in] -> [out], whichever row of the table runs it."""
+    monkeypatch.setenv("HF_VQ_BACKEND", backend)
+    tensors, x, bias = layer(name, 24, 1280), torch.randn(3, 1280), torch.randn(24)
+    rows, one = (ops.w4a8_linear(part, tensors, bias, name) for part in (x, x[1]))
+    assert one.shape == (24,) and torch.equal(one, rows[1])
+
+
 def test_the_table_says_who_runs_it() -> None:
     x = torch.randn(1, 128)
     verdicts = dispatch.explain(problem("w4a8_linear", x.double(), "qoq-w4a8", 8))

@@ -43,13 +43,13 @@ from ..folder import lock, replacing
 from ..integrity import record
 from ..operation import Progress
 from . import turboquant
-from .pickled import NAMES, PickledCheckpoint, pickled_files, published_config
+from .pickled import PickledCheckpoint, pickled_files, published_config
 from .plan import Plan, PublishedLayer, make_plan, neither
 from .quantizer import config_of
+from .source import INDEX, copy_others, read_json, source_folder, weight_files
 
 _STATE = "convert.json"
 _CONFIGS = ("config.json", turboquant.CONFIG)
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".gguf")
 
 
 def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dict[str, Any]:
@@ -66,20 +66,23 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         `layers` that were converted, `weights` that were compared, and `bits_per_weight`.
 
     Raises:
-        VQConfigError: not a checkpoint of a method that hf_vq reads, `out` is in use, or
-            `requantize` asks for more than can be done here.
+        VQConfigError: not a checkpoint of a method that hf_vq reads, `out` is in use, a file of
+            `source` is a link to somewhere else, or `requantize` asks for more than can be done.
         VQFormatError: a tensor is missing or wrong, or what was written is not what was read.
     """
     if requantize is not None:
         _check_requantize(requantize)
-    folder = _folder(source)
-    config = _read(folder / "config.json")
+    folder = source_folder(source)
+    config = read_json(folder / "config.json")
     if "quip_params" in config:
         raise _unread(source, "QuIP#, which hf_vq does not read")
     pickled = pickled_files(folder)
-    checkpoint = PickledCheckpoint(pickled) if pickled else Checkpoint(_files(folder))
+    checkpoint = PickledCheckpoint(pickled) if pickled else Checkpoint(weight_files(folder))
     if (folder / turboquant.CONFIG).is_file():
-        published = {"quant_method": TurboquantLayout.method, **_read(folder / turboquant.CONFIG)}
+        published = {
+            "quant_method": TurboquantLayout.method,
+            **read_json(folder / turboquant.CONFIG),
+        }
     else:
         published = published_config(config, checkpoint)
     method = published.get("quant_method")
@@ -294,13 +297,11 @@ class _Conversion:
 
     def _write_rest(self, config: dict[str, Any], index: Mapping[str, str]) -> None:
         """Tokenizer and other files, the index, and config.json."""
-        for file in self.folder.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _CONFIGS:
-                shutil.copyfile(file, self.work / file.name)
+        copy_others(self.folder, self.work, but=_CONFIGS)
         if len(self.checkpoint.files) > 1:
             size = sum((self.work / name).stat().st_size for name in set(index.values()))
             found = {"metadata": {"total_size": size}, "weight_map": dict(index)}
-            path = self.work / "model.safetensors.index.json"
+            path = self.work / INDEX
             path.write_text(json.dumps(found, indent=2, sort_keys=True), encoding="utf-8")
         whole = {**config, "quantization_config": self.ours.to_dict()}
         (self.work / "config.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
@@ -313,60 +314,20 @@ def _file_name(number: int, count: int) -> str:
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _folder(source: str) -> Path:
-    """The folder of a checkpoint; one of the Hub is downloaded."""
-    if os.path.isdir(source):
-        return Path(source)
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.safetensors", *NAMES, "*.json", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(source, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise VQConfigError(
-            f"{source} is no directory, and was not found on the Hub: "
-            f"{next(iter(str(error).splitlines()), type(error).__name__)}"
-        ) from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it is no JSON object")
-    except (OSError, ValueError) as error:
-        raise VQFormatError(
-            f"{path} cannot be read: {error}. Is this a checkpoint? Download it again."
-        ) from error
-    return found
-
-
-def _files(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set((_read(index).get("weight_map") or {}).values()))
-        if not names or any(Path(name).name != name for name in names):
-            raise VQFormatError(
-                f"{index} names no files, or some outside of its folder. Download the checkpoint "
-                "again."
-            )
-    files = [str(folder / name) for name in names]
-    if not all(os.path.isfile(file) for file in files):
-        raise VQFormatError(
-            f"{folder} lacks {next(f for f in files if not os.path.isfile(f))}: hf_vq reads "
-            "safetensors files, all of them. Download the checkpoint again."
-        )
-    return files
-
-
 def _empty(folder: Path) -> Any:
     """The model of a checkpoint, without weights."""
-    config = AutoConfig.from_pretrained(folder)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a config.json of nonsense may raise anything there
+        raise VQConfigError(
+            f"{folder / 'config.json'} is not of a model that Transformers can make "
+            f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}). hf_vq runs no "
+            "code of a checkpoint; is Transformers new enough?"
+        ) from error
     model.config.name_or_path = str(folder)
     return model
 

@@ -120,6 +120,17 @@ void test_nested() {
       check(matrix, x, rows, bias, isas.names[i], tally);
     }
   }
+  // Entries that are no numbers, or as large as fp16 has: no result, but nothing undefined on the way.
+  for (const uint16_t entry : {0x7c00, 0xfc00, 0x7e00, 0x7bff, 0xfbff}) {
+    Matrix hostile(3, 128, false, false);
+    hostile.codebook[5] = entry;
+    Numbers x(HF_VQ_FLOAT32, 128), y(HF_VQ_FLOAT32, 3);
+    x.fill_normal();
+    for (int i = 0; i < isas.count; ++i) {
+      library.use_isa(isas.names[i]);
+      library.nested_linear(&hostile.w, hostile.second.get(), x.data(), HF_VQ_FLOAT32, 1, nullptr, HF_VQ_FLOAT32, y.data());
+    }
+  }
   Matrix wrong(1, 128, false, true);
   wrong.w.bits = 3;
   that(library.nested_supports(&wrong.w) == HF_VQ_UNSUPPORTED, "nested supports passes of 3 bits");
