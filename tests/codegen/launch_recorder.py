@@ -27,6 +27,7 @@ from hf_vq.formats import qoq
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.ops import codes, dispatch, paged, published, static, w4a8
 
+
 @dataclasses.dataclass
 class Recorded:
     """What was asked of choosers, and the plans that were launched with their blocks."""

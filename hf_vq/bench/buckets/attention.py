@@ -150,7 +150,7 @@ class AttentionCase:
         return added.to(DTYPES[self.mask.value])
 
     @property
-    def _options(self) -> dict[str, float]:
+    def _options(self) -> dict[str, Any]:
         softcap = _SOFTCAP if self.softcapped else 0.0
         return {"scaling": self.dims[0] ** -0.5, "softcap": softcap}
 
@@ -201,7 +201,7 @@ def _domain(arch: Arch) -> Iterator[AttentionCase]:
     number = 0
     for name, dims in itertools.product(schemes(arch), DIMS):
         scheme = SCHEMES[name]
-        if _reason(scheme, dims, arch):
+        if not has_kernel(scheme, dims, arch):
             continue
         for columns in _columns(scheme, dims, arch).values():
             for count, size, paged in sizes:
@@ -209,6 +209,15 @@ def _domain(arch: Arch) -> Iterator[AttentionCase]:
                     continue
                 number += 1
                 yield _dealt(name, dims, columns, count, size, paged, number)
+
+
+def has_kernel(scheme: KVScheme, dims: tuple[int, int], arch: Arch) -> bool:
+    """Whether the backend has a kernel for such a cache."""
+    return not (
+        attendable(scheme.key, dims[0], "keys")
+        or attendable(scheme.value, dims[1], "values")
+        or misfit(scheme.key, scheme.value, *dims, arch)
+    )
 
 
 def _has_pages(scheme: KVScheme, dims: tuple[int, int]) -> bool:
@@ -255,24 +264,13 @@ def schemes(arch: Arch) -> list[str]:
     """Names of the catalogue that have kernels; of several with the same plans, the first."""
     found: dict[Any, str] = {}
     for name, scheme in SCHEMES.items():
-        if _reason(scheme, (64, 64), arch) is None:
+        if has_kernel(scheme, (64, 64), arch):
             asked = _asked(scheme, (64, 64), 1, arch)
             found.setdefault(choose_attention.plan_of(asked, 256, 1, 1, 2), name)
     return list(found.values())
 
 
-def _reason(scheme: KVScheme, dims: tuple[int, int], arch: Arch) -> str | None:
-    """None if the backend has a kernel for such a cache, else why not."""
-    return (
-        attendable(scheme.key, dims[0], "keys")
-        or attendable(scheme.value, dims[1], "values")
-        or misfit(scheme.key, scheme.value, *dims, arch)
-    )
-
-
-def _asked(
-    scheme: KVScheme, dims: tuple[int, int], columns: int, arch: Arch
-) -> AttentionProblem:
+def _asked(scheme: KVScheme, dims: tuple[int, int], columns: int, arch: Arch) -> AttentionProblem:
     return AttentionProblem(
         scheme.key, scheme.value, *dims, columns, Dtype.FLOAT16, Mask.NONE, False,
         choose_attention.SHORT, arch,

@@ -5,7 +5,6 @@ What must not be read is poison: scales that are no numbers, pages that no memor
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 
@@ -37,9 +36,7 @@ def _scales(scheme: VQScheme, shape: tuple[int, ...], device: torch.device) -> T
     return scale.half()
 
 
-def _codes(
-    scheme: VQScheme, dim: int, shape: tuple[int, ...], device: torch.device
-) -> Tensor:
+def _codes(scheme: VQScheme, dim: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     width = packed_size(dim // scheme.vector_size, scheme.entry_bits)
     return torch.randint(256, (*shape, width), dtype=torch.uint8, device=device)
 
@@ -61,7 +58,8 @@ def tape(
     window: int,
 ) -> CachedKV:
     """`tokens` with codes, and `window` more."""
-    tail = window + queries + 5  # older floats are there, but are read as codes
+    # Older floats are there, but are read as codes.
+    tail = min(window + queries + 5, tokens + window)
     first, shape = 1, (rows, heads, 1 + tokens + _BESIDE)
 
     def side(part: VQScheme, dim: int) -> tuple[Tensor, Tensor]:
@@ -129,17 +127,21 @@ def pages(
     page: int,
 ) -> PagedKV:
     """Requests of all lengths up to `longest`; pages lie in any order, and requests share them."""
-    sides = (PageSide(part, ROWS, heads, dim, page) for part in (scheme.key, scheme.value))
-    form = PageFormat(*sides, tables=True)
+    keys, values = (PageSide(part, ROWS, heads, dim, page) for part in (scheme.key, scheme.value))
+    form = PageFormat(keys, values, tables=True)
     count = max(2, min(_POOL, longest) // page)
     memory = torch.randint(256, (count, form.nbytes), dtype=torch.uint8, device=device)
-    books = tuple(kv_codebook(part, heads, dim, device) for part in (scheme.key, scheme.value))
+    books = (
+        kv_codebook(scheme.key, heads, dim, device),
+        kv_codebook(scheme.value, heads, dim, device),
+    )
     mean = torch.randn(heads, dim, device=device) if scheme.centre_keys else None
     layer = LayerPages(memory, form, books, mean)
     for part, of in ((layer.k, scheme.key), (layer.v, scheme.value)):
         part.scale.copy_(_scales(of, (count, heads, page), device))
-    lengths = torch.randint(1, min(_USUAL, longest), (rows,))
-    lengths[0], lengths[-1] = longest, 1
+    lengths = torch.randint(1, min(_USUAL, longest) + 1, (rows,))
+    lengths[-1] = 1
+    lengths[0] = longest
     width = -(-longest // page)
     table = torch.randint(count, (rows, width), dtype=torch.int32, device=device)
     return PagedKV(
@@ -180,9 +182,7 @@ def _rows_at_a_time(cached: CachedKV | StaticKV) -> int:
     return max(1, _AT_A_TIME // (heads * tokens * dim))
 
 
-def _decoded(
-    codes: Tensor, scale: Tensor, codebook: Tensor, scheme: VQScheme, dim: int
-) -> Tensor:
+def _decoded(codes: Tensor, scale: Tensor, codebook: Tensor, scheme: VQScheme, dim: int) -> Tensor:
     """Rows, rotated back: entries and scales are exact in float32, products are not."""
     if scheme.has_scale and not scheme.has_zero:
         ones = torch.ones_like(scale)
@@ -193,16 +193,16 @@ def _decoded(
     return reference.rotate(rows, None, scheme, True)
 
 
-def _of_request(
-    query: Tensor, cached: PagedKV, row: int, scaling: float, softcap: float
-) -> Tensor:
+def _of_request(query: Tensor, cached: PagedKV, row: int, scaling: float, softcap: float) -> Tensor:
     length = int(cached.length[row])
     _, heads, page, _ = cached.k_codes.shape
     numbers = cached.table[row, : -(-length // page)].long()
 
     def side(codes: Tensor, scale: Tensor, book: Tensor, spec: str) -> Tensor:
-        part = (x[numbers].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (codes, scale))
-        return _decoded(*part, book, parse(spec), query.shape[3])
+        codes, scale = (
+            x[numbers].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (codes, scale)
+        )
+        return _decoded(codes, scale, book, parse(spec), query.shape[3])
 
     keys = side(cached.k_codes, cached.k_scale, cached.codebook_k, cached.key_scheme)
     keys = keys if cached.k_mean is None else keys + cached.k_mean.double()
@@ -236,10 +236,12 @@ def _of_rows(
         (cached.k_codes, cached.k_scale, cached.codebook_k, cached.key_scheme, cached.sink_k),
         (cached.v_codes, cached.v_scale, cached.codebook_v, cached.value_scheme, cached.sink_v),
     )
-    far = []
+    far: list[Tensor] = []
     for (codes, scale, book, spec, sink), tail, first in zip(sides, tails, firsts, strict=True):
         some = slice(first, first + coded)
-        part = _decoded(codes[rows, :, some], scale[rows, :, some], book, parse(spec), tail.shape[3])
+        part = _decoded(
+            codes[rows, :, some], scale[rows, :, some], book, parse(spec), tail.shape[3]
+        )
         if not far and cached.k_mean is not None:
             part = part + cached.k_mean[rows].double()
         part = torch.cat([part, tail[:, :, coded - begin :].double()], 2)
@@ -248,10 +250,9 @@ def _of_rows(
     i = torch.arange(total - queries, total, device=query.device)[:, None]
     j = torch.arange(total, device=query.device)
     near = ((j > i - window) | (j >= total - fresh)) & (j >= begin)
-    return _attended(
-        query[rows], *far, *(tail.double() for tail in tails), near,
-        None if mask is None else mask[..., :total], scaling, softcap,
-    )  # fmt: skip
+    tail_k, tail_v = (tail.double() for tail in tails)
+    shown = None if mask is None else mask[..., :total]
+    return _attended(query[rows], far[0], far[1], tail_k, tail_v, near, shown, scaling, softcap)
 
 
 def _attended(

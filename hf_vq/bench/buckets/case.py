@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...codegen.device import Arch
 from ...codegen.plan import Plan
-from ...formats.shared import universal_tensor
 from ...formats.scheme import VQScheme
+from ...formats.shared import universal_tensor
 from ...formats.tensors import kv_codebook_spec
 from .cover import Features
 

@@ -58,7 +58,9 @@ class LinearCase:
     def name(self) -> str:
         """What it is."""
         added = " + bias" * self.bias
-        return f"linear {self.scheme} {self.tokens} x {self.rows} x {self.columns} {self.dtype}{added}"
+        return (
+            f"linear {self.scheme} {self.tokens} x {self.rows} x {self.columns} {self.dtype}{added}"
+        )
 
     def plan(self, arch: Arch) -> Plan:
         """Of the kernel that runs it."""
@@ -101,7 +103,8 @@ class LinearCase:
 
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
         """See `Case`."""
-        return (linear(*inputs, WEIGHT_SCHEMES[self.scheme]),)
+        x, tensors, bias = inputs
+        return (linear(x, tensors, bias, WEIGHT_SCHEMES[self.scheme]),)
 
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
         """The error is at most twice that of the same product of rounded numbers in PyTorch."""
@@ -137,9 +140,7 @@ _CHOOSERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def route(
-    scheme: VQScheme, tokens: int, columns: int, dtype: Dtype, arch: Arch
-) -> tuple[str, int]:
+def route(scheme: VQScheme, tokens: int, columns: int, dtype: Dtype, arch: Arch) -> tuple[str, int]:
     """Which kernels the table of the backends has for so many tokens, and their bucket of them."""
     alike = dispatch.bucket(tokens)
     if dtype is Dtype.FLOAT32:
@@ -217,9 +218,7 @@ def _runs(scheme: VQScheme, columns: int) -> str | None:
     return choose.decodable(scheme) or choose.rotatable(scheme, columns)
 
 
-def _buckets(
-    scheme: VQScheme, columns: int, arch: Arch
-) -> dict[Hashable, tuple[int, int]]:
+def _buckets(scheme: VQScheme, columns: int, arch: Arch) -> dict[Hashable, tuple[int, int]]:
     """The smallest and the largest number of tokens of every bucket."""
     found: dict[Hashable, tuple[int, int]] = {}
     for tokens in range(1, LONGEST + 1):

@@ -1,4 +1,4 @@
-"""Problems of products of 4-bit weights with 8-bit inputs: w4a8.cu, w4a8_wide.cu, w4a8_inputs.cu."""
+"""Problems of products of 4-bit weights with 8-bit inputs: the kernels of w4a8*.cu."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ class W4A8Case:
         """The numbers of the reference, bit by bit. Of floats that a kernel makes itself, whose
         roots and exponentials are others, the error is at most twice the reference's."""
         x, other, tensors, bias = inputs
-        (y,), stored = found, [tensors.get(key) for key in w4a8.KEYS]
+        (y,) = found
+        stored: Any = [tensors.get(key) for key in w4a8.KEYS]
         if self.source is Source.TOKENS:
             exact = w4a8.reference(x, *stored, bias, w4a8.parse(self.scheme))
             wrong = int((y != exact).sum())
@@ -185,10 +186,10 @@ def _domain(arch: Arch) -> Iterator[W4A8Case]:
         if columns % (w4a8.parse(name).group or 1):
             continue
         for ends in found.values():
-            for source in Source if ends[0] <= 2 * choose_w4a8_wide.FEWEST_TOKENS else (Source.TOKENS,):
+            for source in (
+                Source if ends[0] <= 2 * choose_w4a8_wide.FEWEST_TOKENS else (Source.TOKENS,)
+            ):
                 number += 1
                 dtype = dtypes[number % 2]
                 bias = (None, dtype, "float32", dtypes[number // 3 % 2])[number // 5 % 4]
-                yield W4A8Case(
-                    name, ends[number // 2 % 2], rows, columns, dtype, bias, source
-                )
+                yield W4A8Case(name, ends[number // 2 % 2], rows, columns, dtype, bias, source)
