@@ -14,7 +14,6 @@ import torch
 from cases import Case
 
 from hf_vq.bench.buckets.case import Case as Problem
-from hf_vq.bench.buckets.cover import met
 from hf_vq.bench.buckets.every import CASES
 from hf_vq.codegen.device import device_arch
 
@@ -30,7 +29,7 @@ def ranked() -> list[Problem]:
         seen: set[object] = set()
         first, rest = [], []
         for case in maker(arch):
-            own = {value for value in met([case.features(arch)]) if len(value) == 1}
+            own = set(case.features(arch).items())
             (rest if own <= seen else first).append(case)
             seen |= own
         queues.append(first + rest)

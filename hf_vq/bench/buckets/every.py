@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from ...codegen.device import Arch
-from . import append, attention, linear, w4a8
+from . import append, attention, linear, rows, vptq, w4a8
 from .case import Case
 
 Maker = Callable[[Arch], Sequence[Case]]
@@ -19,6 +19,8 @@ CASES: dict[str, Maker] = {
     },
     "w4a8": w4a8.cases,
     "append": append.cases,
+    "vptq": vptq.cases,
+    "rows": rows.cases,
 }
 """Problems that are run."""
 
@@ -30,5 +32,7 @@ DOMAINS: dict[str, Maker] = {
     },
     "w4a8": w4a8.domain,
     "append": append.domain,
+    "vptq": vptq.domain,
+    "rows": rows.domain,
 }
 """All problems that are looked at, of which those that are run have every feature."""
