@@ -19,13 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 from hf_vq import backends
 from hf_vq.backends import cuda_append, cuda_attention
-from hf_vq.bench.buckets import linear
+from hf_vq.bench.buckets import linear, rows
 from hf_vq.bench.buckets import w4a8 as w4a8_buckets
 from hf_vq.codegen import device, launch
 from hf_vq.codegen.device import Arch
 from hf_vq.formats import qoq
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.ops import codes, dispatch, paged, published, static, w4a8
+
 
 @dataclasses.dataclass
 class Recorded:
@@ -119,11 +120,11 @@ def recording(monkeypatch, arch: Arch):
         _driver(patch, arch)
         _launches(patch, found)
         _ops(patch)
-        rows = [
+        table = [
             dataclasses.replace(row, needs=lambda: None) if row.device == "cuda" else row
             for row in dispatch._table
         ]
-        patch.setattr(dispatch, "_table", rows)
+        patch.setattr(dispatch, "_table", table)
         choosers = _choosers(patch, found)
         dispatch.forget()
         device.device_arch.cache_clear()
@@ -180,7 +181,8 @@ def _launches(patch, found):
     patch.setattr(launch.Prepared, "__init__", prepare)
     patch.setattr(launch.Prepared, "start", start)
     # Numbers are of no use here, and many take long.
-    patch.setattr(linear, "random_tensors", lambda *layer: _shapes(tensor_specs(*layer)))
+    for module in (linear, rows):
+        patch.setattr(module, "random_tensors", lambda *layer: _shapes(tensor_specs(*layer)))
     patch.setattr(
         w4a8_buckets.qoq, "encode", lambda x, scheme: _shapes(qoq.qoq_specs(scheme, *x.shape))
     )

@@ -3,7 +3,6 @@
 Without a GPU: the backends' own Python runs up to the launch (`launch_recorder`).
 """
 
-
 from dataclasses import replace
 
 import pytest
@@ -75,7 +74,9 @@ def test_every_attention_that_backends_accept_has_a_plan(name):
     """Many queries of a kv head, masks and soft-caps need registers that few GPUs have."""
     arch = ARCHES[name]
     asked = {  # sizes and pages are no matter
-        replace(case.problem(arch), tokens=choose_attention.SHORT, groups=choose_attention.FEW, page=0)
+        replace(
+            case.problem(arch), tokens=choose_attention.SHORT, groups=choose_attention.FEW, page=0
+        )
         for case in attention_buckets.domain(arch)
     }
     unplanned = [problem for problem in asked if choose_attention.choose(problem) is None]

@@ -27,7 +27,7 @@ _POOL = 8192  # tokens of the pages that requests share, at most
 _USUAL = 1000  # tokens of requests that are not the longest
 
 
-def _scales(scheme: VQScheme, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def scales_of(scheme: VQScheme, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """As large as those of rows of unit variance, or around zero."""
     scale = torch.rand(*shape, scheme.row_numbers, device=device) + 0.5
     if scheme.has_zero:
@@ -63,7 +63,7 @@ def tape(
     first, shape = 1, (rows, heads, 1 + tokens + _BESIDE)
 
     def side(part: VQScheme, dim: int) -> tuple[Tensor, Tensor]:
-        scale = _scales(part, shape, device)
+        scale = scales_of(part, shape, device)
         scale[:, :, :first] = scale[:, :, first + tokens :] = torch.nan
         return _codes(part, dim, shape, device), scale
 
@@ -97,7 +97,7 @@ def static(
     shape, length = (rows, heads, tokens), tokens - 7
 
     def side(part: VQScheme, dim: int) -> tuple[Tensor, Tensor]:
-        scale = _scales(part, shape, device)
+        scale = scales_of(part, shape, device)
         scale[:, :, length - window :] = torch.nan
         return _codes(part, dim, shape, device), scale
 
@@ -138,7 +138,7 @@ def pages(
     mean = torch.randn(heads, dim, device=device) if scheme.centre_keys else None
     layer = LayerPages(memory, form, books, mean)
     for part, of in ((layer.k, scheme.key), (layer.v, scheme.value)):
-        part.scale.copy_(_scales(of, (count, heads, page), device))
+        part.scale.copy_(scales_of(of, (count, heads, page), device))
     lengths = torch.randint(1, min(_USUAL, longest) + 1, (rows,))
     lengths[-1] = 1
     lengths[0] = longest

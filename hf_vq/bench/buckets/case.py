@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...codegen.device import Arch
 from ...codegen.plan import Plan
-from ...formats.shared import universal_tensor
 from ...formats.scheme import VQScheme
+from ...formats.shared import universal_tensor
 from ...formats.tensors import kv_codebook_spec
 from .cover import Features
 from .shared_memory import LARGE, NAN, fill
@@ -52,7 +52,7 @@ def poison(device: torch.device) -> None:
 def same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     """Whether results are equal bit by bit; NaN equals itself."""
     return all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in zip(one, other, strict=True)
     )
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from ...codegen.device import Arch
-from . import attention, linear, w4a8
+from . import append, attention, linear, rows, vptq, w4a8
 from .case import Case
 
 Maker = Callable[[Arch], Sequence[Case]]
@@ -18,6 +18,9 @@ CASES: dict[str, Maker] = {
         for family in linear.families()
     },
     "w4a8": w4a8.cases,
+    "append": append.cases,
+    "vptq": vptq.cases,
+    "rows": rows.cases,
 }
 """Problems that are run."""
 
@@ -28,5 +31,8 @@ DOMAINS: dict[str, Maker] = {
         for family in linear.families()
     },
     "w4a8": w4a8.domain,
+    "append": append.domain,
+    "vptq": vptq.domain,
+    "rows": rows.domain,
 }
 """All problems that are looked at, of which those that are run have every feature."""

@@ -119,14 +119,18 @@ class W4A8Case:
         made = fused.norm(x, other, _EPS) if made is None else made
         return (fused_inputs.linear(fused, made, x, tensors, bias, self.scheme),)
 
+    def _reference(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
+        codes, scale, zero, step = (tensors.get(key) for key in w4a8.KEYS)
+        assert codes is not None and scale is not None and zero is not None
+        return w4a8.reference(x, codes, scale, zero, step, bias, w4a8.parse(self.scheme))
+
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
         """The numbers of the reference, bit by bit. Of floats that a kernel makes itself, whose
         roots and exponentials are others, the error is at most twice the reference's."""
         x, other, tensors, bias = inputs
         (y,) = found
-        stored: Any = [tensors.get(key) for key in w4a8.KEYS]
         if self.source is Source.TOKENS:
-            exact = w4a8.reference(x, *stored, bias, w4a8.parse(self.scheme))
+            exact = self._reference(x, tensors, bias)
             wrong = int((y != exact).sum())
             assert not wrong, f"{wrong} of {y.numel()} numbers are not those of the reference"
             return
@@ -138,7 +142,7 @@ class W4A8Case:
             wide = wide * (wide.square().mean(-1, keepdim=True) + _EPS).rsqrt() * other.double()
         weight = qoq.decode(tensors, w4a8.parse(self.scheme), self.columns).double()
         exact = wide @ weight.T + (0 if bias is None else bias.double())
-        same = w4a8.reference(floats, *stored, bias, w4a8.parse(self.scheme)).double()
+        same = self._reference(floats, tensors, bias).double()
         assert y.isfinite().all(), "a number is not finite"
         eps = torch.finfo(y.dtype).eps * exact.norm(dim=-1)
         error, known = (y.double() - exact).norm(dim=-1), (same - exact).norm(dim=-1)
