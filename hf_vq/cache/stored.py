@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import VQCacheError, VQFormatError
+from ..formats.hidden import hidden_file
 
 
 def write(path: Path, tensors: dict[str, Tensor], key: str, description: dict[str, Any]) -> None:
@@ -24,19 +23,16 @@ def write(path: Path, tensors: dict[str, Tensor], key: str, description: dict[st
     Raises:
         VQCacheError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode  # that of any new file here; safetensors makes it private
-        save_file(tensors, temporary, {key: json.dumps(description), "format": "pt"})
-        temporary.chmod(mode)
-        os.replace(temporary, path)
+        with hidden_file(path) as temporary:
+            temporary.touch(exist_ok=False)
+            mode = temporary.stat().st_mode  # that of any new file; safetensors makes it private
+            save_file(tensors, temporary, {key: json.dumps(description), "format": "pt"})
+            temporary.chmod(mode)
     except (OSError, SafetensorError) as error:
         raise VQCacheError(
             f"{path} cannot be written: {error}. The folder must exist and be writable."
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read(

@@ -2,7 +2,7 @@
 
     <folder>/<key>.kernel  =  "hf_vq kernel 1 <bytes> <sha256>\\n" + machine code
 
-An entry appears whole or not at all: it is written under another name and renamed. Two processes
+An entry appears whole or not at all: it is written in a hidden folder and renamed. Two processes
 that compile the same kernel write the same entry, and either may win. What is not an entry, because
 it was cut short, damaged or made by someone else, is compiled and written again. Where nothing can
 be written, kernels live as long as the process. The oldest entries go when there are too many;
@@ -14,18 +14,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from .. import env
+from ..formats.hidden import hidden_file, remove_leftovers
 
 LIMIT = 256 << 20  # bytes on disk; a kernel takes 5 to 50 KB
-_SUFFIX, _UNFINISHED = ".kernel", ".unfinished"
-_ABANDONED = 3600  # seconds after which an unfinished file belongs to nobody
+_SUFFIX = ".kernel"
 _MAGIC = b"hf_vq kernel 1"
 
 
@@ -73,15 +71,9 @@ class Store:
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(_UNFINISHED, key[:16], self.folder)
-            try:
-                with os.fdopen(number, "wb") as file:
-                    file.write(_header(image) + b"\n" + image)
-                os.replace(name, self.path(key))
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(name)
-                raise
+            with hidden_file(self.path(key)) as path:
+                path.touch(mode=0o600)
+                path.write_bytes(_header(image) + b"\n" + image)
             self._evict()
         except OSError as error:
             self._writable = False
@@ -93,16 +85,15 @@ class Store:
             )
 
     def _evict(self) -> None:
-        """Remove the oldest entries beyond the limit, and what killed processes left unfinished."""
+        """Remove the oldest entries beyond the limit, and what killed processes left."""
+        remove_leftovers(self.folder, None)
         entries, total = [], 0
         for path in self.folder.iterdir():
-            try:
-                status = path.stat()
-                if path.suffix == _UNFINISHED and time.time() - status.st_mtime > _ABANDONED:
-                    path.unlink()
-            except OSError:  # another process was faster
-                continue
             if path.suffix == _SUFFIX:
+                try:
+                    status = path.stat()
+                except OSError:  # another process was faster
+                    continue
                 entries.append((status.st_mtime, path, status.st_size))
                 total += status.st_size
         for _, path, size in sorted(entries):
