@@ -18,7 +18,14 @@ def killed(work, after):
         count = iter(range(after))
 
         def hook(event, arguments):
-            files = event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir")
+            files = event in (
+                "open",
+                "os.rename",
+                "os.remove",
+                "os.mkdir",
+                "os.rmdir",
+                "os.listdir",
+            )
             if (files or event == "fcntl.flock") and next(count, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
