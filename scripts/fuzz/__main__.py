@@ -50,6 +50,10 @@ def main() -> int:
     parser.add_argument("--tries", type=int, help="of each subject, within the time")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="%(default)s")
     parser.add_argument("--only", type=int, metavar="N", help="only try number N, in this process")
+    parser.add_argument(
+        "--built", type=Path, default=ROOT / "build" / "cpp-tests",
+        help="where kernels/cpu/tests/run built the C++ tests (default: where `make native` does)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="write a record")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -60,6 +64,7 @@ def main() -> int:
     shares = sum(SHARES[name] for name in args.subjects)
     start, preparing, reports = time.monotonic(), 0.0, []
     with tempfile.TemporaryDirectory(prefix="hf_vq-fuzz-") as folder:
+        (Path(folder) / "built").symlink_to(args.built)
         for name in args.subjects:
             begun = time.monotonic()
             work = Path(folder) / name

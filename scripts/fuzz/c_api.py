@@ -17,15 +17,14 @@ from campaign import Finding, Tried, Try
 
 from hf_vq import paths
 
-BUILT = Path("build/cpp-tests")
 _COUNTS = re.compile(r"(\d+) problems, (\d+) refused")
-MISSING = f"there is no {BUILT}: run `make native` first"
+MISSING = "its programs are not built: run `make native` first, or give --built"
 LIMITS = {"limit": 300, "memory": False}  # many problems a call; AddressSanitizer maps terabytes
 
 
 def prepare(folder: Path) -> Try | None:
-    """Find the test programs; None where they were not built."""
-    built = Path(os.environ.get("FUZZ_BUILT", BUILT)).resolve() / "here" / "kernels" / "cpu"
+    """Find the test programs in `folder.parent / "built"`; None where they were not built."""
+    built = (folder.parent / "built").resolve() / "here" / "kernels" / "cpu"
     programs = {
         "guard pages": (built / "tests" / "api_test_plain", paths.cpu_library(), 2),
         "ASan, UBSan": (built / "tests" / "api_test", built / "libhf_vq_cpu.so", 1),

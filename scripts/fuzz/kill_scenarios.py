@@ -39,6 +39,7 @@ class Scenario:
         inside: the files of a folder are moved one by one: whoever loads it finishes that.
         resumes: what is kept beside the result until it is there, to go on with.
         several: made of files that are old or new each.
+        two_steps: between two renames neither is there.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Scenario:
     inside: bool = False
     resumes: str = ""
     several: bool = False
+    two_steps: bool = False
 
     def state(self, work: Path, old: Contents, new: Contents, where: str, load: bool) -> str:
         """Whether the old state is there or the new one.
@@ -55,6 +57,8 @@ class Scenario:
         Raises:
             Finding: neither is.
         """
+        if self.two_steps and not (work / "out").exists():
+            saving.recover(work / "out")  # as every verb begins: it puts the old one back
         if self.inside and load:
             load_again(work / "out", where)
         now = {
@@ -125,7 +129,10 @@ def scenarios(folder: Path) -> list[Scenario]:
     """All of them; what they need is made once."""
     made = models.checkpoints(folder.parent / "models")
     dense = folder.parent / "models" / "dense"
-    deep = models.save_dense(folder / "deep", num_hidden_layers=2)
+    deep = models.save_dense(
+        folder / "deep", num_hidden_layers=2, hidden_size=64, intermediate_size=64,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
     old, new = models.load(made["vq-4"]), models.load(made["vq-3"])
     before = folder / "before"
     old.save_pretrained(before / "out")
@@ -151,25 +158,16 @@ def scenarios(folder: Path) -> list[Scenario]:
             ("without exchange", unexchanged(saves(new)), before, False),
         )
     ]
+    found[-1].two_steps = True
     quantize = ["quantize", str(dense), "OUT", "--scheme", "vq-3"]
-    calibrate = [
-        "calibrate",
-        str(deep),
-        "OUT",
-        "--scheme",
-        "vq-3",
-        "--tokens",
-        "128",
-        "--context",
-        "32",
-    ]
+    short = ["--tokens", "128", "--context", "32"]
+    calibrate = ["calibrate", str(deep), "OUT", "--scheme", "vq-3", *short]
+    calibrate += ["--skip", "mlp", "q_proj", "k_proj", "v_proj"]
     convert = ["convert", str(aqlm), "OUT"]
-    of_cache = ["calibrate", str(dense), "OUT", "--kv", "u4", "--tokens", "128", "--context", "32"]
+    of_cache = ["calibrate", str(dense), "OUT", "--kv", "u4", *short]
     for name, arguments in (("quantize", quantize), ("calibrate", calibrate), ("convert", convert)):
-        forced, resumes = (
-            verb(*arguments, "--force"),
-            "" if name == "quantize" else "out.unfinished",
-        )
+        forced = verb(*arguments, "--force")
+        resumes = "" if name == "quantize" else "out.unfinished"
         found += [
             Scenario(name, verb(*arguments), forced, resumes=resumes),
             Scenario(f"{name} --force", forced, forced, before, resumes=resumes),

@@ -10,8 +10,8 @@ from typing import Any
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 4, 8, 16, 63, 64, 65, 127, 128, 256, 1 << 16, 1 << 31,
-    1 << 40, 1 << 63, 1 << 70, 0.0, 0.5, -1.5, 1e308, "", "a", "vq-4", "vq-2", "none", "hadamard", "qr",
-    "random_hadamard", "absent", "offload", "../../etc/passwd", "\0", "é" * 50, "(a+)+$",
+    1 << 40, 1 << 63, 1 << 70, 0.0, 0.5, -1.5, 1e308, "", "a", "vq-4", "vq-2", "none", "hadamard",
+    "qr", "random_hadamard", "absent", "offload", "../../etc/passwd", "\0", "é" * 50, "(a+)+$",
     [], {}, [1], [[]], [None], {"": None}, {"a": {"b": []}}, ["lm_head"], list(range(40)),
 ]  # fmt: skip
 

@@ -66,7 +66,8 @@ class Life:
         self.batch = rng.choice([1, 1, 2, 3])
         self.log.append(
             f"{self.scheme} {self.kind} {self.dtype} heads {self.heads}/{self.kv_heads} "
-            f"x {self.dim} window {self.window} sinks {self.sinks} limit {self.limit} batch {self.batch}"
+            f"x {self.dim} window {self.window} sinks {self.sinks} limit {self.limit} "
+            f"batch {self.batch}"
         )
         self.renew()
 

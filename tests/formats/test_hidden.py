@@ -11,6 +11,9 @@ from hf_vq.formats.hidden import hidden_file, hidden_folder, leftovers, remove_l
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "fcntl.flock")
+
+
 def killed(work, after):
     """Run `work` in a process that is killed at a file event; whether it was."""
     child = os.fork()
@@ -18,15 +21,7 @@ def killed(work, after):
         count = iter(range(after))
 
         def hook(event, arguments):
-            files = event in (
-                "open",
-                "os.rename",
-                "os.remove",
-                "os.mkdir",
-                "os.rmdir",
-                "os.listdir",
-            )
-            if (files or event == "fcntl.flock") and next(count, None) is None:
+            if event in EVENTS and next(count, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)

@@ -270,7 +270,7 @@ def test_a_failed_save_in_place_changes_nothing(small, monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("moved", range(5))
 def test_a_save_in_place_that_was_killed_is_finished(small, monkeypatch, moved):
-    """By whoever comes next, and as it would have been; before all files are there, it is undone."""
+    """By whoever comes next; before all files are there, it is undone."""
     before = contents(small)
     monkeypatch.chdir(small)
     child = os.fork()
@@ -294,7 +294,7 @@ def test_a_save_in_place_that_was_killed_is_finished(small, monkeypatch, moved):
         return
     if moved > 1:
         assert (small / "config.json").read_bytes() == b"new"  # so that hf_vq is asked
-    with pytest.raises(VQFormatError, match="has been finished now. Load it again"):
+    with pytest.raises(VQFormatError, match=r"has been finished now\. Load it again"):
         module.check_whole(small)
     module.check_whole(small)
     assert contents(small) == {**NEW, "notes.txt": b"old"}
