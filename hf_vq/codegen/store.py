@@ -40,9 +40,14 @@ class Store:
         self.limit = limit
         self._images: dict[str, bytes] = {}
         self._writable = True
+        self._tidied = False
 
     def fetch(self, key: str, make: Callable[[], bytes]) -> bytes:
         """The image of `key`; where there is none, what `make()` gives, kept from now on."""
+        if not self._tidied:  # once a process: what was killed may never be asked for again
+            self._tidied = True
+            with suppress(OSError):
+                self._evict()
         image = self._images.get(key) or self._read(key)
         if image is None:
             image = make()

@@ -3,8 +3,8 @@
     python scripts/fuzz/soak.py [--seconds 3600] [--device cuda] [--out RECORD]
 
 Models and caches are made and dropped all the time. Memory is looked at after every round: what the
-process holds, and what PyTorch holds of a GPU. The largest of the last tenth of the rounds may be no
-more than GROWTH above the largest of the second tenth. Exit status 1 if it is.
+process holds, and what PyTorch holds of a GPU. The largest of the last tenth of the rounds may be
+GROWTH above the largest of the second tenth, not more. Exit status 1 if it is.
 """
 
 from __future__ import annotations

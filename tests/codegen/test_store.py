@@ -110,6 +110,14 @@ def test_a_process_killed_while_writing(tmp_path):
         assert found == {"third.kernel", alive.name, f"{alive.name}.lock"}
 
 
+def test_a_process_that_only_reads_removes_what_was_killed(tmp_path):
+    Store(tmp_path).fetch("key", lambda: IMAGE)
+    (tmp_path / ".other.kernel.hf_vq-12345678").mkdir()
+    (tmp_path / ".other.kernel.hf_vq-12345678.lock").touch()
+    assert Store(tmp_path).fetch("key", never) == IMAGE
+    assert [path.name for path in tmp_path.iterdir()] == ["key.kernel"]
+
+
 def _fetch_many(folder, barrier, answers):
     store = Store(folder)
     barrier.wait()
