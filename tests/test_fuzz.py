@@ -69,7 +69,7 @@ def test_only_our_own_errors_are_refusals():
 
     assert outcome(lambda: _read(Path("absent"))) == "refused"
     assert outcome(lambda: int("x")) == "refused by others"
-    with pytest.raises(campaign.Finding, match="FileNotFoundError at hidden.py"):
+    with pytest.raises(campaign.Finding, match=r"FileNotFoundError at hidden\.py"):
         outcome(lambda: hidden_file(Path("absent/file")).__enter__())
     assert issubclass(VQFormatError, ValueError)
 

@@ -52,9 +52,8 @@ def prepare(folder: Path) -> Try:
             name = "model.safetensors"
             data, what = change_safetensors(files[name], rng)
             if what.startswith("data"):
-                where = (
-                    f"data of {what.rpartition('.')[2] if 'vq_' in what else 'weight, norm, head'}"
-                )
+                coded = "vq_" in what or "proj" in what
+                where = f"data of {what.rpartition('.')[2] if coded else 'a dense tensor'}"
         target = folder / f"try-{os.getpid()}"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
