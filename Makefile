@@ -1,6 +1,7 @@
 # make demo    quantize the embedded model, reload it, generate, print one table (MODEL=, SCHEME=)
 # make test    run the tests (ARGS= goes to pytest)
 # make native  run the C++ tests of kernels/cpu: sanitizers here, other processors under qemu
+# make fuzz    attack files, caches, kernels and saves at random (SECONDS=60 SEED=1; `make native` first)
 # make lint    ruff and mypy
 # make clean   remove what was built here
 # Every target makes .venv first. HF_VQ_NO_NATIVE=1 builds without a compiler.
@@ -8,6 +9,8 @@ PYTHON ?= python3
 MODEL ?= tests/models/tinybooks-5m
 SCHEME ?=
 ARGS ?=
+SECONDS ?= 60
+SEED ?= 1
 
 BIN := .venv/bin
 # One stamp per kind of build, so that asking for the other kind installs again.
@@ -15,7 +18,7 @@ STAMP := .venv/.installed$(if $(HF_VQ_NO_NATIVE),-no-native)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard plugins/optimum/commands/register/*.py) \
   $(shell find kernels/cpu -type f -not -path "*/tests/*")
 
-.PHONY: help environment demo test native lint clean
+.PHONY: help environment demo test native fuzz lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -38,6 +41,9 @@ test: $(STAMP)
 
 native:
 	kernels/cpu/tests/run
+
+fuzz: $(STAMP)
+	$(BIN)/python scripts/fuzz --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 lint: .venv/.lint
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import VQError
+from ..hf.folder import recover
 
 _PIECES, _PIECE = 64, 1 << 16  # of a file of weights
 
@@ -87,6 +88,10 @@ def check_model(model: str) -> None:
         VQError: `model` looks like a path and is not a directory with a config.json.
     """
     path = Path(model)
+    try:
+        recover(path)  # a save there may have been killed
+    except OSError as error:
+        raise VQError(f"a save into {model} cannot be finished: {error.strerror}.") from None
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists()
     if not model.strip() or (looks_like_path and not (path / "config.json").is_file()):
         raise VQError(f"{model!r} is not a model: no config.json in that directory.")

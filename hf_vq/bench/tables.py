@@ -29,6 +29,7 @@ from . import (
     cuda_tables,
     cuda_w4a8_block,
     cuda_w4a8_tables,
+    fuzz_tables,
     kv_tables,
     passes_tables,
     quality_bars,
@@ -332,6 +333,8 @@ TABLES: dict[str, Callable[[], str]] = {
         _timed_table, "serve-cpu", serve.table, "serve --out hf_vq/bench/results/serve-cpu.json"
     ),
     **{f"results:{name}": partial(_timed_table, *of) for name, of in kv_tables.TABLES.items()},
+    "results:fuzz": fuzz_tables.campaign,
+    "results:soak": fuzz_tables.soak,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor
 from .. import env
 from ..errors import VQCacheError, VQFormatError, shown
 from ..formats import digests
+from ..formats.hidden import hidden_file
 
 _DIGESTS = "digests"  # in a description: the algorithm of those that the file carries
 
@@ -29,20 +28,17 @@ def write(path: Path, tensors: dict[str, Tensor], key: str, description: dict[st
         VQCacheError: the file cannot be written.
     """
     text = json.dumps({**description, _DIGESTS: digests.ALGORITHM})
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode  # that of any new file here; safetensors makes it private
-        save_file(tensors, temporary, {key: text, "format": "pt", **digests.room(tensors)})
-        digests.record([temporary])
-        temporary.chmod(mode)
-        os.replace(temporary, path)
+        with hidden_file(path) as temporary:
+            temporary.touch(exist_ok=False)
+            mode = temporary.stat().st_mode  # that of any new file; safetensors makes it private
+            save_file(tensors, temporary, {key: text, "format": "pt", **digests.room(tensors)})
+            digests.record([temporary])
+            temporary.chmod(mode)
     except (OSError, SafetensorError) as error:
         raise VQCacheError(
             f"{path} cannot be written: {error}. The folder must exist and be writable."
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def says_digests(text: str | None) -> bool:

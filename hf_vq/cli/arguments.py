@@ -56,7 +56,11 @@ def dtype_of(name: str) -> Any:
 
 def check_out(args: argparse.Namespace) -> Path:
     """OUT, which must not hold anything yet."""
+    from ..hf.folder import recover
+
     out = Path(args.out)
+    with writing(args.out):
+        recover(out)
     if out.exists() and not args.force and (not out.is_dir() or any(out.iterdir())):
         raise VQConfigError(f"{out} exists; choose another directory or give --force.")
     return out

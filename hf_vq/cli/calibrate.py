@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 from typing import Any
 
 from ..errors import VQConfigError, VQError
-from .arguments import add_loading, add_skip, add_verb, dtype_of, positive, unfinished
+from .arguments import add_loading, add_skip, add_verb, dtype_of, positive, unfinished, writing
 from .quantize import quantized
 
 
@@ -65,10 +64,13 @@ def _calibrate(args: argparse.Namespace) -> None:
         return
     from ..hf.calibration.team import launched
     from ..hf.calibration.text import OWN_WORDS
+    from ..hf.calibration.unfinished import discard_if_saved
 
     if args.out is None:
         raise VQConfigError("calibrate needs OUT, a directory to write, for weights.")
     folder = unfinished(args.out)
+    with writing(str(folder)):
+        discard_if_saved(folder, Path(args.out))
     text = OWN_WORDS if args.text is None else args.text
     calibration = {"text": text, "context": args.context, "resume": folder}
     for option in ("tokens", "device", "finetune"):
@@ -80,7 +82,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     with launched() as rank:
         quantized(args, seed=args.seed, calibration=calibration, **options)
         if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            discard_if_saved(folder, Path(args.out))
 
 
 def _calibrate_cache(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from .arguments import add_loading, add_skip, add_verb, check_out, dtype_of, tokenizer_or_none
@@ -52,6 +53,7 @@ def quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
     from ..bench.load import load_model, load_tokenizer
     from ..bench.storage import check_original
     from ..hf.calibration.team import Team
+    from ..hf.calibration.unfinished import mark_saved
     from ..hf.config import VQConfig
     from ..hf.folder import replacing
 
@@ -68,6 +70,8 @@ def quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        if config.calibration is not None and (work := config.calibration.get("resume")):
+            mark_saved(Path(work), folder)
     description = describe(str(out))
     print(kinds_table(description))
     print(f"\n{summary(description, config)} in {out}")

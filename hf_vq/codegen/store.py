@@ -2,7 +2,7 @@
 
     <folder>/<key>.kernel  =  "hf_vq kernel 1 <bytes> <sha256>\\n" + machine code
 
-An entry appears whole or not at all: it is written under another name and renamed. Two processes
+An entry appears whole or not at all: it is written in a hidden folder and renamed. Two processes
 that compile the same kernel write the same entry, and either may win. What is not an entry, because
 it was cut short, damaged or made by someone else, is compiled and written again. Where nothing can
 be written, kernels live as long as the process. The oldest entries go when there are too many;
@@ -18,18 +18,16 @@ import functools
 import hashlib
 import os
 import stat
-import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from .. import env
+from ..formats.hidden import hidden_file, remove_leftovers
 
 LIMIT = 256 << 20  # bytes on disk; a kernel takes 5 to 50 KB
-_SUFFIX, _UNFINISHED = ".kernel", ".unfinished"
-_ABANDONED = 3600  # seconds after which an unfinished file belongs to nobody
+_SUFFIX = ".kernel"
 _MAGIC = b"hf_vq kernel 1"
 
 
@@ -46,9 +44,15 @@ class Store:
         self.limit = limit
         self._images: dict[str, bytes] = {}
         self._usable = True
+        self._tidied = False
 
     def fetch(self, key: str, make: Callable[[], bytes]) -> bytes:
         """The image of `key`; where there is none, what `make()` gives, kept from now on."""
+        if not self._tidied:  # once a process: what was killed may never be asked for again
+            self._tidied = True
+            if self._trusts_folder():
+                with suppress(OSError):
+                    self._evict()
         image = self._images.get(key) or self._read(key)
         if image is None:
             image = make()
@@ -111,15 +115,9 @@ class Store:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._trusts_folder():  # which may be there only now
                 return
-            number, name = tempfile.mkstemp(_UNFINISHED, key[:16], self.folder)
-            try:
-                with os.fdopen(number, "wb") as file:
-                    file.write(_header(image) + b"\n" + image)
-                os.replace(name, self.path(key))
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(name)
-                raise
+            with hidden_file(self.path(key)) as path:
+                path.touch(mode=0o600)
+                path.write_bytes(_header(image) + b"\n" + image)
             self._evict()
         except OSError as error:
             self._give_up(
@@ -128,16 +126,15 @@ class Store:
             )
 
     def _evict(self) -> None:
-        """Remove the oldest entries beyond the limit, and what killed processes left unfinished."""
+        """Remove the oldest entries beyond the limit, and what killed processes left."""
+        remove_leftovers(self.folder, None)
         entries, total = [], 0
         for path in self.folder.iterdir():
-            try:
-                status = path.stat()
-                if path.suffix == _UNFINISHED and time.time() - status.st_mtime > _ABANDONED:
-                    path.unlink()
-            except OSError:  # another process was faster
-                continue
             if path.suffix == _SUFFIX:
+                try:
+                    status = path.stat()
+                except OSError:  # another process was faster
+                    continue
                 entries.append((status.st_mtime, path, status.st_size))
                 total += status.st_size
         for _, path, size in sorted(entries):

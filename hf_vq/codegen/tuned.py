@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..formats.hidden import hidden_file
 from .store import default_store
 
 if TYPE_CHECKING:
@@ -68,15 +66,8 @@ def keep(found: dict[LinearProblem, LinearPlan], path: Path | None = None) -> Pa
     for problem, plan in found.items():
         table.setdefault(gpu(problem), {})[name(problem)] = knobs(plan)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    number, temporary = tempfile.mkstemp(".unfinished", path.name, path.parent)
-    try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(text(table))
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with hidden_file(path) as temporary:
+        temporary.write_text(text(table), encoding="utf-8")
     _on_disk.cache_clear()
     _shipped.cache_clear()
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -26,9 +27,7 @@ def is_ours(text: str) -> bool:
 def loading_class(model: Any) -> str:
     """Name of the class in `transformers` that loads a saved `model`: an Auto class if one does."""
     kind = type(model)
-    autos = [name for name in dir(transformers) if name.startswith("AutoModel")]
-    # Many models appear under ForPreTraining once more.
-    for name in sorted(autos, key=lambda name: (name == "AutoModelForPreTraining", name)):
+    for name in _auto_classes():
         mapping = getattr(getattr(transformers, name), "_model_mapping", None)
         found = mapping.get(type(model.config), ()) if mapping is not None else ()
         if kind in (found if isinstance(found, tuple) else (found,)):
@@ -36,6 +35,14 @@ def loading_class(model: Any) -> str:
     if hasattr(transformers, kind.__name__):
         return kind.__name__
     return "AutoModelForCausalLM" if kind.__name__.endswith("ForCausalLM") else "AutoModel"
+
+
+@functools.cache
+def _auto_classes() -> list[str]:
+    """Names in the order they are asked in. `dir(transformers)` takes most of a second."""
+    autos = [name for name in dir(transformers) if name.startswith("AutoModel")]
+    # Many models appear under ForPreTraining once more.
+    return sorted(autos, key=lambda name: (name == "AutoModelForPreTraining", name))
 
 
 def model_card(model: Any) -> str:

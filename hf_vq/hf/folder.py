@@ -3,17 +3,20 @@
 The new files are made in a hidden folder beside the target, which then takes the target's place in
 one step: a killed save leaves the old folder or the new one. Where a folder cannot be replaced (it
 is a mount point, the working directory, or its parent is read-only) they are made in a hidden
-folder inside it and moved one by one: each file is the old one or the new one.
+folder inside it, and moved one by one once all are there. Whoever saves or loads there next
+finishes that: `recover`.
 
-    .model.hf_vq-x1y2/lock      locked while its process lives
+    .model.hf_vq-x1y2.lock      locked while its process lives, see `formats.hidden`
     .model.hf_vq-x1y2/new       the files that are being written
     .model.hf_vq-x1y2/old       the target, between two renames
+    .model.hf_vq-x1y2/commit    inside the target: all files are in `new`, the save has happened
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import re
 import shutil
@@ -22,12 +25,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+from ..errors import VQFormatError
+from ..formats.hidden import hidden_folder, leftovers
 
 _AT_FDCWD = -100
 _EXCHANGE = {"linux": ("renameat2", 2), "darwin": ("renamex_np", 2)}
-_LOCKED = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
 _NOT_REPLACEABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
+_COMMIT = "commit"
 
 
 @contextmanager
@@ -46,28 +51,71 @@ def replacing(target: Path, variant: str | None = None, writes: bool = True) -> 
         return
     target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
-    _recover(target)
+    recover(target)
     beside = not _must_stay(target)
-    with _hidden_folder(target, beside) as work:
+    with hidden_folder(*((target.parent, target.name) if beside else (target, ""))) as work:
         new = work / "new"
         new.mkdir()
         yield new
         if not target.exists():
             new.rename(target)
             return
-        written = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]
         if not beside:
-            _move_files(new, target, written, variant)
+            _commit(work, target, variant)
             return
+        written = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]
         _keep_other_files(target, new, variant)
         shutil.copymode(target, new)
         if exchange(new, target) or _rename_twice(new, target):
             return
-        with _hidden_folder(target, beside=False) as inside:
+        with hidden_folder(target) as inside:
             for name in written:
-                (inside / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(new / name, inside / name)
-            _move_files(inside, target, written, variant)
+                (inside / "new" / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(new / name, inside / "new" / name)
+            _commit(inside, target, variant)
+
+
+def recover(target: Path) -> bool:
+    """Finish or undo what killed saves to `target` began, and remove what they left.
+
+    Returns:
+        Whether a save into the folder itself was finished: its files have changed.
+
+    Raises:
+        OSError: it cannot be finished.
+    """
+    target = Path(os.path.realpath(target))
+    for work in leftovers(target.parent, target.name):
+        if (work / "old").is_dir() and not target.exists():
+            (work / "old").rename(target)
+    finished = False
+    for work in leftovers(target):
+        if (work / _COMMIT).is_file():
+            _finish(work, target)
+            finished = True
+    return finished
+
+
+def check_whole(folder: Path) -> None:
+    """Stop if a save into a folder was killed between its files, or goes on; finish it if it was.
+
+    Raises:
+        VQFormatError: the folder has changed, or changes now.
+    """
+    try:
+        if not any(folder.glob(f".hf_vq-*/{_COMMIT}")):
+            return
+        done = recover(folder)
+    except OSError as error:
+        raise VQFormatError(
+            f"a save into {folder} was interrupted, and cannot be finished: {error.strerror}. "
+            "Load it once with an account that may write there, or save again."
+        ) from None
+    raise VQFormatError(
+        f"a save into {folder} was interrupted, and has been finished now. Load it again."
+        if done
+        else f"another process saves into {folder}. Load it again when that is done."
+    )
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -97,65 +145,6 @@ def _must_stay(target: Path) -> bool:
     return used or os.path.ismount(target) or not os.access(target.parent, os.W_OK)
 
 
-@contextmanager
-def _hidden_folder(target: Path, beside: bool) -> Iterator[Path]:
-    """A new locked folder beside `target` or inside it, removed at the end."""
-    parent, prefix = (target.parent, f".{target.name}.") if beside else (target, ".")
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}hf_vq-", dir=parent))
-        try:
-            with (folder / "lock").open("wb") as held:
-                lock(held, wait=True)
-                if os.path.exists(held.name):
-                    yield folder
-                    return
-                # Another process took it for a leftover, just before it was locked.
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def lock(file: IO[bytes], wait: bool = False) -> bool | None:
-    """Lock a file until it is closed or the process ends, whatever machine others ask from.
-
-    Returns:
-        False if another process holds it, None on a file system without locks.
-    """
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in _LOCKED else None
-    return True
-
-
-def _recover(target: Path) -> None:
-    """Remove what killed saves to `target` left; put the target back if one died renaming it."""
-    beside = re.compile(re.escape(f".{target.name}.hf_vq-") + r"\w+")
-    inside = re.compile(r"\.hf_vq-\w+")
-    for folder, pattern in ((target.parent, beside), (target, inside)):
-        try:
-            found = [entry for entry in folder.iterdir() if pattern.fullmatch(entry.name)]
-        except OSError:  # it does not exist, or may not be listed
-            continue
-        for entry in found:
-            try:
-                held = (entry / "lock").open("r+b")
-            except OSError:  # it was just made, or belongs to somebody else
-                continue
-            with held:
-                dead = lock(held)
-                if dead and (entry / "old").is_dir() and not target.exists():
-                    (entry / "old").rename(target)
-            if dead:
-                shutil.rmtree(entry, ignore_errors=True)
-
-
 def _rename_twice(new: Path, target: Path) -> bool:
     """Replace a folder where the file system cannot exchange; False if it must stay in its place.
 
@@ -176,20 +165,41 @@ def _rename_twice(new: Path, target: Path) -> bool:
     return True
 
 
-def _move_files(source: Path, target: Path, names: list[Path], variant: str | None) -> None:
-    """Move files into a folder one by one: config.json last, just after the weights."""
-    weights = _weights(variant)
+def _commit(work: Path, target: Path, variant: str | None) -> None:
+    """Put the files of `work / "new"` into a folder, and remove weights of an earlier save."""
+    weights, new = _weights(variant), work / "new"
+    gone = [
+        entry.name
+        for entry in target.iterdir()
+        if weights.fullmatch(entry.name) and not (new / entry.name).exists()
+    ]
+    partial = work / "partial"
+    partial.write_text(json.dumps({"gone": gone}), encoding="utf-8")
+    partial.replace(work / _COMMIT)  # from here on the save has happened
+    _finish(work, target)
 
-    def order(name: Path) -> tuple[bool, bool, bool]:
-        is_weight = weights.fullmatch(name.name) is not None
-        return name.name == "config.json", is_weight, name.suffix == ".json"
 
-    for name in sorted(names, key=order):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).replace(target / name)
-    for entry in list(target.iterdir()):
-        if weights.fullmatch(entry.name) and Path(entry.name) not in names:
-            entry.unlink()
+def _finish(work: Path, target: Path) -> None:
+    """Move what is in `work / "new"`: config.json first, so that who loads meets `check_whole`.
+
+    The folder may come from anywhere: nothing outside of it is written or removed.
+    """
+    try:
+        gone = json.loads((work / _COMMIT).read_text(encoding="utf-8"))["gone"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        gone = []  # nothing that a save wrote
+    new = work / "new"
+    found = [path.relative_to(new) for path in new.rglob("*") if not path.is_dir()]
+    for name in sorted(found, key=lambda name: (name.name != "config.json", name)):
+        place = target / name
+        if not all(p.resolve().is_relative_to(target) for p in (place.parent, (new / name).parent)):
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (new / name).replace(place)
+    for name in gone if isinstance(gone, list) else []:
+        if isinstance(name, str) and _ANY_WEIGHTS.fullmatch(name):
+            (target / name).unlink(missing_ok=True)
+    (work / _COMMIT).unlink()
 
 
 def _keep_other_files(source: Path, destination: Path, variant: str | None) -> None:
@@ -211,6 +221,9 @@ def _weights(variant: str | None) -> re.Pattern[str]:
     part = rf"\.{re.escape(variant)}" if variant else ""
     index = rf"model\.safetensors\.index{part}\.json"
     return re.compile(rf"{index}|model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+
+
+_ANY_WEIGHTS = re.compile(r"model[\w.-]*\.safetensors|model\.safetensors\.index[\w.-]*\.json")
 
 
 def _link(source: str | Path, destination: str | Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,7 @@ from . import checkpoint as stored_files
 from .config import QUANT_METHOD, VQConfig
 from .conversions import dense_conversions, renamer
 from .embeddings import check_embedding, replace_embedding, restore_embedding
+from .folder import check_whole
 from .fused_inputs import fuse_inputs, separate_inputs
 from .integrity import check, take_record
 from .layers import check_entries, check_pass2, matches
@@ -84,6 +87,8 @@ class VQHfQuantizer(HfQuantizer):
             )
         if ranks(model) > 1 and not hasattr(HfQuantizer, "update_parallel_plan"):
             raise VQConfigError("tensor parallelism needs a newer Transformers: 5.23 or later.")
+        for folder in {os.path.dirname(file) for file in checkpoint_files or []}:
+            check_whole(Path(folder))
         files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
         if self.pre_quantized and files:
             self._checkpoint = stored_files.Checkpoint(files)

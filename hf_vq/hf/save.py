@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import hf_api
 
 from ..errors import VQError
+from ..formats.hidden import hidden_file
 from .card import CARD, is_ours, model_card
 from .config import QUANT_METHOD
 from .folder import replacing
@@ -117,9 +118,8 @@ def check_card(folder: str | os.PathLike[str]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with hidden_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 _HUB = (

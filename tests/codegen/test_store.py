@@ -13,6 +13,7 @@ import pytest
 from hf_vq import env
 from hf_vq.codegen import store as store_module
 from hf_vq.codegen.store import Store, default_store
+from hf_vq.formats.hidden import hidden_folder
 
 IMAGE = bytes(range(256)) * 40
 
@@ -101,15 +102,20 @@ def test_a_process_killed_while_writing(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    (left,) = tmp_path.iterdir()
-    assert left.suffix == ".unfinished"
-    store = Store(tmp_path)
-    assert store.fetch("key", lambda: IMAGE) == IMAGE
-    assert left.exists()  # it could belong to a process that still writes
-    old = time.time() - 2 * store_module._ABANDONED
-    os.utime(left, (old, old))
-    store.fetch("other", lambda: IMAGE)
-    assert not left.exists()
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert len(left) == 2 and left[1] == f"{left[0]}.lock"
+    with hidden_folder(tmp_path, "other.kernel") as alive:
+        assert Store(tmp_path).fetch("third", lambda: IMAGE) == IMAGE
+        found = {path.name for path in tmp_path.iterdir()}
+        assert found == {"third.kernel", alive.name, f"{alive.name}.lock"}
+
+
+def test_a_process_that_only_reads_removes_what_was_killed(tmp_path):
+    Store(tmp_path).fetch("key", lambda: IMAGE)
+    (tmp_path / ".other.kernel.hf_vq-12345678").mkdir()
+    (tmp_path / ".other.kernel.hf_vq-12345678.lock").touch()
+    assert Store(tmp_path).fetch("key", never) == IMAGE
+    assert [path.name for path in tmp_path.iterdir()] == ["key.kernel"]
 
 
 def _fetch_many(folder, barrier, answers):

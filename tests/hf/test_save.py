@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_vq.errors import VQFormatError
+from hf_vq.formats.hidden import hidden_folder
 from hf_vq.hf import folder as module
 from hf_vq.hf import save
 from hf_vq.hf.folder import exchange, replacing
@@ -112,8 +114,8 @@ def killed(quantized, tmp_path_factory):
 def test_a_killed_save_leaves_the_old_model_or_the_new_one(saved, killed, quantized, point):
     target, new = killed[point], quantized("llama", "vq-3")
     if point == "between the renames":
-        assert len(os.listdir(target.parent)) == 1 and not target.exists()
-        module._recover(target)  # as the next save begins
+        assert len(os.listdir(target.parent)) == 2 and not target.exists()
+        module.recover(target)  # as the next save begins
         assert contents(target.parent) == contents(saved.parent)
         return
     now = contents(target)
@@ -123,7 +125,7 @@ def test_a_killed_save_leaves_the_old_model_or_the_new_one(saved, killed, quanti
         assert now["notes.txt"] == b"mine" and now["logs/one.txt"] == b"mine too"
     else:
         assert now == contents(saved)
-    assert len(os.listdir(target.parent)) == 2  # the hidden folder of the dead process
+    assert len(os.listdir(target.parent)) == 3  # the dead process's hidden folder and its lock
     LOAD(new).save_pretrained(target)
     assert os.listdir(target.parent) == ["model"]
     assert LOAD(target).config.quantization_config.scheme_name == "vq-3"
@@ -265,17 +267,81 @@ def test_a_failed_save_in_place_changes_nothing(small, monkeypatch):
     assert contents(small) == before
 
 
-def test_in_place_the_config_is_moved_last(small, monkeypatch):
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("moved", range(5))
+def test_a_save_in_place_that_was_killed_is_finished(small, monkeypatch, moved):
+    """By whoever comes next; before all files are there, it is undone."""
+    before = contents(small)
     monkeypatch.chdir(small)
-    moved, replace = [], Path.replace
-    monkeypatch.setattr(Path, "replace", lambda a, b: moved.append(b.name) or replace(a, b))
-    with replacing(small) as folder:
-        for name in ("config.json", "model.safetensors.index.json", "a.txt", "z.txt"):
-            (folder / name).write_text("new")
-        for part in (1, 2):
-            (folder / f"model-0000{part}-of-00002.safetensors").write_text("new")
-    assert set(moved[:2]) == {"a.txt", "z.txt"}
-    assert moved[-2:] == ["model.safetensors.index.json", "config.json"]
+    child = os.fork()
+    if child == 0:
+        replace, done = Path.replace, []
+
+        def count(source, target):
+            if len(done) == moved:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done.append(target)
+            return replace(source, target)
+
+        Path.replace = count
+        with replacing(small) as folder:
+            write_new(folder)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    if moved == 0:
+        module.check_whole(small)
+        assert not module.recover(small) and contents(small) == before
+        return
+    if moved > 1:
+        assert (small / "config.json").read_bytes() == b"new"  # so that hf_vq is asked
+    with pytest.raises(VQFormatError, match=r"has been finished now\. Load it again"):
+        module.check_whole(small)
+    module.check_whole(small)
+    assert contents(small) == {**NEW, "notes.txt": b"old"}
+    assert not [name for name in os.listdir(small) if name.startswith(".")]
+
+
+def test_a_folder_that_is_saved_into_is_not_loaded(saved, monkeypatch):
+    """Half of its files may be new; what was killed there is finished first."""
+    new = contents(saved)
+    with replacing(saved, writes=False):
+        pass
+    with hidden_folder(saved) as work:
+        (work / "new").mkdir()
+        (saved / "config.json").rename(work / "new" / "config.json")
+        (saved / "config.json").write_bytes(new["config.json"].replace(b"vq2x8", b"vq4x8"))
+        (work / "commit").write_text('{"gone": []}')
+        with pytest.raises(VQFormatError, match="another process saves"):
+            LOAD(saved)
+        monkeypatch.setattr("hf_vq.formats.hidden._remove", lambda *paths: None)  # as if killed
+    monkeypatch.undo()
+    with pytest.raises(VQFormatError, match="Load it again"):
+        LOAD(saved)
+    LOAD(saved)
+    assert contents(saved) == new
+
+
+@pytest.mark.parametrize("place", ["new", "new/a", "a"])
+def test_nothing_outside_of_a_folder_is_moved(small, tmp_path, place):
+    """A hidden folder may come from anywhere, with links and names of its own."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine").write_text("mine")
+    work = small / ".hf_vq-00000000"
+    (work / "new").mkdir(parents=True)
+    (small / ".hf_vq-00000000.lock").touch()
+    (work / "commit").write_text(json.dumps({"gone": ["../outside/mine", "notes.txt", 7]}))
+    if place == "new":
+        (work / "new").rmdir()
+        (work / "new").symlink_to(outside)
+    elif place == "new/a":
+        (work / "new" / "a").symlink_to(outside)
+    else:
+        (small / "a").symlink_to(outside)
+        (work / "new" / "a").mkdir()
+        (work / "new" / "a" / "mine").write_text("theirs")
+    module.recover(small)
+    assert contents(outside) == {"mine": b"mine"} and (small / "notes.txt").exists()
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -284,7 +350,8 @@ def test_only_folders_of_dead_processes_are_removed(small, monkeypatch, inside):
     foreign = small.parent / ".small.hf_vq-foreign"
     for folder in (dead, foreign):
         folder.mkdir()
-    (dead / "lock").touch()
+    lock = dead.with_name(dead.name + ".lock")
+    lock.touch()
     with replacing(small, writes=False):
         pass  # another rank of the same save removes nothing
     assert dead.exists()
@@ -292,7 +359,7 @@ def test_only_folders_of_dead_processes_are_removed(small, monkeypatch, inside):
         monkeypatch.chdir(small)
     with replacing(small) as first:
         with replacing(small) as second:
-            assert first.is_dir() and second != first and not dead.exists()
+            assert first.is_dir() and second != first and not dead.exists() and not lock.exists()
             (second / "config.json").write_text("second")
         (first / "config.json").write_text("first")
     assert (small / "config.json").read_text() == "first"

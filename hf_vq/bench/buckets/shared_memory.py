@@ -17,7 +17,8 @@ _THREADS = 1024
 _SOURCE = """
 extern "C" __global__ void fill(unsigned word, int words) {
   extern __shared__ unsigned shared[];
-  for (int i = threadIdx.x; i < words; i += blockDim.x) static_cast<volatile unsigned*>(shared)[i] = word;
+  volatile unsigned* const to = shared;
+  for (int i = threadIdx.x; i < words; i += blockDim.x) to[i] = word;
 }
 """
 

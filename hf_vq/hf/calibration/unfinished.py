@@ -7,6 +7,7 @@
     hidden-4.safetensors    hidden states of the text between blocks 3 and 4, written before it
                             (hidden-4-1.safetensors: those of the second of several processes)
     finetune.safetensors    what moved in a fine-tuning of the whole model, after its last epoch
+    saved                   digest of the config.json of the model that is about to take its place
 
 Every file is written whole or not at all. What is read is what was written, so the result is that
 of a run that was not killed, bit by bit. The file `lock` is locked while a process is at work.
@@ -14,6 +15,7 @@ of a run that was not killed, bit by bit. The file `lock` is locked while a proc
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,11 +28,12 @@ from torch import Tensor
 from ...cache.stored import read, write
 from ...errors import VQCalibrationError
 from ...fit import FittedWeight
-from ..folder import lock
+from ...formats.hidden import hidden_file, hidden_folder, lock, remove_leftovers
 from .team import Team
 
 VERSION = 1
 _KEY = "hf_vq_calibration"
+_SAVED = "saved"
 
 
 @dataclass
@@ -95,6 +98,31 @@ def unfinished(
         yield Unfinished(folder, identity, team)
 
 
+def mark_saved(folder: Path, model: Path) -> None:
+    """Note that the calibration is in a model's folder, which takes its place just after this."""
+    with hidden_file(folder / _SAVED) as path:
+        path.write_text(_digest(model), encoding="ascii")
+
+
+def discard_if_saved(folder: Path, model: Path) -> None:
+    """Remove a calibration whose result is in a model's folder, and what is left of such removals.
+
+    It must go as a whole: half of one could not be taken up.
+    """
+    remove_leftovers(folder.parent, folder.name)
+    try:
+        saved = (folder / _SAVED).read_text(encoding="ascii") == _digest(model)
+    except OSError:
+        return
+    if saved:
+        with hidden_folder(folder.parent, folder.name) as hidden:
+            folder.rename(hidden / folder.name)
+
+
+def _digest(model: Path) -> str:
+    return hashlib.sha256((model / "config.json").read_bytes()).hexdigest()
+
+
 class Unfinished:
     """What a calibration keeps in its folder: see `unfinished`."""
 
@@ -103,8 +131,7 @@ class Unfinished:
         self.identity, self.team = identity, team
         if self.folder is None or team.rank > 0:
             return
-        for left in self.folder.glob(".*.safetensors.*"):  # of a process that was killed
-            left.unlink()
+        remove_leftovers(self.folder, None)
         self._text = self.folder / "text.safetensors"
         if self._text.exists():
             old = _read(self._text)[0]["identity"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from ...errors import VQConfigError, VQFormatError
 from ...fit import fit_weight
 from ...fit.weight import fixed_tensors
 from ...formats import digests
+from ...formats.hidden import hidden_file, lock, remove_leftovers
 from ...formats.published import LAYOUTS, TurboquantLayout
 from ...formats.published.layout import CURE
 from ...formats.qoq import QoQScheme
@@ -39,7 +39,7 @@ from ...ops import reference
 from ...transforms import rotate
 from ..checkpoint import Checkpoint
 from ..config import VQConfig
-from ..folder import lock, replacing
+from ..folder import replacing
 from ..integrity import record
 from ..operation import Progress
 from . import turboquant
@@ -109,13 +109,14 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         if lock(held) is False:
             raise VQConfigError(f"another process converts to {work}. Wait for it.")
         _check_state(work, folder, checkpoint, ours)
+        remove_leftovers(work, None)
         result = _Conversion(plan, checkpoint, ours, requantize, folder, work).run(config)
-    (work / "lock").unlink()
-    (work / _STATE).unlink()
     with replacing(Path(out)) as new:
+        (work / "lock").unlink()
+        (work / _STATE).unlink()
         for file in work.iterdir():
             file.rename(new / file.name)
-    shutil.rmtree(work)
+        work.rmdir()  # before OUT is there: nobody asks again for what is done
     return result
 
 
@@ -211,14 +212,13 @@ class _Conversion:
                     raise VQFormatError(f"{file}: {name} holds NaN or infinity. {CURE}")
         if last and self.requantize is not None:
             tensors |= self._fixed()
-        partial = target.with_suffix(".partial")
-        save_file(tensors, partial, {"format": "pt", **digests.room(tensors)})
         names = list(tensors)
-        del tensors
-        written = Checkpoint([str(partial)])
-        for layer in layers.values():
-            self._verify(layer, written)
-        os.replace(partial, target)
+        with hidden_file(target) as partial:
+            save_file(tensors, partial, {"format": "pt", **digests.room(tensors)})
+            del tensors
+            written = Checkpoint([str(partial)])
+            for layer in layers.values():
+                self._verify(layer, written)
         return {"names": names, "bits": bits, "weights": weights, "errors": dict(self.errors)}
 
     def _kept(self, name: str) -> str:
@@ -377,6 +377,5 @@ def _check_state(work: Path, folder: Path, checkpoint: Checkpoint, ours: VQConfi
 
 def _write(path: Path, found: Any) -> None:
     """Write JSON, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(found), encoding="utf-8")
-    os.replace(partial, path)
+    with hidden_file(path) as partial:
+        partial.write_text(json.dumps(found), encoding="utf-8")

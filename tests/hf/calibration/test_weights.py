@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 
 from hf_vq.errors import VQCalibrationError, VQConfigError, VQError
 from hf_vq.fit.ldlq import Feedback
+from hf_vq.formats.hidden import lock
 from hf_vq.hf import VQConfig
 from hf_vq.hf.calibration import feedbacks, weights
 from hf_vq.hf.calibration.blocks import Blocks, find_blocks
 from hf_vq.hf.calibration.moments import Listener
 from hf_vq.hf.calibration.text import find_text, sample_text, sequences_of, spread
 from hf_vq.hf.calibration.weights import subfolder
-from hf_vq.hf.folder import lock
 
 CALIBRATION = {"text": "model", "tokens": 256, "context": 32}
 

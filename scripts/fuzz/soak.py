@@ -1,0 +1,101 @@
+"""`generate` at mixed lengths for as long as asked: memory must not grow.
+
+    python scripts/fuzz/soak.py [--seconds 3600] [--device cuda] [--out RECORD]
+
+Models and caches are made and dropped all the time. Memory is looked at after every round: what the
+process holds, and what PyTorch holds of a GPU. The largest of the last tenth of the rounds may be
+GROWTH above the largest of the second tenth, not more. Exit status 1 if it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import models
+import torch
+import transformers
+
+from hf_vq import VQCache
+from hf_vq.bench.record import make_record, write_record
+from hf_vq.hf import register
+
+GROWTH = 4 << 20  # bytes: what an allocator may still find
+SCHEMES = ("u4", "u3", "u2", "turboquant-4", "qserve-kv4")
+KINDS = ("vq-4", "qoq-w4a8", "turboquant-4+4", "mixed")
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def round_of(rng: random.Random, saved: dict[str, Path], device: str) -> int:
+    """Load a model, generate with a few caches, drop all; tokens that were made."""
+    model = models.load(saved[rng.choice(KINDS)]).to(device)
+    model.set_attn_implementation(rng.choice(["vq", "sdpa"]))
+    count = 0
+    for _ in range(8):
+        batch, length = rng.choice([1, 1, 2, 4]), rng.randint(1, 60)
+        ids = torch.randint(3, 48, (batch, length), device=device)
+        cache = VQCache(model.config, rng.choice(SCHEMES), window=rng.choice([0, 8, 64]))
+        new = rng.randint(1, 40)
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new,
+            min_new_tokens=new, do_sample=rng.random() < 0.5,
+        )  # fmt: skip
+        count += batch * (found.shape[1] - length)
+    return count
+
+
+def main() -> int:
+    """0 if memory is flat."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=3600, help="%(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="%(default)s")
+    parser.add_argument("--device", default="cpu", help="%(default)s")
+    parser.add_argument("--out", type=Path, help="write a record")
+    args = parser.parse_args()
+    register()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity(60)
+    warnings.simplefilter("ignore")
+    rng = random.Random(args.seed)
+    torch.manual_seed(args.seed)
+    memory: dict[str, list[int]] = {"rss": [], "gpu": []}
+    with tempfile.TemporaryDirectory() as folder:
+        saved = models.checkpoints(Path(folder))
+        start, tokens = time.monotonic(), 0
+        while time.monotonic() - start < args.seconds:
+            tokens += round_of(rng, saved, args.device)
+            memory["rss"].append(resident())
+            if args.device != "cpu":
+                memory["gpu"].append(torch.cuda.memory_allocated())
+    rounds, seconds = len(memory["rss"]), time.monotonic() - start
+    row: dict[str, object] = {"rounds": rounds, "tokens": tokens, "seconds": round(seconds, 1)}
+    grown = {}
+    tenth = max(rounds // 10, 1)
+    for kind, found in memory.items():
+        if found:
+            row[f"{kind}_begin"] = max(found[tenth : 2 * tenth] or found)
+            row[f"{kind}_end"] = max(found[-tenth:])
+            grown[kind] = int(str(row[f"{kind}_end"])) - int(str(row[f"{kind}_begin"]))
+    changes = ", ".join(f"{kind} {bytes_ / 1e6:+.2f} MB" for kind, bytes_ in grown.items())
+    print(f"soak: {rounds} models, {tokens} tokens, {seconds:.0f} s: {changes}")
+    if args.out is not None:
+        command = f"python scripts/fuzz/soak.py --seconds {args.seconds:g}"
+        command += "" if args.device == "cpu" else f" --device {args.device}"
+        settings = {"seconds": args.seconds, "seed": args.seed, "device": args.device}
+        record = make_record("soak", command, settings, {"rows": [row]}, device=args.device)
+        write_record(record, args.out)
+    return int(any(bytes_ > GROWTH for bytes_ in grown.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
