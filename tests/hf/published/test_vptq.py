@@ -1,5 +1,7 @@
 """VPTQ: vectors along the output dimension, outliers, an order of columns; kept as published."""
 
+import json
+
 import pytest
 import torch
 from published_models import dense_twin, make_vptq, vptq_layer
@@ -127,3 +129,21 @@ def test_requantize(tmp_path):
     for name, module in vq_modules(LOAD(tmp_path / "out")).items():
         exact = dense[f"{name}.weight"]
         assert (module.decoded() - exact).square().sum() < 0.02 * exact.square().sum()
+
+
+@pytest.mark.parametrize("variant", ["groups, shared", "experts"])
+def test_a_converted_layout_is_what_was_written(tmp_path, variant, capsys):
+    """The layouts of layers are part of their digests, whatever the layers' names in the file."""
+    name, options = VARIANTS[variant]
+    make_vptq(tmp_path / "in", name, **options)
+    out = tmp_path / "out"
+    assert main(["convert", str(tmp_path / "in"), str(out)]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(out)]) == 0
+    assert "all as saved" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text())
+    layer, layout = list(config["quantization_config"]["layouts"].items())[-1]
+    layout["dtype"] = "float32" if layout["dtype"] == "float16" else "float16"
+    (out / "config.json").write_text(json.dumps(config))
+    assert main(["verify", str(out)]) == 1
+    assert f"{layer.rpartition('.')[2]}.weight is not what was saved" in capsys.readouterr().out
