@@ -165,7 +165,8 @@ class _Worker:
         self.attempt, self.seed, self.name, self.memory = attempt, seed, name, memory
         self.next, self.step = first, step
         self.pid = 0
-        self.pipe: IO[bytes]
+        self.pipe = -1  # where it tells of its tries, a line each
+        self.told = b""  # of a line that has no end yet
         self.heard = 0.0
         self.done = False
 
@@ -184,7 +185,7 @@ class _Worker:
                 self._work(told, deadline, tries)
             os._exit(0)
         os.close(writing)
-        self.pid, self.pipe, self.heard = pid, os.fdopen(reading, "rb"), time.monotonic()
+        self.pid, self.pipe, self.told, self.heard = pid, reading, b"", time.monotonic()
 
     def _work(self, told: IO[str], deadline: float, tries: int | None) -> None:
         os.setpgid(0, 0)
@@ -197,20 +198,22 @@ class _Worker:
             told.write(json.dumps([number, outcome, finding, count]) + "\n")
 
     def read(self, report: Report) -> None:
-        line = self.pipe.readline()
-        if not line:
+        data = os.read(self.pipe, 1 << 16)
+        if not data:
             self.lost(report, "")
             return
-        number, *found = json.loads(line)
-        report.add(number, *found)
-        self.next, self.heard = number + self.step, time.monotonic()
+        *lines, self.told = (self.told + data).split(b"\n")
+        for line in lines:
+            number, *found = json.loads(line)
+            report.add(number, *found)
+            self.next, self.heard = number + self.step, time.monotonic()
 
     def lost(self, report: Report, reason: str) -> None:
         """The worker is gone, or has to go; the try that it was at is what did it."""
         if reason:
             os.killpg(self.pid, signal.SIGKILL)
         status = os.waitpid(self.pid, 0)[1]
-        self.pipe.close()
+        os.close(self.pipe)
         self.pid = 0
         if status == 0:
             self.done = True

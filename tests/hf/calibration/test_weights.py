@@ -165,7 +165,10 @@ def test_killed_at_any_point_it_goes_on(calibrate, tmp_path, monkeypatch):
                 patch.setattr(os, "replace", lambda s, t, b=before, n=name: dying(s, t, b, n))
                 with pytest.raises(Killed):
                     calibrate(resume=str(folder))
-            (folder / ".block-0.safetensors.0123").write_bytes(b"half a file")
+            left = folder / ".block-0.safetensors.hf_vq-0123"
+            left.mkdir()
+            (left / "block-0.safetensors").write_bytes(b"half a file")
+            left.with_name(f"{left.name}.lock").touch()
     check(calibrate(resume=str(folder)))
 
 
