@@ -23,6 +23,8 @@ from hf_vq.errors import VQError
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Slow, not wrong.
+    pytest.mark.filterwarnings("ignore:.* spills .* bytes per thread:RuntimeWarning"),
 ]
 
 PARTS = {"attention": 45, "linear-turboquant-1": 20, "linear-turboquant-1+1": 15, "append": 15,

@@ -101,17 +101,24 @@ class AttentionCase:
         plan, asked = self.plan(arch), self.problem(arch)
         across = -(-asked.columns // plan.queries)
         count = splits(plan, self.rows * self.heads * across, -(-self.tokens // TOKENS), arch)
+        way = (plan.query_tiles, plan.turns, plan.paired, across > 1)
+        block, bucket = (plan.threads, plan.resident), (asked.groups, asked.tokens, bool(self.page))
+        usual = self.dims == (128, 128)
         return {
+            "each size of heads": (self.scheme, self.dims),
+            "each size of heads by queries": (self.dims, way),
+            "each size of heads by block": (self.dims, block, plan.steps, plan.depth),
+            "each block of a bucket": (self.scheme, bucket, block),
+            "each way of a bucket": (self.scheme, *bucket[:2], way) if usual else None,
             "scheme": self.scheme,
-            "bucket": (asked.groups, asked.tokens, bool(self.page)),
+            "bucket": bucket,
             "page": self.page or self.static,
-            "dims": self.dims,
-            "queries of a kv head": (plan.query_tiles, plan.turns, plan.paired, across > 1),
+            "queries of a kv head": way,
             "one query": self.queries == 1,
             "dtype": self.dtype,
             "mask": self.mask,
             "softcapped": self.softcapped,
-            "block": (plan.threads, plan.resident),
+            "block": block,
             "steps": (plan.steps, plan.depth),
             "split": count > 1,
         }

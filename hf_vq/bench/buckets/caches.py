@@ -21,7 +21,7 @@ from ...ops.static import StaticKV
 from .case import kv_codebook
 
 Cached = CachedKV | StaticKV | PagedKV
-_AT_A_TIME = 1 << 26  # numbers of keys, for which float64 is computed
+_AT_A_TIME = 1 << 25  # numbers of keys, for which float64 is computed
 _BESIDE = 3  # tokens of a tape that are not the cache's
 _POOL = 8192  # tokens of the pages that requests share, at most
 _USUAL = 1000  # tokens of requests that are not the longest
