@@ -174,6 +174,8 @@ def _scaled_dot_product_attention(
     if dropout_p or is_causal or not isinstance(key, VQHandle):
         return None
     fresh, packed = key.update.cached.fresh, query.shape[2]
+    if attn_mask is not None:  # of any shape that broadcasts
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
     if fresh == 1 and packed > 1:
         # Transformers folds the query heads of one token into the query dimension (`pack_gqa`).
         if attn_mask is not None and attn_mask.shape[-2] != 1:

@@ -42,6 +42,7 @@ class AttentionPlan(Plan):
         key_integers: whether codes are integers with a scale and a zero per token
             (kernels/cuda/attention_integers.cuh); there is no codebook then.
         key_block: numbers that were rotated together; 1 = none.
+        one_codebook: whether keys and values have the same one, that of the universal scheme.
         query_tiles: tiles of 8 columns.
         turns: columns of a query, each of tokens that lanes look up in one of so many orders
             (kernels/cuda/attention_turns.cuh).
@@ -72,6 +73,7 @@ class AttentionPlan(Plan):
     value_learned: bool
     value_integers: bool
     value_block: int
+    one_codebook: bool
     query_tiles: int
     turns: int
     paired: bool
@@ -109,7 +111,7 @@ class AttentionPlan(Plan):
         universal = [side for side, other in sides if not other]
         bits = [y * fused for _, y, fused in universal]
         each = [(256 if y == 8 else BANKS) << y for y in bits]
-        if universal == [key, key] or bits == [8, 8]:
+        if self.one_codebook or bits == [8, 8]:
             return each[0]
         return found + sum(each)
 

@@ -121,11 +121,18 @@ def plan_of(
         value_dim=problem.value_dim, value_vector_size=value.vector_size,
         value_entry_bits=value.entry_bits, value_fused=fused(value),
         value_learned=not value.has_scale, value_integers=value.has_zero,
-        value_block=value.block(problem.value_dim),
+        value_block=value.block(problem.value_dim), one_codebook=_one_codebook(key, value),
         query_tiles=tiles, turns=turns, paired=_pairs(problem), steps=steps, depth=depth,
         bulk=problem.arch.overlaps_launches, queries_in_registers=tiles == 1,
         mask=problem.mask, softcapped=problem.softcapped, page=problem.page,
     )  # fmt: skip
+
+
+def _one_codebook(key: VQScheme, value: VQScheme) -> bool:
+    """Whether keys and values share a codebook. Learned ones are of the keys or of the values, even
+    where both have one scheme."""
+    sizes = [(side.vector_size, side.entry_bits) for side in (key, value)]
+    return key.codebook == value.codebook == "universal" and sizes[0] == sizes[1]
 
 
 def _pairs(problem: AttentionProblem) -> bool:

@@ -7,7 +7,7 @@
 //     index i    [copy 0 copy 1 .. copy 31]     4-byte entries (two numbers); 8-byte entries: 16 copies
 //
 // and 256 bytes from one index to the next let one byte permutation make an address of a code. Keys and values of one
-// scheme share a table; two tables of byte-wide indexes lie interleaved, 128 bytes each.
+// universal codebook share a table; two tables of byte-wide indexes lie interleaved, 128 bytes each.
 //
 // A table has
 //
@@ -47,7 +47,7 @@ template <class Side> struct UniversalTable {
   static constexpr bool by_bytes = Index<Side>::bits == 8;
   static constexpr int stride = by_bytes ? 256 : 128;
   static constexpr bool keys_too = of_values && !Keys::learned && !Keys::integers;  // have such a table
-  static constexpr bool same = keys_too && Keys::x == Side::x && Keys::entry_bits == Side::entry_bits;
+  static constexpr bool same = keys_too && Plan::one_codebook;
   static constexpr bool beside = keys_too && !same && by_bytes && Index<Keys>::bits == 8;
   static constexpr int offset = beside ? 128 : same ? 0 : after_keys<Side>;
   static constexpr int bytes = same || beside ? 0 : entries * stride;
