@@ -65,9 +65,9 @@ def test_only_our_own_errors_are_refusals():
             return campaign.outcome_of_error(error)
 
     from hf_vq.formats.hidden import hidden_file
-    from hf_vq.hf.published.convert import _read
+    from hf_vq.hf.published.source import read_json
 
-    assert outcome(lambda: _read(Path("absent"))) == "refused"
+    assert outcome(lambda: read_json(Path("absent"))) == "refused"
     assert outcome(lambda: int("x")) == "refused by others"
     with pytest.raises(campaign.Finding, match=r"FileNotFoundError at hidden\.py"):
         outcome(lambda: hidden_file(Path("absent/file")).__enter__())

@@ -48,7 +48,7 @@ def test_a_file_is_old_or_new_and_nothing_is_left(tmp_path):
         if not again:
             break
         events += 1
-    assert events > 8
+    assert events >= 6  # lock, folder, file, and all three again
 
 
 def test_folders_of_others_stay(tmp_path):

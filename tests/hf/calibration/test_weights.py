@@ -77,6 +77,7 @@ def test_what_is_recorded(calibrate, dense, tmp_path):
     assert all(0 < error < 0.03 for error in about["output_error"].values())
     model.save_pretrained(tmp_path / "saved")
     stored = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    del stored["provenance"]["digests"]  # of the files
     assert VQConfig.from_dict(stored).to_dict() == found.to_dict()
     assert str(tmp_path) not in (tmp_path / "saved" / "config.json").read_text()
     card = (tmp_path / "saved" / "README.md").read_text()
