@@ -291,7 +291,8 @@ def check_dense(model: Any, absent: Iterable[str], where: str) -> None:
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         ties.setdefault(source, {source}).add(target)
     tied = {name for group in ties.values() if group - absent for name in group}
-    saved = model.config.architectures or ()
+    named = model.config.architectures
+    saved = named if isinstance(named, list) else ()
     headless = model.base_model is model
     new_head = not headless and type(model).__name__ not in saved
     for name in sorted(absent - tied):

@@ -59,7 +59,7 @@ def load(folder: Path) -> Any:
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
     """Of some tokens."""
-    return model(torch.arange(3, 15)[None]).logits
+    return model(torch.arange(3, 15)[None], return_dict=True).logits
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
