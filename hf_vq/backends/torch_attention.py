@@ -174,6 +174,8 @@ class Attention:
             parts = [side.sinks[:, :, slots], side.floats(begin, newest)]
             if begin < end:
                 codes = self.maths.decode(side, begin, end, side.tail.dtype)
+                if codes.dtype == torch.float16:  # the largest may be infinite on the way back
+                    codes = codes.float()
                 codes = self.maths.rotate(codes, side.scheme, inverse=True)
                 parts.append(reference.in_dtype(codes, side.tail.dtype))
             sides.append(torch.cat(parts, 2))
