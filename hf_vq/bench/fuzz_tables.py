@@ -1,4 +1,5 @@
-"""Tables of the records of `make fuzz` and `scripts/fuzz/soak.py`."""
+"""Tables of the records of `make fuzz`, `scripts/fuzz/soak.py` and
+`scripts/sweep_attention_cuda.py`."""
 
 from __future__ import annotations
 
@@ -55,6 +56,28 @@ def soak() -> str:
         if f"{kind}_begin" in row
     ]  # fmt: skip
     return f"{markdown_table(head, rows)}\n\n{_source(record)}"
+
+
+def sweep() -> str:
+    """Attention over caches on a GPU: what was compared, and what was wrong."""
+    record = read_record("cuda-attention-sweep")
+    if record is None:
+        return "Not measured yet: `python scripts/sweep_attention_cuda.py --out RECORD`."
+    found, calls = record["results"], record["settings"]["calls"]
+    rows = [
+        [
+            f"`{name}`", f"{row['points']:,}", f"{row['heads']:,}", f"{row['not_finite']:,}",
+            f"{row['wrong']:,}", f"{row['calls_that_differ']:,}",
+        ]
+        for name, row in found["schemes"].items()
+    ]  # fmt: skip
+    head = ["cache", "problems", "heads", "not finite", "wrong", "calls with other bits"]
+    what = (
+        f"{found['points']:,} of the {record['settings']['points_of_the_grid']:,} problems of the "
+        f"grid, drawn at random, {calls} calls each; `python scripts/sweep_attention_cuda.py "
+        "--seconds SECONDS` draws more."
+    )
+    return f"{markdown_table(head, rows)}\n\n{what} {_source(record)}"
 
 
 def _outcomes(found: dict[str, int]) -> str:

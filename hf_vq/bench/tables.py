@@ -335,6 +335,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"results:{name}": partial(_timed_table, *of) for name, of in kv_tables.TABLES.items()},
     "results:fuzz": fuzz_tables.campaign,
     "results:soak": fuzz_tables.soak,
+    "results:sweep": fuzz_tables.sweep,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,
