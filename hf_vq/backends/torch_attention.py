@@ -173,9 +173,10 @@ class Attention:
         for side in (self.keys, self.values):
             parts = [side.sinks[:, :, slots], side.floats(begin, newest)]
             if begin < end:
-                codes = self.maths.decode(side, begin, end, side.tail.dtype)
-                if codes.dtype == torch.float16:  # the largest may be infinite on the way back
-                    codes = codes.float()
+                # What is rotated may be beyond float16 where the row itself is not.
+                half = side.tail.dtype == torch.float16
+                wide = torch.float32 if half else side.tail.dtype
+                codes = self.maths.decode(side, begin, end, wide)
                 codes = self.maths.rotate(codes, side.scheme, inverse=True)
                 parts.append(reference.in_dtype(codes, side.tail.dtype))
             sides.append(torch.cat(parts, 2))

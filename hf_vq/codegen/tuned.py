@@ -67,6 +67,7 @@ def keep(found: dict[LinearProblem, LinearPlan], path: Path | None = None) -> Pa
         table.setdefault(gpu(problem), {})[name(problem)] = knobs(plan)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with hidden_file(path) as temporary:
+        temporary.touch(mode=0o600)  # what others may write to is not trusted
         temporary.write_text(text(table), encoding="utf-8")
     _on_disk.cache_clear()
     _shipped.cache_clear()

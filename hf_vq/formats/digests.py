@@ -35,7 +35,7 @@ KEY = "hf_vq_digests"
 CURE = "Download or copy it again, or make it anew."
 _METADATA = "__metadata__"  # no tensor may have this name
 _DIGITS = 32  # hexadecimal, 128 bits
-_PIECE = 1 << 20  # bytes that a thread reads at a time: they stay in its core's cache
+_PIECE = 1 << 22  # bytes that a thread reads at a time: few turns of the interpreter's lock
 _MOST_THREADS = 4
 _SHOWN = 8  # problems in one message
 

@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
   const Staged* const known = reinterpret_cast<const Staged*>(staged + Query::bytes) + lane % 4 * (Plan::paired ? 1 : 2);
   const int group = quotient(blockIdx.x, a.inverse_splits), split = blockIdx.x - group * a.splits;
-  const int heads = quotient(group, a.inverse_across), first_column = (group - heads * a.across) * columns_of_block;
+  const int heads = quotient(group, a.inverse_across), first_column = (group - heads * a.across) * queries_of_block;
   const int row = quotient(heads, a.inverse_heads), kv_head = heads - row * a.kv_heads;
   Step::Tapes tapes(a, row, kv_head, lane);
   const KeyTable key_table(a.keys.codebook, kv_head, lane);

@@ -177,7 +177,7 @@ __device__ inline void rotate_back(const Arguments& a, const Meeting& meeting, i
 __device__ inline void finish(const Arguments& a, State& state, char* shared, int row, int kv_head, int first,
                               int group, int split, int active, bool busy, bool rotated) {
   const Meeting meeting(shared);
-  const int count = min(a.groups * a.queries - first, columns_of_block);
+  const int count = min(a.groups * a.queries - first, queries_of_block);
   __syncthreads();  // tables and codes are not needed any more
   meeting.leave(state, busy, count, threadIdx.x % 32, threadIdx.x / 32);
   __syncthreads();

@@ -21,6 +21,7 @@
 #include "attention_softmax.cuh"
 
 constexpr int columns_of_query = Plan::paired ? 2 : Plan::turns;
+constexpr int queries_of_block = columns_of_block / columns_of_query;
 static_assert(columns_of_query == 1 || Plan::query_tiles == 1, "all columns of a query are in one tile");
 
 struct Turns {

@@ -41,6 +41,12 @@ SHARES = {
 SHOWN = 3  # findings of a kind that are shown whole
 
 
+def cores() -> int:
+    """Processors that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
 def main() -> int:
     """0 if nothing was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -48,7 +54,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="%(default)s")
     parser.add_argument("--subjects", nargs="+", default=list(SHARES), choices=list(SHARES))
     parser.add_argument("--tries", type=int, help="of each subject, within the time")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="%(default)s")
+    parser.add_argument("--processes", type=int, default=cores(), help="%(default)s")
     parser.add_argument("--only", type=int, metavar="N", help="only try number N, in this process")
     parser.add_argument(
         "--built", type=Path, default=ROOT / "build" / "cpp-tests",
@@ -64,7 +70,7 @@ def main() -> int:
     shares = sum(SHARES[name] for name in args.subjects)
     start, preparing, reports = time.monotonic(), 0.0, []
     with tempfile.TemporaryDirectory(prefix="hf_vq-fuzz-") as folder:
-        (Path(folder) / "built").symlink_to(args.built)
+        (Path(folder) / "built").symlink_to(args.built.resolve())
         for name in args.subjects:
             begun = time.monotonic()
             work = Path(folder) / name
@@ -93,6 +99,8 @@ def main() -> int:
     if args.out is not None:
         command = f"make fuzz SECONDS={args.seconds:g} SEED={args.seed}"
         settings = {"seconds": args.seconds, "seed": args.seed, "processes": args.processes}
+        if args.subjects != list(SHARES):
+            command += f' ARGS="--subjects {" ".join(args.subjects)}"'
         rows = [report.row() for report in reports]
         write_record(make_record("fuzz", command, settings, {"rows": rows}), args.out)
     return int(found > 0)

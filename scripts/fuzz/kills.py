@@ -49,10 +49,12 @@ def prepare(folder: Path) -> Try:
         one, event = tries[number % len(tries)]
         work = fresh(one, folder / f"try-{os.getpid()}")
         before, new = contents(work), after[one.name]
-        status, *_ = forked(one.call, work, event)
-        if os.WTERMSIG(status) != signal.SIGKILL:
-            return "came to its end"
         where = f"{one.name}, event {event}"
+        status, _, said = forked(one.call, work, event)
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
+            if status:
+                raise Finding("fails before it is killed", f"{where}: {said}")
+            return "came to its end"
         state = one.state(work, before, new, where, rng.random() < 0.5)
         status, _, said = forked(one.again if state == "new" else one.call, work, None)
         if status:
