@@ -227,7 +227,11 @@ class Check:
             VQFormatError: a file cannot be read.
         """
         if not self.has_digests:
-            return [f"{self.names} lost the digests that it was saved with"] if expected else []
+            lost = f"{self.names} lost the digests that it was saved with"
+            older = (
+                f"if an older hf_vq saved it again, load it with {env.VERIFY.name}=0 and save it"
+            )
+            return [f"{lost}; {older}"] if expected else []
         problems = []
         for header, found in zip(self.headers, self._hashing.wait(), strict=True):
             table = header.table
@@ -284,6 +288,7 @@ class _Hashing:
         self.found: list[dict[str, str]] = [{} for _ in headers]
         self.failed: Exception | None = None
         self.stopped = False
+        self._owner = threading.current_thread()
         self._left = self._parts(headers)
         self._lock = threading.Lock()
         count = min(_MOST_THREADS, _cores(), sum(len(header.parts) for header in headers))
@@ -338,7 +343,7 @@ class _Hashing:
         left = part.nbytes
         while left:
             # An interpreter that ends waits for its threads.
-            if self.stopped or not threading.main_thread().is_alive():
+            if self.stopped or not self._owner.is_alive():
                 return False
             count = file.readinto(buffer[:left])  # type: ignore[attr-defined]
             if not count:

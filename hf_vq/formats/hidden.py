@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -26,11 +26,15 @@ _LOCK = ".lock"
 
 
 @contextmanager
-def hidden_folder(parent: Path, name: str = "") -> Iterator[Path]:
+def hidden_folder(
+    parent: Path, name: str = "", keep: Callable[[Path], bool] = lambda folder: False
+) -> Iterator[Path]:
     """A new folder in `parent` for what will be `name`, removed at the end.
 
     Args:
         name: of the file or folder that is made; empty = of `parent` itself.
+        keep: whether an error left in the folder what the next writer needs, who then finds it as
+            one of a killed process.
 
     Raises:
         OSError: `parent` does not exist or cannot be written.
@@ -51,7 +55,8 @@ def hidden_folder(parent: Path, name: str = "") -> Iterator[Path]:
                 yield folder
                 return
         finally:
-            _remove(folder, path)
+            if not keep(folder):
+                _remove(folder, path)
 
 
 @contextmanager
@@ -87,8 +92,13 @@ def leftovers(parent: Path, name: str | None = "") -> Iterator[Path]:
             if not lock(held) or not _is_at(held, path):
                 continue
             folder = path.with_name(path.name.removesuffix(_LOCK))
+            if folder.is_symlink():  # we make none
+                continue
             yield folder
-        _remove(folder, path)
+            # While it is locked: whoever waits for the lock finds another file, or none, there.
+            _remove(folder, path)
+        if sys.platform == "win32":  # which removes no open file
+            _remove(folder, path)
 
 
 def remove_leftovers(parent: Path, name: str | None = "") -> None:

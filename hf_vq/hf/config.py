@@ -257,8 +257,8 @@ class VQConfig(QuantizationConfigMixin):
             )
         if "pass2" in config_dict:
             raise VQConfigError(
-                "quantization_config holds pass2, which is never stored: config.json was edited. "
-                "Delete it there, and say where second passes are when the model is loaded: "
+                "quantization_config holds pass2, which no file and no dict may say. Delete it "
+                "there, and say where second passes are when the model is loaded: "
                 'from_pretrained(..., quantization_config=VQConfig(pass2="offload")).'
             )
         return super().from_dict({**config_dict, "_stored": True}, return_unused_kwargs, **kwargs)

@@ -53,7 +53,13 @@ def replacing(target: Path, variant: str | None = None, writes: bool = True) -> 
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
     beside = not _must_stay(target)
-    with hidden_folder(*((target.parent, target.name) if beside else (target, ""))) as work:
+
+    def keep(work: Path) -> bool:
+        """Whether `recover` can still use what an error left."""
+        return (work / _COMMIT).is_file() or ((work / "old").is_dir() and not target.exists())
+
+    place = (target.parent, target.name) if beside else (target, "")
+    with hidden_folder(*place, keep) as work:
         new = work / "new"
         new.mkdir()
         yield new
@@ -68,7 +74,7 @@ def replacing(target: Path, variant: str | None = None, writes: bool = True) -> 
         shutil.copymode(target, new)
         if exchange(new, target) or _rename_twice(new, target):
             return
-        with hidden_folder(target) as inside:
+        with hidden_folder(target, keep=keep) as inside:
             for name in written:
                 (inside / "new" / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(new / name, inside / "new" / name)

@@ -117,7 +117,7 @@ def record(folder: Path, variant: str | None = None) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-_WEIGHTS = re.compile(r"model(?:\.(?P<variant>[^.]+?))?(?:-\d{5}-of-\d{5})?\.safetensors")
+_WEIGHTS = re.compile(r"model(?:\.(?P<variant>.+?))?(?:-\d{5}-of-\d{5})?\.safetensors")
 
 
 def checkpoints(folder: Path) -> dict[str, list[Path]]:
@@ -127,6 +127,12 @@ def checkpoints(folder: Path) -> dict[str, list[Path]]:
         if match := _WEIGHTS.fullmatch(path.name):
             found[match["variant"] or ""].append(path)
     return found
+
+
+def is_variant(file: str | Path) -> bool:
+    """Whether a file of weights is one of a variant, of which config.json says nothing."""
+    match = _WEIGHTS.fullmatch(Path(file).name)
+    return match is not None and match["variant"] is not None
 
 
 def check(config: VQConfig, files: Iterable[str | Path], **options: Any) -> digests.Check:

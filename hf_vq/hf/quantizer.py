@@ -30,7 +30,7 @@ from .conversions import dense_conversions, renamer
 from .embeddings import check_embedding, replace_embedding, restore_embedding
 from .folder import check_whole
 from .fused_inputs import fuse_inputs, separate_inputs
-from .integrity import check, take_record
+from .integrity import check, is_variant, take_record
 from .layers import check_entries, check_pass2, matches
 from .operation import Progress, Quantize, bytes_per_weight, settle
 from .parallel import ranks, split_plan
@@ -94,6 +94,8 @@ class VQHfQuantizer(HfQuantizer):
             self._checkpoint = stored_files.Checkpoint(files)
             if env.VERIFY.get():
                 self._check = check(config, files)
+                if any(map(is_variant, files)):
+                    self._recorded = None
             integers = [n for n, e in self._checkpoint.entries.items() if not e.is_float]
             list_stored_experts(model, integers, self._expert)
         wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)

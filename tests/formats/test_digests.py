@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -230,3 +232,21 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
 
     with pytest.raises(VQFormatError, match="cut ends within b"):
         Check([path], done=cut).finish()
+
+
+def test_a_thread_that_outlives_the_main_one(tmp_path):
+    """An interpreter that ends waits for it: what it compares is whole."""
+    save_file({"a": torch.arange(9)}, tmp_path / "file")
+    script = f"""
+import threading
+from hf_vq.formats import digests
+digests.record([{str(tmp_path / "file")!r}])
+
+def compare():
+    threading.main_thread().join()
+    print(digests.Check([{str(tmp_path / "file")!r}]).problems(expected=True))
+
+threading.Thread(target=compare).start()
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.stdout == "[]\n", found.stderr

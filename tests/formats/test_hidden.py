@@ -71,3 +71,22 @@ def test_a_failure_leaves_nothing(tmp_path):
     assert not os.listdir(tmp_path)
     with pytest.raises(FileNotFoundError), hidden_file(tmp_path / "absent" / "file"):
         pass
+
+
+def test_what_is_needed_is_kept_after_an_error(tmp_path):
+    with pytest.raises(KeyboardInterrupt), hidden_folder(tmp_path, "a", lambda f: True) as work:
+        (work / "commit").touch()
+        raise KeyboardInterrupt
+    assert (work / "commit").is_file()
+    assert list(leftovers(tmp_path, "a")) == [work]
+    assert not os.listdir(tmp_path)
+
+
+def test_a_link_is_no_leftover(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "commit").touch()
+    (tmp_path / ".a.hf_vq-12.lock").touch()
+    (tmp_path / ".a.hf_vq-12").symlink_to(other)
+    remove_leftovers(tmp_path, "a")
+    assert (other / "commit").is_file()

@@ -367,6 +367,18 @@ def test_variants(saved, tmp_path, caplog):
         LOAD(tmp_path)
 
 
+@pytest.mark.parametrize("variant", ["b", "v1.5"])
+def test_a_variant_beside_files_that_were_saved_later(saved, tmp_path, variant, caplog):
+    model = LOAD(saved("vq-4"))
+    model.save_pretrained(tmp_path, variant=variant)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(tmp_path)
+    LOAD(tmp_path)
+    LOAD(tmp_path, variant=variant)
+    assert "digests" not in caplog.text
+
+
 def test_saving_twice_is_bit_equal(saved, tmp_path):
     model = LOAD(saved("shards"))
     for name in "ab":

@@ -364,3 +364,50 @@ def test_only_folders_of_dead_processes_are_removed(small, monkeypatch, inside):
         (first / "config.json").write_text("first")
     assert (small / "config.json").read_text() == "first"
     assert foreign.exists() and not [n for n in os.listdir(small) if n.startswith(".")]
+
+
+def test_an_error_between_two_renames_loses_nothing(tmp_path, monkeypatch):
+    """The next save puts the old folder back."""
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "old").touch()
+    monkeypatch.setattr(module, "exchange", lambda *paths: False)
+    rename, count = Path.rename, iter(range(2))
+
+    def interrupted(self, to):
+        if next(count, None) == 1:
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt), replacing(target) as new:
+            (new / "new").touch()
+    assert not target.exists()
+    with replacing(target) as new:
+        (new / "newer").touch()
+    assert sorted(path.name for path in target.iterdir()) == ["newer", "old"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_error_after_the_commit_is_finished_later(tmp_path, monkeypatch):
+    """Of a folder that stays in its place: whoever saves or loads next goes on."""
+    (tmp_path / "model.safetensors").write_text("old")
+    monkeypatch.chdir(tmp_path)
+    replace = Path.replace
+
+    def refused(self, to):
+        if Path(to).name == "model.safetensors":
+            raise PermissionError
+        return replace(self, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", refused)
+        with pytest.raises(PermissionError), replacing(tmp_path) as new:
+            (new / "config.json").write_text("new")
+            (new / "model.safetensors").write_text("new")
+    with pytest.raises(VQFormatError, match="finished now. Load it again"):
+        module.check_whole(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "config.json": "new", "model.safetensors": "new",
+    }  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         (work / _STATE).unlink()
         for file in work.iterdir():
             file.rename(new / file.name)
-        work.rmdir()  # before OUT is there: nobody asks again for what is done
+        # Before OUT is there: nobody asks again for what is done.
+        shutil.rmtree(work, ignore_errors=True)
     return result
 
 

@@ -22,7 +22,11 @@ from .pickled import NAMES
 logger = logging.get_logger("hf_vq")
 
 INDEX = "model.safetensors.index.json"
-COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "README.md", "LICENSE*", "NOTICE*")
+COPIED = (
+    "*.json", "*.model", "tokenizer.model.*", "*.bpe", "*.vocab", "*.txt", "*.jinja", "*.tiktoken",
+    "*.md", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+_TEMPLATES = "additional_chat_templates"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".gguf")
 
 
@@ -41,7 +45,11 @@ def _downloaded(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.safetensors", *NAMES, *COPIED]))
+        return Path(
+            snapshot_download(
+                source, allow_patterns=["*.safetensors", *NAMES, *COPIED, f"{_TEMPLATES}/*.jinja"]
+            )
+        )
     except (OSError, ValueError) as error:
         raise VQConfigError(
             f"{source} is no directory, and was not found on the Hub: "
@@ -57,8 +65,8 @@ def _check_links(folder: Path) -> None:
     allowed = [inside, Path(HF_HUB_CACHE).resolve()]
     if inside.parent.name == "snapshots":  # of a Hub cache in another place
         allowed.append(inside.parent.parent / "blobs")
-    for file in folder.iterdir():
-        if not file.is_symlink() or not file.is_file():
+    for file in (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")):
+        if not file.is_file():
             continue
         target = file.resolve()
         if not any(target.is_relative_to(place) for place in allowed):
@@ -119,6 +127,9 @@ def copy_others(folder: Path, to: Path, but: tuple[str, ...]) -> None:
         but: names of files that are written anew.
     """
     left = []
+    for template in sorted((folder / _TEMPLATES).glob("*.jinja")):
+        (to / _TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(template, to / _TEMPLATES / template.name)
     for file in sorted(folder.iterdir()):
         if not file.is_file() or file.name.endswith(_WEIGHTS) or file.name in but:
             continue
