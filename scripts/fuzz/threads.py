@@ -27,6 +27,8 @@ def prepare(folder: Path) -> Try:
 
     @torch.no_grad()
     def attempt(rng: random.Random, number: int) -> str:
+        # PyTorch makes its own pool anew after a fork, and not if several threads ask at once.
+        torch.set_num_threads(1)
         kind = models.choose(rng, known)
         model, scheme, window = known[kind], rng.choice(SCHEMES), rng.choice([0, 4, 16])
         prompts = [

@@ -406,7 +406,7 @@ def test_an_error_after_the_commit_is_finished_later(tmp_path, monkeypatch):
         with pytest.raises(PermissionError), replacing(tmp_path) as new:
             (new / "config.json").write_text("new")
             (new / "model.safetensors").write_text("new")
-    with pytest.raises(VQFormatError, match="finished now. Load it again"):
+    with pytest.raises(VQFormatError, match="has been finished now"):
         module.check_whole(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "config.json": "new", "model.safetensors": "new",
