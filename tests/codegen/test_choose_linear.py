@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -152,7 +153,7 @@ def test_a_table_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypa
     def refuse(*names):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tuned.os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="No space"):
         tuned.keep({asked: best(asked, 8)[0]})
     assert list(tmp_path.iterdir()) == [path] and path.read_text() == before
