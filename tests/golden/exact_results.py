@@ -5,9 +5,9 @@ nothing is ever rounded: codebook entries are small integers (one of each codebo
 rounding it to 8 bits changes nothing), scales are powers of two, rotations are of 64 or 16 (whose
 factor 1/8 or 1/4 is exact), and inputs are what rotates to integers with a 127 in every scale
 group. Every partial sum then is a multiple of a power of two with less than 24 bits. In attention
-the weights are all the same, a power of two of them, or all but one are exp(-104) and less, which
-is 0 in float32. Fits start from weights that lie on the grid of their scheme: the nearest entry is
-then far nearer than the next one, and a scale lies in the middle of what rounds to it.
+all weights but one are less than exp(-200), which is 0 in float32. Fits start from weights that lie
+on the grid of their scheme: the nearest entry is then far nearer than the next one, and a scale
+lies in the middle of what rounds to it.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ DECODED_KV = [name for name in KV_NAMES if kv_scheme(name).key.mode != "product"
 """KV schemes whose rows are decoded exactly: the sketch of mode `product` is no small integer."""
 ATTENTION = ["learned-4", "learned-2", "cq-4", "cq-2", "cq-1", "qserve-kv4"]
 """KV schemes without universal codebooks, whose entries kernels round to 8 bits."""
+ENCODED_KV = ["cq-4", "cq-2", "cq-1", "nomad-4", "nomad-2", "nomad-1", "qserve-kv4"]
+"""KV schemes whose rows are not divided by their length, which is a rounded root."""
 
 
 def stored(spec: str) -> dict[str, Tensor]:
@@ -147,6 +149,34 @@ def decode_kv_results(name: str) -> dict[str, str]:
     return found
 
 
+def encode_kv_results(name: str) -> dict[str, str]:
+    """Codes and scales of rows that are entries of the codebook, or 16 levels.
+
+    Raises:
+        AssertionError: they are not those that the rows were made with.
+    """
+    found = {}
+    for side in ("key", "value"):
+        scheme: VQScheme = getattr(kv_scheme(name), side)
+        if scheme.codebook not in ("channel_group", "integers"):
+            continue
+        codes = seeded_bytes(f"{side} encode", HEADS, 8, DIM // scheme.vector_size)
+        codes = codes.long() % scheme.entries
+        if scheme.has_zero:  # the ends of the range, which decide about scale and zero
+            codes[..., 0], codes[..., 1] = 0, scheme.entries - 1
+        packed = pack_bits(codes, scheme.entry_bits)
+        scale = seeded_scales(f"{side} scale", HEADS, 8, scheme.row_numbers)
+        shape = kv_codebook_spec(scheme, HEADS, DIM).shape
+        book = seeded_integers(f"{side} codebook", -15, 15, *shape)
+        book[..., 0] = torch.arange(scheme.entries)  # no two entries are the same
+        rows = ops.decode_kv(packed, scale, book.half(), scheme, DIM)
+        again = ops.encode_kv(rows, book.half(), scheme)
+        for what, tensor, made in (("codes", again[0], packed), ("scale", again[1], scale)):
+            assert torch.equal(tensor, made), f"{name}: other {what} of {side} are found"
+            found[f"{side} {what}"] = tensor_row(tensor)
+    return found
+
+
 def attention_results(name: str, work: Path) -> dict[str, str]:
     """One query over 16 tokens, of which 11 are seeded codes, that picks one token."""
     path = saved_cache(name, work, tokens=15, spare=1)
@@ -156,10 +186,18 @@ def attention_results(name: str, work: Path) -> dict[str, str]:
         for part in range(8):
             query = seeded_integers(f"query {part}", -127, 127, 1, 2 * HEADS, 1, DIM).float()
             query[..., 0] = 127
+            check_one_weight(name, 1024 * query, handles[0].decode())
             out = attend(1024 * query, *handles, scaling=1.0)
             assert out is not None, f"{name}: attention does not read these codes"
             found[f"layer {layer}, query {part}"] = tensor_row(out + 0.0)
     return found
+
+
+def check_one_weight(name: str, query: Tensor, keys: Tensor) -> None:
+    """Fail where a query [1, 2 H, 1, D] gives weight to more than one of the keys [1, H, n, D]."""
+    scores = query.double() @ keys.double().repeat_interleave(2, 1).mT
+    first, second = scores.topk(2).values.unbind(-1)
+    assert bool((first - second > 200).all()), f"{name}: two tokens have about the same score"
 
 
 def on_grid(name: str) -> tuple[dict[str, Tensor], Tensor]:
@@ -207,7 +245,12 @@ def facts(name: str, work: Path) -> dict[str, str]:
     kind, _, scheme = name.partition(": ")
     if kind == "attention":
         return attention_results(scheme, work)
-    find = {"linear": linear_results, "fit": fit_results, "decode_kv": decode_kv_results}
+    find = {
+        "linear": linear_results,
+        "fit": fit_results,
+        "decode_kv": decode_kv_results,
+        "encode_kv": encode_kv_results,
+    }
     return find[kind](scheme)
 
 
@@ -215,6 +258,7 @@ ALL = [
     *(f"linear: {spec}" for spec in LINEARS),
     *(f"fit: {name}" for name in FITS),
     *(f"decode_kv: {name}" for name in DECODED_KV),
+    *(f"encode_kv: {name}" for name in ENCODED_KV),
     *(f"attention: {name}" for name in ATTENTION),
 ]
 """Names of all that data/results.json has."""
