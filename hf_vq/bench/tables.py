@@ -336,6 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:fuzz": fuzz_tables.campaign,
     "results:soak": fuzz_tables.soak,
     "results:sweep": fuzz_tables.sweep,
+    "results:sanitizers": fuzz_tables.sanitizers,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,
