@@ -18,7 +18,7 @@ from ...codegen.plan import Dtype, Plan
 from ...formats.published import VptqLayout
 from ...ops import dispatch
 from ...ops.published import decode_published, published_linear
-from .case import DTYPES
+from .case import DTYPES, kernel_of
 from .cover import Features, covering
 from .linear import of_plan
 
@@ -81,10 +81,13 @@ class VptqCase:
 
     def features(self, arch: Arch) -> Features:
         """See `Case`."""
-        plan = of_plan(self.plans(arch)[0])
+        plans = self.plans(arch)
+        plan = of_plan(plans[0])
         own = ("kernel", "threads", "resident", "unit", "row_vectors", "wide", "book_in_shared",
                "rest_in_shared", "each")  # fmt: skip
         return {
+            "each kernel": kernel_of(plans[0]),
+            "each kernel of inputs": kernel_of(plans[-1]),
             "layout": self.layout,
             "type": self.dtype,
             "bias": self.bias,
