@@ -203,13 +203,20 @@ def domain(arch: Arch) -> tuple[AttentionCase, ...]:
     """Every scheme of another plan and every size of heads, with all calls that choose other
     kernels (`of_heads`); then the buckets again, among which dtypes, masks, soft-caps, pages and
     static caches are dealt out."""
-    every = [(name, dims) for name, dims in itertools.product(schemes(arch), DIMS)
-             if has_kernel(SCHEMES[name], dims, arch)]  # fmt: skip
     found = sizes()
     return (
-        *itertools.chain.from_iterable(of_heads(*one, found, arch) for one in every),
-        *_mixed(every, found, arch),
+        *itertools.chain.from_iterable(of_heads(*one, found, arch) for one in every(arch)),
+        *_mixed(found, arch),
     )
+
+
+def every(arch: Arch) -> list[tuple[str, tuple[int, int]]]:
+    """Schemes and sizes of heads that have kernels."""
+    return [
+        (name, dims)
+        for name, dims in itertools.product(schemes(arch), DIMS)
+        if has_kernel(SCHEMES[name], dims, arch)
+    ]
 
 
 def of_heads(
@@ -234,11 +241,18 @@ def of_heads(
                 yield from (replace(plain, mask=mask), replace(plain, softcapped=True), both)
 
 
-def _mixed(
-    every: list[tuple[str, tuple[int, int]]], sizes: Sizes, arch: Arch
+def most_demanding(
+    name: str, dims: tuple[int, int], arch: Arch
 ) -> Iterator[AttentionCase]:
+    """Calls that need the most registers, with every number of queries of a kv head."""
+    for number, columns in enumerate(_columns(SCHEMES[name], dims, arch, _several_blocks).values()):
+        case = _dealt(name, dims, columns, 1, 1, False, number)
+        yield replace(case, mask=Mask.FLOAT32, softcapped=True)
+
+
+def _mixed(sizes: Sizes, arch: Arch) -> Iterator[AttentionCase]:
     number = 0
-    for name, dims in every:
+    for name, dims in every(arch):
         scheme = SCHEMES[name]
         for columns in _columns(scheme, dims, arch, _several_blocks).values():
             for count, size, paged in itertools.product(*sizes, (False, True)):
@@ -313,9 +327,13 @@ def schemes(arch: Arch) -> list[str]:
     found: dict[Any, str] = {}
     for name, scheme in SCHEMES.items():
         if has_kernel(scheme, (64, 64), arch):
-            asked = _asked(scheme, (64, 64), 1, arch)
-            found.setdefault(choose_attention.plan_of(asked, 256, 1, 1, 2), name)
+            found.setdefault(alike(scheme, arch), name)
     return list(found.values())
+
+
+def alike(scheme: KVScheme, arch: Arch) -> AttentionPlan:
+    """What schemes have in common that have the same plans."""
+    return choose_attention.plan_of(_asked(scheme, (64, 64), 1, arch), 256, 1, 1, 2)
 
 
 def _asked(scheme: KVScheme, dims: tuple[int, int], columns: int, arch: Arch) -> AttentionProblem:

@@ -28,6 +28,11 @@ from .cover import Features, covering
 
 # Rows and columns: some that fill no tile, some of models, the smallest first.
 SHAPES = ((33, 1152), (300, 2048), (1024, 4096), (4096, 4096), (4096, 14336), (14336, 4096))
+# More of models, for one in `_OTHERS` schemes each: they have values of plans that those have not.
+MODEL_SHAPES = ((128, 896), (192, 576), (576, 1536), (640, 2048), (256, 1536), (896, 4864),
+                (2048, 8192), (18944, 3584), (8192, 8192), (25600, 5120), (5120, 27648),
+                (28672, 8192))  # fmt: skip
+_OTHERS = 4
 LONGEST = 2048  # tokens: beyond, no bucket is looked for
 _MOST_ROWS = 4096  # `cuda_linear._ROWS_OF_A_PLAN`
 _DECIDED = {"vector_size", "entry_bits", "stages", "scope", "fused", "integers", "second_bits",
@@ -234,9 +239,15 @@ def domain(arch: Arch, family: str) -> tuple[LinearCase, ...]:
 
 def _alone(arch: Arch, family: str) -> Iterator[LinearCase]:
     number = 0
-    for (rows, columns), name in itertools.product(SHAPES, families()[family]):
+    names, more = families()[family], itertools.count()
+    layers = [
+        *itertools.product(SHAPES, names),
+        *((shape, name) for shape in MODEL_SHAPES for name in names
+          if len(names) <= 2 or next(more) % _OTHERS == 0),
+    ]  # fmt: skip
+    for (rows, columns), name in layers:
         scheme = WEIGHT_SCHEMES[name]
-        if _runs(scheme, columns) is not None:
+        if runs(scheme, columns) is not None:
             continue
         for smallest, largest in _buckets(scheme, columns, arch).values():
             number += 1
@@ -247,19 +258,24 @@ def _alone(arch: Arch, family: str) -> Iterator[LinearCase]:
             yield LinearCase(name, 3, rows, columns, "float32", bool(number % 2))
 
 
+def joinable(case: LinearCase, arch: Arch) -> bool:
+    """Whether others can be in the same launch."""
+    scheme, dtype = WEIGHT_SCHEMES[case.scheme], Dtype(case.dtype)
+    way, _ = route(scheme, case.tokens, case.columns, dtype, arch)
+    return way == "few" and not scheme.two_passes
+
+
 def _together(arch: Arch, family: str) -> Iterator[LinearCase]:
     """Queries, keys and values, the two halves of a gated MLP, and as many as a launch takes."""
     for number, case in enumerate(_alone(arch, family)):
-        scheme, dtype = WEIGHT_SCHEMES[case.scheme], Dtype(case.dtype)
-        way, _ = route(scheme, case.tokens, case.columns, dtype, arch)
-        if way != "few" or scheme.two_passes:
+        if not joinable(case, arch):
             continue
         quarter = -(-case.rows // 4)
         for others in ((case.rows,), (quarter, quarter), (7, case.rows, quarter)):
             yield replace(case, others=others, bias=bool(number % 2))
 
 
-def _runs(scheme: VQScheme, columns: int) -> str | None:
+def runs(scheme: VQScheme, columns: int) -> str | None:
     """None if kernels run layers of so many columns, else why not."""
     if scheme.stages == "nested":
         return choose_dense.restorable(scheme, columns, Dtype.FLOAT16)

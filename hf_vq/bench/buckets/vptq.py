@@ -31,11 +31,12 @@ LAYOUTS = (
     VptqLayout(6, 4096, 0, 1, 514),
     VptqLayout(4, 256, 0, 1, 77, perm=True),
     VptqLayout(10, 100, 7, 3, 90, 2, 6, 999, norm=True, dtype="bfloat16"),
+    VptqLayout(10, 100, 7, 3, 682, 2, 6, 999, norm=True, dtype="bfloat16"),
     VptqLayout(32, 300, 0, 1, 96, norm=True),
     VptqLayout(5, 33, 0, 1, 65),
     VptqLayout(8, 64, 0, 1, 66, dtype="float32"),
 )
-ROWS = (7, 130, 1024, 4096, 14336)
+ROWS = (7, 130, 1024, 3584, 4096, 14336)
 TOKENS = (1, 8, 9, MOST_TOKENS, MOST_TOKENS + 1)  # of 8, of 16, and more
 
 
