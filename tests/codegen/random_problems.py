@@ -18,7 +18,6 @@ from hf_vq.codegen.choose_prefill import decodable_kv
 from hf_vq.codegen.w4a8_plan import Source
 from hf_vq.formats.catalog import WEIGHT_SCHEMES
 from hf_vq.ops import w4a8 as w4a8_op
-from hf_vq.ops.library import parse
 
 # Hidden size, rows of queries, of keys, and of the MLP: of Llama 2 and 3, Qwen 2.5 and 3, Gemma 2
 # and 3, Phi-3 and SmolLM.

@@ -25,7 +25,7 @@ from .random_problems import PROBLEMS, attention
 
 HOPPER = named_arch("sm_90a")
 SEEDS = range(int(os.environ.get("BUCKET_SEEDS", "1")))
-RANDOM_PROBLEMS = 200
+RANDOM_PROBLEMS = 100
 SIZES = ("columns", "groups", "dim", "slice")  # of a layer or head: a kernel for each
 
 

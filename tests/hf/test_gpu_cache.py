@@ -171,9 +171,7 @@ def test_steps_are_those_of_the_cpu(name: str, scheme: str, rows: set[tuple[str,
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("scheme", ["learned-4", "learned-2"])
-def test_steps_over_learned_codebooks(
-    scheme: str, name: str, rows: set[tuple[str, str]]
-) -> None:
+def test_steps_over_learned_codebooks(scheme: str, name: str, rows: set[tuple[str, str]]) -> None:
     """Those of keys are not those of values, and each layer has its own."""
     pair = build(name)
     ids = prompt(PROMPT + STEPS, batch=2)

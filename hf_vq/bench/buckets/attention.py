@@ -219,9 +219,7 @@ def every(arch: Arch) -> list[tuple[str, tuple[int, int]]]:
     ]
 
 
-def of_heads(
-    name: str, dims: tuple[int, int], sizes: Sizes, arch: Arch
-) -> Iterator[AttentionCase]:
+def of_heads(name: str, dims: tuple[int, int], sizes: Sizes, arch: Arch) -> Iterator[AttentionCase]:
     """The smallest calls of a scheme and size of heads that choose each of its kernels: without
     mask and soft-cap for every bucket of queries of a kv head, of rows times kv heads and of
     tokens, then with them, where the registers that they take leave another one."""
@@ -241,12 +239,10 @@ def of_heads(
                 yield from (replace(plain, mask=mask), replace(plain, softcapped=True), both)
 
 
-def most_demanding(
-    name: str, dims: tuple[int, int], arch: Arch
-) -> Iterator[AttentionCase]:
+def most_demanding(name: str, dims: tuple[int, int], arch: Arch) -> Iterator[AttentionCase]:
     """Calls that need the most registers, with every number of queries of a kv head."""
     for number, columns in enumerate(_columns(SCHEMES[name], dims, arch, _several_blocks).values()):
-        case = _dealt(name, dims, columns, 1, 1, False, number)
+        case = _dealt(name, dims, columns, 2, 1, False, number)
         yield replace(case, mask=Mask.FLOAT32, softcapped=True)
 
 

@@ -31,7 +31,7 @@ SHAPES = ((33, 1152), (300, 2048), (1024, 4096), (4096, 4096), (4096, 14336), (1
 # More of models, for one in `_OTHERS` schemes each: they have values of plans that those have not.
 MODEL_SHAPES = ((128, 896), (192, 576), (576, 1536), (640, 2048), (256, 1536), (896, 4864),
                 (2048, 8192), (18944, 3584), (8192, 8192), (25600, 5120), (5120, 27648),
-                (28672, 8192))  # fmt: skip
+                (8192, 28672), (28672, 8192))  # fmt: skip
 _OTHERS = 4
 LONGEST = 2048  # tokens: beyond, no bucket is looked for
 _MOST_ROWS = 4096  # `cuda_linear._ROWS_OF_A_PLAN`
