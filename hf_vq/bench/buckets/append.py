@@ -27,7 +27,7 @@ from ...ops.paged import append_paged
 from ...ops.static import StaticKV, store
 from ...transforms import rotate
 from .attention import PAGES
-from .case import DTYPES, kv_codebook
+from .case import DTYPES, kernel_of, kv_codebook
 from .cover import Features, covering
 from .linear import of_plan
 
@@ -255,6 +255,7 @@ class StoreCase:
     def features(self, arch: Arch) -> Features:
         """See `Case`."""
         return {
+            "each kernel": kernel_of(self.plan(arch)),
             "scheme": self.scheme,
             "type": self.dtype,
             "steps": self.steps,
