@@ -28,10 +28,11 @@ from .cover import Features, covering
 
 # Rows and columns: some that fill no tile, some of models, the smallest first.
 SHAPES = ((33, 1152), (300, 2048), (1024, 4096), (4096, 4096), (4096, 14336), (14336, 4096))
-# More of models, each for one in `_OTHERS` schemes of large families: they have values of plans that
-# those have not.
+# More of models, each for one in `_OTHERS` schemes of large families: they have values of plans
+# that those have not.
 MODEL_SHAPES = (
-    (128, 896), (192, 576), (576, 576), (1536, 576), (576, 1536), (640, 2048), (256, 1536),
+    (128, 896), (192, 576), (576, 576), (1536, 576), (3072, 576), (576, 1536), (640, 2048),
+    (256, 1536),
     (896, 4864), (2048, 8192), (2560, 10240), (11008, 4096), (4096, 11008), (18944, 3584),
     (3584, 18944), (8192, 8192), (25600, 5120), (27648, 5120), (5120, 27648), (8192, 28672),
     (28672, 8192),
