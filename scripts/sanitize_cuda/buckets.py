@@ -43,8 +43,7 @@ def of_kernel(kernel: str, arch: Arch) -> list[Problem]:
     are looked at. In front those that have a value of a feature which none before them has."""
     wanted = {plan for problem in CASES[kernel](arch) for plan in problem.plans(arch)}
     chosen: list[Problem] = []
-    every = {problem.name: problem for problem in (*CASES[kernel](arch), *DOMAINS[kernel](arch))}
-    for problem in sorted(every.values(), key=size):
+    for problem in sorted(dict.fromkeys((*CASES[kernel](arch), *DOMAINS[kernel](arch))), key=size):
         plans = set(problem.plans(arch))
         if wanted & plans:
             wanted -= plans

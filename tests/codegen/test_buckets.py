@@ -47,8 +47,10 @@ def missing(kernel, cases, arch, record):
 def test_every_bucket_has_a_problem_that_launches_its_kernel(kernel, monkeypatch):
     if not DOMAINS[kernel](HOPPER):
         pytest.skip("no kernel on a GPU")
+    cases = CASES[kernel](HOPPER)
+    assert len({case.name for case in cases}) == len(cases), "two problems have one name"
     with recording(monkeypatch, HOPPER) as record:
-        lost, other = missing(kernel, CASES[kernel](HOPPER), HOPPER, record)
+        lost, other = missing(kernel, cases, HOPPER, record)
     assert not other, f"{len(other)} launch other kernels than they say: {other[:5]}"
     assert not lost, f"{len(lost)} are not run: {sorted(map(str, lost))[:10]}"
 

@@ -61,8 +61,8 @@ class VptqCase:
     @property
     def name(self) -> str:
         """What it is."""
-        added = " + bias" * self.bias
-        return f"vptq {self.layout.name()} {self.tokens} x {self.rows} {self.dtype}{added}"
+        size = f"{self.tokens} x {self.rows} x {self.columns}"
+        return f"vptq {self.layout.name()} {size} {self.dtype}{' + bias' * self.bias}"
 
     @property
     def columns(self) -> int:
