@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq.bench.buckets import caches
-from hf_vq.bench.buckets.attention import SCHEMES, AttentionCase, schemes
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `tests.buckets`
+
 from hf_vq.bench.record import command_line, make_record, write_record
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.compiler import cubin
@@ -40,6 +40,8 @@ from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.store import default_store
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.paged import PagedKV, attention_paged
+from tests.buckets import caches
+from tests.buckets.attention import SCHEMES, AttentionCase, schemes
 
 ROWS = (1, 3, 8, 31, 32, 64, 128)
 HEADS = (1, 2, 5, 8, 16, 32)
@@ -144,7 +146,7 @@ def judge(point: Point, calls: int, device: torch.device) -> dict[str, int]:
     first = found[0].view(point.rows, point.heads, point.share, DIM)
     broken = (~first.isfinite()).any(-1)
     bound = torch.finfo(DTYPE).eps + 2.0**-10
-    # As in hf_vq.bench.buckets.attention: of a head twice what all of them together have.
+    # As in tests.buckets.attention: of a head twice what all of them together have.
     error = (first.double() - exact).norm(dim=-1)
     wrong = ~broken & ~(error <= 2 * bound * exact.norm(dim=-1))
     bits = found[0].view(torch.int16)

@@ -6,7 +6,7 @@
 
 Problems are small, but each loop takes several turns, rows and tokens do not fill their tiles, and
 plans are as many as it takes to meet every value of every field of a plan. `buckets` are the
-problems of hf_vq.bench.buckets: every bucket of every chooser, by public ops. They are dealt out to
+problems of tests.buckets: every bucket of every chooser, by public ops. They are dealt out to
 processes. First these run without a tool ("none"), which compiles kernels into the store
 (HF_VQ_STORE); then under each tool, which looks at our kernels. What is computed is always
 compared with float64 (of `buckets` by the tests). A process begins no case when its seconds are
@@ -32,6 +32,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `tests.buckets`
 
 import buckets
 import integers

@@ -22,7 +22,6 @@ from hf_vq.bench import (
     cuda_w4a8_block,
     cuda_w4a8_tables,
 )
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.bench.record import read_record
 from hf_vq.codegen import compiler, tuned
 from hf_vq.codegen.choose_linear import LinearProblem, choose
@@ -30,6 +29,7 @@ from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import weight_scheme
+from tests.random_weights import random_tensors
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

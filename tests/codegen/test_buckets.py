@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from hf_vq.bench.buckets import attention as attention_buckets
-from hf_vq.bench.buckets.cover import covering, first_sizes, met
-from hf_vq.bench.buckets.every import CASES, DOMAINS
 from hf_vq.codegen import choose_attention
 from hf_vq.codegen.device import ARCHES, named_arch
+from tests.buckets import attention as attention_buckets
+from tests.buckets.cover import covering, first_sizes, met
+from tests.buckets.every import CASES, DOMAINS
 
 from .launch_recorder import recording
 

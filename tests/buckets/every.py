@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from ...codegen.device import Arch
+from hf_vq.codegen.device import Arch
+
 from . import append, attention, linear, rows, vptq, w4a8
 from .case import Case
 

@@ -11,15 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...codegen import choose_attention
-from ...codegen.attention_plan import TOKENS, AttentionPlan, Mask
-from ...codegen.choose_attention import MOST_QUERIES, AttentionProblem, attendable, misfit, splits
-from ...codegen.device import Arch
-from ...codegen.plan import Dtype
-from ...formats.catalog import KV_SCHEMES, TURBOQUANT_KV_SCHEMES, KVScheme
-from ...ops.attention import attention
-from ...ops.paged import attention_paged
-from ...ops.static import attention_static
+from hf_vq.codegen import choose_attention
+from hf_vq.codegen.attention_plan import TOKENS, AttentionPlan, Mask
+from hf_vq.codegen.choose_attention import (
+    MOST_QUERIES,
+    AttentionProblem,
+    attendable,
+    misfit,
+    splits,
+)
+from hf_vq.codegen.device import Arch
+from hf_vq.codegen.plan import Dtype
+from hf_vq.formats.catalog import KV_SCHEMES, TURBOQUANT_KV_SCHEMES, KVScheme
+from hf_vq.ops.attention import attention
+from hf_vq.ops.paged import attention_paged
+from hf_vq.ops.static import attention_static
+
 from . import caches
 from .case import DTYPES, close
 from .cover import Features, covering, first_sizes

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide
-from ...codegen.choose import DecodeProblem
-from ...codegen.choose_linear import LinearProblem
-from ...codegen.device import Arch
-from ...codegen.plan import Dtype, Plan
-from ...formats.catalog import WEIGHT_SCHEMES
-from ...formats.scheme import VQScheme
-from ...ops import dispatch, reference
-from ...ops.codes import rotation_of, stored_arguments
-from ...ops.linear import linear
-from ..cpu_linear import random_tensors
+from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide
+from hf_vq.codegen.choose import DecodeProblem
+from hf_vq.codegen.choose_linear import LinearProblem
+from hf_vq.codegen.device import Arch
+from hf_vq.codegen.plan import Dtype, Plan
+from hf_vq.formats.catalog import WEIGHT_SCHEMES
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops import dispatch, reference
+from hf_vq.ops.codes import rotation_of, stored_arguments
+from hf_vq.ops.linear import linear
+
+from ..random_weights import random_tensors
 from .case import DTYPES
 from .cover import Features, covering
 

@@ -11,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.cuda_append import FEW_ROWS, FEW_TOKENS
-from ...codegen.choose_append import CELLS, HEAD_DIMS, append_plan, appendable, store_plan
-from ...codegen.device import Arch
-from ...codegen.kv_plan import AppendPlan, StorePlan
-from ...codegen.plan import Dtype
-from ...formats.catalog import KV_SCHEMES, TURBOQUANT_KV_SCHEMES, KVScheme
-from ...formats.packing import packed_size, unpack_bits
-from ...formats.scheme import VQScheme
-from ...ops import reference, static_reference
-from ...ops.codes import append_kv
-from ...ops.layout import ROWS
-from ...ops.library import parse
-from ...ops.paged import append_paged
-from ...ops.static import StaticKV, store
-from ...transforms import rotate
+from hf_vq.backends.cuda_append import FEW_ROWS, FEW_TOKENS
+from hf_vq.codegen.choose_append import CELLS, HEAD_DIMS, append_plan, appendable, store_plan
+from hf_vq.codegen.device import Arch
+from hf_vq.codegen.kv_plan import AppendPlan, StorePlan
+from hf_vq.codegen.plan import Dtype
+from hf_vq.formats.catalog import KV_SCHEMES, TURBOQUANT_KV_SCHEMES, KVScheme
+from hf_vq.formats.packing import packed_size, unpack_bits
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops import reference, static_reference
+from hf_vq.ops.codes import append_kv
+from hf_vq.ops.layout import ROWS
+from hf_vq.ops.library import parse
+from hf_vq.ops.paged import append_paged
+from hf_vq.ops.static import StaticKV, store
+from hf_vq.transforms import rotate
+
 from .attention import PAGES
 from .case import DTYPES, kv_codebook
 from .cover import Features, covering

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...codegen.device import Arch
-from ...codegen.plan import Plan
-from ...formats.scheme import VQScheme
-from ...formats.shared import universal_tensor
-from ...formats.tensors import kv_codebook_spec
+from hf_vq.codegen.device import Arch
+from hf_vq.codegen.plan import Plan
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.formats.shared import universal_tensor
+from hf_vq.formats.tensors import kv_codebook_spec
+
 from .cover import Features
 from .shared_memory import LARGE, NAN, fill
 

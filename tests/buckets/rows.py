@@ -12,23 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import cuda_prefill
-from ...backends.attention_maths import Maths
-from ...backends.cuda_linear import on_device
-from ...codegen import choose
-from ...codegen.choose import rotate_plan
-from ...codegen.choose_encode import encodable, encode_plan
-from ...codegen.choose_prefill import decodable_kv, decode_kv_plan, merge_plan
-from ...codegen.device import Arch
-from ...codegen.plan import Dtype, Plan, RotatePlan
-from ...fit.scale import FACTORS
-from ...formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
-from ...formats.packing import packed_size
-from ...formats.scheme import VQScheme
-from ...ops import dispatch, reference
-from ...ops.codes import encode_weight, rotate
-from ...ops.library import parse
-from ..cpu_linear import random_tensors
+from hf_vq.backends import cuda_prefill
+from hf_vq.backends.attention_maths import Maths
+from hf_vq.backends.cuda_linear import on_device
+from hf_vq.codegen import choose
+from hf_vq.codegen.choose import rotate_plan
+from hf_vq.codegen.choose_encode import encodable, encode_plan
+from hf_vq.codegen.choose_prefill import decodable_kv, decode_kv_plan, merge_plan
+from hf_vq.codegen.device import Arch
+from hf_vq.codegen.plan import Dtype, Plan, RotatePlan
+from hf_vq.fit.scale import FACTORS
+from hf_vq.formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
+from hf_vq.formats.packing import packed_size
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops import dispatch, reference
+from hf_vq.ops.codes import encode_weight, rotate
+from hf_vq.ops.library import parse
+
+from ..random_weights import random_tensors
 from .append import SCHEMES
 from .caches import scales_of
 from .case import DTYPES, kv_codebook

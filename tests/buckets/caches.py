@@ -8,16 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...cache.pages import LayerPages, PageFormat, PageSide
-from ...formats.catalog import KVScheme
-from ...formats.packing import packed_size
-from ...formats.scheme import VQScheme
-from ...ops import reference
-from ...ops.attention import CachedKV
-from ...ops.layout import ROWS
-from ...ops.library import parse
-from ...ops.paged import PagedKV
-from ...ops.static import StaticKV
+from hf_vq.cache.pages import LayerPages, PageFormat, PageSide
+from hf_vq.formats.catalog import KVScheme
+from hf_vq.formats.packing import packed_size
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops import reference
+from hf_vq.ops.attention import CachedKV
+from hf_vq.ops.layout import ROWS
+from hf_vq.ops.library import parse
+from hf_vq.ops.paged import PagedKV
+from hf_vq.ops.static import StaticKV
+
 from .case import kv_codebook
 
 Cached = CachedKV | StaticKV | PagedKV
