@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_vq.bench.paper_kernel import PaperLinear
+from benchmarks.paper_vq_llm.linear import PaperLinear
 from hf_vq.codegen import compiler
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Scope

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from cases import FLOATS, Case, close, covering, decoded, stored
 
+from benchmarks.paper_vq_llm.linear import PaperLinear
+from benchmarks.paper_vq_llm.mechanisms import plans_of
 from hf_vq.backends import (
     cuda_encode,
     cuda_fused,
@@ -17,8 +19,6 @@ from hf_vq.backends import (
     cuda_tiles,
     cuda_wide,
 )
-from hf_vq.bench.cuda_mechanisms import plans_of
-from hf_vq.bench.paper_kernel import PaperLinear
 from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide
 from hf_vq.codegen.choose_linear import LinearProblem
 from hf_vq.codegen.device import device_arch

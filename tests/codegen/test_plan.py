@@ -81,12 +81,12 @@ def test_enumerations_have_the_same_names_in_the_source(kind):
 
 def test_arguments_are_those_of_the_source():
     """Names and order; their types are a pointer, or integers of the named size."""
+    from benchmarks.cuda.read import ReadArguments
+    from benchmarks.paper_vq_llm.linear import VqLlmArguments
     from hf_vq.backends.cuda_arguments import LinearArguments
     from hf_vq.backends.cuda_encode import EncodeArguments
     from hf_vq.backends.cuda_linear import DecodeArguments, RotateArguments
     from hf_vq.backends.cuda_prefill import DecodeKVArguments
-    from hf_vq.bench.cuda_read import ReadArguments
-    from hf_vq.bench.paper_kernel import VqLlmArguments
 
     sizes = {"int64_t": 8, "uint32_t": 4, "int": 4}
     for arguments, file in (

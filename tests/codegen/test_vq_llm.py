@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hf_vq.bench.cuda_mechanisms import SCHEMES, plans_of
+from benchmarks.paper_vq_llm.mechanisms import SCHEMES, plans_of
 from hf_vq.codegen import compiler
 from hf_vq.codegen.device import ARCHES
 from hf_vq.codegen.vq_llm import (

@@ -1,0 +1,299 @@
+"""Suite `cuda-parts`: what binds the fused kernels, told by their time with parts left out.
+
+What such a kernel computes is wrong. A part costs what leaving it out saves, as far as no other
+part takes as long at the same time; "only" a part is what remains where all others of the loop are
+left out: however well parts overlap, the whole is not faster than the longest of them alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from hf_vq.backends import cuda_fused, cuda_tiles, cuda_wide
+from hf_vq.codegen import choose_linear, choose_tiles, choose_wide, compiler
+from hf_vq.codegen.choose_linear import LinearProblem
+from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.launch import Kernel
+from hf_vq.codegen.plan import Dtype, LinearPlan, TilePlan, WidePlan, render
+from hf_vq.codegen.store import Store, default_store
+from hf_vq.errors import VQBackendError
+from hf_vq.formats.catalog import weight_scheme
+
+from ..cuda.linear import by_launch, copies_of, dense, launch_of
+from ..cuda.timing import interleave_graphs
+from ..timing import speedup, summary
+
+# Bars that records miss, and what binds there: tokens -> schemes.
+CASES: dict[int, tuple[str, ...]] = {
+    1: ("vq-4", "quip-sharp-2"),
+    16: ("vq-4", "turboquant-4", "quip-sharp-2", "aqlm-2", "aqlm-3", "aqlm-3-int7", "gptvq-2"),
+    32: ("quip-sharp-4",),
+    64: ("quip-sharp-4", "gptvq-2"),
+    128: ("vq-4", "turboquant-4", "quip-sharp-4", "vq-2", "quip-sharp-2", "aqlm-2"),
+}
+TOKENS = tuple(CASES)
+SCHEMES = tuple(dict.fromkeys(chain.from_iterable(CASES.values())))
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096))  # out_features, in_features
+# Timed without each of their parts, too.
+_WHOLLY = {("vq-4", 1), ("vq-4", 16), ("quip-sharp-2", 1), ("quip-sharp-2", 16)}
+
+# In kernels/cuda: a file, what stands there once, and what becomes of it.
+Changes = tuple[tuple[str, str, str], ...]
+_CODES: Changes = (
+    ("codes.cuh", "stream_words<Bytes, Line>(from + i * Bytes, word + i * Bytes / 4);",
+     "for (int k = 0; k < Bytes / 4; ++k) {\n"  # numbers as good as random: lookups meet in banks
+     "  const uint32_t at = uint32_t(size_t(from) / 4 + i * Bytes / 4 + k) * 2654435761u;\n"
+     "  word[i * Bytes / 4 + k] = at ^ at >> 15;\n}"),
+)  # fmt: skip
+_LOOKUPS: Changes = (
+    ("table.cuh", "load_shared<Bytes>(address(codes, i * index_bits) + stage * book_bytes "
+     "+ part, word);",
+     "for (int c = 0; c < Bytes / 4; ++c) word[c] = address(codes, i * index_bits) + c;"),
+    ("table.cuh", "load_shared<8>(address(codes, 16 * j) + stage * book_bytes, pattern);",
+     "pattern[0] = pattern[1] = address(codes, 16 * j);"),
+    ("table.cuh", "load_shared<8>(address(codes, 16 * j + 8) + Plan::stages * book_bytes, flip);",
+     "flip[0] = flip[1] = address(codes, 16 * j + 8);"),
+)  # fmt: skip
+_PRODUCTS: Changes = (
+    ("mma.cuh", "  if constexpr (D == Dtype::FLOAT16) {\n    asm(\"mma.sync",
+     "  d[0] += __uint_as_float(a0 ^ a1 ^ a2 ^ a3 ^ b0 ^ b1);\n  return;\n"
+     "  if constexpr (D == Dtype::FLOAT16) {\n    asm(\"mma.sync"),
+)  # fmt: skip
+PARTS: dict[str, dict[str, Changes]] = {
+    "linear": {
+        "codes": _CODES,
+        "lookups": _LOOKUPS,
+        "products": _PRODUCTS,
+        "scales": (
+            ("linear.cu", "if constexpr (Plan::group > 0)", "if constexpr (false)"),
+            ("linear.cu", "return Plan::group ? half_to_float", "return false ? half_to_float"),
+            ("linear.cu", "if constexpr (!Plan::group) return 1.0f;", "return 1.0f;"),
+        ),
+        "x": (
+            ("linear.cu", "load_words<16 * piece>(a.x + from, word);", ";"),
+            ("linear.cu",
+             "if (n * 8 + lane / 4 < tokens) "
+             "load_words<16>(from + n * octets * 512, word[n][j % kept]);",
+             "word[n][j % kept][0] = 8 * at + n;"),
+            ("linear.cu", "  if constexpr (Plan::rotate)\n", "  if constexpr (false)\n"),
+        ),
+        "tables": (
+            ("linear.cu", "  table.begin_fill(batch);\n", ""),
+            ("linear.cu", "  table.end_fill(batch);\n", ""),
+        ),
+        "meeting": (
+            ("linear.cu", " finish_one(a, table,",
+             " if (sums[0][0][0] == 1.25f) finish_one(a, table,"),
+            ("linear.cu", " finish(a, table,", " if (sums[0][0][0] == 1.25f) finish(a, table,"),
+        ),
+        "chunks": (("linear.cu", "end = min(begin + each, chunks);", "end = begin;"),),
+    },
+    "wide": {
+        "codes": _CODES,
+        "lookups": _LOOKUPS,
+        "products": (
+            ("wgmma.cuh", "  constexpr bool half = D == Dtype::FLOAT16;\n",
+             "  d[0] += __uint_as_float(a[0] ^ a[1] ^ a[2] ^ a[3]);\n  return;\n"
+             "  constexpr bool half = D == Dtype::FLOAT16;\n"),
+        ),
+        "scales": (
+            ("wide.cu", "if constexpr (Plan::group > 0) scale", "if constexpr (false) scale"),
+            ("wide.cu", "if constexpr (Plan::group > 0) {", "if constexpr (false) {"),
+        ),
+        "x": (
+            ("wide.cuh", "barrier_expect(turn.full(), bytes);", "barrier_arrive(turn.full());"),
+            ("wide.cuh", " copy_bulk(turn.address(),", " if (at < 0) copy_bulk(turn.address(),"),
+        ),
+    },
+    "tiles": {
+        "codes": _CODES,
+        "lookups": _LOOKUPS,
+        "products": _PRODUCTS,
+        "tables": (
+            ("tiles.cu", 'static_assert(pieces % sharers == 0, "threads share the copies of an '
+             'entry");', "return;"),
+        ),
+        "x": (
+            ("tiles.cu", "if (token + i < a.tokens)\n        copy",
+             "if (token + i < 0)\n        copy"),
+            ("tiles.cu", "load_shared<16>(inputs + j * pitch, x);",
+             "x[0] = x[1] = x[2] = x[3] = inputs + j;"),
+            ("tiles.cu",
+             "load_shared<16>(inputs + (n * Plan::column_warps * pieces + j * 2 + k) * pitch, x);",
+             "x[0] = x[1] = x[2] = x[3] = inputs + n + j * 2 + k;"),
+        ),
+    },
+}  # fmt: skip
+_LOOP = {
+    "linear": ("codes", "lookups", "products", "x", "scales"),
+    "wide": ("codes", "lookups", "products", "x", "scales"),
+    "tiles": ("codes", "lookups", "products", "x", "tables"),
+}
+_LONG = {  # those of a loop that can be the longest
+    "linear": ("codes", "lookups"),
+    "wide": ("codes", "lookups", "products"),
+    "tiles": ("lookups", "products", "x", "tables"),
+}
+ONLY: dict[str, dict[str, tuple[str, ...]]] = {
+    template: {
+        f"only {part}": tuple(other for other in _LOOP[template] if other != part) for part in parts
+    }
+    for template, parts in _LONG.items()
+}
+WITHOUT: dict[str, tuple[str, ...]] = {
+    **{f"without {part}": (part,) for part in PARTS["linear"] if part != "chunks"},
+    "no chunk": ("chunks",),
+}
+
+
+_Plan = LinearPlan | WidePlan | TilePlan
+
+
+class _Without(Store):
+    """Machine code of a plan whose template lacks parts."""
+
+    def __init__(self, plan: _Plan, parts: Sequence[str]) -> None:
+        store = default_store()
+        super().__init__(store.folder, store.limit)
+        self.plan, self._sources = plan, edited(compiler.sources(), plan.template, parts)
+
+    def fetch(self, key: str, make: Callable[[], bytes]) -> bytes:
+        """The image of the plan; `key` and `make` are those of the whole template."""
+        texts = {**self._sources, "plan.cuh": render(self.plan)}
+        key = hashlib.sha256("\0".join([key, *texts.values()]).encode()).hexdigest()
+        arch = device_arch(torch.cuda.current_device()).name
+        file = f"{self.plan.template}.cu"
+        source = texts.pop(file)
+        return super().fetch(
+            key, lambda: compiler.compile_source(source, file, texts, arch, str(self.plan))[0]
+        )
+
+
+def edited(sources: Mapping[str, str], template: str, parts: Sequence[str]) -> dict[str, str]:
+    """Templates, one of which lacks parts.
+
+    Raises:
+        VQBackendError: what is to be left out is not there.
+    """
+    texts = dict(sources)
+    for file, old, new in (change for part in parts for change in PARTS[template][part]):
+        if texts[file].count(old) != 1:
+            raise VQBackendError(f"{file} does not have {old!r} once.")
+        texts[file] = texts[file].replace(old, new)
+    return texts
+
+
+@torch.no_grad()
+def run(
+    *,
+    schemes: Sequence[str] = SCHEMES,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    tokens: Sequence[int] = TOKENS,
+    rounds: int = 10,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Time the chosen plan of every case, whole and without its parts; `report` gets each row.
+
+    Args:
+        schemes: of which cases are timed.
+        tokens: the same.
+
+    Returns:
+        (settings, results) of the record.
+
+    Raises:
+        VQBackendError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise VQBackendError("the suite cuda-parts needs a CUDA device.")
+    arch = device_arch(torch.cuda.current_device())
+    cases = [
+        LinearProblem(weight_scheme(name), count, *shape, Dtype.BFLOAT16, arch)
+        for name in schemes
+        for shape in shapes
+        for count in tokens
+        if name in CASES.get(count, ())
+    ]
+    names = {weight_scheme(name): name for name in schemes}
+    variants = {asked: _variants(asked, names[asked.scheme]) for asked in cases}
+    _compile(variants, arch.name)
+    found: list[dict[str, Any]] = []
+    for asked in cases:
+        for row in _rows(asked, variants[asked], rounds):
+            row |= {"name": names[asked.scheme], "tokens": asked.tokens}
+            row |= {"out_features": asked.rows, "in_features": asked.in_features}
+            found.append(row)
+            report(row)
+    return {"rounds": rounds, "dtype": "bfloat16"}, {"rows": found}
+
+
+def _chosen(asked: LinearProblem) -> _Plan | None:
+    if asked.scheme.codebook == "tile":
+        return choose_tiles.choose(asked)
+    if asked.tokens >= choose_wide.fewest_tokens(asked.scheme):
+        return choose_wide.choose(asked)
+    return choose_linear.choose(asked)
+
+
+def _launch(plan: _Plan, asked: LinearProblem) -> cuda_fused.Launch:
+    scheme, shape = asked.scheme, (asked.rows, asked.in_features)
+    ordinal = torch.cuda.current_device()
+    if isinstance(plan, TilePlan):
+        return cuda_tiles.prepare(plan, scheme, *shape, torch.bfloat16, ordinal)
+    if isinstance(plan, WidePlan):
+        return cuda_wide.prepare(plan, scheme, *shape, asked.tokens, torch.bfloat16, ordinal)
+    return launch_of(plan, scheme, *shape)
+
+
+def _variants(asked: LinearProblem, name: str) -> dict[str, _Without]:
+    """The machine code of the chosen plan without some of its parts; none if there is no plan."""
+    plan = _chosen(asked)
+    if plan is None:
+        return {}
+    each = WITHOUT if (name, asked.tokens) in _WHOLLY else {}
+    return {what: _Without(plan, parts) for what, parts in (each | ONLY[plan.template]).items()}
+
+
+def _compile(variants: Mapping[LinearProblem, Mapping[str, _Without]], target: str) -> None:
+    """All of them at once: NVRTC lets other threads run."""
+    every = [store for of in variants.values() for store in of.values()]
+    with ThreadPoolExecutor() as pool:
+        done = pool.map(lambda store: compiler.cubin(store.plan, target, store), every)
+        list(logging.tqdm(done, total=len(every), desc="compiling", leave=False))
+
+
+def _rows(
+    asked: LinearProblem, variants: Mapping[str, _Without], rounds: int
+) -> list[dict[str, Any]]:
+    plan = _chosen(asked)
+    if plan is None:
+        return []
+    whole, ordinal = _launch(plan, asked), torch.cuda.current_device()
+    launches = {"whole": whole} | {
+        what: replace(whole, kernel=Kernel(plan, whole.kernel.arguments, ordinal, store))
+        for what, store in variants.items()
+    }
+    if whole.before is not None:
+        launches["without the kernel before"] = replace(whole, before=None)
+    x = torch.randn(asked.tokens, asked.in_features, dtype=torch.bfloat16, device="cuda")
+    sets = copies_of(asked.scheme, asked.rows, asked.in_features)
+    seconds = interleave_graphs(
+        {"bf16": dense(x, asked.rows)}
+        | {
+            what: by_launch(x, sets, asked.scheme, launch, asked.rows)
+            for what, launch in launches.items()
+        },
+        rounds,
+    )
+    return [
+        {"what": what, **summary(times), "of whole": 1 / speedup(times, seconds["whole"])}
+        for what, times in seconds.items()
+    ]
