@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     tuning.add_argument("--out", type=Path, help="table that is extended (default: on disk)")
     write = verbs.add_parser("tables", help="Write the tables and pictures of README.md and docs.")
     write.add_argument("--check", action="store_true", help="change nothing, fail if one is old")
-    write.add_argument("--root", type=Path, default=RESULTS.parents[2], help="the checkout")
+    write.add_argument("--root", type=Path, default=RESULTS.parents[1], help="the checkout")
     return parser
 
 

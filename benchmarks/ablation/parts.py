@@ -31,7 +31,7 @@ from ..cuda.linear import by_launch, copies_of, dense, launch_of
 from ..cuda.timing import interleave_graphs
 from ..timing import speedup, summary
 
-# Bars that records miss, and what binds there: tokens -> schemes.
+# What is taken apart: tokens -> schemes.
 CASES: dict[int, tuple[str, ...]] = {
     1: ("vq-4", "quip-sharp-2"),
     16: ("vq-4", "turboquant-4", "quip-sharp-2", "aqlm-2", "aqlm-3", "aqlm-3-int7", "gptvq-2"),

@@ -29,8 +29,8 @@ from hf_vq.errors import VQBackendError, VQError
 from hf_vq.evaluation.text_tables import markdown_table
 from hf_vq.hf.paged import objection
 
-from ..bars import Bar, bars_table
 from ..random_llama import random_llama
+from ..tables.limits import Figure, limits_table
 from . import same_text
 
 FLOATS, DENSE = "floats", "dense"
@@ -38,7 +38,6 @@ FLOATS, DENSE = "floats", "dense"
 PAGE = 256
 ALL = 0
 """Requests of a row that has as many as its pages hold."""
-BAR = 2.0  # times the best of float weights and pages
 _GB = 1 << 30
 _MOST = 512  # requests at once
 _BATCH = 2048  # tokens of a forward, on a GPU: what does not fit into a budget beside them
@@ -366,14 +365,14 @@ def _of_all(row: dict[str, Any]) -> tuple[str, str, str]:
     return speed, _speed(row.get("reading_tokens_per_second")), text
 
 
-def bars(record: dict[str, Any] | None) -> str:
-    """What was asked for, of rows with as many requests as fit: times float weights and pages; and
-    the same against what reading alone allows those."""
+def limits(record: dict[str, Any] | None) -> str:
+    """Of rows with as many requests as fit: times float weights and pages, beside what reading
+    alone allows ours; and the same against what reading alone allows floats."""
     found_rows = [] if record is None else record["results"]["rows"]
     rows = [row for row in found_rows if row.get("all") and "seconds" in row]
     peers = [row for row in rows if row["kv"] == FLOATS and row["weights"] == "bfloat16"]
     if len(peers) != 1:
-        return bars_table([], "ceiling")
+        return limits_table([])
     (peer,) = peers
     found = []
     for row in rows:
@@ -381,9 +380,9 @@ def bars(record: dict[str, Any] | None) -> str:
             speed, reading = row["tokens_per_second"], row["reading_tokens_per_second"]
             for what, of in (("measured", "tokens_per_second"),
                              ("by reading alone", "reading_tokens_per_second")):  # fmt: skip
-                found.append(Bar(
+                label = (
                     f"`{row['weights']}` weights, `{row['kv']}` pages, {row['requests']} requests, "
-                    f"against `bfloat16` and floats, {peer['requests']} requests, {what}",
-                    BAR, (speed / peer[of],), (reading / peer[of],),
-                ))  # fmt: skip
-    return bars_table(found, "ceiling")
+                    f"against `bfloat16` and floats, {peer['requests']} requests, {what}"
+                )
+                found.append(Figure(label, (speed / peer[of],), (reading / peer[of],)))
+    return limits_table(found)

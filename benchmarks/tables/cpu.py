@@ -108,3 +108,9 @@ def generate(rows: _Rows) -> str:
 
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
+
+
+def calibrate(rows: _Rows) -> str:
+    """Seconds of calibrating a small model."""
+    cells = [[f"`{row['name']}`", str(row["threads"]), f"{row['seconds']:.0f}"] for row in rows]
+    return markdown_table(["weights", "threads", "seconds"], cells)

@@ -7,15 +7,14 @@ from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
 
-from ..bars import Bar, Rows, bars_table, pick
 from .cuda import count
+from .limits import Figure, Rows, limits_table, pick
 
 WHOLE, GROUPED = "qoq-w4a8", "qoq-w4a8-g128"
 _PEERS = ("bf16", "int8 x int8")
-_BARS = {1: 2.2, 64: 1.3, 128: 1.3, 256: 1.3, 1024: 1.0, 4096: 1.0}  # tokens: times bfloat16
-_SHAPES = ((6144, 4096), (14336, 4096))  # that bars are of
+_TOKENS = (1, 64, 128, 256, 1024, 4096)
+_SHAPES = ((6144, 4096), (14336, 4096))  # out_features, in_features
 _LAYER = ("name", "out_features", "in_features")
-_SLOWER = 0.15  # groups, at most
 
 
 def table(rows: Rows) -> str:
@@ -33,14 +32,14 @@ def table(rows: Rows) -> str:
     return markdown_table(["weights", "size", "tokens", "us", *peers, "of reading"], cells)
 
 
-def bars(rows: Rows) -> str:
-    """What was asked for, and what was measured."""
-    return bars_table([*_against_dense(rows), *_groups(rows)], "ceiling")
+def limits(rows: Rows) -> str:
+    """Times bfloat16 at the shapes of a Llama-3-8B, beside what reading and tensor cores allow."""
+    return limits_table(_against_dense(rows))
 
 
-def _against_dense(rows: Rows) -> Iterator[Bar]:
+def _against_dense(rows: Rows) -> Iterator[Figure]:
     for name in (WHOLE, GROUPED):
-        for tokens, least in _BARS.items():
+        for tokens in _TOKENS:
             found = [
                 row
                 for shape in _SHAPES
@@ -51,7 +50,7 @@ def _against_dense(rows: Rows) -> Iterator[Bar]:
             alone = [pick(rows, **{key: row[key] for key in _LAYER}, tokens=1) for row in found]
             known = [_ceiling(row, *one[:1]) for row, one in zip(found, alone, strict=True)]
             ceilings = tuple(ceiling for ceiling in known if ceiling)
-            yield Bar(f"{count(tokens)}, `{name}`", least, ratios, ceilings)
+            yield Figure(f"{count(tokens)}, `{name}`", ratios, ceilings)
 
 
 def _ceiling(row: dict[str, Any], one: dict[str, Any] | None = None) -> float:
@@ -62,17 +61,6 @@ def _ceiling(row: dict[str, Any], one: dict[str, Any] | None = None) -> float:
     reading = one["us"] * one["of_reading"] if one else 0.0
     least = row["rounding_us"] + max(reading, row["tensor_us"])
     return float(row["speedup"]["bf16"] * row["us"] / least)
-
-
-def _groups(rows: Rows) -> Iterator[Bar]:
-    for tokens in dict.fromkeys(row["tokens"] for row in rows):
-        pairs = zip(
-            pick(rows, name=WHOLE, tokens=tokens), pick(rows, name=GROUPED, tokens=tokens),
-            strict=True,
-        )  # fmt: skip
-        more = tuple(grouped["us"] / whole["us"] - 1 for whole, grouped in pairs)
-        label = f"{count(tokens)}, groups of 128, more time than without"
-        yield Bar(label, _SLOWER, more, most=True, unit="%")
 
 
 def _ratio(value: float | None) -> str:

@@ -28,14 +28,13 @@ from ..records import read_record
 from ..serving import serve
 from . import (
     cpu,
-    cpu_bars,
+    cpu_limits,
     cuda,
-    cuda_bars,
+    cuda_limits,
     cuda_linear,
     cuda_w4a8,
     kv,
     passes,
-    quality_bars,
     reliability,
 )
 
@@ -302,18 +301,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cpu-attention": partial(_timed_table, "cpu-attention", cpu.attention),
     "results:cpu-attention-avx2": partial(_timed_table, "cpu-attention-avx2", cpu.attention),
     "results:cpu-generate": partial(_timed_table, "cpu-generate", cpu.generate),
-    "results:cpu-bars": lambda: cpu_bars.table(_records(cpu_bars.SUITES)),
+    "results:cpu-calibrate": partial(_timed_table, "cpu-calibrate", cpu.calibrate),
+    "results:cpu-limits": lambda: cpu_limits.table(_records(cpu_limits.SUITES)),
     "results:cuda-parts": lambda: _timed_table("cuda-parts", cuda.parts),
     "results:cuda-longest": lambda: _timed_table("cuda-parts", cuda.longest),
-    "results:cuda-bars": lambda: cuda_bars.linear_table(_records(cuda_bars.LINEAR_SUITES)),
-    "results:cuda-kv-bars": lambda: cuda_bars.cache_table(_records(cuda_bars.CACHE_SUITES)),
-    "results:quality-bars": lambda: quality_bars.table(
-        {name: read_record(name) for name in quality_bars.SUITES}
-    ),
+    "results:cuda-limits": lambda: cuda_limits.linear_table(_records(cuda_limits.LINEAR_SUITES)),
+    "results:cuda-kv-limits": partial(_timed_table, "cuda-attention", cuda_limits.cache_table),
     "results:quality-passes": passes_table,
     "results:cuda-passes": lambda: _timed_table("cuda-passes", passes.kernels),
     "results:cuda-offload": lambda: _timed_table("cuda-offload", passes.offload),
-    "results:passes-bars": lambda: passes.bars({name: read_record(name) for name in passes.SUITES}),
     "results:cuda-linear": partial(_timed_table, "cuda-linear", cuda_linear.few),
     "results:cuda-prefill": partial(_timed_table, "cuda-linear", cuda_linear.many),
     "results:cuda-reading": partial(_timed_table, "cuda-linear", cuda_linear.of_reading),
@@ -328,10 +324,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda.calibrate),
     "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda.crossover),
     "results:cuda-w4a8": partial(_timed_table, "cuda-w4a8", cuda_w4a8.table),
-    "results:cuda-w4a8-bars": partial(_timed_table, "cuda-w4a8", cuda_w4a8.bars),
+    "results:cuda-w4a8-limits": partial(_timed_table, "cuda-w4a8", cuda_w4a8.limits),
     "results:cuda-w4a8-block": partial(_timed_table, "cuda-w4a8-block", cuda_w4a8_block.table),
     "results:serve": partial(_timed_table, "serve", serve.table),
-    "results:serve-bars": lambda: serve.bars(read_record("serve")),
+    "results:serve-limits": lambda: serve.limits(read_record("serve")),
     "results:serve-cpu": partial(
         _timed_table, "serve-cpu", serve.table, "serve --out benchmarks/results/serve-cpu.json"
     ),

@@ -7,7 +7,6 @@ from transformers import DynamicCache, LlamaConfig
 from benchmarks.cuda import attention as cuda_attention
 from benchmarks.cuda import generate_kv as cuda_generate_kv
 from benchmarks.random_kv import HEAD_DIM, bytes_read, coded_cache, copy_of
-from benchmarks.records import read_record
 from benchmarks.tables import kv as kv_tables
 from benchmarks.tables import pages as tables
 from hf_vq.errors import VQBackendError
@@ -161,32 +160,3 @@ def test_cuda_generate_kv():
         }  # fmt: skip
         assert row["parts_ms"]["attention"] > 0
     assert rows["bf16", "u4"]["cache_gigabytes"] < dense["cache_gigabytes"] / 3
-
-
-@pytest.mark.skipif(read_record("cuda-attention") is None, reason="not recorded yet")
-def test_what_the_record_promises():
-    """What docs/kv_cache.md says of an H200."""
-    rows = read_record("cuda-attention")["results"]["rows"]
-    decode = [row for row in rows if row["what"] == "decode" and "kernel" in row]
-    assert {row["name"] for row in decode} == set(cuda_attention.SCHEMES)
-    assert {row["kernel"] for row in decode} == {FUSED}
-    cases = {tuple(row[key] for key in cuda_attention.Case._fields) for row in decode}
-    assert cases == {*cuda_attention.LONG, *cuda_attention.SHORT}
-    step = kv_tables.short_steps(rows).splitlines()[2:]
-    ratios = [float(x) for line in step for cell in line.split("|")[2:-1] for x in cell.split("/")]
-    assert len(ratios) == 2 * 8 * len(cuda_attention.SCHEMES) and min(ratios) > 1
-
-    def us(name: str, context: int) -> float:
-        (found,) = (
-            row["us"] for row in decode
-            if row["name"] == name and row["kv_heads"] == 32 and row["batch"] == 1
-            and row["context"] == context
-        )  # fmt: skip
-        return found
-
-    for name, slope, memory in (("u4", 17, 15), ("u2", 13, 7.8)):
-        nbytes = {"u4": 132, "u2": 68}[name] * 32 * 16384
-        assert round((us(name, 65536) - us(name, 16384)) / 3) == slope
-        assert nbytes / cuda_attention.MEMORY * 1e6 == pytest.approx(memory, abs=0.1)
-    smaller = {row["name"]: row["smaller"] for row in rows if row["what"] == "memory"}
-    assert smaller["u4"] > 3.87 and smaller["u2"] > 7.5

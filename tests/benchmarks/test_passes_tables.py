@@ -29,11 +29,6 @@ def timed(tokens, bf16, cuda, triton=9.0):
     }  # fmt: skip
 
 
-def bars(**rows):
-    records = {name: {"results": {"rows": found}} for name, found in rows.items()}
-    return passes_tables.bars(dict.fromkeys(passes_tables.SUITES) | records).splitlines()[2:]
-
-
 def test_quality():
     lines = passes_tables.quality(PASSES).splitlines()[2:]
     assert lines[0] == "| `turboquant-4+4` | 8.125 | 0.000200 | 0.00100 | +0.01 |"
@@ -50,33 +45,9 @@ def test_offload():
     )
 
 
-def test_bars():
-    """Prompts only; a bar that is missed says what binds it; what was not measured has no line."""
-    rows = [offloaded(1, 0.0), offloaded(2048, 0.85), offloaded(4096, -0.4)]
-    rows.append(offloaded(8192, 0.5, launching=6.0))
-    lines = bars(**{"quality-passes": PASSES, "cuda-offload": rows})
-    assert lines[0] == "| `turboquant-4+4`, KLD | at most 0.0003 | 0.0002 | yes | - |"
-    assert lines[1].startswith("| `turboquant-4+2`, KLD | at most 0.003 | 0.004 | no |")
-    assert lines[2].endswith("copies that are hidden | at least 80 % | 85 % | yes | - |")
-    assert "0 % | no | the host" in lines[3]
-    assert "50 % | no | the GPU computes for 10.0 ms, copies take 5.0" in lines[4]
-    assert lines[5] == "| `turboquant-4+4`, copies, of the bus | at least 90 % | 94 % | yes | - |"
-    assert len(lines) == 6
-    assert not bars()
-
-
-def test_bars_of_kernels():
-    """Of all shapes the worst decides."""
-    rows = [
-        timed(1, 16.0, 8.0), timed(1, 16.0, 11.0), timed(16, 16.0, 10.0, 14.0),
-        timed(16, 16.0, 10.0, 15.0), timed(64, 20.0, 10.0, 16.0),
-    ]  # fmt: skip
-    one, few, many = bars(**{"cuda-passes": rows})
-    assert "1 token, times bf16 | at least 1.6 x | 2 / 1.45 x | no | waiting" in one
-    assert one.count("4096 x 2048 would have 2 x with") == 1  # 16 / (12 * 4096 / 6144)
-    assert "16 tokens, Triton's time, times that of CUDA | at most 1.5 x | 1.4 / 1.5 x" in few
-    assert few.endswith("| yes | - |") and "1.6 x | no | lookups" in many
-    assert passes_tables.kernels(rows[1:3]).splitlines()[2:] == [
+def test_kernels():
+    rows = [timed(1, 16.0, 11.0), timed(16, 16.0, 10.0, 14.0)]
+    assert passes_tables.kernels(rows).splitlines()[2:] == [
         "| `turboquant-4+4` | 4096 x 2048 | 1 | 16.0 | 11.0 | 1.45 | 9.0 |  | 5.5 |",
         "| `turboquant-4+4` | 4096 x 2048 | 16 | 16.0 | 10.0 | 1.60 | 14.0 |  |  |",
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import build_parser, main
 from benchmarks.cpu import linear as cpu_linear
 from benchmarks.records import RESULTS
 from benchmarks.tables import pages as tables
@@ -26,6 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_tables_are_current(page):
     text = page.read_text(encoding="utf-8")
     assert tables.update(text) == text, "run `python -m benchmarks tables`"
+
+
+def test_the_tables_of_this_checkout_are_written():
+    assert build_parser().parse_args(["tables"]).root == ROOT
 
 
 def test_every_table_is_on_a_page():

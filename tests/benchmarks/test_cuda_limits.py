@@ -1,9 +1,9 @@
-"""The tables of bars for GPUs say what the records say."""
+"""The tables of figures and their limits on a GPU say what the records say."""
 
 import copy
 
 from benchmarks.records import read_record
-from benchmarks.tables import cuda_bars
+from benchmarks.tables import cuda_limits
 
 
 def lines(table, suites, change=None):
@@ -19,9 +19,9 @@ def test_a_ratio_stands_beside_the_time_of_reading():
             if row["what"] == "linear" and row["name"] == "vq-2" and row["tokens"] == 1:
                 row |= {"speedup": {"bf16": 2.0, "int4 tinygemm": 1.0}, "of_reading": 0.5}
 
-    found = lines(cuda_bars.linear_table, cuda_bars.LINEAR_SUITES, change)
+    found = lines(cuda_limits.linear_table, cuda_limits.LINEAR_SUITES, change)
     (line,) = [line for line in found if line.startswith("| 1 token, `vq-2` |")]
-    assert line.endswith("| at least 2.4 x | 2 / 2 / 2 / 2 x | no | 4 / 4 / 4 / 4 x |")
+    assert line.endswith("| 2 / 2 / 2 / 2 x | 4 / 4 / 4 / 4 x |")
 
 
 def test_the_longest_part_alone_is_a_ceiling():
@@ -39,10 +39,10 @@ def test_the_longest_part_alone_is_a_ceiling():
             for what, us in (("whole", 10.0), ("only codes", 5.0), ("only x", 8.0))
         ]  # fmt: skip
 
-    found = lines(cuda_bars.linear_table, cuda_bars.LINEAR_SUITES, change)
+    found = lines(cuda_limits.linear_table, cuda_limits.LINEAR_SUITES, change)
     (line,) = [line for line in found if line.startswith("| 64 tokens, `vq-4`")]
     ratios, ceilings = (" / ".join([number] * 4) for number in ("0.5", "0.625"))
-    assert line.endswith(f"| at least 1 x | {ratios} x | no | {ceilings} x |")
+    assert line.endswith(f"| {ratios} x | {ceilings} x |")
 
 
 def test_a_ceiling_of_two_runs_goes_by_the_dense_layer():
@@ -54,13 +54,17 @@ def test_a_ceiling_of_two_runs_goes_by_the_dense_layer():
             if row["name"] == "aqlm-2" and row["tokens"] == 16:
                 row["us"] = {"bf16": 30.0, "only codes": 7.5}.get(row["what"], 5.0)
 
-    found = lines(cuda_bars.linear_table, cuda_bars.LINEAR_SUITES, change)
+    found = lines(cuda_limits.linear_table, cuda_limits.LINEAR_SUITES, change)
     (line,) = [line for line in found if "the faster way of the `aqlm` package" in line]
-    assert line.endswith("| 6 / 6 / 6 / 6 x | no | 12 / 12 / 12 / 12 x |")
+    assert line.endswith("| 6 / 6 / 6 / 6 x | 12 / 12 / 12 / 12 x |")
 
 
-def test_every_bar_of_the_cache_is_measured():
-    found = lines(cuda_bars.cache_table, cuda_bars.CACHE_SUITES)
-    assert sum("heads" in line for line in found) == 41
-    assert sum("tokens/s" in line for line in found) == 4
-    assert all(" x |" in line for line in found[2:])
+def test_caches_of_all_schemes_and_lengths():
+    rows = [
+        {"what": "decode", "name": name, **case._asdict(), "speedup": 2.0, "of_memory": 0.5}
+        for name in cuda_limits.CACHES for case in cuda_limits.ATTENTION
+    ]  # fmt: skip
+    head, rule, *found = cuda_limits.cache_table(rows).splitlines()
+    assert len(found) == len(rows) and all(line.endswith("| 2 x | 4 x |") for line in found)
+    assert found[0].startswith("| `u4`, 32/32 heads, 1 x 4,096 |")
+    assert cuda_limits.cache_table([]).splitlines() == [head, rule]
