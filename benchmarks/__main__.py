@@ -16,7 +16,7 @@ from hf_vq.evaluation.record import Recorder, command_line
 
 from . import suites
 from .cuda import generate_kv, tune
-from .records import RESULTS
+from .records import RESULTS, path_of
 from .tables import pages
 
 
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument(f"--{option}", type=int, default=usual, help="default: %(default)s")
         suite.add_argument("--schemes", nargs="+", default=list(module.SCHEMES), metavar="SCHEME")
         suite.add_argument("--no-baselines", action="store_true", help="only the schemes")
-        suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
+        suite.add_argument("--out", type=Path, help="record (default: in results)")
         suite.add_argument("--revision", help="of the source (default: git is asked)")
         suite.add_argument("--calibration", metavar="TEXT", help="another text, to learn from")
         if name == "quality-weights":
@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
                 suite.add_argument("--ggml", type=Path, help="folder of llama.cpp's libraries")
         if name != "serve":
             suite.add_argument("--rounds", type=int, help="turns of every contestant")
-        suite.add_argument("--out", type=Path, help=f"record (default: results/{name}.json)")
+        suite.add_argument("--out", type=Path, help="record (default: in results)")
         suite.add_argument("--revision", help="of the source (default: git is asked)")
         suite.set_defaults(parser=suite)
     tuning = verbs.add_parser("cuda-tune", help=(tune.__doc__ or "").splitlines()[0])
@@ -171,7 +171,7 @@ def _record(
 ) -> int:
     """Run a suite, and show and keep each row when it is known; with `resumes`, take up those of a
     run that was stopped."""
-    out = args.out or RESULTS / f"{args.suite}.json"
+    out = args.out or path_of(args.suite)
     recorder = Recorder(out, args.suite, command, args.revision, device)
     if recorder.record["revision"] is None:
         print("benchmarks: this is no git checkout: give --revision.", file=sys.stderr)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Sweep attention over coded caches on a GPU: wrong heads, heads that are no numbers, other bits.
 
-    python scripts/sweep_attention_cuda.py [--seconds 240] [--cases N] [--seed S] [--out OUT.json]
+    python scripts/sweep_attention_cuda.py [--seconds 240] [--cases N] [--seed S] [--out OUT.jsonl]
 
 The grid is schemes x rows of the batch x kv heads x query heads of each x contexts, as tapes and as
 pages, shuffled. Each problem is called many times on the same inputs. Every head of the first call

@@ -329,7 +329,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:serve": partial(_timed_table, "serve", serve.table),
     "results:serve-limits": lambda: serve.limits(read_record("serve")),
     "results:serve-cpu": partial(
-        _timed_table, "serve-cpu", serve.table, "serve --out benchmarks/results/serve-cpu.json"
+        _timed_table,
+        "serve-cpu",
+        serve.table,
+        "serve --out benchmarks/results/serving/serve-cpu.jsonl",
     ),
     **{f"results:{name}": partial(_timed_table, *of) for name, of in kv.TABLES.items()},
     "results:fuzz": reliability.campaign,

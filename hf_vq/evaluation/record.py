@@ -1,7 +1,13 @@
-"""The JSON record of a suite: what ran, on what, and what came out.
+"""The record of a run: what ran, on what, and what came out.
 
-A record names the processor and the versions, never the host, the user or a path. While a suite
-runs, its rows are kept beside the record (`Recorder`).
+A record names the processor and the versions, never the host, the user or a path. It is one JSON
+object, or, in a file that is named `.jsonl`, JSON Lines:
+
+    {"format": .., "suite": .., "command": .., .., "results": {..}, "rows": 3}    all but the rows
+    {..}                                                                          one row a line
+
+`rows` counts them; it is missing where the results have no rows. While a suite runs, its rows are
+kept beside the record (`Recorder`).
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from typing import Any
 import torch
 
 FORMAT = 2  # 1 did not say `complete`: all were
+UNFINISHED = ".unfinished"  # after the name of a record: the rows of a run that has not ended
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -104,10 +111,41 @@ def make_record(
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:
-    """Write a record, whole or not at all."""
+    """Write a record, whole or not at all: as JSON, or as JSON Lines where the path ends so."""
     temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    lines = path.name.removesuffix(UNFINISHED).endswith(".jsonl")
+    text = _lines(record) if lines else json.dumps(record, indent=1, allow_nan=False) + "\n"
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The record in a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no record, or rows are missing.
+    """
+    text = path.read_text(encoding="utf-8")
+    if not path.name.removesuffix(UNFINISHED).endswith(".jsonl"):
+        whole: dict[str, Any] = json.loads(text)
+        return whole
+    head, *rows = map(json.loads, text.splitlines())
+    count = head.pop("rows", None)
+    if len(rows) != (count or 0):
+        raise ValueError(f"{path.name} has {len(rows)} rows and should have {count}.")
+    if count is not None:
+        head["results"]["rows"] = rows
+    return dict(head)
+
+
+def _lines(record: dict[str, Any]) -> str:
+    """A record as JSON Lines: all but the rows, then a line for each row."""
+    results = dict(record["results"])
+    rows = results.pop("rows", None)
+    count = {} if rows is None else {"rows": len(rows)}
+    lines = [{**record, "results": results, **count}, *(rows or ())]
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
 class Recorder:
@@ -140,7 +178,7 @@ class Recorder:
     def kept(self) -> list[dict[str, Any]]:
         """Rows of a run that was stopped, if it had the same settings, versions and revision."""
         try:
-            found = json.loads(self.unfinished.read_text(encoding="utf-8"))
+            found = read(self.unfinished)
         except (OSError, ValueError):
             return []
         same = ("suite", "settings", "versions", "revision")
@@ -166,7 +204,7 @@ class Recorder:
 
 def unfinished(path: Path) -> Path:
     """Where the rows of a run are kept until its record is complete."""
-    return path.with_name(path.name + ".unfinished")
+    return path.with_name(path.name + UNFINISHED)
 
 
 def _usable_cores() -> int:

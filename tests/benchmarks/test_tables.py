@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import suites
 from benchmarks.__main__ import build_parser, main
 from benchmarks.cpu import linear as cpu_linear
-from benchmarks.records import RESULTS
+from benchmarks.records import RESULTS, path_of, read_record
 from benchmarks.tables import pages as tables
 from hf_vq import VQError
-from hf_vq.evaluation.record import make_record, write_record
+from hf_vq.evaluation.record import make_record, read, write_record
 from hf_vq.evaluation.text_tables import markdown_table, significant, text_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,10 +50,10 @@ def test_old_tables_are_found_and_replaced(tmp_path, capsys):
         tables.update("<!-- results:nothing -->\n<!-- /results:nothing -->")
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: path.name)
 def test_records_are_clean(path):
-    text = path.read_text(encoding="utf-8")
-    record = json.loads(text)
+    text, record = path.read_text(encoding="utf-8"), read(path)
+    assert read_record(path.stem) == record
     isa = record["settings"].get("isa")  # that of another instruction set is named after it
     # A suite that is made for GPUs first has the record of a CPU beside it.
     assert path.stem in (record["suite"], f"{record['suite']}-{isa}", f"{record['suite']}-cpu")
@@ -68,14 +69,36 @@ def test_a_record_is_whole_or_not_written(tmp_path):
     assert json.loads(path.read_text())["results"] == {"x": 1.5}
 
 
+@pytest.mark.parametrize(
+    "results", [{"rows": [{"us": 0.1}, {"us": 1.0}], "x": 1}, {"rows": []}, {}]
+)
+def test_a_record_has_one_row_a_line(results, tmp_path):
+    path = tmp_path / "r.jsonl"
+    record = make_record("s", "c", {"a": 1}, results, "abc")
+    write_record(record, path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = results.get("rows", [])
+    assert [json.loads(line) for line in lines[1:]] == rows
+    assert read(path) == record
+    if rows:
+        path.write_text("\n".join(lines[:-1]), encoding="utf-8")
+        with pytest.raises(ValueError, match="has 1 rows and should have 2"):
+            read(path)
+
+
+def test_records_lie_where_they_are_looked_for():
+    for suite in (*suites.TIMED, *suites.QUALITY):
+        assert path_of(suite).is_file() == (read_record(suite) is not None), suite
+
+
 def test_rows_of_a_run_that_is_stopped_are_kept(tmp_path, monkeypatch, capsys):
-    path, kept = tmp_path / "cpu-linear.json", tmp_path / "cpu-linear.json.unfinished"
+    path, kept = tmp_path / "cpu-linear.jsonl", tmp_path / "cpu-linear.jsonl.unfinished"
     arguments = ["cpu-linear", "--threads", "1", "--out", str(path), "--revision", "abc"]
 
     def run(*, threads, report, rows):
         for us in range(rows):
             report({"us": us})
-            found = json.loads(kept.read_text())
+            found = read(kept)
             assert found["results"]["rows"][-1] == {"us": us} and not found["complete"]
         if rows == 3:
             raise KeyboardInterrupt
@@ -87,7 +110,7 @@ def test_rows_of_a_run_that_is_stopped_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cpu_linear, "run", functools.partial(run, rows=3))
     assert main(arguments) == 130 and str(kept) in capsys.readouterr().err
     assert path.read_text() == whole, "the record of the run before is left alone"
-    whole, part = json.loads(whole), json.loads(kept.read_text())
+    whole, part = read(path), read(kept)
     assert whole["complete"] and whole["settings"] == {"rounds": 1}
     assert len(whole["results"]["rows"]) == 2 and len(part["results"]["rows"]) == 3
     for same in ("format", "suite", "command", "revision", "machine", "versions"):
@@ -96,7 +119,7 @@ def test_rows_of_a_run_that_is_stopped_are_kept(tmp_path, monkeypatch, capsys):
 
 def test_a_run_that_is_killed_leaves_a_record(tmp_path):
     """SIGTERM while rows are written: what is there can be read, at any time."""
-    path, kept = tmp_path / "r.json", tmp_path / "r.json.unfinished"
+    path, kept = tmp_path / "r.jsonl", tmp_path / "r.jsonl.unfinished"
     endless = f"""
 from pathlib import Path
 from hf_vq.evaluation.record import Recorder
@@ -111,7 +134,7 @@ while True:
             time.sleep(0.01)
         process.terminate()
     assert process.returncode == -signal.SIGTERM
-    found = json.loads(kept.read_text())
+    found = read(kept)
     assert found["results"]["rows"][0] == {"us": 1.0} and not found["complete"]
     assert not path.exists()
 
