@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.launch import Kernel
-from hf_vq.codegen.plan import ReadPlan
+from hf_vq.codegen.plan import Plan
 from hf_vq.codegen.store import default_store
 
 from ..timing import Contestant
 from .timing import cold_copies
+
+
+@dataclass(frozen=True)
+class ReadPlan(Plan):
+    """Bytes that are read for nothing (read.cu).
+
+    Args:
+        steps: words of 16 bytes that a thread has on their way at a time.
+    """
+
+    template: ClassVar[str] = "read"
+    template_folder: ClassVar[Path | None] = Path(__file__).parent
+    steps: int
+
 
 PLANS = tuple(
     ReadPlan(threads=threads, resident=resident, steps=steps)
@@ -21,7 +38,7 @@ PLANS = tuple(
 
 
 class ReadArguments(ctypes.Structure):
-    """`struct Arguments` of kernels/cuda/read.cu, field by field."""
+    """`struct Arguments` of read.cu, field by field."""
 
     _fields_ = (
         ("bytes", ctypes.c_void_p),

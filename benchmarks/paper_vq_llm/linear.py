@@ -1,4 +1,4 @@
-"""The kernel that VQ-LLM describes (kernels/cuda/vq_llm.cu), to be measured and not to be used."""
+"""The kernel that VQ-LLM describes (vq_llm.cu), to be measured and not to be used."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from hf_vq.codegen.launch import Kernel
 from hf_vq.codegen.store import default_store
-from hf_vq.codegen.vq_llm import VqLlmPlan
+
+from .plan import VqLlmPlan
 
 
 class VqLlmArguments(ctypes.Structure):
-    """struct Arguments of kernels/cuda/vq_llm.cu."""
+    """struct Arguments of vq_llm.cu."""
 
     _fields_ = [
         ("codes", ctypes.c_void_p),

@@ -21,15 +21,6 @@ from hf_vq import ops
 from hf_vq.codegen import compiler
 from hf_vq.codegen.device import RESERVED_BYTES, Arch, device_arch
 from hf_vq.codegen.store import default_store
-from hf_vq.codegen.vq_llm import (
-    STATIC_BYTES,
-    Fusion,
-    VqLlmPlan,
-    base_plan,
-    with_cache,
-    with_fusion,
-    with_split,
-)
 from hf_vq.errors import VQBackendError
 from hf_vq.fit.weight import fit_weight
 from hf_vq.formats.catalog import weight_scheme
@@ -40,6 +31,15 @@ from tests.random_weights import random_tensors
 from ..cuda.timing import cold_copies, interleave_graphs
 from ..timing import Contestant, speedup, summary
 from .linear import PaperLinear
+from .plan import (
+    STATIC_BYTES,
+    Fusion,
+    VqLlmPlan,
+    base_plan,
+    with_cache,
+    with_fusion,
+    with_split,
+)
 
 # Without rotations: what turns x is not part of the paper.
 SCHEMES = ("vq2x8r1-universal-g128-none", "vq4x8r1-universal-g128-none", "aqlm-2", "aqlm-3",

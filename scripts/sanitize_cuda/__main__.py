@@ -33,7 +33,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `tests.buckets`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `tests.buckets`, `benchmarks`
 
 import buckets
 import integers
@@ -45,6 +45,7 @@ from hf_vq import paths
 
 MAKERS = weights.MAKERS | kv.MAKERS | integers.MAKERS | buckets.MAKERS
 USUAL = [kernel for kernel in MAKERS if kernel not in buckets.MAKERS]
+ROOT = Path(__file__).resolve().parents[2]
 GRACE = 120  # seconds that the last case of a process may take
 
 
@@ -76,7 +77,8 @@ def run_process(tool: str, args: argparse.Namespace, part: int) -> str:
         # cuda.bindings asks for functions a driver need not have; what we call is checked.
         options += ["--report-api-errors", "no"] if tool == "memcheck" else []
         if tool != "initcheck":  # which has to see who else writes memory
-            for source in sorted((paths.kernel_sources() / "cuda").glob("*.cu")):
+            ours = paths.kernel_sources() / "cuda", ROOT / "benchmarks"
+            for source in sorted(path for folder in ours for path in folder.rglob("*.cu")):
                 options += ["--kernel-name", f"kernel_name={source.stem}"]
         command = ["compute-sanitizer", "--tool", tool, *options, *command]
     # Without its own pool of memory, an address beyond a tensor is one that nobody allocated.

@@ -12,6 +12,7 @@ from cases import FLOATS, Case, close, covering, decoded, stored
 
 from benchmarks.paper_vq_llm.linear import PaperLinear
 from benchmarks.paper_vq_llm.mechanisms import plans_of
+from benchmarks.paper_vq_llm.plan import VqLlmPlan
 from hf_vq.backends import (
     cuda_encode,
     cuda_fused,
@@ -25,7 +26,6 @@ from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.launch import Kernel
 from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, TilePlan, WidePlan
 from hf_vq.codegen.store import default_store
-from hf_vq.codegen.vq_llm import VqLlmPlan
 from hf_vq.fit.scale import FACTORS
 from hf_vq.formats import VQScheme, weight_scheme
 from hf_vq.ops import reference

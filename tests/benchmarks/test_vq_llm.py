@@ -5,9 +5,7 @@ import math
 import pytest
 
 from benchmarks.paper_vq_llm.mechanisms import SCHEMES, plans_of
-from hf_vq.codegen import compiler
-from hf_vq.codegen.device import ARCHES
-from hf_vq.codegen.vq_llm import (
+from benchmarks.paper_vq_llm.plan import (
     Fusion,
     base_plan,
     mma_mapping,
@@ -18,6 +16,8 @@ from hf_vq.codegen.vq_llm import (
     with_fusion,
     with_split,
 )
+from hf_vq.codegen import compiler
+from hf_vq.codegen.device import ARCHES
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
 

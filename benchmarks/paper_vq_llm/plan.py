@@ -1,8 +1,8 @@
-"""Plans of the kernel that VQ-LLM describes (arXiv 2503.02236; kernels/cuda/vq_llm.cu).
+"""Plans of the kernel that VQ-LLM describes (arXiv 2503.02236; vq_llm.cu).
 
 What the paper decides before it generates a kernel (Algorithm 2, lines 2 to 8), as pure functions:
 entries in registers and shared memory from slack (section V.B), the split factor (VI.A), the
-mapping of threads to mini-warps and the exchanges that it needs (Algorithm 1, VI.B). A yardstick:
+mapping of threads to mini-warps and the exchanges that it needs (Algorithm 1, VI.B). A baseline:
 layers run the plans of `choose_linear`.
 """
 
@@ -12,13 +12,14 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
-from ..errors import VQBackendError
-from ..formats.packing import packed_size
-from ..formats.scheme import VQScheme
-from .device import RESERVED_BYTES, Arch
-from .plan import Plan, Scope
+from hf_vq.codegen.device import RESERVED_BYTES, Arch
+from hf_vq.codegen.plan import Plan, Scope
+from hf_vq.errors import VQBackendError
+from hf_vq.formats.packing import packed_size
+from hf_vq.formats.scheme import VQScheme
 
 # "Fewer than five" (section VI.B), not the <= 5 of Algorithm 2: with five, shuffles lose on an H200
 # in most cases (suite cuda-mechanisms). Mini-warps of 2^n lanes need 1 or 3: both decide alike.
@@ -71,6 +72,7 @@ class VqLlmPlan(Plan):
     """
 
     template: ClassVar[str] = "vq_llm"
+    template_folder: ClassVar[Path | None] = Path(__file__).parent
     vector_size: int
     entry_bits: int
     stages: int

@@ -3,7 +3,7 @@
 //
 //     y[m, o] = sum_g scale[o, g] sum_{k in g} W[o, k] x[m, k]        W = sums of codebook entries, fp16
 //
-// A yardstick: what layers run is linear.cu, and docs/cuda.md compares the two, mechanism by mechanism.
+// A baseline: what layers run is kernels/cuda/linear.cu, and docs/cuda.md compares the two, mechanism by mechanism.
 //
 //     blocks          part 0        part 1       .. split        a block: row_tiles x 16 rows, and of the columns
 //     band 0       +------------+------------+                   (tiles of GPTVQ) or of the stages (AQLM) one part;
@@ -20,6 +20,8 @@
 #include "codes.cuh"
 #include "grids.cuh"
 #include "mma.cuh"
+
+enum class Fusion { SHUFFLE, SHARED, RENUMBERED };  // how decoded weights come to the lanes that multiply them
 #include "plan.cuh"
 
 struct Arguments {
@@ -371,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vq_l
     const int64_t number = tiled ? int64_t(band * band_rows / Plan::tile_rows) * across + at * chunk / tile_columns : first_stage;
     return a.codebook + number * entries_of_book;
   };
-  // Thread mapping: what a lane decodes (codegen/vq_llm.py).
+  // Thread mapping: what a lane decodes (plan.py).
   const int row_bit = Plan::vector_size == 8 ? t / 2 : t % 2;
   const int row = direct ? g : Plan::fusion == Fusion::SHARED ? lane / 2 : g + 8 * row_bit;
   const int column = direct ? t * unit : (Plan::fusion == Fusion::SHARED ? lane % 2 : Plan::vector_size == 8 ? t % 2 : t / 2) * 2 * unit;
