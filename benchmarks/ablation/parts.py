@@ -22,7 +22,7 @@ from hf_vq.codegen import choose_linear, choose_tiles, choose_wide, compiler
 from hf_vq.codegen.choose_linear import LinearProblem
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.launch import Kernel
-from hf_vq.codegen.plan import Dtype, LinearPlan, TilePlan, WidePlan, render
+from hf_vq.codegen.plan import Dtype, LinearPlan, TilePlan, WidePlan
 from hf_vq.codegen.store import Store, default_store
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
@@ -45,93 +45,12 @@ SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096))  # out_feat
 # Timed without each of their parts, too.
 _WHOLLY = {("vq-4", 1), ("vq-4", 16), ("quip-sharp-2", 1), ("quip-sharp-2", 16)}
 
-# In kernels/cuda: a file, what stands there once, and what becomes of it.
-Changes = tuple[tuple[str, str, str], ...]
-_CODES: Changes = (
-    ("codes.cuh", "stream_words<Bytes, Line>(from + i * Bytes, word + i * Bytes / 4);",
-     "for (int k = 0; k < Bytes / 4; ++k) {\n"  # numbers as good as random: lookups meet in banks
-     "  const uint32_t at = uint32_t(size_t(from) / 4 + i * Bytes / 4 + k) * 2654435761u;\n"
-     "  word[i * Bytes / 4 + k] = at ^ at >> 15;\n}"),
-)  # fmt: skip
-_LOOKUPS: Changes = (
-    ("table.cuh", "load_shared<Bytes>(address(codes, i * index_bits) + stage * book_bytes "
-     "+ part, word);",
-     "for (int c = 0; c < Bytes / 4; ++c) word[c] = address(codes, i * index_bits) + c;"),
-    ("table.cuh", "load_shared<8>(address(codes, 16 * j) + stage * book_bytes, pattern);",
-     "pattern[0] = pattern[1] = address(codes, 16 * j);"),
-    ("table.cuh", "load_shared<8>(address(codes, 16 * j + 8) + Plan::stages * book_bytes, flip);",
-     "flip[0] = flip[1] = address(codes, 16 * j + 8);"),
-)  # fmt: skip
-_PRODUCTS: Changes = (
-    ("mma.cuh", "  if constexpr (D == Dtype::FLOAT16) {\n    asm(\"mma.sync",
-     "  d[0] += __uint_as_float(a0 ^ a1 ^ a2 ^ a3 ^ b0 ^ b1);\n  return;\n"
-     "  if constexpr (D == Dtype::FLOAT16) {\n    asm(\"mma.sync"),
-)  # fmt: skip
-PARTS: dict[str, dict[str, Changes]] = {
-    "linear": {
-        "codes": _CODES,
-        "lookups": _LOOKUPS,
-        "products": _PRODUCTS,
-        "scales": (
-            ("linear.cu", "if constexpr (Plan::group > 0)", "if constexpr (false)"),
-            ("linear.cu", "return Plan::group ? half_to_float", "return false ? half_to_float"),
-            ("linear.cu", "if constexpr (!Plan::group) return 1.0f;", "return 1.0f;"),
-        ),
-        "x": (
-            ("linear.cu", "load_words<16 * piece>(a.x + from, word);", ";"),
-            ("linear.cu",
-             "if (n * 8 + lane / 4 < tokens) "
-             "load_words<16>(from + n * octets * 512, word[n][j % kept]);",
-             "word[n][j % kept][0] = 8 * at + n;"),
-            ("linear.cu", "  if constexpr (Plan::rotate)\n", "  if constexpr (false)\n"),
-        ),
-        "tables": (
-            ("linear.cu", "  table.begin_fill(batch);\n", ""),
-            ("linear.cu", "  table.end_fill(batch);\n", ""),
-        ),
-        "meeting": (
-            ("linear.cu", " finish_one(a, table,",
-             " if (sums[0][0][0] == 1.25f) finish_one(a, table,"),
-            ("linear.cu", " finish(a, table,", " if (sums[0][0][0] == 1.25f) finish(a, table,"),
-        ),
-        "chunks": (("linear.cu", "end = min(begin + each, chunks);", "end = begin;"),),
-    },
-    "wide": {
-        "codes": _CODES,
-        "lookups": _LOOKUPS,
-        "products": (
-            ("wgmma.cuh", "  constexpr bool half = D == Dtype::FLOAT16;\n",
-             "  d[0] += __uint_as_float(a[0] ^ a[1] ^ a[2] ^ a[3]);\n  return;\n"
-             "  constexpr bool half = D == Dtype::FLOAT16;\n"),
-        ),
-        "scales": (
-            ("wide.cu", "if constexpr (Plan::group > 0) scale", "if constexpr (false) scale"),
-            ("wide.cu", "if constexpr (Plan::group > 0) {", "if constexpr (false) {"),
-        ),
-        "x": (
-            ("wide.cuh", "barrier_expect(turn.full(), bytes);", "barrier_arrive(turn.full());"),
-            ("wide.cuh", " copy_bulk(turn.address(),", " if (at < 0) copy_bulk(turn.address(),"),
-        ),
-    },
-    "tiles": {
-        "codes": _CODES,
-        "lookups": _LOOKUPS,
-        "products": _PRODUCTS,
-        "tables": (
-            ("tiles.cu", 'static_assert(pieces % sharers == 0, "threads share the copies of an '
-             'entry");', "return;"),
-        ),
-        "x": (
-            ("tiles.cu", "if (token + i < a.tokens)\n        copy",
-             "if (token + i < 0)\n        copy"),
-            ("tiles.cu", "load_shared<16>(inputs + j * pitch, x);",
-             "x[0] = x[1] = x[2] = x[3] = inputs + j;"),
-            ("tiles.cu",
-             "load_shared<16>(inputs + (n * Plan::column_warps * pieces + j * 2 + k) * pitch, x);",
-             "x[0] = x[1] = x[2] = x[3] = inputs + n + j * 2 + k;"),
-        ),
-    },
-}  # fmt: skip
+# Parts of each template that a macro leaves out, as WITHOUT_CODES does (kernels/cuda).
+PARTS: dict[str, tuple[str, ...]] = {
+    "linear": ("codes", "lookups", "products", "scales", "x", "tables", "meeting", "chunks"),
+    "wide": ("codes", "lookups", "products", "scales", "x"),
+    "tiles": ("codes", "lookups", "products", "tables", "x"),
+}
 _LOOP = {
     "linear": ("codes", "lookups", "products", "x", "scales"),
     "wide": ("codes", "lookups", "products", "x", "scales"),
@@ -163,32 +82,18 @@ class _Without(Store):
     def __init__(self, plan: _Plan, parts: Sequence[str]) -> None:
         store = default_store()
         super().__init__(store.folder, store.limit)
-        self.plan, self._sources = plan, edited(compiler.sources(), plan.template, parts)
+        self.plan, self.macros = plan, macros(parts)
 
     def fetch(self, key: str, make: Callable[[], bytes]) -> bytes:
         """The image of the plan; `key` and `make` are those of the whole template."""
-        texts = {**self._sources, "plan.cuh": render(self.plan)}
-        key = hashlib.sha256("\0".join([key, *texts.values()]).encode()).hexdigest()
+        key = hashlib.sha256("\0".join([key, *self.macros]).encode()).hexdigest()
         arch = device_arch(torch.cuda.current_device()).name
-        file = f"{self.plan.template}.cu"
-        source = texts.pop(file)
-        return super().fetch(
-            key, lambda: compiler.compile_source(source, file, texts, arch, str(self.plan))[0]
-        )
+        return super().fetch(key, lambda: compiler.compile_plan(self.plan, arch, self.macros)[0])
 
 
-def edited(sources: Mapping[str, str], template: str, parts: Sequence[str]) -> dict[str, str]:
-    """Templates, one of which lacks parts.
-
-    Raises:
-        VQBackendError: what is to be left out is not there.
-    """
-    texts = dict(sources)
-    for file, old, new in (change for part in parts for change in PARTS[template][part]):
-        if texts[file].count(old) != 1:
-            raise VQBackendError(f"{file} does not have {old!r} once.")
-        texts[file] = texts[file].replace(old, new)
-    return texts
+def macros(parts: Sequence[str]) -> tuple[str, ...]:
+    """The macros that leave parts of a template out."""
+    return tuple(f"WITHOUT_{part.upper()}" for part in parts)
 
 
 @torch.no_grad()

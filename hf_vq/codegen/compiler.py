@@ -104,8 +104,11 @@ def template(plan: Plan) -> str:
     return (plan.template_folder / file).read_text(encoding="utf-8")
 
 
-def compile_plan(plan: Plan, arch: str) -> tuple[bytes, Resources]:
+def compile_plan(plan: Plan, arch: str, macros: Sequence[str] = ()) -> tuple[bytes, Resources]:
     """The machine code of a plan, compiled now, and the resources that it takes.
+
+    Args:
+        macros: defined as 1, for templates that ask for them.
 
     Raises:
         VQBackendError: it does not compile; the message has the compiler's log and the plan.
@@ -114,7 +117,12 @@ def compile_plan(plan: Plan, arch: str) -> tuple[bytes, Resources]:
     file = f"{plan.template}.cu"
     headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
     image, log = compile_source(
-        template(plan), file, {**headers, "plan.cuh": header}, arch, f"{plan}\n{header}"
+        template(plan),
+        file,
+        {**headers, "plan.cuh": header},
+        arch,
+        f"{plan}\n{header}",
+        (*_OPTIONS, *(f"--define-macro={name}=1" for name in macros)),
     )
     found = {}
     for name, pattern in _RESOURCES.items():

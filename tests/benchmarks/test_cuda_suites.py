@@ -1,5 +1,7 @@
 """The suite that times CUDA kernels runs, and says what it needs."""
 
+import re
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -22,7 +24,7 @@ from benchmarks.tables import cuda_w4a8 as cuda_w4a8_tables
 from hf_vq import ops
 from hf_vq.codegen import compiler, tuned
 from hf_vq.codegen.choose_linear import LinearProblem, choose
-from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.device import ARCHES, device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import weight_scheme
@@ -169,15 +171,38 @@ def test_cuda_mechanisms(monkeypatch):
         ]
 
 
-@pytest.mark.parametrize(
-    ("template", "part"),
-    [(template, part) for template, parts in cuda_parts.PARTS.items() for part in parts],
-)
-def test_every_part_can_be_left_out(template, part):
-    whole = compiler.sources()
-    without = cuda_parts.edited(whole, template, [part])
-    changed = {name for name in whole if without[name] != whole[name]}
-    assert changed == {file for file, *_ in cuda_parts.PARTS[template][part]}
+def included(file):
+    """The text of a template and of all headers that it includes."""
+    sources, found, left = compiler.sources(), {}, [file]
+    while left:
+        name = left.pop()
+        if name in sources and name not in found:  # plan.cuh is rendered
+            found[name] = sources[name]
+            left += re.findall(r'#include "([^"]+)"', sources[name])
+    return "\n".join(found.values())
+
+
+def test_every_part_can_be_left_out():
+    """Each macro is asked for by its template, and no other one by any."""
+    for template, parts in cuda_parts.PARTS.items():
+        asked = set(re.findall(r"#if !?(WITHOUT_\w+)", included(f"{template}.cu")))
+        assert asked >= set(cuda_parts.macros(parts)), template
+    known = {macro for parts in cuda_parts.PARTS.values() for macro in cuda_parts.macros(parts)}
+    assert set(re.findall(r"WITHOUT_\w+", "".join(compiler.sources().values()))) == known
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("vq-4", 16), ("quip-sharp-2", 128), ("gptvq-2", 16)])
+def test_each_part_that_is_left_out_is_other_machine_code(name, tokens):
+    if compiler.why_not():
+        pytest.skip(compiler.why_not())
+    arch = ARCHES["sm_90a"]
+    problem = LinearProblem(weight_scheme(name), tokens, 4096, 4096, Dtype.BFLOAT16, arch)
+    plan = cuda_parts._chosen(problem)
+    left_out = [(), *((part,) for part in cuda_parts.PARTS[plan.template])]
+    images = {
+        compiler.compile_plan(plan, "sm_90a", cuda_parts.macros(parts))[0] for parts in left_out
+    }
+    assert len(images) == len(left_out)
 
 
 def test_only_a_part_is_without_the_others_of_the_loop():
@@ -185,12 +210,6 @@ def test_only_a_part_is_without_the_others_of_the_loop():
         for what, without in only.items():
             assert what[5:] in cuda_parts.PARTS[template] and what[5:] not in without
             assert {"codes", "x"} - {what[5:]} <= set(without) <= set(cuda_parts.PARTS[template])
-
-
-def test_a_part_that_is_not_there_is_not_left_out():
-    broken = {**compiler.sources(), "mma.cuh": "// another"}
-    with pytest.raises(VQBackendError, match=r"mma.cuh does not have"):
-        cuda_parts.edited(broken, "linear", ["products"])
 
 
 @pytest.mark.gpu
