@@ -14,7 +14,7 @@ from hf_vq import env
 from hf_vq.errors import VQError
 from hf_vq.evaluation.record import Recorder, command_line
 
-from . import suites
+from . import stale, suites
 from .cuda import generate_kv, tune
 from .records import RESULTS, path_of
 from .tables import pages
@@ -92,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     write = verbs.add_parser("tables", help="Write the tables and pictures of README.md and docs.")
     write.add_argument("--check", action="store_true", help="change nothing, fail if one is old")
     write.add_argument("--root", type=Path, default=RESULTS.parents[1], help="the checkout")
+    verbs.add_parser("stale", help="List records whose sources were edited since.")
     return parser
 
 
@@ -107,6 +108,9 @@ def main(argv: list[str] | None = None) -> int:
             return _time(args)
         if args.suite == "cuda-tune":
             return _tune(args)
+        if args.suite == "stale":
+            print(stale.table(RESULTS.parents[1]))
+            return 0
         return _tables(args) if args.suite == "tables" else _measure(args)
     except VQError as error:
         print(f"benchmarks: error: {error}", file=sys.stderr)

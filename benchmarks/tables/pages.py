@@ -272,9 +272,15 @@ def _timed(record: dict[str, Any]) -> str:
         f"`{record['command']}`",
         machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores",
         f"torch {versions['torch']}, transformers {versions['transformers']}",
-        record["date"],
+        _when(record),
     ]
     return "Measured by " + "; ".join(parts) + "."
+
+
+def _when(record: dict[str, Any]) -> str:
+    """The date, and the revision that was measured, where it is known."""
+    revision = record["revision"]
+    return record["date"] + (f" at {revision}" if revision else "")
 
 
 def _timed_table(
@@ -398,6 +404,6 @@ def _source(record: dict[str, Any]) -> str:
         f"{settings['model']}, {settings['tokens']:,} tokens, context {settings['context']}",
         processor,
         f"torch {versions['torch']}, transformers {versions['transformers']}",
-        record["date"],
+        _when(record),
     ]
     return "Measured by " + "; ".join(parts) + "."
