@@ -40,9 +40,9 @@ from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.tensors import kv_codebook_spec
 from hf_vq.ops.attention import CachedKV, attention
 
+from ..roofline.arithmetic import arithmetic
+from ..roofline.cpu import reading
 from ..timing import Contestant, cold_copies, extrapolated, interleave, speedup, summary
-from .arithmetic import arithmetic
-from .reading import reading
 
 SCHEMES = ("u4", "u3", "u2", "nomad-u4")
 PQ = "cq-4"  # 256 entries of 2 numbers: the codes of the paper's PQ-Attention

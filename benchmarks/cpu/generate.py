@@ -30,8 +30,8 @@ from hf_vq.formats.catalog import kv_scheme
 from hf_vq.nn import VQLinear
 
 from ..random_llama import TokenClock, fill_cache, llama_config, random_llama
+from ..roofline.cpu import reading
 from ..timing import interleave
-from .reading import reading
 
 CONTEXTS = (0, 16384)
 KV_HEADS = (16, 4)

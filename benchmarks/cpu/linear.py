@@ -28,9 +28,9 @@ from hf_vq.ops.library import problem
 from tests.random_weights import random_tensors
 
 from ..peers import llama_cpp
+from ..roofline.arithmetic import arithmetic
+from ..roofline.cpu import reading
 from ..timing import Contestant, cold_copies, extrapolated, interleave, speedup, summary
-from .arithmetic import arithmetic
-from .reading import reading
 
 SCHEMES = (
     "vq-4", "turboquant-4", "vq-3", "vq-2", "gptvq-2", "aqlm-2", "aqlm-3",

@@ -34,8 +34,8 @@ from hf_vq.ops.codes import rotation_of
 from hf_vq.ops.library import problem
 from tests.random_weights import random_tensors
 
+from ..roofline.cuda import PLANS, reading
 from ..timing import Contestant, speedup, summary
-from .read import PLANS, reading
 from .timing import cold_copies, interleave_graphs
 
 SCHEMES = ("vq-4", "turboquant-4", "vq-3", "vq-2", "quip-sharp-2", "quip-sharp-4", "aqlm-2",

@@ -27,9 +27,9 @@ from hf_vq.ops.codes import stored_arguments
 from hf_vq.ops.library import problem
 
 from ..peers.cutile_cubins import by_driver
+from ..roofline.cuda import PLANS, reading
 from ..timing import Contestant, summary
 from .linear import by_plan, copies_of, dense, ours
-from .read import PLANS, reading
 from .timing import interleave_graphs
 
 SCHEMES = ("turboquant-4+4", "turboquant-4+2")

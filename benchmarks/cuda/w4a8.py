@@ -23,9 +23,9 @@ from hf_vq.formats.qoq import encode
 from hf_vq.ops import dispatch
 from hf_vq.ops.library import problem
 
+from ..roofline.cuda import PLANS, reading
 from ..timing import Contestant, speedup, summary
 from .linear import dense
-from .read import PLANS, reading
 from .timing import cold_copies, interleave_graphs
 
 SCHEMES = ("qoq-w4a8", "qoq-w4a8-g128")

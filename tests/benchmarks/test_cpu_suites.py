@@ -12,10 +12,10 @@ from benchmarks.cpu import attention as cpu_attention
 from benchmarks.cpu import generate as cpu_generate
 from benchmarks.cpu import linear as cpu_linear
 from benchmarks.cpu import load as cpu_load
-from benchmarks.cpu import reading
 from benchmarks.cpu import w4a8 as cpu_w4a8
 from benchmarks.peers import llama_cpp
 from benchmarks.records import read_record
+from benchmarks.roofline import cpu as roofline_cpu
 from benchmarks.tables import cpu as cpu_tables
 from hf_vq.backends import native
 from hf_vq.errors import VQError
@@ -120,7 +120,7 @@ def test_memory_that_is_taken_for_a_while():
 
 @pytest.fixture
 def few_copies(monkeypatch):
-    for module in (cpu_linear, cpu_attention, cpu_w4a8, reading):
+    for module in (cpu_linear, cpu_attention, cpu_w4a8, roofline_cpu):
         monkeypatch.setattr(module, "cold_copies", lambda nbytes: 2)
 
 

@@ -14,8 +14,8 @@ from hf_vq.codegen.launch import Kernel
 from hf_vq.codegen.plan import Plan
 from hf_vq.codegen.store import default_store
 
+from ..cuda.timing import cold_copies
 from ..timing import Contestant
-from .timing import cold_copies
 
 
 @dataclass(frozen=True)
