@@ -1,5 +1,5 @@
-"""Tables of the records of `make fuzz`, `scripts/fuzz/soak.py` and
-`scripts/sweep_attention_cuda.py`."""
+"""Tables of the records of `make fuzz`, `scripts/fuzz/soak.py`, `scripts/sweep_attention_cuda.py`
+and `scripts/sanitize_cuda`."""
 
 from __future__ import annotations
 
@@ -79,6 +79,28 @@ def sweep() -> str:
         "--seconds SECONDS` draws more."
     )
     return f"{markdown_table(head, rows)}\n\n{what} {_source(record)}"
+
+
+def sanitizers() -> str:
+    """CUDA kernels under compute-sanitizer: what ran, what was reported, and what was left out."""
+    record = read_record("cuda-sanitizers")
+    if record is None:
+        return (
+            "Not measured yet: `python scripts/sanitize_cuda --kernels buckets --tools memcheck "
+            "racecheck initcheck --out RECORD`."
+        )
+    rows = [
+        [
+            row["tool"], row["kernel"], f"{row['kernels']:,}", f"{row['problems']:,}",
+            f"{row['errors']:,}",
+            ", ".join(f"{count:,} ({why})" for why, count in sorted(row["left"].items())) or "0",
+        ]
+        for row in record["results"]["rows"]
+    ]  # fmt: skip
+    head = ["tool", "op", "kernels", "problems", "errors", "left out"]
+    notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
+    what = f"Compute-sanitizer: {record['settings']['sanitizer']}."
+    return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, _source(record)])}"
 
 
 def _outcomes(found: dict[str, int]) -> str:

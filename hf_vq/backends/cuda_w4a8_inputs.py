@@ -100,8 +100,10 @@ def rounded(
     token_at = -(-tokens // _TILE) * _TILE * plan.padded
     memory = x.new_empty(token_at + tokens * _TOKEN, dtype=torch.uint8)
     found = Rounded(memory, token_at, tokens, plan.columns, plan.swizzled)
+    # Of several tokens in fragments, blocks without one fill up the last eight.
+    blocks = tokens if plan.swizzled or tokens == 1 else -(-tokens // 8) * 8
     run(
-        tokens, torch._C._cuda_getCurrentRawStream(x.get_device()), x.data_ptr(),
+        blocks, torch._C._cuda_getCurrentRawStream(x.get_device()), x.data_ptr(),
         None if other is None else other.data_ptr(), *found.addresses, tokens, eps, early,
         dependent=True,
     )  # fmt: skip

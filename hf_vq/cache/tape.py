@@ -197,7 +197,8 @@ class CodeTape:
     def _codes(self, units: int) -> Tensor:
         batch, heads = self.scale.shape[:2]
         if self.layout == ROWS:
-            return self.scale.new_empty(batch, heads, units, self.width, dtype=torch.uint8)
+            # Zeros: a GPU copies 16 bytes at a time, also those behind the last token.
+            return self.scale.new_zeros(batch, heads, units, self.width, dtype=torch.uint8)
         size = block_bytes(self.vectors, self.bits)
         return allocate((batch, heads, units, size), self.scale.device)
 

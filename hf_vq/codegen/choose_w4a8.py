@@ -98,7 +98,7 @@ def _plan(
 def feasible(plan: W4A8Plan, problem: W4A8Problem) -> str | None:
     """None if the plan solves the problem on its GPU, else the reason why not."""
     arch = problem.arch
-    if 8 * (plan.token_tiles - 1) >= problem.tokens:
+    if 8 * (plan.token_tiles - 1) >= problem.tokens:  # the last tile would begin before the first
         return "there are fewer tokens"
     if plan.split * plan.steps > max(plan.padded // CHUNK, plan.split):
         return "warps have fewer chunks"

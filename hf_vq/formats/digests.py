@@ -3,6 +3,9 @@
     metadata["hf_vq_digests"]   JSON, {name: BLAKE3 of (name, dtype, shape, meaning, bytes)}
                                 of every tensor, and of the rest of the metadata
 
+A tensor of more than SEGMENT bytes stands in it by the BLAKE3 digests of its segments, so that all
+processors can read one tensor.
+
 A tensor's meaning is a string that the writer and the reader find by themselves, as the spec of the
 scheme that its codes were made with: where it is edited, the digest is another one. Other readers
 of safetensors ignore metadata, so such files are no new format.
@@ -19,6 +22,7 @@ import logging
 import os
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,8 +39,9 @@ KEY = "hf_vq_digests"
 CURE = "Download or copy it again, or make it anew."
 _METADATA = "__metadata__"  # no tensor may have this name
 _DIGITS = 32  # hexadecimal, 128 bits
-_PIECE = 1 << 22  # bytes that a thread reads at a time: few turns of the interpreter's lock
-_MOST_THREADS = 4
+SEGMENT = 1 << 25  # bytes
+_PIECE = 1 << 20  # bytes read at a time: they stay in a core's cache, the lock's turns are few
+_MOST_THREADS = 16
 _SHOWN = 8  # problems in one message
 
 logger = logging.getLogger("hf_vq")
@@ -182,7 +187,8 @@ class Check:
     Args:
         files: of one checkpoint.
         meanings: of tensors, by name, from the headers; those that are not there have none.
-        done: called with the bytes of each tensor that was read, by one thread at a time.
+        done: called with how many bytes were read, tensor by tensor or in parts of large ones, by
+            one thread at a time.
 
     Raises:
         VQFormatError: a header cannot be read.
@@ -275,6 +281,25 @@ class Check:
             )
 
 
+@dataclass(frozen=True)
+class _Segment:
+    """Bytes `begin` to `end` of a file, part of one tensor: the work of one thread."""
+
+    file: int  # which
+    path: str
+    part: Part
+    begin: int
+    end: int
+
+
+def _segments(headers: list[Header]) -> Iterator[_Segment]:
+    """File by file, in the order of their bytes: a disk is read from its beginning on."""
+    for number, header in enumerate(headers):
+        for part in sorted(header.parts.values(), key=lambda part: part.begin):
+            for begin in range(part.begin, max(part.end, part.begin + 1), SEGMENT):
+                yield _Segment(number, header.path, part, begin, min(begin + SEGMENT, part.end))
+
+
 class _Hashing:
     """The threads of a `Check` or of `record`."""
 
@@ -289,9 +314,11 @@ class _Hashing:
         self.failed: Exception | None = None
         self.stopped = False
         self._owner = threading.current_thread()
-        self._left = self._parts(headers)
+        self._left = _segments(headers)
+        self._large: dict[tuple[int, str], dict[int, bytes]] = defaultdict(dict)  # by `begin`
         self._lock = threading.Lock()
-        count = min(_MOST_THREADS, _cores(), sum(len(header.parts) for header in headers))
+        most = sum(-(-part.nbytes // SEGMENT) or 1 for h in headers for part in h.parts.values())
+        count = min(_MOST_THREADS, _cores(), most)
         self._threads = [threading.Thread(target=self._run, name=KEY) for _ in range(count)]
         for thread in self._threads:
             thread.start()
@@ -308,24 +335,18 @@ class _Hashing:
             raise VQFormatError(f"a file could not be read: {self.failed}. {CURE}")
         return self.found
 
-    def _parts(self, headers: list[Header]) -> Iterator[tuple[int, str, Part]]:
-        """File by file, in the order of their bytes: a disk is read from its beginning on."""
-        for number, header in enumerate(headers):
-            for part in sorted(header.parts.values(), key=lambda part: part.begin):
-                yield number, header.path, part
-
     def _run(self) -> None:
-        """Hash one tensor after the other, until there are none."""
+        """Hash one segment after the other, until there are none."""
         # Read and not mapped: a file that is cut meanwhile is then an error, and no SIGBUS.
         buffer = memoryview(bytearray(_PIECE))
         files: dict[str, BinaryIO] = {}
         try:
             while True:
                 with self._lock:
-                    number, path, part = next(self._left)
-                if path not in files:
-                    files[path] = open(path, "rb", buffering=0)  # noqa: SIM115
-                if not self._hash(number, part, files[path], buffer):
+                    segment = next(self._left)
+                if segment.path not in files:
+                    files[segment.path] = open(segment.path, "rb", buffering=0)  # noqa: SIM115
+                if not self._hash(segment, files[segment.path], buffer):
                     return
         except StopIteration:
             pass
@@ -335,12 +356,14 @@ class _Hashing:
             for file in files.values():
                 file.close()
 
-    def _hash(self, number: int, part: Part, file: BinaryIO, buffer: memoryview) -> bool:
-        """Hash one tensor; False if nobody waits for it any more."""
+    def _hash(self, segment: _Segment, file: BinaryIO, buffer: memoryview) -> bool:
+        """Hash one segment; False if nobody waits for it any more."""
+        part = segment.part
         meaning = self.meanings.get(part.name, "")
-        hashed = _start([part.name, part.dtype, part.shape, meaning])
-        file.seek(part.begin)
-        left = part.nbytes
+        whole = _start([part.name, part.dtype, part.shape, meaning])
+        hashed = whole if part.nbytes <= SEGMENT else blake3()
+        file.seek(segment.begin)
+        left = segment.end - segment.begin
         while left:
             # An interpreter that ends waits for its threads.
             if self.stopped or not self._owner.is_alive():
@@ -351,8 +374,14 @@ class _Hashing:
             hashed.update(buffer[:count])
             left -= count
         with self._lock:
-            self.found[number][part.name] = hashed.hexdigest()[:_DIGITS]
-            self.done(part.nbytes)
+            self.done(segment.end - segment.begin)
+            if hashed is not whole:
+                known = self._large[segment.file, part.name]
+                known[segment.begin] = hashed.digest()
+                if len(known) * SEGMENT < part.nbytes:
+                    return True
+                whole.update(b"".join(known[begin] for begin in sorted(known)))
+            self.found[segment.file][part.name] = whole.hexdigest()[:_DIGITS]
         return True
 
 

@@ -222,7 +222,7 @@ __device__ inline void finish(const Arguments& a, State& state, char* shared, in
         for (int i = 0; i < at_a_time; ++i) {
           const int s = begin + i * sharers + part;
           of[i] = make_float4(lowest, 0.0f, lowest, 0.0f), sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (s < active) {
+          if (s < active && item.exists) {
             of[i] = __ldcg(all + int64_t(s) * Meeting::left + item.pair);
             sums[i] = __ldcg(all + int64_t(s) * Meeting::left + pairs_of_block + item.at);
           }

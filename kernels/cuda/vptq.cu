@@ -115,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq
   float sums[R][octets][4] = {};
   char* tile = shared + book_bytes + rest_bytes + warp * tile_bytes;
   const uint32_t tile_address = uint32_t(__cvta_generic_to_shared(tile)) + lane * 16;
+  const int own = min(g, a.tokens - 1) * 4 + t;  // lanes without a token multiply the last one for nobody
   wait_for_grids();
 
   if constexpr (Plan::outlier_vector > 0) {
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq
     if (at + warps < end) load(at + warps);
 #pragma unroll
     for (int step = 0; step < unit; ++step) {
-      const uint32_t* from = a.x + ((int64_t(at) * unit + step) * 2 * 32 + lane) * words;
+      const uint32_t* from = a.x + ((int64_t(at) * unit + step) * 2 * 32 + own) * words;
       uint32_t x[2][4] = {};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

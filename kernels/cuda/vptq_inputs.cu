@@ -10,7 +10,8 @@
 //     chunk = c / (32 unit)   lane l = c / unit % 32   step = c % unit   half = l / 16   k = l % 16
 //     x' -> [groups][chunks][unit][2 halves][32 lanes (token % 8, k % 8 / 2)][k / 8][token / 8][k % 2]
 //
-// Columns that fill up the last chunk are zeros. Bytes: x, scales and offsets once, x' once. Bound by latency.
+// Columns that fill up the last chunk are zeros, and so is the place of token m + 8 beside that of m where there is none.
+// Bytes: x, scales and offsets once, x' once. Bound by latency.
 #include "grids.cuh"
 #include "numbers.cuh"
 #include "plan.cuh"
@@ -86,5 +87,6 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq
     int64_t to = ((int64_t(group) * chunks + c / chunk) * Plan::unit + c % Plan::unit) * 2 + lane / 16;
     to = (to * 32 + token % 8 * 4 + k % 8 / 2) * words + k / 8 * (words / 2) + token / 8;
     a.arranged[to * 2 + k % 2] = uint16_t(pack_pair<Plan::dtype>(value, 0.0f));
+    if (Plan::wide && token < 8 && token + 8 >= int(gridDim.x)) a.arranged[(to + 1) * 2 + k % 2] = 0;
   }
 }

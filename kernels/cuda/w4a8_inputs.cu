@@ -7,8 +7,8 @@
 //                     NORM      h / sqrt(mean(h^2) + eps) * weight          RMSNorm of h, as Llama has it
 //                     GATED     h / (1 + exp(-h)) * up                      what a gated MLP multiplies last
 //
-// A block has one token. Columns are numbered as w4a8.cuh draws; piece 2 t + h of a chunk is 16 columns of lane t, of
-// which words 0 .. 3 are the even and odd columns of two octets:
+// A block has one token, or, of several in fragments, zeros that fill up the last eight. Columns are numbered as w4a8.cuh
+// draws; piece 2 t + h of a chunk is 16 columns of lane t, of which words 0 .. 3 are the even and odd columns of two octets:
 //
 //     fragments   [tokens / 8][chunks][h][lane 4 (m % 8) + t][16 bytes]          a lane reads its 16 bytes as they are
 //                 [chunks][h][t][16 bytes] of one token alone                    which all lanes of t read
@@ -78,12 +78,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
   if (a.early) let_next_grid_begin();
   wait_for_grids();
   if (!a.early) let_next_grid_begin();
-  Rounding rounding;
-  rounding.load(a.x + row);
-  if constexpr (Plan::source == Source::NORM) normalize(rounding, a.other, a.eps);
-  if constexpr (Plan::source == Source::GATED) gate(rounding, a.other + row);
   const int padded = (a.tokens + 7) / 8 * 8;
-  const Token token = rounding.round(shared, [&](int piece, const uint32_t* word) {
+  const auto put = [&](int piece, const uint32_t* word) {
     const int c = piece / 8, t = piece % 8 / 2, h = piece % 2;
     if constexpr (Plan::swizzled) {
       char* to = a.numbers + (int64_t(c) * padded + m) * chunk + t * 4;
@@ -93,6 +89,17 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
       const int64_t at = (int64_t(m / 8) * chunks + c) * 2 + h, lanes = a.tokens == 1 ? 4 : 32;
       store_words<16>(a.numbers + (at * lanes + m % 8 * 4 + t) * 16, word);
     }
-  });
+  };
+  if (!Plan::swizzled && m >= a.tokens) {
+    constexpr uint32_t zeros[4] = {};
+#pragma unroll 1
+    for (int piece = threadIdx.x; piece < Rounding::padded; piece += Plan::threads) put(piece, zeros);
+    return;
+  }
+  Rounding rounding;
+  rounding.load(a.x + row);
+  if constexpr (Plan::source == Source::NORM) normalize(rounding, a.other, a.eps);
+  if constexpr (Plan::source == Source::GATED) gate(rounding, a.other + row);
+  const Token token = rounding.round(shared, put);
   if (threadIdx.x == 0) a.token[m] = token;
 }

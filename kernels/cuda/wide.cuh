@@ -90,10 +90,11 @@ __device__ inline void set_barriers(const char* shared, int rank) {
   barriers_are_set();
 }
 
-// x, [columns / columns_of_slot][8 * ceil(tokens / 8)][128 bytes], -> ring, by one lane.
+// x, [columns / columns_of_slot][8 * ceil(tokens / 8)][128 bytes], -> ring, by one lane. Of a tile that it does not fill,
+// the rest keeps what was there: it is multiplied for tokens that nobody stores.
 __device__ inline void produce(const void* x, int tokens, const Work& work, Turn& turn) {
   const int padded = (tokens + 7) / 8 * 8;
-  const uint32_t bytes = min(tile_tokens, padded - work.token) * 128;
+  const uint32_t bytes = min(tile_tokens, tokens - work.token) * 128;
   const char* from = static_cast<const char*>(x) + work.token * 128;
   for (int at = work.begin * slots; at < work.end * slots; ++at, turn.next()) {
     barrier_wait(turn.empty(), turn.parity ^ 1);

@@ -2,36 +2,39 @@
 """Run every generated CUDA kernel under compute-sanitizer: memcheck, racecheck, initcheck.
 
     python scripts/sanitize_cuda [--tools none memcheck racecheck] [--kernels linear wide ..]
-    python scripts/sanitize_cuda --kernels buckets --tools memcheck --seconds 240 --processes 15
+    python scripts/sanitize_cuda --kernels buckets --tools racecheck initcheck --seconds 480
+                                 --processes 15 [--out RECORD]
 
 Problems are small, but each loop takes several turns, rows and tokens do not fill their tiles, and
-plans are as many as it takes to meet every value of every field of a plan. `buckets` are the
-problems of tests.buckets: every bucket of every chooser, by public ops. They are dealt out to
-processes. First these run without a tool ("none"), which compiles kernels into the store
-(HF_VQ_STORE); then under each tool, which looks at our kernels. What is computed is always
-compared with float64 (of `buckets` by the tests). A process begins no case when its seconds are
-over: the table at the end says how many of each kernel ran, and how many are left. Exit status 1,
-and the output of a process, where a tool reports anything, a result is wrong, or a case does not
-end.
+plans are as many as it takes to meet every value of every field of a plan. `buckets` are those of
+tests.buckets, by public ops: of every plan that the tests' problems have, the smallest
+problem that launches it. Processes take them one by one. Without a tool ("none") they compile
+kernels into the store (HF_VQ_STORE), as does the first tool. Memcheck and racecheck look at our
+kernels; under racecheck, which ends with an internal error in some of cuBLAS, products that PyTorch
+leaves to it are not computed. What is computed is always compared with float64 (of `buckets` by the
+tests). All tools together have `--seconds`: what is left then is not begun, and what is not done
+soon after is ended. The table at the end says how many kernels ran in how many problems, what was
+reported, and what was left out; --out writes it into a record, beside what the record has of other
+tools. Exit status 1, and the output of a process, where a tool reports anything, a result is wrong,
+or a case does not end.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `tests.buckets`, `benchmarks`
 
@@ -40,128 +43,174 @@ import integers
 import kv
 import torch
 import weights
+from report import Report, Said
 
 from hf_vq import paths
+from hf_vq.evaluation.record import command_line
 
 MAKERS = weights.MAKERS | kv.MAKERS | integers.MAKERS | buckets.MAKERS
 USUAL = [kernel for kernel in MAKERS if kernel not in buckets.MAKERS]
 ROOT = Path(__file__).resolve().parents[2]
-GRACE = 120  # seconds that the last case of a process may take
+GRACE = 45  # seconds that the last case of a process may take
 
 
-def run_part(kernels: Sequence[str], part: int, parts: int, seconds: float) -> None:
-    """Every case of one process for which there is time, each told before it begins."""
-    torch.manual_seed(part)
-    began = time.monotonic()
+def run_part(args: argparse.Namespace) -> None:
+    """One process: cases that no other one has taken, while there is time."""
+    torch.manual_seed(args.part)
     torch.cuda.synchronize()  # a tool fails without a call, and there may be no case
-    cases = chain.from_iterable(MAKERS[kernel]() for kernel in kernels)
-    for name, run in islice(cases, part, None, parts):
-        if time.monotonic() - began > seconds:
-            print(f"left {name}", flush=True)
+    cases = chain.from_iterable(MAKERS[kernel]() for kernel in args.kernels)
+    for number, (name, run) in enumerate(cases):
+        if not taken(args.claims, number):
             continue
-        print(f"case {name}", flush=True)
+        if time.time() > args.until:
+            print(f"left {number} {name}", flush=True)
+            continue
+        print(f"case {number} {name}", flush=True)
         start = time.monotonic()
         run()
         torch.cuda.synchronize()
         print(f"    {time.monotonic() - start:.1f} s", flush=True)
+    print("end", flush=True)
 
 
-def run_process(tool: str, args: argparse.Namespace, part: int) -> str:
-    """What is wrong with one process, with all that it said; empty if nothing is."""
+def taken(claims: Path, number: int) -> bool:
+    """Whether a case was free, and is this process's now."""
+    try:
+        (claims / str(number)).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def command_of(tool: str, args: argparse.Namespace, part: int) -> list[str]:
+    """What a process runs."""
     command = [sys.executable, os.path.dirname(__file__), "--part", str(part)]
-    command += ["--processes", str(args.processes), "--kernels", *args.kernels]
-    command += ["--seconds", str(args.seconds)]
+    command += ["--kernels", *args.kernels, "--claims", str(args.claims)]
+    command += ["--until", str(args.until)]
     command += [] if args.found is None else ["--found", str(args.found)]
-    if tool != "none":
-        options = ["--error-exitcode", "1", "--show-backtrace", "no", "--print-limit", "20"]
-        # cuda.bindings asks for functions a driver need not have; what we call is checked.
-        options += ["--report-api-errors", "no"] if tool == "memcheck" else []
-        if tool != "initcheck":  # which has to see who else writes memory
-            ours = paths.kernel_sources() / "cuda", ROOT / "benchmarks"
-            for source in sorted(path for folder in ours for path in folder.rglob("*.cu")):
-                options += ["--kernel-name", f"kernel_name={source.stem}"]
-        command = ["compute-sanitizer", "--tool", tool, *options, *command]
+    if tool == "none":
+        return command
+    options = ["--error-exitcode", "1", "--show-backtrace", "no", "--print-limit", "10000"]
+    # cuda.bindings asks for functions a driver need not have; what we call is checked.
+    options += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    if tool != "initcheck":  # which has to see who else writes memory
+        ours = paths.kernel_sources() / "cuda", ROOT / "benchmarks"
+        for source in sorted(path for folder in ours for path in folder.rglob("*.cu")):
+            options += ["--kernel-name", f"kernel_name={source.stem}"]
+    command += ["--without-cublas"] if tool == "racecheck" else []
+    return ["compute-sanitizer", "--tool", tool, *options, *shlex.split(args.options), *command]
+
+
+def run_process(tool: str, args: argparse.Namespace, part: int) -> list[Said]:
+    """What processes said, one after another: where one ends early, the next takes what is left."""
+    every = []
     # Without its own pool of memory, an address beyond a tensor is one that nobody allocated.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        said = process.communicate(timeout=args.seconds + GRACE)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said = process.communicate()[0]
-        _count(tool, said)
-        return f"{said}\nnot done after {args.seconds + GRACE:.0f} s"
-    _count(tool, said)
-    summaries = re.findall(r"SUMMARY: (\d+)", said)
-    clean = not process.returncode and (tool == "none" or set(summaries) == {"0"})
-    return "" if clean else f"{said}\nexit status {process.returncode}"
+    while True:
+        process = subprocess.Popen(
+            command_of(tool, args, part), env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            text = process.communicate(timeout=max(args.kill - time.time(), 1))[0]
+            said = Said(text, process.returncode)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said = Said(process.communicate()[0], None)
+        every.append(said)
+        if said.complete or said.status is None or not said.cases():
+            return every
 
 
-counts: Counter[tuple[str, str, str]] = Counter()
-"""Cases by tool and kernel that ran ("case") or were left ("left")."""
+def run_tools(args: argparse.Namespace, report: Report) -> bool:
+    """Whether a process failed under any of the tools."""
+    failed = False
+    for number, tool in enumerate(args.tools):
+        start = time.monotonic()
+        share = (args.end - time.time()) / (len(args.tools) - number)
+        args.kill = time.time() + share
+        args.until = args.kill - min(GRACE, share / 4)
+        with (
+            tempfile.TemporaryDirectory() as claims,
+            ThreadPoolExecutor(args.processes) as pool,
+        ):
+            args.claims = Path(claims)
+            every = list(pool.map(partial(run_process, tool, args), range(args.processes)))
+        wrong = 0
+        for part, processes in enumerate(every):
+            for said in processes:
+                report.add(tool, said)
+                if not said.clean:
+                    wrong += 1
+                    print(f"---- {tool}, process {part}:\n{said.text}\nstatus {said.status}")
+        report.close(tool)
+        took = report.seconds[tool] = time.monotonic() - start
+        count = sum(map(len, every))
+        print(f"{tool}: {wrong} of {count} processes failed, {took:.0f} s", flush=True)
+        failed |= wrong > 0
+    return failed
 
 
-def _count(tool: str, said: str) -> None:
-    """Add the cases of a process to `counts`."""
-    for what, kernel in re.findall(r"^(case|left) (\S+)", said, re.MULTILINE):
-        counts[tool, kernel, what] += 1
-
-
-def show_counts(tools: Sequence[str]) -> None:
-    """A line for each kernel: how many cases ran under each tool, of how many."""
-    kernels = sorted({kernel for _, kernel, _ in counts})
-    print(f"{'cases':12}", *(f"{tool:>14}" for tool in tools))
-    for kernel in kernels:
-        cells = []
-        for tool in tools:
-            ran, left = counts[tool, kernel, "case"], counts[tool, kernel, "left"]
-            cells.append(f"{f'{ran} of {ran + left}':>14}")
-        print(f"{kernel:12}", *cells, flush=True)
+def tool_version() -> str:
+    """Of compute-sanitizer, as it says."""
+    said = subprocess.run(
+        ["compute-sanitizer", "--version"], capture_output=True, text=True, check=True
+    )
+    return said.stdout.strip().splitlines()[-1]
 
 
 def main() -> int:
     """0 if every tool is silent."""
+    began = time.time()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tools", nargs="+", default=["none", "memcheck", "racecheck"])
     parser.add_argument("--kernels", nargs="+", default=USUAL, choices=list(MAKERS))
     parser.add_argument("--processes", type=int, default=8, help="at a time (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=180, help="of a tool (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=540, help="of all tools (%(default)s)")
+    parser.add_argument("--options", default="", help="more, of compute-sanitizer, in one string")
+    parser.add_argument("--out", type=Path, help="record to write")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--without-cublas", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.found is not None:
-        buckets.FOUND.append(args.found)
     if args.part is not None:
-        run_part(args.kernels, args.part, args.processes, args.seconds)
+        buckets.FOUND[:] = [] if args.found is None else [args.found]
+        buckets.SKIPPED[:] = [True] if args.without_cublas else []
+        run_part(args)
         return 0
-    if shutil.which("compute-sanitizer") is None:
+    if set(args.tools) != {"none"} and shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is missing: it comes with the CUDA toolkit.")
     with tempfile.TemporaryDirectory() as folder:
+        report = Report([])
         if "buckets" in args.kernels:
+            if args.kernels != ["buckets"]:
+                parser.error("buckets are run alone.")
             args.found = Path(folder) / "buckets"
-            buckets.keep(args.found)
-        failed = run_tools(args)
-    show_counts(args.tools)
+            report.problems = buckets.keep(args.found)
+            print(f"{len(report.problems)} problems, {time.time() - began:.0f} s", flush=True)
+        args.end = began + args.seconds
+        failed = run_tools(args, report)
+    print(report.table())
+    if args.out:
+        report.write(args.out, *_of_record(parser, args, report))
     return int(failed)
 
 
-def run_tools(args: argparse.Namespace) -> bool:
-    """Whether a process failed under any of the tools."""
-    failed = False
-    for tool in args.tools:
-        start = time.monotonic()
-        with ThreadPoolExecutor(args.processes) as pool:
-            wrong = list(pool.map(partial(run_process, tool, args), range(args.processes)))
-        for part, said in enumerate(wrong):
-            if said:
-                print(f"---- {tool}, process {part}:\n{said}")
-        bad, took = sum(map(bool, wrong)), time.monotonic() - start
-        print(f"{tool}: {bad} of {len(wrong)} processes failed, {took:.0f} s", flush=True)
-        failed |= bad > 0
-    return failed
+def _of_record(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, report: Report
+) -> tuple[str, dict[str, Any]]:
+    """The command that repeats a run, and its settings."""
+    options = dict.fromkeys(("tools", "kernels", "processes", "seconds"), "")
+    options["options"] = shlex.quote(args.options)
+    command = command_line("python scripts/sanitize_cuda", parser, args, options)
+    return command, {
+        "sanitizer": tool_version(),
+        "processes": args.processes,
+        "problems": len(report.problems),
+        "kernels": len(frozenset().union(*(plans for _, plans in report.problems))),
+    }
 
 
 if __name__ == "__main__":

@@ -5,53 +5,102 @@ They are found once, by the process that starts the others, which read them from
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from cases import Case
+from torch import Tensor
 
-from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.device import Arch, device_arch
+from hf_vq.codegen.plan import Plan
 from tests.buckets.case import Case as Problem
-from tests.buckets.every import CASES
+from tests.buckets.every import CASES, DOMAINS
 
 FOUND: list[Path] = []
 """The file, where there is one."""
+SKIPPED: list[bool] = []
+"""Not empty: products that PyTorch leaves to cuBLAS are not computed (`run`)."""
 
 
-def ranked() -> list[Problem]:
-    """Of all kernels in turn, those in front that have a value of a feature which none before them
-    has: what is left out for want of time has only pairs that are new."""
-    arch, queues = device_arch(0), []
-    for maker in CASES.values():
-        seen: set[object] = set()
-        first, rest = [], []
-        for case in maker(arch):
-            own = set(case.features(arch).items())
-            (rest if own <= seen else first).append(case)
-            seen |= own
-        queues.append(first + rest)
+def size(problem: Problem) -> int:
+    """About how much there is to do: the product of all of its numbers."""
+    values = [getattr(problem, field.name) for field in fields(problem)]  # type: ignore[arg-type]
+    numbers = [n for value in values for n in (value if isinstance(value, tuple) else (value,))]
+    return math.prod(n for n in numbers if type(n) is int and n > 0)
+
+
+def of_kernel(kernel: str, arch: Arch) -> list[Problem]:
+    """A problem for each plan that the tests' problems of a kernel have, the smallest of all that
+    are looked at. In front those that have a value of a feature which none before them has."""
+    wanted = {plan for problem in CASES[kernel](arch) for plan in problem.plans(arch)}
+    chosen: list[Problem] = []
+    every = {problem.name: problem for problem in (*CASES[kernel](arch), *DOMAINS[kernel](arch))}
+    for problem in sorted(every.values(), key=size):
+        plans = set(problem.plans(arch))
+        if wanted & plans:
+            wanted -= plans
+            chosen.append(problem)
+    seen: set[object] = set()
+    first, rest = [], []
+    for problem in chosen:
+        features = problem.features(arch).items()
+        own = {value for value in features if not value[0].startswith("each kernel")}
+        (rest if own <= seen else first).append(problem)
+        seen |= own
+    return first + rest
+
+
+def smallest(arch: Arch) -> list[Problem]:
+    """Those of all kernels in turn, so that of each some are run if there is not time for all."""
+    with ProcessPoolExecutor(
+        min(len(CASES), os.cpu_count() or 1), multiprocessing.get_context("spawn")
+    ) as pool:
+        queues = list(pool.map(partial(of_kernel, arch=arch), CASES))
     longest = max(map(len, queues))
     return [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
 
 
-def keep(path: Path) -> None:
-    """Write all problems to a file."""
-    path.write_bytes(pickle.dumps(ranked()))
+def keep(path: Path) -> list[tuple[str, frozenset[Plan]]]:
+    """Write the problems of this GPU to a file; the name of each, and the plans it launches."""
+    arch = device_arch(0)
+    problems = smallest(arch)
+    path.write_bytes(pickle.dumps(problems))
+    return [(problem.name, frozenset(problem.plans(arch))) for problem in problems]
 
 
 def found() -> Iterator[Case]:
     """All problems, the most important first."""
-    problems: list[Problem] = pickle.loads(FOUND[0].read_bytes()) if FOUND else ranked()
+    problems: list[Problem] = pickle.loads(FOUND[0].read_bytes())
     for problem in problems:
         yield problem.name, partial(run, problem)
 
 
 def run(problem: Problem) -> None:
     """One call of the op; what it computes is compared by tests/test_cuda_buckets.py."""
-    problem.run(problem.inputs(torch.device("cuda", 0)))
+    inputs = problem.inputs(torch.device("cuda", 0))
+    if not SKIPPED:
+        problem.run(inputs)
+        return
+    mm, addmm = torch.mm, torch.addmm
+    torch.mm = torch.addmm = _nothing  # type: ignore[assignment]
+    try:
+        problem.run(inputs)
+    finally:
+        torch.mm, torch.addmm = mm, addmm
+
+
+def _nothing(*factors: Tensor, out: Tensor, **_: Any) -> Tensor:
+    """In the place of a product."""
+    return out.zero_()
 
 
 MAKERS = {"buckets": found}

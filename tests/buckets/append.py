@@ -28,7 +28,7 @@ from hf_vq.ops.static import StaticKV, store
 from hf_vq.transforms import rotate
 
 from .attention import PAGES
-from .case import DTYPES, kv_codebook
+from .case import DTYPES, kernel_of, kv_codebook
 from .cover import Features, covering
 from .linear import of_plan
 
@@ -256,6 +256,7 @@ class StoreCase:
     def features(self, arch: Arch) -> Features:
         """See `Case`."""
         return {
+            "each kernel": kernel_of(self.plan(arch)),
             "scheme": self.scheme,
             "type": self.dtype,
             "steps": self.steps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +28,12 @@ from hf_vq.ops.paged import attention_paged
 from hf_vq.ops.static import attention_static
 
 from . import caches
-from .case import DTYPES, close
+from .case import DTYPES, close, kernel_of
 from .cover import Features, covering, first_sizes
 
 SCHEMES: dict[str, KVScheme] = KV_SCHEMES | TURBOQUANT_KV_SCHEMES
-DIMS = (*((dim, dim) for dim in range(16, 257, 16)), (192, 128), (64, 96), (32, 48))
+ODD_DIMS = ((64, 96), (32, 48))  # of no model: not every kernel of them is run
+DIMS = (*((dim, dim) for dim in range(16, 257, 16)), (192, 128), *ODD_DIMS)
 PAGES = (64, 256)
 WINDOW, SINKS = 64, 4
 # Beyond them no chooser's bucket is looked for.
@@ -40,6 +41,7 @@ LARGEST_BATCH, LONGEST, MOST_COLUMNS = 4096, 1 << 17, 128
 _SHARE = 4  # `cuda_attention._USUAL`: pages are chosen for so many times fewer than there may be
 _TURNS = 1000  # tokens that make each warp of a block take several steps, if the bucket has as many
 _SOFTCAP = 20.0
+Sizes = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class AttentionCase:
 
     def plan(self, arch: Arch) -> AttentionPlan:
         """Of the kernel that runs it."""
-        plan = choose_attention.choose(self.problem(arch))
+        plan = _chosen(self.problem(arch))
         assert plan is not None, f"no plan for {self.name}"
         return plan
 
@@ -110,8 +112,11 @@ class AttentionCase:
         count = splits(plan, self.rows * self.heads * across, -(-self.tokens // TOKENS), arch)
         way = (plan.query_tiles, plan.turns, plan.paired, across > 1)
         block, bucket = (plan.threads, plan.resident), (asked.groups, asked.tokens, bool(self.page))
-        usual = self.dims == (128, 128)
+        usual, plain = self.dims == (128, 128), self.mask is Mask.NONE and not self.softcapped
+        kernel = kernel_of(plan) if self.dims not in ODD_DIMS else None
         return {
+            "each kernel": kernel,
+            "each kernel of a plain call": kernel if plain else None,
             "each size of heads": (self.scheme, self.dims),
             "each size of heads by queries": (self.dims, way),
             "each size of heads by block": (self.dims, block, plan.steps, plan.depth),
@@ -191,7 +196,7 @@ class AttentionCase:
 
 
 def cases(arch: Arch) -> list[AttentionCase]:
-    """Problems that meet every pair of values of features that occurs."""
+    """Problems that meet every kernel, and every pair of values of features that occurs."""
     return list(_cases(arch))
 
 
@@ -202,27 +207,73 @@ def _cases(arch: Arch) -> tuple[AttentionCase, ...]:
 
 @functools.cache
 def domain(arch: Arch) -> tuple[AttentionCase, ...]:
-    """Every scheme of another plan, every size of heads, number of queries of a kv head that makes
-    another plan, and bucket of rows times kv heads and of tokens; dtypes, masks, soft-caps, pages
-    and static caches are dealt out to them."""
-    return tuple(_domain(arch))
+    """Every scheme of another plan and every size of heads, with all calls that choose other
+    kernels (`of_heads`); then the buckets again, among which dtypes, masks, soft-caps, pages and
+    static caches are dealt out."""
+    found = sizes()
+    return (
+        *itertools.chain.from_iterable(of_heads(*one, found, arch) for one in every(arch)),
+        *_mixed(found, arch),
+    )
 
 
-def _domain(arch: Arch) -> Iterator[AttentionCase]:
-    groups = [-(-size // 2) * 2 for size in buckets_of_groups().values()]
-    tokens = list(buckets_of_tokens().values())
-    sizes = list(itertools.product(groups, tokens, (False, True)))
+def every(arch: Arch) -> list[tuple[str, tuple[int, int]]]:
+    """Schemes and sizes of heads that have kernels."""
+    return [
+        (name, dims)
+        for name, dims in itertools.product(schemes(arch), DIMS)
+        if has_kernel(SCHEMES[name], dims, arch)
+    ]
+
+
+def of_heads(name: str, dims: tuple[int, int], sizes: Sizes, arch: Arch) -> Iterator[AttentionCase]:
+    """The smallest calls of a scheme and size of heads that choose each of its kernels: without
+    mask and soft-cap for every bucket of queries of a kv head, of rows times kv heads and of
+    tokens, then with them, where the registers that they take leave another one."""
+    scheme, number = SCHEMES[name], 0
+    for columns in _columns(scheme, dims, arch, _blocks_across).values():
+        for groups, tokens in itertools.product(*sizes):
+            number += 1
+            plain = replace(
+                _dealt(name, dims, columns, groups, tokens, False, number),
+                mask=Mask.NONE, softcapped=False,
+            )  # fmt: skip
+            yield plain
+            mask = (Mask.BOOL, Mask.FLOAT32)[number % 2]
+            both = replace(plain, mask=mask, softcapped=True)
+            # A kernel that suits the most registers suits any number of them between.
+            if kernel_of(both.plan(arch)) != kernel_of(plain.plan(arch)):
+                yield from (replace(plain, mask=mask), replace(plain, softcapped=True), both)
+
+
+def most_demanding(name: str, dims: tuple[int, int], arch: Arch) -> Iterator[AttentionCase]:
+    """Calls that need the most registers, with every number of queries of a kv head."""
+    for number, columns in enumerate(_columns(SCHEMES[name], dims, arch, _several_blocks).values()):
+        case = _dealt(name, dims, columns, 2, 1, False, number)
+        yield replace(case, mask=Mask.FLOAT32, softcapped=True)
+
+
+def _mixed(sizes: Sizes, arch: Arch) -> Iterator[AttentionCase]:
     number = 0
-    for name, dims in itertools.product(schemes(arch), DIMS):
+    for name, dims in every(arch):
         scheme = SCHEMES[name]
-        if not has_kernel(scheme, dims, arch):
-            continue
-        for columns in _columns(scheme, dims, arch).values():
-            for count, size, paged in sizes:
+        for columns in _columns(scheme, dims, arch, _several_blocks).values():
+            for count, size, paged in itertools.product(*sizes, (False, True)):
                 if paged and not _has_pages(scheme, dims):
                     continue
                 number += 1
                 yield _dealt(name, dims, columns, count, size, paged, number)
+
+
+def sizes() -> Sizes:
+    """Rows times kv heads, and tokens: the smallest of every bucket."""
+    groups = [-(-size // 2) * 2 for size in buckets_of_groups().values()]
+    return groups, list(buckets_of_tokens().values())
+
+
+@functools.cache  # asked again for every feature, and by every test
+def _chosen(problem: AttentionProblem) -> AttentionPlan | None:
+    return choose_attention.choose(problem)
 
 
 def has_kernel(scheme: KVScheme, dims: tuple[int, int], arch: Arch) -> bool:
@@ -279,9 +330,13 @@ def schemes(arch: Arch) -> list[str]:
     found: dict[Any, str] = {}
     for name, scheme in SCHEMES.items():
         if has_kernel(scheme, (64, 64), arch):
-            asked = _asked(scheme, (64, 64), 1, arch)
-            found.setdefault(choose_attention.plan_of(asked, 256, 1, 1, 2), name)
+            found.setdefault(alike(scheme, arch), name)
     return list(found.values())
+
+
+def alike(scheme: KVScheme, arch: Arch) -> AttentionPlan:
+    """What schemes have in common that have the same plans."""
+    return choose_attention.plan_of(_asked(scheme, (64, 64), 1, arch), 256, 1, 1, 2)
 
 
 def _asked(scheme: KVScheme, dims: tuple[int, int], columns: int, arch: Arch) -> AttentionProblem:
@@ -291,17 +346,32 @@ def _asked(scheme: KVScheme, dims: tuple[int, int], columns: int, arch: Arch) ->
     )  # fmt: skip
 
 
-def _columns(scheme: KVScheme, dims: tuple[int, int], arch: Arch) -> dict[Any, int]:
+def _columns(
+    scheme: KVScheme, dims: tuple[int, int], arch: Arch, more: Callable[[AttentionPlan, int], int]
+) -> dict[Any, int]:
     """The smallest number of queries of a kv head for every way in which tiles have them; a power
-    of two where there is one."""
+    of two where there is one.
 
-    def way(columns: int) -> tuple[int, int, bool, bool]:
+    Args:
+        more: what else of a plan and such a number makes it another way.
+    """
+
+    def way(columns: int) -> tuple[int, int, bool, int]:
         asked = replace(_asked(scheme, dims, 1, arch), columns=columns)
         plan = choose_attention.plan_of(asked, 256, 1, 1, 2)
-        return plan.query_tiles, plan.turns, plan.paired, columns > plan.queries
+        return plan.query_tiles, plan.turns, plan.paired, more(plan, columns)
 
     sizes = [1 << i for i in range(MOST_COLUMNS.bit_length())]
     found: dict[Any, int] = {}
-    for size in [*sizes, *(n for n in range(MOST_COLUMNS) if n % 3 == 0 and n)]:
+    for size in [*sizes, *range(3, MOST_COLUMNS, 3), *range(1, MOST_COLUMNS)]:
         found.setdefault(way(size), size)
     return found
+
+
+def _several_blocks(plan: AttentionPlan, columns: int) -> int:
+    return columns > plan.queries
+
+
+def _blocks_across(plan: AttentionPlan, columns: int) -> int:
+    """Blocks that have the queries of a kv head: costs count columns, launches count queries."""
+    return 1000 * -(-columns // plan.columns) + -(-columns // plan.queries)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.device import Arch
-from hf_vq.codegen.plan import Plan
+from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
@@ -41,6 +43,26 @@ class Case(Protocol):
 
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
         """Raise AssertionError unless results are those of float64, as far as rounding allows."""
+
+
+_GIVEN = {"mask": Mask.NONE, "softcapped": False, "page": 0, "centred": False, "aligned": True,
+          "matrices": 1}  # fmt: skip
+
+
+def kernel_of(plan: Plan) -> Plan:
+    """A plan but for what an op is called with and no chooser decides: dtypes, mask, soft-cap, size
+    of pages, mean, alignment, number of matrices. Each of all others is run; pairs of features meet
+    those (`cover`)."""
+    found: dict[str, Any] = {}
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        if isinstance(value, Plan):
+            found[field.name] = kernel_of(value)
+        elif isinstance(value, Dtype):
+            found[field.name] = Dtype.FLOAT16
+        elif field.name in _GIVEN:
+            found[field.name] = _GIVEN[field.name]
+    return replace(plan, **found)
 
 
 def poison(device: torch.device) -> None:

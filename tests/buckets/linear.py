@@ -6,17 +6,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide
-from hf_vq.codegen.choose import DecodeProblem
+from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide, tuned
+from hf_vq.codegen.choose import DecodeProblem, rotate_plan
 from hf_vq.codegen.choose_linear import LinearProblem
 from hf_vq.codegen.device import Arch
-from hf_vq.codegen.plan import Dtype, Plan
+from hf_vq.codegen.plan import DensePlan, Dtype, LinearPlan, Plan, RotatePlan, WidePlan
 from hf_vq.formats.catalog import WEIGHT_SCHEMES
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.ops import dispatch, reference
@@ -24,20 +24,31 @@ from hf_vq.ops.codes import rotation_of, stored_arguments
 from hf_vq.ops.linear import linear
 
 from ..random_weights import random_tensors
-from .case import DTYPES
+from .case import DTYPES, kernel_of
 from .cover import Features, covering
 
 # Rows and columns: some that fill no tile, some of models, the smallest first.
 SHAPES = ((33, 1152), (300, 2048), (1024, 4096), (4096, 4096), (4096, 14336), (14336, 4096))
+# More of models, each for one in `_OTHERS` schemes of large families: they have values of plans
+# that those have not.
+MODEL_SHAPES = (
+    (128, 896), (192, 576), (576, 576), (1536, 576), (3072, 576), (576, 1536), (640, 2048),
+    (256, 1536),
+    (896, 4864), (2048, 8192), (2560, 10240), (11008, 4096), (4096, 11008), (18944, 3584),
+    (3584, 18944), (8192, 8192), (25600, 5120), (27648, 5120), (5120, 27648), (8192, 28672),
+    (28672, 8192),
+)  # fmt: skip
+_OTHERS = 3
 LONGEST = 2048  # tokens: beyond, no bucket is looked for
 _MOST_ROWS = 4096  # `cuda_linear._ROWS_OF_A_PLAN`
 _DECIDED = {"vector_size", "entry_bits", "stages", "scope", "fused", "integers", "second_bits",
-            "dtype", "out", "tile_rows", "matrices"}  # fmt: skip
+            "dtype", "out", "tile_rows"}  # fmt: skip
+_KEYS = ("codes", "codebook", "scale", "signs")
 
 
 @dataclass(frozen=True)
 class LinearCase:
-    """y = W x + b.
+    """y = W x + b, or several of them with one x, which a compiled graph makes one launch.
 
     Args:
         scheme: name of the weight scheme.
@@ -46,6 +57,8 @@ class LinearCase:
         columns: in_features.
         dtype: of x.
         bias: whether there is one.
+        others: out_features of further matrices of the launch, of which every second one has a
+            bias.
     """
 
     scheme: str
@@ -54,14 +67,14 @@ class LinearCase:
     columns: int
     dtype: str
     bias: bool
+    others: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         """What it is."""
         added = " + bias" * self.bias
-        return (
-            f"linear {self.scheme} {self.tokens} x {self.rows} x {self.columns} {self.dtype}{added}"
-        )
+        rows = " and ".join(map(str, (self.rows, *self.others)))
+        return f"linear {self.scheme} {self.tokens} x {rows} x {self.columns} {self.dtype}{added}"
 
     def plan(self, arch: Arch) -> Plan:
         """Of the kernel that runs it."""
@@ -72,20 +85,41 @@ class LinearCase:
             rows = min(dispatch.bucket(self.rows), _MOST_ROWS)
             asked = DecodeProblem(scheme, rows, self.columns, dtype, arch)
             return choose_dense.dense_plan(asked) if restored else choose.choose(asked)
-        problem = LinearProblem(scheme, bucket, self.rows, self.columns, dtype, arch)
-        plan = _CHOOSERS[way].choose(problem)
+        rows = self.rows, *self.others
+        problem = LinearProblem(scheme, bucket, sum(rows), self.columns, dtype, arch)
+        if tuned.find(problem) is None:
+            problem = replace(problem, rows=max(rows))
+        plan: Plan | None = _CHOOSERS[way].choose(problem)
         assert plan is not None, f"no plan for {self.name}"
-        return plan
+        return replace(plan, matrices=len(rows)) if isinstance(plan, LinearPlan) else plan
 
     def plans(self, arch: Arch) -> Sequence[Plan]:
         """See `Case`."""
-        return (self.plan(arch),)
+        plan = self.plan(arch)
+        before = self._before(plan)
+        return (plan,) if before is None else (plan, before)
+
+    def _before(self, plan: Plan) -> RotatePlan | None:
+        """Of the kernel that rotates x, or puts it in order, if there is one."""
+        scheme, dtype = WEIGHT_SCHEMES[self.scheme], Dtype(self.dtype)
+        rotated, signs = scheme.rotation != "none", scheme.rotation == "random_hadamard"
+        block = scheme.block(self.columns) if rotated else 1
+        if isinstance(plan, WidePlan):
+            return rotate_plan(dtype, dtype, block, signs, False, plan.unit, True)
+        if isinstance(plan, LinearPlan) and not plan.single:
+            return rotate_plan(dtype, dtype, block, signs, False, plan.unit)
+        itself = isinstance(plan, DensePlan) or (isinstance(plan, LinearPlan) and plan.rotate)
+        if not rotated or itself:
+            return None
+        return rotate_plan(dtype, dtype, block, signs, False)
 
     def features(self, arch: Arch) -> Features:
         """See `Case`."""
         scheme, dtype = WEIGHT_SCHEMES[self.scheme], Dtype(self.dtype)
         way = route(scheme, self.tokens, self.columns, dtype, arch)
+        before = self.plans(arch)[1:]
         return {
+            "each kernel before": kernel_of(before[0]) if before else None,
             "each bucket of a scheme": (self.scheme, way),
             "scheme": self.scheme,
             "dtype": self.dtype,
@@ -94,23 +128,34 @@ class LinearCase:
         }
 
     def inputs(self, device: torch.device) -> Any:
-        """x, the stored tensors, and the bias."""
-        dtype = DTYPES[self.dtype]
-        stored = random_tensors(WEIGHT_SCHEMES[self.scheme], self.rows, self.columns)
-        tensors = {key: tensor.to(device) for key, tensor in stored.items()}
-        x = torch.randn(self.tokens, self.columns, device=device).to(dtype)
-        bias = torch.randn(self.rows, device=device).to(dtype) if self.bias else None
-        return x, tensors, bias
+        """x, and the stored tensors and bias of each matrix."""
+        dtype, each = DTYPES[self.dtype], []
+        for number, rows in enumerate((self.rows, *self.others)):
+            stored = random_tensors(WEIGHT_SCHEMES[self.scheme], rows, self.columns)
+            tensors = {key: tensor.to(device) for key, tensor in stored.items()}
+            added = self.bias == (number % 2 == 0) if self.others else self.bias
+            bias = torch.randn(rows, device=device).to(dtype) if added else None
+            each.append((tensors, bias))
+        return torch.randn(self.tokens, self.columns, device=device).to(dtype), each
 
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
         """See `Case`."""
-        x, tensors, bias = inputs
-        return (linear(x, tensors, bias, WEIGHT_SCHEMES[self.scheme]),)
+        x, each = inputs
+        scheme = WEIGHT_SCHEMES[self.scheme]
+        if len(each) == 1:
+            return (linear(x, *each[0], scheme),)
+        stored = ([tensors.get(key) for tensors, _ in each] for key in _KEYS)
+        biases = [bias for _, bias in each]
+        return tuple(torch.ops.hf_vq.linears.default(x, *stored, biases, scheme.spec()))
 
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
         """The error is at most twice that of the same product of rounded numbers in PyTorch."""
-        x, tensors, bias = inputs
-        scheme, (y,), dtype = WEIGHT_SCHEMES[self.scheme], found, x.dtype
+        x, each = inputs
+        for (tensors, bias), y in zip(each, found, strict=True):
+            self._check(x, tensors, bias, y)
+
+    def _check(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, y: Tensor) -> None:
+        scheme, dtype = WEIGHT_SCHEMES[self.scheme], x.dtype
         rotation = rotation_of(tensors)
         rows = rotated_weight(tensors, scheme, self.columns)
         exact = reference.rotate(x.double(), rotation, scheme, False) @ rows.T
@@ -128,8 +173,8 @@ class LinearCase:
 
 
 def of_plan(plan: Plan) -> dict[str, Hashable]:
-    """What is a matter of choice in a plan, by name."""
-    found: dict[str, Hashable] = {"kernel": plan.template}
+    """What is a matter of choice in a plan, by name; and all of it."""
+    found: dict[str, Hashable] = {"kernel": plan.template, "each kernel": kernel_of(plan)}
     for field in fields(plan):
         if field.name not in _DECIDED:
             found[field.name] = getattr(plan, field.name)
@@ -193,15 +238,22 @@ def _cases(arch: Arch, family: str) -> tuple[LinearCase, ...]:
 @functools.cache
 def domain(arch: Arch, family: str) -> tuple[LinearCase, ...]:
     """Every bucket of tokens of every scheme of a family, by its smallest and its largest number,
-    for layers of several sizes; dtypes and bias are dealt out to them."""
-    return tuple(_domain(arch, family))
+    for layers of several sizes, alone and with others in one launch; dtypes and bias are dealt out
+    to them."""
+    return (*_alone(arch, family), *_together(arch, family))
 
 
-def _domain(arch: Arch, family: str) -> Iterator[LinearCase]:
+def _alone(arch: Arch, family: str) -> Iterator[LinearCase]:
     number = 0
-    for (rows, columns), name in itertools.product(SHAPES, families()[family]):
+    names, more = families()[family], itertools.count()
+    layers = [
+        *itertools.product(SHAPES, names),
+        *((shape, name) for shape in MODEL_SHAPES for name in names
+          if len(names) <= 2 or next(more) % _OTHERS == 0),
+    ]  # fmt: skip
+    for (rows, columns), name in layers:
         scheme = WEIGHT_SCHEMES[name]
-        if _runs(scheme, columns) is not None:
+        if runs(scheme, columns) is not None:
             continue
         for smallest, largest in _buckets(scheme, columns, arch).values():
             number += 1
@@ -212,7 +264,24 @@ def _domain(arch: Arch, family: str) -> Iterator[LinearCase]:
             yield LinearCase(name, 3, rows, columns, "float32", bool(number % 2))
 
 
-def _runs(scheme: VQScheme, columns: int) -> str | None:
+def joinable(case: LinearCase, arch: Arch) -> bool:
+    """Whether others can be in the same launch."""
+    scheme, dtype = WEIGHT_SCHEMES[case.scheme], Dtype(case.dtype)
+    way, _ = route(scheme, case.tokens, case.columns, dtype, arch)
+    return way == "few" and not scheme.two_passes
+
+
+def _together(arch: Arch, family: str) -> Iterator[LinearCase]:
+    """Queries, keys and values, the two halves of a gated MLP, and as many as a launch takes."""
+    for number, case in enumerate(_alone(arch, family)):
+        if not joinable(case, arch):
+            continue
+        quarter = -(-case.rows // 4)
+        for others in ((case.rows,), (quarter, quarter), (7, case.rows, quarter)):
+            yield replace(case, others=others, bias=bool(number % 2))
+
+
+def runs(scheme: VQScheme, columns: int) -> str | None:
     """None if kernels run layers of so many columns, else why not."""
     if scheme.stages == "nested":
         return choose_dense.restorable(scheme, columns, Dtype.FLOAT16)

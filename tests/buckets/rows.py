@@ -378,7 +378,7 @@ def _encoded(arch: Arch) -> Iterator[EncodeCase]:
 def _decoded() -> Iterator[DecodeCase]:
     rows = [1, *((1 << i) + 1 for i in range(12))]  # of every bucket, the fewest
     for (name, scheme), columns, count in itertools.product(
-        WEIGHT_SCHEMES.items(), (1152, 2048), rows
+        WEIGHT_SCHEMES.items(), (576, 1152, 2048), rows
     ):
         if choose.decodable(scheme) is None and choose.rotatable(scheme, columns) is None:
             yield DecodeCase(name, count, columns)

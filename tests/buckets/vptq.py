@@ -19,7 +19,7 @@ from hf_vq.formats.published import VptqLayout
 from hf_vq.ops import dispatch
 from hf_vq.ops.published import decode_published, published_linear
 
-from .case import DTYPES
+from .case import DTYPES, kernel_of
 from .cover import Features, covering
 from .linear import of_plan
 
@@ -32,11 +32,12 @@ LAYOUTS = (
     VptqLayout(6, 4096, 0, 1, 514),
     VptqLayout(4, 256, 0, 1, 77, perm=True),
     VptqLayout(10, 100, 7, 3, 90, 2, 6, 999, norm=True, dtype="bfloat16"),
+    VptqLayout(10, 100, 7, 3, 682, 2, 6, 999, norm=True, dtype="bfloat16"),
     VptqLayout(32, 300, 0, 1, 96, norm=True),
     VptqLayout(5, 33, 0, 1, 65),
     VptqLayout(8, 64, 0, 1, 66, dtype="float32"),
 )
-ROWS = (7, 130, 1024, 4096, 14336)
+ROWS = (7, 130, 1024, 3584, 4096, 14336)
 TOKENS = (1, 8, 9, MOST_TOKENS, MOST_TOKENS + 1)  # of 8, of 16, and more
 
 
@@ -82,10 +83,13 @@ class VptqCase:
 
     def features(self, arch: Arch) -> Features:
         """See `Case`."""
-        plan = of_plan(self.plans(arch)[0])
+        plans = self.plans(arch)
+        plan = of_plan(plans[0])
         own = ("kernel", "threads", "resident", "unit", "row_vectors", "wide", "book_in_shared",
                "rest_in_shared", "each")  # fmt: skip
         return {
+            "each kernel": kernel_of(plans[0]),
+            "each kernel of inputs": kernel_of(plans[-1]),
             "layout": self.layout,
             "type": self.dtype,
             "bias": self.bias,

@@ -26,6 +26,12 @@ from .linear import of_plan
 
 SCHEMES = (*QOQ_SCHEMES, "qoq-w4a8-g32", "qoq-w4a8-g64", "qoq-w4a8-g256")
 SHAPES = ((37, 704), (1024, 4096), (4096, 4096), (4096, 14336), (14336, 4096))
+MODEL_SHAPES = (  # more of models, for one scheme each
+    (576, 576), (128, 896), (256, 1536), (576, 1536), (512, 2048), (2304, 2304), (1024, 2560),
+    (3072, 3072), (512, 3584), (896, 4864), (1024, 5120), (3072, 8192), (1536, 8960),
+    (2304, 9216), (2560, 9728), (2560, 10240), (2048, 11008), (3584, 18944), (5120, 25600),
+    (5120, 27648), (8192, 28672),
+)  # fmt: skip
 LONGEST = 4096  # tokens: beyond, no bucket is looked for
 _EPS = 1e-5  # of norms
 
@@ -188,7 +194,12 @@ def _domain(arch: Arch) -> Iterator[W4A8Case]:
         first, _ = found.get(bucket(tokens, arch), (tokens, 0))
         found[bucket(tokens, arch)] = first, tokens
     number, dtypes = 0, ("float16", "bfloat16")
-    for (rows, columns), name in itertools.product(SHAPES, SCHEMES):
+    layers = [
+        *itertools.product(SHAPES, SCHEMES),
+        *zip(MODEL_SHAPES, itertools.cycle(SCHEMES), strict=False),
+        *((shape, SCHEMES[0]) for shape in MODEL_SHAPES),
+    ]
+    for (rows, columns), name in layers:
         if columns % (w4a8.parse(name).group or 1):
             continue
         for ends in found.values():

@@ -126,3 +126,15 @@ def test_other_devices_hold_rows(layout: str) -> None:
     tape.map(lambda x: torch.zeros_like(x, device="cpu") + 5)  # stands for a copy back
     assert tape.layout == layout and len(tape) == 293
     assert (tape.rows() == 5).all() and (tape.scales() == 5).all()
+
+
+def test_room_behind_the_last_token_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a GPU copy what lies in the same 16 bytes, too."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # fills memory that nobody wrote with 255
+    try:
+        tape = CodeTape(torch.zeros(2, 1, 1, 16), KV_SCHEMES["u3"].key, "rows", 40)
+        tape.reserve(7)
+        assert not tape.data.any() and not tape.scale.any()
+    finally:
+        torch.use_deterministic_algorithms(False)

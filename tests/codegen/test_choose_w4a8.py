@@ -10,9 +10,12 @@ from hf_vq import paths
 from hf_vq.codegen import choose_w4a8, choose_w4a8_wide, compiler
 from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.choose_w4a8 import W4A8Problem
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.device import ARCHES, named_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.codegen.w4a8_plan import Source
+from tests.buckets.w4a8 import W4A8Case
+
+from .launch_recorder import recording
 
 SIZES = [(6144, 4096, 128), (4096, 14336, 0), (37, 704, 64), (5, 32, 0), (14336, 4128, 32)]
 TOKENS = (1, 8, 16, 64)
@@ -55,6 +58,23 @@ def test_blocks_cover_rows_and_tokens():
         tiles = choose_w4a8_wide.tiles(wide, 1000, 40)
         assert tiles * wide.tile_rows * wide.token_tile >= 1000 * 40
         assert count == min(tiles, problem.arch.sms)
+
+
+def test_the_last_tile_ends_where_tokens_end_rounded_up_to_8():
+    for tokens in range(2, 200):
+        problem = asked(choose_w4a8.token_bucket(tokens), 4096, 4096, 128)
+        tiles = max(plan.token_tiles for plan in choose_w4a8.best(problem))
+        assert 8 * tiles <= -(-tokens // 8) * 8
+
+
+def test_blocks_without_a_token_fill_up_the_last_eight(monkeypatch):
+    """In fragments: bulk copies of what is swizzled end with the last token."""
+    with recording(monkeypatch, named_arch("sm_90a")) as record:
+        for tokens, wanted in ((1, 1), (2, 8), (8, 8), (9, 16), (300, 300)):
+            case = W4A8Case("qoq-w4a8", tokens, 1024, 4096, "float16", None, Source.NORM)
+            launches = record(case).launches
+            blocks = [count for plan, count in launches if plan.template == "w4a8_inputs"]
+            assert blocks == [wanted], tokens
 
 
 def test_teams_do_not_wait_for_each_other():

@@ -234,6 +234,32 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
         Check([path], done=cut).finish()
 
 
+@pytest.mark.parametrize("nbytes", [63, 64, 65, 128, 200])
+def test_a_tensor_of_several_segments(tmp_path, monkeypatch, nbytes):
+    """One digest, whoever reads which segment first; a changed bit or two swapped segments show."""
+    monkeypatch.setattr(digests, "SEGMENT", 64)
+    generator = torch.Generator().manual_seed(nbytes)
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    path, tensors = tmp_path / "file", {"a": data, "b": torch.arange(3)}
+    save_file(tensors, path, room(tensors))
+    record([path])
+    read: list[int] = []
+    for threads in (1, 2, 16):
+        monkeypatch.setattr(digests, "_MOST_THREADS", threads)
+        Check([path], done=read.append).finish()
+    assert sum(read) == 3 * (nbytes + 24)
+    whole, begin = path.read_bytes(), Header(path).parts["a"].begin
+    for at in range(begin, begin + nbytes, 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(VQFormatError, match="a is not what was saved"):
+            Check([path]).finish()
+    if nbytes >= 128:
+        first, second = whole[begin : begin + 64], whole[begin + 64 : begin + 128]
+        path.write_bytes(whole[:begin] + second + first + whole[begin + 128 :])
+        with pytest.raises(VQFormatError, match="a is not what was saved"):
+            Check([path]).finish()
+
+
 def test_a_thread_that_outlives_the_main_one(tmp_path):
     """An interpreter that ends waits for it: what it compares is whole."""
     save_file({"a": torch.arange(9)}, tmp_path / "file")

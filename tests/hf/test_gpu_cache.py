@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from transformers.cache_utils import Cache
 
 from hf_vq.cache import VQCache
 from hf_vq.hf import attention, explain, generation
+from hf_vq.hf.calibration.cache import calibrate_kv
 from hf_vq.ops import dispatch
 
 DEVICE = "cuda"
@@ -165,6 +167,27 @@ def test_steps_are_those_of_the_cpu(name: str, scheme: str, rows: set[tuple[str,
     bound = bound_of(pair, ids, mask, wanted, PROMPT)
     assert set(cache.fallbacks.values()) == {0} and len(cache.coded_layers) == 2
     assert rms(found - wanted) <= bound.rms < bound.effect, "a wrong code would be noticed"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("scheme", ["learned-4", "learned-2"])
+def test_steps_over_learned_codebooks(scheme: str, name: str, rows: set[tuple[str, str]]) -> None:
+    """Those of keys are not those of values, and each layer has its own."""
+    pair = build(name)
+    ids = prompt(PROMPT + STEPS, batch=2)
+    mask = torch.ones_like(ids)
+    text = prompt(256, batch=8)
+    books = calibrate_kv(pair.cpu, scheme, text, tokens=text.numel(), context=256, progress=False)
+    wanted = logits(pair.cpu, cache_of(pair, scheme, codebooks=books), ids, mask, PROMPT)
+    cache = cache_of(pair, scheme, codebooks=books)
+    found = logits(pair.gpu, cache, ids, mask, PROMPT)
+    bound = bound_of(pair, ids, mask, wanted, PROMPT)
+    assert set(cache.fallbacks.values()) == {0} and len(cache.coded_layers) == 2
+    assert rms(found - wanted) <= bound.rms < bound.effect, "a wrong code would be noticed"
+    # That codebooks are exchanged would be, too.
+    exchanged = replace(books, keys=books.values, values=books.keys)
+    other = logits(pair.cpu, cache_of(pair, scheme, codebooks=exchanged), ids, mask, PROMPT)
+    assert rms(other - wanted) > bound.rms
 
 
 def regret(

@@ -1,0 +1,172 @@
+"""What processes under compute-sanitizer said: cases, reports, and a table of them.
+
+A process tells each case before it begins (`case`), that there was no time for one (`left`), and
+that it came to its end (`end`). Between them is what the tool prints, whose lines begin with `=`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_vq.evaluation.record import make_record, write_record
+from hf_vq.evaluation.text_tables import text_table
+
+SUITE = "cuda-sanitizers"
+TIME, SLOW, BROKEN = "no time", "not done in time", "the process ended"
+_TOLD = re.compile(r"^(case|left) (\d+) (\S+)", re.MULTILINE)
+_END = re.compile(r"^end$", re.MULTILINE)
+# Details of a report are indented.
+_HEAD = re.compile(
+    r"^=+ (?!COMPUTE-SANITIZER|[A-Z]+ SUMMARY|Target application|Error: process)(\S.*)$",
+    re.MULTILINE,
+)
+_NOTE = re.compile(r"warning: (?!.*(?:race|hazard))", re.IGNORECASE)
+_OWN_ERROR = re.compile(r"^=+ .*(Internal Sanitizer Error.*)$", re.MULTILINE)
+_SUMMARY = re.compile(r"SUMMARY: (\d+)")
+
+
+@dataclass
+class Said:
+    """What one process said.
+
+    Args:
+        text: all of it.
+        status: its exit status; None: it was killed.
+    """
+
+    text: str
+    status: int | None
+
+    @property
+    def complete(self) -> bool:
+        """Whether it came to its end."""
+        return bool(_END.search(self.text))
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is wrong: whatever the tool counts in its summary is an error too."""
+        summaries = set(_SUMMARY.findall(self.text))
+        return self.complete and self.status == 0 and summaries <= {"0"} and not self._errors()
+
+    def _errors(self) -> list[str]:
+        return [line for line in _HEAD.findall(self.text) if not _NOTE.match(line)]
+
+    def cases(self) -> list[tuple[str, int, str, str]]:
+        """What was told, its number, the first word of its name, and what was said then."""
+        told = list(_TOLD.finditer(self.text))
+        ends = [one.start() for one in told] + [len(self.text)]
+        return [
+            (one[1], int(one[2]), one[3], self.text[one.end() : end])
+            for one, end in zip(told, ends[1:], strict=True)
+        ]
+
+
+@dataclass
+class Kernel:
+    """What became of a kernel's cases under a tool."""
+
+    problems: int = 0
+    errors: int = 0
+    plans: set[Any] = field(default_factory=set)
+    left: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Report:
+    """All that processes said.
+
+    Args:
+        problems: name and plans of each case, by its number; without any, a case is a plan.
+    """
+
+    problems: list[tuple[str, frozenset[Any]]]
+    kernels: dict[tuple[str, str], Kernel] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    told: set[tuple[str, int]] = field(default_factory=set)
+
+    def add(self, tool: str, said: Said) -> None:
+        """What one process said. A case in which it ended is left out, unless it reported."""
+        cases = said.cases()
+        for place, (what, number, kernel, text) in enumerate(cases):
+            found = self.kernels.setdefault((tool, kernel), Kernel())
+            self.told.add((tool, number))
+            if what == "left":
+                found.left[TIME] += 1
+                continue
+            errors, own = 0, _OWN_ERROR.search(text)
+            for line in _HEAD.findall(text):
+                if _NOTE.match(line):
+                    self.notes[f"{tool}: {line}"] += 1
+                elif not own or "Internal Sanitizer Error" not in line:
+                    errors += 1
+            found.errors += errors
+            if place + 1 == len(cases) and not said.complete:
+                why = own[1] if own else SLOW if said.status is None else BROKEN
+                found.left[why.strip()] += 1
+                continue
+            found.problems += 1
+            found.plans |= self.problems[number][1] if self.problems else {number}
+
+    def close(self, tool: str) -> None:
+        """All processes of a tool have ended: what none of them told is left out."""
+        for number, (name, _) in enumerate(self.problems):
+            if (tool, number) not in self.told:
+                found = self.kernels.setdefault((tool, name.split()[0]), Kernel())
+                found.left[TIME] += 1
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each tool and kernel."""
+        return [
+            {
+                "tool": tool, "kernel": kernel, "kernels": len(found.plans),
+                "problems": found.problems, "errors": found.errors, "left": dict(found.left),
+            }
+            for (tool, kernel), found in sorted(self.kernels.items())
+        ]  # fmt: skip
+
+    def table(self) -> str:
+        """The rows as text, and what the tools remarked."""
+        rows = [
+            [
+                row["tool"], row["kernel"], str(row["kernels"]), str(row["problems"]),
+                str(row["errors"]), reasons(row["left"]),
+            ]
+            for row in self.rows()
+        ]  # fmt: skip
+        head = ["tool", "op", "kernels", "problems", "errors", "left out"]
+        notes = [f"{count} times {note}" for note, count in self.notes.most_common()]
+        return "\n".join([text_table(head, rows), *notes])
+
+    def write(self, path: Path, command: str, settings: dict[str, Any]) -> None:
+        """Write the record; rows of other tools, of the same revision on the same machine, stay."""
+        results = {"rows": self.rows(), "notes": dict(self.notes), "seconds": self.seconds}
+        record = make_record(SUITE, command, settings, results, device="cuda")
+        if path.exists():
+            _keep_others(record, json.loads(path.read_text(encoding="utf-8")))
+        write_record(record, path)
+
+
+def reasons(left: Mapping[str, int]) -> str:
+    """How many were left out, and why."""
+    return ", ".join(f"{count} ({why})" for why, count in sorted(left.items())) or "0"
+
+
+def _keep_others(record: dict[str, Any], before: dict[str, Any]) -> None:
+    """To a record, rows that another one has of other tools."""
+    same = "suite", "revision", "machine", "versions"
+    if any(before.get(key) != record[key] for key in same):
+        return
+    now, was = record["results"], before["results"]
+    others = set(was["seconds"]) - set(now["seconds"])
+    now["rows"] = [row for row in was["rows"] if row["tool"] in others] + now["rows"]
+    kept = {note: count for note, count in was["notes"].items() if note.split(":")[0] in others}
+    now["notes"] = {**kept, **now["notes"]}
+    now["seconds"] = {**{tool: was["seconds"][tool] for tool in sorted(others)}, **now["seconds"]}
+    record["command"] = f"{before['command']}; {record['command']}" if others else record["command"]
