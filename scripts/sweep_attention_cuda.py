@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Sweep attention over coded caches on a GPU: wrong heads, heads that are no numbers, other bits.
 
-    python scripts/sweep_attention_cuda.py [--seconds 240] [--cases N] [--seed S] [--out OUT.json]
+    python scripts/sweep_attention_cuda.py [--seconds 240] [--cases N] [--seed S] [--out OUT.jsonl]
 
 The grid is schemes x rows of the batch x kv heads x query heads of each x contexts, as tapes and as
 pages, shuffled. Each problem is called many times on the same inputs. Every head of the first call
@@ -31,15 +31,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq.bench.buckets import caches
-from hf_vq.bench.buckets.attention import SCHEMES, AttentionCase, schemes
-from hf_vq.bench.record import command_line, make_record, write_record
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `tests.buckets`
+
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.compiler import cubin
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.store import default_store
+from hf_vq.evaluation.record import command_line, make_record, write_record
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.paged import PagedKV, attention_paged
+from tests.buckets import caches
+from tests.buckets.attention import SCHEMES, AttentionCase, schemes
 
 ROWS = (1, 3, 8, 31, 32, 64, 128)
 HEADS = (1, 2, 5, 8, 16, 32)
@@ -144,7 +146,7 @@ def judge(point: Point, calls: int, device: torch.device) -> dict[str, int]:
     first = found[0].view(point.rows, point.heads, point.share, DIM)
     broken = (~first.isfinite()).any(-1)
     bound = torch.finfo(DTYPE).eps + 2.0**-10
-    # As in hf_vq.bench.buckets.attention: of a head twice what all of them together have.
+    # As in tests.buckets.attention: of a head twice what all of them together have.
     error = (first.double() - exact).norm(dim=-1)
     wrong = ~broken & ~(error <= 2 * bound * exact.norm(dim=-1))
     bits = found[0].view(torch.int16)

@@ -2,10 +2,10 @@
 
 import torch
 
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.formats import VQScheme
 from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
+from tests.random_weights import random_tensors
 
 
 def stored(spec, out_features, in_features):

@@ -16,11 +16,10 @@ from transformers import (
 )
 
 from hf_vq import VQCache, calibrate_kv
-from hf_vq.bench import demo
-from hf_vq.bench.storage import Entry, file_storage, model_storage
-from hf_vq.bench.tables import demo_cells
 from hf_vq.cache import KVCodebooks
 from hf_vq.cli import build_parser, main
+from hf_vq.evaluation import demo
+from hf_vq.evaluation.storage import Entry, file_storage, model_storage
 from hf_vq.formats import KV_SCHEMES, VQScheme
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -434,7 +433,7 @@ def test_the_demo(original, eval_text, tmp_path, monkeypatch, capfd):
         ("turboquant-4", "model's dtype"),
         ("turboquant-4", "VQCache"),
     ]
-    assert all(cell in shown for cells in demo_cells(rows)[1] for cell in cells)
+    assert all(cell in shown for cells in demo.cells(rows)[1] for cell in cells)
     assert rows[1]["bits_per_weight"] < 4.5 < rows[0]["bits_per_weight"]
     assert rows[2]["kv_bytes"] < rows[1]["kv_bytes"]
     assert 0 == rows[0]["kld"] < rows[1]["kld"] != rows[2]["kld"]

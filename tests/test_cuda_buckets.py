@@ -1,4 +1,4 @@
-"""Every bucket of every chooser on a GPU: the problems of `hf_vq.bench.buckets`, each twice on the
+"""Every bucket of every chooser on a GPU: the problems of `tests.buckets`, each twice on the
 same inputs in memory full of NaN, the same bits, and as near to float64 as rounding allows.
 
 tests/codegen/test_buckets.py compares, without a GPU, what these problems launch with what the
@@ -13,12 +13,12 @@ import time
 import pytest
 import torch
 
-from hf_vq.bench.buckets.attention import SCHEMES, AttentionCase, has_kernel
-from hf_vq.bench.buckets.case import run_twice
-from hf_vq.bench.buckets.every import CASES
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.device import device_arch, named_arch
 from hf_vq.errors import VQError
+from tests.buckets.attention import SCHEMES, AttentionCase, has_kernel
+from tests.buckets.case import run_twice
+from tests.buckets.every import CASES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.random_llama import llama_config, random_llama
 from hf_vq import ops
 from hf_vq.backends import cuda_fused as fused
 from hf_vq.backends import cuda_linear
 from hf_vq.backends.cuda_linear import DTYPES
-from hf_vq.bench.random_llama import llama_config, random_llama
 from hf_vq.codegen.choose_dense import restorable
 from hf_vq.codegen.choose_linear import LinearProblem, best
 from hf_vq.codegen.device import device_arch

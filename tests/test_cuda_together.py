@@ -5,10 +5,10 @@ import torch
 
 from hf_vq import ops
 from hf_vq.backends import cuda_fused
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.formats import weight_scheme
 from hf_vq.nn import VQLinear
 from hf_vq.ops.codes import stored_arguments
+from tests.random_weights import random_tensors
 
 from .cuda_layers import poison, stored
 

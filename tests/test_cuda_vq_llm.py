@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_vq.bench.paper_kernel import PaperLinear
+from benchmarks.paper_vq_llm.linear import PaperLinear
+from benchmarks.paper_vq_llm.plan import Fusion, base_plan
 from hf_vq.codegen import compiler
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Scope
 from hf_vq.codegen.store import default_store
-from hf_vq.codegen.vq_llm import Fusion, base_plan
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments

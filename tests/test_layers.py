@@ -1,6 +1,7 @@
 """Each layer imports only the layers below it: the arrows of docs/architecture.md, enforced."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ ALLOWED: dict[str, set[str]] = {
     "hf": {"formats", "transforms", "ops", "fit", "nn", "cache"},
 }
 ALLOWED["__init__"] = set(ALLOWED)
-ALLOWED["bench"] = set(ALLOWED)
-ALLOWED["testing"] = set(ALLOWED) - {"bench"}
-ALLOWED["cli"] = set(ALLOWED) - {"testing"}
+ALLOWED["evaluation"] = set(ALLOWED)
+ALLOWED["cli"] = set(ALLOWED)
+ALLOWED["bench"] = {"evaluation"}  # its old name
 ALLOWED["__main__"] = {"cli"}
 ALLOWED = {unit: below | LEAVES | {unit} for unit, below in ALLOWED.items()}
 ALLOWED |= {leaf: {leaf} for leaf in LEAVES}
@@ -85,15 +86,22 @@ def test_a_file_imports_only_lower_layers(path):
     assert not wrong, f"{path}: {unit} must not import {sorted(wrong)}"
 
 
+def test_the_package_does_without_the_checkout():
+    """An installed package has neither benchmarks nor tests."""
+    outside = re.compile(r"^\s*(?:from|import) (?:benchmarks|tests)\b", re.MULTILINE)
+    assert outside.search("    from benchmarks.timing import interleave")
+    found = [path.name for path in FILES if outside.search(path.read_text(encoding="utf-8"))]
+    assert not found, f"they import benchmarks or tests: {found}"
+
+
 def test_the_rules_that_are_easy_to_lose():
     assert "backends" not in ALLOWED["ops"]
     assert not {"fit", "cache", "hf"} & ALLOWED["nn"]
     assert not {"nn", "cache", "hf"} & ALLOWED["fit"]
     assert not {"nn", "fit", "hf"} & ALLOWED["cache"]
     for unit, below in ALLOWED.items():
-        assert "testing" not in below - {unit}
         assert "cli" not in below - {unit} or unit == "__main__"
-        assert "bench" not in below - {unit} or unit == "cli"
+        assert "evaluation" not in below - {unit} or unit in ("cli", "bench")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_vq.bench import fuzz_tables
-from hf_vq.bench.buckets.every import CASES
+from benchmarks.tables import reliability as fuzz_tables
 from hf_vq.codegen.device import named_arch
+from tests.buckets.every import CASES
 
 FOLDER = Path(__file__).parent.parent / "scripts/sanitize_cuda"
 HOPPER = named_arch("sm_90a")

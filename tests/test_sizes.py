@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FORBIDDEN = {"utils", "common", "core", "misc", "legacy"}
-FOLDERS = ("hf_vq", "kernels", "plugins", "scripts", "tests")
+FOLDERS = ("benchmarks", "hf_vq", "kernels", "plugins", "scripts", "tests")
 SUFFIXES = {".py": 500, ".cpp": 600, ".h": 600, ".cuh": 600, ".cu": 600}
 
 

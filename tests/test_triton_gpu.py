@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hf_vq import ops
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 from hf_vq.ops import dispatch, reference
 from hf_vq.ops.library import problem
+from tests.random_weights import random_tensors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -87,7 +87,7 @@ def write_json(out: str | None, found: dict[str, Any]) -> None:
     if out == "-":
         print(json.dumps(found, indent=1, allow_nan=False))
         return
-    from ..bench.record import write_record
+    from ..evaluation.record import write_record
 
     with writing(out):
         write_record(found, Path(out))

@@ -86,8 +86,8 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _calibrate_cache(args: argparse.Namespace) -> None:
-    from ..bench.load import load_model, load_tokenizer
     from ..cache.codebooks import FILE_NAME, title
+    from ..evaluation.load import load_model, load_tokenizer
     from ..formats.catalog import kv_scheme
     from ..hf.calibration.cache import calibrate_kv
     from ..hf.calibration.cache_bits import allocate_kv

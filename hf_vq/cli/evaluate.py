@@ -64,9 +64,9 @@ def _eval(args: argparse.Namespace) -> None:
         return _compare(args)
     if args.cache and len(args.cache) > 1:
         raise VQConfigError("eval takes one --cache; several are for eval --compare.")
-    from ..bench.demo import default_text
-    from ..bench.evaluate import evaluate
-    from ..bench.record import command_line
+    from ..evaluation.demo import default_text
+    from ..evaluation.evaluate import evaluate
+    from ..evaluation.record import command_line
 
     found = evaluate(
         args.model,
@@ -99,13 +99,13 @@ def _last_name(args: argparse.Namespace) -> str:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from ..bench import compare, compare_show
-    from ..bench.demo import default_text
-    from ..bench.record import command_line
-    from ..bench.show import markdown_table, text_table
+    from ..evaluation import compare, report
+    from ..evaluation.demo import default_text
+    from ..evaluation.record import command_line
+    from ..evaluation.text_tables import markdown_table, text_table
 
     if args.plot:
-        compare_show.check_plot(args.plot)
+        report.check_plot(args.plot)
     everything = not args.compare and args.cache is None
     comparison = compare.Comparison(
         args.model,
@@ -129,6 +129,6 @@ def _compare(args: argparse.Namespace) -> None:
     if args.json == "-":
         write_json("-", record)
     else:
-        print(compare_show.tables(rows, markdown_table if args.markdown else text_table))
+        print(report.tables(rows, markdown_table if args.markdown else text_table))
     if args.plot:
-        compare_show.plot(rows, args.plot, compare_show.title(comparison.settings))
+        report.plot(rows, args.plot, report.title(comparison.settings))

@@ -49,9 +49,9 @@ def _quantize(args: argparse.Namespace) -> None:
 
 def quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
     """Quantize, save and describe a model; `options` are more arguments of `VQConfig`."""
-    from ..bench.info import describe, kinds_table, summary
-    from ..bench.load import load_model, load_tokenizer
-    from ..bench.storage import check_original
+    from ..evaluation.info import describe, kinds_table, summary
+    from ..evaluation.load import load_model, load_tokenizer
+    from ..evaluation.storage import check_original
     from ..hf.calibration.team import Team
     from ..hf.calibration.unfinished import mark_saved
     from ..hf.config import VQConfig

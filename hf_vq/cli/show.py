@@ -42,7 +42,7 @@ def add_demo(verbs: Any) -> argparse.ArgumentParser:
 
 
 def _info(args: argparse.Namespace) -> None:
-    from ..bench.info import describe, show
+    from ..evaluation.info import describe, show
 
     found = describe(args.model)
     if args.json != "-":
@@ -51,8 +51,8 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _explain(args: argparse.Namespace) -> None:
-    from ..bench.load import load_model
     from ..cache import VQCache
+    from ..evaluation.load import load_model
     from ..hf.explain import explain
 
     model = load_model(args.model, dtype=dtype_of(args.dtype), device_map=args.device_map)
@@ -63,10 +63,9 @@ def _explain(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     from transformers.utils import logging
 
-    from ..bench import demo
-    from ..bench.record import command_line, make_record
-    from ..bench.show import text_table
-    from ..bench.tables import demo_cells
+    from ..evaluation import demo
+    from ..evaluation.record import command_line, make_record
+    from ..evaluation.text_tables import text_table
 
     logging.disable_progress_bar()  # the demo says itself what it does
     model, text = args.model, args.text
@@ -90,7 +89,7 @@ def _demo(args: argparse.Namespace) -> None:
             new_tokens=demo.NEW_TOKENS,
             say=say,
         )
-    say("\n" + text_table(*demo_cells(results["rows"])))
+    say("\n" + text_table(*demo.cells(results["rows"])))
     if not demo.autoloads():
         say(
             "\nThe new process had to import hf_vq: it is not installed, or HF_VQ_AUTOLOAD=0. "

@@ -56,8 +56,8 @@ def _local(path: str) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    from ..bench.load import check_model, first_line
     from ..errors import VQError
+    from ..evaluation.load import check_model, first_line
 
     check_model(path)
     try:

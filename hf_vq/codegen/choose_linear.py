@@ -1,7 +1,7 @@
 """Plans of the fused linear kernel: candidates, feasible, cost, choose. Pure functions, no GPU.
 
 A plan is measured better than modelled: `choose` first looks into the table of measured ones
-(`tuned`), made by `python -m hf_vq.bench cuda-tune`. The model ranks the rest; its parts are those
+(`tuned`), made by `python -m benchmarks cuda-tune`. The model ranks the rest; its parts are those
 that a profile of the kernel on an H200 showed to bind.
 """
 

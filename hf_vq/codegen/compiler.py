@@ -84,6 +84,7 @@ def key(plan: Plan, arch: str) -> str:
     """sha256, in hex, of all that decides the machine code."""
     parts = [str(FORMAT), arch, str(version()), *_OPTIONS, plan.template, render(plan)]
     parts += [text for item in sorted(sources().items()) for text in item]
+    parts += [template(plan)] if plan.template_folder else []
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -95,8 +96,19 @@ def sources() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in found}
 
 
-def compile_plan(plan: Plan, arch: str) -> tuple[bytes, Resources]:
+def template(plan: Plan) -> str:
+    """Text of a plan's template: one of kernels/cuda, or of the folder that the plan names."""
+    file = f"{plan.template}.cu"
+    if plan.template_folder is None:
+        return sources()[file]
+    return (plan.template_folder / file).read_text(encoding="utf-8")
+
+
+def compile_plan(plan: Plan, arch: str, macros: Sequence[str] = ()) -> tuple[bytes, Resources]:
     """The machine code of a plan, compiled now, and the resources that it takes.
+
+    Args:
+        macros: defined as 1, for templates that ask for them.
 
     Raises:
         VQBackendError: it does not compile; the message has the compiler's log and the plan.
@@ -105,7 +117,12 @@ def compile_plan(plan: Plan, arch: str) -> tuple[bytes, Resources]:
     file = f"{plan.template}.cu"
     headers = {name: text for name, text in sources().items() if name.endswith(".cuh")}
     image, log = compile_source(
-        sources()[file], file, {**headers, "plan.cuh": header}, arch, f"{plan}\n{header}"
+        template(plan),
+        file,
+        {**headers, "plan.cuh": header},
+        arch,
+        f"{plan}\n{header}",
+        (*_OPTIONS, *(f"--define-macro={name}=1" for name in macros)),
     )
     found = {}
     for name, pattern in _RESOURCES.items():

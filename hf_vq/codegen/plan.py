@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -41,6 +42,7 @@ class Plan:
     """
 
     template: ClassVar[str]  # kernels/cuda/<template>.cu, whose kernel has the same name
+    template_folder: ClassVar[Path | None] = None  # where that lies, if not in kernels/cuda
     threads: int
     resident: int
 
@@ -408,18 +410,6 @@ class EncodePlan(Plan):
         if self.scope is Scope.E8P:
             return self.stages * 257 * 16 + 256 + 64
         return 4 * self.stages * (self.vector_size + 1) * max(4, 1 << self.entry_bits)
-
-
-@dataclass(frozen=True)
-class ReadPlan(Plan):
-    """Bytes that are read for nothing, a yardstick (kernels/cuda/read.cu).
-
-    Args:
-        steps: words of 16 bytes that a thread has on their way at a time.
-    """
-
-    template: ClassVar[str] = "read"
-    steps: int
 
 
 def render(plan: Plan) -> str:

@@ -3,7 +3,7 @@
     {"version": 1,
      "sm_90a/132": {"vq2x8r1-universal-g128-.. 1x4096x4096 float16": {"threads": 256, ...}}}
 
-`python -m hf_vq.bench cuda-tune` measures plans and writes the table on disk, beside the kernels;
+`python -m benchmarks cuda-tune` measures plans and writes the table on disk, beside the kernels;
 the one on disk wins. A GPU is told by its target and its number of multiprocessors.
 """
 

@@ -81,7 +81,7 @@ def save_evaluation(model: Any, folder: str | os.PathLike[str], found: dict[str,
     Args:
         model: loaded from `folder`.
         folder: where it is saved; of its files, `README.md` and `config.json` change.
-        found: of `bench.evaluate.Evaluation.facts`.
+        found: of `evaluation.evaluate.Evaluation.facts`.
 
     Raises:
         VQError: see `check_card`.

@@ -30,7 +30,14 @@ template <int Bits, int Count> struct Codes {
   template <int Bytes, bool Line = false> __device__ void load_aligned(const char* from) {
     static_assert(Bits * Count % 32 == 0 && words * 4 % Bytes == 0, "whole words");
 #pragma unroll
+#if WITHOUT_CODES
+    for (int k = 0; k < words; ++k) {  // as good as random, so that lookups meet in banks
+      const uint32_t at = uint32_t(size_t(from) / 4 + k) * 2654435761u;
+      word[k] = at ^ at >> 15;
+    }
+#else
     for (int i = 0; i < words * 4 / Bytes; ++i) stream_words<Bytes, Line>(from + i * Bytes, word + i * Bytes / 4);
+#endif
   }
 
   // `Width` bits from bit `at` on (a constant once loops are unrolled), times `Factor`, a power of two.

@@ -150,6 +150,7 @@ struct Scales {
 
   __device__ void load(const Arguments& a, const Rows& rows, int at, int end) {
     at += threadIdx.x % 4 * 2 / (Plan::single ? pieces : 1);
+#if !WITHOUT_SCALES
     if constexpr (Plan::group > 0)
 #pragma unroll
       for (int tile = 0; tile < Plan::row_tiles; ++tile)
@@ -166,17 +167,26 @@ struct Scales {
             }
           }
         }
+#endif
   }
 
   // Of this lane's pieces, the first or the second.
   __device__ float own(int tile, int half, int i) const {
+#if WITHOUT_SCALES
+    return 1.0f;
+#else
     return Plan::group ? half_to_float(word[tile][half] >> i * 16) : 1.0f;
+#endif
   }
 
   // Of one of the eight.
   __device__ float of(int tile, int half, int piece) const {
+#if WITHOUT_SCALES
+    return 1.0f;
+#else
     if constexpr (!Plan::group) return 1.0f;
     return half_to_float(__shfl_sync(0xffffffff, word[tile][half], piece / 2, 4) >> piece % 2 * 16);
+#endif
   }
 };
 
@@ -192,7 +202,11 @@ struct Inputs {
     const char* from = x + ((int64_t(at) * Plan::token_tiles * octets + j) * 32 + lane) * 16;
 #pragma unroll
     for (int n = 0; n < Plan::token_tiles; ++n)
+#if WITHOUT_X
+      word[n][j % kept][0] = 8 * at + n;
+#else
       if (n * 8 + lane / 4 < tokens) load_words<16>(from + n * octets * 512, word[n][j % kept]);
+#endif
   }
 
   // The first octets of a chunk, as many as are kept.
@@ -210,7 +224,9 @@ struct Pieces {
     const int at = first + lane / 4, from = column(at, lane);
 #pragma unroll
     for (int i = 0; i < 4 * piece; ++i) word[i] = 0;
+#if !WITHOUT_X
     if (at < end && (!Plan::ragged || from < a.columns)) load_words<16 * piece>(a.x + from, word);
+#endif
   }
 
   __device__ void rotate(const Arguments& a, int first, int end, int lane) {
@@ -391,7 +407,11 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
   const int chunks = (a.columns + chunk - 1) / chunk, tiles = (a.rows + tile_rows - 1) / tile_rows;
   // Whole groups of `steps` chunks: [begin, end) of this warp.
   const int each = (chunks + parts * Plan::steps - 1) / (parts * Plan::steps) * Plan::steps;
+#if WITHOUT_CHUNKS
+  const int begin = (rank * Plan::split + warp) * each, end = begin;
+#else
   const int begin = (rank * Plan::split + warp) * each, end = min(begin + each, chunks);
+#endif
 
   Rows rows;
   Step next[Plan::steps];
@@ -426,7 +446,9 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
     }
   const Table table(a.codebook, shared, lane);
   Table::Batch batch;
+#if !WITHOUT_TABLES
   table.begin_fill(batch);
+#endif
   // Of one token, tiles of the last turn go to as many blocks as there are.
   int tile = Plan::single ? team * blocks + block : block / Plan::share * teams + team;
   if (tile < tiles) enter(tile, Plan::early ? 1 : Plan::steps);
@@ -434,13 +456,17 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
     take_input();
     if (tile < tiles) ask(1, Plan::steps);
   }
+#if !WITHOUT_TABLES
   table.end_fill(batch);
+#endif
   if constexpr (!Plan::early) take_input();
   __syncthreads();
   if constexpr (Plan::share > 1) wait_for_cluster();
+#if !WITHOUT_X
   if constexpr (Plan::rotate)
 #pragma unroll
     for (int set = 0; set < Plan::sets; ++set) x_of[set].rotate(a, piece_of(set), end * pieces, lane);
+#endif
   let_next_grid_begin();
 
   const char* const inputs = reinterpret_cast<const char*>(a.x);
@@ -474,9 +500,18 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
     if constexpr (Plan::single) {
       // Turns have different places to meet, so that one barrier a turn is enough.
       float* const to = reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams);
+#if WITHOUT_MEETING
+      if (sums[0][0][0] == 1.25f) finish_one(a, table, sums, to, done, warp);  // hardly ever
+#else
       finish_one(a, table, sums, to, done, warp);
+#endif
     } else {
+#if WITHOUT_MEETING
+      if (sums[0][0][0] == 1.25f)
+        finish(a, table, sums, base + Table::bytes + team * meeting_bytes / teams, met, done, rank, warp, team);
+#else
       finish(a, table, sums, base + Table::bytes + team * meeting_bytes / teams, met, done, rank, warp, team);
+#endif
       if (tile < tiles) wait_for_team(team);
     }
   }

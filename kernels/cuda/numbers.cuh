@@ -13,7 +13,6 @@ enum class Dtype { FLOAT32, FLOAT16, BFLOAT16 };
 enum class Scope { SHARED, TILE, E8P };  // who shares a codebook: all weights, a tile; or it is the lattice
 enum class Mask { NONE, BOOL, FLOAT32, FLOAT16, BFLOAT16 };  // of attention; none is causal
 enum class Source { TOKENS, NORM, GATED };  // of inputs that are rounded: memory, RMSNorm, SiLU of one times another
-enum class Fusion { SHUFFLE, SHARED, RENUMBERED };  // how decoded weights come to the lanes that multiply them
 
 constexpr float largest_half = 65504.0f;
 

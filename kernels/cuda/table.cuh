@@ -272,7 +272,11 @@ struct Table {
   template <int Bytes>
   __device__ void look_up(int stage, const RowCodes& codes, int i, int part, uint32_t (&word)[Bytes / 4]) const {
     if constexpr (Plan::in_shared) {
+#if WITHOUT_LOOKUPS
+      for (int c = 0; c < Bytes / 4; ++c) word[c] = address(codes, i * index_bits) + c;
+#else
       load_shared<Bytes>(address(codes, i * index_bits) + stage * book_bytes + part, word);
+#endif
     } else {
       const uint16_t* from = stored + stage * stored_numbers + codes[i] * width + part / 2;
       if constexpr (integers)
@@ -312,8 +316,13 @@ struct Table {
   __device__ void lattice_eight(int stage, const RowCodes& codes, int j, uint32_t (&weight)[4]) const {
     constexpr uint32_t centre = Plan::dtype == Dtype::FLOAT16 ? 0xe40fe40f : 0xc30fc30f;
     uint32_t pattern[2], flip[2];
+#if WITHOUT_LOOKUPS
+    pattern[0] = pattern[1] = address(codes, 16 * j);
+    flip[0] = flip[1] = address(codes, 16 * j + 8);
+#else
     load_shared<8>(address(codes, 16 * j) + stage * book_bytes, pattern);
     load_shared<8>(address(codes, 16 * j + 8) + Plan::stages * book_bytes, flip);
+#endif
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       weight[i] = add_pair<Plan::dtype>(

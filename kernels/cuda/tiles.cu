@@ -84,6 +84,9 @@ struct Entries {
   }
 
   __device__ void store(char* table) const {
+#if WITHOUT_TABLES
+    return;
+#endif
     static_assert(pieces % sharers == 0, "threads share the copies of an entry");
 #pragma unroll
     for (int k = 0; k < each; ++k) {
@@ -172,10 +175,12 @@ struct Inputs {
   __device__ void copy(const Arguments& a, int slot) {
     const bool exists = !Plan::ragged || column < a.columns;
     const int token = threadIdx.x / of_token;
+#if !WITHOUT_X
 #pragma unroll
     for (int i = 0; i < 8 * Plan::token_tiles; i += at_a_time)
       if (token + i < a.tokens)
         copy_async(to + slot * slot_bytes + place(i), exists ? from + int64_t(i) * a.columns : a.x, exists ? 4 : 0);
+#endif
     from += tile_columns, column += tile_columns;
   }
 };
@@ -194,7 +199,11 @@ __device__ inline void multiply(const Table& table, const Step& step, uint32_t i
       for (int half = 0; half < 2; ++half) table.eight({step.codes[tile][half]}, j, weight[tile][half]);
     if constexpr (rows_first) {
       uint32_t x[4];
+#if WITHOUT_X
+      x[0] = x[1] = x[2] = x[3] = inputs + j;
+#else
       load_shared<16>(inputs + j * pitch, x);
+#endif
 #pragma unroll
       for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -209,7 +218,11 @@ __device__ inline void multiply(const Table& table, const Step& step, uint32_t i
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           uint32_t x[4];
+#if WITHOUT_X
+          x[0] = x[1] = x[2] = x[3] = inputs + n + j * 2 + k;
+#else
           load_shared<16>(inputs + (n * Plan::column_warps * pieces + j * 2 + k) * pitch, x);
+#endif
 #pragma unroll
           for (int tile = 0; tile < Plan::row_tiles; ++tile)
 #pragma unroll

@@ -73,7 +73,9 @@ struct Step {
       for (int stage = 0; stage < Plan::stages; ++stage)
         codes[half][stage].template load_aligned<Plan::load_bytes>(rows.codes[half] + stage * stream +
                                                                    int64_t(at) * (4 * unit_bytes));
+#if !WITHOUT_SCALES
       if constexpr (Plan::group > 0) scale[half] = __ldg(rows.scale[half] + at * chunk / group);
+#endif
     }
   }
 };
@@ -89,6 +91,7 @@ struct Weights {
       uint32_t word[2][4];
       table.eight(step.codes[half], 2 * j, word[0]);
       table.eight(step.codes[half], 2 * j + 1, word[1]);
+#if !WITHOUT_SCALES
       if constexpr (Plan::group > 0) {
         const float exact = half_to_float(step.scale[half]);
         const uint32_t high = pack_pair<Plan::dtype>(exact, exact);
@@ -106,6 +109,7 @@ struct Weights {
             pair = multiply_add<Plan::dtype>(pair, high, multiply_pair<Plan::dtype>(pair, low));
         }
       }
+#endif
 #pragma unroll
       for (int i = 0; i < 8; ++i) fragment[i / 2][i % 2 * 2 + half] = word[i / 4][i % 4];
     }

@@ -30,7 +30,7 @@ import campaign  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from hf_vq.bench.record import make_record, write_record  # noqa: E402
+from hf_vq.evaluation.record import make_record, write_record  # noqa: E402
 from hf_vq.hf import register  # noqa: E402
 
 SHARES = {

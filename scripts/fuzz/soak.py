@@ -29,7 +29,7 @@ import transformers
 from safetensors import safe_open
 
 from hf_vq import VQCache
-from hf_vq.bench.record import make_record, write_record
+from hf_vq.evaluation.record import make_record, write_record
 from hf_vq.hf import register
 
 GROWTH = 4 << 20  # bytes: what an allocator may still find

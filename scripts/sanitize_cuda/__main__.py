@@ -7,7 +7,7 @@
 
 Problems are small, but each loop takes several turns, rows and tokens do not fill their tiles, and
 plans are as many as it takes to meet every value of every field of a plan. `buckets` are those of
-hf_vq.bench.buckets, by public ops: of every plan that the tests' problems have, the smallest
+tests.buckets, by public ops: of every plan that the tests' problems have, the smallest
 problem that launches it. Processes take them one by one. Without a tool ("none") they compile
 kernels into the store (HF_VQ_STORE), as does the first tool. Memcheck and racecheck look at our
 kernels; under racecheck, which ends with an internal error in some of cuBLAS, products that PyTorch
@@ -36,6 +36,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `tests.buckets`, `benchmarks`
+
 import buckets
 import integers
 import kv
@@ -44,10 +46,11 @@ import weights
 from report import Report, Said
 
 from hf_vq import paths
-from hf_vq.bench.record import command_line
+from hf_vq.evaluation.record import command_line
 
 MAKERS = weights.MAKERS | kv.MAKERS | integers.MAKERS | buckets.MAKERS
 USUAL = [kernel for kernel in MAKERS if kernel not in buckets.MAKERS]
+ROOT = Path(__file__).resolve().parents[2]
 GRACE = 45  # seconds that the last case of a process may take
 
 
@@ -91,7 +94,8 @@ def command_of(tool: str, args: argparse.Namespace, part: int) -> list[str]:
     # cuda.bindings asks for functions a driver need not have; what we call is checked.
     options += ["--report-api-errors", "no"] if tool == "memcheck" else []
     if tool != "initcheck":  # which has to see who else writes memory
-        for source in sorted((paths.kernel_sources() / "cuda").glob("*.cu")):
+        ours = paths.kernel_sources() / "cuda", ROOT / "benchmarks"
+        for source in sorted(path for folder in ours for path in folder.rglob("*.cu")):
             options += ["--kernel-name", f"kernel_name={source.stem}"]
     command += ["--without-cublas"] if tool == "racecheck" else []
     return ["compute-sanitizer", "--tool", tool, *options, *shlex.split(args.options), *command]

@@ -1,4 +1,4 @@
-"""Cases of every bucket of the choosers (`hf_vq.bench.buckets`), as tests run them, by public ops.
+"""Cases of every bucket of the choosers (`tests.buckets`), as tests run them, by public ops.
 
 They are found once, by the process that starts the others, which read them from a file.
 """
@@ -20,10 +20,10 @@ import torch
 from cases import Case
 from torch import Tensor
 
-from hf_vq.bench.buckets.case import Case as Problem
-from hf_vq.bench.buckets.every import CASES, DOMAINS
 from hf_vq.codegen.device import Arch, device_arch
 from hf_vq.codegen.plan import Plan
+from tests.buckets.case import Case as Problem
+from tests.buckets.every import CASES, DOMAINS
 
 FOUND: list[Path] = []
 """The file, where there is one."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.formats import VQScheme
 from hf_vq.ops import reference
+from tests.random_weights import random_tensors
 
 Case = tuple[str, Callable[[], None]]
 FLOATS = {Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16,

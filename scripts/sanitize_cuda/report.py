@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_vq.bench.record import make_record, write_record
-from hf_vq.bench.show import text_table
+from hf_vq.evaluation.record import make_record, write_record
+from hf_vq.evaluation.text_tables import text_table
 
 SUITE = "cuda-sanitizers"
 TIME, SLOW, BROKEN = "no time", "not done in time", "the process ended"

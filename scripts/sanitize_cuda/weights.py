@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from cases import FLOATS, Case, close, covering, decoded, stored
 
+from benchmarks.paper_vq_llm.linear import PaperLinear
+from benchmarks.paper_vq_llm.mechanisms import plans_of
+from benchmarks.paper_vq_llm.plan import VqLlmPlan
 from hf_vq.backends import (
     cuda_encode,
     cuda_fused,
@@ -17,15 +20,12 @@ from hf_vq.backends import (
     cuda_tiles,
     cuda_wide,
 )
-from hf_vq.bench.cuda_mechanisms import plans_of
-from hf_vq.bench.paper_kernel import PaperLinear
 from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide
 from hf_vq.codegen.choose_linear import LinearProblem
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.launch import Kernel
 from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, TilePlan, WidePlan
 from hf_vq.codegen.store import default_store
-from hf_vq.codegen.vq_llm import VqLlmPlan
 from hf_vq.fit.scale import FACTORS
 from hf_vq.formats import VQScheme, weight_scheme
 from hf_vq.ops import reference

@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from hf_vq import backends
 from hf_vq.backends import cuda_append, cuda_attention
-from hf_vq.bench.buckets import linear, rows
-from hf_vq.bench.buckets import w4a8 as w4a8_buckets
 from hf_vq.codegen import device, launch
 from hf_vq.codegen.device import Arch
 from hf_vq.formats import qoq
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.ops import codes, dispatch, paged, published, static, w4a8
+from tests.buckets import linear, rows
+from tests.buckets import w4a8 as w4a8_buckets
 
 
 @dataclasses.dataclass
@@ -113,7 +113,7 @@ def recording(monkeypatch, arch: Arch):
     """Record what is launched meanwhile on a GPU that is not there.
 
     Yields:
-        record(case): a `Recorded` of one `hf_vq.bench.buckets.Case`.
+        record(case): a `Recorded` of one `tests.buckets.Case`.
     """
     found = Recorded([], [])
     with monkeypatch.context() as patch:

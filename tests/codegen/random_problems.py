@@ -1,15 +1,9 @@
 """Random problems of every op, over the sizes that models and servers have: what the choosers are
-asked for, whatever sizes `hf_vq.bench.buckets` looks at."""
+asked for, whatever sizes `tests.buckets` looks at."""
 
 from dataclasses import replace
 from functools import partial
 
-from hf_vq.bench.buckets import append, linear, rows, vptq, w4a8
-from hf_vq.bench.buckets.append import AppendCase, StoreCase
-from hf_vq.bench.buckets.attention import SCHEMES, AttentionCase, has_kernel
-from hf_vq.bench.buckets.linear import LinearCase
-from hf_vq.bench.buckets.vptq import VptqCase
-from hf_vq.bench.buckets.w4a8 import W4A8Case
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.choose import decodable, rotatable
 from hf_vq.codegen.choose_append import HEAD_DIMS, appendable
@@ -18,6 +12,12 @@ from hf_vq.codegen.choose_prefill import decodable_kv
 from hf_vq.codegen.w4a8_plan import Source
 from hf_vq.formats.catalog import WEIGHT_SCHEMES
 from hf_vq.ops import w4a8 as w4a8_op
+from tests.buckets import append, linear, rows, vptq, w4a8
+from tests.buckets.append import AppendCase, StoreCase
+from tests.buckets.attention import SCHEMES, AttentionCase, has_kernel
+from tests.buckets.linear import LinearCase
+from tests.buckets.vptq import VptqCase
+from tests.buckets.w4a8 import W4A8Case
 
 # Hidden size, rows of queries, of keys, and of the MLP: of Llama 2 and 3, Qwen 2.5 and 3, Gemma 2
 # and 3, Phi-3 and SmolLM.
@@ -142,4 +142,4 @@ PROBLEMS = {
     "vptq": published,
     "rows": around,
 }
-"""By the names of `hf_vq.bench.buckets.every`."""
+"""By the names of `tests.buckets.every`."""

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import pytest
 
-from hf_vq.bench.buckets import attention as attention_buckets
-from hf_vq.bench.buckets import linear as linear_buckets
-from hf_vq.bench.buckets.case import kernel_of
-from hf_vq.bench.buckets.cover import covering, first_sizes, met
-from hf_vq.bench.buckets.every import CASES, DOMAINS
 from hf_vq.codegen import choose_attention
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.device import ARCHES, named_arch
+from tests.buckets import attention as attention_buckets
+from tests.buckets import linear as linear_buckets
+from tests.buckets.case import kernel_of
+from tests.buckets.cover import covering, first_sizes, met
+from tests.buckets.every import CASES, DOMAINS
 
 from .launch_recorder import recording
 from .random_problems import PROBLEMS, attention

@@ -7,13 +7,13 @@ import re
 import pytest
 
 from hf_vq import paths
-from hf_vq.bench.buckets.w4a8 import W4A8Case
 from hf_vq.codegen import choose_w4a8, choose_w4a8_wide, compiler
 from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.choose_w4a8 import W4A8Problem
 from hf_vq.codegen.device import ARCHES, named_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.codegen.w4a8_plan import Source
+from tests.buckets.w4a8 import W4A8Case
 
 from .launch_recorder import recording
 

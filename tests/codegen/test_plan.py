@@ -13,13 +13,11 @@ from hf_vq.codegen.plan import (
     Dtype,
     EncodePlan,
     LinearPlan,
-    ReadPlan,
     RotatePlan,
     Scope,
     render,
 )
-from hf_vq.codegen.vq_llm import Fusion, base_plan
-from hf_vq.formats import WEIGHT_SCHEMES
+from tests.kernel_templates import argument_fields, enumeration, plan_fields
 
 PLAN = DecodePlan(
     threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=8, entry_bits=12, stages=2,
@@ -41,8 +39,6 @@ DECODE_KV = DecodeKVPlan(
     threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=2, entry_bits=8, dim=128, slice=64,
     tokens=1024, steps=4, learned=True, scaled=False, zero=False,
 )  # fmt: skip
-READ = ReadPlan(threads=512, resident=2, steps=4)
-VQ_LLM = base_plan(WEIGHT_SCHEMES["aqlm-2"], 4096, 1)
 ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)
 
 
@@ -60,7 +56,7 @@ def test_every_field_is_rendered_once_under_its_own_name():
     assert names == [field.name for field in dataclasses.fields(PLAN)]
 
 
-@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, DECODE_KV, ROTATE, READ, VQ_LLM])
+@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, DECODE_KV, ROTATE])
 def test_a_template_reads_every_field_and_no_other(plan):
     text = source(f"{plan.template}.cu")
     if isinstance(plan, DecodePlan):
@@ -69,37 +65,28 @@ def test_a_template_reads_every_field_and_no_other(plan):
         text += source("table.cuh") + source("hadamard.cuh")
     if isinstance(plan, EncodePlan):
         text += source("nearest.cuh") + source("nearest_e8p.cuh")
-    read = set(re.findall(r"Plan::(\w+)", text))
-    assert read == {field.name for field in dataclasses.fields(plan)}
+    assert plan_fields(text) == {field.name for field in dataclasses.fields(plan)}
 
 
-@pytest.mark.parametrize("kind", [Dtype, Scope, Fusion])
+@pytest.mark.parametrize("kind", [Dtype, Scope])
 def test_enumerations_have_the_same_names_in_the_source(kind):
-    found = re.search(rf"enum class {kind.__name__} {{([^}}]*)}}", source("numbers.cuh"))
-    assert [name.strip() for name in found[1].split(",")] == [member.name for member in kind]
+    names = enumeration(kind.__name__, source("numbers.cuh"))
+    assert names == [member.name for member in kind]
 
 
 def test_arguments_are_those_of_the_source():
-    """Names and order; their types are a pointer, or integers of the named size."""
     from hf_vq.backends.cuda_arguments import LinearArguments
     from hf_vq.backends.cuda_encode import EncodeArguments
     from hf_vq.backends.cuda_linear import DecodeArguments, RotateArguments
     from hf_vq.backends.cuda_prefill import DecodeKVArguments
-    from hf_vq.bench.cuda_read import ReadArguments
-    from hf_vq.bench.paper_kernel import VqLlmArguments
 
-    sizes = {"int64_t": 8, "uint32_t": 4, "int": 4}
     for arguments, file in (
         (DecodeArguments, "decode.cu"), (RotateArguments, "rotate.cu"),
         (LinearArguments, "linear.cu"), (EncodeArguments, "encode.cu"),
-        (ReadArguments, "read.cu"), (DecodeKVArguments, "decode_kv.cu"),
-        (VqLlmArguments, "vq_llm.cu"),
+        (DecodeKVArguments, "decode_kv.cu"),
     ):  # fmt: skip
-        body = re.search(r"struct Arguments .*?{\n(.*?)};", source(file), re.DOTALL)[1]
-        fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)
-        expected = [(name, 8 if "*" in kind else sizes[kind.strip()]) for kind, name in fields]
         found = [(name, getattr(arguments, name).size) for name, _ in arguments._fields_]
-        assert found == expected
+        assert found == argument_fields(source(file))
 
 
 def test_arguments_of_a_second_pass():

@@ -7,8 +7,8 @@ import torch
 from tiny import tokens
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_vq.bench.info import describe, show
 from hf_vq.errors import VQConfigError
+from hf_vq.evaluation.info import describe, show
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.hf import VQConfig, explain
 from hf_vq.hf.checkpoint import storage

@@ -9,11 +9,11 @@ import torch
 
 from hf_vq import ops
 from hf_vq.backends import cpu_nested, native
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.env import CPU_ISA
 from hf_vq.formats import VQScheme, weight_scheme
 from hf_vq.ops import dispatch, reference
 from hf_vq.ops.codes import stored_arguments
+from tests.random_weights import random_tensors
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
 

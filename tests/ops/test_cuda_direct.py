@@ -14,9 +14,9 @@ import torch
 from hf_vq.backends import cuda_direct, cuda_fused, native, torch_ops
 from hf_vq.backends.cuda_arguments import LinearArguments
 from hf_vq.backends.cuda_linear import RotateArguments
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.formats import WEIGHT_SCHEMES
 from hf_vq.ops.library import problem
+from tests.random_weights import random_tensors
 
 pytestmark = [
     pytest.mark.skipif(native.load() is None, reason=native.why_not()),

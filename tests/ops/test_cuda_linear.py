@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hf_vq.backends import cuda, cuda_fused, cuda_linear
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.codegen import compiler, device
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 from hf_vq.ops import dispatch
 from hf_vq.ops.dispatch import Problem
+from tests.random_weights import random_tensors
 
 ADDED = "vq1x4r2-universal-g128-random_hadamard128"
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hf_vq.backends import cutile
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import VQScheme, weight_scheme
 from hf_vq.ops import dispatch, reference
 from hf_vq.ops.codes import stored_arguments
+from tests.random_weights import random_tensors
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])

@@ -5,10 +5,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_vq import ops
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
 from hf_vq.nn import VQLinear
 from hf_vq.ops import dispatch, reference, together
+from tests.random_weights import random_tensors
 
 SCHEME, SMALLER = WEIGHT_SCHEMES["vq-4"], WEIGHT_SCHEMES["vq-2"]
 LINEAR, LINEARS = torch.ops.hf_vq.linear.default, torch.ops.hf_vq.linears.default

@@ -12,11 +12,11 @@ import torch
 
 from hf_vq import ops
 from hf_vq.backends import triton as row
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
+from tests.random_weights import random_tensors
 
 # Older interpreters do not run loops with NumPy 2.4, and leave Triton changed behind them.
 pytest.importorskip("triton", "3.7", reason="needs Triton 3.7 or later: hf-vq[triton]")

@@ -7,10 +7,10 @@ import torch
 
 from hf_vq import ops
 from hf_vq.backends import two_passes
-from hf_vq.bench.cpu_linear import random_tensors
 from hf_vq.formats import VQScheme, pack_bits, weight_scheme
 from hf_vq.ops import dispatch, reference
 from hf_vq.ops.codes import stored_arguments
+from tests.random_weights import random_tensors
 
 PAIRS = list(itertools.product(range(1, 5), repeat=2))
 ADDING = [

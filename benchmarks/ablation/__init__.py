@@ -1,0 +1,1 @@
+"""Kernels without some of their parts: what each costs."""

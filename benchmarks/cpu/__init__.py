@@ -1,0 +1,1 @@
+"""Suites of times on a CPU."""

@@ -1,0 +1,421 @@
+"""Suite `cpu-attention`: one token's attention over a long KV cache on the CPU, in time per head.
+
+    scores        q K^T alone: the coded keys against dense ones in float32 and bfloat16, against
+                  lookups in tables that are not in registers (the PQ-Attention of NoMAD-Attention,
+                  figure 5), and against the time that this processor needs to read as many bytes;
+                  ours and our dense ones write to memory that is there
+    step          q K^T, softmax and the values: against PyTorch's operations one by one (bmm,
+                  softmax, bmm: what eager attention does), against its fused SDPA, and against
+                  onnxruntime's GroupQueryAttention with an int8 cache where that is installed, and
+                  against reading as many bytes, and arithmetic alone, with as many threads
+    prefill       the same for a chunk of a prompt behind a cached one
+    append        one token's keys and values into the cache, per vector
+    append keys   keys alone, against a copy into a dense cache and against the 256-entry search of
+                  `cq-4`, which is that of PQ-Attention
+
+Keys, values and codebooks are random: how fast a kernel is does not depend on them. Every call
+finds its cache in main memory, and follows another of its kind that is not timed, as it does when a
+model generates. What computing alone takes (`us_cached`) is that of few tokens, and of more whose
+codes stay in the processor's second cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_vq.backends import native
+from hf_vq.backends.cpu_attention import scores
+from hf_vq.cache.codebooks import learned as is_learned
+from hf_vq.cache.handle import VQHandle
+from hf_vq.cache.layer import LayerOptions, VQCacheLayer
+from hf_vq.cache.prompt import Prompt
+from hf_vq.formats.catalog import kv_scheme
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.formats.tensors import kv_codebook_spec
+from hf_vq.ops.attention import CachedKV, attention
+
+from ..roofline.arithmetic import arithmetic
+from ..roofline.cpu import reading
+from ..timing import Contestant, cold_copies, extrapolated, interleave, speedup, summary
+
+SCHEMES = ("u4", "u3", "u2", "nomad-u4")
+PQ = "cq-4"  # 256 entries of 2 numbers: the codes of the paper's PQ-Attention
+LEARNED = ("nomad-4", PQ)  # of these the keys are of interest; steps are not timed
+CONTEXT = 16384
+HEADS = 8  # key/value heads of a call
+HEAD_DIM = 128
+GROUPS = (1, 4)  # query heads per key/value head
+CHUNKS = (32,)  # tokens of a prompt at a time
+CHUNK_SCHEMES = ("u4", "nomad-u4", "nomad-4")
+THREADS = (1, 2)
+APPENDED = 64  # tokens of an append
+UNTIMED = 1  # calls before one that is timed
+IN_CACHE = (256, 1024)  # tokens whose codes stay in the second cache
+LAYERS = 16  # of a model: all of them append in the same step
+
+
+def run(
+    *,
+    schemes: Sequence[str] = SCHEMES,
+    learned: Sequence[str] = LEARNED,
+    context: int = CONTEXT,
+    groups: Sequence[int] = GROUPS,
+    chunks: Sequence[int] = CHUNKS,
+    threads: Sequence[int] = THREADS,
+    rounds: int = 20,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Time scores, whole steps and appending; `report` gets each row when it is known.
+
+    Args:
+        learned: schemes whose scores and appends are timed, but no steps.
+        groups: query heads per key/value head of the steps; none = no steps.
+        chunks: tokens of a prompt; none = no prefill.
+
+    Returns:
+        (settings, results) of the record.
+    """
+    every = (*schemes, *learned)
+
+    def sections() -> Iterator[list[dict[str, Any]]]:
+        yield _scores(every, context, rounds)
+        for group in groups:
+            yield _steps(schemes, context, group, 1, threads, rounds)
+        for chunk in chunks:
+            yield _steps(CHUNK_SCHEMES, context, 1, chunk, threads[:1], rounds)
+        torch.set_num_threads(1)
+        yield _appends(every, "kv", rounds)
+        yield _appends(every, "k", rounds)
+
+    found: list[dict[str, Any]] = []
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for section in sections():
+            for row in section:
+                found.append(row)
+                report(row)
+    finally:
+        torch.set_num_threads(before)
+    settings = {
+        "context": context, "heads": HEADS, "head_dim": HEAD_DIM, "rounds": rounds,
+        "isa": native.isa(),
+    }  # fmt: skip
+    return settings, {"rows": found}
+
+
+def _layer(name: str) -> VQCacheLayer:
+    """An empty layer of a cache that keeps floats of the newest update only."""
+    scheme = kv_scheme(name)
+    books = _codebook(scheme.key), _codebook(scheme.value)
+    return VQCacheLayer(LayerOptions(scheme, sinks=0, window=0), Prompt(), 0, codebooks=books)
+
+
+def _codebook(scheme: VQScheme) -> Tensor | None:
+    """Codebooks fp16 [heads, groups of channels, entries, x] of a learned scheme, else None."""
+    if not is_learned(scheme):
+        return None
+    entries = torch.randn(kv_codebook_spec(scheme, HEADS, HEAD_DIM, "the layer").shape).half()
+    return entries.sort(2).values if scheme.vector_size == 1 else entries  # as k-means leaves them
+
+
+def _cached(name: str, context: int, fresh: int = 1) -> CachedKV:
+    """A cache of `context` tokens as codes, and `fresh` newer ones."""
+    layer = _layer(name)
+    layer.update(*torch.randn(2, 1, HEADS, context, HEAD_DIM).unbind())
+    tokens = torch.randn(1, HEADS, fresh, HEAD_DIM)
+    handle = layer.update(tokens, tokens)[0]
+    assert isinstance(handle, VQHandle)
+    return handle.update.cached
+
+
+def _coded_bytes(cached: CachedKV, sides: str) -> int:
+    coded = {"k": (cached.k_codes, cached.k_scale), "v": (cached.v_codes, cached.v_scale)}
+    return sum(tensor.nbytes for side in sides for tensor in coded[side])
+
+
+def _cold(cached: CachedKV, nbytes: int) -> list[CachedKV]:
+    """As many copies of a cache as are never found in a processor's cache, if a call reads `nbytes`
+    bytes of one."""
+
+    def copy(codes: Tensor) -> Tensor:
+        return native.allocate(tuple(codes.shape)).copy_(codes)
+
+    copies = (
+        cached._replace(
+            k_codes=copy(cached.k_codes), k_scale=cached.k_scale.clone(),
+            v_codes=copy(cached.v_codes), v_scale=cached.v_scale.clone(),
+        )
+        for _ in range(cold_copies(nbytes) - 1)
+    )  # fmt: skip
+    return [cached, *copies]
+
+
+@torch.inference_mode()
+def _scores(schemes: Sequence[str], context: int, rounds: int) -> list[dict[str, Any]]:
+    library = native.load()
+    contestants: dict[str, Contestant] = {}
+    nbytes = {}
+    for name in schemes:
+        cached = _cached(name, context)
+        nbytes[name] = _coded_bytes(cached, "k")
+        contestants[name] = _scoring(_cold(cached, nbytes[name]))
+        contestants |= _in_cache(name, 1, _scoring)
+    size = max(nbytes.values())
+    read = reading(size)
+    if library is not None and read is not None:
+        contestants["read"] = read
+        contestants["dense bf16"] = _dense_scores(library, context, torch.bfloat16)
+        contestants["dense fp32"] = _dense_scores(library, context, torch.float32)
+        contestants["PQ fp32 tables"] = _table_scores(library, context)
+    contestants.update(_torch_scores(context))
+    seconds = interleave(contestants, rounds, untimed=UNTIMED)
+    found = []
+    shown = _without_cached(seconds)
+    for name, times in shown.items():
+        per_head = [time / HEADS for time in times]
+        row: dict[str, Any] = {"what": "scores", "name": name, "threads": 1, **summary(per_head)}
+        if name in nbytes:
+            row["speedup"] = {
+                peer: speedup(times, seconds[peer])
+                for peer in shown if peer != "read" and peer not in nbytes
+            }  # fmt: skip
+            row |= _of_bandwidth(times, seconds, nbytes[name] / size)
+            row["us_cached"] = _us_cached(seconds, name, context)
+        found.append(row)
+    return found
+
+
+def _of_bandwidth(
+    times: list[float], seconds: dict[str, list[float]], share: float
+) -> dict[str, float]:
+    """The share of our time that reading takes; the yardstick reads 1 / `share` times our bytes."""
+    return {"of_bandwidth": speedup(times, seconds["read"]) * share} if "read" in seconds else {}
+
+
+def _in_cache(
+    name: str, fresh: int, calling: Callable[[list[CachedKV]], Contestant]
+) -> dict[str, Contestant]:
+    """`calling` with caches of few tokens, for `_us_cached`."""
+    return {
+        f"{name} cached {tokens}": replace(calling([_cached(name, tokens, fresh)]), calls=16)
+        for tokens in IN_CACHE
+    }
+
+
+def _us_cached(seconds: Mapping[str, list[float]], name: str, context: int) -> float:
+    """Microseconds a head that computing takes with `context` tokens, if reading took no time."""
+    few, more = ((f"{name} cached {tokens}", tokens) for tokens in IN_CACHE)
+    return extrapolated(seconds, few, more, context) / HEADS * 1e6
+
+
+def _without_cached(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: times for name, times in seconds.items() if " cached " not in name}
+
+
+def _scoring(caches: list[CachedKV]) -> Contestant:
+    query = torch.randn(1, HEADS, 1, HEAD_DIM)
+    out = torch.empty(1, HEADS, 1, caches[0].coded)
+    return Contestant(lambda i: scores(query, caches[i], score=out), len(caches))
+
+
+def _dense_scores(library: ctypes.CDLL, context: int, dtype: torch.dtype) -> Contestant:
+    """Our own loop over dense keys, one head after the other, on huge pages as the codes are."""
+    shape = (HEADS, context, HEAD_DIM)
+    nbytes = HEADS * context * HEAD_DIM * dtype.itemsize
+    copies = [
+        native.allocate((nbytes,)).view(dtype).view(shape) for _ in range(cold_copies(nbytes))
+    ]
+    copies = [copy.copy_(torch.randn(shape)) for copy in copies]
+    query, out = torch.randn(HEADS, HEAD_DIM), torch.empty(HEADS, context)
+
+    def call(i: int) -> None:
+        for head in range(HEADS):
+            library.hf_vq_dense_scores(
+                copies[i][head].data_ptr(), native.DTYPES[dtype], query[head].data_ptr(),
+                context, HEAD_DIM, out[head].data_ptr(),
+            )  # fmt: skip
+
+    return Contestant(call, len(copies))
+
+
+def _table_scores(library: ctypes.CDLL, context: int) -> Contestant:
+    """PQ-Attention: float32 tables of each query, made in the call, and a load for each code."""
+    scheme = kv_scheme(PQ).key
+    size, codebook = scheme.vector_size, _codebook(scheme)
+    assert codebook is not None
+    shape = (HEADS, context, HEAD_DIM // size)
+    nbytes = HEADS * context * HEAD_DIM // size
+    copies = [native.allocate(shape).random_(0, 256) for _ in range(cold_copies(nbytes))]
+    query, out = torch.randn(HEADS, HEAD_DIM), torch.empty(HEADS, context)
+
+    def call(i: int) -> None:
+        for head in range(HEADS):
+            library.hf_vq_table_scores(
+                copies[i][head].data_ptr(), codebook[head].data_ptr(), size, query[head].data_ptr(),
+                context, HEAD_DIM, out[head].data_ptr(),
+            )  # fmt: skip
+
+    return Contestant(call, len(copies))
+
+
+def _torch_scores(context: int) -> dict[str, Contestant]:
+    keys = _dense(context, torch.float32)
+    query = torch.randn(HEADS, HEAD_DIM, 1)
+    return {
+        "torch K q": Contestant(lambda i: torch.bmm(keys[i], query), len(keys)),
+        "torch q K^T": Contestant(lambda i: torch.bmm(query.mT, keys[i].mT), len(keys)),
+    }
+
+
+def _dense(context: int, dtype: torch.dtype) -> list[Tensor]:
+    shape = (HEADS, context, HEAD_DIM)
+    copies = cold_copies(HEADS * context * HEAD_DIM * dtype.itemsize)
+    first = torch.randn(shape).to(dtype)
+    return [first, *(first.clone() for _ in range(copies - 1))]
+
+
+@torch.inference_mode()
+def _steps(
+    schemes: Sequence[str],
+    context: int,
+    group: int,
+    queries: int,
+    threads: Sequence[int],
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Steps of one query, or of the `queries` tokens of a chunk."""
+    ours: dict[str, Contestant] = {}
+    in_cache: dict[str, Contestant] = {}
+    nbytes = {}
+    for name in schemes:
+        cached = _cached(name, context, queries)
+        nbytes[name] = _coded_bytes(cached, "kv")
+        ours[name] = _stepping(_cold(cached, nbytes[name]), group, queries)
+        in_cache |= _in_cache(name, queries, lambda caches: _stepping(caches, group, queries))
+    size = max(nbytes.values())
+    read = reading(size)
+    floor = {"arithmetic": arithmetic()} | ({} if read is None else {"read": read})
+    peers = _torch_steps(context, group * queries)
+    if queries == 1 and (gqa := _onnxruntime_step(context, group)) is not None:
+        peers["onnxruntime int8"] = gqa
+    found = []
+    single: dict[str, float] = {}
+    for count in threads:
+        torch.set_num_threads(count)
+        # Only the first run is compared with the peers: they are slow.
+        others = {**peers, **in_cache} if count == threads[0] else {}
+        seconds = interleave({**ours, **floor, **others}, rounds, untimed=UNTIMED)
+        for name, times in _without_cached(seconds).items():
+            per_head = [time / HEADS for time in times]
+            row: dict[str, Any] = {
+                "what": "step" if queries == 1 else "prefill", "name": name, "threads": count,
+                "group": group, "queries": queries, **summary(per_head),
+            }  # fmt: skip
+            if name in ours:
+                row |= _of_bandwidth(times, seconds, nbytes[name] / size)
+            if count == threads[0]:
+                single[name] = row["us"]
+                if name in ours:
+                    row["speedup"] = {peer: speedup(times, seconds[peer]) for peer in peers}
+                    row["us_cached"] = _us_cached(seconds, name, context)
+            elif name not in peers:
+                row["scaling"] = single[name] / row["us"]
+            found.append(row)
+    return found
+
+
+def _stepping(caches: list[CachedKV], group: int, queries: int) -> Contestant:
+    query = torch.randn(1, HEADS * group, queries, HEAD_DIM)
+    scaling = HEAD_DIM**-0.5
+    return Contestant(lambda i: attention(query, caches[i], scaling=scaling), len(caches))
+
+
+def _torch_steps(context: int, rows: int) -> dict[str, Contestant]:
+    """`rows` queries of each key/value head: of a group, or of a chunk whose mask hides little."""
+    found = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        keys, values = _dense(context, dtype), _dense(context, dtype)
+        query = torch.randn(HEADS, rows, HEAD_DIM).to(dtype)
+        found[f"torch bmm {name}"] = _composed(query, keys, values)
+        found[f"torch SDPA {name}"] = _fused(query, keys, values)
+    return found
+
+
+def _composed(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Contestant:
+    scaling = HEAD_DIM**-0.5
+
+    def call(i: int) -> Tensor:
+        # K q is several times as fast as q K^T for one query; the better of the two is compared.
+        logits = torch.bmm(keys[i], query.mT).mT * scaling
+        return torch.bmm(logits.softmax(-1), values[i])
+
+    return Contestant(call, len(keys))
+
+
+def _fused(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Contestant:
+    def call(i: int) -> Tensor:
+        # [1, heads, rows, D] over [1, heads, T, D]: a group's heads are as good as queries.
+        return torch.nn.functional.scaled_dot_product_attention(
+            query[None], keys[i][None], values[i][None]
+        )
+
+    return Contestant(call, len(keys))
+
+
+def _onnxruntime_step(context: int, group: int) -> Contestant | None:
+    try:
+        from ..peers import onnx_runtime
+    except ImportError:
+        return None
+    return onnx_runtime.step(context, HEADS, group, HEAD_DIM)
+
+
+@torch.no_grad()  # a cache would not keep tensors of inference_mode
+def _appends(schemes: Sequence[str], sides: str, rounds: int) -> list[dict[str, Any]]:
+    """Appending keys and values ("kv"), or keys alone ("k"), which have peers."""
+    contestants = {name: _appending(_layer(name), sides) for name in schemes}
+    peers = []
+    if sides == "k":
+        contestants["dense fp32"] = _copying()
+        peers = [name for name in (PQ, "dense fp32") if name in contestants]
+    seconds = interleave(contestants, rounds)
+    vectors = len(sides) * HEADS * APPENDED
+    found = []
+    for name, times in seconds.items():
+        row: dict[str, Any] = {
+            "what": "append keys" if sides == "k" else "append", "name": name, "threads": 1,
+            **summary([time / vectors for time in times]),
+        }  # fmt: skip
+        if name in schemes and peers:
+            row["speedup"] = {peer: speedup(times, seconds[peer]) for peer in peers if peer != name}
+        found.append(row)
+    return found
+
+
+def _appending(layer: VQCacheLayer, sides: str) -> Contestant:
+    tokens = torch.randn(1, HEADS, APPENDED, HEAD_DIM)
+    layer.update(tokens, tokens)
+    stores = [getattr(layer, side) for side in sides]
+
+    def call(i: int) -> None:
+        for store in stores:
+            store.encode(tokens)
+
+    return Contestant(call, calls=LAYERS)
+
+
+def _copying() -> Contestant:
+    """Keys as they are, into the next place of a cache in float32."""
+    tokens = torch.randn(1, HEADS, APPENDED, HEAD_DIM)
+    places = cold_copies(tokens.nbytes)
+    cache = torch.randn(1, HEADS, places * APPENDED, HEAD_DIM)
+    return Contestant(
+        lambda i: cache.narrow(2, i * APPENDED, APPENDED).copy_(tokens), places, LAYERS
+    )

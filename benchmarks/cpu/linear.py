@@ -1,0 +1,213 @@
+"""Suite `cpu-linear`: one token through a quantized linear layer on the CPU, against PyTorch.
+
+Peers: `_weight_int4pack_mm_for_cpu` (4 bits, groups of 128), and dense layers in bfloat16 and
+float32; in one thread also llama.cpp's Q4_K, if the folder of its libraries is given (`q4_K`), and
+for `aqlm-2` the package `aqlm`, where it, numba and scipy are installed. Codes are random: how fast
+a kernel is does not depend on them. The weights of every call come from main memory. A call follows
+another of its kind that is not timed, as layers follow each other when a model generates. `read`
+does nothing but read, as many bytes as the largest scheme has, with as many threads, and
+`arithmetic` multiplies matrices that stay in a cache. What computing alone takes (`us_cached`) is
+that of few rows, and of more of a matrix that stays in the second cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_vq import ops
+from hf_vq.formats.catalog import weight_scheme
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops import dispatch
+from hf_vq.ops.library import problem
+from tests.random_weights import random_tensors
+
+from ..peers import llama_cpp
+from ..roofline.arithmetic import arithmetic
+from ..roofline.cpu import reading
+from ..timing import Contestant, cold_copies, extrapolated, interleave, speedup, summary
+
+SCHEMES = (
+    "vq-4", "turboquant-4", "vq-3", "vq-2", "gptvq-2", "aqlm-2", "aqlm-3",
+    "quip-sharp-2", "quip-sharp-4",
+)  # fmt: skip
+SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))  # out_features, in_features
+INT4_GROUP = 128
+UNTIMED = 1  # calls before one that is timed
+CACHED = 1 << 19  # bytes of codes that stay in the second cache
+TABLE_ROWS = 512  # from which on 8-vectors of one token are computed by tables of products
+PACKAGED, PACKAGE = "aqlm-2", "aqlm"  # the scheme that the package computes too
+
+
+def run(
+    *,
+    schemes: Sequence[str] = SCHEMES,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    rows: int = 1,
+    rounds: int = 30,
+    threads: Sequence[int] = (1, 2),
+    ggml: Path | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Time every scheme at every shape; `report` gets each row when it is known.
+
+    Args:
+        rows: tokens that go through the layer at once.
+        ggml: folder with the shared libraries of llama.cpp.
+
+    Returns:
+        (settings, results) of the record.
+    """
+    found: list[dict[str, Any]] = []
+    before = torch.get_num_threads()
+    try:
+        for out_features, in_features in shapes:
+            for count in threads:
+                torch.set_num_threads(count)
+                peer = ggml if rows == count == 1 else None
+                for row in _shape(schemes, out_features, in_features, rows, rounds, peer):
+                    row["threads"] = count
+                    found.append(row)
+                    report(row)
+        # At the end, since its threads stay.
+        torch.set_num_threads(1)
+        for out_features, in_features in shapes if PACKAGED in schemes and rows == 1 else ():
+            for row in _package(out_features, in_features, rounds):
+                found.append(row)
+                report(row)
+    finally:
+        torch.set_num_threads(before)
+    settings: dict[str, Any] = {
+        "rows": rows, "rounds": rounds, "int4_group": INT4_GROUP, "dtype": "bfloat16",
+    }  # fmt: skip
+    if any(row["name"] == PACKAGE for row in found):
+        settings["aqlm"] = version(PACKAGE)
+    return settings, {"rows": found}
+
+
+@torch.inference_mode()
+def _shape(
+    schemes: Sequence[str], out_features: int, in_features: int, rows: int, rounds: int,
+    ggml: Path | None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    x = torch.randn(rows, in_features, dtype=torch.bfloat16)
+    contestants = peers(x, out_features)
+    if ggml is not None:
+        contestants["q4_K"] = llama_cpp.contestant(ggml, out_features, in_features)
+    others = list(contestants)
+    kernels, nbytes = {}, {}
+    for name in schemes:
+        scheme = weight_scheme(name)
+        contestants[name] = _ours(scheme, x, out_features)
+        nbytes[name] = int(scheme.bits(in_features, out_features) / 8 * in_features * out_features)
+        asked = problem("linear", x, scheme.spec(), out_features)
+        kernels[name] = dispatch.select(asked).name
+    cached = {
+        name: _cached(scheme, x)
+        for name in schemes
+        # Tiles have tables of their own, which few rows do not pay for.
+        if (scheme := weight_scheme(name)).codebook != "tile" and torch.get_num_threads() == 1
+    }
+    for name, (few, more, *_) in cached.items():
+        contestants |= {f"{name} cached": few, f"{name} cached, more": more}
+    size = max(nbytes.values())
+    read = reading(size)
+    if read is not None:
+        contestants["read"] = read
+    contestants["arithmetic"] = arithmetic()
+    seconds = interleave(contestants, rounds, untimed=UNTIMED)
+    found = []
+    for name in (name for name in contestants if " cached" not in name):
+        row: dict[str, Any] = {
+            "name": name,
+            "out_features": out_features,
+            "in_features": in_features,
+            **summary(seconds[name]),
+        }
+        if name in kernels:
+            row["kernel"] = kernels[name]
+            row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in others}
+            row["gb_per_second"] = nbytes[name] / row["us"] / 1e3
+            if name in cached:
+                _, _, few_rows, more_rows = cached[name]
+                sizes = (f"{name} cached", few_rows), (f"{name} cached, more", more_rows)
+                row["us_cached"] = extrapolated(seconds, *sizes, out_features) * 1e6
+            if read is not None:
+                share = nbytes[name] / size
+                row["of_bandwidth"] = speedup(seconds[name], seconds["read"]) * share
+        if name == "read":
+            row["gb_per_second"] = size / row["us"] / 1e3
+        found.append(row)
+    return found
+
+
+def _ours(scheme: VQScheme, x: Tensor, out_features: int) -> Contestant:
+    in_features = x.shape[-1]
+    stored = random_tensors(scheme, out_features, in_features)
+    copies = cold_copies(stored["codes"].nbytes + stored["scale"].nbytes)
+    sets = [
+        {**stored, "codes": stored["codes"].clone(), "scale": stored["scale"].clone()}
+        for _ in range(copies)
+    ]
+    return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), copies)
+
+
+def _cached(scheme: VQScheme, x: Tensor) -> tuple[Contestant, Contestant, int, int]:
+    """A layer of few rows, one of more whose codes stay in a cache, and the rows of both."""
+    row_bytes = int(scheme.bits(x.shape[-1], 1) / 8 * x.shape[-1])
+    least = TABLE_ROWS if scheme.vector_size == 8 else 8
+    most = max(CACHED // row_bytes, 2 * least)
+    few, more = (random_tensors(scheme, count, x.shape[-1]) for count in (least, most))
+    return (
+        Contestant(lambda i: ops.linear(x, few, None, scheme), calls=16),
+        Contestant(lambda i: ops.linear(x, more, None, scheme), calls=16),
+        least,
+        most,
+    )
+
+
+def peers(x: Tensor, out_features: int) -> dict[str, Contestant]:
+    """PyTorch's products with 4-bit weights and with dense ones."""
+    in_features = x.shape[-1]
+    found: dict[str, Contestant] = {}
+    codes = torch.randint(16, (out_features, in_features), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    scales = torch.rand(in_features // INT4_GROUP, out_features, 2).to(torch.bfloat16)
+    weights = [packed.clone() for _ in range(cold_copies(packed.nbytes))]
+    found["int4"] = Contestant(
+        lambda i: torch.ops.aten._weight_int4pack_mm_for_cpu(x, weights[i], INT4_GROUP, scales),
+        len(weights),
+    )
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        dense = torch.randn(out_features, in_features, dtype=torch.float32).to(dtype)
+        copies = [dense.clone() for _ in range(cold_copies(dense.nbytes))]
+        found[name] = _dense(x.to(dtype), copies)
+    return found
+
+
+@torch.inference_mode()
+def _package(out_features: int, in_features: int, rounds: int) -> list[dict[str, Any]]:
+    """The package beside our kernel for its scheme, in one thread; nothing where it is missing."""
+    try:
+        from ..peers import aqlm_numba
+    except ImportError:
+        return []
+    x = torch.randn(1, in_features, dtype=torch.bfloat16)
+    ours = _ours(weight_scheme(PACKAGED), x, out_features)
+    package = aqlm_numba.contestant(out_features, in_features)
+    seconds = interleave({PACKAGED: ours, PACKAGE: package}, rounds, untimed=UNTIMED)
+    return [
+        {
+            "name": PACKAGE, "out_features": out_features, "in_features": in_features, "threads": 1,
+            **summary(seconds[PACKAGE]), "times_ours": speedup(*seconds.values()),
+        }
+    ]  # fmt: skip
+
+
+def _dense(x: Tensor, copies: list[Tensor]) -> Contestant:
+    return Contestant(lambda i: torch.nn.functional.linear(x, copies[i]), len(copies))

@@ -1,0 +1,242 @@
+"""Suite `cuda-attention`: one step of attention over a coded KV cache on a GPU.
+
+    decode   attention of one token, against the fastest that PyTorch has over a cache in bfloat16
+             (cuDNN, flash, memory-efficient, plain maths; all are tried)
+    store    one token's keys and values into a static cache, against the copies of `StaticCache`
+    memory   what the allocator gives for a token
+
+Caches are those that `VQCache` makes: sinks and a window of floats, then codes. Calls find their
+cache in no cache of the GPU and lie in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_vq.cache.static import VQStaticLayer
+from hf_vq.errors import VQBackendError
+from hf_vq.ops import dispatch
+from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops.library import attention_problem
+from hf_vq.ops.static import StaticKV, store
+
+from ..peers import sdpa
+from ..random_kv import HEAD_DIM, SINKS, WINDOW, bytes_read, coded_cache, copy_of, layer_arguments
+from ..timing import Contestant, speedup, summary
+from .timing import cold_copies, interleave_graphs
+
+SCHEMES = ("u4", "u3", "u2", "k4v2", "cq-4", "cq-2", "nomad-u4", "qserve-kv4")
+MEMORY = 4.6e12  # bytes that an H200 reads in a second, at best
+_COPIES = 64  # at most: short caches then lie in L2, for all contestants alike
+_COMPILING = 16  # kernels at a time
+_CAPACITY = 1024  # tokens of a cache that is stored to
+_LAYERS = 32  # whose caches a round of `store` writes to
+_REFERENCE = "reference"  # the row that is no kernel; it is not timed
+_DTYPE = torch.bfloat16
+
+
+class Case(NamedTuple):
+    """Query heads, key/value heads, rows, and tokens that are attended to."""
+
+    heads: int
+    kv_heads: int
+    batch: int
+    context: int
+
+
+LONG = (
+    *(Case(32, 32, 1, context) for context in (4096, 16384, 65536)),
+    Case(32, 32, 8, 16384),
+    *(Case(32, 8, 1, context) for context in (4096, 16384, 65536)),
+    *(Case(32, 8, 8, context) for context in (16384, 65536)),
+    Case(32, 4, 8, 16384),
+)
+SHORT = tuple(
+    Case(32, kv_heads, 1, context)
+    for kv_heads in (32, 8)
+    for context in (1, 16, 64, 128, 256, 512, 1024, 2048)
+)
+QUICK = (Case(32, 8, 1, 1), Case(32, 8, 1, 256), Case(32, 8, 2, 2048))
+
+
+def run(
+    *,
+    schemes: Sequence[str] = SCHEMES,
+    rounds: int = 5,
+    quick: bool = False,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Time every scheme in every case; `report` gets each row when it is known.
+
+    Args:
+        quick: three small cases instead of all.
+
+    Returns:
+        (settings, results) of the record.
+
+    Raises:
+        VQBackendError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise VQBackendError("the suite cuda-attention needs a CUDA device.")
+    cases = QUICK if quick else (*LONG, *SHORT)
+    stores = dict.fromkeys((case.kv_heads, case.batch) for case in cases)
+
+    def sections() -> Iterator[list[dict[str, Any]]]:
+        for case in cases:
+            yield _decode_rows(schemes, case, rounds)
+            gc.collect()
+            torch.cuda.empty_cache()
+        for kv_heads, batch in stores:
+            yield _store_rows(schemes, kv_heads, batch, rounds)
+        yield _memory_rows(schemes)
+
+    found: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for row in chain.from_iterable(sections()):
+            found.append(row)
+            report(row)
+    settings = {
+        "rounds": rounds, "dtype": str(_DTYPE)[6:], "head_dim": HEAD_DIM, "sinks": SINKS,
+        "window": WINDOW, "memory_bytes_per_second": MEMORY,
+    }  # fmt: skip
+    return settings, {"rows": found}
+
+
+def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[str, Any]]:
+    query = torch.randn(case.batch, case.heads, 1, HEAD_DIM, dtype=_DTYPE, device="cuda")
+    peers = sdpa.fastest(*case, HEAD_DIM, _DTYPE, _COPIES)
+    contestants = {f"bf16 {name}": contestant for name, contestant in peers.items()}
+    nbytes = dict.fromkeys(
+        contestants, 2 * case.batch * case.kv_heads * case.context * HEAD_DIM * _DTYPE.itemsize
+    )
+    kernels: dict[str, str] = {}
+    for name in schemes:
+        cached = coded_cache(name, *case[1:], _DTYPE)
+        kernels[name], nbytes[name] = _kernel(query, cached), bytes_read(cached)
+        if kernels[name] != _REFERENCE:
+            contestants[name] = _attending(query, cached, nbytes[name])
+    _compile(contestants[name] for name in kernels if name in contestants)
+    seconds = interleave_graphs(contestants, rounds)
+    best = min((name for name in seconds if name not in kernels), key=lambda n: median(seconds[n]))
+    found = []
+    for name in (*seconds, *(name for name in kernels if name not in seconds)):
+        row: dict[str, Any] = {"what": "decode", "name": name, **case._asdict()}
+        if name in seconds:
+            row |= summary(seconds[name])
+            row["of_memory"] = nbytes[name] / MEMORY / (row["us"] * 1e-6)
+        if name in kernels:
+            row["kernel"] = kernels[name]
+            if name in seconds:
+                row |= {"peer": best, "speedup": speedup(seconds[name], seconds[best])}
+        found.append(row)
+    return found
+
+
+def _kernel(query: Tensor, cached: CachedKV) -> str:
+    """The row of the dispatch table that runs."""
+    asked = attention_problem(
+        query, cached.key_scheme, cached.value_scheme, HEAD_DIM, HEAD_DIM,
+        length=cached.length,
+        layout=f"{cached.key_layout} {cached.value_layout}",
+    )  # fmt: skip
+    return dispatch.select(asked).name
+
+
+def _attending(query: Tensor, cached: CachedKV, nbytes: int) -> Contestant:
+    copies = min(cold_copies(nbytes), _COPIES)
+    caches = [cached, *(copy_of(cached) for _ in range(copies - 1))]
+    scaling = HEAD_DIM**-0.5
+    return Contestant(lambda i: attention(query, caches[i], scaling=scaling), copies)
+
+
+def _compile(contestants: Iterable[Contestant]) -> None:
+    """Let contestants find their kernels, side by side: compilers take seconds."""
+
+    def first(contestant: Contestant) -> None:
+        with torch.no_grad():  # a setting of the thread
+            contestant.call(0)
+
+    with ThreadPoolExecutor(_COMPILING) as pool:
+        list(pool.map(first, contestants))
+    torch.cuda.synchronize()
+
+
+def _store_rows(
+    schemes: Sequence[str], kv_heads: int, batch: int, rounds: int
+) -> list[dict[str, Any]]:
+    """One token's keys and values of each row, to the caches of a model's layers in turn."""
+    shape = batch, kv_heads, 1, HEAD_DIM
+    keys, values = torch.randn(2, *shape, dtype=_DTYPE, device="cuda").unbind()
+    contestants = {"bf16": _copying(keys, values)}
+    kernels = {}
+    for name in schemes:
+        layer = VQStaticLayer(*layer_arguments(name, kv_heads, limit=_CAPACITY))
+        prompt = torch.randn(2, batch, kv_heads, 2 * WINDOW, HEAD_DIM, dtype=_DTYPE, device="cuda")
+        layer.update(*prompt.unbind())
+        asked = dispatch.Problem(
+            "store", "cuda", str(_DTYPE)[6:], f"{layer.k.spec} {layer.v.spec}",
+            1, _CAPACITY, HEAD_DIM, HEAD_DIM,
+        )  # fmt: skip
+        kernels[name] = dispatch.select(asked).name
+        if kernels[name] != _REFERENCE:
+            contestants[name] = _storing(layer.static, keys, values)
+    _compile(contestants.values())
+    seconds = interleave_graphs(contestants, rounds)
+    found = []
+    for name, times in seconds.items():
+        row: dict[str, Any] = {
+            "what": "store", "name": name, "kv_heads": kv_heads, "batch": batch, **summary(times)
+        }  # fmt: skip
+        if name in kernels:
+            row |= {"kernel": kernels[name], "speedup": speedup(times, seconds["bf16"])}
+        found.append(row)
+    return found
+
+
+def _copying(keys: Tensor, values: Tensor) -> Contestant:
+    batch, kv_heads, _, dim = keys.shape
+    shape = batch, kv_heads, _CAPACITY, dim
+    caches = [keys.new_zeros(2, *shape).unbind() for _ in range(_LAYERS)]
+    position = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def call(i: int) -> None:
+        for cache, tokens in zip(caches[i], (keys, values), strict=True):
+            cache.index_copy_(2, position, tokens)
+
+    return Contestant(call, _LAYERS)
+
+
+def _storing(cached: StaticKV, keys: Tensor, values: Tensor) -> Contestant:
+    caches = [copy_of(cached) for _ in range(_LAYERS)]
+    return Contestant(lambda i: store(keys, values, caches[i]), _LAYERS)
+
+
+def _memory_rows(schemes: Sequence[str]) -> list[dict[str, Any]]:
+    """Bytes of the allocator for each coded token of a key/value head, of keys and of values."""
+    few, many = 1 << 14, 1 << 16
+    dense = 2 * HEAD_DIM * _DTYPE.itemsize
+    found = []
+    for name in schemes:
+        sizes = [_allocated(name, tokens) for tokens in (few, many)]
+        nbytes = (sizes[1] - sizes[0]) / (many - few)
+        found.append({"what": "memory", "name": name, "bytes_per_token": nbytes,
+                      "smaller": dense / nbytes})  # fmt: skip
+    return found
+
+
+def _allocated(name: str, tokens: int) -> int:
+    """Bytes that a layer of one head allocates, codes for so many tokens among them."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    layer = VQStaticLayer(*layer_arguments(name, 1, limit=tokens))
+    layer.update(*torch.randn(2, 1, 1, 2 * WINDOW, HEAD_DIM, dtype=_DTYPE, device="cuda").unbind())
+    return torch.cuda.memory_allocated() - before

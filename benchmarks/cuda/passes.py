@@ -1,0 +1,126 @@
+"""Suite `cuda-passes`: products of two nested passes on a GPU, by every kernel that knows them.
+
+Generated CUDA, Triton and cuTile, against a dense bfloat16 weight; one token also against a kernel
+that reads as many bytes and does nothing else, and beside a matrix of so many rows that every team
+of warps has as many tiles as the others. Codes are random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_vq.backends import cutile
+from hf_vq.codegen.choose_linear import TILE_ROWS, LinearProblem, choose
+from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.plan import Dtype
+from hf_vq.errors import VQBackendError
+from hf_vq.formats.catalog import weight_scheme
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops import dispatch
+from hf_vq.ops.codes import stored_arguments
+from hf_vq.ops.library import problem
+
+from ..peers.cutile_cubins import by_driver
+from ..roofline.cuda import PLANS, reading
+from ..timing import Contestant, summary
+from .linear import by_plan, copies_of, dense, ours
+from .timing import interleave_graphs
+
+SCHEMES = ("turboquant-4+4", "turboquant-4+2")
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096))  # out_features, in_features
+TOKENS = (1, 16, 32, 64)
+_DTYPE = torch.bfloat16
+
+
+@torch.no_grad()
+def run(
+    *,
+    schemes: Sequence[str] = SCHEMES,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    tokens: Sequence[int] = TOKENS,
+    rounds: int = 10,
+    cubins: Path | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Time every scheme at every shape; `report` gets each row when it is known.
+
+    Args:
+        tokens: rows of the input.
+        cubins: folder with cuTile's kernel (`cutile_cubins`), which then takes part.
+
+    Returns:
+        (settings, results) of the record.
+
+    Raises:
+        VQBackendError: there is no GPU, or no Triton.
+    """
+    from hf_vq.backends import triton
+
+    reason = "there is no CUDA device" if not torch.cuda.is_available() else triton.needs()
+    if reason:
+        raise VQBackendError(f"the suite cuda-passes needs a CUDA device and Triton: {reason}.")
+    rows = []
+    for name in schemes:
+        scheme = weight_scheme(name)
+        for shape in shapes:
+            sets = copies_of(scheme, *shape)
+            for count in tokens:
+                x = torch.randn(count, shape[1], dtype=_DTYPE, device="cuda")
+                row = {"name": name, "tokens": count, "out_features": shape[0]}
+                found = _timed(x, sets, scheme, shape[0], rounds, cubins)
+                row |= {"in_features": shape[1], **found}
+                rows.append(row)
+                report(row)
+    return {"rounds": rounds, "dtype": str(_DTYPE)[6:]}, {"rows": rows}
+
+
+def _timed(
+    x: Tensor,
+    sets: list[dict[str, Tensor]],
+    scheme: VQScheme,
+    out_features: int,
+    rounds: int,
+    cubins: Path | None,
+) -> dict[str, Any]:
+    contestants = {
+        "bf16": dense(x, out_features),
+        "cuda": ours(x, sets, scheme),
+        "triton": _by_triton(x, sets, scheme),
+    }
+    if len(x) == 1:
+        nbytes = sum(t.nbytes for key, t in sets[0].items() if key in ("codes", "codes_2", "scale"))
+        contestants |= {f"read {i}": reading(nbytes, plan) for i, plan in enumerate(PLANS)}
+        filled_rows, contestants["filled"] = _filled(x, scheme, out_features)
+    if cubins is not None and cutile.runnable(scheme, x.shape[-1]) is None:
+        contestants["cutile"] = by_driver(x, sets, scheme, cubins)
+    seconds = interleave_graphs(contestants, rounds)
+    found = {f"{n}_us": summary(t)["us"] for n, t in seconds.items() if not n.startswith("read ")}
+    alone = [median(times) for name, times in seconds.items() if name.startswith("read ")]
+    if alone:
+        found |= {"read_us": 1e6 * min(alone), "filled_rows": filled_rows}
+    row = dispatch.select(problem("linear", x, scheme.spec(), out_features))
+    return {"kernel": row.name, **found}
+
+
+def _filled(x: Tensor, scheme: VQScheme, out_features: int) -> tuple[int, Contestant]:
+    """As many rows as fill the last round of tiles too, by the plan for `out_features`."""
+    columns, arch = x.shape[-1], device_arch(torch.cuda.current_device())
+    plan = choose(LinearProblem(scheme, 1, out_features, columns, Dtype.BFLOAT16, arch))
+    assert plan is not None
+    teams = arch.sms * plan.resident * (plan.threads // 32 // plan.split)
+    at_a_time = teams * TILE_ROWS * plan.row_tiles
+    rows = -(-out_features // at_a_time) * at_a_time
+    return rows, by_plan(x, copies_of(scheme, rows, columns), scheme, plan, rows)
+
+
+def _by_triton(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
+    from hf_vq.backends import triton_linear
+
+    linear: Callable[..., Tensor] = triton_linear.linear
+    return Contestant(lambda i: linear(x, *stored_arguments(sets[i]), None, scheme), len(sets))

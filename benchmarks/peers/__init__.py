@@ -1,0 +1,1 @@
+"""Kernels of other projects, timed beside ours."""

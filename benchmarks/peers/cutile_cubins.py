@@ -1,0 +1,92 @@
+"""`python -m benchmarks.peers.cutile_cubins FOLDER`: cuTile's kernel, compiled for another machine.
+
+There, `python -m benchmarks cuda-passes --cubins FOLDER` launches it with the driver alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_vq import ops
+from hf_vq.codegen.device import checked
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops.codes import rotation_of
+
+from ..timing import Contestant
+
+ARCH, DTYPE = "sm_90", "bfloat16"
+
+
+def path_of(folder: Path, arch: str, nested: bool) -> Path:
+    """Where a kernel for groups of 128 is."""
+    return folder / f"{arch}-{DTYPE}-{'nested' if nested else 'one-pass'}.cubin"
+
+
+def by_driver(
+    x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme, folder: Path
+) -> Contestant:
+    """The layer by a kernel of a folder, with the rotation before it."""
+    from hf_vq.backends.cutile import ROWS, TOKENS
+
+    function = _loaded(path_of(folder, ARCH, scheme.two_passes))
+    book = "codebook_2" if scheme.two_passes else "codebook"
+
+    def call(i: int) -> Tensor:
+        tensors = sets[i]
+        codes = tensors["codes"]
+        halves = ops.rotate(x, rotation_of(tensors), scheme).unflatten(1, (-1, 2))
+        y = x.new_empty(len(x), len(codes))
+        arrays = (
+            halves.permute(2, 0, 1).contiguous(), codes, tensors.get("codes_2", codes),
+            tensors[book].flatten().to(x.dtype), tensors["scale"], y,
+        )  # fmt: skip
+        function((-(-len(x) // TOKENS), -(-len(codes) // ROWS)), arrays)
+        return y
+
+    return Contestant(call, len(sets))
+
+
+def _loaded(path: Path) -> Callable[[tuple[int, int], tuple[Tensor, ...]], None]:
+    """What launches a kernel: blocks, arrays."""
+    from cuda.bindings import driver
+
+    (module,) = checked(driver.cuModuleLoadData(path.read_bytes()))
+    (function,) = checked(driver.cuModuleGetFunction(module, b"linear"))
+
+    def launch(blocks: tuple[int, int], arrays: tuple[Tensor, ...]) -> None:
+        values: list[int] = []
+        types: list[Any] = []
+        for array in arrays:
+            values += [array.data_ptr(), *array.shape, *array.stride()]
+            types += [ctypes.c_void_p] + [ctypes.c_int32] * 2 * array.ndim
+        stream = torch.cuda.current_stream().cuda_stream
+        given = tuple(values), tuple(types)
+        checked(driver.cuLaunchKernel(function, *blocks, 1, 1, 1, 1, 0, stream, given, 0))
+
+    return launch
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compile both kernels."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--arch", default=ARCH, help="default: %(default)s")
+    args = parser.parse_args(argv)
+    from hf_vq.backends import cutile_linear
+
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for nested in (False, True):
+        path = path_of(args.folder, args.arch, nested)
+        path.write_bytes(cutile_linear.cubin(args.arch, DTYPE, nested))
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

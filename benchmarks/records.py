@@ -1,0 +1,24 @@
+"""The committed records of the suites: JSON Lines in `results`, in folders of what they measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_vq.evaluation.record import read
+
+RESULTS = Path(__file__).with_name("results")
+_FOLDERS = ("cpu", "cuda", "quality")  # by the first word of a suite; "serve" is in "serving"
+
+
+def path_of(suite: str) -> Path:
+    """Where a suite of `python -m benchmarks` writes its record."""
+    first = suite.partition("-")[0]
+    return RESULTS / (first if first in _FOLDERS else "serving") / f"{suite}.jsonl"
+
+
+def read_record(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """The committed record of a name, that of its suite unless it is a second one of that suite;
+    None if there is none."""
+    path = next(folder.glob(f"*/{name}.jsonl"), None)
+    return None if path is None else read(path)

@@ -1,0 +1,18 @@
+"""How fast torch's threads read memory: the floor under every kernel that reads codes."""
+
+from __future__ import annotations
+
+from hf_vq.backends import native
+
+from ..timing import Contestant, cold_copies
+
+
+def reading(nbytes: int) -> Contestant | None:
+    """Reads `nbytes` bytes of main memory, on huge pages; None without the native library."""
+    library = native.load()
+    if library is None:
+        return None
+    memory = [native.allocate((nbytes,)).fill_(1) for _ in range(cold_copies(nbytes))]
+    return Contestant(
+        lambda i: library.hf_vq_read_memory(memory[i].data_ptr(), nbytes), len(memory)
+    )

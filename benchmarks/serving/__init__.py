@@ -1,0 +1,1 @@
+"""Continuous batching over pages of codes, against floats."""

@@ -1,0 +1,410 @@
+"""Tables of the README and the docs, written from the records and the catalogue.
+
+A table stands between two marks and is never typed by hand:
+
+    <!-- results:quality-weights -->
+    ...
+    <!-- /results:quality-weights -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hf_vq import env
+from hf_vq.errors import VQError
+from hf_vq.evaluation import demo, report
+from hf_vq.evaluation.text_tables import markdown_table, significant
+from hf_vq.formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
+from hf_vq.formats.scheme import VQScheme
+
+from ..cpu import load as cpu_load
+from ..cuda import w4a8_block as cuda_w4a8_block
+from ..records import read_record
+from ..serving import serve
+from . import (
+    cpu,
+    cpu_limits,
+    cuda,
+    cuda_limits,
+    cuda_linear,
+    cuda_w4a8,
+    kv,
+    passes,
+    reliability,
+)
+
+_BLOCK = re.compile(
+    r"(?P<open><!-- (?P<name>env|(?:results|schemes):[\w-]+) -->\n)(?P<body>.*?)"
+    r"(?P<close><!-- /(?P=name) -->)",
+    re.DOTALL,
+)
+HEAD_DIM = 128  # at which the bits of KV schemes are stated
+
+
+def update(text: str) -> str:
+    """A Markdown text with every marked table made anew.
+
+    Raises:
+        VQError: a mark has no table of that name, or its record is missing.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in TABLES:
+            raise VQError(f"no table {name!r}; there are: {', '.join(TABLES)}.")
+        return f"{match['open']}{TABLES[name]()}\n{match['close']}"
+
+    return _BLOCK.sub(replace, text)
+
+
+def marked(text: str) -> list[str]:
+    """Names of the tables that a text holds."""
+    return [match["name"] for match in _BLOCK.finditer(text)]
+
+
+def pages(root: Path) -> list[Path]:
+    """The Markdown pages of a checkout that may hold tables."""
+    found = root / "README.md", *sorted((root / "docs").glob("*.md"))
+    return [path for path in found if path.is_file()]
+
+
+def write(root: Path, check: bool = False) -> list[str]:
+    """Write the tables of a checkout, and the picture of the comparison with other libraries.
+
+    Args:
+        check: change nothing.
+
+    Returns:
+        the names of the files that were not current.
+    """
+    old = []
+    for page in pages(root):
+        before = page.read_text(encoding="utf-8")
+        after = update(before)
+        if after != before:
+            old.append(page.name)
+            if not check:
+                page.write_text(after, encoding="utf-8")
+    record, picture = read_record("compare"), root / "docs" / "compare.svg"
+    if record is not None and picture.parent.is_dir():
+        rows = record["results"]["rows"]
+        if report.drawn_from(picture) != report.digest(rows):
+            old.append(picture.name)
+            if not check:
+                report.plot(rows, picture, report.title(record["settings"]))
+    return old
+
+
+def weights_table(suite: str = "quality-weights") -> str:
+    """Quality of weight schemes, or of fine-tuned ones."""
+    if read_record(suite) is None:
+        return (
+            f"Not measured: `python -m benchmarks {suite} MODEL_DIR --text TEXT --calibration T`."
+        )
+    record = _record(suite)
+    head = ["weights", "bits", "KL divergence", "top-1 %", "perplexity", "change %", "seconds"]
+    rows = [["original", "-", "0", "100", f"{record['results']['perplexity']:.2f}", "0", "-"]]
+    for row in record["results"]["rows"]:
+        rows.append(
+            [
+                _label(row),
+                f"{row['bits_per_weight']:.3f}",
+                f"{significant(row['kld'])} ± {significant(row['kld_se'], 1)}",
+                f"{row['top1']:.1f}",
+                f"{row['perplexity']:.2f}",
+                f"{row['change']:+.1f}",
+                significant(row["quantize_seconds"], 2),
+            ]
+        )
+    return markdown_table(head, rows) + "\n\n" + _source(record)
+
+
+def qoq_table() -> str:
+    """What QoQ costs in quality, and what each of its transforms brings."""
+    if read_record("quality-qoq") is None:
+        return (
+            "Not measured: `python -m benchmarks quality-qoq MODEL_DIR --text TEXT "
+            "--calibration TEXT`."
+        )
+    record = _record("quality-qoq")
+    head = ["weights and activations", "KV cache", "bits", "KL divergence", "top-1 %", "change %"]
+    rows = [
+        [
+            row["name"].partition(", KV ")[0],
+            "16 bits" if row["cache"] is None else f"`{row['cache']}`",
+            f"{row['bits_per_weight']:.3f}",
+            f"{significant(row['kld'])} ± {significant(row['kld_se'], 1)}",
+            f"{row['top1']:.1f}",
+            f"{row['change']:+.2f} ± {row['change_se']:.2f}",
+        ]
+        for row in record["results"]["rows"]
+    ]
+    return markdown_table(head, rows) + "\n\n" + _source(record)
+
+
+def kv_table() -> str:
+    """Quality of KV cache schemes without learned codebooks; one line per scheme."""
+    record, by_name = _kv_cases()
+    head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "KLD, short prompt"]
+    head += ["KLD, no window", "KLD, shifted keys"]
+    rows = []
+    for cases in by_name.values():
+        if "shifted" not in cases:
+            continue
+        row = cases["window"]
+        rows.append(
+            [
+                _label(row),
+                f"{row['bits_per_element']:.3f}",
+                _cell(cases, "window", "kld"),
+                _cell(cases, "window", "kld_p99"),
+                _cell(cases, "short prompt", "kld"),
+                _cell(cases, "no window", "kld"),
+                _cell(cases, "shifted", "kld"),
+            ]
+        )
+    return markdown_table(head, rows) + "\n\n" + _source(record)
+
+
+def learned_kv_table() -> str:
+    """Quality of learned KV codebooks, and of the universal schemes of as many bits."""
+    record, by_name = _kv_cases()
+    head = ["KV cache", "bits"]
+    for where in ("window 64", "no window"):
+        head += [f"KLD, {where}", "99th percentile", "perplexity, %"]
+    rows = []
+    for name, cases in by_name.items():
+        if "shifted" in cases and name not in ("u4", "nomad-u4", "u2"):
+            continue
+        row = [_label(cases["window"]), f"{cases['window']['bits_per_element']:.3f}"]
+        for case in ("window", "no window"):
+            row += [_cell(cases, case, "kld"), _cell(cases, case, "kld_p99")]
+            row.append(f"{cases[case]['change']:+.2f}")
+        rows.append(row)
+    return markdown_table(head, rows) + "\n\n" + _source(record)
+
+
+def _kv_cases() -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
+    """The record of `quality-kv`, and its rows by name and case."""
+    record = _record("quality-kv")
+    by_name: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in record["results"]["rows"]:
+        by_name.setdefault(row["name"], {})[row["case"]] = row
+    return record, by_name
+
+
+def passes_table() -> str:
+    """What second passes lose, and what leaving them out does."""
+    record = _record("quality-passes")
+    return passes.quality(record["results"]["rows"]) + "\n\n" + _source(record)
+
+
+def demo_table() -> str:
+    """What `make demo` printed."""
+    record = _record("demo")
+    return markdown_table(*demo.cells(record["results"]["rows"])) + "\n\n" + _source(record)
+
+
+def weight_schemes_table() -> str:
+    """The catalogue of weight schemes."""
+    head = ["scheme", "VQ<vector, log2 entries, stages>", "codebook", "rotation", "nominal bits"]
+    rows = []
+    # turboquant-1 to -8 differ in one number, -1+1 to -4+4 in two: one line for all of them.
+    alike = [
+        [name for name in WEIGHT_SCHEMES if re.fullmatch(pattern, name)]
+        for pattern in (r"turboquant-\d", r"turboquant-\d\+\d")
+    ]
+    last_of = {names[0]: names[-1] for names in alike}
+    others = {name for names in alike for name in names[1:]}
+    for name, s in WEIGHT_SCHEMES.items():
+        if name in others:
+            continue
+        shown, notation, bits = name, s.notation(), f"{s.bits():g}"
+        if name in last_of:
+            last = WEIGHT_SCHEMES[last_of[name]]
+            shown, bits = f"{name}` … `{last_of[name]}", f"{bits} … {last.bits():g}"
+            notation = f"{notation}` … `{last.notation()}"
+        rows.append([f"`{shown}`", f"`{notation}`", _codebook(s), _rotation(s), bits])
+    return markdown_table(head, rows)
+
+
+def kv_schemes_table() -> str:
+    """The catalogue of KV cache schemes."""
+    head = ["scheme", "keys", "values", "codebook", "keys centred", f"bits (head_dim {HEAD_DIM})"]
+    rows = []
+    for name, scheme in KV_SCHEMES.items():
+        bits = (scheme.key.bits(HEAD_DIM) + scheme.value.bits(HEAD_DIM)) / 2
+        codebooks = [_codebook(scheme.key), _codebook(scheme.value)]
+        if codebooks[0] == codebooks[1]:
+            del codebooks[1]
+        rows.append(
+            [
+                f"`{name}`",
+                f"`{scheme.key.notation()}`",
+                f"`{scheme.value.notation()}`",
+                " / ".join(codebooks),
+                "yes" if scheme.centre_keys else "no",
+                f"{bits:g}",
+            ]
+        )
+    return markdown_table(head, rows)
+
+
+def compare_table(what: str) -> str:
+    """Weights or caches of `hf-vq eval --compare`."""
+    if read_record("compare") is None:
+        return "Not measured yet: `hf-vq eval MODEL --compare --text TEXT --calibration TEXT`."
+    record = _record("compare")
+    rows = [row for row in record["results"]["rows"] if row["what"] == what]
+    picture = report.PICTURE if what == "weights" else ""
+    return f"{picture}{markdown_table(*report.cells(rows, what))}\n\n{_source(record)}"
+
+
+def _timed(record: dict[str, Any]) -> str:
+    """One line on where times come from."""
+    machine, versions = record["machine"], record["versions"]
+    parts = [
+        f"`{record['command']}`",
+        machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores",
+        f"torch {versions['torch']}, transformers {versions['transformers']}",
+        _when(record),
+    ]
+    return "Measured by " + "; ".join(parts) + "."
+
+
+def _when(record: dict[str, Any]) -> str:
+    """The date, and the revision that was measured, where it is known."""
+    revision = record["revision"]
+    return record["date"] + (f" at {revision}" if revision else "")
+
+
+def _timed_table(
+    suite: str, table: Callable[[list[dict[str, Any]]], str], how: str | None = None
+) -> str:
+    if read_record(suite) is None:
+        return f"Not measured yet: `python -m benchmarks {how or suite}`."
+    record = _record(suite)
+    return table(record["results"]["rows"]) + "\n\n" + _timed(record)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "results:quality-weights": weights_table,
+    "results:quality-qoq": qoq_table,
+    "results:quality-finetune": partial(weights_table, "quality-finetune"),
+    "results:quality-kv": kv_table,
+    "results:quality-kv-learned": learned_kv_table,
+    "results:demo": demo_table,
+    "results:compare-weights": lambda: compare_table("weights"),
+    "results:compare-kv": lambda: compare_table("cache"),
+    "results:cpu-linear": partial(_timed_table, "cpu-linear", cpu.linear),
+    "results:cpu-w4a8": partial(_timed_table, "cpu-w4a8", cpu.w4a8),
+    "results:cpu-load": partial(_timed_table, "cpu-load", cpu_load.table),
+    "results:cpu-attention": partial(_timed_table, "cpu-attention", cpu.attention),
+    "results:cpu-attention-avx2": partial(_timed_table, "cpu-attention-avx2", cpu.attention),
+    "results:cpu-generate": partial(_timed_table, "cpu-generate", cpu.generate),
+    "results:cpu-calibrate": partial(_timed_table, "cpu-calibrate", cpu.calibrate),
+    "results:cpu-limits": lambda: cpu_limits.table(_records(cpu_limits.SUITES)),
+    "results:cuda-parts": lambda: _timed_table("cuda-parts", cuda.parts),
+    "results:cuda-longest": lambda: _timed_table("cuda-parts", cuda.longest),
+    "results:cuda-limits": lambda: cuda_limits.linear_table(_records(cuda_limits.LINEAR_SUITES)),
+    "results:cuda-kv-limits": partial(_timed_table, "cuda-attention", cuda_limits.cache_table),
+    "results:quality-passes": passes_table,
+    "results:cuda-passes": lambda: _timed_table("cuda-passes", passes.kernels),
+    "results:cuda-offload": lambda: _timed_table("cuda-offload", passes.offload),
+    "results:cuda-linear": partial(_timed_table, "cuda-linear", cuda_linear.few),
+    "results:cuda-prefill": partial(_timed_table, "cuda-linear", cuda_linear.many),
+    "results:cuda-reading": partial(_timed_table, "cuda-linear", cuda_linear.of_reading),
+    "results:cuda-mechanisms": partial(_timed_table, "cuda-linear", cuda_linear.mechanisms),
+    "results:cuda-host": partial(_timed_table, "cuda-linear", cuda_linear.host),
+    "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda.peers),
+    "results:cuda-paper-mechanisms": lambda: _timed_table("cuda-mechanisms", cuda.rungs),
+    "results:cuda-paper-exchanges": lambda: _timed_table("cuda-mechanisms", cuda.exchanges),
+    "results:cuda-generate": lambda: _timed_table("cuda-generate", cuda.generate),
+    "results:cuda-steps": lambda: _timed_table("cuda-generate", cuda.steps),
+    "results:cuda-quantize": lambda: _timed_table("cuda-quantize", cuda.quantize),
+    "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda.calibrate),
+    "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda.crossover),
+    "results:cuda-w4a8": partial(_timed_table, "cuda-w4a8", cuda_w4a8.table),
+    "results:cuda-w4a8-limits": partial(_timed_table, "cuda-w4a8", cuda_w4a8.limits),
+    "results:cuda-w4a8-block": partial(_timed_table, "cuda-w4a8-block", cuda_w4a8_block.table),
+    "results:serve": partial(_timed_table, "serve", serve.table),
+    "results:serve-limits": lambda: serve.limits(read_record("serve")),
+    "results:serve-cpu": partial(
+        _timed_table,
+        "serve-cpu",
+        serve.table,
+        "serve --out benchmarks/results/serving/serve-cpu.jsonl",
+    ),
+    **{f"results:{name}": partial(_timed_table, *of) for name, of in kv.TABLES.items()},
+    "results:fuzz": reliability.campaign,
+    "results:soak": reliability.soak,
+    "results:sweep": reliability.sweep,
+    "results:sanitizers": reliability.sanitizers,
+    "schemes:weights": weight_schemes_table,
+    "schemes:kv": kv_schemes_table,
+    "env": env.table,
+}
+
+
+def _record(suite: str) -> dict[str, Any]:
+    record = read_record(suite)
+    if record is None:
+        raise VQError(f"no record of {suite}: run `python -m benchmarks {suite}` first.")
+    if not record.get("complete", True):
+        raise VQError(f"the record of {suite} is of a run that did not end: run it again.")
+    return record
+
+
+def _records(suites: Sequence[str]) -> dict[str, dict[str, Any]]:
+    return {suite: _record(suite) for suite in suites}
+
+
+def _label(row: dict[str, Any]) -> str:
+    how = {"calibrated": ", calibrated", "block": ", fine-tuned by block",
+           "model": ", fine-tuned as a whole"}  # fmt: skip
+    return (
+        row["name"] if row["kind"] == "baseline" else f"`{row['name']}`{how.get(row['kind'], '')}"
+    )
+
+
+def _cell(cases: dict[str, dict[str, Any]], case: str, key: str) -> str:
+    return significant(cases[case][key]) if case in cases else "-"
+
+
+def _codebook(scheme: VQScheme) -> str:
+    if scheme.lattice:
+        return "universal (E8P)"
+    integers = f", integers of {scheme.codebook_bits} bits" if scheme.largest_entry else ""
+    learned = {
+        "tensor": f"learned per tensor{integers}",
+        "channel_group": "learned per channel group",
+        "integers": "integers, scale and zero",
+    }
+    if scheme.codebook == "tile":
+        return f"learned per {scheme.tile[0]} x {scheme.tile[1]} tile"
+    return learned.get(scheme.codebook, "universal")
+
+
+def _rotation(scheme: VQScheme) -> str:
+    if scheme.rotation == "none":
+        return "none"
+    return f"{scheme.rotation.replace('_', ' ')} {scheme.rotation_block or 'row'}"
+
+
+def _source(record: dict[str, Any]) -> str:
+    """One line on where the numbers come from."""
+    machine, versions, settings = record["machine"], record["versions"], record["settings"]
+    processor = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    parts = [
+        f"`{record['command']}`",
+        f"{settings['model']}, {settings['tokens']:,} tokens, context {settings['context']}",
+        processor,
+        f"torch {versions['torch']}, transformers {versions['transformers']}",
+        _when(record),
+    ]
+    return "Measured by " + "; ".join(parts) + "."

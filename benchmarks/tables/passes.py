@@ -1,0 +1,67 @@
+"""Tables of the suites `quality-passes`, `cuda-passes` and `cuda-offload`, from their records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hf_vq.evaluation.text_tables import markdown_table, significant
+
+_Rows = Sequence[dict[str, Any]]
+
+
+def quality(rows: _Rows) -> str:
+    """What two passes lose, and the first one alone."""
+    head = ["weights", "bits per weight", "KLD", "99th percentile", "perplexity, %"]
+    cells = []
+    for row in rows:
+        first = row["name"].removeprefix("first pass of ")
+        name = f"`{first}`" if first == row["name"] else f"`{first}`, the first pass alone"
+        cells.append([
+            name, f"{row['bits_per_weight']:.3f}", significant(row["kld"]),
+            significant(row["kld_p99"]), f"{row['change']:+.2f}",
+        ])  # fmt: skip
+    return markdown_table(head, cells)
+
+
+def kernels(rows: _Rows) -> str:
+    """Microseconds of every kernel of two nested passes."""
+    head = ["weights", "out x in", "tokens", "bf16, us", "CUDA, us", "times bf16", "Triton, us",
+            "cuTile, us", "reading alone, us"]  # fmt: skip
+    cells = [
+        [
+            f"`{row['name']}`", f"{row['out_features']} x {row['in_features']}",
+            str(row["tokens"]), f"{row['bf16_us']:.1f}", f"{row['cuda_us']:.1f}",
+            f"{row['bf16_us'] / row['cuda_us']:.2f}", f"{row['triton_us']:.1f}",
+            *(f"{row[of]:.1f}" if of in row else "" for of in ("cutile_us", "read_us")),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown_table(head, cells)
+
+
+def offload(rows: _Rows) -> str:
+    """Second passes in the CPU's memory against those on the GPU."""
+    head = ["weights", "tokens", "resident, ms", "offloaded, ms", "of it launching, ms",
+            "copies alone, ms", "hidden", "equal logits"]  # fmt: skip
+    cells = [
+        [
+            f"`{row['name']}`", f"{row['tokens']:,}", f"{row['resident_ms']:.2f}",
+            f"{row['offload_ms']:.2f}", f"{row['offload_host_ms']:.2f}",
+            f"{row['copies_ms']:.2f}", f"{max(row['hidden'], 0.0):.0%}",
+            "yes" if row["same_logits"] else "no",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown_table(head, cells) + "\n\n" + "\n".join(_memory(rows))
+
+
+def _memory(rows: _Rows) -> Iterator[str]:
+    """What is copied, how fast, and what is left on the GPU."""
+    for row in {row["name"]: row for row in rows}.values():
+        yield (
+            f"`{row['name']}`: {row['copied_mb']:,.0f} MB are copied at "
+            f"{row['gb_per_second']:.1f} GB/s, one large copy has {row['bus_gb_per_second']:.1f}; "
+            f"of {row['copied_mb']:,.0f} MB on the GPU {row['slots_mb']:,.0f} are left, two slots "
+            f"of {row['largest_mb']:,.0f}."
+        )

@@ -1,0 +1,123 @@
+"""Tables of the records of `make fuzz`, `scripts/fuzz/soak.py`, `scripts/sweep_attention_cuda.py`
+and `scripts/sanitize_cuda`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_vq.evaluation.text_tables import markdown_table
+
+from ..records import read_record
+
+SUBJECTS = {
+    "checkpoints": "mutated checkpoints, loaded whole",
+    "own_checks": "mutated checkpoints, own checks alone",
+    "caches": "mutated files of caches",
+    "codebooks": "mutated KV codebooks",
+    "published": "mutated checkpoints of other projects, converted and loaded",
+    "pickles": "hostile and damaged pickles",
+    "c_api": "problems of the C API, all instruction sets",
+    "sequences": "random caches beside `DynamicCache`",
+    "kills": "kills at file events",
+    "threads": "threads that share a model",
+    "numerics": "hostile numbers",
+}
+"""What is attacked, by the names of `scripts/fuzz`."""
+
+
+def campaign() -> str:
+    """What was tried, and what was found."""
+    record = read_record("fuzz")
+    if record is None:
+        return 'Not measured yet: `make fuzz SECONDS=36000 ARGS="--out RECORD"`.'
+    rows = [
+        [
+            SUBJECTS.get(row["name"], row["name"]), f"{row['tried']:,}", str(row["crashes"]),
+            str(row["hangs"]), str(row["findings"]), _outcomes(row["outcomes"]),
+        ]
+        for row in record["results"]["rows"]
+    ]  # fmt: skip
+    head = ["what", "tried", "crashes", "hangs", "other findings", "outcomes"]
+    return f"{markdown_table(head, rows)}\n\n{_source(record)}"
+
+
+def soak() -> str:
+    """Memory at the begin and at the end of a long run."""
+    record = read_record("soak")
+    if record is None:
+        return "Not measured yet: `python scripts/fuzz/soak.py --out RECORD`."
+    head = ["models", "tokens", "hours", "memory", "begin, MB", "end, MB"]
+    rows = [
+        [
+            f"{row['rounds']:,}", f"{row['tokens']:,}", f"{row['seconds'] / 3600:.1f}", name,
+            f"{row[f'{kind}_begin'] / 1e6:.1f}", f"{row[f'{kind}_end'] / 1e6:.1f}",
+        ]
+        for row in record["results"]["rows"]
+        for kind, name in (("rss", "of the process"), ("gpu", "of the GPU"))
+        if f"{kind}_begin" in row
+    ]  # fmt: skip
+    return f"{markdown_table(head, rows)}\n\n{_source(record)}"
+
+
+def sweep() -> str:
+    """Attention over caches on a GPU: what was compared, and what was wrong."""
+    record = read_record("cuda-attention-sweep")
+    if record is None:
+        return "Not measured yet: `python scripts/sweep_attention_cuda.py --out RECORD`."
+    found, calls = record["results"], record["settings"]["calls"]
+    rows = [
+        [
+            f"`{name}`", f"{row['points']:,}", f"{row['heads']:,}", f"{row['not_finite']:,}",
+            f"{row['wrong']:,}", f"{row['calls_that_differ']:,}",
+        ]
+        for name, row in found["schemes"].items()
+    ]  # fmt: skip
+    head = ["cache", "problems", "heads", "not finite", "wrong", "calls with other bits"]
+    what = (
+        f"{found['points']:,} of the {record['settings']['points_of_the_grid']:,} problems of the "
+        f"grid, drawn at random, {calls} calls each; `python scripts/sweep_attention_cuda.py "
+        "--seconds SECONDS` draws more."
+    )
+    return f"{markdown_table(head, rows)}\n\n{what} {_source(record)}"
+
+
+def sanitizers() -> str:
+    """CUDA kernels under compute-sanitizer: what ran, what was reported, and what was left out."""
+    record = read_record("cuda-sanitizers")
+    if record is None:
+        return (
+            "Not measured yet: `python scripts/sanitize_cuda --kernels buckets --tools memcheck "
+            "racecheck initcheck --out RECORD`."
+        )
+    rows = [
+        [
+            row["tool"], row["kernel"], f"{row['kernels']:,}", f"{row['problems']:,}",
+            f"{row['errors']:,}",
+            ", ".join(f"{count:,} ({why})" for why, count in sorted(row["left"].items())) or "0",
+        ]
+        for row in record["results"]["rows"]
+    ]  # fmt: skip
+    head = ["tool", "op", "kernels", "problems", "errors", "left out"]
+    notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
+    what = f"Compute-sanitizer: {record['settings']['sanitizer']}."
+    return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, _source(record)])}"
+
+
+def _outcomes(found: dict[str, int]) -> str:
+    """The most frequent ones."""
+    most = sorted(found.items(), key=lambda item: -item[1])[:4]
+    more = len(found) - len(most)
+    named = ", ".join(f"{count:,} {kind}" for kind, count in most)
+    return f"{named}, {more} more" if more else named
+
+
+def _source(record: dict[str, Any]) -> str:
+    machine, versions = record["machine"], record["versions"]
+    parts = [
+        f"`{record['command']}`",
+        machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores",
+        f"torch {versions['torch']}, transformers {versions['transformers']}",
+        f"revision {record['revision']}",
+        record["date"],
+    ]
+    return "Measured by " + "; ".join(parts) + "."

@@ -1,0 +1,266 @@
+"""The suites that time CPU kernels: they run, and what they report is what was timed."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from benchmarks import random_llama, timing
+from benchmarks.cpu import attention as cpu_attention
+from benchmarks.cpu import generate as cpu_generate
+from benchmarks.cpu import linear as cpu_linear
+from benchmarks.cpu import load as cpu_load
+from benchmarks.cpu import w4a8 as cpu_w4a8
+from benchmarks.peers import llama_cpp
+from benchmarks.records import read_record
+from benchmarks.roofline import cpu as roofline_cpu
+from benchmarks.tables import cpu as cpu_tables
+from hf_vq.backends import native
+from hf_vq.errors import VQError
+
+
+def test_contestants_take_turns_and_go_through_their_copies():
+    seen = []
+    contestants = {
+        "a": timing.Contestant(lambda i: seen.append(("a", i)), copies=3),
+        "b": timing.Contestant(lambda i: seen.append(("b", i)), copies=2, calls=2),
+    }
+    seconds = timing.interleave(contestants, rounds=2, warmup=1)
+    assert seen == [
+        ("a", 0), ("b", 0), ("b", 1), ("a", 1), ("b", 0), ("b", 1), ("a", 2), ("b", 0), ("b", 1),
+    ]  # fmt: skip
+    assert [len(times) for times in seconds.values()] == [2, 2]
+
+
+class Clock:
+    """Goes on by what is waited for, however busy the machine is."""
+
+    seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_untimed_calls_go_through_the_copies_too(clock):
+    late = timing.Contestant(lambda i: clock.sleep(1.0 if i else 8.0), copies=2)
+    seconds = timing.interleave({"late": late}, rounds=2, warmup=0, untimed=1)
+    assert seconds["late"] == [1.0, 1.0], "copy 0 is never timed"
+
+
+def test_seconds_are_per_call(clock):
+    sleeper = timing.Contestant(lambda i: clock.sleep(0.5), calls=3)
+    assert timing.interleave({"sleeper": sleeper}, rounds=1, warmup=0)["sleeper"] == [0.5]
+
+
+def test_a_speedup_is_the_median_ratio_of_a_round():
+    assert timing.speedup([1.0, 2.0, 1.0], [3.0, 3.0, 5.0]) == 3.0
+
+
+def test_llama_cpp_is_asked_for_what_it_has(tmp_path):
+    with pytest.raises(VQError, match=r"no libraries of llama\.cpp.*libggml-base"):
+        llama_cpp.contestant(tmp_path, 64, 256)
+    with pytest.raises(VQError, match="no weight of 64 x 100"):
+        llama_cpp.contestant(tmp_path, 64, 100)
+
+
+def test_copies_outgrow_the_cache():
+    size = timing.last_level_cache() // 4
+    assert timing.cold_copies(size) * size > timing.last_level_cache()
+
+
+def test_cpu_load(tmp_path):
+    config = LlamaConfig(
+        **dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=96),
+        **dict(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False),
+        **dict(dtype="float16", architectures=["LlamaForCausalLM"]),
+    )
+    cpu_load.write(tmp_path, config, books=2, bits=8, shards=3)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    read = cpu_load.read(tmp_path)
+    assert read["model.layers.0.mlp.up_proj.codes"].shape == (128, 8, 2)
+    seen = []
+    _, results = cpu_load.run(threads=(1,), rounds=2, config=config, report=seen.append)
+    assert seen == results["rows"] and [row["name"] for row in seen] == list(cpu_load.VARIANTS)
+    for row in seen:
+        assert row["disk_ratio"] > 0 and row["cache_ratio"] > 0 and row["mb"] > row["shard_mb"]
+    assert cpu_load.table(seen).count("\n") == 1 + len(seen)
+
+
+def test_a_folder_in_memory_is_no_disk(monkeypatch):
+    if Path("/dev/shm").exists():
+        assert cpu_load.is_in_memory(Path("/dev/shm/some/folder"))
+    assert not cpu_load.is_in_memory(Path("/proc/self"))
+    monkeypatch.setattr(cpu_load, "is_in_memory", lambda folder: True)
+    with pytest.raises(VQError, match="TMPDIR"):
+        cpu_load.run(threads=(1,))
+
+
+def test_memory_that_is_taken_for_a_while():
+    def load():
+        held = torch.ones(1 << 26)
+        time.sleep(0.3)
+        del held
+        return torch.ones(1 << 20)
+
+    assert cpu_load.peak_above(load) > 1 << 27
+    assert cpu_load.peak_above(lambda: torch.ones(1 << 26)) < 1 << 26
+
+
+@pytest.fixture
+def few_copies(monkeypatch):
+    for module in (cpu_linear, cpu_attention, cpu_w4a8, roofline_cpu):
+        monkeypatch.setattr(module, "cold_copies", lambda nbytes: 2)
+
+
+@pytest.mark.usefixtures("few_copies")
+def test_cpu_w4a8(monkeypatch):
+    monkeypatch.setattr(cpu_w4a8, "SHAPES", ((64, 256),))
+    monkeypatch.setattr(cpu_w4a8, "TOKENS", (1, 20))
+    _, results = cpu_w4a8.run(rounds=1, threads=(1,))
+    peers = {"int8", "int8 x int8", "int4", "bf16", "fp32"}
+    ours = {"qoq-w4a8", "qoq-w4a8-g128"}
+    assert len(results["rows"]) == 2 * len(peers | ours)
+    for row in results["rows"]:
+        assert row["us"] > 0 and ("speedup" in row) == (row["name"] in ours)
+        assert set(row.get("speedup", peers)) == peers
+    table = cpu_tables.w4a8(results["rows"])
+    assert table.count("| `qoq-w4a8-g128` | 64 x 256 |") == 2 and "x int8 x int8" in table
+
+
+@pytest.mark.usefixtures("few_copies")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by the package aqlm
+def test_cpu_linear():
+    _, results = cpu_linear.run(
+        schemes=("vq-4", "aqlm-2"), shapes=((256, 256),), rounds=1, threads=(1,)
+    )
+    rows = {row["name"]: row for row in results["rows"]}
+    peers = {"int4", "bf16", "fp32", "arithmetic"}
+    assert set(rows) - {"read", "aqlm"} == {"vq-4", "aqlm-2"} | peers
+    assert "arithmetic" not in cpu_tables.linear(results["rows"])
+    assert set(rows["vq-4"]["speedup"]) == {"int4", "bf16", "fp32"} and rows["vq-4"]["us"] > 0
+    assert all(isinstance(rows[name]["us_cached"], float) for name in ("vq-4", "aqlm-2"))
+    if native.load() is not None:
+        vq_4, aqlm_2 = (rows[name] for name in ("vq-4", "aqlm-2"))
+        assert vq_4["of_bandwidth"] == pytest.approx(rows["read"]["us"] / vq_4["us"])
+        assert aqlm_2["of_bandwidth"] < rows["read"]["us"] / aqlm_2["us"], "it reads less"
+
+
+@pytest.mark.skipif(native.load() is None, reason=native.why_not())
+@pytest.mark.usefixtures("few_copies")
+def test_cpu_attention(monkeypatch):
+    monkeypatch.setattr(cpu_attention, "_onnxruntime_step", lambda *sizes: None)
+    monkeypatch.setattr(cpu_attention, "CHUNK_SCHEMES", ("nomad-4",))
+    _, results = cpu_attention.run(
+        schemes=("u4",), context=512, groups=(1, 2), chunks=(3,), threads=(1, 2), rounds=1
+    )
+    rows = {}
+    both = [row for row in results["rows"] if row["threads"] == 2]
+    assert {row["name"] for row in both} == {"u4", "read", "arithmetic"}
+    assert all(row["scaling"] > 0 for row in both)
+    for row in (row for row in results["rows"] if row["threads"] == 1):
+        rows.setdefault(row["what"], {})[row["name"]] = row
+        assert row["us"] > 0
+    assert set(rows) == {"scores", "step", "prefill", "append", "append keys"}
+    coded = {"u4", "nomad-4", "cq-4"}
+    assert coded | {"PQ fp32 tables", "dense fp32"} <= set(rows["scores"])
+    for name in coded:
+        row = rows["scores"][name]
+        assert row["of_bandwidth"] > 0 and {"torch K q", "PQ fp32 tables"} <= set(row["speedup"])
+        assert isinstance(row["us_cached"], float) and not any(
+            "cached" in x for x in row["speedup"]
+        )
+    assert "nomad-4" not in rows["step"] and rows["step"]["u4"]["queries"] == 1
+    assert "torch SDPA fp32" in rows["prefill"]["nomad-4"]["speedup"]
+    assert rows["prefill"]["nomad-4"]["queries"] == 3
+    assert set(rows["append"]) == coded
+    assert set(rows["append keys"]) == coded | {"dense fp32"}
+    assert set(rows["append keys"]["nomad-4"]["speedup"]) == {"cq-4", "dense fp32"}
+
+
+@pytest.mark.skipif(native.load() is None, reason=native.why_not())
+@pytest.mark.usefixtures("few_copies")
+def test_parts_of_cpu_attention():
+    """As notebooks/20_nomad_attention.ipynb runs it."""
+    _, results = cpu_attention.run(
+        schemes=("nomad-u4",), context=256, groups=(), chunks=(), rounds=1
+    )
+    assert {row["what"] for row in results["rows"]} == {"scores", "append", "append keys"}
+
+
+@pytest.mark.skipif(native.load() is None, reason=native.why_not())
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_table_scores_are_those_of_the_decoded_keys(size):
+    tokens, dim = 7, 48
+    vectors = dim // size
+    codes = torch.randint(0, 256, (tokens, vectors), dtype=torch.uint8)
+    codebook = torch.randn(vectors, 256, size).half()
+    query, found = torch.randn(dim), torch.empty(tokens)
+    library = native.load()
+    arguments = codes.data_ptr(), codebook.data_ptr(), size, query.data_ptr()
+    status = library.hf_vq_table_scores(*arguments, tokens, dim, found.data_ptr())
+    assert status == native.OK
+    keys = codebook[torch.arange(vectors), codes.long()].flatten(1).double()
+    slack = dim * 2**-24 * (keys.abs() @ query.double().abs())  # a rounding per term and sum
+    assert ((found - keys @ query.double()).abs() <= slack).all()
+    arguments = codes.data_ptr(), codebook.data_ptr(), 3, query.data_ptr()
+    assert library.hf_vq_table_scores(*arguments, tokens, dim, 0) == native.UNSUPPORTED
+
+
+def test_cpu_generate(monkeypatch):
+    monkeypatch.setattr(
+        cpu_generate, "llama_config", lambda heads, length: tiny_llama(heads, length)
+    )
+    _, results = cpu_generate.run(contexts=(0, 80), kv_heads=(2,), rounds=1)
+    names = [row["name"] for row in results["rows"]]
+    assert names == [*cpu_generate.OURS, "bf16 sdpa", "bf16 eager"] * 2
+    assert all(row["ms"] > 0 for row in results["rows"])
+    (first, second) = (row for row in results["rows"] if row["name"] == "vq-4 + u4")
+    assert first["ms_layers"] > 0 and first["ms_rest"] > 0 and "ms_rest" not in second
+    assert "| - its linear layers alone |" in cpu_tables.generate(results["rows"])
+    without, cached = (row["bytes"] for row in results["rows"] if row["name"] == names[0])
+    assert cached - without == 2 * 2 * 80 * (32 // 2 + 2), "two sides and heads, bytes and a scale"
+
+
+def test_layers_that_do_nothing_do_it_for_a_while():
+    model = random_llama.random_llama(tiny_llama(2, 64), torch.float32, "vq-4")
+    ids = torch.tensor([[1, 2, 3]])
+    before = model(ids).logits
+    with cpu_generate._idle_layers():
+        assert not model(ids).logits.any()
+    torch.testing.assert_close(model(ids).logits, before)
+
+
+def test_extrapolated():
+    seconds = {"few": [4.0, 3.0, 9.0], "more": [5.0, 8.0]}
+    assert timing.extrapolated(seconds, ("few", 10), ("more", 20), 50) == 3.0 + 4 * 2.0
+
+
+def tiny_llama(kv_heads, length):
+    config = random_llama.llama_config(kv_heads, length, layers=1)
+    config.hidden_size, config.num_attention_heads, config.head_dim = 128, 4, 32
+    config.intermediate_size, config.vocab_size = 256, 1001
+    return config
+
+
+@pytest.mark.parametrize("suite", ["cpu-linear", "cpu-attention", "cpu-generate", "cuda-linear"])
+def test_the_committed_records_say_what_made_them(suite):
+    record = read_record(suite)
+    assert record["revision"] and f" {suite}" in record["command"]
+
+
+def test_the_record_of_avx2():
+    record = read_record("cpu-attention-avx2")
+    assert record["settings"]["isa"] == "avx2"
+    assert record["command"].startswith("HF_VQ_CPU_ISA=avx2 python -m ")

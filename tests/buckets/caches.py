@@ -1,0 +1,294 @@
+"""Caches of random codes and floats, and what attention over them is in float64.
+
+What must not be read is poison: scales that are no numbers, pages that no memory has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_vq.cache.pages import LayerPages, PageFormat, PageSide
+from hf_vq.formats.catalog import KVScheme
+from hf_vq.formats.packing import packed_size
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops import reference
+from hf_vq.ops.attention import CachedKV
+from hf_vq.ops.layout import ROWS
+from hf_vq.ops.library import parse
+from hf_vq.ops.paged import PagedKV
+from hf_vq.ops.static import StaticKV
+
+from .case import kv_codebook
+
+Cached = CachedKV | StaticKV | PagedKV
+_AT_A_TIME = 1 << 25  # numbers of keys, for which float64 is computed
+_BESIDE = 3  # tokens of a tape that are not the cache's
+_POOL = 8192  # tokens of the pages that requests share, at most
+_USUAL = 1000  # tokens of requests that are not the longest
+
+
+def scales_of(scheme: VQScheme, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """As large as those of rows of unit variance, or around zero."""
+    scale = torch.rand(*shape, scheme.row_numbers, device=device) + 0.5
+    if scheme.has_zero:
+        scale[..., 0] /= 4
+        scale[..., 1] = 10 * scale[..., 1] - 2.5
+    return scale.half()
+
+
+def _codes(scheme: VQScheme, dim: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    width = packed_size(dim // scheme.vector_size, scheme.entry_bits)
+    return torch.randint(256, (*shape, width), dtype=torch.uint8, device=device)
+
+
+def _mean(scheme: KVScheme, rows: int, heads: int, dim: int, device: torch.device) -> Tensor | None:
+    return torch.randn(rows, heads, 1, dim, device=device) if scheme.centre_keys else None
+
+
+def tape(
+    scheme: KVScheme,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    heads: int,
+    dims: tuple[int, int],
+    tokens: int,
+    queries: int,
+    sinks: int,
+    window: int,
+) -> CachedKV:
+    """`tokens` with codes, and `window` more."""
+    # Older floats are there, but are read as codes.
+    tail = min(window + queries + 5, tokens + window)
+    first, shape = 1, (rows, heads, 1 + tokens + _BESIDE)
+
+    def side(part: VQScheme, dim: int) -> tuple[Tensor, Tensor]:
+        scale = scales_of(part, shape, device)
+        scale[:, :, :first] = scale[:, :, first + tokens :] = torch.nan
+        return _codes(part, dim, shape, device), scale
+
+    def floats(count: int, dim: int) -> Tensor:  # views whose tokens do not lie side by side
+        whole = torch.randn(rows, count, heads, dim + 8, device=device, dtype=dtype)
+        return whole.transpose(1, 2)[..., :dim]
+
+    return CachedKV(
+        floats(sinks, dims[0]), floats(sinks, dims[1]), *side(scheme.key, dims[0]),
+        _mean(scheme, rows, heads, dims[0], device), *side(scheme.value, dims[1]),
+        floats(tail, dims[0]), floats(tail, dims[1]),
+        kv_codebook(scheme.key, heads, dims[0], device),
+        kv_codebook(scheme.value, heads, dims[1], device), None, tokens + window - tail, window,
+        queries, tokens, first, first, scheme.key.spec(), scheme.value.spec(), ROWS, ROWS,
+    )  # fmt: skip
+
+
+def static(
+    scheme: KVScheme,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    heads: int,
+    dims: tuple[int, int],
+    tokens: int,
+    queries: int,
+    sinks: int,
+    window: int,
+) -> StaticKV:
+    """Room for `tokens`, of which there are some fewer."""
+    shape, length = (rows, heads, tokens), tokens - 7
+
+    def side(part: VQScheme, dim: int) -> tuple[Tensor, Tensor]:
+        scale = scales_of(part, shape, device)
+        scale[:, :, length - window :] = torch.nan
+        return _codes(part, dim, shape, device), scale
+
+    def floats(count: int, dim: int) -> Tensor:
+        return torch.randn(rows, heads, count, dim, device=device).to(dtype)
+
+    slots = window + queries
+    return StaticKV(
+        floats(sinks, dims[0]), floats(sinks, dims[1]), *side(scheme.key, dims[0]),
+        _mean(scheme, rows, heads, dims[0], device), *side(scheme.value, dims[1]),
+        floats(slots, dims[0]), floats(slots, dims[1]),
+        kv_codebook(scheme.key, heads, dims[0], device),
+        kv_codebook(scheme.value, heads, dims[1], device), None,
+        torch.full((), length, dtype=torch.int64, device=device), None, window,
+        scheme.key.spec(), scheme.value.spec(), ROWS, ROWS,
+    )  # fmt: skip
+
+
+def pages(
+    scheme: KVScheme,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    heads: int,
+    dim: int,
+    longest: int,
+    page: int,
+) -> PagedKV:
+    """Requests of all lengths up to `longest`; pages lie in any order, and requests share them."""
+    keys, values = (PageSide(part, ROWS, heads, dim, page) for part in (scheme.key, scheme.value))
+    form = PageFormat(keys, values, tables=True)
+    count = max(2, min(_POOL, longest) // page)
+    memory = torch.randint(256, (count, form.nbytes), dtype=torch.uint8, device=device)
+    books = (
+        kv_codebook(scheme.key, heads, dim, device),
+        kv_codebook(scheme.value, heads, dim, device),
+    )
+    mean = torch.randn(heads, dim, device=device) if scheme.centre_keys else None
+    layer = LayerPages(memory, form, books, mean)
+    for part, of in ((layer.k, scheme.key), (layer.v, scheme.value)):
+        part.scale.copy_(scales_of(of, (count, heads, page), device))
+    lengths = torch.randint(1, min(_USUAL, longest) + 1, (rows,))
+    lengths[-1] = 1
+    lengths[0] = longest
+    width = -(-longest // page)
+    table = torch.randint(count, (rows, width), dtype=torch.int32, device=device)
+    return PagedKV(
+        layer.k.codes, layer.k.scale, layer.mean, layer.v.codes, layer.v.scale, layer.k.codebook,
+        layer.v.codebook, table, lengths.to(device), longest, layer.k.spec, layer.v.spec,
+    )  # fmt: skip
+
+
+def largest_value(cached: Cached) -> Tensor:
+    """Of the floats among the values; of codes, that of their scales."""
+    floats = cached.v_scale.float().nan_to_num(0) if isinstance(cached, PagedKV) else cached.tail_v
+    return floats.abs().max().double() if floats.numel() else torch.zeros((), device=floats.device)
+
+
+def exact(
+    query: Tensor, cached: Cached, mask: Tensor | None, *, scaling: float, softcap: float
+) -> Tensor:
+    """What attention is, in float64 over codes that are decoded: [B, Hq, Q, Dv]."""
+    some = (
+        _of_request(query[row : row + 1], cached, row, scaling, softcap)
+        if isinstance(cached, PagedKV)
+        else _of_rows(query, cached, mask, row, scaling, softcap)
+        for row in _rows(query, cached)
+    )
+    return torch.cat(list(some))
+
+
+def _rows(query: Tensor, cached: Cached) -> range:
+    """The first row of each part that is computed at a time."""
+    if isinstance(cached, PagedKV):
+        return range(len(query))
+    return range(0, len(query), _rows_at_a_time(cached))
+
+
+def _rows_at_a_time(cached: CachedKV | StaticKV) -> int:
+    _, heads, tokens, _ = cached.k_codes.shape
+    dim = cached.tail_k.shape[3] + cached.tail_v.shape[3]
+    return max(1, _AT_A_TIME // (heads * tokens * dim))
+
+
+def _decoded(codes: Tensor, scale: Tensor, codebook: Tensor, scheme: VQScheme, dim: int) -> Tensor:
+    """Rows, rotated back: entries and scales are exact in float32, products are not."""
+    if scheme.has_scale and not scheme.has_zero:
+        ones = torch.ones_like(scale)
+        rows = reference.decode_rotated(codes, codebook, ones, scheme, dim).double()
+        rows = rows * scale.double()
+    else:
+        rows = reference.decode_rotated(codes, codebook, scale, scheme, dim).double()
+    return reference.rotate(rows, None, scheme, True)
+
+
+def _of_request(query: Tensor, cached: PagedKV, row: int, scaling: float, softcap: float) -> Tensor:
+    length = int(cached.length[row])
+    _, heads, page, _ = cached.k_codes.shape
+    numbers = cached.table[row, : -(-length // page)].long()
+
+    def side(codes: Tensor, scale: Tensor, book: Tensor, spec: str) -> Tensor:
+        codes, scale = (
+            x[numbers].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (codes, scale)
+        )
+        return _decoded(codes, scale, book, parse(spec), query.shape[3])
+
+    keys = side(cached.k_codes, cached.k_scale, cached.codebook_k, cached.key_scheme)
+    keys = keys if cached.k_mean is None else keys + cached.k_mean.double()
+    values = side(cached.v_codes, cached.v_scale, cached.codebook_v, cached.value_scheme)
+    none = keys.new_zeros(1, heads, 0, 1)
+    near = torch.zeros(query.shape[2], length, dtype=torch.bool, device=query.device)
+    return _attended(query, keys, values, none, none, near, None, scaling, softcap)
+
+
+def _of_rows(
+    query: Tensor,
+    cached: CachedKV | StaticKV,
+    mask: Tensor | None,
+    row: int,
+    scaling: float,
+    softcap: float,
+) -> Tensor:
+    rows = slice(row, row + _rows_at_a_time(cached))
+    queries, sinks, window = query.shape[2], cached.sink_k.shape[2], cached.window
+    tails: tuple[Tensor, ...] = (cached.tail_k[rows], cached.tail_v[rows])
+    if isinstance(cached, StaticKV):
+        total, slots = int(cached.length), cached.tail_k.shape[2]
+        begin, coded, fresh = total - slots, total - window, queries
+        place = torch.arange(begin, total, device=query.device) % slots
+        tails = tuple(part[:, :, place] for part in tails)
+        firsts = (0, 0)
+    else:
+        total, begin = cached.length, cached.tail_start
+        coded, fresh, firsts = cached.coded, cached.fresh, (cached.k_first, cached.v_first)
+    sides = (
+        (cached.k_codes, cached.k_scale, cached.codebook_k, cached.key_scheme, cached.sink_k),
+        (cached.v_codes, cached.v_scale, cached.codebook_v, cached.value_scheme, cached.sink_v),
+    )
+    far: list[Tensor] = []
+    for (codes, scale, book, spec, sink), tail, first in zip(sides, tails, firsts, strict=True):
+        some = slice(first, first + coded)
+        part = _decoded(
+            codes[rows, :, some], scale[rows, :, some], book, parse(spec), tail.shape[3]
+        )
+        if not far and cached.k_mean is not None:
+            part = part + cached.k_mean[rows].double()
+        part = torch.cat([part, tail[:, :, coded - begin :].double()], 2)
+        part[:, :, :sinks] = sink[rows].double()
+        far.append(part)
+    i = torch.arange(total - queries, total, device=query.device)[:, None]
+    j = torch.arange(total, device=query.device)
+    near = ((j > i - window) | (j >= total - fresh)) & (j >= begin)
+    tail_k, tail_v = (tail.double() for tail in tails)
+    shown = None if mask is None else mask[..., :total]
+    return _attended(query[rows], far[0], far[1], tail_k, tail_v, near, shown, scaling, softcap)
+
+
+def _attended(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    near: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float,
+) -> Tensor:
+    """Attention to keys and values [B, H, n, D], of which the last are those of the tail where
+    `near` [Q, n] says so."""
+    rows, heads, queries, dim = query.shape
+    kv_heads, total, slots = keys.shape[1], keys.shape[2], tail_k.shape[2]
+    near = near.repeat(heads // kv_heads, 1)
+    grouped = query.double().reshape(rows, kv_heads, -1, dim)
+    scores = grouped @ keys.mT
+    if slots:
+        tail = torch.where(near[:, total - slots :], grouped @ tail_k.mT, scores[..., -slots:])
+        scores = torch.cat([scores[..., :-slots], tail], -1)
+    scores = scores.reshape(rows, heads, queries, total) * scaling
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        shown = torch.ones(queries, total, dtype=torch.bool, device=query.device)
+        mask = shown.tril(total - queries)
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    else:
+        scores = scores + mask.double()
+    weights = scores.softmax(-1).nan_to_num(0).reshape(rows, kv_heads, -1, total)
+    out = weights.masked_fill(near, 0) @ values
+    if slots:
+        out = out + (weights * near)[..., -slots:] @ tail_v
+    return out.reshape(rows, heads, queries, -1)

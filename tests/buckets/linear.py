@@ -1,0 +1,301 @@
+"""Problems of linear layers with codebooks: linear.cu, tiles.cu, wide.cu, and those that decode the
+weight first (dense.cu, decode.cu)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide, tuned
+from hf_vq.codegen.choose import DecodeProblem, rotate_plan
+from hf_vq.codegen.choose_linear import LinearProblem
+from hf_vq.codegen.device import Arch
+from hf_vq.codegen.plan import DensePlan, Dtype, LinearPlan, Plan, RotatePlan, WidePlan
+from hf_vq.formats.catalog import WEIGHT_SCHEMES
+from hf_vq.formats.scheme import VQScheme
+from hf_vq.ops import dispatch, reference
+from hf_vq.ops.codes import rotation_of, stored_arguments
+from hf_vq.ops.linear import linear
+
+from ..random_weights import random_tensors
+from .case import DTYPES, kernel_of
+from .cover import Features, covering
+
+# Rows and columns: some that fill no tile, some of models, the smallest first.
+SHAPES = ((33, 1152), (300, 2048), (1024, 4096), (4096, 4096), (4096, 14336), (14336, 4096))
+# More of models, each for one in `_OTHERS` schemes of large families: they have values of plans
+# that those have not.
+MODEL_SHAPES = (
+    (128, 896), (192, 576), (576, 576), (1536, 576), (3072, 576), (576, 1536), (640, 2048),
+    (256, 1536),
+    (896, 4864), (2048, 8192), (2560, 10240), (11008, 4096), (4096, 11008), (18944, 3584),
+    (3584, 18944), (8192, 8192), (25600, 5120), (27648, 5120), (5120, 27648), (8192, 28672),
+    (28672, 8192),
+)  # fmt: skip
+_OTHERS = 3
+LONGEST = 2048  # tokens: beyond, no bucket is looked for
+_MOST_ROWS = 4096  # `cuda_linear._ROWS_OF_A_PLAN`
+_DECIDED = {"vector_size", "entry_bits", "stages", "scope", "fused", "integers", "second_bits",
+            "dtype", "out", "tile_rows"}  # fmt: skip
+_KEYS = ("codes", "codebook", "scale", "signs")
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """y = W x + b, or several of them with one x, which a compiled graph makes one launch.
+
+    Args:
+        scheme: name of the weight scheme.
+        tokens: rows of x.
+        rows: out_features.
+        columns: in_features.
+        dtype: of x.
+        bias: whether there is one.
+        others: out_features of further matrices of the launch, of which every second one has a
+            bias.
+    """
+
+    scheme: str
+    tokens: int
+    rows: int
+    columns: int
+    dtype: str
+    bias: bool
+    others: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+        added = " + bias" * self.bias
+        rows = " and ".join(map(str, (self.rows, *self.others)))
+        return f"linear {self.scheme} {self.tokens} x {rows} x {self.columns} {self.dtype}{added}"
+
+    def plan(self, arch: Arch) -> Plan:
+        """Of the kernel that runs it."""
+        scheme, dtype = WEIGHT_SCHEMES[self.scheme], Dtype(self.dtype)
+        way, bucket = route(scheme, self.tokens, self.columns, dtype, arch)
+        if way == "dense":
+            restored = choose_dense.restorable(scheme, self.columns, dtype) is None
+            rows = min(dispatch.bucket(self.rows), _MOST_ROWS)
+            asked = DecodeProblem(scheme, rows, self.columns, dtype, arch)
+            return choose_dense.dense_plan(asked) if restored else choose.choose(asked)
+        rows = self.rows, *self.others
+        problem = LinearProblem(scheme, bucket, sum(rows), self.columns, dtype, arch)
+        if tuned.find(problem) is None:
+            problem = replace(problem, rows=max(rows))
+        plan: Plan | None = _CHOOSERS[way].choose(problem)
+        assert plan is not None, f"no plan for {self.name}"
+        return replace(plan, matrices=len(rows)) if isinstance(plan, LinearPlan) else plan
+
+    def plans(self, arch: Arch) -> Sequence[Plan]:
+        """See `Case`."""
+        plan = self.plan(arch)
+        before = self._before(plan)
+        return (plan,) if before is None else (plan, before)
+
+    def _before(self, plan: Plan) -> RotatePlan | None:
+        """Of the kernel that rotates x, or puts it in order, if there is one."""
+        scheme, dtype = WEIGHT_SCHEMES[self.scheme], Dtype(self.dtype)
+        rotated, signs = scheme.rotation != "none", scheme.rotation == "random_hadamard"
+        block = scheme.block(self.columns) if rotated else 1
+        if isinstance(plan, WidePlan):
+            return rotate_plan(dtype, dtype, block, signs, False, plan.unit, True)
+        if isinstance(plan, LinearPlan) and not plan.single:
+            return rotate_plan(dtype, dtype, block, signs, False, plan.unit)
+        itself = isinstance(plan, DensePlan) or (isinstance(plan, LinearPlan) and plan.rotate)
+        if not rotated or itself:
+            return None
+        return rotate_plan(dtype, dtype, block, signs, False)
+
+    def features(self, arch: Arch) -> Features:
+        """See `Case`."""
+        scheme, dtype = WEIGHT_SCHEMES[self.scheme], Dtype(self.dtype)
+        way = route(scheme, self.tokens, self.columns, dtype, arch)
+        before = self.plans(arch)[1:]
+        return {
+            "each kernel before": kernel_of(before[0]) if before else None,
+            "each bucket of a scheme": (self.scheme, way),
+            "scheme": self.scheme,
+            "dtype": self.dtype,
+            "bias": self.bias,
+            **of_plan(self.plan(arch)),
+        }
+
+    def inputs(self, device: torch.device) -> Any:
+        """x, and the stored tensors and bias of each matrix."""
+        dtype, each = DTYPES[self.dtype], []
+        for number, rows in enumerate((self.rows, *self.others)):
+            stored = random_tensors(WEIGHT_SCHEMES[self.scheme], rows, self.columns)
+            tensors = {key: tensor.to(device) for key, tensor in stored.items()}
+            added = self.bias == (number % 2 == 0) if self.others else self.bias
+            bias = torch.randn(rows, device=device).to(dtype) if added else None
+            each.append((tensors, bias))
+        return torch.randn(self.tokens, self.columns, device=device).to(dtype), each
+
+    def run(self, inputs: Any) -> tuple[Tensor, ...]:
+        """See `Case`."""
+        x, each = inputs
+        scheme = WEIGHT_SCHEMES[self.scheme]
+        if len(each) == 1:
+            return (linear(x, *each[0], scheme),)
+        stored = ([tensors.get(key) for tensors, _ in each] for key in _KEYS)
+        biases = [bias for _, bias in each]
+        return tuple(torch.ops.hf_vq.linears.default(x, *stored, biases, scheme.spec()))
+
+    def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
+        """The error is at most twice that of the same product of rounded numbers in PyTorch."""
+        x, each = inputs
+        for (tensors, bias), y in zip(each, found, strict=True):
+            self._check(x, tensors, bias, y)
+
+    def _check(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, y: Tensor) -> None:
+        scheme, dtype = WEIGHT_SCHEMES[self.scheme], x.dtype
+        rotation = rotation_of(tensors)
+        rows = rotated_weight(tensors, scheme, self.columns)
+        exact = reference.rotate(x.double(), rotation, scheme, False) @ rows.T
+        exact += 0 if bias is None else bias.double()
+        rounded = reference.rotate(x.float(), rotation, scheme, False).to(dtype)
+        same = torch.nn.functional.linear(rounded, rows.to(dtype), bias)
+        assert y.shape == exact.shape and y.dtype == dtype
+        bad = int((~y.isfinite()).sum())
+        assert not bad, f"{bad} of {y.numel()} numbers are not finite"
+        eps = torch.finfo(dtype).eps * exact.norm()
+        error, other = (y.double() - exact), (same.double() - exact)
+        assert error.norm() <= 2 * other.norm() + eps, f"{error.norm()} > 2 {other.norm()} + {eps}"
+        largest = 4 * other.abs().max() + eps
+        assert error.abs().max() <= largest, f"a number is off by {error.abs().max()}"
+
+
+def of_plan(plan: Plan) -> dict[str, Hashable]:
+    """What is a matter of choice in a plan, by name; and all of it."""
+    found: dict[str, Hashable] = {"kernel": plan.template, "each kernel": kernel_of(plan)}
+    for field in fields(plan):
+        if field.name not in _DECIDED:
+            found[field.name] = getattr(plan, field.name)
+    return found
+
+
+_CHOOSERS: dict[str, Any] = {
+    "few": choose_linear, "wide": choose_wide, "tiles": choose_tiles,
+}  # fmt: skip
+
+
+def route(scheme: VQScheme, tokens: int, columns: int, dtype: Dtype, arch: Arch) -> tuple[str, int]:
+    """Which kernels the table of the backends has for so many tokens, and their bucket of them."""
+    alike = dispatch.bucket(tokens)
+    if dtype is Dtype.FLOAT32:
+        return "dense", 0
+    tiled = choose_tiles.tiled(scheme, columns) is None
+    if tiled and alike <= choose_tiles.MOST_LAUNCHES * choose_tiles.MOST_TOKENS:
+        return "tiles", choose_linear.token_bucket(min(tokens, choose_tiles.MOST_TOKENS))
+    wide = choose_wide.wide(scheme, columns, arch) is None
+    if wide and choose_wide.fewest_tokens(scheme) <= alike <= choose_wide.MOST_TOKENS:
+        return "wide", choose_wide.token_bucket(tokens)
+    if alike <= choose_linear.MOST_TOKENS and choose_linear.fusable(scheme, columns) is None:
+        return "few", choose_linear.token_bucket(tokens)
+    return "dense", 0
+
+
+def rotated_weight(tensors: dict[str, Tensor], scheme: VQScheme, columns: int) -> Tensor:
+    """The weight, still rotated, in float64: entries and scales are exact in float32."""
+    codes, codebook, scale, _, codes_2, codebook_2, _, _ = stored_arguments(tensors)
+    assert codes is not None and codebook is not None and scale is not None
+    ones = torch.ones_like(scale)
+    if codes_2 is not None and codebook_2 is not None:
+        rows = reference.decode_nested(codes, codes_2, codebook_2, ones, scheme, columns)
+    else:
+        rows = reference.decode_rotated(codes, codebook, ones, scheme, columns)
+    grouped = rows.double().unflatten(-1, (scale.shape[-1], -1))
+    return (grouped * scale.double()[..., None]).flatten(-2)
+
+
+def families() -> dict[str, list[str]]:
+    """Names of weight schemes whose codes are read alike, by the first of each family."""
+    found: dict[Any, list[str]] = {}
+    for name, scheme in WEIGHT_SCHEMES.items():
+        alike = (scheme.vector_size, scheme.streams, scheme.codebook, scheme.stages,
+                 scheme.lattice, scheme.largest_entry > 0)  # fmt: skip
+        found.setdefault(alike, []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def cases(arch: Arch, family: str) -> list[LinearCase]:
+    """Problems of a family that meet every pair of values of features that occurs."""
+    return list(_cases(arch, family))
+
+
+@functools.cache
+def _cases(arch: Arch, family: str) -> tuple[LinearCase, ...]:
+    return tuple(covering(domain(arch, family), lambda case: case.features(arch)))
+
+
+@functools.cache
+def domain(arch: Arch, family: str) -> tuple[LinearCase, ...]:
+    """Every bucket of tokens of every scheme of a family, by its smallest and its largest number,
+    for layers of several sizes, alone and with others in one launch; dtypes and bias are dealt out
+    to them."""
+    return (*_alone(arch, family), *_together(arch, family))
+
+
+def _alone(arch: Arch, family: str) -> Iterator[LinearCase]:
+    number = 0
+    names, more = families()[family], itertools.count()
+    layers = [
+        *itertools.product(SHAPES, names),
+        *((shape, name) for shape in MODEL_SHAPES for name in names
+          if len(names) <= 2 or next(more) % _OTHERS == 0),
+    ]  # fmt: skip
+    for (rows, columns), name in layers:
+        scheme = WEIGHT_SCHEMES[name]
+        if runs(scheme, columns) is not None:
+            continue
+        for smallest, largest in _buckets(scheme, columns, arch).values():
+            number += 1
+            tokens = (smallest, largest)[number // 2 % 2]
+            dtype = ("float16", "bfloat16")[number % 2]
+            yield LinearCase(name, tokens, rows, columns, dtype, bool(number // 3 % 2))
+        if not scheme.two_passes:  # those of float32 run as two products
+            yield LinearCase(name, 3, rows, columns, "float32", bool(number % 2))
+
+
+def joinable(case: LinearCase, arch: Arch) -> bool:
+    """Whether others can be in the same launch."""
+    scheme, dtype = WEIGHT_SCHEMES[case.scheme], Dtype(case.dtype)
+    way, _ = route(scheme, case.tokens, case.columns, dtype, arch)
+    return way == "few" and not scheme.two_passes
+
+
+def _together(arch: Arch, family: str) -> Iterator[LinearCase]:
+    """Queries, keys and values, the two halves of a gated MLP, and as many as a launch takes."""
+    for number, case in enumerate(_alone(arch, family)):
+        if not joinable(case, arch):
+            continue
+        quarter = -(-case.rows // 4)
+        for others in ((case.rows,), (quarter, quarter), (7, case.rows, quarter)):
+            yield replace(case, others=others, bias=bool(number % 2))
+
+
+def runs(scheme: VQScheme, columns: int) -> str | None:
+    """None if kernels run layers of so many columns, else why not."""
+    if scheme.stages == "nested":
+        return choose_dense.restorable(scheme, columns, Dtype.FLOAT16)
+    return choose.decodable(scheme) or choose.rotatable(scheme, columns)
+
+
+def _buckets(scheme: VQScheme, columns: int, arch: Arch) -> dict[Hashable, tuple[int, int]]:
+    """The smallest and the largest number of tokens of every bucket."""
+    found: dict[Hashable, tuple[int, int]] = {}
+    for tokens in range(1, LONGEST + 1):
+        bucket = route(scheme, tokens, columns, Dtype.FLOAT16, arch)
+        first, _ = found.get(bucket, (tokens, 0))
+        found[bucket] = first, tokens
+    return {
+        bucket: (first, min(last, first + 1) if bucket[0] == "dense" else last)  # type: ignore[index]
+        for bucket, (first, last) in found.items()
+    }
