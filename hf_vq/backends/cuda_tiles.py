@@ -17,9 +17,10 @@ from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.plan import TilePlan
 from ..codegen.store import default_store
+from ..dispatch import Implementation
 from ..errors import VQBackendError
 from ..formats.scheme import VQScheme
-from . import cuda_fused
+from . import cuda_fused, cuda_supports
 from .cuda_arguments import LinearArguments
 from .cuda_linear import DTYPES
 
@@ -99,3 +100,22 @@ def linear(
         for of_x, of_y in parts:
             cuda_fused.run(of_x, *stored, of_y, ordinal, launch)
     return y
+
+
+def _run(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: None,
+    codebook_2: None,
+    scale_2: None,
+    rotation_2: None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    return linear(x, codes, codebook, scale, rotation, bias, scheme)
+
+
+LINEAR = Implementation(_run, cuda_supports.tile_linear)

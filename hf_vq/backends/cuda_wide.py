@@ -17,9 +17,10 @@ from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.plan import WidePlan
 from ..codegen.store import default_store
+from ..dispatch import Implementation
 from ..errors import VQBackendError
 from ..formats.scheme import VQScheme
-from . import cuda_fused
+from . import cuda_fused, cuda_supports
 from .cuda_arguments import LinearArguments
 from .cuda_linear import DTYPES
 
@@ -98,3 +99,22 @@ def linear(
         launch = _prepare(scheme, rows, in_features, tokens, x.dtype, ordinal)
         cuda_fused.run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal, launch)
     return y
+
+
+def _run(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: None,
+    codebook_2: None,
+    scale_2: None,
+    rotation_2: None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    return linear(x, codes, codebook, scale, rotation, bias, scheme)
+
+
+LINEAR = Implementation(_run, cuda_supports.wide_linear)

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import dispatch, ops
 from ..formats.catalog import LinearScheme, weight_scheme
 from ..formats.qoq import QoQScheme, encode
 from ..formats.scheme import VQScheme
 from ..formats.shared import second_universal_tensor, universal_tensor
 from ..formats.tensors import tensor_specs
-from ..ops import dispatch
-from ..ops.library import problem
+from ..ops.library import linear_problem
 from . import ggml_peer
 from .arithmetic import arithmetic
 from .reading import reading
@@ -106,7 +105,7 @@ def _shape(
         scheme = weight_scheme(name)
         contestants[name] = _ours(scheme, x, out_features)
         nbytes[name] = int(scheme.bits(in_features, out_features) / 8 * in_features * out_features)
-        asked = problem("linear", x, scheme.spec(), out_features)
+        asked = linear_problem("linear", x, scheme.spec(), out_features)
         kernels[name] = dispatch.select(asked).name
     cached = {
         name: _cached(scheme, x)

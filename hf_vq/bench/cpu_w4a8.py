@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import dispatch, ops
 from ..formats.catalog import QOQ_SCHEMES
 from ..formats.qoq import encode
-from ..ops import dispatch
-from ..ops.library import problem
+from ..ops.library import linear_problem
 from ..ops.w4a8 import quantize_tokens
 from .cpu_linear import peers
 from .timing import Contestant, cold_copies, interleave, speedup, summary
@@ -67,7 +66,7 @@ def _rows(out_features: int, in_features: int, tokens: int, rounds: int) -> list
             "tokens": tokens, **summary(seconds[name]),
         }  # fmt: skip
         if name in QOQ_SCHEMES:
-            asked = problem("w4a8_linear", x, name, out_features)
+            asked = linear_problem("w4a8_linear", x, name, out_features)
             row["kernel"] = dispatch.select(asked).name
             row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in against}
         found.append(row)

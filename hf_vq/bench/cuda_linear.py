@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import dispatch, ops
 from ..backends import cuda_fused
 from ..backends.cuda_linear import Stored
 from ..codegen.choose_dense import restorable
@@ -29,9 +29,8 @@ from ..codegen.plan import Dtype, LinearPlan
 from ..errors import VQBackendError
 from ..formats.catalog import weight_scheme
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
 from ..ops.codes import rotation_of
-from ..ops.library import problem
+from ..ops.library import linear_problem
 from .cpu_linear import random_tensors
 from .cuda_read import PLANS, reading
 from .cuda_timing import cold_copies, interleave_graphs
@@ -101,7 +100,7 @@ def _linear_rows(
     for name, sets in layers.items():
         scheme = weight_scheme(name)
         contestants[name] = ours(x, sets, scheme)
-        asked = problem("linear", x, scheme.spec(), out_features)
+        asked = linear_problem("linear", x, scheme.spec(), out_features)
         kernels[name] = dispatch.select(asked).name
         if tokens == 1:
             read[name] = sum(t.nbytes for key, t in sets[0].items() if key != "signs")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..backends import cutile
 from ..codegen.choose_linear import TILE_ROWS, LinearProblem, choose
 from ..codegen.device import device_arch
@@ -22,9 +23,8 @@ from ..codegen.plan import Dtype
 from ..errors import VQBackendError
 from ..formats.catalog import weight_scheme
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
 from ..ops.codes import stored_arguments
-from ..ops.library import problem
+from ..ops.library import linear_problem
 from .cuda_linear import by_plan, copies_of, dense, ours
 from .cuda_read import PLANS, reading
 from .cuda_timing import interleave_graphs
@@ -61,7 +61,7 @@ def run(
     """
     from ..backends import triton
 
-    reason = "there is no CUDA device" if not torch.cuda.is_available() else triton.needs()
+    reason = "there is no CUDA device" if not torch.cuda.is_available() else triton.available()
     if reason:
         raise VQBackendError(f"the suite cuda-passes needs a CUDA device and Triton: {reason}.")
     rows = []
@@ -103,7 +103,7 @@ def _timed(
     alone = [median(times) for name, times in seconds.items() if name.startswith("read ")]
     if alone:
         found |= {"read_us": 1e6 * min(alone), "filled_rows": filled_rows}
-    row = dispatch.select(problem("linear", x, scheme.spec(), out_features))
+    row = dispatch.select(linear_problem("linear", x, scheme.spec(), out_features))
     return {"kernel": row.name, **found}
 
 

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import dispatch, ops
 from ..errors import VQBackendError
 from ..formats.catalog import weight_scheme
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
 from ..ops.codes import stored_arguments
 from . import aqlm_peer
 from .cuda_linear import SHAPES, copies_of, dense, ours
@@ -114,7 +113,7 @@ def aqlm_layer(tensors: dict[str, Tensor], in_features: int) -> aqlm_peer.Layer:
 
 
 def _dequantized(x: Tensor, scheme: VQScheme, sets: list[dict[str, Tensor]]) -> dict[str, _Call]:
-    (row,) = (row for row in dispatch.rows("linear") if row.name == "cuda.linear")
+    (row,) = (row for row in dispatch.entries("linear") if row.name == "cuda.linear")
     return {
         "dequantized, as QuIP# does": lambda i: row.run(x, *stored_arguments(sets[i]), None, scheme)
     }

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import dispatch, ops
 from ..backends import cuda_w4a8_inputs
 from ..codegen.device import device_arch, driver_attribute
 from ..errors import VQBackendError
 from ..formats.catalog import QOQ_SCHEMES
 from ..formats.qoq import encode
-from ..ops import dispatch
-from ..ops.library import problem
+from ..ops.library import linear_problem
 from .cuda_linear import dense
 from .cuda_read import PLANS, reading
 from .cuda_timing import cold_copies, interleave_graphs
@@ -89,7 +88,7 @@ def _rows(
     contestants, kernels, nbytes = dict(peers), {}, {}
     for name, sets in layers.items():
         contestants[name] = ours(x, sets, name)
-        kernels[name] = dispatch.select(problem("w4a8_linear", x, name, out_features)).name
+        kernels[name] = dispatch.select(linear_problem("w4a8_linear", x, name, out_features)).name
         nbytes[name] = sum(tensor.nbytes for tensor in sets[0].values())
     if tokens > 1:
         swizzled = "cuda.w4a8_wide" in kernels.values()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import dispatch
 from ...codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide
 from ...codegen.choose import DecodeProblem
 from ...codegen.choose_linear import LinearProblem
@@ -19,7 +20,7 @@ from ...codegen.device import Arch
 from ...codegen.plan import Dtype, Plan
 from ...formats.catalog import WEIGHT_SCHEMES
 from ...formats.scheme import VQScheme
-from ...ops import dispatch, reference
+from ...ops import reference
 from ...ops.codes import rotation_of, stored_arguments
 from ...ops.linear import linear
 from ..cpu_linear import random_tensors

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import dispatch
 from ...backends import cuda_prefill
 from ...backends.attention_maths import Maths
 from ...backends.cuda_linear import on_device
@@ -25,7 +26,7 @@ from ...fit.scale import FACTORS
 from ...formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from ...formats.packing import packed_size
 from ...formats.scheme import VQScheme
-from ...ops import dispatch, reference
+from ...ops import reference
 from ...ops.codes import encode_weight, rotate
 from ...ops.library import parse
 from ..cpu_linear import random_tensors
@@ -157,7 +158,7 @@ class EncodeCase:
         the last bit of scales. Where scales are searched, all rows together: a row whose candidates
         are as good as each other goes on from another one."""
         (values, book), scheme = inputs, parse(self.spec)
-        row = next(row for row in dispatch.rows("encode_weight") if row.name == "reference")
+        row = next(row for row in dispatch.entries("encode_weight") if row.name == "reference")
         exact = row.run(values, book, scheme, *self._options)
         errors = []
         for codes, scale in (found, exact):

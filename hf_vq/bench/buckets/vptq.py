@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import dispatch
 from ...codegen import choose_vptq
 from ...codegen.choose_vptq import MOST_TOKENS, VptqProblem, decode_plan, fusable, inputs_plan
 from ...codegen.device import Arch
 from ...codegen.plan import Dtype, Plan
 from ...formats.published import VptqLayout
-from ...ops import dispatch
 from ...ops.published import decode_published, published_linear
 from .case import DTYPES
 from .cover import Features, covering

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import dispatch
 from ...codegen import choose_w4a8, choose_w4a8_wide
 from ...codegen.choose_w4a8 import W4A8Problem, inputs_plan
 from ...codegen.device import Arch
@@ -18,7 +19,7 @@ from ...codegen.plan import Dtype, Plan
 from ...codegen.w4a8_plan import Source, W4A8Plan, W4A8WidePlan
 from ...formats import qoq
 from ...formats.catalog import QOQ_SCHEMES
-from ...ops import dispatch, fused_inputs, w4a8
+from ...ops import fused_inputs, w4a8
 from .case import DTYPES
 from .cover import Features, covering
 from .linear import of_plan
