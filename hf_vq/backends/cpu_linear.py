@@ -164,7 +164,11 @@ def bind(problem: dispatch.LinearProblem) -> dispatch.Bound | None:
     """`hf_vq::cpu_linear` for a problem of few tokens, if torch lets us register it."""
     op, scheme = torch_ops.cpu_linear(), VQScheme.parse(problem.scheme)
     few = problem.tokens <= FEW_TOKENS_ELSEWHERE
-    if op is None or not few or not matrix(scheme, *problem.size).has_kernel:
+    if (
+        op is None
+        or not few
+        or not matrix(scheme, problem.out_features, problem.in_features).has_kernel
+    ):
         return None
     numbers = torch.tensor(_numbers(scheme, problem.in_features), dtype=torch.int32, device="cpu")
     none = torch.empty(0, device="cpu")
@@ -278,7 +282,7 @@ def decode(
 def note(problem: dispatch.LinearProblem) -> str | None:
     """What to say of codes whose rows are decoded at every call."""
     scheme = VQScheme.parse(problem.scheme)
-    if matrix(scheme, *problem.size).has_kernel:
+    if matrix(scheme, problem.out_features, problem.in_features).has_kernel:
         return None
     return (
         f"{scheme.notation()} has no kernel that multiplies with codes: its rows are decoded, "

@@ -30,7 +30,7 @@ def supports(problem: LinearProblem) -> str | None:
     reason = reason or refusals.qr(scheme)
     if reason:
         return reason
-    library, stored = native.load(), _first(scheme, *problem.size)
+    library, stored = native.load(), _first(scheme, problem.out_features, problem.in_features)
     if library is None or library.hf_vq_nested_supports(ctypes.byref(stored)) != native.OK:
         return "rows or scale groups are no multiples of 128"
     return None

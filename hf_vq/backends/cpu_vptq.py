@@ -59,7 +59,7 @@ def supports(problem: PublishedLinearProblem) -> str | None:
     if reason := refusals.dtype(problem.dtype, refusals.FLOATS):
         return reason
     library = native.load()
-    described = ctypes.byref(matrix(layout, *problem.size))
+    described = ctypes.byref(matrix(layout, problem.out_features, problem.in_features))
     if library is None or library.hf_vq_vptq_supports(described) != native.OK:
         return f"{layout.name()} with {layout.dtype} codebooks: entries have more rows, or 32 bits"
     return None

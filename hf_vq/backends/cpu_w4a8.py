@@ -39,7 +39,7 @@ def supports(problem: W4A8LinearProblem) -> str | None:
     if reason := refusals.dtype(problem.dtype, refusals.FLOATS):
         return reason
     try:
-        described = matrix(w4a8.parse(problem.scheme), *problem.size)
+        described = matrix(w4a8.parse(problem.scheme), problem.out_features, problem.in_features)
     except VQSchemeError as error:
         return str(error)
     library = native.load()

@@ -6,6 +6,8 @@ tensors that need a copy, `cuda_fused.linear` does it, which also lets kernels o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -108,22 +110,10 @@ def prepared(
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def _run(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
-    if codes_2 is not None and codebook_2 is not None:  # nested: one table for both
-        codebook = codebook_2
-    return cuda_fused.linear(x, codes, codebook, scale, rotation, bias, scheme, codes_2)
+def _run(*arguments: Any) -> Tensor:
+    x, codes, codebook, scale, rotation, codes_2, codebook_2, *_, bias, scheme = arguments
+    table = codebook if codes_2 is None else codebook_2  # nested: one for both passes
+    return cuda_fused.linear(x, codes, table, scale, rotation, bias, scheme, codes_2)
 
 
 LINEAR = Implementation(

@@ -344,19 +344,9 @@ def attention(query: Tensor, *arguments: Any) -> Tensor:
         return torch_attention.attention(query, *arguments, maths=_MATHS)
 
 
-def _decode_rows(
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: None,
-    codes_2: None,
-    codebook_2: None,
-    scale_2: None,
-    rotation_2: None,
-    scheme: VQScheme,
-    length: int,
-) -> Tensor:
+def _decode_rows(codes: Tensor, codebook: Tensor, scale: Tensor, *more: Any) -> Tensor:
     """Rows of integers (`ops.reference.decode`): [..., length] float32."""
+    *_, scheme, length = more
     stored = codes.reshape(1, 1, -1, codes.shape[-1]), scale.reshape(1, 1, -1, scale.shape[-1])
     with torch.cuda.device(codes.device):
         rows = decode(*stored, codebook, None, scheme, length, torch.float32)

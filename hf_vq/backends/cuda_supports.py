@@ -172,12 +172,12 @@ def slower_than_dense(problem: dispatch.LinearProblem) -> str | None:
     if problem.tokens > 1:
         return None
     scheme, dtype = VQScheme.parse(problem.scheme), Dtype(problem.dtype)
-    rows, columns = problem.size
+    rows, columns = problem.out_features, problem.in_features
     arch = device_arch(torch.cuda.current_device())
     plan = choose_linear.choose(choose_linear.LinearProblem(scheme, 1, rows, columns, dtype, arch))
     if plan is None or plan.in_shared:
         return None
-    return _slower(rows * columns / scheme.vector_size * scheme.streams, problem.size)
+    return _slower(rows * columns / scheme.vector_size * scheme.streams, rows, columns)
 
 
 def vptq_slower_than_dense(problem: dispatch.PublishedLinearProblem) -> str | None:
@@ -188,14 +188,18 @@ def vptq_slower_than_dense(problem: dispatch.PublishedLinearProblem) -> str | No
         return None
     asked = _vptq_problem(problem)
     plan = choose(asked)
-    return None if plan is None else _slower(l2_lookups(plan, asked), problem.size)
+    return (
+        None
+        if plan is None
+        else _slower(l2_lookups(plan, asked), problem.out_features, problem.in_features)
+    )
 
 
-def _slower(lookups: float, size: tuple[int, int]) -> str | None:
+def _slower(lookups: float, rows: int, columns: int) -> str | None:
     from ..codegen.choose import times_dense
     from ..codegen.device import device_arch
 
-    if times_dense(lookups, *size, device_arch(torch.cuda.current_device())) <= 1:
+    if times_dense(lookups, rows, columns, device_arch(torch.cuda.current_device())) <= 1:
         return None
     return (
         "entries of a codebook this large are looked up in L2, which takes longer than reading a "

@@ -6,6 +6,7 @@ Launches are prepared here; `cuda_fused` keeps and runs them, as it does those o
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,19 +103,8 @@ def linear(
     return y
 
 
-def _run(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: None,
-    codebook_2: None,
-    scale_2: None,
-    rotation_2: None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
+def _run(*arguments: Any) -> Tensor:
+    x, codes, codebook, scale, rotation, *_, bias, scheme = arguments  # no second pass
     return linear(x, codes, codebook, scale, rotation, bias, scheme)
 
 

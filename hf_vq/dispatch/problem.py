@@ -1,7 +1,8 @@
 """What is asked of an op: everything that an entry of the table may look at when it decides.
 
-One type per op. They are tuples because one is made, or looked up, at every call of an op: a frozen
-dataclass takes ten times as long. `op` is the last field, so that problems of two ops differ.
+One type per op. They are tuples because one is made or hashed at every call of an op: a frozen
+dataclass takes twice as long to make, and six times as long to hash. `op` is the last field, so
+that problems of two ops differ.
 
 Fields that several types have:
 
@@ -16,12 +17,24 @@ Fields that several types have:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 def bucket(count: int) -> int:
     """`count` rounded up to a power of two: problems that differ less have the same kernel."""
     return 1 << max(count - 1, 0).bit_length()
+
+
+class Problem(Protocol):
+    """What problems of all ops have."""
+
+    @property
+    def device(self) -> str:
+        """Device type of the input."""
+
+    @property
+    def op(self) -> str:
+        """Name of the op."""
 
 
 class LinearProblem(NamedTuple):
@@ -35,11 +48,6 @@ class LinearProblem(NamedTuple):
     in_features: int
     op: str = "linear"
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Output and input features."""
-        return self.out_features, self.in_features
-
 
 class PublishedLinearProblem(NamedTuple):
     """y = W x + b, W as another project published it; `published` is its `Layout.spec`."""
@@ -51,11 +59,6 @@ class PublishedLinearProblem(NamedTuple):
     out_features: int
     in_features: int
     op: str = "published_linear"
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Output and input features."""
-        return self.out_features, self.in_features
 
 
 class W4A8LinearProblem(NamedTuple):
@@ -69,11 +72,6 @@ class W4A8LinearProblem(NamedTuple):
     in_features: int
     op: str = "w4a8_linear"
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Output and input features."""
-        return self.out_features, self.in_features
-
 
 class DecodeProblem(NamedTuple):
     """Codes of rows to `length` float32 numbers each."""
@@ -83,11 +81,6 @@ class DecodeProblem(NamedTuple):
     rows: int
     length: int
     op: str = "decode"
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows and their numbers."""
-        return self.rows, self.length
 
 
 class EncodeProblem(NamedTuple):
@@ -99,11 +92,6 @@ class EncodeProblem(NamedTuple):
     rows: int
     length: int
     op: str = "encode"
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows and their numbers."""
-        return self.rows, self.length
 
 
 class EncodeWeightProblem(NamedTuple):
@@ -117,11 +105,6 @@ class EncodeWeightProblem(NamedTuple):
     factors: int
     op: str = "encode_weight"
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows and their weights."""
-        return self.rows, self.in_features
-
 
 class RotateProblem(NamedTuple):
     """Rows of `length` numbers, rotated as the scheme says."""
@@ -132,11 +115,6 @@ class RotateProblem(NamedTuple):
     rows: int
     length: int
     op: str = "rotate"
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows and their numbers."""
-        return self.rows, self.length
 
 
 class AppendProblem(NamedTuple):
@@ -150,11 +128,6 @@ class AppendProblem(NamedTuple):
     layout: str
     op: str = "append"
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows and their numbers."""
-        return self.rows, self.head_dim
-
 
 class PagedAppendProblem(NamedTuple):
     """Keys or values to codes in pages."""
@@ -165,11 +138,6 @@ class PagedAppendProblem(NamedTuple):
     head_dim: int
     page_size: int
     op: str = "append_paged"
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Tokens of a page and numbers of a row."""
-        return self.page_size, self.head_dim
 
 
 class AttentionProblem(NamedTuple):
@@ -190,11 +158,6 @@ class AttentionProblem(NamedTuple):
     value_layout: str
     op: str = "attention"
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Tokens in the cache and numbers of a key."""
-        return self.length, self.head_dim
-
 
 class StaticAttentionProblem(NamedTuple):
     """Attention of `queries` of each row over a cache with room for `capacity` tokens."""
@@ -210,11 +173,6 @@ class StaticAttentionProblem(NamedTuple):
     key_layout: str
     value_layout: str
     op: str = "attention_static"
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Room for tokens and numbers of a key."""
-        return self.capacity, self.head_dim
 
 
 class StoreProblem(NamedTuple):
@@ -232,11 +190,6 @@ class StoreProblem(NamedTuple):
     value_layout: str
     op: str = "store"
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Room for tokens and numbers of a key."""
-        return self.capacity, self.head_dim
-
 
 class PagedAttentionProblem(NamedTuple):
     """Attention over codes in pages; keys and values have `head_dim` numbers."""
@@ -249,45 +202,16 @@ class PagedAttentionProblem(NamedTuple):
     page_size: int
     op: str = "attention_paged"
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Tokens of a page and numbers of a key."""
-        return self.page_size, self.head_dim
-
 
 AnyLinearProblem = LinearProblem | PublishedLinearProblem | W4A8LinearProblem
 """Problems whose fields have the same order: a product of x with one weight."""
 
-Problem = (
-    AnyLinearProblem
-    | DecodeProblem
-    | EncodeProblem
-    | EncodeWeightProblem
-    | RotateProblem
-    | AppendProblem
-    | PagedAppendProblem
-    | AttentionProblem
-    | StaticAttentionProblem
-    | StoreProblem
-    | PagedAttentionProblem
-)
-
 PROBLEMS: dict[str, Any] = {
     kind._field_defaults["op"]: kind
     for kind in (
-        LinearProblem,
-        PublishedLinearProblem,
-        W4A8LinearProblem,
-        DecodeProblem,
-        EncodeProblem,
-        EncodeWeightProblem,
-        RotateProblem,
-        AppendProblem,
-        PagedAppendProblem,
-        AttentionProblem,
-        StaticAttentionProblem,
-        StoreProblem,
-        PagedAttentionProblem,
+        LinearProblem, PublishedLinearProblem, W4A8LinearProblem, DecodeProblem, EncodeProblem,
+        EncodeWeightProblem, RotateProblem, AppendProblem, PagedAppendProblem, AttentionProblem,
+        StaticAttentionProblem, StoreProblem, PagedAttentionProblem,
     )
-}
+}  # fmt: skip
 """The problem of each op, by the op's name."""

@@ -17,6 +17,14 @@ from ..nn.linear import VQLinear
 from ..nn.replace import vq_modules
 from ..ops.layout import layouts_for
 
+SIZES = {
+    "append": ("rows", "head_dim"),
+    "attention": ("length", "head_dim"),
+    "attention_static": ("capacity", "head_dim"),
+    "store": ("capacity", "head_dim"),
+}
+"""Fields of problems of a cache that are printed as their size; of a layer, its features."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -52,7 +60,8 @@ class Explanation(list[Row]):
             for verdict in row.verdicts:
                 note = verdict.entry.implementation.note if verdict.chosen else None
                 reasons += [said] if note and (said := note(row.problem)) else []
-            size = " x ".join(map(str, row.problem.size))
+            names = SIZES.get(row.problem.op, ("out_features", "in_features"))
+            size = " x ".join(str(getattr(row.problem, name)) for name in names)
             lines.append((shown, row.problem.op, size, row.kernel, "; ".join(reasons)))
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
         return "\n".join(
