@@ -23,6 +23,8 @@ from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
 from hf_vq.ops.library import linear_problem, only_result
 
+PACKAGE = Path(ops.__file__).parents[1]
+
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
 
 SCHEMES = ["vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "aqlm-2", "gptvq-2"]
@@ -128,6 +130,30 @@ def test_ops_linear_and_the_layer_take_it(taken):
         layer.__dict__["vq_scale"] = 2 * tensors["scale"]
         torch.testing.assert_close(layer(x), 2 * (y - bias) + bias)
     assert taken() == 4
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1, 8), (500, 14)])
+def test_a_layer_finds_its_kernel_once(tokens, most):
+    """Python calls inside the package: what a token pays before and after the kernel."""
+    scheme, tensors = stored()
+    layer = VQLinear(256, 24, False, scheme)
+    for key, tensor in tensors.items():
+        getattr(layer, layer.attributes[key]).data = tensor.clone()
+    x, called = torch.randn(tokens, 256), []
+
+    def count(frame, event, argument):
+        if event == "call" and str(PACKAGE) in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    with torch.no_grad():
+        layer(x)
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            layer(x)
+        finally:
+            sys.setprofile(before)
+    assert called[0] == "forward" and len(called) <= most, called
 
 
 @pytest.mark.parametrize("moved", ["vq_signs", "vq_scale", "vq_codebook", "bias"])
