@@ -27,15 +27,6 @@ def _key(name: str) -> object:
     return os.environ.encodekey(name)
 
 
-def _text(name: str) -> str:
-    # For a variable that is unset, as these mostly are, os.environ.get raises an error and catches
-    # it, in every call of an op. Its dict is not public: without it, that is how it is.
-    data = getattr(os.environ, "_data", None)
-    if data is not None and _key(name) not in data:
-        return ""
-    return os.environ.get(name, "")
-
-
 @dataclass(frozen=True)
 class Variable(Generic[T]):
     """One environment variable, read anew at every `get()`: it may change while Python runs."""
@@ -47,7 +38,12 @@ class Variable(Generic[T]):
 
     def get(self) -> T:
         """Its value now. Unset or empty means the default; a value it cannot read raises."""
-        text = _text(self.name)
+        # For a variable that is unset, as these mostly are, os.environ.get raises an error and
+        # catches it, in every call of an op. Its dict is not public: without it, that is how it is.
+        data = getattr(os.environ, "_data", None)
+        if data is not None and _key(self.name) not in data:
+            return self.default
+        text = os.environ.get(self.name, "")
         if not text or text.isspace():
             return self.default
         try:
@@ -65,7 +61,7 @@ AUTOLOAD = Variable(
 BACKEND = Variable(
     "HF_VQ_BACKEND",
     "",
-    "Run only the rows of the dispatch table with this name or prefix, for example `reference`.",
+    "Run only the entries of the dispatch table with this name or prefix, for example `reference`.",
     str.strip,
 )
 CPU_ISA = Variable(

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_vq import dispatch
+from hf_vq.backends import cuda_append
 from hf_vq.codegen.choose_append import append_plan, appendable
 from hf_vq.codegen.compiler import cubin
 from hf_vq.codegen.device import device_arch
@@ -18,7 +20,7 @@ from hf_vq.formats import KV_SCHEMES, VQScheme, unpack_bits
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, dispatch, reference
+from hf_vq.ops import append_kv, reference
 from hf_vq.transforms import rotate
 
 pytestmark = [
@@ -77,9 +79,8 @@ def who(x, scheme):
     batch, heads, tokens, dim = x.shape
     rows = dispatch.bucket(batch * heads * tokens)
     dtype = str(x.dtype)[6:]
-    return dispatch.select(
-        dispatch.Problem("append", "cuda", dtype, scheme.spec(), rows, k=dim, layout="rows")
-    ).name
+    asked = dispatch.AppendProblem("cuda", dtype, scheme.spec(), rows, dim, "rows")
+    return dispatch.select(asked).name
 
 
 def append(x, mean, codebook, codes, scale, at, scheme):
@@ -384,9 +385,8 @@ def test_what_does_not_fit_is_refused():
 
 def test_who_appends_and_why_not():
     def reason(spec, dim=128, dtype="bfloat16", layout="rows"):
-        problem = dispatch.Problem("append", "cuda", dtype, spec, k=dim, layout=layout)
-        row = next(row for row in dispatch.rows("append") if row.name == "cuda.vq_append")
-        return row.accepts(problem) or ""
+        problem = dispatch.AppendProblem("cuda", dtype, spec, 1, dim, layout)
+        return cuda_append.APPEND.supports(problem) or ""
 
     u4 = KEYS["u4"].spec()
     assert reason(u4) == ""

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from hf_vq import dispatch
 from hf_vq.codegen import compiler
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.choose_attention import LONG, SHORT, AttentionProblem, choose
@@ -20,7 +21,7 @@ from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.catalog import KVScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.ops import attention_reference, dispatch
+from hf_vq.ops import attention_reference
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.library import attention_problem
 
@@ -124,8 +125,8 @@ def check(query, cached, **options):
     """Weights are rounded to fp16 or, for floats, to the dtype, and so is the result: each loses at
     most half an eps of its numbers, logits a little."""
     asked = attention_problem(
-        query, *cached[18:20], query.shape[-1], cached.tail_v.shape[-1],
-        queries=query.shape[2], layout="rows rows",
+        query.device, query.dtype, *cached[18:20], query.shape[-1], cached.tail_v.shape[-1],
+        query.shape[2], 0, "rows", "rows",
     )  # fmt: skip
     assert dispatch.select(asked).name == "cuda.vq_attention"
     right = exact(query, cached, **options)

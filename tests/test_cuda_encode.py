@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from hf_vq import dispatch
 from hf_vq.backends import cuda_encode
 from hf_vq.codegen.choose_encode import BEAM, encode_plan
 from hf_vq.codegen.compiler import cubin
@@ -22,8 +23,6 @@ from hf_vq.fit.scale import FACTORS
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, unpack_bits, weight_scheme
 from hf_vq.formats.lattice import e8p_decode, e8p_encode
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.ops import dispatch
-from hf_vq.ops.library import problem
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,7 +91,14 @@ def encoded(rows, book, scheme, factors, refit):
 
 
 def chosen_row(rows, scheme, factors):
-    return dispatch.select(problem("encode_weight", rows, scheme.spec(), len(factors))).name
+    return dispatch.select(problem_of(rows, scheme.spec(), len(factors))).name
+
+
+def problem_of(rows, spec, factors):
+    dtype = str(rows.dtype)[6:]
+    return dispatch.EncodeWeightProblem(
+        rows.device.type, dtype, spec, dispatch.bucket(len(rows)), rows.shape[-1], factors
+    )
 
 
 def entries_of(codes, book, scheme):
@@ -281,8 +287,8 @@ def test_rows_at_odd_places():
 def test_what_it_does_not_take_goes_to_the_specification(name, reason):
     columns = 8 if "2x5" in name else 4096
     rows = torch.empty(1, columns, device="cuda")
-    asked = problem("encode_weight", rows, weight_scheme(name).spec(), 8)
-    verdicts = {verdict.kernel.name: verdict for verdict in dispatch.explain(asked)}
+    asked = problem_of(rows, weight_scheme(name).spec(), 8)
+    verdicts = {verdict.entry.name: verdict for verdict in dispatch.explain(asked)}
     assert reason in verdicts["cuda.encode_weight"].reason and verdicts["reference"].chosen
 
 

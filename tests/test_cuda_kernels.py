@@ -12,7 +12,7 @@ import shutil
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cuda_fused as fused
 from hf_vq.backends import cuda_linear as cuda
 from hf_vq.codegen.choose import decodable
@@ -24,9 +24,9 @@ from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, VQScheme, weight_scheme
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.ops import dispatch, reference
+from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 
 from .cuda_layers import poison, stored
 
@@ -86,8 +86,8 @@ def rotated_back(rows, tensors, scheme):
     return reference.rotate(rows, ops.codes.rotation_of(tensors), scheme, True)
 
 
-def runs(op, x, scheme, n):
-    return dispatch.select(problem(op, x, scheme.spec(), n)).name
+def runs_linear(x, scheme, n):
+    return dispatch.select(linear_problem("linear", x, scheme.spec(), n)).name
 
 
 @contextlib.contextmanager
@@ -145,7 +145,8 @@ def test_extreme_codes(spec, rows, columns, byte):
 def test_decode(spec, rows, columns, monkeypatch):
     scheme, tensors = stored(spec, rows, columns)
     poison()
-    assert runs("decode", tensors["codes"], scheme, columns) == "cuda.decode"
+    asked = dispatch.DecodeProblem("cuda", scheme.spec(), dispatch.bucket(rows), columns)
+    assert dispatch.select(asked).name == "cuda.decode"
     with only_cuda(monkeypatch):
         found = ops.decode_weight(tensors, scheme, columns)
     rotated = double_weight(tensors, scheme, columns)
@@ -166,7 +167,7 @@ def test_linear(spec, rows, columns, tokens, dtype, monkeypatch):
     poison()
     few = tokens <= MOST_TOKENS and dtype != torch.float32 and not fusable(scheme, columns)
     wide = tokens >= fewest_tokens(scheme) and "cuda.wide_linear"
-    ran = runs("linear", x, scheme, rows)
+    ran = runs_linear(x, scheme, rows)
     tiles = tokens <= 2 * MOST_TOKENS and dtype != torch.float32 and not tiled(scheme, columns)
     assert ran in {wide, few and "cuda.fused_linear", tiles and "cuda.tile_linear", "cuda.linear"}
     with only_cuda(monkeypatch):
@@ -194,7 +195,7 @@ def test_the_catalogue_is_fused(monkeypatch):
             expected = {f"cuda.{'tile' if name == 'gptvq-2' else 'fused'}_linear"}
             if tokens >= fewest_tokens(WEIGHT_SCHEMES[name]) and name != "gptvq-2":
                 expected.add("cuda.wide_linear")  # on a GPU that has it
-            assert runs("linear", x, WEIGHT_SCHEMES[name], 4096) in expected, (name, tokens)
+            assert runs_linear(x, WEIGHT_SCHEMES[name], 4096) in expected, (name, tokens)
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x80])
@@ -345,7 +346,8 @@ def test_rotate_as_an_op(dtype, inverse):
     signs = torch.randint(256, (32,), dtype=torch.uint8, device="cuda")
     wide = torch.randn(5, 3, 300, device="cuda").to(dtype)
     for x in (wide[..., 3:259], wide[:, :0, :256], wide[:, :, :256].transpose(0, 1)):
-        assert runs("rotate", x, scheme, 256) == "cuda.rotate"
+        asked = dispatch.RotateProblem("cuda", str(dtype)[6:], scheme.spec(), 16, 256)
+        assert dispatch.select(asked).name == "cuda.rotate"
         y = ops.rotate(x, signs, scheme, inverse)
         exact = reference.rotate(x.double(), signs, scheme, inverse)
         assert y.shape == x.shape and y.dtype == dtype
@@ -486,8 +488,8 @@ def test_schemes_without_a_kernel_say_why(monkeypatch):
         ("vq2x8r1-universal-g128-qr128", "QR"),
         ("vq2x8r1-universal-g128-random_hadamard0", "2048"),
     ):
-        asked = problem("linear", codes.half(), spec, 64)
-        verdicts = {verdict.kernel.name: verdict for verdict in dispatch.explain(asked)}
+        asked = linear_problem("linear", codes.half(), spec, 64)
+        verdicts = {verdict.entry.name: verdict for verdict in dispatch.explain(asked)}
         assert reason in verdicts["cuda.linear"].reason
         assert reason in verdicts["cuda.fused_linear"].reason
         assert not verdicts["cuda.linear"].chosen

@@ -7,13 +7,14 @@ scales full of NaN, and page numbers that no memory has.
 import pytest
 import torch
 
+from hf_vq import dispatch
 from hf_vq.cache.batch import Batch
 from hf_vq.cache.codebooks import universal
 from hf_vq.cache.pages import LayerPages, PageFormat
 from hf_vq.errors import VQBackendError, VQFormatError
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.hf.paged.prompts import flash, is_flash
-from hf_vq.ops import append_kv, attention_reference, decode_kv, dispatch, encode_kv
+from hf_vq.ops import append_kv, attention_reference, decode_kv, encode_kv
 from hf_vq.ops.library import parse
 from hf_vq.ops.paged import PagedKV, append_paged, attention_paged, through_tables
 
@@ -329,4 +330,4 @@ def test_others_are_left_to_copies_or_refused():
             cached.k_scale, torch.arange(4, device=DEVICE), cached.key_scheme,
         )  # fmt: skip
     for op, name in (("append_paged", "cuda.vq_append"), ("attention_paged", "cuda.vq_attention")):
-        assert {row.name for row in dispatch.rows(op)} == {name, "reference"}
+        assert {row.name for row in dispatch.entries(op)} == {name, "reference"}

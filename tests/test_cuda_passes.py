@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.random_llama import llama_config, random_llama
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cuda_fused as fused
 from hf_vq.backends import cuda_linear
 from hf_vq.backends.cuda_linear import DTYPES
@@ -21,9 +21,9 @@ from hf_vq.errors import VQBackendError, VQFormatError
 from hf_vq.formats import weight_scheme
 from hf_vq.nn import second_pass
 from hf_vq.nn.replace import vq_modules
-from hf_vq.ops import dispatch, reference
+from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 
 from .cuda_layers import poison, stored
 
@@ -66,7 +66,7 @@ def check(y, x, tensors, bias, scheme):
 
 
 def runs(x, scheme, rows):
-    return dispatch.select(problem("linear", x, scheme.spec(), rows)).name
+    return dispatch.select(linear_problem("linear", x, scheme.spec(), rows)).name
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_vq import VQCache
+from hf_vq import VQCache, dispatch
 from hf_vq.backends import cuda, cuda_prefill, torch_attention
 from hf_vq.backends.attention_maths import Maths
 from hf_vq.formats.catalog import KV_SCHEMES
-from hf_vq.ops import attention_reference, dispatch, reference
+from hf_vq.ops import attention_reference, reference
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.library import parse
 
@@ -36,16 +36,14 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def only_this_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if cuda.needs():
-        pytest.skip(cuda.needs())
+    if cuda.available():
+        pytest.skip(cuda.available())
     monkeypatch.setattr(torch_attention, "DECODED_BYTES", 1 << 16)
     names = ("cuda.attention_prefill", "torch.attention")  # the latter makes caches on the CPU
-    rows = [row for row in dispatch._table if row.op != "attention" or row.name in names]
-    monkeypatch.setattr(dispatch, "_table", rows)
-    dispatch.forget()
-    yield
-    monkeypatch.undo()
-    dispatch.forget()
+    with dispatch.using(
+        entry for entry in dispatch.ENTRIES if entry.op != "attention" or entry.name in names
+    ):
+        yield
 
 
 def on_gpu(cached: CachedKV) -> CachedKV:
@@ -305,11 +303,10 @@ def test_codes_are_written_as_each_layer_finishes(monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
 
 
-def test_it_is_chosen_for_many_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    dispatch.forget()
+def test_it_is_chosen_for_many_queries() -> None:
     spec = KV_SCHEMES["u4"].key.spec()
-    asked = dispatch.Problem(
-        "attention", "cuda", "bfloat16", f"{spec} {spec}", 512, 16384, 128, 128, "rows rows"
+    asked = dispatch.AttentionProblem(
+        "cuda", "bfloat16", spec, spec, 512, 16384, 128, 128, "rows", "rows"
     )
-    assert dispatch.select(asked).name == "cuda.attention_prefill"
+    with dispatch.using(dispatch.ENTRIES):
+        assert dispatch.select(asked).name == "cuda.attention_prefill"

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from hf_vq import dispatch
 from hf_vq.codegen.choose_append import append_plan, store_plan
 from hf_vq.codegen.compiler import cubin
 from hf_vq.codegen.device import device_arch
@@ -18,7 +19,7 @@ from hf_vq.formats import KV_SCHEMES
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, dispatch, static_reference
+from hf_vq.ops import append_kv, static_reference
 from hf_vq.ops.static import StaticKV, store
 
 pytestmark = [
@@ -87,9 +88,11 @@ def copy_of(layer):
 
 
 def who(layer, dtype="bfloat16"):
-    spec = f"{layer.key_scheme} {layer.value_scheme}"
-    k, v = layer.tail_k.shape[3], layer.tail_v.shape[3]
-    return dispatch.select(dispatch.Problem("store", "cuda", dtype, spec, 1, 64, k, v)).name
+    specs = layer.key_scheme, layer.value_scheme
+    sizes = 1, 64, layer.tail_k.shape[3], layer.tail_v.shape[3]
+    return dispatch.select(
+        dispatch.StoreProblem("cuda", dtype, *specs, *sizes, "rows", "rows")
+    ).name
 
 
 def states(layer, tokens):

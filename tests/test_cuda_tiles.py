@@ -10,16 +10,15 @@ import random
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cuda_fused, cuda_tiles
 from hf_vq.codegen.choose_linear import LinearProblem, token_bucket
 from hf_vq.codegen.choose_tiles import best
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import weight_scheme
-from hf_vq.ops import dispatch
 from hf_vq.ops.codes import rotation_of
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 
 from .cuda_layers import check, poison, stored
 
@@ -65,7 +64,7 @@ def test_every_scheme(spec, rows, columns, dtype):
     bias = torch.randn(rows, device="cuda", dtype=dtype)
     for tokens in TOKENS:
         x = torch.randn(tokens, columns, device="cuda", dtype=dtype)
-        asked = problem("linear", x, scheme.spec(), rows)
+        asked = linear_problem("linear", x, scheme.spec(), rows)
         assert dispatch.select(asked).name == "cuda.tile_linear", dispatch.explain(asked)
         poison()
         check(ops.linear(x, tensors, bias, scheme), x, tensors, bias, scheme)
@@ -144,4 +143,4 @@ def test_inputs_at_odd_places():
     for x in (wide[:, 1:513], wide[:, 2:1026:2], wide[::2, 3:515]):
         check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)
     many = torch.empty(129, 512, device="cuda", dtype=torch.float16)
-    assert dispatch.select(problem("linear", many, GPTVQ, 300)).name == "cuda.linear"
+    assert dispatch.select(linear_problem("linear", many, GPTVQ, 300)).name == "cuda.linear"

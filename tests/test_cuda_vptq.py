@@ -6,15 +6,14 @@ import itertools
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cuda_vptq
 from hf_vq.codegen.choose_vptq import VptqProblem, best
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQFormatError
 from hf_vq.formats.published import VptqLayout
-from hf_vq.ops import dispatch
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 
 from .cuda_layers import poison
 
@@ -90,7 +89,7 @@ def test_few_tokens(case, tokens):
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.randn(tokens, columns, device="cuda").to(dtype)
         bias = torch.randn(rows, device="cuda").to(dtype) if tokens % 2 else None
-        asked = problem("published_linear", x, layout.spec(), rows)
+        asked = linear_problem("published_linear", x, layout.spec(), rows)
         bfloat16 = layout.dtype == "bfloat16" and dtype is torch.float16
         chosen = dispatch.select(asked).name
         assert chosen == ("cuda.vptq_decoded" if bfloat16 else "cuda.vptq_linear")

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cuda_w4a8, cuda_w4a8_inputs
 from hf_vq.codegen import choose_w4a8, choose_w4a8_wide
 from hf_vq.codegen.choose_w4a8 import W4A8Problem
@@ -18,8 +18,8 @@ from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import linear_scheme, pack_bits
 from hf_vq.formats.qoq import encode
-from hf_vq.ops import dispatch, w4a8
-from hf_vq.ops.library import problem
+from hf_vq.ops import w4a8
+from hf_vq.ops.library import linear_problem
 
 from .cuda_layers import natural, poison
 
@@ -53,7 +53,7 @@ def exact(x, tensors, bias, name):
 
 
 def row_of(x, name, rows):
-    return dispatch.select(problem("w4a8_linear", x, name, rows)).name
+    return dispatch.select(linear_problem("w4a8_linear", x, name, rows)).name
 
 
 def on_hopper():
@@ -192,7 +192,7 @@ def test_what_kernels_do_not_take_is_left_to_the_reference():
     name, x = "qoq-w4a8", torch.randn(2, 77, device="cuda", dtype=torch.float16)
     tensors = layer(name, 9, 77)
     assert row_of(x, name, 9) == "reference"
-    verdicts = dispatch.explain(problem("w4a8_linear", x, name, 9))
+    verdicts = dispatch.explain(linear_problem("w4a8_linear", x, name, 9))
     assert any("does not divide 77" in verdict.reason for verdict in verdicts)
     assert torch.equal(ops.w4a8_linear(x, tensors, None, name), exact(x, tensors, None, name))
     assert row_of(x.float(), name, 9) == "reference"

@@ -10,16 +10,15 @@ import random
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cuda_fused, cuda_wide
 from hf_vq.codegen.choose_linear import LinearProblem
 from hf_vq.codegen.choose_wide import best, fewest_tokens
 from hf_vq.codegen.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
-from hf_vq.ops import dispatch
 from hf_vq.ops.codes import rotation_of
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 
 from .cuda_layers import check, poison, stored
 
@@ -64,7 +63,7 @@ def test_every_scheme(spec, rows, columns, dtype):
     bias = torch.randn(rows, device="cuda", dtype=dtype)
     for tokens in (fewest_tokens(scheme), 64, 127, 130, 517):
         x = torch.randn(tokens, columns, device="cuda", dtype=dtype)
-        asked = problem("linear", x, scheme.spec(), rows)
+        asked = linear_problem("linear", x, scheme.spec(), rows)
         assert dispatch.select(asked).name == "cuda.wide_linear", dispatch.explain(asked)
         poison()
         check(ops.linear(x, tensors, bias, scheme), x, tensors, bias, scheme)
@@ -103,7 +102,7 @@ def test_a_large_product():
     """More tiles than multiprocessors: rings and barriers go around many times."""
     scheme, tensors = stored(weight_scheme("vq-4").spec(), 14336, 4096)
     x = torch.randn(1000, 4096, device="cuda", dtype=torch.bfloat16)
-    chosen = dispatch.select(problem("linear", x, scheme.spec(), 14336))
+    chosen = dispatch.select(linear_problem("linear", x, scheme.spec(), 14336))
     assert chosen.name == "cuda.wide_linear"
     poison()
     check(ops.linear(x, tensors, None, scheme), x, tensors, None, scheme)

@@ -10,10 +10,10 @@ import shutil
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
-from hf_vq.ops import dispatch, reference
-from hf_vq.ops.library import problem
+from hf_vq.ops import reference
+from hf_vq.ops.library import linear_problem
 from tests.random_weights import random_tensors
 
 pytestmark = [
@@ -103,7 +103,7 @@ def test_linear(name, tokens, dtype, one_tile):
     scheme, tensors = stored(WEIGHT_SCHEMES[name].spec(), 333, 1152)
     x = torch.randn(tokens, 1152, device="cuda").to(dtype)
     bias = torch.randn(333, device="cuda").to(dtype) if tokens > 1 else None
-    assert dispatch.select(problem("linear", x, scheme.spec(), 333)).name == "triton.linear"
+    assert dispatch.select(linear_problem("linear", x, scheme.spec(), 333)).name == "triton.linear"
     check(linear(x, tensors, bias, scheme), x, tensors, bias, scheme)
 
 

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import dispatch
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 from tests.random_weights import random_tensors
 
 from ..peers import llama_cpp
@@ -105,7 +104,7 @@ def _shape(
         scheme = weight_scheme(name)
         contestants[name] = _ours(scheme, x, out_features)
         nbytes[name] = int(scheme.bits(in_features, out_features) / 8 * in_features * out_features)
-        asked = problem("linear", x, scheme.spec(), out_features)
+        asked = linear_problem("linear", x, scheme.spec(), out_features)
         kernels[name] = dispatch.select(asked).name
     cached = {
         name: _cached(scheme, x)

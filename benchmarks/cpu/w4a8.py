@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.formats.catalog import QOQ_SCHEMES
 from hf_vq.formats.qoq import encode
-from hf_vq.ops import dispatch
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 from hf_vq.ops.w4a8 import quantize_tokens
 
 from ..timing import Contestant, cold_copies, interleave, speedup, summary
@@ -68,7 +67,7 @@ def _rows(out_features: int, in_features: int, tokens: int, rounds: int) -> list
             "tokens": tokens, **summary(seconds[name]),
         }  # fmt: skip
         if name in QOQ_SCHEMES:
-            asked = problem("w4a8_linear", x, name, out_features)
+            asked = linear_problem("w4a8_linear", x, name, out_features)
             row["kernel"] = dispatch.select(asked).name
             row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in against}
         found.append(row)

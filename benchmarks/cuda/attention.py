@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_vq import dispatch
 from hf_vq.cache.static import VQStaticLayer
 from hf_vq.errors import VQBackendError
-from hf_vq.ops import dispatch
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.library import attention_problem
 from hf_vq.ops.static import StaticKV, store
@@ -142,11 +142,10 @@ def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[s
 
 
 def _kernel(query: Tensor, cached: CachedKV) -> str:
-    """The row of the dispatch table that runs."""
+    """The entry of the dispatch table that runs."""
     asked = attention_problem(
-        query, cached.key_scheme, cached.value_scheme, HEAD_DIM, HEAD_DIM,
-        length=cached.length,
-        layout=f"{cached.key_layout} {cached.value_layout}",
+        query.device, query.dtype, cached.key_scheme, cached.value_scheme, HEAD_DIM, HEAD_DIM,
+        1, cached.length, cached.key_layout, cached.value_layout,
     )  # fmt: skip
     return dispatch.select(asked).name
 
@@ -182,9 +181,9 @@ def _store_rows(
         layer = VQStaticLayer(*layer_arguments(name, kv_heads, limit=_CAPACITY))
         prompt = torch.randn(2, batch, kv_heads, 2 * WINDOW, HEAD_DIM, dtype=_DTYPE, device="cuda")
         layer.update(*prompt.unbind())
-        asked = dispatch.Problem(
-            "store", "cuda", str(_DTYPE)[6:], f"{layer.k.spec} {layer.v.spec}",
-            1, _CAPACITY, HEAD_DIM, HEAD_DIM,
+        asked = dispatch.StoreProblem(
+            "cuda", str(_DTYPE)[6:], layer.k.spec, layer.v.spec,
+            1, _CAPACITY, HEAD_DIM, HEAD_DIM, "rows", "rows",
         )  # fmt: skip
         kernels[name] = dispatch.select(asked).name
         if kernels[name] != _REFERENCE:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cuda_fused
 from hf_vq.backends.cuda_linear import Stored
 from hf_vq.codegen.choose_dense import restorable
@@ -29,9 +29,8 @@ from hf_vq.codegen.plan import Dtype, LinearPlan
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import dispatch
 from hf_vq.ops.codes import rotation_of
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 from tests.random_weights import random_tensors
 
 from ..roofline.cuda import PLANS, reading
@@ -102,7 +101,7 @@ def _linear_rows(
     for name, sets in layers.items():
         scheme = weight_scheme(name)
         contestants[name] = ours(x, sets, scheme)
-        asked = problem("linear", x, scheme.spec(), out_features)
+        asked = linear_problem("linear", x, scheme.spec(), out_features)
         kernels[name] = dispatch.select(asked).name
         if tokens == 1:
             read[name] = sum(t.nbytes for key, t in sets[0].items() if key != "signs")

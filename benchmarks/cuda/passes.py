@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_vq import dispatch
 from hf_vq.backends import cutile
 from hf_vq.codegen.choose_linear import TILE_ROWS, LinearProblem, choose
 from hf_vq.codegen.device import device_arch
@@ -22,9 +23,8 @@ from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import dispatch
 from hf_vq.ops.codes import stored_arguments
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 
 from ..peers.cutile_cubins import by_driver
 from ..roofline.cuda import PLANS, reading
@@ -62,7 +62,7 @@ def run(
     """
     from hf_vq.backends import triton
 
-    reason = "there is no CUDA device" if not torch.cuda.is_available() else triton.needs()
+    reason = "there is no CUDA device" if not torch.cuda.is_available() else triton.available()
     if reason:
         raise VQBackendError(f"the suite cuda-passes needs a CUDA device and Triton: {reason}.")
     rows = []
@@ -104,7 +104,7 @@ def _timed(
     alone = [median(times) for name, times in seconds.items() if name.startswith("read ")]
     if alone:
         found |= {"read_us": 1e6 * min(alone), "filled_rows": filled_rows}
-    row = dispatch.select(problem("linear", x, scheme.spec(), out_features))
+    row = dispatch.select(linear_problem("linear", x, scheme.spec(), out_features))
     return {"kernel": row.name, **found}
 
 

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import dispatch
 from hf_vq.ops.codes import stored_arguments
 
 from ..peers import aqlm_cuda
@@ -115,7 +114,7 @@ def aqlm_layer(tensors: dict[str, Tensor], in_features: int) -> aqlm_cuda.Layer:
 
 
 def _dequantized(x: Tensor, scheme: VQScheme, sets: list[dict[str, Tensor]]) -> dict[str, _Call]:
-    (row,) = (row for row in dispatch.rows("linear") if row.name == "cuda.linear")
+    (row,) = (row for row in dispatch.entries("linear") if row.name == "cuda.linear")
     return {
         "dequantized, as QuIP# does": lambda i: row.run(x, *stored_arguments(sets[i]), None, scheme)
     }

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cuda_w4a8_inputs
 from hf_vq.codegen.device import device_arch, driver_attribute
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import QOQ_SCHEMES
 from hf_vq.formats.qoq import encode
-from hf_vq.ops import dispatch
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 
 from ..roofline.cuda import PLANS, reading
 from ..timing import Contestant, speedup, summary
@@ -90,7 +89,7 @@ def _rows(
     contestants, kernels, nbytes = dict(peers), {}, {}
     for name, sets in layers.items():
         contestants[name] = ours(x, sets, name)
-        kernels[name] = dispatch.select(problem("w4a8_linear", x, name, out_features)).name
+        kernels[name] = dispatch.select(linear_problem("w4a8_linear", x, name, out_features)).name
         nbytes[name] = sum(tensor.nbytes for tensor in sets[0].values())
     if tokens > 1:
         swizzled = "cuda.w4a8_wide" in kernels.values()

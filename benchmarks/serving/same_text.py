@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq.ops import attention_reference, dispatch
+from hf_vq import dispatch
+from hf_vq.ops import attention_reference
 
 PROMPT, NEW = 128, 64
 """Tokens of a prompt and of an answer: few, so that all requests are answered at the same time."""
@@ -29,9 +30,12 @@ Answers = Sequence[tuple[Sequence[int], Sequence[float]]]
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Attention over codes is computed by the reference, of pages a part of the batch at a time."""
-    copied = dispatch.Kernel("plain.attention", "attention", attention_reference.attention)
-    paged = dispatch.Kernel("plain.attention_paged", "attention_paged", _attention)
-    with dispatch.preferred(copied), dispatch.preferred(paged):
+    copied = dispatch.Implementation(attention_reference.attention)
+    paged = dispatch.Implementation(_attention)
+    with (
+        dispatch.preferred(dispatch.Entry("plain.attention", "attention", copied)),
+        dispatch.preferred(dispatch.Entry("plain.attention_paged", "attention_paged", paged)),
+    ):
         yield
 
 

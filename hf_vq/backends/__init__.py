@@ -1,1 +1,1 @@
-"""Who can run an op. Each module here only adds rows to the dispatch table of `hf_vq.ops`."""
+"""Ways to run an op, by device. `dispatch/table.py` names them, and imports what is asked for."""

@@ -1,20 +1,22 @@
-"""`append` and `attention` on the CPU: the KV cache rows of libhf_vq_cpu (`kernels/cpu/api.h`)."""
+"""`append` and `attention` on the CPU: a KV cache by libhf_vq_cpu (`kernels/cpu/api.h`)."""
 
 from __future__ import annotations
 
 import struct
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import dispatch
+from ..dispatch import Implementation
 from ..errors import VQBackendError, VQSchemeError
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
 from ..ops.attention import CachedKV
-from ..ops.layout import BLOCK_BITS, PLANES, QUADS, use_allocator
+from ..ops.layout import BLOCK_BITS, PLANES, QUADS
 from ..ops.library import parse
-from . import native, torch_ops
+from . import native, refusals, torch_ops
 
 LARGEST_DIM = 256
 VECTOR_SIZES = (1, 2, 4)
@@ -27,24 +29,6 @@ _append_codes = struct.Struct(f"@{_CODES}")
 _append_floats = struct.Struct(f"@{_FLOATS}")
 _step = struct.Struct(f"@{2 * _CODES}{5 * _FLOATS}P3q2P3qP7qi2f0q")
 _LAYOUTS = {QUADS: 1, PLANES: 2}
-
-
-def register() -> None:
-    """Add the rows to the dispatch table, and let blocks lie on huge pages."""
-    use_allocator("cpu", native.allocate)
-    kernels = (
-        dispatch.Kernel("cpu.vq_append", "append", _append, "cpu", needs, _accepts_append,
-                        direct=_direct_append),
-        dispatch.Kernel("cpu.vq_attention", "attention", _attention, "cpu", needs,
-                        accepts_attention, _layouts, direct=_direct_attention),
-    )  # fmt: skip
-    for kernel in kernels:
-        dispatch.register(kernel)
-
-
-def needs() -> str | None:
-    """None where the library is, else why there is none."""
-    return None if native.load() is not None else native.why_not()
 
 
 def key_layout(scheme: VQScheme) -> str:
@@ -68,12 +52,12 @@ def _objection(scheme: VQScheme, dim: int, layout: str, values: bool) -> str | N
     wanted = PLANES if values else key_layout(scheme)
     if scheme.residuals != 1 or scheme.lattice or scheme.codebook == "tile":
         return "KV codes have one stage, and a codebook for all rows or one per channel group"
-    if scheme.mode != "unbiased":
-        return f"mode {scheme.mode!r} is not computed by kernels"
+    if reason := refusals.mode(scheme):
+        return reason
     if scheme.vector_size not in VECTOR_SIZES or scheme.entry_bits not in BLOCK_BITS:
         return f"{scheme.notation()} has no kernel: x is 1, 2 or 4, codes have 4, 6 or 8 bits"
-    if scheme.has_zero:
-        return "rows have a zero"
+    if reason := refusals.zero(scheme):
+        return reason
     if scheme.rotation not in ("none", "hadamard"):
         return f"rotation {scheme.rotation!r}"
     if dim > LARGEST_DIM or dim % (4 * scheme.vector_size):
@@ -95,28 +79,34 @@ def _objection(scheme: VQScheme, dim: int, layout: str, values: bool) -> str | N
 
 
 def _wrong_dtype(dtype: str) -> str | None:
-    return None if getattr(torch, dtype) in _FLOAT_TYPES else f"dtype {dtype}"
+    return None if dtype in refusals.FLOATS else f"dtype {dtype}"
 
 
-def _accepts_append(problem: dispatch.Problem) -> str | None:
-    scheme = parse(problem.scheme)
-    values = problem.layout == PLANES
-    return _wrong_dtype(problem.dtype) or _objection(scheme, problem.k, problem.layout, values)
-
-
-def accepts_attention(problem: dispatch.Problem) -> str | None:
-    """None if the library attends to codes in these schemes and layouts, else why not."""
-    keys, values = map(parse, problem.scheme.split())
-    found = tuple(problem.layout.split()) or _layouts(problem)
-    return (
-        _wrong_dtype(problem.dtype)
-        or _objection(keys, problem.k, found[0], False)
-        or _objection(values, problem.value_dim, found[1], True)
+def supports_append(problem: dispatch.AppendProblem) -> str | None:
+    """None if the library encodes rows in this scheme and layout, else the reason why not."""
+    scheme, values = parse(problem.scheme), problem.layout == PLANES
+    return _wrong_dtype(problem.dtype) or _objection(
+        scheme, problem.head_dim, problem.layout, values
     )
 
 
-def _layouts(problem: dispatch.Problem) -> tuple[str, str]:
-    return key_layout(parse(problem.scheme.split()[0])), PLANES
+def supports_attention(
+    problem: dispatch.AttentionProblem | dispatch.StaticAttentionProblem | dispatch.StoreProblem,
+) -> str | None:
+    """None if the library attends to codes in these schemes and layouts, else why not."""
+    keys, values = parse(problem.key_scheme), parse(problem.value_scheme)
+    key_layout, value_layout = problem.key_layout, problem.value_layout
+    if not key_layout:
+        key_layout, value_layout = _layouts(problem)
+    return (
+        _wrong_dtype(problem.dtype)
+        or _objection(keys, problem.head_dim, key_layout, False)
+        or _objection(values, problem.value_dim, value_layout, True)
+    )
+
+
+def _layouts(problem: Any) -> tuple[str, str]:
+    return key_layout(parse(problem.key_scheme)), PLANES
 
 
 def _codes(
@@ -256,12 +246,12 @@ def _attention(
     return out
 
 
-def _direct_append(problem: dispatch.Problem) -> dispatch.Direct | None:
+def bind_append(problem: dispatch.AppendProblem) -> dispatch.Bound | None:
     """`hf_vq::cpu_append`, if torch lets us register it."""
     op = torch_ops.cpu_append()
     if op is None:
         return None
-    shape = _shape_tensor(problem.scheme, problem.k, problem.layout)
+    shape = _shape_tensor(problem.scheme, problem.head_dim, problem.layout)
     none = torch.empty(0, device="cpu")
 
     def run(
@@ -275,15 +265,15 @@ def _direct_append(problem: dispatch.Problem) -> dispatch.Direct | None:
     return run
 
 
-def _direct_attention(problem: dispatch.Problem) -> dispatch.Direct | None:
+def bind_attention(problem: dispatch.AttentionProblem) -> dispatch.Bound | None:
     """`hf_vq::cpu_attention`, if torch lets us register it."""
     op = torch_ops.cpu_attention()
     if op is None:
         return None
-    sides = zip(
-        problem.scheme.split(), (problem.k, problem.value_dim), problem.layout.split(), strict=True
+    shapes = (
+        _shape_tensor(problem.key_scheme, problem.head_dim, problem.key_layout),
+        _shape_tensor(problem.value_scheme, problem.value_dim, problem.value_layout),
     )
-    shapes = [_shape_tensor(*side) for side in sides]
     none = torch.empty(0, device="cpu")
 
     def run(query: Tensor, cached: CachedKV, scaling: float, softcap: float) -> Tensor | None:
@@ -323,3 +313,7 @@ def scores(
         parse(c.key_scheme), parse(c.value_scheme), c.key_layout, c.value_layout, score,
     )  # fmt: skip
     return score
+
+
+APPEND = Implementation(_append, supports_append, bind_append)
+ATTENTION = Implementation(_attention, supports_attention, bind_attention, _layouts)

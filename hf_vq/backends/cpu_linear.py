@@ -1,4 +1,4 @@
-"""The rows `cpu.linear` and `cpu.decode`: weights as codes, computed on by libhf_vq_cpu.
+"""`cpu.linear` and `cpu.decode`: weights as codes, computed on by libhf_vq_cpu.
 
 Few tokens multiply with codes in the kernel. For many, and for codes that have no kernel, the
 weight is decoded, some rows at a time so that they stay in the cache, and PyTorch multiplies.
@@ -13,18 +13,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .. import dispatch
+from ..dispatch import Implementation
 from ..formats.packing import unpack_bits
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
-from ..ops.library import problem
-from . import native, torch_ops
+from ..ops.library import linear_problem
+from . import native, refusals, torch_ops
 
 # Up to here the kernel multiplies with codes, by instruction set.
 FEW_TOKENS = {"zen4": 128, "avx512": 128}
 FEW_TOKENS_ELSEWHERE = 16  # without an instruction for sums of 8-bit products, or of floats
 DECODED_ROWS = 256  # output features at a time
 
-_DTYPES = {"float32", "float16", "bfloat16"}
 _HALF = torch.float16
 _TABLES = {(8, 8), (8, 12)}  # vectors of eight whose entries are rounded to 8 bits
 _SHARED, _TILE, _E8P = range(3)  # enum hf_vq_scope
@@ -84,20 +84,24 @@ def _numbers(scheme: VQScheme, in_features: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def accepts(problem: dispatch.Problem) -> str | None:
-    """None if the library knows such a matrix, else the reason why not."""
-    scheme = VQScheme.parse(problem.scheme)
-    if problem.op == "linear" and problem.dtype not in _DTYPES:
-        return f"inputs are {problem.dtype}"
+def supports(problem: dispatch.LinearProblem) -> str | None:
+    """None if the library multiplies with such a matrix, else the reason why not."""
+    reason = refusals.dtype(problem.dtype, refusals.FLOATS)
+    return reason or _decodable(VQScheme.parse(problem.scheme))
+
+
+def supports_decode(problem: dispatch.DecodeProblem) -> str | None:
+    """None if the library decodes such rows, else the reason why not."""
+    return _decodable(VQScheme.parse(problem.scheme))
+
+
+def _decodable(scheme: VQScheme) -> str | None:
     if scheme.stages != "independent":
         return f"{scheme.stages} stages have a second pass"
-    if scheme.mode != "unbiased":
-        return f"mode {scheme.mode!r} is not computed by kernels"
-    if scheme.rotation == "qr":
-        return "a QR rotation is a matrix product"
-    if scheme.has_zero:
-        return "rows have a zero"
-    return "it has codebooks per channel group" if scheme.codebook == "channel_group" else None
+    reason = refusals.mode(scheme) or refusals.qr(scheme) or refusals.zero(scheme)
+    if reason is None and scheme.codebook == "channel_group":
+        return "it has codebooks per channel group"
+    return reason
 
 
 def linear(
@@ -156,13 +160,17 @@ def linear(
     return y
 
 
-def direct(problem: dispatch.Problem) -> dispatch.Direct | None:
+def bind(problem: dispatch.LinearProblem) -> dispatch.Bound | None:
     """`hf_vq::cpu_linear` for a problem of few tokens, if torch lets us register it."""
     op, scheme = torch_ops.cpu_linear(), VQScheme.parse(problem.scheme)
     few = problem.tokens <= FEW_TOKENS_ELSEWHERE
-    if op is None or not few or not matrix(scheme, problem.n, problem.k).has_kernel:
+    if (
+        op is None
+        or not few
+        or not matrix(scheme, problem.out_features, problem.in_features).has_kernel
+    ):
         return None
-    numbers = torch.tensor(_numbers(scheme, problem.k), dtype=torch.int32, device="cpu")
+    numbers = torch.tensor(_numbers(scheme, problem.in_features), dtype=torch.int32, device="cpu")
     none = torch.empty(0, device="cpu")
 
     def run(
@@ -181,7 +189,7 @@ def direct(problem: dispatch.Problem) -> dispatch.Direct | None:
     return run
 
 
-def _together(
+def grouped(
     x: Tensor,
     codes: list[Tensor],
     codebook: list[Tensor],
@@ -193,7 +201,7 @@ def _together(
     """One after the other; what is saved is the way through torch's dispatcher."""
     spec, found = scheme.spec(), []
     for w, book, factors, signs, added in zip(codes, codebook, scale, rotation, bias, strict=True):
-        run = dispatch.direct(problem("linear", x, spec, len(w)))
+        run = dispatch.bind(linear_problem("linear", x, spec, len(w)))
         y = None if run is None else run(x, w, book, factors, signs, added)
         if y is None:
             y = linear(x, w, book, factors, signs, None, None, None, None, added, scheme)
@@ -222,14 +230,16 @@ def _multiply_decoded(library: ctypes.CDLL, stored: Matrix, x: Tensor) -> Tensor
     status = library.hf_vq_rotate(
         pointer, x.data_ptr(), native.DTYPES[x.dtype], len(x), rotated.data_ptr(), number
     )
-    native.check(status, "rotate")
+    if status != native.OK:
+        native.check(status, "rotate")
     out_features: int = stored.out
     dense = torch.empty((min(DECODED_ROWS, out_features), stored.in_features), dtype=dtype)
     y = torch.empty((out_features, len(x)), dtype=dtype)
     for first in range(0, out_features, DECODED_ROWS):
         count = min(DECODED_ROWS, out_features - first)
         status = library.hf_vq_decode(pointer, first, count, dense.data_ptr(), number)
-        native.check(status, "decode")
+        if status != native.OK:
+            native.check(status, "decode")
         torch.mm(dense[:count], rotated.T, out=y[first : first + count])
     return y.T
 
@@ -269,9 +279,10 @@ def decode(
     return rows
 
 
-def _remark(problem: dispatch.Problem) -> str | None:
+def note(problem: dispatch.LinearProblem) -> str | None:
+    """What to say of codes whose rows are decoded at every call."""
     scheme = VQScheme.parse(problem.scheme)
-    if matrix(scheme, problem.n, problem.k).has_kernel:
+    if matrix(scheme, problem.out_features, problem.in_features).has_kernel:
         return None
     return (
         f"{scheme.notation()} has no kernel that multiplies with codes: its rows are decoded, "
@@ -279,25 +290,5 @@ def _remark(problem: dispatch.Problem) -> str | None:
     )
 
 
-def needs() -> str | None:
-    """None where the library is, else why there is none."""
-    return native.why_not() or None
-
-
-def register() -> None:
-    """Add the rows to the top of the dispatch table."""
-    for kernel in (
-        dispatch.Kernel(
-            "cpu.linear",
-            "linear",
-            linear,
-            "cpu",
-            needs,
-            accepts,
-            direct=direct,
-            together=_together,
-            remark=_remark,
-        ),
-        dispatch.Kernel("cpu.decode", "decode", decode, "cpu", needs, accepts),
-    ):
-        dispatch.register(kernel, first=True)
+LINEAR = Implementation(linear, supports, bind, grouped=grouped, note=note)
+DECODE = Implementation(decode, supports_decode)

@@ -1,4 +1,4 @@
-"""The row `cpu.nested_linear`: a few tokens and nested passes of 4 + 4 bits, by libhf_vq_cpu.
+"""`cpu.nested_linear`: a few tokens and nested passes of 4 + 4 bits, by libhf_vq_cpu.
 
 `kernels/cpu/linear_nested.h` looks up both codes of a weight at once, in one table of 16 bits.
 """
@@ -10,28 +10,27 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ..dispatch import Implementation, LinearProblem
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
-from . import native, two_passes
-from .cpu_linear import Matrix, matrix, needs
+from . import native, refusals, two_passes
+from .cpu_linear import Matrix, matrix
 
 FEW_TOKENS = 64  # codes are read once for each: merging them costs about as much as 100 tokens
 BITS = 4  # of both codes
-_DTYPES = {"float32", "float16", "bfloat16"}
 
 
-def accepts(problem: dispatch.Problem) -> str | None:
+def supports(problem: LinearProblem) -> str | None:
     """None if the library multiplies with both codes at once, else the reason why not."""
     scheme = VQScheme.parse(problem.scheme)
     if scheme.stages != "nested" or (scheme.entry_bits, scheme.second_bits) != (BITS, BITS):
         return f"not nested passes of {BITS} + {BITS} bits"
-    if problem.dtype not in _DTYPES:
-        return f"inputs are {problem.dtype}"
-    if problem.tokens > FEW_TOKENS:
+    reason = refusals.dtype(problem.dtype, refusals.FLOATS)
+    if reason is None and problem.tokens > FEW_TOKENS:
         return f"more than {FEW_TOKENS} tokens"
-    if scheme.rotation == "qr":
-        return "a QR rotation is a matrix product"
-    library, stored = native.load(), _first(scheme, problem.n, problem.k)
+    reason = reason or refusals.qr(scheme)
+    if reason:
+        return reason
+    library, stored = native.load(), _first(scheme, problem.out_features, problem.in_features)
     if library is None or library.hf_vq_nested_supports(ctypes.byref(stored)) != native.OK:
         return "rows or scale groups are no multiples of 128"
     return None
@@ -83,7 +82,4 @@ def linear(
     return y
 
 
-def register() -> None:
-    """Add the row to the top of the dispatch table."""
-    row = dispatch.Kernel("cpu.nested_linear", "linear", linear, "cpu", needs, accepts)
-    dispatch.register(row, first=True)
+LINEAR = Implementation(linear, supports)

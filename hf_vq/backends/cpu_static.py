@@ -8,17 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..dispatch import Implementation
 from ..formats.scheme import VQScheme
-from ..ops import append_kv, dispatch, static_reference
+from ..ops import append_kv, static_reference
 from ..ops.attention import CachedKV, attention
 from . import cpu_attention
-
-
-def register() -> None:
-    """Add the rows to the dispatch table."""
-    needs, accepts = cpu_attention.needs, cpu_attention.accepts_attention
-    for op, run in (("store", store), ("attention_static", attention_static)):
-        dispatch.register(dispatch.Kernel(f"cpu.vq_{op}", op, run, "cpu", needs, accepts))
 
 
 def store(
@@ -124,3 +118,7 @@ def _in_order(tail: Tensor, begin: int, end: int) -> Tensor:
     """The tokens begin .. end - 1 of a ring, a view where they lie one after another."""
     parts = [tail.narrow(2, slot, count) for _, slot, count in _pieces(begin, end, tail.shape[2])]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+STORE = Implementation(store, cpu_attention.supports_attention)
+STATIC = Implementation(attention_static, cpu_attention.supports_attention)

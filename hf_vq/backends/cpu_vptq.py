@@ -1,4 +1,4 @@
-"""The row `cpu.vptq_linear`: weights as VPTQ publishes them, multiplied by libhf_vq_cpu."""
+"""`cpu.vptq_linear`: weights as VPTQ publishes them, multiplied by libhf_vq_cpu."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from ..dispatch import Implementation, PublishedLinearProblem
 from ..formats.published import VptqLayout
 from ..formats.published.layout import dtype_named
-from ..ops import dispatch, published
-from . import native
+from ..ops import published
+from . import native, refusals
 
-_DTYPES = {"float32", "float16", "bfloat16"}
 _ADDRESSES = {  # fields of hf_vq_vptq, and keys of the stored tensors
     "codes": "codes", "book": "centroids", "rest": "res_centroids",
     "outlier_codes": "outlier_indices", "outlier_book": "outlier_centroids",
@@ -51,15 +51,15 @@ def matrix(layout: VptqLayout, rows: int, columns: int, *addresses: int | None) 
     )  # fmt: skip
 
 
-def accepts(problem: dispatch.Problem) -> str | None:
+def supports(problem: PublishedLinearProblem) -> str | None:
     """None if the library multiplies with such codes, else the reason why not."""
-    layout = published.parse(problem.scheme)
+    layout = published.parse(problem.published)
     if not isinstance(layout, VptqLayout):
         return f"the library knows VPTQ's layout, not that of {layout.name()}"
-    if problem.dtype not in _DTYPES:
-        return f"inputs are {problem.dtype}"
+    if reason := refusals.dtype(problem.dtype, refusals.FLOATS):
+        return reason
     library = native.load()
-    described = ctypes.byref(matrix(layout, problem.n, problem.k))
+    described = ctypes.byref(matrix(layout, problem.out_features, problem.in_features))
     if library is None or library.hf_vq_vptq_supports(described) != native.OK:
         return f"{layout.name()} with {layout.dtype} codebooks: entries have more rows, or 32 bits"
     return None
@@ -93,13 +93,4 @@ def linear(
     return y
 
 
-def _needs() -> str | None:
-    return native.why_not() or None
-
-
-def register() -> None:
-    """Add the row to the top of the dispatch table."""
-    dispatch.register(
-        dispatch.Kernel("cpu.vptq_linear", "published_linear", linear, "cpu", _needs, accepts),
-        first=True,
-    )
+LINEAR = Implementation(linear, supports)

@@ -1,4 +1,4 @@
-"""The row `cpu.w4a8_linear`: integers of 4 and 8 bits, multiplied by libhf_vq_cpu."""
+"""`cpu.w4a8_linear`: integers of 4 and 8 bits, multiplied by libhf_vq_cpu."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from ..dispatch import Implementation, W4A8LinearProblem
 from ..errors import VQSchemeError
 from ..formats.qoq import QoQScheme
-from ..ops import dispatch, w4a8
-from . import native
-
-_DTYPES = {"float32", "float16", "bfloat16"}
+from ..ops import w4a8
+from . import native, refusals
 
 
 class Matrix(ctypes.Structure):
@@ -35,17 +34,17 @@ def matrix(scheme: QoQScheme, rows: int, columns: int, *addresses: int | None) -
     return Matrix(codes, scale, of_row, step, of_groups, rows, columns, scheme.group_of(columns))
 
 
-def accepts(problem: dispatch.Problem) -> str | None:
+def supports(problem: W4A8LinearProblem) -> str | None:
     """None if the library multiplies with such a matrix, else the reason why not."""
-    if problem.dtype not in _DTYPES:
-        return f"inputs are {problem.dtype}"
+    if reason := refusals.dtype(problem.dtype, refusals.FLOATS):
+        return reason
     try:
-        described = matrix(w4a8.parse(problem.scheme), problem.n, problem.k)
+        described = matrix(w4a8.parse(problem.scheme), problem.out_features, problem.in_features)
     except VQSchemeError as error:
         return str(error)
     library = native.load()
     if library is None or library.hf_vq_w4a8_supports(ctypes.byref(described)) != native.OK:
-        return f"sums of {problem.k} products may need more than 32 bits"
+        return f"sums of {problem.in_features} products may need more than 32 bits"
     return None
 
 
@@ -82,13 +81,4 @@ def linear(
     return y
 
 
-def _needs() -> str | None:
-    return native.why_not() or None
-
-
-def register() -> None:
-    """Add the row to the top of the dispatch table."""
-    dispatch.register(
-        dispatch.Kernel("cpu.w4a8_linear", "w4a8_linear", linear, "cpu", _needs, accepts),
-        first=True,
-    )
+LINEAR = Implementation(linear, supports)

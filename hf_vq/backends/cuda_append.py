@@ -15,9 +15,11 @@ from ..codegen.device import device_arch
 from ..codegen.kv_plan import AppendPlan
 from ..codegen.launch import Kernel, Prepared
 from ..codegen.store import default_store
+from ..dispatch import Implementation
 from ..errors import VQBackendError, VQFormatError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
+from . import cuda_kv_supports
 from .cuda_linear import DTYPES, on_device
 
 FEW_ROWS = 8  # of a multiprocessor: as many blocks share the search for one
@@ -388,3 +390,7 @@ def shares_of(rows: int, blocks: int, sms: int) -> int:
         blocks: that it takes for all codebooks; 0 = none is learned.
     """
     return min(rows, max(1, 2 * sms // max(blocks, 1)))
+
+
+APPEND = Implementation(append, cuda_kv_supports.append)
+PAGED = Implementation(append_paged, cuda_kv_supports.append_paged)

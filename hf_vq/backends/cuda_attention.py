@@ -26,9 +26,11 @@ from ..codegen.device import device_arch
 from ..codegen.launch import Kernel, Prepared
 from ..codegen.memory import zeros
 from ..codegen.store import default_store
+from ..dispatch import Implementation
 from ..errors import VQBackendError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
+from . import cuda_kv_supports
 from .cuda_codebooks import KEYS, VALUES, tables
 from .cuda_linear import DTYPES, on_device
 
@@ -420,3 +422,8 @@ def _coded(codes: Tensor, scale: Tensor, codebook: Tensor) -> tuple[int, ...]:
         codes.data_ptr(), scale.data_ptr(), codebook.data_ptr(), of_codes[0], of_codes[1],
         of_scale[0], of_scale[1],
     )  # fmt: skip
+
+
+ATTENTION = Implementation(attention, cuda_kv_supports.attention)
+STATIC = Implementation(attention_static, cuda_kv_supports.attention)
+PAGED = Implementation(attention_paged, cuda_kv_supports.attention_paged)

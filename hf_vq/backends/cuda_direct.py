@@ -6,14 +6,17 @@ tensors that need a copy, `cuda_fused.linear` does it, which also lets kernels o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..codegen.choose_linear import token_bucket
+from ..dispatch import Bound, Implementation, LinearProblem
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
-from . import cuda_fused, torch_ops
+from ..ops.library import parse
+from . import cuda_fused, cuda_supports, torch_ops
 from .cuda_linear import stored_sizes
 
 FIELDS = ("device", "dtype", "rows", "columns", "tokens", "codes", "codebook", "scale", "signs",
@@ -23,47 +26,36 @@ FIELDS = ("device", "dtype", "rows", "columns", "tokens", "codes", "codebook", "
 """Fields of hf_vq_cuda_launch (kernels/cpu/api.h), in their order."""
 
 
-def direct(problem: dispatch.Problem, scheme: VQScheme) -> dispatch.Direct:
-    """How `ops.linear` calls the row `cuda.fused_linear`."""
-    op, in_features = torch_ops.cuda_linear(), problem.k
+def bind(problem: LinearProblem) -> Bound | None:
+    """The op for a problem of one pass; None where torch does not let us register it."""
+    op, in_features, scheme = torch_ops.cuda_linear(), problem.in_features, parse(problem.scheme)
+    if op is None or scheme.two_passes:
+        return None
     launches: dict[tuple[int, int], Tensor] = {}  # by device, and numbers of x
     none = torch.empty(0, device="cpu")
-
-    def by_python(
-        x: Tensor,
-        codes: Tensor,
-        codebook: Tensor,
-        scale: Tensor,
-        rotation: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
-        return cuda_fused.linear(x, codes, codebook, scale, rotation, bias, scheme)
-
-    if op is None:
-        return by_python
 
     def run(
         x: Tensor,
         codes: Tensor,
         codebook: Tensor,
         scale: Tensor,
-        rotation: Tensor | None,
+        signs: Tensor | None,
         bias: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         ordinal, numel = x.get_device(), x.numel()
         if (
             # Python launches first: it remembers who wrote the codes, for graphs to come.
             not cuda_fused.is_known(codes) or ordinal != torch._C._cuda_getDevice() or not numel
         ):
-            return by_python(x, codes, codebook, scale, rotation, bias)
+            return None
         launch = launches.get((ordinal, numel))
         if launch is None:
             tokens = numel // in_features
-            launch = prepared(scheme, problem.n, in_features, tokens, x.dtype, ordinal)
+            launch = prepared(scheme, problem.out_features, in_features, tokens, x.dtype, ordinal)
             launches[ordinal, numel] = launch
-        signs, added = none if rotation is None else rotation, none if bias is None else bias
+        signs, added = none if signs is None else signs, none if bias is None else bias
         y: Tensor | None = op(x, codes, codebook, scale, signs, added, launch)
-        return by_python(x, codes, codebook, scale, rotation, bias) if y is None else y
+        return y
 
     return run
 
@@ -116,3 +108,18 @@ def prepared(
         }
     numbers = [values.get(name, 0) for name in FIELDS]
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _run(*arguments: Any) -> Tensor:
+    x, codes, codebook, scale, rotation, codes_2, codebook_2, *_, bias, scheme = arguments
+    table = codebook if codes_2 is None else codebook_2  # nested: one for both passes
+    return cuda_fused.linear(x, codes, table, scale, rotation, bias, scheme, codes_2)
+
+
+LINEAR = Implementation(
+    _run,
+    cuda_supports.fused_linear,
+    bind,
+    grouped=cuda_fused.linears,
+    note=cuda_supports.slower_than_dense,
+)

@@ -13,9 +13,11 @@ from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.plan import EncodePlan
 from ..codegen.store import default_store
+from ..dispatch import Implementation
 from ..errors import VQFormatError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
+from . import cuda_supports
 from .cuda_linear import _ready
 
 _WARP = 32
@@ -88,3 +90,6 @@ def encode_weight(
     stream = packed_size(in_features // scheme.vector_size, scheme.entry_bits) * scheme.streams
     packed = codes.view(torch.uint8)[: count * stream].view(count, stream)
     return packed, scale.view(count, -1)
+
+
+ENCODE = Implementation(encode_weight, cuda_supports.encode_weight)

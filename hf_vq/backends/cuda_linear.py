@@ -27,10 +27,11 @@ from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.plan import DecodePlan, DensePlan, Dtype, RotatePlan
 from ..codegen.store import default_store
+from ..dispatch import Implementation, bucket
 from ..errors import VQBackendError, VQFormatError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
+from . import cuda_supports
 
 DECODED_BYTES = 128 << 20  # of dense rows at a time: smaller products would take longer
 
@@ -185,8 +186,8 @@ class Stored:
             first: a multiple of `rows_at_a_time`.
         """
         rows, ordinal = len(out), out.device.index
-        bucket = min(dispatch.bucket(self.rows), _ROWS_OF_A_PLAN)
-        kernel, plan = _decoder(self.scheme, bucket, self.in_features, out.dtype, ordinal)
+        rows_of_plan = min(bucket(self.rows), _ROWS_OF_A_PLAN)
+        kernel, plan = _decoder(self.scheme, rows_of_plan, self.in_features, out.dtype, ordinal)
         kernel(
             _blocks(panels(plan, rows, self.in_features)),
             torch._C._cuda_getCurrentRawStream(ordinal),
@@ -398,3 +399,8 @@ def decode(
         if scheme.rotation != "none":
             _rotate(rows, rotation, scheme, rows, inverse=True)
     return decoded
+
+
+LINEAR = Implementation(linear, cuda_supports.linear)
+DECODE = Implementation(decode, cuda_supports.decode)
+ROTATE = Implementation(rotate, cuda_supports.rotate)

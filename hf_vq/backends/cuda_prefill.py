@@ -24,12 +24,12 @@ from ..codegen.choose_prefill import blocks, decodable_kv, decode_kv_plan, merge
 from ..codegen.kv_plan import DecodeKVPlan, MergePlan
 from ..codegen.launch import Kernel
 from ..codegen.store import default_store
+from ..dispatch import Implementation, bucket
 from ..errors import VQFormatError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
 from ..ops.reference import in_dtype
-from . import torch_attention
+from . import cuda_kv_supports, torch_attention
 from .attention_masks import remembered
 from .attention_maths import Maths, Part, Side
 from .cuda_linear import DTYPES, _ready
@@ -216,7 +216,7 @@ def _cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
     queries, those of a kv head side by side, are filled up to one of a few numbers."""
     batch, heads, queries, _ = query.shape
     rows = heads // keys.shape[1] * queries
-    unit = max(dispatch.bucket(rows) // _SIZES, _SMALLEST_UNIT)
+    unit = max(bucket(rows) // _SIZES, _SMALLEST_UNIT)
     grouped = query.reshape(batch, keys.shape[1], rows, -1)
     if rows % unit:
         grouped = torch.nn.functional.pad(grouped, (0, 0, 0, -rows % unit))
@@ -342,3 +342,16 @@ def attention(query: Tensor, *arguments: Any) -> Tensor:
     """Attention over a coded cache, as `torch_attention.attention`."""
     with torch.cuda.device(query.device):
         return torch_attention.attention(query, *arguments, maths=_MATHS)
+
+
+def _decode_rows(codes: Tensor, codebook: Tensor, scale: Tensor, *more: Any) -> Tensor:
+    """Rows of integers (`ops.reference.decode`): [..., length] float32."""
+    *_, scheme, length = more
+    stored = codes.reshape(1, 1, -1, codes.shape[-1]), scale.reshape(1, 1, -1, scale.shape[-1])
+    with torch.cuda.device(codes.device):
+        rows = decode(*stored, codebook, None, scheme, length, torch.float32)
+    return rows.view(*codes.shape[:-1], length)
+
+
+ATTENTION = Implementation(attention)
+DECODE = Implementation(_decode_rows, cuda_kv_supports.decode_integers)

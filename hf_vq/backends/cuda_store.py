@@ -12,10 +12,12 @@ from ..codegen.choose_append import append_plan, store_plan
 from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.store import default_store
+from ..dispatch import Implementation
 from ..errors import VQFormatError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
 from ..ops import static_reference
+from . import cuda_kv_supports
 from .cuda_append import grid_of, shares_of
 from .cuda_linear import DTYPES
 
@@ -209,3 +211,6 @@ def store(
             dependent=True,
         )
     return None
+
+
+STORE = Implementation(store, cuda_kv_supports.store)

@@ -6,6 +6,7 @@ Launches are prepared here; `cuda_fused` keeps and runs them, as it does those o
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.plan import TilePlan
 from ..codegen.store import default_store
+from ..dispatch import Implementation
 from ..errors import VQBackendError
 from ..formats.scheme import VQScheme
-from . import cuda_fused
+from . import cuda_fused, cuda_supports
 from .cuda_arguments import LinearArguments
 from .cuda_linear import DTYPES
 
@@ -99,3 +101,11 @@ def linear(
         for of_x, of_y in parts:
             cuda_fused.run(of_x, *stored, of_y, ordinal, launch)
     return y
+
+
+def _run(*arguments: Any) -> Tensor:
+    x, codes, codebook, scale, rotation, *_, bias, scheme = arguments  # no second pass
+    return linear(x, codes, codebook, scale, rotation, bias, scheme)
+
+
+LINEAR = Implementation(_run, cuda_supports.tile_linear)

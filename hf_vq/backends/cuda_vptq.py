@@ -21,9 +21,11 @@ from ..codegen.launch import Kernel
 from ..codegen.plan import Plan
 from ..codegen.store import default_store
 from ..codegen.vptq_plan import VptqPlan
+from ..dispatch import Implementation
 from ..errors import VQBackendError
 from ..formats.published import VptqLayout
 from ..ops import published
+from . import cuda_supports
 from .cuda_linear import DECODED_BYTES, DTYPES, _ready
 
 _LANES = 32
@@ -213,3 +215,9 @@ def linear_many(
             else:
                 torch.addmm(bias[part].to(x.dtype), inputs, weight.T, out=products[:, part])
     return y
+
+
+LINEAR = Implementation(
+    linear_few, cuda_supports.vptq_linear, note=cuda_supports.vptq_slower_than_dense
+)
+DECODED = Implementation(linear_many, cuda_supports.vptq_decoded)

@@ -21,10 +21,11 @@ from ..codegen.choose_w4a8 import W4A8Problem
 from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.w4a8_plan import W4A8Plan, W4A8WidePlan
+from ..dispatch import Fused, Implementation
 from ..errors import VQBackendError, VQFormatError
 from ..formats.qoq import QoQScheme
 from ..ops import w4a8
-from . import cuda_w4a8_inputs
+from . import cuda_w4a8_inputs, cuda_w4a8_supports
 from .cuda_linear import DTYPES, on_device
 from .cuda_overlap import Launches
 from .cuda_w4a8_inputs import Rounded, aligned
@@ -196,3 +197,15 @@ def run(
         *(None if tensor is None else tensor.data_ptr() for tensor in held),
         *inputs, None if bias is None else bias.data_ptr(), y.data_ptr(), *sizes, dependent=early,
     )  # fmt: skip
+
+
+def _fused(many: bool) -> Fused:
+    inputs, of_kernel = cuda_w4a8_inputs, functools.partial
+    return Fused(
+        of_kernel(inputs.tokens, many), of_kernel(inputs.norm, many),
+        of_kernel(inputs.gated, many), of_kernel(multiply, many),
+    )  # fmt: skip
+
+
+LINEAR = Implementation(linear, cuda_w4a8_supports.linear, fused=_fused(False))
+WIDE_LINEAR = Implementation(linear_many, cuda_w4a8_supports.wide_linear, fused=_fused(True))

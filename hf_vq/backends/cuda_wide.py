@@ -6,6 +6,7 @@ Launches are prepared here; `cuda_fused` runs them, as it does those for few tok
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from ..codegen.device import device_arch
 from ..codegen.launch import Kernel
 from ..codegen.plan import WidePlan
 from ..codegen.store import default_store
+from ..dispatch import Implementation
 from ..errors import VQBackendError
 from ..formats.scheme import VQScheme
-from . import cuda_fused
+from . import cuda_fused, cuda_supports
 from .cuda_arguments import LinearArguments
 from .cuda_linear import DTYPES
 
@@ -98,3 +100,11 @@ def linear(
         launch = _prepare(scheme, rows, in_features, tokens, x.dtype, ordinal)
         cuda_fused.run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal, launch)
     return y
+
+
+def _run(*arguments: Any) -> Tensor:
+    x, codes, codebook, scale, rotation, *_, bias, scheme = arguments  # no second pass
+    return linear(x, codes, codebook, scale, rotation, bias, scheme)
+
+
+LINEAR = Implementation(_run, cuda_supports.wide_linear)

@@ -22,11 +22,12 @@ import torch
 from cuda.tile import compilation
 from torch import Tensor
 
+from ..dispatch import Implementation
 from ..errors import VQFormatError
 from ..formats.scheme import VQScheme
 from ..formats.tensors import tensor_specs
-from ..ops import reference  # no op: this row is all that runs where HF_VQ_BACKEND asks for it
-from .cutile import ROWS, STEP, TOKENS
+from ..ops import reference  # no op: this entry is all that runs where HF_VQ_BACKEND asks for it
+from .cutile import ROWS, STEP, TOKENS, supports
 
 BYTES = STEP // 2  # of a row and a pass
 
@@ -149,3 +150,6 @@ def linear(
     with torch.cuda.device(x.device):
         ct.launch(torch.cuda.current_stream(), grid, linear_kernel, arguments)
     return y if bias is None else y.add_(bias)
+
+
+LINEAR = Implementation(linear, supports)

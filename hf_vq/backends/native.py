@@ -132,6 +132,11 @@ def why_not() -> str:
     return _open()[1]
 
 
+def available() -> str | None:
+    """None where the library is, else the reason why not, for the dispatch table."""
+    return why_not() or None
+
+
 def abi_version() -> int | None:
     """The ABI version of the loaded library, or None without one."""
     library = load()

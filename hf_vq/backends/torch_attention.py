@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch import Implementation
 from ..formats.scheme import VQScheme
-from ..ops import attention_reference, dispatch, reference
+from ..ops import attention_reference, reference
 from .attention_masks import band_rule, capturing, left_padding, remembered
 from .attention_maths import PLAIN, Maths, Part, Side
 
@@ -268,6 +269,4 @@ def attention(
     return torch.cat([whole.row(index, *row).finished(s_aux) for index, row in enumerate(rows)])
 
 
-def register() -> None:
-    """Add the row to the dispatch table."""
-    dispatch.register(dispatch.Kernel("torch.attention", "attention", attention))
+ATTENTION = Implementation(attention)

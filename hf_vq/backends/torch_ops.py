@@ -4,7 +4,7 @@
 A call of `hf_vq::linear` passes through its formula for gradients, the dispatch table and ctypes,
 all of it Python. These ops are registered through torch's C shim, by addresses that ctypes looks
 up, and take only what the kernel reads as it is. `ops.linear` calls them where the table chose
-their row and nothing but the result is asked for.
+their entry and nothing but the result is asked for.
 """
 
 from __future__ import annotations

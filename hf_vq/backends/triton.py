@@ -1,6 +1,6 @@
-"""The row `triton.linear`, and what it needs: for GPUs without NVRTC (ROCm, XPU).
+"""What `triton.linear` needs and supports: for GPUs without NVRTC (ROCm, XPU).
 
-Triton, and what it runs (`triton_linear`), is imported when a tensor on a GPU asks for it.
+Triton, and what it runs (`triton_linear`), is imported once `available` says that it is there.
 """
 
 from __future__ import annotations
@@ -8,14 +8,11 @@ from __future__ import annotations
 import functools
 import math
 
-from torch import Tensor
-
+from ..dispatch import LinearProblem
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
+from . import refusals
 
 OLDEST = (3, 2)  # gathers in shared memory
-DEVICES = ("cuda", "xpu")  # PyTorch calls ROCm cuda
-DTYPES = ("float16", "bfloat16", "float32")
 VECTOR_SIZES = (1, 2, 4)  # an entry is one integer of 16, 32 or 64 bits
 
 _WEIGHTS = 128  # of a row at a time
@@ -24,7 +21,7 @@ _MOST_CODES, _WORD_BITS = 8, 32  # of a unit
 
 
 @functools.cache
-def needs() -> str | None:
+def available() -> str | None:
     """None if Triton is here and finds a GPU, else the reason why not."""
     try:
         import triton
@@ -42,18 +39,10 @@ def needs() -> str | None:
     return None
 
 
-def accepts(problem: dispatch.Problem) -> str | None:
-    """None if there is a kernel for the tensors and a GPU for the kernel, else the reason why not.
-
-    Asks `needs` itself, and of a tensor on a GPU only: others need not know about Triton.
-    """
-    if problem.device not in DEVICES:
-        return f"tensor is on {problem.device}"
-    if reason := needs():
-        return reason
-    if problem.dtype not in DTYPES:
-        return f"inputs are {problem.dtype}"
-    return runnable(VQScheme.parse(problem.scheme), problem.k)
+def supports(problem: LinearProblem) -> str | None:
+    """None if there is a kernel for the tensors, else the reason why not."""
+    reason = refusals.dtype(problem.dtype, refusals.FLOATS)
+    return reason or runnable(VQScheme.parse(problem.scheme), problem.in_features)
 
 
 def runnable(scheme: VQScheme, in_features: int) -> str | None:
@@ -66,8 +55,8 @@ def runnable(scheme: VQScheme, in_features: int) -> str | None:
         return f"its codebook is {scheme.lattice or scheme.codebook}"
     if scheme.vector_size not in VECTOR_SIZES:
         return f"vectors have {scheme.vector_size} weights, not one of {VECTOR_SIZES}"
-    if scheme.rotation == "qr":
-        return "a QR rotation is a matrix product"
+    if reason := refusals.qr(scheme):
+        return reason
     if step(scheme, in_features) < _SMALLEST_DOT:
         return f"{scheme.group(in_features)} weights share a scale, fewer than {_SMALLEST_DOT}"
     return None
@@ -91,14 +80,3 @@ def codes_of_unit(scheme: VQScheme, in_features: int) -> int:
     ):
         codes //= 2
     return codes
-
-
-def _linear(*arguments: Tensor | VQScheme | None) -> Tensor:
-    from . import triton_linear
-
-    return triton_linear.linear(*arguments)  # type: ignore[arg-type]
-
-
-def register() -> None:
-    """Add the row to the dispatch table."""
-    dispatch.register(dispatch.Kernel("triton.linear", "linear", _linear, accepts=accepts))

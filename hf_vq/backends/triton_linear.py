@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dispatch import Implementation, bucket
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
-from .triton import codes_of_unit, step
+from .triton import codes_of_unit, step, supports
 from .triton_arguments import check, integers_of, words_of
 
 _PROGRAMS = 1024  # enough to fill a large GPU
@@ -399,7 +399,7 @@ def linear(
     inputs = x.reshape(-1, in_features).contiguous()
     tokens = len(inputs)
     most = 128 if x.dtype.itemsize == 2 else 64
-    block_tokens = min(max(dispatch.bucket(tokens), _SMALLEST_DOT), most)
+    block_tokens = min(max(bucket(tokens), _SMALLEST_DOT), most)
     tiles = triton.cdiv(tokens, block_tokens), triton.cdiv(rows, _ROWS)
     steps = _steps(tiles[0] * tiles[1], triton.cdiv(in_features, a_step))
     splits = triton.cdiv(in_features, a_step * steps)
@@ -491,3 +491,6 @@ def _rotated(
         EARLY=early,
     )
     return out
+
+
+LINEAR = Implementation(linear, supports)

@@ -1,4 +1,4 @@
-"""The rows that run two passes by kernels of one: any device, any kernel.
+"""The entries that run two passes by kernels of one: any device, any kernel.
 
     shared, rerotated    y = (W_1 x) + (W_2 x + b)         the table is asked for each pass
     nested               W x + b, W of codes that are merged: one byte for both codes of a weight
@@ -15,10 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .. import dispatch
+from ..dispatch import Implementation
 from ..formats.scheme import VQScheme
-from ..ops import dispatch
 
 BYTE = 8  # bits of a merged code
+
+Split = dispatch.LinearProblem | dispatch.DecodeProblem
 
 
 @functools.lru_cache(maxsize=1024)
@@ -29,13 +32,13 @@ def passes_of(scheme: VQScheme) -> tuple[VQScheme, ...]:
     return scheme.first_pass(), scheme.second_pass()
 
 
-def asked(problem: dispatch.Problem) -> list[dispatch.Problem]:
+def asked(problem: Split) -> list[Split]:
     """What is asked of the table for each pass."""
     passes = passes_of(VQScheme.parse(problem.scheme))
     return [problem._replace(scheme=one.spec()) for one in passes]
 
 
-def accepts(problem: dispatch.Problem) -> str | None:
+def supports(problem: Split) -> str | None:
     """None if something better than the reference runs every pass, else the reason why not."""
     if not VQScheme.parse(problem.scheme).two_passes:
         return "it has one pass"
@@ -44,7 +47,7 @@ def accepts(problem: dispatch.Problem) -> str | None:
     return None
 
 
-def remark(problem: dispatch.Problem) -> str:
+def note(problem: Split) -> str:
     """Who runs the passes."""
     names = " and ".join(dispatch.select(one).name for one in asked(problem))
     nested = VQScheme.parse(problem.scheme).stages == "nested"
@@ -149,8 +152,5 @@ def _byte_codes(codes: Tensor, bits: int, length: int) -> Tensor:
     return torch.stack(each, -1).flatten(-2)[..., :length]
 
 
-def register() -> None:
-    """Add the rows, after those of kernels and before the reference."""
-    for op, run in (("linear", linear), ("decode", decode)):
-        row = dispatch.Kernel("two_passes." + op, op, run, accepts=accepts, remark=remark)
-        dispatch.register(row)
+LINEAR = Implementation(linear, supports, note=note)
+DECODE = Implementation(decode, supports, note=note)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..dispatch import Implementation
 from ..errors import VQFormatError
 from ..formats.packing import pack_bits
 from ..formats.scheme import VQScheme
-from ..ops import dispatch, encode_weight
+from ..ops import encode_weight
 from .assign import Assigner
 from .ldlq import Feedback, ldlq_rows
 from .scale import FACTORS, SCALAR_FACTORS, least_squares, root_mean_square, search_scale
@@ -123,6 +124,4 @@ def _packed(codes: Tensor, scheme: VQScheme) -> Tensor:
     return torch.cat(streams, 1)
 
 
-def register() -> None:
-    """Add the row that every device can run to the dispatch table."""
-    dispatch.register(dispatch.Kernel("reference", "encode_weight", encode_rows))
+ENCODE = Implementation(encode_rows)

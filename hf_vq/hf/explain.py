@@ -9,13 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import ops
+from .. import dispatch
 from ..cache import VQCache, VQCacheLayer
+from ..dispatch import Problem, Verdict, bucket
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.replace import vq_modules
-from ..ops.dispatch import Problem, Verdict, bucket
 from ..ops.layout import layouts_for
+
+SIZES = {
+    "append": ("rows", "head_dim"),
+    "attention": ("length", "head_dim"),
+    "attention_static": ("capacity", "head_dim"),
+    "store": ("capacity", "head_dim"),
+}
+"""Fields of problems of a cache that are printed as their size; of a layer, its features."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Row:
     Args:
         layers: names of the layers that ask the same.
         problem: what they ask.
-        verdicts: every row of the table, in order; the chosen one has no reason.
+        verdicts: every entry of the table, in order; the chosen one has no reason.
     """
 
     layers: tuple[str, ...]
@@ -34,8 +42,8 @@ class Row:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel that runs, or `none`."""
-        return next((v.kernel.name for v in self.verdicts if v.chosen), "none")
+        """Name of the entry that runs, or `none`."""
+        return next((v.entry.name for v in self.verdicts if v.chosen), "none")
 
 
 class Explanation(list[Row]):
@@ -48,11 +56,13 @@ class Explanation(list[Row]):
         for row in self:
             first, count = row.layers[0], len(row.layers)
             shown = first if count == 1 else f"{first} and {count - 1} more"
-            asked = row.problem
-            reasons = [f"{v.kernel.name}: {v.reason}" for v in row.verdicts if not v.chosen]
-            reasons += [r for v in row.verdicts if v.chosen and (r := v.kernel.remark(asked))]
-            size = f"{asked.n or asked.tokens} x {asked.k}"
-            lines.append((shown, asked.op, size, row.kernel, "; ".join(reasons)))
+            reasons = [f"{v.entry.name}: {v.reason}" for v in row.verdicts if not v.chosen]
+            for verdict in row.verdicts:
+                note = verdict.entry.implementation.note if verdict.chosen else None
+                reasons += [said] if note and (said := note(row.problem)) else []
+            names = SIZES.get(row.problem.op, ("out_features", "in_features"))
+            size = " x ".join(str(getattr(row.problem, name)) for name in names)
+            lines.append((shown, row.problem.op, size, row.kernel, "; ".join(reasons)))
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
         return "\n".join(
             "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4]])
@@ -88,7 +98,7 @@ def explain(
         for problem in _cache_problems(layer, model, tokens, dtype):
             names.setdefault(problem, []).append(f"cache.layers.{layer.index}")
     return Explanation(
-        Row(tuple(layers), problem, tuple(ops.explain(problem)))
+        Row(tuple(layers), problem, tuple(dispatch.explain(problem)))
         for problem, layers in names.items()
     )
 
@@ -111,7 +121,7 @@ def _problems(
         device = torch.device(hook.execution_device).type
     kind = str(dtype).removeprefix("torch.")
     for part, n, k in sizes:
-        yield part, Problem(module.op, device, kind, module.spec, bucket(tokens), n, k)
+        yield part, dispatch.PROBLEMS[module.op](device, kind, module.spec, bucket(tokens), n, k)
 
 
 def _cache_problems(
@@ -119,7 +129,7 @@ def _cache_problems(
 ) -> Iterator[Problem]:
     """What one layer of a cache asks for a sequence that goes on by `tokens`."""
     schemes = layer.scheme.key, layer.scheme.value
-    specs = [scheme.spec() for scheme in schemes]
+    specs = schemes[0].spec(), schemes[1].spec()
     device = next(model.parameters()).device
     if layer.is_initialized:
         heads, dims = layer.k.sinks.shape[1], (layer.k.dim, layer.v.dim)
@@ -134,12 +144,12 @@ def _cache_problems(
     held, limit = layer.length + tokens, layer.get_max_length()
     held = min(held, limit - 1 + tokens) if layer.is_sliding else max(held, limit)
     kind = str(dtype).removeprefix("torch.")
-    attended = bucket(tokens), bucket(held), *dims
-    yield Problem("attention", device.type, kind, " ".join(specs), *attended, " ".join(layouts))
+    sizes = bucket(tokens), bucket(held), *dims
+    described: tuple[Any, ...] = (device.type, kind, *specs, *sizes, *layouts)
+    yield dispatch.AttentionProblem(*described)
     for spec, dim, layout in dict.fromkeys(zip(specs, dims, layouts, strict=True)):
-        yield Problem(
-            "append", device.type, kind, spec, bucket(heads * tokens), k=dim, layout=layout
-        )
+        rows = bucket(heads * tokens)
+        yield dispatch.AppendProblem(device.type, kind, spec, rows, dim, layout)
     if layer.is_compileable:
-        for op in ("attention_static", "store"):
-            yield Problem(op, device.type, kind, " ".join(specs), *attended, " ".join(layouts))
+        yield dispatch.StaticAttentionProblem(*described)
+        yield dispatch.StoreProblem(*described)

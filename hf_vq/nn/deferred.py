@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .. import ops
+from ..dispatch import Fused
 from ..errors import VQBackendError
 from ..ops import fused_inputs
-from ..ops.dispatch import Fused
 
 
 @dataclass(frozen=True)

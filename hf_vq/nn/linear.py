@@ -140,7 +140,7 @@ class VQLinear(Stored, nn.Linear):
         return self._checked(x) if y is None else y
 
     def _direct(self, x: Tensor) -> Tensor | None:
-        """y by `ops.direct_linear`, which takes few kinds of tensors but little time; None where a
+        """y by `ops.eager_linear`, which takes few kinds of tensors but little time; None where a
         tensor is not at its usual place, too."""
         parameters, buffers = self._parameters, self._buffers
         codes, scale = parameters.get("weight"), parameters.get("vq_scale")
@@ -152,7 +152,7 @@ class VQLinear(Stored, nn.Linear):
             return None
         if len(self.attributes) != (3 if signs is None else 4):
             return None
-        return ops.direct_linear(x, codes, codebook, scale, signs, parameters["bias"], self.spec)
+        return ops.eager_linear(x, codes, codebook, scale, signs, parameters["bias"], self.spec)
 
     def _checked(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():

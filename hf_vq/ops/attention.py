@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..errors import VQCacheError
-from . import dispatch
 from .codes import decode_kv
 from .layout import to_rows
 from .library import attention_problem, define, only_result, parse
@@ -169,13 +169,13 @@ def attention(
         )
     alone = only_result(query, cached.tail_k, cached.tail_v, mask, s_aux)
     if alone and mask is None and s_aux is None and cached.start is None:
-        asked = attention_problem(
-            query, cached.key_scheme, cached.value_scheme, dim, cached.tail_v.shape[3],
-            queries=query.shape[2], length=cached.length,
-            layout=f"{cached.key_layout} {cached.value_layout}",
+        problem = attention_problem(
+            query.device, query.dtype, cached.key_scheme, cached.value_scheme, dim,
+            cached.tail_v.shape[3], query.shape[2], cached.length, cached.key_layout,
+            cached.value_layout,
         )  # fmt: skip
-        way = dispatch.direct(asked)
-        found = None if way is None else way(query, cached, scaling, softcap)
+        bound = dispatch.bind(problem)
+        found = None if bound is None else bound(query, cached, scaling, softcap)
         if found is not None:
             return found
     run = _attention if alone else torch.ops.hf_vq.attention.default
@@ -190,12 +190,11 @@ def _attention(query: Tensor, *arguments: Any) -> Tensor:
     *tensors, key_scheme, value_scheme, key_layout, value_layout = arguments
     tail_k, tail_v, tail_start = tensors[7], tensors[8], tensors[14]
     queries, dim = query.shape[2:]
-    asked = attention_problem(
-        query, key_scheme, value_scheme, dim, tail_v.shape[3],
-        queries=queries, length=tail_start + tail_k.shape[2],
-        layout=f"{key_layout} {value_layout}",
+    problem = attention_problem(
+        query.device, query.dtype, key_scheme, value_scheme, dim, tail_v.shape[3], queries,
+        tail_start + tail_k.shape[2], key_layout, value_layout,
     )  # fmt: skip
-    out: Tensor = dispatch.select(asked).run(
+    out: Tensor = dispatch.select(problem).run(
         query, *tensors, parse(key_scheme), parse(value_scheme), key_layout, value_layout
     )
     return out

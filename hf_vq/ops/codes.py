@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..formats import qoq
 from ..formats.catalog import LinearScheme
 from ..formats.packing import packed_size
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
-from . import dispatch
-from .library import define, only_result, parse, problem
+from .library import define, name_of, only_result, parse, rows_of
 
 
 def rotation_of(tensors: Mapping[str, Tensor], suffix: str = "") -> Tensor | None:
@@ -51,8 +51,11 @@ def encode_weight(
         codebook: as stored [z, entries, x] (E8P [z, 257, 8]), for all rows.
         refit: choose codes, fit the scale to them by least squares, and both once more.
     """
-    kernel = dispatch.select(problem("encode_weight", rows, scheme.spec(), len(factors)))
-    codes, scale = kernel.run(rows, codebook, scheme, factors, refit)
+    problem = dispatch.EncodeWeightProblem(
+        rows.device.type, name_of(rows.dtype), scheme.spec(), rows_of(rows), rows.shape[-1],
+        len(factors),
+    )  # fmt: skip
+    codes, scale = dispatch.select(problem).run(rows, codebook, scheme, factors, refit)
     return codes, scale
 
 
@@ -117,8 +120,8 @@ def append_kv(
     """
     alone = only_result(x)
     if alone:
-        way = dispatch.direct(_append_problem(x.device, x.dtype, x.shape, scheme, layout))
-        if way is not None and way(x, mean, codebook, codes, scale, at) is not None:
+        bound = dispatch.bind(_append_problem(x.device, x.dtype, x.shape, scheme, layout))
+        if bound is not None and bound(x, mean, codebook, codes, scale, at) is not None:
             return
     run = _append if alone else torch.ops.hf_vq.append.default
     run(x, mean, codebook, codes, scale, at, scheme, layout)
@@ -143,8 +146,8 @@ def _decode(
     scheme: str,
     length: int,
 ) -> Tensor:
-    kernel = dispatch.select(problem("decode", codes, scheme, length))
-    rows: Tensor = kernel.run(
+    problem = dispatch.DecodeProblem(codes.device.type, scheme, rows_of(codes), length)
+    rows: Tensor = dispatch.select(problem).run(
         codes, codebook, scale, rotation, codes_2, codebook_2, scale_2, rotation_2,
         parse(scheme), length,
     )  # fmt: skip
@@ -154,33 +157,35 @@ def _decode(
 def _encode(
     x: Tensor, codebook: Tensor, rotation: Tensor | None, scheme: str
 ) -> tuple[Tensor, Tensor]:
-    kernel = dispatch.select(problem("encode", x, scheme, 0))
-    codes, scale = kernel.run(x, codebook, rotation, parse(scheme))
+    problem = dispatch.EncodeProblem(
+        x.device.type, name_of(x.dtype), scheme, rows_of(x), x.shape[-1]
+    )
+    codes, scale = dispatch.select(problem).run(x, codebook, rotation, parse(scheme))
     return codes, scale
 
 
 def _rotate(x: Tensor, rotation: Tensor | None, scheme: str, inverse: bool) -> Tensor:
-    kernel = dispatch.select(problem("rotate", x, scheme, x.shape[-1]))
-    rotated: Tensor = kernel.run(x, rotation, parse(scheme), inverse)
+    problem = dispatch.RotateProblem(
+        x.device.type, name_of(x.dtype), scheme, rows_of(x), x.shape[-1]
+    )
+    rotated: Tensor = dispatch.select(problem).run(x, rotation, parse(scheme), inverse)
     # An op's output must not be its input: a scheme without rotation returns it.
     return rotated.clone() if rotated is x else rotated
 
 
 def _append(x: Tensor, *arguments: Any) -> None:
     *tensors, scheme, layout = arguments
-    kernel = dispatch.select(_append_problem(x.device, x.dtype, x.shape, scheme, layout))
-    kernel.run(x, *tensors, parse(scheme), layout)
+    entry = dispatch.select(_append_problem(x.device, x.dtype, x.shape, scheme, layout))
+    entry.run(x, *tensors, parse(scheme), layout)
 
 
 @lru_cache(maxsize=256)  # every layer asks this twice for every token
 def _append_problem(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, scheme: str, layout: str
-) -> dispatch.Problem:
+) -> dispatch.AppendProblem:
     batch, heads, tokens, dim = shape
-    return dispatch.Problem(
-        "append", device.type, str(dtype)[6:], scheme,
-        dispatch.bucket(batch * heads * tokens), k=dim, layout=layout,
-    )  # fmt: skip
+    rows = dispatch.bucket(batch * heads * tokens)
+    return dispatch.AppendProblem(device.type, name_of(dtype), scheme, rows, dim, layout)
 
 
 def _fake_decode(codes: Tensor, *arguments: Any) -> Tensor:

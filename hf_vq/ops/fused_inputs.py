@@ -1,7 +1,7 @@
 """Inputs of `w4a8_linear` that are rounded where they are computed: RMSNorm, and what a gated MLP
 multiplies last (QServe, arXiv 2405.04532, section 5.1).
 
-These functions are the specification; a row of the table may have its own (`dispatch.Fused`).
+These functions are the specification; an entry of the table may have its own (`dispatch.Fused`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from .. import dispatch
 from ..formats.qoq import QoQScheme
-from . import dispatch, w4a8
-from .library import problem
+from . import w4a8
+from .library import linear_problem
 
 Rounded = tuple[Tensor, Tensor]
 
@@ -27,7 +28,7 @@ def fused_inputs(x: Tensor, spec: str, rows: int) -> dispatch.Fused | None:
         spec: of the `QoQScheme`.
         rows: of the weight.
     """
-    return dispatch.select(problem("w4a8_linear", x, spec, rows)).fused
+    return dispatch.select(linear_problem("w4a8_linear", x, spec, rows)).implementation.fused
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

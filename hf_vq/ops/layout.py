@@ -25,22 +25,18 @@ A tape is longer than its tokens: what lies behind the last one means nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..errors import VQBackendError
 from ..formats.packing import pack_bits, unpack_bits
 from ..formats.scheme import VQScheme
-from . import dispatch
 from .library import attention_problem
 
 BLOCK = 256  # tokens of a block; codes of a packet
 ROWS, QUADS, PLANES = "rows", "quads", "planes"
 BLOCK_BITS = (4, 6, 8)  # code widths that have blocks
-
-_allocators: dict[str, Callable[[tuple[int, ...]], Tensor]] = {}
 
 
 def layouts_for(
@@ -54,8 +50,10 @@ def layouts_for(
         values: scheme of the values, rows of `value_dim` numbers.
         like: decides device and dtype of the queries.
     """
-    problem = attention_problem(like, keys.spec(), values.spec(), head_dim, value_dim)
-    layouts = dispatch.select(problem).layouts(problem)
+    problem = attention_problem(
+        like.device, like.dtype, keys.spec(), values.spec(), head_dim, value_dim
+    )
+    layouts = dispatch.select(problem).implementation.layouts(problem)
     for layout, scheme, dim in zip(layouts, (keys, values), (head_dim, value_dim), strict=True):
         check(layout, scheme.entry_bits, dim // scheme.vector_size)
     return layouts
@@ -78,16 +76,13 @@ def block_bytes(vectors: int, bits: int) -> int:
     return vectors * 32 * bits
 
 
-def use_allocator(device: str, allocate: Callable[[tuple[int, ...]], Tensor]) -> None:
-    """Let `allocate` give the memory of blocks on devices of a type: zeros uint8 [shape]."""
-    _allocators[device] = allocate
-
-
 def allocate(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Memory for blocks: zeros uint8 [shape]."""
-    if device.type in _allocators:
-        return _allocators[device.type](shape)
-    return torch.zeros(shape, dtype=torch.uint8, device=device)
+    allocator = dispatch.ALLOCATORS.get(device.type)
+    if allocator is None:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    blocks: Tensor = dispatch.load(allocator)(shape)
+    return blocks
 
 
 def to_rows(data: Tensor, first: int, count: int, bits: int, layout: str) -> Tensor:

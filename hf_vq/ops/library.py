@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from .. import dispatch
 from ..formats.scheme import VQScheme
-from . import dispatch
 
 library = torch.library.Library("hf_vq", "DEF")
 
@@ -55,47 +55,68 @@ def only_result(x: Tensor, *others: Tensor | None) -> bool:
     return True
 
 
-def problem(op: str, x: Tensor, spec: str, n: int) -> dispatch.Problem:
-    """The problem of an op whose input `x` is [..., k] and whose output has `n` features."""
-    return problem_of(op, x.device, x.dtype, x.shape, spec, n)
+def linear_problem(op: str, x: Tensor, spec: str, out_features: int) -> dispatch.AnyLinearProblem:
+    """The problem of a product of `x` [..., in_features] with one weight, stored as `spec` says.
+
+    Args:
+        op: `linear`, `published_linear` or `w4a8_linear`.
+    """
+    return described_problem(op, x.device, x.dtype, x.shape, spec, out_features)
 
 
 @lru_cache(maxsize=4096)  # every layer asks this for every token
-def problem_of(
-    op: str, device: torch.device, dtype: torch.dtype, shape: torch.Size, spec: str, n: int
-) -> dispatch.Problem:
-    """`problem` of an input that is described."""
-    k = shape[-1]
-    tokens = dispatch.bucket(shape.numel() // max(k, 1))
-    return dispatch.Problem(op, device.type, str(dtype)[6:], spec, tokens, n, k)
+def described_problem(
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    spec: str,
+    out_features: int,
+) -> dispatch.AnyLinearProblem:
+    """`linear_problem` of an input that is described."""
+    in_features = shape[-1]
+    tokens = dispatch.bucket(shape.numel() // max(in_features, 1))
+    problem: dispatch.AnyLinearProblem = dispatch.PROBLEMS[op](
+        device.type, name_of(dtype), spec, tokens, out_features, in_features
+    )
+    return problem
 
 
+def rows_of(x: Tensor) -> int:
+    """Rows of `x` [..., n], as a problem counts them: rounded up to a power of two."""
+    return dispatch.bucket(x.numel() // max(x.shape[-1], 1))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`bfloat16` of `torch.bfloat16`."""
+    return str(dtype)[6:]
+
+
+@lru_cache(maxsize=256)
 def attention_problem(
-    query: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
     key_scheme: str,
     value_scheme: str,
     head_dim: int,
     value_dim: int,
-    *,
     queries: int = 1,
     length: int = 0,
-    layout: str = "",
-) -> dispatch.Problem:
+    key_layout: str = "",
+    value_layout: str = "",
+) -> dispatch.AttentionProblem:
     """The problem of attention: `queries` of each row over a cache of `length` tokens.
 
     Args:
-        query: decides device and dtype.
-        layout: of keys and of values; empty to ask what a new cache's should be.
+        device: of the query.
+        dtype: of the query.
+        key_layout: with `value_layout`, empty to ask what a new cache's should be.
     """
-    return _attention_problem(
-        query.device, query.dtype, f"{key_scheme} {value_scheme}",
-        dispatch.bucket(queries), dispatch.bucket(length), head_dim, value_dim, layout,
+    return dispatch.AttentionProblem(
+        device.type, name_of(dtype), key_scheme, value_scheme,
+        dispatch.bucket(queries), dispatch.bucket(length), head_dim, value_dim,
+        key_layout, value_layout,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def _attention_problem(device: torch.device, dtype: torch.dtype, *asked: Any) -> dispatch.Problem:
-    return dispatch.Problem("attention", device.type, str(dtype)[6:], *asked)
 
 
 parse = VQScheme.parse

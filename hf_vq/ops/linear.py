@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import env
+from .. import dispatch, env
 from ..formats.scheme import VQScheme
-from . import dispatch, together
+from . import together
 from .codes import stored_arguments
-from .library import define, library, only_result, parse, problem, problem_of
+from .library import define, described_problem, library, linear_problem, only_result, parse
 
 
 def linear(
@@ -37,7 +37,7 @@ def linear(
     return run(x, *stored, bias, spec)
 
 
-def direct_linear(
+def eager_linear(
     x: Tensor,
     codes: Tensor,
     codebook: Tensor,
@@ -46,17 +46,17 @@ def direct_linear(
     bias: Tensor | None,
     scheme: str,
 ) -> Tensor | None:
-    """y = W x + b of weights of one pass, without the op `hf_vq::linear`, which is all Python.
+    """y = W x + b of weights of one pass, without torch's dispatcher.
 
-    None where anybody looks on or asks for more than the result, where the row of the table has no
-    shorter way, and where that does not take these tensors.
+    None where a compiler, a tracer or a gradient has to see the op, and for inputs or codes that
+    `linear` has to look at first: integers, and codes that are not [out_features, bytes].
     """
     if only_result(x, codebook, scale, bias):
-        return _direct(x, codes, codebook, scale, rotation, bias, scheme)
+        return _one_pass(x, codes, codebook, scale, rotation, bias, scheme)
     return None
 
 
-def _direct(
+def _one_pass(
     x: Tensor,
     codes: Tensor,
     codebook: Tensor,
@@ -65,17 +65,35 @@ def _direct(
     bias: Tensor | None,
     scheme: str,
 ) -> Tensor | None:
-    """y where the row that the table chose has a shorter way and takes these tensors."""
-    run = _way(x.device, x.dtype, x.shape, scheme, codes.shape[0], env.BACKEND.get())
-    return None if run is None else run(x, codes, codebook, scale, rotation, bias)
+    """y by what the table chose; None for a weight of two passes, and as `eager_linear` says."""
+    found = _bound(x.device, x.dtype, x.shape, scheme, codes.shape, env.BACKEND.get())
+    if found is None:
+        return None
+    bound, run, parsed = found
+    if bound is not None:
+        y = bound(x, codes, codebook, scale, rotation, bias)
+        if y is not None:
+            return y
+    result: Tensor = run(x, codes, codebook, scale, rotation, None, None, None, None, bias, parsed)
+    return result
 
 
-@dispatch.remembered
-def _way(
-    device: torch.device, dtype: torch.dtype, shape: torch.Size, scheme: str, rows: int, forced: str
-) -> dispatch.Direct | None:
-    """What every layer asks for every token: one look instead of two; `forced` as in `select`."""
-    return dispatch.direct(problem_of("linear", device, dtype, shape, scheme, rows))
+@dispatch.cached_by_table
+def _bound(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    scheme: str,
+    codes: torch.Size,
+    forced: str,
+) -> tuple[dispatch.Bound | None, Callable[..., Tensor], VQScheme] | None:
+    """The shorter way, and `run`, of the entry that the table chose: what every layer asks for
+    every token, in one look. `forced` is HF_VQ_BACKEND, on which the answer depends."""
+    parsed = parse(scheme)
+    if len(codes) != 2 or parsed.two_passes or not dtype.is_floating_point:
+        return None
+    problem = described_problem("linear", device, dtype, shape, scheme, codes[0])
+    return dispatch.bind(problem), dispatch.select(problem).run, parsed
 
 
 def _linear(
@@ -87,10 +105,10 @@ def _linear(
     *arguments: Any,
 ) -> Tensor:
     *second, bias, scheme = arguments
-    y = _direct(x, codes, codebook, scale, rotation, bias, scheme)
+    y = _one_pass(x, codes, codebook, scale, rotation, bias, scheme)
     if y is None:
-        asked = problem("linear", x, scheme, codes.shape[0])
-        y = dispatch.select(asked).run(
+        problem = linear_problem("linear", x, scheme, codes.shape[0])
+        y = dispatch.select(problem).run(
             x, codes, codebook, scale, rotation, *second, bias, parse(scheme)
         )
     return y

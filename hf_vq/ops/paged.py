@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..errors import VQCacheError
 from ..formats.scheme import VQScheme
-from . import dispatch
 from .attention import without_autocast
-from .library import define, only_result, parse
+from .library import define, name_of, only_result, parse
 
 
 class PagedKV(NamedTuple):
@@ -136,31 +136,35 @@ def through_tables(
         like: decides device and dtype of the queries.
     """
     names = keys.spec(), values.spec()
-    asked = [
-        _problem("attention_paged", like, " ".join(names), head_dim, page),
-        *(_problem("append_paged", like, name, head_dim, page) for name in names),
-    ]
-    return all(dispatch.select(problem).name != "reference" for problem in asked)
+    problems: list[dispatch.Problem] = [_attention_problem(like, *names, head_dim, page)]
+    problems += [_append_problem(like, name, head_dim, page) for name in names]
+    return all(dispatch.select(problem).name != "reference" for problem in problems)
 
 
-def _problem(op: str, x: Tensor, scheme: str, dim: int, page: int) -> dispatch.Problem:
-    value_dim = dim if op == "attention_paged" else 0
-    return dispatch.Problem(
-        op, x.device.type, str(x.dtype)[6:], scheme, k=dim, value_dim=value_dim, page=page
+def _append_problem(x: Tensor, scheme: str, dim: int, page: int) -> dispatch.PagedAppendProblem:
+    return dispatch.PagedAppendProblem(x.device.type, name_of(x.dtype), scheme, dim, page)
+
+
+def _attention_problem(
+    x: Tensor, key_scheme: str, value_scheme: str, dim: int, page: int
+) -> dispatch.PagedAttentionProblem:
+    return dispatch.PagedAttentionProblem(
+        x.device.type, name_of(x.dtype), key_scheme, value_scheme, dim, page
     )
 
 
 def _append(x: Tensor, *arguments: Any) -> None:
     *tensors, scheme = arguments
-    problem = _problem("append_paged", x, scheme, x.shape[3], tensors[2].shape[2])
+    problem = _append_problem(x, scheme, x.shape[3], tensors[2].shape[2])
     with without_autocast(x.device):
         dispatch.select(problem).run(x, *tensors, parse(scheme))
 
 
 def _attention(query: Tensor, *arguments: Any) -> Tensor:
     *tensors, key_scheme, value_scheme = arguments
-    names = f"{key_scheme} {value_scheme}"
-    problem = _problem("attention_paged", query, names, query.shape[3], tensors[0].shape[2])
+    problem = _attention_problem(
+        query, key_scheme, value_scheme, query.shape[3], tensors[0].shape[2]
+    )
     out: Tensor = dispatch.select(problem).run(
         query, *tensors, parse(key_scheme), parse(value_scheme)
     )

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..errors import VQFormatError
 from ..formats.published import Layout, layout_from_dict
 from ..transforms import rotate
-from . import dispatch
-from .library import define, library, only_result, problem
+from .library import define, library, linear_problem, only_result
 
 
 def published_linear(
@@ -105,8 +105,8 @@ def parse(spec: str) -> Layout:
 def _published_linear(
     x: Tensor, stored: list[Tensor], keys: list[str], bias: Tensor | None, layout: str, rows: int
 ) -> Tensor:
-    row = dispatch.select(problem("published_linear", x, layout, rows))
-    y: Tensor = row.run(x, dict(zip(keys, stored, strict=True)), bias, parse(layout), rows)
+    entry = dispatch.select(linear_problem("published_linear", x, layout, rows))
+    y: Tensor = entry.run(x, dict(zip(keys, stored, strict=True)), bias, parse(layout), rows)
     return y
 
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..errors import VQCacheError
-from . import dispatch
 from .attention import without_autocast
-from .library import define, parse
+from .library import define, name_of, parse
 
 
 class StaticKV(NamedTuple):
@@ -152,7 +152,7 @@ def attention_static(
 
 def _store(keys: Tensor, values: Tensor, *arguments: Any) -> None:
     *tensors, key_scheme, value_scheme, key_layout, value_layout = arguments
-    problem = _problem("store", keys, keys, values, tensors[3], arguments[-4:])
+    problem = dispatch.StoreProblem(*_described(keys, keys, values, tensors[3], arguments[-4:]))
     with without_autocast(keys.device):
         dispatch.select(problem).run(
             keys, values, *tensors, parse(key_scheme), parse(value_scheme), key_layout, value_layout
@@ -161,8 +161,8 @@ def _store(keys: Tensor, values: Tensor, *arguments: Any) -> None:
 
 def _attention_static(query: Tensor, *arguments: Any) -> Tensor:
     *tensors, key_scheme, value_scheme, key_layout, value_layout = arguments
-    problem = _problem(
-        "attention_static", query, tensors[7], tensors[8], tensors[3], arguments[-4:]
+    problem = dispatch.StaticAttentionProblem(
+        *_described(query, tensors[7], tensors[8], tensors[3], arguments[-4:])
     )
     with without_autocast(query.device):
         out: Tensor = dispatch.select(problem).run(
@@ -171,13 +171,14 @@ def _attention_static(query: Tensor, *arguments: Any) -> Tensor:
     return out
 
 
-def _problem(
-    op: str, x: Tensor, k: Tensor, v: Tensor, scale: Tensor, names: tuple[str, ...]
-) -> dispatch.Problem:
-    return dispatch.Problem(
-        op, x.device.type, str(x.dtype)[6:], " ".join(names[:2]),
+def _described(
+    x: Tensor, k: Tensor, v: Tensor, scale: Tensor, names: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """The fields of a problem; `names` are schemes and layouts."""
+    return (
+        x.device.type, name_of(x.dtype), *names[:2],
         dispatch.bucket(x.shape[2]), dispatch.bucket(scale.shape[2]),
-        k.shape[3], v.shape[3], " ".join(names[2:]),
+        k.shape[3], v.shape[3], *names[2:],
     )  # fmt: skip
 
 

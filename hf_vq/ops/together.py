@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .. import env
-from . import dispatch
-from .library import define, parse, problem
+from .. import dispatch, env
+from .library import define, linear_problem, parse
 
 MOST = 4  # weights of a launch
 _SLOTS = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")  # of torch._inductor.config
@@ -48,8 +47,9 @@ def _fake_linears(x: Tensor, codes: list[Tensor], *arguments: Any) -> list[Tenso
 
 
 def _together(x: Tensor, rows: list[int], scheme: str) -> Callable[..., list[Tensor]] | None:
-    """What multiplies all of them at once, where the table has one row for each that can."""
-    found = {dispatch.select(problem("linear", x, scheme, count)).together for count in rows}
+    """What multiplies all of them at once, where the table has one entry for each that can."""
+    problems = [linear_problem("linear", x, scheme, count) for count in rows]
+    found = {dispatch.select(problem).implementation.grouped for problem in problems}
     return found.pop() if len(found) == 1 else None
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..errors import VQFormatError
 from ..formats import qoq
 from ..formats.packing import unpack_bits
 from ..formats.qoq import QoQScheme
-from . import dispatch, together
-from .library import define, library, only_result, problem
+from . import together
+from .library import define, library, linear_problem, only_result
 
 LARGEST = 127
 SMALLEST = 1e-30
@@ -157,8 +158,8 @@ def _w4a8_linear(
     bias: Tensor | None,
     spec: str,
 ) -> Tensor:
-    row = dispatch.select(problem("w4a8_linear", x, spec, codes.shape[0]))
-    y: Tensor = row.run(x, codes, scale, zero, step, bias, parse(spec))
+    entry = dispatch.select(linear_problem("w4a8_linear", x, spec, codes.shape[0]))
+    y: Tensor = entry.run(x, codes, scale, zero, step, bias, parse(spec))
     return y
 
 
@@ -184,7 +185,8 @@ def _rounds_once(x: Tensor, rows: list[int], spec: str) -> dispatch.Fused | None
     itself, or there is one token, which products round while their codes are on their way."""
     if x.numel() <= x.shape[-1]:
         return None
-    found = {dispatch.select(problem("w4a8_linear", x, spec, count)).fused for count in rows}
+    problems = [linear_problem("w4a8_linear", x, spec, count) for count in rows]
+    found = {dispatch.select(problem).implementation.fused for problem in problems}
     return found.pop() if len(found) == 1 else None
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.serving import same_text, serve
-from hf_vq.ops import dispatch
+from hf_vq import dispatch
 from hf_vq.ops.attention_reference import attention
 
 
@@ -34,14 +34,15 @@ def test_a_wrong_head_is_seen(head, monkeypatch):
             out[:, 1] = out[:, 0] if head == "wrong" else torch.nan
         return out
 
-    with dispatch.preferred(dispatch.Kernel("test.attention", "attention", attend)):
+    changed = dispatch.Entry("test.attention", "attention", dispatch.Implementation(attend))
+    with dispatch.preferred(changed):
         _, results = serve.run(pairs=("dense/u4",), requests=(3,), prompt=4, new=2)
     apart = results["rows"][0]["text"]["largest_difference"]
     assert apart == 0 if head == "right" else apart is None or apart > 0.01
 
 
 def test_the_table_is_as_before():
-    before = dispatch.rows("attention")
+    before = dispatch.entries("attention")
     with same_text.plain_attention():
-        assert dispatch.rows("attention")[0].name == "plain.attention"
-    assert dispatch.rows("attention") == before
+        assert dispatch.entries("attention")[0].name == "plain.attention"
+    assert dispatch.entries("attention") == before

@@ -286,7 +286,7 @@ def has_kernel(scheme: KVScheme, dims: tuple[int, int], arch: Arch) -> bool:
 
 
 def _has_pages(scheme: KVScheme, dims: tuple[int, int]) -> bool:
-    """Whether a server keeps such rows in pages (`cuda_kv_rows.accepts_append_paged`)."""
+    """Whether a server keeps such rows in pages (`cuda_kv_supports.append_paged`)."""
     return dims[0] == dims[1] and scheme.key.has_scale and scheme.value.has_scale
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_vq import dispatch
 from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide, tuned
 from hf_vq.codegen.choose import DecodeProblem, rotate_plan
 from hf_vq.codegen.choose_linear import LinearProblem
@@ -19,7 +20,7 @@ from hf_vq.codegen.device import Arch
 from hf_vq.codegen.plan import DensePlan, Dtype, LinearPlan, Plan, RotatePlan, WidePlan
 from hf_vq.formats.catalog import WEIGHT_SCHEMES
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import dispatch, reference
+from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
 from hf_vq.ops.linear import linear
 

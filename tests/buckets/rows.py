@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_vq import dispatch
 from hf_vq.backends import cuda_prefill
 from hf_vq.backends.attention_maths import Maths
 from hf_vq.backends.cuda_linear import on_device
@@ -25,7 +26,7 @@ from hf_vq.fit.scale import FACTORS
 from hf_vq.formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import dispatch, reference
+from hf_vq.ops import reference
 from hf_vq.ops.codes import encode_weight, rotate
 from hf_vq.ops.library import parse
 
@@ -158,7 +159,7 @@ class EncodeCase:
         the last bit of scales. Where scales are searched, all rows together: a row whose candidates
         are as good as each other goes on from another one."""
         (values, book), scheme = inputs, parse(self.spec)
-        row = next(row for row in dispatch.rows("encode_weight") if row.name == "reference")
+        row = next(row for row in dispatch.entries("encode_weight") if row.name == "reference")
         exact = row.run(values, book, scheme, *self._options)
         errors = []
         for codes, scale in (found, exact):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_vq import dispatch
 from hf_vq.codegen import choose_vptq
 from hf_vq.codegen.choose_vptq import MOST_TOKENS, VptqProblem, decode_plan, fusable, inputs_plan
 from hf_vq.codegen.device import Arch
 from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.formats.published import VptqLayout
-from hf_vq.ops import dispatch
 from hf_vq.ops.published import decode_published, published_linear
 
 from .case import DTYPES, kernel_of

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_vq import dispatch
 from hf_vq.codegen import choose_w4a8, choose_w4a8_wide
 from hf_vq.codegen.choose_w4a8 import W4A8Problem, inputs_plan
 from hf_vq.codegen.device import Arch
@@ -18,7 +19,7 @@ from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.codegen.w4a8_plan import Source, W4A8Plan, W4A8WidePlan
 from hf_vq.formats import qoq
 from hf_vq.formats.catalog import QOQ_SCHEMES
-from hf_vq.ops import dispatch, fused_inputs, w4a8
+from hf_vq.ops import fused_inputs, w4a8
 
 from .case import DTYPES
 from .cover import Features, covering

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from hf_vq import dispatch
 from hf_vq.cache import VQCache
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import dispatch
 from hf_vq.ops.layout import BLOCK_BITS
 
 
-def block_layouts(problem: dispatch.Problem) -> tuple[str, str]:
+def block_layouts(problem: dispatch.AttentionProblem) -> tuple[str, str]:
     """The block layouts that fit a problem of attention: quads for universal keys, else planes."""
-    key, value = (VQScheme.parse(spec) for spec in problem.scheme.split())
-    quads = key.codebook == "universal" and problem.k // key.vector_size % 4 == 0
+    key, value = VQScheme.parse(problem.key_scheme), VQScheme.parse(problem.value_scheme)
+    quads = key.codebook == "universal" and problem.head_dim // key.vector_size % 4 == 0
     return (
         ("quads" if quads else "planes") if key.entry_bits in BLOCK_BITS else "rows",
         "planes" if value.entry_bits in BLOCK_BITS else "rows",
@@ -30,16 +30,13 @@ def block_layouts(problem: dispatch.Problem) -> tuple[str, str]:
 @pytest.fixture(params=["rows", "blocks"], autouse=True)
 def layouts(request: pytest.FixtureRequest) -> Iterator[str]:
     """Only the reference runs, over canonical rows or over the blocks of the fast kernels."""
-    before = list(dispatch._table)
-    dispatch._table[:] = [row for row in before if row.name == "reference"]
-    dispatch.forget()
+    entries = [entry for entry in dispatch.ENTRIES if entry.name == "reference"]
     if request.param == "blocks":
-        row = dispatch.rows("attention")[0]
-        row = dataclasses.replace(row, name="test.blocks", layouts=block_layouts)
-        dispatch.register(row, first=True)
-    yield request.param
-    dispatch._table[:] = before
-    dispatch.forget()
+        (known,) = (entry.implementation for entry in entries if entry.op == "attention")
+        blocks = dataclasses.replace(known, layouts=block_layouts)
+        entries.insert(0, dispatch.Entry("test.blocks", "attention", blocks))
+    with dispatch.using(entries):
+        yield request.param
 
 
 @pytest.fixture

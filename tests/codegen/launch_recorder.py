@@ -2,7 +2,7 @@
 the plans of the kernels that they would launch.
 
 Tensors have shapes and no numbers. Ops are called as they are, through
-the table of rows; of the machine, only what a driver would say of it is made up.
+the table of entries; of the machine, only what a driver would say of it is made up.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from types import SimpleNamespace
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hf_vq import backends
+from hf_vq import backends, dispatch
 from hf_vq.backends import cuda_append, cuda_attention
 from hf_vq.codegen import device, launch
 from hf_vq.codegen.device import Arch
 from hf_vq.formats import qoq
 from hf_vq.formats.tensors import tensor_specs
-from hf_vq.ops import codes, dispatch, paged, published, static, w4a8
+from hf_vq.ops import codes, paged, published, static, w4a8
 from tests.buckets import linear, rows
 from tests.buckets import w4a8 as w4a8_buckets
 
@@ -116,17 +116,16 @@ def recording(monkeypatch, arch: Arch):
         record(case): a `Recorded` of one `tests.buckets.Case`.
     """
     found = Recorded([], [])
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
         _driver(patch, arch)
         _launches(patch, found)
         _ops(patch)
         table = [
-            dataclasses.replace(row, needs=lambda: None) if row.device == "cuda" else row
-            for row in dispatch._table
+            dataclasses.replace(entry, available=None) if entry.devices == ("cuda",) else entry
+            for entry in dispatch.ENTRIES
         ]
-        patch.setattr(dispatch, "_table", table)
         choosers = _choosers(patch, found)
-        dispatch.forget()
+        stack.enter_context(dispatch.using(table))
         device.device_arch.cache_clear()
         assert device.device_arch(0) == arch
 
@@ -145,7 +144,6 @@ def recording(monkeypatch, arch: Arch):
             yield record
         finally:
             _forget()
-    dispatch.forget()
     device.device_arch.cache_clear()
 
 

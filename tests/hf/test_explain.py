@@ -6,10 +6,9 @@ import torch
 from tiny import CONFIGS
 from transformers import AutoModelForCausalLM
 
-from hf_vq import VQCache, explain
+from hf_vq import VQCache, dispatch, explain
 from hf_vq.formats import kv_scheme
 from hf_vq.hf import generation
-from hf_vq.ops import dispatch
 
 generation.register()
 
@@ -21,21 +20,17 @@ def model_of(name):
 def test_an_empty_cache_and_one_with_tokens(monkeypatch):
     model = model_of("llama")
     cache = VQCache(model.config, "k4v2", window=8)
-    rows = {(row.problem.op, row.problem.scheme): row for row in explain(model, cache=cache)}
     key, value = (part.spec() for part in (kv_scheme("k4v2").key, kv_scheme("k4v2").value))
-    assert set(rows) == {("attention", f"{key} {value}"), ("append", key), ("append", value)}
-    row = rows["attention", f"{key} {value}"]
+    row, *others = explain(model, cache=cache)
     assert row.layers == ("cache.layers.0", "cache.layers.1")
-    assert (row.problem.tokens, row.problem.n, row.problem.k, row.problem.value_dim) == (
-        1,
-        1,
-        16,
-        16,
-    )
-    assert rows["append", key].problem.tokens == 2  # one of each of the two heads
+    assert row.problem[:8] == ("cpu", "float32", key, value, 1, 1, 16, 16)
+    assert isinstance(row.problem, dispatch.AttentionProblem)
+    appended = {each.problem.scheme: each.problem for each in others}
+    assert set(appended) == {key, value}
+    assert appended[key].rows == 2  # one of each of the two heads
 
     chosen = set()
-    asks = {name: getattr(dispatch, name) for name in ("select", "direct")}
+    asks = {name: getattr(dispatch, name) for name in ("select", "bind")}
 
     def recording(ask):
         return lambda problem: chosen.add(problem) or ask(problem)
@@ -58,5 +53,9 @@ def test_layers_that_are_not_coded_ask_nothing():
     both = explain(model, cache=VQCache(model.config, quantize_sliding=True))
     assert {row.layers for row in both} == {("cache.layers.0", "cache.layers.1")}
     long = VQCache(model.config, quantize_sliding=True, max_cache_len=1000)
-    sizes = {row.problem.n: row.layers for row in explain(model, cache=long) if row.problem.n}
+    sizes = {
+        row.problem.length: row.layers
+        for row in explain(model, cache=long)
+        if row.problem.op == "attention"
+    }
     assert sizes == {1: ("cache.layers.0",), 1024: ("cache.layers.1",)}

@@ -26,10 +26,10 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, LlamaConfig
 from transformers.cache_utils import Cache
 
+from hf_vq import dispatch
 from hf_vq.cache import VQCache
 from hf_vq.hf import attention, explain, generation
 from hf_vq.hf.calibration.cache import calibrate_kv
-from hf_vq.ops import dispatch
 
 DEVICE = "cuda"
 WINDOW = 8
@@ -89,15 +89,15 @@ def build(name: str, dtype: torch.dtype = torch.float16) -> Pair:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
-    """Every (op, row) that the dispatch table chose for a tensor on the GPU; no reference row."""
+    """Every (op, entry) that the dispatch table chose for a tensor on the GPU; no reference row."""
     chosen: set[tuple[str, str]] = set()
     select = dispatch.select
 
-    def recording(problem: dispatch.Problem) -> dispatch.Kernel:
-        row = select(problem)
+    def recording(problem: dispatch.Problem) -> dispatch.Entry:
+        entry = select(problem)
         if problem.device == DEVICE:
-            chosen.add((problem.op, row.name))
-        return row
+            chosen.add((problem.op, entry.name))
+        return entry
 
     monkeypatch.setattr(dispatch, "select", recording)
     yield chosen
@@ -301,7 +301,7 @@ def test_explain_names_the_kernels(scheme: str, rows: set[tuple[str, str]]) -> N
     many = {row.problem.op: row for row in explain(pair.gpu, cache=cache, tokens=256)}
     one = {row.problem.op: row for row in explained}
     assert one["attention"].kernel != many["attention"].kernel
-    reasons = {v.kernel.name: v.reason for v in many["attention"].verdicts}
+    reasons = {v.entry.name: v.reason for v in many["attention"].verdicts}
     assert "queries" in reasons[one["attention"].kernel]
 
 

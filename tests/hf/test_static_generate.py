@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import CompileConfig, EncoderDecoderCache, GenerationConfig, StaticCache
 from transformers.generation import GenerationMode
 
+from hf_vq import dispatch
 from hf_vq.cache import VQCache
 from hf_vq.errors import VQCacheError
 from hf_vq.hf import generation
-from hf_vq.ops import dispatch
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 CAPACITY = 80
@@ -263,10 +263,12 @@ def test_fused_kernels_in_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_VQ_BACKEND")
     of_cache = ("append", "attention", "store", "attention_static")
     kernels = [
-        row for row in dispatch._table if not (row.op in of_cache and row.name == "reference")
+        entry
+        for entry in dispatch.ENTRIES
+        if not (entry.op in of_cache and entry.name == "reference")
     ]
-    monkeypatch.setattr(dispatch, "_table", kernels)
-    grown = logits(VQCache(model.config, window=8))
-    static = [logits(VQCache(model.config, max_cache_len=128, window=8)) for _ in range(3)]
+    with dispatch.using(kernels):
+        grown = logits(VQCache(model.config, window=8))
+        static = [logits(VQCache(model.config, max_cache_len=128, window=8)) for _ in range(3)]
     assert torch.equal(static[0], static[1]) and torch.equal(static[0], static[2])
     assert (static[0] - exact).abs().mean() <= 2 * (grown - exact).abs().mean()

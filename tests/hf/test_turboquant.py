@@ -9,13 +9,12 @@ from tiny import tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from hf_vq import VQConfig, VQScheme, ops
+from hf_vq import VQConfig, VQScheme, dispatch, ops
 from hf_vq.backends import native
 from hf_vq.errors import VQConfigError, VQSchemeError
 from hf_vq.fit import fit_weight
 from hf_vq.fit.weight import fixed_tensors
 from hf_vq.formats import weight_scheme
-from hf_vq.ops import dispatch
 
 LOAD = AutoModelForCausalLM.from_pretrained
 TWO_PASSES = [
@@ -113,5 +112,5 @@ def test_layers_of_two_passes_compile(dense, scheme):
 
 def test_an_installed_package_is_no_gpu():
     """There: a kernel is chosen because cuda.tile can be imported, and fails without a GPU."""
-    problem = dispatch.Problem("linear", "cpu", "bfloat16", "vq1x4r1-universal-g0-none", 1, 64, 64)
+    problem = dispatch.LinearProblem("cpu", "bfloat16", "vq1x4r1-universal-g0-none", 1, 64, 64)
     assert dispatch.select(problem).name.partition(".")[0] not in ("cuda", "triton")

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import hf_vq  # noqa: F401  registers the backends
+from hf_vq import dispatch
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, dispatch, encode_kv, reference
+from hf_vq.ops import append_kv, encode_kv, reference
 from hf_vq.ops.layout import BLOCK, block_bytes, to_rows
 
 SCHEMES = {
@@ -29,12 +30,8 @@ SCHEMES = {
 
 @pytest.fixture(autouse=True)
 def only_the_reference() -> Iterator[None]:
-    before = list(dispatch._table)
-    dispatch._table[:] = [row for row in before if row.name == "reference"]
-    dispatch.forget()
-    yield
-    dispatch._table[:] = before
-    dispatch.forget()
+    with dispatch.using(entry for entry in dispatch.ENTRIES if entry.name == "reference"):
+        yield
 
 
 def codebook_of(scheme: VQScheme, heads: int, dim: int) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_vq import dispatch
 from hf_vq.backends import cpu_attention, native
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import KV_SCHEMES
@@ -15,7 +16,7 @@ from hf_vq.formats.packing import unpack_bits
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, dispatch, reference
+from hf_vq.ops import append_kv, reference
 from hf_vq.ops.layout import BLOCK, PLANES, QUADS, block_bytes, to_rows
 from hf_vq.transforms import rotate
 
@@ -221,9 +222,8 @@ def test_a_tape_with_gaps_is_refused() -> None:
 
 def test_who_appends_and_why_not() -> None:
     def reason(spec: str, layout: str, dim: int, dtype: str = "float32") -> str:
-        problem = dispatch.Problem("append", "cpu", dtype, spec, k=dim, layout=layout)
-        row = next(row for row in dispatch.rows("append") if row.name == "cpu.vq_append")
-        return row.accepts(problem) or ""
+        problem = dispatch.AppendProblem("cpu", dtype, spec, 1, dim, layout)
+        return cpu_attention.APPEND.supports(problem) or ""
 
     u4 = KEYS["u4"].spec()
     assert reason(u4, QUADS, 128) == ""

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_vq import dispatch
 from hf_vq.backends import cpu_attention, native
 from hf_vq.formats.catalog import KV_SCHEMES, KVScheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, attention_reference, dispatch
+from hf_vq.ops import append_kv, attention_reference
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.layout import BLOCK, block_bytes, to_rows
 from hf_vq.ops.library import parse
@@ -431,12 +432,12 @@ def test_nothing_outside_the_tensors_is_read(scheme: str, dim: int) -> None:
 def test_who_attends_and_why_not() -> None:
     def ask(scheme: str, layout: str = "", dim: int = 128, value_dim: int = 128) -> str:
         both = KV_SCHEMES[scheme]
-        problem = dispatch.Problem(
-            "attention", "cpu", "float32", f"{both.key.spec()} {both.value.spec()}",
-            k=dim, value_dim=value_dim, layout=layout,
-        )  # fmt: skip
-        row = next(row for row in dispatch.rows("attention") if row.name == "cpu.vq_attention")
-        return row.accepts(problem) or " ".join(row.layouts(problem))
+        layouts = layout.split() or ("", "")
+        problem = dispatch.AttentionProblem(
+            "cpu", "float32", both.key.spec(), both.value.spec(), 1, 1, dim, value_dim, *layouts
+        )
+        found = cpu_attention.ATTENTION
+        return found.supports(problem) or " ".join(found.layouts(problem))
 
     assert ask("u4") == "quads planes"
     assert ask("nomad-4") == ask("cq-2") == "planes planes"

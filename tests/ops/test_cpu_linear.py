@@ -1,4 +1,4 @@
-"""The rows `cpu.linear` and `cpu.decode` on every instruction set of this machine.
+"""The entries `cpu.linear` and `cpu.decode` on every instruction set of this machine.
 
 The kernels round inputs and codebook entries to 8 bits and are exact from there on. So they are
 compared with the float64 product of the rounded operands, up to the rounding of float32 sums, and
@@ -13,15 +13,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cpu_linear, native
 from hf_vq.env import CPU_ISA
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import VQScheme, weight_scheme
 from hf_vq.formats.tensors import tensor_specs
-from hf_vq.ops import dispatch, reference
+from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
 
@@ -252,7 +252,7 @@ def test_integer_entries_are_numbers_like_others(name, isa):
     assert (ops.decode_weight(tensors, scheme, 512) - decoded).norm() <= 1e-6 * decoded.norm()
     for tokens in (1, 5, 200):
         x = torch.randn(tokens, 512)
-        assert dispatch.select(problem("linear", x, scheme.spec(), 300)).name == "cpu.linear"
+        assert dispatch.select(linear_problem("linear", x, scheme.spec(), 300)).name == "cpu.linear"
         y = ops.linear(x, tensors, None, scheme)
         assert torch.equal(y, ops.linear(x, halves, None, same))
 
@@ -383,8 +383,10 @@ def test_tensors_that_move_or_change_are_seen():
 
 def test_table_says_why():
     def reason(name, dtype=torch.float32):
-        asked = problem("linear", torch.empty(1, 256, dtype=dtype), weight_scheme(name).spec(), 8)
-        return {verdict.kernel.name: verdict.reason for verdict in dispatch.explain(asked)}[
+        asked = linear_problem(
+            "linear", torch.empty(1, 256, dtype=dtype), weight_scheme(name).spec(), 8
+        )
+        return {verdict.entry.name: verdict.reason for verdict in dispatch.explain(asked)}[
             "cpu.linear"
         ]
 

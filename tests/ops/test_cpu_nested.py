@@ -1,4 +1,4 @@
-"""The row `cpu.nested_linear` on every instruction set of this machine.
+"""The entry `cpu.nested_linear` on every instruction set of this machine.
 
 It rounds inputs to 8 bits per 128 of them, and entries of the table to 16: the error of a product
 is at most half a step of each, times what it is multiplied with.
@@ -7,11 +7,11 @@ is at most half a step of each, times what it is multiplied with.
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cpu_nested, native
 from hf_vq.env import CPU_ISA
 from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.ops import dispatch, reference
+from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
 from tests.random_weights import random_tensors
 
@@ -31,7 +31,7 @@ def isa(request):
 
 
 def problem(spec, tokens=1, rows=64, columns=256, dtype="bfloat16"):
-    return dispatch.Problem("linear", "cpu", dtype, spec, tokens, rows, columns)
+    return dispatch.LinearProblem("cpu", dtype, spec, tokens, rows, columns)
 
 
 @pytest.mark.parametrize("scheme", [NESTED, PLAIN], ids=lambda scheme: scheme.spec())
@@ -97,5 +97,5 @@ def test_layers_are_computed_by_it(isa, dtype):
     ],
 )
 def test_what_it_leaves_to_others(asked, reason):
-    assert reason in cpu_nested.accepts(asked)
+    assert reason in cpu_nested.supports(asked)
     assert dispatch.select(asked).name != "cpu.nested_linear"

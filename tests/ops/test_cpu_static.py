@@ -4,6 +4,7 @@ has the codes, and gives the results, of the layer that grows on the same kernel
 import pytest
 import torch
 
+from hf_vq import dispatch
 from hf_vq.backends import native
 from hf_vq.cache import attend
 from hf_vq.cache.layer import SLACK, LayerOptions, VQCacheLayer
@@ -11,7 +12,6 @@ from hf_vq.cache.prompt import Prompt
 from hf_vq.cache.static import VQStaticLayer
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import dispatch
 from hf_vq.ops.static import attention_static, store
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
@@ -30,14 +30,12 @@ def layers(scheme, sinks, window, start):
 
 
 def chosen(layer, query):
-    """The rows of the table that run a step of the static layer."""
-    static = layer.static
-    specs, layouts = f"{static.key_scheme} {static.value_scheme}", f"{static.key_layout} planes"
-    size = 1, 512, DIM, DIM, layouts
-    kind = str(query.dtype)[6:]
+    """The entries of the table that run a step of the static layer."""
+    static, kind = layer.static, str(query.dtype)[6:]
+    specs, layouts = (static.key_scheme, static.value_scheme), (static.key_layout, "planes")
     return [
-        dispatch.select(dispatch.Problem(op, "cpu", kind, specs, *size)).name
-        for op in ("store", "attention_static")
+        dispatch.select(asked("cpu", kind, *specs, 1, 512, DIM, DIM, *layouts)).name
+        for asked in (dispatch.StoreProblem, dispatch.StaticAttentionProblem)
     ]
 
 

@@ -1,10 +1,10 @@
-"""The row `cpu.vptq_linear`, and large codebooks of `cpu.linear`, on every instruction set."""
+"""The entry `cpu.vptq_linear`, and large codebooks of `cpu.linear`, on every instruction set."""
 
 import numpy
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cpu_vptq, native
 from hf_vq.env import CPU_ISA
 from hf_vq.errors import VQFormatError
@@ -12,8 +12,7 @@ from hf_vq.fit import fixed_tensors
 from hf_vq.formats import VQScheme
 from hf_vq.formats.published import VptqLayout
 from hf_vq.formats.tensors import tensor_specs
-from hf_vq.ops import dispatch
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
 
@@ -81,7 +80,7 @@ def test_linear(isa, name, dtype):
     for tokens in (1, 2, 3, 7):
         x, bias = torch.randn(2, tokens, columns).to(dtype), torch.randn(ROWS).to(dtype)
         bias = bias if tokens % 2 else None
-        asked = problem("published_linear", x, layout.spec(), ROWS)
+        asked = linear_problem("published_linear", x, layout.spec(), ROWS)
         assert dispatch.select(asked).name == "cpu.vptq_linear"
         y = ops.published_linear(x, tensors, bias, layout.spec(), ROWS)
         assert y.dtype == dtype and not y._is_view()
@@ -115,7 +114,7 @@ def test_strides_other_dtypes_and_gradients():
     moved = {key: tensor.clone() for key, tensor in tensors.items()}
     assert torch.equal(ops.published_linear(x[:, ::2], moved, torch.ones(ROWS), spec, ROWS), y)
     double = x[:, ::2].double()
-    asked = problem("published_linear", double, spec, ROWS)
+    asked = linear_problem("published_linear", double, spec, ROWS)
     assert dispatch.select(asked).name == "reference"
     assert ops.published_linear(x[:0, ::2], tensors, None, spec, ROWS).shape == (0, ROWS)
     leaf = x[:, ::2].clone().requires_grad_()
@@ -131,7 +130,8 @@ def test_what_the_library_leaves_to_the_reference():
     ):
         x = torch.randn(1, 64)
         assert (
-            dispatch.select(problem("published_linear", x, layout.spec(), 24)).name == "reference"
+            dispatch.select(linear_problem("published_linear", x, layout.spec(), 24)).name
+            == "reference"
         )
     layout = LAYOUTS["v8-k65536-256"]
     tensors, columns = layer(layout)

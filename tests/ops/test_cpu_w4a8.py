@@ -1,16 +1,16 @@
-"""The row `cpu.w4a8_linear`: bit by bit what the reference says, on every instruction set."""
+"""The entry `cpu.w4a8_linear`: bit by bit what the reference says, on every instruction set."""
 
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cpu_w4a8, native
 from hf_vq.env import CPU_ISA
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import linear_scheme
 from hf_vq.formats.qoq import encode
-from hf_vq.ops import dispatch, w4a8
-from hf_vq.ops.library import problem
+from hf_vq.ops import w4a8
+from hf_vq.ops.library import linear_problem
 
 SCHEMES = ["qoq-w4a8", *(f"qoq-w4a8-g{group}" for group in (32, 64, 128, 256))]
 SIZES = [(1, 32), (3, 96), (37, 704), (18, 1280), (5, 2048 + 32)]
@@ -45,7 +45,10 @@ def test_it_is_the_reference_bit_by_bit(isa, name, dtype):
         bias = torch.randn(rows).to(dtype)
         for tokens in TOKENS:
             x = torch.randn(tokens, columns).to(dtype)
-            assert dispatch.select(problem("w4a8_linear", x, name, rows)).name == "cpu.w4a8_linear"
+            assert (
+                dispatch.select(linear_problem("w4a8_linear", x, name, rows)).name
+                == "cpu.w4a8_linear"
+            )
             added = bias if tokens % 2 else None
             y = ops.w4a8_linear(x, tensors, added, name)
             assert y.dtype == dtype and not y._is_view()
@@ -99,7 +102,7 @@ def test_strides_other_dtypes_and_empty_inputs():
     moved["codes"] = torch.cat([moved["codes"], moved["codes"]], 1)[:, :96]
     assert torch.equal(ops.w4a8_linear(x[:, ::2], moved, torch.ones(9), name), expected)
     assert ops.w4a8_linear(x[:0, ::2], tensors, None, name).shape == (0, 9)
-    asked = problem("w4a8_linear", x[:, ::2].double(), name, 9)
+    asked = linear_problem("w4a8_linear", x[:, ::2].double(), name, 9)
     assert dispatch.select(asked).name == "reference"
     assert torch.equal(
         ops.w4a8_linear(x[None, :, ::2], tensors, None, name)[0],
@@ -109,9 +112,9 @@ def test_strides_other_dtypes_and_empty_inputs():
 
 def test_what_the_library_leaves_to_the_reference():
     x = torch.randn(1, 1 << 17)
-    assert "32 bits" in str(cpu_w4a8.accepts(problem("w4a8_linear", x, "qoq-w4a8-g128", 4)))
+    assert "32 bits" in str(cpu_w4a8.supports(linear_problem("w4a8_linear", x, "qoq-w4a8-g128", 4)))
     assert "divisible by 32" in str(
-        cpu_w4a8.accepts(problem("w4a8_linear", torch.randn(1, 100), "qoq-w4a8-g128", 4))
+        cpu_w4a8.supports(linear_problem("w4a8_linear", torch.randn(1, 100), "qoq-w4a8-g128", 4))
     )
 
 

@@ -15,7 +15,7 @@ from hf_vq.backends import cuda_direct, cuda_fused, native, torch_ops
 from hf_vq.backends.cuda_arguments import LinearArguments
 from hf_vq.backends.cuda_linear import RotateArguments
 from hf_vq.formats import WEIGHT_SCHEMES
-from hf_vq.ops.library import problem
+from hf_vq.ops.library import linear_problem
 from tests.random_weights import random_tensors
 
 pytestmark = [
@@ -207,19 +207,18 @@ def test_rows_that_are_filled_up_are_not_launched(cuda, prepared):
 
 def test_python_goes_on_where_the_op_refuses(monkeypatch):
     scheme, given, answers = WEIGHT_SCHEMES["vq-4"], [], [None, "y"]
-    asked = problem("linear", torch.empty(9, 256).half(), scheme.spec(), 64)
+    asked = linear_problem("linear", torch.empty(9, 256).half(), scheme.spec(), 64)
     monkeypatch.setattr(torch_ops, "cuda_linear", lambda: lambda *tensors: answers.pop(0))
     monkeypatch.setattr(cuda_direct, "prepared", lambda *asked: given.append(asked) or "launch")
-    monkeypatch.setattr(cuda_fused, "linear", lambda *arguments: "by python")
     monkeypatch.setattr(cuda_fused, "is_known", lambda codes: codes != "new")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    run = cuda_direct.direct(asked, scheme)
+    run = cuda_direct.bind(asked)
     x = SimpleNamespace(get_device=lambda: 0, numel=lambda: 9 * 256, dtype=torch.float16)
-    assert [run(x, *[None] * 5) for _ in range(2)] == ["by python", "y"]
+    assert [run(x, *[None] * 5) for _ in range(2)] == [None, "y"]
     assert given == [(scheme, 64, 256, 9, torch.float16, 0)]
     elsewhere = SimpleNamespace(**{**vars(x), "get_device": lambda: 1})
-    assert run(elsewhere, *[None] * 5) == "by python"
-    assert run(x, "new", *[None] * 4) == "by python"
+    assert run(elsewhere, *[None] * 5) is None
+    assert run(x, "new", *[None] * 4) is None
 
 
 def test_nothing_is_registered_without_cuda():

@@ -1,4 +1,4 @@
-"""The CUDA rows of the dispatch table, as far as they can be asked without a GPU."""
+"""The CUDA entries of the dispatch table, as far as they can be asked without a GPU."""
 
 import gc
 import threading
@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_vq.backends import cuda, cuda_fused, cuda_linear
+from hf_vq import dispatch
+from hf_vq.backends import cuda, cuda_direct, cuda_fused, cuda_linear, cuda_supports, torch_ops
 from hf_vq.codegen import compiler, device
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
-from hf_vq.ops import dispatch
-from hf_vq.ops.dispatch import Problem
 from tests.random_weights import random_tensors
 
 ADDED = "vq1x4r2-universal-g128-random_hadamard128"
@@ -20,29 +19,29 @@ ADDED = "vq1x4r2-universal-g128-random_hadamard128"
 
 @pytest.fixture(autouse=True)
 def ask_anew():
-    cuda.needs.cache_clear()
+    cuda.available.cache_clear()
     yield
-    cuda.needs.cache_clear()
+    cuda.available.cache_clear()
 
 
 @pytest.mark.parametrize("op", ["linear", "decode"])
-def test_the_rows_come_first(op):
+def test_they_come_first(op):
     of_linear = ["cuda.tile_linear", "cuda.wide_linear", "cuda.fused_linear", "cuda.linear"]
     names = of_linear if op == "linear" else ["cuda.decode_integers", "cuda.decode"]
-    rows = [row for row in dispatch.rows(op) if row.device != "cpu"]
-    assert [row.name for row in rows[: len(names)]] == names
+    found = [entry.name for entry in dispatch.entries(op) if entry.devices != ("cpu",)]
+    assert found[: len(names)] == names
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_they_say_so():
-    problem = Problem("linear", "cuda", "float16", WEIGHT_SCHEMES["vq-4"].spec(), 1, 64, 256)
-    reasons = {verdict.kernel.name: verdict.reason for verdict in dispatch.explain(problem)}
+    problem = dispatch.LinearProblem("cuda", "float16", WEIGHT_SCHEMES["vq-4"].spec(), 1, 64, 256)
+    reasons = {verdict.entry.name: verdict.reason for verdict in dispatch.explain(problem)}
     assert reasons["cuda.linear"] == "no CUDA device"
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A machine with one GPU, as far as `needs` looks."""
+    """A machine with one GPU, as far as `available` looks."""
 
     def make(capability, targets=(80, 90), reason=""):
         monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -53,7 +52,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(compiler, "why_not", lambda: reason)
         monkeypatch.setattr(compiler, "version", lambda: (12, 8))
         monkeypatch.setattr(compiler, "known_targets", lambda: frozenset(targets))
-        return cuda.needs()
+        return cuda.available()
 
     return make
 
@@ -88,22 +87,26 @@ def test_no_compiler(gpu):
         ),
     ],
 )
-def test_what_they_accept(scheme, dtype, reason):
-    linear = Problem("linear", "cuda", dtype, scheme.spec(), 1, 64, 2048)
-    assert cuda.accepts(linear) == reason
+def test_what_they_support(scheme, dtype, reason):
+    linear = dispatch.LinearProblem("cuda", dtype, scheme.spec(), 1, 64, 2048)
+    assert cuda_supports.linear(linear) == reason
     if dtype == "float16":
-        decode = Problem("decode", "cuda", "uint8", scheme.spec(), 64, 2048, 1024)
-        assert cuda.accepts(decode) == reason
+        assert cuda_supports.decode(rows_of(scheme.spec())) == reason
+
+
+def rows_of(spec):
+    return dispatch.DecodeProblem("cuda", spec, 64, 2048)
 
 
 def test_nested_passes_are_decoded_for_16_bit_inputs():
     """For products of many tokens; nothing else is done with their rows here."""
     spec = WEIGHT_SCHEMES["turboquant-4+4"].spec()
-    assert cuda.accepts(Problem("linear", "cuda", "bfloat16", spec, 4096, 64, 2048)) is None
-    assert "float32" in cuda.accepts(Problem("linear", "cuda", "float32", spec, 4096, 64, 2048))
-    assert "second pass" in cuda.accepts(Problem("decode", "cuda", "uint8", spec, 64, 2048))
+    linear = dispatch.LinearProblem("cuda", "bfloat16", spec, 4096, 64, 2048)
+    assert cuda_supports.linear(linear) is None
+    assert "float32" in cuda_supports.linear(linear._replace(dtype="float32"))
+    assert "second pass" in cuda_supports.decode(rows_of(spec))
     small = VQScheme.parse("vq1x4r2-universal-g64-random_hadamard64-nested").spec()
-    assert "one scale" in cuda.accepts(Problem("linear", "cuda", "float16", small, 99, 64, 2048))
+    assert "one scale" in cuda_supports.linear(linear._replace(dtype="float16", scheme=small))
 
 
 @pytest.mark.parametrize("name", [n for n, s in WEIGHT_SCHEMES.items() if not s.two_passes])
@@ -275,22 +278,23 @@ def test_what_is_launched(launched):
             cuda_fused.run(x, *given, bias, scheme, y, 0)
 
 
-def test_both_ways_into_the_fused_kernel_pass_the_same(monkeypatch):
-    """The op has ten tensors, of which a second pass has four; the short way has six, and is none
-    for two passes."""
+def test_the_entry_passes_what_the_fused_kernel_takes(monkeypatch):
+    """The op has ten tensors, of which a second pass has four; the bound op is for one pass."""
     given = []
     monkeypatch.setattr(cuda_fused, "linear", lambda *arguments: given.append(arguments))
     scheme = WEIGHT_SCHEMES["vq-4"]
     x, codes, codebook, scale, rotation, bias = tensors = [object() for _ in range(6)]
-    cuda._fused(x, codes, codebook, scale, rotation, *[None] * 4, bias, scheme)
-    problem = Problem("linear", "cuda", "float16", scheme.spec(), 1, 64, 256)
-    cuda._direct(problem)(*tensors)
-    assert given[0] == (*tensors, scheme, None) and given[1] == (*tensors, scheme)
+    run = cuda_direct.LINEAR.run
+    run(x, codes, codebook, scale, rotation, *[None] * 4, bias, scheme)
+    assert given[0] == (*tensors, scheme, None)
     codes_2, table = object(), object()
-    cuda._fused(x, codes, codebook, scale, rotation, codes_2, table, None, None, bias, scheme)
-    assert given[2] == (x, codes, table, scale, rotation, bias, scheme, codes_2)
+    run(x, codes, codebook, scale, rotation, codes_2, table, None, None, bias, scheme)
+    assert given[1] == (x, codes, table, scale, rotation, bias, scheme, codes_2)
+    monkeypatch.setattr(torch_ops, "cuda_linear", lambda: print)
+    problem = dispatch.LinearProblem("cuda", "float16", scheme.spec(), 1, 64, 256)
+    assert cuda_direct.bind(problem) is not None
     nested = problem._replace(scheme=WEIGHT_SCHEMES["turboquant-4+4"].spec())
-    assert cuda._direct(nested) is None
+    assert cuda_direct.bind(nested) is None
 
 
 def test_tensors_that_do_not_count_writes_never_overlap(launched):

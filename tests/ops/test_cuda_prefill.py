@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_vq import dispatch
 from hf_vq.backends import cuda_prefill, torch_attention
 from hf_vq.backends.attention_maths import Maths
-from hf_vq.ops import dispatch, reference
+from hf_vq.ops import reference
 from hf_vq.ops.attention import CachedKV, attention
 
 from ..cache.test_attention_op import make, written_out
@@ -90,14 +91,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def run(*arguments: object) -> Tensor:
         return torch_attention.attention(*arguments, maths=cuda_prefill._MATHS)  # type: ignore[arg-type]
 
-    rows = [row for row in dispatch._table if row.op != "attention"]
-    rows.append(dispatch.Kernel("test.prefill", "attention", run))
-    monkeypatch.setattr(dispatch, "_table", rows)
-    dispatch.forget()
+    others = [entry for entry in dispatch.ENTRIES if entry.op != "attention"]
+    prefill = dispatch.Entry("test.prefill", "attention", dispatch.Implementation(run))
     ran.clear()
-    yield
-    monkeypatch.undo()
-    dispatch.forget()
+    with dispatch.using([*others, prefill]):
+        yield
 
 
 def rounded(kernel: Callable[..., tuple], given: tuple, options: dict) -> tuple:

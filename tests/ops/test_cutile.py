@@ -1,4 +1,4 @@
-"""The row `cutile.linear`: its kernel compiles without a GPU; on one it is the product.
+"""The entry `cutile.linear`: its kernel compiles without a GPU; on one it is the product.
 
 With hf-vq[cuda-tile]; its continuous integration installs it.
 """
@@ -9,10 +9,11 @@ import re
 import pytest
 import torch
 
+from hf_vq import dispatch
 from hf_vq.backends import cutile
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.ops import dispatch, reference
+from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
 from tests.random_weights import random_tensors
 
@@ -96,9 +97,14 @@ def test_which_schemes_it_has():
 
 def test_nobody_gets_it_unasked(monkeypatch):
     spec = weight_scheme("turboquant-4").spec()
-    asked = dispatch.Problem("linear", "cuda", "float16", spec, 1, 64, 128)
-    assert "HF_VQ_BACKEND=cutile" in cutile.accepts(asked)
-    monkeypatch.setenv("HF_VQ_BACKEND", "cutile")
-    assert cutile.accepts(asked._replace(device="cpu")) == "tensor is on cpu"
-    if not torch.cuda.is_available():
-        assert cutile.accepts(asked) == "there is no NVIDIA GPU"
+    asked = dispatch.LinearProblem("cuda", "float16", spec, 1, 64, 128)
+
+    def reason(problem):
+        return {v.entry.name: v.reason for v in dispatch.explain(problem)}["cutile.linear"]
+
+    assert reason(asked) == "it runs where HF_VQ_BACKEND=cutile asks for it"
+    for forced in ("cutile", "cutile.linear"):
+        monkeypatch.setenv("HF_VQ_BACKEND", forced)
+        assert reason(asked._replace(device="cpu")) == "tensor is on cpu"
+        if not torch.cuda.is_available():
+            assert reason(asked) == "there is no NVIDIA GPU"

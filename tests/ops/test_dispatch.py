@@ -1,78 +1,161 @@
 """The table is read from the top, remembers, and can say why."""
 
+import re
+
 import pytest
 
+from hf_vq import dispatch
+from hf_vq.dispatch import ENTRIES, PROBLEMS, Entry, Implementation, LinearProblem
 from hf_vq.errors import VQBackendError
-from hf_vq.ops import dispatch
-from hf_vq.ops.dispatch import Kernel, Problem
+
+ORDER = {
+    "linear": [
+        "cpu.nested_linear", "cpu.linear", "cuda.tile_linear", "cuda.wide_linear",
+        "cuda.fused_linear", "cuda.linear", "triton.linear", "cutile.linear", "two_passes.linear",
+        "reference",
+    ],
+    "w4a8_linear": ["cpu.w4a8_linear", "cuda.w4a8_wide", "cuda.w4a8_linear", "reference"],
+    "published_linear": ["cpu.vptq_linear", "cuda.vptq_linear", "cuda.vptq_decoded", "reference"],
+    "decode": [
+        "cpu.decode", "cuda.decode_integers", "cuda.decode", "two_passes.decode", "reference",
+    ],
+    "encode_weight": ["cuda.encode_weight", "reference"],
+    "encode": ["reference"],
+    "rotate": ["cuda.rotate", "reference"],
+    "append": ["cuda.vq_append", "cpu.vq_append", "reference"],
+    "attention": [
+        "cuda.vq_attention", "cuda.attention_prefill", "cpu.vq_attention", "torch.attention",
+        "reference",
+    ],
+    "store": ["cuda.vq_store", "cpu.vq_store", "reference"],
+    "attention_static": ["cuda.vq_attention", "cpu.vq_attention_static", "reference"],
+    "append_paged": ["cuda.vq_append", "reference"],
+    "attention_paged": ["cuda.vq_attention", "reference"],
+}  # fmt: skip
+"""Names are what `explain` prints and HF_VQ_BACKEND takes; the first that can, does."""
 
 
-@pytest.fixture
-def table(monkeypatch):
-    monkeypatch.setattr(dispatch, "_table", [])
-    dispatch.forget()
-    yield dispatch
-    dispatch.forget()
+def entry(name, supports=lambda problem: None, **fields):
+    return Entry(name, "linear", Implementation(lambda: name, supports), **fields)
 
 
-def kernel(name, **fields):
-    return Kernel(name, "linear", lambda: name, **fields)
+PROBLEM = LinearProblem("cpu", "float32", "vq2x8r1", 1, 8, 8)
 
 
-PROBLEM = Problem("linear", "cpu", "float32", "vq2x8r1", tokens=1, n=8, k=8)
+def test_the_order_in_which_entries_are_asked():
+    assert {op: [each.name for each in dispatch.entries(op)] for op in ORDER} == ORDER
+    assert {each.op for each in ENTRIES} == set(ORDER)
 
 
-def test_first_row_that_can_wins(table):
-    table.register(kernel("cuda.a", device="cuda"))
-    table.register(kernel("cpu.b", needs=lambda: "not built"))
-    table.register(kernel("cpu.c", accepts=lambda p: None if p.tokens > 4 else "too few tokens"))
-    table.register(kernel("reference"))
-    table.register(kernel("late"))
-    assert table.select(PROBLEM).name == "reference"
-    reasons = {verdict.kernel.name: verdict.reason for verdict in table.explain(PROBLEM)}
-    assert reasons == {
-        "cuda.a": "tensor is on cpu",
-        "cpu.b": "not built",
-        "cpu.c": "too few tokens",
-        "reference": "",
-        "late": "a row above runs it",
-    }
-    assert [v.kernel.name for v in table.explain(PROBLEM) if v.chosen] == ["reference"]
+@pytest.mark.parametrize("op", ORDER)
+def test_every_op_has_a_problem_and_ends_with_its_reference(op):
+    last = dispatch.entries(op)[-1]
+    assert (last.name, last.devices, last.available) == ("reference", (), None)
+    assert PROBLEMS[op]._field_defaults == {"op": op}
+    fields = PROBLEMS[op]._fields
+    assert fields[0] == "device" and fields[-1] == "op"
 
 
-def test_rows_below_the_first_that_can_are_not_asked(table):
-    table.register(kernel("a"))
-    table.register(kernel("b", needs=lambda: pytest.fail("asked")))
-    assert table.select(PROBLEM).name == "a"
+def test_problems_of_ops_with_the_same_fields_differ():
+    fields = ("cpu", "float32", "qoq-w4a8", 1, 8, 8)
+    kinds = [PROBLEMS[op] for op in ("linear", "w4a8_linear", "published_linear")]
+    assert len({kind(*fields) for kind in kinds}) == 3
 
 
-def test_choice_is_remembered_until_the_table_changes(table):
+@pytest.mark.parametrize("each", ENTRIES, ids=lambda each: f"{each.op}-{each.name}")
+def test_an_entry_names_what_there_is(each):
+    if each.name.partition(".")[0] in ("triton", "cutile"):
+        pytest.importorskip({"triton": "triton", "cutile": "cuda.tile"}[each.name[:6]])
+    assert isinstance(each.implementation, Implementation)
+    assert each.available is None or callable(dispatch.load(each.available))
+    layers = ("backends", "fit")  # who may run an op; the table itself imports neither
+    assert each.source.partition(".")[0] in layers
+
+
+def test_what_allocates_blocks_is_there():
+    for name in dispatch.ALLOCATORS.values():
+        assert callable(dispatch.load(name))
+
+
+def test_the_first_that_can_runs():
+    found = [
+        entry("cuda.a", devices=("cuda",)),
+        entry("cpu.b", available=lambda: "not built"),
+        entry("cpu.c", lambda p: None if p.tokens > 4 else "too few tokens"),
+        entry("reference"),
+        entry("late"),
+    ]
+    with dispatch.using(found):
+        assert dispatch.select(PROBLEM).name == "reference"
+        reasons = {verdict.entry.name: verdict.reason for verdict in dispatch.explain(PROBLEM)}
+        assert reasons == {
+            "cuda.a": "tensor is on cpu",
+            "cpu.b": "not built",
+            "cpu.c": "too few tokens",
+            "reference": "",
+            "late": "a row above runs it",
+        }
+        chosen = [v.entry.name for v in dispatch.explain(PROBLEM) if v.chosen]
+        assert chosen == ["reference"]
+    assert dispatch.entries() == ENTRIES
+
+
+def test_entries_below_the_first_that_can_are_not_asked():
+    with dispatch.using([entry("a"), entry("b", available=lambda: pytest.fail("asked"))]):
+        assert dispatch.select(PROBLEM).name == "a"
+
+
+def test_what_is_elsewhere_or_missing_is_not_imported(monkeypatch):
+    imported = []
+    monkeypatch.setattr("hf_vq.dispatch.entry.import_module", imported.append)
+    entries = [
+        Entry("cuda.a", "linear", "backends.nowhere:LINEAR", ("cuda",)),
+        Entry("cpu.b", "linear", "backends.nowhere:LINEAR", available=lambda: "not built"),
+        Entry("asked.c", "linear", "backends.nowhere:LINEAR", on_request=True),
+        entry("reference"),
+    ]
+    with dispatch.using(entries):
+        assert dispatch.select(PROBLEM).name == "reference"
+    assert imported == []
+
+
+def test_the_choice_is_remembered_until_other_entries_are_asked():
     asked = []
-    table.register(kernel("a", needs=lambda: asked.append(1)))
-    for _ in range(3):
-        table.select(PROBLEM)
-    assert asked == [1]
-    table.register(kernel("b"), first=True)
-    assert table.select(PROBLEM).name == "b"
-    table.register(kernel("b", needs=lambda: "gone"), first=True)
-    assert table.select(PROBLEM).name == "a"
+    first = entry("a", available=lambda: asked.append(1))
+    with dispatch.using([first]):
+        for _ in range(3):
+            dispatch.select(PROBLEM)
+        assert asked == [1]
+        with dispatch.preferred(entry("b")):
+            assert dispatch.select(PROBLEM).name == "b"
+        with dispatch.preferred(entry("b", available=lambda: "gone")):
+            assert dispatch.select(PROBLEM).name == "a"
+        assert dispatch.entries() == (first,)
 
 
-def test_forced_backend(table, monkeypatch):
-    table.register(kernel("cpu.fast"))
-    table.register(kernel("reference"))
-    monkeypatch.setenv("HF_VQ_BACKEND", "reference")
-    assert table.select(PROBLEM).name == "reference"
-    monkeypatch.setenv("HF_VQ_BACKEND", "cpu")
-    assert table.select(PROBLEM).name == "cpu.fast"
-    monkeypatch.setenv("HF_VQ_BACKEND", "cuda")
-    with pytest.raises(VQBackendError, match="Unset HF_VQ_BACKEND=cuda"):
-        table.select(PROBLEM)
+def test_the_table_comes_back_after_an_error():
+    with pytest.raises(ZeroDivisionError), dispatch.preferred(entry("b")):
+        raise ZeroDivisionError
+    assert dispatch.entries() == ENTRIES
 
 
-def test_empty_table(table):
-    with pytest.raises(VQBackendError, match="the table is empty"):
-        table.select(PROBLEM)
+def test_a_forced_backend(monkeypatch):
+    with dispatch.using([entry("cpu.fast"), entry("other.c", on_request=True), entry("reference")]):
+        monkeypatch.setenv("HF_VQ_BACKEND", "reference")
+        assert dispatch.select(PROBLEM).name == "reference"
+        monkeypatch.setenv("HF_VQ_BACKEND", "cpu")
+        assert dispatch.select(PROBLEM).name == "cpu.fast"
+        for name in ("other", "other.c"):
+            monkeypatch.setenv("HF_VQ_BACKEND", name)
+            assert dispatch.select(PROBLEM).name == "other.c"
+        monkeypatch.setenv("HF_VQ_BACKEND", "cuda")
+        with pytest.raises(VQBackendError, match="Unset HF_VQ_BACKEND=cuda"):
+            dispatch.select(PROBLEM)
+
+
+def test_an_empty_table():
+    with dispatch.using([]), pytest.raises(VQBackendError, match="the table is empty"):
+        dispatch.select(PROBLEM)
 
 
 @pytest.mark.parametrize("count,bucket", [(0, 1), (1, 1), (2, 2), (3, 4), (16, 16), (17, 32)])
@@ -80,24 +163,21 @@ def test_bucket(count, bucket):
     assert dispatch.bucket(count) == bucket
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        "linear",
-        "published_linear",
-        "w4a8_linear",
-        "decode",
-        "encode",
-        "rotate",
-        "append",
-        "attention",
-        "encode_weight",
-        "store",
-        "attention_static",
-    ],
-)
-def test_every_op_ends_with_its_reference(op):
-    import hf_vq  # noqa: F401  registers the backends
+def test_importing_the_package_imports_no_backend(run_python):
+    layers = ("hf_vq.backends", "hf_vq.codegen", "cuda.tile")
+    code = f"import sys, hf_vq; print([m for m in sys.modules if m.startswith({layers})])"
+    assert run_python(code).strip() == "[]"
 
-    assert dispatch.rows(op)[-1].name == "reference"
-    assert dispatch.rows(op)[-1].device == "any"
+
+def test_the_pages_name_entries_that_there_are(root):
+    """The list of docs/architecture.md is the table; no page names an entry that is not in it."""
+    architecture = (root / "docs" / "architecture.md").read_text("utf-8")
+    for op, names in ORDER.items():
+        assert f"| `{op}` | {', '.join(f'`{name}`' for name in names)} |" in architecture
+    known = {each.name for each in ENTRIES}
+    modules = {"cuda.bindings", "triton.enable_pdl"}  # of Python, and of PyTorch
+    for page in (*root.glob("*.md"), *root.glob("docs/**/*.md"), root / "kernels" / "README.md"):
+        named = re.findall(
+            r"`((?:cpu|cuda|triton|cutile|two_passes)\.\w+)`", page.read_text("utf-8")
+        )
+        assert set(named) <= known | modules, page

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import hf_vq  # noqa: F401  registers the backends
+from hf_vq import dispatch
+from hf_vq.backends import native
+from hf_vq.dispatch import AttentionProblem
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.packing import pack_bits
-from hf_vq.ops import dispatch, layout
-from hf_vq.ops.dispatch import Kernel, Problem
 from hf_vq.ops.layout import (
     BLOCK,
     allocate,
@@ -24,7 +24,6 @@ from hf_vq.ops.layout import (
     check,
     layouts_for,
     to_rows,
-    use_allocator,
     write_rows,
 )
 
@@ -128,12 +127,8 @@ def test_what_has_no_blocks() -> None:
 
 @pytest.fixture
 def table() -> Iterator[None]:
-    before = list(dispatch._table)
-    dispatch._table[:] = [row for row in before if row.name == "reference"]
-    dispatch.forget()
-    yield
-    dispatch._table[:] = before
-    dispatch.forget()
+    with dispatch.using(entry for entry in dispatch.ENTRIES if entry.name == "reference"):
+        yield
 
 
 @pytest.mark.usefixtures("table")
@@ -141,34 +136,35 @@ def test_the_kernel_that_runs_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     u4, u3 = KV_SCHEMES["u4"].key, KV_SCHEMES["u3"].value
     like = torch.zeros(1, dtype=torch.bfloat16)
     assert layouts_for(u4, u3, 64, 32, like) == ("rows", "rows")
-    seen: list[Problem] = []
+    seen: list[AttentionProblem] = []
 
-    def wanted(problem: Problem) -> tuple[str, str]:
+    def wanted(problem: AttentionProblem) -> tuple[str, str]:
         seen.append(problem)
         return "quads", "planes"
 
-    def small(problem: Problem) -> str | None:
-        return None if problem.k <= 64 else "head_dim over 64"
+    def small(problem: AttentionProblem) -> str | None:
+        return None if problem.head_dim <= 64 else "head_dim over 64"
 
-    row = Kernel("test.blocks", "attention", print, "cpu", accepts=small, layouts=wanted)
-    dispatch.register(row, first=True)
-    assert layouts_for(u4, u3, 64, 32, like) == ("quads", "planes")
-    specs = f"{u4.spec()} {u3.spec()}"
-    assert seen == [Problem("attention", "cpu", "bfloat16", specs, 1, 1, 64, 32)]
-    assert layouts_for(u4, u3, 128, 32, like) == ("rows", "rows")
-    assert layouts_for(u4, u3, 64, 32, like.to("meta")) == ("rows", "rows")
-    with pytest.raises(VQBackendError, match="6 codes of 8 bits"):
-        layouts_for(u4, u3, 12, 32, like)
-    monkeypatch.setenv("HF_VQ_BACKEND", "reference")
-    assert layouts_for(u4, u3, 64, 32, like) == ("rows", "rows")
+    blocks = dispatch.Implementation(print, small, layouts=wanted)
+    with dispatch.preferred(dispatch.Entry("test.blocks", "attention", blocks, ("cpu",))):
+        assert layouts_for(u4, u3, 64, 32, like) == ("quads", "planes")
+        specs = u4.spec(), u3.spec()
+        assert seen == [AttentionProblem("cpu", "bfloat16", *specs, 1, 1, 64, 32, "", "")]
+        assert layouts_for(u4, u3, 128, 32, like) == ("rows", "rows")
+        assert layouts_for(u4, u3, 64, 32, like.to("meta")) == ("rows", "rows")
+        with pytest.raises(VQBackendError, match="6 codes of 8 bits"):
+            layouts_for(u4, u3, 12, 32, like)
+        monkeypatch.setenv("HF_VQ_BACKEND", "reference")
+        assert layouts_for(u4, u3, 64, 32, like) == ("rows", "rows")
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_allocators", {})
+    monkeypatch.setattr(dispatch, "ALLOCATORS", {})
     shape = (1, 2, 3, block_bytes(8, 4))
     memory = allocate(shape, torch.device("cpu"))
     assert memory.shape == shape and memory.dtype == torch.uint8 and memory.count_nonzero() == 0
     own = torch.zeros(shape, dtype=torch.uint8)
-    use_allocator("cpu", lambda wanted: own if wanted == shape else own[:0])
+    monkeypatch.setattr(dispatch, "ALLOCATORS", {"cpu": "backends.native:allocate"})
+    monkeypatch.setattr(native, "allocate", lambda wanted: own if wanted == shape else own[:0])
     assert allocate(shape, torch.device("cpu")) is own
     assert allocate(shape, torch.device("meta")).device.type == "meta"

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
 from hf_vq.nn import VQLinear
-from hf_vq.ops import dispatch, reference, together
+from hf_vq.ops import reference, together
 from tests.random_weights import random_tensors
 
 SCHEME, SMALLER = WEIGHT_SCHEMES["vq-4"], WEIGHT_SCHEMES["vq-2"]
@@ -15,7 +15,7 @@ LINEAR, LINEARS = torch.ops.hf_vq.linear.default, torch.ops.hf_vq.linears.defaul
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches():
     """Numbers of rows of every launch of several matrices; reference kernels on the CPU do it."""
     found = []
 
@@ -26,13 +26,9 @@ def launches(monkeypatch):
             for *stored, added in zip(codes, codebook, scale, rotation, bias, strict=True)
         ]
 
-    row = dispatch.Kernel("test.linear", "linear", reference.linear, "cpu", together=several)
-    monkeypatch.setattr(dispatch, "_table", [row, *dispatch._table])
-    for cache in (dispatch._select, dispatch._direct):
-        cache.cache_clear()
-    yield found
-    for cache in (dispatch._select, dispatch._direct):
-        cache.cache_clear()
+    grouped = dispatch.Implementation(reference.linear, grouped=several)
+    with dispatch.preferred(dispatch.Entry("test.linear", "linear", grouped, ("cpu",))):
+        yield found
 
 
 def weights(scheme=SCHEME, rows=(48, 16, 16), columns=256):

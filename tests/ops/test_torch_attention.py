@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_vq import dispatch
 from hf_vq.backends import attention_masks, attention_maths, torch_attention
-from hf_vq.ops import dispatch
 from hf_vq.ops.attention import CachedKV, attention
 
 from ..cache.test_attention_op import make, written_out
@@ -27,14 +27,12 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(attention_masks, "_COMPARED", scores)
     monkeypatch.setattr(torch_attention, "WHOLE_TOKENS", 7)
     monkeypatch.setattr(torch_attention, "_FEWEST_TOKENS", 7)
-    rows = [
-        row for row in dispatch._table if row.op != "attention" or row.name == "torch.attention"
-    ]
-    monkeypatch.setattr(dispatch, "_table", rows)
-    dispatch.forget()
-    yield
-    monkeypatch.undo()
-    dispatch.forget()
+    with dispatch.using(
+        entry
+        for entry in dispatch.ENTRIES
+        if entry.op != "attention" or entry.name == "torch.attention"
+    ):
+        yield
 
 
 def check(query: Tensor, cached: CachedKV, **options: object) -> None:

@@ -5,11 +5,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hf_vq import VQCache, ops
+from hf_vq import VQCache, dispatch, ops
 from hf_vq.backends import cpu_attention, native, torch_ops
 from hf_vq.cache.codebooks import learned
 from hf_vq.formats.catalog import kv_scheme
-from hf_vq.ops import dispatch
 from hf_vq.ops.attention import attention
 from hf_vq.ops.library import parse
 
@@ -40,9 +39,9 @@ def without(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(torch_ops, "cpu_append", lambda: None)
             patch.setattr(torch_ops, "cpu_attention", lambda: None)
-            dispatch.forget()
+            dispatch.invalidate()
             found = function(*arguments, **options)
-        dispatch.forget()
+        dispatch.invalidate()
         return found
 
     return call
@@ -50,11 +49,11 @@ def without(monkeypatch):
 
 def directly(query, cached, scaling=0.2, softcap=0.0):
     c = cached
-    asked = ops.Problem(
-        "attention", "cpu", str(query.dtype)[6:], f"{c.key_scheme} {c.value_scheme}",
-        1, 1, c.tail_k.shape[3], c.tail_v.shape[3], f"{c.key_layout} {c.value_layout}",
+    asked = dispatch.AttentionProblem(
+        "cpu", str(query.dtype)[6:], c.key_scheme, c.value_scheme,
+        1, 1, c.tail_k.shape[3], c.tail_v.shape[3], c.key_layout, c.value_layout,
     )  # fmt: skip
-    return dispatch.direct(asked)(query, cached, scaling, softcap)
+    return dispatch.bind(asked)(query, cached, scaling, softcap)
 
 
 @pytest.mark.parametrize("scheme", ["u4", "u3", "u2", "k4v2"])

@@ -1,4 +1,4 @@
-"""`hf_vq::cpu_linear`: the row `cpu.linear` without Python, and when it is not taken."""
+"""`hf_vq::cpu_linear`: the entry `cpu.linear` without Python, and when it is not taken."""
 
 import ctypes
 import gc
@@ -12,17 +12,18 @@ import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import cpu_linear, native, torch_ops
 from hf_vq.errors import VQBackendError
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import weight_scheme
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.nn import VQLinear
-from hf_vq.ops import dispatch, reference
+from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
-from hf_vq.ops.dispatch import Kernel
-from hf_vq.ops.library import only_result, problem
+from hf_vq.ops.library import linear_problem, only_result
+
+PACKAGE = Path(ops.__file__).parents[1]
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
 
@@ -49,7 +50,7 @@ def by_row(x, tensors, bias, scheme):
 
 def directly(x, tensors, bias, scheme):
     """y without Python; None where there is no such way or it does not take these tensors."""
-    run = dispatch.direct(problem("linear", x, scheme.spec(), tensors["codes"].shape[0]))
+    run = dispatch.bind(linear_problem("linear", x, scheme.spec(), tensors["codes"].shape[0]))
     four = (tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors))
     return None if run is None else run(x, *four, bias)
 
@@ -65,9 +66,9 @@ def taken(monkeypatch):
         return y
 
     monkeypatch.setattr(torch_ops, "cpu_linear", lambda: count)
-    dispatch.forget()
+    dispatch.invalidate()
     yield lambda: sum(calls)
-    dispatch.forget()
+    dispatch.invalidate()
 
 
 def test_registered_where_torch_can():
@@ -90,12 +91,12 @@ def test_without_the_shim_the_row_runs(monkeypatch):
         monkeypatch.setattr(native, "torch_shim", lambda shim=shim: shim)
         assert torch_ops._register.__wrapped__("linear", "() -> ()") is None
     monkeypatch.setattr(torch_ops, "cpu_linear", lambda: None)
-    dispatch.forget()
+    dispatch.invalidate()
     scheme, tensors = stored()
     x = torch.randn(1, 256)
     assert directly(x, tensors, None, scheme) is None
     assert torch.equal(ops.linear(x, tensors, None, scheme), by_row(x, tensors, None, scheme))
-    dispatch.forget()
+    dispatch.invalidate()
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -129,6 +130,30 @@ def test_ops_linear_and_the_layer_take_it(taken):
         layer.__dict__["vq_scale"] = 2 * tensors["scale"]
         torch.testing.assert_close(layer(x), 2 * (y - bias) + bias)
     assert taken() == 4
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1, 8), (500, 14)])
+def test_a_layer_finds_its_kernel_once(tokens, most):
+    """Python calls inside the package: what a token pays before and after the kernel."""
+    scheme, tensors = stored()
+    layer = VQLinear(256, 24, False, scheme)
+    for key, tensor in tensors.items():
+        getattr(layer, layer.attributes[key]).data = tensor.clone()
+    x, called = torch.randn(tokens, 256), []
+
+    def count(frame, event, argument):
+        if event == "call" and str(PACKAGE) in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    with torch.no_grad():
+        layer(x)
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            layer(x)
+        finally:
+            sys.setprofile(before)
+    assert called[0] == "forward" and len(called) <= most, called
 
 
 @pytest.mark.parametrize("moved", ["vq_signs", "vq_scale", "vq_codebook", "bias"])
@@ -175,7 +200,7 @@ def test_what_it_does_not_take_goes_to_the_table(change):
 def test_codes_without_a_kernel_have_no_shorter_way(name):
     scheme, tensors = stored(name)
     x = torch.randn(1, 256)
-    assert dispatch.direct(problem("linear", x, scheme.spec(), 24)) is None
+    assert dispatch.bind(linear_problem("linear", x, scheme.spec(), 24)) is None
     assert ops.linear(x, tensors, None, scheme).isfinite().all()
 
 
@@ -221,14 +246,10 @@ def test_the_environment_and_new_rows_are_seen(monkeypatch):
     with pytest.raises(VQBackendError, match="Unset HF_VQ_BACKEND=cuda"):
         ops.linear(x, tensors, None, scheme)
     monkeypatch.delenv("HF_VQ_BACKEND")
-    monkeypatch.setattr(dispatch, "_table", list(dispatch._table))
     ours = torch.randn(1, 24)
-    dispatch.register(Kernel("ours", "linear", lambda *arguments: ours.clone()), first=True)
-    try:
+    entry = dispatch.Entry("ours", "linear", dispatch.Implementation(lambda *given: ours.clone()))
+    with dispatch.preferred(entry):
         assert torch.equal(ops.linear(x, tensors, None, scheme), ours)
-    finally:
-        monkeypatch.undo()
-        dispatch.forget()
     assert torch.equal(ops.linear(x, tensors, None, scheme), fast)
 
 
@@ -241,10 +262,10 @@ def test_an_error_of_the_kernel_is_that_of_the_row(monkeypatch):
 
     monkeypatch.setattr(torch_ops, "cpu_linear", lambda: lambda *arguments: None)
     monkeypatch.setattr(native.load(), "hf_vq_linear", no_memory)
-    dispatch.forget()
+    dispatch.invalidate()
     with pytest.raises(MemoryError, match="linear"):
         ops.linear(torch.randn(1, 256), tensors, None, scheme)
-    dispatch.forget()
+    dispatch.invalidate()
 
 
 def test_gradients_pass_through_the_differentiable_op(taken):

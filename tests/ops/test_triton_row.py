@@ -1,21 +1,26 @@
-"""The row `triton.linear` without a GPU: what it accepts, and that its kernels compile."""
+"""The entry `triton.linear` without a GPU: what it supports, and that its kernels compile."""
 
 import sys
 
 import pytest
 
 import hf_vq  # noqa: F401  registers the backends
-from hf_vq.backends import triton as row
+from hf_vq import dispatch
+from hf_vq.backends import triton as triton_entry
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
-from hf_vq.ops import dispatch
-from hf_vq.ops.dispatch import Problem
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: hf-vq[triton]")
 
 
 def linear(scheme, device="cuda", dtype="float16", k=2048):
-    return Problem("linear", device, dtype, scheme.spec(), 1, 64, k)
+    return dispatch.LinearProblem(device, dtype, scheme.spec(), 1, 64, k)
+
+
+def refusal(problem):
+    """Why the table does not take Triton for a problem; None if it may."""
+    (entry,) = (each for each in dispatch.ENTRIES if each.name == "triton.linear")
+    return entry.refusal(problem)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -62,7 +67,7 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A machine whose GPU Triton can use, as far as `accepts` looks."""
+    """A machine whose GPU Triton can use, as far as `available` looks."""
 
     class Driver:
         class active:
@@ -73,9 +78,9 @@ def gpu(monkeypatch):
                 return cls.target
 
     monkeypatch.setattr("triton.runtime.driver", Driver)
-    row.needs.cache_clear()
+    triton_entry.available.cache_clear()
     yield Driver.active
-    row.needs.cache_clear()
+    triton_entry.available.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -97,47 +102,47 @@ def gpu(monkeypatch):
         ("vq2x8r1-universal-g128-qr128", "a QR rotation is a matrix product"),
     ],
 )
-def test_what_it_accepts(gpu, spec, reason):
-    assert row.accepts(linear(VQScheme.parse(spec))) == reason
+def test_what_it_supports(gpu, spec, reason):
+    assert refusal(linear(VQScheme.parse(spec))) == reason
 
 
-def test_which_tensors_it_accepts(gpu):
+def test_which_tensors_it_takes(gpu):
     scheme = WEIGHT_SCHEMES["vq-4"]
-    assert row.accepts(linear(scheme, "xpu")) is None
-    assert row.accepts(linear(scheme, dtype="float64")) == "inputs are float64"
+    assert refusal(linear(scheme, "xpu")) is None
+    assert refusal(linear(scheme, dtype="float64")) == "inputs are float64"
     gpu.target = None  # nobody asks for a tensor that is elsewhere
-    row.needs.cache_clear()
-    assert row.accepts(linear(scheme, "cpu")) == "tensor is on cpu"
+    triton_entry.available.cache_clear()
+    assert refusal(linear(scheme, "cpu")) == "tensor is on cpu"
 
 
 def test_what_it_needs(gpu, monkeypatch):
-    assert row.needs() is None
+    assert triton_entry.available() is None
     for arch, reason in (
         (90, None), (75, "the GPU has compute capability 7.5, less than 8.0"),
     ):  # fmt: skip
         gpu.target = triton.backends.compiler.GPUTarget("cuda", arch, 32)
-        row.needs.cache_clear()
-        assert row.needs() == reason
+        triton_entry.available.cache_clear()
+        assert triton_entry.available() == reason
 
     def fails():
         raise RuntimeError("0 active drivers")
 
     monkeypatch.setattr(gpu, "get_current_target", fails)
-    row.needs.cache_clear()
-    assert row.needs() == "Triton finds no GPU that it can use: 0 active drivers"
+    triton_entry.available.cache_clear()
+    assert triton_entry.available() == "Triton finds no GPU that it can use: 0 active drivers"
     monkeypatch.setattr(triton, "__version__", "3.1.0")
-    row.needs.cache_clear()
-    assert row.needs() == "Triton 3.1.0 is older than 3.2"
+    triton_entry.available.cache_clear()
+    assert triton_entry.available() == "Triton 3.1.0 is older than 3.2"
     monkeypatch.setitem(sys.modules, "triton", None)
-    row.needs.cache_clear()
-    assert row.needs() == "Triton is not installed: pip install hf-vq[triton]"
+    triton_entry.available.cache_clear()
+    assert triton_entry.available() == "Triton is not installed: pip install hf-vq[triton]"
 
 
 def test_where_it_stands(gpu, monkeypatch):
-    """Below the CUDA rows, above the reference."""
-    names = [kernel.name for kernel in dispatch.rows("linear")]
+    """Below the CUDA entries, above the reference."""
+    names = [entry.name for entry in dispatch.entries("linear")]
     assert names.index("cuda.linear") < names.index("triton.linear") < names.index("reference")
-    verdicts = {v.kernel.name: v for v in dispatch.explain(linear(WEIGHT_SCHEMES["vq-4"], "xpu"))}
+    verdicts = {v.entry.name: v for v in dispatch.explain(linear(WEIGHT_SCHEMES["vq-4"], "xpu"))}
     assert verdicts["triton.linear"].chosen
     assert verdicts["cuda.linear"].reason == "tensor is on xpu"
     monkeypatch.setenv("HF_VQ_BACKEND", "triton")

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.backends import two_passes
 from hf_vq.formats import VQScheme, pack_bits, weight_scheme
-from hf_vq.ops import dispatch, reference
+from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
 from tests.random_weights import random_tensors
 
@@ -81,34 +81,28 @@ def test_a_second_pass_that_is_not_there_counts_as_zero(spec):
         assert torch.equal(alone, ops.decode_weight(one, scheme.first_pass(), 128))
 
 
-def asked(spec, device="cpu", op="linear"):
-    return dispatch.Problem(op, device, "float32", weight_scheme(spec).spec(), 1, 64, 256)
+def asked(spec):
+    return dispatch.LinearProblem("cpu", "float32", weight_scheme(spec).spec(), 1, 64, 256)
 
 
-def test_who_runs_two_passes(monkeypatch):
-    def better(op):
-        return dispatch.Kernel(
-            f"fast.{op}", op, lambda *given: None, "cpu",
-            accepts=lambda p: "two" if VQScheme.parse(p.scheme).two_passes else None,
-        )  # fmt: skip
+def test_who_runs_two_passes():
+    def one_pass(problem):
+        return "two" if VQScheme.parse(problem.scheme).two_passes else None
 
-    table = [row for row in dispatch._table if row.name in ("reference", "two_passes.linear")]
-    monkeypatch.setattr(dispatch, "_table", table)
-    dispatch.forget()
-    try:
-        reason = {v.kernel.name: v.reason for v in dispatch.explain(asked("turboquant-4+4"))}
+    fast = dispatch.Implementation(lambda *given: None, one_pass)
+    better = dispatch.Entry("fast.linear", "linear", fast, ("cpu",))
+    names = ("reference", "two_passes.linear")
+    with dispatch.using(entry for entry in dispatch.ENTRIES if entry.name in names):
+        reason = {v.entry.name: v.reason for v in dispatch.explain(asked("turboquant-4+4"))}
         assert reason["two_passes.linear"] == "only the reference runs one of its passes"
         assert dispatch.select(asked("turboquant-4+4")).name == "reference"
-        dispatch.register(better("linear"), first=True)
-        for spec, remark in (
-            ("turboquant-4+2", "codes are merged at every call for fast.linear"),
-            (ADDING[0], "passes run by fast.linear and fast.linear"),
-        ):
-            row = dispatch.select(asked(spec))
-            assert row.name == "two_passes.linear"
-            assert row.remark(asked(spec)) == remark
-        assert dispatch.select(asked("turboquant-4")).name == "fast.linear"
-        assert two_passes.accepts(asked("turboquant-4")) == "it has one pass"
-    finally:
-        monkeypatch.undo()
-        dispatch.forget()
+        with dispatch.preferred(better):
+            for spec, note in (
+                ("turboquant-4+2", "codes are merged at every call for fast.linear"),
+                (ADDING[0], "passes run by fast.linear and fast.linear"),
+            ):
+                entry = dispatch.select(asked(spec))
+                assert entry.name == "two_passes.linear"
+                assert entry.implementation.note(asked(spec)) == note
+            assert dispatch.select(asked("turboquant-4")).name == "fast.linear"
+            assert two_passes.supports(asked("turboquant-4")) == "it has one pass"

@@ -4,11 +4,11 @@ import numpy
 import pytest
 import torch
 
-from hf_vq import ops
+from hf_vq import dispatch, ops
 from hf_vq.formats import QoQScheme, linear_scheme, unpack_bits
 from hf_vq.formats.qoq import decode, encode
-from hf_vq.ops import dispatch, w4a8
-from hf_vq.ops.library import problem
+from hf_vq.ops import w4a8
+from hf_vq.ops.library import linear_problem
 
 SCHEMES = ["qoq-w4a8", "qoq-w4a8-g128", "qoq-w4a8-g32"]
 SIZES = [(1, 32), (3, 96), (37, 704), (16, 1280)]
@@ -117,7 +117,7 @@ def test_schema_shapes_and_gradients(name) -> None:
 @pytest.mark.parametrize("backend", ["", "reference"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_vector_is_a_token(name, backend, monkeypatch) -> None:
-    """[in] -> [out], whichever row of the table runs it."""
+    """[in] -> [out], whichever entry of the table runs it."""
     monkeypatch.setenv("HF_VQ_BACKEND", backend)
     tensors, x, bias = layer(name, 24, 1280), torch.randn(3, 1280), torch.randn(24)
     rows, one = (ops.w4a8_linear(part, tensors, bias, name) for part in (x, x[1]))
@@ -126,5 +126,5 @@ def test_a_vector_is_a_token(name, backend, monkeypatch) -> None:
 
 def test_the_table_says_who_runs_it() -> None:
     x = torch.randn(1, 128)
-    verdicts = dispatch.explain(problem("w4a8_linear", x.double(), "qoq-w4a8", 8))
-    assert [v.kernel.name for v in verdicts if v.chosen] == ["reference"]
+    verdicts = dispatch.explain(linear_problem("w4a8_linear", x.double(), "qoq-w4a8", 8))
+    assert [v.entry.name for v in verdicts if v.chosen] == ["reference"]

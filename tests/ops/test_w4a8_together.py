@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hf_vq import dispatch
 from hf_vq.formats import linear_scheme
 from hf_vq.formats.qoq import encode
 from hf_vq.ops import together, w4a8
+from hf_vq.ops.library import linear_problem
 
 LINEAR, LINEARS = torch.ops.hf_vq.w4a8_linear.default, torch.ops.hf_vq.w4a8_linears.default
 COLUMNS = 96
@@ -23,15 +25,11 @@ def rounded(monkeypatch):
         return plain(x)
 
     monkeypatch.setattr(w4a8, "quantize_tokens", counted)
-    fused = w4a8.dispatch.rows("w4a8_linear")[-1].fused
-    row = w4a8.dispatch.Kernel(
-        "reference", "w4a8_linear", w4a8.reference, fused=fused._replace(tokens=counted)
-    )
-    monkeypatch.setattr(w4a8.dispatch, "_table", [row])
-    w4a8.dispatch.forget()
-    yield shapes
-    monkeypatch.undo()
-    w4a8.dispatch.forget()
+    known = dispatch.entries("w4a8_linear")[-1].implementation
+    fused = known.fused._replace(tokens=counted)
+    counting = dispatch.Implementation(w4a8.reference, fused=fused)
+    with dispatch.using([dispatch.Entry("reference", "w4a8_linear", counting)]):
+        yield shapes
 
 
 def weight(name, rows):
@@ -84,14 +82,14 @@ def test_schemes_of_two_kinds_are_two_ops():
 
 def test_where_kernels_round_for_themselves_nothing_changes():
     held, x = weight("qoq-w4a8", 16), torch.randn(3, COLUMNS)
-    row = w4a8.dispatch.select(w4a8.problem("w4a8_linear", x, "qoq-w4a8", 16))
+    entry = dispatch.select(linear_problem("w4a8_linear", x, "qoq-w4a8", 16))
 
     def run(x, held):
         return [LINEAR(x, *held, None, "qoq-w4a8") for _ in range(3)]
 
     module, _ = graph_of(run, x, held)
     targets = [node.target for node in module.graph.nodes]
-    assert targets.count(LINEARS) == (row.fused is not None)
+    assert targets.count(LINEARS) == (entry.implementation.fused is not None)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4])
