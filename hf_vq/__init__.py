@@ -36,6 +36,7 @@ from .hf import (
     allocate_kv,
     calibrate_kv,
     capture,
+    enable_cache_backend,
     explain,
     merge_passes,
     place_pass2,
@@ -43,9 +44,6 @@ from .hf import (
     smooth_attention,
 )
 from .hf import attention as _attention
-from .hf import generation as _generation
-from .hf import graphs as _graphs
-from .hf import paged as _paged
 from .hf import quantizer as _quantizer
 
 __version__ = "0.1.0"
@@ -54,7 +52,7 @@ __version__ = "0.1.0"
 for _plugin in (
     _cuda, _cuda_kv, _cuda_w4a8, _cpu_linear, _cpu_nested, _cpu_vptq, _cpu_w4a8, _cpu_attention,
     _cpu_static, _triton, _cutile, _torch_attention, _two_passes, _reference, _fit_rows, _quantizer,
-    _attention, _generation, _paged, _graphs,
+    _attention,
 ):  # fmt: skip
     _plugin.register()
 
@@ -76,6 +74,7 @@ __all__ = [
     "allocate_kv",
     "calibrate_kv",
     "capture",
+    "enable_cache_backend",
     "explain",
     "merge_passes",
     "place_pass2",

@@ -8,10 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_vq import VQCache, explain
 from hf_vq.formats import kv_scheme
-from hf_vq.hf import generation
 from hf_vq.ops import dispatch
-
-generation.register()
 
 
 def model_of(name):

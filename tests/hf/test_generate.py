@@ -25,13 +25,13 @@ from hf_vq.cache.store import key_mean
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.hf import attention, generation
+from hf_vq.hf import attention, enable_cache_backend, generation
 from hf_vq.ops import decode_kv, encode_kv
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 attention.register()
-generation.register()
+enable_cache_backend()
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -408,19 +408,11 @@ def test_cache_implementation(tmp_path: Path) -> None:
 
 
 def test_other_caches_are_left_alone() -> None:
-    prepare = generation._telling_the_prompt(lambda *args, **kwargs: "as before")
+    prepare = generation.tell_the_prompt(lambda *args, **kwargs: "as before")
     options = {"backend": "quanto"}
     config = SimpleNamespace(cache_config=options)
     assert prepare(None, config, {}) == "as before" and config.cache_config is options
     assert prepare(None, SimpleNamespace(), {}) == "as before"
-
-
-def test_registering_twice_changes_nothing() -> None:
-    from transformers.generation import utils
-
-    before = utils.GenerationMixin._prepare_cache_for_generation
-    generation.register()
-    assert utils.GenerationMixin._prepare_cache_for_generation is before
 
 
 def test_strict_names_the_cure() -> None:
