@@ -150,7 +150,7 @@ def test_a_transformers_with_other_tables_is_left_alone(monkeypatch, holds, half
 
 def test_removal_skips_no_other_finder(monkeypatch):
     """importlib walks the list that it was given: an element less would hide the next one."""
-    tables = dict.fromkeys(hf_vq_autoload.TABLES, {})
+    tables = {name: {} for name in hf_vq_autoload.TABLES}
     spec = types.SimpleNamespace(_initializing=False)
     module = types.SimpleNamespace(__spec__=spec, **tables)
     asked = []

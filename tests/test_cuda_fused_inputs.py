@@ -19,7 +19,7 @@ from hf_vq.formats.qoq import encode
 from hf_vq.hf import VQConfig
 from hf_vq.nn import W4A8Linear
 from hf_vq.nn.deferred import Deferred, Gated, Norm
-from hf_vq.ops import fused_inputs, together, w4a8
+from hf_vq.ops import fused_inputs, w4a8
 
 from .cuda_layers import natural, poison
 

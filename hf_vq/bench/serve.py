@@ -26,6 +26,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig
 
 from ..errors import VQBackendError, VQError
+from ..hf.generation import enable_cache_backend
 from ..hf.paged import objection
 from . import serve_text
 from .bars import Bar, bars_table
@@ -234,6 +235,7 @@ def _served(
 
 
 def _greedy(scheme: str, new: int) -> GenerationConfig:
+    enable_cache_backend()
     options = None if scheme == FLOATS else {"backend": "vq", "scheme": scheme}
     return GenerationConfig(
         max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0,

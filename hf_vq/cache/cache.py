@@ -47,8 +47,9 @@ class VQCache(Cache):
 
         model.generate(**inputs, past_key_values=VQCache(model.config))
 
-    Attention reads the codes with the attention implementations `sdpa` and `vq`; any other decodes
-    them at every step, which is right but slow (`fallbacks` counts it, `strict` forbids it).
+    Attention reads the codes with the attention implementations `sdpa`, `eager`, flash and `vq`;
+    where it cannot, it decodes them at every step, which is right but slow (`fallbacks` counts it,
+    `strict` forbids it).
 
     An encoder-decoder model needs `EncoderDecoderCache(VQCache(config), DynamicCache(config=
     config))`: cross-attention over a `VQCache` works too, but is decoded at every step.

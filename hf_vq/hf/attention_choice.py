@@ -66,7 +66,7 @@ def _sdpa(
     **kwargs: Any,
 ) -> Result:
     coded = type(key) is VQHandle or type(key) is StaticHandle
-    if coded and not dropout and _are_none(kwargs, ("position_bias", "softcap")):
+    if coded and not dropout and kwargs.get("position_bias") is kwargs.get("softcap") is None:
         causal = query.shape[2] == 1 or is_causal(module, kwargs)
         out = attend_to_codes(query, key, value, attention_mask, scaling, causal)
         if out is not None:
