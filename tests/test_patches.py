@@ -1,6 +1,8 @@
 """hf_vq.patches: what of other libraries is replaced, when, and how it is put back."""
 
 import json
+import os
+import subprocess
 import sys
 import threading
 import types
@@ -74,7 +76,7 @@ import hf_vq
 after = look()
 changed = [n for n, v in before.items() if n not in after or (
     after[n] is not v and not (type(v) is tuple and after[n] == v))]
-added = [n for n, v in after.items() if n not in before and of_hf_vq(v)]
+added = [n for n, v in after.items() if n not in before and (of_hf_vq(v) or "['vq" in n)]
 print(json.dumps([changed, added]))
 """
 
@@ -82,9 +84,6 @@ print(json.dumps([changed, added]))
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """What `import hf_vq` changes and what it adds, in a process that had everything imported."""
-    import os
-    import subprocess
-
     def run(code):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True,

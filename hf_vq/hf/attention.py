@@ -31,8 +31,8 @@ def register() -> None:
 def vq_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,

@@ -208,18 +208,18 @@ def _computes_vq(
         (1, key.shape[1], tokens, key.shape[3]),
         (1, value.shape[1], tokens, value.shape[3]),
     )
-    given = [
+    q, k, v = (
         torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(query.device)
         for shape in shapes
-    ]
+    )
     none = torch.zeros(1, 1, queries, tokens, dtype=torch.float64, device=query.device)
     ahead = torch.ones_like(none, dtype=torch.bool).triu(tokens - queries + 1)
     causal = none.masked_fill(ahead, torch.finfo(none.dtype).min)
     with torch.no_grad(), without_autocast(query.device):
         for mask, same in ((causal, causal), (None, none)):
             try:
-                found = plain(module, *given, mask, **kwargs)[0]
-                wanted = vq_attention(module, *given, same, **kwargs)[0]
+                found = plain(module, q, k, v, mask, **kwargs)[0]
+                wanted = vq_attention(module, q, k, v, same, **kwargs)[0]
             except Exception:  # it needs what is not here, such as other shapes
                 return False
             if found.shape != wanted.shape:

@@ -15,6 +15,7 @@ from test_generate import build, decoded, greedy, prompt
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig
 from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -193,7 +194,12 @@ def test_other_implementations_are_asked_themselves() -> None:
         cache = VQCache(model.config, window=8)
         assert torch.equal(greedy(model, ids, cache), wanted)
     assert "VQHandle" in seen and min(cache.fallbacks.values()) > 0
-    with implementation("sdpa", mine):  # a user's own
+
+    def my_sdpa(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        seen.append(type(key).__name__)
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    with implementation("sdpa", my_sdpa):  # a user's, under the name of Transformers' own
         model.set_attn_implementation("sdpa")
         seen.clear()
         assert torch.equal(greedy(model, ids, VQCache(model.config, window=8)), wanted)
