@@ -84,6 +84,7 @@ print(json.dumps([changed, added]))
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """What `import hf_vq` changes and what it adds, in a process that had everything imported."""
+
     def run(code):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True,
