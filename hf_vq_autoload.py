@@ -2,38 +2,55 @@
 
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
 
 TARGET = "transformers.quantizers.auto"
+TABLES = ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
 
 
-class _Mapping(dict):
-    get = Mapping.get  # asks __getitem__, which dict.get does not
+class _Lazy:
+    """The entry "vq" of a table of Transformers, until hf_vq is imported and enters its own."""
 
-    def __contains__(self, key):
-        if key == "vq" and not dict.__contains__(self, key):
-            import hf_vq  # noqa: F401  registers "vq" here; does nothing while that import runs
-        return isinstance(key, str) and dict.__contains__(self, key)  # a list has no hash
+    def __init__(self, table):
+        self._table = table
 
-    def __missing__(self, key):
-        return dict.__getitem__(self if key in self else {}, key)
+    def __getattr__(self, name):
+        import hf_vq  # noqa: F401  registers "vq"; does nothing while that import runs
+
+        if self._table["vq"] is self:
+            raise AttributeError(f"hf_vq is not imported yet: it has no {name}")
+        return getattr(self._table["vq"], name)
+
+    def __call__(self, *args, **kwargs):
+        return self.__getattr__("__call__")(*args, **kwargs)
 
 
 class _Finder:
+    """Fills the tables when Transformers makes them, and is gone then."""
+
     def find_spec(self, name, path=None, target=None):
         with suppress(Exception):  # Transformers then behaves as if hf_vq were not installed
             if module := sys.modules.get(TARGET):  # imported before torch, or importing it now
-                for table in ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING"):
-                    if type(getattr(module, table)) is dict:
-                        setattr(module, table, _Mapping(getattr(module, table)))
+                self.fill(module, complete=not module.__spec__._initializing)
             elif name == TARGET and (spec := PathFinder.find_spec(name, path)):
                 run = spec.loader.exec_module
-                spec.loader.exec_module = lambda module: run(module) or self.find_spec("")
+                spec.loader.exec_module = lambda module: (run(module), self.fill(module))
                 return spec
+
+    def fill(self, module, complete=True):
+        tables = [getattr(module, name, None) for name in TABLES]
+        if not complete and None in tables:
+            return
+        for table in tables:
+            if type(table) is dict:
+                table.setdefault("vq", _Lazy(table))
+        # Not in place: it would have the loop that called us, or another thread's, skip a finder.
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
 
 def hook():  # noqa: D103
     if os.environ.get("HF_VQ_AUTOLOAD", "1").strip().lower() not in ("0", "false", "no", "off"):
-        sys.meta_path.insert(0, _Finder())
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+        finder.find_spec("")

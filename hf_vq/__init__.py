@@ -21,6 +21,7 @@ from .hf import (
     allocate_kv,
     calibrate_kv,
     capture,
+    enable_cache_backend,
     explain,
     merge_passes,
     place_pass2,
@@ -28,14 +29,11 @@ from .hf import (
     smooth_attention,
 )
 from .hf import attention as _attention
-from .hf import generation as _generation
-from .hf import graphs as _graphs
-from .hf import paged as _paged
 from .hf import quantizer as _quantizer
 
 __version__ = "0.1.0"
 
-for _plugin in (_quantizer, _attention, _generation, _paged, _graphs):
+for _plugin in (_quantizer, _attention):
     _plugin.register()
 
 __all__ = [
@@ -56,6 +54,7 @@ __all__ = [
     "allocate_kv",
     "calibrate_kv",
     "capture",
+    "enable_cache_backend",
     "explain",
     "merge_passes",
     "place_pass2",

@@ -11,16 +11,19 @@ import hf_vq_autoload
 
 LOOK = """
 import sys
+def hooks():
+    return sum(type(finder).__module__ == "hf_vq_autoload" for finder in sys.meta_path)
 assert "hf_vq" not in sys.modules, "imported too early"
 from transformers.quantizers import auto
-print(type(auto.AUTO_QUANTIZATION_CONFIG_MAPPING).__module__)
-print("awq" in auto.AUTO_QUANTIZER_MAPPING, "nope" in auto.AUTO_QUANTIZER_MAPPING)
-print("hf_vq" in sys.modules)
-print(auto.AutoHfQuantizer.supports_quant_method({"quant_method": "vq"}))
-print(auto.AUTO_QUANTIZATION_CONFIG_MAPPING["vq"].__module__.split(".")[0])
-print(auto.AUTO_QUANTIZER_MAPPING["vq"].__module__.split(".")[0])
+import transformers.quantizers.quantizer_aqlm, json.tool  # something is imported after the tables
+print(type(auto.AUTO_QUANTIZATION_CONFIG_MAPPING) is type(auto.AUTO_QUANTIZER_MAPPING) is dict)
+print("awq" in auto.AUTO_QUANTIZER_MAPPING, "nope" in auto.AUTO_QUANTIZER_MAPPING, hooks())
+print(auto.AutoHfQuantizer.supports_quant_method({"quant_method": "vq"}), "hf_vq" in sys.modules)
+print(type(auto.AutoQuantizationConfig.from_dict({"quant_method": "vq"})).__name__)
+print(auto.AUTO_QUANTIZATION_CONFIG_MAPPING["vq"].__name__)
+print(auto.AUTO_QUANTIZER_MAPPING["vq"].__name__)
 """
-SEEN = ["hf_vq_autoload", "True False", "False", "True", "hf_vq", "hf_vq"]
+SEEN = ["True", "True False 0", "True False", "VQConfig", "VQConfig", "VQHfQuantizer"]
 
 
 @pytest.fixture
@@ -63,73 +66,101 @@ def test_it_can_be_turned_off(run_python, value, found):
     assert run_python(code, HF_VQ_AUTOLOAD=value).split() == [found]
 
 
+@pytest.mark.usefixtures("installed")
+def test_the_quantizer_alone_imports_hf_vq(run_python):
+    """As code does that looks up the class without a config."""
+    code = (
+        "import torch, sys\n"
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as table\n"
+        "lazy = table['vq']\n"
+        "print('hf_vq' in sys.modules, lazy.requires_calibration, table['vq'] is lazy)"
+    )
+    assert run_python(code).split() == ["False", "False", "False"]
+
+
 @pytest.fixture
-def table(monkeypatch):
-    """A table of Transformers as autoload leaves it, and an hf_vq that registers itself in it."""
-    mapping = hf_vq_autoload._Mapping(awq="AwqQuantizer")
+def plugin(monkeypatch):
+    """An hf_vq that registers itself in a table of Transformers, as `fill` leaves it."""
+    module = types.SimpleNamespace(
+        AUTO_QUANTIZATION_CONFIG_MAPPING={"awq": 1}, AUTO_QUANTIZER_MAPPING={"awq": 2}
+    )
     imports = []
 
+    class Config(dict):
+        @classmethod
+        def from_dict(cls, of):
+            return cls(of)
+
     class Plugin:
+        registers = True
+
         def find_spec(self, name, path=None, target=None):
             return importlib.util.spec_from_loader(name, self) if name == "hf_vq" else None
 
         def create_module(self, spec):
             return None
 
-        def exec_module(self, module):
-            imports.append(module.__name__)
-            # As Transformers' register_quantizer does: this look-up must not import again.
-            assert "vq" not in mapping
-            mapping["vq"] = "VQQuantizer"
+        def exec_module(self, imported):
+            imports.append(imported.__name__)
+            if self.registers:
+                module.AUTO_QUANTIZATION_CONFIG_MAPPING["vq"] = Config
 
+    plugin = Plugin()
+    plugin.module, plugin.imports = module, imports
     monkeypatch.delitem(sys.modules, "hf_vq", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Plugin(), *sys.meta_path])
-    yield mapping
-    assert len(imports) == 1
+    monkeypatch.setattr(sys, "meta_path", [plugin, *sys.meta_path])
+    yield plugin
+    sys.modules.pop("hf_vq", None)
 
 
-LOOKS = {
-    "in": lambda table: "VQQuantizer" if "vq" in table else None,
-    "brackets": lambda table: table["vq"],
-    "get": lambda table: table.get("vq"),
-}
+def test_an_entry_imports_when_it_is_used(plugin):
+    finder = hf_vq_autoload._Finder()
+    sys.meta_path.insert(0, finder)
+    finder.fill(plugin.module)
+    assert finder not in sys.meta_path and plugin in sys.meta_path
+    table = plugin.module.AUTO_QUANTIZATION_CONFIG_MAPPING
+    lazy = table["vq"]
+    assert table["awq"] == 1 and "nope" not in table and not plugin.imports
+    assert lazy.from_dict({"a": 1}) == {"a": 1} and lazy({"b": 2}) == {"b": 2}
+    assert plugin.imports == ["hf_vq"] and table["vq"] is not lazy
+    finder.fill(plugin.module)  # what hf_vq registered stays
+    assert table["vq"] is not lazy and type(table["vq"]) is type
 
 
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_every_way_to_look_up(table, look):
-    assert table["awq"] == table.get("awq") == "AwqQuantizer"
-    assert "nope" not in table
-    assert table.get("nope", 7) == 7
-    with pytest.raises(KeyError, match="nope"):
-        table["nope"]
-    assert "hf_vq" not in sys.modules
-    assert look(table) == look(table) == "VQQuantizer"
+def test_an_hf_vq_that_does_not_register_is_an_error_and_no_loop(plugin):
+    plugin.registers = False
+    hf_vq_autoload._Finder().fill(plugin.module)
+    with pytest.raises(AttributeError, match="no from_dict"):
+        plugin.module.AUTO_QUANTIZATION_CONFIG_MAPPING["vq"].from_dict({})
 
 
 @pytest.mark.parametrize("holds", [{}, {"AUTO_QUANTIZATION_CONFIG_MAPPING": 3}], ids=str)
-def test_a_transformers_with_other_tables_is_left_alone(monkeypatch, holds):
+@pytest.mark.parametrize("half", [True, False])
+def test_a_transformers_with_other_tables_is_left_alone(monkeypatch, holds, half):
     """Whatever Transformers holds there one day, or not yet, importing goes on."""
-    module = types.SimpleNamespace(**holds)
+    spec = types.SimpleNamespace(_initializing=half)
+    module = types.SimpleNamespace(__spec__=spec, **holds)
+    finder = hf_vq_autoload._Finder()
     monkeypatch.setitem(sys.modules, hf_vq_autoload.TARGET, module)
-    assert hf_vq_autoload._Finder().find_spec("anything") is None
-    assert vars(module) == holds
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    assert finder.find_spec("anything") is None
+    assert vars(module) == {"__spec__": spec, **holds}
+    assert (finder in sys.meta_path) == half  # it waits for what is still being imported
 
 
-def test_tables_are_replaced_once(monkeypatch):
-    tables = {"AUTO_QUANTIZATION_CONFIG_MAPPING": {"a": 1}, "AUTO_QUANTIZER_MAPPING": {"b": 2}}
-    module = types.SimpleNamespace(**tables)
+def test_removal_skips_no_other_finder(monkeypatch):
+    """importlib walks the list that it was given: an element less would hide the next one."""
+    tables = {name: {} for name in hf_vq_autoload.TABLES}
+    spec = types.SimpleNamespace(_initializing=False)
+    module = types.SimpleNamespace(__spec__=spec, **tables)
+    asked = []
+
+    class Next:
+        def find_spec(self, name, path=None, target=None):
+            asked.append(name)
+
     monkeypatch.setitem(sys.modules, hf_vq_autoload.TARGET, module)
-    for _ in range(2):
-        hf_vq_autoload._Finder().find_spec("anything")
-        assert vars(module) == tables
-        replaced = dict(vars(module))
-    hf_vq_autoload._Finder().find_spec("anything")
-    assert all(vars(module)[name] is table for name, table in replaced.items())
-    assert {type(table) for table in replaced.values()} == {hf_vq_autoload._Mapping}
-
-
-@pytest.mark.parametrize("method", [["vq"], {"vq": 1}, 7, None])
-def test_a_method_that_is_no_name_is_unknown(method):
-    """As a config.json may have it: a dict of Python would raise TypeError for a list."""
-    table = hf_vq_autoload._Mapping({"awq": 1, 7: 2})
-    assert method not in table and "awq" in table
+    monkeypatch.setattr(sys, "meta_path", [hf_vq_autoload._Finder(), Next(), *sys.meta_path])
+    assert importlib.util.find_spec("a_module_that_is_not_there") is None
+    assert asked == ["a_module_that_is_not_there"]
+    assert type(sys.meta_path[0]) is Next

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_vq import ops
+from hf_vq import ops, patches
 from hf_vq.backends import cuda_w4a8_inputs
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import linear_scheme
@@ -19,7 +19,7 @@ from hf_vq.formats.qoq import encode
 from hf_vq.hf import VQConfig
 from hf_vq.nn import W4A8Linear
 from hf_vq.nn.deferred import Deferred, Gated, Norm
-from hf_vq.ops import fused_inputs, together, w4a8
+from hf_vq.ops import fused_inputs, w4a8
 
 from .cuda_layers import natural, poison
 
@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 DTYPES = (torch.float16, torch.bfloat16)
+SLOTS = [patch.target.partition(":")[2] for patch in patches.TABLE if patch.fills]
 COLUMNS = (32, 704, 4096, 14336)
 NAMES = ("qoq-w4a8", "qoq-w4a8-g128")
 
@@ -214,7 +215,7 @@ def test_compiled(tokens, expected, monkeypatch):
     apart = model(x)
     assert made == ["tokens"] * 3 * expected
     torch.compiler.reset()  # or numbers of tokens become symbols
-    with config.patch({slot: None for slot in together._SLOTS}):
+    with config.patch({slot: None for slot in SLOTS}):
         compiled = torch.compile(model, fullgraph=True)
         compiled(x)
         made.clear()

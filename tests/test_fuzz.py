@@ -98,7 +98,8 @@ def test_random_caches_find_a_defect(tmp_path, monkeypatch, defect):
     elif defect == "codes of the token before":
         monkeypatch.setattr(Store, "encode", lambda self, rows: encode(self, rows.roll(1, 2)))
     else:
-        monkeypatch.setattr(VQCacheLayer, "_tail_length", lambda self: self.window // 2)
+        tail_length = property(lambda self: self.window // 2, lambda self, value: None)
+        monkeypatch.setattr(VQCacheLayer, "tail_length", tail_length, raising=False)
     assert next(sequences(tmp_path, 200), None)
 
 

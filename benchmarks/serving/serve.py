@@ -27,6 +27,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from hf_vq.errors import VQBackendError, VQError
 from hf_vq.evaluation.text_tables import markdown_table
+from hf_vq.hf.generation import enable_cache_backend
 from hf_vq.hf.paged import objection
 
 from ..random_llama import random_llama
@@ -234,6 +235,7 @@ def _served(
 
 
 def _greedy(scheme: str, new: int) -> GenerationConfig:
+    enable_cache_backend()
     options = None if scheme == FLOATS else {"backend": "vq", "scheme": scheme}
     return GenerationConfig(
         max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0,

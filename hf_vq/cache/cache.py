@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from .. import patches
 from ..errors import VQCacheError
 from ..formats.catalog import (
     Allocation,
@@ -46,8 +47,9 @@ class VQCache(Cache):
 
         model.generate(**inputs, past_key_values=VQCache(model.config))
 
-    Attention reads the codes with the attention implementations `sdpa` and `vq`; any other decodes
-    them at every step, which is right but slow (`fallbacks` counts it, `strict` forbids it).
+    Attention reads the codes with the attention implementations `sdpa`, `eager`, flash and `vq`;
+    where it cannot, it decodes them at every step, which is right but slow (`fallbacks` counts it,
+    `strict` forbids it).
 
     An encoder-decoder model needs `EncoderDecoderCache(VQCache(config), DynamicCache(config=
     config))`: cross-attention over a `VQCache` works too, but is decoded at every step.
@@ -92,6 +94,7 @@ class VQCache(Cache):
         key_means: Sequence[Tensor | None] | None = None,
         codebooks: KVCodebooks | None = None,
     ) -> None:
+        patches.apply(patches.CACHE)
         if not isinstance(config, PreTrainedConfig):
             raise VQCacheError(
                 f"VQCache needs the model's config as its first argument (VQCache(model.config)); "
@@ -140,6 +143,10 @@ class VQCache(Cache):
                 raise VQCacheError(f"VQCache(static=True) is not possible: {problem}.")
         if static:
             self.decide(static)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        patches.apply(patches.CACHE)  # a cache may come from another process
+        self.__dict__.update(state)
 
     def _make_static(self, config: PreTrainedConfig, means: Any, books: Any) -> str | None:
         """Make the layers that can be compiled, or say why there are none."""

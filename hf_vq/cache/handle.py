@@ -148,15 +148,17 @@ def attend(
     Returns:
         [B, Hq, Q, Dv].
     """
-    if not (isinstance(key, VQHandle) and isinstance(value, VQHandle)):
+    if type(key) is not VQHandle or type(value) is not VQHandle:
         return None
-    cached = key.update.cached
-    same = key.update is value.update and key.side == "k" and value.side == "v"
+    update = key.update
+    cached = update.cached
+    same = update is value.update and key.side == "k" and value.side == "v"
     heads = key.form == value.form == _HEADS and query.shape[1] % cached.tail_k.shape[1] == 0
     differentiable = torch.is_grad_enabled() and query.requires_grad
     if not (same and heads and query.shape[2] == cached.fresh) or differentiable:
         return None
-    key.update.check()
+    if update.version != update.owner.version:
+        update.check()
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return attention(query, cached, scaling=scaling, mask=mask, softcap=softcap, s_aux=s_aux)
 

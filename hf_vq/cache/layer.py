@@ -35,8 +35,8 @@ from ..ops.layout import layouts_for
 from .codebooks import codebook_for
 from .handle import Update, VQHandle
 from .prompt import Prompt
-from .store import Store, check_head_dim, key_mean
-from .tape import Tape, storing
+from .store import LOOKED_AT, Store, check_head_dim, key_mean
+from .tape import storing
 
 SLACK = 32  # floats kept beyond the window
 
@@ -74,6 +74,8 @@ class VQCacheLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     is_compileable = False
+    past: int | None = None  # tokens in front of an update that it sees; None = all
+    _few = SLACK  # tokens of an update that are appended to the tail first
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class VQCacheLayer(CacheLayerMixin):
         self.options, self.prompt, self.index = options, prompt, index
         self.scheme = of_layer(options.scheme, index)
         self.sinks, self.window = options.sinks, options.window
+        self.tail_length = self.window + SLACK  # floats kept
         self.calibrated_mean, self.codebooks = key_mean, codebooks
         self.record_past = False
         self.reserve = True  # memory for max_cache_len; that of a file may be any number
@@ -267,24 +270,21 @@ class VQCacheLayer(CacheLayerMixin):
         for store, tokens in ((self.k, key_states), (self.v, value_states)):
             if before < self._sinks_end:
                 store.remember_sinks(tokens, before, self._start_tensor)
-            window.append(self._floats_with(store.tail, tokens, before))
-        self.length += count
+            if before == 0:
+                window.append(tokens)
+            elif count <= self._few:
+                window.append(store.tail.append(tokens))
+            else:  # they do not enter the tape: `_trim` keeps the last
+                window.append(torch.cat([store.tail.view(), tokens], 2))
+        self.length = before + count
         self._encode(window[0], window[1], count if before == 0 else 0)
         result: tuple[Tensor, Tensor] = (key_states, value_states)
         if before:
-            update = Update(self._visible(window[0], window[1], before, count), self)
+            first = 0 if self.past is None else max(before - self.past, 0)
+            update = Update(self._cached(window[0], window[1], first, count), self)
             result = VQHandle(update, "k"), VQHandle(update, "v")
         self._trim(window[0], window[1])
         return result
-
-    def _floats_with(self, tail: Tape, tokens: Tensor, before: int) -> Tensor:
-        """The tail, then `tokens`. Many tokens do not enter the tape: `_trim` keeps the last."""
-        if before == 0:
-            return tokens
-        if tokens.shape[2] > SLACK:
-            return torch.cat([tail.view(), tokens], 2)
-        tail.append(tokens)
-        return tail.view()
 
     def _encode(self, keys: Tensor, values: Tensor, prompt: int) -> None:
         """Encode the tokens that left the window of the newest query.
@@ -294,16 +294,19 @@ class VQCacheLayer(CacheLayerMixin):
             values: floats [B, H, n, Dv].
             prompt: tokens of the first update, 0 if this is a later one.
         """
-        begin, end = self.coded, self.length - self.window
+        codes, length = self.k.codes, self.length
+        begin, end = self.first_code + codes.end - codes.begin, length - self.window
         if end <= begin:
             return
-        origin = self.length - keys.shape[2]
+        origin = length - keys.shape[2]
         if False in self._frozen:
             self._freeze_means(keys, origin, end, min(prompt, self.prompt.length or prompt))
+        watched = not self.prompt.warned and self.device.type == "cpu"  # a GPU would have to wait
+        due = end - begin > 1 or end % LOOKED_AT == 0
         for name, store, floats in (("keys", self.k, keys), ("values", self.v, values)):
             leaving = floats.narrow(2, begin - origin, end - begin)
             store.encode(leaving)
-            if not self.prompt.warned and self.device.type == "cpu":  # a GPU would have to wait
+            if watched and (due or not store.has_scale) and not self.prompt.warned:
                 self.prompt.warned = store.warn_of_newest(leaving, end, name, self.index)
 
     def _freeze_means(self, keys: Tensor, origin: int, end: int, prompt: int) -> None:
@@ -329,27 +332,20 @@ class VQCacheLayer(CacheLayerMixin):
     def _trim(self, keys: Tensor, values: Tensor) -> None:
         """Forget floats that no query will read, unless a crop was announced."""
         count = keys.shape[2]
-        gone = 0 if self.record_past else max(count - self._tail_length(), 0)
+        gone = 0 if self.record_past else max(count - self.tail_length, 0)
         for store, floats in ((self.k, keys), (self.v, values)):
-            if len(store.tail) == count:
-                store.tail.drop(gone)
+            tail = store.tail
+            if tail.end - tail.begin == count:
+                tail.begin += gone
             else:
-                store.tail.replace(floats[:, :, gone:])
-
-    def _tail_length(self) -> int:
-        return self.window + SLACK
+                tail.replace(floats[:, :, gone:])
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def _visible(self, keys: Tensor, values: Tensor, before: int, fresh: int) -> CachedKV:
-        """What attention sees, given the floats [B, H, n, D] of the n newest tokens."""
-        return self._cached(keys, values, 0, fresh)
-
     def _cached(self, keys: Tensor, values: Tensor, first: int, fresh: int) -> CachedKV:
-        """The tokens from position `first` on."""
+        """The tokens from position `first` on, given the floats [B, H, n, D] of the n newest."""
         k, v = self.k, self.v
-        skip = first - self.first_code
-        coded = max(len(k.codes) - skip, 0)
+        coded = max(self.first_code + k.codes.end - k.codes.begin - first, 0)
         tail_start = self.length - keys.shape[2]
         if first > tail_start:
             keys, values = keys[:, :, first - tail_start :], values[:, :, first - tail_start :]
@@ -448,7 +444,7 @@ class VQCacheLayer(CacheLayerMixin):
         """Drop what `record_past` kept."""
         if self.is_initialized:
             for store in (self.k, self.v):
-                store.tail.drop(len(store.tail) - self._tail_length())
+                store.tail.drop(len(store.tail) - self.tail_length)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         with storing(self.device):

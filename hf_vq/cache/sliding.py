@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import VQCacheError
-from ..ops.attention import CachedKV
-from .layer import LayerOptions, VQCacheLayer
+from .layer import SLACK, LayerOptions, VQCacheLayer
 from .prompt import Prompt
 
 
@@ -34,19 +33,13 @@ class VQSlidingCacheLayer(VQCacheLayer):
     ) -> None:
         super().__init__(options, prompt, index, key_mean, codebooks)
         self.sinks, self.window = 0, min(options.window, sliding_window)
-        self.sliding_window = sliding_window
-
-    def _visible(self, keys: Tensor, values: Tensor, before: int, fresh: int) -> CachedKV:
-        past = min(before, self.sliding_window - 1)
-        return self._cached(keys, values, before - past, fresh)
+        self.sliding_window, self.past = sliding_window, sliding_window - 1
+        self.tail_length = min(self.window + SLACK, max(self.past, self.window))
 
     def _trim(self, keys: Tensor, values: Tensor) -> None:
         super()._trim(keys, values)
         if not self.record_past:
             self._forget_past()
-
-    def _tail_length(self) -> int:
-        return min(super()._tail_length(), max(self.sliding_window - 1, self.window))
 
     def _forget_past(self) -> None:
         super()._forget_past()

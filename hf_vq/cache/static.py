@@ -40,13 +40,14 @@ class Ring(Tape):
         """The tokens in order, a copy: [B, H, len(self), D]."""
         return self.data.index_select(2, self._slots(self.begin))
 
-    def append(self, tokens: Tensor) -> None:
-        """Write `tokens` [B, H, n, D] behind the last; the oldest are forgotten."""
+    def append(self, tokens: Tensor) -> Tensor:
+        """Write `tokens` [B, H, n, D] behind the last and return them; the oldest are forgotten."""
         slots = self.data.shape[2]
         self.end += tokens.shape[2]
         self.begin = max(self.begin, self.end - slots)
-        tokens = tokens[:, :, -slots:]
-        self.data.index_copy_(2, self._slots(self.end - tokens.shape[2]), tokens)
+        newest = tokens[:, :, -slots:]
+        self.data.index_copy_(2, self._slots(self.end - newest.shape[2]), newest)
+        return tokens
 
     def _slots(self, begin: int) -> Tensor:
         return torch.arange(begin, self.end, device=self.data.device) % self.data.shape[2]
@@ -60,6 +61,7 @@ class VQStaticLayer(VQCacheLayer):
 
     is_compileable = True
     is_croppable = False  # by no more than SLACK tokens
+    _few = 0  # a ring overwrites what the queries of an update still read
     static: StaticKV
     groups = 1
 
@@ -227,9 +229,6 @@ class VQStaticLayer(VQCacheLayer):
         result = super()._append(key_states, value_states)
         self._publish()
         return result
-
-    def _floats_with(self, tail: Tape, tokens: Tensor, before: int) -> Tensor:
-        return tokens if before == 0 else torch.cat([tail.view(), tokens], 2)
 
     def _trim(self, keys: Tensor, values: Tensor) -> None:
         for side, floats in ((self.k, keys), (self.v, values)):

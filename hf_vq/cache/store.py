@@ -61,7 +61,7 @@ class Store:
     ) -> None:
         batch, heads, _, dim = like.shape
         self.scheme, self.codebook, self.dim = scheme, codebook, dim
-        self.spec = scheme.spec()
+        self.spec, self.has_scale = scheme.spec(), scheme.has_scale
         self.codes = CodeTape(like, scheme, layout, capacity, limit)
         self.tail = Tape(like)
         self.sinks = like.new_zeros(batch, heads, sinks, dim)
@@ -86,7 +86,9 @@ class Store:
     def encode(self, tokens: Tensor) -> None:
         """Append the codes of `tokens` [B, H, n, D]. They are never computed again."""
         codes, count = self.codes, tokens.shape[2]
-        at = codes.reserve(count)
+        at = codes.end
+        if at + count > codes.scale.shape[2] or codes.data.is_inference():
+            at = codes.reserve(count)
         append_kv(
             tokens, self.mean, self.codebook, codes.data, codes.scale, at, self.spec, codes.layout
         )
@@ -95,8 +97,7 @@ class Store:
     def warn_of_newest(self, tokens: Tensor, end: int, name: str, layer: int) -> bool:
         """Say which of the newest coded tokens has no right code; whether one has none.
 
-        Single tokens are looked at 64 at a time, by their scales: a look costs as much as a tenth
-        of a step of a small model.
+        Scales are looked at 64 tokens at a time: of single tokens, call it after every 64th.
 
         Args:
             tokens: [B, H, n, D], as they were given to `encode`.
@@ -104,16 +105,14 @@ class Store:
             name: keys or values.
             layer: its number.
         """
-        if self.scheme.has_scale:
-            if tokens.shape[2] == 1 and end % LOOKED_AT:
-                return False
+        if self.has_scale:
             numbers = self.codes.scales()[:, :, -max(tokens.shape[2], LOOKED_AT) :]
         else:
             numbers = tokens.abs()
         if not numbers.numel() or numbers.max().item() < LARGEST_SCALE:  # NaN is not
             return False
         lost = ~numbers.isfinite().all(-1)
-        beyond = (numbers >= LARGEST_SCALE).any(-1) & self.scheme.has_scale
+        beyond = (numbers >= LARGEST_SCALE).any(-1) & self.has_scale
         found = (lost | beyond).nonzero().tolist()
         if not found:
             return False

@@ -73,14 +73,16 @@ class Tape:
         """The tokens, without a copy: [B, H, len(self), D]."""
         return self.data.narrow(2, self.begin, self.end - self.begin)
 
-    def append(self, tokens: Tensor) -> None:
-        """Write `tokens` [B, H, n, D] at the end."""
-        count = tokens.shape[2]
+    def append(self, tokens: Tensor) -> Tensor:
+        """Write `tokens` [B, H, n, D] at the end, and return the `view` of all."""
+        data, count = self.data, tokens.shape[2]
         # A deepcopy under inference_mode is made of inference tensors.
-        if self.end + count > self.data.shape[2] or self.data.is_inference():
-            self._move(len(self) + count)
-        self.data.narrow(2, self.end, count).copy_(tokens)
+        if self.end + count > data.shape[2] or data.is_inference():
+            self._move(self.end - self.begin + count)
+            data = self.data
+        data.narrow(2, self.end, count).copy_(tokens)
         self.end += count
+        return data.narrow(2, self.begin, self.end - self.begin)
 
     def _move(self, needed: int) -> None:
         room = room_for(needed, len(self), 0, None)

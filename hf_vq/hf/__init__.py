@@ -5,6 +5,7 @@ from .calibration.cache_bits import allocate_kv
 from .calibration.smooth import smooth_attention
 from .config import VQConfig
 from .explain import explain
+from .generation import enable_cache_backend
 from .graphs import capture
 from .passes import merge_passes, place_pass2
 from .published.quantizer import adopt, release
@@ -17,6 +18,7 @@ __all__ = [
     "allocate_kv",
     "calibrate_kv",
     "capture",
+    "enable_cache_backend",
     "explain",
     "merge_passes",
     "place_pass2",

@@ -1,8 +1,8 @@
 """The attention implementation `vq` of Transformers: `model.set_attn_implementation("vq")`.
 
 With a `VQCache` it computes on the codes; with any other cache it is ordinary attention that also
-knows soft-caps (Gemma 2) and sink logits (GPT-OSS). Models on `sdpa` need no change: `VQHandle`
-intercepts that call. `vq` is for models that do not run on `sdpa`.
+knows soft-caps (Gemma 2) and sink logits (GPT-OSS). Codes are read by it under other names too
+(`attention_choice`), so it need not be set.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -29,10 +29,10 @@ def register() -> None:
 
 
 def vq_attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -59,33 +59,65 @@ def vq_attention(
     """
     special = softcap is not None or s_aux is not None
     plain = dropout == 0.0 and kwargs.get("position_bias") is None
-    own = special or (isinstance(key, (VQHandle, StaticHandle)) and plain)
-    if own and attention_mask is None and not _causal(module, kwargs):
-        # Without a mask our softmax is causal.
-        attention_mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
-    if isinstance(key, (VQHandle, StaticHandle)) and plain:
-        run = attend if isinstance(key, VQHandle) else attend_static
-        out = run(
-            query, key, value,
-            scaling=scaling, mask=attention_mask, softcap=softcap or 0.0, s_aux=s_aux,
-        )  # fmt: skip
+    coded = type(key) is VQHandle or type(key) is StaticHandle
+    causal = query.shape[2] == 1 or is_causal(module, kwargs)
+    if coded and plain:
+        out = attend_to_codes(query, key, value, attention_mask, scaling, causal, softcap, s_aux)
         if out is not None:
-            return out.transpose(1, 2).contiguous(), None
+            return out, None
     if not special:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
+    if attention_mask is None and not causal:
+        attention_mask = _everything(query, key)
     key, value = (x.decode() if isinstance(x, VQHandle) else x for x in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     grouped = query.unflatten(1, (key.shape[1], -1))
     scores = (grouped @ key.mT[:, :, None]).flatten(1, 2).float() * scaling
     weights = softmax(scores, attention_mask, softcap or 0.0, s_aux).to(value.dtype)
-    weights = torch.nn.functional.dropout(weights, dropout, module.training)
+    weights = nn.functional.dropout(weights, dropout, module.training)
     out = weights.unflatten(1, (key.shape[1], -1)) @ value[:, :, None]
     return out.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
-def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+def attend_to_codes(
+    query: Tensor,
+    key: VQHandle | StaticHandle,
+    value: VQHandle | StaticHandle,
+    mask: Tensor | None,
+    scaling: float | None,
+    causal: bool,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor | None:
+    """Attention on the codes of a `VQCache`, by the kernels of `hf_vq::attention`.
+
+    Args:
+        query: [B, Hq, Q, D], the tokens of the newest update.
+        key: what the update returned, T tokens.
+        value: likewise.
+        mask: bool or additive, broadcast to [B, Hq, Q, T].
+        causal: what no mask means; if not, every query reads every key.
+
+    Returns:
+        [B, Q, Hq, Dv] contiguous; None where only decoded tensors will do, as for gradients.
+    """
+    if mask is None and not causal and query.shape[2] > 1:
+        mask = _everything(query, key)
+    run: Any = attend if type(key) is VQHandle else attend_static
+    out: Tensor | None = run(
+        query, key, value, scaling=scaling, mask=mask, softcap=softcap or 0.0, s_aux=s_aux
+    )
+    return None if out is None else out.transpose(1, 2).contiguous()
+
+
+def _everything(query: Tensor, key: Any) -> Tensor:
+    return torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
+
+
+def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether an attention layer that gets no mask is causal, as Transformers' functions decide."""
     given = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if given is None else given)

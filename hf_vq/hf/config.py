@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .. import patches
 from ..errors import VQConfigError, shown
 from ..fit.ldlq import DAMPING
 from ..fit.rows import SEARCHES
@@ -112,6 +113,8 @@ class VQConfig(QuantizationConfigMixin):
         _stored: bool = False,
         **unknown: Any,
     ) -> None:
+        if pass2 is not None:
+            patches.apply(patches.CONFIG)
         _check_version(format_version)
         if unknown:
             raise VQConfigError(
@@ -265,6 +268,11 @@ class VQConfig(QuantizationConfigMixin):
 
 
 _warned: set[str] = set()
+
+
+def with_loading_attributes(kinds: tuple[type, ...]) -> tuple[type, ...]:
+    """The configs of which Transformers reads `get_loading_attributes` (`patches.TABLE`)."""
+    return (*kinds, VQConfig)
 
 
 def _warn_once(name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import patches
 from ..errors import VQConfigError
 from ..nn.embedding import VQEmbedding, VQTiedHead
 from .parallel import ranks
@@ -26,8 +27,8 @@ def replace_embedding(model: Any, kind: str) -> None:
     put_module(model, old, new)
     if head is not None:
         put_module(model, head, VQTiedHead(new))
-    # Not a bound method: it would be unpickled as the method of the model's class.
-    model.resize_token_embeddings = partial(_resize_token_embeddings, model)
+    resize = partial(_resize_token_embeddings, model)
+    patches.override(model, "resize_token_embeddings", resize)
 
 
 def check_embedding(model: Any, kind: str) -> None:
@@ -48,7 +49,7 @@ def restore_embedding(model: Any, dtype: torch.dtype) -> None:
     for module, taken in zip([old, *heads], [new, *dense], strict=True):
         taken.weight = weight
         put_module(model, module, taken.train(module.training))
-    model.__dict__.pop("resize_token_embeddings", None)
+    patches.restore(model, "resize_token_embeddings")
 
 
 def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:

@@ -1,6 +1,4 @@
-"""What `model.generate` does with a `VQCache`.
-
-Two names of `transformers.generation.utils` are replaced, once and for every model:
+"""What `model.generate` does with a `VQCache`: two entries of `patches.TABLE`.
 
 - `QuantizedCache`, so that `cache_implementation="quantized", cache_config={"backend": "vq"}` makes
   a `VQCache` (also from a saved generation_config.json); other backends are untouched;
@@ -19,8 +17,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache, QuantizedCache
-from transformers.generation import GenerationMode, utils
+from transformers.generation import GenerationMode
 
+from .. import patches
 from ..cache import VQCache
 from ..errors import VQCacheError
 
@@ -50,15 +49,25 @@ class QuantizedCacheOrVQCache(QuantizedCache):
         return VQCache(config, **options)
 
 
-def register() -> None:
-    """Replace the two names; a second call does nothing."""
-    utils.QuantizedCache = QuantizedCacheOrVQCache
-    prepare = utils.GenerationMixin._prepare_cache_for_generation
-    if not hasattr(prepare, "_hf_vq"):
-        utils.GenerationMixin._prepare_cache_for_generation = _telling_the_prompt(prepare)
+def enable_cache_backend() -> None:
+    """Let generation configs ask for a `VQCache`, in `generate` and in continuous batching:
+
+        hf_vq.enable_cache_backend()
+        model.generate(**inputs, cache_implementation="quantized", cache_config={"backend": "vq"})
+
+    Models with codes do this when they are loaded, so only one of floats needs the call.
+    """
+    patches.apply(patches.BACKEND)
 
 
-def _telling_the_prompt(prepare: Any) -> Any:
+def with_vq_backend(plain: Any) -> Any:
+    """What stands for `QuantizedCache` in generate."""
+    return QuantizedCacheOrVQCache
+
+
+def tell_the_prompt(prepare: Any) -> Any:
+    """`_prepare_cache_for_generation`, which tells a `VQCache` about the prompt afterwards."""
+
     @functools.wraps(prepare)
     def wrapped(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -91,7 +100,6 @@ def _telling_the_prompt(prepare: Any) -> Any:
             _check_candidates(generation_config, own)
         return result
 
-    wrapped._hf_vq = True  # type: ignore[attr-defined]
     return wrapped
 
 

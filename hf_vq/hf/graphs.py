@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
+from .. import patches
 from ..cache.static import VQStaticLayer
 from ..errors import VQBackendError
 
@@ -59,6 +61,7 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
             "PeftModel that is peft_model.get_base_model()."
         )
     model.__dict__.pop(_ATTRIBUTE, None)
+    patches.restore(model, "get_compiled_call")
     if not enabled:
         return
     devices = {parameter.device for parameter in model.parameters()}
@@ -68,22 +71,14 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
             f"{', '.join(sorted(map(str, devices)))}. Load it with device_map='cuda:0'."
         )
     model.__dict__[_ATTRIBUTE] = _Captured(model, devices.pop())
+    patches.override(model, "get_compiled_call", partial(_get_compiled_call, model))
 
 
-def register() -> None:
-    """Let captured models answer `generate` with their graphs; a second call does nothing."""
-    plain = PreTrainedModel.get_compiled_call
-    if hasattr(plain, _ATTRIBUTE):
-        return
-
-    def get_compiled_call(self: PreTrainedModel, compile_config: Any) -> Step:
-        compiled: Step = plain(self, compile_config)
-        captured = self.__dict__.get(_ATTRIBUTE)
-        return compiled if captured is None else _Decoding(captured, compiled)
-
-    setattr(get_compiled_call, _ATTRIBUTE, True)
-    get_compiled_call.__doc__ = plain.__doc__
-    PreTrainedModel.get_compiled_call = get_compiled_call
+def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
+    """`get_compiled_call` of a captured model."""
+    compiled: Step = type(model).get_compiled_call(model, compile_config)
+    captured = model.__dict__.get(_ATTRIBUTE)  # a copy of the model has none
+    return compiled if captured is None else _Decoding(captured, compiled)
 
 
 _thread = threading.local()  # `.ran`: what compiled code of this thread ran, on which memory

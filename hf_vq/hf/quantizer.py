@@ -15,7 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 
-from .. import env
+from .. import env, patches
 from ..errors import VQConfigError
 from ..formats import digests
 from ..formats.catalog import LinearScheme
@@ -58,6 +58,7 @@ class VQHfQuantizer(HfQuantizer):
     quantization_config: VQConfig
 
     def __init__(self, quantization_config: VQConfig, **kwargs: Any) -> None:
+        patches.apply(patches.BACKEND)  # the model's generation config may ask for codes
         # What is learned while quantizing goes into the copy, not into the user's object.
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         if not self.pre_quantized:
@@ -240,7 +241,7 @@ class VQHfQuantizer(HfQuantizer):
                 stored_files.check_dense(model, loading_info.missing_keys, ", ".join(files))
             return original(loading_info)
 
-        model.mark_tied_weights_as_initialized = checked
+        patches.override(model, "mark_tied_weights_as_initialized", checked)
 
     def _check_values(self, model: Any) -> None:
         """Stop if a stored float is wrong or not finite."""
@@ -291,7 +292,7 @@ class VQHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.progress.close()
-        model.__dict__.pop("mark_tied_weights_as_initialized", None)
+        patches.restore(model, "mark_tied_weights_as_initialized")
         if not self.pre_quantized:
             settle(model)
         config = self.quantization_config
@@ -384,7 +385,9 @@ def _is_offloaded(module: torch.nn.Module) -> bool:
 
 def register() -> None:
     """Tell Transformers about `quant_method: "vq"`; may be called again, e.g. after a reload."""
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = VQConfig
-    auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = VQHfQuantizer
-    if VQConfig not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
-        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (VQConfig,)
+    for table, add, kind in (
+        (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.register_quantization_config, VQConfig),
+        (auto.AUTO_QUANTIZER_MAPPING, auto.register_quantizer, VQHfQuantizer),
+    ):
+        table.pop(QUANT_METHOD, None)  # of hf_vq_autoload, or of an earlier call
+        add(QUANT_METHOD)(kind)

@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import hf_api
 
+from .. import patches
 from ..errors import VQError
 from ..formats.hidden import hidden_file
 from .card import CARD, is_ours, model_card
@@ -28,15 +29,13 @@ from .integrity import record
 
 def install_saving(model: Any) -> None:
     """Give one model our `save_pretrained` and `push_to_hub`; its copies and pickles keep them."""
-    # A bound method would be unpickled as the method of the model's class.
-    model.save_pretrained = partial(save_pretrained, model)
-    model.push_to_hub = partial(push_to_hub, model)
+    patches.override(model, "save_pretrained", partial(save_pretrained, model))
+    patches.override(model, "push_to_hub", partial(push_to_hub, model))
 
 
 def remove_saving(model: Any) -> None:
     """Give a model its own methods back."""
-    for name in ("save_pretrained", "push_to_hub"):
-        model.__dict__.pop(name, None)
+    patches.restore(model, "save_pretrained", "push_to_hub")
 
 
 def save_pretrained(

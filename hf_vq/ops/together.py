@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from .. import dispatch, env
 from .library import define, linear_problem, parse
 
 MOST = 4  # weights of a launch
-_SLOTS = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")  # of torch._inductor.config
 
 
 def _linears(
@@ -139,7 +137,8 @@ def _replace(graph: fx.Graph, nodes: list[fx.Node], joined: Joined) -> None:
 
 
 @functools.cache
-def _pass() -> Any:
+def fusing_pass(before: None) -> Any:
+    """The pass that calls `fuse`, for a free slot of torch's compiler (`patches`)."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Fuse(CustomGraphPass):
@@ -150,14 +149,3 @@ def _pass() -> Any:
             return get_hash_for_files((__file__,)), env.BACKEND.get()
 
     return Fuse()
-
-
-def install() -> None:
-    """Have torch's compiler call `fuse`, where a slot for a pass is free.
-
-    For when an op that is joined is traced: importing the compiler takes seconds.
-    """
-    config = sys.modules.get("torch._inductor.config")
-    slots = [] if config is None else [getattr(config, slot) for slot in _SLOTS]
-    if None in slots and _pass() not in slots:
-        setattr(config, _SLOTS[slots.index(None)], _pass())

@@ -8,9 +8,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_vq import VQCache, dispatch, explain
 from hf_vq.formats import kv_scheme
-from hf_vq.hf import generation
-
-generation.register()
 
 
 def model_of(name):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +26,13 @@ from hf_vq.cache.store import key_mean
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.hf import attention, generation
+from hf_vq.hf import attention, attention_choice, enable_cache_backend, generation
 from hf_vq.ops import decode_kv, encode_kv
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 attention.register()
-generation.register()
+enable_cache_backend()
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -121,16 +122,25 @@ def step_by_step(model: Any, ids: Tensor, cache: Any, new: int, chunk: int = 10*
     return ids
 
 
+@contextmanager
+def decoded() -> Iterator[None]:
+    """Models that run `eager` decode the keys of a `VQCache`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_choice, "_is_vq", lambda *arguments: False)
+        yield
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_attention_reads_the_same_cache(name: str) -> None:
-    """`eager` decodes, `sdpa` and `vq` read codes; token by token they are one function."""
+    """Decoded or read as codes, under every name: token by token they are one function."""
     ids = prompt(30, batch=2)
     model = build(name, "eager")
     cache = VQCache(model.config, window=8)
-    eager = greedy(model, ids, cache)
+    with decoded():
+        eager = greedy(model, ids, cache)
     coded = len(cache.coded_layers)
     assert coded and all(count == 2 * 7 for count in cache.fallbacks.values())
-    for implementation in ("vq", *(["sdpa"] if MODELS[name][2] else [])):
+    for implementation in ("eager", "vq", *(["sdpa"] if MODELS[name][2] else [])):
         model.set_attn_implementation(implementation)
         cache = VQCache(model.config, window=8, strict=name != "deepseek_v3")
         assert torch.equal(greedy(model, ids, cache), eager)
@@ -152,11 +162,13 @@ def test_quantized_sliding_layers(name: str) -> None:
     ids = prompt(30, batch=2)
     model = build(name, "eager")
     make = lambda: VQCache(model.config, window=4, quantize_sliding=True)  # noqa: E731
-    eager = greedy(model, ids, make())
-    model.set_attn_implementation("vq")
-    cache = make()
-    assert torch.equal(greedy(model, ids, cache), eager)
-    assert set(cache.fallbacks.values()) == {0} and len(cache.coded_layers) == 2
+    with decoded():
+        eager = greedy(model, ids, make())
+    for implementation in ("eager", "vq"):
+        model.set_attn_implementation(implementation)
+        cache = make()
+        assert torch.equal(greedy(model, ids, cache), eager)
+        assert set(cache.fallbacks.values()) == {0} and len(cache.coded_layers) == 2
 
 
 def simulation(prompt_length: int, sinks: int, window: int, scheme: str) -> Callable[..., Any]:
@@ -226,6 +238,9 @@ def test_left_padding_equals_each_row_alone(name: str) -> None:
     if name == "gqa":
         model.set_attn_implementation("eager")
         eager = greedy(model, ids, VQCache(model.config, window=8), attention_mask=mask)
+        assert torch.equal(eager, together)
+        with decoded():
+            eager = greedy(model, ids, VQCache(model.config, window=8), attention_mask=mask)
         assert torch.equal(eager, together)
 
 
@@ -408,24 +423,16 @@ def test_cache_implementation(tmp_path: Path) -> None:
 
 
 def test_other_caches_are_left_alone() -> None:
-    prepare = generation._telling_the_prompt(lambda *args, **kwargs: "as before")
+    prepare = generation.tell_the_prompt(lambda *args, **kwargs: "as before")
     options = {"backend": "quanto"}
     config = SimpleNamespace(cache_config=options)
     assert prepare(None, config, {}) == "as before" and config.cache_config is options
     assert prepare(None, SimpleNamespace(), {}) == "as before"
 
 
-def test_registering_twice_changes_nothing() -> None:
-    from transformers.generation import utils
-
-    before = utils.GenerationMixin._prepare_cache_for_generation
-    generation.register()
-    assert utils.GenerationMixin._prepare_cache_for_generation is before
-
-
 def test_strict_names_the_cure() -> None:
     model = build("gqa", "eager")
-    with pytest.raises(VQCacheError, match='set_attn_implementation\\("vq"\\)'):
+    with decoded(), pytest.raises(VQCacheError, match='set_attn_implementation\\("vq"\\)'):
         greedy(model, prompt(30), VQCache(model.config, strict=True))
 
 

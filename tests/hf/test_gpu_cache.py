@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache
 
 from hf_vq import dispatch
 from hf_vq.cache import VQCache
-from hf_vq.hf import attention, explain, generation
+from hf_vq.hf import attention, enable_cache_backend, explain
 from hf_vq.hf.calibration.cache import calibrate_kv
 
 DEVICE = "cuda"
@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 attention.register()
-generation.register()
+enable_cache_backend()
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

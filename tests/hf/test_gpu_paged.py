@@ -22,14 +22,14 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 
 from hf_vq.backends import cuda_w4a8_inputs
 from hf_vq.errors import VQCacheError
-from hf_vq.hf import VQConfig, paged
+from hf_vq.hf import VQConfig, enable_cache_backend, paged
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(paged.objection() is not None, reason=str(paged.objection())),
 ]
-paged.register()
+enable_cache_backend()
 NEW = 40
 
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 import hf_vq
+from hf_vq import patches
 from hf_vq.cache import VQCache
 from hf_vq.errors import VQBackendError
 from hf_vq.hf import graphs
@@ -53,6 +55,22 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(graphs._Graph, "replay", counted)
     monkeypatch.setattr(graphs._Graph, "__init__", made)
     return counts
+
+
+def test_the_method_of_one_model() -> None:
+    """It is that of the model alone: not of its class, nor of a copy."""
+    model = build("gqa")
+    plain = type(model).get_compiled_call
+    model.__dict__[graphs._ATTRIBUTE] = graphs._Captured.__new__(graphs._Captured)
+    patches.override(model, "get_compiled_call", partial(graphs._get_compiled_call, model))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.get_compiled_call.args[0] is other is not model
+        assert not isinstance(other.get_compiled_call(None), graphs._Decoding)
+    assert isinstance(model.get_compiled_call(None), graphs._Decoding)
+    assert type(model).get_compiled_call is plain
+    hf_vq.capture(model, enabled=False)
+    assert not isinstance(model.get_compiled_call(None), graphs._Decoding)
+    assert not {graphs._ATTRIBUTE, "get_compiled_call"} & model.__dict__.keys()
 
 
 def test_a_model_on_a_cpu() -> None:

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from hf_vq.cache.codebooks import KVCodebooks, universal
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
-from hf_vq.hf import paged
+from hf_vq.hf import enable_cache_backend, paged
 from hf_vq.hf.calibration.cache import calibrate_kv
 from hf_vq.ops import decode_kv, encode_kv
 
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.usefixtures("reference_kernels"),
     pytest.mark.skipif(paged.objection() is not None, reason=str(paged.objection())),
 ]
-paged.register()
+enable_cache_backend()
 if paged.objection() is None:
     from hf_vq.hf.paged.manager import PagedManager
     from hf_vq.hf.paged.means import template_of

@@ -16,7 +16,7 @@ from transformers.generation import GenerationMode
 from hf_vq import dispatch
 from hf_vq.cache import VQCache
 from hf_vq.errors import VQCacheError
-from hf_vq.hf import generation
+from hf_vq.hf import attention_choice, generation
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 CAPACITY = 80
@@ -133,11 +133,17 @@ def test_too_short_is_said_before_anything_runs() -> None:
     assert cache.get_seq_length() == CAPACITY
 
 
-@pytest.mark.parametrize("implementation", ["eager"])
-def test_attention_that_does_not_read_codes(implementation: str) -> None:
-    model = build("gqa", implementation)
-    with pytest.raises(VQCacheError, match=r"does not read codes.*static=False"):
-        greedy(model, prompt(30), static_cache(model))
+def test_attention_that_does_not_read_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("gqa", "eager")
+    ids = prompt(30)
+    eager = greedy(model, ids, static_cache(model))  # step by step it does
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(eager, greedy(model, ids, static_cache(model)))
+    model.set_attn_implementation("eager")
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_choice, "_is_vq", lambda *arguments: False)
+        with pytest.raises(VQCacheError, match=r"does not read codes.*static=False"):
+            greedy(model, prompt(30), static_cache(model))
     with pytest.raises(Exception, match="can only be read by attention on codes"):
         greedy(model, prompt(30), static_cache(model), compile_config=compiled())
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_vq import dispatch, ops
+from hf_vq import dispatch, ops, patches
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
 from hf_vq.nn import VQLinear
 from hf_vq.ops import reference, together
 from tests.random_weights import random_tensors
 
 SCHEME, SMALLER = WEIGHT_SCHEMES["vq-4"], WEIGHT_SCHEMES["vq-2"]
+SLOTS = [patch.target.partition(":")[2] for patch in patches.TABLE if patch.fills]
 LINEAR, LINEARS = torch.ops.hf_vq.linear.default, torch.ops.hf_vq.linears.default
 
 
@@ -154,7 +155,7 @@ def config():
     """The compiler's configuration, in which nobody registered a pass."""
     from torch._inductor import config
 
-    with config.patch({slot: None for slot in together._SLOTS}):
+    with config.patch({slot: None for slot in SLOTS}):
         yield config
 
 
@@ -169,14 +170,14 @@ def test_a_compiled_model(launches, config):
     except InvalidCxxCompiler:
         pytest.skip("inductor needs a C++ compiler")
     seen = []
-    setattr(config, together._SLOTS[0], seen.append)  # a user's
+    setattr(config, SLOTS[0], seen.append)  # a user's
     model, x = Attention(), torch.randn(2, 256)
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         expected = model(x)
         assert torch.allclose(compiled(x), expected, atol=1e-6)
     assert launches == [[48, 16, 16]] and len(seen) == 1
-    assert getattr(config, together._SLOTS[1]) is together._pass()
+    assert getattr(config, SLOTS[1]) is together.fusing_pass(None)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     for run, given in zip((model, compiled), inputs, strict=True):
         run(given).square().sum().backward()
@@ -187,12 +188,12 @@ def test_a_compiled_model(launches, config):
 
 def test_passes_of_others_stay(config):
     mine = [lambda graph: None, lambda graph: None]
-    for slot, one in zip(together._SLOTS, mine, strict=True):
+    for slot, one in zip(SLOTS, mine, strict=True):
         setattr(config, slot, one)
-    together.install()
-    assert [getattr(config, slot) for slot in together._SLOTS] == mine
-    setattr(config, together._SLOTS[0], None)
+    patches.apply(patches.TRACE)
+    assert [getattr(config, slot) for slot in SLOTS] == mine
+    setattr(config, SLOTS[0], None)
     for _ in range(2):
-        together.install()
-        assert getattr(config, together._SLOTS[0]) is together._pass()
-        assert getattr(config, together._SLOTS[1]) is mine[1]
+        patches.apply(patches.TRACE)
+        assert getattr(config, SLOTS[0]) is together.fusing_pass(None)
+        assert getattr(config, SLOTS[1]) is mine[1]

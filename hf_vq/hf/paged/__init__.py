@@ -16,7 +16,8 @@ says to continuous batching what it says to `generate`: the KV cache holds codes
     CUDA graphs     of steps of one token, as Transformers makes them for flash attention:
                     `PagedManager` decides what is decided for that
     which manager   no hook: `ContinuousMixin.init_continuous_batching` names its class; it is
-                    replaced once, and does what it did unless the generation config says `vq`
+                    replaced (`patches.TABLE`) and does what it did unless the generation config
+                    says `vq`
 
 The interfaces are not public, so their signatures are compared first, and others are refused.
 """
@@ -30,13 +31,11 @@ from typing import Any
 
 import transformers
 from transformers.generation import GenerationConfig
-from transformers.generation.continuous_batching import ContinuousMixin
 
 from ...cache import VQCache
 from ...cache.codebooks import title
 from ...errors import VQCacheError
 from ..generation import BACKEND
-from . import attention
 
 NEEDED = "5.23"  # whose interfaces are those that are used here
 _SIGNATURES = {
@@ -93,16 +92,8 @@ def objection() -> str | None:
     return None
 
 
-def register() -> None:
-    """Let continuous batching read the generation config; a second call does nothing."""
-    attention.register()
-    mixin: Any = ContinuousMixin
-    begin = mixin.init_continuous_batching
-    if not hasattr(begin, "_hf_vq"):
-        mixin.init_continuous_batching = _reading_the_config(begin)
-
-
-def _reading_the_config(begin: Any) -> Any:
+def with_vq_pages(begin: Any) -> Any:
+    """`init_continuous_batching`, which reads the generation config first (`patches.TABLE`)."""
     signature = inspect.signature(begin)
 
     @functools.wraps(begin)
@@ -132,7 +123,6 @@ def _reading_the_config(begin: Any) -> Any:
         settings = _completed(config, given.get("continuous_batching_config"))
         return PagedManager(self, config, settings, template, given.get("workload_hints"))
 
-    init_continuous_batching._hf_vq = True  # type: ignore[attr-defined]
     return init_continuous_batching
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from .attention import NAME
+from .attention import NAME, register
 
 
 class _Held:
@@ -30,6 +30,7 @@ def hold(model: Any, manager: Any) -> None:
     with _LOCK:
         now = model.config._attn_implementation
         if now != NAME:
+            register()
             model.set_attn_implementation(NAME)
         if model not in _held:
             _held[model] = _Held(now)

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ... import patches
 from ...errors import VQConfigError, VQFormatError
 from ...formats.published import LAYOUTS
 from ...nn.linear import VQLinear
@@ -31,7 +31,8 @@ from ..quantizer import VQHfQuantizer
 from .plan import Plan, PublishedLayer, build, make_plan, neither
 
 _SOURCE = "published tensor of hf_vq"  # no tensor is called so
-_replaced: dict[str, tuple[Any, Any]] = {}
+_CONFIGS = "transformers.quantizers.auto:AUTO_QUANTIZATION_CONFIG_MAPPING"
+_QUANTIZERS = "transformers.quantizers.auto:AUTO_QUANTIZER_MAPPING"
 
 
 def adopt(*methods: str) -> None:
@@ -46,11 +47,8 @@ def adopt(*methods: str) -> None:
         VQConfigError: an unknown method.
     """
     for method in _known(methods):
-        if method not in _replaced:
-            tables = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
-            _replaced[method] = tables[0].get(method), tables[1].get(method)
-        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = PublishedConfig
-        auto.AUTO_QUANTIZER_MAPPING[method] = PublishedQuantizer
+        patches.replace_entry(_CONFIGS, method, PublishedConfig)
+        patches.replace_entry(_QUANTIZERS, method, PublishedQuantizer)
 
 
 def release(*methods: str) -> None:
@@ -60,17 +58,8 @@ def release(*methods: str) -> None:
         VQConfigError: an unknown method.
     """
     for method in _known(methods):
-        if method not in _replaced:
-            continue
-        config, quantizer = _replaced.pop(method)
-        for table, old in (
-            (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, config),
-            (auto.AUTO_QUANTIZER_MAPPING, quantizer),
-        ):
-            if old is None:
-                del table[method]
-            else:
-                table[method] = old
+        patches.restore_entry(_CONFIGS, method)
+        patches.restore_entry(_QUANTIZERS, method)
 
 
 def _known(methods: tuple[str, ...]) -> tuple[str, ...]:

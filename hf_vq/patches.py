@@ -1,0 +1,243 @@
+"""Every change that hf_vq makes to another library: one table, each with its reason.
+
+`import hf_vq` makes none of them. `apply` makes those of an event when it happens for the first
+time, and `undo` puts back what was there. Modules are named by strings and imported when they are
+needed, so any layer can call this one.
+
+Public registries are not patches: `import hf_vq` adds "vq" to the quantizers, the attention
+functions and the mask functions of Transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
+from typing import Any
+
+# Events.
+CACHE = "a VQCache is made"
+BACKEND = "a model with codes is made, or enable_cache_backend is called"
+CONFIG = "a VQConfig is made with options that a stored model takes too"
+TRACE = "torch.compile traces a product of codes"
+
+_ABSENT: Any = object()  # an attribute that its owner inherits, or does not have
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of another library.
+
+    Args:
+        target: "module:attribute", dotted inside of classes.
+        replacement: "module:function" of hf_vq; called with the attribute, returns its successor.
+        events: when it is made.
+        why: what does not work without it.
+        fills: a slot that is filled only if it is None and its module is imported; of several with
+            one replacement the first that is free.
+    """
+
+    target: str
+    replacement: str
+    events: tuple[str, ...]
+    why: str
+    fills: bool = False
+
+
+TABLE = (
+    Patch(
+        "transformers.generation.utils:GenerationMixin._prepare_cache_for_generation",
+        "hf_vq.hf.generation:tell_the_prompt",
+        (CACHE, BACKEND),
+        "a VQCache must know left padding and the end of the prompt before the first forward, and "
+        "whether generate compiles; Cache has no method that generate calls then",
+    ),
+    Patch(
+        "transformers.modeling_utils:AttentionInterface.get_interface",
+        "hf_vq.hf.attention_choice:choose_by_cache",
+        (CACHE, BACKEND),
+        "attention over codes is `vq` whatever the model's implementation is; a cache cannot name "
+        "the attention that reads it",
+    ),
+    Patch(
+        "transformers.generation.utils:QuantizedCache",
+        "hf_vq.hf.generation:with_vq_backend",
+        (BACKEND,),
+        'cache_config={"backend": "vq"}; the backends of QuantizedCache are an if-chain',
+    ),
+    Patch(
+        "transformers.generation.continuous_batching:ContinuousMixin.init_continuous_batching",
+        "hf_vq.hf.paged:with_vq_pages",
+        (BACKEND,),
+        "pages of codes; continuous batching names its manager, and that its cache, in code",
+    ),
+    Patch(
+        "transformers.quantizers.auto:LOADING_ATTRIBUTES_CONFIG_TYPES",
+        "hf_vq.hf.config:with_loading_attributes",
+        (CONFIG,),
+        "options of a VQConfig that is given for a stored model, such as pass2; the tuple has no "
+        "function that adds to it",
+    ),
+    *(
+        Patch(
+            f"torch._inductor.config:post_grad_custom_{slot}_pass",
+            "hf_vq.ops.together:fusing_pass",
+            (TRACE,),
+            "products that share an input become one launch; a slot that is taken is left alone",
+            fills=True,
+        )
+        for slot in ("pre", "post")
+    ),
+)  # fmt: skip
+
+MODEL_METHODS = {
+    "save_pretrained": "all files or none, with digests and a model card",
+    "push_to_hub": "likewise",
+    "resize_token_embeddings": "refuses to resize an embedding of integers",
+    "mark_tied_weights_as_initialized": "while a model is loaded: what no file holds is an error, "
+    "not a random number",
+    "get_compiled_call": "hf_vq.capture: decoding steps replay CUDA graphs",
+}
+"""Methods of one model, replaced by `override`, never of its class. Besides them hf_vq gives norms
+and activations in front of W4A8 layers a `forward` (hf/fused_inputs.py) and renames offloaded codes
+in the map that accelerate keeps of a model (hf/operation.py)."""
+
+
+@dataclass
+class _Made:
+    owner: Any
+    name: str
+    before: Any  # _ABSENT: the owner inherits it
+    after: Any
+
+
+_lock = threading.RLock()
+_made: dict[str, _Made] = {}  # by target
+_happened: set[str] = set()
+_entries: dict[tuple[str, str], tuple[Any, Any]] = {}  # of registries: before, after
+
+
+def apply(event: str) -> None:
+    """Make the patches of an event that are not made yet; safe in any thread, cheap again."""
+    if event in _happened:
+        return
+    with _lock:
+        for patch in TABLE:
+            if event in patch.events:
+                (_fill if patch.fills else _replace)(patch)
+        if event != TRACE:  # torch._inductor.config.patch empties slots again
+            _happened.add(event)
+
+
+def applied() -> tuple[str, ...]:
+    """The targets that are replaced now."""
+    return tuple(_made)
+
+
+def undo() -> None:
+    """Put back all that was replaced, registry entries included.
+
+    What somebody else replaced after us stays. For tests, and for a process that is done with
+    hf_vq; caches in use lose what their patches are for.
+    """
+    with _lock:
+        _happened.clear()
+        for target, made in reversed(_made.items()):
+            if getattr(made.owner, made.name, None) is not made.after:
+                warnings.warn(f"{target} was replaced again after hf_vq; it stays.", stacklevel=2)
+            elif made.before is _ABSENT:
+                delattr(made.owner, made.name)
+            else:
+                setattr(made.owner, made.name, made.before)
+        _made.clear()
+        for table, key in list(_entries):
+            restore_entry(table, key)
+
+
+def replace_entry(table: str, key: str, value: Any) -> None:
+    """Put `value` into a registry "module:attribute" of another library, in place of what it has.
+
+    A second call for one key keeps what was there before the first.
+    """
+    with _lock:
+        entries = _get(table)
+        before, _ = _entries.get((table, key), (entries.get(key, _ABSENT), None))
+        _entries[table, key] = before, value
+        entries[key] = value
+
+
+def restore_entry(table: str, key: str) -> None:
+    """Undo `replace_entry`, unless somebody else replaced the entry since; may be called again."""
+    with _lock:
+        before, after = _entries.pop((table, key), (_ABSENT, _ABSENT))
+        entries = _get(table)
+        if entries.get(key, None) is not after:
+            return
+        if before is _ABSENT:
+            del entries[key]
+        else:
+            entries[key] = before
+
+
+def override(model: Any, method: str, function: Callable[..., Any]) -> None:
+    """Give one model a method of its own, one of `MODEL_METHODS`.
+
+    Args:
+        function: must pickle and copy with the model: a `functools.partial` of a function of a
+            module, with the model, does. A bound method is unpickled as the method of its class.
+    """
+    if method not in MODEL_METHODS:
+        raise KeyError(f"{method} is not in MODEL_METHODS")
+    model.__dict__[method] = function
+
+
+def restore(model: Any, *methods: str) -> None:
+    """Give a model the methods of its class back."""
+    for method in methods:
+        model.__dict__.pop(method, None)
+
+
+def _get(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return reduce(getattr, attribute.split("."), import_module(module))
+
+
+def _replace(patch: Patch) -> None:
+    if patch.target in _made:
+        return
+    path, _, name = patch.target.rpartition("." if "." in patch.target.partition(":")[2] else ":")
+    try:
+        owner = _get(path) if ":" in path else import_module(path)
+        before = getattr(owner, name)
+    except (ImportError, AttributeError):
+        warnings.warn(
+            f"this version has no {patch.target}, which hf_vq replaces: {patch.why}. Install a "
+            "version that hf_vq was made for.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return
+    after = _get(patch.replacement)(before)
+    own = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, after)
+    _made[patch.target] = _Made(owner, name, own, after)
+
+
+def _fill(patch: Patch) -> None:
+    """Fill a slot, unless it or another of the same replacement is filled already."""
+    slots = []
+    for other in TABLE:
+        if other.replacement == patch.replacement:
+            path, _, name = other.target.partition(":")
+            if path not in sys.modules:
+                return
+            slots.append(getattr(sys.modules[path], name))
+    path, _, name = patch.target.partition(":")
+    owner, value = sys.modules[path], _get(patch.replacement)(None)
+    if getattr(owner, name) is None and all(slot is not value for slot in slots):
+        setattr(owner, name, value)
+        _made[patch.target] = _Made(owner, name, None, value)

@@ -1,0 +1,385 @@
+"""Attention over codes is `vq` whatever the model's attention is, and nothing else is changed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_generate import build, decoded, greedy, prompt
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+import hf_vq
+from hf_vq import VQCache, patches
+from hf_vq.backends import native
+from hf_vq.hf import attention_choice
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+
+
+def layer(causal: bool = True, **attributes: Any) -> Any:
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups, module.is_causal = 2, causal
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def filled(tokens: int = 40, new: int = 1, batch: int = 1, **options: Any) -> tuple[Any, ...]:
+    """A cache, queries of its newest update, and what that returned."""
+    dtype = options.pop("dtype", torch.float32)
+    cache = VQCache(options.pop("config", CONFIG), window=4, **options)
+    k, v = (torch.randn(batch, 2, tokens + new, 16, dtype=dtype) for _ in range(2))
+    cache.update(k[:, :, :tokens], v[:, :, :tokens], 0)
+    query = torch.randn(batch, 4, new, 16, dtype=dtype)
+    return cache, query, *cache.update(k[:, :, tokens:], v[:, :, tokens:], 0)
+
+
+def choice(name: str, default: Callable[..., Any] = eager_attention_forward) -> Any:
+    VQCache(CONFIG)  # as the first does, it chooses
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, default)
+
+
+@contextmanager
+def implementation(name: str, function: Any) -> Iterator[None]:
+    tables = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    before = tables[0].get(name)
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, tables[1].get(name, eager_mask))
+    try:
+        yield
+    finally:
+        tables[0].pop(name) if before is None else tables[0].update({name: before})
+
+
+def test_weights_that_are_asked_for() -> None:
+    model = build("gqa", "eager")
+    ids = prompt(30)
+    options = {"return_dict_in_generate": True, "output_attentions": True}
+    with decoded():
+        wanted = greedy(model, ids, VQCache(model.config, window=8), **options)
+    cache = VQCache(model.config, window=8)
+    out = greedy(model, ids, cache, **options)
+    assert torch.equal(out.sequences, wanted.sequences) and min(cache.fallbacks.values()) > 0
+    for step, other in zip(out.attentions, wanted.attentions, strict=True):
+        assert len(step) == 2 and all(map(torch.equal, step, other))
+    # Transformers' hooks stay in the model; the weights are not asked for any more.
+    assert any(module._forward_hooks for module in model.modules())
+    cache = VQCache(model.config, window=8, strict=True)
+    assert torch.equal(greedy(model, ids, cache), wanted.sequences)
+    model.config.output_attentions = True
+    cache = VQCache(model.config, window=8)
+    greedy(model, ids, cache)
+    assert min(cache.fallbacks.values()) > 0
+    model.config.output_attentions = False
+    seen: list[Any] = []
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_hook(lambda module, args, out: seen.append(out[1]))
+    cache = VQCache(model.config, window=8)
+    greedy(model, ids, cache)
+    assert all(weights is not None for weights in seen)
+    assert cache.fallbacks[0] > 0 and cache.fallbacks[1] == 0
+
+
+def other(scores: Callable[[Tensor], Tensor]) -> Any:
+    """An attention that a model defines itself, unlike all others."""
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any, **_: Any):
+        key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+        logits = query @ key.mT * scaling
+        weights = scores(logits if mask is None else logits + mask).softmax(-1)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    return attention
+
+
+SCORES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "alike": (lambda x: x, True),
+    "sharper": (lambda x: x * 1.01, False),
+    "clamped": (lambda x: x.clamp(-1, 1), False),
+    "of one length": (lambda x: x + x.new_tensor([0.0] * 40 + [0.1]), False),  # cannot be tried
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_attention_that_a_model_defines_itself(name: str) -> None:
+    scores, alike = SCORES[name]
+    cache, query, key, value = filled()
+    function, mask = other(scores), torch.zeros(1, 1, 1, 41)
+    state = torch.get_rng_state()
+    out, weights = choice("eager", function)(layer(), query, key, value, mask, scaling=0.25)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (weights is None) is alike and cache.fallbacks == {0: 0 if alike else 2}
+    wanted = function(layer(), query, key.decode(), value.decode(), mask, 0.25)[0]
+    assert (out - wanted).abs().max() < 1e-5
+
+
+def test_no_mask_means_all_to_eager_and_the_past_to_sdpa() -> None:
+    _, query, key, value = filled(new=3)
+    keys, values = key.decode(), value.decode()
+    everything = torch.ones(1, 1, 3, 43, dtype=torch.bool)
+    causal = everything.tril(40)
+    for name, module, mask in (
+        ("eager", layer(), everything),
+        ("sdpa", layer(), causal),
+        ("sdpa", layer(causal=False), everything),
+    ):
+        out, _ = choice(name)(module, query, key, value, None, scaling=0.25)
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=0.25, enable_gqa=True
+        )
+        far = (out.transpose(1, 2) - wanted).abs().max()
+        assert far < 0.05, name  # the window moves with the query: what is decoded has one
+        ahead = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=everything ^ (mask ^ causal), scale=0.25,
+            enable_gqa=True,
+        )  # fmt: skip
+        assert far < (out.transpose(1, 2) - ahead).abs().max()
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", ["dropout", "position bias", "training", "gradients"])
+def test_what_needs_decoded_keys(name: str, case: str) -> None:
+    cache, query, key, value = filled()
+    module, kwargs = layer(), {"scaling": 0.25}
+    function: Any = eager_attention_forward
+    if case == "dropout":
+        kwargs["dropout"] = 0.5
+    elif case == "position bias":
+        kwargs["position_bias"] = torch.randn(1, 4, 1, 41)
+    elif case == "gradients":
+        query.requires_grad_()
+    else:
+        module.train()
+    run = choice(name, function)
+    torch.manual_seed(3)
+    out, _ = run(module, query, key, value, None, **kwargs)
+    # sdpa trains as it runs, and adds a bias to the mask, which codes are read under.
+    read = name == "sdpa" and case in ("training", "position bias")
+    assert cache.fallbacks == {0: 0 if read else 2}
+    torch.manual_seed(3)
+    plain = AttentionInterface._global_mapping.get(name, function)
+    wanted, _ = plain(module, query, key.decode(), value.decode(), None, **kwargs)
+    assert (out - wanted).abs().max() < 1e-5
+    if case == "gradients":
+        out.sum().backward()
+        assert query.grad is not None
+
+
+def test_other_implementations_are_asked_themselves() -> None:
+    seen: list[Any] = []
+
+    def mine(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        seen.append(type(key).__name__)
+        return eager_attention_forward(module, query, key, value, mask, **kwargs)
+
+    model = build("gqa", "sdpa")
+    ids = prompt(30)
+    wanted = greedy(model, ids, VQCache(model.config, window=8))
+    with implementation("mine", mine):
+        model.set_attn_implementation("mine")
+        cache = VQCache(model.config, window=8)
+        assert torch.equal(greedy(model, ids, cache), wanted)
+    assert "VQHandle" in seen and min(cache.fallbacks.values()) > 0
+
+    def my_sdpa(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        seen.append(type(key).__name__)
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    with implementation("sdpa", my_sdpa):  # a user's, under the name of Transformers' own
+        model.set_attn_implementation("sdpa")
+        seen.clear()
+        assert torch.equal(greedy(model, ids, VQCache(model.config, window=8)), wanted)
+    assert "VQHandle" in seen
+
+
+def flash(calls: list[Any]) -> Any:
+    """Flash attention [B, Q, H, D] in PyTorch, with padding [B, T]."""
+
+    def run(query: Any, key: Any, value: Any, mask: Any, query_length: int, **kwargs: Any) -> Any:
+        calls.append(mask)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        length, window = k.shape[2], kwargs.get("sliding_window")
+        at = torch.arange(length)
+        newest = at[length - query_length :, None]
+        seen = (at <= newest) if kwargs["is_causal"] else torch.ones(1, 1, dtype=torch.bool)
+        if window:
+            seen = seen & ((newest - at).abs() < window)
+        if mask is not None:
+            seen = seen & mask[:, None, None].bool()
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=kwargs["softmax_scale"], enable_gqa=True
+        )
+        return out.nan_to_num().transpose(1, 2).contiguous()
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["gqa", "gemma3"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_flash_attention(monkeypatch: pytest.MonkeyPatch, name: str, padded: bool) -> None:
+    from transformers.integrations import flash_attention
+
+    calls: list[Any] = []
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", flash(calls))
+    model = build(name, "sdpa").bfloat16()
+    ids = prompt(30, batch=2)
+    options: dict[str, Any] = {}
+    if padded:
+        ids[0, :5] = 0
+        options["attention_mask"] = (ids != 0).long()
+    make = lambda: VQCache(model.config, window=4, quantize_sliding=True)  # noqa: E731
+    wanted = greedy(model, ids, make(), **options)
+    for config in (model.config, model.model.config):
+        config._attn_implementation_internal = "flash_attention_2"
+    cache = make()
+    out = greedy(model, ids, cache, **options)
+    assert set(cache.fallbacks.values()) == {0}
+    assert len(calls) == 2  # the prompt, of both layers
+    assert (out == wanted).float().mean() > 0.9  # bfloat16 sums in another order
+    # Several tokens at once, which see themselves causally.
+    logits = []
+    with torch.no_grad():
+        for kind in ("sdpa", "flash_attention_2"):
+            model.config._attn_implementation_internal = kind
+            cache = make()
+            mask = options.get("attention_mask", torch.ones_like(ids))
+            cache.expect_prompt(mask[:, :20])
+            model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+            logits.append(model(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits)
+            assert set(cache.fallbacks.values()) == {0}
+    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[0].abs().max()
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": torch.float32}, {"cu_seq_lens_q": 1}, {"position_bias": 1}]
+)
+def test_flash_attention_that_does_something_else(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        attention_choice, "flash_attention_forward", lambda *args, **kwargs: seen.append(kwargs)
+    )
+    change = dict(change)
+    _, query, key, value = filled(dtype=change.pop("dtype", torch.bfloat16))
+    choice("flash_attention_2")(layer(), query, key, value, None, scaling=0.25, **change)
+    assert len(seen) == 1 and change.items() <= seen[0].items()
+
+
+def test_masks_of_flash() -> None:
+    _, query, key, _ = filled(6, 3, batch=2)
+    mask = attention_choice._mask_of_flash
+    assert mask(query, key, None, None, True) is None is mask(query, key, None, 9, True)
+    padding = torch.ones(2, 9)
+    padding[0, :2] = 0
+    causal = torch.ones(3, 9, dtype=torch.bool).tril(6)
+    assert torch.equal(
+        mask(query, key, padding, None, True), causal[None, None] & padding[:, None, None].bool()
+    )
+    near = causal & ~causal.tril(2)
+    assert torch.equal(mask(query, key, None, 4, True), near[None, None])
+    both = torch.ones(3, 9, dtype=torch.bool).triu(3)
+    assert torch.equal(mask(query, key, None, 4, False), both[None, None])
+
+
+def test_other_caches_and_no_cache_are_as_before() -> None:
+    """Bit by bit, with the patches and without."""
+    results = []
+    for name in ("eager", "sdpa"):
+        model, ids = build("gqa", name), prompt(12, batch=2)
+        for patched in (False, True):
+            VQCache(model.config) if patched else patches.undo()
+            with torch.no_grad():
+                out = model(ids, past_key_values=DynamicCache(config=model.config))
+                results.append((out.logits, model(ids, use_cache=False).logits))
+        assert all(map(torch.equal, results[-1], results[-2]))
+    hf_vq.enable_cache_backend()  # as other tests expect
+
+
+def test_one_model_with_and_without_codes_in_two_threads() -> None:
+    model, ids = build("gqa", "eager"), prompt(30)
+    make = {"codes": lambda: VQCache(model.config, "u2", window=4, strict=True),
+            "floats": lambda: DynamicCache(config=model.config)}  # fmt: skip
+    wanted = {name: greedy(model, ids, cache(), 16) for name, cache in make.items()}
+    assert not torch.equal(*wanted.values())
+    wrong: list[str] = []
+
+    def run(name: str) -> None:
+        for _ in range(3):
+            if not torch.equal(greedy(model, ids, make[name](), 16), wanted[name]):
+                wrong.append(name)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in make]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and model.config._attn_implementation == "eager"
+
+
+def test_eager_under_autocast() -> None:
+    """What is tried on numbers is not rounded."""
+    model, ids = build("gqa", "eager"), prompt(30)
+    cache = VQCache(model.config, window=8, strict=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        greedy(model, ids, cache)
+    assert set(cache.fallbacks.values()) == {0}
+
+
+def test_functions_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_choice, "_choices", dict(attention_choice._choices))
+    most = len(attention_choice._choices) + 3
+    monkeypatch.setattr(attention_choice, "_MOST", most)
+    for _ in range(9):
+        cache, query, key, value = filled()
+        choice("eager", other(lambda x: x))(layer(), query, key, value, None, scaling=0.25)
+        assert cache.fallbacks == {0: 0}
+    assert len(attention_choice._choices) == most
+    assert attention_choice._choices[flash_attention_forward] is attention_choice._flash
+
+
+@pytest.mark.skipif(native.load() is None, reason="the CPU library is not built")
+def test_calls_of_a_layer_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python frames inside hf_vq of one update and its attention, GQA of 4: they are most of the
+    time of a small layer."""
+    monkeypatch.delenv("HF_VQ_BACKEND")
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2)
+    cache, module = VQCache(config), layer()
+    module.num_key_value_groups = 4
+    states = [torch.randn(1, 2, 200, 64) for _ in range(2)]
+    query, new = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1, 64)
+    root = str(Path(hf_vq.__file__).parent)
+    count = 0
+
+    def step() -> None:
+        run = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention_forward)
+        run(module, query, *cache.update(new, new, 0), None, dropout=0.0, scaling=0.125)
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(root)
+
+    with torch.no_grad():
+        cache.update(*states, 0)
+        for _ in range(3):
+            step()
+        sys.setprofile(see)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    assert 20 < count <= 45
