@@ -52,7 +52,6 @@ class Matrix(ctypes.Structure):
     has_kernel: bool  # whether hf_vq_linear multiplies with it; hf_vq_decode decodes any
 
 
-@lru_cache(maxsize=1 << 14)
 def matrix(
     scheme: VQScheme,
     out_features: int,
@@ -62,17 +61,23 @@ def matrix(
     scale: int | None = None,
     signs: int | None = None,
 ) -> Matrix:
-    """The description of a matrix whose tensors lie at these addresses.
-
-    It holds nothing but its arguments: a tensor that moved gives another one.
-    """
-    described = Matrix(
-        codes, codebook, scale, signs, out_features, in_features, *_numbers(scheme, in_features)
-    )
-    library = native.load()
-    status = library and library.hf_vq_linear_supports(ctypes.byref(described))
-    described.has_kernel = status == native.OK
+    """The description of a matrix whose tensors lie at these addresses."""
+    numbers, has_kernel = _shape(scheme, out_features, in_features)
+    described = Matrix(codes, codebook, scale, signs, out_features, in_features, *numbers)
+    described.has_kernel = has_kernel
     return described
+
+
+@lru_cache(maxsize=1024)
+def _shape(scheme: VQScheme, out_features: int, in_features: int) -> tuple[tuple[int, ...], bool]:
+    """What all matrices of a shape share: numbers of `hf_vq_matrix`, and whether a kernel
+    multiplies with them. Nothing here is of a single tensor, so it does not outlive models."""
+    numbers = _numbers(scheme, in_features)
+    described = Matrix(None, None, None, None, out_features, in_features, *numbers)
+    library = native.load()
+    return numbers, bool(
+        library and library.hf_vq_linear_supports(ctypes.byref(described)) == native.OK
+    )
 
 
 def _numbers(scheme: VQScheme, in_features: int) -> tuple[int, ...]:

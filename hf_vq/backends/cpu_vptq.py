@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from functools import lru_cache
 
 from torch import Tensor
 
@@ -37,12 +36,8 @@ class Vptq(ctypes.Structure):
     ]  # fmt: skip
 
 
-@lru_cache(maxsize=1 << 14)
 def matrix(layout: VptqLayout, rows: int, columns: int, *addresses: int | None) -> Vptq:
-    """The description of a matrix whose tensors lie at these addresses, in the order of the fields.
-
-    It holds nothing but its arguments: a tensor that moved gives another one.
-    """
+    """The description of a matrix whose tensors lie at these addresses, in that order."""
     (bits, rest_bits), dtype = layout.bits, native.DTYPES[dtype_named(layout.dtype)]
     return Vptq(
         *(addresses or [None] * len(_ADDRESSES)), rows, columns, layout.group_size,

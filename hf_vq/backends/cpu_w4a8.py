@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 
 from torch import Tensor
 
@@ -23,12 +22,8 @@ class Matrix(ctypes.Structure):
     ]
 
 
-@lru_cache(maxsize=1 << 14)
 def matrix(scheme: QoQScheme, rows: int, columns: int, *addresses: int | None) -> Matrix:
-    """The description of a matrix whose codes, scale, zero and step lie at these addresses.
-
-    It holds nothing but its arguments: a tensor that moved gives another one.
-    """
+    """The description of a matrix whose codes, scale, zero and step lie at these addresses."""
     codes, scale, zero, step = addresses or (None,) * 4
     of_row, of_groups = (None, zero) if scheme.group else (zero, None)
     return Matrix(codes, scale, of_row, step, of_groups, rows, columns, scheme.group_of(columns))

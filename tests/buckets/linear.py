@@ -86,13 +86,13 @@ class LinearCase:
             rows = min(dispatch.bucket(self.rows), _MOST_ROWS)
             asked = DecodeProblem(scheme, rows, self.columns, dtype, arch)
             return choose_dense.dense_plan(asked) if restored else choose.choose(asked)
-        rows = self.rows, *self.others
-        problem = LinearProblem(scheme, bucket, sum(rows), self.columns, dtype, arch)
+        each = self.rows, *self.others
+        problem = LinearProblem(scheme, bucket, sum(each), self.columns, dtype, arch)
         if tuned.find(problem) is None:
-            problem = replace(problem, rows=max(rows))
+            problem = replace(problem, rows=max(each))
         plan: Plan | None = _CHOOSERS[way].choose(problem)
         assert plan is not None, f"no plan for {self.name}"
-        return replace(plan, matrices=len(rows)) if isinstance(plan, LinearPlan) else plan
+        return replace(plan, matrices=len(each)) if isinstance(plan, LinearPlan) else plan
 
     def plans(self, arch: Arch) -> Sequence[Plan]:
         """See `Case`."""
@@ -143,8 +143,9 @@ class LinearCase:
         """See `Case`."""
         x, each = inputs
         scheme = WEIGHT_SCHEMES[self.scheme]
-        if len(each) == 1:
-            return (linear(x, *each[0], scheme),)
+        if not self.others:
+            [(alone, bias)] = each
+            return (linear(x, alone, bias, scheme),)
         stored = ([tensors.get(key) for tensors, _ in each] for key in _KEYS)
         biases = [bias for _, bias in each]
         return tuple(torch.ops.hf_vq.linears.default(x, *stored, biases, scheme.spec()))

@@ -13,7 +13,7 @@ from stored_caches import TURBOQUANT
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import hf_vq
-from hf_vq import KVScheme, QoQScheme, VQScheme, cache, cli, env, formats, ops
+from hf_vq import KVScheme, QoQScheme, VQScheme, cache, cli, dispatch, env, formats
 from hf_vq.formats import KV_SCHEMES, QOQ_SCHEMES, WEIGHT_SCHEMES, kv_scheme, linear_scheme
 
 SPECS = [
@@ -125,10 +125,13 @@ def _shown(value: Any) -> str:
 
 
 def torch_ops() -> dict[str, str]:
-    """Schemas of `torch.ops.hf_vq`, by name."""
+    """Schemas of `torch.ops.hf_vq`, by name. Backends register ops of their own when they are first
+    needed (`hf_vq::cpu_linear`): nobody else calls those."""
     found = [str(schema) for schema in torch._C._jit_get_all_schemas()]
     ours = sorted(schema for schema in found if schema.startswith("hf_vq::"))
-    return {schema.split("(")[0]: schema[schema.index("(") :] for schema in ours}
+    named = {schema.split("(")[0]: schema[schema.index("(") :] for schema in ours}
+    own = ("hf_vq::cpu_", "hf_vq::cuda_")
+    return {name: schema for name, schema in named.items() if not name.startswith(own)}
 
 
 def command_line() -> dict[str, Any]:
@@ -167,7 +170,7 @@ def registrations() -> dict[str, Any]:
         "entry points": {f"{point.group} / {point.name}": point.value for point in points},
         "quantizer of vq": AUTO_QUANTIZER_MAPPING["vq"].__name__,
         "config of vq": AUTO_QUANTIZATION_CONFIG_MAPPING["vq"].__name__,
-        "backend names": sorted({row.name.partition(".")[0] for row in ops.rows("linear")}),
+        "backend names": sorted({e.name.partition(".")[0] for e in dispatch.entries("linear")}),
     }
 
 
