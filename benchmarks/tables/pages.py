@@ -344,6 +344,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:fuzz": reliability.campaign,
     "results:soak": reliability.soak,
     "results:sweep": reliability.sweep,
+    "results:digests": reliability.digests,
     "results:sanitizers": reliability.sanitizers,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,

@@ -1,5 +1,5 @@
-"""Tables of the records of `make fuzz`, `scripts/fuzz/soak.py`, `scripts/sweep_attention_cuda.py`
-and `scripts/sanitize_cuda`."""
+"""Tables of the records of `make fuzz`, `scripts/fuzz/soak.py`, `scripts/sweep_attention_cuda.py`,
+`scripts/sanitize_cuda` and `scripts/time_digests.py`."""
 
 from __future__ import annotations
 
@@ -46,11 +46,20 @@ def soak() -> str:
     record = read_record("soak")
     if record is None:
         return "Not measured yet: `python scripts/fuzz/soak.py --out RECORD`."
-    head = ["models", "tokens", "hours", "memory", "begin, MB", "end, MB"]
+    head = [
+        "models",
+        "tokens",
+        "hours",
+        "memory",
+        "begin, MB",
+        "end, MB",
+        "kept by safetensors, MB",
+    ]
     rows = [
         [
             f"{row['rounds']:,}", f"{row['tokens']:,}", f"{row['seconds'] / 3600:.1f}", name,
             f"{row[f'{kind}_begin'] / 1e6:.1f}", f"{row[f'{kind}_end'] / 1e6:.1f}",
+            f"{row.get(f'{kind}_kept_by_safetensors', 0) / 1e6:.1f}",
         ]
         for row in record["results"]["rows"]
         for kind, name in (("rss", "of the process"), ("gpu", "of the GPU"))
@@ -101,6 +110,22 @@ def sanitizers() -> str:
     notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
     what = f"Compute-sanitizer: {record['settings']['sanitizer']}."
     return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, _source(record)])}"
+
+
+def digests() -> str:
+    """What comparing files with their digests adds to a load."""
+    record = read_record("digests")
+    if record is None:
+        return "Not measured yet: `python scripts/time_digests.py --out RECORD`."
+    rows = [
+        [
+            row["device"], f"{row['bytes'] / 1e9:.2f}", f"{row['seconds_without']:.2f}",
+            f"{row['seconds_with']:.2f}", f"{row['seconds_to_read']:.2f}",
+        ]
+        for row in record["results"]["rows"]
+    ]  # fmt: skip
+    head = ["loaded to", "GB", "`HF_VQ_VERIFY=0`, s", "with digests, s", "reading every byte, s"]
+    return f"{markdown_table(head, rows)}\n\n{_source(record)}"
 
 
 def _outcomes(found: dict[str, int]) -> str:

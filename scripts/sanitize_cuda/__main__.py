@@ -10,8 +10,9 @@ plans are as many as it takes to meet every value of every field of a plan. `buc
 tests.buckets, by public ops: of every plan that the tests' problems have, the smallest
 problem that launches it. Processes take them one by one. Without a tool ("none") they compile
 kernels into the store (HF_VQ_STORE), as does the first tool. Memcheck and racecheck look at our
-kernels; under racecheck, which ends with an internal error in some of cuBLAS, products that PyTorch
-leaves to it are not computed. What is computed is always compared with float64 (of `buckets` by the
+kernels; under racecheck, which ends with an internal error in some of cuBLAS, and under initcheck,
+which reports what cuBLAS reads of its own workspace, products that PyTorch leaves to it are not
+computed. What is computed is always compared with float64 (of `buckets` by the
 tests). All tools together have `--seconds`: what is left then is not begun, and what is not done
 soon after is ended. The table at the end says how many kernels ran in how many problems, what was
 reported, and what was left out; --out writes it into a record, beside what the record has of other
@@ -97,7 +98,7 @@ def command_of(tool: str, args: argparse.Namespace, part: int) -> list[str]:
         ours = paths.kernel_sources() / "cuda", ROOT / "benchmarks"
         for source in sorted(path for folder in ours for path in folder.rglob("*.cu")):
             options += ["--kernel-name", f"kernel_name={source.stem}"]
-    command += ["--without-cublas"] if tool == "racecheck" else []
+    command += ["--without-cublas"] if tool in ("racecheck", "initcheck") else []
     return ["compute-sanitizer", "--tool", tool, *options, *shlex.split(args.options), *command]
 
 

@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""What it costs to compare a model with its digests while it is loaded from the page cache.
+
+    python scripts/time_digests.py [--layers 12] [--rounds 5] [--out RECORD]
+
+A random model of a Llama-3-8B's shape with few layers, `vq-4`, is loaded to the CPU, and to a GPU
+where there is one, with HF_VQ_VERIFY=0 and 1 in turns, each in a process of its own that has loaded
+a small model before. Beside them the time to read every byte of the mapped files once, by as many
+threads as there are cores: no comparison of any kind takes less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_vq import VQConfig, env
+from hf_vq.evaluation.record import make_record, write_record
+
+SLICE = 1 << 24  # bytes that a thread reads
+
+
+def save(folder: Path, layers: int, size: int, device: str) -> None:
+    """A quantized model of random weights; of 4096 numbers per token, a Llama-3-8B's layers."""
+    heads = size // 128
+    config = LlamaConfig(
+        hidden_size=size, intermediate_size=size * 7 // 2, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=max(heads // 4, 1),
+        vocab_size=128256 if size == 4096 else 1000, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device(device):
+        model = LlamaForCausalLM(config).bfloat16()
+    with tempfile.TemporaryDirectory() as dense:
+        model.save_pretrained(dense)
+        del model
+        quantized = AutoModelForCausalLM.from_pretrained(
+            dense, quantization_config=VQConfig("vq-4"), device_map=device
+        )
+    quantized.save_pretrained(folder)
+
+
+def load(folder: Path, small: Path, device: str) -> float:
+    """Seconds of `from_pretrained`, after a small model was loaded."""
+    AutoModelForCausalLM.from_pretrained(small, device_map=device)
+    start = time.perf_counter()
+    AutoModelForCausalLM.from_pretrained(folder, device_map=device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def loaded(folder: Path, small: Path, device: str, verify: str) -> float:
+    """`load` in a new process."""
+    command = [sys.executable, __file__, "--load", str(folder), str(small), device]
+    environment = os.environ | {env.VERIFY.name: verify}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def read(files: list[Path]) -> float:
+    """Seconds to read every byte of the files, mapped, by all cores."""
+    mapped = [numpy.memmap(path, dtype=numpy.uint8, mode="r") for path in files]
+    slices = [file[at : at + SLICE] for file in mapped for at in range(0, len(file), SLICE)]
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda part: numpy.bitwise_xor.reduce(part[: len(part) // 8 * 8].view("u8")),
+                      slices))  # fmt: skip
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    """Measure and print; 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12, help="%(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="%(default)s")
+    parser.add_argument("--revision", help="of the source (default: git is asked)")
+    parser.add_argument("--out", type=Path, help="write a record")
+    parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.load:
+        print(json.dumps(load(Path(args.load[0]), Path(args.load[1]), args.load[2])))
+        return 0
+    gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as temporary:
+        large, small = Path(temporary) / "large", Path(temporary) / "small"
+        save(large, args.layers, 4096, "cuda" if gpu else "cpu")
+        save(small, 1, 512, "cuda" if gpu else "cpu")
+        files = sorted(large.glob("*.safetensors"))
+        nbytes = sum(path.stat().st_size for path in files)
+        times: dict[tuple[str, str], list[float]] = {}
+        for _ in range(args.rounds):
+            times.setdefault(("", ""), []).append(read(files))
+            for device in ("cpu", "cuda") if gpu else ("cpu",):
+                for verify in ("0", "1"):
+                    found = loaded(large, small, device, verify)
+                    times.setdefault((device, verify), []).append(found)
+    rows = [
+        {
+            "device": device,
+            "bytes": nbytes,
+            "seconds_without": round(statistics.median(times[device, "0"]), 4),
+            "seconds_with": round(statistics.median(times[device, "1"]), 4),
+            "seconds_to_read": round(statistics.median(times["", ""]), 4),
+        }
+        for device in ("cpu", "cuda")
+        if (device, "0") in times
+    ]
+    for row in rows:
+        print(json.dumps(row))
+    if args.out is not None:
+        command = f"python scripts/time_digests.py --layers {args.layers} --rounds {args.rounds}"
+        settings = {"layers": args.layers, "rounds": args.rounds, "scheme": "vq-4"}
+        device = "cuda" if gpu else "cpu"
+        record = make_record(
+            "digests", command, settings, {"rows": rows}, args.revision, device=device
+        )
+        write_record(record, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
