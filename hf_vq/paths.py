@@ -1,4 +1,4 @@
-"""Where the kernel sources and the compiled CPU library lie, installed or in a checkout."""
+"""Where kernel sources, the compiled CPU library and the template of model cards lie."""
 
 import sys
 from pathlib import Path
@@ -11,6 +11,13 @@ def kernel_sources() -> Path:
     """The folder of kernel sources: `hf_vq/kernels` in a wheel, else the checkout's `kernels/`."""
     packaged = _PACKAGE / "kernels"
     return packaged if packaged.is_dir() else _PACKAGE.parent / "kernels"
+
+
+def card_template() -> Path:
+    """The Jinja template of model cards: of `hf_vq/model_cards` in a wheel, else the checkout's."""
+    packaged = _PACKAGE / "model_cards"
+    folder = packaged if packaged.is_dir() else _PACKAGE.parent / "model_cards"
+    return folder / "template.md.j2"
 
 
 def cpu_library() -> Path | None:

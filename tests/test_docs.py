@@ -12,7 +12,10 @@ from hf_vq import env
 from hf_vq.hf import paged
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("benchmarks", "docs", "hf_vq", "kernels", "notebooks", "plugins", "scripts", "tests")
+FOLDERS = (
+    *("benchmarks", "docs", "hf_vq", "kernels", "model_cards"),
+    *("notebooks", "plugins", "scripts", "tests"),
+)
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 )

@@ -28,6 +28,10 @@ def test_kernel_sources_are_found():
     assert (sources / "cuda" / "decode.cu").is_file()
 
 
+def test_the_template_of_model_cards_is_found():
+    assert paths.card_template().is_file()
+
+
 def test_kernels_is_never_our_import_name():
     """`kernels` is Hugging Face's package: a folder without __init__.py cannot hide it."""
     assert not list(paths.kernel_sources().rglob("*.py"))

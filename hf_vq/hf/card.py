@@ -8,9 +8,11 @@ from typing import Any
 
 import transformers
 from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, StrictUndefined, Template
 
 from ..formats.catalog import scheme_name
 from ..nn.replace import vq_modules
+from ..paths import card_template
 from .calibration.text import OWN_WORDS
 from .checkpoint import storage
 
@@ -46,7 +48,10 @@ def _auto_classes() -> list[str]:
 
 
 def model_card(model: Any) -> str:
-    """The text of a quantized model's `README.md`: how it was made and loads, what was measured."""
+    """The text of a quantized model's `README.md`: how it was made and loads, what was measured.
+
+    Its words are those of `model_cards/template.md.j2`.
+    """
     config = model.config.quantization_config
     provenance = config.provenance or {}
     base = provenance.get("base_model")
@@ -60,47 +65,33 @@ def model_card(model: Any) -> str:
         data.eval_results = _results(evaluation)
     if base:
         data["base_model_relation"] = "quantized"
-    errors: dict[str, float] = provenance.get("relative_error", {})
-    name = base or "a Transformers model"
-    source = f"[{base}](https://huggingface.co/{base})" if base else name
-    loader = loading_class(model)
-    rows = "\n".join(f"| `{layer}` | {100 * error:.3g} % |" for layer, error in errors.items())
-    mean = 100 * sum(errors.values()) / len(errors) if errors else 0.0
-    calibrated = _calibrated(config)
-    return f"""---
-{data.to_yaml()}
----
-{_MARKER}
+    errors = {name: 100 * e for name, e in provenance.get("relative_error", {}).items()}
+    # A source that is a folder is on no Hub: the name that it was measured by, else its class.
+    name, kind = base or (evaluation or {}).get("model"), type(model).__name__
+    return _template().render(
+        metadata=data.to_yaml(),
+        marker=_MARKER,
+        name=name or kind,
+        source=f"[{base}](https://huggingface.co/{base})" if base else name or f"a `{kind}`",
+        loader=loading_class(model),
+        schemes=_schemes(model),
+        bits_per_weight=bits / weights,
+        weights=weights,
+        megabytes=bits / 8e6,
+        errors=errors,
+        mean_error=sum(errors.values()) / len(errors) if errors else 0.0,
+        calibration=_calibration(config),
+        version=provenance.get("hf_vq", ""),
+        evaluation=evaluation,
+    )
 
-# {name}, quantized to {bits / weights:.2f} bits
 
-The linear layers of {source} stored as indices into codebooks (vector quantization) by
-[hf_vq](https://pypi.org/project/hf-vq), and computed on in that form.
-
-```python
-# pip install hf_vq
-from transformers import {loader}
-
-model = {loader}.from_pretrained("<this repository>")
-```
-
-| | |
-|---|---|
-| scheme | {_schemes(model)} |
-| bits per weight, stored | {bits / weights:.3f} |
-| quantized weights | {weights:,} |
-| size of the quantized layers | {bits / 8e6:,.1f} MB |
-| mean squared error of a layer, relative | {mean:.3g} % |
-{calibrated}| hf_vq | {provenance.get("hf_vq", "")} |
-{_measured(evaluation)}
-<details><summary>Squared error of every layer, relative to its squared norm</summary>
-
-| layer | error |
-|---|---|
-{rows}
-
-</details>
-"""
+@functools.cache
+def _template() -> Template:
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True, autoescape=False
+    )
+    return environment.from_string(card_template().read_text(encoding="utf-8"))
 
 
 def _schemes(model: Any) -> str:
@@ -132,36 +123,15 @@ def _results(evaluation: dict[str, Any]) -> list[EvalResult]:
     ]
 
 
-def _measured(evaluation: dict[str, Any] | None) -> str:
-    """The section about what was measured, if something was."""
-    if not evaluation:
-        return ""
-    e = evaluation
-    return f"""
-## Measured against the original
-
-| | |
-|---|---|
-| perplexity | {e["perplexity"]:.3f} ({e["change"]:+.2f} % ± {e["change_se"]:.2f}) |
-| KL divergence, mean | {e["kld"]:.5f} ± {e["kld_se"]:.5f} nats |
-| KL divergence, 99th percentile | {e["kld_p99"]:.4f} nats |
-| top-1 agreement | {e["top1"]:.2f} % ± {e["top1_se"]:.2f} |
-
-{e["tokens"]:,} tokens of {e["text"]} (SHA-256 {e["text_sha256"]}...), context {e["context"]:,},
-by `hf-vq eval`, hf_vq {e["hf_vq"]}, on {e["date"]}.
-"""
-
-
-def _calibrated(config: Any) -> str:
-    """Rows of the table about the calibration, if there was one."""
+def _calibration(config: Any) -> dict[str, Any] | None:
+    """What the card says of the calibration, if there was one."""
     facts = (config.provenance or {}).get("calibration")
     if not facts:
-        return ""
+        return None
     options, errors = config.calibration, facts["output_error"].values()
     own = options["text"] == OWN_WORDS
-    text = "what the model writes by itself" if own else f"`{options['text']}`"
-    mean = 100 * sum(errors) / max(1, len(errors))
-    return (
-        f"| calibrated on | {text}, {options['tokens']:,} tokens |\n"
-        f"| mean squared error of a layer's outputs on it, relative | {mean:.3g} % |\n"
-    )
+    return {
+        "text": "what the model writes by itself" if own else f"`{options['text']}`",
+        "tokens": options["tokens"],
+        "mean_error": 100 * sum(errors) / max(1, len(errors)),
+    }

@@ -1,6 +1,8 @@
 """The model card that is saved and pushed."""
 
 import json
+import re
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -10,11 +12,13 @@ from huggingface_hub import ModelCard, errors
 from transformers import AutoModelForCausalLM
 from transformers.utils.hub import hf_api
 
+from hf_vq import paths
 from hf_vq.errors import VQError
 from hf_vq.hf.card import CARD, is_ours, loading_class
 from hf_vq.hf.save import save_evaluation
 
 LOAD = AutoModelForCausalLM.from_pretrained
+CARDS = sorted((Path(__file__).resolve().parents[2] / "model_cards").glob("*.md"))
 
 
 @pytest.fixture
@@ -64,8 +68,32 @@ def test_the_class_that_loads():
 
 
 def test_a_local_source_is_no_base_model(quantized):
-    data = ModelCard.load(quantized() / CARD).data.to_dict()
+    card = ModelCard.load(quantized() / CARD)
+    data = card.data.to_dict()
     assert "base_model" not in data and "base_model_relation" not in data
+    assert re.search(
+        r"^# LlamaForCausalLM, quantized to \d\.\d\d bits per weight$", card.text, re.M
+    )
+
+
+@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
+def test_filled_cards_have_the_words_of_the_template(path):
+    """Both ways: no line of the template is missing in a card, and a card has no other lines."""
+    lines = paths.card_template().read_text("utf-8").splitlines()
+    patterns = {
+        ".+".join(re.escape(part) for part in re.split(r"{{.*?}}", line))
+        for line in lines
+        if not line.startswith("{%") and line not in ("", "{{ metadata }}")
+    }
+    card = path.read_text("utf-8")
+    body = card[card.index("\n---\n") + 1 :].splitlines()
+    matched = {line: {p for p in patterns if re.fullmatch(p, line)} for line in body if line}
+    # `{{ marker }}` stands alone on its line: it may not vouch for other words.
+    anything = {p for p in patterns if p == ".+"}
+    assert len(anything) == 1 and is_ours(card)
+    others = [line for line, by in matched.items() if by <= anything]
+    assert len(others) == 1 and is_ours(others[0])
+    assert set().union(*matched.values()) == patterns
 
 
 FOUND = {"model": "base", "text": "t.txt", "text_sha256": "0a", "tokens": 2048, "context": 128}
@@ -91,6 +119,7 @@ def test_what_was_measured_is_kept(model, tmp_path):
         results = {r.metric_type: r.metric_value for r in card.data.eval_results}
         assert results == {"perplexity": 21.5, "kld": 0.0125, "top1": 91.5}
         assert card.data.model_name == "base (vq-4)"
+        assert "# someone/base, quantized to" in card.text
         assert "model-index:" in (folder / CARD).read_text()
         for text in ("21.500 (+1.25 % ± 0.10)", "0.01250 ± 0.00030", "2,048 tokens of t.txt"):
             assert text in card.text
