@@ -7,8 +7,11 @@ from os import environ
 from pathlib import Path
 
 import pytest
+import yaml
 
+import hf_vq
 from hf_vq import env
+from hf_vq.cli import build_parser
 from hf_vq.hf import paged
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,3 +158,28 @@ def test_paths_are_really_collected():
 def test_the_readme_has_the_table_of_variables():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert env.table() in text, "paste the output of `python -m hf_vq.env` into README.md"
+
+
+def test_the_citation_is_of_this_version_and_has_the_papers_of_the_readme():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["title"], citation["version"]) == ("hf_vq", hf_vq.__version__)
+    papers = [each["url"] for each in citation["references"]]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert papers == re.findall(r"https://arxiv\.org/abs/[\d.]+", readme)
+    for each in citation["references"]:
+        assert each["title"] in readme, each["title"]
+        assert f"{each['authors'][0]['family-names']} et al." in readme, each["title"]
+
+
+@pytest.mark.parametrize("form", ["bug_report", "feature_request"])
+def test_issue_forms_ask_for_what_a_reader_needs(form):
+    path = ROOT / ".github" / "ISSUE_TEMPLATE" / f"{form}.yml"
+    page = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert page["name"] and page["description"]
+    ids = [field["id"] for field in page["body"]]
+    assert len(set(ids)) == len(ids) and "versions" in ids
+    asked = path.read_text(encoding="utf-8")
+    verbs = set(re.findall(r"`hf-vq (\w+) MODEL`", asked))
+    assert verbs == {"info", "explain"} and "hf_vq.explain" in asked
+    for verb in verbs:
+        assert build_parser().parse_args([verb, "MODEL"]).model == "MODEL"
