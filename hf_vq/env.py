@@ -1,6 +1,6 @@
 """Every HF_VQ_* environment variable: its default, what it does, and how it is read.
 
-`python -m hf_vq.env` prints the table that the README carries.
+`python -m hf_vq.env` prints the table that docs/install.md carries.
 """
 
 import functools

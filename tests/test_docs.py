@@ -155,9 +155,35 @@ def test_paths_are_really_collected():
     assert linked(contributing)
 
 
-def test_the_readme_has_the_table_of_variables():
+def test_a_page_has_the_table_of_variables():
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert env.table() in text, "run `python -m benchmarks tables`"
+
+
+def test_the_readme_is_short_and_names_the_two_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert env.table() in text, "paste the output of `python -m hf_vq.env` into README.md"
+    assert text.count("\n") <= 110
+    assert {"make demo", "make test"} <= set(re.findall(r"^make \w+", text, re.MULTILINE))
+
+
+def test_the_index_names_every_page():
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert linked(ROOT / "docs" / "index.md") == pages
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=name)
+def test_every_anchor_exists(page):
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if ":" not in link]
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert not anchor or anchor in anchors(target), f"{name(page)}: {link}"
 
 
 def test_the_citation_is_of_this_version_and_has_the_papers_of_the_readme():

@@ -33,6 +33,7 @@ from . import (
     cuda_limits,
     cuda_linear,
     cuda_w4a8,
+    front,
     kv,
     passes,
     reliability,
@@ -292,7 +293,15 @@ def _timed_table(
     return table(record["results"]["rows"]) + "\n\n" + _timed(record)
 
 
+def _kv_summary() -> str:
+    record = _record("quality-kv")
+    return front.kv(record["results"]["rows"]) + "\n\n" + _source(record)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "results:readme-gpu": partial(_timed_table, "cuda-generate", front.gpu),
+    "results:readme-cpu": partial(_timed_table, "cpu-generate", front.cpu),
+    "results:readme-kv": _kv_summary,
     "results:quality-weights": weights_table,
     "results:quality-qoq": qoq_table,
     "results:quality-finetune": partial(weights_table, "quality-finetune"),
