@@ -57,7 +57,7 @@ def edited(root: Path, revision: str | None, sources: tuple[str, ...]) -> list[s
     """
     if revision is None:
         return None
-    command = ["git", "-C", str(root), "diff", "--name-status", "-M", "--diff-filter=MR"]
+    command = ["git", "-C", str(root), "diff", "--name-status", "-M", "--diff-filter=MRAD"]
     done = subprocess.run(
         [*command, revision, "--"], capture_output=True, text=True, timeout=60, check=False
     )

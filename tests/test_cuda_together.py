@@ -101,13 +101,13 @@ class Gated(torch.nn.Module):
 def test_a_compiled_model(name, tokens, monkeypatch):
     """One launch for both, in a CUDA graph too, which reads what is written to weights later."""
     calls = []
-    run = cuda_fused.linears
+    run = cuda_fused._call
 
-    def counted(*given):  # a tensor of a CUDA graph's memory must not be kept
-        calls.append(len(given[1]))
-        return run(*given)
+    def counted(first, others, *given):  # a tensor of a CUDA graph's memory must not be kept
+        calls.extend([1 + len(others)] if others else [])
+        return run(first, others, *given)
 
-    monkeypatch.setattr(cuda_fused, "linears", counted)
+    monkeypatch.setattr(cuda_fused, "_call", counted)
     model = Gated(name).cuda().half().eval()
     x = torch.randn(tokens, 512, device="cuda", dtype=torch.float16)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import importlib.util
-import json
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from benchmarks.tables import reliability as fuzz_tables
 from hf_vq.codegen.device import named_arch
+from hf_vq.evaluation.record import read
 from tests.buckets.every import CASES
 
 FOLDER = Path(__file__).parent.parent / "scripts/sanitize_cuda"
@@ -164,13 +164,13 @@ def test_products_that_pytorch_leaves_to_cublas_are_not_computed(script, monkeyp
 
 
 def test_a_record_keeps_other_tools_of_the_same_revision(script, monkeypatch, tmp_path):
-    path = tmp_path / "record.json"
+    path = tmp_path / "record.jsonl"
     for tool in ("memcheck", "racecheck"):
         report = script.report.Report([("linear", frozenset({1}))])
         report.add(tool, script.report.Said("case 0 linear x\nend\n", 0))
         report.seconds[tool] = 1.5
         report.write(path, f"--tools {tool}", {"sanitizer": "1"})
-    record = json.loads(path.read_text())
+    record = read(path)
     monkeypatch.setattr(fuzz_tables, "read_record", {script.report.SUITE: record}.get)
     assert "| racecheck | linear | 1 | 1 | 0 | 0 |" in fuzz_tables.sanitizers()
     assert record["complete"] and record["suite"] == script.report.SUITE
@@ -181,4 +181,4 @@ def test_a_record_keeps_other_tools_of_the_same_revision(script, monkeypatch, tm
         "results": {"rows": [], "notes": {}, "seconds": {}},
     })  # fmt: skip
     report.write(path, "", {})
-    assert json.loads(path.read_text())["results"]["rows"] == []
+    assert read(path)["results"]["rows"] == []

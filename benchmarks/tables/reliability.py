@@ -59,7 +59,7 @@ def soak() -> str:
         [
             f"{row['rounds']:,}", f"{row['tokens']:,}", f"{row['seconds'] / 3600:.1f}", name,
             f"{row[f'{kind}_begin'] / 1e6:.1f}", f"{row[f'{kind}_end'] / 1e6:.1f}",
-            f"{row.get(f'{kind}_kept_by_safetensors', 0) / 1e6:.1f}",
+            f"{row[kept] / 1e6:.1f}" if (kept := f"{kind}_kept_by_safetensors") in row else "-",
         ]
         for row in record["results"]["rows"]
         for kind, name in (("rss", "of the process"), ("gpu", "of the GPU"))

@@ -141,6 +141,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def _lines(record: dict[str, Any]) -> str:
     """A record as JSON Lines: all but the rows, then a line for each row."""
+    if "results" not in record:  # what a verb of hf-vq found is no record of a suite
+        return json.dumps(record, allow_nan=False) + "\n"
     results = dict(record["results"])
     rows = results.pop("rows", None)
     count = {} if rows is None else {"rows": len(rows)}

@@ -23,7 +23,7 @@ from hf_vq.ops import fused_inputs, w4a8
 LAYERS = [  # scheme, columns
     ("qoq-w4a8", 1152), ("qoq-w4a8-g128", 2048), ("qoq-w4a8-g32", 1120), ("qoq-w4a8-g64", 704),
 ]  # fmt: skip
-FEW, MANY = (1, 7, 29, 64), (27, 75, 270)  # tokens
+FEW, MANY = (1, 7, 37, 64), (27, 75, 270)  # tokens
 
 
 def few_tokens() -> Iterator[Case]:

@@ -6,7 +6,6 @@ that it came to its end (`end`). Between them is what the tool prints, whose lin
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_vq.evaluation.record import make_record, write_record
+from hf_vq.evaluation.record import make_record, read, write_record
 from hf_vq.evaluation.text_tables import text_table
 
 SUITE = "cuda-sanitizers"
@@ -149,7 +148,7 @@ class Report:
         results = {"rows": self.rows(), "notes": dict(self.notes), "seconds": self.seconds}
         record = make_record(SUITE, command, settings, results, device="cuda")
         if path.exists():
-            _keep_others(record, json.loads(path.read_text(encoding="utf-8")))
+            _keep_others(record, read(path))
         write_record(record, path)
 
 

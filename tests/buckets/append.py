@@ -147,11 +147,12 @@ class AppendCase:
                     assert torch.equal(was[:, :, rest], now[:, :, rest]), "others were written"
             codes, scale = codes[:, :, new], scale[:, :, new]
         else:
-            flat = [part.transpose(0, 1).flatten(1, 2)[None] for part in (codes, scale, before)]
+            pages = codes, scale, before, scale_before
+            flat = [part.transpose(0, 1).flatten(1, 2)[None] for part in pages]
             others = torch.ones(flat[0].shape[2], dtype=torch.bool, device=slots.device)
             others[slots] = False
-            same = torch.equal(flat[0][:, :, others], flat[2][:, :, others])
-            assert same, "others were written"
+            for now, was in ((flat[0], flat[2]), (flat[1], flat[3])):
+                assert torch.equal(now[:, :, others], was[:, :, others]), "others were written"
             codes, scale = flat[0][:, :, slots], flat[1][:, :, slots]
         check_codes(x, mean, book, codes, scale, scheme)
 

@@ -234,6 +234,15 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
         Check([path], done=cut).finish()
 
 
+def test_a_segment_is_part_of_the_format(tmp_path):
+    """Files with large tensors are read by every version."""
+    assert digests.SEGMENT == 32 << 20
+    data = (torch.arange(digests.SEGMENT + 5) % 251).to(torch.uint8)
+    save_file({"a": data}, tmp_path / "file", room(["a"]))
+    record([tmp_path / "file"])
+    assert Header(tmp_path / "file").table["a"] == "35dd01792b3f4eea4a150a60ddaae277"
+
+
 @pytest.mark.parametrize("nbytes", [63, 64, 65, 128, 200])
 def test_a_tensor_of_several_segments(tmp_path, monkeypatch, nbytes):
     """One digest, whoever reads which segment first; a changed bit or two swapped segments show."""
