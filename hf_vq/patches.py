@@ -142,8 +142,8 @@ def undo() -> None:
     """Put back all that was replaced, registry entries included.
 
     What somebody else replaced after us stays, and counts as applied until they put it back: it may
-    call ours, and ours a second time would wrap both. For tests, and for a process that is done with
-    hf_vq; caches in use lose what their patches are for.
+    call ours, and ours a second time would wrap both. For tests, and for a process that is done
+    with hf_vq; caches in use lose what their patches are for.
     """
     with _lock:
         _happened.clear()

@@ -35,6 +35,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 import hf_vq
 from hf_vq import VQCache, patches
 from hf_vq.backends import native
+from hf_vq.errors import VQCacheError
 from hf_vq.hf import attention_choice
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -114,6 +115,8 @@ def test_weights_that_are_asked_for() -> None:
     greedy(model, ids, cache)
     assert all(weights is not None for weights in seen)
     assert cache.fallbacks[0] > 0 and cache.fallbacks[1] == 0
+    with pytest.raises(VQCacheError, match=r"layer 0.* a forward hook .*remove the hook"):
+        greedy(model, ids, VQCache(model.config, window=8, strict=True))
 
 
 def other(scores: Callable[[Tensor], Tensor], home: str = HOME) -> Any:
