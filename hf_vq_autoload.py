@@ -13,17 +13,23 @@ class _Lazy:
     """The entry "vq" of a table of Transformers, until hf_vq is imported and enters its own."""
 
     def __init__(self, table):
-        self._table = table
+        self._table = table  # by name: a copy of the table finds what is in Transformers' own
 
     def __getattr__(self, name):
-        import hf_vq  # noqa: F401  registers "vq"; does nothing while that import runs
-
-        if self._table["vq"] is self:
-            raise AttributeError(f"hf_vq is not imported yet: it has no {name}")
-        return getattr(self._table["vq"], name)
+        if name.startswith("_"):  # copy, pickle and inspect ask for these
+            raise AttributeError(name)
+        return getattr(self._entry(name), name)
 
     def __call__(self, *args, **kwargs):
-        return self.__getattr__("__call__")(*args, **kwargs)
+        return self._entry("__call__")(*args, **kwargs)
+
+    def _entry(self, name):
+        import hf_vq  # noqa: F401  registers "vq"; does nothing while that import runs
+
+        found = getattr(sys.modules[TARGET], self._table)["vq"]
+        if type(found) is _Lazy:
+            raise AttributeError(f"hf_vq is not imported yet: it has no {name}")
+        return found
 
 
 class _Finder:
@@ -39,12 +45,12 @@ class _Finder:
                 return spec
 
     def fill(self, module, complete=True):
-        tables = [getattr(module, name, None) for name in TABLES]
-        if not complete and None in tables:
+        tables = {name: getattr(module, name, None) for name in TABLES}
+        if not complete and None in tables.values():
             return
-        for table in tables:
+        for name, table in tables.items():
             if type(table) is dict:
-                table.setdefault("vq", _Lazy(table))
+                table.setdefault("vq", _Lazy(name))
         # Not in place: it would have the loop that called us, or another thread's, skip a finder.
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 

@@ -22,7 +22,7 @@ from typing import Any
 # Events.
 CACHE = "a VQCache is made"
 BACKEND = "a model with codes is made, or enable_cache_backend is called"
-CONFIG = "a VQConfig is made with options that a stored model takes too"
+CONFIG = "a VQConfig is made, or unpickled"
 TRACE = "torch.compile traces a product of codes"
 
 _ABSENT: Any = object()  # an attribute that its owner inherits, or does not have
@@ -141,19 +141,23 @@ def applied() -> tuple[str, ...]:
 def undo() -> None:
     """Put back all that was replaced, registry entries included.
 
-    What somebody else replaced after us stays. For tests, and for a process that is done with
-    hf_vq; caches in use lose what their patches are for.
+    What somebody else replaced after us stays, and counts as applied until they put it back: it may
+    call ours, and ours a second time would wrap both. For tests, and for a process that is done
+    with hf_vq; caches in use lose what their patches are for.
     """
     with _lock:
         _happened.clear()
-        for target, made in reversed(_made.items()):
-            if getattr(made.owner, made.name, None) is not made.after:
-                warnings.warn(f"{target} was replaced again after hf_vq; it stays.", stacklevel=2)
-            elif made.before is _ABSENT:
+        for target, made in reversed(list(_made.items())):
+            found = getattr(made.owner, made.name, None)
+            inherited = made.before is _ABSENT
+            if found is made.after and inherited:
                 delattr(made.owner, made.name)
-            else:
+            elif found is made.after:
                 setattr(made.owner, made.name, made.before)
-        _made.clear()
+            elif made.name in vars(made.owner) if inherited else found is not made.before:
+                warnings.warn(f"{target} was replaced again after hf_vq; it stays.", stacklevel=2)
+                continue
+            del _made[target]
         for table, key in list(_entries):
             restore_entry(table, key)
 

@@ -1,6 +1,8 @@
 """hf_vq_autoload: a process that never imports hf_vq knows the quantization method "vq"."""
 
+import copy
 import importlib.util
+import pickle
 import sys
 import types
 from importlib import metadata
@@ -107,6 +109,7 @@ def plugin(monkeypatch):
 
     plugin = Plugin()
     plugin.module, plugin.imports = module, imports
+    monkeypatch.setitem(sys.modules, hf_vq_autoload.TARGET, module)
     monkeypatch.delitem(sys.modules, "hf_vq", raising=False)
     monkeypatch.setattr(sys, "meta_path", [plugin, *sys.meta_path])
     yield plugin
@@ -127,11 +130,24 @@ def test_an_entry_imports_when_it_is_used(plugin):
     assert table["vq"] is not lazy and type(table["vq"]) is type
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda table: pickle.loads(pickle.dumps(table))]
+)
+def test_tables_are_copied_without_an_import(plugin, copied):
+    hf_vq_autoload._Finder().fill(plugin.module)
+    table = copied(plugin.module.AUTO_QUANTIZATION_CONFIG_MAPPING)
+    lazy = table["vq"]
+    assert table["awq"] == 1 and not hasattr(lazy, "__name__") and not plugin.imports
+    assert lazy.from_dict({"a": 1}) == {"a": 1} == lazy({"a": 1}) and plugin.imports == ["hf_vq"]
+
+
 def test_an_hf_vq_that_does_not_register_is_an_error_and_no_loop(plugin):
     plugin.registers = False
     hf_vq_autoload._Finder().fill(plugin.module)
     with pytest.raises(AttributeError, match="no from_dict"):
         plugin.module.AUTO_QUANTIZATION_CONFIG_MAPPING["vq"].from_dict({})
+    with pytest.raises(AttributeError, match="no __call__"):
+        plugin.module.AUTO_QUANTIZATION_CONFIG_MAPPING["vq"]({})
 
 
 @pytest.mark.parametrize("holds", [{}, {"AUTO_QUANTIZATION_CONFIG_MAPPING": 3}], ids=str)

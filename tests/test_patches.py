@@ -180,7 +180,27 @@ def test_what_somebody_else_replaced_later_stays(library):
     theirs = library.Child.run = lambda self: "theirs"
     with pytest.warns(UserWarning, match="other:Child.run was replaced again"):
         patches.undo()
-    assert library.Child.run is theirs and patches.applied() == ()
+    assert library.Child.run is theirs
+
+
+def test_what_wraps_ours_is_not_wrapped_again(library):
+    plain = library.Base.run
+    patches.apply("begin")
+    ours = library.Child.run
+    library.Child.run = lambda self: f"theirs, then {ours(self)}"
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="was replaced again"):
+            patches.undo()
+        assert patches.applied() == ("other:Child.run",)
+        patches.apply("begin")
+        assert library.Child().run() == "theirs, then ours, then plain"
+    library.Child.run = ours  # they put back what they found
+    patches.undo()
+    assert patches.applied() == () and library.Child.run is plain
+    patches.apply("begin")
+    del library.Child.run  # somebody undid ours
+    patches.undo()
+    assert patches.applied() == () and library.Child.run is plain
 
 
 def test_a_version_without_it_is_told_of(library):
@@ -202,6 +222,21 @@ def test_slots(library, monkeypatch):
     assert (library.slot, library.second) == ("theirs", "theirs")
     monkeypatch.delitem(sys.modules, "other")
     patches.apply(patches.TRACE)  # not imported: nobody compiles
+
+
+def test_slots_of_inductor_are_emptied_again():
+    import torch._inductor.config as config
+
+    patches.undo()
+    for leave in (True, False):
+        with config.patch(post_grad_custom_pre_pass=None, post_grad_custom_post_pass=None):
+            patches.apply(patches.TRACE)
+            assert config.post_grad_custom_pre_pass is not None
+            if not leave:
+                patches.undo()
+                assert config.post_grad_custom_pre_pass is None
+        patches.undo()  # of a slot that `patch` emptied: nothing to say, nothing kept
+        assert not any("inductor" in target for target in patches.applied())
 
 
 def test_entries_of_registries(library):
@@ -240,11 +275,11 @@ from hf_vq import patches
 from transformers import LlamaConfig
 def names(): return sorted(t.rpartition(".")[2].rpartition(":")[2] for t in patches.applied())
 print(names())
-hf_vq.VQConfig(); print(names())
 cache = hf_vq.VQCache(LlamaConfig(num_hidden_layers=1)); print(names())
 stored = pickle.dumps(cache); patches.undo(); print(names())
 pickle.loads(stored); print(names())
-patches.undo(); hf_vq.VQConfig("turboquant-4+4", pass2="offload"); print(names())
+patches.undo(); config = hf_vq.VQConfig(); stored = pickle.dumps(config); print(names())
+patches.undo(); pickle.loads(stored); print(names())
 patches.undo(); hf_vq.enable_cache_backend(); print(names())
 patches.undo()
 from hf_vq.hf import VQHfQuantizer
@@ -255,7 +290,8 @@ VQHfQuantizer(hf_vq.VQConfig()); print(names())
 def test_each_event_makes_what_it_needs(run_python):
     cache = ["_prepare_cache_for_generation", "get_interface"]
     backend = ["QuantizedCache", *cache, "init_continuous_batching"]
-    seen = [[], [], cache, [], cache, ["LOADING_ATTRIBUTES_CONFIG_TYPES"], backend, backend]
+    config = ["LOADING_ATTRIBUTES_CONFIG_TYPES"]
+    seen = [[], cache, [], cache, config, config, backend, sorted(backend + config)]
     assert run_python(EVENTS).splitlines() == list(map(str, seen))
 
 

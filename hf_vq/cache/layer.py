@@ -381,9 +381,10 @@ class VQCacheLayer(CacheLayerMixin):
         """
         if self.options.strict:
             raise VQCacheError(
-                f"{self.where} would be decoded: the model's attention does not read codes. Use "
-                'model.set_attn_implementation("vq") and torch.no_grad(), or VQCache(strict=False) '
-                "to accept the cost."
+                f"{self.where} would be decoded: the model's attention does not read codes, or a "
+                "forward hook of its layer may read attention weights, which codes do not give. "
+                'Use model.set_attn_implementation("vq") and torch.no_grad(), remove the hook, or use '
+                "VQCache(strict=False) to accept the cost."
             )
         self.fallbacks += 1
 

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -31,77 +32,86 @@ from ..cache import StaticHandle, VQHandle
 from ..ops.attention import without_autocast
 from .attention import attend_to_codes, is_causal, vq_attention
 
+try:
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:  # a private name
+    _collector: Any = None  # type: ignore[no-redef]
+
 Attention = Callable[..., Any]
 Result = tuple[Tensor, Tensor | None]
 
-_MOST = 1024  # functions remembered
 _CLOSE = 1e-3  # relative, in float64: functions that differ, differ by more
+_FACTORS = (1.0, 2.5, 6.0)  # of queries, keys and values: caps and clamps show in large logits
 _PACKED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")  # of flash
 
 
 def choose_by_cache(get_interface: Callable[..., Attention]) -> Callable[..., Attention]:
-    """`AttentionInterface.get_interface`, for `patches.TABLE`."""
+    """`AttentionInterface.get_interface`, for `patches.TABLE`.
+
+    It remembers nothing: Dynamo would guard it, and compile all models again when it changes.
+    """
 
     @functools.wraps(get_interface)
     def chosen(self: Any, attn_implementation: str, default: Attention) -> Attention:
         found = get_interface(self, attn_implementation, default)
-        choice = _choices.get(found)
-        if choice is None:
-            choice = functools.partial(_eager, found) if found is default else found
-            if len(_choices) < _MOST:
-                _choices[found] = choice
-        return choice
+        if found is sdpa_attention_forward:
+            return _sdpa
+        if found is flash_attention_forward:
+            return _flash
+        return functools.partial(_eager, found) if found is default else found
 
     return chosen
 
 
-def _sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> Result:
-    coded = type(key) is VQHandle or type(key) is StaticHandle
-    if coded and not dropout and kwargs.get("position_bias") is kwargs.get("softcap") is None:
-        causal = query.shape[2] == 1 or is_causal(module, kwargs)
-        out = attend_to_codes(query, key, value, attention_mask, scaling, causal)
-        if out is not None:
-            return out, None
-    result: Result = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+def _on_codes(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """(module, query, key, value, mask) and the rest of a call whose keys are codes, else None.
+
+    Transformers' models give the mask by position or by name. Other ways to call are left to the
+    function that is called.
+    """
+    if len(args) == 4 and "attention_mask" in kwargs:
+        kwargs = dict(kwargs)
+        args = (*args, kwargs.pop("attention_mask"))
+    coded = len(args) == 5 and (type(args[2]) is VQHandle or type(args[2]) is StaticHandle)
+    return (args, kwargs) if coded else None
+
+
+def _sdpa(*args: Any, **kwargs: Any) -> Result:
+    """`sdpa_attention_forward`, unless the keys are codes."""
+    call = _on_codes(args, kwargs)
+    if call is not None:
+        (module, query, key, value, mask), given = call
+        if not given.get("dropout") and _are_none(given, ("position_bias", "softcap")):
+            causal = query.shape[2] == 1 or is_causal(module, given)
+            scaling = given.get("scaling")
+            out = attend_to_codes(query, key, value, mask, scaling, causal)
+            if out is not None:
+                return out, None
+    result: Result = sdpa_attention_forward(*args, **kwargs)
     return result
 
 
-def _flash(
-    module: nn.Module,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> Result:
-    half = query.dtype in (torch.float16, torch.bfloat16)  # flash casts others
-    if type(key) is VQHandle and half and not dropout and _are_none(kwargs, _PACKED):
-        causal = is_causal(module, kwargs)
-        mask = _mask_of_flash(query, key, attention_mask, sliding_window, causal)
-        out = attend_to_codes(query, key, value, mask, scaling, causal, softcap, s_aux)
-        if out is not None:
-            return out, None
-    result: Result = flash_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-        sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, **kwargs,
-    )  # fmt: skip
+def _flash(*args: Any, **kwargs: Any) -> Result:
+    """`flash_attention_forward`, unless the keys are codes."""
+    call = _on_codes(args, kwargs)
+    if call is not None and type(call[0][2]) is VQHandle:
+        (module, query, key, value, padding), given = call
+        half = query.dtype in (torch.float16, torch.bfloat16)  # flash casts others
+        if half and not given.get("dropout") and _are_none(given, _PACKED):
+            causal = is_causal(module, given)
+            mask = _mask_of_flash(query, key, padding, given.get("sliding_window"), causal)
+            softcap, s_aux = given.get("softcap"), given.get("s_aux")
+            scaling = given.get("scaling")
+            out = attend_to_codes(query, key, value, mask, scaling, causal, softcap, s_aux)
+            if out is not None:
+                return out, None
+    result: Result = flash_attention_forward(*args, **kwargs)
     return result
+
+
+_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by padding, for all layers
 
 
 def _mask_of_flash(
@@ -117,11 +127,24 @@ def _mask_of_flash(
     slides = sliding_window is not None and length > sliding_window
     if padding is None and not slides:
         return None
+    if padding is None or padding.is_inference():  # nothing tells that an inference tensor changed
+        return _new_mask(query, length, padding, sliding_window if slides else None, causal)
+    wanted = queries, length, sliding_window if slides else None, causal, padding._version
+    known = _masks.get(padding)
+    if known is None or known[0] != wanted:
+        known = wanted, _new_mask(query, length, padding, wanted[2], causal)
+        _masks[padding] = known
+    mask: Tensor = known[1]
+    return mask
+
+
+def _new_mask(
+    query: Tensor, length: int, padding: Tensor | None, sliding_window: int | None, causal: bool
+) -> Tensor:
     at = torch.arange(length, device=query.device)
-    newest = at[length - queries :, None]
+    newest = at[length - query.shape[2] :, None]
     mask = at <= newest if causal else torch.ones_like(at <= newest)
-    if slides:
-        assert sliding_window is not None
+    if sliding_window is not None:
         mask &= newest - at < sliding_window
         if not causal:
             mask &= at - newest < sliding_window
@@ -130,32 +153,24 @@ def _mask_of_flash(
     return mask & padding[:, None, None, :length].bool()
 
 
-def _eager(
-    plain: Attention,
-    module: nn.Module,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> Result:
+def _eager(plain: Attention, *args: Any, **kwargs: Any) -> Result:
     """`plain`, the attention that a model defines itself, unless the keys are codes."""
-    if type(key) is VQHandle and _is_vq(plain, module, query, key, value, kwargs):
-        softcap, s_aux = kwargs.get("softcap"), kwargs.get("s_aux")
-        scaling = kwargs.get("scaling")
-        out = attend_to_codes(query, key, value, attention_mask, scaling, False, softcap, s_aux)
-        if out is not None:
-            return out, None
-    result: Result = plain(module, query, key, value, attention_mask, **kwargs)
+    call = _on_codes(args, kwargs)
+    if call is not None and type(call[0][2]) is VQHandle:
+        (module, query, key, value, mask), given = call
+        if _is_vq(plain, module, query, key, value, given):
+            softcap, s_aux = given.get("softcap"), given.get("s_aux")
+            scaling = given.get("scaling")
+            out = attend_to_codes(query, key, value, mask, scaling, False, softcap, s_aux)
+            if out is not None:
+                return out, None
+    result: Result = plain(*args, **kwargs)
     return result
 
 
-_choices: dict[Attention, Attention] = {
-    sdpa_attention_forward: _sdpa,
-    flash_attention_forward: _flash,
-    vq_attention: vq_attention,
-}
-_tried: WeakKeyDictionary[nn.Module, tuple[Attention, bool]] = WeakKeyDictionary()
+# By layer of a cache, then by layer of a model; models and functions live on no longer than caches.
+_Tried = WeakKeyDictionary[nn.Module, tuple[Attention, bool]]
+_tried: WeakKeyDictionary[Any, _Tried] = WeakKeyDictionary()
 
 
 def _are_none(kwargs: dict[str, Any], names: tuple[str, ...]) -> bool:
@@ -173,13 +188,26 @@ def _is_vq(
     """Whether `vq` gives all that is wanted of a call of `plain`."""
     if module.training or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
         return False
-    if _weights_are_wanted(module, kwargs):
+    if not _is_of_model(plain, module) or _weights_are_wanted(module, kwargs):
         return False
-    known = _tried.get(module)
+    tried = _tried.get(key.update.owner)
+    if tried is None:
+        tried = _tried.setdefault(key.update.owner, WeakKeyDictionary())
+    known = tried.get(module)
     if known is None or known[0] is not plain:
         known = plain, _computes_vq(plain, module, query, key, value, kwargs)
-        _tried[module] = known
+        tried[module] = known
     return known[1]
+
+
+def _is_of_model(plain: Attention, module: nn.Module) -> bool:
+    """Whether Transformers defines a function beside the layer, and nobody put it in its place.
+
+    What somebody put there may count its calls or show what it computes, so it is called.
+    """
+    home = getattr(plain, "__module__", None) or ""
+    beside = any(kind.__module__ == home for kind in type(module).__mro__)
+    return beside and home.startswith("transformers.models.") and not hasattr(plain, "__wrapped__")
 
 
 def _weights_are_wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -187,8 +215,13 @@ def _weights_are_wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     config = getattr(module, "config", None)
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return True
-    # Transformers' own hooks stay after a call with output_attentions, and do nothing.
     hooks = module._forward_hooks.values()
+    if _collector is None:
+        return bool(hooks)
+    # Models that keep the arguments of a call from their layers, such as StableLM, tell only this.
+    if any("attentions" in name for name in _collector.get() or ()):
+        return True
+    # Transformers' own hooks stay after a call with output_attentions, and do nothing.
     return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks)
 
 
@@ -200,23 +233,28 @@ def _computes_vq(
     value: VQHandle,
     kwargs: dict[str, Any],
 ) -> bool:
-    """Try a function on a few random numbers, with and without a mask."""
+    """Try a function on a few random numbers, small and large, with and without a mask."""
     generator = torch.Generator().manual_seed(0)
-    queries, tokens = 3, 7
+    queries, tokens = 8, 32
     shapes = (
         (1, query.shape[1], queries, query.shape[3]),
         (1, key.shape[1], tokens, key.shape[3]),
         (1, value.shape[1], tokens, value.shape[3]),
     )
-    q, k, v = (
-        torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(query.device)
+    dtype = _exact_dtype(query.device)
+    numbers = [
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        .to(query.device)
+        .to(dtype)
         for shape in shapes
-    )
-    none = torch.zeros(1, 1, queries, tokens, dtype=torch.float64, device=query.device)
+    ]
+    none = torch.zeros(1, 1, queries, tokens, dtype=dtype, device=query.device)
     ahead = torch.ones_like(none, dtype=torch.bool).triu(tokens - queries + 1)
-    causal = none.masked_fill(ahead, torch.finfo(none.dtype).min)
+    causal = none.masked_fill(ahead, torch.finfo(dtype).min)
+    cases = [(f, *masks) for f in _FACTORS for masks in ((causal, causal), (None, none))]
     with torch.no_grad(), without_autocast(query.device):
-        for mask, same in ((causal, causal), (None, none)):
+        for factor, mask, same in cases:
+            q, k, v = (factor * one for one in numbers)
             try:
                 found = plain(module, q, k, v, mask, **kwargs)[0]
                 wanted = vq_attention(module, q, k, v, same, **kwargs)[0]
@@ -227,3 +265,12 @@ def _computes_vq(
             if not (found - wanted).abs().max() <= _CLOSE * wanted.abs().max():
                 return False
     return True
+
+
+def _exact_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 on devices without it, such as MPS."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64

@@ -113,8 +113,7 @@ class VQConfig(QuantizationConfigMixin):
         _stored: bool = False,
         **unknown: Any,
     ) -> None:
-        if pass2 is not None:
-            patches.apply(patches.CONFIG)
+        patches.apply(patches.CONFIG)
         _check_version(format_version)
         if unknown:
             raise VQConfigError(
@@ -168,6 +167,10 @@ class VQConfig(QuantizationConfigMixin):
         data_free = provenance is None and calibration is None
         if data_free and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
             _warn_once(self.scheme_name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        patches.apply(patches.CONFIG)  # a config may come from another process
+        self.__dict__.update(state)
 
     @property
     def vq_scheme(self) -> LinearScheme:

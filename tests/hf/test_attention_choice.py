@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
 import threading
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +17,16 @@ import pytest
 import torch
 from test_generate import build, decoded, greedy, prompt
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig
-from transformers.integrations.flash_attention import flash_attention_forward
+from torch._dynamo.testing import CompileCounter
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,6 +35,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 import hf_vq
 from hf_vq import VQCache, patches
 from hf_vq.backends import native
+from hf_vq.errors import VQCacheError
 from hf_vq.hf import attention_choice
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -30,8 +43,18 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
 
+HOME = eager_attention_forward.__module__
+
+
+class Layer(torch.nn.Module):
+    """As a model's attention, beside which Transformers defines a function."""
+
+
+Layer.__module__ = HOME
+
+
 def layer(causal: bool = True, **attributes: Any) -> Any:
-    module = torch.nn.Module().eval()
+    module = Layer().eval()
     module.num_key_value_groups, module.is_causal = 2, causal
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -92,9 +115,11 @@ def test_weights_that_are_asked_for() -> None:
     greedy(model, ids, cache)
     assert all(weights is not None for weights in seen)
     assert cache.fallbacks[0] > 0 and cache.fallbacks[1] == 0
+    with pytest.raises(VQCacheError, match=r"layer 0.* a forward hook .*remove the hook"):
+        greedy(model, ids, VQCache(model.config, window=8, strict=True))
 
 
-def other(scores: Callable[[Tensor], Tensor]) -> Any:
+def other(scores: Callable[[Tensor], Tensor], home: str = HOME) -> Any:
     """An attention that a model defines itself, unlike all others."""
 
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any, **_: Any):
@@ -103,6 +128,7 @@ def other(scores: Callable[[Tensor], Tensor]) -> Any:
         weights = scores(logits if mask is None else logits + mask).softmax(-1)
         return (weights @ value).transpose(1, 2).contiguous(), weights
 
+    attention.__module__ = home
     return attention
 
 
@@ -110,6 +136,9 @@ SCORES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "alike": (lambda x: x, True),
     "sharper": (lambda x: x * 1.01, False),
     "clamped": (lambda x: x.clamp(-1, 1), False),
+    "clamped far out": (lambda x: x.clamp(-50, 50), False),
+    "capped": (lambda x: 50 * (x / 50).tanh(), False),
+    "capped far out": (lambda x: 100 * (x / 100).tanh(), False),
     "of one length": (lambda x: x + x.new_tensor([0.0] * 40 + [0.1]), False),  # cannot be tried
 }
 
@@ -271,12 +300,13 @@ def test_flash_attention_that_does_something_else(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     seen: list[Any] = []
+    run = choice("flash_attention_2")
     monkeypatch.setattr(
         attention_choice, "flash_attention_forward", lambda *args, **kwargs: seen.append(kwargs)
     )
     change = dict(change)
     _, query, key, value = filled(dtype=change.pop("dtype", torch.bfloat16))
-    choice("flash_attention_2")(layer(), query, key, value, None, scaling=0.25, **change)
+    run(layer(), query, key, value, None, scaling=0.25, **change)
     assert len(seen) == 1 and change.items() <= seen[0].items()
 
 
@@ -340,16 +370,160 @@ def test_eager_under_autocast() -> None:
     assert set(cache.fallbacks.values()) == {0}
 
 
-def test_functions_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_choice, "_choices", dict(attention_choice._choices))
-    most = len(attention_choice._choices) + 3
-    monkeypatch.setattr(attention_choice, "_MOST", most)
-    for _ in range(9):
-        cache, query, key, value = filled()
-        choice("eager", other(lambda x: x))(layer(), query, key, value, None, scaling=0.25)
-        assert cache.fallbacks == {0: 0}
-    assert len(attention_choice._choices) == most
-    assert attention_choice._choices[flash_attention_forward] is attention_choice._flash
+def test_nothing_is_remembered_of_functions() -> None:
+    """Dynamo guards what a compiled model reads, so that a new function would compile all again."""
+    choice("eager")
+    compiles = CompileCounter()
+    get = torch.compile(
+        lambda x: ALL_ATTENTION_FUNCTIONS.get_interface("eager", one)(None, x, x, x, None)[0],
+        backend=compiles,
+    )
+    one = lambda module, q, k, v, mask: (q + k + v, None)  # noqa: E731
+    x = torch.ones(1, 1, 1, 1)
+    for _ in range(4):
+        assert get(x) == 3
+        choice("eager", other(lambda x: x))
+    assert compiles.frame_count == 1
+    owner = layer()
+    owner.attention = types.MethodType(lambda self, *args: None, owner)
+    alive = weakref.ref(owner)
+    choice("eager", owner.attention)
+    del owner
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_function_is_tried_once_for_each_layer_of_a_cache() -> None:
+    calls = 0
+
+    def counted(scores: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return scores * factor
+
+    module, run, factor = layer(), choice("eager", other(counted)), 1.0
+    for alike in (True, False):
+        cache, query, key, value = filled(20)
+        for _ in range(2):
+            run(module, query, key, value, None, scaling=0.25)
+            tried, calls = calls, 0
+            key, value = cache.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), 0)
+        assert tried == (0 if alike else 1) and (cache.fallbacks == {0: 0}) is alike
+        factor = 1.1  # as a layer whose temperature was changed
+    owners = len(attention_choice._tried)
+    del cache, key, value
+    gc.collect()
+    assert len(attention_choice._tried) < owners
+
+
+def test_functions_that_somebody_put_in_place_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    calls: list[str] = []
+    before = modeling_llama.eager_attention_forward
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        calls.append(type(args[2]).__name__)
+        return before(*args, **kwargs)
+
+    model, ids = build("gqa", "eager"), prompt(30)
+    assert type(model).__module__ == HOME
+    wanted = greedy(model, ids, VQCache(model.config, window=8))
+    for function in (mine, functools.wraps(before)(mine)):
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", function)
+        calls.clear()
+        cache = VQCache(model.config, window=8)
+        assert torch.equal(greedy(model, ids, cache), wanted)
+        assert calls.count("VQHandle") == 2 * 7 and min(cache.fallbacks.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["stablelm", "nemotron"])
+def test_weights_of_models_that_keep_arguments_from_their_layers(name: str) -> None:
+    config = AutoConfig.for_model(
+        name, num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, bos_token_id=0, eos_token_id=1, pad_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    cache = VQCache(config, window=8)
+    ids = prompt(30) % 64
+    with torch.no_grad():
+        for step, asked in enumerate((False, False, True, False)):
+            out = model(ids, past_key_values=cache, output_attentions=asked)
+            shapes = [tuple(one.shape) for one in out.attentions or ()]
+            assert shapes == ([(1, 4, 1, 30 + step)] * 2 if asked else [])
+            assert (min(cache.fallbacks.values()) > 0) == (step >= 2)
+            ids = out.logits[:, -1:].argmax(-1)
+
+
+def test_any_hook_counts_where_transformers_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = layer()
+    wanted = attention_choice._weights_are_wanted
+    assert not wanted(module, {})
+
+    def output_capturing_hook(*args: Any) -> None:
+        """As Transformers names its own."""
+
+    module.register_forward_hook(output_capturing_hook)
+    assert not wanted(module, {})
+    monkeypatch.setattr(attention_choice, "_collector", None)
+    assert wanted(module, {}) and not wanted(layer(), {})
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2"])
+def test_ways_to_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The mask by name is the mask; any other way is left to the function itself."""
+    seen: list[Any] = []
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        seen.append((len(args), sorted(kwargs)))
+        return args[1] if args else kwargs["query"], None
+
+    plain.__module__ = HOME
+    for each in ("sdpa_attention_forward", "flash_attention_forward"):
+        monkeypatch.setattr(attention_choice, each, plain)
+    run = {
+        "eager": functools.partial(attention_choice._eager, plain),
+        "sdpa": attention_choice._sdpa,
+        "flash_attention_2": attention_choice._flash,
+    }[name]
+    monkeypatch.setattr(attention_choice, "_is_vq", lambda *arguments: True)
+    cache, query, key, value = filled(dtype=torch.bfloat16)
+    mask = None if name == "flash_attention_2" else torch.ones(1, 1, 1, 41, dtype=torch.bool)
+    out, _ = run(layer(), query, key, value, mask, scaling=0.25)
+    assert torch.equal(out, run(layer(), query, key, value, attention_mask=mask, scaling=0.25)[0])
+    assert seen == [] and cache.fallbacks == {0: 0}
+    run(layer(), query, key, value, mask, 0.0, 0.25, None, 3)
+    run(query=query, key=key, value=value, anything=1)
+    assert seen == [(9, []), (0, ["anything", "key", "query", "value"])]
+
+
+def test_devices_without_float64() -> None:
+    class NoFloat64(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if torch.float64 in (*args, *(kwargs or {}).values()):
+                raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+            return func(*args, **(kwargs or {}))
+
+    cache, query, key, value = filled()
+    with NoFloat64():
+        choice("eager")(layer(), query, key, value, None, scaling=0.25)
+    assert cache.fallbacks == {0: 0}
+
+
+def test_layers_share_a_mask_of_flash() -> None:
+    _, query, key, _ = filled(6, 3, batch=2)
+    mask, padding = attention_choice._mask_of_flash, torch.ones(2, 9)
+    first = mask(query, key, padding, None, True)
+    assert mask(query, key, padding, None, True) is first
+    assert mask(query, key, padding, 4, True) is not first
+    padding[0, :2] = 0
+    changed = mask(query, key, padding, None, True)
+    assert changed is not first and not changed[0, :, :, :2].any()
+    with torch.inference_mode():
+        padding = torch.ones(2, 9)
+        mask(query, key, padding, None, True)
+        padding[1, :3] = 0
+        assert not mask(query, key, padding, None, True)[1, :, :, :3].any()
 
 
 @pytest.mark.skipif(native.load() is None, reason="the CPU library is not built")
