@@ -383,8 +383,8 @@ class VQCacheLayer(CacheLayerMixin):
             raise VQCacheError(
                 f"{self.where} would be decoded: the model's attention does not read codes, or a "
                 "forward hook of its layer may read attention weights, which codes do not give. "
-                'Use model.set_attn_implementation("vq") and torch.no_grad(), remove the hook, or use '
-                "VQCache(strict=False) to accept the cost."
+                'Use model.set_attn_implementation("vq") and torch.no_grad(), remove the hook, or '
+                "use VQCache(strict=False) to accept the cost."
             )
         self.fallbacks += 1
 
