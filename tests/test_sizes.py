@@ -31,4 +31,4 @@ def test_all_kinds_were_read():
 
 
 def test_autoload_stays_tiny():
-    assert (ROOT / "hf_vq_autoload.py").read_text(encoding="utf-8").count("\n") < 60
+    assert (ROOT / "hf_vq_autoload.py").read_text(encoding="utf-8").count("\n") < 70

@@ -121,7 +121,8 @@ def registers(plan: W4A8Plan) -> int:
         return addresses + rows + 8 * pieces(plan.padded, plan.threads)
     ragged = (24 if plan.token_tiles > 2 else 8) * (plan.columns % CHUNK > 0)
     inputs = 8 * plan.token_tiles if plan.token_tiles < 8 else 56 + 8 * plan.steps
-    return addresses + rows + inputs + ragged
+    deep = plan.group > 0 and plan.token_tiles == 4 and plan.steps == 4  # sm_120 spills there
+    return addresses + rows + inputs + ragged + 24 * deep
 
 
 def pieces(padded: int, threads: int) -> int:

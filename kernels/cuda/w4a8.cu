@@ -133,9 +133,9 @@ __device__ inline void multiply(const Step& step, int at, const char* grids, con
   }
 }
 
-// A lane's sums of 16 rows and 8 tokens -> y, from token `begin_token` on.
-__device__ inline void store(const Arguments& a, int first_row, int first_token, int begin_token, int fragment,
-                             const Row* rows, const Token* token, const int (&sums)[4]) {
+// A lane's sums of 16 rows and 8 tokens -> y.
+__device__ inline void store(const Arguments& a, int first_row, int first_token, int fragment, const Row* rows,
+                             const Token* token, const int (&sums)[4]) {
   const int lane = threadIdx.x % 32;
   const int in_rows = fragment / Plan::token_tiles * 16 + lane / 4 * 2;
   const int in_tokens = fragment % Plan::token_tiles * 8 + lane % 4 * 2;
@@ -144,7 +144,7 @@ __device__ inline void store(const Arguments& a, int first_row, int first_token,
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int m = first_token + in_tokens + c;
-    if (m >= a.tokens || (Plan::token_tiles > 1 && m < begin_token)) continue;
+    if (m >= a.tokens) continue;
     uint16_t* to = a.y + int64_t(m) * a.rows + row;
     const Row &first = rows[in_rows], &second = rows[in_rows + 1];
     if (are_whole(first, second))
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
   const int across = (a.tokens + tile_tokens - 1) / tile_tokens;  // neighbours have the same codes
   const int first_row = blockIdx.x / across * tile_rows, begin_token = blockIdx.x % across * tile_tokens;
   // Plans have no larger tiles than there are tokens, rounded up to 8. The last tile ends where they end: what it has of
-  // the tile before is multiplied again, and not stored.
+  // the tile before is multiplied again, and stored again: sums of integers, the same bits.
   const int first_token = Plan::token_tiles == 1 ? begin_token : min(begin_token, (a.tokens + 7) / 8 * 8 - tile_tokens);
   const int in_block = warp / Plan::split * Plan::row_tiles * 16;
   const int begin = part * chunks / Plan::split, end = (part + 1) * chunks / Plan::split;
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
       const int fragment = (warp / Plan::split * Plan::row_tiles + tile) * Plan::token_tiles + n;
       const int(&sum)[4] = sums[tile][n];
       if constexpr (Plan::split == 1)
-        store(a, first_row, first_token, begin_token, fragment, rows, token, sum);
+        store(a, first_row, first_token, fragment, rows, token, sum);
       else
         *reinterpret_cast<int4*>(shared + meeting_at + ((fragment * Plan::split + part) * 32 + lane) * 16) =
             make_int4(sum[0], sum[1], sum[2], sum[3]);
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
         const int4 of = *reinterpret_cast<int4*>(shared + meeting_at + ((fragment * Plan::split + p) * 32 + lane) * 16);
         sum[0] += of.x, sum[1] += of.y, sum[2] += of.z, sum[3] += of.w;
       }
-      store(a, first_row, first_token, begin_token, fragment, rows, token, sum);
+      store(a, first_row, first_token, fragment, rows, token, sum);
     }
   }
 }

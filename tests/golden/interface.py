@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import inspect
+import pkgutil
 from enum import Enum
 from typing import Any
 
@@ -13,7 +15,7 @@ from stored_caches import TURBOQUANT
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import hf_vq
-from hf_vq import KVScheme, QoQScheme, VQScheme, cache, cli, dispatch, env, formats
+from hf_vq import KVScheme, QoQScheme, VQScheme, cache, cli, dispatch, env, formats, ops
 from hf_vq.formats import KV_SCHEMES, QOQ_SCHEMES, WEIGHT_SCHEMES, kv_scheme, linear_scheme
 
 SPECS = [
@@ -127,6 +129,8 @@ def _shown(value: Any) -> str:
 def torch_ops() -> dict[str, str]:
     """Schemas of `torch.ops.hf_vq`, by name. Backends register ops of their own when they are first
     needed (`hf_vq::cpu_linear`): nobody else calls those."""
+    for module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
+        importlib.import_module(module.name)  # some are imported when they are first needed
     found = [str(schema) for schema in torch._C._jit_get_all_schemas()]
     ours = sorted(schema for schema in found if schema.startswith("hf_vq::"))
     named = {schema.split("(")[0]: schema[schema.index("(") :] for schema in ours}
