@@ -17,6 +17,7 @@ from tests.buckets.every import CASES
 
 FOLDER = Path(__file__).parent.parent / "scripts/sanitize_cuda"
 HOPPER = named_arch("sm_90a")
+NOTHING = "========= ERROR SUMMARY: 0 errors"
 # Six cases: one is reported, one ends the tool, one does not end.
 CHILD = """
 import pathlib, sys, time
@@ -102,13 +103,21 @@ def test_silent_tools_are_a_success(script, monkeypatch):
         ("case 0 a b\nend\n========= ERROR SUMMARY: 3 errors", False),
         ("case 0 a b\n========= Error: Race reported between Write access at a+0x1\nend", False),
         ("case 0 a b\n========= Warning: Race reported between Write access at a\nend", False),
-        ("case 0 a b\nend\n========= Warning: Detected overflow of tracked structures", True),
-        ("case 0 a b\n", False),
+        (
+            f"case 0 a b\nend\n{NOTHING}\n========= Warning: Detected overflow of tracked structures",
+            True,
+        ),
+        ("case 0 a b\nend\n", False),  # the tool did not look, or wrote elsewhere
+        (f"case 0 a b\n{NOTHING}\n", False),
     ],
 )
 def test_reports_are_known(script, text, clean):
-    assert script.report.Said(text, 0).clean == clean
-    assert not script.report.Said(text, 1).clean
+    assert script.report.Said(text, 0).clean("racecheck") == clean
+    assert not script.report.Said(text, 1).clean("racecheck")
+
+
+def test_a_run_without_a_tool_needs_no_summary(script):
+    assert script.report.Said("case 0 a b\nend\n", 0).clean("none")
 
 
 def test_processes_share_cases_and_begin_none_too_late(script, monkeypatch, tmp_path, capsys):

@@ -141,7 +141,7 @@ def run_tools(args: argparse.Namespace, report: Report) -> bool:
         for part, processes in enumerate(every):
             for said in processes:
                 report.add(tool, said)
-                if not said.clean:
+                if not said.clean(tool):
                     wrong += 1
                     print(f"---- {tool}, process {part}:\n{said.text}\nstatus {said.status}")
         report.close(tool)
