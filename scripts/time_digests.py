@@ -4,9 +4,9 @@
     python scripts/time_digests.py [--layers 12] [--rounds 5] [--out RECORD]
 
 A random model of a Llama-3-8B's shape with few layers, `vq-4`, is loaded to the CPU, and to a GPU
-where there is one, with HF_VQ_VERIFY=0 and 1 in turns, each in a process of its own that has loaded
-a small model before. Beside them the time to read every byte of the mapped files once, by as many
-threads as there are cores: no comparison of any kind takes less.
+where there is one, with HF_VQ_VERIFY=0 and 1 by turns, in one process that has loaded it once
+before. The time to read every byte of the mapped files once, by as many threads as there are cores,
+is measured with them: no comparison of any kind takes less.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -51,22 +50,14 @@ def save(folder: Path, layers: int, size: int, device: str) -> None:
     quantized.save_pretrained(folder)
 
 
-def load(folder: Path, small: Path, device: str) -> float:
-    """Seconds of `from_pretrained`, after a small model was loaded."""
-    AutoModelForCausalLM.from_pretrained(small, device_map=device)
+def load(folder: Path, device: str, verify: str) -> float:
+    """Seconds of `from_pretrained`."""
+    os.environ[env.VERIFY.name] = verify
     start = time.perf_counter()
     AutoModelForCausalLM.from_pretrained(folder, device_map=device)
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def loaded(folder: Path, small: Path, device: str, verify: str) -> float:
-    """`load` in a new process."""
-    command = [sys.executable, __file__, "--load", str(folder), str(small), device]
-    environment = os.environ | {env.VERIFY.name: verify}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return float(json.loads(done.stdout.splitlines()[-1]))
 
 
 def read(files: list[Path]) -> float:
@@ -84,28 +75,26 @@ def main() -> int:
     """Measure and print; 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=12, help="%(default)s")
+    parser.add_argument("--size", type=int, default=4096, help="numbers per token, %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="%(default)s")
     parser.add_argument("--revision", help="of the source (default: git is asked)")
     parser.add_argument("--out", type=Path, help="write a record")
-    parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.load:
-        print(json.dumps(load(Path(args.load[0]), Path(args.load[1]), args.load[2])))
-        return 0
     gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as temporary:
-        large, small = Path(temporary) / "large", Path(temporary) / "small"
-        save(large, args.layers, 4096, "cuda" if gpu else "cpu")
-        save(small, 1, 512, "cuda" if gpu else "cpu")
-        files = sorted(large.glob("*.safetensors"))
+        folder = Path(temporary) / "model"
+        save(folder, args.layers, args.size, "cuda" if gpu else "cpu")
+        files = sorted(folder.glob("*.safetensors"))
         nbytes = sum(path.stat().st_size for path in files)
         times: dict[tuple[str, str], list[float]] = {}
-        for _ in range(args.rounds):
-            times.setdefault(("", ""), []).append(read(files))
+        for number in range(args.rounds + 1):
+            found = {("", ""): read(files)}
             for device in ("cpu", "cuda") if gpu else ("cpu",):
                 for verify in ("0", "1"):
-                    found = loaded(large, small, device, verify)
-                    times.setdefault((device, verify), []).append(found)
+                    found[device, verify] = load(folder, device, verify)
+            print(number, {"".join(kind): round(took, 3) for kind, took in found.items()})
+            for kind, took in found.items() if number else ():  # the first fills caches
+                times.setdefault(kind, []).append(took)
     rows = [
         {
             "device": device,
@@ -121,7 +110,12 @@ def main() -> int:
         print(json.dumps(row))
     if args.out is not None:
         command = f"python scripts/time_digests.py --layers {args.layers} --rounds {args.rounds}"
-        settings = {"layers": args.layers, "rounds": args.rounds, "scheme": "vq-4"}
+        settings = {
+            "layers": args.layers,
+            "size": args.size,
+            "rounds": args.rounds,
+            "scheme": "vq-4",
+        }
         device = "cuda" if gpu else "cpu"
         record = make_record(
             "digests", command, settings, {"rows": rows}, args.revision, device=device
