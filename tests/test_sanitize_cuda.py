@@ -178,16 +178,32 @@ def test_a_record_keeps_other_tools_of_the_same_revision(script, monkeypatch, tm
         report = script.report.Report([("linear", frozenset({1}))])
         report.add(tool, script.report.Said("case 0 linear x\nend\n", 0))
         report.seconds[tool] = 1.5
-        report.write(path, f"--tools {tool}", {"sanitizer": "1"})
+        report.write(path, f"--tools {tool}", {"sanitizer": "1", "sources": "a"})
     record = read(path)
     monkeypatch.setattr(fuzz_tables, "read_record", {script.report.SUITE: record}.get)
-    assert "| racecheck | linear | 1 | 1 | 0 | 0 |" in fuzz_tables.sanitizers()
+    assert "| racecheck | 1 | 1 | 0 | 0 |" in fuzz_tables.sanitizers()
     assert record["complete"] and record["suite"] == script.report.SUITE
     assert [row["tool"] for row in record["results"]["rows"]] == ["memcheck", "racecheck"]
     assert record["command"] == "--tools memcheck; --tools racecheck"
     monkeypatch.setattr(script.report, "make_record", lambda *_, **__: {
-        **record, "revision": "another", "command": "new",
+        **record, "settings": {"sources": "b", "silent": {}}, "command": "new",
         "results": {"rows": [], "notes": {}, "seconds": {}},
     })  # fmt: skip
     report.write(path, "", {})
     assert read(path)["results"]["rows"] == []
+
+
+def test_a_run_goes_on_where_the_last_one_ended(script, monkeypatch, tmp_path):
+    path = tmp_path / "record.jsonl"
+    failed, report = run(script, monkeypatch, ["initcheck"], 60, processes=1)
+    assert failed and report.silent == {"initcheck": {0, 2, 3, 4, 5}}  # 1 was reported
+    report.write(path, "", {"sanitizer": "1", "sources": "a"})
+    again = script.report.Report(report.problems)
+    again.resume(path, "b")  # other kernels
+    assert not again.silent and not again.kernels
+    again.resume(path, "a")
+    assert [row["problems"] for row in again.rows()] == [3, 2]
+    args = argparse.Namespace(tools=["initcheck"], processes=1, end=time.time() + 60)
+    assert script.main.run_tools(args, again)  # 1 is reported again, and nothing else is run
+    assert [row["problems"] for row in again.rows()] == [4, 2]
+    assert [row["errors"] for row in again.rows()] == [1, 0]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
@@ -98,15 +99,16 @@ def sanitizers() -> str:
             "Not measured yet: `python scripts/sanitize_cuda --kernels buckets --tools memcheck "
             "racecheck initcheck --out RECORD`."
         )
-    rows = [
-        [
-            row["tool"], row["kernel"], f"{row['kernels']:,}", f"{row['problems']:,}",
-            f"{row['errors']:,}",
-            ", ".join(f"{count:,} ({why})" for why, count in sorted(row["left"].items())) or "0",
-        ]
-        for row in record["results"]["rows"]
-    ]  # fmt: skip
-    head = ["tool", "op", "kernels", "problems", "errors", "left out"]
+    rows = []
+    for tool in dict.fromkeys(row["tool"] for row in record["results"]["rows"]):
+        of_tool = [row for row in record["results"]["rows"] if row["tool"] == tool]
+        left: Counter[str] = Counter()
+        for row in of_tool:
+            left.update(row["left"])
+        sums = (sum(row[key] for row in of_tool) for key in ("kernels", "problems", "errors"))
+        why = ", ".join(f"{count:,} ({why})" for why, count in sorted(left.items())) or "0"
+        rows.append([tool, *(f"{count:,}" for count in sums), why])
+    head = ["tool", "kernels", "problems", "errors", "left out"]
     notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
     what = f"Compute-sanitizer: {record['settings']['sanitizer']}."
     return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, _source(record)])}"

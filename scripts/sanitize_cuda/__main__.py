@@ -16,13 +16,15 @@ computed. What is computed is always compared with float64 (of `buckets` by the
 tests). All tools together have `--seconds`: what is left then is not begun, and what is not done
 soon after is ended. The table at the end says how many kernels ran in how many problems, what was
 reported, and what was left out; --out writes it into a record, beside what the record has of other
-tools. Exit status 1, and the output of a process, where a tool reports anything, a result is wrong,
-or a case does not end.
+tools. With --resume, buckets that a tool was silent about are not run again if the record is of the
+same sources. Exit status 1, and the output of a process, where a tool reports anything, a result is
+wrong, or a case does not end.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shlex
 import shutil
@@ -136,6 +138,8 @@ def run_tools(args: argparse.Namespace, report: Report) -> bool:
             ThreadPoolExecutor(args.processes) as pool,
         ):
             args.claims = Path(claims)
+            for case in report.silent.get(tool, ()):
+                taken(args.claims, case)
             every = list(pool.map(partial(run_process, tool, args), range(args.processes)))
         wrong = 0
         for part, processes in enumerate(every):
@@ -145,7 +149,8 @@ def run_tools(args: argparse.Namespace, report: Report) -> bool:
                     wrong += 1
                     print(f"---- {tool}, process {part}:\n{said.text}\nstatus {said.status}")
         report.close(tool)
-        took = report.seconds[tool] = time.monotonic() - start
+        took = time.monotonic() - start
+        report.seconds[tool] = report.seconds.get(tool, 0.0) + took
         count = sum(map(len, every))
         print(f"{tool}: {wrong} of {count} processes failed, {took:.0f} s", flush=True)
         failed |= wrong > 0
@@ -160,6 +165,16 @@ def tool_version() -> str:
     return said.stdout.strip().splitlines()[-1]
 
 
+def sources_of(report: Report) -> str:
+    """A digest of the sources of kernels and of the names and plans of problems."""
+    digest = hashlib.sha256()
+    for path in sorted((paths.kernel_sources() / "cuda").rglob("*.cu*")):
+        digest.update(path.name.encode() + path.read_bytes())
+    for name, plans in report.problems:
+        digest.update(f"{name} {sorted(map(repr, plans))}".encode())
+    return digest.hexdigest()
+
+
 def main() -> int:
     """0 if every tool is silent."""
     began = time.time()
@@ -170,6 +185,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=540, help="of all tools (%(default)s)")
     parser.add_argument("--options", default="", help="more, of compute-sanitizer, in one string")
     parser.add_argument("--out", type=Path, help="record to write")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with what --out has of buckets"
+    )
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
@@ -191,6 +209,8 @@ def main() -> int:
             args.found = Path(folder) / "buckets"
             report.problems = buckets.keep(args.found)
             print(f"{len(report.problems)} problems, {time.time() - began:.0f} s", flush=True)
+            if args.resume:
+                report.resume(args.out, sources_of(report))
         args.end = began + args.seconds
         failed = run_tools(args, report)
     print(report.table())
@@ -208,6 +228,7 @@ def _of_record(
     command = command_line("python scripts/sanitize_cuda", parser, args, options)
     return command, {
         "sanitizer": tool_version(),
+        "sources": sources_of(report),
         "processes": args.processes,
         "problems": len(report.problems),
         "kernels": len(frozenset().union(*(plans for _, plans in report.problems))),

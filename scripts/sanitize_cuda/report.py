@@ -89,6 +89,8 @@ class Report:
     notes: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     told: set[tuple[str, int]] = field(default_factory=set)
+    silent: dict[str, set[int]] = field(default_factory=dict)
+    """By tool, cases that ended without a report, of earlier runs too."""
 
     def add(self, tool: str, said: Said) -> None:
         """What one process said. A case in which it ended is left out, unless it reported."""
@@ -110,8 +112,32 @@ class Report:
                 why = own[1] if own else SLOW if said.status is None else BROKEN
                 found.left[why.strip()] += 1
                 continue
-            found.problems += 1
-            found.plans |= self.problems[number][1] if self.problems else {number}
+            self._ended(tool, kernel, number)
+            if not errors:
+                self.silent.setdefault(tool, set()).add(number)
+
+    def _ended(self, tool: str, kernel: str, number: int) -> None:
+        found = self.kernels.setdefault((tool, kernel), Kernel())
+        found.problems += 1
+        found.plans |= self.problems[number][1] if self.problems else {number}
+
+    def resume(self, path: Path, sources: str) -> None:
+        """Count what a record says was silent: the same problems of the same sources.
+
+        Args:
+            path: of a record; without it nothing is known.
+            sources: the digest of what kernels are made of, and of the problems.
+        """
+        before = read(path) if path.exists() else {}
+        if before.get("settings", {}).get("sources") != sources:
+            return
+        for tool, bits in before["settings"]["silent"].items():
+            done = int(bits, 16)
+            self.silent[tool] = {n for n in range(len(self.problems)) if done >> n & 1}
+            for number in self.silent[tool]:
+                self.told.add((tool, number))
+                self._ended(tool, self.problems[number][0].split()[0], number)
+            self.seconds[tool] = before["results"]["seconds"].get(tool, 0.0)
 
     def close(self, tool: str) -> None:
         """All processes of a tool have ended: what none of them told is left out."""
@@ -144,7 +170,9 @@ class Report:
         return "\n".join([text_table(head, rows), *notes])
 
     def write(self, path: Path, command: str, settings: dict[str, Any]) -> None:
-        """Write the record; rows of other tools, of the same revision on the same machine, stay."""
+        """Write the record; rows of other tools, of the same sources on the same machine, stay."""
+        masks = {tool: sum(1 << n for n in done) for tool, done in sorted(self.silent.items())}
+        settings = {**settings, "silent": {tool: f"{mask:x}" for tool, mask in masks.items()}}
         results = {"rows": self.rows(), "notes": dict(self.notes), "seconds": self.seconds}
         record = make_record(SUITE, command, settings, results, device="cuda")
         if path.exists():
@@ -159,8 +187,9 @@ def reasons(left: Mapping[str, int]) -> str:
 
 def _keep_others(record: dict[str, Any], before: dict[str, Any]) -> None:
     """To a record, rows that another one has of other tools."""
-    same = "suite", "revision", "machine", "versions"
-    if any(before.get(key) != record[key] for key in same):
+    same = "suite", "machine", "versions"
+    sources = [one["settings"].get("sources") for one in (before, record)]
+    if sources[0] != sources[1] or any(before.get(key) != record[key] for key in same):
         return
     now, was = record["results"], before["results"]
     others = set(was["seconds"]) - set(now["seconds"])
@@ -168,4 +197,6 @@ def _keep_others(record: dict[str, Any], before: dict[str, Any]) -> None:
     kept = {note: count for note, count in was["notes"].items() if note.split(":")[0] in others}
     now["notes"] = {**kept, **now["notes"]}
     now["seconds"] = {**{tool: was["seconds"][tool] for tool in sorted(others)}, **now["seconds"]}
+    for tool in others & set(before["settings"].get("silent", ())):
+        record["settings"]["silent"][tool] = before["settings"]["silent"][tool]
     record["command"] = f"{before['command']}; {record['command']}" if others else record["command"]
