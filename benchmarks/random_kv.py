@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_vq.cache.codebooks import learned
-from hf_vq.cache.handle import VQHandle
 from hf_vq.cache.layer import LayerOptions, VQCacheLayer
+from hf_vq.cache.lazy_kv import VQHandle
 from hf_vq.cache.prompt import Prompt
 from hf_vq.formats.catalog import kv_scheme
 from hf_vq.formats.scheme import VQScheme

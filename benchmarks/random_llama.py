@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
 from hf_vq.formats.catalog import linear_scheme
-from hf_vq.hf.fused_inputs import fuse_inputs
+from hf_vq.hf.fused_activations import fuse_inputs
 from hf_vq.nn import VQLinear
+from hf_vq.nn.quantized_module import share
 from hf_vq.nn.replace import replace_modules
-from hf_vq.nn.stored import share
 from tests.random_weights import random_tensors
 
 LAYERS, HIDDEN, HEAD_DIM, FFN, VOCABULARY = 16, 2048, 128, 8192, 32000

@@ -18,13 +18,13 @@ from hf_vq.evaluation.text_tables import text_table
 from .records import RESULTS
 
 SOURCES: dict[str, tuple[str, ...]] = {
-    "cpu": ("kernels/cpu/", "hf_vq/backends/cpu", "hf_vq/backends/native", "hf_vq/ops/"),
-    "cuda": ("kernels/cuda/", "hf_vq/backends/cuda", "hf_vq/codegen/"),
+    "cpu": ("kernels/cpu/", "hf_vq/backends/cpu/", "hf_vq/ops/"),
+    "cuda": ("kernels/cuda/", "hf_vq/backends/cuda/", "hf_vq/codegen/"),
     "quality": (
         "hf_vq/formats/", "hf_vq/fit/", "hf_vq/transforms/", "hf_vq/cache/",
-        "hf_vq/hf/calibration/", "hf_vq/hf/folds/",
+        "hf_vq/calibration/",
     ),
-    "serving": ("kernels/", "hf_vq/backends/", "hf_vq/cache/", "hf_vq/hf/paged/"),
+    "serving": ("kernels/", "hf_vq/backends/", "hf_vq/cache/", "hf_vq/serving/"),
     "reliability": ("hf_vq/", "kernels/", "scripts/"),
 }  # fmt: skip
 """By folder of `results`: how the paths of files begin on which its records depend."""

@@ -71,7 +71,7 @@ TABLE = (
     ),
     Patch(
         "transformers.generation.continuous_batching:ContinuousMixin.init_continuous_batching",
-        "hf_vq.hf.paged:with_vq_pages",
+        "hf_vq.serving.continuous_batching:with_vq_pages",
         (BACKEND,),
         "pages of codes; continuous batching names its manager, and that its cache, in code",
     ),
@@ -85,7 +85,7 @@ TABLE = (
     *(
         Patch(
             f"torch._inductor.config:post_grad_custom_{slot}_pass",
-            "hf_vq.ops.together:fusing_pass",
+            "hf_vq.ops.horizontal_fusion:fusing_pass",
             (TRACE,),
             "products that share an input become one launch; a slot that is taken is left alone",
             fills=True,
@@ -103,8 +103,8 @@ MODEL_METHODS = {
     "get_compiled_call": "hf_vq.capture: decoding steps replay CUDA graphs",
 }
 """Methods of one model, replaced by `override`, never of its class. Besides them hf_vq gives norms
-and activations in front of W4A8 layers a `forward` (hf/fused_inputs.py) and renames offloaded codes
-in the map that accelerate keeps of a model (hf/operation.py)."""
+and activations in front of W4A8 layers a `forward` (hf/fused_activations.py) and renames
+offloaded codes in the map that accelerate keeps of a model (hf/quantize_op.py)."""
 
 
 @dataclass

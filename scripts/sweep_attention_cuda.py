@@ -34,9 +34,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `tests.buckets`
 
 from hf_vq.codegen.attention_plan import Mask
-from hf_vq.codegen.compiler import cubin
-from hf_vq.codegen.device import device_arch
-from hf_vq.codegen.store import default_store
+from hf_vq.codegen.jit.compiler import cubin
+from hf_vq.codegen.jit.device import device_arch
+from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.evaluation.record import command_line, make_record, write_record
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.paged import PagedKV, attention_paged

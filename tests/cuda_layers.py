@@ -3,8 +3,8 @@
 import torch
 
 from hf_vq.formats import VQScheme
-from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
+from hf_vq.ops.reference import codes as reference
 from tests.random_weights import random_tensors
 
 

@@ -251,7 +251,7 @@ def test_an_interrupted_calibration_leaves_nothing(copied, eval_text, monkeypatc
     before = {path: path.read_bytes() for path in copied.iterdir()}
     arguments = ["calibrate", str(copied), "--kv", "nomad-4", "--text", eval_text, *CALIBRATION]
     steps = ("run_recorded", "fit_kv_codebook")
-    places = (*(f"hf_vq.hf.calibration.cache.{step}" for step in steps), "os.replace")
+    places = (*(f"hf_vq.calibration.kv_codebooks.{step}" for step in steps), "os.replace")
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

@@ -9,18 +9,19 @@ import pytest
 import torch
 
 from hf_vq import dispatch
-from hf_vq.backends import cuda_append
-from hf_vq.codegen.choose_append import append_plan, appendable
-from hf_vq.codegen.compiler import cubin
-from hf_vq.codegen.device import device_arch
+from hf_vq.backends.cuda.kv import append as cuda_append
+from hf_vq.codegen.families.kv_append import append_plan, appendable
+from hf_vq.codegen.jit.compiler import cubin
+from hf_vq.codegen.jit.device import device_arch
+from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.codegen.plan import Dtype
-from hf_vq.codegen.store import default_store
 from hf_vq.errors import VQBackendError, VQFormatError
 from hf_vq.formats import KV_SCHEMES, VQScheme, unpack_bits
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, reference
+from hf_vq.ops import append_kv
+from hf_vq.ops.reference import codes as reference
 from hf_vq.transforms import rotate
 
 pytestmark = [

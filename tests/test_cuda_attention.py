@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from hf_vq import dispatch
-from hf_vq.codegen import compiler
 from hf_vq.codegen.attention_plan import Mask
-from hf_vq.codegen.choose_attention import LONG, SHORT, AttentionProblem, choose
-from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.families.kv_attention import LONG, SHORT, AttentionProblem, choose
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import device_arch
+from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.codegen.plan import Dtype
-from hf_vq.codegen.store import default_store
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.catalog import KVScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.ops import attention_reference
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.library import attention_problem
+from hf_vq.ops.reference import kv_attention as attention_reference
 
 from .cuda_layers import poison
 

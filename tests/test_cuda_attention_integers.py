@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_vq.backends import cuda_attention
+from hf_vq.backends.cuda.kv import attention as cuda_attention
 from hf_vq.codegen.attention_plan import Mask
-from hf_vq.codegen.choose_attention import SHORT, AttentionProblem, best, feasible
-from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.families.kv_attention import SHORT, AttentionProblem, best, feasible
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.formats.catalog import KVScheme

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hf_vq.backends import cuda_codebooks
-from hf_vq.codegen.choose_attention import misfit
-from hf_vq.codegen.device import device_arch
+from hf_vq.backends.cuda.kv import codebooks as cuda_codebooks
+from hf_vq.codegen.families.kv_attention import misfit
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.ops.attention import attention
 

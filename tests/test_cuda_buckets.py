@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_vq.codegen.attention_plan import Mask
-from hf_vq.codegen.device import device_arch, named_arch
+from hf_vq.codegen.jit.device import device_arch, named_arch
 from hf_vq.errors import VQError
 from tests.buckets.attention import SCHEMES, AttentionCase, has_kernel
 from tests.buckets.case import run_twice

@@ -1,11 +1,11 @@
-"""Tables of learned codebooks lie as kernels/cuda/attention_learned.cuh addresses them."""
+"""Tables of learned codebooks lie as attention_learned.cuh addresses them."""
 
 import pytest
 import torch
 
-from hf_vq.backends.cuda_codebooks import KEYS, VALUES, arranged
+from hf_vq.backends.cuda.kv.codebooks import KEYS, VALUES, arranged
 from hf_vq.codegen.attention_plan import parts
-from hf_vq.codegen.table_layout import fused
+from hf_vq.codegen.families.table_layout import fused
 from hf_vq.formats import KV_SCHEMES
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hf_vq import dispatch
-from hf_vq.backends import cuda_encode
-from hf_vq.codegen.choose_encode import BEAM, encode_plan
-from hf_vq.codegen.compiler import cubin
-from hf_vq.codegen.device import device_arch
-from hf_vq.codegen.store import default_store
+from hf_vq.backends.cuda import encode as cuda_encode
+from hf_vq.codegen.families.encode import BEAM, encode_plan
+from hf_vq.codegen.jit.compiler import cubin
+from hf_vq.codegen.jit.device import device_arch
+from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.fit import fit_weight
 from hf_vq.fit.rows import encode_rows
 from hf_vq.fit.scale import FACTORS

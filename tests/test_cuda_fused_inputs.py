@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_vq import ops, patches
-from hf_vq.backends import cuda_w4a8_inputs
+from hf_vq.backends.cuda import w4a8_inputs
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import linear_scheme
 from hf_vq.formats.qoq import encode
 from hf_vq.hf import VQConfig
 from hf_vq.nn import W4A8Linear
-from hf_vq.nn.deferred import Deferred, Gated, Norm
+from hf_vq.nn.lazy_activation import Deferred, Gated, Norm
 from hf_vq.ops import fused_inputs, w4a8
 
 from .cuda_layers import natural, poison
@@ -49,7 +49,7 @@ def agree(rounded, floats):
 def test_one_token_alone(columns, dtype):
     gate, up = (torch.randn(1, columns, device="cuda").to(dtype) for _ in range(2))
     poison()
-    agree(cuda_w4a8_inputs.gated(False, gate, up), fused_inputs.gated(gate, up))
+    agree(w4a8_inputs.gated(False, gate, up), fused_inputs.gated(gate, up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,7 +62,7 @@ def test_gated_products_have_the_same_bits(columns, swizzled, dtype):
     gate[1], up[2], gate[3] = 0, 0, -40
     gate[4, -1], up[5, 0], gate[6, 1] = torch.nan, torch.inf, -torch.inf
     poison()
-    agree(cuda_w4a8_inputs.gated(swizzled, gate, up), fused_inputs.gated(gate, up))
+    agree(w4a8_inputs.gated(swizzled, gate, up), fused_inputs.gated(gate, up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,7 +73,7 @@ def test_silu_of_every_number_has_the_same_bits(dtype):
     gate = every.view(dtype).view(-1, 64)
     for factor in (1.0, 0.73, -3.1):
         up = torch.full_like(gate, factor)
-        agree(cuda_w4a8_inputs.gated(True, gate, up), fused_inputs.gated(gate, up))
+        agree(w4a8_inputs.gated(True, gate, up), fused_inputs.gated(gate, up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +87,7 @@ def test_norms_of_whole_numbers_have_the_same_bits(columns, swizzled, dtype):
     with torch.no_grad():
         norm.weight.normal_()
         poison()
-        agree(cuda_w4a8_inputs.norm(swizzled, x, norm.weight, 1e-5), norm(x))
+        agree(w4a8_inputs.norm(swizzled, x, norm.weight, 1e-5), norm(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +101,7 @@ def test_norms_are_as_near_as_those_of_torch(columns, dtype):
     exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
     numbers, size = w4a8.quantize_tokens(fused_inputs.rms_norm(x, weight, eps))
     torchs = (numbers * size).double() - exact
-    found, of_tokens, sums = natural(cuda_w4a8_inputs.norm(True, x, weight, eps))
+    found, of_tokens, sums = natural(w4a8_inputs.norm(True, x, weight, eps))
     ours = (found[:, :columns] * of_tokens).double() - exact
     bound = torch.finfo(torch.float32).eps * exact.norm(dim=-1)
     assert bool((ours.norm(dim=-1) <= 2 * torchs.norm(dim=-1) + bound).all())
@@ -116,10 +116,10 @@ def test_tensors_that_do_not_belong_together_are_refused():
     x, weight = torch.randn(3, 64, device="cuda").bfloat16(), torch.ones(64, device="cuda")
     for wrong in (weight, weight.bfloat16()[:32], weight.bfloat16().cpu()):
         with pytest.raises(VQFormatError, match=r"norm of .* got"):
-            cuda_w4a8_inputs.norm(False, x, wrong, 1e-6)
+            w4a8_inputs.norm(False, x, wrong, 1e-6)
         with pytest.raises(VQFormatError, match=r"gated of .* got"):
-            cuda_w4a8_inputs.gated(False, x, wrong)
-    cuda_w4a8_inputs.norm(False, x, weight.bfloat16(), 1e-6)
+            w4a8_inputs.gated(False, x, wrong)
+    w4a8_inputs.norm(False, x, weight.bfloat16(), 1e-6)
 
 
 def layer(name, rows, columns):
@@ -204,13 +204,13 @@ class Several(torch.nn.Module):
 def test_compiled(tokens, expected, monkeypatch):
     from torch._inductor import config
 
-    made, plain = [], cuda_w4a8_inputs.rounded
+    made, plain = [], w4a8_inputs.rounded
 
     def counted(kernel, *arguments, **options):
         made.append(kernel.plan.source.value)
         return plain(kernel, *arguments, **options)
 
-    monkeypatch.setattr(cuda_w4a8_inputs, "rounded", counted)
+    monkeypatch.setattr(w4a8_inputs, "rounded", counted)
     model, x = Several("qoq-w4a8-g128"), torch.randn(tokens, 1024, device="cuda").bfloat16()
     apart = model(x)
     assert made == ["tokens"] * 3 * expected
@@ -238,13 +238,13 @@ def test_models(kind, tmp_path, monkeypatch):
         device_map="cuda",
     )  # fmt: skip
     dense = copy.deepcopy(model).dequantize(torch.float32).float()
-    made, plain = [], cuda_w4a8_inputs.rounded
+    made, plain = [], w4a8_inputs.rounded
 
     def counted(kernel, *arguments, **options):
         made.append(kernel.plan.source.value)
         return plain(kernel, *arguments, **options)
 
-    monkeypatch.setattr(cuda_w4a8_inputs, "rounded", counted)
+    monkeypatch.setattr(w4a8_inputs, "rounded", counted)
     for length, alone in ((1, 0), (9, 1), (40, 1)):
         ids = torch.randint(3, 320, (1, length), device="cuda")
         made.clear()

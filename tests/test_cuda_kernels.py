@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cuda_fused as fused
-from hf_vq.backends import cuda_linear as cuda
-from hf_vq.codegen.choose import decodable
-from hf_vq.codegen.choose_dense import restorable
-from hf_vq.codegen.choose_linear import MOST_TOKENS, LinearProblem, best, fusable
-from hf_vq.codegen.choose_tiles import tiled
-from hf_vq.codegen.choose_wide import fewest_tokens
-from hf_vq.codegen.device import device_arch
+from hf_vq.backends.cuda.linear import dequantize as cuda
+from hf_vq.backends.cuda.linear import fused
+from hf_vq.codegen.families.dequantize import decodable
+from hf_vq.codegen.families.dequantize_rotated import restorable
+from hf_vq.codegen.families.linear import MOST_TOKENS, LinearProblem, best, fusable
+from hf_vq.codegen.families.linear_tile_codebook import tiled
+from hf_vq.codegen.families.linear_wgmma import fewest_tokens
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, VQScheme, weight_scheme
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
 from hf_vq.ops.library import linear_problem
+from hf_vq.ops.reference import codes as reference
 
 from .cuda_layers import poison, stored
 
@@ -188,7 +188,7 @@ def test_decoded_linear(spec, rows, columns, tokens, monkeypatch):
 
 
 def test_the_catalogue_is_fused(monkeypatch):
-    """Every scheme runs linear.cu or tiles.cu, at all numbers of tokens that they take."""
+    """Every scheme runs linear.cu or linear_tile_codebook.cu, for all numbers of tokens they take."""
     for name in CATALOGUE:
         for tokens in (1, 8, 16, 64):
             x = torch.empty(tokens, 4096, device="cuda", dtype=torch.bfloat16)

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from hf_vq import dispatch
-from hf_vq.cache.batch import Batch
 from hf_vq.cache.codebooks import universal
-from hf_vq.cache.pages import LayerPages, PageFormat
 from hf_vq.errors import VQBackendError, VQFormatError
 from hf_vq.formats import KV_SCHEMES
-from hf_vq.hf.paged.prompts import flash, is_flash
-from hf_vq.ops import append_kv, attention_reference, decode_kv, encode_kv
+from hf_vq.ops import append_kv, decode_kv, encode_kv
 from hf_vq.ops.library import parse
 from hf_vq.ops.paged import PagedKV, append_paged, attention_paged, through_tables
+from hf_vq.ops.reference import kv_attention as attention_reference
+from hf_vq.serving.batch import Batch
+from hf_vq.serving.pages import LayerPages, PageFormat
+from hf_vq.serving.prefill import flash, is_flash
 
 from .cuda_layers import poison
 

@@ -10,20 +10,20 @@ from torch import nn
 
 from benchmarks.random_llama import llama_config, random_llama
 from hf_vq import dispatch, ops
-from hf_vq.backends import cuda_fused as fused
-from hf_vq.backends import cuda_linear
-from hf_vq.backends.cuda_linear import DTYPES
-from hf_vq.codegen.choose_dense import restorable
-from hf_vq.codegen.choose_linear import LinearProblem, best
-from hf_vq.codegen.device import device_arch
+from hf_vq.backends.cuda.linear import dequantize as cuda_linear
+from hf_vq.backends.cuda.linear import fused
+from hf_vq.backends.cuda.linear.dequantize import DTYPES
+from hf_vq.codegen.families.dequantize_rotated import restorable
+from hf_vq.codegen.families.linear import LinearProblem, best
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQBackendError, VQFormatError
 from hf_vq.formats import weight_scheme
-from hf_vq.nn import second_pass
+from hf_vq.nn import residual_offload
 from hf_vq.nn.replace import vq_modules
-from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
 from hf_vq.ops.library import linear_problem
+from hf_vq.ops.reference import codes as reference
 
 from .cuda_layers import poison, stored
 
@@ -183,7 +183,7 @@ def two_passes(layers=3):
 
 def place(model, policy):
     modules = list(vq_modules(model).values())
-    second_pass.place(modules, [policy] * len(modules))
+    residual_offload.place(modules, [policy] * len(modules))
 
 
 def tokens(count, seed=0):
@@ -204,7 +204,7 @@ def test_offloaded_is_resident():
     for _ in range(2):
         for one, expected in zip(asked, resident, strict=True):
             assert torch.equal(model(one).logits, expected)
-    pool = second_pass.pool_of(torch.device("cuda", 0))
+    pool = residual_offload.pool_of(torch.device("cuda", 0))
     assert pool.nbytes == 2 * max(seconds)
     assert all(module.vq_codes_2.is_pinned() for module in modules)
     assert pool.misses <= 1 + len(seconds)

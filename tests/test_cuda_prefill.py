@@ -15,12 +15,15 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
 from hf_vq import VQCache, dispatch
-from hf_vq.backends import cuda, cuda_prefill, torch_attention
-from hf_vq.backends.attention_maths import Maths
+from hf_vq.backends.cuda import devices
+from hf_vq.backends.cuda.kv import prefill as cuda_prefill
+from hf_vq.backends.torch import kv_attention as torch_attention
+from hf_vq.backends.torch.partial_softmax import Maths
 from hf_vq.formats.catalog import KV_SCHEMES
-from hf_vq.ops import attention_reference, reference
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.library import parse
+from hf_vq.ops.reference import codes as reference
+from hf_vq.ops.reference import kv_attention as attention_reference
 
 from .cache.test_attention_op import codebook_of, make, written_out
 
@@ -36,8 +39,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def only_this_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if cuda.available():
-        pytest.skip(cuda.available())
+    if devices.available():
+        pytest.skip(devices.available())
     monkeypatch.setattr(torch_attention, "DECODED_BYTES", 1 << 16)
     names = ("cuda.attention_prefill", "torch.attention")  # the latter makes caches on the CPU
     with dispatch.using(

@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from hf_vq import dispatch
-from hf_vq.codegen.choose_append import append_plan, store_plan
-from hf_vq.codegen.compiler import cubin
-from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.families.kv_append import append_plan, store_plan
+from hf_vq.codegen.jit.compiler import cubin
+from hf_vq.codegen.jit.device import device_arch
+from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.codegen.plan import Dtype
-from hf_vq.codegen.store import default_store
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, static_reference
+from hf_vq.ops import append_kv
+from hf_vq.ops.reference import kv_static as static_reference
 from hf_vq.ops.static import StaticKV, store
 
 pytestmark = [

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cuda_fused, cuda_tiles
-from hf_vq.codegen.choose_linear import LinearProblem, token_bucket
-from hf_vq.codegen.choose_tiles import best
-from hf_vq.codegen.device import device_arch
+from hf_vq.backends.cuda.linear import fused as cuda_fused
+from hf_vq.backends.cuda.linear import tile_codebook as cuda_tiles
+from hf_vq.codegen.families.linear import LinearProblem, token_bucket
+from hf_vq.codegen.families.linear_tile_codebook import best
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import weight_scheme
 from hf_vq.ops.codes import rotation_of

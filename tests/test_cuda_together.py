@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_vq import ops
-from hf_vq.backends import cuda_fused
+from hf_vq.backends.cuda.linear import fused as cuda_fused
 from hf_vq.formats import weight_scheme
 from hf_vq.nn import VQLinear
 from hf_vq.ops.codes import stored_arguments

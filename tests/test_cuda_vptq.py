@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cuda_vptq
-from hf_vq.codegen.choose_vptq import VptqProblem, best
-from hf_vq.codegen.device import device_arch
+from hf_vq.backends.cuda import vptq as cuda_vptq
+from hf_vq.codegen.families.vptq import VptqProblem, best
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQFormatError
 from hf_vq.formats.published import VptqLayout

@@ -12,13 +12,13 @@ import torch
 
 from benchmarks.paper_vq_llm.linear import PaperLinear
 from benchmarks.paper_vq_llm.plan import Fusion, base_plan
-from hf_vq.codegen import compiler
-from hf_vq.codegen.device import device_arch
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import device_arch
+from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.codegen.plan import Scope
-from hf_vq.codegen.store import default_store
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
-from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
+from hf_vq.ops.reference import codes as reference
 
 from .cuda_layers import stored
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cuda_w4a8, cuda_w4a8_inputs
-from hf_vq.codegen import choose_w4a8, choose_w4a8_wide
-from hf_vq.codegen.choose_w4a8 import W4A8Problem
-from hf_vq.codegen.device import device_arch
+from hf_vq.backends.cuda import w4a8 as cuda_w4a8
+from hf_vq.backends.cuda import w4a8_inputs
+from hf_vq.codegen.families import w4a8 as choose_w4a8
+from hf_vq.codegen.families import w4a8_wgmma as choose_w4a8_wide
+from hf_vq.codegen.families.w4a8 import W4A8Problem
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import linear_scheme, pack_bits
 from hf_vq.formats.qoq import encode
@@ -64,7 +66,7 @@ def on_hopper():
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("columns", [32, 704, 4096, 14336])
 def test_tokens_are_rounded_as_the_reference_does(columns, swizzled, dtype):
-    kernel = cuda_w4a8_inputs.prepare(Dtype(str(dtype)[6:]), columns, swizzled, 0)
+    kernel = w4a8_inputs.prepare(Dtype(str(dtype)[6:]), columns, swizzled, 0)
     tokens = 21
     x = inputs(tokens, columns, dtype)
     x[1] = 0
@@ -72,7 +74,7 @@ def test_tokens_are_rounded_as_the_reference_does(columns, swizzled, dtype):
     x[3] = torch.finfo(dtype).max
     x[4, -1], x[5, 0], x[6, 1] = torch.nan, torch.inf, -torch.inf
     poison()
-    found = cuda_w4a8_inputs.rounded(kernel, x)
+    found = w4a8_inputs.rounded(kernel, x)
     ordered, size, sums = natural(found)
     expected, exact_size = w4a8.quantize_tokens(x)
     assert torch.equal(size.nan_to_num(-1), exact_size.nan_to_num(-1))

@@ -12,7 +12,7 @@ import yaml
 import hf_vq
 from hf_vq import env
 from hf_vq.cli import build_parser
-from hf_vq.hf import paged
+from hf_vq.serving import continuous_batching as paged
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (

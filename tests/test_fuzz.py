@@ -65,7 +65,7 @@ def test_only_our_own_errors_are_refusals():
             return campaign.outcome_of_error(error)
 
     from hf_vq.formats.hidden import hidden_file
-    from hf_vq.hf.published.source import read_json
+    from hf_vq.interop.source import read_json
 
     assert outcome(lambda: read_json(Path("absent"))) == "refused"
     assert outcome(lambda: int("x")) == "refused by others"
@@ -89,8 +89,8 @@ def test_random_caches_find_nothing(tmp_path):
 
 @pytest.mark.parametrize("defect", ["rows stay", "codes of the token before", "short tail"])
 def test_random_caches_find_a_defect(tmp_path, monkeypatch, defect):
+    from hf_vq.cache.kv_side import Store
     from hf_vq.cache.layer import VQCacheLayer
-    from hf_vq.cache.store import Store
 
     encode = Store.encode
     if defect == "rows stay":

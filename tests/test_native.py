@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_vq import paths
-from hf_vq.backends import native
+from hf_vq.backends.cpu import library as native
 from hf_vq.errors import VQBackendError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,7 +184,7 @@ def test_a_library_of_another_abi_is_refused(library, monkeypatch):
     assert "reinstall" in native.why_not()
 
 
-ISA_IN_USE = "from hf_vq.backends import native; print(native.isa())"
+ISA_IN_USE = "from hf_vq.backends.cpu import library as native; print(native.isa())"
 
 
 def test_the_environment_forces_an_isa(library, run_python):

@@ -25,7 +25,7 @@ def test_kernel_sources_are_found():
     sources = paths.kernel_sources()
     assert (sources / "cpu" / "api.h").is_file()
     assert (sources / "cpu" / "CMakeLists.txt").is_file()
-    assert (sources / "cuda" / "decode.cu").is_file()
+    assert (sources / "cuda" / "linear/dequantize.cu").is_file()
 
 
 def test_the_template_of_model_cards_is_found():

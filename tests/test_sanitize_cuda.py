@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.tables import reliability as fuzz_tables
-from hf_vq.codegen.device import named_arch
+from hf_vq.codegen.jit.device import named_arch
 from hf_vq.evaluation.record import read
 from tests.buckets.every import CASES
 

@@ -12,8 +12,8 @@ import torch
 
 from hf_vq import dispatch, ops
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
-from hf_vq.ops import reference
 from hf_vq.ops.library import linear_problem
+from hf_vq.ops.reference import codes as reference
 from tests.random_weights import random_tensors
 
 pytestmark = [
@@ -47,7 +47,7 @@ def triton_rows_only(monkeypatch):
 @pytest.fixture
 def one_tile(monkeypatch):
     """Choose the n-th tile, of those that there are, instead of measuring all."""
-    from hf_vq.backends import triton_linear
+    from hf_vq.backends.triton import linear as triton_linear
 
     tuned, tiles = triton_linear._tuned, triton_linear._configs()
     return lambda n: monkeypatch.setattr(tuned, "configs", [tiles[n % len(tiles)]])

@@ -17,13 +17,18 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from hf_vq.backends import cuda_fused, cuda_tiles, cuda_wide
-from hf_vq.codegen import choose_linear, choose_tiles, choose_wide, compiler
-from hf_vq.codegen.choose_linear import LinearProblem
-from hf_vq.codegen.device import device_arch
-from hf_vq.codegen.launch import Kernel
+from hf_vq.backends.cuda.linear import fused as cuda_fused
+from hf_vq.backends.cuda.linear import tile_codebook as cuda_tiles
+from hf_vq.backends.cuda.linear import wgmma as cuda_wide
+from hf_vq.codegen.families import linear as choose_linear
+from hf_vq.codegen.families import linear_tile_codebook as choose_tiles
+from hf_vq.codegen.families import linear_wgmma as choose_wide
+from hf_vq.codegen.families.linear import LinearProblem
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import device_arch
+from hf_vq.codegen.jit.kernel_store import Store, default_store
+from hf_vq.codegen.jit.launch import Kernel
 from hf_vq.codegen.plan import Dtype, LinearPlan, TilePlan, WidePlan
-from hf_vq.codegen.store import Store, default_store
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
 
@@ -48,18 +53,18 @@ _WHOLLY = {("vq-4", 1), ("vq-4", 16), ("quip-sharp-2", 1), ("quip-sharp-2", 16)}
 # Parts of each template that a macro leaves out, as WITHOUT_CODES does (kernels/cuda).
 PARTS: dict[str, tuple[str, ...]] = {
     "linear": ("codes", "lookups", "products", "scales", "x", "tables", "meeting", "chunks"),
-    "wide": ("codes", "lookups", "products", "scales", "x"),
-    "tiles": ("codes", "lookups", "products", "tables", "x"),
+    "linear_wgmma": ("codes", "lookups", "products", "scales", "x"),
+    "linear_tile_codebook": ("codes", "lookups", "products", "tables", "x"),
 }
 _LOOP = {
     "linear": ("codes", "lookups", "products", "x", "scales"),
-    "wide": ("codes", "lookups", "products", "x", "scales"),
-    "tiles": ("codes", "lookups", "products", "x", "tables"),
+    "linear_wgmma": ("codes", "lookups", "products", "x", "scales"),
+    "linear_tile_codebook": ("codes", "lookups", "products", "x", "tables"),
 }
 _LONG = {  # those of a loop that can be the longest
     "linear": ("codes", "lookups"),
-    "wide": ("codes", "lookups", "products"),
-    "tiles": ("lookups", "products", "x", "tables"),
+    "linear_wgmma": ("codes", "lookups", "products"),
+    "linear_tile_codebook": ("lookups", "products", "x", "tables"),
 }
 ONLY: dict[str, dict[str, tuple[str, ...]]] = {
     template: {
@@ -164,7 +169,7 @@ def _variants(asked: LinearProblem, name: str) -> dict[str, _Without]:
     if plan is None:
         return {}
     each = WITHOUT if (name, asked.tokens) in _WHOLLY else {}
-    return {what: _Without(plan, parts) for what, parts in (each | ONLY[plan.template]).items()}
+    return {what: _Without(plan, parts) for what, parts in (each | ONLY[plan.kernel]).items()}
 
 
 def _compile(variants: Mapping[LinearProblem, Mapping[str, _Without]], target: str) -> None:

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq.backends import native
-from hf_vq.backends.cpu_attention import scores
+from hf_vq.backends.cpu import library as native
+from hf_vq.backends.cpu.kv import scores
 from hf_vq.cache.codebooks import learned as is_learned
-from hf_vq.cache.handle import VQHandle
 from hf_vq.cache.layer import LayerOptions, VQCacheLayer
+from hf_vq.cache.lazy_kv import VQHandle
 from hf_vq.cache.prompt import Prompt
 from hf_vq.formats.catalog import kv_scheme
 from hf_vq.formats.scheme import VQScheme

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_vq.errors import VQError
-from hf_vq.hf.published.quantizer import adopt, release
+from hf_vq.interop.quantizer import adopt, release
 
 VARIANTS = {"1x16": (1, 16), "2x8": (2, 8)}
 SHARDS, GROUP = 8, 8

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.cache.static import VQStaticLayer
+from hf_vq.cache.static_layer import VQStaticLayer
 from hf_vq.errors import VQBackendError
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.library import attention_problem

@@ -47,7 +47,7 @@ DENSE, OTHERS, IDLE = "dense layers", "norms, RoPE, activations", "between kerne
 Kernel = tuple[str, int, int]  # name, start and end in ns
 _OURS = {"linear": "quantized layers", "rotate": "rotation"}  # by the names of kernels
 _PARTS = {  # by what they contain; the first that fits
-    "append": "cache", "store": "cache", "attention": "attention", "sdpa": "attention",
+    "append": "cache", "kv_step": "cache", "attention": "attention", "sdpa": "attention",
     "fmha": "attention", "triton_": OTHERS,
     "gemm": DENSE, "gemv": DENSE, "nvjet": DENSE, "splitk": DENSE,
 }  # fmt: skip

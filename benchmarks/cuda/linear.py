@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cuda_fused
-from hf_vq.backends.cuda_linear import Stored
-from hf_vq.codegen.choose_dense import restorable
-from hf_vq.codegen.choose_linear import LinearProblem, choose, feasible, fusable, held_sets
-from hf_vq.codegen.choose_tiles import tiled
-from hf_vq.codegen.device import device_arch
+from hf_vq.backends.cuda.linear import fused as cuda_fused
+from hf_vq.backends.cuda.linear.dequantize import Stored
+from hf_vq.codegen.families.dequantize_rotated import restorable
+from hf_vq.codegen.families.linear import LinearProblem, choose, feasible, fusable, held_sets
+from hf_vq.codegen.families.linear_tile_codebook import tiled
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype, LinearPlan
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme

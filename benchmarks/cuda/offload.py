@@ -17,7 +17,7 @@ import torch
 
 from hf_vq.errors import VQBackendError
 from hf_vq.nn.replace import vq_modules
-from hf_vq.nn.second_pass import OFFLOADED, place, pool_of
+from hf_vq.nn.residual_offload import OFFLOADED, place, pool_of
 
 from ..random_llama import llama_config, random_llama
 

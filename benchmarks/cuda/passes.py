@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.backends import cutile
-from hf_vq.codegen.choose_linear import TILE_ROWS, LinearProblem, choose
-from hf_vq.codegen.device import device_arch
+from hf_vq.backends.cutile import supports
+from hf_vq.codegen.families.linear import TILE_ROWS, LinearProblem, choose
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
@@ -60,7 +60,7 @@ def run(
     Raises:
         VQBackendError: there is no GPU, or no Triton.
     """
-    from hf_vq.backends import triton
+    from hf_vq.backends.triton import supports as triton
 
     reason = "there is no CUDA device" if not torch.cuda.is_available() else triton.available()
     if reason:
@@ -97,7 +97,7 @@ def _timed(
         nbytes = sum(t.nbytes for key, t in sets[0].items() if key in ("codes", "codes_2", "scale"))
         contestants |= {f"read {i}": reading(nbytes, plan) for i, plan in enumerate(PLANS)}
         filled_rows, contestants["filled"] = _filled(x, scheme, out_features)
-    if cubins is not None and cutile.runnable(scheme, x.shape[-1]) is None:
+    if cubins is not None and supports.runnable(scheme, x.shape[-1]) is None:
         contestants["cutile"] = by_driver(x, sets, scheme, cubins)
     seconds = interleave_graphs(contestants, rounds)
     found = {f"{n}_us": summary(t)["us"] for n, t in seconds.items() if not n.startswith("read ")}
@@ -120,7 +120,7 @@ def _filled(x: Tensor, scheme: VQScheme, out_features: int) -> tuple[int, Contes
 
 
 def _by_triton(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
-    from hf_vq.backends import triton_linear
+    from hf_vq.backends.triton import linear as triton_linear
 
     linear: Callable[..., Tensor] = triton_linear.linear
     return Contestant(lambda i: linear(x, *stored_arguments(sets[i]), None, scheme), len(sets))

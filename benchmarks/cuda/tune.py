@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from hf_vq.codegen import compiler, tuned
-from hf_vq.codegen.choose_linear import LinearProblem, best, feasible, fusable
-from hf_vq.codegen.device import device_arch
+from hf_vq.codegen import tuned
+from hf_vq.codegen.families.linear import LinearProblem, best, feasible, fusable
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import device_arch
+from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.codegen.plan import Dtype, LinearPlan
-from hf_vq.codegen.store import default_store
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cuda_w4a8_inputs
-from hf_vq.codegen.device import device_arch, driver_attribute
+from hf_vq.backends.cuda import w4a8_inputs
+from hf_vq.codegen.jit.device import device_arch, driver_attribute
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import QOQ_SCHEMES
 from hf_vq.formats.qoq import encode
@@ -93,7 +93,7 @@ def _rows(
         nbytes[name] = sum(tensor.nbytes for tensor in sets[0].values())
     if tokens > 1:
         swizzled = "cuda.w4a8_wide" in kernels.values()
-        contestants["rounding"] = Contestant(lambda i: cuda_w4a8_inputs.tokens(swizzled, x), 1)
+        contestants["rounding"] = Contestant(lambda i: w4a8_inputs.tokens(swizzled, x), 1)
     read = {}
     if tokens == 1:
         read = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_vq.errors import VQBackendError
 from hf_vq.evaluation.text_tables import markdown_table
-from hf_vq.hf.fused_inputs import fuse_inputs, separate_inputs
+from hf_vq.hf.fused_activations import fuse_inputs, separate_inputs
 
 from ..random_llama import llama_config, random_llama
 from ..tables.cuda import count

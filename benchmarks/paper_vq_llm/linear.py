@@ -8,8 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
-from hf_vq.codegen.launch import Kernel
-from hf_vq.codegen.store import default_store
+from hf_vq.codegen.jit.kernel_store import default_store
+from hf_vq.codegen.jit.launch import Kernel
 
 from .plan import VqLlmPlan
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from hf_vq import ops
-from hf_vq.codegen import compiler
-from hf_vq.codegen.device import RESERVED_BYTES, Arch, device_arch
-from hf_vq.codegen.store import default_store
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import RESERVED_BYTES, Arch, device_arch
+from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.errors import VQBackendError
 from hf_vq.fit.weight import fit_weight
 from hf_vq.formats.catalog import weight_scheme

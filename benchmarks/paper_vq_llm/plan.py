@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from hf_vq.codegen.device import RESERVED_BYTES, Arch
+from hf_vq.codegen.jit.device import RESERVED_BYTES, Arch
 from hf_vq.codegen.plan import Plan, Scope
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.packing import packed_size

@@ -3,7 +3,7 @@
 //
 //     y[m, o] = sum_g scale[o, g] sum_{k in g} W[o, k] x[m, k]        W = sums of codebook entries, fp16
 //
-// A baseline: what layers run is kernels/cuda/linear.cu, and docs/cuda.md compares the two, mechanism by mechanism.
+// A baseline: what layers run is kernels/cuda/linear/linear.cu, and docs/cuda.md compares the two, mechanism by mechanism.
 //
 //     blocks          part 0        part 1       .. split        a block: row_tiles x 16 rows, and of the columns
 //     band 0       +------------+------------+                   (tiles of GPTVQ) or of the stages (AQLM) one part;
@@ -17,9 +17,9 @@
 //    the order of parts (section VI.A).
 //
 // Bytes: codes and scales once; codebooks once for every block; split x tokens x rows sums.
-#include "codes.cuh"
-#include "grids.cuh"
-#include "mma.cuh"
+#include "primitives/codes.cuh"
+#include "primitives/mma.cuh"
+#include "primitives/pdl.cuh"
 
 enum class Fusion { SHUFFLE, SHARED, RENUMBERED };  // how decoded weights come to the lanes that multiply them
 #include "plan.cuh"

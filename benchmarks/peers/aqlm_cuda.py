@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_vq.codegen.compiler import compile_source
-from hf_vq.codegen.device import checked, device_arch
+from hf_vq.codegen.jit.compiler import compile_source
+from hf_vq.codegen.jit.device import checked, device_arch
 from hf_vq.errors import VQBackendError
 
 _MOST_WARPS = 16  # THREAD_M: warps of a block, a row each

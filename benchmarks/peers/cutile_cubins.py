@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_vq import ops
-from hf_vq.codegen.device import checked
+from hf_vq.codegen.jit.device import checked
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.ops.codes import rotation_of
 
@@ -33,7 +33,7 @@ def by_driver(
     x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme, folder: Path
 ) -> Contestant:
     """The layer by a kernel of a folder, with the rotation before it."""
-    from hf_vq.backends.cutile import ROWS, TOKENS
+    from hf_vq.backends.cutile.supports import ROWS, TOKENS
 
     function = _loaded(path_of(folder, ARCH, scheme.two_passes))
     book = "codebook_2" if scheme.two_passes else "codebook"
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--arch", default=ARCH, help="default: %(default)s")
     args = parser.parse_args(argv)
-    from hf_vq.backends import cutile_linear
+    from hf_vq.backends.cutile import linear as cutile_linear
 
     args.folder.mkdir(parents=True, exist_ok=True)
     for nested in (False, True):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_vq.hf.calibration import finetune
+from hf_vq.calibration import finetune
 from hf_vq.hf.config import FINETUNE
 
 from . import weights

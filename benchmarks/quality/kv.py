@@ -25,7 +25,9 @@ from torch import Tensor
 
 from hf_vq import ops
 from hf_vq.cache.codebooks import KVCodebooks, needs_codebooks
-from hf_vq.cache.store import key_mean
+from hf_vq.cache.kv_side import key_mean
+from hf_vq.calibration.kv_codebooks import calibrate_kv
+from hf_vq.calibration.text import read_text
 from hf_vq.errors import VQError
 from hf_vq.evaluation.load import load_model, load_tokenizer
 from hf_vq.evaluation.score import Reference, model_forward, score
@@ -34,9 +36,7 @@ from hf_vq.formats.catalog import kv_scheme, of_layer
 from hf_vq.formats.nearest import nearest_in_groups
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.hf.calibration.cache import calibrate_kv
-from hf_vq.hf.calibration.text import read_text
-from hf_vq.ops.nomad_reference import quantized_tables, score_tables
+from hf_vq.ops.reference.nomad import quantized_tables, score_tables
 
 from . import baselines
 from .banded import RoundTrip, Scores, Simulation, dot_products, simulate

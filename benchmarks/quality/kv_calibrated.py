@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from hf_vq.cache.codebooks import KVCodebooks
+from hf_vq.calibration.equivalent_transforms.smooth_attention import smooth_attention
+from hf_vq.calibration.kv_allocation import allocate_kv
+from hf_vq.calibration.kv_codebooks import calibrate_kv
+from hf_vq.calibration.text import read_text
 from hf_vq.evaluation.load import load_model, load_tokenizer
 from hf_vq.evaluation.score import Reference, model_forward
 from hf_vq.evaluation.text import read_sequences, text_facts
 from hf_vq.formats.catalog import of_layer
-from hf_vq.hf.calibration.cache import calibrate_kv
-from hf_vq.hf.calibration.cache_bits import allocate_kv
-from hf_vq.hf.calibration.smooth import smooth_attention
-from hf_vq.hf.calibration.text import read_text
 
 from . import baselines
 from .banded import RoundTrip

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_vq.calibration.equivalent_transforms.smooth_attention import smooth_attention
 from hf_vq.evaluation.load import load_model, load_tokenizer
 from hf_vq.evaluation.score import Reference, model_forward, score
 from hf_vq.evaluation.storage import model_storage
 from hf_vq.evaluation.text import read_sequences, text_facts
-from hf_vq.hf.calibration.smooth import smooth_attention
+from hf_vq.hf.calibration_options import TRANSFORMS
 from hf_vq.hf.config import VQConfig
-from hf_vq.hf.folds.options import TRANSFORMS
 
 from . import baselines
 from .banded import Simulation, simulate

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_vq.calibration.blocks import Blocks, find_blocks
+from hf_vq.calibration.hessians import Listener
 from hf_vq.evaluation.load import load_model, load_tokenizer
 from hf_vq.evaluation.score import Reference, model_forward, score
 from hf_vq.evaluation.storage import model_storage
 from hf_vq.evaluation.text import read_sequences, text_facts
 from hf_vq.formats.catalog import kv_scheme
-from hf_vq.hf.calibration.blocks import Blocks, find_blocks
-from hf_vq.hf.calibration.moments import Listener
 from hf_vq.hf.config import CANDIDATES, FINETUNE, VQConfig
 
 from . import baselines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_vq.backends import native
+from hf_vq.backends.cpu import library as native
 
 from ..timing import Contestant, cold_copies
 

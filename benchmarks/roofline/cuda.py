@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from hf_vq.codegen.device import device_arch
-from hf_vq.codegen.launch import Kernel
+from hf_vq.codegen.jit.device import device_arch
+from hf_vq.codegen.jit.kernel_store import default_store
+from hf_vq.codegen.jit.launch import Kernel
 from hf_vq.codegen.plan import Plan
-from hf_vq.codegen.store import default_store
 
 from ..cuda.timing import cold_copies
 from ..timing import Contestant

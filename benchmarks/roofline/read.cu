@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads bytes and does nothing with them: what a kernel cannot undercut that needs each of them once. It lets grids
 // overlap as linear.cu does, so that what is left of starting a kernel is counted for both.
-#include "grids.cuh"
 #include "plan.cuh"
+#include "primitives/pdl.cuh"
 
 struct Arguments {
   const uint4* bytes;

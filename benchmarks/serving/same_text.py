@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.ops import attention_reference
+from hf_vq.ops.reference import kv_attention as attention_reference
 
 PROMPT, NEW = 128, 64
 """Tokens of a prompt and of an answer: few, so that all requests are answered at the same time."""

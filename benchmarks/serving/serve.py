@@ -28,7 +28,7 @@ from transformers import GenerationConfig, LlamaConfig
 from hf_vq.errors import VQBackendError, VQError
 from hf_vq.evaluation.text_tables import markdown_table
 from hf_vq.hf.generation import enable_cache_backend
-from hf_vq.hf.paged import objection
+from hf_vq.serving.continuous_batching import objection
 
 from ..random_llama import random_llama
 from ..tables.limits import Figure, limits_table

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from ..dispatch import Implementation, PublishedLinearProblem
-from ..ops import attention_reference, fused_inputs, published, reference, static_reference, w4a8
+from ..ops import fused_inputs, published, w4a8
+from ..ops.reference import codes as reference
+from ..ops.reference import kv_attention as attention_reference
+from ..ops.reference import kv_static as static_reference
 
 
 def _decoded(problem: PublishedLinearProblem) -> str:

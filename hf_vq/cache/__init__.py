@@ -1,12 +1,12 @@
 """The KV cache as codes: `VQCache`, its layers, and what they hand to attention."""
 
-from .cache import VQCache
 from .codebooks import KVCodebooks
-from .handle import VQHandle, attend
 from .layer import VQCacheLayer
-from .sliding import VQSlidingCacheLayer
-from .static import VQStaticLayer
-from .static_handle import StaticHandle, attend_static
+from .lazy_kv import VQHandle, attend
+from .lazy_static_kv import StaticHandle, attend_static
+from .sliding_layer import VQSlidingCacheLayer
+from .static_layer import VQStaticLayer
+from .vq_cache import VQCache
 
 __all__ = [
     "KVCodebooks",

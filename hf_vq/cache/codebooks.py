@@ -27,7 +27,7 @@ from ..formats.catalog import Allocation, KVScheme, of_layer, scheme_name
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
 from ..formats.tensors import kv_codebook_spec
-from . import stored
+from . import safetensors_file
 
 FILE_NAME = "kv_codebooks.safetensors"
 FORMAT_VERSION = 1
@@ -238,7 +238,7 @@ class KVCodebooks:
             **described(self.scheme),
             **({} if self.sensitivity is None else {"sensitivity": self.sensitivity}),
         }
-        stored.write(Path(path), self.tensors(), KEY, description)
+        safetensors_file.write(Path(path), self.tensors(), KEY, description)
 
     @classmethod
     def load(cls, path: Path) -> KVCodebooks:
@@ -247,7 +247,7 @@ class KVCodebooks:
         Raises:
             VQFormatError: it is missing, damaged, newer, or not such a file.
         """
-        description, tensors = stored.read(
+        description, tensors = safetensors_file.read(
             Path(path), KEY, FORMAT_VERSION, "KV codebooks", "`hf-vq calibrate`"
         )
         try:
@@ -280,11 +280,11 @@ def scheme_in(description: dict[str, Any]) -> Allocation:
     names = "key_scheme", "value_scheme", "centre_keys"
     if not isinstance(description["key_scheme"], list):
         key, value, centre = (
-            stored.typed(description, name, kind)
+            safetensors_file.typed(description, name, kind)
             for name, kind in zip(names, (str, str, bool), strict=True)
         )
         return KVScheme(VQScheme.parse(key), VQScheme.parse(value), centre)
-    lists = [stored.typed(description, name, list) for name in names]
+    lists = [safetensors_file.typed(description, name, list) for name in names]
     if len(set(map(len, lists))) != 1:
         raise VQFormatError("its schemes are not one for each layer")
     layers = (dict(zip(names, each, strict=True)) for each in zip(*lists, strict=True))

@@ -20,16 +20,16 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import VQCacheError, VQError, VQFormatError, shown
 from ..formats.catalog import Allocation
-from . import stored
+from . import safetensors_file
 from .codebooks import KVCodebooks, described, learned, scheme_in
+from .kv_side import Store
 from .layer import VQCacheLayer
-from .sliding import VQSlidingCacheLayer
-from .static import VQStaticLayer
-from .store import Store
-from .stored import typed
+from .safetensors_file import typed
+from .sliding_layer import VQSlidingCacheLayer
+from .static_layer import VQStaticLayer
 
 if TYPE_CHECKING:
-    from .cache import VQCache
+    from .vq_cache import VQCache
 
 FORMAT_VERSION = 1
 MOST_SINKS = 1 << 16
@@ -69,7 +69,7 @@ def save(cache: VQCache, path: Path) -> None:
         "quantize_sliding": cache.quantize_sliding,
         "layers": layers,
     }
-    stored.write(path, tensors, KEY, description)
+    safetensors_file.write(path, tensors, KEY, description)
 
 
 def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -131,9 +131,11 @@ def _parts(layer: VQCacheLayer) -> list[tuple[str, str, Tensor]]:
 
 def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: bool) -> VQCache:
     """Read the cache at `path` for the model of `config`."""
-    from .cache import VQCache
+    from .vq_cache import VQCache
 
-    description, tensors = stored.read(path, KEY, FORMAT_VERSION, "a saved VQCache", "VQCache.save")
+    description, tensors = safetensors_file.read(
+        path, KEY, FORMAT_VERSION, "a saved VQCache", "VQCache.save"
+    )
     try:
         scheme = scheme_in(description)
         limit = description["max_cache_len"]

@@ -33,10 +33,10 @@ from ..formats.catalog import Allocation, of_layer
 from ..ops.attention import CachedKV
 from ..ops.layout import layouts_for
 from .codebooks import codebook_for
-from .handle import Update, VQHandle
+from .kv_side import LOOKED_AT, Store, check_head_dim, key_mean
+from .lazy_kv import Update, VQHandle
 from .prompt import Prompt
-from .store import LOOKED_AT, Store, check_head_dim, key_mean
-from .tape import storing
+from .token_buffer import storing
 
 SLACK = 32  # floats kept beyond the window
 

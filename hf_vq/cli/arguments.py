@@ -56,7 +56,7 @@ def dtype_of(name: str) -> Any:
 
 def check_out(args: argparse.Namespace) -> Path:
     """OUT, which must not hold anything yet."""
-    from ..hf.folder import recover
+    from ..hf.checkpoint.atomic_dir import recover
 
     out = Path(args.out)
     with writing(args.out):

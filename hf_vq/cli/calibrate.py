@@ -62,9 +62,9 @@ def _calibrate(args: argparse.Namespace) -> None:
                 raise VQConfigError(f"--{option} is for the weights, not for --kv.")
         _calibrate_cache(args)
         return
-    from ..hf.calibration.team import launched
-    from ..hf.calibration.text import OWN_WORDS
-    from ..hf.calibration.unfinished import discard_if_saved
+    from ..calibration.distributed import launched
+    from ..calibration.resume import discard_if_saved
+    from ..calibration.text import OWN_WORDS
 
     if args.out is None:
         raise VQConfigError("calibrate needs OUT, a directory to write, for weights.")
@@ -87,11 +87,11 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 def _calibrate_cache(args: argparse.Namespace) -> None:
     from ..cache.codebooks import FILE_NAME, title
+    from ..calibration.kv_allocation import allocate_kv
+    from ..calibration.kv_codebooks import calibrate_kv
+    from ..calibration.text import read_text
     from ..evaluation.load import load_model, load_tokenizer
     from ..formats.catalog import kv_scheme
-    from ..hf.calibration.cache import calibrate_kv
-    from ..hf.calibration.cache_bits import allocate_kv
-    from ..hf.calibration.text import read_text
 
     target = _number(args.kv)
     if target is None:

@@ -49,13 +49,13 @@ def _quantize(args: argparse.Namespace) -> None:
 
 def quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
     """Quantize, save and describe a model; `options` are more arguments of `VQConfig`."""
+    from ..calibration.distributed import Team
+    from ..calibration.resume import mark_saved
     from ..evaluation.info import describe, kinds_table, summary
     from ..evaluation.load import load_model, load_tokenizer
     from ..evaluation.storage import check_original
-    from ..hf.calibration.team import Team
-    from ..hf.calibration.unfinished import mark_saved
+    from ..hf.checkpoint.atomic_dir import replacing
     from ..hf.config import VQConfig
-    from ..hf.folder import replacing
 
     config = VQConfig(args.scheme, modules_to_not_convert=args.skip, **options)
     out = check_out(args)
@@ -80,7 +80,7 @@ def quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
 
 def _convert(args: argparse.Namespace) -> None:
     from ..hf.config import VQConfig
-    from ..hf.published.convert import convert
+    from ..interop.convert import convert
 
     check_out(args)
     anew = None if args.requantize is None else VQConfig(args.requantize)

@@ -27,7 +27,7 @@ def add_verify(verbs: object) -> argparse.ArgumentParser:
 def _verify(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from ..hf.verify import Verification
+    from ..hf.checkpoint.verify import Verification
 
     start = time.perf_counter()
     work = Verification(_local(args.path))

@@ -14,23 +14,20 @@ from ..formats.catalog import QOQ_SCHEMES, WEIGHT_SCHEMES, kv_scheme, weight_sch
 from ..formats.published import VptqLayout
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
-from . import choose as decode
-from . import choose_attention as attention
-from . import choose_encode as encode
-from . import choose_linear as linear
-from . import choose_tiles as tiles
-from . import choose_vptq as vptq
-from . import choose_w4a8 as w4a8
-from . import choose_w4a8_wide as w4a8_wide
-from . import choose_wide as wide
 from . import tuned
 from .attention_plan import Mask
-from .choose import Cost
-from .choose_dense import dense_plan, restorable
-from .compiler import compile_plan, key
-from .device import ARCHES, named_arch
+from .families import dequantize as decode
+from .families import encode, linear, vptq, w4a8
+from .families import kv_attention as attention
+from .families import linear_tile_codebook as tiles
+from .families import linear_wgmma as wide
+from .families import w4a8_wgmma as w4a8_wide
+from .families.dequantize import Cost
+from .families.dequantize_rotated import dense_plan, restorable
+from .jit.compiler import compile_plan, key
+from .jit.device import ARCHES, named_arch
+from .jit.kernel_store import Store, default_store
 from .plan import Dtype, LinearPlan, Plan
-from .store import Store, default_store
 from .w4a8_plan import Source
 
 _SHAPE = (4096, 4096)
@@ -308,7 +305,7 @@ def _w4a8_plans(names: Sequence[str], arch: str, dtypes: list[Dtype]) -> list[tu
                     asked = _w4a8_problem(name, tokens, *_SHAPE, dtype, arch)
                     plan = module.choose(asked)
                     if plan is not None:
-                        found.setdefault(plan, f"{plan.template} {name} {dtype.value} x{tokens}")
+                        found.setdefault(plan, f"{plan.kernel} {name} {dtype.value} x{tokens}")
                         for source in Source:
                             inputs = w4a8.inputs_plan(dtype, _SHAPE[1], swizzled, source)
                             name_of = f"w4a8_inputs {source.value} {dtype.value} {swizzled}"

@@ -1,4 +1,4 @@
-"""Plans of attention over a coded cache (kernels/cuda/attention.cu)."""
+"""Plans of attention over a coded cache (kernels/cuda/kv/attention/attention.cu)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mask(enum.Enum):
 
 @dataclass(frozen=True)
 class AttentionPlan(Plan):
-    """A few queries over coded keys and values (kernels/cuda/attention.cu).
+    """A few queries over coded keys and values (kernels/cuda/kv/attention/attention.cu).
 
     Fields `key_*` and `value_*` say the same of keys and of values.
 
@@ -40,14 +40,14 @@ class AttentionPlan(Plan):
         key_learned: whether there is a codebook per kv head and channel group, and no scale; else
             there is one for all, and a scale per token.
         key_integers: whether codes are integers with a scale and a zero per token
-            (kernels/cuda/attention_integers.cuh); there is no codebook then.
+            (kernels/cuda/kv/attention/attention_integers.cuh); there is no codebook then.
         key_block: numbers that were rotated together; 1 = none.
         one_codebook: whether keys and values have the same one, that of the universal scheme.
         query_tiles: tiles of 8 columns.
         turns: columns of a query, each of tokens that lanes look up in one of so many orders
-            (kernels/cuda/attention_turns.cuh).
+            (kernels/cuda/kv/attention/attention_swizzle.cuh).
         paired: whether a query has two columns, which take entries of codebooks as they are
-            (kernels/cuda/attention_pairs.cuh).
+            (kernels/cuda/kv/attention/attention_gqa_small.cuh).
         steps: tiles of 16 tokens that a warp takes together.
         depth: slots for the codes of such a step that a warp has; all but one are on their way.
         bulk: whether codes and scales are copied by no thread (from sm_90 on).
@@ -57,7 +57,7 @@ class AttentionPlan(Plan):
         page: tokens of a page, where a table names those of each row; 0 = tapes.
     """
 
-    template: ClassVar[str] = "attention"
+    template: ClassVar[str] = "kv/attention/attention"
     dtype: Dtype
     key_dim: int
     key_vector_size: int
@@ -97,7 +97,7 @@ class AttentionPlan(Plan):
 
     @property
     def table_bytes(self) -> int:
-        """Shared memory of the tables (kernels/cuda/attention_table.cuh)."""
+        """Shared memory of the tables (kernels/cuda/kv/attention/attention_table.cuh)."""
         key = self.key_vector_size, self.key_entry_bits, self.key_fused
         value = self.value_vector_size, self.value_entry_bits, self.value_fused
         learned = self.key_learned * panels(self.key_dim) + self.value_learned * panels(
@@ -122,7 +122,7 @@ class AttentionPlan(Plan):
 
     @property
     def step_bytes(self) -> int:
-        """Slots of a warp for the codes and scales of a step (attention_steps.cuh)."""
+        """Slots of a warp for the codes and scales of a step (attention_mainloop.cuh)."""
         sides = (
             (self.key_dim, self.key_vector_size, self.key_entry_bits, self.key_fused, 4, 2),
             (self.value_dim, self.value_vector_size, self.value_entry_bits, self.value_fused, 8, 4),
@@ -179,7 +179,7 @@ def _whole(nbytes: int) -> int:
 
 
 def _slot_bytes(dim: int, vector_size: int, bits: int, fused: int, sharers: int) -> int:
-    """Bytes of shared memory for the codes that a lane has of a token (attention_sides.cuh)."""
+    """Bytes of shared memory for a lane and its codes of a token (attention_kv_fragments.cuh)."""
     width, row, total, first = vector_size * fused, (dim // vector_size * bits + 7) // 8, 0, 0
     for part in parts(dim):
         share = max(part // sharers, width) // vector_size * bits

@@ -10,7 +10,7 @@ from .plan import Dtype, Plan
 
 @dataclass(frozen=True)
 class AppendPlan(Plan):
-    """Keys or values to codes on a tape (kernels/cuda/append.cu).
+    """Keys or values to codes on a tape (kernels/cuda/kv/append.cu).
 
     Args:
         dtype: of the rows.
@@ -30,7 +30,7 @@ class AppendPlan(Plan):
         page: tokens of a page, where every token has a slot; 0 = a tape.
     """
 
-    template: ClassVar[str] = "append"
+    template: ClassVar[str] = "kv/append"
     dtype: Dtype
     vector_size: int
     entry_bits: int
@@ -79,14 +79,14 @@ class AppendPlan(Plan):
 
 @dataclass(frozen=True)
 class StorePlan(Plan):
-    """A step of a static KV cache (kernels/cuda/store.cu).
+    """A step of a static KV cache (kernels/cuda/kv/kv_step.cu).
 
     Args:
         keys: the plan for few of them, with as many threads.
         values: the plan for few of them, with as many threads.
     """
 
-    template: ClassVar[str] = "store"
+    template: ClassVar[str] = "kv/kv_step"
     keys: AppendPlan
     values: AppendPlan
 
@@ -98,7 +98,7 @@ class StorePlan(Plan):
 
 @dataclass(frozen=True)
 class DecodeKVPlan(Plan):
-    """Codes of keys or values to dense rows (kernels/cuda/decode_kv.cu).
+    """Codes of keys or values to dense rows (kernels/cuda/kv/dequantize_kv.cu).
 
     Args:
         out: dtype of the rows.
@@ -113,7 +113,7 @@ class DecodeKVPlan(Plan):
         zero: whether it has a zero beside its scale.
     """
 
-    template: ClassVar[str] = "decode_kv"
+    template: ClassVar[str] = "kv/dequantize_kv"
     UNIT: ClassVar[int] = 8
     out: Dtype
     vector_size: int
@@ -135,7 +135,7 @@ class DecodeKVPlan(Plan):
 
 @dataclass(frozen=True)
 class MergePlan(Plan):
-    """Attention to several parts of the tokens, merged (kernels/cuda/merge.cu).
+    """Attention to several parts of the tokens, merged (kernels/cuda/kv/softmax_merge.cu).
 
     Args:
         dtype: of the parts and of the result.
@@ -143,7 +143,7 @@ class MergePlan(Plan):
         block: of the rotation of parts that are codes; 1 = none.
     """
 
-    template: ClassVar[str] = "merge"
+    template: ClassVar[str] = "kv/softmax_merge"
     LARGEST_DIM: ClassVar[int] = 256
     MOST_PARTS: ClassVar[int] = 16
     dtype: Dtype

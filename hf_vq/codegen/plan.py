@@ -41,10 +41,15 @@ class Plan:
         resident: blocks that one multiprocessor shall hold at a time; bounds registers.
     """
 
-    template: ClassVar[str]  # kernels/cuda/<template>.cu, whose kernel has the same name
+    template: ClassVar[str]  # kernels/cuda/<template>.cu, as "linear/rotate"
     template_folder: ClassVar[Path | None] = None  # where that lies, if not in kernels/cuda
     threads: int
     resident: int
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel: that of its file."""
+        return self.template.rpartition("/")[2]
 
     @property
     def shared_bytes(self) -> int:
@@ -54,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class DecodePlan(Plan):
-    """Codes to dense rows (kernels/cuda/decode.cu).
+    """Codes to dense rows (kernels/cuda/linear/dequantize.cu).
 
     Args:
         out: dtype of the rows.
@@ -72,7 +77,7 @@ class DecodePlan(Plan):
         codebook_in_shared: whether a block copies its codebooks to shared memory.
     """
 
-    template: ClassVar[str] = "decode"
+    template: ClassVar[str] = "linear/dequantize"
     out: Dtype
     vector_size: int
     entry_bits: int
@@ -106,7 +111,7 @@ class DecodePlan(Plan):
 
 @dataclass(frozen=True)
 class TablePlan(Plan):
-    """Products with codes that are looked up in tables (kernels/cuda/table.cuh).
+    """Products with codes that are looked up in tables (kernels/cuda/linear/table.cuh).
 
     Args:
         dtype: of input, output and the factors that are multiplied; not FLOAT32.
@@ -164,7 +169,7 @@ class TablePlan(Plan):
 
 @dataclass(frozen=True)
 class LinearPlan(TablePlan):
-    """A few tokens times codes (kernels/cuda/linear.cu).
+    """A few tokens times codes (kernels/cuda/linear/linear.cu).
 
     Args:
         split: warps that share the columns of the same rows.
@@ -182,7 +187,7 @@ class LinearPlan(TablePlan):
         matrices: that have the same input, and are multiplied with it by one launch.
     """
 
-    template: ClassVar[str] = "linear"
+    template: ClassVar[str] = "linear/linear"
     split: int
     row_tiles: int
     token_tiles: int
@@ -209,7 +214,7 @@ class LinearPlan(TablePlan):
 
 @dataclass(frozen=True)
 class TilePlan(TablePlan):
-    """A few tokens times codes that have a codebook per tile (kernels/cuda/tiles.cu).
+    """A few tokens times codes that have a codebook per tile (linear_tile_codebook.cu).
 
     Args:
         tile_rows: rows of a tile.
@@ -224,7 +229,7 @@ class TilePlan(TablePlan):
         prefetch: whether all codes of a block are asked into L2.
     """
 
-    template: ClassVar[str] = "tiles"
+    template: ClassVar[str] = "linear/linear_tile_codebook"
     tile_rows: int
     column_warps: int
     row_tiles: int
@@ -258,7 +263,7 @@ class TilePlan(TablePlan):
 
 @dataclass(frozen=True)
 class WidePlan(TablePlan):
-    """Many tokens times codes (kernels/cuda/wide.cu).
+    """Many tokens times codes (kernels/cuda/linear/linear_wgmma.cu).
 
     Args:
         token_tile: tokens of a block.
@@ -267,7 +272,7 @@ class WidePlan(TablePlan):
         steps: chunks whose codes a lane has on their way at a time.
     """
 
-    template: ClassVar[str] = "wide"
+    template: ClassVar[str] = "linear/linear_wgmma"
     token_tile: int
     split: int
     depth: int
@@ -291,7 +296,7 @@ class WidePlan(TablePlan):
 
 
 def shared_of_ring(depth: int, token_tile: int, warpgroups: int, split: int) -> int:
-    """Bytes of kernels/cuda/wide.cuh: slots, sums, barriers.
+    """Bytes of kernels/cuda/primitives/wgmma_ring.cuh: slots, sums, barriers.
 
     Where columns are split, a block has the sums of all for a part of the tokens.
     """
@@ -302,7 +307,7 @@ def shared_of_ring(depth: int, token_tile: int, warpgroups: int, split: int) -> 
 
 @dataclass(frozen=True)
 class DensePlan(TablePlan):
-    """Codes to dense rows that are rotated back (kernels/cuda/dense.cu).
+    """Codes to dense rows that are rotated back (kernels/cuda/linear/dequantize_rotated.cu).
 
     `dtype` is that of entries: FLOAT16.
 
@@ -312,7 +317,7 @@ class DensePlan(TablePlan):
         signs: whether it has random signs.
     """
 
-    template: ClassVar[str] = "dense"
+    template: ClassVar[str] = "linear/dequantize_rotated"
     LARGEST_BLOCK: ClassVar[int] = 128
     UNIT: ClassVar[int] = 32
     out: Dtype
@@ -327,7 +332,7 @@ class DensePlan(TablePlan):
 
 @dataclass(frozen=True)
 class RotatePlan(Plan):
-    """Rows rotated with Hadamard matrices (kernels/cuda/rotate.cu).
+    """Rows rotated with Hadamard matrices (kernels/cuda/linear/rotate.cu).
 
     Args:
         source: dtype of the input.
@@ -339,7 +344,7 @@ class RotatePlan(Plan):
         swizzled: whether that is a `WidePlan`; else it is a `LinearPlan`.
     """
 
-    template: ClassVar[str] = "rotate"
+    template: ClassVar[str] = "linear/rotate"
     LARGEST_BLOCK: ClassVar[int] = 1024
     source: Dtype
     out: Dtype
@@ -369,7 +374,7 @@ class RotatePlan(Plan):
 
 @dataclass(frozen=True)
 class EncodePlan(Plan):
-    """Rotated rows to codes and scales (kernels/cuda/encode.cu).
+    """Rotated rows to codes and scales (kernels/cuda/encode/encode.cu).
 
     Args:
         vector_size: x of VQ<x, y, z>.
@@ -385,7 +390,7 @@ class EncodePlan(Plan):
         one_group: whether its slots are of one group.
     """
 
-    template: ClassVar[str] = "encode"
+    template: ClassVar[str] = "encode/encode"
     vector_size: int
     entry_bits: int
     stages: int
@@ -413,9 +418,9 @@ class EncodePlan(Plan):
 
 
 def render(plan: Plan) -> str:
-    """The header `plan.cuh` of a plan. Enumerations keep their names (kernels/cuda/numbers.cuh); a
+    """The header `plan.cuh` of a plan. Enumerations keep their names (numbers.cuh); a
     plan that is a field is a type of its name."""
-    lines = ["#pragma once", '#include "numbers.cuh"', *_struct("Plan", plan)]
+    lines = ["#pragma once", '#include "primitives/numbers.cuh"', *_struct("Plan", plan)]
     return "\n".join([*lines, ""])
 
 

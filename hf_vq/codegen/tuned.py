@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..formats.hidden import hidden_file
-from .store import default_store
+from .jit.kernel_store import default_store
 
 if TYPE_CHECKING:
-    from .choose_linear import LinearProblem
+    from .families.linear import LinearProblem
     from .plan import LinearPlan
 
 KNOBS = ("threads", "resident", "replicas", "interleaved", "unit", "split", "row_tiles", "steps",

@@ -10,7 +10,7 @@ from .plan import Dtype, Plan
 
 @dataclass(frozen=True)
 class VptqStored(Plan):
-    """What a layout says (kernels/cuda/vptq.cuh).
+    """What a layout says (kernels/cuda/vptq/vptq.cuh).
 
     Args:
         dtype: of codebooks, and of scales and offsets of columns.
@@ -35,7 +35,7 @@ class VptqStored(Plan):
 
 @dataclass(frozen=True)
 class VptqPlan(VptqStored):
-    """A few tokens times codes (kernels/cuda/vptq.cu).
+    """A few tokens times codes (kernels/cuda/vptq/vptq.cu).
 
     Args:
         out: dtype of bias and y; not FLOAT32, nor is `dtype`.
@@ -46,7 +46,7 @@ class VptqPlan(VptqStored):
         rest_in_shared: the same of the residual codebook.
     """
 
-    template: ClassVar[str] = "vptq"
+    template: ClassVar[str] = "vptq/vptq"
     out: Dtype
     unit: int
     row_vectors: int
@@ -73,7 +73,7 @@ class VptqPlan(VptqStored):
 
 @dataclass(frozen=True)
 class VptqInputsPlan(Plan):
-    """Inputs of a `VptqPlan` (kernels/cuda/vptq_inputs.cu).
+    """Inputs of a `VptqPlan` (kernels/cuda/vptq/vptq_inputs.cu).
 
     Args:
         source: dtype of x.
@@ -84,7 +84,7 @@ class VptqInputsPlan(Plan):
         order: whether columns are stored in another order.
     """
 
-    template: ClassVar[str] = "vptq_inputs"
+    template: ClassVar[str] = "vptq/vptq_inputs"
     source: Dtype
     dtype: Dtype
     unit: int
@@ -95,7 +95,7 @@ class VptqInputsPlan(Plan):
 
 @dataclass(frozen=True)
 class VptqDecodePlan(VptqStored):
-    """Codes to dense rows (kernels/cuda/vptq_decode.cu).
+    """Codes to dense rows (kernels/cuda/vptq/vptq_dequantize.cu).
 
     Args:
         out: dtype of the rows.
@@ -104,7 +104,7 @@ class VptqDecodePlan(VptqStored):
         order: whether columns are stored in another order.
     """
 
-    template: ClassVar[str] = "vptq_decode"
+    template: ClassVar[str] = "vptq/vptq_dequantize"
     out: Dtype
     each: int
     norm: bool

@@ -12,7 +12,7 @@ CHUNK = 128  # columns of four lanes, that their kernels take together
 
 
 class Source(enum.Enum):
-    """What is rounded: tokens in memory, or what is made of them (kernels/cuda/w4a8_inputs.cu)."""
+    """What is rounded: tokens in memory, or what is made of them (w4a8_inputs.cu)."""
 
     TOKENS = "tokens"
     NORM = "norm"
@@ -21,7 +21,7 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class RoundingPlan(Plan):
-    """Where tokens are rounded to 8 bits (kernels/cuda/w4a8_round.cuh).
+    """Where tokens are rounded to 8 bits (kernels/cuda/w4a8/w4a8_round.cuh).
 
     Args:
         dtype: of x, FLOAT16 or BFLOAT16.
@@ -43,21 +43,21 @@ class RoundingPlan(Plan):
 
 @dataclass(frozen=True)
 class W4A8InputsPlan(RoundingPlan):
-    """Tokens as integers, in the order of a product (kernels/cuda/w4a8_inputs.cu).
+    """Tokens as integers, in the order of a product (kernels/cuda/w4a8/w4a8_inputs.cu).
 
     Args:
         swizzled: whether that is one of `W4A8WidePlan`; else it is one of `W4A8Plan`.
         source: what is rounded.
     """
 
-    template: ClassVar[str] = "w4a8_inputs"
+    template: ClassVar[str] = "w4a8/w4a8_inputs"
     swizzled: bool
     source: Source
 
 
 @dataclass(frozen=True)
 class W4A8Plan(RoundingPlan):
-    """Weights of 4 bits times tokens of 8 (kernels/cuda/w4a8.cu).
+    """Weights of 4 bits times tokens of 8 (kernels/cuda/w4a8/w4a8.cu).
 
     Args:
         split: warps that share the columns of the same rows.
@@ -68,7 +68,7 @@ class W4A8Plan(RoundingPlan):
         rounds: whether a block rounds it for itself.
     """
 
-    template: ClassVar[str] = "w4a8"
+    template: ClassVar[str] = "w4a8/w4a8"
     split: int
     row_tiles: int
     token_tiles: int
@@ -93,7 +93,7 @@ class W4A8Plan(RoundingPlan):
 
 @dataclass(frozen=True)
 class W4A8WidePlan(Plan):
-    """Weights of 4 bits times many tokens of 8, on Hopper (kernels/cuda/w4a8_wide.cu).
+    """Weights of 4 bits times many tokens of 8, on Hopper (kernels/cuda/w4a8/w4a8_wgmma.cu).
 
     Args:
         dtype: of y, FLOAT16 or BFLOAT16.
@@ -107,7 +107,7 @@ class W4A8WidePlan(Plan):
         ahead: chunks by which codes are brought to L2 before they are loaded; 0 = they are not.
     """
 
-    template: ClassVar[str] = "w4a8_wide"
+    template: ClassVar[str] = "w4a8/w4a8_wgmma"
     dtype: Dtype
     group: int
     groups: int

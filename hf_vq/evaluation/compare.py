@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from ..cache.codebooks import needs_codebooks
+from ..calibration.text import bar, read_text
 from ..errors import VQError
 from ..formats.catalog import kv_scheme, weight_scheme
-from ..hf.calibration.text import bar, read_text
 from ..hf.config import VQConfig
 from .evaluate import BATCH, CHUNK, MOST_TOKENS, cache_factory, prompt_length, shown_name
 from .kv_stress import SHORTEST, CopyProbe, attention_states, logit_correlation
@@ -261,7 +261,7 @@ class Comparison:
 
     def _new_cache(self, one: Contestant) -> Callable[[], Any]:
         from ..cache import VQCache
-        from ..hf.calibration.cache import calibrate_kv
+        from ..calibration.kv_codebooks import calibrate_kv
 
         if one.kind == "peer":
             new = partial(quantized_cache, CACHE_PEERS[one.name], self._original.config)

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import VQError
 from ..formats.catalog import kv_scheme
-from ..hf.save import check_card, save_evaluation
+from ..hf.checkpoint.save import check_card, save_evaluation
 from .load import load_model, load_tokenizer
 from .record import machine, today, versions
 from .score import Reference, Score, model_forward, score

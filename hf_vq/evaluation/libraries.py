@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..calibration.text import read_text
 from ..errors import VQError
-from ..hf.calibration.text import read_text
 from .load import load_model, load_tokenizer
 
 _SCALE_BYTES = 2

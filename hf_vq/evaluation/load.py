@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import VQError
-from ..hf.folder import recover
+from ..hf.checkpoint.atomic_dir import recover
 
 _PIECES, _PIECE = 64, 1 << 16  # of a file of weights
 

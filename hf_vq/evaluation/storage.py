@@ -14,7 +14,7 @@ from ..formats.catalog import LinearScheme
 from ..formats.packing import packed_size
 from ..formats.published import Layout
 from ..formats.qoq import QoQScheme
-from ..hf.checkpoint import Entry, read_header, shared_bytes
+from ..hf.checkpoint.headers import Entry, read_header, shared_bytes
 from ..nn.replace import vq_modules
 from .load import check_model, first_line
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calibration.text import MIN_CONTEXT, read_text
 from ..errors import VQError
-from ..hf.calibration.text import MIN_CONTEXT, read_text
 
 
 def read_sequences(

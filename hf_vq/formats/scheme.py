@@ -57,7 +57,7 @@ class VQScheme:
         rotation_block: size of the rotation; 0 = the whole row.
         codebook_bits: of a number of the codebook: 16 for fp16, or 7 for integers, stored as int8.
             Their size is in the rows' scales. Half as many bytes are looked up on a GPU
-            (kernels/cuda/table.cuh).
+            (kernels/cuda/linear/table.cuh).
         stages: `independent` residuals in one stream, or two passes, the second of which is stored
             apart: `rerotated` (TurboQuant: it has a rotation and scales of its own), `shared` (it
             has scales of its own) or `nested` (it refines the cell of the first one, whose rotation

@@ -1,15 +1,15 @@
 """All that knows how Transformers loads, saves and shares models."""
 
-from .calibration.cache import calibrate_kv
-from .calibration.cache_bits import allocate_kv
-from .calibration.smooth import smooth_attention
+from ..calibration.equivalent_transforms.smooth_attention import smooth_attention
+from ..calibration.kv_allocation import allocate_kv
+from ..calibration.kv_codebooks import calibrate_kv
+from ..interop.quantizer import adopt, release
 from .config import VQConfig
+from .cuda_graphs import capture
 from .explain import explain
 from .generation import enable_cache_backend
-from .graphs import capture
-from .passes import merge_passes, place_pass2
-from .published.quantizer import adopt, release
 from .quantizer import VQHfQuantizer, register
+from .residual import merge_passes, place_pass2
 
 __all__ = [
     "VQConfig",

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..cache import StaticHandle, VQHandle, attend, attend_static
-from ..ops.attention_reference import softmax
+from ..ops.reference.kv_attention import softmax
 
 NAME = "vq"
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import patches
+from ..calibration.text import MIN_CONTEXT, OWN_WORDS
 from ..errors import VQConfigError, shown
 from ..fit.ldlq import DAMPING
 from ..fit.rows import SEARCHES
@@ -19,10 +20,9 @@ from ..formats.integers import KINDS
 from ..formats.published import Layout, layout_from_dict
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
-from ..nn.second_pass import POLICIES
-from .calibration.text import MIN_CONTEXT, OWN_WORDS
-from .folds.options import checked_transforms
-from .layers import check_pattern, matches
+from ..nn.residual_offload import POLICIES
+from .calibration_options import checked_transforms
+from .module_patterns import check_pattern, matches
 
 QUANT_METHOD = "vq"
 FORMAT_VERSION = 3
@@ -49,7 +49,7 @@ class VQConfig(QuantizationConfigMixin):
             layers' full names and spec strings.
         target_bits: choose a scheme for every layer, so that this many bits are stored per weight
             on average and the model's predictions change least
-            (`hf/calibration/weight_bits.py`). Needs calibration; without, the model's own words
+            (`calibration/weight_allocation.py`). Needs calibration; without, the model's own words
             are calibrated on. `layers` stay as given.
         candidates: with `target_bits`, the schemes to choose from; None is `vq-2`, `vq-3`, `vq-4`.
         modules_to_not_convert: layers to leave dense, besides tied weights and the output head: a

@@ -11,7 +11,7 @@ from torch import nn
 from .. import patches
 from ..errors import VQConfigError
 from ..nn.embedding import VQEmbedding, VQTiedHead
-from .parallel import ranks
+from .tensor_parallel import ranks
 
 
 def replace_embedding(model: Any, kind: str) -> None:

@@ -22,25 +22,25 @@ from ..formats.catalog import LinearScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
+from ..nn.quantized_module import Stored
 from ..nn.replace import candidates, linear_class, replace_modules, restore_modules, vq_modules
-from ..nn.stored import Stored
-from . import checkpoint as stored_files
+from .checkpoint import headers as stored_files
+from .checkpoint.atomic_dir import check_whole
+from .checkpoint.conversions import dense_conversions, renamer
+from .checkpoint.expert_names import list_stored_experts
+from .checkpoint.integrity import check, is_variant, take_record
+from .checkpoint.provenance import record
+from .checkpoint.save import install_saving, remove_saving
 from .config import QUANT_METHOD, VQConfig
-from .conversions import dense_conversions, renamer
 from .embeddings import check_embedding, replace_embedding, restore_embedding
-from .folder import check_whole
-from .fused_inputs import fuse_inputs, separate_inputs
-from .integrity import check, is_variant, take_record
-from .layers import check_entries, check_pass2, matches
-from .operation import Progress, Quantize, bytes_per_weight, settle
-from .parallel import ranks, split_plan
-from .passes import leave_out_pass2, place_pass2
-from .provenance import record
-from .published.expert_names import list_stored_experts
-from .save import install_saving, remove_saving
+from .fused_activations import fuse_inputs, separate_inputs
+from .module_patterns import check_entries, check_pass2, matches
+from .quantize_op import Progress, Quantize, bytes_per_weight, settle
+from .residual import leave_out_pass2, place_pass2
+from .tensor_parallel import ranks, split_plan
 
 if TYPE_CHECKING:
-    from .calibration.weights import WeightCalibration
+    from ..calibration.layerwise import WeightCalibration
 
 logger = logging.get_logger("hf_vq")
 
@@ -103,7 +103,7 @@ class VQHfQuantizer(HfQuantizer):
         if wanted and not self.pre_quantized:
             self._check_what_comes_last(model, wanted)
         if config.calibration is not None and not self.pre_quantized and wanted:
-            from .calibration.weights import WeightCalibration
+            from ..calibration.layerwise import WeightCalibration
 
             self._calibration = WeightCalibration(model, wanted, config, checkpoint_files or [])
             for name in self._calibration.names:  # their weights are loaded as they are
@@ -142,7 +142,7 @@ class VQHfQuantizer(HfQuantizer):
         if config.embeddings is not None:
             check_embedding(model, config.embeddings)
         if config.pass2 is not None:
-            from .calibration.weight_bits import choices
+            from ..calibration.weight_allocation import choices
 
             two = [
                 name

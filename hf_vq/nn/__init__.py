@@ -2,9 +2,9 @@
 
 from .experts import VQExperts
 from .linear import VQLinear
+from .quantized_module import Stored, share
 from .replace import replace_modules, restore_modules
-from .stored import Stored, share
-from .w4a8 import W4A8Linear
+from .w4a8_linear import W4A8Linear
 
 __all__ = [
     "Stored",

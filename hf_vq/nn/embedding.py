@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import VQConfigError
 from ..formats.integers import decode_rows, encode_rows, row_bytes
-from .stored import mark_initialized
+from .quantized_module import mark_initialized
 
 _ROWS = 8192  # of the vocabulary, that a head decodes at a time
 

@@ -16,8 +16,8 @@ from ..formats import qoq
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from ..formats.tensors import tensor_specs
-from .second_pass import at_home, first_only
-from .stored import Stored, mark_initialized
+from .quantized_module import Stored, mark_initialized
+from .residual_offload import at_home, first_only
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """What Transformers' `use_experts_implementation` says about a class of experts."""

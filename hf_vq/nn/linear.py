@@ -12,8 +12,8 @@ from .. import ops
 from ..errors import VQBackendError, VQFormatError
 from ..formats.catalog import LinearScheme
 from ..formats.tensors import tensor_specs
-from .second_pass import SecondPass, at_home, first_only
-from .stored import Stored, mark_initialized
+from .quantized_module import Stored, mark_initialized
+from .residual_offload import SecondPass, at_home, first_only
 
 
 def attribute_of(key: str) -> str:

@@ -11,7 +11,7 @@ from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from .experts import VQExperts, holds_experts
 from .linear import VQLinear
-from .w4a8 import W4A8Linear
+from .w4a8_linear import W4A8Linear
 
 
 def convertible(module: nn.Module) -> bool:

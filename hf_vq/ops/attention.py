@@ -14,7 +14,7 @@ from ..errors import VQCacheError
 from .codes import decode_kv
 from .layout import to_rows
 from .library import attention_problem, define, only_result, parse
-from .reference import in_dtype
+from .reference.codes import in_dtype
 
 _can_autocast = lru_cache(torch.amp.is_autocast_available)
 _AS_IT_IS = nullcontext()

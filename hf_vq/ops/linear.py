@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import dispatch, env, patches
 from ..formats.scheme import VQScheme
-from . import together
+from . import horizontal_fusion
 from .codes import stored_arguments
 from .library import define, described_problem, library, linear_problem, only_result, parse
 
@@ -146,9 +146,9 @@ define(
 torch.library.register_autograd(
     "hf_vq::linear", _backward, setup_context=_save_for_backward, lib=library
 )
-together.join(
+horizontal_fusion.join(
     torch.ops.hf_vq.linear.default,
     torch.ops.hf_vq.linears.default,
     (1, 2, 3, 4, 9),
-    together.worth_while,
+    horizontal_fusion.worth_while,
 )

@@ -16,7 +16,7 @@ from ..errors import VQFormatError
 from ..formats import qoq
 from ..formats.packing import unpack_bits
 from ..formats.qoq import QoQScheme
-from . import together
+from . import horizontal_fusion
 from .library import define, library, linear_problem, only_result
 
 LARGEST = 127
@@ -235,7 +235,7 @@ define(
     _w4a8_linears,
     _fake_linears,
 )
-together.join(
+horizontal_fusion.join(
     torch.ops.hf_vq.w4a8_linear.default,
     torch.ops.hf_vq.w4a8_linears.default,
     (1, 2, 3, 4, 5),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C ABI of libhf_vq_cpu, whole. hf_vq/backends/native.py is its mirror in Python.
+// The C ABI of libhf_vq_cpu, whole. hf_vq/backends/cpu/library.py is its mirror in Python.
 //   - every exported name is hf_vq_*; everything else is hidden
 //   - plain C types only: pointers, fixed-width integers, float
 //   - a change that breaks a caller raises HF_VQ_ABI_VERSION here and ABI_VERSION there
@@ -201,7 +201,7 @@ typedef struct hf_vq_torch {
 
 HF_VQ_API void hf_vq_use_torch(const hf_vq_torch* torch);
 
-// hf_vq::cpu_linear (hf_vq/backends/torch_ops.py has its schema) as a boxed kernel of the shim, after
+// hf_vq::cpu_linear (hf_vq/backends/cpu/boxed_ops.py has its schema) as a boxed kernel of the shim, after
 // hf_vq_use_torch: takes the arguments off the stack and leaves y there, or an undefined tensor if they
 // are not what hf_vq_linear takes as they are.
 HF_VQ_API void hf_vq_torch_linear(uint64_t* stack, uint64_t arguments, uint64_t results);

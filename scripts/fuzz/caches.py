@@ -13,9 +13,8 @@ from campaign import Finding, Try, outcome_of_error
 from mutations import change_safetensors
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_vq import VQCache
+from hf_vq import VQCache, calibrate_kv
 from hf_vq.cache.codebooks import KVCodebooks
-from hf_vq.hf import calibrate_kv
 
 SCHEMES: tuple[dict[str, Any], ...] = (
     {"scheme": "u4"}, {"scheme": "u3"}, {"scheme": "k4v2", "max_cache_len": 120},

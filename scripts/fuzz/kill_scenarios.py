@@ -19,9 +19,9 @@ from campaign import Finding
 
 from hf_vq import VQCache
 from hf_vq.cli import main
-from hf_vq.codegen.store import Store
+from hf_vq.codegen.jit.kernel_store import Store
 from hf_vq.errors import VQFormatError
-from hf_vq.hf import folder as saving
+from hf_vq.hf.checkpoint import atomic_dir as saving
 
 Call = Callable[[Path], None]
 Contents = dict[str, bytes]

@@ -12,7 +12,7 @@ from campaign import Try, outcome_of_error
 from mutations import change_json, change_safetensors
 
 from hf_vq.hf import VQConfig
-from hf_vq.hf.checkpoint import Checkpoint
+from hf_vq.hf.checkpoint.headers import Checkpoint
 
 
 def prepare(folder: Path) -> Try:

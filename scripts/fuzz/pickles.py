@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from campaign import Finding, Try, outcome_of_error
 
-from hf_vq.hf.published.pickled import load_tensors
+from hf_vq.interop.pickled import load_tensors
 
 
 class Call:

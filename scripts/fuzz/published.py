@@ -19,7 +19,7 @@ from campaign import Finding, Try, outcome_of_error
 from mutations import change_json_file, change_safetensors
 from published_turboquant import make_turboquant
 
-from hf_vq.hf.published.convert import convert
+from hf_vq.interop.convert import convert
 
 KINDS: dict[str, Any] = {
     "aqlm": lambda to: make.make_aqlm(to, shards=3),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run every generated CUDA kernel under compute-sanitizer: memcheck, racecheck, initcheck.
 
-    python scripts/sanitize_cuda [--tools none memcheck racecheck] [--kernels linear wide ..]
+    python scripts/sanitize_cuda [--tools none memcheck] [--kernels linear linear_wgmma ..]
     python scripts/sanitize_cuda --kernels buckets --tools racecheck initcheck --seconds 480
                                  --processes 15 [--out RECORD]
 

@@ -20,7 +20,7 @@ import torch
 from cases import Case
 from torch import Tensor
 
-from hf_vq.codegen.device import Arch, device_arch
+from hf_vq.codegen.jit.device import Arch, device_arch
 from hf_vq.codegen.plan import Plan
 from tests.buckets.case import Case as Problem
 from tests.buckets.every import CASES, DOMAINS

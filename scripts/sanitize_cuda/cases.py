@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.formats import VQScheme
-from hf_vq.ops import reference
+from hf_vq.ops.reference import codes as reference
 from tests.random_weights import random_tensors
 
 Case = tuple[str, Callable[[], None]]

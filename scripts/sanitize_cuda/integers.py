@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from cases import FLOATS, Case, covering
 
-from hf_vq.backends import cuda_w4a8, cuda_w4a8_inputs
-from hf_vq.codegen import choose_w4a8, choose_w4a8_wide
-from hf_vq.codegen.choose_w4a8 import W4A8Problem
-from hf_vq.codegen.device import device_arch
+from hf_vq.backends.cuda import w4a8 as cuda_w4a8
+from hf_vq.backends.cuda import w4a8_inputs
+from hf_vq.codegen.families import w4a8 as choose_w4a8
+from hf_vq.codegen.families import w4a8_wgmma as choose_w4a8_wide
+from hf_vq.codegen.families.w4a8 import W4A8Problem
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.codegen.w4a8_plan import W4A8Plan, W4A8WidePlan
 from hf_vq.formats import QoQScheme
@@ -39,7 +41,7 @@ def few_tokens() -> Iterator[Case]:
 
 
 def many_tokens() -> Iterator[Case]:
-    """Plans of w4a8_wide.cu."""
+    """Plans of w4a8_wgmma.cu."""
     seen: dict[int, set[tuple[str, Any]]] = {tokens: set() for tokens in MANY}
     for n, ((name, columns), tokens) in enumerate(product(LAYERS, MANY)):
         problem = _problem(name, columns, tokens, n)
@@ -61,7 +63,7 @@ def _problem(name: str, columns: int, tokens: int, n: int) -> W4A8Problem:
 def multiply(
     plan: W4A8Plan | W4A8WidePlan, name: str, tokens: int, rows: int, columns: int
 ) -> None:
-    """Two launches, of which the second may begin before the first has ended; of w4a8_wide.cu
+    """Two launches, of which the second may begin before the first has ended; of w4a8_wgmma.cu
     of one block, which has several tiles, one after another. The same numbers as the reference."""
     dtype, scheme = FLOATS[plan.dtype], QoQScheme.parse(name)
     here = encode(torch.randn(rows, columns), scheme)
@@ -95,8 +97,8 @@ def make_inputs(tokens: int, columns: int, swizzled: bool, dtype: torch.dtype) -
     """Scales are those of the same floats on a CPU, whose roots and exponentials are others."""
     x, other = (torch.randn(tokens, columns).to(dtype) for _ in range(2))
     there, by = x.cuda(), other.cuda()
-    made = cuda_w4a8_inputs.norm(swizzled, there, by[0], 1e-5)
-    gated = cuda_w4a8_inputs.gated(swizzled, by, there)
+    made = w4a8_inputs.norm(swizzled, there, by[0], 1e-5)
+    gated = w4a8_inputs.gated(swizzled, by, there)
     for found, floats in (
         (made, fused_inputs.rms_norm(x, other[0], 1e-5)),
         (gated, fused_inputs.gated(other, x)),

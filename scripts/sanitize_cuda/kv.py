@@ -10,16 +10,21 @@ import torch
 from cases import FLOATS, Case
 from torch import Tensor
 
-from hf_vq.backends import cuda_append, cuda_attention, cuda_prefill, cuda_store
-from hf_vq.backends.attention_maths import Maths
-from hf_vq.cache.batch import Table
-from hf_vq.cache.pages import LayerPages, PageFormat
+from hf_vq.backends.cuda.kv import append as cuda_append
+from hf_vq.backends.cuda.kv import attention as cuda_attention
+from hf_vq.backends.cuda.kv import prefill as cuda_prefill
+from hf_vq.backends.cuda.kv import step as cuda_store
+from hf_vq.backends.torch.partial_softmax import Maths
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import attention_reference, reference, static_reference
 from hf_vq.ops.layout import ROWS
+from hf_vq.ops.reference import codes as reference
+from hf_vq.ops.reference import kv_attention as attention_reference
+from hf_vq.ops.reference import kv_static as static_reference
+from hf_vq.serving.batch import Table
+from hf_vq.serving.pages import LayerPages, PageFormat
 
 
 def keys_and_values() -> Iterator[Case]:
@@ -52,7 +57,7 @@ def append(scheme: VQScheme, dim: int, tokens: int) -> None:
 
 
 def steps_of_a_cache() -> Iterator[Case]:
-    """Plans of store.cu."""
+    """Plans of kv_step.cu."""
     for name, tokens in product(("u4", "k4v2", "cq-4", "nomad-2", "qserve-kv4"), (1, 3)):
         yield f"store {tokens} {name}", partial(store_steps, name, tokens)
 
@@ -85,7 +90,7 @@ def store_steps(name: str, tokens: int, dim: int = 128) -> None:
 
 
 def coded_parts() -> Iterator[Case]:
-    """Plans of decode_kv.cu and merge.cu."""
+    """Plans of dequantize_kv.cu and softmax_merge.cu."""
     for n, (name, head_dim) in enumerate(product(KV_SCHEMES, (80, 128, 192))):
         yield f"decode_kv {name} {head_dim}", partial(decode_kv, name, head_dim, n)
     for head_dim, coded in product((64, 80, 96, 128, 192, 256), (0, 3)):
@@ -186,6 +191,6 @@ MAKERS = {
     "attention": attended,
     "pages": in_pages,
     "append": keys_and_values,
-    "store": steps_of_a_cache,
+    "kv_step": steps_of_a_cache,
     "kv": coded_parts,
 }

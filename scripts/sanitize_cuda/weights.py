@@ -13,23 +13,25 @@ from cases import FLOATS, Case, close, covering, decoded, stored
 from benchmarks.paper_vq_llm.linear import PaperLinear
 from benchmarks.paper_vq_llm.mechanisms import plans_of
 from benchmarks.paper_vq_llm.plan import VqLlmPlan
-from hf_vq.backends import (
-    cuda_encode,
-    cuda_fused,
-    cuda_linear,
-    cuda_tiles,
-    cuda_wide,
-)
-from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide
-from hf_vq.codegen.choose_linear import LinearProblem
-from hf_vq.codegen.device import device_arch
-from hf_vq.codegen.launch import Kernel
+from hf_vq.backends.cuda import encode as cuda_encode
+from hf_vq.backends.cuda.linear import dequantize as cuda_linear
+from hf_vq.backends.cuda.linear import fused as cuda_fused
+from hf_vq.backends.cuda.linear import tile_codebook as cuda_tiles
+from hf_vq.backends.cuda.linear import wgmma as cuda_wide
+from hf_vq.codegen.families import dequantize as choose
+from hf_vq.codegen.families import dequantize_rotated as choose_dense
+from hf_vq.codegen.families import linear as choose_linear
+from hf_vq.codegen.families import linear_tile_codebook as choose_tiles
+from hf_vq.codegen.families import linear_wgmma as choose_wide
+from hf_vq.codegen.families.linear import LinearProblem
+from hf_vq.codegen.jit.device import device_arch
+from hf_vq.codegen.jit.kernel_store import default_store
+from hf_vq.codegen.jit.launch import Kernel
 from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, TilePlan, WidePlan
-from hf_vq.codegen.store import default_store
 from hf_vq.fit.scale import FACTORS
 from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of
+from hf_vq.ops.reference import codes as reference
 
 PRODUCTS = [  # scheme, columns
     ("vq-4", 1536), ("turboquant-4", 1152), ("vq-3", 1152), ("aqlm-2", 1152), ("aqlm-3", 1152),
@@ -78,7 +80,7 @@ def few_tokens() -> Iterator[Case]:
 
 
 def many_tokens() -> Iterator[Case]:
-    """Plans of wide.cu."""
+    """Plans of linear_wgmma.cu."""
     seen: dict[int, set[tuple[str, Any]]] = {tokens: set() for tokens in MANY}
     for n, ((name, columns), tokens) in enumerate(product(PRODUCTS, MANY)):
         scheme, dtype = weight_scheme(name), (Dtype.FLOAT16, Dtype.BFLOAT16)[n % 2]
@@ -93,7 +95,7 @@ def many_tokens() -> Iterator[Case]:
 
 
 def tiled() -> Iterator[Case]:
-    """Plans of tiles.cu."""
+    """Plans of linear_tile_codebook.cu."""
     seen: dict[int, set[tuple[str, Any]]] = {tokens: set() for tokens in FEW}
     for n, ((name, columns), tokens) in enumerate(product(TILES, FEW)):
         scheme, dtype = weight_scheme(name), (Dtype.FLOAT16, Dtype.BFLOAT16)[n % 2]
@@ -136,8 +138,8 @@ def multiply(
     plan: LinearPlan | TilePlan | WidePlan, scheme: VQScheme, tokens: int, rows: int, columns: int
 ) -> None:
     """Two launches, of which the second may begin before the first has ended. They have one
-    block, or cluster, which has several tiles, one after another (of tiles.cu, as many as rows
-    need)."""
+    block, or cluster, which has several tiles, one after another (of
+    linear_tile_codebook.cu, as many as rows need)."""
     dtype, arch = FLOATS[plan.dtype], device_arch(0)
     if isinstance(plan, LinearPlan):
         launch = cuda_fused.prepare(plan, scheme, (rows,), columns, dtype, 0)
@@ -181,7 +183,7 @@ def together(scheme: VQScheme, tokens: int, columns: int = 1152) -> None:
 
 
 def dense_rows() -> Iterator[Case]:
-    """Plans of decode.cu."""
+    """Plans of dequantize.cu."""
     seen: set[tuple[str, Any]] = set()
     for n, (name, rows, columns) in enumerate(DECODED):
         scheme, out = weight_scheme(name), list(FLOATS)[n % 3]
@@ -208,7 +210,7 @@ def decode(plan: DecodePlan, scheme: VQScheme, rows: int, columns: int) -> None:
 
 
 def rows_rotated_back() -> Iterator[Case]:
-    """Plans of dense.cu."""
+    """Plans of dequantize_rotated.cu."""
     for n, (name, columns) in enumerate(PRODUCTS):
         scheme, dtype = weight_scheme(name), (Dtype.FLOAT16, Dtype.BFLOAT16)[n % 2]
         if choose_dense.restorable(scheme, columns, dtype) is None:
@@ -273,6 +275,7 @@ def encode(scheme: VQScheme, rows: int, columns: int, factors: tuple[float, ...]
     assert error < 1.4, f"relative error {error}"  # that of any rows of the same size
 
 
-MAKERS = {"wide": many_tokens, "linear": few_tokens, "together": several_matrices,
-          "tiles": tiled, "paper": of_the_paper, "decode": dense_rows, "dense": rows_rotated_back,
+MAKERS = {"linear_wgmma": many_tokens, "linear": few_tokens, "together": several_matrices,
+          "linear_tile_codebook": tiled, "paper": of_the_paper, "dequantize": dense_rows,
+          "dequantize_rotated": rows_rotated_back,
           "rotate": rotations, "encode": codes_and_scales}  # fmt: skip

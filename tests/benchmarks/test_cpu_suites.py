@@ -17,7 +17,7 @@ from benchmarks.peers import llama_cpp
 from benchmarks.records import read_record
 from benchmarks.roofline import cpu as roofline_cpu
 from benchmarks.tables import cpu as cpu_tables
-from hf_vq.backends import native
+from hf_vq.backends.cpu import library as native
 from hf_vq.errors import VQError
 
 

@@ -22,9 +22,10 @@ from benchmarks.peers import aqlm_cuda as aqlm_peer
 from benchmarks.tables import cuda_limits
 from benchmarks.tables import cuda_w4a8 as cuda_w4a8_tables
 from hf_vq import ops
-from hf_vq.codegen import compiler, tuned
-from hf_vq.codegen.choose_linear import LinearProblem, choose
-from hf_vq.codegen.device import ARCHES, device_arch
+from hf_vq.codegen import tuned
+from hf_vq.codegen.families.linear import LinearProblem, choose
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import ARCHES, device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import weight_scheme
@@ -185,7 +186,7 @@ def included(file):
 def test_every_part_can_be_left_out():
     """Each macro is asked for by its template, and no other one by any."""
     for template, parts in cuda_parts.PARTS.items():
-        asked = set(re.findall(r"#if !?(WITHOUT_\w+)", included(f"{template}.cu")))
+        asked = set(re.findall(r"#if !?(WITHOUT_\w+)", included(f"linear/{template}.cu")))
         assert asked >= set(cuda_parts.macros(parts)), template
     known = {macro for parts in cuda_parts.PARTS.values() for macro in cuda_parts.macros(parts)}
     assert set(re.findall(r"WITHOUT_\w+", "".join(compiler.sources().values()))) == known
@@ -198,7 +199,7 @@ def test_each_part_that_is_left_out_is_other_machine_code(name, tokens):
     arch = ARCHES["sm_90a"]
     problem = LinearProblem(weight_scheme(name), tokens, 4096, 4096, Dtype.BFLOAT16, arch)
     plan = cuda_parts._chosen(problem)
-    left_out = [(), *((part,) for part in cuda_parts.PARTS[plan.template])]
+    left_out = [(), *((part,) for part in cuda_parts.PARTS[plan.kernel])]
     images = {
         compiler.compile_plan(plan, "sm_90a", cuda_parts.macros(parts))[0] for parts in left_out
     }
@@ -224,9 +225,9 @@ def test_cuda_parts(monkeypatch):
     every = {"bf16", "whole", *cuda_parts.WITHOUT, *cuda_parts.ONLY["linear"]}
     assert found["vq-4", 1] == every
     assert found["vq-4", 16] == {*every, "without the kernel before"}
-    wide = {"bf16", "whole", "without the kernel before", *cuda_parts.ONLY["wide"]}
+    wide = {"bf16", "whole", "without the kernel before", *cuda_parts.ONLY["linear_wgmma"]}
     assert torch.cuda.get_device_capability()[0] != 9 or found["vq-4", 128] == wide
-    assert found["gptvq-2", 64] == {"bf16", "whole", *cuda_parts.ONLY["tiles"]}
+    assert found["gptvq-2", 64] == {"bf16", "whole", *cuda_parts.ONLY["linear_tile_codebook"]}
     assert all(row["us"] > 0 for row in results["rows"])
 
 

@@ -16,11 +16,11 @@ from benchmarks.quality import weights as quality_weights
 from benchmarks.quality.banded import Simulation, banded_attention, exact_attention
 from benchmarks.tables import kv as kv_tables
 from hf_vq import VQCache, VQError, ops
-from hf_vq.cache.store import key_mean
+from hf_vq.cache.kv_side import key_mean
+from hf_vq.calibration import finetune
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.hf.calibration import finetune
-from hf_vq.ops.nomad_reference import look_up, quantized_tables, score_tables
+from hf_vq.ops.reference.nomad import look_up, quantized_tables, score_tables
 
 
 def as_it_is(x, layer):

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.serving import same_text, serve
 from hf_vq import dispatch
-from hf_vq.ops.attention_reference import attention
+from hf_vq.ops.reference.kv_attention import attention
 
 
 def test_up_to_the_first_other_token():

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.serving import serve
 from hf_vq.errors import VQBackendError
-from hf_vq.hf.paged import objection
+from hf_vq.serving.continuous_batching import objection
 
 pytestmark = pytest.mark.skipif(objection() is not None, reason=str(objection()))
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.paper_vq_llm.linear import VqLlmArguments
 from benchmarks.paper_vq_llm.plan import Fusion, base_plan
 from benchmarks.roofline.cuda import PLANS, ReadArguments
-from hf_vq.codegen import compiler
+from hf_vq.codegen.jit import compiler
 from hf_vq.formats import WEIGHT_SCHEMES
 from tests.kernel_templates import argument_fields, enumeration, plan_fields
 

@@ -16,8 +16,8 @@ from benchmarks.paper_vq_llm.plan import (
     with_fusion,
     with_split,
 )
-from hf_vq.codegen import compiler
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
 

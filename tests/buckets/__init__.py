@@ -1,4 +1,4 @@
-"""Problems that reach every bucket of the choosers of CUDA kernels (`hf_vq.codegen.choose*`).
+"""Problems that reach every bucket of the choosers of CUDA kernels (`hf_vq.codegen.families`).
 
 A chooser makes one plan for all sizes of a bucket: tokens up to 2,048 and beyond, fewer than 256
 rows times kv heads and more, one token or up to 8, .. Here the sizes that buckets begin with are

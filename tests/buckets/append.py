@@ -1,4 +1,4 @@
-"""Problems of keys and values that become codes: append.cu, to tapes and to pages, and store.cu."""
+"""Problems of keys and values that become codes: append.cu (tapes, pages), kv_step.cu."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq.backends.cuda_append import FEW_ROWS, FEW_TOKENS
-from hf_vq.codegen.choose_append import CELLS, HEAD_DIMS, append_plan, appendable, store_plan
-from hf_vq.codegen.device import Arch
+from hf_vq.backends.cuda.kv.append import FEW_ROWS, FEW_TOKENS
+from hf_vq.codegen.families.kv_append import CELLS, HEAD_DIMS, append_plan, appendable, store_plan
+from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.kv_plan import AppendPlan, StorePlan
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats.catalog import KV_SCHEMES, TURBOQUANT_KV_SCHEMES, KVScheme
 from hf_vq.formats.packing import packed_size, unpack_bits
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import reference, static_reference
 from hf_vq.ops.codes import append_kv
 from hf_vq.ops.layout import ROWS
 from hf_vq.ops.library import parse
 from hf_vq.ops.paged import append_paged
+from hf_vq.ops.reference import codes as reference
+from hf_vq.ops.reference import kv_static as static_reference
 from hf_vq.ops.static import StaticKV, store
 from hf_vq.transforms import rotate
 

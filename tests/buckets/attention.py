@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_vq.codegen import choose_attention
 from hf_vq.codegen.attention_plan import TOKENS, AttentionPlan, Mask
-from hf_vq.codegen.choose_attention import (
+from hf_vq.codegen.families import kv_attention as choose_attention
+from hf_vq.codegen.families.kv_attention import (
     MOST_QUERIES,
     AttentionProblem,
     attendable,
     misfit,
     splits,
 )
-from hf_vq.codegen.device import Arch
+from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats.catalog import KV_SCHEMES, TURBOQUANT_KV_SCHEMES, KVScheme
 from hf_vq.ops.attention import attention

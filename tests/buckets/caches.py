@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_vq.cache.pages import LayerPages, PageFormat, PageSide
 from hf_vq.formats.catalog import KVScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import reference
 from hf_vq.ops.attention import CachedKV
 from hf_vq.ops.layout import ROWS
 from hf_vq.ops.library import parse
 from hf_vq.ops.paged import PagedKV
+from hf_vq.ops.reference import codes as reference
 from hf_vq.ops.static import StaticKV
+from hf_vq.serving.pages import LayerPages, PageFormat, PageSide
 
 from .case import kv_codebook
 

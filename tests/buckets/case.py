@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_vq.codegen.attention_plan import Mask
-from hf_vq.codegen.device import Arch
+from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor

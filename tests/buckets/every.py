@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from hf_vq.codegen.device import Arch
+from hf_vq.codegen.jit.device import Arch
 
 from . import append, attention, linear, rows, vptq, w4a8
 from .case import Case

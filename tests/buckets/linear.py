@@ -1,5 +1,5 @@
-"""Problems of linear layers with codebooks: linear.cu, tiles.cu, wide.cu, and those that decode the
-weight first (dense.cu, decode.cu)."""
+"""Problems of linear layers with codebooks: linear.cu, linear_tile_codebook.cu, linear_wgmma.cu,
+and those that decode the weight first (dequantize_rotated.cu, dequantize.cu)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.codegen import choose, choose_dense, choose_linear, choose_tiles, choose_wide, tuned
-from hf_vq.codegen.choose import DecodeProblem, rotate_plan
-from hf_vq.codegen.choose_linear import LinearProblem
-from hf_vq.codegen.device import Arch
+from hf_vq.codegen import tuned
+from hf_vq.codegen.families import dequantize as choose
+from hf_vq.codegen.families import dequantize_rotated as choose_dense
+from hf_vq.codegen.families import linear as choose_linear
+from hf_vq.codegen.families import linear_tile_codebook as choose_tiles
+from hf_vq.codegen.families import linear_wgmma as choose_wide
+from hf_vq.codegen.families.dequantize import DecodeProblem, rotate_plan
+from hf_vq.codegen.families.linear import LinearProblem
+from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import DensePlan, Dtype, LinearPlan, Plan, RotatePlan, WidePlan
 from hf_vq.formats.catalog import WEIGHT_SCHEMES
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
 from hf_vq.ops.linear import linear
+from hf_vq.ops.reference import codes as reference
 
 from ..random_weights import random_tensors
 from .case import DTYPES, kernel_of
@@ -179,7 +184,7 @@ class LinearCase:
 
 def of_plan(plan: Plan) -> dict[str, Hashable]:
     """What is a matter of choice in a plan, by name; and all of it."""
-    found: dict[str, Hashable] = {"kernel": plan.template, "each kernel": kernel_of(plan)}
+    found: dict[str, Hashable] = {"kernel": plan.kernel, "each kernel": kernel_of(plan)}
     for field in fields(plan):
         if field.name not in _DECIDED:
             found[field.name] = getattr(plan, field.name)

@@ -1,5 +1,7 @@
-"""Problems of kernels around products and attention: encode.cu, decode.cu of whole rows, rotate.cu,
-decode_kv.cu and merge.cu. Nothing in their plans depends on how much there is to do."""
+"""Problems of kernels around products and attention: encode.cu, dequantize.cu of whole rows,
+rotate.cu, dequantize_kv.cu and softmax_merge.cu.
+
+Nothing in their plans depends on how much there is to do."""
 
 from __future__ import annotations
 
@@ -13,22 +15,22 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.backends import cuda_prefill
-from hf_vq.backends.attention_maths import Maths
-from hf_vq.backends.cuda_linear import on_device
-from hf_vq.codegen import choose
-from hf_vq.codegen.choose import rotate_plan
-from hf_vq.codegen.choose_encode import encodable, encode_plan
-from hf_vq.codegen.choose_prefill import decodable_kv, decode_kv_plan, merge_plan
-from hf_vq.codegen.device import Arch
+from hf_vq.backends.cuda.kv import prefill as cuda_prefill
+from hf_vq.backends.cuda.linear.dequantize import on_device
+from hf_vq.backends.torch.partial_softmax import Maths
+from hf_vq.codegen.families import dequantize as choose
+from hf_vq.codegen.families.dequantize import rotate_plan
+from hf_vq.codegen.families.encode import encodable, encode_plan
+from hf_vq.codegen.families.kv_prefill import decodable_kv, decode_kv_plan, merge_plan
+from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import Dtype, Plan, RotatePlan
 from hf_vq.fit.scale import FACTORS
 from hf_vq.formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops import reference
 from hf_vq.ops.codes import encode_weight, rotate
 from hf_vq.ops.library import parse
+from hf_vq.ops.reference import codes as reference
 
 from ..random_weights import random_tensors
 from .append import SCHEMES

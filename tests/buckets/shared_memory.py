@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hf_vq.codegen import compiler
-from hf_vq.codegen.device import checked, device_arch
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import checked, device_arch
 
 NAN, LARGE = 0x7FC07FC0, 0x5BD05BD0
 """A word that is no number as float32, and as two fp16 or bfloat16; and one that is large."""

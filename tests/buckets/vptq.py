@@ -1,4 +1,4 @@
-"""Problems of layers as VPTQ publishes them: vptq.cu, vptq_inputs.cu, vptq_decode.cu."""
+"""Problems of layers as VPTQ publishes them: vptq.cu, vptq_inputs.cu, vptq_dequantize.cu."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.codegen import choose_vptq
-from hf_vq.codegen.choose_vptq import MOST_TOKENS, VptqProblem, decode_plan, fusable, inputs_plan
-from hf_vq.codegen.device import Arch
+from hf_vq.codegen.families import vptq as choose_vptq
+from hf_vq.codegen.families.vptq import MOST_TOKENS, VptqProblem, decode_plan, fusable, inputs_plan
+from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.formats.published import VptqLayout
 from hf_vq.ops.published import decode_published, published_linear

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.codegen import choose_w4a8, choose_w4a8_wide
-from hf_vq.codegen.choose_w4a8 import W4A8Problem, inputs_plan
-from hf_vq.codegen.device import Arch
+from hf_vq.codegen.families import w4a8 as choose_w4a8
+from hf_vq.codegen.families import w4a8_wgmma as choose_w4a8_wide
+from hf_vq.codegen.families.w4a8 import W4A8Problem, inputs_plan
+from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.codegen.w4a8_plan import Source, W4A8Plan, W4A8WidePlan
 from hf_vq.formats import qoq

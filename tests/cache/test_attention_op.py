@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_vq.cache.tape import CodeTape
+from hf_vq.cache.token_buffer import CodeTape
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.scheme import VQScheme

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from hf_vq.cache.batch import Batch
 from hf_vq.cache.codebooks import universal
-from hf_vq.cache.pages import LayerPages, PageFormat
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops import decode_kv, encode_kv
 from hf_vq.ops.attention import attention
 from hf_vq.ops.layout import BLOCK, ROWS
+from hf_vq.serving.batch import Batch
+from hf_vq.serving.pages import LayerPages, PageFormat
 
 HEADS, DIM, PAGES = 2, 32, 9
 

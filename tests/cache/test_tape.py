@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_vq.cache.tape import CodeTape
+from hf_vq.cache.token_buffer import CodeTape
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops.layout import write_rows

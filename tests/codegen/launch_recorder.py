@@ -18,9 +18,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hf_vq import backends, dispatch
-from hf_vq.backends import cuda_append, cuda_attention
-from hf_vq.codegen import device, launch
-from hf_vq.codegen.device import Arch
+from hf_vq.backends.cuda.kv import append as cuda_append
+from hf_vq.backends.cuda.kv import attention as cuda_attention
+from hf_vq.codegen.jit import device, launch
+from hf_vq.codegen.jit.device import Arch
 from hf_vq.formats import qoq
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.ops import codes, paged, published, static, w4a8
@@ -58,11 +59,12 @@ def facts(arch):
 
 def modules():
     """The backends of CUDA, imported."""
-    names = (found.name for found in pkgutil.iter_modules(backends.__path__))
+    found = pkgutil.walk_packages(backends.__path__, "hf_vq.backends.")
     return [
-        importlib.import_module(f"hf_vq.backends.{name}")
-        for name in names
-        if name.startswith("cuda") or name == "two_passes"
+        importlib.import_module(one.name)
+        for one in found
+        if one.name.startswith("hf_vq.backends.cuda.")
+        or one.name == "hf_vq.backends.torch.residual"
     ]
 
 
@@ -200,7 +202,7 @@ def _ops(patch):
         "store": static._store, "append": codes._append, "append_paged": paged._append,
         "attention_paged": paged._attention, "rotate": codes._rotate, "decode": codes._decode,
         "encode": codes._encode, "linear": library_of("linear"),
-        "linears": library_of("together", "_linears"), "w4a8_linear": w4a8._w4a8_linear,
+        "linears": library_of("horizontal_fusion", "_linears"), "w4a8_linear": w4a8._w4a8_linear,
         "w4a8_linears": w4a8._w4a8_linears, "published_linear": published._published_linear,
     }  # fmt: skip
     for name, run in runs.items():

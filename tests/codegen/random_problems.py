@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import partial
 
 from hf_vq.codegen.attention_plan import Mask
-from hf_vq.codegen.choose import decodable, rotatable
-from hf_vq.codegen.choose_append import HEAD_DIMS, appendable
-from hf_vq.codegen.choose_encode import encodable
-from hf_vq.codegen.choose_prefill import decodable_kv
+from hf_vq.codegen.families.dequantize import decodable, rotatable
+from hf_vq.codegen.families.encode import encodable
+from hf_vq.codegen.families.kv_append import HEAD_DIMS, appendable
+from hf_vq.codegen.families.kv_prefill import decodable_kv
 from hf_vq.codegen.w4a8_plan import Source
 from hf_vq.formats.catalog import WEIGHT_SCHEMES
 from hf_vq.ops import w4a8 as w4a8_op

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from hf_vq.codegen import choose_attention
 from hf_vq.codegen.attention_plan import Mask
-from hf_vq.codegen.device import ARCHES, named_arch
+from hf_vq.codegen.families import kv_attention as choose_attention
+from hf_vq.codegen.jit.device import ARCHES, named_arch
 from tests.buckets import attention as attention_buckets
 from tests.buckets import linear as linear_buckets
 from tests.buckets.case import kernel_of
@@ -88,7 +88,7 @@ def values_of(kernel, case, plan):
         plain = case.mask is Mask.NONE and not case.softcapped
         return {(False, kernel_of(plan)), (plain, kernel_of(plan))}
     return {
-        (plan.template, name, value)
+        (plan.kernel, name, value)
         for name, value in linear_buckets.of_plan(kernel_of(plan)).items()
         if name != "each kernel" and name not in SIZES
     }

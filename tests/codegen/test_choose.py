@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_vq.codegen import device
-from hf_vq.codegen.choose import (
+from hf_vq.codegen.families.dequantize import (
     DecodeProblem,
     candidates,
     choose,
@@ -17,7 +16,8 @@ from hf_vq.codegen.choose import (
     panels,
     rotatable,
 )
-from hf_vq.codegen.device import ARCHES, device_arch, named_arch
+from hf_vq.codegen.jit import device
+from hf_vq.codegen.jit.device import ARCHES, device_arch, named_arch
 from hf_vq.codegen.plan import Dtype, Scope
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme

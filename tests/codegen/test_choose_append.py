@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hf_vq import paths
-from hf_vq.backends.cuda_append import AppendArguments, candidates
-from hf_vq.backends.cuda_store import StoreArguments
-from hf_vq.codegen import compiler
-from hf_vq.codegen.choose_append import CELLS, HEAD_DIMS, append_plan, appendable, store_plan
-from hf_vq.codegen.device import ARCHES
+from hf_vq.backends.cuda.kv.append import AppendArguments, candidates
+from hf_vq.backends.cuda.kv.step import StoreArguments
+from hf_vq.codegen.families.kv_append import CELLS, HEAD_DIMS, append_plan, appendable, store_plan
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.kv_plan import AppendPlan, StorePlan
 from hf_vq.codegen.plan import Dtype, render
 from hf_vq.formats import KV_SCHEMES, VQScheme
@@ -123,12 +123,18 @@ def source(name):
 def test_templates_read_every_field_and_no_other():
     text = "".join(
         map(
-            source, ("append.cuh", "append_groups.cuh", "append_integers.cuh", "append_nearest.cuh")
+            source,
+            (
+                "kv/append.cuh",
+                "kv/append_groups.cuh",
+                "kv/append_integers.cuh",
+                "kv/append_nearest.cuh",
+            ),
         )
     )
     fields = {field.name for field in dataclasses.fields(AppendPlan)}
-    assert set(re.findall(r"\b(?:S|Plan)::(\w+)", text + source("append.cu"))) == fields
-    of_store = set(re.findall(r"\bPlan::(\w+)", source("store.cu")))
+    assert set(re.findall(r"\b(?:S|Plan)::(\w+)", text + source("kv/append.cu"))) == fields
+    of_store = set(re.findall(r"\bPlan::(\w+)", source("kv/kv_step.cu")))
     assert of_store == {field.name for field in dataclasses.fields(StorePlan)}
     plan = store_plan(plan_for(SCHEMES["u4"], 128, True), plan_for(SCHEMES["cq-4"], 64, True))
     lines = [line.strip() for line in render(plan).splitlines()]
@@ -151,12 +157,12 @@ def test_arguments_are_those_of_the_source():
     def mirrored(arguments):
         return [(name, getattr(arguments, name).size) for name, _ in arguments._fields_]
 
-    assert list(members("append.cu", "Arguments")) == mirrored(AppendArguments)
+    assert list(members("kv/append.cu", "Arguments")) == mirrored(AppendArguments)
     sides = {"keys": "key_", "values": "value_"}
     expected = []
-    for name, size in members("store.cu", "Arguments"):
+    for name, size in members("kv/kv_step.cu", "Arguments"):
         if name in sides:
-            expected += [(sides[name] + part, of) for part, of in members("store.cu", "Side")]
+            expected += [(sides[name] + part, of) for part, of in members("kv/kv_step.cu", "Side")]
         else:
             expected.append((name, size))
     assert expected == mirrored(StoreArguments)

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from hf_vq.codegen import compiler
 from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.attention_plan import Mask
-from hf_vq.codegen.choose_attention import (
+from hf_vq.codegen.families.kv_attention import (
     LONG,
     SHORT,
     AttentionProblem,
@@ -16,7 +15,8 @@ from hf_vq.codegen.choose_attention import (
     misfit,
     splits,
 )
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_vq.codegen.choose_attention import attendable, choose, misfit
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.families.kv_attention import attendable, choose, misfit
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.formats import KV_SCHEMES
 
 from .test_choose_attention import compiles, needs_compiler, problem

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hf_vq.codegen.choose import DecodeProblem
-from hf_vq.codegen.choose_dense import blocks, dense_plan, restorable
-from hf_vq.codegen.compiler import compile_plan, why_not
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.families.dequantize import DecodeProblem
+from hf_vq.codegen.families.dequantize_rotated import blocks, dense_plan, restorable
+from hf_vq.codegen.jit.compiler import compile_plan, why_not
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
 

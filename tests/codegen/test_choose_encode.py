@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_vq.codegen import choose_encode
-from hf_vq.codegen.choose_encode import encodable, encode_plan
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.families import encode as choose_encode
+from hf_vq.codegen.families.encode import encodable, encode_plan
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Scope
 from hf_vq.fit import assign
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_vq.codegen import tuned
-from hf_vq.codegen.choose_linear import (
+from hf_vq.codegen.families.linear import (
     MOST_TOKENS,
     LinearProblem,
     best,
@@ -22,7 +22,7 @@ from hf_vq.codegen.choose_linear import (
     fusable,
     spare_registers,
 )
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hf_vq.codegen.choose_prefill import blocks, decodable_kv, decode_kv_plan, merge_plan
-from hf_vq.codegen.compiler import compile_plan, why_not
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.families.kv_prefill import blocks, decodable_kv, decode_kv_plan, merge_plan
+from hf_vq.codegen.jit.compiler import compile_plan, why_not
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import VQScheme
 from hf_vq.formats.catalog import KV_SCHEMES

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_vq.codegen.__main__ import main
-from hf_vq.codegen.choose_linear import LinearProblem, token_bucket
-from hf_vq.codegen.choose_tiles import (
+from hf_vq.codegen.families.linear import LinearProblem, token_bucket
+from hf_vq.codegen.families.linear_tile_codebook import (
     MOST_TOKENS,
     best,
     blocks,
@@ -18,7 +18,7 @@ from hf_vq.codegen.choose_tiles import (
     spare_registers,
     tiled,
 )
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_vq import paths
-from hf_vq.codegen import compiler
 from hf_vq.codegen.__main__ import main
-from hf_vq.codegen.choose_vptq import (
+from hf_vq.codegen.families.vptq import (
     MOST_TOKENS,
     VptqProblem,
     best,
@@ -25,7 +24,8 @@ from hf_vq.codegen.choose_vptq import (
     l2_lookups,
     registers,
 )
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats.published import VptqLayout
 
@@ -117,23 +117,26 @@ def source(name):
 
 def test_templates_read_every_field_and_no_other():
     plan = choose(problem(LAYOUTS["v8-k65536-256"]))
-    shared = source("vptq.cuh")
+    shared = source("vptq/vptq.cuh")
     for one, text in (
-        (plan, source("vptq.cu") + shared),
-        (inputs_plan(plan, LAYOUTS["v8-k65536-256"]), source("vptq_inputs.cu")),
-        (decode_plan(LAYOUTS["odd"], 4096, Dtype.FLOAT16), source("vptq_decode.cu") + shared),
+        (plan, source("vptq/vptq.cu") + shared),
+        (inputs_plan(plan, LAYOUTS["v8-k65536-256"]), source("vptq/vptq_inputs.cu")),
+        (
+            decode_plan(LAYOUTS["odd"], 4096, Dtype.FLOAT16),
+            source("vptq/vptq_dequantize.cu") + shared,
+        ),
     ):
         read = set(re.findall(r"Plan::(\w+)", text))
         assert read == {field.name for field in dataclasses.fields(one)}, one.template
 
 
 def test_arguments_are_those_of_the_source():
-    from hf_vq.backends import cuda_vptq
+    from hf_vq.backends.cuda import vptq as cuda_vptq
 
     for arguments, file in (
-        (cuda_vptq.VptqArguments, "vptq.cu"),
-        (cuda_vptq.VptqInputsArguments, "vptq_inputs.cu"),
-        (cuda_vptq.VptqDecodeArguments, "vptq_decode.cu"),
+        (cuda_vptq.VptqArguments, "vptq/vptq.cu"),
+        (cuda_vptq.VptqInputsArguments, "vptq/vptq_inputs.cu"),
+        (cuda_vptq.VptqDecodeArguments, "vptq/vptq_dequantize.cu"),
     ):
         body = re.search(r"struct Arguments {\n(.*?)};", source(file), re.DOTALL)[1]
         fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)

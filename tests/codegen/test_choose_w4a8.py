@@ -7,10 +7,12 @@ import re
 import pytest
 
 from hf_vq import paths
-from hf_vq.codegen import choose_w4a8, choose_w4a8_wide, compiler
 from hf_vq.codegen.__main__ import main
-from hf_vq.codegen.choose_w4a8 import W4A8Problem
-from hf_vq.codegen.device import ARCHES, named_arch
+from hf_vq.codegen.families import w4a8 as choose_w4a8
+from hf_vq.codegen.families import w4a8_wgmma as choose_w4a8_wide
+from hf_vq.codegen.families.w4a8 import W4A8Problem
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import ARCHES, named_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.codegen.w4a8_plan import Source
 from tests.buckets.w4a8 import W4A8Case
@@ -73,7 +75,7 @@ def test_blocks_without_a_token_fill_up_the_last_eight(monkeypatch):
         for tokens, wanted in ((1, 1), (2, 8), (8, 8), (9, 16), (300, 300)):
             case = W4A8Case("qoq-w4a8", tokens, 1024, 4096, "float16", None, Source.NORM)
             launches = record(case).launches
-            blocks = [count for plan, count in launches if plan.template == "w4a8_inputs"]
+            blocks = [count for plan, count in launches if plan.kernel == "w4a8_inputs"]
             assert blocks == [wanted], tokens
 
 
@@ -111,21 +113,25 @@ def sources(*names):
 def test_templates_read_every_field_and_no_other():
     few, wide = asked(1, 64, 128, 0), asked(32, 64, 128, 0)
     for plan, headers in (
-        (choose_w4a8.choose(few), ("w4a8.cuh", "w4a8_round.cuh")),
-        (choose_w4a8_wide.choose(wide), ("w4a8.cuh", "wide.cuh")),
-        (choose_w4a8.inputs_plan(Dtype.FLOAT16, 128, True), ("w4a8.cuh", "w4a8_round.cuh")),
+        (choose_w4a8.choose(few), ("w4a8/w4a8.cuh", "w4a8/w4a8_round.cuh")),
+        (choose_w4a8_wide.choose(wide), ("w4a8/w4a8.cuh", "primitives/wgmma_ring.cuh")),
+        (
+            choose_w4a8.inputs_plan(Dtype.FLOAT16, 128, True),
+            ("w4a8/w4a8.cuh", "w4a8/w4a8_round.cuh"),
+        ),
     ):
         read = set(re.findall(r"Plan::(\w+)", sources(f"{plan.template}.cu", *headers)))
         assert read == {field.name for field in dataclasses.fields(plan)}
 
 
 def test_arguments_are_those_of_the_source():
-    from hf_vq.backends import cuda_w4a8, cuda_w4a8_inputs
+    from hf_vq.backends.cuda import w4a8 as cuda_w4a8
+    from hf_vq.backends.cuda import w4a8_inputs
 
     for arguments, file in (
-        (cuda_w4a8.W4A8Arguments, "w4a8.cu"),
-        (cuda_w4a8.W4A8WideArguments, "w4a8_wide.cu"),
-        (cuda_w4a8_inputs.W4A8InputsArguments, "w4a8_inputs.cu"),
+        (cuda_w4a8.W4A8Arguments, "w4a8/w4a8.cu"),
+        (cuda_w4a8.W4A8WideArguments, "w4a8/w4a8_wgmma.cu"),
+        (w4a8_inputs.W4A8InputsArguments, "w4a8/w4a8_inputs.cu"),
     ):
         body = re.search(r"struct Arguments .*?{\n(.*?)};", sources(file), re.DOTALL)[1]
         fields = re.findall(r"^ *([\w \*]+?)(\w+);", body, re.MULTILINE)
@@ -176,7 +182,7 @@ def test_wide_plans_compile_without_local_memory(tokens):
 
 
 ONE_OR_ALL = """
-#include "wgmma.cuh"
+#include "primitives/wgmma.cuh"
 extern "C" __global__ void products(int* y, const uint32_t* x, int count) {
   int sums[16] = {};
   uint32_t a[2][4] = {};

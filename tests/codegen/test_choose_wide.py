@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_vq.codegen.choose_linear import LinearProblem
-from hf_vq.codegen.choose_wide import (
+from hf_vq.codegen.families.linear import LinearProblem
+from hf_vq.codegen.families.linear_wgmma import (
     MOST_TOKENS,
     best,
     blocks,
@@ -20,7 +20,7 @@ from hf_vq.codegen.choose_wide import (
     token_bucket,
     wide,
 )
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 

@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 
 from hf_vq import paths
-from hf_vq.codegen import choose_linear, compiler
 from hf_vq.codegen.__main__ import main
-from hf_vq.codegen.choose import DecodeProblem, choose, rotate_plan
-from hf_vq.codegen.choose_encode import encodable, encode_plan
-from hf_vq.codegen.device import ARCHES
+from hf_vq.codegen.families import linear as choose_linear
+from hf_vq.codegen.families.dequantize import DecodeProblem, choose, rotate_plan
+from hf_vq.codegen.families.encode import encodable, encode_plan
+from hf_vq.codegen.jit import compiler
+from hf_vq.codegen.jit.device import ARCHES
+from hf_vq.codegen.jit.kernel_store import Store
 from hf_vq.codegen.plan import Dtype
-from hf_vq.codegen.store import Store
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 
@@ -110,9 +111,13 @@ def test_rotations(block):
 
 def test_an_error_shows_the_line_and_the_plan(monkeypatch):
     broken = dict(compiler.sources())
-    broken["rotate.cu"] = broken["rotate.cu"].replace("transform(value, lane);", "transfrom();")
+    broken["linear/rotate.cu"] = broken["linear/rotate.cu"].replace(
+        "transform(value, lane);", "transfrom();"
+    )
     monkeypatch.setattr(compiler, "sources", lambda: broken)
-    line = next(n for n, text in enumerate(broken["rotate.cu"].splitlines(), 1) if "from()" in text)
+    line = next(
+        n for n, text in enumerate(broken["linear/rotate.cu"].splitlines(), 1) if "from()" in text
+    )
     plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, 128, True, False)
     with pytest.raises(VQBackendError) as error:
         compiler.compile_plan(plan, "sm_80")
@@ -166,7 +171,7 @@ def test_a_key_has_all_that_decides(monkeypatch):
     keys = {compiler.key(plan, "sm_80"), compiler.key(plan, "sm_86")}
     keys.add(compiler.key(dataclasses.replace(plan, steps=1), "sm_80"))
     assert compiler.key(plan, "sm_80") in keys
-    edited = {**compiler.sources(), "codes.cuh": "// another"}
+    edited = {**compiler.sources(), "primitives/codes.cuh": "// another"}
     monkeypatch.setattr(compiler, "sources", lambda: edited)
     keys.add(compiler.key(plan, "sm_80"))
     monkeypatch.setattr(compiler, "version", lambda: (1, 0))
@@ -177,7 +182,7 @@ def test_a_key_has_all_that_decides(monkeypatch):
 
 
 def test_templates_need_no_header_of_cuda():
-    for path in (paths.kernel_sources() / "cuda").iterdir():
+    for path in (paths.kernel_sources() / "cuda").rglob("*.cu*"):
         assert "#include <" not in path.read_text(encoding="utf-8"), path
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hf_vq import paths
-from hf_vq.codegen.choose import rotate_plan
+from hf_vq.codegen.families.dequantize import rotate_plan
 from hf_vq.codegen.kv_plan import DecodeKVPlan
 from hf_vq.codegen.plan import (
     DecodePlan,
@@ -60,30 +60,30 @@ def test_every_field_is_rendered_once_under_its_own_name():
 def test_a_template_reads_every_field_and_no_other(plan):
     text = source(f"{plan.template}.cu")
     if isinstance(plan, DecodePlan):
-        text += source("codebook.cuh")
+        text += source("linear/codebook.cuh")
     if isinstance(plan, LinearPlan):
-        text += source("table.cuh") + source("hadamard.cuh")
+        text += source("linear/table.cuh") + source("primitives/hadamard.cuh")
     if isinstance(plan, EncodePlan):
-        text += source("nearest.cuh") + source("nearest_e8p.cuh")
+        text += source("encode/nearest.cuh") + source("encode/nearest_e8p.cuh")
     assert plan_fields(text) == {field.name for field in dataclasses.fields(plan)}
 
 
 @pytest.mark.parametrize("kind", [Dtype, Scope])
 def test_enumerations_have_the_same_names_in_the_source(kind):
-    names = enumeration(kind.__name__, source("numbers.cuh"))
+    names = enumeration(kind.__name__, source("primitives/numbers.cuh"))
     assert names == [member.name for member in kind]
 
 
 def test_arguments_are_those_of_the_source():
-    from hf_vq.backends.cuda_arguments import LinearArguments
-    from hf_vq.backends.cuda_encode import EncodeArguments
-    from hf_vq.backends.cuda_linear import DecodeArguments, RotateArguments
-    from hf_vq.backends.cuda_prefill import DecodeKVArguments
+    from hf_vq.backends.cuda.encode import EncodeArguments
+    from hf_vq.backends.cuda.kv.prefill import DecodeKVArguments
+    from hf_vq.backends.cuda.linear.arguments import LinearArguments
+    from hf_vq.backends.cuda.linear.dequantize import DecodeArguments, RotateArguments
 
     for arguments, file in (
-        (DecodeArguments, "decode.cu"), (RotateArguments, "rotate.cu"),
-        (LinearArguments, "linear.cu"), (EncodeArguments, "encode.cu"),
-        (DecodeKVArguments, "decode_kv.cu"),
+        (DecodeArguments, "linear/dequantize.cu"), (RotateArguments, "linear/rotate.cu"),
+        (LinearArguments, "linear/linear.cu"), (EncodeArguments, "encode/encode.cu"),
+        (DecodeKVArguments, "kv/dequantize_kv.cu"),
     ):  # fmt: skip
         found = [(name, getattr(arguments, name).size) for name, _ in arguments._fields_]
         assert found == argument_fields(source(file))
@@ -91,9 +91,9 @@ def test_arguments_are_those_of_the_source():
 
 def test_arguments_of_a_second_pass():
     """They come first, as members of a base do, and only where a plan has one."""
-    from hf_vq.backends.cuda_arguments import LinearArguments, together
+    from hf_vq.backends.cuda.linear.arguments import LinearArguments, together
 
-    assert "struct Arguments : SecondCodes<" in source("linear.cu")
+    assert "struct Arguments : SecondCodes<" in source("linear/linear.cu")
     fields = [name for name, *_ in LinearArguments._fields_]
     assert [name for name, _ in together(1, False)._fields_] == fields
     assert [name for name, _ in together(1, True)._fields_] == ["second", *fields]

@@ -11,8 +11,8 @@ import warnings
 import pytest
 
 from hf_vq import env
-from hf_vq.codegen import store as store_module
-from hf_vq.codegen.store import Store, default_store
+from hf_vq.codegen.jit import kernel_store as store_module
+from hf_vq.codegen.jit.kernel_store import Store, default_store
 from hf_vq.formats.hidden import hidden_folder
 
 IMAGE = bytes(range(256)) * 40
@@ -84,7 +84,7 @@ def test_a_compile_that_fails_leaves_nothing(tmp_path):
 KILLED = """
 import os, sys
 from pathlib import Path
-from hf_vq.codegen import store
+from hf_vq.codegen.jit import kernel_store as store
 def stop(*arguments):
     print("writing", flush=True)
     import time; time.sleep(60)

@@ -6,7 +6,7 @@ import torch
 from hf_vq.fit import fit_weight, frequency
 from hf_vq.fit.frequency import by_frequency
 from hf_vq.formats import VQScheme, pack_bits, unpack_bits
-from hf_vq.ops.reference import decode_rotated
+from hf_vq.ops.reference.codes import decode_rotated
 
 SPECS = ["vq8x8r2-tensor-g0-none", "vq8x12r2-tensor-g0-none", "vq2x5r1-tensor-g16-none",
          "vq1x3r3-tensor-g0-none", "vq4x16r1-tensor-g0-none"]  # fmt: skip

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, modeling_utils
 
-from hf_vq.hf import folder, register, save
+from hf_vq.hf import register
+from hf_vq.hf.checkpoint import atomic_dir, save
 
 
 def die(*arguments: Any) -> None:
@@ -51,11 +52,11 @@ def save_and_die(model: Any, target: str, point: str) -> None:
     elif point == "card":
         die_after(save, "_write_card")
     elif point == "before exchange":
-        folder.exchange = die
+        atomic_dir.exchange = die
     elif point == "after exchange":
-        die_after(folder, "exchange")
+        die_after(atomic_dir, "exchange")
     elif point == "between the renames":
-        folder.exchange = lambda *paths: False
+        atomic_dir.exchange = lambda *paths: False
         die_after(Path, "rename")
     model.save_pretrained(target)
 

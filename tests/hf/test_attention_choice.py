@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import hf_vq
 from hf_vq import VQCache, patches
-from hf_vq.backends import native
+from hf_vq.backends.cpu import library
 from hf_vq.errors import VQCacheError
 from hf_vq.hf import attention_choice
 
@@ -419,7 +419,7 @@ def test_devices_without_float64() -> None:
     assert cache.fallbacks == {0: 0}
 
 
-@pytest.mark.skipif(native.load() is None, reason="the CPU library is not built")
+@pytest.mark.skipif(library.load() is None, reason="the CPU library is not built")
 def test_calls_of_a_layer_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python frames inside hf_vq of one update and its attention, GQA of 4: they are most of the
     time of a small layer."""

@@ -14,8 +14,8 @@ from transformers.utils.hub import hf_api
 
 from hf_vq import paths
 from hf_vq.errors import VQError
-from hf_vq.hf.card import CARD, is_ours, loading_class
-from hf_vq.hf.save import save_evaluation
+from hf_vq.hf.checkpoint.card import CARD, is_ours, loading_class
+from hf_vq.hf.checkpoint.save import save_evaluation
 
 LOAD = AutoModelForCausalLM.from_pretrained
 CARDS = sorted((Path(__file__).resolve().parents[2] / "model_cards").glob("*.md"))

@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Dyn
 
 import hf_vq
 from hf_vq import VQCache, VQConfig
-from hf_vq.backends import cpu_linear, native
+from hf_vq.backends.cpu import library
+from hf_vq.backends.cpu import linear as cpu_linear
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 PROMPT, CHUNK, CHUNKS = 96, 16, 6
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 import hf_vq
 from hf_vq.errors import VQBackendError
 from hf_vq.hf import VQConfig
-from hf_vq.hf.fused_inputs import fuse_inputs, separate_inputs
+from hf_vq.hf.fused_activations import fuse_inputs, separate_inputs
 from hf_vq.nn import W4A8Linear
-from hf_vq.nn.deferred import Deferred, Gated, Norm
+from hf_vq.nn.lazy_activation import Deferred, Gated, Norm
 from hf_vq.ops import w4a8
 from hf_vq.ops.fused_inputs import fused_inputs
 

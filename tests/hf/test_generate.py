@@ -21,8 +21,8 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from hf_vq.cache import VQCache, VQHandle, codebooks
+from hf_vq.cache.kv_side import key_mean
 from hf_vq.cache.layer import SLACK
-from hf_vq.cache.store import key_mean
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor

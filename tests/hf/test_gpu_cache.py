@@ -28,8 +28,8 @@ from transformers.cache_utils import Cache
 
 from hf_vq import dispatch
 from hf_vq.cache import VQCache
+from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.hf import attention, enable_cache_backend, explain
-from hf_vq.hf.calibration.cache import calibrate_kv
 
 DEVICE = "cuda"
 WINDOW = 8

@@ -20,9 +20,10 @@ from transformers import (
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
-from hf_vq.backends import cuda_w4a8_inputs
+from hf_vq.backends.cuda import w4a8_inputs
 from hf_vq.errors import VQCacheError
-from hf_vq.hf import VQConfig, enable_cache_backend, paged
+from hf_vq.hf import VQConfig, enable_cache_backend
+from hf_vq.serving import continuous_batching as paged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -208,13 +209,13 @@ def test_weights_of_4_bits_and_inputs_of_8(
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=config, dtype=torch.bfloat16, device_map="cuda"
     ).eval()
-    made, plain = [], cuda_w4a8_inputs.rounded
+    made, plain = [], w4a8_inputs.rounded
 
     def counted(kernel: Any, *arguments: Any, **options: Any) -> Any:
         made.append(kernel.plan.source.value)
         return plain(kernel, *arguments, **options)
 
-    monkeypatch.setattr(cuda_w4a8_inputs, "rounded", counted)
+    monkeypatch.setattr(w4a8_inputs, "rounded", counted)
     prompts = prompts_of(5, 300, 64)
     fields = {} if graph is None else {"use_cuda_graph": graph}
     of = config_of("qserve-kv4")

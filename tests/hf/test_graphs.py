@@ -19,7 +19,7 @@ import hf_vq
 from hf_vq import patches
 from hf_vq.cache import VQCache
 from hf_vq.errors import VQBackendError
-from hf_vq.hf import graphs
+from hf_vq.hf import cuda_graphs
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -42,7 +42,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many graphs were captured, and how many steps replayed."""
     torch._dynamo.reset()
     counts = [0, 0]
-    replay, init = graphs._Graph.replay, graphs._Graph.__init__
+    replay, init = cuda_graphs._Graph.replay, cuda_graphs._Graph.__init__
 
     def counted(self: Any, inputs: Any) -> Any:
         counts[1] += 1
@@ -52,8 +52,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts[0] += 1
         init(self, *args)
 
-    monkeypatch.setattr(graphs._Graph, "replay", counted)
-    monkeypatch.setattr(graphs._Graph, "__init__", made)
+    monkeypatch.setattr(cuda_graphs._Graph, "replay", counted)
+    monkeypatch.setattr(cuda_graphs._Graph, "__init__", made)
     return counts
 
 
@@ -61,16 +61,16 @@ def test_the_method_of_one_model() -> None:
     """It is that of the model alone: not of its class, nor of a copy."""
     model = build("gqa")
     plain = type(model).get_compiled_call
-    model.__dict__[graphs._ATTRIBUTE] = graphs._Captured.__new__(graphs._Captured)
-    patches.override(model, "get_compiled_call", partial(graphs._get_compiled_call, model))
+    model.__dict__[cuda_graphs._ATTRIBUTE] = cuda_graphs._Captured.__new__(cuda_graphs._Captured)
+    patches.override(model, "get_compiled_call", partial(cuda_graphs._get_compiled_call, model))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.get_compiled_call.args[0] is other is not model
-        assert not isinstance(other.get_compiled_call(None), graphs._Decoding)
-    assert isinstance(model.get_compiled_call(None), graphs._Decoding)
+        assert not isinstance(other.get_compiled_call(None), cuda_graphs._Decoding)
+    assert isinstance(model.get_compiled_call(None), cuda_graphs._Decoding)
     assert type(model).get_compiled_call is plain
     hf_vq.capture(model, enabled=False)
-    assert not isinstance(model.get_compiled_call(None), graphs._Decoding)
-    assert not {graphs._ATTRIBUTE, "get_compiled_call"} & model.__dict__.keys()
+    assert not isinstance(model.get_compiled_call(None), cuda_graphs._Decoding)
+    assert not {cuda_graphs._ATTRIBUTE, "get_compiled_call"} & model.__dict__.keys()
 
 
 def test_a_model_on_a_cpu() -> None:

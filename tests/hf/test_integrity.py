@@ -16,8 +16,8 @@ from hf_vq.errors import VQFormatError
 from hf_vq.formats import digests
 from hf_vq.formats.digests import Check, Header
 from hf_vq.hf import VQConfig
-from hf_vq.hf.integrity import checkpoints, meanings, record
-from hf_vq.hf.verify import Verification
+from hf_vq.hf.checkpoint.integrity import checkpoints, meanings, record
+from hf_vq.hf.checkpoint.verify import Verification
 
 LOAD = AutoModelForCausalLM.from_pretrained
 pytestmark = pytest.mark.filterwarnings("ignore:.*without calibration data")

@@ -11,7 +11,7 @@ from hf_vq.errors import VQConfigError
 from hf_vq.evaluation.info import describe, show
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.hf import VQConfig, explain
-from hf_vq.hf.checkpoint import storage
+from hf_vq.hf.checkpoint.headers import storage
 from hf_vq.nn.replace import vq_modules
 
 LOAD = AutoModelForCausalLM.from_pretrained

@@ -16,7 +16,7 @@ from hf_vq.errors import VQConfigError
 from hf_vq.fit import fit_weight
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.hf import VQConfig
-from hf_vq.hf.checkpoint import packaged
+from hf_vq.hf.checkpoint.headers import packaged
 from hf_vq.nn import VQExperts, replace_modules
 
 LOAD = AutoModelForCausalLM.from_pretrained

@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gene
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from hf_vq.cache.codebooks import KVCodebooks, universal
+from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
-from hf_vq.hf import enable_cache_backend, paged
-from hf_vq.hf.calibration.cache import calibrate_kv
+from hf_vq.hf import enable_cache_backend
 from hf_vq.ops import decode_kv, encode_kv
+from hf_vq.serving import continuous_batching as paged
 
 pytestmark = [
     pytest.mark.usefixtures("reference_kernels"),
@@ -24,8 +25,8 @@ pytestmark = [
 ]
 enable_cache_backend()
 if paged.objection() is None:
-    from hf_vq.hf.paged.manager import PagedManager
-    from hf_vq.hf.paged.means import template_of
+    from hf_vq.serving.key_means import template_of
+    from hf_vq.serving.manager import PagedManager
 
 NEW = 6
 LENGTHS = (5, 40, 1, 17)
@@ -143,7 +144,7 @@ def test_requests_whose_pages_are_read_through_tables(
 ) -> None:
     """What kernels do on a GPU, by their specification. Steps of one token have block tables, where
     none is too short for a request and there are no sliding layers."""
-    monkeypatch.setattr("hf_vq.cache.pages.through_tables", lambda *asked: True)
+    monkeypatch.setattr("hf_vq.serving.pages.through_tables", lambda *asked: True)
     model = build(name)
     prompts = prompts_of(*LENGTHS)
     found, cache = serve(model, prompts, scheme, **fields)

@@ -11,10 +11,10 @@ from test_paged import NEW, batching, config_of, no_collection, prompts_of, pyte
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from hf_vq.errors import VQCacheError
-from hf_vq.hf import paged
+from hf_vq.serving import continuous_batching as paged
 
 if paged.objection() is None:
-    from hf_vq.hf.paged.manager import PagedManager
+    from hf_vq.serving.manager import PagedManager
 
 
 def test_generate_batch_reads_the_generation_config_of_the_model() -> None:

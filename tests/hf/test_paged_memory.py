@@ -26,7 +26,7 @@ def caches(config: Any, scheme: str, budget: int, monkeypatch: Any, **fields: An
         resolve_continuous_batching_config,
     )
 
-    from hf_vq.hf.paged.cache import PagedCodes
+    from hf_vq.serving.cache import PagedCodes
 
     monkeypatch.setattr(
         cache.PagedAttentionMemoryHandler, "get_available_memory", lambda self: budget

@@ -12,7 +12,7 @@ from transformers.quantizers import HfQuantizer
 from hf_vq.errors import VQConfigError
 from hf_vq.formats import QoQScheme, VQScheme
 from hf_vq.formats.catalog import weight_scheme
-from hf_vq.hf.parallel import check_split, whole_everywhere
+from hf_vq.hf.tensor_parallel import check_split, whole_everywhere
 from hf_vq.nn.replace import linear_class
 
 SCRIPT = Path(__file__).parent / "tensor_parallel.py"

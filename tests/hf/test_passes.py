@@ -17,9 +17,9 @@ from hf_vq.errors import VQBackendError, VQConfigError, VQFormatError
 from hf_vq.formats.digests import Header
 from hf_vq.hf import VQConfig, place_pass2
 from hf_vq.hf.quantizer import VQHfQuantizer
-from hf_vq.nn import second_pass, stored
+from hf_vq.nn import quantized_module, residual_offload
+from hf_vq.nn.offload_buffers import Slots
 from hf_vq.nn.replace import vq_modules
-from hf_vq.nn.slots import Slots
 
 SCHEMES = (
     "turboquant-4+2",
@@ -59,8 +59,8 @@ class Immediate:
 def far(monkeypatch):
     """Second passes have to be copied, though all is on the CPU; the slots."""
     slots = Slots(Immediate())
-    monkeypatch.setattr(second_pass, "is_away", lambda tensor, device: True)
-    monkeypatch.setattr(second_pass, "_pools", {torch.device("cpu"): slots})
+    monkeypatch.setattr(residual_offload, "is_away", lambda tensor, device: True)
+    monkeypatch.setattr(residual_offload, "_pools", {torch.device("cpu"): slots})
     return slots
 
 
@@ -93,7 +93,7 @@ def test_offloaded_is_resident(quantized, far, name, scheme):
     options = {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(model.generate(tokens(), **options), resident.generate(tokens(), **options))
     largest = max(
-        sum(-(-part[key].nbytes // 256) * 256 for key in second_pass.OFFLOADED if key in part)
+        sum(-(-part[key].nbytes // 256) * 256 for key in residual_offload.OFFLOADED if key in part)
         for module in vq_modules(model).values()
         for part in (
             [module.tensors()]
@@ -236,7 +236,7 @@ def test_moving_to_a_gpu_leaves_second_passes_behind(quantized, far, monkeypatch
     model = LOAD(quantized("llama", SCHEMES[0]), quantization_config=VQConfig(pass2="offload"))
     layer = model.model.layers[0].mlp.up_proj
     kept, names = layer.vq_codes_2, list(layer._parameters)
-    monkeypatch.setattr(stored, "_leads_to_a_gpu", lambda fn: True)
+    monkeypatch.setattr(quantized_module, "_leads_to_a_gpu", lambda fn: True)
     seen = []
     layer._apply(lambda tensor: seen.append(tensor.data_ptr()) or tensor.clone())
     assert layer.vq_codes_2 is kept and kept.data_ptr() not in seen

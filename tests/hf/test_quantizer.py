@@ -17,8 +17,8 @@ from transformers.quantizers import auto
 
 from hf_vq import ops
 from hf_vq.errors import VQConfigError, VQFormatError
-from hf_vq.hf import VQConfig, VQHfQuantizer, operation, register
-from hf_vq.hf.layers import matches
+from hf_vq.hf import VQConfig, VQHfQuantizer, quantize_op, register
+from hf_vq.hf.module_patterns import matches
 from hf_vq.nn import VQLinear
 from hf_vq.nn.replace import vq_modules
 
@@ -334,16 +334,16 @@ def test_interrupting(dense, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return fit(*arguments, **options)
 
-    fit = operation.fit_weight
-    monkeypatch.setattr(operation, "fit_weight", interrupted)
-    monkeypatch.setattr(operation.logging, "tqdm", Bar)
+    fit = quantize_op.fit_weight
+    monkeypatch.setattr(quantize_op, "fit_weight", interrupted)
+    monkeypatch.setattr(quantize_op.logging, "tqdm", Bar)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         LOAD(dense("llama"), quantization_config=VQConfig())
     assert len(calls) == 3 and list(tmp_path.iterdir()) == []
     (bar,) = Bar.quantizing()
     assert (bar.total, bar.count, bar.closed) == (14, 2, 1)
-    monkeypatch.setattr(operation, "fit_weight", fit)
+    monkeypatch.setattr(quantize_op, "fit_weight", fit)
     LOAD(dense("llama"), quantization_config=VQConfig(search="norm"))
     _, bar = Bar.quantizing()
     assert (bar.total, bar.count, bar.closed) == (14, 14, 1)

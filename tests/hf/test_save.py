@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_vq.errors import VQFormatError
 from hf_vq.formats.hidden import hidden_folder
-from hf_vq.hf import folder as module
-from hf_vq.hf import save
-from hf_vq.hf.folder import exchange, replacing
+from hf_vq.hf.checkpoint import atomic_dir as module
+from hf_vq.hf.checkpoint import save
+from hf_vq.hf.checkpoint.atomic_dir import exchange, replacing
 
 LOAD = AutoModelForCausalLM.from_pretrained
 SCRIPT = Path(__file__).parent / "killed_save.py"

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hf_vq import VQConfig, VQScheme, dispatch, ops
-from hf_vq.backends import native
+from hf_vq.backends.cpu import library
 from hf_vq.errors import VQConfigError, VQSchemeError
 from hf_vq.fit import fit_weight
 from hf_vq.fit.weight import fixed_tensors
@@ -91,7 +91,7 @@ class Bytes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.skipif(native.load() is None, reason=native.why_not())
+@pytest.mark.skipif(library.load() is None, reason=library.why_not())
 @torch.no_grad()
 def test_codes_are_not_copied(dense):
     """There: the codes of every group are made contiguous at every call."""

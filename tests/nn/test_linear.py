@@ -14,7 +14,7 @@ from hf_vq.formats import VQScheme
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.nn import VQLinear, share
-from hf_vq.nn.stored import digest
+from hf_vq.nn.quantized_module import digest
 
 SCHEME = weight_scheme("vq-4")
 

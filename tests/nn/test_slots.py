@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_vq.nn.slots import Served, Slots
+from hf_vq.nn.offload_buffers import Served, Slots
 
 
 class Event:

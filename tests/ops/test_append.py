@@ -15,8 +15,9 @@ from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, encode_kv, reference
+from hf_vq.ops import append_kv, encode_kv
 from hf_vq.ops.layout import BLOCK, block_bytes, to_rows
+from hf_vq.ops.reference import codes as reference
 
 SCHEMES = {
     "u4": KV_SCHEMES["u4"].key,

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hf_vq.backends import cuda_attention
+from hf_vq.backends.cuda.kv import attention as cuda_attention
 
 
 @pytest.fixture

@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.backends import cpu_attention, native
+from hf_vq.backends.cpu import kv as cpu_attention
+from hf_vq.backends.cpu import library
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.packing import unpack_bits
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, reference
+from hf_vq.ops import append_kv
 from hf_vq.ops.layout import BLOCK, PLANES, QUADS, block_bytes, to_rows
+from hf_vq.ops.reference import codes as reference
 from hf_vq.transforms import rotate
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 OTHERS = ("k4v2", "cq-1", "qserve-kv4")
 """Keys of u4, vectors of 8 and rows with a zero: the last two have no kernel."""
@@ -28,11 +30,11 @@ KEYS = {name: scheme.key for name, scheme in KV_SCHEMES.items() if name not in O
 SCALED = [name for name, scheme in KEYS.items() if scheme.has_scale]
 
 
-@pytest.fixture(params=native.isas() or [""], autouse=True)
+@pytest.fixture(params=library.isas() or [""], autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.use_isa(request.param)
+    library.use_isa(request.param)
     yield request.param
-    native.use_isa("")
+    library.use_isa("")
 
 
 def codebook_of(scheme: VQScheme, heads: int, dim: int) -> Tensor:

@@ -13,28 +13,30 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.backends import cpu_attention, native
+from hf_vq.backends.cpu import kv as cpu_attention
+from hf_vq.backends.cpu import library
 from hf_vq.formats.catalog import KV_SCHEMES, KVScheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, attention_reference
+from hf_vq.ops import append_kv
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.layout import BLOCK, block_bytes, to_rows
 from hf_vq.ops.library import parse
+from hf_vq.ops.reference import kv_attention as attention_reference
 
 from . import rounding
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 WEIGHT_BITS = {"zen4": 8, "avx512": 8}  # half the bits of a weight; 7 where it is not said
 
 
-@pytest.fixture(params=native.isas() or [""], autouse=True)
+@pytest.fixture(params=library.isas() or [""], autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.use_isa(request.param)
+    library.use_isa(request.param)
     yield request.param
-    native.use_isa("")
+    library.use_isa("")
 
 
 def store(
@@ -101,7 +103,7 @@ def make(
 def check(query: Tensor, cached: CachedKV, **options: Any) -> Tensor:
     """The library's output, which is what its roundings give."""
     options = {"scaling": query.shape[-1] ** -0.5, **options}
-    bits = WEIGHT_BITS.get(native.isa() or "", 7)
+    bits = WEIGHT_BITS.get(library.isa() or "", 7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "new_empty", poisoned)
         out = attention(query, cached, **options)

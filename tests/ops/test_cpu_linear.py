@@ -14,16 +14,17 @@ import pytest
 import torch
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cpu_linear, native
+from hf_vq.backends.cpu import library
+from hf_vq.backends.cpu import linear as cpu_linear
 from hf_vq.env import CPU_ISA
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import VQScheme, weight_scheme
 from hf_vq.formats.tensors import tensor_specs
-from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
 from hf_vq.ops.library import linear_problem
+from hf_vq.ops.reference import codes as reference
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 EPS = torch.finfo(torch.float32).eps
 SCHEMES = [
@@ -44,11 +45,11 @@ CASES = [(name, shape) for name in SCHEMES for shape in SHAPES]
 CASES += [(name, shape) for name in OTHERS for shape in ((3, 80), (101, 1024))]
 
 
-@pytest.fixture(params=native.isas())
+@pytest.fixture(params=library.isas())
 def isa(request):
-    native.use_isa(request.param)
+    library.use_isa(request.param)
     yield request.param
-    native.use_isa(CPU_ISA.get())
+    library.use_isa(CPU_ISA.get())
 
 
 def stored(name, out_features, in_features):
@@ -82,31 +83,31 @@ def description(scheme, tensors, in_features):
 def multiply(scheme, tensors, x, bias=None):
     """hf_vq_linear into poisoned memory."""
     y = torch.full((len(x), len(tensors["codes"])), torch.nan, dtype=x.dtype)
-    status = native.load().hf_vq_linear(
+    status = library.load().hf_vq_linear(
         ctypes.byref(description(scheme, tensors, x.shape[-1])),
         x.data_ptr(),
-        native.DTYPES[x.dtype],
+        library.DTYPES[x.dtype],
         len(x),
         None if bias is None else bias.data_ptr(),
-        0 if bias is None else native.DTYPES[bias.dtype],
+        0 if bias is None else library.DTYPES[bias.dtype],
         y.data_ptr(),
     )
-    assert status == native.OK
+    assert status == library.OK
     return y
 
 
 def rotated(scheme, tensors, x):
     """hf_vq_rotate: the float32 numbers that hf_vq_linear rounds."""
     u = torch.full(x.shape, torch.nan, dtype=torch.float32)
-    status = native.load().hf_vq_rotate(
+    status = library.load().hf_vq_rotate(
         ctypes.byref(description(scheme, tensors, x.shape[-1])),
         x.data_ptr(),
-        native.DTYPES[x.dtype],
+        library.DTYPES[x.dtype],
         len(x),
         u.data_ptr(),
-        native.DTYPES[torch.float32],
+        library.DTYPES[torch.float32],
     )
-    assert status == native.OK
+    assert status == library.OK
     return u
 
 
@@ -257,15 +258,15 @@ def test_integer_entries_are_numbers_like_others(name, isa):
         assert torch.equal(y, ops.linear(x, halves, None, same))
 
 
-# What kernels/cpu/linear_luts.h computes; kernels/cpu/tests does on any processor with AVX-512.
+# What linear_luts.h computes; kernels/cpu/tests does on any processor with AVX-512.
 @pytest.mark.parametrize("out_features", [2048, 2311])
 @pytest.mark.parametrize("in_features", [48, 288, 1216, 4608])
 @pytest.mark.parametrize("name", ["aqlm-2", "vq8x8r1-tensor-g0-hadamard16"])
 @pytest.mark.parametrize("isa", ["zen4", "avx512"])
 def test_one_token_by_tables_of_products(isa, name, in_features, out_features):
-    if isa not in native.isas():
+    if isa not in library.isas():
         pytest.skip("no tables of 256 entries in registers")
-    native.use_isa(isa)
+    library.use_isa(isa)
     scheme, tensors = stored(name, out_features, in_features)
     tensors["codes"][0], tensors["codes"][-1] = 0, 255
     x = torch.randn(1, in_features)
@@ -291,7 +292,7 @@ def test_one_token_by_tables_of_products(isa, name, in_features, out_features):
 
     x[0, in_features // 2] = torch.nan
     assert multiply(scheme, tensors, x).isnan().all()
-    native.use_isa(CPU_ISA.get())
+    library.use_isa(CPU_ISA.get())
 
 
 def test_threads_do_not_change_a_result(isa):

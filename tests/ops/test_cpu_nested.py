@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cpu_nested, native
+from hf_vq.backends.cpu import library
+from hf_vq.backends.cpu import residual as cpu_nested
 from hf_vq.env import CPU_ISA
 from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
+from hf_vq.ops.reference import codes as reference
 from tests.random_weights import random_tensors
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 NESTED = weight_scheme("turboquant-4+4")
 PLAIN = VQScheme.parse("vq1x4+4r2-universal-g0-none-nested")
@@ -23,11 +24,11 @@ LEVELS = 255 * 127 + 127
 EPS = torch.finfo(torch.float32).eps
 
 
-@pytest.fixture(params=native.isas())
+@pytest.fixture(params=library.isas())
 def isa(request):
-    native.use_isa(request.param)
+    library.use_isa(request.param)
     yield request.param
-    native.use_isa(CPU_ISA.get())
+    library.use_isa(CPU_ISA.get())
 
 
 def problem(spec, tokens=1, rows=64, columns=256, dtype="bfloat16"):

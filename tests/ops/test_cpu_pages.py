@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from hf_vq.backends import native
-from hf_vq.cache.batch import Batch
+from hf_vq.backends.cpu import library
 from hf_vq.cache.codebooks import universal
-from hf_vq.cache.pages import LayerPages, PageFormat
-from hf_vq.cache.tape import CodeTape
+from hf_vq.cache.token_buffer import CodeTape
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops import append_kv
 from hf_vq.ops.attention import CachedKV, attention
 from hf_vq.ops.layout import BLOCK, PLANES, QUADS
+from hf_vq.serving.batch import Batch
+from hf_vq.serving.pages import LayerPages, PageFormat
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 HEADS, DIM, TOKENS = 2, 64, 700
 

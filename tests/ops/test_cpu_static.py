@@ -5,16 +5,16 @@ import pytest
 import torch
 
 from hf_vq import dispatch
-from hf_vq.backends import native
+from hf_vq.backends.cpu import library
 from hf_vq.cache import attend
 from hf_vq.cache.layer import SLACK, LayerOptions, VQCacheLayer
 from hf_vq.cache.prompt import Prompt
-from hf_vq.cache.static import VQStaticLayer
+from hf_vq.cache.static_layer import VQStaticLayer
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.tensors import kv_codebook_spec
 from hf_vq.ops.static import attention_static, store
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 HEADS, DIM, LIMIT = 2, 32, 300
 

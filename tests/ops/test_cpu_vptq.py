@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cpu_vptq, native
+from hf_vq.backends.cpu import library
+from hf_vq.backends.cpu import vptq as cpu_vptq
 from hf_vq.env import CPU_ISA
 from hf_vq.errors import VQFormatError
 from hf_vq.fit import fixed_tensors
@@ -14,7 +15,7 @@ from hf_vq.formats.published import VptqLayout
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.ops.library import linear_problem
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 EPS = torch.finfo(torch.float32).eps
 BOTH = {"norm": True, "perm": True}
@@ -30,11 +31,11 @@ LAYOUTS = {
 ROWS = 45
 
 
-@pytest.fixture(params=native.isas())
+@pytest.fixture(params=library.isas())
 def isa(request):
-    native.use_isa(request.param)
+    library.use_isa(request.param)
     yield request.param
-    native.use_isa(CPU_ISA.get())
+    library.use_isa(CPU_ISA.get())
 
 
 def layer(layout):

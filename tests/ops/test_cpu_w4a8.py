@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cpu_w4a8, native
+from hf_vq.backends.cpu import library
+from hf_vq.backends.cpu import w4a8 as cpu_w4a8
 from hf_vq.env import CPU_ISA
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import linear_scheme
@@ -18,14 +19,14 @@ TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 66]
 ODD = [(4, 1), (3, 33), (7, 101), (2, 4095)]
 
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 
-@pytest.fixture(params=native.isas())
+@pytest.fixture(params=library.isas())
 def isa(request):
-    native.use_isa(request.param)
+    library.use_isa(request.param)
     yield request.param
-    native.use_isa(CPU_ISA.get())
+    library.use_isa(CPU_ISA.get())
 
 
 def layer(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:

@@ -11,15 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_vq.backends import cuda_direct, cuda_fused, native, torch_ops
-from hf_vq.backends.cuda_arguments import LinearArguments
-from hf_vq.backends.cuda_linear import RotateArguments
+from hf_vq.backends.cpu import boxed_ops, library
+from hf_vq.backends.cuda.linear import direct as cuda_direct
+from hf_vq.backends.cuda.linear import fused as cuda_fused
+from hf_vq.backends.cuda.linear.arguments import LinearArguments
+from hf_vq.backends.cuda.linear.dequantize import RotateArguments
 from hf_vq.formats import WEIGHT_SCHEMES
 from hf_vq.ops.library import linear_problem
 from tests.random_weights import random_tensors
 
 pytestmark = [
-    pytest.mark.skipif(native.load() is None, reason=native.why_not()),
+    pytest.mark.skipif(library.load() is None, reason=library.why_not()),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the op has real functions here"),
 ]
 API = (Path(__file__).parents[2] / "kernels" / "cpu" / "api.h").read_text("utf-8")
@@ -42,7 +44,7 @@ def declared(name):
 
 def test_fields_are_those_of_the_header():
     assert declared("hf_vq_cuda_launch") == list(cuda_direct.FIELDS)
-    names = [name for name, kind in torch_ops._Cuda._fields_ if kind is POINTER]
+    names = [name for name, kind in boxed_ops._Cuda._fields_ if kind is POINTER]
     known = {"aoti_torch_get_current_cuda_stream": "get_current_cuda_stream",
              "cuLaunchKernel": "launch", "cuStreamIsCapturing": "is_capturing"}  # fmt: skip
     assert declared("hf_vq_cuda") == [known.get(name, name) for name in names]
@@ -53,7 +55,7 @@ class Fake:
 
     def __init__(self):
         self.launches, self.status, self.device, self.capturing = [], 0, 0, 0
-        shim = torch_ops._share()
+        shim = boxed_ops._share()
         cpu = shim.aoti_torch_device_type_cpu()
         int8, int64 = (shim.aoti_torch_dtype_int8(), shim.aoti_torch_dtype_int64())
 
@@ -83,7 +85,7 @@ class Fake:
             LAUNCH(launch), TO_NUMBER(capturing),
         )  # fmt: skip
         addresses = (ctypes.cast(function, POINTER) for function in self.functions)
-        native.load().hf_vq_use_cuda(ctypes.byref(torch_ops._Cuda(*addresses, cpu, int8, int64)))
+        library.load().hf_vq_use_cuda(ctypes.byref(boxed_ops._Cuda(*addresses, cpu, int8, int64)))
         self.op = _op()
 
 
@@ -92,8 +94,8 @@ OPS = []
 
 def _op():
     if not OPS:
-        schema, kernel = torch_ops._SCHEMA.format("launch"), native.load().hf_vq_torch_cuda_linear
-        OPS.append(torch_ops._op(torch_ops._share(), b"CPU", "cuda_linear_here", schema, kernel))
+        schema, kernel = boxed_ops._SCHEMA.format("launch"), library.load().hf_vq_torch_cuda_linear
+        OPS.append(boxed_ops._op(boxed_ops._share(), b"CPU", "cuda_linear_here", schema, kernel))
     return OPS[0]
 
 
@@ -208,7 +210,7 @@ def test_rows_that_are_filled_up_are_not_launched(cuda, prepared):
 def test_python_goes_on_where_the_op_refuses(monkeypatch):
     scheme, given, answers = WEIGHT_SCHEMES["vq-4"], [], [None, "y"]
     asked = linear_problem("linear", torch.empty(9, 256).half(), scheme.spec(), 64)
-    monkeypatch.setattr(torch_ops, "cuda_linear", lambda: lambda *tensors: answers.pop(0))
+    monkeypatch.setattr(boxed_ops, "cuda_linear", lambda: lambda *tensors: answers.pop(0))
     monkeypatch.setattr(cuda_direct, "prepared", lambda *asked: given.append(asked) or "launch")
     monkeypatch.setattr(cuda_fused, "is_known", lambda codes: codes != "new")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -222,4 +224,4 @@ def test_python_goes_on_where_the_op_refuses(monkeypatch):
 
 
 def test_nothing_is_registered_without_cuda():
-    assert torch_ops.cuda_linear() is None
+    assert boxed_ops.cuda_linear() is None

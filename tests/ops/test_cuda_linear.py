@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from hf_vq import dispatch
-from hf_vq.backends import cuda, cuda_direct, cuda_fused, cuda_linear, cuda_supports, torch_ops
-from hf_vq.codegen import compiler, device
+from hf_vq.backends.cpu import boxed_ops
+from hf_vq.backends.cuda import devices, weight_supports
+from hf_vq.backends.cuda.linear import dequantize as cuda_linear
+from hf_vq.backends.cuda.linear import direct as cuda_direct
+from hf_vq.backends.cuda.linear import fused as cuda_fused
+from hf_vq.codegen.jit import compiler, device
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 from tests.random_weights import random_tensors
@@ -19,9 +23,9 @@ ADDED = "vq1x4r2-universal-g128-random_hadamard128"
 
 @pytest.fixture(autouse=True)
 def ask_anew():
-    cuda.available.cache_clear()
+    devices.available.cache_clear()
     yield
-    cuda.available.cache_clear()
+    devices.available.cache_clear()
 
 
 @pytest.mark.parametrize("op", ["linear", "decode"])
@@ -52,7 +56,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(compiler, "why_not", lambda: reason)
         monkeypatch.setattr(compiler, "version", lambda: (12, 8))
         monkeypatch.setattr(compiler, "known_targets", lambda: frozenset(targets))
-        return cuda.available()
+        return devices.available()
 
     return make
 
@@ -89,9 +93,9 @@ def test_no_compiler(gpu):
 )
 def test_what_they_support(scheme, dtype, reason):
     linear = dispatch.LinearProblem("cuda", dtype, scheme.spec(), 1, 64, 2048)
-    assert cuda_supports.linear(linear) == reason
+    assert weight_supports.linear(linear) == reason
     if dtype == "float16":
-        assert cuda_supports.decode(rows_of(scheme.spec())) == reason
+        assert weight_supports.decode(rows_of(scheme.spec())) == reason
 
 
 def rows_of(spec):
@@ -102,11 +106,11 @@ def test_nested_passes_are_decoded_for_16_bit_inputs():
     """For products of many tokens; nothing else is done with their rows here."""
     spec = WEIGHT_SCHEMES["turboquant-4+4"].spec()
     linear = dispatch.LinearProblem("cuda", "bfloat16", spec, 4096, 64, 2048)
-    assert cuda_supports.linear(linear) is None
-    assert "float32" in cuda_supports.linear(linear._replace(dtype="float32"))
-    assert "second pass" in cuda_supports.decode(rows_of(spec))
+    assert weight_supports.linear(linear) is None
+    assert "float32" in weight_supports.linear(linear._replace(dtype="float32"))
+    assert "second pass" in weight_supports.decode(rows_of(spec))
     small = VQScheme.parse("vq1x4r2-universal-g64-random_hadamard64-nested").spec()
-    assert "one scale" in cuda_supports.linear(linear._replace(dtype="float16", scheme=small))
+    assert "one scale" in weight_supports.linear(linear._replace(dtype="float16", scheme=small))
 
 
 @pytest.mark.parametrize("name", [n for n, s in WEIGHT_SCHEMES.items() if not s.two_passes])
@@ -290,7 +294,7 @@ def test_the_entry_passes_what_the_fused_kernel_takes(monkeypatch):
     codes_2, table = object(), object()
     run(x, codes, codebook, scale, rotation, codes_2, table, None, None, bias, scheme)
     assert given[1] == (x, codes, table, scale, rotation, bias, scheme, codes_2)
-    monkeypatch.setattr(torch_ops, "cuda_linear", lambda: print)
+    monkeypatch.setattr(boxed_ops, "cuda_linear", lambda: print)
     problem = dispatch.LinearProblem("cuda", "float16", scheme.spec(), 1, 64, 256)
     assert cuda_direct.bind(problem) is not None
     nested = problem._replace(scheme=WEIGHT_SCHEMES["turboquant-4+4"].spec())

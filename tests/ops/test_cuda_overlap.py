@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from hf_vq.backends.cuda_overlap import Launches
+from hf_vq.backends.cuda.launch_order import Launches
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.backends import cuda_prefill, torch_attention
-from hf_vq.backends.attention_maths import Maths
-from hf_vq.ops import reference
+from hf_vq.backends.cuda.kv import prefill as cuda_prefill
+from hf_vq.backends.torch import kv_attention as torch_attention
+from hf_vq.backends.torch.partial_softmax import Maths
 from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops.reference import codes as reference
 
 from ..cache.test_attention_op import make, written_out
 

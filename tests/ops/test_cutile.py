@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hf_vq import dispatch
-from hf_vq.backends import cutile
+from hf_vq.backends.cutile import supports
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
+from hf_vq.ops.reference import codes as reference
 from tests.random_weights import random_tensors
 
 
@@ -22,7 +22,7 @@ from tests.random_weights import random_tensors
 @pytest.mark.parametrize(("dtype", "nested"), [("float16", True), ("bfloat16", False)])
 def test_it_compiles(arch, dtype, nested):
     pytest.importorskip("cuda.tile", reason="cuTile is not installed: hf-vq[cuda-tile]")
-    from hf_vq.backends import cutile_linear
+    from hf_vq.backends.cutile import linear as cutile_linear
 
     assert cutile_linear.cubin(arch, dtype, nested).startswith(b"\x7fELF")
 
@@ -57,7 +57,7 @@ def test_it_is_the_product(name, tokens, rows, columns, dtype, monkeypatch):
 def test_what_the_kernel_is_given(name, monkeypatch):
     """The launch, with a kernel in PyTorch; everything else as HF_VQ_BACKEND=cutile runs it."""
     pytest.importorskip("cuda.tile", reason="cuTile is not installed: hf-vq[cuda-tile]")
-    from hf_vq.backends import cutile_linear
+    from hf_vq.backends.cutile import linear as cutile_linear
 
     def launch(stream, grid, kernel, arguments):
         halves, first, second, table, scale, y, tm, tn, group, nested = arguments
@@ -91,8 +91,8 @@ def test_which_schemes_it_has():
         (weight_scheme("vq-4"), "one pass"),
         (VQScheme.parse("vq1x4r1-universal-g64-none"), "multiples"),
     ):
-        assert re.search(reason, cutile.runnable(scheme, 1024))
-    assert cutile.runnable(weight_scheme("turboquant-4+4"), 1024) is None
+        assert re.search(reason, supports.runnable(scheme, 1024))
+    assert supports.runnable(weight_scheme("turboquant-4+4"), 1024) is None
 
 
 def test_nobody_gets_it_unasked(monkeypatch):

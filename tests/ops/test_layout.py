@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.backends import native
+from hf_vq.backends.cpu import library
 from hf_vq.dispatch import AttentionProblem
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import KV_SCHEMES
@@ -164,7 +164,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = allocate(shape, torch.device("cpu"))
     assert memory.shape == shape and memory.dtype == torch.uint8 and memory.count_nonzero() == 0
     own = torch.zeros(shape, dtype=torch.uint8)
-    monkeypatch.setattr(dispatch, "ALLOCATORS", {"cpu": "backends.native:allocate"})
-    monkeypatch.setattr(native, "allocate", lambda wanted: own if wanted == shape else own[:0])
+    monkeypatch.setattr(dispatch, "ALLOCATORS", {"cpu": "backends.cpu.library:allocate"})
+    monkeypatch.setattr(library, "allocate", lambda wanted: own if wanted == shape else own[:0])
     assert allocate(shape, torch.device("cpu")) is own
     assert allocate(shape, torch.device("meta")).device.type == "meta"

@@ -7,7 +7,7 @@ import torch
 
 from hf_vq.formats import KV_SCHEMES, VQScheme, unpack_bits
 from hf_vq.ops import decode_kv, encode_kv
-from hf_vq.ops.nomad_reference import look_up, quantized_tables, score_tables
+from hf_vq.ops.reference.nomad import look_up, quantized_tables, score_tables
 
 SCHEMES = {name: KV_SCHEMES[name].key for name in ("nomad-4", "nomad-2", "nomad-1", "cq-4", "cq-2")}
 SCHEMES["odd bits"] = VQScheme(2, 3, codebook="channel_group", scale_group=0, rotation="none")

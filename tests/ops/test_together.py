@@ -7,7 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_vq import dispatch, ops, patches
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
 from hf_vq.nn import VQLinear
-from hf_vq.ops import reference, together
+from hf_vq.ops import horizontal_fusion
+from hf_vq.ops.reference import codes as reference
 from tests.random_weights import random_tensors
 
 SCHEME, SMALLER = WEIGHT_SCHEMES["vq-4"], WEIGHT_SCHEMES["vq-2"]
@@ -56,7 +57,7 @@ def fused(run, x, *each):
 
     module = make_fx(flat, tracing_mode="fake")(x, *tensors)
     expected = module(x, *tensors)
-    together.fuse(module.graph)
+    horizontal_fusion.fuse(module.graph)
     module.graph.lint()
     module.recompile()
     for found, other in zip(module(x, *tensors), expected, strict=True):
@@ -93,8 +94,8 @@ def test_at_most_so_many(launches):
     def run(x, *each):
         return [LINEAR(x, *arguments(tensors)) for tensors in each]
 
-    each = weights(rows=[16] * (together.MOST + 3))
-    assert fused(run, torch.randn(1, 256), *each) == [[16] * together.MOST, [16] * 3]
+    each = weights(rows=[16] * (horizontal_fusion.MOST + 3))
+    assert fused(run, torch.randn(1, 256), *each) == [[16] * horizontal_fusion.MOST, [16] * 3]
 
 
 def test_what_does_not_belong_together(launches):
@@ -177,7 +178,7 @@ def test_a_compiled_model(launches, config):
         expected = model(x)
         assert torch.allclose(compiled(x), expected, atol=1e-6)
     assert launches == [[48, 16, 16]] and len(seen) == 1
-    assert getattr(config, SLOTS[1]) is together.fusing_pass(None)
+    assert getattr(config, SLOTS[1]) is horizontal_fusion.fusing_pass(None)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     for run, given in zip((model, compiled), inputs, strict=True):
         run(given).square().sum().backward()
@@ -195,5 +196,5 @@ def test_passes_of_others_stay(config):
     setattr(config, SLOTS[0], None)
     for _ in range(2):
         patches.apply(patches.TRACE)
-        assert getattr(config, SLOTS[0]) is together.fusing_pass(None)
+        assert getattr(config, SLOTS[0]) is horizontal_fusion.fusing_pass(None)
         assert getattr(config, SLOTS[1]) is mine[1]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.backends import attention_masks, attention_maths, torch_attention
+from hf_vq.backends.torch import kv_attention as torch_attention
+from hf_vq.backends.torch import masks, partial_softmax
 from hf_vq.ops.attention import CachedKV, attention
 
 from ..cache.test_attention_op import make, written_out
@@ -23,8 +24,8 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """Only this row runs; everything at once, or as little at a time as it can."""
     decoded, scores = request.param
     monkeypatch.setattr(torch_attention, "DECODED_BYTES", decoded)
-    monkeypatch.setattr(attention_maths, "SCORES", scores)
-    monkeypatch.setattr(attention_masks, "_COMPARED", scores)
+    monkeypatch.setattr(partial_softmax, "SCORES", scores)
+    monkeypatch.setattr(masks, "_COMPARED", scores)
     monkeypatch.setattr(torch_attention, "WHOLE_TOKENS", 7)
     monkeypatch.setattr(torch_attention, "_FEWEST_TOKENS", 7)
     with dispatch.using(
@@ -165,9 +166,9 @@ def test_a_mask_is_looked_at_again_once_it_changed() -> None:
 def test_scratch_is_bounded(sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_attention, "DECODED_BYTES", 2 * 2 * 2 * 16 * 4 * 14)
     seen = []
-    decode = attention_maths.Maths.decode
+    decode = partial_softmax.Maths.decode
     monkeypatch.setattr(
-        attention_maths.Maths,
+        partial_softmax.Maths,
         "decode",
         lambda *given: (seen.append(given[3] - given[2]), decode(*given))[1],
     )

@@ -6,13 +6,14 @@ import torch
 from transformers import LlamaConfig
 
 from hf_vq import VQCache, dispatch, ops
-from hf_vq.backends import cpu_attention, native, torch_ops
+from hf_vq.backends.cpu import boxed_ops, library
+from hf_vq.backends.cpu import kv as cpu_attention
 from hf_vq.cache.codebooks import learned
 from hf_vq.formats.catalog import kv_scheme
 from hf_vq.ops.attention import attention
 from hf_vq.ops.library import parse
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 DIM = 32
 
@@ -37,8 +38,8 @@ def without(monkeypatch):
 
     def call(function, *arguments, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(torch_ops, "cpu_append", lambda: None)
-            patch.setattr(torch_ops, "cpu_attention", lambda: None)
+            patch.setattr(boxed_ops, "cpu_append", lambda: None)
+            patch.setattr(boxed_ops, "cpu_attention", lambda: None)
             dispatch.invalidate()
             found = function(*arguments, **options)
         dispatch.invalidate()
@@ -129,7 +130,7 @@ def test_the_ops_refuse_what_does_not_belong_together():
     tape = cached.k_codes, cached.k_scale
     shape = cpu_attention._shape_tensor(cached.key_scheme, DIM, cached.key_layout)
     x, none = torch.randn(1, 2, 3, DIM), torch.empty(0)
-    op, held = torch_ops.cpu_append(), cached.k_codes.shape[2] * 256
+    op, held = boxed_ops.cpu_append(), cached.k_codes.shape[2] * 256
     assert op(x, none, cached.codebook_k, *tape, shape, held - 3) is not None
     for at in (-1, held - 2):
         assert op(x, none, cached.codebook_k, *tape, shape, at) is None

@@ -13,19 +13,20 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import cpu_linear, native, torch_ops
+from hf_vq.backends.cpu import boxed_ops, library
+from hf_vq.backends.cpu import linear as cpu_linear
 from hf_vq.errors import VQBackendError
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import weight_scheme
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.nn import VQLinear
-from hf_vq.ops import reference
 from hf_vq.ops.codes import rotation_of, stored_arguments
 from hf_vq.ops.library import linear_problem, only_result
+from hf_vq.ops.reference import codes as reference
 
 PACKAGE = Path(ops.__file__).parents[1]
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 SCHEMES = ["vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "aqlm-2", "gptvq-2"]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -58,28 +59,28 @@ def directly(x, tensors, bias, scheme):
 @pytest.fixture
 def taken(monkeypatch):
     """Counts the calls of the op that gave a result."""
-    op, calls = torch_ops.cpu_linear(), []
+    op, calls = boxed_ops.cpu_linear(), []
 
     def count(*arguments):
         y = op(*arguments)
         calls.append(y is not None)
         return y
 
-    monkeypatch.setattr(torch_ops, "cpu_linear", lambda: count)
+    monkeypatch.setattr(boxed_ops, "cpu_linear", lambda: count)
     dispatch.invalidate()
     yield lambda: sum(calls)
     dispatch.invalidate()
 
 
 def test_registered_where_torch_can():
-    shim = native.torch_shim()
+    shim = library.torch_shim()
     if shim is None or not hasattr(shim, "aoti_torch_library_impl"):
         pytest.skip("this torch has no C shim for ops")
-    assert torch_ops.cpu_linear() is torch.ops.hf_vq.cpu_linear.default
+    assert boxed_ops.cpu_linear() is torch.ops.hf_vq.cpu_linear.default
     assert torch._C._dispatch_has_kernel_for_dispatch_key("hf_vq::cpu_linear", "CPU")
     declared = (Path(__file__).parents[2] / "kernels" / "cpu" / "api.h").read_text("utf-8")
     declared = declared.partition("typedef struct hf_vq_torch")[2].partition("} hf_vq_torch")[0]
-    order = [declared.index(f"(*{name})") for name in torch_ops._FUNCTIONS]
+    order = [declared.index(f"(*{name})") for name in boxed_ops._FUNCTIONS]
     assert order == sorted(order) and declared.count("(*") == len(order)
 
 
@@ -88,9 +89,9 @@ def test_without_the_shim_the_row_runs(monkeypatch):
         aoti_torch_library_impl = None
 
     for shim in (None, Older()):
-        monkeypatch.setattr(native, "torch_shim", lambda shim=shim: shim)
-        assert torch_ops._register.__wrapped__("linear", "() -> ()") is None
-    monkeypatch.setattr(torch_ops, "cpu_linear", lambda: None)
+        monkeypatch.setattr(library, "torch_shim", lambda shim=shim: shim)
+        assert boxed_ops._register.__wrapped__("linear", "() -> ()") is None
+    monkeypatch.setattr(boxed_ops, "cpu_linear", lambda: None)
     dispatch.invalidate()
     scheme, tensors = stored()
     x = torch.randn(1, 256)
@@ -206,7 +207,7 @@ def test_codes_without_a_kernel_have_no_shorter_way(name):
 
 def test_the_op_is_given_something_else():
     """Whatever it gets it gives y or None: the kernel itself refuses what it does not know."""
-    op, (scheme, tensors) = torch_ops.cpu_linear(), stored()
+    op, (scheme, tensors) = boxed_ops.cpu_linear(), stored()
     x, none = torch.randn(1, 256), torch.empty(0)
     four = [tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors)]
     numbers = torch.tensor(cpu_linear._numbers(scheme, 256), dtype=torch.int32)
@@ -258,10 +259,10 @@ def test_an_error_of_the_kernel_is_that_of_the_row(monkeypatch):
     scheme, tensors = stored()
 
     def no_memory(*arguments):
-        return native.NO_MEMORY
+        return library.NO_MEMORY
 
-    monkeypatch.setattr(torch_ops, "cpu_linear", lambda: lambda *arguments: None)
-    monkeypatch.setattr(native.load(), "hf_vq_linear", no_memory)
+    monkeypatch.setattr(boxed_ops, "cpu_linear", lambda: lambda *arguments: None)
+    monkeypatch.setattr(library.load(), "hf_vq_linear", no_memory)
     dispatch.invalidate()
     with pytest.raises(MemoryError, match="linear"):
         ops.linear(torch.randn(1, 256), tensors, None, scheme)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hf_vq import ops
-from hf_vq.backends import triton as row
+from hf_vq.backends.triton import supports as row
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
-from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
+from hf_vq.ops.reference import codes as reference
 from tests.random_weights import random_tensors
 
 # Older interpreters do not run loops with NumPy 2.4, and leave Triton changed behind them.
@@ -61,7 +61,7 @@ def poisoned():
 @pytest.fixture(scope="module")
 def kernels():
     """`triton_linear`, loaded once more: Triton reads the variable when it meets a kernel."""
-    found = importlib.util.find_spec("hf_vq.backends.triton_linear")
+    found = importlib.util.find_spec("hf_vq.backends.triton.linear")
     spec = importlib.util.spec_from_file_location("hf_vq.backends.interpreted", found.origin)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:

@@ -6,7 +6,7 @@ import pytest
 
 import hf_vq  # noqa: F401  registers the backends
 from hf_vq import dispatch
-from hf_vq.backends import triton as triton_entry
+from hf_vq.backends.triton import supports as triton_entry
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 
@@ -31,7 +31,7 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hf_vq.backends import triton_linear
+    from hf_vq.backends.triton import linear as triton_linear
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = ("tokens", "rows", "in_features", "width", "second_width", "group", "steps")

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hf_vq import dispatch, ops
-from hf_vq.backends import two_passes
+from hf_vq.backends.torch import residual as two_passes
 from hf_vq.formats import VQScheme, pack_bits, weight_scheme
-from hf_vq.ops import reference
 from hf_vq.ops.codes import stored_arguments
+from hf_vq.ops.reference import codes as reference
 from tests.random_weights import random_tensors
 
 PAIRS = list(itertools.product(range(1, 5), repeat=2))

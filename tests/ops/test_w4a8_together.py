@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_vq import dispatch
 from hf_vq.formats import linear_scheme
 from hf_vq.formats.qoq import encode
-from hf_vq.ops import together, w4a8
+from hf_vq.ops import horizontal_fusion, w4a8
 from hf_vq.ops.library import linear_problem
 
 LINEAR, LINEARS = torch.ops.hf_vq.w4a8_linear.default, torch.ops.hf_vq.w4a8_linears.default
@@ -41,7 +41,7 @@ def graph_of(run, *given):
     """The graph of `run` after the pass, compared with what it was."""
     module = make_fx(run, tracing_mode="fake")(*given)
     expected = module(*given)
-    together.fuse(module.graph)
+    horizontal_fusion.fuse(module.graph)
     module.graph.lint()
     module.recompile()
     return module, expected

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../numbers.h"
+#include "../primitives/numbers.h"
 
 namespace hf_vq {
 namespace {

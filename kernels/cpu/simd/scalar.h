@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../numbers.h"
+#include "../primitives/numbers.h"
 
 namespace hf_vq {
 namespace {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every op, written over the SIMD set that the including file has chosen, as one table.
 #pragma once
-#include "../append.h"
-#include "../attention.h"
+#include "../kv/append.h"
+#include "../kv/attention.h"
 #include "../kernels.h"
-#include "../linear.h"
-#include "../linear_nested.h"
-#include "../vptq.h"
-#include "../w4a8.h"
-#include "../yardsticks.h"
+#include "../linear/linear.h"
+#include "../linear/linear_nested.h"
+#include "../vptq/vptq.h"
+#include "../w4a8/w4a8.h"
+#include "../kv/baselines.h"
 
 #define HF_VQ_KERNELS(isa) \
   {isa, linear_supports, linear, nested_supports, nested_linear, decode, rotate, vptq_supports, vptq_linear, \

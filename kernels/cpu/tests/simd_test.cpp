@@ -5,8 +5,8 @@
 
 #include <cmath>
 
-#include "../floats.h"
-#include "../hadamard.h"
+#include "../primitives/floats.h"
+#include "../primitives/hadamard.h"
 #include "check.h"
 
 namespace hf_vq {

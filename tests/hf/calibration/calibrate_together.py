@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from hf_vq.calibration.resume import Unfinished
 from hf_vq.errors import VQCalibrationError
 from hf_vq.hf import VQConfig, register
-from hf_vq.hf.calibration.unfinished import Unfinished
 
 ATTENTION = ["mlp", "o_proj", "v_proj"]  # what is left dense, to be quick
 EXPERTS = ["self_attn", "layers.0"]

@@ -21,11 +21,11 @@ from transformers.cache_utils import DynamicCache
 import hf_vq
 from hf_vq import KVScheme, VQCache, VQCacheError, VQCalibrationError, VQSchemeError
 from hf_vq.cache.codebooks import KVCodebooks
+from hf_vq.calibration import kv_codebooks as calibrate
+from hf_vq.calibration.kv_codebooks import SINKS, calibrate_kv
+from hf_vq.calibration.text import sample_text, spread
 from hf_vq.fit.kv import fit_kv_codebook
 from hf_vq.formats import KV_SCHEMES
-from hf_vq.hf.calibration import cache as calibrate
-from hf_vq.hf.calibration.cache import SINKS, calibrate_kv
-from hf_vq.hf.calibration.text import sample_text, spread
 
 SMALL = {"tokens": 160, "context": 32, "progress": False}
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 import hf_vq
 from hf_vq import VQCache, VQCacheError, VQCalibrationError, allocate_kv
 from hf_vq.cache.codebooks import FILE_NAME, KVCodebooks
+from hf_vq.calibration import kv_allocation as module
 from hf_vq.formats import KV_SCHEMES
-from hf_vq.hf.calibration import cache_bits as module
 
 SMALL = {"tokens": 64, "context": 64, "progress": False}
 

@@ -5,9 +5,9 @@ import torch
 from tiny import CONFIGS
 from transformers import AutoModelForCausalLM
 
+from hf_vq.calibration.hessians import SHRINKAGE, Listener, Site
+from hf_vq.calibration.text import sample_text
 from hf_vq.hf import VQConfig
-from hf_vq.hf.calibration.moments import SHRINKAGE, Listener, Site
-from hf_vq.hf.calibration.text import sample_text
 from hf_vq.nn import VQExperts
 
 CALIBRATION = {"text": "model", "tokens": 256, "context": 32}

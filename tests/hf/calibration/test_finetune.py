@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from hf_vq.calibration import finetune, layerwise
+from hf_vq.calibration.finetune import TunedBlock
+from hf_vq.calibration.resume import CodedBlock
+from hf_vq.calibration.targets import parts_of
+from hf_vq.calibration.text import sample_text
 from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import fit_weight, fixed_tensors
 from hf_vq.formats import VQScheme
 from hf_vq.hf import VQConfig
-from hf_vq.hf.calibration import finetune, weights
-from hf_vq.hf.calibration.finetune import TunedBlock
-from hf_vq.hf.calibration.parts import parts_of
-from hf_vq.hf.calibration.text import sample_text
-from hf_vq.hf.calibration.unfinished import CodedBlock
 from hf_vq.ops import decode_weight
 
 CALIBRATION = {"text": "model", "tokens": 256, "context": 32}
@@ -117,7 +117,7 @@ def test_it_comes_closer(how, scheme, tune, dense, tmp_path):
 
 def test_codes_move_or_stay_as_told(tune, monkeypatch):
     """In a few steps they move only where these are large."""
-    monkeypatch.setattr(weights, "ENTRY_STEP", 20.0)
+    monkeypatch.setattr(layerwise, "ENTRY_STEP", 20.0)
     name, moved = "model.layers.0.self_attn.q_proj", {}
     plain = tune(None).state_dict()
     for move in (True, False):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from hf_vq.calibration.straight_through import MovingCodes, movable
 from hf_vq.fit import fit_weight, fixed_tensors
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
 from hf_vq.formats.packing import pack_bits, unpack_bits
-from hf_vq.hf.calibration.moving_codes import MovingCodes, movable
 
 STEP = 5.0
 
@@ -52,9 +52,9 @@ def test_they_become_the_nearest_entries(name, rows):
 
 def test_the_gradient_is_that_of_the_entries():
     """Of sum(w W), with W = R^-1(s e): s R(w)."""
-    from hf_vq.hf.calibration.finetune import TunedBlock
-    from hf_vq.hf.calibration.parts import parts_of
-    from hf_vq.hf.calibration.unfinished import CodedBlock
+    from hf_vq.calibration.finetune import TunedBlock
+    from hf_vq.calibration.resume import CodedBlock
+    from hf_vq.calibration.targets import parts_of
     from hf_vq.ops.codes import rotation_of
     from hf_vq.transforms import rotate
 

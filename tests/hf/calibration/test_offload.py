@@ -5,8 +5,8 @@ import torch
 from tiny import tokens
 from transformers import AutoModelForCausalLM
 
+from hf_vq.calibration.blocks import Blocks
 from hf_vq.hf import VQConfig
-from hf_vq.hf.calibration.blocks import Blocks
 from hf_vq.nn import Stored
 
 pytest.importorskip("accelerate")

@@ -7,15 +7,15 @@ import torch
 from tiny import tokens
 from transformers import AutoModelForCausalLM
 
+from hf_vq.calibration import weight_allocation
+from hf_vq.calibration.blocks import Blocks
+from hf_vq.calibration.targets import parts_of
+from hf_vq.calibration.text import sample_text
 from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import fit_weight
 from hf_vq.formats.catalog import linear_scheme, weight_scheme
 from hf_vq.hf import VQConfig
-from hf_vq.hf.calibration import weight_bits
-from hf_vq.hf.calibration.blocks import Blocks
-from hf_vq.hf.calibration.parts import parts_of
-from hf_vq.hf.calibration.text import sample_text
-from hf_vq.hf.checkpoint import storage
+from hf_vq.hf.checkpoint.headers import storage
 from hf_vq.nn.replace import candidates
 
 CALIBRATION = {"text": "model", "tokens": 128, "context": 32}
@@ -28,7 +28,7 @@ def measured(model, names, config):
     parts = [p for n, m in candidates(model) for p in parts_of(n, m) if n in names]
     with torch.no_grad():
         blocks = Blocks(model, "model.layers", ids)
-        return ids, weight_bits.measure_costs(blocks, ids, parts, config, None)
+        return ids, weight_allocation.measure_costs(blocks, ids, parts, config, None)
 
 
 def test_costs_are_the_divergence_they_foretell(dense):
@@ -123,7 +123,7 @@ def test_inputs_that_are_not_finite(dense):
         torch.no_grad(),
         pytest.raises(VQCalibrationError, match=r"predictions on the calib.* NaN"),
     ):
-        weight_bits.measure_costs(blocks, ids, [], config, None)
+        weight_allocation.measure_costs(blocks, ids, [], config, None)
     blocks.model = model.model
     with pytest.raises(VQCalibrationError, match="LlamaModel predicts no words"):
         blocks.logits(ids[:1], blocks.hidden[0])

@@ -14,15 +14,15 @@ from tiny import CONFIGS
 from torch import nn
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
+from hf_vq.calibration import layerwise, ldlq_groups
+from hf_vq.calibration.blocks import Blocks, find_blocks
+from hf_vq.calibration.hessians import Listener
+from hf_vq.calibration.layerwise import subfolder
+from hf_vq.calibration.text import find_text, sample_text, sequences_of, spread
 from hf_vq.errors import VQCalibrationError, VQConfigError, VQError
 from hf_vq.fit.ldlq import Feedback
 from hf_vq.formats.hidden import lock
 from hf_vq.hf import VQConfig
-from hf_vq.hf.calibration import feedbacks, weights
-from hf_vq.hf.calibration.blocks import Blocks, find_blocks
-from hf_vq.hf.calibration.moments import Listener
-from hf_vq.hf.calibration.text import find_text, sample_text, sequences_of, spread
-from hf_vq.hf.calibration.weights import subfolder
 
 CALIBRATION = {"text": "model", "tokens": 256, "context": 32}
 
@@ -94,7 +94,7 @@ def test_moments_are_those_of_quantized_blocks(calibrate, dense, monkeypatch):
             heard[where] = moments.clone()
             super().__init__(moments, *args, where=where, **options)
 
-    monkeypatch.setattr(feedbacks, "Feedback", Kept)
+    monkeypatch.setattr(ldlq_groups, "Feedback", Kept)
     model = calibrate().dequantize()
     sites = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
     assert list(heard) == [f"model.layers.{i}.{site}" for i in (0, 1) for site in sites]
@@ -310,7 +310,7 @@ def test_inputs_that_are_not_finite(dense, tmp_path):
     model.save_pretrained(tmp_path / "model")
     config = VQConfig("vq-4", calibration=CALIBRATION)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "sequences_of", lambda *args, **kwargs: sampled)
+        patch.setattr(layerwise, "sequences_of", lambda *args, **kwargs: sampled)
         with pytest.raises(VQCalibrationError, match=r"layers\.1\.self_attn\.q_proj hold NaN"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=config)
     with pytest.raises(VQCalibrationError, match=r"cannot write a text: its logits hold NaN"):
@@ -355,7 +355,7 @@ def test_long_texts_are_written_some_sequences_at_a_time(dense, monkeypatch):
         return forward(ids, **options)
 
     monkeypatch.setattr(model, "forward", heard)
-    monkeypatch.setattr("hf_vq.hf.calibration.text._WRITTEN_AT_ONCE", 96)
+    monkeypatch.setattr("hf_vq.calibration.text._WRITTEN_AT_ONCE", 96)
     ids = sample_text(model, 5, 32, seed=3)
     assert ids.shape == (5, 32) and set(sizes) == {3, 2}
     assert len({tuple(row.tolist()) for row in ids}) == 5, "sequences differ"

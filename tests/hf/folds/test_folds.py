@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from hf_vq import VQCalibrationError
-from hf_vq.hf.folds.fold import fold, listened
-from hf_vq.hf.folds.largest import largest_inputs
-from hf_vq.hf.folds.options import FOLDS
-from hf_vq.hf.folds.structure import structure_of
+from hf_vq.calibration.equivalent_transforms.apply import fold, listened
+from hf_vq.calibration.equivalent_transforms.largest_inputs import largest_inputs
+from hf_vq.calibration.equivalent_transforms.structure import structure_of
+from hf_vq.hf.calibration_options import FOLDS
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 2,

@@ -14,7 +14,7 @@ import hf_vq
 from hf_vq.cli import main
 from hf_vq.errors import VQConfigError, VQFormatError
 from hf_vq.formats.published import AqlmLayout
-from hf_vq.hf.published import convert as converting
+from hf_vq.interop import convert as converting
 from hf_vq.nn import VQLinear
 from hf_vq.nn.published import PublishedLinear
 from hf_vq.nn.replace import vq_modules

@@ -47,7 +47,7 @@ def test_layers(bits, out, tile, dtype):
     assert (found - exact).abs().max() <= 32 * 2**-23 * exact.abs().max()
     if dtype == torch.float16:
         made = {key: layout.stored(s, tensors[s], "X") for s, key in layout.scheme_keys.items()}
-        ours = hf_vq.ops.reference.decode_rotated(
+        ours = hf_vq.ops.reference.codes.decode_rotated(
             made["codes"], made["codebook"], made["scale"], layout.scheme(), 64
         )
         assert torch.equal(ours, layout.decode(tensors, out, 64))

@@ -14,7 +14,7 @@ import hf_vq
 from hf_vq.cli import main
 from hf_vq.errors import VQConfigError, VQFormatError
 from hf_vq.formats.published import QoqLayout
-from hf_vq.hf.published.convert import convert
+from hf_vq.interop.convert import convert
 from hf_vq.nn import W4A8Linear
 from hf_vq.nn.replace import vq_modules
 

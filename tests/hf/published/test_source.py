@@ -6,8 +6,8 @@ import pytest
 from huggingface_hub import constants
 
 from hf_vq.errors import VQConfigError, VQError, VQFormatError
-from hf_vq.hf.published.convert import convert
-from hf_vq.hf.published.source import copy_others, read_json, source_folder, weight_files
+from hf_vq.interop.convert import convert
+from hf_vq.interop.source import copy_others, read_json, source_folder, weight_files
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Ops on the CPU: libhf_vq_cpu, and what it is called with."""

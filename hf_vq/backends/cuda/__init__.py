@@ -1,0 +1,1 @@
+"""Ops on NVIDIA GPUs, by kernels that `codegen` generates."""

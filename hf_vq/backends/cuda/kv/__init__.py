@@ -1,0 +1,1 @@
+"""The KV cache on NVIDIA GPUs: append, attention, prefill."""

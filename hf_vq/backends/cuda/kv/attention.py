@@ -1,0 +1,429 @@
+"""`attention` on a GPU for a few queries: one launch over the codes (attention.cu)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....codegen.attention_plan import PAGE, PIECE, TOKENS, AttentionPlan, Mask
+from ....codegen.families.kv_attention import (
+    AttentionProblem,
+    choose,
+    group_bucket,
+    splits,
+    token_bucket,
+)
+from ....codegen.jit.device import device_arch
+from ....codegen.jit.kernel_store import default_store
+from ....codegen.jit.launch import Kernel, Prepared
+from ....codegen.jit.memory import zeros
+from ....dispatch import Implementation
+from ....errors import VQBackendError
+from ....formats.packing import packed_size
+from ....formats.scheme import VQScheme
+from ..linear.dequantize import DTYPES, on_device
+from . import supports
+from .codebooks import KEYS, VALUES, tables
+
+# struct Arguments of kernels/cuda/kv/attention/attention_arguments.cuh, field by field.
+_FLOATS, _CODED = "P3q", "3P5q"
+_arguments = struct.Struct(f"@{5 * _FLOATS}{2 * _CODED}P2qPP3q6P12i4Ii2f")
+_LOG2_E = math.log2(math.e)
+_USUAL = 4  # times shorter than the longest that there may be, requests usually are
+_MASKS = {torch.bool: Mask.BOOL, **{dtype: Mask(kind.value) for dtype, kind in DTYPES.items()}}
+
+
+class AttentionArguments(ctypes.Structure):
+    """struct Arguments, whose bytes are packed as a whole."""
+
+    _fields_ = [("packed", ctypes.c_char * (-(-_arguments.size // 8) * 8))]
+
+
+class _Counters:
+    """Numbers that are zero whenever no kernel that uses them runs: kernels leave them so.
+
+    Launches that may run at the same time have counters of their own: those of each stream, and
+    every launch that a graph captures.
+    """
+
+    ROOM, OF_STREAM = 1 << 20, 4096  # counters that are allocated at once, and given to a stream
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal, self.free, self.left = ordinal, 0, 0
+        self.of_stream: dict[int, tuple[int, int]] = {}
+        self.lock = threading.Lock()
+
+    def take(self, count: int, stream: int) -> int:
+        """The address of `count` of them for a launch on a stream."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        with self.lock:
+            address, room = self.of_stream.get(stream, (0, 0))
+            if room >= count and not capturing:
+                return address
+            count = count if capturing else max(count, self.OF_STREAM)
+            if self.left < count:
+                room = max(count, self.ROOM)
+                self.free, self.left = zeros(4 * room, self.ordinal), room
+            address, self.free, self.left = self.free, self.free + 4 * count, self.left - count
+            if not capturing:
+                self.of_stream[stream] = address, count
+            return address
+
+
+@functools.cache
+def _counters(ordinal: int) -> _Counters:
+    return _Counters(ordinal)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(plan: AttentionPlan, ordinal: int) -> Kernel:
+    return Kernel(plan, AttentionArguments, ordinal, default_store())
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(
+    key: VQScheme,
+    value: VQScheme,
+    key_dim: int,
+    value_dim: int,
+    columns: int,
+    dtype: torch.dtype,
+    mask: Mask,
+    softcapped: bool,
+    tokens: int,
+    page: int,
+    groups: int,
+    ordinal: int,
+) -> tuple[AttentionPlan, Prepared]:
+    arch = device_arch(ordinal)
+    asked = AttentionProblem(
+        key, value, key_dim, value_dim, columns, DTYPES[dtype], mask, softcapped, tokens, arch,
+        page, groups,
+    )  # fmt: skip
+    plan = choose(asked)
+    if plan is None:
+        raise VQBackendError(
+            f"no plan for {asked}: shared memory or registers do not suffice. Use a universal "
+            "scheme such as u4, and please report it."
+        )
+    return plan, _kernel(plan, ordinal).prepare(1)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int, int]:
+    row, head, token, _ = x.stride()
+    return x.data_ptr(), row, head, token
+
+
+def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` [B, H, n, D] as the kernel reads it: numbers of a token from an aligned address on."""
+    x = x.to(dtype)
+    strides = x.stride()
+    aligned = x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in strides[:3])
+    return x if strides[3] == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def attention(
+    query: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    codebook_k: Tensor,
+    codebook_v: Tensor,
+    start: Tensor | None,
+    mask: Tensor | None,
+    s_aux: Tensor | None,
+    tail_start: int,
+    window: int,
+    fresh: int,
+    coded: int,
+    k_first: int,
+    v_first: int,
+    scaling: float,
+    softcap: float,
+    key_scheme: VQScheme,
+    value_scheme: VQScheme,
+    key_layout: str,
+    value_layout: str,
+    **chosen: Any,
+) -> Tensor:
+    """Attention over a coded cache; shapes and meaning in `ops.attention.CachedKV`."""
+    return run(
+        query, (sink_k, sink_v, tail_k, tail_v), (k_codes, v_codes), (k_scale, v_scale),
+        (codebook_k, codebook_v), k_mean, start, mask, s_aux, None, tail_start, window, fresh,
+        coded, k_first, v_first, scaling, softcap, key_scheme, value_scheme, **chosen,
+    )  # fmt: skip
+
+
+def attention_static(
+    query: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    codebook_k: Tensor,
+    codebook_v: Tensor,
+    start: Tensor | None,
+    mask: Tensor | None,
+    s_aux: Tensor | None,
+    length: Tensor,
+    window: int,
+    scaling: float,
+    softcap: float,
+    key_scheme: VQScheme,
+    value_scheme: VQScheme,
+    key_layout: str,
+    value_layout: str,
+) -> Tensor:
+    """Attention over a static cache; shapes and meaning in `ops.static.StaticKV`."""
+    return run(
+        query, (sink_k, sink_v, tail_k, tail_v), (k_codes, v_codes), (k_scale, v_scale),
+        (codebook_k, codebook_v), k_mean, start, mask, s_aux, length, 0, window, query.shape[2],
+        k_codes.shape[2], 0, 0, scaling, softcap, key_scheme, value_scheme,
+    )  # fmt: skip
+
+
+def attention_paged(
+    query: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor | None,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    codebook_k: Tensor,
+    codebook_v: Tensor,
+    table: Tensor,
+    length: Tensor,
+    s_aux: Tensor | None,
+    longest: int,
+    scaling: float,
+    softcap: float,
+    key_scheme: VQScheme,
+    value_scheme: VQScheme,
+    **chosen: Any,
+) -> Tensor:
+    """Attention over codes in pages; shapes and meaning in `ops.paged.PagedKV`.
+
+    Raises:
+        VQBackendError: pages do not lie as a kernel reads them.
+    """
+    sides = (
+        (k_codes, k_scale, codebook_k, key_scheme), (v_codes, v_scale, codebook_v, value_scheme)
+    )  # fmt: skip
+    _check_pages(sides, query.shape[3], table, length)
+    none = query[:, : k_codes.shape[1], :0]
+    if k_mean is not None:
+        k_mean = k_mean.expand(query.shape[0], -1, -1, -1)
+    return run(
+        query, (none, none, none, none), (k_codes, v_codes), (k_scale, v_scale),
+        (codebook_k, codebook_v), k_mean, None, None, s_aux, length, 0, 0, 0, longest, 0, 0,
+        scaling, softcap, key_scheme, value_scheme, table=table, **chosen,
+    )  # fmt: skip
+
+
+def run(
+    query: Tensor,
+    floats: tuple[Tensor, Tensor, Tensor, Tensor],
+    codes: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    codebooks: tuple[Tensor, Tensor],
+    mean: Tensor | None,
+    start: Tensor | None,
+    mask: Tensor | None,
+    s_aux: Tensor | None,
+    length: Tensor | None,
+    tail_start: int,
+    window: int,
+    fresh: int,
+    coded: int,
+    k_first: int,
+    v_first: int,
+    scaling: float,
+    softcap: float,
+    key_scheme: VQScheme,
+    value_scheme: VQScheme,
+    plan: AttentionPlan | None = None,
+    split: int = 0,
+    table: Tensor | None = None,
+) -> Tensor:
+    """What both ops have in common.
+
+    Args:
+        floats: sinks and tail, of keys and of values.
+        length: tokens held; None: those of the tail and in front of it; with a table, of each row.
+        coded: tokens that have codes, at most.
+        plan: instead of the one that would be chosen.
+        split: blocks among which tokens are split, instead of what would be chosen.
+        table: the pages of each row, and codes and scales are those of pages; None = of tapes.
+    """
+    rows, heads, queries, key_dim = query.shape
+    kv_heads, value_dim = floats[2].shape[1], floats[3].shape[3]
+    dtype, ordinal = query.dtype, query.get_device()
+    out = query.new_empty(rows, heads, queries, value_dim)
+    if not out.numel():
+        return out
+    with on_device(ordinal):
+        query = _dense(query, dtype)
+        sink_k, sink_v, tail_k, tail_v = (_dense(x, dtype) for x in floats)
+        if table is None:
+            codes, scales = (_tape(codes[0]), _tape(codes[1])), (_tape(scales[0]), _tape(scales[1]))
+        columns = heads // kv_heads * queries
+        kind = Mask.NONE
+        masked: tuple[int, ...] = (0, 0, 0, 0)
+        if mask is not None:
+            mask = mask if mask.dtype in _MASKS else mask.float()
+            mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+            kind = _MASKS[mask.dtype]
+            mask = mask.expand(rows, heads, queries, mask.shape[-1])
+            size = mask.element_size()
+            masked = (mask.data_ptr(), *(stride * size for stride in mask.stride()[:3]))
+        if plan is None:
+            plan, prepared = _launch(
+                key_scheme, value_scheme, key_dim, value_dim, columns, dtype, kind, softcap > 0,
+                token_bucket(coded if table is None else coded // _USUAL),
+                0 if table is None else codes[0].shape[2], group_bucket(rows * kv_heads), ordinal,
+            )  # fmt: skip
+        else:
+            prepared = _kernel(plan, ordinal).prepare(1)
+        across = -(-columns // plan.queries)
+        groups = rows * kv_heads * across
+        count = split or splits(plan, groups, -(-coded // TOKENS), device_arch(ordinal))
+        stream = torch._C._cuda_getCurrentRawStream(ordinal)
+        if plan.key_learned:
+            codebooks = tables(codebooks[0], key_scheme, KEYS), codebooks[1]
+        if plan.value_learned:
+            codebooks = codebooks[0], tables(codebooks[1], value_scheme, VALUES)
+        partial, arrived = None, 0
+        if count > 1:
+            size = groups * count * plan.partial_floats
+            partial = torch.empty(size, dtype=torch.float32, device=query.device)
+            arrived = _counters(ordinal).take(groups, stream)
+        means = (0, 0, 0) if mean is None else (mean.data_ptr(), *mean.stride()[:2])
+        s_aux = None if s_aux is None else s_aux.float().contiguous()
+        with prepared.lock:
+            _arguments.pack_into(
+                prepared.arguments, 0,
+                *_strides(query), *_strides(sink_k), *_strides(sink_v), *_strides(tail_k),
+                *_strides(tail_v),
+                *_coded(codes[0], scales[0], codebooks[0]), k_first,
+                *_coded(codes[1], scales[1], codebooks[1]), v_first,
+                *means, _address(start), *masked, _address(s_aux), _address(length),
+                _address(table), out.data_ptr(), _address(partial), arrived,
+                kv_heads, heads // kv_heads, queries, sink_k.shape[2], tail_start, tail_k.shape[2],
+                window, fresh, coded, across, count, 0 if table is None else table.stride(0),
+                _inverse(across), _inverse(kv_heads), _inverse(count), _inverse(queries),
+                coded > 0 and _settled(codebooks, stream), scaling * _LOG2_E, softcap * _LOG2_E,
+            )  # fmt: skip
+            prepared.start(stream, True, groups * count)
+    return out
+
+
+def _tape(x: Tensor) -> Tensor:
+    """`x` [B, H, tokens, n] with tokens side by side."""
+    return x if x.stride(2) == x.shape[3] and x.stride(3) == 1 else x.contiguous()
+
+
+def _check_pages(
+    sides: Sequence[tuple[Tensor, Tensor, Tensor, VQScheme]],
+    dim: int,
+    table: Tensor,
+    length: Tensor,
+) -> None:
+    """Raise unless all have the sizes that codes of such heads have, steps of tokens lie in one
+    page, side by side, at multiples of 16 bytes, and all parts of a page are as far from those of
+    the next.
+
+    Args:
+        sides: codes, scales, codebook and scheme of keys and of values.
+    """
+    shape, apart = sides[0][0].shape[:3], sides[0][0].stride(0)
+    for code, scale, codebook, scheme in sides:
+        vectors, numbers, tokens = dim // scheme.vector_size, scheme.row_numbers, shape[2]
+        width = packed_size(vectors, scheme.entry_bits)
+        books = (1,) if scheme.has_scale else (shape[1], vectors)
+        if (
+            code.shape != (*shape, width)
+            or scale.shape != (*shape, numbers)
+            or codebook.shape != (*books, scheme.entries, scheme.vector_size)
+            or code.stride()[1:] != (tokens * width, width, 1)
+            or scale.stride()[1:] != (tokens * numbers, numbers, 1)
+            or (code.stride(0), 2 * scale.stride(0)) != (apart, apart)
+            or tokens % PAGE
+            or apart % PIECE
+            or code.data_ptr() % PIECE
+            or scale.data_ptr() % PIECE
+        ):
+            raise VQBackendError(
+                f"no kernel reads pages of {tokens} tokens of {scheme.spec()} with heads of {dim}: "
+                f"codes {list(code.shape)}, {list(code.stride())} apart, scales "
+                f"{list(scale.shape)}, {list(scale.stride())} apart, and a codebook "
+                f"{list(codebook.shape)}; `cache.pages` lays them out."
+            )
+    known = table.dtype == torch.int32 and length.dtype == torch.int64
+    if not (known and table.stride(1) == 1 and length.is_contiguous()):
+        raise VQBackendError("a table of pages is int32 [B, width], rows dense; lengths are int64.")
+
+
+_seen: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+
+
+def _forget(key: int, _: weakref.ref[Tensor]) -> None:
+    _seen.pop(key, None)
+
+
+def _settled(codebooks: tuple[Tensor, Tensor], stream: int) -> bool:
+    """Whether a launch on the stream read these codebooks before, and nobody wrote them since."""
+    settled = True
+    for book in codebooks:
+        if book.is_inference():  # counts no writes
+            return False
+        key, now = id(book), book._version
+        known = _seen.get(key)
+        same = known is not None and known[0]() is book and known[1] == now
+        if known and same and (known[2] == stream or torch.cuda.is_current_stream_capturing()):
+            continue
+        settled = False
+        _seen[key] = weakref.ref(book, functools.partial(_forget, key)), now, stream
+    return settled
+
+
+@functools.cache
+def _inverse(divisor: int) -> int:
+    return 0 if divisor == 1 else -(-(1 << 32) // divisor)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _coded(codes: Tensor, scale: Tensor, codebook: Tensor) -> tuple[int, ...]:
+    """The fields of `struct Coded`, but for the last."""
+    of_codes, of_scale = codes.stride(), scale.stride()
+    return (
+        codes.data_ptr(), scale.data_ptr(), codebook.data_ptr(), of_codes[0], of_codes[1],
+        of_scale[0], of_scale[1],
+    )  # fmt: skip
+
+
+ATTENTION = Implementation(attention, supports.attention)
+STATIC = Implementation(attention_static, supports.attention)
+PAGED = Implementation(attention_paged, supports.attention_paged)

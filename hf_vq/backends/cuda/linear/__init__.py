@@ -1,0 +1,1 @@
+"""`linear`, `decode` and `rotate` on NVIDIA GPUs: one file per kernel."""

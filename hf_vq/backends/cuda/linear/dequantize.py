@@ -1,0 +1,406 @@
+"""`linear` and `decode` on a GPU: weights as codes, decoded by a generated CUDA kernel.
+
+A linear layer decodes some rows of the weight at a time, rotated back, and cuBLAS multiplies; where
+no kernel rotates them back (`choose_dense.restorable`), its input is rotated. That suits many
+tokens; for a few it moves more bytes than a dense layer would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ....codegen.families.dequantize import (
+    LARGEST_PANEL,
+    DecodeProblem,
+    choose,
+    panels,
+    rotate_plan,
+)
+from ....codegen.families.dequantize_rotated import blocks, dense_plan, restorable
+from ....codegen.jit.device import device_arch
+from ....codegen.jit.kernel_store import default_store
+from ....codegen.jit.launch import Kernel
+from ....codegen.plan import DecodePlan, DensePlan, Dtype, RotatePlan
+from ....dispatch import Implementation, bucket
+from ....errors import VQBackendError, VQFormatError
+from ....formats.packing import packed_size
+from ....formats.scheme import VQScheme
+from .. import weight_supports
+
+DECODED_BYTES = 128 << 20  # of dense rows at a time: smaller products would take longer
+
+_ALIGNED = 16  # bytes of the widest load
+_SCALE = 2  # bytes
+_WORD = 4  # bytes; codes are read by whole words
+_MOST_BLOCKS = (1 << 31) - 1
+_ROWS_OF_A_PLAN = 4096  # more rows need no other plan
+DTYPES = {torch.float32: Dtype.FLOAT32, torch.float16: Dtype.FLOAT16,
+           torch.bfloat16: Dtype.BFLOAT16}  # fmt: skip
+
+
+class DecodeArguments(ctypes.Structure):
+    """struct Arguments of kernels/cuda/linear/dequantize.cu."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("codebook", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("first_row", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int32),
+    ]
+
+
+class DenseArguments(ctypes.Structure):
+    """struct Arguments of kernels/cuda/linear/dequantize_rotated.cu."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("codebook", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("signs", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+    ]
+
+
+class NestedDenseArguments(ctypes.Structure):
+    """The same where codes of a nested pass are looked up too."""
+
+    _fields_ = [("second", ctypes.c_void_p), *DenseArguments._fields_]
+
+
+class RotateArguments(ctypes.Structure):
+    """struct Arguments of kernels/cuda/linear/rotate.cu."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("signs", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("blocks", ctypes.c_uint32),
+        ("across", ctypes.c_uint32),
+        ("token_tiles", ctypes.c_uint32),
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _decoder(
+    scheme: VQScheme, rows: int, in_features: int, dtype: torch.dtype, ordinal: int
+) -> tuple[Kernel, DecodePlan]:
+    arch = device_arch(ordinal)
+    plan = choose(DecodeProblem(scheme, rows, in_features, DTYPES[dtype], arch))
+    return _kernel(plan, DecodeArguments, ordinal), plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _restorer(
+    scheme: VQScheme, in_features: int, dtype: torch.dtype, ordinal: int
+) -> tuple[Kernel, DensePlan]:
+    plan = dense_plan(DecodeProblem(scheme, 0, in_features, DTYPES[dtype], device_arch(ordinal)))
+    arguments = NestedDenseArguments if scheme.two_passes else DenseArguments
+    return _kernel(plan, arguments, ordinal), plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _rotator(
+    source: torch.dtype, out: torch.dtype, block: int, signs: bool, inverse: bool, ordinal: int
+) -> tuple[Kernel, RotatePlan]:
+    plan = rotate_plan(DTYPES[source], DTYPES[out], block, signs, inverse)
+    return _kernel(plan, RotateArguments, ordinal), plan
+
+
+@functools.cache  # problems share plans
+def _kernel(
+    plan: DecodePlan | DensePlan | RotatePlan, arguments: type[ctypes.Structure], ordinal: int
+) -> Kernel:
+    return Kernel(plan, arguments, ordinal, default_store())
+
+
+_HERE = nullcontext()
+
+
+def on_device(ordinal: int) -> AbstractContextManager[None]:
+    """Where a launch on a GPU must be made: the launch's context is that of the current one."""
+    if ordinal == torch._C._cuda_getDevice():
+        return _HERE
+    device: AbstractContextManager[None] = torch.cuda.device(ordinal)
+    return device
+
+
+def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor as kernels read it: its numbers side by side, from an aligned address on. Itself,
+    if it is so: every layer asks at every call, so what need not be done is not called."""
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        tensor = tensor.to(dtype).contiguous()
+    return tensor if tensor.data_ptr() % _ALIGNED == 0 else tensor.clone()
+
+
+class Stored:
+    """Codes, codebooks and scales of rows, checked and ready to be decoded on the current device.
+
+    Args:
+        codes: uint8 [rows, bytes].
+        codebook: see `formats.tensor_specs`; of nested passes the one of both.
+        scale: [rows, groups].
+        scheme: of the codes.
+        in_features: weights of a row.
+
+    Raises:
+        VQFormatError: sizes do not belong together. A kernel would read what is not there.
+    """
+
+    def __init__(
+        self, codes: Tensor, codebook: Tensor, scale: Tensor, scheme: VQScheme, in_features: int
+    ) -> None:
+        self.codes = _ready(codes, torch.uint8)
+        self.codebook = _ready(codebook, torch.int8 if scheme.largest_entry else torch.float16)
+        self.scale = _ready(scale, torch.float16)
+        self.scheme, self.rows, self.in_features = scheme, codes.shape[0], in_features
+        # A copy does not follow what is written to its original.
+        self.copied = not (
+            self.codes is codes and self.codebook is codebook and self.scale is scale
+        )
+        sizes = (self.codes.numel(), self.codebook.numel(), self.scale.numel())
+        expected = stored_sizes(scheme, self.rows, in_features)
+        if sizes != expected:
+            raise VQFormatError(
+                f"{self.rows} rows of {in_features} weights as {scheme.spec()} have {expected} "
+                f"codes, codebook entries and scales; got {sizes}."
+            )
+        if odd := self.codes.numel() % _WORD:
+            self.codes = torch.nn.functional.pad(self.codes.view(-1), (0, _WORD - odd))
+            self.copied = True
+
+    def decode(self, first: int, out: Tensor) -> None:
+        """Rows `first`, `first` + 1, .. to `out` [rows, in_features], dense and still rotated.
+
+        Args:
+            first: a multiple of `rows_at_a_time`.
+        """
+        rows, ordinal = len(out), out.device.index
+        rows_of_plan = min(bucket(self.rows), _ROWS_OF_A_PLAN)
+        kernel, plan = _decoder(self.scheme, rows_of_plan, self.in_features, out.dtype, ordinal)
+        kernel(
+            _blocks(panels(plan, rows, self.in_features)),
+            torch._C._cuda_getCurrentRawStream(ordinal),
+            self.codes.data_ptr(),
+            self.codebook.data_ptr(),
+            self.scale.data_ptr(),
+            out.data_ptr(),
+            first,
+            rows,
+            self.in_features,
+        )
+
+    def restore(
+        self, first: int, rotation: Tensor | None, out: Tensor, second: Tensor | None = None
+    ) -> None:
+        """Rows `first`, `first` + 1, .. to `out` [rows, in_features], dense and rotated back.
+
+        Of schemes that are `choose_dense.restorable`.
+
+        Args:
+            second: `second_codes` of all rows, where there are two passes.
+        """
+        columns, ordinal = self.in_features, out.device.index
+        needs_signs(rotation, self.scheme, columns)
+        signs = None if rotation is None else _ready(rotation, torch.uint8)
+        kernel, plan = _restorer(self.scheme, columns, out.dtype, ordinal)
+        two = () if second is None else (second.data_ptr() + first * second.shape[1],)
+        kernel(
+            blocks(plan, out.shape[0], columns, device_arch(ordinal)),
+            torch._C._cuda_getCurrentRawStream(ordinal),
+            *two,
+            self.codes.data_ptr() + first * (self.codes.numel() // self.rows),
+            self.codebook.data_ptr(),
+            self.scale.data_ptr() + first * (self.scale.numel() // self.rows) * _SCALE,
+            None if signs is None else signs.data_ptr(),
+            out.data_ptr(),
+            out.shape[0],
+            columns,
+        )
+
+    def rows_at_a_time(self, dtype: torch.dtype) -> int:
+        """Rows that are `DECODED_BYTES` when dense; whole panels, whatever the plan."""
+        rows = DECODED_BYTES // (dtype.itemsize * self.in_features)
+        whole = self.scheme.tile[0] if self.scheme.codebook == "tile" else LARGEST_PANEL
+        return max(rows // whole, 1) * whole
+
+
+@functools.lru_cache(maxsize=1024)
+def stored_sizes(scheme: VQScheme, rows: int, in_features: int) -> tuple[int, int, int]:
+    """Bytes of codes, numbers of codebooks, and scales; of nested stages the codes of the first
+    pass, and the codebook of both."""
+    x = scheme.vector_size
+    stream = packed_size(in_features // x, scheme.entry_bits)
+    books = scheme.streams
+    if scheme.codebook == "tile":
+        books = math.ceil(rows / scheme.tile[0]) * math.ceil(in_features / scheme.tile[1])
+    entries = 257 if scheme.lattice else 1 << scheme.entry_bits + scheme.second_bits
+    scales = in_features // scheme.group(in_features)
+    return rows * scheme.streams * stream, books * entries * x, rows * scales
+
+
+def second_codes(codes: Tensor | None, x: Tensor, rows: int, scheme: VQScheme) -> Tensor:
+    """Codes of a nested pass as kernels read them.
+
+    Raises:
+        VQFormatError: they are missing, of another size, or not where x is.
+    """
+    shape = (rows, packed_size(x.shape[-1], scheme.second_bits))
+    if codes is None or codes.shape != shape or codes.device != x.device:
+        got = "none" if codes is None else f"{list(codes.shape)} on {codes.device}"
+        raise VQFormatError(
+            f"{scheme.spec()} needs codes {list(shape)} of a second pass on {x.device}; got {got}."
+        )
+    return _ready(codes, torch.uint8)
+
+
+def needs_signs(rotation: Tensor | None, scheme: VQScheme, in_features: int) -> bool:
+    """Whether a rotation has random signs.
+
+    Raises:
+        VQFormatError: they are not there.
+    """
+    if scheme.rotation != "random_hadamard":
+        return False
+    if rotation is None or rotation.numel() != packed_size(in_features, 1):
+        raise VQFormatError(f"{scheme.spec()} needs a sign for each of {in_features} inputs.")
+    return True
+
+
+def _rotate(
+    x: Tensor, rotation: Tensor | None, scheme: VQScheme, out: Tensor, inverse: bool = False
+) -> None:
+    """`x` [rows, in_features], rotated by a Hadamard matrix, to `out`, which may be `x`."""
+    block, ordinal = scheme.block(x.shape[-1]), x.device.index
+    signs = needs_signs(rotation, scheme, x.shape[-1])
+    count = x.numel() // block
+    kernel, plan = _rotator(x.dtype, out.dtype, block, signs, inverse, ordinal)
+    packed = None if rotation is None else _ready(rotation, torch.uint8)
+    kernel(
+        _blocks(-(-count // plan.blocks_at_a_time)),
+        torch._C._cuda_getCurrentRawStream(ordinal),
+        x.data_ptr(),
+        None if packed is None else packed.data_ptr(),
+        out.data_ptr(),
+        count,
+        x.shape[-1] // block,
+        0,
+        dependent=True,
+    )
+
+
+def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool) -> Tensor:
+    """`ops.reference.rotate`, summed in float32 and rounded once.
+
+    Raises:
+        VQFormatError: the signs are not where `x` is.
+    """
+    if scheme.rotation == "none":
+        return x
+    if rotation is not None and rotation.device != x.device:
+        raise VQFormatError(
+            f"the input is on {x.device}, but the signs of its rotation on {rotation.device}: "
+            "move the layer, or let accelerate do it."
+        )
+    rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rotated.numel():
+        with torch.cuda.device(x.device):
+            _rotate(_ready(x, x.dtype), rotation, scheme, rotated, inverse)
+    return rotated
+
+
+def _blocks(count: int) -> int:
+    if count > _MOST_BLOCKS:
+        raise VQBackendError(f"{count} blocks are more than a launch can have: split the input.")
+    return count
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    rotation_2: Tensor | None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    """y = W x + b (`ops.reference.linear`), with W, and a rotated x, rounded to x's dtype."""
+    in_features, out_features = x.shape[-1], codes.shape[0]
+    y = x.new_empty(*x.shape[:-1], out_features)
+    if not y.numel():
+        return y
+    with on_device(x.get_device()):
+        inputs = _ready(x, x.dtype).view(-1, in_features)
+        restored = restorable(scheme, in_features, DTYPES[x.dtype]) is None
+        if scheme.rotation != "none" and not restored:
+            rotated = torch.empty_like(inputs)
+            _rotate(inputs, rotation, scheme, rotated)
+            inputs = rotated
+        second = second_codes(codes_2, x, out_features, scheme) if scheme.two_passes else None
+        book = codebook if codebook_2 is None else codebook_2  # nested: one table for both
+        stored = Stored(codes, book, scale, scheme, in_features)
+        at_a_time = min(stored.rows_at_a_time(x.dtype), out_features)
+        # From PyTorch's allocator, which hands the same memory to the next layer, another one to
+        # another stream, and a graph its own.
+        dense = x.new_empty(at_a_time, in_features)
+        products = y.view(-1, out_features)
+        for first in range(0, out_features, at_a_time):
+            rows = slice(first, min(first + at_a_time, out_features))
+            # All rows at a time, as most layers have it, are no part of anything.
+            part = products if at_a_time == out_features else products[:, rows]
+            weight = dense if part is products else dense[: rows.stop - first]
+            if restored:
+                stored.restore(first, rotation, weight, second)
+            else:
+                stored.decode(first, weight)
+            if bias is None:
+                torch.mm(inputs, weight.t(), out=part)
+            else:
+                torch.addmm(bias[rows].to(x.dtype), inputs, weight.t(), out=part)
+    return y
+
+
+def decode(
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    codes_2: Tensor | None,
+    codebook_2: Tensor | None,
+    scale_2: Tensor | None,
+    rotation_2: Tensor | None,
+    scheme: VQScheme,
+    length: int,
+) -> Tensor:
+    """The stored rows, rotated back (`ops.reference.decode`): [..., length] float32."""
+    decoded = torch.empty(*codes.shape[:-1], length, dtype=torch.float32, device=codes.device)
+    if not decoded.numel():
+        return decoded
+    rows = decoded.view(-1, length)
+    with torch.cuda.device(codes.device):
+        stored = Stored(
+            codes.reshape(len(rows), -1), codebook, scale.reshape(len(rows), -1), scheme, length
+        )
+        stored.decode(0, rows)
+        if scheme.rotation != "none":
+            _rotate(rows, rotation, scheme, rows, inverse=True)
+    return decoded
+
+
+LINEAR = Implementation(linear, weight_supports.linear)
+DECODE = Implementation(decode, weight_supports.decode)
+ROTATE = Implementation(rotate, weight_supports.rotate)

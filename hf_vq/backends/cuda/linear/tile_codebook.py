@@ -1,0 +1,112 @@
+"""`linear` on a GPU for few tokens and codebooks of tiles (linear_tile_codebook.cu).
+
+Launches are prepared here; `cuda_fused` keeps and runs them, as it does those of linear.cu.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....codegen.families.dequantize import rotate_plan
+from ....codegen.families.linear import LinearProblem, token_bucket
+from ....codegen.families.linear_tile_codebook import MOST_TOKENS, blocks, choose
+from ....codegen.jit.device import device_arch
+from ....codegen.jit.kernel_store import default_store
+from ....codegen.jit.launch import Kernel
+from ....codegen.plan import TilePlan
+from ....dispatch import Implementation
+from ....errors import VQBackendError
+from ....formats.scheme import VQScheme
+from .. import weight_supports
+from . import fused as cuda_fused
+from .arguments import LinearArguments
+from .dequantize import DTYPES
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(plan: TilePlan, ordinal: int) -> Kernel:
+    return Kernel(plan, LinearArguments, ordinal, default_store())
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(
+    scheme: VQScheme, rows: int, in_features: int, bucket: int, dtype: torch.dtype, ordinal: int
+) -> cuda_fused.Launch:
+    arch = device_arch(ordinal)
+    problem = LinearProblem(scheme, bucket, rows, in_features, DTYPES[dtype], arch)
+    plan = choose(problem)
+    if plan is None:
+        raise VQBackendError(f"{scheme.spec()} has no kernel for tiles for {problem}.")
+    return prepare(plan, scheme, rows, in_features, dtype, ordinal)
+
+
+def prepare(
+    plan: TilePlan,
+    scheme: VQScheme,
+    rows: int,
+    in_features: int,
+    dtype: torch.dtype,
+    ordinal: int,
+) -> cuda_fused.Launch:
+    """How a layer of this size runs a plan: its kernels, loaded, and their sizes."""
+    before, block, at_a_time = None, 0, 0
+    if scheme.rotation != "none":
+        signs = scheme.rotation == "random_hadamard"
+        rotation = rotate_plan(
+            DTYPES[dtype], DTYPES[dtype], scheme.block(in_features), signs, False
+        )
+        before = cuda_fused.rotator(rotation, ordinal)
+        block, at_a_time = rotation.numbers_of_a_block, rotation.blocks_at_a_time
+    return cuda_fused.Launch(
+        _kernel(plan, ordinal),
+        plan.token_tiles,
+        (blocks(plan, rows),),
+        before,
+        at_a_time,
+        block,
+        0,
+        False,
+    )
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    """y = W x + b (`ops.reference.linear`) in 16-bit floats, for `MOST_TOKENS` at a time.
+
+    Entries of codebooks and the rotated x are rounded to the dtype of x; sums are float32.
+    """
+    rows, in_features = codes.shape[0], x.shape[-1]
+    y = x.new_empty(*x.shape[:-1], rows)
+    if not y.numel():
+        return y
+    ordinal, tokens = x.get_device(), x.numel() // in_features
+    parts = [(x, y)]
+    if tokens > MOST_TOKENS:
+        of_x, of_y = x.reshape(-1, in_features), y.view(-1, rows)
+        parts = list(zip(of_x.split(MOST_TOKENS), of_y.split(MOST_TOKENS), strict=True))
+    with torch.cuda.device(ordinal):
+        bucket = token_bucket(min(tokens, MOST_TOKENS))
+        launch = _prepare(scheme, rows, in_features, bucket, x.dtype, ordinal)
+        stored = (codes, codebook, scale, rotation, bias, scheme)
+        for of_x, of_y in parts:
+            cuda_fused.run(of_x, *stored, of_y, ordinal, launch)
+    return y
+
+
+def _run(*arguments: Any) -> Tensor:
+    x, codes, codebook, scale, rotation, *_, bias, scheme = arguments  # no second pass
+    return linear(x, codes, codebook, scale, rotation, bias, scheme)
+
+
+LINEAR = Implementation(_run, weight_supports.tile_linear)

@@ -1,0 +1,113 @@
+"""`linear` on a Hopper GPU for many tokens: the fused kernel of linear_wgmma.cu.
+
+No dense weight exists.
+
+Launches are prepared here; `cuda_fused` runs them, as it does those for few tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....codegen.families.dequantize import rotate_plan
+from ....codegen.families.linear import LinearProblem
+from ....codegen.families.linear_wgmma import blocks, choose, token_bucket
+from ....codegen.jit.device import device_arch
+from ....codegen.jit.kernel_store import default_store
+from ....codegen.jit.launch import Kernel
+from ....codegen.plan import WidePlan
+from ....dispatch import Implementation
+from ....errors import VQBackendError
+from ....formats.scheme import VQScheme
+from .. import weight_supports
+from . import fused as cuda_fused
+from .arguments import LinearArguments
+from .dequantize import DTYPES
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(plan: WidePlan, ordinal: int) -> Kernel:
+    return Kernel(plan, LinearArguments, ordinal, default_store())
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(
+    scheme: VQScheme, rows: int, in_features: int, tokens: int, dtype: torch.dtype, ordinal: int
+) -> cuda_fused.Launch:
+    arch = device_arch(ordinal)
+    bucket = token_bucket(tokens)
+    problem = LinearProblem(scheme, bucket, rows, in_features, DTYPES[dtype], arch)
+    plan = choose(problem)
+    if plan is None:
+        raise VQBackendError(f"{scheme.spec()} has no wide kernel for {problem}.")
+    return prepare(plan, scheme, rows, in_features, tokens, dtype, ordinal)
+
+
+def prepare(
+    plan: WidePlan,
+    scheme: VQScheme,
+    rows: int,
+    in_features: int,
+    tokens: int,
+    dtype: torch.dtype,
+    ordinal: int,
+) -> cuda_fused.Launch:
+    """How a layer of this size runs a plan with so many tokens: its kernels, and their sizes."""
+    rotation = rotate_plan(
+        DTYPES[dtype],
+        DTYPES[dtype],
+        scheme.block(in_features) if scheme.rotation != "none" else 1,
+        scheme.rotation == "random_hadamard",
+        False,
+        plan.unit,
+        True,
+    )
+    token_tiles = -(-tokens // 8)
+    return cuda_fused.Launch(
+        _kernel(plan, ordinal),
+        token_tiles,
+        (blocks(plan, rows, tokens, device_arch(ordinal)),),
+        cuda_fused.rotator(rotation, ordinal),
+        rotation.blocks_at_a_time,
+        rotation.numbers_of_a_block,
+        8 * token_tiles * in_features,
+        False,
+    )
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    rotation: Tensor | None,
+    bias: Tensor | None,
+    scheme: VQScheme,
+) -> Tensor:
+    """y = W x + b (`ops.reference.linear`) for many tokens, in 16-bit floats.
+
+    Entries of codebooks, their products with scales of groups and the rotated x are rounded to the
+    dtype of x; sums are float32.
+    """
+    rows, in_features = codes.shape[0], x.shape[-1]
+    y = x.new_empty(*x.shape[:-1], rows)
+    if not y.numel():
+        return y
+    ordinal = x.device.index
+    with torch.cuda.device(ordinal):
+        tokens = x.numel() // in_features
+        launch = _prepare(scheme, rows, in_features, tokens, x.dtype, ordinal)
+        cuda_fused.run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal, launch)
+    return y
+
+
+def _run(*arguments: Any) -> Tensor:
+    x, codes, codebook, scale, rotation, *_, bias, scheme = arguments  # no second pass
+    return linear(x, codes, codebook, scale, rotation, bias, scheme)
+
+
+LINEAR = Implementation(_run, weight_supports.wide_linear)

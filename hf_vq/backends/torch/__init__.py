@@ -1,0 +1,1 @@
+"""Ops in PyTorch alone: any device."""

@@ -1,0 +1,1 @@
+"""`linear` in Triton, for GPUs without NVRTC."""

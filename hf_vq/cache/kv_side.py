@@ -1,0 +1,171 @@
+"""What one layer keeps of its keys, or of its values: codes of the old tokens, floats of the new.
+
+position    0 .. sinks       ..            tail_start      coded              length
+            [ sink floats ]                [ tail: floats                        ]
+            [ codes + one fp16 scale per token and head     ]
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import VQCacheError
+from ..formats.scheme import VQScheme
+from ..ops import append_kv
+from ..ops.reference.codes import LARGEST_SCALE, mean_of
+from .token_buffer import CodeTape, Tape
+
+LOOKED_AT = 64  # tokens together, by `warn_of_newest`
+
+
+def check_head_dim(scheme: VQScheme, head_dim: int, where: str) -> None:
+    """Raise VQCacheError, naming `where`, if rows of `head_dim` numbers cannot be coded."""
+    size = scheme.vector_size
+    turned = scheme.rotation != "none"
+    if head_dim % size or (turned and scheme.block(head_dim, where) % size):
+        raise VQCacheError(
+            f"{scheme.notation()} needs a head_dim divisible by {size}; {where} has {head_dim}. Use"
+            " a scheme with shorter vectors, such as u4."
+        )
+
+
+class Store:
+    """Keys or values of one layer.
+
+    Args:
+        like: [B, H, n, D] of the tensor to come; decides shape, dtype and device.
+        scheme: how a row of head_dim numbers is coded.
+        codebook: fp16 [1, entries, x] or, learned, [H, D / x, entries, x], on the device of `like`.
+        layout: of the codes (`ops.layout`).
+        centred: whether a mean is subtracted before tokens are coded; zero until it is known.
+        sinks: tokens at the start of each row that stay floats.
+        capacity: tokens to allocate codes for at first.
+        limit: tokens it may ever hold; None = no limit.
+    """
+
+    def __init__(
+        self,
+        like: Tensor,
+        scheme: VQScheme,
+        codebook: Tensor,
+        *,
+        layout: str,
+        centred: bool,
+        sinks: int,
+        capacity: int,
+        limit: int | None,
+    ) -> None:
+        batch, heads, _, dim = like.shape
+        self.scheme, self.codebook, self.dim = scheme, codebook, dim
+        self.spec, self.has_scale = scheme.spec(), scheme.has_scale
+        self.codes = CodeTape(like, scheme, layout, capacity, limit)
+        self.tail = Tape(like)
+        self.sinks = like.new_zeros(batch, heads, sinks, dim)
+        self.mean: Tensor | None = None
+        if centred:
+            self.mean = like.new_zeros(batch, heads, 1, dim, dtype=torch.float32)
+
+    def remember_sinks(self, tokens: Tensor, position: int, start: Tensor | None) -> None:
+        """Keep those of `tokens` [B, H, n, D], which begin at `position`, that are sinks."""
+        slots = self.sinks.shape[2]
+        if start is None:
+            count = min(slots - position, tokens.shape[2])
+            if count > 0:
+                parts = (self.sinks[:, :, :position], tokens[:, :, :count])
+                self.sinks = torch.cat([*parts, self.sinks[:, :, position + count :]], 2)
+            return
+        index = start[:, None] + torch.arange(slots, device=start.device) - position  # [B, S]
+        inside = ((index >= 0) & (index < tokens.shape[2]))[:, None, :, None]
+        index = index.clamp(0, tokens.shape[2] - 1)[:, None, :, None].expand_as(self.sinks)
+        self.sinks = torch.where(inside, tokens.gather(2, index), self.sinks)
+
+    def encode(self, tokens: Tensor) -> None:
+        """Append the codes of `tokens` [B, H, n, D]. They are never computed again."""
+        codes, count = self.codes, tokens.shape[2]
+        at = codes.end
+        if at + count > codes.scale.shape[2] or codes.data.is_inference():
+            at = codes.reserve(count)
+        append_kv(
+            tokens, self.mean, self.codebook, codes.data, codes.scale, at, self.spec, codes.layout
+        )
+        codes.end += count
+
+    def warn_of_newest(self, tokens: Tensor, end: int, name: str, layer: int) -> bool:
+        """Say which of the newest coded tokens has no right code; whether one has none.
+
+        Scales are looked at 64 tokens at a time: of single tokens, call it after every 64th.
+
+        Args:
+            tokens: [B, H, n, D], as they were given to `encode`.
+            end: position after the last of them.
+            name: keys or values.
+            layer: its number.
+        """
+        if self.has_scale:
+            numbers = self.codes.scales()[:, :, -max(tokens.shape[2], LOOKED_AT) :]
+        else:
+            numbers = tokens.abs()
+        if not numbers.numel() or numbers.max().item() < LARGEST_SCALE:  # NaN is not
+            return False
+        lost = ~numbers.isfinite().all(-1)
+        beyond = (numbers >= LARGEST_SCALE).any(-1) & self.has_scale
+        found = (lost | beyond).nonzero().tolist()
+        if not found:
+            return False
+        row, head, token = found[0]
+        why = f"are beyond {LARGEST_SCALE:g}, the largest scale, and were made smaller"
+        if lost[row, head, token]:
+            why = "hold NaN or infinity, so that what their codes give is no result"
+        warnings.warn(
+            f"{name} of layer {layer} of the cache {why}: head {head}, token "
+            f"{end - numbers.shape[2] + token}, row {row} of the batch is the first. DynamicCache "
+            "holds them as they are.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function of rows, such as a permutation or a move to another device."""
+        self.codes.map(function)
+        self.tail.map(function)
+        self.sinks = function(self.sinks)
+        self.mean = None if self.mean is None else function(self.mean)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is held; codebooks belong to the model."""
+        return self.codes.nbytes + self.tail.nbytes + self._fixed
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the memory behind it."""
+        return self.codes.allocated + self.tail.allocated + self._fixed
+
+    @property
+    def _fixed(self) -> int:
+        return self.sinks.nbytes + (0 if self.mean is None else self.mean.nbytes)
+
+    @property
+    def token_bits(self) -> int:
+        """Bits of one token's codes and scales, of one head."""
+        return 8 * (self.codes.width + 2 * self.codes.scale.shape[3])
+
+
+def key_mean(keys: Tensor, sinks: int) -> Tensor:
+    """The vector that is subtracted from a row's keys before they are coded.
+
+    A constant in all keys of a head shifts all logits of a query alike, so softmax does not see it,
+    but a code would. The sinks are left out: their keys are unlike all others.
+
+    Args:
+        keys: [B, H, n, D], the first tokens of a row, sinks included.
+
+    Returns:
+        [B, H, 1, D] float32.
+    """
+    return mean_of(keys[:, :, sinks:])

@@ -1,0 +1,319 @@
+"""One layer of a `VQCache` with `max_cache_len` whose memory never moves, so that it compiles.
+
+              eager: prompts, several turns, single tokens      compiled: up to SLACK tokens
+length        known here, written to the device                 on the device; here it is `stale`
+update()      `VQCacheLayer`, on a ring instead of a tail       ops `store`, then `attention_static`
+              -> the prompt itself, or `VQHandle`               -> `StaticHandle`
+
+The values are those of `VQCacheLayer`, token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..errors import VQCacheError
+from ..ops.static import StaticKV, attention_static, store
+from .layer import SLACK, VQCacheLayer
+from .lazy_static_kv import StaticHandle, StaticUpdate
+from .token_buffer import Tape, storing
+
+GROWING = "make it with VQCache(..., static=False), which grows and cannot be compiled"
+
+
+class Ring(Tape):
+    """The newest floats of a layer [B, H, slots, D]: the token at position p is in slot p % slots.
+
+    `begin` and `end` are the positions held.
+    """
+
+    def __init__(self, like: Tensor, slots: int) -> None:
+        super().__init__(like)
+        self.data = like.new_zeros(*like.shape[:2], slots, like.shape[3])
+
+    def view(self) -> Tensor:
+        """The tokens in order, a copy: [B, H, len(self), D]."""
+        return self.data.index_select(2, self._slots(self.begin))
+
+    def append(self, tokens: Tensor) -> Tensor:
+        """Write `tokens` [B, H, n, D] behind the last and return them; the oldest are forgotten."""
+        slots = self.data.shape[2]
+        self.end += tokens.shape[2]
+        self.begin = max(self.begin, self.end - slots)
+        newest = tokens[:, :, -slots:]
+        self.data.index_copy_(2, self._slots(self.end - newest.shape[2]), newest)
+        return tokens
+
+    def _slots(self, begin: int) -> Tensor:
+        return torch.arange(begin, self.end, device=self.data.device) % self.data.shape[2]
+
+
+class VQStaticLayer(VQCacheLayer):
+    """A full-attention layer stored as codes, with room for `max_cache_len` tokens from the start.
+
+    Arguments as for `VQCacheLayer`. `groups`: query heads that share a head of keys.
+    """
+
+    is_compileable = True
+    is_croppable = False  # by no more than SLACK tokens
+    _few = 0  # a ring overwrites what the queries of an update still read
+    static: StaticKV
+    groups = 1
+
+    def _clear(self) -> None:
+        self.stale = False
+        super()._clear()
+
+    # -- what is known here, and what on the device ----------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """Tokens seen; after compiled steps the device is asked, once."""
+        self.settle()
+        return self._length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self._length = value
+
+    def settle(self) -> None:
+        """Learn what compiled steps did.
+
+        Raises:
+            VQCacheError: they stored more than there is room for.
+        """
+        if not self.stale:
+            return
+        self._length, limit = int(self.static.length), self.get_max_length()
+        if self._length > limit:
+            raise VQCacheError(
+                f"compiled steps stored {self._length} tokens, max_cache_len={limit}: those beyond "
+                f"are lost. Make the cache larger, and reset {self.where}."
+            )
+        self.stale = False
+        for side in (self.k, self.v):
+            side.codes.end = max(side.codes.end, self._length - self.window)
+            side.tail.end = self._length
+            side.tail.begin = max(side.tail.begin, self._length - side.tail.data.shape[2])
+        if self.static.frozen is not None:
+            known: list[bool] = self.static.frozen[:, 0].tolist()
+            self._frozen = known[: len(self._frozen)]
+            self._told = list(self._frozen)
+
+    def _publish(self) -> None:
+        """Tell the device what an eager update did, without moving anything."""
+        static = self.static
+        static.length.fill_(self._length)
+        if static.frozen is not None and self._told != self._frozen:
+            static.frozen.copy_(torch.tensor(self._frozen, device=self.device)[:, None])
+            self._told = list(self._frozen)
+        for side, sinks in ((self.k, static.sink_k), (self.v, static.sink_v)):
+            if side.sinks is not sinks:
+                side.sinks = sinks.copy_(side.sinks)
+        if static.k_mean is not None and self.k.mean is not static.k_mean:
+            assert self.k.mean is not None
+            self.k.mean = static.k_mean.copy_(self.k.mean)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
+        super()._allocate(key_states, value_states)
+        limit = self.options.max_cache_len
+        assert limit is not None
+        for side, like in ((self.k, key_states), (self.v, value_states)):
+            side.codes.reserve(limit)
+            side.tail = Ring(like, self.window + SLACK)
+        batch, heads = key_states.shape[:2]
+        measured = self.k.mean is not None and self.calibrated_mean is None
+        self._told = list(self._frozen)  # what the device knows of it
+        k, v = self.k, self.v
+        self.static = StaticKV(
+            k.sinks, v.sinks, k.codes.data, k.codes.scale[:, :, :limit], k.mean,
+            v.codes.data, v.codes.scale[:, :, :limit],
+            k.tail.data, v.tail.data, k.codebook, v.codebook,
+            torch.tensor(self._start or [0] * batch, device=self.device),
+            torch.zeros((), dtype=torch.int64, device=self.device),
+            torch.zeros(batch, heads, dtype=torch.bool, device=self.device) if measured else None,
+            self.window, k.spec, v.spec, k.codes.layout, v.codes.layout,
+        )  # fmt: skip
+        for tensor in self._tensors():
+            # Without a guard: a new cache has CUDA graphs captured again, and nothing compiled.
+            torch._dynamo.mark_static_address(tensor, guard=False)
+        if self.device.type == "cuda":
+            self._rehearse(key_states, value_states)
+
+    def _rehearse(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Store a token, attend to it as a model does, and forget it: what kernels compile or keep
+        for ever, they must not make first where memory belongs to a CUDA graph."""
+        static = self.static
+        written = [static.k_mean, static.frozen, static.sink_k, static.sink_v, static.length]
+        before = [None if part is None else part.clone() for part in written]
+        keys, values = (
+            x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (key_states, value_states)
+        )
+        store(keys, values, static)
+        query = keys.repeat_interleave(self.groups, 1)
+        everything = torch.ones(1, 1, 1, self.get_max_length(), dtype=torch.bool)
+        attention_static(query, static, scaling=1.0, mask=everything.to(self.device))
+        for part, was in zip(written, before, strict=True):
+            if part is not None and was is not None:
+                part.copy_(was)
+
+    def _tensors(self) -> list[Tensor]:
+        return [part for part in self.static if isinstance(part, Tensor)]
+
+    def reset(self) -> None:
+        """Forget everything, and keep the memory for a prompt of the same shape."""
+        if not self.is_initialized:
+            return
+        self.version += 1
+        self.stale, self._length = False, 0
+        for side in (self.k, self.v):
+            for tape in (side.codes, side.tail):
+                tape.begin = tape.end = 0
+        if self.static.frozen is not None:
+            self._frozen, self._told = [False], [False]
+            for part in (self.static.frozen, self.static.k_mean):
+                assert part is not None
+                part.zero_()
+        self.static.length.zero_()
+
+    def _restart(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Begin with a prompt in the memory of an earlier one, if it fits."""
+        try:
+            self._check_states(key_states, value_states)
+        except VQCacheError:
+            self._clear()
+            return
+        batch = key_states.shape[0]
+        with storing(self.device):
+            self._set_start(self.prompt.starts_for(batch))
+            self._frozen = self._frozen[:1] * (1 if self._start is None else batch)
+            self._told = list(self._frozen)
+            assert self.static.start is not None
+            self.static.start.copy_(torch.tensor(self._start or [0] * batch))
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """As `VQCacheLayer.update`; while compiling, two `StaticHandle`s.
+
+        Raises:
+            VQCacheError: as there; or the prompt is compiled, or many tokens at once.
+        """
+        if not is_compiling():
+            if self.is_initialized and self.length == 0:
+                self._restart(key_states, value_states)
+            graded = key_states.requires_grad or value_states.requires_grad
+            if graded and torch.is_grad_enabled() and self.is_initialized and self._length:
+                self.count_fallback()
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            raise VQCacheError(
+                f"{self.where} has no memory yet: run the prompt without torch.compile, as "
+                "generate does."
+            )
+        store(key_states, value_states, self.static)
+        self.stale = True
+        update = StaticUpdate(self.static, key_states.shape[2])
+        return StaticHandle(update, "k"), StaticHandle(update, "v")
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        result = super()._append(key_states, value_states)
+        self._publish()
+        return result
+
+    def _trim(self, keys: Tensor, values: Tensor) -> None:
+        for side, floats in ((self.k, keys), (self.v, values)):
+            side.tail.append(floats[:, :, side.tail.end - self._length :])
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def count_fallback(self) -> None:
+        """A mask over a static cache is longer than what would be decoded: there is no fallback.
+
+        Raises:
+            VQCacheError: always.
+        """
+        raise VQCacheError(
+            f"{self.where} would be decoded: the model's attention does not read codes. Use "
+            f'model.set_attn_implementation("vq") and torch.no_grad(), or {GROWING}.'
+        )
+
+    def _held(self, side: str) -> Tensor:
+        self.settle()
+        return super()._held(side)
+
+    def get_seq_length(self) -> Any:
+        """Tokens seen: int, or what compiled steps go by, a tensor."""
+        if self.is_initialized and (self.stale or is_compiling()):
+            return self.static.length
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys: of the prompt itself, later of all that may ever come."""
+        if not is_compiling() and not self.stale and self._length == 0:
+            return query_length, 0
+        return self.get_max_length(), 0
+
+    # -- rows and ends ---------------------------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """Not possible.
+
+        Raises:
+            VQCacheError: always.
+        """
+        raise VQCacheError(
+            f"{self.where} has memory for {SLACK} tokens beyond the window and no more, so it "
+            f"cannot keep candidates of assisted decoding; {GROWING}."
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; at most SLACK, or all.
+
+        Raises:
+            VQCacheError: floats of the window are gone.
+        """
+        if not self.is_initialized:
+            return
+        remove = -int(tokens_to_remove)
+        remove = remove if remove >= 0 else max(self.length + remove, 0)
+        left = self.length - remove
+        if left > 0 and self.k.tail.begin > max(left - self.window, 0):
+            raise VQCacheError(
+                f"{self.where} cannot forget its last {remove} tokens: it keeps {SLACK} floats "
+                f"beyond the window. Crop less, or {GROWING}."
+            )
+        super().crop(tokens_to_remove)
+        self.static.length.fill_(self._length)
+
+    def _forget_past(self) -> None:
+        pass  # the ring has forgotten by itself
+
+    def _select(self, function: Callable[[Tensor], Tensor]) -> None:
+        if not self.is_initialized:
+            return
+        self.settle()
+        static, batch = self.static, self.static.sink_k.shape[0]
+        kept = len(function(torch.arange(batch, device=self.device)))
+        if kept != batch:
+            raise VQCacheError(
+                f"{self.where} has memory for {batch} rows and would get {kept}; {GROWING}."
+            )
+        with storing(self.device):
+            for part in (*static[:9], static.start, static.frozen):
+                if part is not None:
+                    part.copy_(function(part))
+        if self._start is not None:
+            assert static.start is not None
+            self._set_start(static.start.tolist())
+            self._frozen = function(torch.tensor(self._frozen)).tolist()
+            self._told = list(self._frozen)

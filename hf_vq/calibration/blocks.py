@@ -1,0 +1,237 @@
+"""The blocks of a decoder: finding them, and running one without the others.
+
+A decoder is  embedding -> block 0 -> block 1 -> ... -> head. What a block is called with besides
+its hidden states (positions, masks, which may differ from block to block) does not depend on the
+hidden states, so one pass in which every block returns what it was given finds it for all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from ..errors import VQCalibrationError
+from .offload import in_memory, place_of
+from .targets import Part
+
+
+def find_blocks(model: nn.Module, names: Iterable[str]) -> str:
+    """Name of the list of modules that holds most weights of the layers `names`.
+
+    It needs no list of architectures (`optimum.gptq.utils` has one, by the name of the list, which
+    misses models that are newer than it).
+
+    Raises:
+        VQCalibrationError: the model is no decoder with such a list.
+    """
+    sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in names}
+    found, most = "", 0
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            weights = sum(n for name, n in sizes.items() if name.startswith(f"{prefix}."))
+            if weights > most:
+                found, most = prefix, weights
+    if not found or getattr(model.config, "is_encoder_decoder", False):
+        raise VQCalibrationError(
+            f"{type(model).__name__} is no decoder of equal blocks, which calibration goes through "
+            "one by one. Quantize it without calibration."
+        )
+    return found
+
+
+class Blocks:
+    """The blocks of `model`, and what each is called with.
+
+    Args:
+        prefix: name of their list in `model`.
+        sequences: token ids [sequences, tokens] to embed.
+
+    Attributes:
+        hidden: what the first block is given for each sequence, [1, tokens, hidden] each.
+
+    Raises:
+        VQCalibrationError: the model calls its blocks in a way that is not known here.
+    """
+
+    def __init__(self, model: Any, prefix: str, sequences: Tensor) -> None:
+        self.model, self.prefix = model, prefix
+        self.blocks: list[nn.Module] = list(model.get_submodule(prefix))
+        self.hidden: list[Tensor] = []
+        self._calls: list[_Call] = []
+        self._tail: tuple[Any, ...] | None = None  # what a block returns after hidden states
+        self._in_tuple = False
+        for ids in sequences:
+            calls = self._pass(ids[None].to(place_of(model)))
+            self.hidden.append(calls[0].hidden)
+            if self._calls:
+                self._check_same(calls)
+            else:
+                self._calls = [call.others() for call in calls]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def parts(self, index: int, parts: Iterable[Part]) -> list[Part]:
+        """Those of the dense tensors that lie in block `index`."""
+        start = f"{self.prefix}.{index}."
+        return [part for part in parts if part.layer.startswith(start)]
+
+    @contextmanager
+    def on(self, index: int, device: torch.device | None) -> Iterator[torch.device]:
+        """Keep block `index` in memory, on a device (None: where it computes), which is given."""
+        block = self.blocks[index]
+        home = place_of(block)
+        device = home if device is None else device
+        with in_memory(block, device):
+            block.to(device)
+            try:
+                yield device
+            finally:
+                block.to(home)
+
+    def run(
+        self,
+        index: int,
+        hidden: Tensor,
+        device: torch.device,
+        tensors: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        """What block `index`, which is on `device`, makes of `hidden`; where that was.
+
+        Args:
+            tensors: instead of the parameters of these names in the block.
+        """
+        args, kwargs = self._calls[index].with_hidden(hidden)
+        args, kwargs = tree_map_only(Tensor, lambda part: part.to(device), (args, kwargs))
+        result = torch.func.functional_call(self.blocks[index], tensors or {}, args, kwargs)
+        return _hidden_of(result).to(hidden.device)
+
+    def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """What the model makes of `hidden` [1, tokens, hidden], the output of its last block, for
+        token ids [1, tokens].
+
+        Raises:
+            VQCalibrationError: the model gives no logits.
+        """
+        result = (hidden, *(self._tail or ())) if self._in_tuple else hidden
+        with ExitStack() as stack:
+            for block in self.blocks:
+                stack.callback(replace_forward(block, lambda *args, **kwargs: result))
+            found = getattr(self.model(ids, use_cache=False), "logits", None)
+        if found is None:
+            raise VQCalibrationError(
+                f"{type(self.model).__name__} predicts no words, so its layers' weight in its "
+                "predictions cannot be measured. Load it as AutoModelForCausalLM, or give a scheme "
+                "instead of target_bits."
+            )
+        return found
+
+    def _pass(self, ids: Tensor) -> list[_Call]:
+        """How each block is called when every block returns what it was given."""
+        calls: list[_Call] = []
+        known = inspect.signature(self.model.forward).parameters
+        options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        with ExitStack() as stack:
+            for index, block in enumerate(self.blocks):
+                stack.callback(replace_forward(block, self._recorder(index, block, calls)))
+            self.model(ids, use_cache=False, **options)
+        order = [call.index for call in calls]
+        if order != list(range(len(self.blocks))):
+            raise self._unknown(f"calls them in the order {order}")
+        for call in calls[1:]:
+            if call.hidden is not calls[0].hidden:
+                raise self._unknown(f"changes hidden states before block {call.index}")
+            given, returned = tree_leaves(call.others().parts), tree_leaves(self._tail)
+            if any(isinstance(a, Tensor) and a is b for a in given for b in returned):
+                raise self._unknown(f"gives block {call.index} more than hidden states of another")
+        return calls
+
+    def _recorder(
+        self, index: int, block: nn.Module, calls: list[_Call]
+    ) -> Callable[..., Tensor | tuple[Any, ...]]:
+        original = block.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
+            if not args and "hidden_states" not in kwargs:
+                raise self._unknown(f"gives block {index} no hidden states")
+            call = _Call(index, args, kwargs)
+            if self._tail is None:
+                result = original(*args, **kwargs)
+                self._in_tuple = isinstance(result, tuple)
+                self._tail = result[1:] if self._in_tuple else ()
+            calls.append(call)
+            return (call.hidden, *self._tail) if self._in_tuple else call.hidden
+
+        return forward
+
+    def _check_same(self, calls: list[_Call]) -> None:
+        for call, first in zip(calls, self._calls, strict=True):
+            if not _equal(call.others().parts, first.parts):
+                raise self._unknown(f"gives block {call.index} more than hidden states of a text")
+
+    def _unknown(self, what: str) -> VQCalibrationError:
+        return VQCalibrationError(
+            f"{type(self.model).__name__} {what} ({self.prefix}), so its blocks cannot be "
+            "calibrated one by one. Quantize it without calibration."
+        )
+
+
+class _Call:
+    """The arguments of one call of a block; hidden states are the first, or have that name."""
+
+    def __init__(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.index, self.parts = index, (args, kwargs)
+
+    @property
+    def hidden(self) -> Tensor:
+        args, kwargs = self.parts
+        found: Tensor = args[0] if args else kwargs["hidden_states"]
+        return found
+
+    def with_hidden(self, hidden: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = self.parts
+        if args:
+            return (hidden, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": hidden}
+
+    def others(self) -> _Call:
+        """The call without its hidden states."""
+        return _Call(self.index, *self.with_hidden(None))
+
+
+def replace_forward(block: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give one module another forward; returns what undoes it."""
+    own = block.__dict__.get("forward")
+    block.forward = forward
+
+    def undo() -> None:
+        del block.forward
+        if own is not None:
+            block.forward = own
+
+    return undo
+
+
+def _hidden_of(result: Any) -> Tensor:
+    hidden: Tensor = result[0] if isinstance(result, tuple) else result
+    return hidden
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two trees of arguments hold the same tensors, numbers and objects of other kinds."""
+    (left, shape), (right, same) = tree_flatten(one), tree_flatten(other)
+    if shape != same:
+        return False
+    for a, b in zip(left, right, strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.shape != b.shape or not torch.equal(a, b):
+                return False
+        elif type(a) is not type(b) or (isinstance(a, (int, float, str, bool)) and a != b):
+            return False
+    return True

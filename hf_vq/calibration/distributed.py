@@ -1,0 +1,119 @@
+"""Several processes that calibrate one model together (`torchrun`, `accelerate launch`).
+
+    rank 0   its sequences -> sum of x x^T --+                    +-- fits some layers --+
+    rank 1   its sequences -> sum of x x^T --+-- all-reduce (H) --+-- fits some layers --+-- codes
+
+Every process has the whole model and a share of the text. A layer is fitted by one of them, which
+sends its codes to the others: so all hold the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import VQCalibrationError
+from .hessians import Site
+
+Found = TypeVar("Found")
+
+
+@contextmanager
+def launched() -> Iterator[int]:
+    """Join the processes that a launcher started, if one did; gives the rank of this one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield Team().rank
+        return
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # The others wait while one writes text from the model, or fits its largest layer.
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(hours=6))
+    try:
+        yield dist.get_rank()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class Team:
+    """The processes of the default group of torch.distributed; one alone where there is none.
+
+    Attributes:
+        size: number of processes.
+        rank: of this one.
+    """
+
+    def __init__(self) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.size = dist.get_world_size() if together else 1
+        self.rank = dist.get_rank() if together else 0
+
+    def share(self, items: Tensor) -> Tensor:
+        """Every size-th of the sequences, beginning with the rank-th.
+
+        Raises:
+            VQCalibrationError: there are fewer than processes.
+        """
+        if len(items) < self.size:
+            raise VQCalibrationError(
+                f"{len(items)} sequences cannot be shared by {self.size} processes. Give "
+                "calibration more tokens or a shorter context, or start fewer processes."
+            )
+        return items[self.rank :: self.size]
+
+    def first(self, make: Callable[[], Found]) -> Found:
+        """What `make` returns in the first process."""
+        if self.size == 1:
+            return make()
+        found = [make() if self.rank == 0 else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]  # type: ignore[return-value]
+
+    def everyones(self, mine: Found) -> list[Found]:
+        """What every process gave, in the order of ranks."""
+        if self.size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine)
+        return found
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def heard(self, sites: Sequence[Site], device: torch.device) -> list[Site]:
+        """The sites of all processes, with the sums of all; also those not heard in this one."""
+        if self.size == 1:
+            return list(sites)
+        own = {site.layers[0]: site for site in sites}
+        found: dict[str, Site] = {}
+        about = [(site.layers, site.total.shape, site.tokens) for site in sites]
+        for layers, shape, tokens in (entry for one in self.everyones(about) for entry in one):
+            site = found.get(layers[0])
+            if site is None:
+                empty = Site([], torch.zeros(0), [0] * len(tokens))
+                site = found[layers[0]] = empty
+                mine = own.get(layers[0])
+                empty.total = torch.zeros(shape, device=device) if mine is None else mine.total
+            site.layers = list(dict.fromkeys([*site.layers, *layers]))
+            site.tokens = [a + b for a, b in zip(site.tokens, tokens, strict=True)]
+        for site in found.values():
+            site.total = self._sum(site.total)
+        return list(found.values())
+
+    @staticmethod
+    def _sum(tensor: Tensor) -> Tensor:
+        # NCCL sums on GPUs only, gloo everywhere.
+        place = torch.device("cuda") if dist.get_backend() == "nccl" else tensor.device
+        there = tensor.to(place)
+        dist.all_reduce(there)
+        return there.to(tensor.device)

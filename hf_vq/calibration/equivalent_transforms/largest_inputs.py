@@ -1,0 +1,63 @@
+"""The largest inputs that transforms are chosen by: one pass of the float model over some text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import VQCalibrationError
+from ..kv_codebooks import run_recorded
+from ..text import bar
+from .smooth_attention import Largest
+
+TOKENS = 1 << 14  # a maximum over more hardly grows
+
+
+@torch.no_grad()
+def largest_inputs(
+    model: Any, sequences: Tensor, layers: Iterable[str], keys: bool, progress: bool = True
+) -> dict[str, Tensor]:
+    """The largest absolute value of every channel, in float32 on the CPU.
+
+    Args:
+        sequences: token ids [sequences, tokens]; the first TOKENS tokens are read.
+        layers: names of linear layers whose inputs [in] count.
+        keys: whether keys count, too.
+
+    Returns:
+        By the layer's name; of keys by `keys.NUMBER` of the layer: [kv heads, head_dim].
+
+    Raises:
+        VQCalibrationError: an input is not finite.
+        VQCacheError: the model has no cache of keys and values, and keys are wanted.
+    """
+    found: dict[str, Tensor] = {}
+    count = max(1, TOKENS // sequences.shape[1])
+    largest = Largest()
+    with ExitStack() as stack:
+        for name in layers:
+            layer = model.get_submodule(name)
+            hook = partial(_hear, found, name)
+            stack.callback(layer.register_forward_pre_hook(hook).remove)
+        for ids in bar(sequences[:count], "looking for outliers", progress):
+            run_recorded(model, ids, largest)
+    for name, channels in found.items():
+        if not bool(channels.isfinite().all()):
+            raise VQCalibrationError(
+                f"the inputs of {name} hold NaN or infinity on the calibration text. Load the "
+                "model in bfloat16 or float32."
+            )
+    if keys:
+        found |= {f"keys.{index}": of for index, of in sorted(largest.of.items())}
+    return found
+
+
+def _hear(found: dict[str, Tensor], name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    channels = args[0].detach().abs().flatten(0, -2).amax(0).float().cpu()
+    before = found.get(name)
+    found[name] = channels if before is None else torch.maximum(channels, before)

@@ -1,0 +1,160 @@
+"""Second moments of the inputs of layers: H = mean of x x^T, once for layers with one input; and,
+where gradients flow, what the layers' outputs weigh in the model's predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..nn.experts import expert_output, holds_experts, projections_of, routed
+from .blocks import replace_forward
+
+SHRINKAGE = 0.5
+"""Tokens of all experts together that count for each expert, per number in one of its inputs: an
+expert that few tokens were sent to is calibrated on what the others read, too."""
+
+
+@dataclass
+class Site:
+    """Layers that read the same tensor: queries, keys and values; the halves of a gated MLP. Or one
+    fused tensor of experts, each of which reads tokens of its own.
+
+    Args:
+        layers: names of their tensors (`parts.Part`); the first one counts.
+        total: sum of x x^T [experts or 1, in, in], float32: the damping of H is far above its
+            rounding.
+        tokens: number of inputs x of each expert.
+    """
+
+    layers: list[str]
+    total: Tensor
+    tokens: list[int]
+
+    def add(self, x: Tensor, expert: int = 0) -> None:
+        """Count inputs [..., in]."""
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        self.total[expert].addmm_(rows.T, rows)
+        self.tokens[expert] += len(rows)
+
+    def moments(self, expert: int = 0) -> Tensor:
+        """H [in, in], float32; of one of several experts, shrunk towards that of all of them."""
+        if len(self.total) == 1:
+            return self.total[0] / self.tokens[0]
+        prior = SHRINKAGE * self.total.shape[-1]
+        return (self.total[expert] + prior * self.pooled) / (self.tokens[expert] + prior)
+
+    def release(self) -> None:
+        """Give the memory back: there is nothing more to ask."""
+        self.total = torch.empty(0)
+        self.__dict__.pop("pooled", None)
+
+    @cached_property
+    def pooled(self) -> Tensor:
+        """H [in, in] of the inputs of all experts; asked for when all are heard."""
+        return self.total.sum(0) / sum(self.tokens)
+
+
+class Listener:
+    """Hears what layers are given, while `listening`.
+
+    Args:
+        gradients: also hear the gradients of what they return.
+
+    Attributes:
+        sites: in the order in which they were first heard; a layer that was never called, or
+            never with a token, has none.
+        weights: sum of the squared gradients of each output [experts * out], by tensor.
+    """
+
+    def __init__(self, gradients: bool = False) -> None:
+        self.sites: list[Site] = []
+        self.weights: dict[str, Tensor] = {}
+        self.gradients = gradients
+        self._site: dict[str, Site] = {}  # by layer
+        self._heard: list[tuple[Tensor, Site]] = []  # in this pass; kept alive, so told by identity
+
+    @contextmanager
+    def listening(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Hear one forward pass of `layers`: linear ones, or modules of fused experts, which are
+        then computed one after the other, whatever implementation the model uses."""
+        with ExitStack() as stack:
+            for name, layer in layers.items():
+                if holds_experts(layer):
+                    stack.callback(replace_forward(layer, self._experts(name, layer)))
+                    continue
+                hook = partial(self._hear, name)
+                stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                if self.gradients:
+                    heard = layer.register_forward_hook(partial(self._weigh_output, name))
+                    stack.callback(heard.remove)
+            try:
+                yield
+            finally:
+                self._heard.clear()
+
+    def _hear(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        x: Tensor = args[0] if args else next(iter(kwargs.values()))
+        if not x.numel():  # an expert that no token was sent to
+            return
+        site = self._site.get(name)
+        if site is None:
+            site = next((site for heard, site in self._heard if heard is x), None)
+            site = self._new(name, x, 1) if site is None else site
+            if name not in site.layers:
+                site.layers.append(name)
+            self._site[name] = site
+        if site.layers[0] == name:
+            self._heard.append((x, site))
+            site.add(x)
+
+    def _new(self, name: str, x: Tensor, experts: int) -> Site:
+        size = x.shape[-1]
+        total = torch.zeros(experts, size, size, dtype=torch.float32, device=x.device)
+        self.sites.append(Site([name], total, [0] * experts))
+        return self.sites[-1]
+
+    def _experts(self, layer: str, experts: Any) -> Callable[..., Tensor]:
+        """The forward of a module of fused experts, of which every projection is heard."""
+        names, count = projections_of(experts, layer), int(experts.num_experts)
+
+        def project(weight: str, index: int, x: Tensor) -> Tensor:
+            name = f"{layer}.{weight}"
+            if name not in self._site:
+                self._site[name] = self._new(name, x, count)
+            self._site[name].add(x, index)
+            matrix = getattr(experts, weight)[index]
+            bias = getattr(experts, f"{weight}_bias")[index] if experts.has_bias else None
+            y = F.linear(x, matrix.T if experts.is_transposed else matrix, bias)
+            self._weigh(name, y, index, count)
+            return y
+
+        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            def expert(index: int, x: Tensor) -> Tensor:
+                return expert_output(experts, names, index, x, project)
+
+            return routed(hidden_states, top_k_index, top_k_weights, count, expert)
+
+        return forward
+
+    def _weigh_output(self, name: str, layer: nn.Module, args: Any, output: Tensor) -> None:
+        self._weigh(name, output, 0, 1)
+
+    def _weigh(self, name: str, y: Tensor, index: int, count: int) -> None:
+        """Count the gradient of `y` [..., out] when it comes."""
+        if not y.requires_grad or not self.gradients:
+            return
+        if name not in self.weights:
+            self.weights[name] = torch.zeros(count, y.shape[-1], device=y.device)
+
+        def count_gradient(gradient: Tensor) -> None:
+            squares = gradient.float().square().flatten(0, -2).sum(0)
+            self.weights[name][index] += squares
+
+        y.register_hook(count_gradient)

@@ -1,0 +1,264 @@
+"""`calibrate_kv`: what a KV cache learns of a model before it is used.
+
+The model runs with its own attention on text, and a cache that listens records the keys (after
+RoPE) and values that it is updated with. Learned schemes (`nomad-*`, `cq-*`, `learned-*`) get
+codebooks, schemes that centre keys (`u4`, `u3`, ...) the mean of each head's keys.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from ..cache.codebooks import KVCodebooks, learned, title
+from ..errors import VQCacheError, shown
+from ..fit.kv import TokenSample, fit_kv_codebook
+from ..formats.catalog import KVScheme, kv_scheme
+from .text import MIN_CONTEXT, bar, context_of, sequences_of
+
+SINKS = 4  # first tokens of a sequence: a cache keeps them as floats, for their keys are unlike all
+TOKENS = 8192
+_MIN_PER_ENTRY = 8  # tokens for each entry of a codebook; fewer are learned by heart
+
+
+@torch.no_grad()
+def calibrate_kv(
+    model: Any,
+    scheme: str | KVScheme = "nomad-4",
+    text: str | Sequence[int] | Tensor | None = None,
+    tokenizer: Any = None,
+    *,
+    tokens: int = TOKENS,
+    context: int | None = None,
+    samples: int = TOKENS,
+    fisher: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+) -> KVCodebooks:
+    """Learn a KV cache's codebooks, or the means of its keys, from a model that runs on text.
+
+        codebooks = calibrate_kv(model, "nomad-4", open("book.txt").read(), tokenizer)
+        codebooks.save("model/kv_codebooks.safetensors")
+        model.generate(**inputs, past_key_values=VQCache(model.config, "nomad-4",
+                                                         codebooks=codebooks))
+
+    Args:
+        model: a decoder-only language model, on any device, in any dtype.
+        scheme: of the cache.
+        text: of the kind that the model will meet: a string, its token ids [tokens], or sequences
+            of token ids [sequences, tokens]; None = sampled from the model itself.
+        tokenizer: for a string.
+        tokens: of the text to run, in sequences that are spread evenly over it.
+        context: tokens of a sequence; None = 2048, or what the model can.
+        samples: tokens of each layer that k-means sees, drawn evenly: bounds the memory.
+        fisher: weight vectors by the squared gradient of the text's likelihood, as CQ does; for
+            schemes with codebooks per channel group. The model runs backwards too.
+        seed: of samples, k-means and sampled text. Equal arguments give equal codebooks.
+        progress: show progress bars.
+
+    Raises:
+        VQCalibrationError: the text is too short or of a wrong kind, or the model cannot read
+            `context` tokens.
+        VQCacheError: the model has no cache of keys and values or they are not finite, or an
+            argument is out of range.
+        VQSchemeError: the scheme is unknown, or head_dim cannot be split into its vectors.
+    """
+    kv = kv_scheme(scheme)
+    sides = learned(kv.key), learned(kv.value)
+    if not any(sides) and not kv.centre_keys:
+        raise VQCacheError(f"there is nothing to calibrate for {title(kv)}: it needs no data.")
+    if fisher and not any(part.codebook == "channel_group" for part in (kv.key, kv.value)):
+        raise VQCacheError(
+            f"fisher=True weights codebooks per channel group, which {title(kv)} does not have."
+        )
+    context = checked_context(model, context)
+    entries = max(part.entries if learned(part) else 1 for part in (kv.key, kv.value))
+    check_number("tokens", tokens, max(MIN_CONTEXT, _MIN_PER_ENTRY * entries))
+    check_number("samples", samples, _MIN_PER_ENTRY * entries)
+    context = min(context, tokens)
+    was_training = model.training
+    model.eval()
+    try:
+        sequences = sequences_of(model, text, tokenizer, tokens, context, seed, progress)
+        record = _Record([samples if side else 0 for side in sides], kv.centre_keys, seed)
+        for ids in bar(sequences, "recording", progress):
+            run_recorded(model, ids, record, fisher)
+    finally:
+        model.train(was_training)
+    if not record.layers:
+        raise _no_cache(model)
+    return _fit(kv, record, fisher, seed, model.device, progress)
+
+
+class Listener(Protocol):
+    """What looks at the keys and values of a model while it runs."""
+
+    def add(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Look at those of a layer, [B, H, n, D], without the sinks."""
+
+
+class _Record:
+    """What is kept of every layer's keys and values.
+
+    Args:
+        sizes: tokens to keep of keys and of values.
+        means: whether the mean of the keys is wanted.
+    """
+
+    def __init__(self, sizes: Sequence[int], means: bool, seed: int) -> None:
+        self.sizes, self.seed = sizes, seed
+        self.wanted = (means or sizes[0] > 0, sizes[1] > 0)
+        self.layers: dict[int, tuple[TokenSample, TokenSample]] = {}
+
+    def add(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Count keys and values [B, H, n, D] of a layer, without the sinks."""
+        if layer not in self.layers:
+            key, value = (TokenSample(size, self.seed) for size in self.sizes)
+            self.layers[layer] = key, value
+        states = keys, values
+        for sample, tokens, wanted in zip(self.layers[layer], states, self.wanted, strict=True):
+            if wanted:
+                sample.add(tokens)
+
+
+class _RecordingCache(DynamicCache):
+    """The cache that the model would have, which also tells `listener` what it is given."""
+
+    def __init__(self, config: Any, listener: Listener) -> None:
+        super().__init__(config=config)
+        self.listener = listener
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Record all tokens but the sinks; sequences come whole, so the first ones are these."""
+        self.listener.add(layer_idx, key_states[:, :, SINKS:], value_states[:, :, SINKS:])
+        states: tuple[Tensor, Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return states
+
+
+class _DifferentiatedCache(DynamicCache):
+    """The cache that the model would have, which adds zeros to what it is given: the gradients with
+    respect to these are those of keys and values."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.seen: dict[int, list[Tensor]] = {}
+        self.zeros: dict[int, list[Tensor]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Remember keys and values, and return all with gradients."""
+        given = key_states, value_states
+        self.seen[layer_idx] = [state.detach() for state in given]
+        zeros = [torch.zeros_like(state, requires_grad=True) for state in given]
+        self.zeros[layer_idx] = zeros
+        key, value = (state + zero for state, zero in zip(given, zeros, strict=True))
+        states: tuple[Tensor, Tensor] = super().update(key, value, layer_idx, *args, **kwargs)
+        return states
+
+
+def run_recorded(model: Any, ids: Tensor, listener: Listener, fisher: bool = False) -> None:
+    """One forward pass over a sequence [tokens]; `listener` gets its keys and values, with `fisher`
+    [.., 2 D] of float32: their gradients behind them."""
+    if fisher:
+        _run_backwards(model, ids, listener)
+        return
+    known = inspect.signature(model.forward).parameters
+    # The logits of a whole sequence can be larger than all keys and values.
+    options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    cache = _RecordingCache(model.config, listener)
+    model(ids[None].to(model.device), past_key_values=cache, use_cache=True, **options)
+
+
+@torch.enable_grad()
+def _run_backwards(model: Any, ids: Tensor, listener: Listener) -> None:
+    ids, cache = ids[None].to(model.device), _DifferentiatedCache(model.config)
+    logits = model(ids, past_key_values=cache, use_cache=True).logits
+    loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
+    zeros = [zero for pair in cache.zeros.values() for zero in pair]
+    gradients = iter(torch.autograd.grad(loss, zeros))
+    for layer, states in cache.seen.items():
+        key, value = (torch.cat([s.float(), next(gradients).float()], -1) for s in states)
+        listener.add(layer, key[:, :, SINKS:], value[:, :, SINKS:])
+
+
+def _fit(
+    kv: KVScheme, record: _Record, fisher: bool, seed: int, device: Any, progress: bool
+) -> KVCodebooks:
+    count = max(record.layers, default=-1) + 1
+    keys: list[Tensor | None] = [None] * count
+    values: list[Tensor | None] = [None] * count
+    means: list[Tensor | None] = [None] * count
+    for layer in bar(sorted(record.layers), "fitting", progress):
+        samples = record.layers[layer]
+        where = f"layer {layer}"
+        tokens, gradients = _kept(samples[0], fisher)
+        tokens = None if tokens is None else tokens.float()
+        if kv.centre_keys:
+            means[layer] = mean = samples[0].mean.chunk(2 if fisher else 1, -1)[0]
+            if not bool(mean.isfinite().all()):
+                raise VQCacheError(
+                    f"the keys of {where} hold NaN or infinity. Load the model in bfloat16 or "
+                    "float32."
+                )
+            tokens = None if tokens is None else tokens - mean[:, None]
+        options: dict[str, Any] = {"seed": seed, "device": device}
+        if tokens is not None:
+            keys[layer] = fit_kv_codebook(
+                tokens, kv.key, gradients=gradients, where=f"{where}, keys", **options
+            )
+        tokens, gradients = _kept(samples[1], fisher)
+        if tokens is not None:
+            values[layer] = fit_kv_codebook(
+                tokens, kv.value, gradients=gradients, where=f"{where}, values", **options
+            )
+    return KVCodebooks(kv, keys, values, means)
+
+
+def _kept(sample: TokenSample, fisher: bool) -> tuple[Tensor | None, Tensor | None]:
+    """What was sampled [H, n, D], and its gradients."""
+    if not sample.size:
+        return None, None
+    if not fisher:
+        return sample.tokens, None
+    tokens, gradients = sample.tokens.chunk(2, -1)
+    return tokens, gradients
+
+
+def checked_context(model: Any, context: int | None) -> int:
+    """Tokens of a sequence; checks that the model has a cache."""
+    generates = getattr(model, "can_generate", lambda: False)()
+    if not generates or model.config.is_encoder_decoder or not _takes(model, "past_key_values"):
+        raise _no_cache(model)
+    if context is not None:
+        check_number("context", context, MIN_CONTEXT)
+    return context_of(model, context)
+
+
+def _takes(model: Any, name: str) -> bool:
+    known = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    return takes_any or name in known
+
+
+def _no_cache(model: Any) -> VQCacheError:
+    return VQCacheError(
+        f"{type(model).__name__} is no decoder-only model that generates with a cache of keys "
+        "and values: there is nothing to calibrate."
+    )
+
+
+def check_number(name: str, value: object, low: int) -> None:
+    """Raise VQCacheError unless `value` is an integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise VQCacheError(f"calibration({name}=...) must be at least {low}; got {shown(value)}.")

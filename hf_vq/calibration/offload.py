@@ -1,0 +1,106 @@
+"""Blocks whose weights accelerate offloads: in memory while they are calibrated, then away again.
+
+`device_map` with "cpu" (beside a GPU) or "disk" leaves parameters on the meta device, and a hook on
+every module brings them for a forward pass and throws them away after it. A block that is to be
+changed must stay in memory meanwhile, and its codes must go where its weights were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import VQCalibrationError
+
+
+def hook_of(module: nn.Module) -> Any:
+    """The hook of accelerate that brings the offloaded tensors of one module; None if none does."""
+    hook = getattr(module, "_hf_hook", None)
+    parts = getattr(hook, "hooks", [hook])
+    return next((p for p in parts if getattr(p, "weights_map", None) is not None), None)
+
+
+def weight_of(module: nn.Module, name: str) -> Tensor:
+    """A parameter of one module, also one that is offloaded: then read, not kept."""
+    tensor, hook = module.get_parameter(name), hook_of(module)
+    return hook.weights_map[name] if tensor.is_meta and hook is not None else tensor
+
+
+def place_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where its first parameter is, or is brought to."""
+    for part in module.modules():
+        for tensor in part.parameters(recurse=False):
+            hook = hook_of(part)
+            if not tensor.is_meta or hook is None:
+                return tensor.device
+            device = hook.execution_device
+            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return torch.device("cpu")
+
+
+@contextmanager
+def in_memory(block: nn.Module, device: torch.device) -> Iterator[None]:
+    """Bring the offloaded parts of a block to a device and keep them there. What changes in them is
+    forgotten in the end: codes are put in their place by `take_place`."""
+    hooked = [(m, hook) for m in block.modules() if (hook := hook_of(m)) is not None]
+    places = [hook.execution_device for _, hook in hooked]
+    try:
+        for module, hook in hooked:
+            for name, tensor in list(module.named_parameters(recurse=False)):
+                if tensor.is_meta:
+                    value = hook.weights_map[name].to(device, copy=True)
+                    module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+            hook.offload, hook.execution_device = False, device
+        yield
+    finally:
+        for (module, hook), place in zip(hooked, places, strict=True):
+            hook.offload, hook.execution_device = True, place
+            for name, tensor in list(module.named_parameters(recurse=False)):
+                empty = torch.empty_like(tensor, device="meta")
+                module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+
+def take_place(hook: Any, new: nn.Module, gone: list[str]) -> None:
+    """Offload a module to where `hook` has the tensors of the one that it takes the place of.
+
+    Args:
+        hook: of the old module.
+        new: with its tensors in memory, or still where the old one's were (a bias).
+        gone: names of the old module's tensors that are not needed any more.
+    """
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from accelerate.utils.offload import PrefixedDataset, offload_weight
+
+    store, prefix = hook.weights_map.dataset, hook.weights_map.prefix
+    in_ram = store if isinstance(store, dict) else store.state_dict
+    names = [f"{prefix}{name}" for name in gone]
+    on_disk = not any(name in in_ram for name in names)
+    if on_disk and store.save_folder is None:
+        raise VQCalibrationError(
+            "weights are offloaded to disk, and their codes need a place there: give "
+            "from_pretrained an offload_folder."
+        )
+    for name in names:
+        in_ram.pop(name, None)
+    for name, tensor in new.named_parameters(recurse=False):
+        key = f"{prefix}{name}"
+        if tensor.is_meta:
+            continue  # it is there already
+        if on_disk:
+            offload_weight(tensor.detach().cpu(), key, store.save_folder, store.index)
+        else:
+            in_ram[key] = tensor.detach().cpu()
+    if not isinstance(store, dict):
+        store.all_keys = list({**store.state_dict, **store.index})
+    again = AlignDevicesHook(
+        execution_device=hook.execution_device,
+        offload=True,
+        io_same_device=hook.io_same_device,
+        weights_map=PrefixedDataset(store, prefix),
+        skip_keys=hook.skip_keys,
+    )
+    add_hook_to_module(new, again)

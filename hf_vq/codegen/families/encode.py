@@ -1,0 +1,54 @@
+"""From a scheme to the plan that encodes rows: which lanes own a group. Pure functions, no GPU."""
+
+from __future__ import annotations
+
+from ...formats.scheme import VQScheme
+from ..jit.device import Arch
+from ..plan import EncodePlan, Scope
+from .dequantize import VECTOR_SIZES
+
+_THREADS = 256
+_WARP = 32
+BEAM = 8  # as the specification follows them (hf_vq/fit/assign.py)
+
+
+def encodable(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
+    """None if a plan can have rows of this scheme, else the reason why not."""
+    if scheme.codebook not in ("universal", "tensor"):
+        return f"its codebooks are per {scheme.codebook.replace('_', ' ')}"
+    if scheme.streams > 2 and not scheme.lattice:
+        return f"it has {scheme.streams} stages, which a longer beam follows"
+    if scheme.vector_size not in VECTOR_SIZES:
+        return f"vectors have {scheme.vector_size} weights, not one of {VECTOR_SIZES}"
+    vectors = scheme.group(in_features) // scheme.vector_size
+    if vectors % _WARP and (vectors > _WARP or vectors & (vectors - 1)):
+        return f"{vectors} vectors of a group are not whole warps"
+    across = in_features // scheme.vector_size
+    if across * scheme.entry_bits % 8:
+        return "a row's codes are not whole bytes"
+    if across % _WARP and scheme.streams > 1 and not scheme.lattice:
+        return f"{across} codes of a stage are not whole warps"
+    needed = encode_plan(scheme, in_features, 1, False).shared_bytes
+    if needed > arch.shared_per_block:
+        return f"its codebook needs {needed} bytes of shared memory, of {arch.shared_per_block}"
+    return None
+
+
+def encode_plan(scheme: VQScheme, in_features: int, candidates: int, refit: bool) -> EncodePlan:
+    """The plan of an encodable scheme: nothing in it is a matter of choice.
+
+    Args:
+        candidates: scales that are tried for each group.
+        refit: whether scales are fitted to codes.
+    """
+    group = scheme.group(in_features)
+    vectors = group // scheme.vector_size
+    one = scheme.lattice or scheme.streams > 1 or (vectors % (2 * _WARP) and vectors > _WARP)
+    slots = 1 if one else 2
+    large = scheme.streams > 1 and scheme.vector_size > 8
+    resident = 1 if large else 2  # leaves a thread 128 registers
+    return EncodePlan(
+        _THREADS, resident, scheme.vector_size, scheme.entry_bits, scheme.streams,
+        Scope.E8P if scheme.lattice else Scope.SHARED, 0 if group == in_features else group,
+        BEAM, candidates, refit, min(vectors, _WARP), slots, slots == 1 or vectors > _WARP,
+    )  # fmt: skip

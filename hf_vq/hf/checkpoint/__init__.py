@@ -1,0 +1,1 @@
+"""A model's files: read before loading, written whole, verified."""

@@ -1,0 +1,137 @@
+"""The model card that is saved with a quantized model."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import transformers
+from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, StrictUndefined, Template
+
+from ...calibration.text import OWN_WORDS
+from ...formats.catalog import scheme_name
+from ...nn.replace import vq_modules
+from ...paths import card_template
+from .headers import storage
+
+CARD = "README.md"
+_MARKER = "<!-- Written by hf_vq. Delete this line to keep your own text: hf_vq then leaves it. -->"
+_TAGS = ["hf_vq", "vq", "vector-quantization"]
+
+
+def is_ours(text: str) -> bool:
+    """Whether a card was written by hf_vq and not edited into a person's own."""
+    return _MARKER in text
+
+
+def loading_class(model: Any) -> str:
+    """Name of the class in `transformers` that loads a saved `model`: an Auto class if one does."""
+    kind = type(model)
+    for name in _auto_classes():
+        mapping = getattr(getattr(transformers, name), "_model_mapping", None)
+        found = mapping.get(type(model.config), ()) if mapping is not None else ()
+        if kind in (found if isinstance(found, tuple) else (found,)):
+            return name
+    if hasattr(transformers, kind.__name__):
+        return kind.__name__
+    return "AutoModelForCausalLM" if kind.__name__.endswith("ForCausalLM") else "AutoModel"
+
+
+@functools.cache
+def _auto_classes() -> list[str]:
+    """Names in the order they are asked in. `dir(transformers)` takes most of a second."""
+    autos = [name for name in dir(transformers) if name.startswith("AutoModel")]
+    # Many models appear under ForPreTraining once more.
+    return sorted(autos, key=lambda name: (name == "AutoModelForPreTraining", name))
+
+
+def model_card(model: Any) -> str:
+    """The text of a quantized model's `README.md`: how it was made and loads, what was measured.
+
+    Its words are those of `model_cards/template.md.j2`.
+    """
+    config = model.config.quantization_config
+    provenance = config.provenance or {}
+    base = provenance.get("base_model")
+    bits, weights = storage(model)
+    tags = list(dict.fromkeys([*_TAGS, *(model.model_tags or [])]))
+    evaluation = provenance.get("evaluation")
+    data = ModelCardData(base_model=base, library_name="transformers", tags=tags)
+    if evaluation:
+        # What the Hub shows beside a model; by its specification, results need a name.
+        data.model_name = f"{evaluation['model']} ({config.scheme_name})"
+        data.eval_results = _results(evaluation)
+    if base:
+        data["base_model_relation"] = "quantized"
+    errors = {name: 100 * e for name, e in provenance.get("relative_error", {}).items()}
+    # A source that is a folder is on no Hub: the name that it was measured by, else its class.
+    name, kind = base or (evaluation or {}).get("model"), type(model).__name__
+    return _template().render(
+        metadata=data.to_yaml(),
+        marker=_MARKER,
+        name=name or kind,
+        source=f"[{base}](https://huggingface.co/{base})" if base else name or f"a `{kind}`",
+        loader=loading_class(model),
+        schemes=_schemes(model),
+        bits_per_weight=bits / weights,
+        weights=weights,
+        megabytes=bits / 8e6,
+        errors=errors,
+        mean_error=sum(errors.values()) / len(errors) if errors else 0.0,
+        calibration=_calibration(config),
+        version=provenance.get("hf_vq", ""),
+        evaluation=evaluation,
+    )
+
+
+@functools.cache
+def _template() -> Template:
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True, autoescape=False
+    )
+    return environment.from_string(card_template().read_text(encoding="utf-8"))
+
+
+def _schemes(model: Any) -> str:
+    """The schemes of a model's layers, and how many have each where there are several."""
+    config = model.config.quantization_config
+    if config.layouts:
+        return f"as published: {config.scheme_name}"
+    counts = Counter(module.scheme for module in vq_modules(model).values())
+    shown = {s: f"`{scheme_name(s) or s.spec()}`, {s.notation()}" for s in counts}
+    if len(counts) == 1:
+        return next(iter(shown.values()))
+    return "; ".join(f"{shown[s]}, in {count} layers" for s, count in counts.most_common())
+
+
+def _results(evaluation: dict[str, Any]) -> list[EvalResult]:
+    """The numbers of an evaluation as the Hub's model-index has them."""
+    names = {"perplexity": "Perplexity", "kld": "KL divergence from the original (nats)"}
+    names |= {"top1": "Top-1 agreement with the original (%)"}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="text",
+            dataset_name=f"{evaluation['text']}, {evaluation['tokens']:,} tokens",
+            metric_type=key,
+            metric_name=name,
+            metric_value=round(evaluation[key], 5),
+        )
+        for key, name in names.items()
+    ]
+
+
+def _calibration(config: Any) -> dict[str, Any] | None:
+    """What the card says of the calibration, if there was one."""
+    facts = (config.provenance or {}).get("calibration")
+    if not facts:
+        return None
+    options, errors = config.calibration, facts["output_error"].values()
+    own = options["text"] == OWN_WORDS
+    return {
+        "text": "what the model writes by itself" if own else f"`{options['text']}`",
+        "tokens": options["tokens"],
+        "mean_error": 100 * sum(errors) / max(1, len(errors)),
+    }

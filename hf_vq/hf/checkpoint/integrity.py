@@ -1,0 +1,158 @@
+"""Whether a model's files are what was saved: their digests, and what gives tensors meaning.
+
+`config.json` says what codes mean, so a digest covers the spec of the tensor's layer too. It is
+found by the names in the file, from the config beside the file, when it is saved as when it is
+loaded: how a class of model renames tensors, and what a caller changes afterwards, plays no part.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import CONFIG_NAME
+
+from ...formats import digests
+from ...formats.catalog import LinearScheme
+from ...formats.qoq import QoQScheme
+from ..config import VQConfig
+
+RECORD = "digests"  # in `provenance`: the digest of all digests
+
+
+def meanings(config: VQConfig, headers: Iterable[digests.Header]) -> dict[str, str]:
+    """What gives the tensors of a checkpoint their meaning, by name; dense ones have none.
+
+    Names of layers in a config may have a prefix more or less than those in the file. What is said
+    of layers that are not in the file belongs to all layers of the config's own scheme.
+
+    Args:
+        config: of the checkpoint's config.json.
+    """
+    parts = [part for header in headers for part in header.parts.values()]
+    owners = {part.name: part.name.rpartition(".")[0] for part in parts}
+    coded = {owner for name, owner in owners.items() if _attribute(name).startswith("vq_")}
+    table = _Table(config)
+    said = {owner: table.of(owner) for owner in coded}
+    usual = _described(config.vq_scheme, config.seed) + table.unused()
+    found = {}
+    for part in parts:
+        owner, attribute = owners[part.name], _attribute(part.name)
+        is_codes = attribute == "weight" and not part.dtype.startswith(("F", "BF"))
+        if owner in coded and (is_codes or attribute.startswith("vq_")):
+            found[part.name] = said[owner] or usual
+        elif is_codes:
+            found[part.name] = f"embeddings {config.embeddings}"
+    return found
+
+
+def _attribute(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _described(scheme: LinearScheme, seed: int) -> str:
+    """A scheme's spec; a seed says which rotation a QR rotation is."""
+    drawn = not isinstance(scheme, QoQScheme) and scheme.rotation == "qr"
+    return f"scheme {scheme.spec()}" + (f" with seed {seed}" if drawn else "")
+
+
+class _Table:
+    """What a config says of single layers: other schemes, and layouts of other projects."""
+
+    def __init__(self, config: VQConfig) -> None:
+        schemes = {n: _described(config.stored_scheme(n), config.seed) for n in config.layers or {}}
+        layouts = {n: f"layout {one.spec()}" for n, one in config.published_layouts.items()}
+        self.entries = {**schemes, **layouts}
+        self._ends: dict[str, list[str]] = defaultdict(list)
+        for name in self.entries:
+            for end in _ends(name):
+                self._ends[end].append(name)
+        self._used: set[str] = set()
+
+    def of(self, owner: str) -> str:
+        """All that is said of a layer of the file; empty where nothing is."""
+        names = set(self._ends.get(owner, ()))
+        names |= {end for end in _ends(owner) if end in self.entries}
+        if owner in self.entries:
+            names = {owner}
+        self._used |= names
+        return ", ".join(sorted({self.entries[name] for name in names}))
+
+    def unused(self) -> str:
+        """What is said of no layer that was asked for."""
+        rest = sorted(set(self.entries) - self._used)
+        return "".join(f"; {name}: {self.entries[name]}" for name in rest)
+
+
+def _ends(name: str) -> list[str]:
+    """A name, and what is left of it without the first parts: a.b.c, b.c, c."""
+    parts = name.split(".")
+    return [".".join(parts[first:]) for first in range(len(parts))]
+
+
+def record(folder: Path, variant: str | None = None) -> None:
+    """Write the digests of a model that was just saved: of its tensors into its files of weights,
+    and that of all digests into its config.json.
+
+    Args:
+        variant: `save_pretrained`'s. Files of several share a config.json, which then says nothing.
+    """
+    files = checkpoints(folder).get(variant or "", [])
+    path = folder / CONFIG_NAME
+    if not files or not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    quantization = config["quantization_config"]
+    root = digests.record(files, partial(meanings, VQConfig.from_dict(quantization)))
+    provenance = dict(quantization.get("provenance") or {})
+    provenance.pop(RECORD, None)
+    if not variant:
+        provenance[RECORD] = root
+    quantization["provenance"] = provenance
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+_WEIGHTS = re.compile(r"model(?:\.(?P<variant>.+?))?(?:-\d{5}-of-\d{5})?\.safetensors")
+
+
+def checkpoints(folder: Path) -> dict[str, list[Path]]:
+    """The files of weights in a folder by variant; the usual one is ""."""
+    found: dict[str, list[Path]] = defaultdict(list)
+    for path in sorted(folder.iterdir()):
+        if match := _WEIGHTS.fullmatch(path.name):
+            found[match["variant"] or ""].append(path)
+    return found
+
+
+def is_variant(file: str | Path) -> bool:
+    """Whether a file of weights is one of a variant, of which config.json says nothing."""
+    match = _WEIGHTS.fullmatch(Path(file).name)
+    return match is not None and match["variant"] is not None
+
+
+def check(config: VQConfig, files: Iterable[str | Path], **options: Any) -> digests.Check:
+    """The running comparison of a checkpoint's files with their digests.
+
+    Args:
+        config: of its config.json.
+        options: more arguments of `Check`.
+
+    Raises:
+        VQFormatError: a header cannot be read.
+    """
+    return digests.Check(files, partial(meanings, config), **options)
+
+
+def take_record(config: VQConfig) -> str | None:
+    """Take the digest of all digests out of a config: it is of the files that are being loaded,
+    and not of those that a later save writes."""
+    provenance: Mapping[str, Any] = config.provenance or {}
+    found = provenance.get(RECORD)
+    if found is not None:
+        config.provenance = {key: value for key, value in provenance.items() if key != RECORD}
+    return found if isinstance(found, str) else None

@@ -1,0 +1,263 @@
+"""`hf_vq.capture`: decoding steps of `generate` as CUDA graphs that nothing stands in front of.
+
+`generate` with a static cache compiles the model (`get_compiled_call`). At every token the compiled
+code compares all that it took for granted, thousands of attributes and tensors, and the CUDA graphs
+of torch.compile compare addresses: Python, while the GPU waits. Here the first steps of a
+`generate` do that, and later ones replay what was found:
+
+    first steps   compiled code, which checks everything: what ran, on which memory?
+    next step     captured as a CUDA graph, unless there is one of just that
+    all others    copy the token, its position and the mask; replay
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, StaticLayer
+
+from .. import patches
+from ..cache.static_layer import VQStaticLayer
+from ..errors import VQBackendError
+
+_ATTRIBUTE = "_hf_vq_captured"
+_CACHE = "past_key_values"
+_KEPT = 4  # graphs of a model
+
+Inputs = dict[str, Any]
+Step = Callable[..., Any]
+
+
+def capture(model: PreTrainedModel, enabled: bool = True) -> None:
+    """Let `model.generate` replay CUDA graphs of its own where its cache is static.
+
+        hf_vq.capture(model)
+        model.generate(**inputs, past_key_values=VQCache(model.config, max_cache_len=4096))
+
+    The tokens are those of `generate` without it. Between two calls of `generate` the model may be
+    changed in any way, while one runs it may not. Python of the model, such as hooks that collect
+    activations, runs in the first steps of a call only. Caches that count in Python (sliding
+    windows of Transformers) and models that do not compile as a whole run as always.
+
+    Args:
+        model: on one GPU.
+        enabled: False = as it was before; its graphs are freed.
+
+    Raises:
+        VQBackendError: `model` is no model of Transformers itself, or not on one GPU.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise VQBackendError(
+            f"hf_vq.capture needs the Transformers model itself, got {type(model).__name__}; in a "
+            "PeftModel that is peft_model.get_base_model()."
+        )
+    model.__dict__.pop(_ATTRIBUTE, None)
+    patches.restore(model, "get_compiled_call")
+    if not enabled:
+        return
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or {device.type for device in devices} != {"cuda"}:
+        raise VQBackendError(
+            "hf_vq.capture needs a model on one GPU, this one is on "
+            f"{', '.join(sorted(map(str, devices)))}. Load it with device_map='cuda:0'."
+        )
+    model.__dict__[_ATTRIBUTE] = _Captured(model, devices.pop())
+    patches.override(model, "get_compiled_call", partial(_get_compiled_call, model))
+
+
+def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
+    """`get_compiled_call` of a captured model."""
+    compiled: Step = type(model).get_compiled_call(model, compile_config)
+    captured = model.__dict__.get(_ATTRIBUTE)  # a copy of the model has none
+    return compiled if captured is None else _Decoding(captured, compiled)
+
+
+_thread = threading.local()  # `.ran`: what compiled code of this thread ran, on which memory
+_one_at_a_time = threading.Lock()  # all that is captured
+
+
+def _backend(graph: Any, inputs: Any) -> Step:
+    """Inductor without CUDA graphs. It knows no model, since Dynamo forgets no backend."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled = cast(Step, compile_fx(graph, inputs))
+
+    def run(*flat: Any) -> Any:
+        _thread.ran = run, flat
+        return compiled(*flat)
+
+    return run
+
+
+class _Captured:
+    """A model that was compiled, and the graphs captured of it."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        self.compiled: Step = torch.compile(model.__call__, backend=_backend, fullgraph=True)
+        self.graphs: OrderedDict[Any, _Graph] = OrderedDict()
+        self.device, self.whole = device, True
+        self.stream = torch.cuda.Stream(device)  # one, as graphs share the pool
+        self.pool = torch.cuda.graph_pool_handle()
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        """A copy of a model, or one from a file, is not captured."""
+        return type(None), ()
+
+    def checked(self, inputs: Inputs) -> tuple[Any, Any]:
+        """The model's output, and what ran: compiled code, and all memory that it found itself.
+
+        The latter is None if there is no telling.
+        """
+        _thread.ran = None
+        out = self.compiled(**inputs)
+        ran, _thread.ran = _thread.ran, None
+        if ran is None:  # the compiler is switched off
+            return out, None
+        code, flat = ran
+        given = {x.data_ptr() for x in _leaves(inputs)[0] if isinstance(x, Tensor)}
+        found = [_identity(x) for x in flat if not (_on_gpu(x) and x.data_ptr() in given)]
+        known = None not in found
+        return out, (code, torch.is_inference_mode_enabled(), *found) if known else None
+
+    def keep(self, key: Any, graph: _Graph) -> _Graph:
+        """Remember the graph of what ran, and forget the one not used for longest."""
+        self.graphs[key] = graph
+        self.graphs.move_to_end(key)
+        if len(self.graphs) > _KEPT:
+            self.graphs.popitem(last=False)
+        return graph
+
+
+class _Graph:
+    """One step with inputs of its own; it keeps no cache alive."""
+
+    def __init__(self, captured: _Captured, inputs: Inputs) -> None:
+        leaves, self.structure = _leaves(inputs)
+        self.inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        own = tree_unflatten(self.inputs, self.structure)
+        cache = inputs[_CACHE]
+        # Kernels read tables that live as long as the codebooks they were made of.
+        coded = [layer for layer in cache.layers if isinstance(layer, VQStaticLayer)]
+        self.codebooks = [(layer.k.codebook, layer.v.codebook) for layer in coded]
+        self.graph = torch.cuda.CUDAGraph()
+        # Other threads (a streamer's) may use the GPU meanwhile.
+        recording = torch.cuda.graph(
+            self.graph, captured.pool, captured.stream, capture_error_mode="thread_local"
+        )
+        with _one_at_a_time, torch.cuda.device(captured.device), recording:
+            out = captured.compiled(**own, **{_CACHE: cache})
+        self.kind = type(out)
+        self.out = {name: x for name, x in out.items() if name != _CACHE}
+
+    def takes(self, inputs: Inputs) -> bool:
+        """Whether only values differ from what was captured."""
+        leaves, structure = _leaves(inputs)
+        return structure == self.structure and all(map(_alike, leaves, self.inputs))
+
+    def replay(self, inputs: Inputs) -> Any:
+        """The model's output for `inputs`, in memory of its own."""
+        for x, own in zip(_leaves(inputs)[0], self.inputs, strict=True):
+            if isinstance(x, Tensor):
+                own.copy_(x)
+        self.graph.replay()
+        cache = inputs[_CACHE]
+        for layer in cache.layers:
+            if isinstance(layer, VQStaticLayer):
+                layer.stale = True
+        out = tree_map_only(Tensor, Tensor.clone, self.out)  # the next replay overwrites it
+        return self.kind(**out, **{_CACHE: cache})
+
+
+class _Decoding:
+    """What one `generate` calls for every token."""
+
+    def __init__(self, captured: _Captured, compiled: Step) -> None:
+        self.captured, self.compiled = captured, compiled
+        self._begin(None)
+
+    def _begin(self, cache: Cache | None) -> None:
+        self.cache, self.key, self.settled = cache, None, False
+        self.graph: _Graph | None = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        """One step of the model."""
+        captured = self.captured
+        if not (captured.whole and _repeats(inputs)):
+            return self.compiled(**inputs)
+        if inputs[_CACHE] is not self.cache:
+            self._begin(inputs[_CACHE])
+        with captured.lock:
+            if self.settled and self.graph is None:
+                graph = captured.graphs.get(self.key)
+                if graph is None or not graph.takes(inputs):
+                    graph = _Graph(captured, inputs)
+                self.graph = captured.keep(self.key, graph)
+            if self.graph is not None and self.graph.takes(inputs):
+                return self.graph.replay(inputs)
+        return self._checked(inputs)
+
+    def _checked(self, inputs: Inputs) -> Any:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+
+        try:
+            out, key = self.captured.checked(inputs)
+        except (Unsupported, FailOnRecompileLimitHit) as error:  # nothing ran yet
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(
+                f"hf_vq.capture: the model runs as always, it does not compile as a whole "
+                f"({type(error).__name__}: {reason}).",
+                stacklevel=2,
+            )
+            self.captured.whole = False
+            return self.compiled(**inputs)
+        # What ran twice will run again. A step may have compiled for what the one before changed.
+        self.settled = key is not None and (key == self.key or key in self.captured.graphs)
+        self.key = key
+        return out
+
+
+def _repeats(inputs: Inputs) -> bool:
+    """Whether kernels are the same for every token: one of each row, and a cache that counts its
+    tokens on the GPU."""
+    tokens, cache = inputs.get("input_ids"), inputs.get(_CACHE)
+    if tokens is None or tokens.shape[1] != 1 or not isinstance(cache, Cache):
+        return False
+    plain = (bool, int, float, str, type(None))
+    return all(type(layer) in (StaticLayer, VQStaticLayer) for layer in cache.layers) and all(
+        _on_gpu(x) or isinstance(x, plain) for x in _leaves(inputs)[0]
+    )
+
+
+def _leaves(inputs: Inputs) -> tuple[list[Any], TreeSpec]:
+    """All inputs but the cache; some models take a dict of masks."""
+    return tree_flatten({name: x for name, x in inputs.items() if name != _CACHE})
+
+
+def _on_gpu(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_cuda
+
+
+def _identity(x: Any) -> Any:
+    """What a graph goes by: memory on the GPU, values of all else; None = there is no telling."""
+    if not isinstance(x, Tensor):
+        return ("value", x)
+    if not x.is_cuda:
+        return ("value", x.shape, tuple(x.flatten().tolist()))
+    address = x.data_ptr()  # 0: a subclass that wraps others
+    return (address, x.shape) if address or not x.numel() else None
+
+
+def _alike(x: Any, own: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(own, Tensor):
+        return x.shape == own.shape and x.dtype == own.dtype and x.device == own.device
+    return type(x) is type(own) and bool(x == own)

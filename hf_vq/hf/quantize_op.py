@@ -1,0 +1,182 @@
+"""The operation that turns a dense tensor into codes while Transformers loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.utils import logging
+
+from ..calibration.offload import hook_of
+from ..errors import VQFormatError
+from ..fit import fit_weight
+from ..nn.experts import VQExperts
+from ..nn.linear import LOADING, VQLinear
+from ..nn.replace import vq_modules
+
+if TYPE_CHECKING:
+    from .config import VQConfig
+
+
+class Progress:
+    """A bar that names the layer being quantized; silent where Transformers' bars are.
+
+    Args:
+        label: what is done.
+        total: number of dense tensors.
+    """
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.total, self.before = label, total, 0
+        self._bar: Any = None
+
+    def skip(self, count: int) -> None:
+        """Count tensors that were done before: they say nothing of the time left."""
+        self.before += count
+
+    def start(self, name: str) -> None:
+        """Say which tensor comes next."""
+        if self._bar is None:
+            self._bar = logging.tqdm(
+                total=self.total, initial=self.before, desc=self.label, leave=False
+            )
+        self._bar.set_postfix_str(name)
+
+    def done(self) -> None:
+        """Count one tensor."""
+        self._bar.update(1)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class Deferred(dict[str, Any]):
+    """A dict whose items are made while they are iterated over.
+
+    Transformers runs an operation inside a block that turns every exception into a line of a
+    report, and iterates over the result outside of it. Made here, an error keeps its own type and
+    message, and only one result exists at a time.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[tuple[str, Any]]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def items(self) -> Any:
+        """Make the items, once."""
+        return self._make()
+
+
+class Quantize(ConversionOps):
+    """Dense tensors in, stored tensors out.
+
+    Args:
+        config: scheme, seed and search.
+        wanted: whether a parameter's name is to be quantized.
+        progress: shown to the user.
+        errors: filled with the relative error of each quantized tensor, by name.
+    """
+
+    def __init__(
+        self,
+        config: VQConfig,
+        wanted: Callable[[nn.Module, str], bool],
+        progress: Progress,
+        errors: dict[str, float],
+    ) -> None:
+        self.config, self.wanted = config, wanted
+        self.progress, self.errors = progress, errors
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        model: Any = None,
+        missing_keys: Any = None,
+        **unused: Any,
+    ) -> Any:
+        """Quantize `input_dict` (name: tensor, or a list of one) for `model`."""
+
+        def make() -> Iterator[tuple[str, Any]]:
+            try:
+                while input_dict:
+                    name = next(iter(input_dict))
+                    value = input_dict.pop(name)
+                    dense = value[0] if isinstance(value, list) else value
+                    del value
+                    if self.wanted(model, name):
+                        if missing_keys is not None:
+                            missing_keys.discard(name)
+                        yield from self._quantize(model, name, dense)
+                    else:
+                        yield name, dense
+            except BaseException:
+                self.progress.close()
+                raise
+
+        return Deferred(make)
+
+    def _quantize(self, model: Any, name: str, dense: Tensor) -> Iterator[tuple[str, Tensor]]:
+        prefix, _, attribute = name.rpartition(".")
+        module: VQLinear | VQExperts = model.get_submodule(prefix)
+        expected = getattr(module, attribute).shape
+        if dense.shape != expected:
+            raise VQFormatError(
+                f"the checkpoint's {name} has shape {list(dense.shape)}; {type(model).__name__} "
+                f"expects {list(expected)}. Its config.json does not belong to it."
+            )
+        self.progress.start(prefix)
+        shown = name if isinstance(module, VQExperts) else prefix
+        fitted, error, energy = [], 0.0, 0.0
+        for matrix in module.matrices(attribute, dense):
+            found = fit_weight(
+                matrix,
+                module.scheme,
+                seed=self.config.seed,
+                where=shown,
+                search=self.config.search,
+            )
+            norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
+            error, energy = error + found.relative_error * norm, energy + norm
+            fitted.append(found.tensors)
+        self.errors[shown] = float(f"{error / energy if energy else 0.0:.4g}")
+        for stored, tensor in module.accept(attribute, fitted).items():
+            kept = nn.Parameter(tensor.contiguous(), requires_grad=False)
+            yield f"{prefix}.{stored}", kept
+        self.progress.done()
+
+
+def settle(model: nn.Module) -> None:
+    """Give the codes of a model that was just quantized their name, offloaded ones too."""
+    for prefix, module in vq_modules(model).items():
+        if not isinstance(module, VQLinear):
+            continue
+        module.settle()
+        if (hook := hook_of(module)) is not None:
+            weights = hook.weights_map
+            old, new = f"{weights.prefix}{LOADING}", f"{weights.prefix}weight"
+            stores = [weights.dataset]
+            if not isinstance(weights.dataset, dict):
+                stores = [weights.dataset.state_dict, weights.dataset.index]
+            if not any(old in store for store in stores):
+                raise VQFormatError(
+                    f"{prefix}: its offloaded codes are not where accelerate puts them."
+                )
+            for store in stores:
+                if old in store:
+                    store[new] = store.pop(old)
+
+
+def bytes_per_weight(module: VQLinear | VQExperts) -> float:
+    """Bytes of codes per weight: what a dense placeholder will shrink to."""
+    codes = sum(
+        torch.Size(spec.shape).numel() * spec.dtype.itemsize
+        for name, spec in module.specs.items()
+        if name == "weight" or name.endswith("_codes")
+    )
+    return codes / module.weight_count()

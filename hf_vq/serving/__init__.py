@@ -1,0 +1,1 @@
+"""Continuous batching of Transformers with pages of codes."""

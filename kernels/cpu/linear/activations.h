@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Inputs of a linear layer as its kernels read them: rotated, rounded to 8 bits, in the order of codes.
+//
+//     u = H (x * signs)                                per block of the row
+//     scale[g] = max |u| / 127,  number = round(u / scale[g])      per span g of columns
+//
+// A span is what one number multiplies: a scale group of the weights, or 128 columns of a larger one. A
+// step is what one iteration of a kernel decodes: `planes` vectors of kBytes entries. Its numbers lie in
+// as many vectors, in the order in which the kernel finds the entries. Steps reach beyond the row: numbers
+// there are zero. A span with infinity or NaN has the scale NaN, and so has every output.
+#pragma once
+#include "../api.h"
+#include "../primitives/floats.h"
+#include "../primitives/hadamard.h"
+#include "../primitives/scratch.h"
+
+namespace hf_vq {
+namespace {
+
+constexpr int64_t kLargestSpan = 128;
+
+// How a row of `columns` weights is cut for a kernel.
+struct Cut {
+  int64_t columns, span, spans, step, steps;
+  int planes;            // vectors of entries that one step finds
+  int sets;              // kernels with too few registers find the planes of `sets` steps one after another
+  int64_t scales;        // floats kept per row of scales: the spans, then zeros up to the last step's end
+  int64_t numbers() const { return sets * steps * planes * kBytes; }
+  int64_t starts() const { return kLevelBias ? sets * steps * kFloats : 0; }
+};
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline bool power_of_two(int64_t a) { return a > 0 && (a & (a - 1)) == 0; }
+
+// The row's cut into steps of `planes` vectors; `step` columns are `sets` such steps.
+inline Cut cut_row(const hf_vq_matrix& w, int64_t step, int planes, int sets) {
+  Cut cut{};
+  cut.columns = w.in;
+  cut.span = w.group < kLargestSpan ? w.group : kLargestSpan;
+  cut.spans = divide_up(w.in, cut.span);
+  cut.step = step;
+  cut.steps = divide_up(w.in, step);
+  cut.planes = planes;
+  cut.sets = sets;
+  const int64_t reached = divide_up(cut.steps * step, cut.span);
+  cut.scales = (reached > cut.spans ? reached : cut.spans) + kFloats;
+  return cut;
+}
+
+// The inputs of one call. `start` is what sums start from so that kLevelBias counts as zero.
+struct Activations {
+  uint8_t* numbers;  // [rows, sets, steps, planes, kBytes]
+  int32_t* start;    // [rows, sets, steps, kFloats]
+  float* scale;      // [rows, scales]
+};
+
+// u[0..in) = x[row] * signs, rotated.
+inline void rotate_row(const hf_vq_matrix& w, const void* x, int dtype, int64_t row, float* u) {
+  read_floats(x, dtype, row * w.in, w.in, u);
+  if (w.signs != nullptr) {
+    uint32_t bits[16];
+    int64_t i = 0;
+    for (; i + 16 <= w.in; i += 16) {
+      const uint32_t negative = w.signs[i / 8] | uint32_t(w.signs[i / 8 + 1]) << 8;
+      memcpy(bits, u + i, 64);
+      for (int j = 0; j < 16; ++j) bits[j] ^= negative >> j << 31;
+      memcpy(u + i, bits, 64);
+    }
+    for (; i < w.in; ++i)
+      if (w.signs[i / 8] >> (i % 8) & 1) u[i] = -u[i];
+  }
+  hadamard_blocks(u, w.in, w.block);
+}
+
+// The nearest integers in [-127, 127]; any of them for NaN.
+inline Ints to_levels(Floats a) { return to_ints(min(max(a, splat(-127.0f)), splat(127.0f))); }
+
+// n numbers of one span, n a multiple of kFloats: their scale, and number[i] = round(u[i] / scale).
+inline float round_span(const float* u, int64_t n, uint8_t* number) {
+  const Floats none = splat(0.0f);
+  Floats most = none, not_finite = none;
+  for (int64_t i = 0; i < n; i += kFloats) {
+    const Floats a = load(u + i);
+    most = max(most, max(a, none - a));
+    not_finite = fma(a, none, not_finite);  // 0, or NaN
+  }
+  const float magnitude = largest(most);
+  const Floats inverse = splat(magnitude > 1e-30f ? 127.0f / magnitude : 0.0f);
+  for (int64_t i = 0; i < n; i += kFloats) store_low_bytes(number + i, to_levels(load(u + i) * inverse));
+  return magnitude / 127.0f + sum(not_finite);
+}
+
+// v[c] <- components c of the X-vectors that lie one after another in v.
+template <int X> inline void deinterleave(Bytes (&v)[X]) {
+  if constexpr (X > 1) {
+    Bytes even[X / 2], odd[X / 2];
+    for (int i = 0; i < X / 2; ++i) {
+      even[i] = even_bytes(v[2 * i], v[2 * i + 1]);
+      odd[i] = odd_bytes(v[2 * i], v[2 * i + 1]);
+    }
+    deinterleave<X / 2>(even);
+    deinterleave<X / 2>(odd);
+    for (int i = 0; i < X / 2; ++i) {
+      v[2 * i] = even[i];
+      v[2 * i + 1] = odd[i];
+    }
+  }
+}
+
+// Row `row` of the inputs. u and natural: scratch of steps * step numbers. Codes::arrange writes the
+// numbers of a step, found at `natural` in the order of columns, as planes.
+template <class Codes>
+inline void prepare_row(const hf_vq_matrix& w, const Cut& cut, const void* x, int dtype, int64_t row,
+                        const Activations& to, float* u, uint8_t* natural) {
+  rotate_row(w, x, dtype, row, u);
+  memset(u + w.in, 0, size_t(cut.steps * cut.step - w.in) * 4);
+  memset(natural, 0, size_t(cut.steps * cut.step));
+
+  float* scale = to.scale + row * cut.scales;
+  memset(scale, 0, size_t(cut.scales) * 4);
+  for (int64_t g = 0; g < cut.spans; ++g) {
+    const int64_t first = g * cut.span, rest = cut.columns - first;
+    const int64_t n = divide_up(rest < cut.span ? rest : cut.span, kFloats) * kFloats;
+    scale[g] = round_span(u + first, n, natural + first);
+  }
+
+  const int64_t set_bytes = cut.steps * cut.planes * kBytes;
+  uint8_t* numbers = to.numbers + row * cut.numbers();
+  for (int64_t v = 0; v < cut.steps; ++v)
+    Codes::arrange(natural + v * cut.step, numbers + v * cut.planes * kBytes, set_bytes);
+  for (int64_t v = 0; v < cut.starts() / kFloats; ++v) {
+    Ints biased = zero_ints();
+    for (int plane = 0; plane < cut.planes; ++plane)
+      biased = dot(biased, splat_byte(kLevelBias), load_bytes(numbers + (v * cut.planes + plane) * kBytes));
+    store(to.start + row * cut.starts() + v * kFloats, zero_ints() - biased);
+  }
+}
+
+}  // namespace
+}  // namespace hf_vq

@@ -1,0 +1,455 @@
+// SPDX-License-Identifier: Apache-2.0
+// Linear layers on codes:  y[m, o] = sum_g scale[o, g] * xscale[m, g] * unit * sum_j level[o, j] number[m, j]
+//
+// A thread takes neighbouring rows of W: their codes are canonical bytes in sequence, read once, which is what
+// bounds the kernel at one input; there, four rows from four places are taken at a time (compute_streams). A step decodes 16 to 64 codes in registers
+// (linear_codes.h, linear_e8p.h, linear_words.h) and multiplies the entries with up to four inputs in 8 bits;
+// sums of a step are exact in 32 bits and are scaled and added as floats, one lane for 4 codes.
+//
+// A row may take several passes: one per residual stage, one per half of an 8-vector, one per tile. Each pass
+// keeps its tables, in registers or in the L1 cache, for a block of rows, and takes the rows in turn, step by
+// step. Either way the codes that come next are prefetched in the order in which they lie in memory.
+#pragma once
+#include "../kernels.h"
+#include "linear_codes.h"
+#include "linear_decode.h"
+#include "linear_e8p.h"
+#include "linear_entries.h"
+#include "linear_luts.h"
+#include "linear_words.h"
+#include "../host/threads.h"
+
+namespace hf_vq {
+namespace {
+
+constexpr int kInputs = 4;            // inputs that one decoded vector is multiplied with
+constexpr int64_t kAhead = 8192;      // bytes between a read and its prefetch
+constexpr int64_t kRowsAhead = 16;    // rows between a read of scales and its prefetch
+constexpr int kStreams = 4;           // rows that one input is multiplied with at once, from as many places
+constexpr int64_t kStreamAhead = 2048;  // into the second cache: the first, with inputs in it, is small
+constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
+
+// Steps first..first + steps - 1 of the stream of one stage, with one set of tables.
+struct Pass {
+  int64_t stage, first, steps;
+  int set;
+};
+
+// One call of hf_vq_linear.
+struct LinearCall {
+  const hf_vq_matrix* w;
+  Cut cut;
+  Activations x;
+  int64_t inputs, row_bytes, stream_bytes, passes, groups;
+  int64_t whole;   // steps that end within a stream
+  int shift;       // a span is 2^shift steps,
+  int spans;       // or a step has so many spans; 0 otherwise
+  const uint8_t* tables;
+  const float* units;
+  const void* bias;
+  int bias_dtype;
+  void* y;
+  int dtype;
+  int status;
+};
+
+template <class Codes> inline Pass pass_of(const LinearCall& call, int64_t number) {
+  const hf_vq_matrix& w = *call.w;
+  Pass pass{0, 0, call.cut.steps, int(number % Codes::kSets)};
+  const int64_t stage = number / Codes::kSets;
+  if (w.scope != HF_VQ_TILE) {
+    pass.stage = stage;
+  } else {
+    const int64_t steps = divide_up(w.tile_columns, call.cut.step);
+    pass.first = stage * steps;
+    pass.steps = steps < call.cut.steps - pass.first ? steps : call.cut.steps - pass.first;
+  }
+  return pass;
+}
+
+// What a thread needs for a block of rows.
+struct BlockWork {
+  const uint8_t* tables;
+  const float* units;
+  float* factors;
+  uint8_t* tails;
+};
+
+// What one pass multiplies a row of codes with: M inputs, `*_stride` apart.
+struct PassInputs {
+  const uint8_t* numbers;
+  const int32_t* start;
+  const float* factors;
+  int64_t numbers_stride, start_stride, factors_stride;
+  int shift, spans;
+  Spread spread;
+};
+
+// sums[m] += factor * (entries of step v, whose codes lie at p) * numbers of input m. x is at step v.
+template <class Codes, int M, bool OneSpan>
+inline void add_step(const Codes& codes, const uint8_t* p, const PassInputs& x, int64_t v, Floats (&sums)[M]) {
+  Ints exact[M];
+  for (int m = 0; m < M; ++m) exact[m] = kLevelBias ? load_ints(x.start + m * x.start_stride) : zero_ints();
+  codes.template dots<M>(p, x.numbers, x.numbers_stride, exact);
+  for (int m = 0; m < M; ++m) {
+    const float* factor = x.factors + m * x.factors_stride;
+    sums[m] = fma(to_floats(exact[m]), OneSpan ? splat(factor[v >> x.shift]) : load(factor, x.spread), sums[m]);
+  }
+}
+
+// The inputs of step v: x is at step 0.
+template <class Codes, bool OneSpan> inline PassInputs at_step(PassInputs x, int64_t v) {
+  x.numbers += v * Codes::kPlanes * kBytes;
+  if (kLevelBias) x.start += v * kFloats;
+  if (!OneSpan) x.factors += v * x.spans;
+  return x;
+}
+
+// sums[m] of a pass over one row, whose codes lie at `stream`; steps from `whole` on lie at `tail`.
+template <class Codes, int M, bool OneSpan>
+inline void add_row(const Codes& codes, const uint8_t* stream, const uint8_t* tail, int64_t whole, const Pass& pass,
+                    PassInputs x, int64_t ahead, Floats (&sums)[M]) {
+  const int64_t last = pass.first + pass.steps;
+  int64_t v = pass.first, end = last < whole ? last : whole;
+  const uint8_t* p = stream + v * Codes::kStepBytes;
+  x = at_step<Codes, OneSpan>(x, v);
+  for (int part = 0; part < 2; ++part) {
+    for (; v < end; ++v) {
+      __builtin_prefetch(p + ahead, 0, 1);
+      add_step<Codes, M, OneSpan>(codes, p, x, v, sums);
+      p += Codes::kStepBytes;
+      x = at_step<Codes, OneSpan>(x, 1);
+    }
+    p = tail;
+    end = last;
+  }
+}
+
+// Where a row ends within a step: tails[r, stage] = the codes of that step, then zeros. Numbers beyond the
+// row are zero too. Copied before the passes, which keep their tables in registers.
+template <class Codes>
+inline void copy_tails(const LinearCall& call, int64_t first, int rows, uint8_t* tails) {
+  const int64_t done = call.whole * Codes::kStepBytes;
+  if (done == call.stream_bytes) return;
+  const int64_t streams = rows * call.w->stages;
+  memset(tails, 0, size_t(streams * Codes::kStepBytes));
+  for (int64_t i = 0; i < streams; ++i)
+    memcpy(tails + i * Codes::kStepBytes, call.w->codes + first * call.row_bytes + i * call.stream_bytes + done,
+           size_t(call.stream_bytes - done));
+}
+
+// factors[r, m, g] = scale of row first + r * scale of input m, for a matrix with several scales per row.
+inline void make_factors(const LinearCall& call, int64_t first, int rows, int64_t input, int inputs, float* factors) {
+  const hf_vq_matrix& w = *call.w;
+  const int64_t groups = call.groups;
+  for (int r = 0; r < rows; ++r) {
+    const uint16_t* scale = w.scale + (first + r) * groups;
+    for (int64_t g = 0; g < groups; g += 32) __builtin_prefetch(scale + kRowsAhead * groups + g, 0, 1);
+    for (int m = 0; m < inputs; ++m) {
+      const float* x = call.x.scale + (input + m) * call.cut.scales;
+      float* to = factors + (r * inputs + m) * call.cut.scales;
+      int64_t g = 0;
+      if (w.group == call.cut.span)
+        for (; g + kFloats <= groups; g += kFloats) store(to + g, load_half(scale + g) * load(x + g));
+      for (; g < call.cut.spans; ++g) to[g] = half_to_float(scale[g * call.cut.span / w.group]) * x[g];
+      for (; g + kFloats <= call.cut.scales; g += kFloats) store(to + g, splat(0.0f));
+      for (; g < call.cut.scales; ++g) to[g] = 0.0f;
+    }
+  }
+}
+
+// M outputs of each of `rows` rows, at most a block, from row `first` and input `input` on.
+template <class Codes, int M, bool OneSpan>
+inline void compute_block(const LinearCall& call, const BlockWork& work, int64_t first, int rows, int64_t input) {
+  const hf_vq_matrix& w = *call.w;
+  const Cut& cut = call.cut;
+  const bool grouped = w.group < w.in;
+  if (grouped) make_factors(call, first, rows, input, M, work.factors);
+
+  PassInputs x{};
+  x.numbers_stride = cut.numbers();
+  x.start_stride = cut.starts();
+  x.factors_stride = cut.scales;
+  x.shift = call.shift;
+  x.spans = call.spans;
+  x.spread = spread(OneSpan ? 1 : call.spans);
+
+  Floats total[Codes::kBlock][M];
+  for (int r = 0; r < Codes::kBlock; ++r)
+    for (int m = 0; m < M; ++m) total[r][m] = splat(0.0f);
+  const uint8_t *block = w.codes + first * call.row_bytes, *next_block = block + rows * call.row_bytes;
+  const int64_t row_factors = grouped ? M * cut.scales : 0;
+  for (int64_t number = 0; number < call.passes; ++number) {
+    const Pass pass = pass_of<Codes>(call, number);
+    const Codes codes(work.tables + number * Codes::kTableBytes);
+    const Floats unit = splat(work.units[number / Codes::kSets]);
+    x.numbers = call.x.numbers + input * x.numbers_stride + pass.set * cut.steps * Codes::kPlanes * kBytes;
+    x.start = call.x.start + input * x.start_stride + (kLevelBias ? pass.set * cut.steps * kFloats : 0);
+    x.factors = grouped ? work.factors : call.x.scale + input * cut.scales;
+    const uint8_t* stream = block + pass.stage * call.stream_bytes;
+    const uint8_t* tail = work.tails + pass.stage * Codes::kStepBytes;
+    const int64_t next_tail = w.stages * Codes::kStepBytes;
+    if (Codes::kStepsFirst && call.passes > 1) {
+      for (int64_t v = pass.first; v < pass.first + pass.steps; ++v) {
+        const uint8_t* p = v < call.whole ? stream + v * Codes::kStepBytes : tail;
+        const int64_t next = v < call.whole ? call.row_bytes : next_tail;
+        const uint8_t* ahead = next_block + (pass.stage * cut.steps + v) * rows * Codes::kStepBytes;
+        PassInputs at = at_step<Codes, OneSpan>(x, v);
+        for (int r = 0; r < rows; ++r) {
+          __builtin_prefetch(ahead + r * Codes::kStepBytes, 0, 1);
+          Floats sums[M];
+          for (int m = 0; m < M; ++m) sums[m] = splat(0.0f);
+          add_step<Codes, M, OneSpan>(codes, p, at, v, sums);
+          for (int m = 0; m < M; ++m) total[r][m] = fma(sums[m], unit, total[r][m]);
+          p += next;
+          at.factors += row_factors;
+        }
+      }
+    } else {
+      const int64_t ahead = call.passes > 1 ? call.row_bytes : kAhead;
+      for (int r = 0; r < rows; ++r) {
+        Floats sums[M];
+        for (int m = 0; m < M; ++m) sums[m] = splat(0.0f);
+        add_row<Codes, M, OneSpan>(codes, stream, tail, call.whole, pass, x, ahead, sums);
+        for (int m = 0; m < M; ++m) total[r][m] = fma(sums[m], unit, total[r][m]);
+        stream += call.row_bytes;
+        tail += next_tail;
+        x.factors += row_factors;
+      }
+    }
+  }
+
+  for (int m = 0; m < M && input + m < call.inputs; ++m) {
+    float y[Codes::kBlock];
+    for (int r = 0; r < rows; ++r) {
+      y[r] = sum(total[r][m]);
+      if (!grouped) y[r] *= half_to_float(w.scale[first + r]);
+      if (call.bias != nullptr) y[r] += read_float(call.bias, call.bias_dtype, first + r);
+    }
+    write_floats(call.y, call.dtype, (input + m) * w.out + first, rows, y);
+  }
+}
+
+// The only input, with `count` rows from each of kStreams places on, which lie `count` rows apart, beginning with
+// row `first`: a processor fetches several streams faster than one, and their rows share what they multiply with.
+template <class Codes, bool OneSpan>
+inline void compute_streams(const LinearCall& call, const BlockWork& work, int64_t first, int64_t count) {
+  const hf_vq_matrix& w = *call.w;
+  const Cut& cut = call.cut;
+  const bool grouped = w.group < w.in;
+  const Codes codes(work.tables);
+  PassInputs from{};
+  from.numbers = call.x.numbers;
+  from.start = call.x.start;
+  from.factors = call.x.scale;
+  from.shift = call.shift;
+  from.spans = call.spans;
+  from.spread = spread(OneSpan ? 1 : call.spans);
+  for (int64_t row = first; row < first + count; ++row) {
+    const uint8_t* stream[kStreams];
+    const float* factors[kStreams];
+    Floats sums[kStreams];
+    for (int k = 0; k < kStreams; ++k) {
+      float* own = work.factors + k * cut.scales;
+      if (grouped) make_factors(call, row + k * count, 1, 0, 1, own);
+      copy_tails<Codes>(call, row + k * count, 1, work.tails + k * Codes::kStepBytes);
+      stream[k] = w.codes + (row + k * count) * call.row_bytes;
+      factors[k] = grouped ? own : from.factors;
+      sums[k] = splat(0.0f);
+    }
+    PassInputs x = from;
+    int64_t v = 0, end = call.whole < cut.steps ? call.whole : cut.steps;
+    for (int part = 0; part < 2; ++part) {
+      for (; v < end; ++v) {
+        for (int k = 0; k < kStreams; ++k) {
+          __builtin_prefetch(stream[k] + kStreamAhead, 0, 2);
+          x.factors = factors[k];
+          Floats sum[1] = {sums[k]};
+          add_step<Codes, 1, OneSpan>(codes, stream[k], x, v, sum);
+          sums[k] = sum[0];
+          stream[k] += Codes::kStepBytes;
+          if (!OneSpan) factors[k] += x.spans;
+        }
+        x = at_step<Codes, OneSpan>(x, 1);
+      }
+      for (int k = 0; k < kStreams; ++k) stream[k] = work.tails + k * Codes::kStepBytes;
+      end = cut.steps;
+    }
+    for (int k = 0; k < kStreams; ++k) {
+      const int64_t o = row + k * count;
+      float y = sum(sums[k] * splat(work.units[0]));
+      if (!grouped) y *= half_to_float(w.scale[o]);
+      if (call.bias != nullptr) y += read_float(call.bias, call.bias_dtype, o);
+      write_floats(call.y, call.dtype, o, 1, &y);
+    }
+  }
+}
+
+// All inputs of rows first..last - 1, which share their tables.
+template <class Codes, bool OneSpan>
+inline void compute_rows(const LinearCall& call, const BlockWork& work, int64_t first, int64_t last) {
+  if (kWideLookup && call.inputs == 1 && call.passes == 1) {
+    const int64_t count = (last - first) / kStreams;
+    compute_streams<Codes, OneSpan>(call, work, first, count);
+    first += kStreams * count;
+  }
+  for (; first < last; first += Codes::kBlock) {
+    const int rows = last - first < Codes::kBlock ? int(last - first) : Codes::kBlock;
+    copy_tails<Codes>(call, first, rows, work.tails);
+    int64_t m = 0;
+    for (; m + 1 < call.inputs; m += kInputs) compute_block<Codes, kInputs, OneSpan>(call, work, first, rows, m);
+    if (m < call.inputs) compute_block<Codes, 1, OneSpan>(call, work, first, rows, m);
+  }
+}
+
+template <class Codes> inline void run_rows(int64_t first, int64_t last, void* context) {
+  LinearCall& call = *static_cast<LinearCall*>(context);
+  const hf_vq_matrix& w = *call.w;
+  const auto compute = call.spans ? compute_rows<Codes, false> : compute_rows<Codes, true>;
+  const bool tiles = w.scope == HF_VQ_TILE;
+  const int64_t books = call.passes / Codes::kSets;
+  const Scratch<float> factors{size_t(Codes::kBlock * kInputs * call.cut.scales)};
+  const Scratch<uint8_t> tails{size_t(Codes::kBlock * w.stages * Codes::kStepBytes)};
+  const Scratch<uint8_t> tables{size_t(tiles ? call.passes * Codes::kTableBytes : 0)};
+  const Scratch<float> units{size_t(tiles ? books : 0)};
+  if (!factors || !tails || !tables || !units) {
+    call.status = HF_VQ_NO_MEMORY;
+    return;
+  }
+  if (!tiles) {
+    compute(call, {call.tables, call.units, factors.get(), tails.get()}, first, last);
+    return;
+  }
+  while (first < last) {  // a row of tiles at a time
+    const int64_t row = first / w.tile_rows, next = (row + 1) * w.tile_rows;
+    for (int64_t book = 0; book < books; ++book)
+      units[size_t(book)] = Codes::make_tables(w.codebook + (row * books + book) * Codes::kBookHalves,
+                                               tables.get() + book * Codes::kTableBytes * Codes::kSets);
+    compute(call, {tables.get(), units.get(), factors.get(), tails.get()}, first, next < last ? next : last);
+    first = next;
+  }
+}
+
+struct PrepareCall {
+  LinearCall* linear;
+  const void* x;
+};
+
+template <class Codes> inline void run_prepare(int64_t first, int64_t last, void* context) {
+  const PrepareCall& call = *static_cast<PrepareCall*>(context);
+  const Cut& cut = call.linear->cut;
+  const size_t columns = size_t(cut.steps * cut.step);
+  const Scratch<float> u(columns);
+  const Scratch<uint8_t> natural(columns);
+  if (!u || !natural) {
+    call.linear->status = HF_VQ_NO_MEMORY;
+    return;
+  }
+  for (int64_t row = first; row < last; ++row)
+    prepare_row<Codes>(*call.linear->w, cut, call.x, call.linear->dtype, row, call.linear->x, u.get(), natural.get());
+}
+
+template <class Codes> inline Cut cut_for(const hf_vq_matrix& w) {
+  return cut_row(w, Codes::kStepColumns, Codes::kPlanes, Codes::kSets);
+}
+
+// Whether the kernels can compute with a matrix of their codes; the same for every target. Four codes are
+// added up before they are scaled, and tiles end with a step.
+inline bool fits(const hf_vq_matrix& w) {
+  const int64_t span = w.group < kLargestSpan ? w.group : kLargestSpan;
+  if (w.in > span && (!power_of_two(span) || span < 16 || span < 4 * w.x)) return false;
+  if (w.group < w.in && !power_of_two(w.group)) return false;
+  const int64_t step = 64 * w.x < 128 ? 128 : 64 * w.x;
+  return w.scope != HF_VQ_TILE || (w.bits == 8 && (w.tile_columns >= w.in || w.tile_columns % step == 0));
+}
+
+template <class Codes>
+inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows, const void* bias, int bias_dtype,
+                   void* y) {
+  LinearCall call{};
+  call.w = &w;
+  call.cut = cut_for<Codes>(w);
+  const Cut& cut = call.cut;
+  call.inputs = rows;
+  call.groups = w.in / w.group;
+  call.stream_bytes = divide_up(w.in / w.x * w.bits, 8);
+  call.row_bytes = call.stream_bytes * w.stages;
+  call.whole = call.stream_bytes / Codes::kStepBytes;
+  const bool tiles = w.scope == HF_VQ_TILE;
+  const int64_t books = tiles ? divide_up(w.in, w.tile_columns) : w.stages;
+  call.passes = books * Codes::kSets;
+  call.shift = 62;
+  if (cut.spans > 1) {
+    for (call.shift = 0; cut.step << call.shift < cut.span;) ++call.shift;
+    if (cut.step > cut.span) call.spans = int(cut.step / cut.span);
+  }
+  call.bias = bias;
+  call.bias_dtype = bias_dtype;
+  call.y = y;
+  call.dtype = dtype;
+
+  // Inputs that fill up the last four count as zero.
+  const int64_t padded = rows % kInputs > 1 ? divide_up(rows, kInputs) * kInputs : rows;
+  const Scratch<uint8_t> numbers{size_t(padded * cut.numbers())};
+  const Scratch<int32_t> start{size_t(padded * cut.starts())};
+  const Scratch<float> scale{size_t(padded * cut.scales)};
+  const Scratch<uint8_t> tables{size_t(tiles ? 0 : call.passes * Codes::kTableBytes)};
+  const Scratch<float> units{size_t(books)};
+  if (!numbers || !start || !scale || !tables || !units) return HF_VQ_NO_MEMORY;
+  call.x = {numbers.get(), start.get(), scale.get()};
+  memset(numbers.get() + rows * cut.numbers(), 0, size_t((padded - rows) * cut.numbers()));
+  memset(start.get() + rows * cut.starts(), 0, size_t((padded - rows) * cut.starts()) * 4);
+  memset(scale.get() + rows * cut.scales, 0, size_t((padded - rows) * cut.scales) * 4);
+  call.tables = tables.get();
+  call.units = units.get();
+  for (int64_t stage = 0; stage < books && !tiles; ++stage)
+    units[size_t(stage)] = Codes::make_tables(w.codebook + stage * Codes::kBookHalves,
+                                              tables.get() + stage * Codes::kTableBytes * Codes::kSets);
+
+  PrepareCall prepare{&call, x};
+  parallel_for(rows, 1, run_prepare<Codes>, &prepare);
+  const int64_t blocks = divide_up(kPiece, call.row_bytes * Codes::kBlock);
+  if (call.status == HF_VQ_OK) parallel_for(w.out, blocks * Codes::kBlock, run_rows<Codes>, &call);
+  return call.status;
+}
+
+// Call visit.operator()<Codes>() with the codes of the matrix; HF_VQ_UNSUPPORTED if there are none.
+template <class Visit> inline int with_codes(const hf_vq_matrix& w, const Visit& visit) {
+  if (!stored_as_said(w) || !fits(w)) return HF_VQ_UNSUPPORTED;
+  const int shape = w.x * 100 + w.bits;
+  if (w.scope == HF_VQ_E8P) return visit.template operator()<E8PCodes>();
+  if (shape == 104) return visit.template operator()<TableCodes<16, 1, 4>>();
+  if (shape == 206) return visit.template operator()<TableCodes<64, 2, 6>>();
+  if (shape == 812) return visit.template operator()<WordCodes<8, 12>>();
+  if constexpr (kWideLookup) {
+    if (shape == 208) return visit.template operator()<TableCodes<256, 2, 8>>();
+    if (shape == 408) return visit.template operator()<TableCodes<256, 4, 8>>();
+    if (shape == 808) return visit.template operator()<TableCodes<256, 4, 8, 2>>();
+  } else {
+    if (shape == 208) return visit.template operator()<WordCodes<2, 8>>();
+    if (shape == 408) return visit.template operator()<WordCodes<4, 8>>();
+    if (shape == 808) return visit.template operator()<WordCodes<8, 8>>();
+  }
+  return HF_VQ_UNSUPPORTED;
+}
+
+// Whether the only kernel is that which multiplies entries as they are.
+inline bool by_entries(const hf_vq_matrix& w) {
+  return entries::fits(w) && with_codes(w, []<class Codes>() -> int { return HF_VQ_OK; }) == HF_VQ_UNSUPPORTED;
+}
+
+int linear_supports(const hf_vq_matrix* w) {
+  if (by_entries(*w)) return HF_VQ_OK;
+  return with_codes(*w, []<class Codes>() -> int { return HF_VQ_OK; });
+}
+
+int linear(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, const void* bias, int bias_dtype, void* y) {
+  if (dtype > HF_VQ_BFLOAT16 || bias_dtype > HF_VQ_BFLOAT16) return HF_VQ_UNSUPPORTED;
+  if (by_entries(*w)) return entries::compute(*w, x, dtype, rows, bias, bias_dtype, y);
+  if (kWideLookup && luts::worth_it(*w, rows) && linear_supports(w) == HF_VQ_OK)
+    return luts::compute(*w, x, dtype, bias, bias_dtype, y);
+  return with_codes(*w, [&]<class Codes>() -> int { return compute<Codes>(*w, x, dtype, rows, bias, bias_dtype, y); });
+}
+
+}  // namespace
+}  // namespace hf_vq

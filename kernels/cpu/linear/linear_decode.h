@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of a stored matrix as floats, for products with many inputs, and inputs rotated as they are.
+//
+//     W[o, :] = scale[o, g] * concat_j( sum_z codebook[z][ code[o, j, z] ] )        still rotated
+//
+// Any scheme of independent stages. A thread takes neighbouring rows; entries are copied from float tables,
+// which for 256 entries fit into the L1 cache, so that stores bound it: 4 bytes per weight. Codes of 4 bits are
+// decoded as bytes, whose table has the two entries of every pair.
+#pragma once
+#include "activations.h"
+#include "../host/threads.h"
+
+namespace hf_vq {
+namespace {
+
+constexpr int64_t kDecodePiece = 64 << 10;  // weights worth a thread
+constexpr int kUnpacked = 256;              // codes unpacked at a time
+
+// Whether the fields of a matrix belong together; its pointers are not read.
+inline bool stored_as_said(const hf_vq_matrix& w) {
+  if (w.out <= 0 || w.in <= 0 || w.x < 1 || w.x > 64 || w.bits < 1 || w.bits > 16 || w.stages < 1 || w.stages > 8)
+    return false;
+  if (w.in % w.x || w.group < 1 || w.in % w.group || !power_of_two(w.block) || w.in % w.block) return false;
+  if (w.scope == HF_VQ_E8P) return w.x == 8 && w.bits == 16;
+  if (w.scope == HF_VQ_TILE) return w.stages == 1 && w.tile_rows > 0 && w.tile_columns > 0 && w.tile_columns % w.x == 0;
+  return w.scope == HF_VQ_SHARED;
+}
+
+// Codes first..first + n - 1 of a stream; first is a multiple of 8, n at most kUnpacked.
+inline void unpack_codes(const uint8_t* stream, int bits, int64_t first, int64_t n, uint16_t* code) {
+  const uint8_t* p = stream + first / 8 * bits;
+  int64_t i = 0;
+  if (bits == 8) {
+    for (; i < n; ++i) code[i] = p[i];
+  } else if (bits == 16) {
+    memcpy(code, p, size_t(n) * 2);
+  } else if (bits == 12) {
+    for (; i + 2 <= n; i += 2, p += 3) {
+      code[i] = uint16_t(p[0] | (p[1] & 15) << 8);
+      code[i + 1] = uint16_t(p[1] >> 4 | p[2] << 4);
+    }
+    if (i < n) code[i] = uint16_t(p[0] | (p[1] & 15) << 8);
+  } else {
+    uint32_t waiting = 0;
+    for (int count = 0; i < n; ++i) {
+      for (; count < bits; count += 8) waiting |= uint32_t(*p++) << count;
+      code[i] = uint16_t(waiting & ((1u << bits) - 1));
+      waiting >>= bits;
+      count -= bits;
+    }
+  }
+}
+
+// How the codes of a matrix are decoded: pairs of 4-bit codes as one code of 8 bits.
+struct Decoding {
+  int x, bits;
+  int64_t entries;  // of one codebook
+  int64_t floats;   // of its table
+};
+
+// A table of E8P: |s| [256, 8], -1 or 1 for every bit of a byte [256, 8], the parity of every |s|, the shift.
+constexpr int kE8PSigns = 256 * 8, kE8PParity = 2 * 256 * 8, kE8PShift = kE8PParity + 256;
+
+inline Decoding decoding_of(const hf_vq_matrix& w) {
+  if (w.scope == HF_VQ_E8P) return {8, 16, 257, kE8PShift + 1};
+  if (w.scope == HF_VQ_SHARED && w.bits == 4 && w.in / w.x % 2 == 0) return {2 * w.x, 8, 16, 256 * 2 * w.x};
+  return {w.x, w.bits, int64_t(1) << w.bits, int64_t(w.x) << w.bits};
+}
+
+// The table of a codebook fp16 [entries, x].
+inline void make_book(const hf_vq_matrix& w, const Decoding& how, const uint16_t* halves, float* book) {
+  if (w.scope == HF_VQ_E8P) {
+    read_floats(halves, HF_VQ_FLOAT16, 0, 256 * 8, book);
+    const float shift = half_to_float(halves[256 * 8]);
+    for (int row = 0; row < 256; ++row) {
+      float total = 0;
+      for (int c = 0; c < 8; ++c) {
+        total += book[row * 8 + c];
+        book[kE8PSigns + row * 8 + c] = row >> c & 1 ? -1.0f : 1.0f;
+      }
+      const float sum_of_s = total / (4 * shift);  // at most 12 for a pattern
+      book[kE8PParity + row] = sum_of_s > 0 && sum_of_s < 64 ? float(int(sum_of_s + 0.5f) & 1) : 0.0f;
+    }
+    book[kE8PShift] = shift;
+  } else if (how.bits == w.bits) {
+    read_floats(halves, HF_VQ_FLOAT16, 0, how.floats, book);
+  } else {
+    for (int pair = 0; pair < 256; ++pair)
+      for (int c = 0; c < how.x; ++c)
+        book[pair * how.x + c] = half_to_float(halves[(c < w.x ? pair & 15 : pair >> 4) * w.x + c % w.x]);
+  }
+}
+
+template <int X, bool Add> inline void copy_entries(const float* table, int x, const uint16_t* code, int64_t n, float* w) {
+  const int size = X ? X : x;
+  for (int64_t i = 0; i < n; ++i, w += size) {
+    const float* entry = table + code[i] * size;
+    if constexpr (X > 0 && !Add) {
+      memcpy(w, entry, X * 4);
+    } else {
+      for (int c = 0; c < size; ++c) w[c] = (Add ? w[c] : 0.0f) + entry[c];
+    }
+  }
+}
+
+// w[n, x] = entries of the codes, or += them.
+template <bool Add> inline void find_entries(const float* table, int x, const uint16_t* code, int64_t n, float* w) {
+  if (x == 1) return copy_entries<1, Add>(table, x, code, n, w);
+  if (x == 2) return copy_entries<2, Add>(table, x, code, n, w);
+  if (x == 4) return copy_entries<4, Add>(table, x, code, n, w);
+  if (x == 8) return copy_entries<8, Add>(table, x, code, n, w);
+  copy_entries<0, Add>(table, x, code, n, w);
+}
+
+// The same for E8P codes (hf_vq/formats/lattice.py draws the bits).
+template <bool Add> inline void find_e8p(const float* table, const uint16_t* codes, int64_t n, float* w) {
+  const float shift = table[kE8PShift];
+  for (int64_t i = 0; i < n; ++i, w += 8) {
+    const uint32_t code = codes[i], row = code & 255, signs = code >> 8 & 127;
+    const uint32_t odd = (0x6996u >> ((signs ^ signs >> 4) & 15) & 1) ^ uint32_t(table[kE8PParity + row]);
+    const float moved = code & 0x8000 ? -shift : shift;
+    const float *size = table + row * 8, *sign = table + kE8PSigns + (signs | odd << 7) * 8;
+    for (int c = 0; c < 8; ++c) w[c] = (Add ? w[c] : 0.0f) + (size[c] * sign[c] + moved);
+  }
+}
+
+struct DecodeCall {
+  const hf_vq_matrix* w;
+  Decoding how;
+  const float* tables;
+  int64_t first;
+  void* dense;
+  int dtype, status;
+};
+
+// Row `row` of W into `to`; the codebooks of its tiles, or of the stages, are at `tables`.
+inline void decode_row(const DecodeCall& call, int64_t row, const float* tables, float* to) {
+  const hf_vq_matrix& w = *call.w;
+  const Decoding& how = call.how;
+  const bool tiles = w.scope == HF_VQ_TILE;
+  const int64_t vectors = w.in / how.x, stream_bytes = divide_up(vectors * how.bits, 8);
+  const int64_t tile = tiles ? w.tile_columns / how.x : vectors;
+  uint16_t code[kUnpacked];
+  for (int stage = 0; stage < w.stages; ++stage) {
+    const uint8_t* stream = w.codes + (row * w.stages + stage) * stream_bytes;
+    for (int64_t first = 0; first < vectors; first += kUnpacked) {
+      const int64_t n = vectors - first < kUnpacked ? vectors - first : kUnpacked;
+      unpack_codes(stream, how.bits, first, n, code);
+      for (int64_t i = 0; i < n;) {  // up to the end of a tile
+        const int64_t number = (first + i) / tile, left = (number + 1) * tile - first - i;
+        const int64_t count = left < n - i ? left : n - i;
+        const float* table = tables + (tiles ? number : stage) * how.floats;
+        float* at = to + (first + i) * how.x;
+        if (w.scope == HF_VQ_E8P)
+          stage ? find_e8p<true>(table, code + i, count, at) : find_e8p<false>(table, code + i, count, at);
+        else
+          stage ? find_entries<true>(table, how.x, code + i, count, at)
+                : find_entries<false>(table, how.x, code + i, count, at);
+        i += count;
+      }
+    }
+  }
+  const int64_t groups = w.in / w.group;
+  for (int64_t g = 0; g < groups; ++g) {
+    const float scale = half_to_float(w.scale[row * groups + g]);
+    for (int64_t i = g * w.group; i < (g + 1) * w.group; ++i) to[i] *= scale;
+  }
+}
+
+inline void run_decode(int64_t begin, int64_t end, void* context) {
+  DecodeCall& call = *static_cast<DecodeCall*>(context);
+  const hf_vq_matrix& w = *call.w;
+  const bool tiles = w.scope == HF_VQ_TILE, direct = call.dtype == HF_VQ_FLOAT32;
+  const int64_t books = tiles ? divide_up(w.in, w.tile_columns) : 0;
+  const Scratch<float> scratch{size_t(w.in)}, tables{size_t(books * call.how.floats)};
+  if (!scratch || !tables) {
+    call.status = HF_VQ_NO_MEMORY;
+    return;
+  }
+  int64_t loaded = -1;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t row = call.first + i;
+    if (tiles && row / w.tile_rows != loaded) {
+      loaded = row / w.tile_rows;
+      for (int64_t book = 0; book < books; ++book)
+        make_book(w, call.how, w.codebook + (loaded * books + book) * call.how.entries * w.x,
+                  tables.get() + book * call.how.floats);
+    }
+    float* to = direct ? static_cast<float*>(call.dense) + i * w.in : scratch.get();
+    decode_row(call, row, tiles ? tables.get() : call.tables, to);
+    if (!direct) write_floats(call.dense, call.dtype, i * w.in, w.in, to);
+  }
+}
+
+int decode(const hf_vq_matrix* w, int64_t first, int64_t rows, void* dense, int dtype) {
+  if (!stored_as_said(*w) || dtype == HF_VQ_BOOL) return HF_VQ_UNSUPPORTED;
+  DecodeCall call{w, decoding_of(*w), nullptr, first, dense, dtype, HF_VQ_OK};
+  const int stages = w->scope == HF_VQ_TILE ? 0 : w->stages;
+  const Scratch<float> tables{size_t(stages * call.how.floats)};
+  if (!tables) return HF_VQ_NO_MEMORY;
+  for (int stage = 0; stage < stages && rows > 0; ++stage)
+    make_book(*w, call.how, w->codebook + stage * call.how.entries * w->x, tables.get() + stage * call.how.floats);
+  call.tables = tables.get();
+  parallel_for(rows, divide_up(kDecodePiece, w->in), run_decode, &call);
+  return call.status;
+}
+
+struct RotateCall {
+  const hf_vq_matrix* w;
+  const void* x;
+  int dtype;
+  void* rotated;
+  int rotated_dtype, status;
+};
+
+inline void run_rotate(int64_t begin, int64_t end, void* context) {
+  RotateCall& call = *static_cast<RotateCall*>(context);
+  const Scratch<float> u{size_t(call.w->in)};
+  if (!u) {
+    call.status = HF_VQ_NO_MEMORY;
+    return;
+  }
+  for (int64_t row = begin; row < end; ++row) {
+    rotate_row(*call.w, call.x, call.dtype, row, u.get());
+    write_floats(call.rotated, call.rotated_dtype, row * call.w->in, call.w->in, u.get());
+  }
+}
+
+int rotate(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, void* rotated, int rotated_dtype) {
+  if (w->in <= 0 || !power_of_two(w->block) || w->in % w->block || dtype == HF_VQ_BOOL || rotated_dtype == HF_VQ_BOOL)
+    return HF_VQ_UNSUPPORTED;
+  RotateCall call{w, x, dtype, rotated, rotated_dtype, HF_VQ_OK};
+  parallel_for(rows, divide_up(16 << 10, w->in), run_rotate, &call);
+  return call.status;
+}
+
+}  // namespace
+}  // namespace hf_vq

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tokens of one tensor of keys or values, [batch, heads, tokens, dim], to codes on a tape (append.cuh has the mathematics).
+//
+// With pages (`Plan::page` tokens each) every token has a slot, page * Plan::page + its place there, instead of the next
+// place on a tape.
+//
+// Few tokens share the search for a row or a group among threads; of many, every warp has some of its own.
+// Bytes: x once. Bound by instructions: all entries are tried for every vector, but where there is a grid.
+#include "kv/append.cuh"
+#include "kv/append_groups.cuh"
+#include "kv/append_integers.cuh"
+#include "primitives/pdl.cuh"
+
+struct Arguments {
+  const char* x;             // of Plan::dtype
+  const float* mean;         // [batch, heads, dim]; not read unless Plan::centred
+  const uint16_t* codebook;  // fp16 [entries, x], or [heads, vectors, entries, x]; not read for integers
+  const uint32_t* lists;     // of the grid
+  uint8_t* codes;            // of the first token that is written; with pages, of the first page
+  uint16_t* scale;           // and zero, of integers
+  const int64_t* slots;              // [tokens]; not read without pages
+  int64_t x_batch, x_head, x_token;  // bytes from one to the next
+  int64_t mean_batch, mean_head;     // numbers
+  int64_t codes_batch, codes_head;   // bytes; with pages, from one page to the next instead of batches
+  int64_t scale_batch, scale_head;   // numbers
+  int batch, heads, tokens;
+  int parts;             // blocks that share the tokens of a row and head; of few with learned codebooks, of a head
+  float cells_per_unit;  // of the grid
+};
+
+constexpr int warps = Plan::threads / 32, page_tokens = Plan::page ? Plan::page : 1;
+
+// Where a block's head is.
+struct Place {
+  const char* x;
+  const float* mean;
+  uint8_t* codes;
+  uint16_t* scale;
+
+  __device__ Place(const Arguments& a, int pair) {
+    const int batch = pair / a.heads, head = pair % a.heads;
+    x = a.x + batch * a.x_batch + head * a.x_head;
+    mean = Plan::centred ? a.mean + batch * a.mean_batch + head * a.mean_head : nullptr;
+    codes = a.codes + batch * a.codes_batch + head * a.codes_head;
+    scale = a.scale + batch * a.scale_batch + head * a.scale_head;
+  }
+};
+
+// Rows of a head.
+__device__ inline void universal(const Arguments& a, uint32_t* shared) {
+  using Mine = Row<Plan>;
+  const Encoder<Plan> search(a.codebook, a.lists, a.cells_per_unit, shared);
+  constexpr bool together = search.split > 1;  // all warps have the same rows
+  constexpr int teams = 32 / Plan::lanes, at_a_time = teams * (together ? 1 : warps);
+  const Place place(a, blockIdx.x / a.parts);
+  const int team = (together ? threadIdx.x % 32 : threadIdx.x) / Plan::lanes;
+  int base = blockIdx.x % a.parts * at_a_time + team / teams * teams;  // token of the warp
+  const auto next = [&] {
+    Mine row;
+    const int token = base + team % teams;
+    row.template load<Plan::dtype, Plan::aligned, Plan::centred>(place.x + token * a.x_token, place.mean,
+                                                                 token < a.tokens);
+    return row;
+  };
+  wait_for_grids();
+  let_next_grid_begin();
+  Mine row = next();
+  search.prepare();
+  while (base < a.tokens) {
+    const int token = base + team % teams;
+    const bool exists = token < a.tokens;
+    int64_t at = token, page = 0;
+    if constexpr (Plan::page > 0) {
+      const int slot = exists ? int(a.slots[token]) : 0;
+      page = slot / page_tokens, at = slot % page_tokens;
+    }
+    search.encode(row, exists, place.codes + page * a.codes_batch + at * Mine::bytes,
+                  place.scale + page * a.scale_batch + at * Mine::numbers);
+    if constexpr (together) __syncthreads();
+    base += a.parts * at_a_time;
+    if (base < a.tokens) row = next();
+  }
+}
+
+// Groups of a head that a warp has: few tokens of all rows, or many of one.
+__device__ inline void learned(const Arguments& a, uint32_t* shared) {
+  using Mine = Groups<Plan>;
+  const int part = blockIdx.x % a.parts, block = blockIdx.x / a.parts % Mine::across;
+  const int pair = blockIdx.x / (a.parts * Mine::across);
+  const Mine groups(a.codebook, pair % a.heads, block, shared);
+  wait_for_grids();
+  let_next_grid_begin();
+  if (!groups.exists) return;
+  if constexpr (Plan::few) {
+    for (int i = part; i < a.batch * a.tokens; i += a.parts) {
+      const Place place(a, i / a.tokens * a.heads + pair);
+      const int token = i % a.tokens;
+      groups.encode(place.x + token * a.x_token, place.mean, place.codes + int64_t(token) * Mine::row_bytes);
+    }
+  } else {
+    const Place place(a, pair);
+    for (int base = part * Mine::tokens; base < a.tokens; base += a.parts * Mine::tokens)
+      groups.encode_many(place.x, a.x_token, place.mean, place.codes, base, a.tokens);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) append(const Arguments a) {
+  extern __shared__ uint4 shared[];
+  if constexpr (Plan::learned) learned(a, reinterpret_cast<uint32_t*>(shared));
+  else universal(a, reinterpret_cast<uint32_t*>(shared));
+}

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codes and scales on their way: from the tapes to a warp's slots in shared memory, `Plan::depth` of them.
+//
+// A slot holds a step: `Plan::steps` tiles of 16 tokens, which a warp takes together.
+//
+//     Plan::bulk    a lane each asks for keys, both halves of values, and scales, as they lie side by side; a barrier of
+//                   the slot counts the bytes that came
+//     else          every lane copies what it needs itself, pieces of 32 lanes side by side (GPUs before sm_90)
+//
+// Which token of a step is which row of a fragment is free. As it is here, no two of the lanes that are served together
+// read the same bank of codes that lie as on the tape, if values from the middle of the step on lie a bit further:
+//
+//     keys, rows g, g + 8        lanes 4g .. 4g + 3 have a row, and rows of neighbours differ in the parity of the token
+//     values, k = 2t + j         tokens 2j, 2j + 1 of the first half for t = 0, 1, of the second half for t = 2, 3
+//
+// With pages, a step lies in one of them, which a table names: nothing else is different.
+#pragma once
+#include "kv/attention/attention_softmax.cuh"
+#include "primitives/wgmma.cuh"
+
+constexpr int tokens_of_step = 16 * Plan::steps;
+static_assert(Plan::page % tokens_of_step == 0, "a step lies in one page");
+
+// Pieces of 16 bytes, in bytes: that hold so many; of rows, wherever they begin.
+constexpr int whole_pieces(int bytes) { return (bytes + 15) / 16 * 16; }
+constexpr int pieces_of_rows(int rows, int row) { return whole_pieces(rows * row) + (row % 16 ? 16 : 0); }
+
+struct Step {
+  static constexpr int key_row = Index<Keys>::row_bytes, value_row = Index<Values>::row_bytes;
+  static constexpr int half = tokens_of_step / 2;  // tokens
+  // From the first half of the values to the second.
+  static constexpr int apart = pieces_of_rows(half, value_row), aside = value_row == 32 ? 64 : 32;
+  static constexpr int stride = apart + (aside + 128 - apart % 128) % 128;
+  static constexpr int key_bytes = TokenCodes<Keys>::bytes, value_bytes = TokenCodes<Values>::bytes;
+  static constexpr int numbers = at_least(at_least(Keys::numbers, Values::numbers), 1);  // of a token, at most
+  static constexpr int scale_words = numbers == 1 ? tokens_of_step / 2 + 1 : tokens_of_step;  // wherever they begin
+  static constexpr int scale_room = Plan::bulk ? 2 * numbers * tokens_of_step + 16 : 4 * scale_words;
+
+  static constexpr int values_at = Plan::bulk ? pieces_of_rows(tokens_of_step, key_row) : Plan::steps * 2 * key_bytes;
+  static constexpr int scales_at = values_at + (Plan::bulk ? stride + apart : Plan::steps * 4 * value_bytes);
+  static constexpr int barrier_at = whole_pieces(scales_at + 2 * scale_room), bytes = barrier_at + 16 * Plan::bulk;
+
+  // Token of the key in row `g` or g + 8 of a tile, and of the value at k = 2t + j (j > 1: 2t + 6 + j).
+  __device__ static int of_row(int g, int upper, int tile) { return of_value(g / 2, g % 2 + 2 * upper, tile); }
+  __device__ static int of_value(int t, int j, int tile) { return t / 2 * half + 8 * tile + 2 * j + ((t + j) & 1); }
+
+  // Lanes that ask for bytes: keys, halves of values, scales of keys, of values.
+  static constexpr int askers = 3 + !Keys::learned + !Values::learned;
+
+  struct Tapes {
+    const char *keys, *values;  // of the first token
+    const uint16_t *key_scale, *value_scale;
+    int end;  // of the tokens that may be read
+    const int* pages;  // of the row
+    int64_t page_bytes;    // from one to the next
+
+    // What an asker copies of a step: `most` rows of `row` bytes, from row number `begin` on, to `to` of a slot. From
+    // pieces of 16 bytes on, `before` bytes earlier.
+    const char* from;
+    int row, begin, most, before, to;
+
+    __device__ Tapes(const Arguments& a, int row, int kv_head, int lane) {
+      const Coded &k = a.keys, &v = a.values;
+      if constexpr (Plan::page > 0) pages = a.pages + int64_t(row) * a.table, page_bytes = k.row, row = 0;
+      keys = k.codes + row * k.row + kv_head * k.head + k.first * key_row;
+      values = v.codes + row * v.row + kv_head * v.head + v.first * value_row;
+      key_scale = k.scale + row * k.scale_row + kv_head * k.scale_head + k.first * Keys::numbers;
+      value_scale = v.scale + row * v.scale_row + kv_head * v.scale_head + v.first * Values::numbers;
+      if constexpr (Plan::bulk) {
+        const bool of_value = lane == 1 || lane == 2, of_key_scale = lane == 3 && !Keys::learned;
+        this->row = lane == 0 ? key_row : of_value ? value_row : 2 * (of_key_scale ? Keys::numbers : Values::numbers);
+        begin = lane == 2 ? half : 0, most = of_value ? half : tokens_of_step;
+        to = lane == 0 ? 0 : of_value ? values_at + begin / half * stride : scales_at + (of_key_scale ? 0 : scale_room);
+        from = lane == 0 ? keys : of_value ? values : reinterpret_cast<const char*>(of_key_scale ? key_scale : value_scale);
+        from += begin * this->row;
+        before = int(reinterpret_cast<int64_t>(from)) & 15, from -= before;
+      }
+    }
+
+    // Where the page of a token begins, and which token of it that is.
+    __device__ int64_t page(int at) const {
+      if constexpr (Plan::page > 0) return __ldg(pages + at / at_least(Plan::page, 1)) * page_bytes;
+      else return 0;
+    }
+    __device__ static int place(int at) {
+      if constexpr (Plan::page > 0) return at % at_least(Plan::page, 1);
+      else return at;
+    }
+
+    // Token `at`, or the last one, of the first page.
+    __device__ const char* key(int at) const { return keys + int64_t(place(min(at, end - 1))) * key_row; }
+    __device__ const char* value(int at) const { return values + int64_t(place(min(at, end - 1))) * value_row; }
+  };
+
+  // The slots of a warp, before the first copy.
+  __device__ static void begin(uint32_t ring, int lane) {
+    if constexpr (Plan::bulk) {
+      if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < Plan::depth; ++i) barrier_init(ring + i * bytes + barrier_at, askers);
+        barriers_are_set();
+      }
+      __syncwarp();
+    }
+  }
+
+  // After the last step of a warp, before its slots hold anything else.
+  __device__ static void end(uint32_t ring, int lane) {
+    if constexpr (Plan::bulk) {
+      __syncwarp();  // no lane waits any more
+      if (lane < Plan::depth) barrier_invalidate(ring + lane * bytes + barrier_at);
+    }
+  }
+
+  // The tokens from `first` on, to the L2 cache: whatever grids before this one still write, it is right there.
+  __device__ static void prefetch(const Tapes& from, int first, int end, int lane) {
+    if constexpr (Plan::bulk) {
+      if (lane < askers) {
+        const int rows = min(end - first - from.begin, from.most);
+        if (rows > 0) prefetch_bulk(from.from + int64_t(first) * from.row, whole_pieces(from.before + rows * from.row));
+      }
+    }
+  }
+
+  // The tokens from `first` on, to a slot.
+  __device__ static void copy(const Tapes& from, int first, uint32_t to, int lane) {
+    const int64_t page = from.page(first);
+    if constexpr (Plan::bulk) {
+      if (lane < askers) {
+        const int rows = min(from.end - first - from.begin, from.most);
+        // What is beyond the tokens that may be read is in the same 16 bytes as one of them.
+        const int size = rows > 0 ? whole_pieces(from.before + rows * from.row) : 0;
+        barrier_expect(to + barrier_at, size);
+        if (rows > 0) copy_bulk(to + from.to, from.from + page + int64_t(from.place(first)) * from.row, size, to + barrier_at);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * Plan::steps; ++i)
+        TokenCodes<Keys>::copy(to + i * key_bytes, from.key(first + of_row(lane / 4, i % 2, i / 2)) + page, lane);
+#pragma unroll
+      for (int i = 0; i < 4 * Plan::steps; ++i)
+        TokenCodes<Values>::copy(to + values_at + i * value_bytes,
+                                 from.value(first + of_value(lane % 4, i % 4, i / 4)) + page, lane);
+      // Words that hold scales, with at least one that may be read.
+      const auto scales = [&](const uint16_t* scale, int each, uint32_t slot) {
+        const int64_t at = reinterpret_cast<int64_t>(scale + from.place(first) * each) + page, word = at & ~int64_t(3);
+        const int odd = at & 2 ? 1 : 0, needed = (min(tokens_of_step, from.end - first) * each + odd + 1) / 2;
+        if (lane < scale_words) {
+          const bool read = lane < needed;
+          copy_async(slot + lane * 4, reinterpret_cast<const char*>(word) + (read ? lane * 4 : 0), read ? 4 : 0);
+        }
+      };
+      if constexpr (!Keys::learned) scales(from.key_scale, Keys::numbers, to + scales_at);
+      if constexpr (!Values::learned) scales(from.value_scale, Values::numbers, to + scales_at + scale_room);
+    }
+  }
+
+  __device__ static void commit() {
+    if constexpr (!Plan::bulk) commit_copies();
+  }
+
+  // Until the slot that comes next is full; `turn`: how often all of them have been, modulo 2.
+  __device__ static void wait(uint32_t slot, uint32_t turn) {
+    if constexpr (Plan::bulk) barrier_wait(slot + barrier_at, turn);
+    else wait_for_copies<Plan::depth - 2>();
+  }
+
+  // What was copied to a slot.
+  __device__ static void load(TokenCodes<Keys> (&keys)[Plan::steps][2], const Tapes& from, int first, uint32_t slot,
+                              int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * Plan::steps; ++i) {
+      TokenCodes<Keys>& one = keys[i / 2][i % 2];
+      const int token = of_row(lane / 4, i % 2, i / 2);
+      if constexpr (Plan::bulk) one.load_row(slot + odd<key_row>(from.keys) + token * key_row, lane);
+      else one.load(slot + i * key_bytes, from.key(first + token), lane);
+    }
+  }
+  __device__ static void load(TokenCodes<Values> (&values)[Plan::steps][4], const Tapes& from, int first,
+                              uint32_t slot, int lane) {
+#pragma unroll
+    for (int i = 0; i < 4 * Plan::steps; ++i) {
+      TokenCodes<Values>& one = values[i / 4][i % 4];
+      const int token = of_value(lane % 4, i % 4, i / 4), later = lane % 4 / 2;
+      if constexpr (Plan::bulk)
+        one.load_row(slot + values_at + later * (stride - half * value_row) +
+                         odd<value_row>(from.values + later * half * value_row) + token * value_row, lane);
+      else
+        one.load(slot + values_at + i * value_bytes, from.value(first + token), lane);
+    }
+  }
+
+  // What token `i` of a step has beside its codes.
+  struct Numbers {
+    float scale, zero;
+  };
+  __device__ static Numbers key_numbers(const Tapes& from, uint32_t slot, int i) {
+    return numbers_of<Keys>(from.key_scale, slot + scales_at, i);
+  }
+  __device__ static Numbers value_numbers(const Tapes& from, uint32_t slot, int i) {
+    return numbers_of<Values>(from.value_scale, slot + scales_at + scale_room, i);
+  }
+
+ private:
+  // Bytes before a row, in the first piece of 16 bytes that was copied. Steps are whole pieces.
+  template <int Row> __device__ static uint32_t odd(const void* row) {
+    return Row % 16 ? uint32_t(reinterpret_cast<int64_t>(row)) & 15 : 0;
+  }
+
+  template <class Side> __device__ static Numbers numbers_of(const uint16_t* tape, uint32_t slot, int i) {
+    const uint32_t before = uint32_t(reinterpret_cast<int64_t>(tape)) & (Plan::bulk ? 15 : 2);
+    if constexpr (Side::integers) {
+      uint32_t both[1];
+      Numbers found;
+      load_shared<4>(slot + before + 4 * i, both);
+      unpack_pair<Dtype::FLOAT16>(both[0], found.scale, found.zero);
+      return found;
+    } else {
+      uint16_t number;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(number) : "r"(slot + before + 2 * i));
+      return {half_to_float(number), 0.0f};
+    }
+  }
+};

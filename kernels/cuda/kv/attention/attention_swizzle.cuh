@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// Lanes that take their channels in orders of their own, and columns that know them.
+//
+// Learned codebooks are looked up without conflicts of banks if lanes that want the same group of channels at the same
+// time take them in turn: the lane of number r has group k ^ r where products want group k.
+//
+//     lane 0    g0 g1 g2 g3      keys      r = g        token g of a tile (and g + 8), 8 lanes share 4 t's groups
+//     lane 1    g1 g0 g3 g2      values    r = g / 2    of the tokens g that lane t has, 4 lanes share their channels
+//     lane 2    g2 g3 g0 g1
+//     lane 3    g3 g2 g1 g0
+//
+// Bit b of r is undone in one of two ways. By selects: entries k and k ^ 2^b change places, a select for each register.
+// Or, without an instruction, by columns that a tile of 8 has to spare: each query has `turns` of them, 1 to 8, and the
+// bits of column c above those that count queries, `known` of them, are the bits of the r that it is for,
+//
+//     S^T = K q^T     column c holds its query in the order of its r; what it gives for tokens of another r is masked
+//     O^T = V^T P^T   column c has weights of tokens of its r alone, so word k of its sums is of group k ^ r
+//
+// so that every token of a query is in one of its columns. After the last one their sums are put in order and added up.
+#pragma once
+#include "kv/attention/attention_softmax.cuh"
+
+constexpr int columns_of_query = Plan::paired ? 2 : Plan::turns;
+constexpr int queries_of_block = columns_of_block / columns_of_query;
+static_assert(columns_of_query == 1 || Plan::query_tiles == 1, "all columns of a query are in one tile");
+
+struct Turns {
+  static constexpr int queries = 8 / Plan::turns;  // column c is one of query c % queries
+  static constexpr int known = 8 - queries;        // bits of a token's number in a tile that a column knows
+
+  // Whether token g of a tile is for a column.
+  __device__ static bool meet(int g, int column) { return ((g ^ column) & known) == 0; }
+  // With all eight, columns are of the orders of codes (attention_mha.cuh), and of floats the first one is used.
+  static constexpr bool some = Plan::turns > 1 && Plan::turns < 8;
+};
+
+// Groups of a part that lanes take in turn: those that want one at the same time, of lanes that are served together.
+template <class Side> constexpr int rivals = !Side::learned ? 1 : Side::sharers == 8 ? 4 : 8 / Index<Side>::words;
+template <class Side, int Part>
+constexpr int in_turn = at_least(at_most(rivals<Side>, Share<Side, Part>::indexes), 1);
+
+// r of token g.
+template <class Side, int Part> __device__ inline int turn_of(int g) {
+  return (Side::sharers == 8 ? g >> 1 : g) & (in_turn<Side, Part> - 1);
+}
+
+template <class T> __device__ inline void exchange_if(bool exchanged, T& one, T& other) {
+  const T low = one, high = other;
+  one = exchanged ? high : low, other = exchanged ? low : high;
+}
+
+// Words of the sums of columns 2 t, 2 t + 1 -> those of channels, and back again.
+__device__ inline void in_order_of_turns(State& state, int lane) {
+  if constexpr (Values::learned && Turns::some)
+    each_part<Values>([&](auto number) {
+      constexpr int p = decltype(number)::value, words = Index<Values>::words;
+      const int turn = turn_of<Values, p>(lane % 4 * 2 & Turns::known);
+#pragma unroll
+      for (int b = 1; b < in_turn<Values, p>; b *= 2)
+#pragma unroll
+        for (int i = 0; i < Share<Values, p>::indexes * words; ++i) {
+          if (i / words & b) continue;
+#pragma unroll
+          for (int c = 0; c < 4; ++c)
+            exchange_if(turn & b, state.sums[0][Share<Values, p>::first_word + i][c],
+                        state.sums[0][Share<Values, p>::first_word + i + b * words][c]);
+        }
+    });
+}
+
+// All columns of a query -> each of them has the maximum, total and sums of all.
+__device__ inline void one_column_each(State& state) {
+  if constexpr (Turns::some) {
+    const auto all = [](float (&of)[2], auto together) {
+#pragma unroll
+      for (int step = 2; step > 0; step /= 2)
+        if (Turns::known & 2 * step)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) of[c] = together(of[c], __shfl_xor_sync(0xffffffff, of[c], step));
+    };
+    const auto sum = [](float a, float b) { return a + b; };
+    float highest[2] = {state.most[0][0], state.most[0][1]}, factor[2];
+    all(highest, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      factor[c] = exp2_of(state.most[0][c] - highest[c]);
+      state.most[0][c] = highest[c], state.total[0][c] *= factor[c];
+    }
+    all(state.total[0], sum);
+#pragma unroll
+    for (int i = 0; i < value_words; ++i)
+#pragma unroll
+      for (int row = 0; row < 4; row += 2) {
+        float of[2] = {state.sums[0][i][row] * factor[0], state.sums[0][i][row + 1] * factor[1]};
+        all(of, sum);
+        state.sums[0][i][row] = of[0], state.sums[0][i][row + 1] = of[1];
+      }
+  }
+}

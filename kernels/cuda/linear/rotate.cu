@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows rotated block by block with a Hadamard matrix, with or without random signs, or rotated back:
+//
+//     y = (x * s) H        inverse: y = (x H) * s        H = 1 / sqrt(B) [[1, 1], [1, -1]] (x) .. (x) [[1, 1], [1, -1]]
+//
+// A block of B numbers belongs to `lanes` threads of one warp, `each` numbers to a thread, in chunks of at most 8:
+//
+//     number of a block = (chunk * lanes + lane) * width + i       butterflies over i and chunk: in registers
+//                                                                  butterflies over lane: by shuffles
+// Bytes: x and y once, which bounds it. Sums are float32.
+#include "plan.cuh"
+#include "primitives/numbers.cuh"
+#include "primitives/pdl.cuh"
+
+struct Arguments {
+  const void* x;         // [rows, columns] of Plan::source, at a multiple of 16
+  const uint8_t* signs;  // bit 1 = negative [ceil(columns / 8)]; not read without signs
+  void* y;               // [rows, columns] of Plan::out; may be x
+  uint32_t blocks;       // rows * columns / B
+  uint32_t across;       // columns / B
+  uint32_t token_tiles;  // ceil(rows / 8); read where the result is arranged
+};
+
+// Numbers that are only arranged are eight, or a chunk of linear_wgmma.cu.
+constexpr int B = Plan::block > 1 || !Plan::arranged ? Plan::block : Plan::swizzled ? 4 * Plan::arranged : 8;
+constexpr bool whole_chunk = Plan::swizzled && B == 4 * Plan::arranged;  // a thread has what its stores need
+static_assert(!Plan::swizzled || whole_chunk || (B >= 8 && Plan::arranged <= 64), "octets of one store are in one warp");
+constexpr bool fewer_shuffles = whole_chunk || (!Plan::arranged && B == 128);
+constexpr int width = B < 8 ? B : 8;
+constexpr int lanes = fewer_shuffles ? B / 32 : B / width < 32 ? B / width : 32;
+constexpr int chunks = B / (width * lanes);
+constexpr int each = width * chunks;
+
+constexpr float size_of_entry = inverse_root(B);
+
+__device__ inline void flip(float (&value)[each], const Arguments& a, uint32_t block, int lane) {
+#pragma unroll
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const uint32_t column = block % a.across * B + (chunk * lanes + lane) * width;
+    const uint32_t bits = __ldg(a.signs + column / 8) >> column % 8;
+#pragma unroll
+    for (int i = 0; i < width; ++i)
+      if (bits >> i & 1) value[chunk * width + i] = -value[chunk * width + i];
+  }
+}
+
+// Where linear.cu reads number `column` of a token (its `Inputs`), for units of Plan::arranged columns.
+__device__ inline int64_t arranged(const Arguments& a, uint32_t token, uint32_t column) {
+  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8;
+  const uint32_t tile = column / (4 * unit) * a.token_tiles + token / 8;
+  const uint32_t lane = token % 8 * 4 + column / unit % 4;
+  return (int64_t(tile) * (unit / 8) + column % unit / 8) * 256 + lane * 8 + column % 8;
+}
+
+// To where linear_wgmma.cu reads: [columns / 64][8 * token_tiles][64], 16 bytes of a token at place p ^ token % 8 of eight. They
+// are two columns of each of four octets that lie Plan::arranged columns apart: `place` says which, of those of a chunk.
+__device__ inline void store_swizzled(const Arguments& a, uint32_t token, uint32_t column, uint32_t place,
+                                      const uint32_t (&word)[4]) {
+  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8;
+  const int64_t line = int64_t(column / (4 * unit) * (unit / 16) + place / 8) * (8 * a.token_tiles) + token;
+  store_words<16>(static_cast<char*>(a.y) + line * 128 + ((place ^ token) % 8) * 16, word);
+}
+
+// The four octets from a thread, which gives its neighbour every other place: what two lanes store together is 32 bytes,
+// as L2 takes them. (Templates, so that they are compiled only where they are used.)
+template <Dtype D, int N>
+__device__ inline void store_chunk(const Arguments& a, uint32_t token, uint32_t column, int lane, bool exists,
+                                   const float (&value)[N]) {
+  const bool odd = lane % 2;
+#pragma unroll
+  for (int k = 0; k < 4; k += 2) {
+    uint32_t of_even[4], of_odd[4];  // what this lane stores of the places of either
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t first = pack_pair<D>(value[8 * t + 2 * k], value[8 * t + 2 * k + 1]);
+      const uint32_t second = pack_pair<D>(value[8 * t + 2 * k + 2], value[8 * t + 2 * k + 3]);
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+      of_even[t] = odd ? other : first;
+      of_odd[t] = odd ? second : other;
+    }
+    if (!exists) continue;
+    const uint32_t place = lane / 2 * 8 + k + odd;
+    store_swizzled(a, token, column, place, of_even);
+    store_swizzled(a, token, column, place + 4, of_odd);
+  }
+}
+
+// An octet of each of four lanes, which give each other what they have.
+template <Dtype D, int N>
+__device__ inline void store_octet(const Arguments& a, uint32_t token, uint32_t column, bool exists,
+                                   const float (&value)[N]) {
+  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8, octets = unit / 8;
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) word[i] = pack_pair<D>(value[2 * i], value[2 * i + 1]);
+  const uint32_t t = column / unit % 4;
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!(i & bit)) {
+        const bool upper = t & bit;
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? word[i] : word[i | bit], octets * bit);
+        word[upper ? i : i | bit] = other;
+      }
+  if (exists) store_swizzled(a, token, column, column % unit / 8 * 4 + t, word);
+}
+
+__device__ inline void transform(float (&value)[each], int lane) {
+#pragma unroll
+  for (int half = 1; half < each; half *= 2)
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (!(i & half)) {
+        const float low = value[i], high = value[i + half];
+        value[i] = low + high, value[i + half] = low - high;
+      }
+#pragma unroll
+  for (int half = 1; half < lanes; half *= 2) {
+    const float sign = lane & half ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < each; ++i) value[i] = sign * value[i] + __shfl_xor_sync(0xffffffffu, value[i], half);
+  }
+#pragma unroll
+  for (int i = 0; i < each; ++i) value[i] *= size_of_entry;
+}
+
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rotate(const Arguments a) {
+  // What comes next reads nothing before it waits but codes of which nobody has written.
+  if constexpr (Plan::arranged > 0) let_next_grid_begin();
+  wait_for_grids();
+  if constexpr (Plan::arranged == 0) let_next_grid_begin();
+  const uint32_t block = blockIdx.x * (Plan::threads / lanes) + threadIdx.x / lanes;
+  const bool exists = block < a.blocks;  // all lanes of a warp take part in its shuffles
+  const int lane = threadIdx.x % lanes;
+  float value[each] = {};
+  if (exists) {
+#pragma unroll
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int64_t at = int64_t(block) * B + (chunk * lanes + lane) * width;
+      float part[width];
+      load_floats<Plan::source>(static_cast<const char*>(a.x) + at * size_of<Plan::source>, part);
+#pragma unroll
+      for (int i = 0; i < width; ++i) value[chunk * width + i] = part[i];
+    }
+    if constexpr (Plan::signs && !Plan::inverse) flip(value, a, block, lane);
+  }
+  if constexpr (Plan::block > 1) transform(value, lane);
+  if (!exists && !Plan::swizzled) return;
+  if constexpr (Plan::signs && Plan::inverse) flip(value, a, block, lane);
+  if constexpr (whole_chunk) {
+    store_chunk<Plan::out>(a, block / a.across, block % a.across * B, lane, exists, value);
+    return;
+  }
+#pragma unroll
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t at = int64_t(block) * B + (chunk * lanes + lane) * width;
+    float part[width];
+#pragma unroll
+    for (int i = 0; i < width; ++i) part[i] = value[chunk * width + i];
+    if constexpr (Plan::swizzled) {
+      store_octet<Plan::out>(a, block / a.across, block % a.across * B + at % B, exists, part);
+      continue;
+    }
+    const int64_t to = Plan::arranged ? arranged(a, block / a.across, block % a.across * B + at % B) : at;
+    store_floats<Plan::out>(static_cast<char*>(a.y) + to * size_of<Plan::out>, part);
+  }
+}

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// Blocks of 128 numbers rotated in registers: y = (x * s) H_128 / sqrt(128).
+//
+// Four lanes have a block: lane 4 g + t numbers 32 t .. of block g. H_128 is one matrix of 2 x 2 for each bit of a
+// number's place:
+//
+//     bit     6 5     4 . . . 0             bits 0, 4, 5 and 6 are H_16: a product on tensor cores,
+//            lane t   place in the lane     whose sums lie as its factor did;
+//                                           bits 1, 2 and 3 are sums and differences of a lane's registers
+//
+// All sums are float32.
+#pragma once
+#include "primitives/mma.cuh"
+
+// Entries (k, column) and (k + 1, column) of a Hadamard matrix of +-1, k even.
+template <Dtype D> __device__ inline uint32_t hadamard_pair(int k, int column) {
+  constexpr uint32_t one = D == Dtype::FLOAT16 ? 0x3c00 : 0x3f80;
+  const uint32_t first = __popc(column & k) & 1, second = __popc(column & (k + 1)) & 1;
+  return one ^ first << 15 | (one ^ second << 15) << 16;
+}
+
+// A lane's 32 numbers, two in each of 16 words, which are changed. Bit i of `negative` is 1 where s of number i is -1.
+template <Dtype D>
+__device__ inline void rotate_blocks(uint32_t* word, uint32_t negative, uint32_t* rotated, int lane) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t bits = negative >> 2 * i;
+    word[i] ^= (bits & 1) << 15 | (bits & 2) << 30;
+  }
+  constexpr float norm = 0.08838834764831845f;
+#pragma unroll
+  for (int upper = 0; upper < 2; ++upper) {  // bit 4
+    const uint32_t low = hadamard_pair<D>(2 * t, 8 * upper + g), high = hadamard_pair<D>(2 * t + 8, 8 * upper + g);
+    float sum[8][2];  // by bits 1 to 3 and by bit 0
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float d[4] = {};
+      mma<D>(d, word[i], word[i + 4], word[i + 8], word[i + 12], low, high);
+      sum[i][0] = d[0], sum[i][1] = d[1], sum[i + 4][0] = d[2], sum[i + 4][1] = d[3];
+    }
+#pragma unroll
+    for (int bit = 1; bit < 8; bit *= 2)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (!(i & bit))
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const float first = sum[i][c], second = sum[i | bit][c];
+            sum[i][c] = first + second, sum[i | bit][c] = first - second;
+          }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) rotated[8 * upper + i] = pack_pair<D>(sum[i][0] * norm, sum[i][1] * norm);
+  }
+}

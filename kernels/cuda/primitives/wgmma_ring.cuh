@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// What blocks of linear_wgmma.cu and of w4a8_wgmma.cu have in common: their tiles, and the ring through which x comes. The including
+// file says first
+//
+//     columns_of_slot   columns of x in a slot, 128 bytes for each token
+//     chunk             columns that a warp takes of W at a time, whole slots
+//     first_byte        where the ring begins, as an address within the block's memory, a multiple of 1024
+//     origin            such an address of the memory that is asked for at the launch
+//     split             blocks of a cluster that share columns
+//     teams             warpgroups that have the same rows, and take chunks in turn
+#pragma once
+#include "plan.cuh"
+#include "primitives/numbers.cuh"
+#include "primitives/pdl.cuh"
+#include "primitives/wgmma.cuh"
+
+constexpr int slots = chunk / columns_of_slot;
+constexpr int warpgroups = Plan::threads / 128 - 1, math_threads = 128 * warpgroups;  // and one that reads x
+constexpr int tile_rows = 64 * warpgroups / teams, tile_tokens = Plan::token_tile;
+constexpr int slot_bytes = tile_tokens * 128;
+// Where columns are split: sums of tokens 8 i .. are added by block i % split, which gets them from all.
+constexpr int added = (tile_tokens / 8 + split - 1) / split;
+constexpr uint32_t meeting = first_byte + Plan::depth * slot_bytes;
+constexpr uint32_t barriers = meeting + (split > 1 ? added * split * math_threads * 16 : 0);  // full and empty
+constexpr uint32_t all_met = barriers + Plan::depth * 16;
+
+// A block's registers go to those that multiply, in eights.
+constexpr int at_launch = 65536 / (Plan::resident * Plan::threads) / 8 * 8, producer_registers = 24;
+constexpr int spared = (at_launch * (warpgroups + 1) - producer_registers) / warpgroups / 8 * 8;
+constexpr int math_registers = spared < 240 ? spared : 240;
+
+static_assert(Plan::steps * slots % 2 == 0, "two buffers of registers take turns, around the loop too");
+static_assert(warpgroups % teams == 0, "teams of one size");
+
+// What a block does: rows, tokens, and its share of the columns in chunks.
+struct Work {
+  int row, token, begin, end;
+
+  __device__ Work(int tokens, int chunks, int item, int rank) {
+    const int across = (tokens + tile_tokens - 1) / tile_tokens;  // neighbours have the same codes
+    const int part = (chunks + split - 1) / split;
+    row = item / across * tile_rows;
+    token = item % across * tile_tokens;
+    begin = min(rank * part, chunks), end = min(begin + part, chunks);
+  }
+
+  __device__ static int items(int rows, int tokens) {
+    return (rows + tile_rows - 1) / tile_rows * ((tokens + tile_tokens - 1) / tile_tokens);
+  }
+};
+
+// Slots in turn, and the parity of their phases.
+struct Turn {
+  uint32_t block;  // the highest byte of addresses in its memory
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ explicit Turn(const char* shared) : block(uint32_t(__cvta_generic_to_shared(shared)) - origin) {}
+  __device__ uint32_t full() const { return block + barriers + slot * 16; }
+  __device__ uint32_t empty() const { return full() + 8; }
+  __device__ uint32_t address() const { return block + first_byte + slot * slot_bytes; }
+  __device__ void next() {
+    if (++slot == Plan::depth) slot = 0, parity ^= 1;
+  }
+  // At most as many as there are.
+  __device__ void pass(int count) {
+    slot += count;
+    if (slot >= Plan::depth) slot -= Plan::depth, parity ^= 1;
+  }
+  // Any number.
+  __device__ void skip(int count) {
+    slot += count;
+    parity ^= slot / Plan::depth & 1, slot %= Plan::depth;
+  }
+};
+
+// By one thread, before the blocks of the cluster meet.
+__device__ inline void set_barriers(const char* shared, int rank) {
+#pragma unroll 1
+  for (Turn turn(shared); turn.parity == 0; turn.next()) {
+    barrier_init(turn.full(), 1);
+    barrier_init(turn.empty(), 4 * warpgroups / teams);
+  }
+  if constexpr (split > 1) {
+    const uint32_t met = Turn(shared).block + all_met;
+    const int mine = (tile_tokens / 8 - rank + split - 1) / split;
+    barrier_init(met, 1);
+    barrier_expect(met, mine * split * math_threads * 16);
+  }
+  barriers_are_set();
+}
+
+// x, [columns / columns_of_slot][8 * ceil(tokens / 8)][128 bytes], -> ring, by one lane. Of a tile that it does not fill,
+// the rest keeps what was there: it is multiplied for tokens that nobody stores.
+__device__ inline void produce(const void* x, int tokens, const Work& work, Turn& turn) {
+  const int padded = (tokens + 7) / 8 * 8;
+  const uint32_t bytes = min(tile_tokens, tokens - work.token) * 128;
+  const char* from = static_cast<const char*>(x) + work.token * 128;
+  for (int at = work.begin * slots; at < work.end * slots; ++at, turn.next()) {
+    barrier_wait(turn.empty(), turn.parity ^ 1);
+#if WITHOUT_X
+    barrier_arrive(turn.full());
+    if (at < 0)  // never
+      copy_bulk(turn.address(), from + int64_t(at) * padded * 128, bytes, turn.full());
+#else
+    barrier_expect(turn.full(), bytes);
+    copy_bulk(turn.address(), from + int64_t(at) * padded * 128, bytes, turn.full());
+#endif
+  }
+}
