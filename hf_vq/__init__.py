@@ -5,6 +5,9 @@ model.generate(**inputs, past_key_values=VQCache(model.config))
 """
 
 from .cache import VQCache
+from .calibration.equivalent_transforms.smooth_attention import smooth_attention
+from .calibration.kv_allocation import allocate_kv
+from .calibration.kv_codebooks import calibrate_kv
 from .errors import (
     VQBackendError,
     VQCacheError,
@@ -17,19 +20,15 @@ from .errors import (
 from .formats import KVScheme, QoQScheme, VQScheme
 from .hf import (
     VQConfig,
-    adopt,
-    allocate_kv,
-    calibrate_kv,
     capture,
     enable_cache_backend,
     explain,
     merge_passes,
     place_pass2,
-    release,
-    smooth_attention,
 )
 from .hf import attention as _attention
 from .hf import quantizer as _quantizer
+from .interop.quantizer import adopt, release
 
 __version__ = "0.1.0"
 

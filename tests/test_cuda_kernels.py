@@ -188,7 +188,7 @@ def test_decoded_linear(spec, rows, columns, tokens, monkeypatch):
 
 
 def test_the_catalogue_is_fused(monkeypatch):
-    """Every scheme runs linear.cu or linear_tile_codebook.cu, for all numbers of tokens they take."""
+    """Every scheme runs linear.cu or linear_tile_codebook.cu, for all numbers of tokens."""
     for name in CATALOGUE:
         for tokens in (1, 8, 16, 64):
             x = torch.empty(tokens, 4096, device="cuda", dtype=torch.bfloat16)

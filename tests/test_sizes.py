@@ -1,5 +1,6 @@
 """Files stay small and their names say what is in them."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FORBIDDEN = {"utils", "common", "core", "misc", "legacy"}
 FOLDERS = ("benchmarks", "hf_vq", "kernels", "plugins", "scripts", "tests")
+NARROW = ("benchmarks", "hf_vq", "kernels")  # whose folders hold at most WIDEST files
+WIDEST = 16
 SUFFIXES = {".py": 500, ".cpp": 600, ".h": 600, ".cuh": 600, ".cu": 600}
 
 
@@ -23,6 +26,28 @@ def test_size_and_name(path):
     assert lines <= SUFFIXES[path.suffix], f"{path} has {lines} lines: split it by meaning"
     parts = {part.split(".")[0] for part in path.relative_to(ROOT).parts}
     assert not parts & FORBIDDEN, f"{path}: name it after what it holds"
+
+
+def widths(root: Path) -> dict[Path, int]:
+    """Number of files in each folder below `root`, without caches of Python."""
+    files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return dict(Counter(path.parent for path in files))
+
+
+def test_no_folder_is_wide():
+    wide = {
+        str(folder.relative_to(ROOT)): count
+        for top in NARROW
+        for folder, count in widths(ROOT / top).items()
+        if count > WIDEST
+    }
+    assert not wide, f"folders with more than {WIDEST} files: {wide}; split them by meaning"
+
+
+def test_a_wide_folder_is_seen(tmp_path):
+    for number in range(WIDEST + 1):
+        (tmp_path / f"file_{number}.py").touch()
+    assert widths(tmp_path) == {tmp_path: WIDEST + 1}
 
 
 def test_all_kinds_were_read():

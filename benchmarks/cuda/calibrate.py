@@ -20,9 +20,9 @@ from transformers import LlamaConfig
 from hf_vq.calibration.blocks import Blocks
 from hf_vq.calibration.layerwise import WeightCalibration
 from hf_vq.calibration.resume import CodedBlock
-from hf_vq.calibration.text import OWN_WORDS
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
+from hf_vq.hf.calibration_options import OWN_WORDS
 from hf_vq.hf.config import VQConfig
 
 from ..random_llama import random_llama

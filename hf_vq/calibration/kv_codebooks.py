@@ -20,7 +20,8 @@ from ..cache.codebooks import KVCodebooks, learned, title
 from ..errors import VQCacheError, shown
 from ..fit.kv import TokenSample, fit_kv_codebook
 from ..formats.catalog import KVScheme, kv_scheme
-from .text import MIN_CONTEXT, bar, context_of, sequences_of
+from ..hf.calibration_options import MIN_CONTEXT
+from .text import bar, context_of, sequences_of
 
 SINKS = 4  # first tokens of a sequence: a cache keeps them as floats, for their keys are unlike all
 TOKENS = 8192

@@ -15,13 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import VQCalibrationError
-
-
-def hook_of(module: nn.Module) -> Any:
-    """The hook of accelerate that brings the offloaded tensors of one module; None if none does."""
-    hook = getattr(module, "_hf_hook", None)
-    parts = getattr(hook, "hooks", [hook])
-    return next((p for p in parts if getattr(p, "weights_map", None) is not None), None)
+from ..nn.accelerate_hooks import hook_of
 
 
 def weight_of(module: nn.Module, name: str) -> Tensor:

@@ -12,10 +12,11 @@ from ..formats.catalog import LinearScheme
 from ..formats.spec import TensorSpec
 from ..formats.tensors import tensor_specs
 from ..hf.checkpoint.headers import packaged
+from ..nn.accelerate_hooks import hook_of
 from ..nn.experts import VQExperts, holds_experts, projections_of
 from ..nn.linear import VQLinear
 from ..nn.replace import linear_class
-from .offload import hook_of, take_place
+from .offload import take_place
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from ..errors import VQCalibrationError, VQError
+from ..hf.calibration_options import MIN_CONTEXT, OWN_WORDS
 from .offload import place_of
 
-OWN_WORDS = "model"
-"""Instead of a text: what the model writes by itself."""
-
-MIN_CONTEXT = 16
 CONTEXT = 2048
 _WRITTEN_AT_ONCE = 1 << 15  # tokens of sequences that the model writes side by side
 _DOCUMENTS = 1 << 16  # of a data set that are read at most

@@ -26,7 +26,8 @@ from ..errors import VQCalibrationError, VQConfigError
 from ..fit import fit_weight, fixed_tensors
 from ..fit.allocation import allocate
 from ..fit.ldlq import Feedback
-from ..formats.catalog import LinearScheme, weight_scheme
+from ..formats.catalog import weight_scheme
+from ..hf.calibration_options import choices
 from ..hf.checkpoint.headers import shared_specs, storage
 from ..hf.config import VQConfig
 from ..hf.quantize_op import Progress
@@ -43,13 +44,6 @@ _ROWS = 64  # of a layer, that are coded with every scheme
 
 Costs = dict[str, dict[str, float]]
 """Layer -> spec string of a scheme -> KL divergence in nats per token."""
-
-
-def choices(config: VQConfig, layer: str) -> list[LinearScheme]:
-    """The schemes that a layer may get; none where nothing is to be chosen."""
-    if layer in (config.layers or {}) and config.target_bits is not None:
-        return [config.scheme_of(layer)]
-    return [weight_scheme(name) for name in config.candidates or ()]
 
 
 def measure_costs(

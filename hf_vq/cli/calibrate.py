@@ -64,7 +64,7 @@ def _calibrate(args: argparse.Namespace) -> None:
         return
     from ..calibration.distributed import launched
     from ..calibration.resume import discard_if_saved
-    from ..calibration.text import OWN_WORDS
+    from ..hf.calibration_options import OWN_WORDS
 
     if args.out is None:
         raise VQConfigError("calibrate needs OUT, a directory to write, for weights.")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.text import MIN_CONTEXT, read_text
+from ..calibration.text import read_text
 from ..errors import VQError
+from ..hf.calibration_options import MIN_CONTEXT
 
 
 def read_sequences(

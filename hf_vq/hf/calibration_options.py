@@ -1,9 +1,24 @@
-"""Which transforms a calibration of QoQ makes: `VQConfig(calibration={"transforms": {...}})`."""
+"""What `VQConfig` must know of calibration: names, defaults and which schemes a layer may get.
+
+Calibration itself is the room above (`hf_vq/calibration`).
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..errors import VQConfigError, shown
+from ..formats.catalog import LinearScheme, weight_scheme
 from ..formats.qoq import QoQScheme
+
+if TYPE_CHECKING:
+    from .config import VQConfig
+
+OWN_WORDS = "model"
+"""Instead of a text: what the model writes by itself."""
+
+MIN_CONTEXT = 16
+"""Tokens of the shortest sequence."""
 
 FOLDS = ("rotate", "smooth_attention", "smooth_outputs", "reorder")
 """They change the model before its weights are rounded, not what it computes."""
@@ -35,3 +50,10 @@ def checked_transforms(given: object, scheme: QoQScheme) -> dict[str, bool]:
             f"{', '.join(TRANSFORMS)}."
         )
     return {**usual, **given}
+
+
+def choices(config: VQConfig, layer: str) -> list[LinearScheme]:
+    """The schemes that a layer may get; none where nothing is to be chosen."""
+    if layer in (config.layers or {}) and config.target_bits is not None:
+        return [config.scheme_of(layer)]
+    return [weight_scheme(name) for name in config.candidates or ()]

@@ -11,7 +11,6 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import patches
-from ..calibration.text import MIN_CONTEXT, OWN_WORDS
 from ..errors import VQConfigError, shown
 from ..fit.ldlq import DAMPING
 from ..fit.rows import SEARCHES
@@ -21,7 +20,7 @@ from ..formats.published import Layout, layout_from_dict
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..nn.residual_offload import POLICIES
-from .calibration_options import checked_transforms
+from .calibration_options import MIN_CONTEXT, OWN_WORDS, checked_transforms
 from .module_patterns import check_pattern, matches
 
 QUANT_METHOD = "vq"

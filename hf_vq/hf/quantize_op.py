@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.utils import logging
 
-from ..calibration.offload import hook_of
 from ..errors import VQFormatError
 from ..fit import fit_weight
+from ..nn.accelerate_hooks import hook_of
 from ..nn.experts import VQExperts
 from ..nn.linear import LOADING, VQLinear
 from ..nn.replace import vq_modules

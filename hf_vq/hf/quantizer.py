@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 
 from .. import env, patches
+from ..dispatch.entry import load
 from ..errors import VQConfigError
 from ..formats import digests
 from ..formats.catalog import LinearScheme
@@ -24,6 +25,7 @@ from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
 from ..nn.quantized_module import Stored
 from ..nn.replace import candidates, linear_class, replace_modules, restore_modules, vq_modules
+from .calibration_options import choices
 from .checkpoint import headers as stored_files
 from .checkpoint.atomic_dir import check_whole
 from .checkpoint.conversions import dense_conversions, renamer
@@ -39,10 +41,10 @@ from .quantize_op import Progress, Quantize, bytes_per_weight, settle
 from .residual import leave_out_pass2, place_pass2
 from .tensor_parallel import ranks, split_plan
 
-if TYPE_CHECKING:
-    from ..calibration.layerwise import WeightCalibration
-
 logger = logging.get_logger("hf_vq")
+
+_CALIBRATION = "calibration.layerwise:WeightCalibration"
+"""Above this layer, and a user's choice: named here as the dispatch table names backends."""
 
 
 class VQHfQuantizer(HfQuantizer):
@@ -67,7 +69,7 @@ class VQHfQuantizer(HfQuantizer):
         self.progress = Progress("", 0)
         self._checkpoint: stored_files.Checkpoint | None = None
         self._model: Any = None
-        self._calibration: WeightCalibration | None = None
+        self._calibration: Any = None
         self._cut: list[str] = []  # layers whose second pass is left out
         self._recorded = take_record(self.quantization_config)
         self._check: digests.Check | None = None
@@ -103,9 +105,7 @@ class VQHfQuantizer(HfQuantizer):
         if wanted and not self.pre_quantized:
             self._check_what_comes_last(model, wanted)
         if config.calibration is not None and not self.pre_quantized and wanted:
-            from ..calibration.layerwise import WeightCalibration
-
-            self._calibration = WeightCalibration(model, wanted, config, checkpoint_files or [])
+            self._calibration = load(_CALIBRATION)(model, wanted, config, checkpoint_files or [])
             for name in self._calibration.names:  # their weights are loaded as they are
                 del wanted[name]
         if self.pre_quantized:
@@ -142,8 +142,6 @@ class VQHfQuantizer(HfQuantizer):
         if config.embeddings is not None:
             check_embedding(model, config.embeddings)
         if config.pass2 is not None:
-            from ..calibration.weight_allocation import choices
-
             two = [
                 name
                 for name, scheme in wanted.items()

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import VQCalibrationError
+from ...hf.calibration_options import MIN_CONTEXT
 from ...transforms.smoothing import ALPHA, PAIRINGS, partners, smoothing_factors
 from ..kv_codebooks import TOKENS, check_number, checked_context, run_recorded
-from ..text import MIN_CONTEXT, bar, sequences_of
+from ..text import bar, sequences_of
 
 _PROBE = 64  # tokens on which the model must be what it was
 

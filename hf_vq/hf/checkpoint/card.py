@@ -10,10 +10,10 @@ import transformers
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
 
-from ...calibration.text import OWN_WORDS
 from ...formats.catalog import scheme_name
 from ...nn.replace import vq_modules
 from ...paths import card_template
+from ..calibration_options import OWN_WORDS
 from .headers import storage
 
 CARD = "README.md"
