@@ -3,7 +3,7 @@
 //
 //     y[m, o] = sum_g scale[o, g] sum_{k in g} W[o, k] x[m, k]        W = sums of codebook entries, fp16
 //
-// A baseline: what layers run is kernels/cuda/linear/linear.cu, and docs/cuda.md compares the two, mechanism by mechanism.
+// A baseline: what layers run is kernels/cuda/linear/linear.cu, and docs/design/vq_llm.md compares the two, mechanism by mechanism.
 //
 //     blocks          part 0        part 1       .. split        a block: row_tiles x 16 rows, and of the columns
 //     band 0       +------------+------------+                   (tiles of GPTVQ) or of the stages (AQLM) one part;

@@ -31,7 +31,6 @@ from hf_vq.hf.generation import enable_cache_backend
 from hf_vq.serving.continuous_batching import objection
 
 from ..random_llama import random_llama
-from ..tables.limits import Figure, limits_table
 from . import same_text
 
 FLOATS, DENSE = "floats", "dense"
@@ -365,26 +364,3 @@ def _of_all(row: dict[str, Any]) -> tuple[str, str, str]:
         text = f"{of['same_text']} of {of['requests']}"
         text += ", NaN" if apart is None else f", {apart:.2g} apart"
     return speed, _speed(row.get("reading_tokens_per_second")), text
-
-
-def limits(record: dict[str, Any] | None) -> str:
-    """Of rows with as many requests as fit: times float weights and pages, beside what reading
-    alone allows ours; and the same against what reading alone allows floats."""
-    found_rows = [] if record is None else record["results"]["rows"]
-    rows = [row for row in found_rows if row.get("all") and "seconds" in row]
-    peers = [row for row in rows if row["kv"] == FLOATS and row["weights"] == "bfloat16"]
-    if len(peers) != 1:
-        return limits_table([])
-    (peer,) = peers
-    found = []
-    for row in rows:
-        if row["kv"] != FLOATS and row["weights"] != "bfloat16":
-            speed, reading = row["tokens_per_second"], row["reading_tokens_per_second"]
-            for what, of in (("measured", "tokens_per_second"),
-                             ("by reading alone", "reading_tokens_per_second")):  # fmt: skip
-                label = (
-                    f"`{row['weights']}` weights, `{row['kv']}` pages, {row['requests']} requests, "
-                    f"against `bfloat16` and floats, {peer['requests']} requests, {what}"
-                )
-                found.append(Figure(label, (speed / peer[of],), (reading / peer[of],)))
-    return limits_table(found)

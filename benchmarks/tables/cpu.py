@@ -3,10 +3,12 @@ records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
+
+from .ranges import percents, span
 
 _Rows = Sequence[dict[str, Any]]
 _PEERS = {
@@ -17,33 +19,36 @@ _PEERS = {
     "q4_K": "llama.cpp Q4_K",
     "aqlm": "package `aqlm`, 2 codebooks of 8 bits",
 }
-_PARTS = {"ms_layers": "- its linear layers alone", "ms_rest": "- with layers that do nothing"}
+_PARTS = {"ms_layers": "- its linear layers alone", "ms_rest": "- with layers that do nothing",
+          "ms_read": "- only reading"}  # fmt: skip
 
 
 def linear(rows: _Rows) -> str:
     """One token through a linear layer on the CPU, one thread, against PyTorch."""
     rows = [row for row in rows if row["threads"] == 1 and row["name"] != "arithmetic"]
     shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
-    head = ["weights"]
-    for out_features, in_features in shapes:
-        head += [f"{out_features} x {in_features}, us", "x int4", "x bf16"]
-    names = list(dict.fromkeys(row["name"] for row in rows))
+    head = ["weights", *(f"{n} x {k}, us" for n, k in shapes), "x int4", "x bf16", "of the limit"]
     cells = []
-    for name in names:
-        line = [_PEERS.get(name, f"`{name}`")]
-        for shape in shapes:
-            (row,) = (
-                r
-                for r in rows
-                if r["name"] == name and (r["out_features"], r["in_features"]) == shape
-            )
-            faster = row.get("speedup", {})
-            time = f"{row['us']:.0f}"
-            if "us_cached" in row:
-                time += f" ({row['us_cached']:.0f})"
-            line += [time, *(_ratio(faster.get(peer)) for peer in ("int4", "bf16"))]
-        cells.append(line)
+    for name in dict.fromkeys(row["name"] for row in rows):
+        here = [row for row in rows if row["name"] == name]
+        us = {(row["out_features"], row["in_features"]): row["us"] for row in here}
+        cells.append([
+            _PEERS.get(name, f"`{name}`"), *(f"{us[shape]:.0f}" for shape in shapes),
+            *(_range(row["speedup"][peer] for row in here if peer in row.get("speedup", ()))
+              for peer in ("int4", "bf16")),
+            percents(busy(row) for row in here if "us_cached" in row),
+        ])  # fmt: skip
     return markdown_table(head, cells)
+
+
+def busy(row: dict[str, Any]) -> float:
+    """The share of its time that a kernel needs to read its codes, or to compute on them; 0 where
+    neither is known."""
+    return max(row.get("of_bandwidth", 0.0), row.get("us_cached", 0.0) / row["us"])
+
+
+def _range(values: Iterable[float]) -> str:
+    return span(values, "{:.1f}".format)
 
 
 def w4a8(rows: _Rows) -> str:
@@ -61,37 +66,41 @@ def w4a8(rows: _Rows) -> str:
     return markdown_table([*head, *(f"x {peer}" for peer in peers)], cells)
 
 
-def attention(rows: _Rows) -> str:
-    """One token's attention on the CPU, one thread, per key/value head."""
-    steps = [row for row in rows if row["what"] == "step" and row["name"] != "arithmetic"]
-    first = steps[0]["threads"]
-    groups = sorted({row["group"] for row in steps})
-    head = ["KV cache"]
-    for group in groups:
-        head += [
-            f"us, {group} query heads",
-            "x bmm fp32",
-            "x SDPA fp32",
-            "x SDPA bf16",
-            "x ORT int8",
-        ]
-    peers = ("torch bmm fp32", "torch SDPA fp32", "torch SDPA bf16", "onnxruntime int8")
-    names = [row["name"] for row in steps if row["group"] == groups[0] and row["threads"] == first]
+def attention(rows: _Rows, avx2: _Rows) -> str:
+    """Microseconds of one token's attention, one thread, per key/value head.
+
+    Args:
+        rows: of the suite with the instructions of the processor.
+        avx2: of the suite with AVX2 alone.
+    """
+    runs = [_steps(rows), _steps(avx2)]
     cells = []
-    for name in names:
+    for name in dict.fromkeys(name for name, _ in runs[0]):
         line = [_PEERS.get(name, name)]
-        for group in groups:
-            (row,) = (
-                r for r in steps if (r["name"], r["group"], r["threads"]) == (name, group, first)
-            )
-            faster = row.get("speedup", {})
-            line += [f"{row['us']:.0f}", *(_ratio(faster.get(peer)) for peer in peers)]
+        for steps in runs:
+            for group in sorted({group for _, group in steps}):
+                line.append(f"{steps[name, group]['us']:.0f}")
         cells.append(line)
+    head = ["KV cache"]
+    for label, steps in zip(("", "AVX2, "), runs, strict=True):
+        for group in sorted({group for _, group in steps}):
+            head.append(f"{label}{group} query head{'s' * (group > 1)}")
     return markdown_table(head, cells)
 
 
-def generate(rows: _Rows) -> str:
-    """Milliseconds a token of generate, one thread; below ours, parts that were timed alone."""
+def _steps(rows: _Rows) -> dict[tuple[str, int], dict[str, Any]]:
+    """Whole steps by name and number of query heads, of the least number of threads."""
+    steps = [row for row in rows if row["what"] == "step" and row["name"] != "arithmetic"]
+    first = steps[0]["threads"]
+    return {(row["name"], row["group"]): row for row in steps if row["threads"] == first}
+
+
+def generate(rows: _Rows, gb_per_second: float | None = None) -> str:
+    """Milliseconds a token of generate, one thread; below ours, parts that were timed alone, and
+    the time to read its bytes where the bandwidth is known."""
+    if gb_per_second:
+        rows = [row | {"ms_read": row["bytes"] / gb_per_second / 1e6} if "bytes" in row else row
+                for row in rows]  # fmt: skip
     columns = list(dict.fromkeys((row["kv_heads"], row["context"]) for row in rows))
     head = ["ms a token"]
     head += [f"{heads} kv heads, context {context:,}" for heads, context in columns]

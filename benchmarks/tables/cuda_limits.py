@@ -1,132 +1,77 @@
-"""What the kernels for GPUs reach, beside what memory and tensor cores allow.
+"""How much of what a GPU allows the kernels of linear layers reach.
 
-A ratio cannot exceed the time of the peer over that in which the GPU does only what ours cannot do
-without, each beside something of its own run: read codes or, for many tokens, write decoded rows
-and multiply by them. For a few tokens that is the longest part of our kernel alone (`longest`).
+No kernel takes less time than the GPU needs for what the kernel cannot do without, measured in the
+same run: reading the codes, for one token; the longest part of its own loop, for a few tokens;
+writing the decoded rows and multiplying by them, for many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from ..cuda.attention import Case
+from hf_vq.evaluation.text_tables import markdown_table
+
 from .cuda import count
 from .limits import Figure, Rows, limits_table, pick
+from .ranges import percents
 
-LINEAR_SUITES = ("cuda-linear", "cuda-peers", "cuda-generate", "cuda-parts")
-FEW = ("vq-4", "turboquant-4", "quip-sharp-2", "aqlm-2", "vq-2", "gptvq-2", "aqlm-3", "aqlm-3-int7")
-MORE = ("vq-4", "turboquant-4", "quip-sharp-4", "vq-2", "gptvq-2", "quip-sharp-2", "aqlm-2")
-MANY = (1024, 2048, 4096)  # tokens
-ATTENTION = tuple(
-    Case(heads, kv_heads, batch, context)
-    for heads, kv_heads, batch, contexts in (
-        (32, 32, 1, (4096, 16384, 65536)), (32, 32, 8, (16384,)),
-        (32, 8, 1, (4096, 16384, 65536)), (32, 8, 8, (16384, 65536)), (32, 4, 8, (16384,)),
-    )
-    for context in contexts
-)  # fmt: skip
-CACHES = ("u4", "cq-4", "u2", "cq-2", "qserve-kv4")
+LINEAR_SUITES = ("cuda-linear", "cuda-generate", "cuda-parts")
+FEW = (1, 16, 32, 64, 128)  # tokens
+MANY = (1024, 2048, 4096)
 
 
 def linear_table(records: Mapping[str, dict[str, Any]]) -> str:
-    """The table of linear layers, from the records of `LINEAR_SUITES`."""
+    """The share of the limit that few tokens reach at all sizes, and what the limit is, from the
+    records of `LINEAR_SUITES`."""
+    linear, parts = (records[name]["results"]["rows"] for name in ("cuda-linear", "cuda-parts"))
+    cells = []
+    for name in dict.fromkeys(row["name"] for row in linear if "of_reading" in row):
+        read = [row["of_reading"] for row in pick(linear, name=name, tokens=1, what="linear")]
+        longest = (_longest(parts, name, tokens) for tokens in FEW[1:])
+        cells.append([f"`{name}`", f"{percents(read)}", *longest])
+    return markdown_table(["of the limit", f"{count(1)}, reading", *map(count, FEW[1:])], cells)
+
+
+def _longest(parts: Rows, name: str, tokens: int) -> str:
+    """The longest part of a kernel's loop, alone, as a share of the kernel's time at all sizes."""
+    by_size: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in pick(parts, name=name, tokens=tokens):
+        if row["what"].startswith("only "):
+            by_size.setdefault((row["out_features"], row["in_features"]), []).append(row)
+    longest = [max(rows, key=lambda row: float(row["us"])) for rows in by_size.values()]
+    if not longest:
+        return "-"
+    names = dict.fromkeys(row["what"].removeprefix("only ") for row in longest)
+    return f"{percents(min(1.0, row['of whole']) for row in longest)} {', '.join(names)}"
+
+
+def many_table(records: Mapping[str, dict[str, Any]]) -> str:
+    """Figures beside their limits: many tokens, the host, a whole model; from the same records."""
     rows = {name: record["results"]["rows"] for name, record in records.items()}
-    figures = [
-        *_few(rows["cuda-linear"], rows["cuda-parts"]),
-        *_more(rows["cuda-linear"], rows["cuda-parts"]),
-        *_against(rows["cuda-peers"], rows["cuda-parts"]),
-        *_whole(rows["cuda-generate"]),
-    ]  # fmt: skip
-    return limits_table(figures)
+    return limits_table([*_many(rows["cuda-linear"]), *_whole(rows["cuda-generate"])])
 
 
-def cache_table(rows: Rows) -> str:
-    """The table of attention over KV caches, from the rows of suite `cuda-attention`."""
-    return limits_table(_attended(rows, name, case) for name in CACHES for case in ATTENTION)
-
-
-def longest(parts: Rows, name: str, tokens: int, shape: tuple[int, int]) -> dict[str, Any] | None:
-    """The row of suite `cuda-parts` of what takes longest in the loop of a kernel, alone."""
-    here = pick(parts, name=name, tokens=tokens, out_features=shape[0], in_features=shape[1])
-    alone = [row for row in here if row["what"].startswith("only ")]
-    return max(alone, key=lambda row: float(row["us"]), default=None)
-
-
-def _ceiling(rows: Rows, ratios: Sequence[float], parts: Rows) -> tuple[float, ...]:
-    """What ratios would be if kernels took the time of their longest part; none if one is unknown.
-
-    Beyond 64 tokens a codebook per tile is launched for 64 at a time.
-    """
-    found = []
-    for row, ratio in zip(rows, ratios, strict=True):
-        shape = row["out_features"], row["in_features"]
-        tokens = 64 if row["name"] == "gptvq-2" and row["tokens"] > 64 else row["tokens"]
-        part = longest(parts, row["name"], tokens, shape)
-        if part is None:
-            return ()
-        found.append(max(ratio, ratio / part["of whole"]))
-    return tuple(found)
-
-
-def _ceiling_of_peers(rows: Rows, dense: Rows, parts: Rows) -> tuple[float, ...]:
-    """What ratios to another peer would be if our kernel took the time of its longest part; none if
-    one is unknown. Peers and parts are of two runs, which have the dense layer in common.
-
-    Args:
-        rows: of the peer.
-        dense: of the dense layer in the same run, for the same sizes.
-    """
-    found = []
-    for row, bf16 in zip(rows, dense, strict=True):
-        shape = row["out_features"], row["in_features"]
-        part = longest(parts, row["name"], row["tokens"], shape)
-        if part is None:
-            return ()
-        (there,) = pick(parts, name=row["name"], tokens=row["tokens"], what="bf16",
-                        out_features=shape[0], in_features=shape[1])  # fmt: skip
-        found.append(row["us"] / bf16["us"] * there["us"] / part["us"])
-    return tuple(found)
-
-
-def _few(rows: Rows, parts: Rows) -> Iterator[Figure]:
-    for name in FEW:
-        found = pick(rows, what="linear", name=name, tokens=1)
-        yield Figure(f"1 token, `{name}`", _ratios(found), _reading(found))
-        found = pick(rows, what="linear", name=name, tokens=16)
-        ratios = _ratios(found)
-        yield Figure(f"16 tokens, `{name}`", ratios, _ceiling(found, ratios, parts))
-
-
-def _ratios(rows: Rows) -> tuple[float, ...]:
-    return tuple(row["speedup"]["bf16"] for row in rows)
-
-
-def _reading(rows: Rows) -> tuple[float, ...]:
-    return tuple(row["speedup"]["bf16"] / row["of_reading"] for row in rows if "of_reading" in row)
-
-
-def _more(rows: Rows, parts: Rows) -> Iterator[Figure]:
-    for name in MORE:
-        for tokens in (32, 64, 128):
-            found = pick(rows, what="linear", name=name, tokens=tokens)
-            ratios = _ratios(found)
-            yield Figure(f"{tokens} tokens, `{name}`", ratios, _ceiling(found, ratios, parts))
+def _many(rows: Rows) -> Iterator[Figure]:
     for tokens in MANY:
-        for name in ("vq-4", "vq-2"):
-            found = pick(rows, what="linear", name=name, tokens=tokens)
-            yield Figure(f"{tokens} tokens, `{name}`", _ratios(found), _decoding(rows, tokens))
+        found = [
+            row for name in ("vq-4", "vq-2")
+            for row in pick(rows, what="linear", name=name, tokens=tokens)
+        ]  # fmt: skip
+        ratios = tuple(row["speedup"]["bf16"] for row in found)
+        yield Figure(f"{count(tokens)}, `vq-4` and `vq-2`", ratios, _decoding(rows, tokens))
     host = {row["name"]: row["us"] for row in pick(rows, what="host")}
+    least = (host["neg"],) if "neg" in host else ()
     calls = [us for name, us in host.items() if name not in ("bf16", "neg")]
-    if calls:
-        what = "the host's time for a call, the median of all schemes; limit: `torch.neg`"
-        op = (host["neg"],) if "neg" in host else ()
-        yield Figure(what, (median(calls),), op, unit="us")
+    for what, us in (("all schemes", calls), ("all schemes, median", [median(calls or [0.0])]),
+                     ("bf16", [host[name] for name in ("bf16",) if name in host])):  # fmt: skip
+        if calls:
+            yield Figure(f"eager call, {what}; `torch.neg`", tuple(us), least, unit="us")
 
 
 def _decoding(rows: Rows, tokens: int) -> tuple[float, ...]:
-    """What cuBLAS allows after rows are decoded in the time that writing them takes."""
+    """The ratios that cuBLAS allows after rows are decoded in the time that writing them takes."""
     dense = pick(rows, what="linear", name="bf16", tokens=tokens)
     written = {
         (row["out_features"], row["in_features"]): row["us"]
@@ -135,20 +80,6 @@ def _decoding(rows: Rows, tokens: int) -> tuple[float, ...]:
     return tuple(
         row["us"] / (row["us"] + written[row["out_features"], row["in_features"]]) for row in dense
     )
-
-
-def _against(rows: Rows, parts: Rows) -> Iterator[Figure]:
-    for tokens, peer in ((1, "aqlm 2x8, token by token"), (16, "aqlm 2x8")):
-        ours = pick(rows, name="aqlm-2", tokens=tokens)
-        found = [row for row in ours if row["peer"].startswith(peer)]
-        best: dict[tuple[int, int], dict[str, Any]] = {}
-        for row in found:
-            shape = row["out_features"], row["in_features"]
-            best[shape] = min(best.get(shape, row), row, key=lambda row: float(row["speedup"]))
-        ratios = tuple(row["speedup"] for row in best.values())
-        label = "the `aqlm` package" if tokens == 1 else "the faster way of the `aqlm` package"
-        limit = _ceiling_of_peers([*best.values()], pick(ours, peer="bf16"), parts)
-        yield Figure(f"{count(tokens)}, `aqlm-2`, against {label}", ratios, limit)
 
 
 def _whole(generated: Rows) -> Iterator[Figure]:
@@ -167,12 +98,3 @@ def _between_steps(row: dict[str, Any], dense: Rows, key: str) -> tuple[float, .
         return ()
     token, step = dense[0][key], dense[0]["step_ms"]
     return (token / (step / row["ceiling"] + token - step),)
-
-
-def _attended(rows: Rows, name: str, case: Case) -> Figure:
-    found = pick(rows, what="decode", name=name, **case._asdict())
-    return Figure(
-        f"`{name}`, {case.heads}/{case.kv_heads} heads, {case.batch} x {case.context:,}",
-        tuple(row["speedup"] for row in found),
-        tuple(row["speedup"] / row["of_memory"] for row in found),
-    )

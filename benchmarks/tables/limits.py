@@ -8,6 +8,8 @@ from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
 
+from .ranges import percents, span
+
 Rows = Sequence[dict[str, Any]]
 
 
@@ -17,7 +19,7 @@ class Figure:
 
     Args:
         what: was measured.
-        measured: by the records; one number for each size.
+        measured: by the records; one number for each size, shown as a range.
         limit: the same numbers if nothing took time but what cannot be left out.
         unit: of the numbers.
     """
@@ -45,6 +47,5 @@ def pick(rows: Rows, **wanted: Any) -> list[dict[str, Any]]:
 
 def _numbers(found: Sequence[float], unit: str) -> str:
     if unit == "%":
-        return " / ".join(f"{100 * x:.0f} %" for x in found)
-    written = " / ".join(f"{x:.3g}" for x in found)
-    return f"{written} {unit}".strip()
+        return percents(found)
+    return f"{span(found, lambda x: f'{x:.3g}' if x < 1000 else f'{x:.0f}')} {unit}"

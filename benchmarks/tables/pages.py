@@ -70,7 +70,7 @@ def marked(text: str) -> list[str]:
 
 def pages(root: Path) -> list[Path]:
     """The Markdown pages of a checkout that may hold tables."""
-    found = root / "README.md", *sorted((root / "docs").glob("*.md"))
+    found = root / "README.md", *sorted((root / "docs").rglob("*.md"))
     return [path for path in found if path.is_file()]
 
 
@@ -173,19 +173,17 @@ def kv_table() -> str:
 
 
 def learned_kv_table() -> str:
-    """Quality of learned KV codebooks, and of the universal schemes of as many bits."""
+    """Quality of learned KV codebooks."""
     record, by_name = _kv_cases()
-    head = ["KV cache", "bits"]
-    for where in ("window 64", "no window"):
-        head += [f"KLD, {where}", "99th percentile", "perplexity, %"]
+    head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "perplexity, %",
+            "KLD, no window"]  # fmt: skip
     rows = []
     for name, cases in by_name.items():
-        if "shifted" in cases and name not in ("u4", "nomad-u4", "u2"):
+        if "shifted" in cases or "8-bit tables" in name:
             continue
         row = [_label(cases["window"]), f"{cases['window']['bits_per_element']:.3f}"]
-        for case in ("window", "no window"):
-            row += [_cell(cases, case, "kld"), _cell(cases, case, "kld_p99")]
-            row.append(f"{cases[case]['change']:+.2f}")
+        row += [_cell(cases, "window", "kld"), _cell(cases, "window", "kld_p99")]
+        row += [f"{cases['window']['change']:+.2f}", _cell(cases, "no window", "kld")]
         rows.append(row)
     return markdown_table(head, rows) + "\n\n" + _source(record)
 
@@ -236,7 +234,7 @@ def weight_schemes_table() -> str:
 
 def kv_schemes_table() -> str:
     """The catalogue of KV cache schemes."""
-    head = ["scheme", "keys", "values", "codebook", "keys centred", f"bits (head_dim {HEAD_DIM})"]
+    head = ["scheme", "keys / values", "codebook", "keys centred", f"bits (head_dim {HEAD_DIM})"]
     rows = []
     for name, scheme in KV_SCHEMES.items():
         bits = (scheme.key.bits(HEAD_DIM) + scheme.value.bits(HEAD_DIM)) / 2
@@ -246,8 +244,9 @@ def kv_schemes_table() -> str:
         rows.append(
             [
                 f"`{name}`",
-                f"`{scheme.key.notation()}`",
-                f"`{scheme.value.notation()}`",
+                " / ".join(
+                    dict.fromkeys([f"`{scheme.key.notation()}`", f"`{scheme.value.notation()}`"])
+                ),
                 " / ".join(codebooks),
                 "yes" if scheme.centre_keys else "no",
                 f"{bits:g}",
@@ -293,6 +292,26 @@ def _timed_table(
     return table(record["results"]["rows"]) + "\n\n" + _timed(record)
 
 
+def _table_of(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> str:
+    """A further table of a record whose source stands under another table of the page."""
+    return table(_record(suite)["results"]["rows"])
+
+
+def cpu_generate_table() -> str:
+    """Generated tokens on a CPU, and the time to read what each must."""
+    record = _record("cpu-generate")
+    results = record["results"]
+    table = cpu.generate(results["rows"], results.get("gb_per_second"))
+    return f"{table}\n\n{_timed(record)}"
+
+
+def cpu_attention_table() -> str:
+    """One token's attention on a CPU, with AVX-512 and with AVX2."""
+    both = [_record(suite) for suite in ("cpu-attention", "cpu-attention-avx2")]
+    table = cpu.attention(*(record["results"]["rows"] for record in both))
+    return "\n\n".join([table, *map(_timed, both)])
+
+
 def _kv_summary() -> str:
     record = _record("quality-kv")
     return front.kv(record["results"]["rows"]) + "\n\n" + _source(record)
@@ -313,28 +332,20 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cpu-linear": partial(_timed_table, "cpu-linear", cpu.linear),
     "results:cpu-w4a8": partial(_timed_table, "cpu-w4a8", cpu.w4a8),
     "results:cpu-load": partial(_timed_table, "cpu-load", cpu_load.table),
-    "results:cpu-attention": partial(_timed_table, "cpu-attention", cpu.attention),
-    "results:cpu-attention-avx2": partial(_timed_table, "cpu-attention-avx2", cpu.attention),
-    "results:cpu-generate": partial(_timed_table, "cpu-generate", cpu.generate),
+    "results:cpu-attention": cpu_attention_table,
+    "results:cpu-generate": cpu_generate_table,
     "results:cpu-calibrate": partial(_timed_table, "cpu-calibrate", cpu.calibrate),
     "results:cpu-limits": lambda: cpu_limits.table(_records(cpu_limits.SUITES)),
-    "results:cuda-parts": lambda: _timed_table("cuda-parts", cuda.parts),
-    "results:cuda-longest": lambda: _timed_table("cuda-parts", cuda.longest),
     "results:cuda-limits": lambda: cuda_limits.linear_table(_records(cuda_limits.LINEAR_SUITES)),
-    "results:cuda-kv-limits": partial(_timed_table, "cuda-attention", cuda_limits.cache_table),
+    "results:cuda-limits-many": lambda: cuda_limits.many_table(_records(cuda_limits.LINEAR_SUITES)),
     "results:quality-passes": passes_table,
     "results:cuda-passes": lambda: _timed_table("cuda-passes", passes.kernels),
     "results:cuda-offload": lambda: _timed_table("cuda-offload", passes.offload),
-    "results:cuda-linear": partial(_timed_table, "cuda-linear", cuda_linear.few),
-    "results:cuda-prefill": partial(_timed_table, "cuda-linear", cuda_linear.many),
-    "results:cuda-reading": partial(_timed_table, "cuda-linear", cuda_linear.of_reading),
+    "results:cuda-linear": partial(_timed_table, "cuda-linear", cuda_linear.speedups),
     "results:cuda-mechanisms": partial(_timed_table, "cuda-linear", cuda_linear.mechanisms),
-    "results:cuda-host": partial(_timed_table, "cuda-linear", cuda_linear.host),
     "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda.peers),
     "results:cuda-paper-mechanisms": lambda: _timed_table("cuda-mechanisms", cuda.rungs),
-    "results:cuda-paper-exchanges": lambda: _timed_table("cuda-mechanisms", cuda.exchanges),
     "results:cuda-generate": lambda: _timed_table("cuda-generate", cuda.generate),
-    "results:cuda-steps": lambda: _timed_table("cuda-generate", cuda.steps),
     "results:cuda-quantize": lambda: _timed_table("cuda-quantize", cuda.quantize),
     "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda.calibrate),
     "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda.crossover),
@@ -342,13 +353,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-w4a8-limits": partial(_timed_table, "cuda-w4a8", cuda_w4a8.limits),
     "results:cuda-w4a8-block": partial(_timed_table, "cuda-w4a8-block", cuda_w4a8_block.table),
     "results:serve": partial(_timed_table, "serve", serve.table),
-    "results:serve-limits": lambda: serve.limits(read_record("serve")),
     "results:serve-cpu": partial(
         _timed_table,
         "serve-cpu",
         serve.table,
         "serve --out benchmarks/results/serving/serve-cpu.jsonl",
     ),
+    "results:cuda-attention-short": partial(_table_of, "cuda-attention", kv.short),
+    "results:cuda-store": partial(_table_of, "cuda-attention", kv.store),
     **{f"results:{name}": partial(_timed_table, *of) for name, of in kv.TABLES.items()},
     "results:fuzz": reliability.campaign,
     "results:soak": reliability.soak,

@@ -57,19 +57,3 @@ def test_as_many_as_fit(monkeypatch):
     found = serve.table(results["rows"])
     assert "| 1 requests | as many as fit | reading alone | same text |" in found
     assert f" (3) | - | {every['text']['same_text']} of 3, " in found
-
-
-def test_limits_are_against_floats():
-    def row(weights, kv, speed, reading):
-        return {
-            "weights": weights, "kv": kv, "requests": 9, "all": True, "seconds": 1.0,
-            "tokens_per_second": speed, "reading_tokens_per_second": reading,
-        }  # fmt: skip
-
-    rows = [row("bfloat16", "floats", 100, 400), row("bfloat16", "u4", 150, 500),
-            row("vq-4", "floats", 150, 500), row("vq-4", "u4", 300, 1000)]  # fmt: skip
-    found = serve.limits({"results": {"rows": rows}})
-    assert "| 3 x | 10 x |" in found
-    assert "| 0.75 x | 2.5 x |" in found
-    assert found.count("vq-4") == 2
-    assert len(serve.limits(None).splitlines()) == 2  # the head and its rule
