@@ -11,6 +11,7 @@ import yaml
 
 import hf_vq
 from hf_vq import env
+from hf_vq.backends import refusals
 from hf_vq.cli import build_parser
 from hf_vq.serving import continuous_batching as paged
 
@@ -170,6 +171,24 @@ def test_the_index_names_every_page():
     docs = ROOT / "docs"
     pages = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")} - {"index.md"}
     assert linked(docs / "index.md") == pages
+
+
+# Messages of Transformers.
+OTHERS = {"Unknown quantization type", "Unknown quantization backend"}
+
+
+def test_troubleshooting_quotes_what_the_package_says():
+    """Of every symptom in inline code, the words between `..`."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    symptoms = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert len(symptoms) > 15
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "hf_vq").rglob("*.py"))
+    said = re.sub(r'"\s*\n\s*f?"', "", sources) + str(refusals.dtype("float32", refusals.HALVES))
+    for symptom in symptoms:
+        for quoted in re.findall(r"`` (.+?) ``|`([^`]+)`", symptom):
+            for words in "".join(quoted).split(".."):
+                words = words.strip(" ,:`")
+                assert words in said or words in OTHERS or " " not in words, words
 
 
 def anchors(page: Path) -> set[str]:

@@ -220,16 +220,15 @@ def _timed(folder: Path, rounds: int) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| AQLM | threads | GB | from the disk: reading, s | loading, s | loading / reading | "
-        "from the page cache: reading, s | loading, s | loading / reading | "
-        "memory above the model's, MB | the largest file, MB |",
-        f"|---|{'---:|' * 10}",
+        "| AQLM | threads | GB | from the disk, s | times reading | from the page cache, s | "
+        "times reading | memory above the model's, MB | the largest file, MB |",
+        f"|---|{'---:|' * 8}",
     ]
     for row in rows:
         times = [
             f"{row[f'{where}_{what}']:.2f}"
             for where in ("disk", "cache")
-            for what in ("read_s", "load_s", "ratio")
+            for what in ("load_s", "ratio")
         ]
         lines.append(
             f"| {row['name']} | {row['threads']} | {row['mb'] / 1e3:.2f} | {' | '.join(times)} | "

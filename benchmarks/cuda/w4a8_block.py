@@ -18,7 +18,7 @@ from hf_vq.evaluation.text_tables import markdown_table
 from hf_vq.hf.fused_activations import fuse_inputs, separate_inputs
 
 from ..random_llama import llama_config, random_llama
-from ..tables.cuda import count
+from ..tables.limits import pick
 from ..timing import Contestant, speedup, summary
 from .timing import cold_copies, interleave_graphs
 
@@ -103,12 +103,14 @@ def _block(
 
 def table(rows: Rows) -> str:
     """Times of a block, and how many times as fast as its peers it is."""
-    head = ["weights", "tokens", "us", "us, each layer rounds", "x that", "x bf16"]
-    cells = [
-        [
-            f"`{row['name']}`", count(row["tokens"]), f"{row['us']:.1f}", f"{row['us_apart']:.1f}",
-            f"{row['speedup']['apart']:.2f}", f"{row['speedup']['bf16']:.2f}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return markdown_table(head, cells)
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    head = ["tokens"]
+    for name in names:
+        head += [f"`{name}`, us", "x rounding apart", "x bf16"]
+    found: dict[int, list[str]] = {}
+    for name in names:
+        for row in pick(rows, name=name):
+            found.setdefault(row["tokens"], []).extend(
+                [f"{row['us']:.1f}"] + [f"{row['speedup'][peer]:.2f}" for peer in ("apart", "bf16")]
+            )
+    return markdown_table(head, [[f"{tokens:,}", *line] for tokens, line in found.items()])

@@ -21,6 +21,8 @@ _PEERS = {
 }
 _PARTS = {"ms_layers": "- its linear layers alone", "ms_rest": "- with layers that do nothing",
           "ms_read": "- only reading"}  # fmt: skip
+_WHOLE, _GROUPED = "qoq-w4a8", "qoq-w4a8-g128"
+_W4A8_PEERS = ("int8 x int8", "bf16")
 
 
 def linear(rows: _Rows) -> str:
@@ -53,17 +55,25 @@ def _range(values: Iterable[float]) -> str:
 
 def w4a8(rows: _Rows) -> str:
     """Linear layers of 4-bit weights and 8-bit inputs on the CPU, one thread, against PyTorch."""
-    head = ["weights", "size", "tokens", "us"]
-    peers = list(next(row["speedup"] for row in rows if "speedup" in row))
-    cells = [
-        [
-            f"`{row['name']}`", f"{row['out_features']} x {row['in_features']}",
-            str(row["tokens"]), f"{row['us']:.0f}",
-            *(_ratio(row["speedup"][peer]) for peer in peers),
-        ]
-        for row in rows if row["threads"] == 1 and "speedup" in row
-    ]  # fmt: skip
-    return markdown_table([*head, *(f"x {peer}" for peer in peers)], cells)
+    ours = [row for row in rows if row["threads"] == 1 and "speedup" in row]
+    grouped = [row for row in ours if row["name"] == _GROUPED]
+    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in ours))
+    head = ["tokens"]
+    for out_features, in_features in shapes:
+        head += [f"{out_features} x {in_features}, us", *(f"x {peer}" for peer in _W4A8_PEERS)]
+    found: dict[int, list[str]] = {}
+    for shape in shapes:
+        for row in grouped:
+            if (row["out_features"], row["in_features"]) == shape:
+                found.setdefault(row["tokens"], []).extend(
+                    [f"{row['us']:.0f}", *(_ratio(row["speedup"][peer]) for peer in _W4A8_PEERS)]
+                )
+    keys = ("out_features", "in_features", "tokens")
+    whole = {tuple(row[k] for k in keys): row["us"] for row in ours if row["name"] == _WHOLE}
+    times = [whole[tuple(row[k] for k in keys)] / row["us"] for row in grouped]
+    table = markdown_table(head, [[str(tokens), *line] for tokens, line in found.items()])
+    said = f"takes {min(times):.2f} to {max(times):.2f} times as long."
+    return f"{table}\n\n`{_GROUPED}`; `{_WHOLE}` {said}"
 
 
 def attention(rows: _Rows, avx2: _Rows) -> str:

@@ -133,17 +133,18 @@ def calibrate(rows: _Rows) -> str:
 
 
 def crossover(rows: _Rows) -> str:
-    """Stored bits and errors of outputs of learned and universal codebooks, by size."""
-    head = ["weights", "size", "bits", "error of the outputs", "beside", "its bits", "its error",
-            "error at equal bits, times"]  # fmt: skip
-    cells = [
-        [
-            f"`{row['learned']}`", f"{row['size']} x {row['size']}", f"{row['bits']:.2f}",
-            f"{row['error']:.4f}", f"`{row['universal']}`", f"{row['bits_universal']:.2f}",
-            f"{row['error_universal']:.4f}", f"{row['at_equal_bits']:.2f}",
-        ]
-        for name in dict.fromkeys(row["learned"] for row in rows)
-        for row in rows
-        if row["learned"] == name
-    ]  # fmt: skip
+    """Stored bits of learned codebooks, and their error over that of a universal one at equal
+    bits, by the size of the layer."""
+    names = dict.fromkeys((row["learned"], row["universal"]) for row in rows)
+    head = ["size"]
+    for learned, universal in names:
+        head += [f"bits, `{learned}`", f"error over `{universal}`"]
+    found = {(row["learned"], row["size"]): row for row in rows}
+    cells = []
+    for size in dict.fromkeys(row["size"] for row in rows):
+        line = [f"{size} x {size}"]
+        for learned, _ in names:
+            row = found[learned, size]
+            line += [f"{row['bits']:.2f}", f"{row['at_equal_bits']:.2f}"]
+        cells.append(line)
     return markdown_table(head, cells)

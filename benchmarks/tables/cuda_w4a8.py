@@ -18,18 +18,38 @@ _LAYER = ("name", "out_features", "in_features")
 
 
 def table(rows: Rows) -> str:
-    """Times of every layer, and how many times as fast as its peers it is."""
-    ours = [row for row in rows if "speedup" in row]
-    cells = [
-        [
-            f"`{row['name']}`", f"{row['out_features']} x {row['in_features']}",
-            str(row["tokens"]), f"{row['us']:.1f}",
-            *(_ratio(row["speedup"].get(peer)) for peer in _PEERS), _ratio(row.get("of_reading")),
+    """Times of layers with groups, how many times as fast as its peers each is, and in a line how
+    much whole rows differ."""
+    ours = pick([row for row in rows if "speedup" in row], name=GROUPED)
+    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in ours))
+    head = ["tokens"]
+    for out_features, in_features in shapes:
+        head += [f"{out_features} x {in_features}, us", *(f"x {peer}" for peer in _PEERS)]
+    found: dict[int, list[str]] = {}
+    for shape in shapes:
+        for row in pick(ours, out_features=shape[0], in_features=shape[1]):
+            found.setdefault(row["tokens"], []).extend(
+                [f"{row['us']:.1f}", *(_ratio(row["speedup"].get(peer)) for peer in _PEERS)]
+            )
+    cells = [[f"{tokens:,}", *line] for tokens, line in found.items()]
+    return f"{markdown_table(head, cells)}\n\n{_whole_rows(rows, ours)}"
+
+
+def _whole_rows(rows: Rows, grouped: Rows) -> str:
+    """How long layers without groups take, in times of those with groups."""
+    times = [
+        pick(rows, **{key: row[key] for key in _LAYER[1:]}, name=WHOLE, tokens=row["tokens"])[0][
+            "us"
         ]
-        for row in ours
-    ]  # fmt: skip
-    peers = [f"x {peer}" for peer in _PEERS]
-    return markdown_table(["weights", "size", "tokens", "us", *peers, "of reading"], cells)
+        / row["us"]
+        for row in grouped
+    ]
+    reading = [row["of_reading"] for row in grouped if "of_reading" in row]
+    return (
+        f"`{GROUPED}`; `{WHOLE}` takes {min(times):.2f} to {max(times):.2f} times as long. One "
+        f"token takes {1 / max(reading):.2f} to {1 / min(reading):.2f} times as long as reading "
+        "the codes."
+    )
 
 
 def limits(rows: Rows) -> str:

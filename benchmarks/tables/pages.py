@@ -27,6 +27,7 @@ from ..cuda import w4a8_block as cuda_w4a8_block
 from ..records import read_record
 from ..serving import serve
 from . import (
+    api,
     cpu,
     cpu_limits,
     cuda,
@@ -40,11 +41,12 @@ from . import (
 )
 
 _BLOCK = re.compile(
-    r"(?P<open><!-- (?P<name>env|(?:results|schemes):[\w-]+) -->\n)(?P<body>.*?)"
+    r"(?P<open><!-- (?P<name>api|env|(?:results|schemes):[\w-]+) -->\n)(?P<body>.*?)"
     r"(?P<close><!-- /(?P=name) -->)",
     re.DOTALL,
 )
 HEAD_DIM = 128  # at which the bits of KV schemes are stated
+_IN_PICTURE = ("turboquant-", "quip-sharp-")
 
 
 def update(text: str) -> str:
@@ -108,21 +110,26 @@ def weights_table(suite: str = "quality-weights") -> str:
             f"Not measured: `python -m benchmarks {suite} MODEL_DIR --text TEXT --calibration T`."
         )
     record = _record(suite)
-    head = ["weights", "bits", "KL divergence", "top-1 %", "perplexity", "change %", "seconds"]
-    rows = [["original", "-", "0", "100", f"{record['results']['perplexity']:.2f}", "0", "-"]]
-    for row in record["results"]["rows"]:
-        rows.append(
-            [
-                _label(row),
-                f"{row['bits_per_weight']:.3f}",
-                f"{significant(row['kld'])} ± {significant(row['kld_se'], 1)}",
-                f"{row['top1']:.1f}",
-                f"{row['perplexity']:.2f}",
-                f"{row['change']:+.1f}",
-                significant(row["quantize_seconds"], 2),
-            ]
-        )
-    return markdown_table(head, rows) + "\n\n" + _source(record)
+    found = record["results"]["rows"]
+    head = ["weights", "bits", "KL divergence", "perplexity, %", "seconds"]
+    rows = [
+        [
+            _label(row),
+            f"{row['bits_per_weight']:.3f}",
+            significant(row["kld"]),
+            f"{row['change']:+.1f}",
+            significant(row["quantize_seconds"], 2),
+        ]
+        for row in found
+    ]
+    original = f"The original's perplexity is {record['results']['perplexity']:.2f}."
+    return f"{markdown_table(head, rows)}\n\n{original} {_errors(found)} {_source(record)}"
+
+
+def _errors(rows: Sequence[dict[str, Any]]) -> str:
+    """The standard errors of KL divergences, in parts of them."""
+    parts = [100 * row["kld_se"] / row["kld"] for row in rows if row["kld"] > 0]
+    return f"Standard errors are {min(parts):.1f} to {max(parts):.1f} % of the KL divergence."
 
 
 def qoq_table() -> str:
@@ -133,19 +140,19 @@ def qoq_table() -> str:
             "--calibration TEXT`."
         )
     record = _record("quality-qoq")
-    head = ["weights and activations", "KV cache", "bits", "KL divergence", "top-1 %", "change %"]
+    head = ["weights and activations", "KV cache", "bits", "KL divergence", "perplexity, %"]
     rows = [
         [
             row["name"].partition(", KV ")[0],
             "16 bits" if row["cache"] is None else f"`{row['cache']}`",
             f"{row['bits_per_weight']:.3f}",
-            f"{significant(row['kld'])} ± {significant(row['kld_se'], 1)}",
-            f"{row['top1']:.1f}",
-            f"{row['change']:+.2f} ± {row['change_se']:.2f}",
+            significant(row["kld"]),
+            f"{row['change']:+.2f}",
         ]
         for row in record["results"]["rows"]
     ]
-    return markdown_table(head, rows) + "\n\n" + _source(record)
+    errors = _errors(record["results"]["rows"])
+    return f"{markdown_table(head, rows)}\n\n{errors} {_source(record)}"
 
 
 def kv_table() -> str:
@@ -211,7 +218,7 @@ def demo_table() -> str:
 
 def weight_schemes_table() -> str:
     """The catalogue of weight schemes."""
-    head = ["scheme", "VQ<vector, log2 entries, stages>", "codebook", "rotation", "nominal bits"]
+    head = ["scheme", "VQ<x, y, z>", "codebook", "bits"]
     rows = []
     # turboquant-1 to -8 differ in one number, -1+1 to -4+4 in two: one line for all of them.
     alike = [
@@ -228,8 +235,13 @@ def weight_schemes_table() -> str:
             last = WEIGHT_SCHEMES[last_of[name]]
             shown, bits = f"{name}` … `{last_of[name]}", f"{bits} … {last.bits():g}"
             notation = f"{notation}` … `{last.notation()}"
-        rows.append([f"`{shown}`", f"`{notation}`", _codebook(s), _rotation(s), bits])
-    return markdown_table(head, rows)
+        rows.append([f"`{shown}`", f"`{notation}`", _codebook(s), bits])
+    rotations: dict[str, list[str]] = {}
+    for s in WEIGHT_SCHEMES.values():
+        kind = "universal" if s.codebook == "universal" else "learned"
+        rotations.setdefault(_rotation(s), []).append(kind)
+    said = "; ".join(f"{' and '.join(dict.fromkeys(of))}: {how}" for how, of in rotations.items())
+    return f"{markdown_table(head, rows)}\n\nRotation, by codebook: {said}."
 
 
 def kv_schemes_table() -> str:
@@ -261,8 +273,24 @@ def compare_table(what: str) -> str:
         return "Not measured yet: `hf-vq eval MODEL --compare --text TEXT --calibration TEXT`."
     record = _record("compare")
     rows = [row for row in record["results"]["rows"] if row["what"] == what]
+    measured = [row for row in rows if "failed" not in row]
+    # Schemes that quality-weights has in a table of this page; the picture shows them.
+    shown = [row for row in measured if not row["label"].startswith(_IN_PICTURE)]
+    head = ["weights", "bits", "KL divergence", "perplexity, %"]
+    cells = [
+        [row["label"], f"{row['bits']:.3f}", significant(row["kld"]), f"{row['change']:+.2f}"]
+        for row in shown
+    ]
+    if what == "cache":
+        head = ["KV cache", "bits", "KL divergence", "99th percentile"]
+        head += ["worst layer's logits", "least recall"]
+        for row, line in zip(shown, cells, strict=True):
+            least = min(at["recall"] for at in row["recall"])
+            line[3:] = [significant(row["kld_p99"]), f"{row['correlation']:.4f}", f"{least:.1%}"]
+    missing = ", ".join(row["label"] for row in rows if "failed" in row)
+    notes = f"{_errors(shown)} " + (f"Not measured: {missing}. " if missing else "")
     picture = report.PICTURE if what == "weights" else ""
-    return f"{picture}{markdown_table(*report.cells(rows, what))}\n\n{_source(record)}"
+    return f"{picture}{markdown_table(head, cells)}\n\n{notes}{_source(record)}"
 
 
 def _timed(record: dict[str, Any]) -> str:
@@ -370,6 +398,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,
+    "api": api.reference,
 }
 
 

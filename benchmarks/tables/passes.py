@@ -25,19 +25,26 @@ def quality(rows: _Rows) -> str:
 
 
 def kernels(rows: _Rows) -> str:
-    """Microseconds of every kernel of two nested passes."""
-    head = ["weights", "out x in", "tokens", "bf16, us", "CUDA, us", "times bf16", "Triton, us",
-            "cuTile, us", "reading alone, us"]  # fmt: skip
-    cells = [
-        [
-            f"`{row['name']}`", f"{row['out_features']} x {row['in_features']}",
-            str(row["tokens"]), f"{row['bf16_us']:.1f}", f"{row['cuda_us']:.1f}",
-            f"{row['bf16_us'] / row['cuda_us']:.2f}", f"{row['triton_us']:.1f}",
-            *(f"{row[of]:.1f}" if of in row else "" for of in ("cutile_us", "read_us")),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return markdown_table(head, cells)
+    """Microseconds of two nested passes by the CUDA kernel, and how others compare with it."""
+    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
+    head = ["weights", "tokens"]
+    for out_features, in_features in shapes:
+        head += [f"{out_features} x {in_features}, us", "x bf16"]
+    found: dict[tuple[str, int], list[str]] = {}
+    for shape in shapes:
+        for row in rows:
+            if (row["out_features"], row["in_features"]) == shape:
+                found.setdefault((row["name"], row["tokens"]), []).extend(
+                    [f"{row['cuda_us']:.1f}", f"{row['bf16_us'] / row['cuda_us']:.2f}"]
+                )
+    cells = [[f"`{name}`", str(tokens), *line] for (name, tokens), line in found.items()]
+    said = {"Triton": "triton_us", "cuTile": "cutile_us", "Reading the codes": "read_us"}
+    lines = [
+        f"{what} takes {min(times):.2f} to {max(times):.2f} times as long as this kernel."
+        for what, key in said.items()
+        if (times := [row[key] / row["cuda_us"] for row in rows if key in row])
+    ]
+    return f"{markdown_table(head, cells)}\n\n{' '.join(lines)}"
 
 
 def offload(rows: _Rows) -> str:

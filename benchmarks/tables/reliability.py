@@ -27,18 +27,23 @@ SUBJECTS = {
 
 
 def campaign() -> str:
-    """What was tried, and what was found."""
+    """What was tried, and subjects in which something was found."""
     record = read_record("fuzz")
     if record is None:
         return 'Not measured yet: `make fuzz SECONDS=36000 ARGS="--out RECORD"`.'
+    found = record["results"]["rows"]
+    faults = ("crashes", "hangs", "findings")
+    shown = {f"all {len(found)} subjects": found}
+    shown |= {
+        f"of them: {SUBJECTS.get(row['name'], row['name'])}": [row]
+        for row in found
+        if any(row[kind] for kind in faults)
+    }
     rows = [
-        [
-            SUBJECTS.get(row["name"], row["name"]), f"{row['tried']:,}", str(row["crashes"]),
-            str(row["hangs"]), str(row["findings"]), _outcomes(row["outcomes"]),
-        ]
-        for row in record["results"]["rows"]
-    ]  # fmt: skip
-    head = ["what", "tried", "crashes", "hangs", "other findings", "outcomes"]
+        [name, *(f"{sum(row[key] for row in some):,}" for key in ("tried", *faults))]
+        for name, some in shown.items()
+    ]
+    head = ["what", "tried", "crashes", "hangs", "other findings"]
     return f"{markdown_table(head, rows)}\n\n{_source(record)}"
 
 
@@ -70,18 +75,23 @@ def soak() -> str:
 
 
 def sweep() -> str:
-    """Attention over caches on a GPU: what was compared, and what was wrong."""
+    """Attention over caches on a GPU: what was compared, and schemes with a fault."""
     record = read_record("cuda-attention-sweep")
     if record is None:
         return "Not measured yet: `python scripts/sweep_attention_cuda.py --out RECORD`."
     found, calls = record["results"], record["settings"]["calls"]
+    schemes = found["schemes"]
+    shown = {f"all {len(schemes)} schemes": list(schemes.values())}
+    shown |= {
+        f"of them `{name}`": [row]
+        for name, row in schemes.items()
+        if row["not_finite"] or row["wrong"] or row["calls_that_differ"]
+    }
+    keys = ("points", "heads", "not_finite", "wrong", "calls_that_differ")
     rows = [
-        [
-            f"`{name}`", f"{row['points']:,}", f"{row['heads']:,}", f"{row['not_finite']:,}",
-            f"{row['wrong']:,}", f"{row['calls_that_differ']:,}",
-        ]
-        for name, row in found["schemes"].items()
-    ]  # fmt: skip
+        [name, *(f"{sum(row[key] for row in some):,}" for key in keys)]
+        for name, some in shown.items()
+    ]
     head = ["cache", "problems", "heads", "not finite", "wrong", "calls with other bits"]
     what = (
         f"{found['points']:,} of the {record['settings']['points_of_the_grid']:,} problems of the "
@@ -128,14 +138,6 @@ def digests() -> str:
     ]  # fmt: skip
     head = ["loaded to", "GB", "`HF_VQ_VERIFY=0`, s", "with digests, s", "reading every byte, s"]
     return f"{markdown_table(head, rows)}\n\n{_source(record)}"
-
-
-def _outcomes(found: dict[str, int]) -> str:
-    """The most frequent ones."""
-    most = sorted(found.items(), key=lambda item: -item[1])[:4]
-    more = len(found) - len(most)
-    named = ", ".join(f"{count:,} {kind}" for kind, count in most)
-    return f"{named}, {more} more" if more else named
 
 
 def _source(record: dict[str, Any]) -> str:

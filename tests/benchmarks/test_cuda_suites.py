@@ -63,7 +63,8 @@ def test_cuda_w4a8(monkeypatch):
     assert all(("rounding_us" in row) == (row["tokens"] > 1) for row in ours)
     hopper = device_arch(0).name == "sm_90a"
     assert all(("tensor_us" in row) == (hopper and row["tokens"] > 1) for row in ours)
-    assert cuda_w4a8_tables.table(rows).count("| 256 x 512 |") == 4
+    table = cuda_w4a8_tables.table(rows)
+    assert "256 x 512, us" in table and "\n| 64 |" in table
 
 
 @pytest.mark.gpu
@@ -73,7 +74,8 @@ def test_cuda_w4a8_block(monkeypatch):
     rows = results["rows"]
     assert [row["tokens"] for row in rows] == [1, 1, 40, 40, 300, 300]
     assert all(set(row["speedup"]) == {"bf16", "apart"} and row["us"] > 0 for row in rows)
-    assert cuda_w4a8_block.table(rows).count("| `qoq-w4a8` |") == 3
+    table = cuda_w4a8_block.table(rows)
+    assert "| `qoq-w4a8`, us | x rounding apart | x bf16 |" in table and table.count("\n") == 4
 
 
 def test_limits_of_w4a8():
@@ -97,6 +99,9 @@ def test_limits_of_w4a8():
     # 12 us of bfloat16, and 3 of rounding besides 5 of reading; 18, and besides 16 of products.
     assert found["64 tokens, `qoq-w4a8`"] == ["1.2 x", "1.5 x"]
     assert found["1024 tokens, `qoq-w4a8-g128`"] == ["1.5 x", "0.947 x"]
+    times = cuda_w4a8_tables.table(rows).splitlines()
+    assert times[2].startswith("| 1 | 11.0 | 2.50 | - | 11.0 |") and len(times) == 7
+    assert "`qoq-w4a8` takes 0.83 to 0.91 times as long. One token takes 2.00 to" in times[-1]
 
 
 def test_the_limit_of_a_whole_model_has_the_python_between_two_steps():

@@ -47,7 +47,12 @@ def test_offload():
 
 def test_kernels():
     rows = [timed(1, 16.0, 11.0), timed(16, 16.0, 10.0, 14.0)]
-    assert passes_tables.kernels(rows).splitlines()[2:] == [
-        "| `turboquant-4+4` | 4096 x 2048 | 1 | 16.0 | 11.0 | 1.45 | 9.0 |  | 5.5 |",
-        "| `turboquant-4+4` | 4096 x 2048 | 16 | 16.0 | 10.0 | 1.60 | 14.0 |  |  |",
+    assert passes_tables.kernels(rows).splitlines() == [
+        "| weights | tokens | 4096 x 2048, us | x bf16 |",
+        "|---|---:|---:|---:|",
+        "| `turboquant-4+4` | 1 | 11.0 | 1.45 |",
+        "| `turboquant-4+4` | 16 | 10.0 | 1.60 |",
+        "",
+        "Triton takes 0.82 to 1.40 times as long as this kernel. Reading the codes takes 0.50 to "
+        "0.50 times as long as this kernel.",
     ]
