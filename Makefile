@@ -1,5 +1,6 @@
 # make demo    quantize the embedded model, reload it, generate, print one table (MODEL=, SCHEME=)
 # make test    run the tests (ARGS= goes to pytest)
+# make quick   run the unit tests and those of the house, in less than a minute
 # make native  run the C++ tests of kernels/cpu: sanitizers here, other processors under qemu
 # make fuzz    attack files, caches, kernels and saves at random (SECONDS=60 SEED=1; `make native` first)
 # make lint    ruff and mypy
@@ -18,7 +19,7 @@ STAMP := .venv/.installed$(if $(HF_VQ_NO_NATIVE),-no-native)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard plugins/optimum/commands/register/*.py) \
   $(shell find kernels/cpu -type f -not -path "*/tests/*")
 
-.PHONY: help environment demo test native fuzz lint clean
+.PHONY: help environment demo test quick native fuzz lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -38,6 +39,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+
+quick: $(STAMP)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu and not hub" tests/unit tests/house $(ARGS)
 
 native:
 	kernels/cpu/tests/run

@@ -20,7 +20,7 @@ from hf_vq.hf.fused_activations import fuse_inputs
 from hf_vq.nn import VQLinear
 from hf_vq.nn.quantized_module import share
 from hf_vq.nn.replace import replace_modules
-from tests.random_weights import random_tensors
+from tests.fixtures.random_weights import random_tensors
 
 LAYERS, HIDDEN, HEAD_DIM, FFN, VOCABULARY = 16, 2048, 128, 8192, 32000
 TOKENS = 1024  # appended to a cache at a time

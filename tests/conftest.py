@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Read by the libraries when they are first imported, so set before that.
@@ -18,7 +18,8 @@ import numpy
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.fixtures import ROOT
+from tests.fixtures.hub_server import HubServer
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,10 +34,25 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
+# Each has the limits, or the instructions, of another one that is compiled for.
+ALIKE_ARCHES = {"sm_86", "sm_89", "sm_100"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Notebooks first (a stable sort): few tests that take long, which one worker would run alone
-    at the end."""
+    at the end. CPU kernels on another instruction set than the best of this machine are slow tests:
+    the same again. So is compiling for one more GPU."""
     items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+    from hf_vq.backends.cpu import library
+
+    others = set(library.isas()[1:])
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        if given.get("isa") in others:
+            item.add_marker(pytest.mark.slow)
+        if given.get("arch") in ALIKE_ARCHES and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.alike_arch)
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +119,57 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tinybooks: Path) -> Pat
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tinybooks).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`dense("llama")`: the folder of a tiny random model in float32."""
+    from tests.fixtures.tiny_models import save_tiny
+
+    folders: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in folders:
+            with torch.random.fork_rng():
+                torch.manual_seed(1)
+                folders[name] = save_tiny(name, tmp_path_factory.mktemp(name))
+        return folders[name]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def quantized(
+    dense: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """`quantized("llama", "vq-4")`: the folder of the same model, quantized and saved."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_vq import VQConfig
+
+    folders: dict[tuple[str, str], Path] = {}
+
+    def find(name: str = "llama", scheme: str = "vq-4") -> Path:
+        if (name, scheme) not in folders:
+            model = AutoModelForCausalLM.from_pretrained(
+                dense(name), quantization_config=VQConfig(scheme)
+            )
+            folder = tmp_path_factory.mktemp(f"{name}-{scheme}") / "model"
+            model.save_pretrained(folder)
+            folders[name, scheme] = folder
+        return folders[name, scheme]
+
+    return find
+
+
+@pytest.fixture
+def hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HubServer]:
+    """A Hub on this machine: what is pushed lies in `hub.files`."""
+    with HubServer() as server:
+        server.use(monkeypatch, tmp_path_factory.mktemp("hub"))
+        yield server
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from hf_vq import dispatch, ops
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.ops.library import linear_problem
-from tests.random_weights import random_tensors
+from tests.fixtures.random_weights import random_tensors
 
 from ..peers import llama_cpp
 from ..roofline.arithmetic import arithmetic

@@ -31,7 +31,7 @@ from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.ops.codes import rotation_of
 from hf_vq.ops.library import linear_problem
-from tests.random_weights import random_tensors
+from tests.fixtures.random_weights import random_tensors
 
 from ..roofline.cuda import PLANS, reading
 from ..timing import Contestant, speedup, summary

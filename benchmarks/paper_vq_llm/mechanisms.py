@@ -26,7 +26,7 @@ from hf_vq.fit.weight import fit_weight
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.packing import pack_bits, unpack_bits
 from hf_vq.formats.scheme import VQScheme
-from tests.random_weights import random_tensors
+from tests.fixtures.random_weights import random_tensors
 
 from ..cuda.timing import cold_copies, interleave_graphs
 from ..timing import Contestant, speedup, summary

@@ -23,8 +23,7 @@ os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads of its own are
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]
-for folder in ("tests/hf", "tests/hf/published"):
-    sys.path.append(str(ROOT / folder))
+sys.path.append(str(ROOT))  # for `tests.fixtures`
 
 import campaign  # noqa: E402
 import torch  # noqa: E402

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import models
-import published_models
 import torch
 from caches import dense_model, learned
 from campaign import Finding
@@ -22,6 +21,7 @@ from hf_vq.cli import main
 from hf_vq.codegen.jit.kernel_store import Store
 from hf_vq.errors import VQFormatError
 from hf_vq.hf.checkpoint import atomic_dir as saving
+from tests.fixtures import published_models
 
 Call = Callable[[Path], None]
 Contents = dict[str, bytes]

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import models
-import published_models as make
 import torch
 from campaign import Finding, Try, outcome_of_error
 from mutations import change_json_file, change_safetensors
-from published_turboquant import make_turboquant
 
 from hf_vq.interop.convert import convert
+from tests.fixtures import published_models as make
+from tests.fixtures.published_turboquant import make_turboquant
 
 KINDS: dict[str, Any] = {
     "aqlm": lambda to: make.make_aqlm(to, shards=3),

@@ -84,7 +84,7 @@ def found() -> Iterator[Case]:
 
 
 def run(problem: Problem) -> None:
-    """One call of the op; what it computes is compared by tests/test_cuda_buckets.py."""
+    """One call of the op; what it computes is compared by tests/gpu/test_buckets.py."""
     inputs = problem.inputs(torch.device("cuda", 0))
     if not SKIPPED:
         problem.run(inputs)

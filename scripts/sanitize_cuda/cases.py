@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.formats import VQScheme
 from hf_vq.ops.reference import codes as reference
-from tests.random_weights import random_tensors
+from tests.fixtures.random_weights import random_tensors
 
 Case = tuple[str, Callable[[], None]]
 FLOATS = {Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16,

@@ -6,7 +6,7 @@ found by calling the choosers' own functions, plans are chosen for all of them, 
 are kept as meet every value of every feature, and every pair of values that occurs (`cover`). So a
 bucket that is new has a problem without anybody adding one.
 
-Tests run all of them on a GPU (tests/test_cuda_buckets.py) and compare, without one, what the
-backends would launch with what was asked for (tests/codegen/test_buckets.py); scripts/sanitize_cuda
-runs them under compute-sanitizer.
+Tests run all of them on a GPU (tests/gpu/test_buckets.py) and compare, without one, what the
+backends would launch with what was asked for (tests/unit/codegen/test_buckets.py).
+scripts/sanitize_cuda runs them under compute-sanitizer.
 """

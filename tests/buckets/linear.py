@@ -28,8 +28,8 @@ from hf_vq.formats.scheme import VQScheme
 from hf_vq.ops.codes import rotation_of, stored_arguments
 from hf_vq.ops.linear import linear
 from hf_vq.ops.reference import codes as reference
+from tests.fixtures.random_weights import random_tensors
 
-from ..random_weights import random_tensors
 from .case import DTYPES, kernel_of
 from .cover import Features, covering
 
@@ -84,20 +84,7 @@ class LinearCase:
 
     def plan(self, arch: Arch) -> Plan:
         """Of the kernel that runs it."""
-        scheme, dtype = WEIGHT_SCHEMES[self.scheme], Dtype(self.dtype)
-        way, bucket = route(scheme, self.tokens, self.columns, dtype, arch)
-        if way == "dense":
-            restored = choose_dense.restorable(scheme, self.columns, dtype) is None
-            rows = min(dispatch.bucket(self.rows), _MOST_ROWS)
-            asked = DecodeProblem(scheme, rows, self.columns, dtype, arch)
-            return choose_dense.dense_plan(asked) if restored else choose.choose(asked)
-        each = self.rows, *self.others
-        problem = LinearProblem(scheme, bucket, sum(each), self.columns, dtype, arch)
-        if tuned.find(problem) is None:
-            problem = replace(problem, rows=max(each))
-        plan: Plan | None = _CHOOSERS[way].choose(problem)
-        assert plan is not None, f"no plan for {self.name}"
-        return replace(plan, matrices=len(each)) if isinstance(plan, LinearPlan) else plan
+        return _plan(self, arch)
 
     def plans(self, arch: Arch) -> Sequence[Plan]:
         """See `Case`."""
@@ -189,6 +176,24 @@ def of_plan(plan: Plan) -> dict[str, Hashable]:
         if field.name not in _DECIDED:
             found[field.name] = getattr(plan, field.name)
     return found
+
+
+@functools.cache  # asked for again and again: by features, by plans, by tests
+def _plan(case: LinearCase, arch: Arch) -> Plan:
+    scheme, dtype = WEIGHT_SCHEMES[case.scheme], Dtype(case.dtype)
+    way, bucket = route(scheme, case.tokens, case.columns, dtype, arch)
+    if way == "dense":
+        restored = choose_dense.restorable(scheme, case.columns, dtype) is None
+        rows = min(dispatch.bucket(case.rows), _MOST_ROWS)
+        asked = DecodeProblem(scheme, rows, case.columns, dtype, arch)
+        return choose_dense.dense_plan(asked) if restored else choose.choose(asked)
+    each = case.rows, *case.others
+    problem = LinearProblem(scheme, bucket, sum(each), case.columns, dtype, arch)
+    if tuned.find(problem) is None:
+        problem = replace(problem, rows=max(each))
+    plan: Plan | None = _CHOOSERS[way].choose(problem)
+    assert plan is not None, f"no plan for {case.name}"
+    return replace(plan, matrices=len(each)) if isinstance(plan, LinearPlan) else plan
 
 
 _CHOOSERS: dict[str, Any] = {
@@ -298,6 +303,7 @@ def runs(scheme: VQScheme, columns: int) -> str | None:
     return choose.decodable(scheme) or choose.rotatable(scheme, columns)
 
 
+@functools.cache
 def _buckets(scheme: VQScheme, columns: int, arch: Arch) -> dict[Hashable, tuple[int, int]]:
     """The smallest and the largest number of tokens of every bucket."""
     found: dict[Hashable, tuple[int, int]] = {}

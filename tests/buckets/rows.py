@@ -31,8 +31,8 @@ from hf_vq.formats.scheme import VQScheme
 from hf_vq.ops.codes import encode_weight, rotate
 from hf_vq.ops.library import parse
 from hf_vq.ops.reference import codes as reference
+from tests.fixtures.random_weights import random_tensors
 
-from ..random_weights import random_tensors
 from .append import SCHEMES
 from .caches import scales_of
 from .case import DTYPES, kv_codebook

@@ -15,10 +15,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from seeded import seeded_bytes, seeded_integers, seeded_scales, tensor_row
-from stored_caches import CASES as KV_CASES
-from stored_caches import DIM, HEADS, llama, saved_cache, seeded_states
-from stored_caches import NAMES as KV_NAMES
 from torch import Tensor
 
 from hf_vq import QoQScheme, VQCache, VQScheme, ops
@@ -33,6 +29,10 @@ from hf_vq.formats import (
     tensor_specs,
 )
 from hf_vq.nn import VQLinear, W4A8Linear
+from tests.golden.seeded import seeded_bytes, seeded_integers, seeded_scales, tensor_row
+from tests.golden.stored_caches import CASES as KV_CASES
+from tests.golden.stored_caches import DIM, HEADS, llama, saved_cache, seeded_states
+from tests.golden.stored_caches import NAMES as KV_NAMES
 
 OUT, IN = 48, 128
 LINEARS = [

@@ -11,12 +11,12 @@ from enum import Enum
 from typing import Any
 
 import torch
-from stored_caches import TURBOQUANT
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import hf_vq
 from hf_vq import KVScheme, QoQScheme, VQScheme, cache, cli, dispatch, env, formats, ops
 from hf_vq.formats import KV_SCHEMES, QOQ_SCHEMES, WEIGHT_SCHEMES, kv_scheme, linear_scheme
+from tests.golden.stored_caches import TURBOQUANT
 
 SPECS = [
     "vq2x8r1-universal-g128-hadamard",

@@ -10,7 +10,7 @@ from typing import Any
 
 DATA = Path(__file__).parent / "data"
 OLDER = DATA / "older"
-COMMAND = "python tests/golden/write.py"
+COMMAND = "python -m tests.golden.write"
 _ON_PURPOSE = (
     f"If this change is on purpose, run `{COMMAND}`, look at `git diff tests/golden/data`, and say "
     "in CHANGELOG.md what changed and what becomes of existing files."

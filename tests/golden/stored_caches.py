@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded import OLDER
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from seeded import seeded_bytes, seeded_floats, seeded_scales, short_text, tensor_row
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
 from hf_vq import KVScheme, VQCache, VQScheme
 from hf_vq.cache import KVCodebooks
 from hf_vq.formats import KV_SCHEMES, kv_codebook_spec, kv_scheme
+from tests.golden.recorded import OLDER
+from tests.golden.seeded import seeded_bytes, seeded_floats, seeded_scales, short_text, tensor_row
 
 HEADS, DIM = 2, 16
 _SIZES = {

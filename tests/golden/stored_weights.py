@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded import OLDER
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from seeded import (
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+import hf_vq
+from hf_vq import VQConfig
+from hf_vq.formats import QOQ_SCHEMES, WEIGHT_SCHEMES
+from tests.golden.recorded import OLDER
+from tests.golden.seeded import (
     seeded_bytes,
     seeded_floats,
     seeded_integers,
@@ -24,12 +30,6 @@ from seeded import (
     short_text,
     tensor_row,
 )
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
-
-import hf_vq
-from hf_vq import VQConfig
-from hf_vq.formats import QOQ_SCHEMES, WEIGHT_SCHEMES
 
 _SIZES = {
     "hidden_size": 64,

@@ -13,17 +13,13 @@ import json
 import logging
 from pathlib import Path
 
-import exact_results
-import interface
 import pytest
-import recorded
-import stored_caches
-import stored_weights
 import torch
-from recorded import OLDER, check
 from safetensors.torch import load_file
 
 from hf_vq import VQConfig, VQError
+from tests.golden import exact_results, interface, recorded, stored_caches, stored_weights
+from tests.golden.recorded import OLDER, check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* loses much quality without calibration data")
 

@@ -1,4 +1,4 @@
-"""Record anew what tests/golden compares with: `python tests/golden/write.py`.
+"""Record anew what tests/golden compares with: `python -m tests.golden.write`.
 
 For a change of a file, a number or a name that is made on purpose. No test runs it. It prints what
 changed since the data was written; read that, and `git diff tests/golden/data`, before you commit.
@@ -10,11 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import exact_results
-import interface
-import stored_caches
-import stored_weights
-from recorded import DATA, changes, recorded, write
+from tests.golden import exact_results, interface, stored_caches, stored_weights
+from tests.golden.recorded import DATA, changes, recorded, write
 
 
 def in_folders(names: list[str], find: Callable[[str, Path], Any]) -> dict[str, Any]:

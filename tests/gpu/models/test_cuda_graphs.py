@@ -1,0 +1,185 @@
+"""`hf_vq.capture` on a GPU: the tokens of `generate`, from CUDA graphs of our own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+import hf_vq
+from hf_vq.cache import VQCache
+from hf_vq.hf import cuda_graphs
+from tests.fixtures.generation import build, greedy, prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+CAPACITY = 80
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many graphs were captured, and how many steps replayed."""
+    torch._dynamo.reset()
+    counts = [0, 0]
+    replay, init = cuda_graphs._Graph.replay, cuda_graphs._Graph.__init__
+
+    def counted(self: Any, inputs: Any) -> Any:
+        counts[1] += 1
+        return replay(self, inputs)
+
+    def made(self: Any, *args: Any) -> None:
+        counts[0] += 1
+        init(self, *args)
+
+    monkeypatch.setattr(cuda_graphs._Graph, "replay", counted)
+    monkeypatch.setattr(cuda_graphs._Graph, "__init__", made)
+    return counts
+
+
+def ids_and_mask(rows: int = 2) -> tuple[Tensor, Tensor]:
+    ids = prompt(30, rows).cuda()
+    mask = torch.ones_like(ids)
+    mask[-1, :7] = 0
+    return ids, mask
+
+
+def cache_of(kind: str, model: Any) -> Any:
+    if kind == "static":
+        return StaticCache(config=model.config, max_cache_len=CAPACITY)
+    return VQCache(model.config, max_cache_len=CAPACITY, window=8)
+
+
+@pytest.mark.parametrize("kind", ["static", "vq"])
+@pytest.mark.parametrize("name", ["gqa", "qwen3"])
+def test_captured_steps_give_the_tokens_of_plain_ones(
+    name: str, kind: str, replays: list[int]
+) -> None:
+    """Of several calls, caches, batches, with weights that change; all as without."""
+    model = build(name, "sdpa").cuda()
+    other = copy.deepcopy(model)
+    hf_vq.capture(model)
+    cache, captured = cache_of(kind, model), 0
+    for rows in (2, 2, 1, 2):
+        ids, mask = ids_and_mask(rows)
+        if rows == 1:
+            cache = cache_of(kind, model)
+        cache.reset()
+        wanted = greedy(other, ids, cache_of(kind, other), 40, attention_mask=mask)
+        before = replays[1]
+        out = greedy(model, ids, cache, 40, attention_mask=mask)
+        assert torch.equal(out, wanted) and replays[1] - before >= 36
+        if kind == "vq":
+            assert cache.layers[0].length == 30 + 39
+        if rows == 1:
+            cache = cache_of(kind, model)
+        captured = replays[0]
+    with torch.no_grad():  # in place: the same graph
+        for one in (model, other):
+            one.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    # Elsewhere: another graph.
+    moved = model.model.norm.weight.detach() * 1.5
+    for one in (model, other):
+        one.model.norm.weight = torch.nn.Parameter(moved.clone())
+    cache.reset()
+    wanted = greedy(other, ids, cache_of(kind, other), 40, attention_mask=mask)
+    assert torch.equal(greedy(model, ids, cache, 40, attention_mask=mask), wanted)
+    assert captured < replays[0] <= 5
+    assert len(model.__dict__["_hf_vq_captured"].graphs) <= 4
+    hf_vq.capture(model, False)
+    before = list(replays)
+    cache.reset()
+    assert torch.equal(greedy(model, ids, cache, 40, attention_mask=mask), wanted)
+    assert replays == before
+
+
+def test_sampling_and_inference_mode(replays: list[int]) -> None:
+    model = build("gqa", "sdpa").cuda()
+    ids, mask = ids_and_mask()
+
+    def sampled() -> Tensor:
+        torch.manual_seed(3)
+        return model.generate(
+            ids, attention_mask=mask, past_key_values=cache_of("vq", model), max_new_tokens=30,
+            do_sample=True, min_new_tokens=30,
+        )  # fmt: skip
+
+    wanted = sampled()
+    hf_vq.capture(model)
+    assert torch.equal(sampled(), wanted)
+    with torch.inference_mode():
+        assert torch.equal(sampled(), wanted)
+    assert torch.equal(sampled(), wanted) and replays[1] > 3 * 25
+
+
+def test_what_is_compiled_as_always(replays: list[int]) -> None:
+    """Caches that count in Python, and outputs of every kind."""
+    ids, mask = ids_and_mask()
+    model = build("gemma3", "sdpa").cuda()
+    wanted = greedy(model, ids, cache_of("vq", model), 40, attention_mask=mask)
+    hf_vq.capture(model)
+    out = greedy(model, ids, cache_of("vq", model), 40, attention_mask=mask)
+    assert torch.equal(out, wanted) and replays == [0, 0]
+
+    model = build("gqa", "sdpa").cuda()
+    options = {"output_hidden_states": True, "return_dict_in_generate": True}
+    options |= {"output_logits": True, "attention_mask": mask}
+    wanted = greedy(model, ids, VQCache(model.config, window=8), 12, **options)
+    hf_vq.capture(model)
+    out = greedy(model, ids, cache_of("vq", model), 12, **options)
+    assert replays[1] >= 8
+    for step, expected in zip(out.hidden_states, wanted.hidden_states, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(step, expected, strict=True))
+    assert len({tuple(logits.flatten().tolist()) for logits in out.logits}) == 12
+
+
+def test_without_a_compiler(replays: list[int]) -> None:
+    """Switched off, or a model that is no single graph: as always, and nothing is captured."""
+    model = build("gqa", "sdpa").cuda()
+    ids, mask = ids_and_mask()
+    wanted = greedy(model, ids, cache_of("static", model), 20, attention_mask=mask)
+    hf_vq.capture(model)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(2):
+            out = greedy(model, ids, cache_of("static", model), 20, attention_mask=mask)
+            assert torch.equal(out, wanted) and replays == [0, 0]
+
+    @torch._dynamo.disable
+    def opaque(module: Any, args: Any) -> None:
+        """What no graph holds."""
+
+    model.model.norm.register_forward_pre_hook(opaque)
+    with pytest.warns(UserWarning, match="runs as always"):
+        out = greedy(model, ids, cache_of("static", model), 20, attention_mask=mask)
+    assert torch.equal(out, wanted) and replays == [0, 0]
+
+
+def test_captured_models_are_copied_and_freed(replays: list[int]) -> None:
+    model = build("gqa", "sdpa").cuda()
+    ids, mask = ids_and_mask()
+    hf_vq.capture(model)
+    loaded = pickle.loads(pickle.dumps(model))  # what torch compiled cannot be written
+    wanted = greedy(model, ids, cache_of("vq", model), 20, attention_mask=mask)
+    assert replays[1] > 10
+    for other in (copy.deepcopy(model), loaded):
+        before = list(replays)
+        out = greedy(other, ids, cache_of("vq", model), 20, attention_mask=mask)
+        assert torch.equal(out, wanted) and replays == before
+    hf_vq.capture(model, False)
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None

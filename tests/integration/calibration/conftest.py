@@ -1,0 +1,3 @@
+"""Fixtures of calibration."""
+
+from tests.fixtures.calibration import calibrate  # noqa: F401

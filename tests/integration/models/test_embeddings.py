@@ -1,0 +1,198 @@
+"""Embeddings of integers, alone and tied to the output head."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    T5Config,
+)
+
+from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
+from hf_vq.formats.integers import decode_rows, encode_rows, row_bytes
+from hf_vq.hf import VQConfig
+from hf_vq.hf.quantizer import VQHfQuantizer
+from hf_vq.nn.embedding import VQEmbedding, VQTiedHead
+from tests.fixtures.checkpoints import CLEAN, LOAD, assert_same_state, logits
+from tests.fixtures.tiny_models import tokens
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_rounded_by_half_a_step_at_most(kind, dtype):
+    """No number is further from its code than half a step, fp16's rounding of the step aside."""
+    weight = (torch.randn(50, 64) * torch.logspace(-3, 2, 50)[:, None]).to(dtype)
+    stored = encode_rows(weight, kind)
+    assert stored.shape == (50, row_bytes(kind, 64)) and stored.dtype == torch.uint8
+    assert row_bytes(kind, 64) == {"int8": 66, "int4": 40}[kind]
+    found, rows = decode_rows(stored, kind, 64), weight.float()
+    if kind == "int8":
+        step = rows.abs().amax(-1, keepdim=True) / 127
+        assert ((found - rows).abs() <= step * (0.5 + 127 * 2**-11) + 1e-7).all()
+    else:
+        groups, near = rows.unflatten(-1, (-1, 32)), found.unflatten(-1, (-1, 32))
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        rounding = (low.abs() + high - low) * 2**-10
+        assert ((near - groups).abs() <= (high - low) / 30 + rounding + 1e-7).all()
+    again = decode_rows(stored.reshape(5, 10, -1), kind, 64)
+    assert torch.equal(again, found.reshape(5, 10, 64))
+
+
+def test_hard_rows():
+    for kind in ("int8", "int4"):
+        assert not decode_rows(encode_rows(torch.zeros(2, 32), kind), kind, 32).any()
+        constant = torch.full((2, 32), 0.375)
+        torch.testing.assert_close(
+            decode_rows(encode_rows(constant, kind), kind, 32), constant, rtol=2**-10, atol=0
+        )
+        for bad in (float("nan"), float("inf"), 1e8):
+            with pytest.raises(VQFormatError, match=r"embed holds NaN.*Leave embeddings out"):
+                encode_rows(torch.full((2, 32), bad), kind, "embed")
+    with pytest.raises(VQSchemeError, match="divisible by 32; embed has 48"):
+        encode_rows(torch.randn(2, 48), "int4", "embed")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_a_model_with_quantized_embeddings(dense, tmp_path, name, kind):
+    config = VQConfig("vq-4", embeddings=kind)
+    model = LOAD(dense(name), quantization_config=config)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert type(embedding) is VQEmbedding and embedding.weight.dtype == torch.uint8
+    tied = name == "llama-tied"
+    assert type(head) is (VQTiedHead if tied else nn.Linear)
+    assert (head.weight is embedding.weight) == tied
+    # What is computed is what a dense model with these numbers would compute.
+    plain = LOAD(dense(name), quantization_config=VQConfig("vq-4"))
+    plain.get_input_embeddings().weight.data.copy_(embedding.decoded(torch.float32))
+    assert torch.equal(logits(model), logits(plain))
+    model.save_pretrained(tmp_path)
+    again, info = LOAD(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in CLEAN)
+    assert_same_state(model, again)
+    assert torch.equal(logits(model), logits(again))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["model.embed_tokens.weight"].shape == (96, row_bytes(kind, 64))
+    assert ("lm_head.weight" in stored) != tied
+    assert again.get_output_embeddings().weight.dtype == (torch.uint8 if tied else torch.float32)
+    again.tie_weights()
+    assert torch.equal(logits(model), logits(again))
+    generated = [
+        one.generate(tokens(), max_new_tokens=4, do_sample=False) for one in (model, again)
+    ]
+    assert torch.equal(*generated)
+
+
+def test_dtypes_casts_and_copies(dense):
+    model = LOAD(dense("llama-tied"), quantization_config=VQConfig(embeddings="int8"))
+    model = copy.deepcopy(model).to(torch.bfloat16)
+    embedding = model.get_input_embeddings()
+    assert embedding(tokens()).dtype == torch.bfloat16 and embedding.weight.dtype == torch.uint8
+    assert logits(model).dtype == torch.bfloat16
+    assert model.get_output_embeddings().weight is embedding.weight
+    assert model.dtype == torch.bfloat16
+
+
+def test_only_rows_that_are_looked_up_are_decoded(dense, monkeypatch):
+    from hf_vq.nn import embedding as module
+
+    model = LOAD(dense("llama"), quantization_config=VQConfig(embeddings="int4"))
+    decoded = []
+    original = module.decode_rows
+    monkeypatch.setattr(
+        module, "decode_rows", lambda rows, *a: decoded.append(rows.shape) or original(rows, *a)
+    )
+    logits(model)
+    assert decoded == [(2, 9, 40)]
+
+
+def test_a_base_model_reads_the_file(dense, tmp_path):
+    model = LOAD(dense("llama-tied"), quantization_config=VQConfig(embeddings="int8"))
+    model.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path)
+    expected = model.model(tokens()).last_hidden_state
+    assert torch.equal(base(tokens()).last_hidden_state, expected)
+
+
+def test_dequantized(dense):
+    model = LOAD(dense("llama-tied"), quantization_config=VQConfig(embeddings="int8"))
+    rows = model.get_input_embeddings().decoded(torch.float32)
+    back = model.dequantize()
+    embedding, head = back.get_input_embeddings(), back.get_output_embeddings()
+    assert type(embedding) is nn.Embedding and type(head) is nn.Linear
+    assert head.weight is embedding.weight and torch.equal(embedding.weight, rows)
+    logits(back)
+
+
+def test_what_is_missing_or_wrong(dense, tmp_path):
+    LOAD(dense("llama"), quantization_config=VQConfig(embeddings="int8")).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    rows = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(VQFormatError, match=r"lacks model.embed_tokens.weight.*random"):
+        LOAD(tmp_path)
+    wrong = {**tensors, "model.embed_tokens.weight": rows[:, :-2].contiguous()}
+    save_file(wrong, path, metadata={"format": "pt"})
+    with pytest.raises((VQFormatError, RuntimeError), match=r"(?i)embed_tokens.weight|mismatch"):
+        LOAD(tmp_path)
+
+
+def test_what_cannot_be_stored(dense):
+    with pytest.raises(VQConfigError, match="embeddings must be 'int8' or 'int4'; got 'int2'"):
+        VQConfig(embeddings="int2")
+    with pytest.raises(VQConfigError, match="does more than look rows up"):
+        LOAD(dense("gemma3"), quantization_config=VQConfig(embeddings="int8"))
+
+
+def test_a_weight_that_other_modules_share(tmp_path):
+    """Encoder and decoder of T5 have the embedding too, not only the head."""
+    config = T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    names = r"decoder\.embed_tokens, encoder\.embed_tokens of T5ForConditionalGeneration"
+    with pytest.raises(VQConfigError, match=rf"quantize shared: {names}.*Leave embeddings out"):
+        AutoModelForSeq2SeqLM.from_pretrained(
+            tmp_path, quantization_config=VQConfig(embeddings="int8")
+        )
+
+
+def test_the_embedding_is_checked_before_anything_is_quantized(dense, tmp_path, monkeypatch):
+    def quantized_first(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(VQHfQuantizer, "get_quantize_ops", quantized_first)
+    with pytest.raises(VQConfigError, match="does more than look rows up"):
+        LOAD(dense("gemma3"), quantization_config=VQConfig(embeddings="int8"))
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=48, intermediate_size=96, num_hidden_layers=1,
+        num_attention_heads=3,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(VQSchemeError, match=r"divisible by 32; model\.embed_tokens has 48"):
+        LOAD(tmp_path, quantization_config=VQConfig(embeddings="int4"))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_integers_are_not_resized(dense, name):
+    model = LOAD(dense(name), quantization_config=VQConfig(embeddings="int8"))
+    expected = logits(model)
+    for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for size in ({"new_num_tokens": 97}, {"new_num_tokens": 90}, {"pad_to_multiple_of": 64}):
+            with pytest.raises(VQConfigError, match=r"96 rows .* dequantize this one first"):
+                again.resize_token_embeddings(**size)
+        for size in ({}, {"new_num_tokens": 96}, {"new_num_tokens": 90, "pad_to_multiple_of": 32}):
+            assert again.resize_token_embeddings(**size) is again.get_input_embeddings()
+        assert torch.equal(logits(again), expected)
+    back = model.dequantize()
+    back.resize_token_embeddings(97, mean_resizing=False)
+    assert logits(back).shape[-1] == 97

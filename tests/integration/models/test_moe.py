@@ -1,0 +1,170 @@
+"""Fused expert tensors: which layouts are quantized, and which are refused."""
+
+import copy
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Llama4TextConfig, MixtralConfig
+from transformers.integrations.moe import use_experts_implementation
+from transformers.models.dbrx.modeling_dbrx import DbrxExpertGLU
+
+from hf_vq.errors import VQConfigError
+from hf_vq.fit import fit_weight
+from hf_vq.formats.catalog import weight_scheme
+from hf_vq.hf import VQConfig
+from hf_vq.hf.checkpoint.headers import packaged
+from hf_vq.nn import VQExperts, replace_modules
+from tests.fixtures.tiny_models import tokens
+
+LOAD = AutoModelForCausalLM.from_pretrained
+SCHEME = weight_scheme("vq-4")
+EXPERTS, HIDDEN, INNER = 3, 32, 48
+
+
+def experts_class(**flags):
+    """A class of experts with random parameters, as Transformers' models define them."""
+    gate, bias = flags.get("has_gate", True), flags.get("has_bias", False)
+
+    @use_experts_implementation(**flags)
+    class Experts(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.num_experts = EXPERTS
+            self.act_fn = nn.SiLU()
+            first = "gate_up_proj" if gate else "up_proj"
+            for name, out, size in (
+                (first, INNER * (2 if gate else 1), HIDDEN),
+                ("down_proj", HIDDEN, INNER),
+            ):
+                shape = (size, out) if flags.get("is_transposed") else (out, size)
+                self.register_parameter(name, nn.Parameter(torch.randn(EXPERTS, *shape) * 0.2))
+                if bias:
+                    self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(EXPERTS, out)))
+            if flags.get("has_post_expert_norm"):
+                self.post_expert_norm = nn.RMSNorm(HIDDEN)
+
+        def forward(self, hidden, index, weights):
+            raise NotImplementedError
+
+        if not flags.get("is_concatenated", True):
+
+            def _apply_gate(self, gate_up):
+                gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+                return (up + 1) * torch.sigmoid(gate)
+
+    return Experts
+
+
+class Config:
+    _experts_implementation = "batched_mm"
+
+
+@pytest.mark.parametrize("has_post_expert_norm", [False, True])
+@pytest.mark.parametrize("is_concatenated", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.usefixtures("reference_kernels")
+def test_every_layout(has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm):
+    flags = locals()
+    known = inspect.signature(use_experts_implementation).parameters
+    if not flags.keys() <= known.keys() and not has_post_expert_norm:
+        del flags["has_post_expert_norm"]
+    if not flags.keys() <= known.keys():
+        pytest.skip("this Transformers has no such experts")
+    original = experts_class(**flags)(Config())
+    kept = copy.deepcopy(original)
+    with torch.device("meta"):
+        module = VQExperts(original, SCHEME)
+    for name in module.weights():
+        module.register_parameter(name, None)
+        dense = getattr(kept, name)
+        fitted = [
+            fit_weight(m, SCHEME, search="norm").tensors for m in module.matrices(name, dense)
+        ]
+        for attribute, tensor in module.accept(name, fitted).items():
+            assert tensor.shape == module.specs[attribute].shape
+            setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))
+    for attribute in module.shared_names():
+        module._buffers[attribute] = torch.empty(0)
+    module.fill(packaged([module], seed=0))
+    for name in module.weights():
+        getattr(kept, name).data.copy_(module.decoded(name))
+    x = torch.randn(5, HIDDEN)
+    index, weights = torch.tensor([[0, 2], [2, 1], [0, 1], [2, 0], [1, 2]]), torch.rand(5, 2)
+    exact = copy.deepcopy(kept).double()(x.double(), index, weights.double())
+    allowed = 2 * (kept(x, index, weights) - exact).abs().max() + 1e-5 * exact.abs().max()
+    assert (module(x, index, weights) - exact).abs().max() <= allowed
+    restored = module.restored(torch.float32)
+    assert type(restored) is type(kept)
+    assert torch.equal(restored(x, index, weights), kept(x, index, weights))
+
+
+def test_an_expert_of_another_rank_is_skipped(quantized):
+    experts = LOAD(quantized("qwen3-moe")).model.layers[0].mlp.experts
+    x, weights = torch.randn(2, 64), torch.ones(2, 2)
+    some = experts(x, torch.tensor([[1, 4], [4, 4]]), weights)
+    assert torch.equal(some[0], experts.expert(1, x[:1])[0]) and not some[1].any()
+
+
+def test_names_do_not_start_with_a_parameters_name(quantized):
+    experts = LOAD(quantized("gpt-oss")).model.layers[0].mlp.experts
+    assert isinstance(experts, VQExperts)
+    assert set(dict(experts.named_parameters())) == {
+        "gate_up_proj_bias", "down_proj_bias",
+        *(f"vq_{p}_proj_{k}" for p in ("gate_up", "down") for k in ("codes", "scale", "signs")),
+    }  # fmt: skip
+
+
+def test_routers_stay_dense(quantized):
+    for name, router in (("qwen3-moe", "gate"), ("gpt-oss", "router")):
+        layer = getattr(LOAD(quantized(name)).model.layers[0].mlp, router)
+        assert layer.weight.dtype == torch.float32
+
+
+def test_experts_can_be_left_out(dense, tmp_path):
+    config = VQConfig(modules_to_not_convert=["experts"])
+    model = LOAD(dense("qwen3-moe"), quantization_config=config)
+    assert not any(isinstance(module, VQExperts) for module in model.modules())
+    model.save_pretrained(tmp_path)
+    again, info = LOAD(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
+def test_an_unknown_layout_is_refused(tmp_path):
+    config = Llama4TextConfig(
+        hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_local_experts=2,
+        vocab_size=64, interleave_moe_layer_step=1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    where = r"model\.layers\.0\.feed_forward\.experts"
+    with pytest.raises(VQConfigError, match=rf"{where}.*modules_to_not_convert=\['{where}'\]"):
+        LOAD(tmp_path, quantization_config=VQConfig())
+    skip = ["model.layers.0.feed_forward.experts"]
+    model = LOAD(tmp_path, quantization_config=VQConfig(modules_to_not_convert=skip))
+    assert model(tokens() % 64).logits.isfinite().all()
+
+
+def test_experts_below_one_another_are_refused():
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 32, "moe_num_experts": 2, "ffn_act_fn": {}}
+    model = nn.ModuleDict({"mlp": DbrxExpertGLU(SimpleNamespace(**sizes))})
+    with pytest.raises(VQConfigError, match=r"mlp \(DbrxExpertGLU\).*not_convert=\['mlp'\]"):
+        replace_modules(model, lambda name: SCHEME)
+
+
+def test_mixtral(tmp_path):
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=3, vocab_size=96,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    model = LOAD(tmp_path / "dense", quantization_config=VQConfig())
+    assert sum(isinstance(module, VQExperts) for module in model.modules()) == 1
+    model.save_pretrained(tmp_path / "vq")
+    again = LOAD(tmp_path / "vq")
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)

@@ -1,0 +1,3 @@
+"""Fixtures of continuous batching."""
+
+from tests.fixtures.continuous_batching import no_collection  # noqa: F401

@@ -1,0 +1,113 @@
+"""Plans of attention over coded caches: what is chosen can run, on every architecture."""
+
+import dataclasses
+
+import pytest
+
+from hf_vq.codegen.__main__ import main
+from hf_vq.codegen.attention_plan import Mask
+from hf_vq.codegen.families.kv_attention import SHORT, attendable, choose, misfit, splits
+from hf_vq.codegen.jit.device import ARCHES
+from hf_vq.codegen.plan import Dtype
+from hf_vq.formats import KV_SCHEMES
+from tests.fixtures.codegen.compiled_attention import compiles, needs_compiler, problem
+
+UNIVERSAL = ["u4", "u3", "u2", "k4v2", "nomad-u4"]
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_architecture(arch):
+    for name in ("u4", "u2", "qserve-kv4"):
+        compiles(problem(name, arch))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("name", ["u3", "k4v2", "nomad-u4", "qserve-kv4"])
+def test_every_scheme(name):
+    compiles(problem(name))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("dim", [64, 80, 96, 192, 256])
+def test_every_head_dim(dim):
+    compiles(problem("u2" if dim < 100 else "u4", dim=dim))
+    if dim in (80, 256):  # words of few codes, and of many
+        compiles(problem("qserve-kv4", dim=dim, columns=8))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("columns", [1, 16, 32])
+def test_columns(columns):
+    compiles(problem(columns=columns, dtype=Dtype.FLOAT16))
+    if columns > 1:
+        compiles(problem("qserve-kv4", columns=columns))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_masks_and_softcap():
+    compiles(problem(mask=Mask.BOOL))
+    compiles(problem(mask=Mask.BFLOAT16, softcapped=True, columns=16))
+    compiles(problem("qserve-kv4", mask=Mask.BOOL, softcapped=True, tokens=SHORT))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_pages():
+    compiles(problem("u4", "sm_90a", page=256))
+    compiles(problem("qserve-kv4", "sm_90a", page=256))
+    compiles(problem("u2", "sm_80", dim=80, page=64))
+
+
+def test_explain_names_the_choice(capsys):
+    assert main(["explain", "attention", "u4", "--top", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n*") == 1 and "chosen: AttentionPlan(" in out
+    assert main(["explain", "attention", "u4", "--dim", "112"]) == 2
+    assert "112 channels" in capsys.readouterr().err
+
+
+def test_what_has_no_kernel_says_why():
+    u4 = KV_SCHEMES["u4"].key
+    assert attendable(u4, 128, "keys") is None
+    assert attendable(KV_SCHEMES["cq-4"].key, 128, "keys") is None
+    assert "stand for" in attendable(dataclasses.replace(u4, vector_size=8), 128, "keys")
+    assert "scales" in attendable(dataclasses.replace(u4, scale_group=32), 128, "keys")
+    assert "rotation" in attendable(dataclasses.replace(u4, rotation="qr"), 128, "keys")
+    integers = KV_SCHEMES["qserve-kv4"].key
+    assert attendable(integers, 80, "keys") is None
+    for bits in (2, 3, 8):
+        assert "bits" in attendable(dataclasses.replace(integers, entry_bits=bits), 128, "keys")
+    arch = ARCHES["sm_90a"]
+    assert misfit(integers, u4, 128, 128, arch) is None
+    assert "integers" in misfit(integers, KV_SCHEMES["cq-4"].value, 128, 128, arch)
+
+
+def test_integers_need_no_table():
+    plan = choose(problem("qserve-kv4"))
+    assert plan.table_bytes == 0 < choose(problem("nomad-u4")).table_bytes
+    u3 = choose(problem("u3"))
+    keys = dataclasses.replace(u3, key_integers=True)
+    assert keys.table_bytes == u3.table_bytes and keys.step_bytes > u3.step_bytes
+
+
+def test_copies_and_columns_of_a_query():
+    assert choose(problem()).bulk and not choose(problem(arch="sm_89")).bulk
+    assert choose(problem(columns=4)).paired and not choose(problem(columns=5)).paired
+    assert not choose(problem(dim=80)).paired  # 16 channels for eight lanes: a word each
+    assert not choose(problem("cq-4", columns=1)).paired
+
+
+def test_splits_fill_the_gpu_once():
+    asked = problem()
+    plan = choose(asked)
+    at_a_time = asked.arch.sms * plan.resident
+    for groups in (1, 8, 32, 256, 1000):
+        count = splits(plan, groups, 1 << 20, asked.arch)
+        assert count == 1 or count * groups <= at_a_time < (count + 1) * groups
+    assert splits(plan, 8, 0, asked.arch) == 1

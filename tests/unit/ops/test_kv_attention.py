@@ -1,0 +1,123 @@
+"""`hf_vq::attention` against attention written out in float64, one query at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_vq.errors import VQCacheError
+from hf_vq.ops.attention import CachedKV, attention
+from tests.fixtures.kv.attention_float64 import make, written_out
+from tests.fixtures.kv.layouts import layouts  # noqa: F401
+
+
+def check(query: Tensor, cached: CachedKV, **options: object) -> None:
+    """err(op) <= 2 err(same maths in torch at that dtype) + eps.
+
+    eps: the output is rounded once to its dtype, and inside, in float32, a logit of at most
+    scaling |q| |k| is off by one rounding, which moves the output by as much times |v|.
+    """
+    options = {"scaling": query.shape[-1] ** -0.5, **options}
+    out = attention(query, cached, **options)  # type: ignore[arg-type]
+    exact = written_out(query, cached, torch.float64, **options)  # type: ignore[arg-type]
+    plain = written_out(query, cached, query.dtype, **options)  # type: ignore[arg-type]
+    assert out.dtype == query.dtype and out.shape == exact.shape
+    allowed = 2 * (plain.double() - exact).abs().max()
+    allowed += torch.finfo(query.dtype).eps * exact.abs().max()
+    largest = [x.float().norm(dim=-1).max() for x in (query, cached.tail_k, cached.tail_v)]
+    allowed += torch.finfo(torch.float32).eps * options["scaling"] * math.prod(largest)
+    assert (out.double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dim", [8, 16, 64, 80, 96, 128, 192, 256])
+def test_head_dims(dim: int) -> None:
+    check(torch.randn(2, 2, 1, dim), make(dim=dim, length=29, window=8, slack=3))
+
+
+@pytest.mark.parametrize(("scheme", "dim"), [("nomad-4", 320), ("nomad-u4", 264), ("u4", 520)])
+def test_more_sub_quantizers_than_kernels_have(scheme: str, dim: int) -> None:
+    check(torch.randn(2, 2, 1, dim), make(scheme, dim=dim, length=29, window=8, slack=3))
+
+
+SCHEMES = ["u4", "u3", "u2", "k4v2", "nomad-u4", "nomad-4", "nomad-2", "nomad-1", "cq-4", "cq-2"]
+SCHEMES += ["qserve-kv4"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_schemes_and_dtypes(scheme: str, dtype: torch.dtype) -> None:
+    check(torch.randn(2, 2, 1, 64).to(dtype), make(scheme, dtype, length=29, window=8))
+
+
+@pytest.mark.parametrize(("heads", "query_heads"), [(4, 4), (2, 4), (1, 4)])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_heads_and_queries(heads: int, query_heads: int, queries: int) -> None:
+    cached = make(heads=heads, dim=16, length=40, window=8, fresh=queries, slack=3)
+    check(torch.randn(2, query_heads, queries, 16), cached)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 100])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_windows(window: int, sinks: int) -> None:
+    cached = make(dim=16, length=23, window=window, sinks=sinks, fresh=3, slack=0)
+    check(torch.randn(2, 2, 3, 16), cached)
+
+
+def test_softcap_and_sink_logits() -> None:
+    cached = make(dim=16, length=30, window=8, fresh=2)
+    query = 3 * torch.randn(2, 4, 2, 16)
+    check(query, cached, softcap=5.0, scaling=0.5)
+    check(query, cached, s_aux=torch.randn(4))
+
+
+def test_different_dims_of_keys_and_values() -> None:
+    check(torch.randn(2, 4, 1, 32), make(dim=32, value_dim=16, length=30, window=8))
+
+
+def test_masks_and_left_padding() -> None:
+    cached = make(dim=16, length=30, window=8, fresh=3, start=[0, 11])
+    query = torch.randn(2, 2, 3, 16)
+    causal = torch.ones(3, 30, dtype=torch.bool).tril(27)
+    mask = causal.expand(2, 1, 3, 30).clone()
+    mask[1, :, :, :11] = False
+    check(query, cached, mask=mask)
+    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    check(query, cached, mask=additive)
+    check(query, cached, mask=torch.randn(1, 1, 3, 30))  # a position bias
+    mask[0] = False  # a query that sees nothing
+    assert torch.equal(attention(query, cached, mask=mask, scaling=0.2)[0], torch.zeros(2, 3, 16))
+
+
+def test_longer_mask_is_cut_and_shorter_refused() -> None:
+    cached = make(dim=16, length=30, window=8)
+    query = torch.randn(2, 2, 1, 16)
+    mask = torch.rand(2, 1, 1, 40) > 0.3
+    cut = attention(query, cached, mask=mask[..., :30], scaling=1.0)
+    assert torch.equal(attention(query, cached, mask=mask, scaling=1.0), cut)
+    with pytest.raises(VQCacheError, match="mask covers 29"):
+        attention(query, cached, mask=mask[..., :29], scaling=1.0)
+    with pytest.raises(VQCacheError, match="heads"):
+        attention(query[:, :1], cached, scaling=1.0)
+
+
+def test_dense_is_what_the_first_query_sees() -> None:
+    cached = make(dim=16, length=30, window=8, fresh=1)
+    query = torch.randn(2, 2, 1, 16)
+    scores = query @ cached.dense("k", 29).mT / 4
+    plain = scores.softmax(-1) @ cached.dense("v", 29)
+    exact = written_out(query, cached, torch.float64, scaling=0.25)
+    assert (plain.double() - exact).abs().max() < 1e-5
+
+
+def test_opcheck() -> None:
+    cached = make(dim=16, length=30, window=8, fresh=2, start=[0, 3])
+    scales = {name: getattr(cached, name).nan_to_num() for name in ("k_scale", "v_scale")}
+    cached = cached._replace(**scales)
+    tensors, numbers, names = cached[:12], cached[12:-4], cached[-4:]
+    mask = torch.rand(2, 1, 2, 30) > 0.3
+    for extra in ([mask, torch.randn(4)], [None, None]):
+        arguments = (torch.randn(2, 4, 2, 16), *tensors, *extra, *numbers, 0.25, 0.0, *names)
+        torch.library.opcheck(torch.ops.hf_vq.attention, arguments)
