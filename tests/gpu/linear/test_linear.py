@@ -27,8 +27,7 @@ from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.codes import stored_arguments
 from hf_vq.ops.library import linear_problem
 from hf_vq.ops.reference import codes as reference
-
-from .cuda_layers import poison, stored
+from tests.fixtures.cuda_layers import poison, stored
 
 pytestmark = [
     pytest.mark.gpu,
@@ -442,7 +441,7 @@ def test_gradients(monkeypatch):
     assert torch.allclose(bias.grad, grad.sum(0))
 
 
-def test_threads(monkeypatch):
+def test_threads_do_not_mix_arguments_of_launches(monkeypatch):
     """The arguments of a launch are one block of memory; threads must not mix them."""
     from concurrent.futures import ThreadPoolExecutor
 
