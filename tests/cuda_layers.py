@@ -3,7 +3,7 @@
 import torch
 
 from hf_vq.formats import VQScheme
-from hf_vq.ops.codes import rotation_of, stored_arguments
+from hf_vq.formats.stored_weight import rotation_of
 from hf_vq.ops.reference import codes as reference
 from tests.random_weights import random_tensors
 
@@ -25,9 +25,10 @@ def poison():
 def check(y, x, tensors, bias, scheme):
     """The error is at most twice that of the same product of rounded numbers in PyTorch."""
     columns, dtype, rotation = x.shape[-1], x.dtype, rotation_of(tensors)
-    _, codebook, *_ = stored_arguments(tensors)
     ones = torch.ones_like(tensors["scale"])
-    rows = reference.decode_rotated(tensors["codes"], codebook, ones, scheme, columns).double()
+    rows = reference.decode_rotated(
+        tensors["codes"], tensors["codebook"], ones, scheme, columns
+    ).double()
     grouped = rows.unflatten(-1, (ones.shape[-1], -1))
     weight = (grouped * tensors["scale"].double()[..., None]).flatten(-2)
     exact = reference.rotate(x.double(), rotation, scheme, False) @ weight.T

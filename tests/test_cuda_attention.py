@@ -21,7 +21,7 @@ from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.catalog import KVScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops import KVCacheView, KVSide, kv_attention
 from hf_vq.ops.library import attention_problem
 from hf_vq.ops.reference import kv_attention as attention_reference
 
@@ -90,59 +90,55 @@ def cache(
         whole = torch.randn(batch, count, heads, size + 8, device="cuda", dtype=dtype)
         return whole.transpose(1, 2)[..., :size]
 
-    size = value_dim or dim
-    keys, values = tape(scheme.key, dim, first[0]), tape(scheme.value, size, first[1])
-    sinks = min(sinks, tokens)
-    return CachedKV(
-        floats(sinks, dim), floats(sinks, size), *keys,
-        torch.randn(batch, heads, 1, dim, device="cuda") if mean else None, *values,
-        floats(tokens - tail_start, dim), floats(tokens - tail_start, size),
-        codebook(scheme.key, dim), codebook(scheme.value, size),
-        None if start is None else torch.tensor(start, device="cuda"),
-        tail_start, window, fresh, coded, *first,
-        scheme.key.spec(), scheme.value.spec(), "rows", "rows",
+    def side(part, size, begin, mean):
+        some = floats(min(sinks, tokens), size), floats(tokens - tail_start, size)
+        book = codebook(part, size)
+        return KVSide(*tape(part, size, begin), book, mean, *some, begin, part.spec(), "rows")
+
+    mean = torch.randn(batch, heads, 1, dim, device="cuda") if mean else None
+    return KVCacheView(
+        side(scheme.key, dim, first[0], mean), side(scheme.value, value_dim or dim, first[1], None),
+        None if start is None else torch.tensor(start, device="cuda"), None, None, None,
+        tokens, window, fresh, coded,
     )  # fmt: skip
 
 
 def queries(cached, groups=4, count=1):
     """Random, in the cache's dtype."""
-    rows, heads, _, dim = cached.tail_k.shape
+    rows, heads, _, dim = cached.key.recent.shape
     shape = (rows, heads * groups, count, dim)
-    return torch.randn(shape, device="cuda").to(cached.tail_k.dtype)
+    return torch.randn(shape, device="cuda").to(cached.key.recent.dtype)
 
 
-def exact(query, cached, *, mask=None, s_aux=None, scaling=None, softcap=0.0):
+def exact(query, cached, *, mask=None, sink_logits=None, softmax_scale=None, softcap=0.0):
     """What the specification says, in float32."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    schemes = map(VQScheme.parse, cached[18:20])
-    return attention_reference.attention(
-        query.float(), *cached[:12], mask, s_aux, *cached[12:18], scaling, softcap, *schemes,
-        *cached[20:],
-    )  # fmt: skip
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return attention_reference.attention(query.float(), cached, mask, sink_logits, scale, softcap)
 
 
 def check(query, cached, **options):
     """Weights are rounded to fp16 or, for floats, to the dtype, and so is the result: each loses at
     most half an eps of its numbers, logits a little."""
     asked = attention_problem(
-        query.device, query.dtype, *cached[18:20], query.shape[-1], cached.tail_v.shape[-1],
+        query.device, query.dtype, cached.key.scheme, cached.value.scheme, query.shape[-1],
+        cached.value.dim,
         query.shape[2], 0, "rows", "rows",
     )  # fmt: skip
     assert dispatch.select(asked).name == "cuda.vq_attention"
     right = exact(query, cached, **options)
     assert right.isfinite().all(), "what is asked for is not finite"
     poison()
-    options = {"scaling": query.shape[-1] ** -0.5, **options}
-    found = attention(query, cached, **options).float()
+    options = {"softmax_scale": query.shape[-1] ** -0.5, **options}
+    found = kv_attention(query, cached, **options).float()
     bound = torch.finfo(query.dtype).eps + 2**-10
     assert found.shape == right.shape
     if not found.isfinite().all():
         wrong = (~found.isfinite()).sum((2, 3)).tolist()  # of each row and head
-        finite = [attention(query, cached, **options).isfinite().all().item() for _ in range(3)]
+        finite = [kv_attention(query, cached, **options).isfinite().all().item() for _ in range(3)]
         same = (exact(query, cached, **options) == right).all().item()
         pytest.fail(f"numbers not finite: {wrong}; again: {finite}; inputs are the same: {same}")
     assert (found - right).norm() <= bound * right.norm()
-    largest = right.abs().max() + cached.tail_v.float().abs().max() / 4
+    largest = right.abs().max() + cached.value.recent.float().abs().max() / 4
     assert (found - right).abs().max() <= 2 * bound * largest
 
 
@@ -244,10 +240,10 @@ def test_many_blocks_and_many_heads():
 def test_softcap_sink_logits_and_no_mean(dtype):
     cached = cache(dtype=dtype, tokens=400, fresh=2)
     query = 3 * queries(cached, 4, 2)
-    check(query, cached, softcap=5.0, scaling=0.1)
-    check(query, cached, s_aux=torch.randn(8, device="cuda"))
-    check(query, cached, s_aux=100 * torch.ones(8, device="cuda", dtype=dtype))
-    check(query, cached, s_aux=-100 * torch.ones(8, device="cuda", dtype=dtype))
+    check(query, cached, softcap=5.0, softmax_scale=0.1)
+    check(query, cached, sink_logits=torch.randn(8, device="cuda"))
+    check(query, cached, sink_logits=100 * torch.ones(8, device="cuda", dtype=dtype))
+    check(query, cached, sink_logits=-100 * torch.ones(8, device="cuda", dtype=dtype))
     cached = cache(dtype=dtype, tokens=400, mean=False)
     check(queries(cached), cached)
 
@@ -270,8 +266,8 @@ def test_masks_and_left_padding(dtype):
         bias = torch.randn(1, 2 * groups, count, tokens, device="cuda").to(dtype)
         check(query, cached, mask=bias)
         mask[0] = False  # a row that sees nothing
-        assert not attention(query, cached, scaling=0.1, mask=mask)[0].any()
-        check(query, cached._replace(start=None), mask=mask)
+        assert not kv_attention(query, cached, softmax_scale=0.1, mask=mask)[0].any()
+        check(query, cached._replace(cache_leftpad=None), mask=mask)
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
@@ -283,11 +279,11 @@ def test_extreme_codes(name, byte):
 
 def test_extreme_scales_and_logits():
     cached = cache(tokens=500, dtype=torch.float16)
-    some = cached.v_scale[:, :, :400]
+    some = cached.value.scale[:, :, :400]
     some *= torch.exp2(torch.randint(-20, 14, some.shape, device="cuda"))
-    cached.v_scale[:, :, 7] = 0
+    cached.value.scale[:, :, 7] = 0
     check(queries(cached), cached)
-    cached.k_scale[:, :, :400] *= 30
+    cached.key.scale[:, :, :400] *= 30
     check(queries(cached), cached)
     check(0 * queries(cached), cached)
 
@@ -297,20 +293,20 @@ def test_a_graph_and_streams():
     cached = [cache(tokens=9000, heads=2) for _ in range(4)]
     query = [queries(one) for one in cached]
     right = [exact(*pair) for pair in zip(query, cached, strict=True)]
-    attention(query[0], cached[0], scaling=128**-0.5)
+    kv_attention(query[0], cached[0], softmax_scale=128**-0.5)
     torch.cuda.synchronize()
     graphs, found = [], []
     for one, of in zip(query, cached, strict=True):
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
-            found.append(attention(one, of, scaling=128**-0.5))
+            found.append(kv_attention(one, of, softmax_scale=128**-0.5))
     streams = [torch.cuda.Stream() for _ in graphs]
     for _ in range(20):
         for stream, graph in itertools.zip_longest(streams, graphs):
             with torch.cuda.stream(stream):
                 graph.replay()
         with torch.cuda.stream(streams[0]):
-            eager = attention(query[1], cached[1], scaling=128**-0.5)
+            eager = kv_attention(query[1], cached[1], softmax_scale=128**-0.5)
     torch.cuda.synchronize()
     for out, expected in zip([*found, eager], [*right, right[1]], strict=True):
         assert (out.float() - expected).norm() <= 2**-6 * expected.norm()
@@ -320,5 +316,5 @@ def test_the_same_twice():
     """Sums have an order: a result does not depend on timing."""
     cached = cache(tokens=5000)
     query = queries(cached)
-    one, two = (attention(query, cached, scaling=0.1) for _ in range(2))
+    one, two = (kv_attention(query, cached, softmax_scale=0.1) for _ in range(2))
     assert torch.equal(one, two)

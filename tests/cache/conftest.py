@@ -17,7 +17,7 @@ from hf_vq.formats.scheme import VQScheme
 from hf_vq.ops.layout import BLOCK_BITS
 
 
-def block_layouts(problem: dispatch.AttentionProblem) -> tuple[str, str]:
+def block_layouts(problem: dispatch.KVAttentionProblem) -> tuple[str, str]:
     """The block layouts that fit a problem of attention: quads for universal keys, else planes."""
     key, value = VQScheme.parse(problem.key_scheme), VQScheme.parse(problem.value_scheme)
     quads = key.codebook == "universal" and problem.head_dim // key.vector_size % 4 == 0
@@ -32,9 +32,9 @@ def layouts(request: pytest.FixtureRequest) -> Iterator[str]:
     """Only the reference runs, over canonical rows or over the blocks of the fast kernels."""
     entries = [entry for entry in dispatch.ENTRIES if entry.name == "reference"]
     if request.param == "blocks":
-        (known,) = (entry.implementation for entry in entries if entry.op == "attention")
+        (known,) = (entry.implementation for entry in entries if entry.op == "kv_attention")
         blocks = dataclasses.replace(known, layouts=block_layouts)
-        entries.insert(0, dispatch.Entry("test.blocks", "attention", blocks))
+        entries.insert(0, dispatch.Entry("test.blocks", "kv_attention", blocks))
     with dispatch.using(entries):
         yield request.param
 

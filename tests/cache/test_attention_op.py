@@ -1,4 +1,4 @@
-"""`hf_vq::attention` against attention written out in float64, one query at a time."""
+"""`hf_vq::kv_attention` against attention written out in float64, one query at a time."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_vq.cache.token_buffer import CodeTape
+from hf_vq.cache.lazy_kv import decoded
+from hf_vq.cache.token_buffer import CodeBuffer
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import encode_kv
-from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops import KVCacheView, encode_kv, kv_attention
+from hf_vq.ops.kv import flatten
 from hf_vq.ops.layout import layouts_for, to_rows, write_rows
+
+from ..kv_views import view_of
 
 
 def make(
@@ -35,7 +38,7 @@ def make(
     fresh: int = 1,
     slack: int = 5,
     start: list[int] | None = None,
-) -> CachedKV:
+) -> KVCacheView:
     """A cache of random tokens with codes for all that left the window, floats for the rest."""
     both = KV_SCHEMES[scheme]
     value_dim = value_dim or dim
@@ -52,15 +55,15 @@ def make(
     layouts = layouts_for(both.key, both.value, dim, value_dim, keys)
     k_codes, k_scale, k_first = on_tape(*k, both.key, dim, layouts[0])
     v_codes, v_scale, v_first = on_tape(*v, both.value, value_dim, layouts[1])
-    return CachedKV(
-        sink_k=torch.stack([keys[b, :, pick[b]] for b in range(batch)]),
-        sink_v=torch.stack([values[b, :, pick[b]] for b in range(batch)]),
-        k_codes=k_codes, k_scale=k_scale, k_mean=mean if both.centre_keys else None,
-        v_codes=v_codes, v_scale=v_scale,
-        tail_k=keys[:, :, tail:], tail_v=values[:, :, tail:],
-        codebook_k=codebooks[0], codebook_v=codebooks[1],
-        start=None if start is None else torch.tensor(start), tail_start=tail,
-        window=window, fresh=fresh, coded=coded, k_first=k_first, v_first=v_first,
+    return view_of(
+        key_sinks=torch.stack([keys[b, :, pick[b]] for b in range(batch)]),
+        value_sinks=torch.stack([values[b, :, pick[b]] for b in range(batch)]),
+        key_codes=k_codes, key_scale=k_scale, key_mean=mean if both.centre_keys else None,
+        value_codes=v_codes, value_scale=v_scale,
+        key_recent=keys[:, :, tail:], value_recent=values[:, :, tail:],
+        key_codebook=codebooks[0], value_codebook=codebooks[1],
+        cache_leftpad=None if start is None else torch.tensor(start), max_seqlen=length,
+        window=window, num_new=fresh, num_coded=coded, key_first=k_first, value_first=v_first,
         key_scheme=both.key.spec(), value_scheme=both.value.spec(),
         key_layout=layouts[0], value_layout=layouts[1],
     )  # fmt: skip
@@ -77,7 +80,7 @@ def on_tape(
 ) -> tuple[Tensor, Tensor, int]:
     """Codes and scales somewhere on a tape, and where; around them is what must not be read."""
     first, count = 250 if layout != "rows" else 3, rows.shape[2]
-    tape = CodeTape(rows.new_empty(*rows.shape[:3], dim), scheme, layout)
+    tape = CodeBuffer(rows.new_empty(*rows.shape[:3], dim), scheme, layout)
     tape.reserve(first + count + 1)
     tape.data.random_(256)
     tape.scale.fill_(torch.nan)
@@ -86,19 +89,14 @@ def on_tape(
     return tape.data, tape.scale, first
 
 
-def decode(cached: CachedKV, side: str, dtype: torch.dtype) -> Tensor:
+def decode(cached: KVCacheView, side: str, dtype: torch.dtype) -> Tensor:
     """Rows in `dtype`: bits, table, scale, Hadamard; nothing shared with the package but the order
     of blocks, which tests/ops/test_layout.py writes out."""
-    spec, layout, codes, scale, codebook, first, dim = (
-        (cached.key_scheme, cached.key_layout, cached.k_codes, cached.k_scale, cached.codebook_k,
-         cached.k_first, cached.tail_k.shape[-1])
-        if side == "k"
-        else (cached.value_scheme, cached.value_layout, cached.v_codes, cached.v_scale,
-              cached.codebook_v, cached.v_first, cached.tail_v.shape[-1])
-    )  # fmt: skip
-    scheme = VQScheme.parse(spec)
-    codes = to_rows(codes, first, cached.coded, scheme.entry_bits, layout)
-    scale = scale[:, :, first : first + cached.coded]
+    part = cached.key if side == "k" else cached.value
+    codes, scale, codebook, _, _, _, first, spec, layout = part
+    dim, scheme = part.recent.shape[-1], VQScheme.parse(spec)
+    codes = to_rows(codes, first, cached.num_coded, scheme.entry_bits, layout)
+    scale = scale[:, :, first : first + cached.num_coded]
     bits = numpy.unpackbits(codes.numpy(), axis=-1, bitorder="little")
     bits = bits[..., : dim // scheme.vector_size * scheme.entry_bits]
     shape = (*bits.shape[:-1], dim // scheme.vector_size, scheme.entry_bits)
@@ -121,38 +119,38 @@ def decode(cached: CachedKV, side: str, dtype: torch.dtype) -> Tensor:
 
 def written_out(
     query: Tensor,
-    cached: CachedKV,
+    cached: KVCacheView,
     dtype: torch.dtype,
     *,
-    scaling: float,
+    softmax_scale: float,
     mask: Tensor | None = None,
     softcap: float = 0.0,
-    s_aux: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attention in `dtype`, by loops over rows, heads and queries."""
     batch, query_heads, queries, _ = query.shape
-    groups = query_heads // cached.tail_k.shape[1]
-    length, tail = cached.length, cached.tail_start
-    sinks = cached.sink_k.shape[2]
+    groups = query_heads // cached.key.recent.shape[1]
+    length, tail = cached.max_seqlen, cached.recent_start
+    sinks = cached.key.sinks.shape[2]
     k, v = decode(cached, "k", dtype), decode(cached, "v", dtype)
-    k = k if cached.k_mean is None else k + cached.k_mean.to(dtype)
+    k = k if cached.key.mean is None else k + cached.key.mean.to(dtype)
     out = torch.zeros(batch, query_heads, queries, v.shape[-1], dtype=dtype)
     j = torch.arange(length)
     for b, h, t in product(range(batch), range(query_heads), range(queries)):
         i = length - queries + t
-        start = 0 if cached.start is None else int(cached.start[b])
+        start = 0 if cached.cache_leftpad is None else int(cached.cache_leftpad[b])
         rows = []
         for codes, floats, sink in (
-            (k, cached.tail_k, cached.sink_k), (v, cached.tail_v, cached.sink_v)
+            (k, cached.key.recent, cached.key.sinks), (v, cached.value.recent, cached.value.sinks)
         ):  # fmt: skip
-            first = min(i - cached.window + 1, length - cached.fresh)
+            first = min(i - cached.window + 1, length - cached.num_new)
             near = range(max(first, tail), length)
             row = floats[b, h // groups].new_zeros(length, floats.shape[-1]).to(dtype)
             row[: codes.shape[2]] = codes[b, h // groups]
             row[near.start :] = floats[b, h // groups, near.start - tail :].to(dtype)
             row[start : start + sinks] = sink[b, h // groups].to(dtype)
             rows.append(row)
-        scores = (rows[0] @ query[b, h, t].to(dtype)) * scaling
+        scores = (rows[0] @ query[b, h, t].to(dtype)) * softmax_scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         if mask is None:
@@ -161,27 +159,29 @@ def written_out(
             scores[~mask[min(b, len(mask) - 1), 0, t]] = -math.inf
         else:
             scores = scores + mask[min(b, len(mask) - 1), 0, t].to(dtype)
-        if s_aux is not None:
-            scores = torch.cat([scores, s_aux[h : h + 1].to(dtype)])
+        if sink_logits is not None:
+            scores = torch.cat([scores, sink_logits[h : h + 1].to(dtype)])
         out[b, h, t] = scores.softmax(0)[:length].nan_to_num(0.0) @ rows[1]
     return out
 
 
-def check(query: Tensor, cached: CachedKV, **options: object) -> None:
+def check(query: Tensor, cached: KVCacheView, **options: object) -> None:
     """err(op) <= 2 err(same maths in torch at that dtype) + eps.
 
     eps: the output is rounded once to its dtype, and inside, in float32, a logit of at most
-    scaling |q| |k| is off by one rounding, which moves the output by as much times |v|.
+    softmax_scale |q| |k| is off by one rounding, which moves the output by as much times |v|.
     """
-    options = {"scaling": query.shape[-1] ** -0.5, **options}
-    out = attention(query, cached, **options)  # type: ignore[arg-type]
+    options = {"softmax_scale": query.shape[-1] ** -0.5, **options}
+    out = kv_attention(query, cached, **options)  # type: ignore[arg-type]
     exact = written_out(query, cached, torch.float64, **options)  # type: ignore[arg-type]
     plain = written_out(query, cached, query.dtype, **options)  # type: ignore[arg-type]
     assert out.dtype == query.dtype and out.shape == exact.shape
     allowed = 2 * (plain.double() - exact).abs().max()
     allowed += torch.finfo(query.dtype).eps * exact.abs().max()
-    largest = [x.float().norm(dim=-1).max() for x in (query, cached.tail_k, cached.tail_v)]
-    allowed += torch.finfo(torch.float32).eps * options["scaling"] * math.prod(largest)
+    largest = [
+        x.float().norm(dim=-1).max() for x in (query, cached.key.recent, cached.value.recent)
+    ]
+    allowed += torch.finfo(torch.float32).eps * options["softmax_scale"] * math.prod(largest)
     assert (out.double() - exact).abs().max() <= allowed
 
 
@@ -222,8 +222,8 @@ def test_windows(window: int, sinks: int) -> None:
 def test_softcap_and_sink_logits() -> None:
     cached = make(dim=16, length=30, window=8, fresh=2)
     query = 3 * torch.randn(2, 4, 2, 16)
-    check(query, cached, softcap=5.0, scaling=0.5)
-    check(query, cached, s_aux=torch.randn(4))
+    check(query, cached, softcap=5.0, softmax_scale=0.5)
+    check(query, cached, sink_logits=torch.randn(4))
 
 
 def test_different_dims_of_keys_and_values() -> None:
@@ -241,36 +241,38 @@ def test_masks_and_left_padding() -> None:
     check(query, cached, mask=additive)
     check(query, cached, mask=torch.randn(1, 1, 3, 30))  # a position bias
     mask[0] = False  # a query that sees nothing
-    assert torch.equal(attention(query, cached, mask=mask, scaling=0.2)[0], torch.zeros(2, 3, 16))
+    assert torch.equal(
+        kv_attention(query, cached, mask=mask, softmax_scale=0.2)[0], torch.zeros(2, 3, 16)
+    )
 
 
 def test_longer_mask_is_cut_and_shorter_refused() -> None:
     cached = make(dim=16, length=30, window=8)
     query = torch.randn(2, 2, 1, 16)
     mask = torch.rand(2, 1, 1, 40) > 0.3
-    cut = attention(query, cached, mask=mask[..., :30], scaling=1.0)
-    assert torch.equal(attention(query, cached, mask=mask, scaling=1.0), cut)
+    cut = kv_attention(query, cached, mask=mask[..., :30], softmax_scale=1.0)
+    assert torch.equal(kv_attention(query, cached, mask=mask, softmax_scale=1.0), cut)
     with pytest.raises(VQCacheError, match="mask covers 29"):
-        attention(query, cached, mask=mask[..., :29], scaling=1.0)
+        kv_attention(query, cached, mask=mask[..., :29], softmax_scale=1.0)
     with pytest.raises(VQCacheError, match="heads"):
-        attention(query[:, :1], cached, scaling=1.0)
+        kv_attention(query[:, :1], cached, softmax_scale=1.0)
 
 
 def test_dense_is_what_the_first_query_sees() -> None:
     cached = make(dim=16, length=30, window=8, fresh=1)
     query = torch.randn(2, 2, 1, 16)
-    scores = query @ cached.dense("k", 29).mT / 4
-    plain = scores.softmax(-1) @ cached.dense("v", 29)
-    exact = written_out(query, cached, torch.float64, scaling=0.25)
+    scores = query @ decoded(cached, "key").mT / 4
+    plain = scores.softmax(-1) @ decoded(cached, "value")
+    exact = written_out(query, cached, torch.float64, softmax_scale=0.25)
     assert (plain.double() - exact).abs().max() < 1e-5
 
 
 def test_opcheck() -> None:
     cached = make(dim=16, length=30, window=8, fresh=2, start=[0, 3])
-    scales = {name: getattr(cached, name).nan_to_num() for name in ("k_scale", "v_scale")}
-    cached = cached._replace(**scales)
-    tensors, numbers, names = cached[:12], cached[12:-4], cached[-4:]
+    cached = cached.replace(
+        key_scale=cached.key.scale.nan_to_num(), value_scale=cached.value.scale.nan_to_num()
+    )
     mask = torch.rand(2, 1, 2, 30) > 0.3
     for extra in ([mask, torch.randn(4)], [None, None]):
-        arguments = (torch.randn(2, 4, 2, 16), *tensors, *extra, *numbers, 0.25, 0.0, *names)
-        torch.library.opcheck(torch.ops.hf_vq.attention, arguments)
+        arguments = (torch.randn(2, 4, 2, 16), *flatten(cached), *extra, 0.25, 0.0)
+        torch.library.opcheck(torch.ops.hf_vq.kv_attention, arguments)

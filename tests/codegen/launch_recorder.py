@@ -24,7 +24,7 @@ from hf_vq.codegen.jit import device, launch
 from hf_vq.codegen.jit.device import Arch
 from hf_vq.formats import qoq
 from hf_vq.formats.tensors import tensor_specs
-from hf_vq.ops import codes, paged, published, static, w4a8
+from hf_vq.ops import codes, kv_ops, published, w4a8
 from tests.buckets import linear, rows
 from tests.buckets import w4a8 as w4a8_buckets
 
@@ -198,9 +198,8 @@ def _shapes(specs):
 def _ops(patch):
     """Ops run what they were defined with."""
     runs = {
-        "attention": library_of("attention"), "attention_static": static._attention_static,
-        "store": static._store, "append": codes._append, "append_paged": paged._append,
-        "attention_paged": paged._attention, "rotate": codes._rotate, "decode": codes._decode,
+        "kv_attention": kv_ops._attention_op, "kv_append": kv_ops._append_op,
+        "rotate": codes._rotate, "decode": codes._decode,
         "encode": codes._encode, "linear": library_of("linear"),
         "linears": library_of("horizontal_fusion", "_linears"), "w4a8_linear": w4a8._w4a8_linear,
         "w4a8_linears": w4a8._w4a8_linears, "published_linear": published._published_linear,

@@ -104,7 +104,7 @@ def test_by_hand_and_several_tokens_at_once(counters: dict[str, int]) -> None:
             wanted = model(part, past_key_values=grown).logits
             found = forward(part, past_key_values=static).logits
             assert (found - wanted).abs().max() < 1e-3
-    assert static.get_seq_length() == 32 and int(static.layers[0].static.length) == 32
+    assert static.get_seq_length() == 32 and int(static.layers[0].static.cache_seqlens) == 32
     assert counters["unique_graphs"] <= 3
     with pytest.raises(Exception, match="run the prompt without"), torch.no_grad():
         forward(ids[:, :2], past_key_values=static_cache(model))
@@ -267,7 +267,7 @@ def test_fused_kernels_in_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = logits(VQCache(model.config, window=8))
     model.to(torch.bfloat16)
     monkeypatch.delenv("HF_VQ_BACKEND")
-    of_cache = ("append", "attention", "store", "attention_static")
+    of_cache = ("kv_append", "kv_attention")
     kernels = [
         entry
         for entry in dispatch.ENTRIES

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_vq.formats.packing import unpack_bits
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops.attention import CachedKV
+from hf_vq.ops import KVCacheView
 from hf_vq.ops.layout import BLOCK, to_rows
 from hf_vq.transforms import rotate
 
@@ -40,14 +40,16 @@ def rounded(codebook: Tensor) -> Tensor:
     return (entries * (steps / top)).round().double() * (top / steps).double()
 
 
-def codes_of(cached: CachedKV, side: str) -> Tensor:
+def codes_of(cached: KVCacheView, side: str) -> Tensor:
     """int64 [B, H, coded, S]."""
     key = side == "k"
-    scheme = VQScheme.parse(cached.key_scheme if key else cached.value_scheme)
-    data, first = (cached.k_codes, cached.k_first) if key else (cached.v_codes, cached.v_first)
-    layout = cached.key_layout if key else cached.value_layout
-    dim = (cached.tail_k if key else cached.tail_v).shape[3]
-    rows = to_rows(data, first, cached.coded, scheme.entry_bits, layout)
+    scheme = VQScheme.parse(cached.key.scheme if key else cached.value.scheme)
+    data, first = (
+        (cached.key.codes, cached.key.first) if key else (cached.value.codes, cached.value.first)
+    )
+    layout = cached.key.layout if key else cached.value.layout
+    dim = (cached.key.recent if key else cached.value.recent).shape[3]
+    rows = to_rows(data, first, cached.num_coded, scheme.entry_bits, layout)
     return unpack_bits(rows, scheme.entry_bits, dim // scheme.vector_size).long()
 
 
@@ -113,21 +115,21 @@ def weighted_codes(
 
 def attend(
     query: Tensor,
-    cached: CachedKV,
+    cached: KVCacheView,
     bits: int,
     *,
-    scaling: float,
+    softmax_scale: float,
     mask: Tensor | None = None,
     softcap: float = 0.0,
-    s_aux: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Bounded:
-    """Attention [B, Hq, Q, Dv] float64 over codes in blocks; arguments as `ops.attention`.
+    """Attention [B, Hq, Q, Dv] float64 over codes in blocks; arguments as `ops.kv_attention`.
 
     Args:
         bits: half the bits of a weight.
     """
     batch, heads, queries, _ = query.shape
-    dim = cached.tail_v.shape[3]
+    dim = cached.value.recent.shape[3]
     out = torch.zeros(batch, heads, queries, dim, dtype=torch.float64)
     slack = torch.zeros_like(out)
     codes = codes_of(cached, "k"), codes_of(cached, "v")
@@ -136,12 +138,12 @@ def attend(
     for b in range(batch):
         for h in range(heads):
             for t in range(queries):
-                seen = None if mask is None else mask[b, h, t, : cached.length]
-                sink = None if s_aux is None else s_aux[h].double()
-                i = cached.length - queries + t
-                head = h // (heads // cached.tail_k.shape[1])
+                seen = None if mask is None else mask[b, h, t, : cached.max_seqlen]
+                sink = None if sink_logits is None else sink_logits[h].double()
+                i = cached.max_seqlen - queries + t
+                head = h // (heads // cached.key.recent.shape[1])
                 logits, coded = _logits(
-                    query[b, h, t], cached, codes[0][b, head], b, head, i, scaling
+                    query[b, h, t], cached, codes[0][b, head], b, head, i, softmax_scale
                 )
                 value, error = _finish(logits, seen, i, softcap)
                 result = _values(
@@ -152,32 +154,32 @@ def attend(
 
 
 def _logits(
-    query: Tensor, cached: CachedKV, codes: Tensor, b: int, head: int, i: int, scaling: float
+    query: Tensor, cached: KVCacheView, codes: Tensor, b: int, head: int, i: int, scaling: float
 ) -> tuple[Bounded, Tensor]:
     """Logits of all positions, and which of them come from codes."""
-    scheme, length = VQScheme.parse(cached.key_scheme), cached.length
-    near = max(cached.tail_start, min(i - cached.window + 1, length - cached.fresh))
-    near = min(near, cached.coded)
+    scheme, length = VQScheme.parse(cached.key.scheme), cached.max_seqlen
+    near = max(cached.recent_start, min(i - cached.window + 1, length - cached.num_new))
+    near = min(near, cached.num_coded)
     value, slack = (torch.zeros(length, dtype=torch.float64) for _ in range(2))
     if scheme.has_scale:
-        dots = universal_dots(query, scheme, cached.codebook_k, codes[:near])
-        scale = cached.k_scale[b, head, cached.k_first :][:near, 0].double()
+        dots = universal_dots(query, scheme, cached.key.codebook, codes[:near])
+        scale = cached.key.scale[b, head, cached.key.first :][:near, 0].double()
         dots = Bounded(dots.value * scale, dots.slack * scale.abs())
     else:
-        dots = table_dots(query, cached.codebook_k[head], codes[:near])
+        dots = table_dots(query, cached.key.codebook[head], codes[:near])
     value[:near], slack[:near] = dots
-    if cached.k_mean is not None:
-        shift = float_dots(query, cached.k_mean[b, head])
+    if cached.key.mean is not None:
+        shift = float_dots(query, cached.key.mean[b, head])
         value[:near] += shift.value
         slack[:near] += shift.slack
-    tail = float_dots(query, cached.tail_k[b, head, near - cached.tail_start :])
+    tail = float_dots(query, cached.key.recent[b, head, near - cached.recent_start :])
     value[near:], slack[near:] = tail
     coded = torch.arange(length) < near
-    start = 0 if cached.start is None else int(cached.start[b])
-    for slot in range(cached.sink_k.shape[2]):
+    start = 0 if cached.cache_leftpad is None else int(cached.cache_leftpad[b])
+    for slot in range(cached.key.sinks.shape[2]):
         j = start + slot
         if 0 <= j < near:
-            sink = float_dots(query, cached.sink_k[b, head, slot : slot + 1])
+            sink = float_dots(query, cached.key.sinks[b, head, slot : slot + 1])
             value[j], slack[j], coded[j] = sink.value[0], sink.slack[0], False
     return Bounded(value * scaling, slack * abs(scaling) + 4 * ROUNDING * value.abs()), coded
 
@@ -198,10 +200,10 @@ def _finish(logits: Bounded, seen: Tensor | None, i: int, softcap: float) -> Bou
 
 
 def _values(
-    value: Tensor, slack: Tensor, coded: Tensor, sink: Tensor | None, cached: CachedKV,
+    value: Tensor, slack: Tensor, coded: Tensor, sink: Tensor | None, cached: KVCacheView,
     codes: Tensor, b: int, head: int, bits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scheme, dim = VQScheme.parse(cached.value_scheme), cached.tail_v.shape[3]
+    scheme, dim = VQScheme.parse(cached.value.scheme), cached.value.recent.shape[3]
     top = value.max()
     if top == -torch.inf:
         return torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dtype=torch.float64)
@@ -209,10 +211,10 @@ def _values(
     p = (value - top).exp()
     total = p.sum() + (0 if sink is None else (sink - top).exp())
 
-    codebook, count = cached.codebook_v, cached.coded
+    codebook, count = cached.value.codebook, cached.num_coded
     if scheme.has_scale:
         levels = rounded(codebook[0])[codes].flatten(-2)
-        scale = cached.v_scale[b, head, cached.v_first :][:count, 0].double()
+        scale = cached.value.scale[b, head, cached.value.first :][:count, 0].double()
     else:
         books = torch.stack([rounded(book) for book in codebook[head]])
         levels = books[torch.arange(codes.shape[1]), codes].flatten(-2)
@@ -220,19 +222,23 @@ def _values(
     weights = torch.where(coded, p, 0)[:count] * scale
     # Wrong logits change the weights; sums are rounded before they are rotated back.
     wrong = 2 * (2 * slack[value > -torch.inf].max().clamp(max=1) + FUNCTIONS)
-    sums, undecided = weighted_codes(weights, wrong, cached.v_first, levels, bits)
+    sums, undecided = weighted_codes(weights, wrong, cached.value.first, levels, bits)
     size = weights.abs() @ levels.abs()
     turned = rotate(sums[None], scheme)[0]
     out = turned.clone()
 
     floats = torch.where(coded, 0, p)
-    start = 0 if cached.start is None else int(cached.start[b])
+    start = 0 if cached.cache_leftpad is None else int(cached.cache_leftpad[b])
     rows = torch.zeros(len(p), dim, dtype=torch.float64)
-    rows[cached.tail_start :] = cached.tail_v[b, head].double()
-    for slot in range(cached.sink_v.shape[2]):
+    rows[cached.recent_start :] = cached.value.recent[b, head].double()
+    for slot in range(cached.value.sinks.shape[2]):
         j = start + slot
-        if 0 <= j < len(p) and not coded[j] and j < cached.tail_start + cached.tail_v.shape[2]:
-            rows[j] = cached.sink_v[b, head, slot].double()
+        if (
+            0 <= j < len(p)
+            and not coded[j]
+            and j < cached.recent_start + cached.value.recent.shape[2]
+        ):
+            rows[j] = cached.value.sinks[b, head, slot].double()
     out += floats @ rows
 
     error = wrong * (size.norm() + floats @ rows.abs()) + undecided.norm() + FUNCTIONS * size.norm()

@@ -6,20 +6,19 @@ tensors that need a copy, `cuda_fused.linear` does it, which also lets kernels o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ....codegen.families.linear import token_bucket
-from ....dispatch import Bound, Implementation, LinearProblem
-from ....formats.packing import packed_size
-from ....formats.scheme import VQScheme
-from ....ops.library import parse
-from ...cpu import boxed_ops
-from .. import weight_supports
-from . import fused as cuda_fused
-from .dequantize import stored_sizes
+from ..codegen.families.linear import token_bucket
+from ..dispatch import Bound, Implementation, LinearProblem
+from ..formats.packing import packed_size
+from ..formats.scheme import VQScheme
+from ..ops.library import parse
+from .cpu import boxed_ops
+from .cuda import weight_supports
+from .cuda.linear import fused as cuda_fused
+from .cuda.linear.dequantize import stored_sizes
+from .cuda_bound import ATTRIBUTE
 
 FIELDS = ("device", "dtype", "rows", "columns", "tokens", "codes", "codebook", "scale", "signs",
           "codebook_dtype", "function", "blocks", "threads", "shared_bytes", "before",
@@ -45,10 +44,9 @@ def bind(problem: LinearProblem) -> Bound | None:
         bias: Tensor | None,
     ) -> Tensor | None:
         ordinal, numel = x.get_device(), x.numel()
-        if (
-            # Python launches first: it remembers who wrote the codes, for graphs to come.
-            not cuda_fused.is_known(codes) or ordinal != torch._C._cuda_getDevice() or not numel
-        ):
+        # Python launches first: it remembers who wrote the codes, for graphs to come.
+        launched = getattr(codes, ATTRIBUTE, None) is not None
+        if not launched or ordinal != torch._C._cuda_getDevice() or not numel:
             return None
         launch = launches.get((ordinal, numel))
         if launch is None:
@@ -112,16 +110,10 @@ def prepared(
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def _run(*arguments: Any) -> Tensor:
-    x, codes, codebook, scale, rotation, codes_2, codebook_2, *_, bias, scheme = arguments
-    table = codebook if codes_2 is None else codebook_2  # nested: one for both passes
-    return cuda_fused.linear(x, codes, table, scale, rotation, bias, scheme, codes_2)
-
-
 LINEAR = Implementation(
-    _run,
+    cuda_fused.linear,
     weight_supports.fused_linear,
     bind,
-    grouped=cuda_fused.linears,
+    grouped=cuda_fused.grouped,
     note=weight_supports.slower_than_dense,
 )
