@@ -6,23 +6,18 @@ some tokens are really encoded, and a longer cache repeats their codes.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
 import torch
 from torch import Tensor
 
+from hf_vq.cache import LazyKV
 from hf_vq.cache.codebooks import learned
 from hf_vq.cache.layer import LayerOptions, VQCacheLayer
-from hf_vq.cache.lazy_kv import VQHandle
 from hf_vq.cache.prompt import Prompt
 from hf_vq.formats.catalog import kv_scheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops.attention import CachedKV
-from hf_vq.ops.library import parse
-from hf_vq.ops.static import StaticKV
+from hf_vq.ops import KVCacheView
 
-Cached = TypeVar("Cached", CachedKV, StaticKV)
 SINKS, WINDOW = 4, 64  # the defaults of VQCache
 HEAD_DIM = 128
 _ENCODED = 1024  # tokens that are really encoded
@@ -57,7 +52,7 @@ def _codebook(scheme: VQScheme, heads: int, device: str) -> Tensor | None:
 
 def coded_cache(
     name: str, kv_heads: int, batch: int, context: int, dtype: torch.dtype, device: str = "cuda"
-) -> CachedKV:
+) -> KVCacheView:
     """What attention of one token reads of a cache of `context` tokens, itself included."""
     layer = VQCacheLayer(*layer_arguments(name, kv_heads, device))
     few = min(context, _ENCODED)
@@ -69,8 +64,8 @@ def coded_cache(
             tape, count = store.codes, len(store.codes) + context - few
             tape.replace(_repeated(tape.rows(), count), _repeated(tape.scales(), count))
     handle = layer.keys
-    assert isinstance(handle, VQHandle)
-    return handle.update.cached._replace(fresh=1)
+    assert isinstance(handle, LazyKV)
+    return handle.update.view._replace(num_new=1)
 
 
 def _repeated(tokens: Tensor, count: int) -> Tensor:
@@ -78,27 +73,24 @@ def _repeated(tokens: Tensor, count: int) -> Tensor:
     return tokens.repeat(1, 1, times, 1)[:, :, :count]
 
 
-def copy_of(cached: Cached) -> Cached:
+def copy_of(cached: KVCacheView) -> KVCacheView:
     """The cache elsewhere in memory, as that of another layer: only universal codebooks are the
     same."""
-    found: dict[str, Any] = {
-        key: value.clone()
-        for key, value in cached._asdict().items()
-        if isinstance(value, Tensor) and not (key.startswith("codebook") and value.ndim == 3)
-    }
-    return cached._replace(**found)
+    universal = [side.codebook for side in (cached.key, cached.value) if side.codebook.ndim == 3]
+    kept = {id(book) for book in universal}
+    return cached.map(lambda x: x if id(x) in kept else x.clone())
 
 
-def bytes_read(cached: CachedKV) -> int:
+def bytes_read(cached: KVCacheView) -> int:
     """Bytes that attention of one token must read: codes and scales, floats, codebooks."""
-    near = min(cached.length, cached.window)
-    floats = near + min(cached.sink_k.shape[2], cached.length - near)
+    near = min(cached.max_seqlen, cached.window)
+    floats = near + min(cached.key.sinks.shape[2], cached.max_seqlen - near)
     total = 0.0
-    if cached.length > floats:
-        total += cached.codebook_k.nbytes + cached.codebook_v.nbytes
-    for tail, spec in ((cached.tail_k, cached.key_scheme), (cached.tail_v, cached.value_scheme)):
-        rows, dim = tail.shape[0] * tail.shape[1], tail.shape[3]
-        coded = parse(spec).bits(dim) / 8 * dim
-        exact = tail.element_size() * dim
-        total += rows * (floats * exact + (cached.length - floats) * coded)
+    if cached.max_seqlen > floats:
+        total += cached.key.codebook.nbytes + cached.value.codebook.nbytes
+    for side in (cached.key, cached.value):
+        rows, dim = side.recent.shape[0] * side.heads, side.dim
+        coded = side.parsed.bits(dim) / 8 * dim
+        exact = side.recent.element_size() * dim
+        total += rows * (floats * exact + (cached.max_seqlen - floats) * coded)
     return round(total)

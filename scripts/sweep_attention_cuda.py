@@ -38,8 +38,7 @@ from hf_vq.codegen.jit.compiler import cubin
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.evaluation.record import command_line, make_record, write_record
-from hf_vq.ops.attention import CachedKV, attention
-from hf_vq.ops.paged import PagedKV, attention_paged
+from hf_vq.ops import kv_attention
 from tests.buckets import caches
 from tests.buckets.attention import SCHEMES, AttentionCase, schemes
 
@@ -104,16 +103,18 @@ def problem(point: Point, device: torch.device) -> tuple[Any, Any, Tensor]:
     few: caches.Cached
     if point.paged:
         paged = caches.pages(scheme, DTYPE, device, rows, point.heads, DIM, point.tokens, PAGE)
-        for part in (paged.k_codes, paged.k_scale, paged.v_codes, paged.v_scale):
+        for part in (paged.key.codes, paged.key.scale, paged.value.codes, paged.value.scale):
             part.copy_(part[:, of_head])
-        mean = None if paged.k_mean is None else paged.k_mean[:, :heads]
-        few = paged._replace(
-            k_codes=paged.k_codes[:, :heads], k_scale=paged.k_scale[:, :heads], k_mean=mean,
-            v_codes=paged.v_codes[:, :heads], v_scale=paged.v_scale[:, :heads],
+        mean = None if paged.key.mean is None else paged.key.mean[:, :heads]
+        few = paged.replace(
+            key_codes=paged.key.codes[:, :heads], key_scale=paged.key.scale[:, :heads],
+            key_mean=mean,
+            value_codes=paged.value.codes[:, :heads], value_scale=paged.value.scale[:, :heads],
         )  # fmt: skip
-        cached: Any = paged._replace(
-            k_mean=None if mean is None else mean[:, of_head].contiguous(),
-            table=paged.table[of_row], length=paged.length[of_row],
+        assert paged.page_table is not None and paged.cache_seqlens is not None
+        cached = paged.replace(
+            key_mean=None if mean is None else mean[:, of_head].contiguous(),
+            page_table=paged.page_table[of_row], cache_seqlens=paged.cache_seqlens[of_row],
         )  # fmt: skip
     else:
         window = min(WINDOW, point.tokens)
@@ -121,18 +122,15 @@ def problem(point: Point, device: torch.device) -> tuple[Any, Any, Tensor]:
             scheme, DTYPE, device, rows, heads, (DIM, DIM), point.tokens - window, 1,
             min(SINKS, point.tokens), window,
         )  # fmt: skip
-        cached = CachedKV(*(
-            part[of_row][:, of_head] if isinstance(part, Tensor) and part.dim() == 4
-            and not name.startswith("codebook") else part
-            for name, part in zip(CachedKV._fields, few, strict=True)
-        ))  # fmt: skip
         books = {
-            name: book if book.dim() == 3 else book[of_head]
-            for name in ("codebook_k", "codebook_v")
-            for book in (getattr(few, name),)
+            f"{which}_codebook": book if book.dim() == 3 else book[of_head]
+            for which in ("key", "value")
+            for book in (getattr(few, which).codebook,)
         }
-        cached = cached._replace(**books)
-    exact = caches.exact(query.flatten(1, 2)[:, :, None], few, None, scaling=DIM**-0.5, softcap=0.0)
+        cached = few.map(lambda x: x[of_row][:, of_head] if x.dim() == 4 else x).replace(**books)
+    exact = caches.exact(
+        query.flatten(1, 2)[:, :, None], few, None, softmax_scale=DIM**-0.5, softcap=0.0
+    )
     exact = exact.squeeze(2).unflatten(1, (heads, point.share))[of_row][:, of_head]
     return query[of_row][:, of_head].flatten(1, 2)[:, :, None].contiguous(), cached, exact
 
@@ -140,9 +138,8 @@ def problem(point: Point, device: torch.device) -> tuple[Any, Any, Tensor]:
 def judge(point: Point, calls: int, device: torch.device) -> dict[str, int]:
     """Heads of the first call that are wrong or no numbers; calls, and heads, with other bits."""
     query, cached, exact = problem(point, device)
-    op = attention_paged if isinstance(cached, PagedKV) else attention
     torch.full((calls * query.numel(),), float("nan"), dtype=DTYPE, device=device)  # is given next
-    found = [op(query, cached, scaling=DIM**-0.5) for _ in range(calls)]
+    found = [kv_attention(query, cached, softmax_scale=DIM**-0.5) for _ in range(calls)]
     first = found[0].view(point.rows, point.heads, point.share, DIM)
     broken = (~first.isfinite()).any(-1)
     bound = torch.finfo(DTYPE).eps + 2.0**-10

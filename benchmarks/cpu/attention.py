@@ -31,14 +31,14 @@ from torch import Tensor
 
 from hf_vq.backends.cpu import library as native
 from hf_vq.backends.cpu.kv import scores
+from hf_vq.cache import LazyKV
 from hf_vq.cache.codebooks import learned as is_learned
 from hf_vq.cache.layer import LayerOptions, VQCacheLayer
-from hf_vq.cache.lazy_kv import VQHandle
 from hf_vq.cache.prompt import Prompt
 from hf_vq.formats.catalog import kv_scheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops import KVCacheView, kv_append, kv_attention
 
 from ..roofline.arithmetic import arithmetic
 from ..roofline.cpu import reading
@@ -125,22 +125,22 @@ def _codebook(scheme: VQScheme) -> Tensor | None:
     return entries.sort(2).values if scheme.vector_size == 1 else entries  # as k-means leaves them
 
 
-def _cached(name: str, context: int, fresh: int = 1) -> CachedKV:
+def _cached(name: str, context: int, fresh: int = 1) -> KVCacheView:
     """A cache of `context` tokens as codes, and `fresh` newer ones."""
     layer = _layer(name)
     layer.update(*torch.randn(2, 1, HEADS, context, HEAD_DIM).unbind())
     tokens = torch.randn(1, HEADS, fresh, HEAD_DIM)
     handle = layer.update(tokens, tokens)[0]
-    assert isinstance(handle, VQHandle)
-    return handle.update.cached
+    assert isinstance(handle, LazyKV)
+    return handle.update.view
 
 
-def _coded_bytes(cached: CachedKV, sides: str) -> int:
-    coded = {"k": (cached.k_codes, cached.k_scale), "v": (cached.v_codes, cached.v_scale)}
+def _coded_bytes(cached: KVCacheView, sides: str) -> int:
+    coded = {"k": cached.key[:2], "v": cached.value[:2]}  # codes and scales
     return sum(tensor.nbytes for side in sides for tensor in coded[side])
 
 
-def _cold(cached: CachedKV, nbytes: int) -> list[CachedKV]:
+def _cold(cached: KVCacheView, nbytes: int) -> list[KVCacheView]:
     """As many copies of a cache as are never found in a processor's cache, if a call reads `nbytes`
     bytes of one."""
 
@@ -148,9 +148,9 @@ def _cold(cached: CachedKV, nbytes: int) -> list[CachedKV]:
         return native.allocate(tuple(codes.shape)).copy_(codes)
 
     copies = (
-        cached._replace(
-            k_codes=copy(cached.k_codes), k_scale=cached.k_scale.clone(),
-            v_codes=copy(cached.v_codes), v_scale=cached.v_scale.clone(),
+        cached.replace(
+            key_codes=copy(cached.key.codes), key_scale=cached.key.scale.clone(),
+            value_codes=copy(cached.value.codes), value_scale=cached.value.scale.clone(),
         )
         for _ in range(cold_copies(nbytes) - 1)
     )  # fmt: skip
@@ -200,7 +200,7 @@ def _of_bandwidth(
 
 
 def _in_cache(
-    name: str, fresh: int, calling: Callable[[list[CachedKV]], Contestant]
+    name: str, fresh: int, calling: Callable[[list[KVCacheView]], Contestant]
 ) -> dict[str, Contestant]:
     """`calling` with caches of few tokens, for `_us_cached`."""
     return {
@@ -219,9 +219,9 @@ def _without_cached(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     return {name: times for name, times in seconds.items() if " cached " not in name}
 
 
-def _scoring(caches: list[CachedKV]) -> Contestant:
+def _scoring(caches: list[KVCacheView]) -> Contestant:
     query = torch.randn(1, HEADS, 1, HEAD_DIM)
-    out = torch.empty(1, HEADS, 1, caches[0].coded)
+    out = torch.empty(1, HEADS, 1, caches[0].num_coded)
     return Contestant(lambda i: scores(query, caches[i], score=out), len(caches))
 
 
@@ -331,10 +331,10 @@ def _steps(
     return found
 
 
-def _stepping(caches: list[CachedKV], group: int, queries: int) -> Contestant:
+def _stepping(caches: list[KVCacheView], group: int, queries: int) -> Contestant:
     query = torch.randn(1, HEADS * group, queries, HEAD_DIM)
     scaling = HEAD_DIM**-0.5
-    return Contestant(lambda i: attention(query, caches[i], scaling=scaling), len(caches))
+    return Contestant(lambda i: kv_attention(query, caches[i], softmax_scale=scaling), len(caches))
 
 
 def _torch_steps(context: int, rows: int) -> dict[str, Contestant]:
@@ -403,10 +403,14 @@ def _appending(layer: VQCacheLayer, sides: str) -> Contestant:
     tokens = torch.randn(1, HEADS, APPENDED, HEAD_DIM)
     layer.update(tokens, tokens)
     stores = [getattr(layer, side) for side in sides]
+    values = tokens if "v" in sides else tokens[:, :, :0]
 
     def call(i: int) -> None:
         for store in stores:
-            store.encode(tokens)
+            store.codes.reserve(APPENDED)
+        kv_append(tokens, values, layer._view(tokens, tokens, 0, APPENDED, leaving=APPENDED))
+        for store in stores:
+            store.codes.end += APPENDED
 
     return Contestant(call, calls=LAYERS)
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from hf_vq import dispatch
 from hf_vq.cache.static_layer import VQStaticLayer
 from hf_vq.errors import VQBackendError
-from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops import KVCacheView, kv_append, kv_attention
+from hf_vq.ops.kv import STATIC
 from hf_vq.ops.library import attention_problem
-from hf_vq.ops.static import StaticKV, store
 
 from ..peers import sdpa
 from ..random_kv import HEAD_DIM, SINKS, WINDOW, bytes_read, coded_cache, copy_of, layer_arguments
@@ -141,20 +141,20 @@ def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[s
     return found
 
 
-def _kernel(query: Tensor, cached: CachedKV) -> str:
+def _kernel(query: Tensor, cached: KVCacheView) -> str:
     """The entry of the dispatch table that runs."""
     asked = attention_problem(
-        query.device, query.dtype, cached.key_scheme, cached.value_scheme, HEAD_DIM, HEAD_DIM,
-        1, cached.length, cached.key_layout, cached.value_layout,
+        query.device, query.dtype, cached.key.scheme, cached.value.scheme, HEAD_DIM, HEAD_DIM,
+        1, cached.max_seqlen, cached.key.layout, cached.value.layout,
     )  # fmt: skip
     return dispatch.select(asked).name
 
 
-def _attending(query: Tensor, cached: CachedKV, nbytes: int) -> Contestant:
+def _attending(query: Tensor, cached: KVCacheView, nbytes: int) -> Contestant:
     copies = min(cold_copies(nbytes), _COPIES)
     caches = [cached, *(copy_of(cached) for _ in range(copies - 1))]
     scaling = HEAD_DIM**-0.5
-    return Contestant(lambda i: attention(query, caches[i], scaling=scaling), copies)
+    return Contestant(lambda i: kv_attention(query, caches[i], softmax_scale=scaling), copies)
 
 
 def _compile(contestants: Iterable[Contestant]) -> None:
@@ -181,9 +181,9 @@ def _store_rows(
         layer = VQStaticLayer(*layer_arguments(name, kv_heads, limit=_CAPACITY))
         prompt = torch.randn(2, batch, kv_heads, 2 * WINDOW, HEAD_DIM, dtype=_DTYPE, device="cuda")
         layer.update(*prompt.unbind())
-        asked = dispatch.StoreProblem(
+        asked = dispatch.KVAppendProblem(
             "cuda", str(_DTYPE)[6:], layer.k.spec, layer.v.spec,
-            1, _CAPACITY, HEAD_DIM, HEAD_DIM, "rows", "rows",
+            1, HEAD_DIM, HEAD_DIM, "rows", "rows", STATIC,
         )  # fmt: skip
         kernels[name] = dispatch.select(asked).name
         if kernels[name] != _REFERENCE:
@@ -214,9 +214,9 @@ def _copying(keys: Tensor, values: Tensor) -> Contestant:
     return Contestant(call, _LAYERS)
 
 
-def _storing(cached: StaticKV, keys: Tensor, values: Tensor) -> Contestant:
+def _storing(cached: KVCacheView, keys: Tensor, values: Tensor) -> Contestant:
     caches = [copy_of(cached) for _ in range(_LAYERS)]
-    return Contestant(lambda i: store(keys, values, caches[i]), _LAYERS)
+    return Contestant(lambda i: kv_append(keys, values, caches[i]), _LAYERS)
 
 
 def _memory_rows(schemes: Sequence[str]) -> list[dict[str, Any]]:

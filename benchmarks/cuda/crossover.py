@@ -22,7 +22,7 @@ from hf_vq.errors import VQBackendError
 from hf_vq.fit import fit_weight, fixed_tensors
 from hf_vq.fit.ldlq import Feedback
 from hf_vq.formats.catalog import weight_scheme
-from hf_vq.ops.codes import rotation_of
+from hf_vq.formats.stored_weight import rotation_of
 
 UNIVERSAL = {"aqlm-3": "vq-3", "aqlm-2": "vq-2", "gptvq-2-int7": "vq-2"}
 SCHEMES = tuple(UNIVERSAL)

@@ -27,8 +27,8 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCac
 
 from hf_vq import VQCache, capture
 from hf_vq.errors import VQBackendError
+from hf_vq.formats.stored_weight import flat
 from hf_vq.nn import VQLinear
-from hf_vq.ops.codes import stored_arguments
 
 from ..random_llama import TokenClock, random_llama
 from ..timing import Contestant
@@ -288,7 +288,7 @@ def _multiply(x: Tensor, *layers: nn.Module) -> None:
         for layer in layers:
             layer(x)
         return
-    stored = [stored_arguments(layer.tensors())[:4] for layer in coded]
+    stored = [flat(layer.tensors())[:4] for layer in coded]
     tensors = (list(of) for of in zip(*stored, strict=True))
     torch.ops.hf_vq.linears(x, *tensors, [layer.bias for layer in coded], coded[0].spec)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_vq import dispatch, ops
 from hf_vq.backends.cuda.linear import fused as cuda_fused
-from hf_vq.backends.cuda.linear.dequantize import Stored
+from hf_vq.backends.cuda.linear.dequantize import DeviceWeight
 from hf_vq.codegen.families.dequantize_rotated import restorable
 from hf_vq.codegen.families.linear import LinearProblem, choose, feasible, fusable, held_sets
 from hf_vq.codegen.families.linear_tile_codebook import tiled
@@ -29,7 +29,7 @@ from hf_vq.codegen.plan import Dtype, LinearPlan
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops.codes import rotation_of
+from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.library import linear_problem
 from tests.fixtures.random_weights import random_tensors
 
@@ -258,10 +258,8 @@ def by_launch(
     y = x.new_empty(len(x), out_features)
 
     def call(i: int) -> None:
-        table = "codebook_2" if scheme.two_passes else "codebook"  # nested: of both codes
-        codes, codebook, scale = (sets[i][key] for key in ("codes", table, "scale"))
-        given = (codes, codebook, scale, rotation_of(sets[i]), None, scheme, y, ordinal, launch)
-        cuda_fused.run(x, *given, overlap, sets[i].get("codes_2"))
+        weight = StoredWeight.of(sets[i], scheme, x.shape[-1])
+        cuda_fused.run(x, (weight,), (None,), (y,), ordinal, launch, overlap)
 
     return Contestant(call, len(sets))
 
@@ -343,7 +341,7 @@ def _decoding(
 ) -> Contestant:
     book = "codebook_2" if scheme.two_passes else "codebook"  # nested: of both codes
     stored = [
-        Stored(tensors["codes"], tensors[book], tensors["scale"], scheme, in_features)
+        DeviceWeight(tensors["codes"], tensors[book], tensors["scale"], scheme, in_features)
         for tensors in sets
     ]
 

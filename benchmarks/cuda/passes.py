@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
-from hf_vq.backends.cutile import supports
 from hf_vq.codegen.families.linear import TILE_ROWS, LinearProblem, choose
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops.codes import stored_arguments
+from hf_vq.formats.stored_weight import StoredWeight
 from hf_vq.ops.library import linear_problem
 
-from ..peers.cutile_cubins import by_driver
+from ..peers import cutile_cubins
 from ..roofline.cuda import PLANS, reading
 from ..timing import Contestant, summary
 from .linear import by_plan, copies_of, dense, ours
@@ -60,9 +59,9 @@ def run(
     Raises:
         VQBackendError: there is no GPU, or no Triton.
     """
-    from hf_vq.backends.triton import supports as triton
+    from hf_vq.backends.triton import supports
 
-    reason = "there is no CUDA device" if not torch.cuda.is_available() else triton.available()
+    reason = "there is no CUDA device" if not torch.cuda.is_available() else supports.available()
     if reason:
         raise VQBackendError(f"the suite cuda-passes needs a CUDA device and Triton: {reason}.")
     rows = []
@@ -97,8 +96,8 @@ def _timed(
         nbytes = sum(t.nbytes for key, t in sets[0].items() if key in ("codes", "codes_2", "scale"))
         contestants |= {f"read {i}": reading(nbytes, plan) for i, plan in enumerate(PLANS)}
         filled_rows, contestants["filled"] = _filled(x, scheme, out_features)
-    if cubins is not None and supports.runnable(scheme, x.shape[-1]) is None:
-        contestants["cutile"] = by_driver(x, sets, scheme, cubins)
+    if cubins is not None and cutile_cubins.runnable(scheme, x.shape[-1]):
+        contestants["cutile"] = cutile_cubins.by_driver(x, sets, scheme, cubins)
     seconds = interleave_graphs(contestants, rounds)
     found = {f"{n}_us": summary(t)["us"] for n, t in seconds.items() if not n.startswith("read ")}
     alone = [median(times) for name, times in seconds.items() if name.startswith("read ")]
@@ -123,4 +122,5 @@ def _by_triton(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Co
     from hf_vq.backends.triton import linear as triton_linear
 
     linear: Callable[..., Tensor] = triton_linear.linear
-    return Contestant(lambda i: linear(x, *stored_arguments(sets[i]), None, scheme), len(sets))
+    weights = [StoredWeight.of(tensors, scheme, x.shape[-1]) for tensors in sets]
+    return Contestant(lambda i: linear(x, weights[i], None), len(sets))

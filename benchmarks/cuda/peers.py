@@ -18,7 +18,7 @@ from hf_vq import dispatch, ops
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops.codes import stored_arguments
+from hf_vq.formats.stored_weight import StoredWeight
 
 from ..peers import aqlm_cuda
 from ..timing import Contestant, speedup, summary
@@ -115,9 +115,8 @@ def aqlm_layer(tensors: dict[str, Tensor], in_features: int) -> aqlm_cuda.Layer:
 
 def _dequantized(x: Tensor, scheme: VQScheme, sets: list[dict[str, Tensor]]) -> dict[str, _Call]:
     (row,) = (row for row in dispatch.entries("linear") if row.name == "cuda.linear")
-    return {
-        "dequantized, as QuIP# does": lambda i: row.run(x, *stored_arguments(sets[i]), None, scheme)
-    }
+    weights = [StoredWeight.of(tensors, scheme, x.shape[-1]) for tensors in sets]
+    return {"dequantized, as QuIP# does": lambda i: row.run(x, weights[i], None)}
 
 
 def _check(peer: str, found: Tensor, expected: Tensor) -> None:

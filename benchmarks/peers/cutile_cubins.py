@@ -17,11 +17,26 @@ from torch import Tensor
 from hf_vq import ops
 from hf_vq.codegen.jit.device import checked
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops.codes import rotation_of
+from hf_vq.formats.stored_weight import rotation_of
 
 from ..timing import Contestant
 
 ARCH, DTYPE = "sm_90", "bfloat16"
+BITS, GROUP = 4, 128  # of a pass; columns that share a scale
+ROWS, TOKENS = 64, 16  # of a block, as in `cutile_kernel`, which cannot be imported everywhere
+
+
+def runnable(scheme: VQScheme, in_features: int) -> bool:
+    """Whether the kernel can have rows of this scheme."""
+    passes = scheme.stages == "nested" or (scheme.stages == "independent" and scheme.residuals == 1)
+    bits = {scheme.entry_bits, scheme.second_bits or scheme.entry_bits}
+    return (
+        passes
+        and (scheme.vector_size, bits) == (1, {BITS})
+        and scheme.codebook == "universal"
+        and scheme.rotation != "qr"
+        and scheme.group(in_features) == GROUP
+    )
 
 
 def path_of(folder: Path, arch: str, nested: bool) -> Path:
@@ -33,8 +48,6 @@ def by_driver(
     x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme, folder: Path
 ) -> Contestant:
     """The layer by a kernel of a folder, with the rotation before it."""
-    from hf_vq.backends.cutile.supports import ROWS, TOKENS
-
     function = _loaded(path_of(folder, ARCH, scheme.two_passes))
     book = "codebook_2" if scheme.two_passes else "codebook"
 
@@ -79,12 +92,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--arch", default=ARCH, help="default: %(default)s")
     args = parser.parse_args(argv)
-    from hf_vq.backends.cutile import linear as cutile_linear
+    from . import cutile_kernel
 
     args.folder.mkdir(parents=True, exist_ok=True)
     for nested in (False, True):
         path = path_of(args.folder, args.arch, nested)
-        path.write_bytes(cutile_linear.cubin(args.arch, DTYPE, nested))
+        path.write_bytes(cutile_kernel.cubin(args.arch, DTYPE, nested))
         print(path)
 
 

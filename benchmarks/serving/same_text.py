@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch
+from hf_vq.ops import KVCacheView
 from hf_vq.ops.reference import kv_attention as attention_reference
 
 PROMPT, NEW = 128, 64
@@ -30,12 +31,8 @@ Answers = Sequence[tuple[Sequence[int], Sequence[float]]]
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Attention over codes is computed by the reference, of pages a part of the batch at a time."""
-    copied = dispatch.Implementation(attention_reference.attention)
-    paged = dispatch.Implementation(_attention)
-    with (
-        dispatch.preferred(dispatch.Entry("plain.attention", "attention", copied)),
-        dispatch.preferred(dispatch.Entry("plain.attention_paged", "attention_paged", paged)),
-    ):
+    plain = dispatch.Implementation(_attention)
+    with dispatch.preferred(dispatch.Entry("plain.attention", "kv_attention", plain)):
         yield
 
 
@@ -64,9 +61,14 @@ def compare(answer: Callable[[], Answers]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _attention(query: Tensor, *arguments: Any) -> Tensor:
-    """`attention_paged`, `_ROWS` requests at a time."""
-    sides, (table, length), others = arguments[:7], arguments[7:9], arguments[9:]
+def _attention(query: Tensor, view: KVCacheView, *options: Any) -> Tensor:
+    """The reference of `kv_attention`, of pages `_ROWS` requests at a time."""
+    table, length = view.page_table, view.cache_seqlens
+    if table is None or length is None:
+        return attention_reference.attention(query, view, *options)
     parts = zip(query.split(_ROWS), table.split(_ROWS), length.split(_ROWS), strict=True)
     attend = attention_reference.attention_paged
-    return torch.cat([attend(asked, *sides, *of, *others) for asked, *of in parts])
+    return torch.cat([
+        attend(asked, view._replace(page_table=pages, cache_seqlens=lengths), *options)
+        for asked, pages, lengths in parts
+    ])  # fmt: skip

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from ..dispatch import Implementation, PublishedLinearProblem
 from ..ops import fused_inputs, published, w4a8
+from ..ops.kv import PAGED, STATIC, KVCacheView
 from ..ops.reference import codes as reference
+from ..ops.reference import encode_weight
 from ..ops.reference import kv_attention as attention_reference
 from ..ops.reference import kv_static as static_reference
 
@@ -16,15 +22,27 @@ def _decoded(problem: PublishedLinearProblem) -> str:
     )
 
 
+def _kv_append(
+    key: Tensor | None, value: Tensor | None, view: KVCacheView, slot_mapping: Any
+) -> None:
+    run = static_reference if view.memory == STATIC else reference
+    run.kv_append(key, value, view, slot_mapping)
+
+
+def _kv_attention(query: Tensor, view: KVCacheView, *options: Any) -> Tensor:
+    if view.memory == STATIC:
+        return static_reference.attention(query, view, *options)
+    paged = view.memory == PAGED
+    run = attention_reference.attention_paged if paged else attention_reference.attention
+    return run(query, view, *options)
+
+
 LINEAR = Implementation(reference.linear)
 W4A8_LINEAR = Implementation(w4a8.reference, fused=fused_inputs.reference)
 PUBLISHED_LINEAR = Implementation(published.reference, note=_decoded)
 DECODE = Implementation(reference.decode)
 ENCODE = Implementation(reference.encode)
+ENCODE_WEIGHT = Implementation(encode_weight.encode_weight)
 ROTATE = Implementation(reference.rotate)
-APPEND = Implementation(reference.append)
-PAGED_APPEND = Implementation(reference.append_paged)
-STORE = Implementation(static_reference.store)
-ATTENTION = Implementation(attention_reference.attention)
-STATIC_ATTENTION = Implementation(static_reference.attention_static)
-PAGED_ATTENTION = Implementation(attention_reference.attention_paged)
+KV_APPEND = Implementation(_kv_append)
+KV_ATTENTION = Implementation(_kv_attention)

@@ -2,20 +2,19 @@
 
 from .codebooks import KVCodebooks
 from .layer import VQCacheLayer
-from .lazy_kv import VQHandle, attend
-from .lazy_static_kv import StaticHandle, attend_static
+from .lazy_kv import CompiledKV, LazyKV, attend, is_coded
 from .sliding_layer import VQSlidingCacheLayer
 from .static_layer import VQStaticLayer
 from .vq_cache import VQCache
 
 __all__ = [
+    "CompiledKV",
     "KVCodebooks",
-    "StaticHandle",
+    "LazyKV",
     "VQCache",
     "VQCacheLayer",
-    "VQHandle",
     "VQSlidingCacheLayer",
     "VQStaticLayer",
     "attend",
-    "attend_static",
+    "is_coded",
 ]

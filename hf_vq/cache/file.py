@@ -22,7 +22,7 @@ from ..errors import VQCacheError, VQError, VQFormatError, shown
 from ..formats.catalog import Allocation
 from . import safetensors_file
 from .codebooks import KVCodebooks, described, learned, scheme_in
-from .kv_side import Store
+from .kv_side import SideBuffers
 from .layer import VQCacheLayer
 from .safetensors_file import typed
 from .sliding_layer import VQSlidingCacheLayer
@@ -112,7 +112,7 @@ def _check_finite(name: str, part: Tensor) -> None:
     )
 
 
-def _sides(layer: VQCacheLayer) -> list[tuple[str, Store]]:
+def _sides(layer: VQCacheLayer) -> list[tuple[str, SideBuffers]]:
     name = f"codebook.{layer.index}" if isinstance(layer.options.scheme, tuple) else "codebook"
     return [(f"{name}.key", layer.k), (f"{name}.value", layer.v)]
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ..errors import VQCacheError
 from ..formats.scheme import VQScheme
-from ..ops import append_kv
 from ..ops.reference.codes import LARGEST_SCALE, mean_of
-from .token_buffer import CodeTape, Tape
+from .token_buffer import CodeBuffer, TokenBuffer
 
 LOOKED_AT = 64  # tokens together, by `warn_of_newest`
 
@@ -33,7 +32,46 @@ def check_head_dim(scheme: VQScheme, head_dim: int, where: str) -> None:
         )
 
 
-class Store:
+def problem_with(
+    k: Tensor,
+    v: Tensor,
+    before: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.dtype, torch.device] | None,
+) -> str | None:
+    """What is wrong with the keys and values of an update, or None.
+
+    Args:
+        before: what came before: batch, heads and head_dim of keys and of values, their dtypes and
+            device; None = nothing.
+    """
+    if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
+        return (
+            f"keys {list(k.shape)} and values {list(v.shape)}; they must be [batch, heads, "
+            "tokens, head_dim] and agree in the first three"
+        )
+    if not k.is_floating_point() or not v.is_floating_point() or k.device != v.device:
+        return f"keys {k.dtype} on {k.device} and values {v.dtype} on {v.device}"
+    if before is None:
+        return None
+    of_k, of_v, key_dtype, value_dtype, device = before
+    sizes, wanted = [*k.shape[:2], k.shape[3], v.shape[3]], [*of_k, of_v[2]]
+    if sizes != wanted:
+        return (
+            f"[batch, heads, head_dim of keys, of values] = {sizes} after {wanted}; use a new "
+            "cache, or batch_select_indices, for another batch"
+        )
+    # Keys and values are of two dtypes under autocast: RoPE is computed in float32.
+    return (
+        f"{_dtypes(k.dtype, v.dtype)} on {k.device} after {_dtypes(key_dtype, value_dtype)} on "
+        f"{device}; load or make the cache for the model's dtype and device, and use autocast for "
+        "all of a sequence or none"
+    )
+
+
+def _dtypes(key: torch.dtype, value: torch.dtype) -> str:
+    return str(key) if key == value else f"keys {key} and values {value}"
+
+
+class SideBuffers:
     """Keys or values of one layer.
 
     Args:
@@ -62,8 +100,8 @@ class Store:
         batch, heads, _, dim = like.shape
         self.scheme, self.codebook, self.dim = scheme, codebook, dim
         self.spec, self.has_scale = scheme.spec(), scheme.has_scale
-        self.codes = CodeTape(like, scheme, layout, capacity, limit)
-        self.tail = Tape(like)
+        self.codes = CodeBuffer(like, scheme, layout, capacity, limit)
+        self.tail = TokenBuffer(like)
         self.sinks = like.new_zeros(batch, heads, sinks, dim)
         self.mean: Tensor | None = None
         if centred:
@@ -83,24 +121,13 @@ class Store:
         index = index.clamp(0, tokens.shape[2] - 1)[:, None, :, None].expand_as(self.sinks)
         self.sinks = torch.where(inside, tokens.gather(2, index), self.sinks)
 
-    def encode(self, tokens: Tensor) -> None:
-        """Append the codes of `tokens` [B, H, n, D]. They are never computed again."""
-        codes, count = self.codes, tokens.shape[2]
-        at = codes.end
-        if at + count > codes.scale.shape[2] or codes.data.is_inference():
-            at = codes.reserve(count)
-        append_kv(
-            tokens, self.mean, self.codebook, codes.data, codes.scale, at, self.spec, codes.layout
-        )
-        codes.end += count
-
     def warn_of_newest(self, tokens: Tensor, end: int, name: str, layer: int) -> bool:
         """Say which of the newest coded tokens has no right code; whether one has none.
 
         Scales are looked at 64 tokens at a time: of single tokens, call it after every 64th.
 
         Args:
-            tokens: [B, H, n, D], as they were given to `encode`.
+            tokens: [B, H, n, D], as they were given to `kv_append`.
             end: position after the last of them.
             name: keys or values.
             layer: its number.

@@ -30,11 +30,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import VQCacheError
 from ..formats.catalog import Allocation, of_layer
-from ..ops.attention import CachedKV
+from ..ops import KVCacheView, KVSide, kv_append
+from ..ops.kv_ops import BoundKV, bound_to
 from ..ops.layout import layouts_for
 from .codebooks import codebook_for
-from .kv_side import LOOKED_AT, Store, check_head_dim, key_mean
-from .lazy_kv import Update, VQHandle
+from .kv_side import LOOKED_AT, SideBuffers, check_head_dim, key_mean, problem_with
+from .lazy_kv import KEY, VALUE, KVUpdate, LazyKV
 from .prompt import Prompt
 from .token_buffer import storing
 
@@ -42,11 +43,7 @@ SLACK = 32  # floats kept beyond the window
 
 
 def _dense(states: Tensor) -> Tensor:
-    return states.decode() if isinstance(states, VQHandle) else states
-
-
-def _dtypes(key: torch.dtype, value: torch.dtype) -> str:
-    return str(key) if key == value else f"keys {key} and values {value}"
+    return states.decode() if isinstance(states, LazyKV) else states
 
 
 @dataclass(frozen=True)
@@ -100,10 +97,11 @@ class VQCacheLayer(CacheLayerMixin):
         self.is_initialized = False
         self.length = 0  # tokens seen; the position of the next one
         self.first_code = 0  # position of the first code held
-        self.k: Store
-        self.v: Store
+        self.k: SideBuffers
+        self.v: SideBuffers
         self._start: list[int] | None = None
         self._start_tensor: Tensor | None = None
+        self._bound: BoundKV | None = None
         self._frozen: list[bool] = []
 
     @property
@@ -145,7 +143,7 @@ class VQCacheLayer(CacheLayerMixin):
         layouts = self._layouts(key_states, value_states)
         centred = scheme.centre_keys or self.calibrated_mean is not None, False
         self.k, self.v = (
-            Store(
+            SideBuffers(
                 like, part, codebook_for(part, self.codebooks[index], like, self.where),
                 layout=layouts[index], centred=centred[index],
                 sinks=self.sinks, capacity=capacity, limit=limit,
@@ -197,32 +195,9 @@ class VQCacheLayer(CacheLayerMixin):
             and k.device == v.device == self.device
         ):
             return
-        if problem := self._problem_with(k, v):
+        before = (*self._sizes, *self._dtypes, self.device) if self.is_initialized else None
+        if problem := problem_with(k, v, before):
             raise VQCacheError(f"{self.where} was updated with {problem}.")
-
-    def _problem_with(self, k: Tensor, v: Tensor) -> str | None:
-        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
-            return (
-                f"keys {list(k.shape)} and values {list(v.shape)}; they must be [batch, heads, "
-                "tokens, head_dim] and agree in the first three"
-            )
-        if not k.is_floating_point() or not v.is_floating_point() or k.device != v.device:
-            return f"keys {k.dtype} on {k.device} and values {v.dtype} on {v.device}"
-        if not self.is_initialized:
-            return None
-        sizes = [*k.shape[:2], k.shape[3], v.shape[3]]
-        before = [*self._sizes[0], self._sizes[1][2]]
-        if sizes != before:
-            return (
-                f"[batch, heads, head_dim of keys, of values] = {sizes} after "
-                f"{before}; use a new cache, or batch_select_indices, for another batch"
-            )
-        # Keys and values are of two dtypes under autocast: RoPE is computed in float32.
-        return (
-            f"{_dtypes(k.dtype, v.dtype)} on {k.device} after {_dtypes(*self._dtypes)} on "
-            f"{self.device}; load or make the cache for the model's dtype and device, "
-            "and use autocast for all of a sequence or none"
-        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -230,7 +205,7 @@ class VQCacheLayer(CacheLayerMixin):
         """Append keys [B, H, n, D] and values [B, H, n, Dv]; return all that attention may see.
 
         Returns:
-            The tensors themselves if the layer was empty, else two `VQHandle`s [B, H, length, D];
+            The tensors themselves if the layer was empty, else two `LazyKV`s [B, H, length, D];
             decoded, if gradients shall flow into the new tokens (older ones are constants).
 
         Raises:
@@ -265,7 +240,7 @@ class VQCacheLayer(CacheLayerMixin):
                 "cache larger or shorten the prompt."
             )
         if count == 0:
-            return self._held("k"), self._held("v")
+            return self._held(KEY), self._held(VALUE)
         window = []  # floats of everything that is not encoded yet, and of the window
         for store, tokens in ((self.k, key_states), (self.v, value_states)):
             if before < self._sinks_end:
@@ -274,42 +249,60 @@ class VQCacheLayer(CacheLayerMixin):
                 window.append(tokens)
             elif count <= self._few:
                 window.append(store.tail.append(tokens))
-            else:  # they do not enter the tape: `_trim` keeps the last
+            else:  # they do not enter the buffer: `_trim` keeps the last
                 window.append(torch.cat([store.tail.view(), tokens], 2))
+        keys, values = window
         self.length = before + count
-        self._encode(window[0], window[1], count if before == 0 else 0)
+        codes = self.k.codes
+        leaving = self.length - self.window - (self.first_code + codes.end - codes.begin)
+        if leaving > 0:  # the window of the newest query
+            if False in self._frozen:
+                prompt = count if before == 0 else 0
+                self._freeze_means(keys, min(prompt, self.prompt.length or prompt))
+            for side in (codes, self.v.codes):
+                if side.end + leaving > side.scale.shape[2] or side.data.is_inference():
+                    side.reserve(leaving)
+        first = 0 if self.past is None else max(before - self.past, 0)
+        view = self._view(keys, values, first, count, max(leaving, 0))
+        bound = None
+        if count == 1 and self._start_tensor is None:
+            self._bound = bound = bound_to(self._bound, key_states, view)
+        if leaving > 0:
+            self._encode(keys, values, view, leaving, bound)
         result: tuple[Tensor, Tensor] = (key_states, value_states)
         if before:
-            first = 0 if self.past is None else max(before - self.past, 0)
-            update = Update(self._cached(window[0], window[1], first, count), self)
-            result = VQHandle(update, "k"), VQHandle(update, "v")
-        self._trim(window[0], window[1])
+            result = KVUpdate(view, self, bound).lazy()
+        self._trim(keys, values)
         return result
 
-    def _encode(self, keys: Tensor, values: Tensor, prompt: int) -> None:
+    def _encode(
+        self, keys: Tensor, values: Tensor, view: KVCacheView, leaving: int, bound: BoundKV | None
+    ) -> None:
         """Encode the tokens that left the window of the newest query.
 
         Args:
             keys: floats [B, H, n, D] of the n newest tokens.
             values: floats [B, H, n, Dv].
-            prompt: tokens of the first update, 0 if this is a later one.
+            view: of the layer, in which these tokens count as coded.
+            leaving: how many they are.
+            bound: the layer's kernels.
         """
-        codes, length = self.k.codes, self.length
-        begin, end = self.first_code + codes.end - codes.begin, length - self.window
-        if end <= begin:
+        codes, end = self.k.codes, self.length - self.window
+        at = keys.shape[2] - self.window - leaving
+        keys, values = keys.narrow(2, at, leaving), values.narrow(2, at, leaving)
+        kv_append(keys, values, view, None, bound if leaving == 1 else None)
+        codes.end += leaving
+        self.v.codes.end += leaving
+        due = leaving > 1 or end % LOOKED_AT == 0
+        if not due and self.k.has_scale and self.v.has_scale:
             return
-        origin = length - keys.shape[2]
-        if False in self._frozen:
-            self._freeze_means(keys, origin, end, min(prompt, self.prompt.length or prompt))
-        watched = not self.prompt.warned and self.device.type == "cpu"  # a GPU would have to wait
-        due = end - begin > 1 or end % LOOKED_AT == 0
+        if self.prompt.warned or self.device.type != "cpu":  # a GPU would have to wait
+            return
         for name, store, floats in (("keys", self.k, keys), ("values", self.v, values)):
-            leaving = floats.narrow(2, begin - origin, end - begin)
-            store.encode(leaving)
-            if watched and (due or not store.has_scale) and not self.prompt.warned:
-                self.prompt.warned = store.warn_of_newest(leaving, end, name, self.index)
+            if (due or not store.has_scale) and not self.prompt.warned:
+                self.prompt.warned = store.warn_of_newest(floats, end, name, self.index)
 
-    def _freeze_means(self, keys: Tensor, origin: int, end: int, prompt: int) -> None:
+    def _freeze_means(self, keys: Tensor, prompt: int) -> None:
         """Decide the mean of each row whose first token after the sinks is about to be encoded.
 
         It is the mean over the prompt if that is longer than sinks + window, else over the first
@@ -317,6 +310,7 @@ class VQCacheLayer(CacheLayerMixin):
         window / 2 of them are in flight), so assisted decoding finds the mean of greedy decoding.
         """
         starts = [0] if self._start is None else self._start
+        origin, end = self.length - keys.shape[2], self.length - self.window
         for row, start in enumerate(starts):
             first = start + self.sinks
             if self._frozen[row] or end <= first:
@@ -342,36 +336,43 @@ class VQCacheLayer(CacheLayerMixin):
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def _cached(self, keys: Tensor, values: Tensor, first: int, fresh: int) -> CachedKV:
-        """The tokens from position `first` on, given the floats [B, H, n, D] of the n newest."""
+    def _view(
+        self, keys: Tensor, values: Tensor, first: int, num_new: int, leaving: int = 0
+    ) -> KVCacheView:
+        """The tokens from position `first` on, given the floats [B, H, n, D] of the n newest.
+
+        Args:
+            leaving: tokens that count as coded, and will be at once.
+        """
         k, v = self.k, self.v
-        coded = max(self.first_code + k.codes.end - k.codes.begin - first, 0)
-        tail_start = self.length - keys.shape[2]
-        if first > tail_start:
-            keys, values = keys[:, :, first - tail_start :], values[:, :, first - tail_start :]
-            tail_start = first
+        of_k, of_v = k.codes, v.codes
+        visible = self.length - first
+        coded = max(self.first_code + of_k.end - of_k.begin + leaving - first, 0)
+        hidden = keys.shape[2] - visible
+        if hidden > 0:
+            keys, values = keys[:, :, hidden:], values[:, :, hidden:]
         # By position: names cost more than all the rest.
-        return CachedKV(
-            k.sinks, v.sinks, k.codes.data, k.codes.scale, k.mean, v.codes.data, v.codes.scale,
-            keys, values, k.codebook, v.codebook, self._start_tensor,
-            tail_start - first, self.window, fresh,
-            coded, k.codes.end - coded, v.codes.end - coded,
-            k.spec, v.spec, k.codes.layout, v.codes.layout,
+        return KVCacheView(
+            KVSide(of_k.data, of_k.scale, k.codebook, k.mean, k.sinks, keys,
+                   of_k.end + leaving - coded, k.spec, of_k.layout),
+            KVSide(of_v.data, of_v.scale, v.codebook, v.mean, v.sinks, values,
+                   of_v.end + leaving - coded, v.spec, of_v.layout),
+            self._start_tensor, None, None, None, visible, self.window, num_new, coded,
         )  # fmt: skip
 
-    def _held(self, side: str) -> Tensor:
-        cached = self._cached(self.k.tail.view(), self.v.tail.view(), self.first_code, 0)
-        return VQHandle(Update(cached, self), side)
+    def _held(self, which: str) -> Tensor:
+        view = self._view(self.k.tail.view(), self.v.tail.view(), self.first_code, 0)
+        return LazyKV(KVUpdate(view, self), which)
 
     @property
     def keys(self) -> Tensor | None:
-        """All keys held, as a handle; None before the first update."""
-        return self._held("k") if self.is_initialized else None
+        """All keys held; None before the first update."""
+        return self._held(KEY) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
-        """All values held, as a handle; None before the first update."""
-        return self._held("v") if self.is_initialized else None
+        """All values held; None before the first update."""
+        return self._held(VALUE) if self.is_initialized else None
 
     def count_fallback(self) -> None:
         """Record that a handle was decoded because an operation asked for dense numbers.
@@ -402,7 +403,7 @@ class VQCacheLayer(CacheLayerMixin):
 
     # -- rows and ends ---------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def sync_length(self) -> None:
         """Learn what compiled steps did; only a `VQStaticLayer` has any."""
 
     def reset(self) -> None:

@@ -1,84 +1,133 @@
-"""What `VQCacheLayer.update` returns: a tensor of the right shape that is still made of codes.
+"""What `update` of a coded layer returns: keys and values that are still made of codes.
 
-The one rule: attention reads the codes when it is computed by the `vq` function or by PyTorch's
-`scaled_dot_product_attention` (Transformers' `sdpa`), which the handle intercepts; it stays lazy
-through the `repeat_kv` in front of it. Every other operation on a handle decodes it first, which is
-right for any modelling code but slow, and is counted in `VQCache.fallbacks`.
+LazyKV        eager. A tensor of the right shape. Attention of the function `vq` and PyTorch's
+              `scaled_dot_product_attention`, which it intercepts, read the codes; it stays lazy
+              through the `repeat_kv` in front of it. Every other operation decodes it first,
+              which is right for any modelling code but slow, and is counted in
+              `VQCache.fallbacks`.
+CompiledKV    while torch.compile traces a static layer. No tensor, so that it is followed
+              through a model like any Python object; whatever else is done with it is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..errors import VQCacheError
-from ..ops.attention import CachedKV, attention
+from ..formats.scheme import VQScheme
+from ..ops import decode_kv, kv_attention
+from ..ops.kv import KVCacheView
+from ..ops.kv_ops import BoundKV
+from ..ops.layout import to_rows
+from ..ops.library import without_autocast
+from ..ops.reference.codes import in_dtype
 
+KEY, VALUE = "key", "value"
 _HEADS, _UNSQUEEZED, _EXPANDED = "heads", "unsqueezed", "expanded"  # stages of repeat_kv
+_ONLY = (
+    "a compiled VQCache with max_cache_len can only be read by attention on codes: the attention "
+    'implementations "sdpa" and "vq" of models that hand it keys and values as they are. Use '
+    "VQCache(..., static=False)"
+)
 
 
 class Owner(Protocol):
-    """The cache layer that made a handle."""
+    """The cache layer that made a `LazyKV`."""
 
     version: int
 
     def count_fallback(self) -> None:
-        """Record that a handle was decoded, or raise if that is forbidden."""
+        """Record that keys or values were decoded, or raise if that is forbidden."""
 
 
-class Update:
-    """What one `update()` made visible; shared by the handle of the keys and that of the values."""
+class KVUpdate:
+    """What one `update()` made visible; shared by its keys and its values."""
 
-    def __init__(self, cached: CachedKV, owner: Owner) -> None:
-        self.cached, self.owner, self.version = cached, owner, owner.version
+    __slots__ = ("_dense", "bound", "owner", "version", "view")
+
+    def __init__(self, view: KVCacheView, owner: Owner, bound: BoundKV | None = None) -> None:
+        self.view, self.owner, self.version, self.bound = view, owner, owner.version, bound
         self._dense: dict[str, Tensor] = {}
 
     def check(self) -> None:
-        """Raise VQCacheError if the tokens behind the handle were cropped since."""
+        """Raise VQCacheError if the tokens were cropped since."""
         if self.version != self.owner.version:
             raise VQCacheError(
                 "these keys or values were returned by an update() before a later crop() or "
                 "reset(); they are gone. Use what the latest update() returned."
             )
 
-    def dense(self, side: str) -> Tensor:
-        """Decoded keys ("k") or values ("v") [B, H, length, D]; exact for the first fresh query."""
-        if side not in self._dense:
+    def dense(self, which: str) -> Tensor:
+        """Decoded keys or values [B, H, length, D]; exact for the first query of the update."""
+        if which not in self._dense:
             self.check()
             self.owner.count_fallback()
-            first_query = self.cached.length - self.cached.fresh
-            self._dense[side] = self.cached.dense(side, first_query)
-        return self._dense[side]
+            self._dense[which] = decoded(self.view, which)
+        return self._dense[which]
+
+    def lazy(self) -> tuple[LazyKV, LazyKV]:
+        """The keys and the values."""
+        return LazyKV(self, KEY), LazyKV(self, VALUE)
 
 
-class VQHandle(torch.Tensor):
+def decoded(view: KVCacheView, which: str) -> Tensor:
+    """Keys or values of a growing cache, as the first query of the newest update sees them:
+    [B, H, max_seqlen, D] in the model's dtype."""
+    side, scheme = getattr(view, which), VQScheme.parse(getattr(view, which).scheme)
+    length, start, recent, sinks = view.max_seqlen, view.recent_start, side.recent, side.sinks
+    first_query = length - view.num_new
+    near = max(min(first_query - view.window + 1, first_query), start, 0)
+    near = min(near, view.num_coded)
+    codes = to_rows(side.codes, side.first, near, scheme.entry_bits, side.layout)
+    with without_autocast(recent.device):
+        scale = side.scale[:, :, side.first : side.first + near]
+        rows = decode_kv(codes, scale, side.codebook, scheme, side.dim)
+    rows = rows if side.mean is None else rows + side.mean
+    rows = torch.cat([in_dtype(rows, recent.dtype), recent[:, :, near - start :]], 2)
+    if not sinks.shape[2]:
+        return rows
+    leftpad = view.cache_leftpad
+    if leftpad is None:
+        leftpad = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+    slot = torch.arange(rows.shape[2], device=rows.device) - leftpad[:, None]
+    index = slot.clamp(0, sinks.shape[2] - 1)[:, None, :, None].expand_as(rows)
+    is_sink = ((slot >= 0) & (slot < sinks.shape[2]))[:, None, :, None]
+    return torch.where(is_sink, sinks.gather(2, index), rows)
+
+
+class LazyKV(torch.Tensor):
     """Keys or values [B, H, tokens, D] that decode themselves when an operation touches them."""
 
-    update: Update
-    side: str
-    form: str
-    repeats: int
+    update: KVUpdate
+    which: str
+    form: str = _HEADS
+    repeats: int = 1
     sizes: torch.Size
 
     @staticmethod
-    def __new__(cls, update: Update, side: str, form: str = _HEADS, repeats: int = 1) -> VQHandle:
-        """A view of one side of an update; `repeats` and `form` follow `repeat_kv`."""
-        cached = update.cached
-        tail = cached.tail_k if side == "k" else cached.tail_v
-        batch, heads, length, dim = tail.shape
-        length += cached.tail_start
-        sizes = torch.Size((batch, heads * repeats, length, dim))
-        if form != _HEADS:
-            sizes = torch.Size((batch, heads, 1 if form == _UNSQUEEZED else repeats, length, dim))
-        handle: VQHandle = torch.Tensor._make_wrapper_subclass(
-            cls, sizes, dtype=tail.dtype, device=tail.device
+    def __new__(cls, update: KVUpdate, which: str, form: str = _HEADS, repeats: int = 1) -> LazyKV:
+        """The keys or the values of an update; `repeats` and `form` follow `repeat_kv`."""
+        view = update.view
+        recent = (view.key if which == KEY else view.value).recent
+        batch, heads, _, dim = recent.shape
+        if form == _HEADS:
+            sizes = torch.Size((batch, heads * repeats, view.max_seqlen, dim))
+        else:
+            copies = 1 if form == _UNSQUEEZED else repeats
+            sizes = torch.Size((batch, heads, copies, view.max_seqlen, dim))
+        lazy: LazyKV = torch.Tensor._make_wrapper_subclass(
+            cls, sizes, dtype=recent.dtype, device=recent.device
         )
-        vars(handle).update(update=update, side=side, form=form, repeats=repeats, sizes=sizes)
-        return handle
+        own = lazy.__dict__
+        own["update"], own["which"], own["sizes"] = update, which, sizes
+        if form != _HEADS or repeats != 1:
+            own["form"], own["repeats"] = form, repeats
+        return lazy
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -86,11 +135,11 @@ class VQHandle(torch.Tensor):
         return self.sizes
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"VQHandle({list(self.shape)}, {self.dtype}, {self.side})"
+        return f"LazyKV({list(self.shape)}, {self.dtype}, {self.which})"
 
     def decode(self) -> Tensor:
-        """The dense tensor that this handle stands for."""
-        rows = self.update.dense(self.side)
+        """The dense tensor that this stands for."""
+        rows = self.update.dense(self.which)
         if self.form == _UNSQUEEZED:
             return rows[:, :, None]
         if self.form == _EXPANDED:
@@ -125,60 +174,182 @@ class VQHandle(torch.Tensor):
 
 
 def _decoded(value: Any) -> Any:
-    return value.decode() if isinstance(value, VQHandle) else value
+    return value.decode() if isinstance(value, LazyKV) else value
+
+
+class CompiledKV:
+    """Keys or values [B, H, max_seqlen, D] of a static layer, or a stage of `repeat_kv` of them.
+
+    Args:
+        view: the layer.
+        num_new: tokens of the newest update.
+        which: KEY or VALUE.
+    """
+
+    def __init__(
+        self,
+        view: KVCacheView,
+        num_new: int,
+        which: str,
+        repeats: int = 1,
+        unsqueezed: bool = False,
+    ) -> None:
+        self.view, self.num_new, self.which = view, num_new, which
+        self.repeats, self.unsqueezed = repeats, unsqueezed
+
+    @property
+    def _recent(self) -> Tensor:
+        return (self.view.key if self.which == KEY else self.view.value).recent
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor that it stands for."""
+        batch, heads, _, dim = self._recent.shape
+        length = self.view.max_seqlen
+        if self.unsqueezed:
+            return torch.Size((batch, heads, self.repeats, length, dim))
+        return torch.Size((batch, heads * self.repeats, length, dim))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor that it stands for."""
+        return self._recent.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensor that it stands for."""
+        return self._recent.device
+
+    def _stage(self, repeats: int, unsqueezed: bool) -> CompiledKV:
+        return CompiledKV(self.view, self.num_new, self.which, repeats, unsqueezed)
+
+    def __getitem__(self, index: Any) -> CompiledKV:
+        # slices cannot be compared while compiling
+        if len(index) != 5 or index[2] is not None or self.unsqueezed or self.repeats > 1:
+            self._refuse()
+        return self._stage(1, True)
+
+    def expand(self, *sizes: int) -> CompiledKV:
+        """As in `repeat_kv`: [B, H, repeats, max_seqlen, D]."""
+        if len(sizes) != 5 or not self.unsqueezed:
+            self._refuse()
+        return self._stage(sizes[2], True)
+
+    def reshape(self, *sizes: int) -> CompiledKV:
+        """As in `repeat_kv`: [B, H * repeats, max_seqlen, D]."""
+        if len(sizes) != 4 or not self.unsqueezed:
+            self._refuse()
+        return self._stage(self.repeats, False)
+
+    def contiguous(self) -> CompiledKV:
+        """The same."""
+        return self
+
+    def _refuse(self) -> NoReturn:
+        raise VQCacheError(f"{_ONLY}.")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"there is no {name!r}: {_ONLY}.")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _scaled_dot_product_attention(*args, **(kwargs or {}))
+        raise VQCacheError(f"{_ONLY}; {func} was asked of it.")
+
+
+def is_coded(key: Any) -> bool:
+    """Whether keys or values are those of a coded layer."""
+    return type(key) is LazyKV or type(key) is CompiledKV
 
 
 def attend(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     *,
     scaling: float | None = None,
     mask: Tensor | None = None,
     softcap: float = 0.0,
     s_aux: Tensor | None = None,
 ) -> Tensor | None:
-    """Attention on the codes behind two handles; None where only decoded tensors will do.
+    """Attention on the codes behind what an update returned; None where only decoded tensors do.
 
     Args:
         query: [B, Hq, Q, D], Q the tokens of the newest update.
-        key: handle of the keys.
-        value: handle of the values of the same update.
+        key: the keys.
+        value: the values of the same update.
+        scaling: factor of the logits; None = D^-1/2.
+        mask: as in `ops.kv_attention`, like `softcap`.
+        s_aux: [Hq] logits that attend to nothing.
 
     Returns:
         [B, Hq, Q, Dv].
+
+    Raises:
+        VQCacheError: while compiling, keys, values and queries do not belong together.
     """
-    if type(key) is not VQHandle or type(value) is not VQHandle:
+    bound = None
+    if type(key) is LazyKV and type(value) is LazyKV:
+        update = key.update
+        view = update.view
+        same = update is value.update and key.which == KEY and value.which == VALUE
+        _, heads, queries, _ = query.shape
+        whole = key.form == value.form == _HEADS and heads % key.sizes[1] == 0
+        differentiable = query.requires_grad and torch.is_grad_enabled()
+        if not (same and whole and queries == view.num_new) or differentiable:
+            return None
+        if update.version != update.owner.version:
+            update.check()
+        bound = update.bound
+    elif type(key) is CompiledKV:
+        view = _compiled_view(query, key, value)
+    else:
         return None
-    update = key.update
-    cached = update.cached
-    same = update is value.update and key.side == "k" and value.side == "v"
-    heads = key.form == value.form == _HEADS and query.shape[1] % cached.tail_k.shape[1] == 0
-    differentiable = torch.is_grad_enabled() and query.requires_grad
-    if not (same and heads and query.shape[2] == cached.fresh) or differentiable:
-        return None
-    if update.version != update.owner.version:
-        update.check()
-    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return attention(query, cached, scaling=scaling, mask=mask, softcap=softcap, s_aux=s_aux)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return kv_attention(
+        query, view, softmax_scale=scale, mask=mask, softcap=softcap, sink_logits=s_aux,
+        bound=bound,
+    )  # fmt: skip
+
+
+def _compiled_view(query: Tensor, key: CompiledKV, value: Any) -> KVCacheView:
+    if not isinstance(value, CompiledKV):
+        raise VQCacheError(f"{_ONLY}.")
+    whole = not (key.unsqueezed or value.unsqueezed) and key.which == KEY and value.which == VALUE
+    if not whole or query.shape[2] != key.num_new:
+        raise VQCacheError(f"{_ONLY}.")
+    return key.view
 
 
 def _scaled_dot_product_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    if dropout_p or is_causal or not isinstance(key, VQHandle):
+    if isinstance(key, CompiledKV):
+        if dropout_p or is_causal or (attn_mask is None and query.shape[2] > 1):
+            raise VQCacheError(f"{_ONLY}, without dropout and with a mask.")
+        return attend(query, key, value, scaling=scale, mask=attn_mask)
+    if isinstance(value, CompiledKV):
+        raise VQCacheError(f"{_ONLY}.")
+    if dropout_p or is_causal or not isinstance(key, LazyKV):
         return None
-    fresh, packed = key.update.cached.fresh, query.shape[2]
+    new, packed = key.update.view.num_new, query.shape[2]
     if attn_mask is not None:  # of any shape that broadcasts
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    if fresh == 1 and packed > 1:
+    if new == 1 and packed > 1:
         # Transformers folds the query heads of one token into the query dimension (`pack_gqa`).
         if attn_mask is not None and attn_mask.shape[-2] != 1:
             attn_mask = attn_mask.reshape(attn_mask.shape[0], -1, 1, attn_mask.shape[-1])
@@ -190,37 +361,37 @@ def _scaled_dot_product_attention(
     return attend(query, key, value, scaling=scale, mask=attn_mask)
 
 
-def _getitem(handle: Any, index: Any) -> VQHandle | None:
+def _getitem(lazy: Any, index: Any) -> LazyKV | None:
     whole = slice(None)
     new_axis = (whole, whole, None, whole, whole)
-    plain = isinstance(handle, VQHandle) and handle.form == _HEADS and handle.repeats == 1
+    plain = isinstance(lazy, LazyKV) and lazy.form == _HEADS and lazy.repeats == 1
     if plain and isinstance(index, tuple) and index == new_axis:
-        return VQHandle(handle.update, handle.side, _UNSQUEEZED)
+        return LazyKV(lazy.update, lazy.which, _UNSQUEEZED)
     return None
 
 
-def _expand(handle: Any, *sizes: Any) -> VQHandle | None:
+def _expand(lazy: Any, *sizes: Any) -> LazyKV | None:
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    if not isinstance(handle, VQHandle) or handle.form != _UNSQUEEZED or len(sizes) != 5:
+    if not isinstance(lazy, LazyKV) or lazy.form != _UNSQUEEZED or len(sizes) != 5:
         return None
     keep = all(
         size in (-1, own)
-        for axis, (size, own) in enumerate(zip(sizes, handle.shape, strict=True))
+        for axis, (size, own) in enumerate(zip(sizes, lazy.shape, strict=True))
         if axis != 2
     )
-    return VQHandle(handle.update, handle.side, _EXPANDED, int(sizes[2])) if keep else None
+    return LazyKV(lazy.update, lazy.which, _EXPANDED, int(sizes[2])) if keep else None
 
 
-def _reshape(handle: Any, *sizes: Any) -> VQHandle | None:
+def _reshape(lazy: Any, *sizes: Any) -> LazyKV | None:
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    if not isinstance(handle, VQHandle) or handle.form != _EXPANDED:
+    if not isinstance(lazy, LazyKV) or lazy.form != _EXPANDED:
         return None
-    merged = VQHandle(handle.update, handle.side, _HEADS, handle.repeats)
+    merged = LazyKV(lazy.update, lazy.which, _HEADS, lazy.repeats)
     return merged if tuple(sizes) == tuple(merged.shape) else None
 
 
-def _contiguous(handle: Any, *args: Any, **kwargs: Any) -> VQHandle | None:
-    return handle if isinstance(handle, VQHandle) and handle.form == _HEADS else None
+def _contiguous(lazy: Any, *args: Any, **kwargs: Any) -> LazyKV | None:
+    return lazy if isinstance(lazy, LazyKV) and lazy.form == _HEADS else None
 
 
 _LAZY: dict[Callable[..., Any], Callable[..., Any]] = {

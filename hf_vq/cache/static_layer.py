@@ -2,8 +2,8 @@
 
               eager: prompts, several turns, single tokens      compiled: up to SLACK tokens
 length        known here, written to the device                 on the device; here it is `stale`
-update()      `VQCacheLayer`, on a ring instead of a tail       ops `store`, then `attention_static`
-              -> the prompt itself, or `VQHandle`               -> `StaticHandle`
+update()      `VQCacheLayer`, on a ring instead of a tail       ops `kv_append`, then `kv_attention`
+              -> the prompt itself, or `LazyKV`                 -> `CompiledKV`
 
 The values are those of `VQCacheLayer`, token by token.
 """
@@ -18,15 +18,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..errors import VQCacheError
-from ..ops.static import StaticKV, attention_static, store
+from ..ops import KVCacheView, KVSide, kv_append, kv_attention
+from ..ops.kv import flatten
 from .layer import SLACK, VQCacheLayer
-from .lazy_static_kv import StaticHandle, StaticUpdate
-from .token_buffer import Tape, storing
+from .lazy_kv import KEY, VALUE, CompiledKV
+from .token_buffer import TokenBuffer, storing
 
 GROWING = "make it with VQCache(..., static=False), which grows and cannot be compiled"
 
 
-class Ring(Tape):
+class RingBuffer(TokenBuffer):
     """The newest floats of a layer [B, H, slots, D]: the token at position p is in slot p % slots.
 
     `begin` and `end` are the positions held.
@@ -62,7 +63,7 @@ class VQStaticLayer(VQCacheLayer):
     is_compileable = True
     is_croppable = False  # by no more than SLACK tokens
     _few = 0  # a ring overwrites what the queries of an update still read
-    static: StaticKV
+    static: KVCacheView
     groups = 1
 
     def _clear(self) -> None:
@@ -74,14 +75,14 @@ class VQStaticLayer(VQCacheLayer):
     @property
     def length(self) -> int:
         """Tokens seen; after compiled steps the device is asked, once."""
-        self.settle()
+        self.sync_length()
         return self._length
 
     @length.setter
     def length(self, value: int) -> None:
         self._length = value
 
-    def settle(self) -> None:
+    def sync_length(self) -> None:
         """Learn what compiled steps did.
 
         Raises:
@@ -89,7 +90,8 @@ class VQStaticLayer(VQCacheLayer):
         """
         if not self.stale:
             return
-        self._length, limit = int(self.static.length), self.get_max_length()
+        assert self.static.cache_seqlens is not None
+        self._length, limit = int(self.static.cache_seqlens), self.get_max_length()
         if self._length > limit:
             raise VQCacheError(
                 f"compiled steps stored {self._length} tokens, max_cache_len={limit}: those beyond "
@@ -100,24 +102,29 @@ class VQStaticLayer(VQCacheLayer):
             side.codes.end = max(side.codes.end, self._length - self.window)
             side.tail.end = self._length
             side.tail.begin = max(side.tail.begin, self._length - side.tail.data.shape[2])
-        if self.static.frozen is not None:
-            known: list[bool] = self.static.frozen[:, 0].tolist()
+        if self.static.key_mean_known is not None:
+            known: list[bool] = self.static.key_mean_known[:, 0].tolist()
             self._frozen = known[: len(self._frozen)]
             self._told = list(self._frozen)
 
     def _publish(self) -> None:
         """Tell the device what an eager update did, without moving anything."""
-        static = self.static
-        static.length.fill_(self._length)
-        if static.frozen is not None and self._told != self._frozen:
-            static.frozen.copy_(torch.tensor(self._frozen, device=self.device)[:, None])
+        static, known = self.static, self.static.key_mean_known
+        self._set_length()
+        if known is not None and self._told != self._frozen:
+            known.copy_(torch.tensor(self._frozen, device=self.device)[:, None])
             self._told = list(self._frozen)
-        for side, sinks in ((self.k, static.sink_k), (self.v, static.sink_v)):
+        for side, sinks in ((self.k, static.key.sinks), (self.v, static.value.sinks)):
             if side.sinks is not sinks:
                 side.sinks = sinks.copy_(side.sinks)
-        if static.k_mean is not None and self.k.mean is not static.k_mean:
+        mean = static.key.mean
+        if mean is not None and self.k.mean is not mean:
             assert self.k.mean is not None
-            self.k.mean = static.k_mean.copy_(self.k.mean)
+            self.k.mean = mean.copy_(self.k.mean)
+
+    def _set_length(self) -> None:
+        assert self.static.cache_seqlens is not None
+        self.static.cache_seqlens.fill_(self._length)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -127,19 +134,23 @@ class VQStaticLayer(VQCacheLayer):
         assert limit is not None
         for side, like in ((self.k, key_states), (self.v, value_states)):
             side.codes.reserve(limit)
-            side.tail = Ring(like, self.window + SLACK)
+            side.tail = RingBuffer(like, self.window + SLACK)
         batch, heads = key_states.shape[:2]
         measured = self.k.mean is not None and self.calibrated_mean is None
         self._told = list(self._frozen)  # what the device knows of it
-        k, v = self.k, self.v
-        self.static = StaticKV(
-            k.sinks, v.sinks, k.codes.data, k.codes.scale[:, :, :limit], k.mean,
-            v.codes.data, v.codes.scale[:, :, :limit],
-            k.tail.data, v.tail.data, k.codebook, v.codebook,
-            torch.tensor(self._start or [0] * batch, device=self.device),
-            torch.zeros((), dtype=torch.int64, device=self.device),
-            torch.zeros(batch, heads, dtype=torch.bool, device=self.device) if measured else None,
-            self.window, k.spec, v.spec, k.codes.layout, v.codes.layout,
+        key, value = (
+            KVSide(side.codes.data, side.codes.scale[:, :, :limit], side.codebook, side.mean,
+                   side.sinks, side.tail.data, 0, side.spec, side.codes.layout)
+            for side in (self.k, self.v)
+        )  # fmt: skip
+        self.static = KVCacheView(
+            key, value,
+            cache_leftpad=torch.tensor(self._start or [0] * batch, device=self.device),
+            cache_seqlens=torch.zeros((), dtype=torch.int64, device=self.device),
+            page_table=None,
+            key_mean_known=torch.zeros(batch, heads, dtype=torch.bool, device=self.device)
+            if measured else None,
+            max_seqlen=limit, window=self.window, num_new=0, num_coded=0,
         )  # fmt: skip
         for tensor in self._tensors():
             # Without a guard: a new cache has CUDA graphs captured again, and nothing compiled.
@@ -151,21 +162,22 @@ class VQStaticLayer(VQCacheLayer):
         """Store a token, attend to it as a model does, and forget it: what kernels compile or keep
         for ever, they must not make first where memory belongs to a CUDA graph."""
         static = self.static
-        written = [static.k_mean, static.frozen, static.sink_k, static.sink_v, static.length]
+        key, value = static.key, static.value
+        written = [key.mean, static.key_mean_known, key.sinks, value.sinks, static.cache_seqlens]
         before = [None if part is None else part.clone() for part in written]
         keys, values = (
             x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (key_states, value_states)
         )
-        store(keys, values, static)
+        kv_append(keys, values, static)
         query = keys.repeat_interleave(self.groups, 1)
         everything = torch.ones(1, 1, 1, self.get_max_length(), dtype=torch.bool)
-        attention_static(query, static, scaling=1.0, mask=everything.to(self.device))
+        kv_attention(query, static, softmax_scale=1.0, mask=everything.to(self.device))
         for part, was in zip(written, before, strict=True):
             if part is not None and was is not None:
                 part.copy_(was)
 
     def _tensors(self) -> list[Tensor]:
-        return [part for part in self.static if isinstance(part, Tensor)]
+        return [part for part in flatten(self.static) if isinstance(part, Tensor)]
 
     def reset(self) -> None:
         """Forget everything, and keep the memory for a prompt of the same shape."""
@@ -176,12 +188,12 @@ class VQStaticLayer(VQCacheLayer):
         for side in (self.k, self.v):
             for tape in (side.codes, side.tail):
                 tape.begin = tape.end = 0
-        if self.static.frozen is not None:
+        if self.static.key_mean_known is not None:
             self._frozen, self._told = [False], [False]
-            for part in (self.static.frozen, self.static.k_mean):
+            for part in (self.static.key_mean_known, self.static.key.mean):
                 assert part is not None
                 part.zero_()
-        self.static.length.zero_()
+        self._set_length()
 
     def _restart(self, key_states: Tensor, value_states: Tensor) -> None:
         """Begin with a prompt in the memory of an earlier one, if it fits."""
@@ -195,15 +207,15 @@ class VQStaticLayer(VQCacheLayer):
             self._set_start(self.prompt.starts_for(batch))
             self._frozen = self._frozen[:1] * (1 if self._start is None else batch)
             self._told = list(self._frozen)
-            assert self.static.start is not None
-            self.static.start.copy_(torch.tensor(self._start or [0] * batch))
+            assert self.static.cache_leftpad is not None
+            self.static.cache_leftpad.copy_(torch.tensor(self._start or [0] * batch))
 
     # -- writing ---------------------------------------------------------------------------------
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """As `VQCacheLayer.update`; while compiling, two `StaticHandle`s.
+        """As `VQCacheLayer.update`; while compiling, two `CompiledKV`s.
 
         Raises:
             VQCacheError: as there; or the prompt is compiled, or many tokens at once.
@@ -220,10 +232,10 @@ class VQStaticLayer(VQCacheLayer):
                 f"{self.where} has no memory yet: run the prompt without torch.compile, as "
                 "generate does."
             )
-        store(key_states, value_states, self.static)
+        kv_append(key_states, value_states, self.static)
         self.stale = True
-        update = StaticUpdate(self.static, key_states.shape[2])
-        return StaticHandle(update, "k"), StaticHandle(update, "v")
+        num_new = key_states.shape[2]
+        return CompiledKV(self.static, num_new, KEY), CompiledKV(self.static, num_new, VALUE)
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         result = super()._append(key_states, value_states)
@@ -247,14 +259,14 @@ class VQStaticLayer(VQCacheLayer):
             f'model.set_attn_implementation("vq") and torch.no_grad(), or {GROWING}.'
         )
 
-    def _held(self, side: str) -> Tensor:
-        self.settle()
-        return super()._held(side)
+    def _held(self, which: str) -> Tensor:
+        self.sync_length()
+        return super()._held(which)
 
     def get_seq_length(self) -> Any:
         """Tokens seen: int, or what compiled steps go by, a tensor."""
         if self.is_initialized and (self.stale or is_compiling()):
-            return self.static.length
+            return self.static.cache_seqlens
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -293,7 +305,7 @@ class VQStaticLayer(VQCacheLayer):
                 f"beyond the window. Crop less, or {GROWING}."
             )
         super().crop(tokens_to_remove)
-        self.static.length.fill_(self._length)
+        self._set_length()
 
     def _forget_past(self) -> None:
         pass  # the ring has forgotten by itself
@@ -301,19 +313,24 @@ class VQStaticLayer(VQCacheLayer):
     def _select(self, function: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
-        self.settle()
-        static, batch = self.static, self.static.sink_k.shape[0]
+        self.sync_length()
+        static, batch = self.static, self.static.key.sinks.shape[0]
         kept = len(function(torch.arange(batch, device=self.device)))
         if kept != batch:
             raise VQCacheError(
                 f"{self.where} has memory for {batch} rows and would get {kept}; {GROWING}."
             )
         with storing(self.device):
-            for part in (*static[:9], static.start, static.frozen):
+            sides = [
+                part
+                for side in (static.key, static.value)
+                for part in (side.codes, side.scale, side.mean, side.sinks, side.recent)
+            ]
+            for part in (*sides, static.cache_leftpad, static.key_mean_known):
                 if part is not None:
                     part.copy_(function(part))
         if self._start is not None:
-            assert static.start is not None
-            self._set_start(static.start.tolist())
+            assert static.cache_leftpad is not None
+            self._set_start(static.cache_leftpad.tolist())
             self._frozen = function(torch.tensor(self._frozen)).tolist()
             self._told = list(self._frozen)

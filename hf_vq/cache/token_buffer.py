@@ -11,8 +11,8 @@ from torch import Tensor
 from ..errors import VQCacheError
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from ..ops.attention import autocasts, without_autocast
 from ..ops.layout import BLOCK, ROWS, allocate, block_bytes, to_rows, write_rows
+from ..ops.library import autocasts, without_autocast
 
 GROWTH = 1.5  # a full tape moves to one this much larger,
 AHEAD = 4096  # but at most so many tokens: moving costs little beside as many steps that read all
@@ -53,7 +53,7 @@ def room_for(needed: int, held: int, capacity: int, limit: int | None) -> int:
     return room if limit is None else min(room, limit)
 
 
-class Tape:
+class TokenBuffer:
     """Floats of tokens [B, H, tokens, D]; memory is kept ahead of them so that appending is cheap.
 
     Tokens once written are never written again, except those that come after a `pop`.
@@ -80,7 +80,7 @@ class Tape:
         if self.end + count > data.shape[2] or data.is_inference():
             self._move(self.end - self.begin + count)
             data = self.data
-        data.narrow(2, self.end, count).copy_(tokens)
+        data[:, :, self.end : self.end + count] = tokens  # `narrow` and `copy_` take longer
         self.end += count
         return data.narrow(2, self.begin, self.end - self.begin)
 
@@ -119,7 +119,7 @@ class Tape:
         return self.data.nbytes
 
 
-class CodeTape:
+class CodeBuffer:
     """Codes and scales of tokens, the codes in the order that the device's kernel reads.
 
     `data` holds the codes (`ops.layout` draws them), `scale` fp16 [B, H, tokens, 0, 1 or 2]; the

@@ -254,15 +254,14 @@ class VQCache(Cache):
             )
         if self._static:
             self.decide(key_states.device.type == "cuda")
-        if self.offloading and key_states.device.type != "cuda":
+        if not self.offloading or key_states.device.type != "cuda":
             # On the CPU everything is where offloading would move it, and there are no streams.
             states: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
                 key_states, value_states, *args, **kwargs
             )
             return states
-        if self.offloading:
-            # Transformers 5.17 fetches a layer while its copy to the CPU may still be under way.
-            self.prefetch_stream.wait_stream(torch.cuda.current_stream(key_states.device))
+        # Transformers 5.17 fetches a layer while its copy to the CPU may still be under way.
+        self.prefetch_stream.wait_stream(torch.cuda.current_stream(key_states.device))
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
 
@@ -288,7 +287,7 @@ class VQCache(Cache):
         """The layers that hold codes."""
         layers = [layer for layer in self.layers if isinstance(layer, VQCacheLayer)]
         for layer in layers:
-            layer.settle()
+            layer.sync_length()
         return layers
 
     @property

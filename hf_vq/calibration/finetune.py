@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import VQCalibrationError
 from ..fit import fixed_tensors
 from ..formats.scheme import VQScheme
+from ..formats.stored_weight import StoredWeight, rotation_of
 from ..hf.quantize_op import Progress
-from ..ops.codes import rotation_of, stored_arguments
 from ..ops.reference import codes as reference
 from .blocks import Blocks
 from .resume import CodedBlock, Unfinished
@@ -128,9 +128,8 @@ class TunedBlock:
 
     def _decoded(self, part: Part, stored: dict[str, Tensor]) -> Tensor:
         """One matrix as the layer keeps it. The reference is made of differentiable operations."""
-        decode: Callable[..., Tensor] = reference.decode
         scheme, tensors = self.schemes[part.layer], {**self.shared[part.name], **stored}
-        weight = decode(*stored_arguments(tensors), scheme, part.shape[1])
+        weight = reference.decode(StoredWeight.of(tensors, scheme, part.shape[1]))
         if "pull" in stored:
             scale = stored["scale"].detach()[..., None]
             rows = (stored["pull"].unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)

@@ -8,7 +8,7 @@ from ..fit import fixed_tensors
 from ..fit.ldlq import Feedback
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
-from ..ops.codes import rotation_of
+from ..formats.stored_weight import rotation_of
 from .hessians import Site
 from .targets import Part
 

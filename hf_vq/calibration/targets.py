@@ -121,11 +121,11 @@ def replace(
             new = linear_class(scheme).replacing(dense, scheme, seed=seed, where=name)
     for part in listed:
         if isinstance(new, VQExperts):
-            new.hold(part.weight, fitted[part.name])
+            new.assign(part.weight, fitted[part.name])
         else:
-            new.hold(fitted[part.name], dense.bias)  # type: ignore[arg-type]
+            new.assign(fitted[part.name], dense.bias)  # type: ignore[arg-type]
     new.train(dense.training)
-    new.fill(packaged([new], seed))
+    new.set_shared(packaged([new], seed))
     if hook is None:
         new.to(device)
     else:

@@ -27,11 +27,11 @@ from ..fit import fit_weight, fixed_tensors
 from ..fit.allocation import allocate
 from ..fit.ldlq import Feedback
 from ..formats.catalog import weight_scheme
+from ..formats.stored_weight import rotation_of
 from ..hf.calibration_options import choices
 from ..hf.checkpoint.headers import shared_specs, storage
 from ..hf.config import VQConfig
 from ..hf.quantize_op import Progress
-from ..ops.codes import rotation_of
 from .blocks import Blocks
 from .hessians import Listener, Site
 from .targets import Part

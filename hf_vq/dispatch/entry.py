@@ -16,8 +16,8 @@ Bound = Callable[..., Tensor | None]
 """An op for one problem, called without torch's dispatcher; None for tensors that it does not take.
 
 linear      (x, codes, codebook, scale, signs, bias) -> y
-append      (x, mean, codebook, codes, scale, at) -> a tensor, of no meaning
-attention   (query, cached, scaling, softcap) -> out, without mask, padding and s_aux
+kv_append   (x, side, at) -> a tensor, of no meaning
+kv_attention (query, view, softmax_scale, softcap) -> out, without mask, padding and sink_logits
 """
 
 
@@ -28,7 +28,7 @@ class Fused(NamedTuple):
         tokens: (x) -> x as `linear` reads it.
         norm: (x, weight, eps) -> RMSNorm of x as `linear` reads it.
         gated: (gate, up) -> SiLU(gate) * up as `linear` reads it.
-        linear: (rounded, x, codes, scale, zero, step, bias, scheme) -> y; x is only described.
+        linear: (rounded, x, weight, bias) -> y; x is only described.
     """
 
     tokens: Callable[..., Any]
@@ -76,7 +76,6 @@ class Entry:
         devices: device types of inputs that it takes; empty = any.
         available: "module:function" in hf_vq, or the function: None if this machine has what the
             implementation needs, else the reason why not. Asked before `source` is imported.
-        on_request: run only where HF_VQ_BACKEND names it.
     """
 
     name: str
@@ -84,7 +83,6 @@ class Entry:
     source: str | Implementation
     devices: tuple[str, ...] = ()
     available: str | Callable[[], str | None] | None = None
-    on_request: bool = False
 
     @cached_property
     def implementation(self) -> Implementation:
@@ -104,11 +102,8 @@ class Entry:
         Args:
             forced: the value of HF_VQ_BACKEND.
         """
-        backend = self.name.partition(".")[0]
         if forced and forced != self.name and not self.name.startswith(forced + "."):
             return f"HF_VQ_BACKEND={forced}"
-        if self.on_request and not forced:
-            return f"it runs where HF_VQ_BACKEND={backend} asks for it"
         if self.devices and problem.device not in self.devices:
             return f"tensor is on {problem.device}"
         missing = load(self.available) if isinstance(self.available, str) else self.available

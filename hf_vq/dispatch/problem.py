@@ -12,7 +12,8 @@ Fields that several types have:
     tokens, rows      rows of the input, rounded up to a power of two (`bucket`)
     layout            order of the codes in a KV cache (`ops.layout`); `key_layout`, `value_layout`
     head_dim          numbers of a key, and of a value where there is no `value_dim`
-    page_size         tokens of a page
+    memory            of a KV cache: `growing`, `static` (it never moves) or `paged`
+    page_size         tokens of a page; 0 = there are none
 """
 
 from __future__ import annotations
@@ -117,33 +118,39 @@ class RotateProblem(NamedTuple):
     op: str = "rotate"
 
 
-class AppendProblem(NamedTuple):
-    """Keys or values to codes at the end of a cache; `rows` counts heads and tokens."""
+class KVAppendProblem(NamedTuple):
+    """`num_new` tokens of each row to one layer of a KV cache, rounded up to a power of two.
+
+    A static cache is asked about as a whole. Of other caches keys and values are two problems, in
+    which the names of what is not asked about are empty and its `head_dim` or `value_dim` is 0.
+    """
 
     device: str
     dtype: str
-    scheme: str
-    rows: int
+    key_scheme: str
+    value_scheme: str
+    num_new: int
     head_dim: int
-    layout: str
-    op: str = "append"
+    value_dim: int
+    key_layout: str
+    value_layout: str
+    memory: str = "growing"
+    page_size: int = 0
+    op: str = "kv_append"
+
+    @property
+    def sides(self) -> list[tuple[str, int, str]]:
+        """Scheme, numbers of a head and layout of the keys, the values, or both."""
+        key = self.key_scheme, self.head_dim, self.key_layout
+        value = self.value_scheme, self.value_dim, self.value_layout
+        return [side for side in (key, value) if side[0]]
 
 
-class PagedAppendProblem(NamedTuple):
-    """Keys or values to codes in pages."""
-
-    device: str
-    dtype: str
-    scheme: str
-    head_dim: int
-    page_size: int
-    op: str = "append_paged"
-
-
-class AttentionProblem(NamedTuple):
+class KVAttentionProblem(NamedTuple):
     """Attention of `queries` of each row over `length` tokens, both rounded up to powers of two.
 
-    Layouts are empty when a new cache asks what they should be.
+    Layouts are empty when a new cache asks what they should be. Of a static cache `length` is what
+    there is room for; pages are asked about whatever their number and that of the queries (0).
     """
 
     device: str
@@ -156,51 +163,9 @@ class AttentionProblem(NamedTuple):
     value_dim: int
     key_layout: str
     value_layout: str
-    op: str = "attention"
-
-
-class StaticAttentionProblem(NamedTuple):
-    """Attention of `queries` of each row over a cache with room for `capacity` tokens."""
-
-    device: str
-    dtype: str
-    key_scheme: str
-    value_scheme: str
-    queries: int
-    capacity: int
-    head_dim: int
-    value_dim: int
-    key_layout: str
-    value_layout: str
-    op: str = "attention_static"
-
-
-class StoreProblem(NamedTuple):
-    """`new_tokens` of each row, written to a cache with room for `capacity` tokens."""
-
-    device: str
-    dtype: str
-    key_scheme: str
-    value_scheme: str
-    new_tokens: int
-    capacity: int
-    head_dim: int
-    value_dim: int
-    key_layout: str
-    value_layout: str
-    op: str = "store"
-
-
-class PagedAttentionProblem(NamedTuple):
-    """Attention over codes in pages; keys and values have `head_dim` numbers."""
-
-    device: str
-    dtype: str
-    key_scheme: str
-    value_scheme: str
-    head_dim: int
-    page_size: int
-    op: str = "attention_paged"
+    memory: str = "growing"
+    page_size: int = 0
+    op: str = "kv_attention"
 
 
 AnyLinearProblem = LinearProblem | PublishedLinearProblem | W4A8LinearProblem
@@ -210,8 +175,7 @@ PROBLEMS: dict[str, Any] = {
     kind._field_defaults["op"]: kind
     for kind in (
         LinearProblem, PublishedLinearProblem, W4A8LinearProblem, DecodeProblem, EncodeProblem,
-        EncodeWeightProblem, RotateProblem, AppendProblem, PagedAppendProblem, AttentionProblem,
-        StaticAttentionProblem, StoreProblem, PagedAttentionProblem,
+        EncodeWeightProblem, RotateProblem, KVAppendProblem, KVAttentionProblem,
     )
 }  # fmt: skip
 """The problem of each op, by the op's name."""

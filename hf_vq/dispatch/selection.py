@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 from .. import env
 from ..errors import VQBackendError
@@ -20,7 +21,9 @@ from .problem import Problem
 from .table import ENTRIES
 
 _entries: tuple[Entry, ...] = ENTRIES
+generation = 0  # counts `invalidate`: what was found in the table before is not asked any more
 _memories: list[Any] = []
+_owned: WeakSet[Any] = WeakSet()
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -40,9 +43,16 @@ def cached_by_table(function: Function) -> Function:
     return cast(Function, memory)
 
 
+def clear_with_table(memory: Any) -> None:
+    """Call `memory.cache_clear()`, as long as it lives, when other entries are asked."""
+    _owned.add(memory)
+
+
 def invalidate() -> None:
     """Ask the table anew from now on."""
-    for memory in _memories:
+    global generation
+    generation += 1
+    for memory in (*_memories, *_owned):
         memory.cache_clear()
 
 

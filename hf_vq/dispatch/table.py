@@ -14,7 +14,6 @@ CPU, CUDA, GPU = ("cpu",), ("cuda",), ("cuda", "xpu")  # PyTorch calls ROCm cuda
 NATIVE = "backends.cpu.library:available"  # libhf_vq_cpu was built and loads
 NVRTC = "backends.cuda.devices:available"  # NVIDIA GPUs, and a compiler for them
 TRITON = "backends.triton.supports:available"
-CUTILE = "backends.cutile.supports:available"
 
 ENTRIES: tuple[Entry, ...] = (
     # y = W x + b, one or two passes of codes
@@ -22,13 +21,9 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("cpu.linear", "linear", "backends.cpu.linear:LINEAR", CPU, NATIVE),
     Entry("cuda.tile_linear", "linear", "backends.cuda.linear.tile_codebook:LINEAR", CUDA, NVRTC),
     Entry("cuda.wide_linear", "linear", "backends.cuda.linear.wgmma:LINEAR", CUDA, NVRTC),
-    Entry("cuda.fused_linear", "linear", "backends.cuda.linear.direct:LINEAR", CUDA, NVRTC),
+    Entry("cuda.fused_linear", "linear", "backends.cuda.linear.bound:LINEAR", CUDA, NVRTC),
     Entry("cuda.linear", "linear", "backends.cuda.linear.dequantize:LINEAR", CUDA, NVRTC),
     Entry("triton.linear", "linear", "backends.triton.linear:LINEAR", GPU, TRITON),
-    # The kernels above are faster (docs/turboquant.md): cuTile runs only where it is asked for.
-    Entry(
-        "cutile.linear", "linear", "backends.cutile.linear:LINEAR", CUDA, CUTILE, on_request=True
-    ),
     Entry("two_passes.linear", "linear", "backends.torch.residual:LINEAR"),
     Entry("reference", "linear", "backends.reference:LINEAR"),
     # y = W round(x) + b in integers
@@ -49,35 +44,23 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("reference", "decode", "backends.reference:DECODE"),
     # rows to codes, rotation
     Entry("cuda.encode_weight", "encode_weight", "backends.cuda.encode:ENCODE", CUDA, NVRTC),
-    Entry("reference", "encode_weight", "fit.rows:ENCODE"),
+    Entry("reference", "encode_weight", "backends.reference:ENCODE_WEIGHT"),
     Entry("reference", "encode", "backends.reference:ENCODE"),
     Entry("cuda.rotate", "rotate", "backends.cuda.linear.dequantize:ROTATE", CUDA, NVRTC),
     Entry("reference", "rotate", "backends.reference:ROTATE"),
-    # a KV cache that grows
-    Entry("cuda.vq_append", "append", "backends.cuda.kv.append:APPEND", CUDA, NVRTC),
-    Entry("cpu.vq_append", "append", "backends.cpu.kv:APPEND", CPU, NATIVE),
-    Entry("reference", "append", "backends.reference:APPEND"),
-    Entry("cuda.vq_attention", "attention", "backends.cuda.kv.attention:ATTENTION", CUDA, NVRTC),
-    Entry("cuda.attention_prefill", "attention", "backends.cuda.kv.prefill:ATTENTION", CUDA, NVRTC),
-    Entry("cpu.vq_attention", "attention", "backends.cpu.kv:ATTENTION", CPU, NATIVE),
-    Entry("torch.attention", "attention", "backends.torch.kv_attention:ATTENTION"),
-    Entry("reference", "attention", "backends.reference:ATTENTION"),
-    # a KV cache whose memory does not move
-    Entry("cuda.vq_store", "store", "backends.cuda.kv.step:STORE", CUDA, NVRTC),
-    Entry("cpu.vq_store", "store", "backends.cpu.kv_static:STORE", CPU, NATIVE),
-    Entry("reference", "store", "backends.reference:STORE"),
+    # new tokens of a KV cache to codes
+    Entry("cuda.vq_store", "kv_append", "backends.cuda.kv.step:APPEND", CUDA, NVRTC),
+    Entry("cuda.vq_append", "kv_append", "backends.cuda.kv.append:APPEND", CUDA, NVRTC),
+    Entry("cpu.vq_append", "kv_append", "backends.cpu.kv:APPEND", CPU, NATIVE),
+    Entry("reference", "kv_append", "backends.reference:KV_APPEND"),
+    # softmax(q K^T) V of codes
+    Entry("cuda.vq_attention", "kv_attention", "backends.cuda.kv.attention:ATTENTION", CUDA, NVRTC),
     Entry(
-        "cuda.vq_attention", "attention_static", "backends.cuda.kv.attention:STATIC", CUDA, NVRTC
+        "cuda.attention_prefill", "kv_attention", "backends.cuda.kv.prefill:ATTENTION", CUDA, NVRTC
     ),
-    Entry(
-        "cpu.vq_attention_static", "attention_static", "backends.cpu.kv_static:STATIC", CPU, NATIVE
-    ),
-    Entry("reference", "attention_static", "backends.reference:STATIC_ATTENTION"),
-    # a KV cache in pages
-    Entry("cuda.vq_append", "append_paged", "backends.cuda.kv.append:PAGED", CUDA, NVRTC),
-    Entry("reference", "append_paged", "backends.reference:PAGED_APPEND"),
-    Entry("cuda.vq_attention", "attention_paged", "backends.cuda.kv.attention:PAGED", CUDA, NVRTC),
-    Entry("reference", "attention_paged", "backends.reference:PAGED_ATTENTION"),
+    Entry("cpu.vq_attention", "kv_attention", "backends.cpu.kv:ATTENTION", CPU, NATIVE),
+    Entry("torch.attention", "kv_attention", "backends.torch.kv_attention:ATTENTION"),
+    Entry("reference", "kv_attention", "backends.reference:KV_ATTENTION"),
 )  # fmt: skip
 
 ALLOCATORS = {"cpu": "backends.cpu.library:allocate"}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..formats.nearest import nearest_in_groups
-from .assign import Assigner
+from ..ops.reference.encode_weight import Assigner
 from .kmeans import SAMPLES_PER_ENTRY, kmeans
 from .ldlq import Feedback
 from .learned import as_stored, integer_step

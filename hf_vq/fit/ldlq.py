@@ -26,9 +26,8 @@ from ..errors import VQCalibrationError
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
+from ..ops.reference.encode_weight import FACTORS, Assigner, least_squares, root_mean_square
 from ..transforms import rotate
-from .assign import Assigner
-from .scale import FACTORS, least_squares, root_mean_square
 
 DAMPING = 0.01
 """Added to the diagonal of H, in units of its mean: inputs that the text does not show."""
@@ -135,7 +134,7 @@ def ldlq_rows(
 ) -> tuple[Tensor, Tensor]:
     """Codes int64 [n, vectors, z] and scales fp16 [n, groups] of rotated rows [n, in] float32.
 
-    Without feedback between columns (H a multiple of 1) they are those of `rows.encode_rows`.
+    Without feedback between columns (H a multiple of 1) they are those of `encode_weight`.
 
     Args:
         search: try FACTORS for every scale; otherwise it is the root mean square.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats.scheme import VQScheme
-from .assign import Assigner
+from ..ops.reference.encode_weight import Assigner
 from .kmeans import SAMPLES_PER_ENTRY, kmeans
 from .rows import RowFitter
 

@@ -14,9 +14,9 @@ from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..formats.shared import second_universal_tensor, universal_tensor
+from ..formats.stored_weight import rotation_of
 from ..formats.tensors import tensor_specs
 from ..ops import decode_weight, rotate
-from ..ops.codes import rotation_of
 from ..transforms import draw_signs, qr_matrix
 from .frequency import by_frequency
 from .joint import fit_jointly
@@ -85,11 +85,11 @@ def fit_weight(
     tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device)
     nested = scheme.stages == "nested"
     coded = scheme.merged() if nested else scheme.first_pass()
-    fitter = RowFitter(coded, weight.shape[1], search, where)
     # Of two passes that add up only the last can make up for errors: those of the first are it.
     adds_up = scheme.two_passes and not nested
+    fitter = RowFitter(coded, weight.shape[1], search, where)
     universal = tensors.get("codebook_2" if nested else "codebook")
-    rotation = rotation_of(tensors)
+    rotation = tensors.get("signs", tensors.get("rotation"))
     fitted = _fit(weight, rotation, universal, fitter, seed, None if adds_up else feedback)
     tensors.update(split_codes(fitted, scheme, weight.shape[1]) if nested else fitted)
     fitter.check(weight, tensors["scale"])
@@ -124,7 +124,9 @@ def fixed_tensors(
         tensors["codebook"] = universal_tensor(scheme)
     if scheme.two_passes:
         tensors["codebook_2"] = second_universal_tensor(scheme)
-    return {key: tensor.to(device) for key, tensor in tensors.items()}
+    for key, tensor in tensors.items():
+        tensors[key] = tensor.to(device)
+    return tensors
 
 
 def _fit(

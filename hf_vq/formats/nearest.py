@@ -13,6 +13,7 @@ Three searches, one answer (lowest squared distance; ties may fall to either ent
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -160,7 +161,7 @@ class _PlaneGrid:
         found = self.table[0].index_select(0, cell)
         count = self.count.index_select(0, cell)
         open_ = (count > 1).nonzero()[:, 0]
-        x, y, cell, count = (t.index_select(0, open_) for t in (x, y, cell, count))
+        x, y, cell, count = map(methodcaller("index_select", 0, open_), (x, y, cell, count))
         chosen = found.index_select(0, open_)
         best = self._distance(x, y, chosen)
         for k in range(1, len(self.table)):
@@ -168,9 +169,8 @@ class _PlaneGrid:
                 keep = (count > k).nonzero()[:, 0]
                 found.index_copy_(0, open_, chosen)
                 open_ = open_.index_select(0, keep)
-                x, y, cell, count, chosen, best = (
-                    t.index_select(0, keep) for t in (x, y, cell, count, chosen, best)
-                )
+                kept = map(methodcaller("index_select", 0, keep), (x, y, cell, count, chosen, best))
+                x, y, cell, count, chosen, best = kept
             other = self.table[k].index_select(0, cell)
             distance = self._distance(x, y, other)
             closer = distance < best

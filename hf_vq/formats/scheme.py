@@ -230,13 +230,14 @@ class VQScheme:
 
     def spec(self) -> str:
         """One line that says the whole scheme; `VQScheme.parse` is its exact inverse."""
-        return self._spec
+        return self.key
 
     def __hash__(self) -> int:
-        return hash(self._spec)
+        return hash(self.key)
 
-    @cached_property  # asked by every layer at every call, as is the hash
-    def _spec(self) -> str:
+    @cached_property
+    def key(self) -> str:
+        """`spec()` as an attribute: what is asked at every call is remembered by it."""
         scope = self.lattice or self.codebook
         if self.codebook == "tile":
             scope = f"tile{self.tile[0]}x{self.tile[1]}"

@@ -22,6 +22,7 @@ top level, under that name.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -49,6 +50,22 @@ def tensor_specs(
     """
     if isinstance(scheme, QoQScheme):
         return qoq_specs(scheme, out_features, in_features, where)
+    try:
+        return dict(_known_specs(scheme.key, out_features, in_features, seed))
+    except VQSchemeError:
+        return _specs(scheme, out_features, in_features, seed, where)  # the message names `where`
+
+
+@lru_cache(maxsize=256)
+def _known_specs(
+    spec: str, out_features: int, in_features: int, seed: int
+) -> dict[str, TensorSpec]:
+    return _specs(VQScheme.parse(spec), out_features, in_features, seed, "the tensor")
+
+
+def _specs(
+    scheme: VQScheme, out_features: int, in_features: int, seed: int, where: str
+) -> dict[str, TensorSpec]:
     if scheme.codebook == "channel_group":
         raise VQSchemeError(
             f"{where}: codebooks per channel group are for the KV cache, not for weights."

@@ -69,10 +69,11 @@ def _table(vector_size: int, entry_bits: int) -> _Table:
     return _tables()[f"gauss_{vector_size}x{entry_bits}"]
 
 
-def available() -> list[tuple[int, int]]:
+@cache
+def available() -> tuple[tuple[int, int], ...]:
     """(vector_size, entry_bits) of each universal codebook, ascending; E8P is in `lattice`."""
     names = [name.removeprefix("gauss_") for name in _tables() if name.startswith("gauss_")]
-    return sorted((int(x), int(y)) for x, y in (name.split("x") for name in names))
+    return tuple(sorted((int(x), int(y)) for x, y in (name.split("x") for name in names)))
 
 
 def universal_codebook(vector_size: int, entry_bits: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..cache import StaticHandle, VQHandle, attend, attend_static
+from ..cache import LazyKV, attend, is_coded
 from ..ops.reference.kv_attention import softmax
 
 NAME = "vq"
@@ -45,8 +45,8 @@ def vq_attention(
     Args:
         module: the attention layer.
         query: [B, Hq, Q, D].
-        key: [B, H, T, D], or the handle of a `VQCache`.
-        value: [B, H, T, Dv], or the handle of a `VQCache`.
+        key: [B, H, T, D], or what a `VQCache` returned.
+        value: [B, H, T, Dv], or what a `VQCache` returned.
         attention_mask: bool or additive [B, 1 or Hq, Q, T]; None = causal, or everything if the
             layer is not causal.
         dropout: of the attention weights.
@@ -59,7 +59,7 @@ def vq_attention(
     """
     special = softcap is not None or s_aux is not None
     plain = dropout == 0.0 and kwargs.get("position_bias") is None
-    coded = type(key) is VQHandle or type(key) is StaticHandle
+    coded = is_coded(key)
     causal = query.shape[2] == 1 or is_causal(module, kwargs)
     if coded and plain:
         out = attend_to_codes(query, key, value, attention_mask, scaling, causal, softcap, s_aux)
@@ -72,7 +72,7 @@ def vq_attention(
         return result
     if attention_mask is None and not causal:
         attention_mask = _everything(query, key)
-    key, value = (x.decode() if isinstance(x, VQHandle) else x for x in (key, value))
+    key, value = (x.decode() if isinstance(x, LazyKV) else x for x in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     grouped = query.unflatten(1, (key.shape[1], -1))
     scores = (grouped @ key.mT[:, :, None]).flatten(1, 2).float() * scaling
@@ -84,15 +84,15 @@ def vq_attention(
 
 def attend_to_codes(
     query: Tensor,
-    key: VQHandle | StaticHandle,
-    value: VQHandle | StaticHandle,
+    key: Any,
+    value: Any,
     mask: Tensor | None,
     scaling: float | None,
     causal: bool,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor | None:
-    """Attention on the codes of a `VQCache`, by the kernels of `hf_vq::attention`.
+    """Attention on the codes of a `VQCache`, by the kernels of `hf_vq::kv_attention`.
 
     Args:
         query: [B, Hq, Q, D], the tokens of the newest update.
@@ -106,10 +106,7 @@ def attend_to_codes(
     """
     if mask is None and not causal and query.shape[2] > 1:
         mask = _everything(query, key)
-    run: Any = attend if type(key) is VQHandle else attend_static
-    out: Tensor | None = run(
-        query, key, value, scaling=scaling, mask=mask, softcap=softcap or 0.0, s_aux=s_aux
-    )
+    out = attend(query, key, value, scaling=scaling, mask=mask, softcap=softcap or 0.0, s_aux=s_aux)
     return None if out is None else out.transpose(1, 2).contiguous()
 
 

@@ -28,8 +28,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..cache import StaticHandle, VQHandle
-from ..ops.attention import without_autocast
+from ..cache import LazyKV, is_coded
+from ..ops.library import without_autocast
 from .attention import attend_to_codes, is_causal, vq_attention
 
 try:
@@ -74,7 +74,7 @@ def _on_codes(
     if len(args) == 4 and "attention_mask" in kwargs:
         kwargs = dict(kwargs)
         args = (*args, kwargs.pop("attention_mask"))
-    coded = len(args) == 5 and (type(args[2]) is VQHandle or type(args[2]) is StaticHandle)
+    coded = len(args) == 5 and is_coded(args[2])
     return (args, kwargs) if coded else None
 
 
@@ -83,10 +83,10 @@ def _sdpa(*args: Any, **kwargs: Any) -> Result:
     call = _on_codes(args, kwargs)
     if call is not None:
         (module, query, key, value, mask), given = call
-        if not given.get("dropout") and _are_none(given, ("position_bias", "softcap")):
+        others = given.get("position_bias") is given.get("softcap") is None
+        if others and not given.get("dropout"):
             causal = query.shape[2] == 1 or is_causal(module, given)
-            scaling = given.get("scaling")
-            out = attend_to_codes(query, key, value, mask, scaling, causal)
+            out = attend_to_codes(query, key, value, mask, given.get("scaling"), causal)
             if out is not None:
                 return out, None
     result: Result = sdpa_attention_forward(*args, **kwargs)
@@ -96,7 +96,7 @@ def _sdpa(*args: Any, **kwargs: Any) -> Result:
 def _flash(*args: Any, **kwargs: Any) -> Result:
     """`flash_attention_forward`, unless the keys are codes."""
     call = _on_codes(args, kwargs)
-    if call is not None and type(call[0][2]) is VQHandle:
+    if call is not None and type(call[0][2]) is LazyKV:
         (module, query, key, value, padding), given = call
         half = query.dtype in (torch.float16, torch.bfloat16)  # flash casts others
         if half and not given.get("dropout") and _are_none(given, _PACKED):
@@ -115,7 +115,7 @@ _masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by padding, for a
 
 
 def _mask_of_flash(
-    query: Tensor, key: VQHandle, padding: Tensor | None, sliding_window: int | None, causal: bool
+    query: Tensor, key: LazyKV, padding: Tensor | None, sliding_window: int | None, causal: bool
 ) -> Tensor | None:
     """The bool mask [B or 1, 1, Q, T] of what flash attention reads; None = causal, or all.
 
@@ -156,7 +156,7 @@ def _new_mask(
 def _eager(plain: Attention, *args: Any, **kwargs: Any) -> Result:
     """`plain`, the attention that a model defines itself, unless the keys are codes."""
     call = _on_codes(args, kwargs)
-    if call is not None and type(call[0][2]) is VQHandle:
+    if call is not None and type(call[0][2]) is LazyKV:
         (module, query, key, value, mask), given = call
         if _is_vq(plain, module, query, key, value, given):
             softcap, s_aux = given.get("softcap"), given.get("s_aux")
@@ -181,8 +181,8 @@ def _is_vq(
     plain: Attention,
     module: nn.Module,
     query: Tensor,
-    key: VQHandle,
-    value: VQHandle,
+    key: LazyKV,
+    value: LazyKV,
     kwargs: dict[str, Any],
 ) -> bool:
     """Whether `vq` gives all that is wanted of a call of `plain`."""
@@ -229,8 +229,8 @@ def _computes_vq(
     plain: Attention,
     module: nn.Module,
     query: Tensor,
-    key: VQHandle,
-    value: VQHandle,
+    key: LazyKV,
+    value: LazyKV,
     kwargs: dict[str, Any],
 ) -> bool:
     """Try a function on a few random numbers, small and large, with and without a mask."""

@@ -15,13 +15,13 @@ from ..dispatch import Problem, Verdict, bucket
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.replace import vq_modules
+from ..ops.kv import GROWING, STATIC
 from ..ops.layout import layouts_for
+from ..ops.library import append_problem, attention_problem, static_append_problem
 
 SIZES = {
-    "append": ("rows", "head_dim"),
-    "attention": ("length", "head_dim"),
-    "attention_static": ("capacity", "head_dim"),
-    "store": ("capacity", "head_dim"),
+    "kv_append": ("num_new", "head_dim"),
+    "kv_attention": ("length", "head_dim"),
 }
 """Fields of problems of a cache that are printed as their size; of a layer, its features."""
 
@@ -85,9 +85,10 @@ def explain(
         model: a model, a part of one or a layer.
         tokens: rows of the input; 1 is a step of generation.
         dtype: of the input; by default the model's.
-        cache: also what its layers ask: `attention` over codes (its size is tokens in the cache x
-            head_dim) and `append` of codes (rows x head_dim); of a cache that is compiled also
-            `attention_static` and `store`. Head sizes of an empty cache are those of the config.
+        cache: also what its layers ask: `kv_attention` over codes (its size is tokens in the cache
+            x head_dim) and `kv_append` of codes (new tokens x head_dim), of keys and of values; of
+            a cache that is compiled also both of its static memory. Head sizes of an empty cache
+            are those of the config.
     """
     dtype = dtype or getattr(model, "dtype", None) or torch.get_default_dtype()
     names: dict[Problem, list[str]] = {}
@@ -132,24 +133,25 @@ def _cache_problems(
     specs = schemes[0].spec(), schemes[1].spec()
     device = next(model.parameters()).device
     if layer.is_initialized:
-        heads, dims = layer.k.sinks.shape[1], (layer.k.dim, layer.v.dim)
+        dims = layer.k.dim, layer.v.dim
         layouts = layer.k.codes.layout, layer.v.codes.layout
     else:
         whole: Any = model
         config = whole.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dims = dim, dim
         layouts = layouts_for(*schemes, *dims, torch.empty(0, dtype=dtype, device=device))
     held, limit = layer.length + tokens, layer.get_max_length()
     held = min(held, limit - 1 + tokens) if layer.is_sliding else max(held, limit)
-    kind = str(dtype).removeprefix("torch.")
-    sizes = bucket(tokens), bucket(held), *dims
-    described: tuple[Any, ...] = (device.type, kind, *specs, *sizes, *layouts)
-    yield dispatch.AttentionProblem(*described)
+
+    def attention(memory: str) -> Problem:
+        return attention_problem(
+            device, dtype, *specs, *dims, tokens, held, *layouts, memory=memory
+        )  # fmt: skip
+
+    yield attention(GROWING)
     for spec, dim, layout in dict.fromkeys(zip(specs, dims, layouts, strict=True)):
-        rows = bucket(heads * tokens)
-        yield dispatch.AppendProblem(device.type, kind, spec, rows, dim, layout)
+        yield append_problem(device, dtype, spec, tokens, dim, layout)
     if layer.is_compileable:
-        yield dispatch.StaticAttentionProblem(*described)
-        yield dispatch.StoreProblem(*described)
+        yield attention(STATIC)
+        yield static_append_problem(device, dtype, specs, tokens, dims, layouts)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import env, ops
-from ..nn.lazy_activation import Deferred, Norm, Silu
+from ..nn.lazy_activation import LazyActivation, Norm, Silu
 from ..nn.w4a8_linear import W4A8Linear
 from ..ops.fused_inputs import fused_inputs, rms_norm
 
@@ -88,14 +88,14 @@ def _norm(norm: Any, spec: str, rows: int, hidden_states: Tensor) -> Tensor:
     x, weight = hidden_states, norm.weight
     alike = weight.dtype == x.dtype and weight.device == x.device
     if alike and weight.shape == x.shape[-1:] and _is_taken(norm, spec, rows, x, weight):
-        return Deferred(Norm(x, weight, norm.variance_epsilon))
+        return LazyActivation(Norm(x, weight, norm.variance_epsilon))
     plain: Tensor = type(norm).forward(norm, x)
     return plain
 
 
 def _silu(activation: Any, spec: str, rows: int, input: Tensor) -> Tensor:
     if _is_taken(activation, spec, rows, input):
-        return Deferred(Silu(input))
+        return LazyActivation(Silu(input))
     plain: Tensor = type(activation).forward(activation, input)
     return plain
 
@@ -103,7 +103,7 @@ def _silu(activation: Any, spec: str, rows: int, input: Tensor) -> Tensor:
 def _is_taken(module: nn.Module, spec: str, rows: int, x: Tensor, *others: Tensor) -> bool:
     """Whether nobody but the layers behind a module looks at its output, and their kernel takes
     inputs that are rounded."""
-    if module._forward_hooks or not ops.only_result(x, *others) or not x.numel():
+    if module._forward_hooks or not ops.is_plain_eager(x, *others) or not x.numel():
         return False
     return env.FUSED_INPUTS.get() and fused_inputs(x, spec, rows) is not None
 

@@ -145,7 +145,7 @@ class Quantize(ConversionOps):
             error, energy = error + found.relative_error * norm, energy + norm
             fitted.append(found.tensors)
         self.errors[shown] = float(f"{error / energy if energy else 0.0:.4g}")
-        for stored, tensor in module.accept(attribute, fitted).items():
+        for stored, tensor in module.begin_load(attribute, fitted).items():
             kept = nn.Parameter(tensor.contiguous(), requires_grad=False)
             yield f"{prefix}.{stored}", kept
         self.progress.done()
@@ -156,7 +156,7 @@ def settle(model: nn.Module) -> None:
     for prefix, module in vq_modules(model).items():
         if not isinstance(module, VQLinear):
             continue
-        module.settle()
+        module.finish_load()
         if (hook := hook_of(module)) is not None:
             weights = hook.weights_map
             old, new = f"{weights.prefix}{LOADING}", f"{weights.prefix}weight"

@@ -23,7 +23,7 @@ from ..formats.catalog import LinearScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
-from ..nn.quantized_module import Stored
+from ..nn.quantized_module import QuantizedModule
 from ..nn.replace import candidates, linear_class, replace_modules, restore_modules, vq_modules
 from .calibration_options import choices
 from .checkpoint import headers as stored_files
@@ -269,7 +269,7 @@ class VQHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             return False
         module, name = get_module_from_name(model, param_name)
-        return isinstance(module, Stored) and name in module.weights()
+        return isinstance(module, QuantizedModule) and name in module.weights()
 
     def get_quantize_ops(self) -> Quantize:
         """The operation of one dense tensor."""
@@ -305,7 +305,7 @@ class VQHfQuantizer(HfQuantizer):
                 stored_files.check_recorded(shared, config.provenance or {})
         # Only now: loading replaces every non-persistent buffer by an empty one.
         for module in vq_modules(model).values():
-            module.fill(shared)
+            module.set_shared(shared)
         if self._check is not None:  # last: what is missing has a message of its own
             known = self._recorded is not None
             self._check.finish(known, self._recorded, self._is_left_out)

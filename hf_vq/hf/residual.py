@@ -116,7 +116,7 @@ def merge_passes(model: Any, bits: int | None = None) -> None:
     new = {name: module for name, module in vq_modules(model).items() if name in modules}
     shared = stored_files.packaged(new.values(), config.seed)
     for module in new.values():
-        module.fill(shared)
+        module.set_shared(shared)
     config.pass2 = None
     describe(model, list(modules))
 
@@ -142,7 +142,7 @@ def _merged(
             *sizes, bias is not None, scheme, seed=seed, where=where, source=module.source
         )
         new.input_parts = module.input_parts
-        new.hold(fitted(module.decoded()), bias)
+        new.assign(fitted(module.decoded()), bias)
     else:
         kept = {n: p for n, p in module._parameters.items() if n not in module.specs}
         experts = {name: module.decoded(name) for name in module.weights()}
@@ -150,7 +150,7 @@ def _merged(
         new._parameters.update(kept)
         for name, dense in experts.items():
             found = [fitted(matrix) for matrix in new.matrices(name, dense)]
-            new.hold(name, {key: torch.stack([one[key] for one in found]) for key in found[0]})
+            new.assign(name, {key: torch.stack([one[key] for one in found]) for key in found[0]})
     home = next(new.parameters(recurse=False)).device
     for name in new.shared_names():
         new._buffers[name] = torch.empty(0, device=home)  # where `fill` puts it

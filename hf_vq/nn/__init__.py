@@ -2,12 +2,12 @@
 
 from .experts import VQExperts
 from .linear import VQLinear
-from .quantized_module import Stored, share
+from .quantized_module import QuantizedModule, share
 from .replace import replace_modules, restore_modules
 from .w4a8_linear import W4A8Linear
 
 __all__ = [
-    "Stored",
+    "QuantizedModule",
     "VQExperts",
     "VQLinear",
     "W4A8Linear",

@@ -16,7 +16,7 @@ from ..formats import qoq
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from ..formats.tensors import tensor_specs
-from .quantized_module import Stored, mark_initialized
+from .quantized_module import QuantizedModule, mark_initialized
 from .residual_offload import at_home, first_only
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -32,7 +32,7 @@ class Projection:
     attributes: dict[str, str]
 
 
-class VQExperts(Stored):
+class VQExperts(QuantizedModule):
     """Experts whose `[experts, out, in]` (transposed: `[experts, in, out]`) tensors are codes.
 
     Each expert's matrix is stored on its own and computed on its own, so that memory never holds
@@ -145,7 +145,7 @@ class VQExperts(Stored):
         return restored
 
     def check_codes(self, read: Callable[[str], Tensor], where: str) -> None:
-        """See `Stored`."""
+        """See `QuantizedModule`."""
         if isinstance(self.scheme, QoQScheme):
             for name, projection in self.projections.items():
                 qoq.check(projection.attributes, read, f"{where}.{name}")
@@ -158,7 +158,7 @@ class VQExperts(Stored):
         """The matrix [out, in] of every expert in a fused tensor."""
         return [matrix.T if self.is_transposed else matrix for matrix in dense]
 
-    def accept(self, weight: str, fitted: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def begin_load(self, weight: str, fitted: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Drop the dense parameter; return the experts' stored tensors by attribute."""
         del self._parameters[weight]
         attributes = self.projections[weight].attributes
@@ -166,7 +166,7 @@ class VQExperts(Stored):
             attributes[key]: torch.stack([tensors[key] for tensors in fitted]) for key in fitted[0]
         }
 
-    def hold(self, weight: str, fitted: Mapping[str, Tensor]) -> None:
+    def assign(self, weight: str, fitted: Mapping[str, Tensor]) -> None:
         """Take what was fitted to the matrices of one fused tensor, outside of a loader: stored
         tensors by key, the experts' one after the other."""
         for key, tensor in fitted.items():

@@ -1,7 +1,7 @@
-"""`Deferred`: a tensor that is not computed yet, which a `W4A8Linear` takes as integers of 8 bits.
+"""`LazyActivation`: a tensor not yet computed, which a `W4A8Linear` takes as integers of 8 bits.
 
-    RMSNorm    -> Deferred(Norm)  -> q, k, v                  rounded once, by the norm's kernel
-    SiLU(gate) -> Deferred(Silu), times up -> Deferred(Gated) -> down
+    RMSNorm    -> LazyActivation(Norm) -> q, k, v           rounded once, by the norm's kernel
+    SiLU(gate) -> LazyActivation(Silu), times up -> LazyActivation(Gated) -> down
 
 Every other operation, and every other layer, finds the floats that would have been there.
 """
@@ -81,7 +81,7 @@ class Gated:
 Source = Norm | Silu | Gated
 
 
-class Deferred(Tensor):
+class LazyActivation(Tensor):
     """What a source stands for; it looks like the tensor of floats, and becomes it when touched.
 
     Args:
@@ -97,10 +97,10 @@ class Deferred(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, source: Source) -> Deferred:
+    def __new__(cls, source: Source) -> LazyActivation:
         """See the class."""
         x = source.read()[0]
-        made: Deferred = torch.Tensor._make_wrapper_subclass(
+        made: LazyActivation = torch.Tensor._make_wrapper_subclass(
             cls, x.shape, dtype=x.dtype, device=x.device
         )
         made.source, made._dense, made._rounded = source, None, {}
@@ -108,7 +108,7 @@ class Deferred(Tensor):
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Deferred({list(self.shape)}, {self.dtype}, {type(self.source).__name__})"
+        return f"LazyActivation({list(self.shape)}, {self.dtype}, {type(self.source).__name__})"
 
     def times(self, tensors: Mapping[str, Tensor], bias: Tensor | None, spec: str) -> Tensor | None:
         """`ops.w4a8_linear` of it; None where only floats will do: they are there already, or
@@ -116,7 +116,7 @@ class Deferred(Tensor):
         source = self.source
         if self._dense is not None or self.requires_grad or isinstance(source, Silu):
             return None
-        if not ops.only_result(*source.read(), bias, *tensors.values()):
+        if not ops.is_plain_eager(*source.read(), bias, *tensors.values()):
             return None
         fused = fused_inputs.fused_inputs(self, spec, len(tensors["codes"]))
         if fused is None:
@@ -160,12 +160,12 @@ class Deferred(Tensor):
             later = _product(*args)
             if later is not None:
                 return later
-        args, kwargs = tree_map_only(Deferred, Deferred.floats, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyActivation, LazyActivation.floats, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def _of_floats(name: str) -> Callable[..., Any]:
-    def method(self: Deferred, *args: Any, **kwargs: Any) -> Any:
+    def method(self: LazyActivation, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.floats(), name)(*args, **kwargs)
 
     return method
@@ -173,22 +173,26 @@ def _of_floats(name: str) -> Callable[..., Any]:
 
 # Torch answers these from memory, without `__torch_dispatch__`: here is none.
 for _name in ("__dlpack__", "data_ptr", "numpy", "tolist", "untyped_storage"):
-    setattr(Deferred, _name, _of_floats(_name))
+    setattr(LazyActivation, _name, _of_floats(_name))
 
 
-def _product(one: Any, other: Any) -> Deferred | None:
+def _product(one: Any, other: Any) -> LazyActivation | None:
     """SiLU(gate) * up, in either order, where both are alike and no gradient follows."""
-    if type(one) is not Deferred:
+    if type(one) is not LazyActivation:
         one, other = other, one
-    if type(one) is not Deferred or not isinstance(one.source, Silu) or one._dense is not None:
+    if (
+        type(one) is not LazyActivation
+        or not isinstance(one.source, Silu)
+        or one._dense is not None
+    ):
         return None
     gate = one.source.gate
-    if not isinstance(other, Tensor) or not ops.only_result(gate, other):
+    if not isinstance(other, Tensor) or not ops.is_plain_eager(gate, other):
         return None
     if (other.shape, other.dtype, other.device) != (gate.shape, gate.dtype, gate.device):
         return None
     one._check()
-    return Deferred(Gated(gate, other))
+    return LazyActivation(Gated(gate, other))
 
 
 def _versions(source: Source) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ from .. import ops
 from ..errors import VQBackendError, VQFormatError
 from ..formats.catalog import LinearScheme
 from ..formats.tensors import tensor_specs
-from .quantized_module import Stored, mark_initialized
+from .quantized_module import QuantizedModule, mark_initialized
 from .residual_offload import SecondPass, at_home, first_only
 
 
@@ -38,7 +38,7 @@ def _constant(method: Method) -> Method:
     return method
 
 
-class VQLinear(Stored, nn.Linear):
+class VQLinear(QuantizedModule, nn.Linear):
     """y = W x + b with W stored as codes.
 
     It is an `nn.Linear` so that adapters wrap it as one. `weight` holds the packed codes: [out,
@@ -60,6 +60,7 @@ class VQLinear(Stored, nn.Linear):
 
     op = "linear"  # that computes it
     input_parts = 1  # devices that share in_features: each one's input is so much shorter
+    _bound: ops.BoundLinear | None = None  # of one pass whose tensors are those of `forward`
 
     def __init__(
         self,
@@ -93,6 +94,9 @@ class VQLinear(Stored, nn.Linear):
         for key, spec in found.items():
             self.attributes[key] = attribute_of(key)
             self.register(self.attributes[key], spec)
+        self._signed = "signs" in found
+        if self.op == "linear" and set(found) <= {"codebook", "scale", "signs"}:
+            self._bound = ops.BoundLinear(self.spec)
 
     @classmethod
     def replacing(
@@ -121,7 +125,7 @@ class VQLinear(Stored, nn.Linear):
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by key (`formats.tensor_specs`)."""
         compiling = torch.compiler.is_compiling()
-        found = self.held(dict(self._names()) if compiling else self.attributes)
+        found = self.registered(dict(self._names()) if compiling else self.attributes)
         if found["codes"].ndim == 3:
             found["codes"] = found["codes"][0]
         return found
@@ -133,26 +137,25 @@ class VQLinear(Stored, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `x`."""
-        y = None
         # A compiled model would compare at every call what it was traced by.
-        if not torch.compiler.is_compiling() and x.shape[-1] * self.input_parts == self.in_features:
-            y = self._direct(x)
-        return self._checked(x) if y is None else y
-
-    def _direct(self, x: Tensor) -> Tensor | None:
-        """y by `ops.eager_linear`, which takes few kinds of tensors but little time; None where a
-        tensor is not at its usual place, too."""
+        if (
+            torch.compiler.is_compiling()
+            or self._bound is None
+            or x.shape[-1] * self.input_parts != self.in_features
+        ):
+            return self._checked(x)
         parameters, buffers = self._parameters, self._buffers
         codes, scale = parameters.get("weight"), parameters.get("vq_scale")
         codebook = buffers.get("vq_codebook")
         if codebook is None:
             codebook = parameters.get("vq_codebook")
         signs = parameters.get("vq_signs")
-        if codes is None or scale is None or codebook is None or "bias" not in parameters:
-            return None
-        if len(self.attributes) != (3 if signs is None else 4):
-            return None
-        return ops.eager_linear(x, codes, codebook, scale, signs, parameters["bias"], self.spec)
+        usual = codes is not None and scale is not None and codebook is not None
+        # A tool that shards or parametrizes modules keeps some tensors elsewhere.
+        if not usual or "bias" not in parameters or (signs is not None) != self._signed:
+            return self._checked(x)
+        y: Tensor | None = self._bound(x, (codes, codebook, scale, signs), parameters["bias"])
+        return self._checked(x) if y is None else y
 
     def _checked(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
@@ -213,10 +216,10 @@ class VQLinear(Stored, nn.Linear):
         """`dense` as a list of one matrix [out_features, in_features]."""
         return [dense.T if self.transposed else dense]
 
-    def accept(self, weight: str, fitted: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def begin_load(self, weight: str, fitted: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Make room for the tensors that were fitted to `matrices`; return them by attribute.
 
-        The codes are called `vq_codes` until `settle`: a loader that offloads to disk would
+        The codes are called `vq_codes` until `finish_load`: a loader that offloads to disk would
         otherwise keep reading `weight` from the dense checkpoint.
         """
         codes = self.specs["weight"]
@@ -229,13 +232,13 @@ class VQLinear(Stored, nn.Linear):
         tensors = {**fitted[0], "codes": fitted[0]["codes"].reshape(codes.shape)}
         return {names[key]: tensor for key, tensor in tensors.items()}
 
-    def settle(self) -> None:
-        """Give the codes that were accepted their own name."""
+    def finish_load(self) -> None:
+        """Give the codes that were loaded their own name."""
         del self.__dict__["weight"]
         codes = self._parameters.pop(LOADING)
         self._parameters = {"weight": codes, **self._parameters}
 
-    def hold(self, fitted: dict[str, Tensor], bias: nn.Parameter | None) -> None:
+    def assign(self, fitted: dict[str, Tensor], bias: nn.Parameter | None) -> None:
         """Take the tensors that were fitted to `matrices`, outside of a loader."""
         for key, tensor in fitted.items():
             shape = self.specs[self.attributes[key]].shape

@@ -57,10 +57,7 @@ class PublishedLinear(VQLinear):
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by key (`Layout.own`)."""
         compiling = torch.compiler.is_compiling()
-        return self.held(dict(self._names()) if compiling else self.attributes)
-
-    def _direct(self, x: Tensor) -> Tensor | None:
-        return None
+        return self.registered(dict(self._names()) if compiling else self.attributes)
 
     def _checked(self, x: Tensor) -> Tensor:
         if not x.is_floating_point() or x.shape[-1] != self.in_features:

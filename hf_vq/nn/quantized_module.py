@@ -45,7 +45,7 @@ def _leads_to_a_gpu(fn: Callable[..., Any]) -> bool:
     return fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type not in ("cpu", "meta")
 
 
-class Stored(nn.Module):
+class QuantizedModule(nn.Module):
     """Base of modules whose weights are stored tensors (`formats.tensor_specs`).
 
     Every stored tensor is a parameter without gradient, because buffers are not offloaded, except
@@ -72,7 +72,7 @@ class Stored(nn.Module):
             self.register_buffer(attribute, empty, persistent=False)
         self.specs[attribute] = spec
 
-    def fill(self, shared: Mapping[str, Tensor]) -> None:
+    def set_shared(self, shared: Mapping[str, Tensor]) -> None:
         """Put the tensors that layers share in place, from their names in the checkpoint.
 
         They go to the device where this module's buffers are.
@@ -86,7 +86,7 @@ class Stored(nn.Module):
                     tensor = tensor.to(buffer.device)
                 self._buffers[attribute] = share(tensor)
 
-    def held(self, attributes: Mapping[str, str]) -> dict[str, Any]:
+    def registered(self, attributes: Mapping[str, str]) -> dict[str, Any]:
         """The registered tensors of some attributes, by key, as `getattr` gives them but faster.
 
         Asked anew at every call: a tensor may be moved or replaced at any time.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from ..formats import qoq
-from .lazy_activation import Deferred
+from .lazy_activation import LazyActivation
 from .linear import VQLinear
 
 
@@ -21,16 +21,13 @@ class W4A8Linear(VQLinear):
 
     op = "w4a8_linear"
 
-    def _direct(self, x: Tensor) -> Tensor | None:
-        return None
-
     def check_codes(self, read: Callable[[str], Tensor], where: str) -> None:
-        """See `Stored`: every weight must be an integer of 8 bits."""
+        """See `QuantizedModule`: every weight must be an integer of 8 bits."""
         qoq.check(self.attributes, read, where)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         tensors = self.tensors()
-        if isinstance(x, Deferred):
+        if isinstance(x, LazyActivation):
             y = x.times(tensors, bias, self.spec)
             if y is not None:
                 return y

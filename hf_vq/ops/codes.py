@@ -1,27 +1,20 @@
-"""Rows <-> codes: `hf_vq::encode`, `decode`, `rotate` and `append`, and `encode_weight`."""
+"""Rows <-> codes: `hf_vq::encode`, `decode` and `rotate`, and `encode_weight`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import dispatch
 from ..formats import qoq
 from ..formats.catalog import LinearScheme
 from ..formats.packing import packed_size
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
-from .library import define, name_of, only_result, parse, rows_of
-
-
-def rotation_of(tensors: Mapping[str, Tensor], suffix: str = "") -> Tensor | None:
-    """The rotation argument of an op: packed signs, a QR matrix, or None."""
-    signs = tensors.get(f"signs{suffix}")
-    return tensors.get(f"rotation{suffix}") if signs is None else signs
+from ..formats.stored_weight import SCHEMA, StoredWeight, flat
+from .library import define, entry_of_rows, is_plain_eager, parse
 
 
 def decode_weight(
@@ -33,7 +26,12 @@ def decode_weight(
     """The dense weight [out, in] of stored tensors (keys of `formats.tensor_specs`)."""
     if isinstance(scheme, QoQScheme):
         return qoq.decode(tensors, scheme, in_features).to(dtype)
-    decoded: Tensor = torch.ops.hf_vq.decode(*stored_arguments(tensors), scheme.spec(), in_features)
+    codes = tensors["codes"]
+    if is_plain_eager(codes, *tensors.values()):
+        weight = StoredWeight.of(tensors, scheme, in_features)
+        decoded = entry_of_rows("decode", codes, scheme, in_features).run(weight)
+    else:
+        decoded = torch.ops.hf_vq.decode(*flat(tensors), scheme.spec(), in_features)
     return decoded.to(dtype)
 
 
@@ -51,26 +49,10 @@ def encode_weight(
         codebook: as stored [z, entries, x] (E8P [z, 257, 8]), for all rows.
         refit: choose codes, fit the scale to them by least squares, and both once more.
     """
-    problem = dispatch.EncodeWeightProblem(
-        rows.device.type, name_of(rows.dtype), scheme.spec(), rows_of(rows), rows.shape[-1],
-        len(factors),
-    )  # fmt: skip
-    codes, scale = dispatch.select(problem).run(rows, codebook, scheme, factors, refit)
+    length, tried = rows.shape[-1], len(factors)
+    entry = entry_of_rows("encode_weight", rows, scheme, length, tried)
+    codes, scale = entry.run(rows, codebook, scheme, factors, refit)
     return codes, scale
-
-
-def stored_arguments(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
-    """Stored tensors in the order of the ops' schemas."""
-    return (
-        tensors["codes"],
-        tensors["codebook"],
-        tensors["scale"],
-        rotation_of(tensors),
-        tensors.get("codes_2"),
-        tensors.get("codebook_2"),
-        tensors.get("scale_2"),
-        rotation_of(tensors, "_2"),
-    )
 
 
 def encode_kv(x: Tensor, codebook: Tensor, scheme: VQScheme) -> tuple[Tensor, Tensor]:
@@ -99,93 +81,43 @@ def decode_kv(
     return decode_weight(tensors, scheme, head_dim, dtype)
 
 
-def append_kv(
-    x: Tensor,
-    mean: Tensor | None,
-    codebook: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    at: int,
-    scheme: str,
-    layout: str,
-) -> None:
-    """Encode x - mean [B, H, n, head_dim] and write it to tokens `at`, `at` + 1, ... of a tape.
-
-    Args:
-        mean: float32 [B, H, 1, head_dim]; None = 0.
-        codebook: as for `encode_kv`.
-        codes: the tape's codes in `layout` (`ops.layout`); written to.
-        scale: fp16 [B, H, tokens, 1], or [B, H, tokens, 0] without scales; written to.
-        scheme: spec string.
-    """
-    alone = only_result(x)
-    if alone:
-        bound = dispatch.bind(_append_problem(x.device, x.dtype, x.shape, scheme, layout))
-        if bound is not None and bound(x, mean, codebook, codes, scale, at) is not None:
-            return
-    run = _append if alone else torch.ops.hf_vq.append.default
-    run(x, mean, codebook, codes, scale, at, scheme, layout)
-
-
 def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool = False) -> Tensor:
     """Rotate the rows of `x` [..., n] as the scheme says (see `transforms.rotate`)."""
-    run = _rotate if only_result(x) else torch.ops.hf_vq.rotate.default
-    rotated: Tensor = run(x, rotation, scheme.spec(), inverse)
-    return rotated
+    rotated: Tensor
+    if not is_plain_eager(x):
+        rotated = torch.ops.hf_vq.rotate.default(x, rotation, scheme.spec(), inverse)
+        return rotated
+    rotated = entry_of_rows("rotate", x, scheme, x.shape[-1]).run(x, rotation, scheme, inverse)
+    return rotated.clone() if rotated is x else rotated
 
 
-def _decode(
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    scheme: str,
-    length: int,
-) -> Tensor:
-    problem = dispatch.DecodeProblem(codes.device.type, scheme, rows_of(codes), length)
-    rows: Tensor = dispatch.select(problem).run(
-        codes, codebook, scale, rotation, codes_2, codebook_2, scale_2, rotation_2,
-        parse(scheme), length,
-    )  # fmt: skip
+def _decode(*arguments: Any) -> Tensor:
+    *tensors, spec, length = arguments
+    return run_decode(StoredWeight.of_flat(tensors, parse(spec), length))
+
+
+def run_decode(weight: StoredWeight) -> Tensor:
+    """The rows of a weight, by the entry that the table chooses, without torch's dispatcher."""
+    entry = entry_of_rows("decode", weight.first.codes, weight.scheme, weight.in_features)
+    rows: Tensor = entry.run(weight)
     return rows
 
 
 def _encode(
     x: Tensor, codebook: Tensor, rotation: Tensor | None, scheme: str
 ) -> tuple[Tensor, Tensor]:
-    problem = dispatch.EncodeProblem(
-        x.device.type, name_of(x.dtype), scheme, rows_of(x), x.shape[-1]
-    )
-    codes, scale = dispatch.select(problem).run(x, codebook, rotation, parse(scheme))
+    parsed = parse(scheme)
+    entry = entry_of_rows("encode", x, parsed, x.shape[-1])
+    codes, scale = entry.run(x, codebook, rotation, parsed)
     return codes, scale
 
 
 def _rotate(x: Tensor, rotation: Tensor | None, scheme: str, inverse: bool) -> Tensor:
-    problem = dispatch.RotateProblem(
-        x.device.type, name_of(x.dtype), scheme, rows_of(x), x.shape[-1]
-    )
-    rotated: Tensor = dispatch.select(problem).run(x, rotation, parse(scheme), inverse)
+    parsed = parse(scheme)
+    entry = entry_of_rows("rotate", x, parsed, x.shape[-1])
+    rotated: Tensor = entry.run(x, rotation, parsed, inverse)
     # An op's output must not be its input: a scheme without rotation returns it.
     return rotated.clone() if rotated is x else rotated
-
-
-def _append(x: Tensor, *arguments: Any) -> None:
-    *tensors, scheme, layout = arguments
-    entry = dispatch.select(_append_problem(x.device, x.dtype, x.shape, scheme, layout))
-    entry.run(x, *tensors, parse(scheme), layout)
-
-
-@lru_cache(maxsize=256)  # every layer asks this twice for every token
-def _append_problem(
-    device: torch.device, dtype: torch.dtype, shape: torch.Size, scheme: str, layout: str
-) -> dispatch.AppendProblem:
-    batch, heads, tokens, dim = shape
-    rows = dispatch.bucket(batch * heads * tokens)
-    return dispatch.AppendProblem(device.type, name_of(dtype), scheme, rows, dim, layout)
 
 
 def _fake_decode(codes: Tensor, *arguments: Any) -> Tensor:
@@ -201,18 +133,13 @@ def _fake_encode(
     return codes, x.new_empty(*x.shape[:-1], parsed.row_numbers, dtype=torch.float16)
 
 
-def _fake_append(x: Tensor, *arguments: Any) -> None:
-    return None
-
-
 def _fake_rotate(x: Tensor, rotation: Tensor | None, scheme: str, inverse: bool) -> Tensor:
     return torch.empty_like(x)
 
 
 define(
     "decode",
-    "(Tensor codes, Tensor codebook, Tensor scale, Tensor? rotation, Tensor? codes_2, "
-    "Tensor? codebook_2, Tensor? scale_2, Tensor? rotation_2, str scheme, int length) -> Tensor",
+    f"({SCHEMA}, str scheme, int length) -> Tensor",
     _decode,
     _fake_decode,
 )
@@ -227,11 +154,4 @@ define(
     "(Tensor x, Tensor? rotation, str scheme, bool inverse) -> Tensor",
     _rotate,
     _fake_rotate,
-)
-define(
-    "append",
-    "(Tensor x, Tensor? mean, Tensor codebook, Tensor(a!) codes, Tensor(b!) scale, int at, "
-    "str scheme, str layout) -> ()",
-    _append,
-    _fake_append,
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from .. import dispatch
-from ..formats.qoq import QoQScheme
+from ..formats.stored_weight import W4A8Weight
 from . import w4a8
 from .library import linear_problem
 
@@ -54,18 +54,9 @@ def rounded_gated(gate: Tensor, up: Tensor) -> Rounded:
     return w4a8.quantize_tokens(gated(gate, up))
 
 
-def multiply(
-    rounded: Rounded,
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    step: Tensor | None,
-    bias: Tensor | None,
-    scheme: QoQScheme,
-) -> Tensor:
+def multiply(rounded: Rounded, x: Tensor, weight: W4A8Weight, bias: Tensor | None) -> Tensor:
     """y = W round(x) + b; x is only described."""
-    return w4a8.product(*rounded, codes, scale, zero, step, bias, x.dtype)
+    return w4a8.product(*rounded, weight, bias, x.dtype)
 
 
 def linear(
@@ -77,8 +68,7 @@ def linear(
     spec: str,
 ) -> Tensor:
     """`w4a8_linear` of an input that `fused` rounded; x is only described."""
-    stored = (tensors.get(key) for key in w4a8.KEYS)
-    return fused.linear(rounded, x, *stored, bias, w4a8.parse(spec))
+    return fused.linear(rounded, x, W4A8Weight.of(tensors, w4a8.parse(spec), x.shape[-1]), bias)
 
 
 reference = dispatch.Fused(w4a8.quantize_tokens, rounded_norm, rounded_gated, multiply)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from .. import dispatch
+from .. import dispatch, env
 from ..formats.scheme import VQScheme
 
 library = torch.library.Library("hf_vq", "DEF")
@@ -35,7 +36,7 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     torch.library.register_fake(f"hf_vq::{name}", fake, lib=library)
 
 
-def only_result(x: Tensor, *others: Tensor | None) -> bool:
+def is_plain_eager(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a call of an op is eager and nothing follows it but its result: then the way through
     torch's dispatcher and back into Python may be left out.
 
@@ -82,9 +83,36 @@ def described_problem(
     return problem
 
 
-def rows_of(x: Tensor) -> int:
-    """Rows of `x` [..., n], as a problem counts them: rounded up to a power of two."""
-    return dispatch.bucket(x.numel() // max(x.shape[-1], 1))
+def entry_of_rows(op: str, x: Tensor, scheme: VQScheme, length: int, *more: int) -> dispatch.Entry:
+    """The entry that runs an op on rows, found once for a shape.
+
+    Args:
+        op: `rotate`, `encode`, `encode_weight` or `decode`.
+        x: [..., n], the rows, or their codes.
+        scheme: how rows are stored.
+        length: numbers of a row.
+        more: further fields of the op's problem.
+    """
+    return _entry_of_rows(
+        op, x.device, x.dtype, x.shape, scheme.key, length, more, env.BACKEND.get()
+    )
+
+
+@dispatch.cached_by_table
+def _entry_of_rows(
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    spec: str,
+    length: int,
+    more: tuple[int, ...],
+    forced: str,
+) -> dispatch.Entry:
+    problem = dispatch.PROBLEMS[op]
+    kind = (name_of(dtype),) if "dtype" in problem._fields else ()
+    rows = dispatch.bucket(shape.numel() // max(shape[-1], 1))
+    return dispatch.select(problem(device.type, *kind, spec, rows, length, *more))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -92,7 +120,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype)[6:]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def attention_problem(
     device: torch.device,
     dtype: torch.dtype,
@@ -104,7 +132,9 @@ def attention_problem(
     length: int = 0,
     key_layout: str = "",
     value_layout: str = "",
-) -> dispatch.AttentionProblem:
+    memory: str = "growing",
+    page_size: int = 0,
+) -> dispatch.KVAttentionProblem:
     """The problem of attention: `queries` of each row over a cache of `length` tokens.
 
     Args:
@@ -112,11 +142,59 @@ def attention_problem(
         dtype: of the query.
         key_layout: with `value_layout`, empty to ask what a new cache's should be.
     """
-    return dispatch.AttentionProblem(
+    return dispatch.KVAttentionProblem(
         device.type, name_of(dtype), key_scheme, value_scheme,
         dispatch.bucket(queries), dispatch.bucket(length), head_dim, value_dim,
-        key_layout, value_layout,
+        key_layout, value_layout, memory, page_size,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)  # every layer asks this twice for every token
+def append_problem(
+    device: torch.device,
+    dtype: torch.dtype,
+    scheme: str,
+    tokens: int,
+    head_dim: int,
+    layout: str,
+    memory: str = "growing",
+    page_size: int = 0,
+) -> dispatch.KVAppendProblem:
+    """The problem of encoding `tokens` of each row of the keys, or of the values."""
+    return dispatch.KVAppendProblem(
+        device.type, name_of(dtype), scheme, "", dispatch.bucket(tokens), head_dim, 0, layout, "",
+        memory, page_size,
+    )  # fmt: skip
+
+
+def static_append_problem(
+    device: torch.device,
+    dtype: torch.dtype,
+    schemes: tuple[str, ...],
+    tokens: int,
+    dims: tuple[int, ...],
+    layouts: tuple[str, ...],
+) -> dispatch.KVAppendProblem:
+    """The problem of writing `tokens` of each row to a static cache; of keys and of values."""
+    return dispatch.KVAppendProblem(
+        device.type, name_of(dtype), schemes[0], schemes[1], dispatch.bucket(tokens), dims[0],
+        dims[1], layouts[0], layouts[1], "static",
+    )  # fmt: skip
+
+
+_can_autocast = lru_cache(torch.amp.is_autocast_available)
+_AS_IT_IS = nullcontext()
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for a device."""
+    kind = device.type
+    return _can_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Codes and scales are computed in float32, which autocast would quietly lower."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else _AS_IT_IS
 
 
 parse = VQScheme.parse

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from .. import dispatch, env, patches
 from ..formats.scheme import VQScheme
+from ..formats.stored_weight import FLAT, SCHEMA, Pass, StoredWeight, flat
 from . import horizontal_fusion
-from .codes import stored_arguments
-from .library import define, described_problem, library, linear_problem, only_result, parse
+from .library import define, described_problem, is_plain_eager, library, parse
+
+_MOST_SHAPES = 64  # of inputs, that a layer remembers: prompts have many lengths
+
+Kernel = tuple["dispatch.Bound | None", Callable[..., Tensor]]
+"""The shorter way of an entry, if it has one for a problem, and its `run`."""
 
 
 def linear(
@@ -30,88 +35,102 @@ def linear(
         [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
     """
     spec = scheme if isinstance(scheme, str) else scheme.spec()
-    stored = stored_arguments(tensors)
-    _, codebook, scale, _, _, codebook_2, scale_2, _ = stored
-    alone = only_result(x, codebook, scale, codebook_2, scale_2, bias)
-    run: Callable[..., Tensor] = _linear if alone else torch.ops.hf_vq.linear.default
-    return run(x, *stored, bias, spec)
+    stored = flat(tensors)
+    if is_plain_eager(x, *stored, bias):
+        return run_linear(x, StoredWeight.of_flat(stored, parse(spec), x.shape[-1]), bias)
+    y: Tensor = torch.ops.hf_vq.linear.default(x, *stored, bias, spec)
+    return y
 
 
-def eager_linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    bias: Tensor | None,
-    scheme: str,
-) -> Tensor | None:
-    """y = W x + b of weights of one pass, without torch's dispatcher.
-
-    None where a compiler, a tracer or a gradient has to see the op, and for inputs or codes that
-    `linear` has to look at first: integers, and codes that are not [out_features, bytes].
-    """
-    if only_result(x, codebook, scale, bias):
-        return _one_pass(x, codes, codebook, scale, rotation, bias, scheme)
-    return None
-
-
-def _one_pass(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    bias: Tensor | None,
-    scheme: str,
-) -> Tensor | None:
-    """y by what the table chose; None for a weight of two passes, and as `eager_linear` says."""
-    found = _bound(x.device, x.dtype, x.shape, scheme, codes.shape, env.BACKEND.get())
-    if found is None:
-        return None
-    bound, run, parsed = found
-    if bound is not None:
-        y = bound(x, codes, codebook, scale, rotation, bias)
-        if y is not None:
-            return y
-    result: Tensor = run(x, codes, codebook, scale, rotation, None, None, None, None, bias, parsed)
-    return result
+def run_linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
+    """y = W x + b by the entry that the table chooses, without torch's dispatcher."""
+    codes, spec = weight.first.codes, weight.scheme.spec()
+    one_pass = weight.residual is None and codes.ndim == 2
+    bound, run = _kernel(
+        x.device, x.dtype, x.shape, spec, codes.shape[0], one_pass, env.BACKEND.get()
+    )
+    y = None if bound is None else bound(x, *weight.first, bias)
+    return run(x, weight, bias) if y is None else y
 
 
 @dispatch.cached_by_table
-def _bound(
+def _kernel(
     device: torch.device,
     dtype: torch.dtype,
     shape: torch.Size,
-    scheme: str,
-    codes: torch.Size,
+    spec: str,
+    out_features: int,
+    one_pass: bool,
     forced: str,
-) -> tuple[dispatch.Bound | None, Callable[..., Tensor], VQScheme] | None:
-    """The shorter way, and `run`, of the entry that the table chose: what every layer asks for
-    every token, in one look. `forced` is HF_VQ_BACKEND, on which the answer depends."""
-    parsed = parse(scheme)
-    if len(codes) != 2 or parsed.two_passes or not dtype.is_floating_point:
-        return None
-    problem = described_problem("linear", device, dtype, shape, scheme, codes[0])
-    return dispatch.bind(problem), dispatch.select(problem).run, parsed
+) -> Kernel:
+    """`forced` is HF_VQ_BACKEND, on which the answer depends."""
+    problem = described_problem("linear", device, dtype, shape, spec, out_features)
+    short = one_pass and dtype.is_floating_point
+    return dispatch.bind(problem) if short else None, dispatch.select(problem).run
 
 
-def _linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    *arguments: Any,
-) -> Tensor:
-    *second, bias, scheme = arguments
-    y = _one_pass(x, codes, codebook, scale, rotation, bias, scheme)
-    if y is None:
-        problem = linear_problem("linear", x, scheme, codes.shape[0])
-        y = dispatch.select(problem).run(
-            x, codes, codebook, scale, rotation, *second, bias, parse(scheme)
-        )
-    return y
+class BoundLinear:
+    """y = W x + b of one layer of one pass: a kernel is found once for each kind of input.
+
+    What is bound keeps no tensor of the layer. Those of a call are passed to it, because a layer's
+    tensors may be moved, replaced or written to at any time; kernels look at what they get. A copy
+    of a layer binds its own kernels.
+
+    Args:
+        spec: of the layer's scheme.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self._spec = spec
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
+        dispatch.clear_with_table(self)
+
+    def __reduce__(self) -> Any:
+        return BoundLinear, (self._spec,)
+
+    def cache_clear(self) -> None:
+        """Ask the table anew."""
+        self._kernels.clear()
+
+    def __call__(self, x: Tensor, first: Pass | tuple[Any, ...], bias: Tensor | None) -> Any:
+        """y; None where a compiler, a tracer or a gradient has to see the op, and for inputs or
+        codes that `linear` has to look at first: integers, and codes that are no matrix.
+
+        Args:
+            first: the tensors of a `Pass`, in its order; a plain tuple takes less time to make.
+        """
+        codes, codebook, scale, rotation = first
+        if not is_plain_eager(x, codebook, scale, bias):
+            return None
+        # A layer that is sharded later has fewer codes.
+        key = x.shape, x.dtype, x.device, codes.size(0), env.BACKEND.get()
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._bind(key, codes)
+            if kernel is None:
+                return None
+        bound, run = kernel
+        if bound is not None:
+            y = bound(x, codes, codebook, scale, rotation, bias)
+            if y is not None:
+                return y
+        weight = StoredWeight(Pass(*first), None, parse(self._spec), x.shape[-1])
+        return run(x, weight, bias)
+
+    def _bind(self, key: tuple[Any, ...], codes: Tensor) -> Kernel | None:
+        shape, dtype, device, out_features, forced = key
+        if codes.ndim != 2 or not dtype.is_floating_point:
+            return None
+        if len(self._kernels) >= _MOST_SHAPES:
+            self._kernels.clear()
+        found = _kernel(device, dtype, shape, self._spec, out_features, True, forced)
+        self._kernels[key] = found
+        return found
+
+
+def _linear(x: Tensor, *arguments: Any) -> Tensor:
+    *stored, bias, spec = arguments
+    return run_linear(x, StoredWeight.of_flat(stored, parse(spec), x.shape[-1]), bias)
 
 
 def _fake_linear(x: Tensor, codes: Tensor, *arguments: Any) -> Tensor:
@@ -131,24 +150,23 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         weight = torch.ops.hf_vq.decode(*ctx.saved_tensors, ctx.scheme, ctx.length)
         grad_x = (grad.float() @ weight).to(ctx.dtype)
-    if ctx.needs_input_grad[9]:
+    if ctx.needs_input_grad[1 + FLAT]:
         grad_bias = grad.float().reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
-    return grad_x, *[None] * 8, grad_bias, None
+    return grad_x, *[None] * FLAT, grad_bias, None
 
 
 define(
     "linear",
-    "(Tensor x, Tensor codes, Tensor codebook, Tensor scale, Tensor? rotation, Tensor? codes_2, "
-    "Tensor? codebook_2, Tensor? scale_2, Tensor? rotation_2, Tensor? bias, str scheme) -> Tensor",
+    f"(Tensor x, {SCHEMA}, Tensor? bias, str scheme) -> Tensor",
     _linear,
     _fake_linear,
 )
 torch.library.register_autograd(
     "hf_vq::linear", _backward, setup_context=_save_for_backward, lib=library
 )
-horizontal_fusion.join(
+horizontal_fusion.register(
     torch.ops.hf_vq.linear.default,
     torch.ops.hf_vq.linears.default,
-    (1, 2, 3, 4, 9),
+    (*range(1, 1 + len(Pass._fields)), 1 + FLAT),
     horizontal_fusion.worth_while,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,25 @@ from .. import dispatch
 from ..errors import VQFormatError
 from ..formats.published import Layout, layout_from_dict
 from ..transforms import rotate
-from .library import define, library, linear_problem, only_result
+from .library import define, is_plain_eager, library, linear_problem
+
+
+class PublishedWeight(NamedTuple):
+    """A matrix as another project published it.
+
+    Args:
+        tensors: stored tensors by key (`Layout.own`).
+        layout: how they store it.
+    """
+
+    tensors: Mapping[str, Tensor]
+    layout: Layout
+    out_features: int
+    in_features: int
+
+    def decode(self) -> Tensor:
+        """The dense weight float32 [out_features, in_features]."""
+        return decode_published(self.tensors, self.layout, self.out_features, self.in_features)
 
 
 def published_linear(
@@ -35,7 +53,7 @@ def published_linear(
         [..., rows] of the dtype of `x`. Gradients flow to `x` and `bias`.
     """
     keys, stored = list(tensors), list(tensors.values())
-    if only_result(x, bias, *stored):
+    if is_plain_eager(x, bias, *stored):
         return _published_linear(x, stored, keys, bias, layout, rows)
     y: Tensor = torch.ops.hf_vq.published_linear.default(x, stored, keys, bias, layout, rows)
     return y
@@ -54,38 +72,36 @@ def decode_published(
     return weight if rotated is None else rotate(weight, rotated, inverse=True)
 
 
-def reference(
-    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: Layout, rows: int
-) -> Tensor:
+def reference(x: Tensor, weight: PublishedWeight, bias: Tensor | None) -> Tensor:
     """The published formula, rounded to the dtype of x, and a product in it."""
-    weight = decode_published(tensors, layout, rows, x.shape[-1]).to(x.dtype)
-    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    dense = weight.decode().to(x.dtype)
+    return torch.nn.functional.linear(x, dense, None if bias is None else bias.to(x.dtype))
 
 
 def checked(
-    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: Layout, rows: int
+    weight: PublishedWeight, bias: Tensor | None, device: torch.device
 ) -> dict[str, Tensor]:
     """The stored tensors in their dtypes, for a kernel: it would read what is not there.
 
     Raises:
-        VQFormatError: a tensor has another shape, or lies on another device than x.
+        VQFormatError: a tensor has another shape, or lies on another device than the input.
     """
-    held = {}
-    for key, shape, dtype in _expected(layout, rows, x.shape[-1]):
-        tensor = tensors[key]
+    ready, size = {}, (weight.out_features, weight.in_features)
+    for key, shape, dtype in _expected(weight.layout, *size):
+        tensor = weight.tensors[key]
         if tensor.shape != shape:
             raise VQFormatError(
-                f"{key} of a [{rows}, {x.shape[-1]}] layer of {layout.name()} is "
+                f"{key} of a {list(size)} layer of {weight.layout.name()} is "
                 f"{list(tensor.shape)}, expected {list(shape)}."
             )
-        held[key] = tensor.to(dtype)
-    for name, tensor in (*held.items(), *([] if bias is None else [("bias", bias)])):
-        if tensor.device != x.device:
+        ready[key] = tensor.to(dtype)
+    for name, tensor in (*ready.items(), *([] if bias is None else [("bias", bias)])):
+        if tensor.device != device:
             raise VQFormatError(
-                f"the input is on {x.device}, but {name} of the layer on {tensor.device}: move the "
+                f"the input is on {device}, but {name} of the layer on {tensor.device}: move the "
                 "layer, or let accelerate do it."
             )
-    return held
+    return ready
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,7 +122,8 @@ def _published_linear(
     x: Tensor, stored: list[Tensor], keys: list[str], bias: Tensor | None, layout: str, rows: int
 ) -> Tensor:
     entry = dispatch.select(linear_problem("published_linear", x, layout, rows))
-    y: Tensor = entry.run(x, dict(zip(keys, stored, strict=True)), bias, parse(layout), rows)
+    tensors = dict(zip(keys, stored, strict=True))
+    y: Tensor = entry.run(x, PublishedWeight(tensors, parse(layout), rows, x.shape[-1]), bias)
     return y
 
 

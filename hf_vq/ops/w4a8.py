@@ -16,15 +16,13 @@ from ..errors import VQFormatError
 from ..formats import qoq
 from ..formats.packing import unpack_bits
 from ..formats.qoq import QoQScheme
+from ..formats.stored_weight import W4A8_KEYS, W4A8_LISTS_SCHEMA, W4A8_SCHEMA, W4A8Weight
 from . import horizontal_fusion
-from .library import define, library, linear_problem, only_result
+from .library import define, is_plain_eager, library, linear_problem
 
 LARGEST = 127
 SMALLEST = 1e-30
 """A token's largest number counts at least this much, so that its scale has an inverse."""
-
-KEYS = ("codes", "scale", "zero", "step")  # of the stored tensors, in the op's order
-Held = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 parse = lru_cache(maxsize=64)(QoQScheme.parse)
 
@@ -42,8 +40,8 @@ def w4a8_linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, s
         [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
     """
     stored = tensors["codes"], tensors["scale"], tensors["zero"], tensors.get("step")
-    if only_result(x, bias, *stored):
-        return _w4a8_linear(x, *stored, bias, spec)
+    if is_plain_eager(x, bias, *stored):
+        return _run(x, W4A8Weight(*stored, parse(spec), x.shape[-1]), bias, spec)
     y: Tensor = torch.ops.hf_vq.w4a8_linear.default(x, *stored, bias, spec)
     return y
 
@@ -66,34 +64,20 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.int8), largest * (1 / LARGEST)
 
 
-def reference(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    step: Tensor | None,
-    bias: Tensor | None,
-    scheme: QoQScheme,
-) -> Tensor:
+def reference(x: Tensor, weight: W4A8Weight, bias: Tensor | None) -> Tensor:
     """y = W round(x) + b."""
-    return product(*quantize_tokens(x), codes, scale, zero, step, bias, x.dtype)
+    return product(*quantize_tokens(x), weight, bias, x.dtype)
 
 
 def product(
-    numbers: Tensor,
-    size: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    step: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    numbers: Tensor, size: Tensor, weight: W4A8Weight, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """One product of integers, exact in float64, and what is left of the formula after it:
 
     y = (<numbers, q> * scale - sum(numbers) * zero) * size + b                 without groups
     y = <numbers, q * step - zero> * scale * size + b                           size: of the token
     """
+    codes, scale, zero, step = weight.tensors
     q, numbers = unpack_bits(codes, 4, numbers.shape[-1]), numbers.double()
     if step is not None:
         q = qoq.levels(q, {"step": step, "zero": zero})
@@ -104,29 +88,22 @@ def product(
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-def checked(
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    step: Tensor | None,
-    scheme: QoQScheme,
-    columns: int,
-    device: torch.device,
-) -> Held:
-    """The stored tensors in their dtypes, side by side: a kernel would read what is not there.
+def checked(weight: W4A8Weight, device: torch.device) -> W4A8Weight:
+    """The weight with its tensors in their dtypes, side by side: a kernel would read what is not
+    there.
 
     Raises:
         VQFormatError: they do not belong together, or are not on `device`.
     """
-    given: Held = (codes, scale, zero, step)
-    rows, expected = codes.shape[0], _expected(scheme, codes.shape[0], columns)
-    if (step is None) != (expected[3] is None):
+    scheme, rows, columns = weight.scheme, weight.codes.shape[0], weight.in_features
+    expected = _expected(scheme, rows, columns)
+    if (weight.step is None) != (expected[3] is None):
         needed = ", ".join(qoq.qoq_specs(scheme, rows, columns))
         raise VQFormatError(f"a layer of {scheme.spec()} has {needed}.")
-    held: list[Tensor | None] = []
-    for key, tensor, spec in zip(KEYS, given, expected, strict=True):
+    ready: list[Tensor | None] = []
+    for key, tensor, spec in zip(W4A8_KEYS, weight.tensors, expected, strict=True):
         if tensor is None or spec is None:
-            held.append(None)
+            ready.append(None)
             continue
         shape, dtype = spec
         if tensor.shape != shape or tensor.device != device:
@@ -135,8 +112,8 @@ def checked(
                 f"on {tensor.device}, expected {list(shape)} on {device}."
             )
         same = tensor.dtype == dtype and tensor.is_contiguous()
-        held.append(tensor if same else tensor.to(dtype).contiguous())
-    return tuple(held)  # type: ignore[return-value]
+        ready.append(tensor if same else tensor.to(dtype).contiguous())
+    return W4A8Weight.of_flat(ready, scheme, columns)
 
 
 @lru_cache(maxsize=1024)
@@ -145,39 +122,33 @@ def _expected(
 ) -> tuple[tuple[torch.Size, torch.dtype] | None, ...]:
     specs = qoq.qoq_specs(scheme, rows, columns)
     return tuple(
-        (torch.Size(specs[key].shape), specs[key].dtype) if key in specs else None for key in KEYS
+        (torch.Size(specs[key].shape), specs[key].dtype) if key in specs else None
+        for key in W4A8_KEYS
     )
 
 
-def _w4a8_linear(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    step: Tensor | None,
-    bias: Tensor | None,
-    spec: str,
-) -> Tensor:
-    entry = dispatch.select(linear_problem("w4a8_linear", x, spec, codes.shape[0]))
-    y: Tensor = entry.run(x, codes, scale, zero, step, bias, parse(spec))
+def _w4a8_linear(x: Tensor, *arguments: Any) -> Tensor:
+    *stored, bias, spec = arguments
+    return _run(x, W4A8Weight.of_flat(stored, parse(spec), x.shape[-1]), bias, spec)
+
+
+def _run(x: Tensor, weight: W4A8Weight, bias: Tensor | None, spec: str) -> Tensor:
+    entry = dispatch.select(linear_problem("w4a8_linear", x, spec, weight.codes.shape[0]))
+    y: Tensor = entry.run(x, weight, bias)
     return y
 
 
-def _w4a8_linears(
-    x: Tensor,
-    codes: list[Tensor],
-    scale: list[Tensor],
-    zero: list[Tensor],
-    step: list[Tensor | None],
-    bias: list[Tensor | None],
-    spec: str,
-) -> list[Tensor]:
-    weights = zip(codes, scale, zero, step, bias, strict=True)
-    fused = _rounds_once(x, [len(rows) for rows in codes], spec)
+def _w4a8_linears(x: Tensor, *arguments: Any) -> list[Tensor]:
+    *lists, biases, spec = arguments
+    each = list(zip(*lists, biases, strict=True))
+    fused = _rounds_once(x, [len(codes) for codes, *_ in each], spec)
     if fused is None:
-        return [_w4a8_linear(x, *weight, spec) for weight in weights]
-    rounded = fused.tokens(x)
-    return [fused.linear(rounded, x, *weight, parse(spec)) for weight in weights]
+        return [_w4a8_linear(x, *one, spec) for one in each]
+    rounded, scheme = fused.tokens(x), parse(spec)
+    return [
+        fused.linear(rounded, x, W4A8Weight.of_flat(stored, scheme, x.shape[-1]), bias)
+        for *stored, bias in each
+    ]
 
 
 def _rounds_once(x: Tensor, rows: list[int], spec: str) -> dispatch.Fused | None:
@@ -209,7 +180,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        stored = dict(zip(KEYS, ctx.saved_tensors, strict=True))
+        stored = dict(zip(W4A8_KEYS, ctx.saved_tensors, strict=True))
         weight = qoq.decode(stored, parse(ctx.spec), ctx.length)
         grad_x = (grad.float() @ weight).to(ctx.dtype)
     if ctx.needs_input_grad[5]:
@@ -219,23 +190,21 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 define(
     "w4a8_linear",
-    "(Tensor x, Tensor codes, Tensor scale, Tensor zero, Tensor? step, Tensor? bias, str scheme) "
-    "-> Tensor",
+    f"(Tensor x, {W4A8_SCHEMA}, Tensor? bias, str scheme) -> Tensor",
     _w4a8_linear,
     _fake,
 )
 torch.library.register_autograd(
     "hf_vq::w4a8_linear", _backward, setup_context=_save_for_backward, lib=library
 )
-# Made by `together.fuse`, after autograd.
+# Made by `horizontal_fusion.fuse`, after autograd.
 define(
     "w4a8_linears",
-    "(Tensor x, Tensor[] codes, Tensor[] scale, Tensor[] zero, Tensor?[] step, Tensor?[] bias, "
-    "str scheme) -> Tensor[]",
+    f"(Tensor x, {W4A8_LISTS_SCHEMA}, Tensor?[] bias, str scheme) -> Tensor[]",
     _w4a8_linears,
     _fake_linears,
 )
-horizontal_fusion.join(
+horizontal_fusion.register(
     torch.ops.hf_vq.w4a8_linear.default,
     torch.ops.hf_vq.w4a8_linears.default,
     (1, 2, 3, 4, 5),

@@ -32,8 +32,7 @@ from ..cache.codebooks import codebook_for
 from ..cache.kv_side import check_head_dim
 from ..errors import VQCacheError
 from ..hf.attention import vq_attention
-from ..ops.attention import attention
-from ..ops.paged import attention_paged
+from ..ops import kv_attention
 from .allocator import CodePageAllocator
 from .batch import Batch, Group, Table
 from .pages import LayerPages, PageFormat
@@ -334,10 +333,10 @@ def page_formats(
 def _through(layer: LayerPages, table: Table, query: Tensor, options: dict[str, Any]) -> Tensor:
     """Attention of new tokens [1, Hq, requests, D], of a request each."""
     scaling = options["scaling"]
-    out = attention_paged(
-        query[0].transpose(0, 1)[:, :, None], layer.through(table),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=options["softcap"] or 0.0, s_aux=options["s_aux"],
+    out = kv_attention(
+        query[0].transpose(0, 1)[:, :, None], layer.through(table, query),
+        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=options["softcap"] or 0.0, sink_logits=options["s_aux"],
     )  # fmt: skip
     return out[:, :, 0].transpose(0, 1)[None]
 
@@ -346,13 +345,13 @@ def _read(
     module: torch.nn.Module, layer: LayerPages, group: Group, query: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """Attention of a group's new tokens [requests, Hq, new, D]."""
-    cached = layer.read(group, query)
+    view = layer.read(group, query)
     if group.past == 0:
-        return _dense(module, query, cached.tail_k, cached.tail_v, None, options)
+        return _dense(module, query, view.key.recent, view.value.recent, None, options)
     scaling = options["scaling"]
-    return attention(
-        query, cached, scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        mask=group.mask, softcap=options["softcap"] or 0.0, s_aux=options["s_aux"],
+    return kv_attention(
+        query, view, softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        mask=group.mask, softcap=options["softcap"] or 0.0, sink_logits=options["s_aux"],
     )  # fmt: skip
 
 

@@ -25,18 +25,17 @@ from torch import Tensor
 from ..formats.catalog import KVScheme
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
-from ..ops import append_kv
-from ..ops.attention import CachedKV, without_autocast
-from ..ops.codes import decode_kv
+from ..ops import KVCacheView, KVSide, decode_kv, kv_append
+from ..ops.kv_ops import through_tables
 from ..ops.layout import BLOCK, ROWS, block_bytes, layouts_for, to_rows
-from ..ops.paged import PagedKV, append_paged, through_tables
+from ..ops.library import without_autocast
 from ..ops.reference.codes import in_dtype
 from .batch import Batch, Group, Prompts, Table
 
 ALIGNMENT = 16  # bytes: of the widest load
 
 
-Tape = tuple[Tensor, Tensor]
+CodesAndScales = tuple[Tensor, Tensor]
 """Codes uint8 [requests, H, tokens, bytes], or blocks, and scales fp16 [requests, H, tokens,
 numbers]."""
 
@@ -86,7 +85,7 @@ class PageFormat:
     Args:
         keys: how keys lie there.
         values: how values lie there.
-        tables: whether kernels read and write pages where they are (`ops.paged`); else codes are
+        tables: whether kernels read and write pages where they are (`ops.kv`); else codes are
             copied side by side before they are read.
     """
 
@@ -100,7 +99,7 @@ class PageFormat:
         rows, where a page is not made of whole blocks.
         """
         layouts = layouts_for(scheme.key, scheme.value, dim, dim, like)
-        if tokens % BLOCK:
+        if tokens % BLOCK or ROWS in layouts:
             layouts = ROWS, ROWS
         keys = PageSide(scheme.key, layouts[0], heads, dim, tokens)
         values = PageSide(scheme.value, layouts[1], heads, dim, tokens)
@@ -133,24 +132,14 @@ class Pages:
         self.words = self.codes.view(torch.int64) if wide else self.codes
         self.heads = torch.arange(side.heads, device=memory.device)[:, None]
 
-    def write(self, x: Tensor, mean: Tensor | None, batch: Batch) -> None:
-        """Encode the new tokens of a batch, x - mean of x [1, H, new tokens, dim]."""
-        layout = self.side.layout
-        if layout != ROWS:
-            for rows, number, at in batch.spans:
-                codes, scale = self.codes[number][None], self.scale[number][None]
-                part = x[:, :, rows]
-                append_kv(part, mean, self.codebook, codes, scale, at, self.spec, layout)
-            return
-        count = x.shape[2]
-        codes = self.codes.new_empty(1, self.side.heads, count, self.codes.shape[3])
-        scale = self.scale.new_empty(1, self.side.heads, count, self.scale.shape[3])
-        append_kv(x, mean, self.codebook, codes, scale, 0, self.spec, layout)
-        page, place = batch.places
-        self.codes[page, :, place] = codes[0].transpose(0, 1)
-        self.scale[page, :, place] = scale[0].transpose(0, 1)
+    def empty(self, tokens: int) -> CodesAndScales:
+        """A buffer for the codes of tokens, in rows."""
+        return (
+            self.codes.new_empty(1, self.side.heads, tokens, self.codes.shape[3]),
+            self.scale.new_empty(1, self.side.heads, tokens, self.scale.shape[3]),
+        )
 
-    def read(self, group: Group | Prompts) -> Tape:
+    def read(self, group: Group | Prompts) -> CodesAndScales:
         """A copy of a group's codes and scales, one tape for each request; of prompts in rows, one
         tape for all."""
         if self.side.layout == ROWS or isinstance(group, Prompts):
@@ -162,7 +151,7 @@ class Pages:
         return codes.transpose(0, 1).flatten(1, 2)[None], scale.transpose(0, 1).flatten(1, 2)[None]
 
     def decode(
-        self, tape: Tape, mean: Tensor | None, first: int, count: int, dtype: torch.dtype
+        self, tape: CodesAndScales, mean: Tensor | None, first: int, count: int, dtype: torch.dtype
     ) -> Tensor:
         """`count` tokens from `first` on of tapes that were read: [requests, H, count, dim]."""
         scheme = self.side.scheme
@@ -194,30 +183,70 @@ class LayerPages:
         self.k = Pages(keys, page.keys, codebooks[0])
         self.v = Pages(values, page.values, codebooks[1])
         self.mean = None if mean is None else mean.to(memory.device, torch.float32)[None, :, None]
+        self._views: dict[torch.dtype, KVCacheView] = {}
 
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Encode keys and values [1, H, n, dim] where they belong, by kernels: as `write`, of pages
         with tables.
 
         Args:
-            slots: of the tokens (`ops.paged`).
+            slots: of the tokens (`ops.kv_append`).
         """
-        append_paged(
-            keys, self.mean, self.k.codebook, self.k.codes, self.k.scale, slots, self.k.spec
-        )
-        append_paged(values, None, self.v.codebook, self.v.codes, self.v.scale, slots, self.v.spec)
+        kv_append(keys, values, self._pages(keys), slots)
 
-    def through(self, table: Table) -> PagedKV:
-        """What attention reads of requests with one new token each, where it is."""
-        return PagedKV(
-            self.k.codes, self.k.scale, self.mean, self.v.codes, self.v.scale, self.k.codebook,
-            self.v.codebook, table.pages, table.length, table.longest, self.k.spec, self.v.spec,
+    def through(self, table: Table, like: Tensor) -> KVCacheView:
+        """What attention reads of requests with one new token each, where it is.
+
+        Args:
+            like: a query, decides the dtype.
+        """
+        return self._pages(like)._replace(
+            cache_seqlens=table.length, page_table=table.pages, max_seqlen=table.longest
+        )
+
+    def _pages(self, like: Tensor) -> KVCacheView:
+        """All pages, without a table; made once, as they do not move."""
+        if like.dtype not in self._views:
+            none = like.new_empty(1, self.k.side.heads, 0, self.k.side.dim)
+            keys, values = ((pages.codes, pages.scale) for pages in (self.k, self.v))
+            self._views[like.dtype] = self._view(keys, values, (none, none))
+        return self._views[like.dtype]
+
+    def _view(
+        self,
+        keys: CodesAndScales,
+        values: CodesAndScales,
+        recent: tuple[Tensor, Tensor],
+        first: int = 0,
+    ) -> KVCacheView:
+        """Codes and scales of pages, or copied out of them, of as many tokens as there are floats
+        in `recent`."""
+        key, value = (
+            KVSide(codes, scale, pages.codebook, mean, floats[:, :, :0], floats, first, pages.spec,
+                   pages.side.layout)
+            for pages, (codes, scale), mean, floats in zip(
+                (self.k, self.v), (keys, values), (self.mean, None), recent, strict=True
+            )
         )  # fmt: skip
+        tokens = recent[0].shape[2]
+        return KVCacheView(key, value, None, None, None, None, tokens, 0, 0, tokens)
 
     def write(self, keys: Tensor, values: Tensor, batch: Batch) -> None:
         """Encode the new tokens of a batch: keys and values [1, H, new tokens, dim]."""
-        self.k.write(keys, self.mean, batch)
-        self.v.write(values, None, batch)
+        k, v = self.k, self.v
+        if k.side.layout != ROWS:
+            for rows, number, at in batch.spans:
+                some = keys[:, :, rows], values[:, :, rows]
+                page_k = k.codes[number][None], k.scale[number][None]
+                page_v = v.codes[number][None], v.scale[number][None]
+                kv_append(*some, self._view(page_k, page_v, some, first=at))
+            return
+        buffers = k.empty(keys.shape[2]), v.empty(keys.shape[2])
+        kv_append(keys, values, self._view(*buffers, (keys, values)))
+        page, place = batch.places
+        for pages, (codes, scale) in zip((k, v), buffers, strict=True):
+            pages.codes[page, :, place] = codes[0].transpose(0, 1)
+            pages.scale[page, :, place] = scale[0].transpose(0, 1)
 
     def floats(self, prompts: Prompts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What the codes of prompts say: keys and values [1, H, tokens of all, dim]."""
@@ -232,7 +261,7 @@ class LayerPages:
         rows = self.k.side.layout == self.v.side.layout == ROWS
         return batch.together if rows else batch.alone
 
-    def read(self, group: Group, like: Tensor) -> CachedKV:
+    def read(self, group: Group, like: Tensor) -> KVCacheView:
         """What attention reads of a group. The new tokens are floats, but what their codes say; one
         new token that a kernel of blocks will read is left to it.
 
@@ -243,14 +272,15 @@ class LayerPages:
         first, new = group.past, group.new
         if new == 1 and self.k.side.layout != ROWS and self.v.side.layout != ROWS:
             first, new = group.length, 0
-        tail_k = self.k.decode(keys, self.mean, first, new, like.dtype)
-        tail_v = self.v.decode(values, None, first, new, like.dtype)
-        mean = None if self.mean is None else self.mean.expand(len(tail_k), -1, -1, -1)
-        return CachedKV(
-            tail_k[:, :, :0], tail_v[:, :, :0], *keys, mean, *values, tail_k, tail_v,
-            self.k.codebook, self.v.codebook, None, first, 0, new, first, 0, 0,
-            self.k.spec, self.v.spec, self.k.side.layout, self.v.side.layout,
-        )  # fmt: skip
+        recent = (
+            self.k.decode(keys, self.mean, first, new, like.dtype),
+            self.v.decode(values, None, first, new, like.dtype),
+        )
+        view = self._view(keys, values, recent)
+        if self.mean is not None:
+            mean = self.mean.expand(len(recent[0]), -1, -1, -1)
+            view = view._replace(key=view.key._replace(mean=mean))
+        return view._replace(max_seqlen=first + new, num_new=new, num_coded=first)
 
 
 def _aligned(size: int) -> int:

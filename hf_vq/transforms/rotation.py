@@ -25,8 +25,14 @@ def draw_signs(features: int, seed: int) -> Tensor:
 
     They depend on `features` and `seed` only, so that layers with the same input share them.
     """
+    return _signs(features, seed).clone()
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for callers outside inference mode
+def _signs(features: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return pack_bits(torch.randint(0, 2, (features,), generator=generator), 1)
+    return pack_bits(torch.randint(0, 2, (features,), generator=generator, device="cpu"), 1)
 
 
 def qr_matrix(block: int, seed: int) -> Tensor:

@@ -160,7 +160,7 @@ typedef struct hf_vq_floats {
 HF_VQ_API int hf_vq_append(const hf_vq_codes* codes, const hf_vq_floats* x, int64_t batch, int64_t heads,
                            int64_t at);
 
-// One attention step over a coded cache: ops/attention.py says what is read from where.
+// One attention step over a coded cache: hf_vq/ops/kv.py says what is read from where.
 typedef struct hf_vq_attention_step {
   hf_vq_codes k, v;
   hf_vq_floats sink_k, sink_v, tail_k, tail_v;

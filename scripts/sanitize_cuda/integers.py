@@ -20,6 +20,7 @@ from hf_vq.codegen.plan import Dtype
 from hf_vq.codegen.w4a8_plan import W4A8Plan, W4A8WidePlan
 from hf_vq.formats import QoQScheme
 from hf_vq.formats.qoq import encode
+from hf_vq.formats.stored_weight import W4A8Weight
 from hf_vq.ops import fused_inputs, w4a8
 
 LAYERS = [  # scheme, columns
@@ -70,13 +71,13 @@ def multiply(
     there = {key: tensor.cuda() for key, tensor in here.items()}
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
     moved, added = x.cuda(), bias.cuda()
-    stored = [[of.get(key) for key in ("codes", "scale", "zero", "step")] for of in (here, there)]
+    stored = [W4A8Weight.of(tensors, scheme, columns) for tensors in (here, there)]
     launch = cuda_w4a8.prepare(plan, columns, 0)
     blocks = int(isinstance(plan, W4A8WidePlan))
     outputs = [torch.full((tokens + 1, rows), float("nan"), dtype=dtype).cuda() for _ in range(2)]
     for y in outputs:
-        cuda_w4a8.run(launch, moved, *stored[1], added, scheme, y[:tokens], blocks)
-    exact = w4a8.reference(x, *stored[0], bias, scheme)
+        cuda_w4a8.run(launch, moved, stored[1], added, y[:tokens], blocks)
+    exact = w4a8.reference(x, stored[0], bias)
     for y in outputs:
         found = y.cpu()
         assert torch.equal(found[:-1], exact), "a number is not that of the reference"

@@ -19,6 +19,8 @@ from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
+from hf_vq.ops import KVCacheView, KVSide
+from hf_vq.ops.kv import flatten
 from hf_vq.ops.layout import ROWS
 from hf_vq.ops.reference import codes as reference
 from hf_vq.ops.reference import kv_attention as attention_reference
@@ -48,11 +50,15 @@ def append(scheme: VQScheme, dim: int, tokens: int) -> None:
     codes = torch.full((1, 2, tokens + 1, size), 7, dtype=torch.uint8).cuda()
     scale = torch.full((1, 2, tokens + 1, scheme.row_numbers), 7).half().cuda()
     mean = torch.zeros(1, 2, 1, dim).cuda() if scheme.has_scale else None
-    cuda_append.append(x.half().cuda(), mean, book.cuda(), codes, scale, 0, scheme, "rows")
+    x_there = x.half().cuda()
+    none = x_there[:, :, :0]
+    side = KVSide(codes, scale, book.cuda(), mean, none, none, 0, scheme.spec(), ROWS)
+    view = KVCacheView(side, side, None, None, None, None, tokens, 0, 0, tokens)
+    cuda_append.append(x_there, None, view, None)
     codes, scale = codes.cpu(), scale.cpu()
     assert (codes[:, :, -1] == 7).all() and (scale[:, :, -1] == 7).all()
-    given = (codes[:, :, :-1], book, scale[:, :, :-1], None, None, None, None, None)
-    error = ((reference.decode(*given, scheme, dim) - x).norm() / x.norm()).item()
+    rows = reference.decode_rows(codes[:, :, :-1], book, scale[:, :, :-1], scheme, dim)
+    error = ((rows - x).norm() / x.norm()).item()
     assert error < 0.8, f"relative error {error}"
 
 
@@ -64,27 +70,28 @@ def steps_of_a_cache() -> Iterator[Case]:
 
 def store_steps(name: str, tokens: int, dim: int = 128) -> None:
     """Launches until the tape is full, with a mean that is found on the way."""
-    schemes = KV_SCHEMES[name].key, KV_SCHEMES[name].value
-    how = *schemes, ROWS, ROWS
-    tapes = [
-        (torch.zeros(2, 2, 12, packed_size(dim // s.vector_size, s.entry_bits)).byte(),
-         torch.zeros(2, 2, 12, s.row_numbers).half())
-        for s in schemes
-    ]  # fmt: skip
-    centred = KV_SCHEMES[name].centre_keys
-    floats = [torch.zeros(2, 2, slots, dim).half() for slots in (2, 2, 12, 12)]
-    here = [
-        floats[0], floats[1], *tapes[0], torch.zeros(2, 2, 1, dim) if centred else None, *tapes[1],
-        floats[2], floats[3], *(kv_codebook(s, 2, dim) for s in schemes), torch.tensor([0, 3]),
-        torch.zeros((), dtype=torch.int64), torch.zeros(2, 2).bool() if centred else None,
-    ]  # fmt: skip
-    there = [None if part is None else part.cuda() for part in here]
+    scheme, centred = KV_SCHEMES[name], KV_SCHEMES[name].centre_keys
+
+    def side(part: VQScheme, mean: Tensor | None) -> KVSide:
+        width = packed_size(dim // part.vector_size, part.entry_bits)
+        return KVSide(
+            torch.zeros(2, 2, 12, width).byte(), torch.zeros(2, 2, 12, part.row_numbers).half(),
+            kv_codebook(part, 2, dim), mean, torch.zeros(2, 2, 2, dim).half(),
+            torch.zeros(2, 2, 12, dim).half(), 0, part.spec(), ROWS,
+        )  # fmt: skip
+
+    here = KVCacheView(
+        side(scheme.key, torch.zeros(2, 2, 1, dim) if centred else None), side(scheme.value, None),
+        torch.tensor([0, 3]), torch.zeros((), dtype=torch.int64), None,
+        torch.zeros(2, 2).bool() if centred else None, 12, 4, 0, 0,
+    )  # fmt: skip
+    there = here.map(Tensor.cuda)
     for _ in range(18 // tokens):
         new = [torch.randn(2, 2, tokens, dim).half() for _ in range(2)]
-        static_reference.store(*new, *here, 4, *how)  # type: ignore[arg-type]
-        cuda_store.store(*(x.cuda() for x in new), *there, 4, *how)  # type: ignore[arg-type]
-    for expected, found in zip(here, there, strict=True):
-        if expected is not None and found is not None and expected.numel():
+        static_reference.kv_append(*new, here)
+        cuda_store.append(new[0].cuda(), new[1].cuda(), there)
+    for expected, found in zip(flatten(here), flatten(there), strict=True):
+        if isinstance(expected, Tensor) and expected.numel():
             same = torch.isclose(found.cpu().double(), expected.double(), rtol=2.0**-9, atol=1e-6)
             assert same.double().mean() > 0.99, f"{same.double().mean()} of {expected.shape}"
 
@@ -147,11 +154,10 @@ def serve(name: str, dim: int, page: int) -> None:
         position = torch.arange(count, device="cuda")
         slots = table[row][position // page] * page + position % page
         layer.put(*torch.randn(2, 1, 2, count, dim, device="cuda").half(), slots)
-    cached = layer.through(Table(table, length, max(lengths)))
     query = torch.randn(4, 8, 1, dim, device="cuda").half()
-    given = (*cached[:9], None, cached.longest, dim**-0.5, 0.0, scheme.key, scheme.value)
+    given = layer.through(Table(table, length, max(lengths)), query), None, None, dim**-0.5, 0.0
     exact = attention_reference.attention_paged(query.float(), *given)
-    found = cuda_attention.attention_paged(query, *given).float()
+    found = cuda_attention.attention(query, *given).float()
     assert (found - exact).norm() < 2.0**-7 * exact.norm()
 
 
@@ -165,25 +171,24 @@ def attended() -> Iterator[Case]:
 def attend(name: str, dim: int, queries: int, tokens: int = 700, window: int = 64) -> None:
     """One launch: 2 kv heads, 4 query heads for each, sinks, codes and the newest floats."""
     parts, heads, coded = KV_SCHEMES[name], 2, tokens - window
-    codes, scales, books = [], [], []
-    for scheme in (parts.key, parts.value):
+
+    def side(scheme: VQScheme, mean: Tensor | None) -> KVSide:
         width = packed_size(dim // scheme.vector_size, scheme.entry_bits)
-        codes.append(torch.randint(0, 256, (1, heads, coded, width), dtype=torch.uint8))
-        scales.append(torch.rand(1, heads, coded, scheme.row_numbers).half())
-        books.append(kv_codebook(scheme, heads, dim))
-    query, tail_k, tail_v, sink_k, sink_v = (
-        torch.randn(1, many, count, dim).half()
-        for many, count in ((4 * heads, queries), (heads, 96), (heads, 96), (heads, 4), (heads, 4))
-    )
+        codes = torch.randint(0, 256, (1, heads, coded, width), dtype=torch.uint8)
+        scale = torch.rand(1, heads, coded, scheme.row_numbers).half()
+        floats = (torch.randn(1, heads, count, dim).half() for count in (4, 96))
+        book = kv_codebook(scheme, heads, dim)
+        return KVSide(codes, scale, book, mean, *floats, 0, scheme.spec(), ROWS)
+
+    query = torch.randn(1, 4 * heads, queries, dim).half()
     mean = torch.randn(1, heads, 1, dim) if parts.centre_keys else None
-    given = (
-        query, sink_k, sink_v, codes[0], scales[0], mean, codes[1], scales[1], tail_k, tail_v,
-        *books, None, None, None, tokens - 96, window, queries, coded, 0, 0, dim**-0.5, 0.0,
-        parts.key, parts.value, "rows", "rows",
+    view = KVCacheView(
+        side(parts.key, mean), side(parts.value, None), None, None, None, None, tokens, window,
+        queries, coded,
     )  # fmt: skip
-    exact = attention_reference.attention(*given).float()
-    moved = (each.cuda() if isinstance(each, Tensor) else each for each in given)
-    found = cuda_attention.attention(*moved).cpu().float()
+    options = None, None, dim**-0.5, 0.0
+    exact = attention_reference.attention(query, view, *options).float()
+    found = cuda_attention.attention(query.cuda(), view.map(Tensor.cuda), *options).cpu().float()
     assert (found - exact).norm() < 2.0**-7 * exact.norm()
 
 

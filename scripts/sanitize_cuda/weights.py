@@ -28,10 +28,10 @@ from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.codegen.jit.launch import Kernel
 from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, TilePlan, WidePlan
-from hf_vq.fit.scale import FACTORS
 from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.ops.codes import rotation_of
+from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.reference import codes as reference
+from hf_vq.ops.reference.encode_weight import FACTORS
 
 PRODUCTS = [  # scheme, columns
     ("vq-4", 1536), ("turboquant-4", 1152), ("vq-3", 1152), ("aqlm-2", 1152), ("aqlm-3", 1152),
@@ -153,11 +153,10 @@ def multiply(
             launch.blocks = (choose_wide.blocks(plan, 1, 1, arch),)  # one cluster
     here, there = stored(scheme, rows, columns)
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
-    given = (there["codes"], there["codebook"], there["scale"], rotation_of(there), bias.cuda())
-    moved = x.cuda()
+    weight, added, moved = StoredWeight.of(there, scheme, columns), bias.cuda(), x.cuda()
     outputs = [torch.full((tokens + 1, rows), float("nan"), dtype=dtype).cuda() for _ in range(2)]
     for y in outputs:
-        cuda_fused.run(moved, *given, scheme, y[:tokens], 0, launch)
+        cuda_fused.run(moved, (weight,), (added,), (y[:tokens],), 0, launch)
     inputs = reference.rotate(x.double(), rotation_of(here), scheme, False)
     for y in outputs:
         close(y, inputs @ decoded(here, scheme, columns).T + bias.double(), 2.0**-6)
@@ -173,9 +172,8 @@ def together(scheme: VQScheme, tokens: int, columns: int = 1152) -> None:
     """One launch."""
     layers = [stored(scheme, rows, columns) for rows in (130, 7, 33)]
     x = torch.randn(tokens, columns).half()
-    keys = ("codes", "codebook", "scale", "signs")
-    given = ([there.get(key) for _, there in layers] for key in keys)
-    found = cuda_fused.linears(x.cuda(), *given, [None] * 3, scheme)
+    weights = [StoredWeight.of(there, scheme, columns) for _, there in layers]
+    found = cuda_fused.grouped(x.cuda(), weights, [None] * 3)
     for (here, _), y in zip(layers, found, strict=True):
         exact = reference.rotate(x.double(), rotation_of(here), scheme, False)
         beyond = torch.full((1, y.shape[1]), float("nan"))
@@ -200,7 +198,7 @@ def decode(plan: DecodePlan, scheme: VQScheme, rows: int, columns: int) -> None:
     """One launch."""
     here, there = stored(scheme, rows, columns)
     codes, codebook, scale = (there[key] for key in ("codes", "codebook", "scale"))
-    ready = cuda_linear.Stored(codes, codebook, scale, scheme, columns)  # pads codes
+    ready = cuda_linear.DeviceWeight(codes, codebook, scale, scheme, columns)  # pads codes
     out = torch.full((rows + 1, columns), float("nan"), dtype=FLOATS[plan.out]).cuda()
     pointers = (t.data_ptr() for t in (ready.codes, ready.codebook, ready.scale, out))
     kernel = Kernel(plan, cuda_linear.DecodeArguments, 0, default_store())
@@ -224,7 +222,7 @@ def restore(scheme: VQScheme, columns: int, dtype: torch.dtype) -> None:
     """Two launches, for some rows each."""
     here, there = stored(scheme, 301, columns)
     codes, codebook, scale = (there[key] for key in ("codes", "codebook", "scale"))
-    ready = cuda_linear.Stored(codes, codebook, scale, scheme, columns)
+    ready = cuda_linear.DeviceWeight(codes, codebook, scale, scheme, columns)
     out = torch.full((302, columns), float("nan"), dtype=dtype).cuda()
     for rows in (slice(0, 256), slice(256, 301)):
         ready.restore(rows.start, rotation_of(there), out[rows])

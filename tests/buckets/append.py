@@ -19,14 +19,14 @@ from hf_vq.codegen.plan import Dtype
 from hf_vq.formats.catalog import KV_SCHEMES, TURBOQUANT_KV_SCHEMES, KVScheme
 from hf_vq.formats.packing import packed_size, unpack_bits
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops.codes import append_kv
+from hf_vq.ops import KVCacheView, KVSide, kv_append
+from hf_vq.ops.kv import arguments_of
 from hf_vq.ops.layout import ROWS
 from hf_vq.ops.library import parse
-from hf_vq.ops.paged import append_paged
 from hf_vq.ops.reference import codes as reference
 from hf_vq.ops.reference import kv_static as static_reference
-from hf_vq.ops.static import StaticKV, store
 from hf_vq.transforms import rotate
+from tests.fixtures.kv.views import append_kv
 
 from .attention import PAGES
 from .case import DTYPES, kernel_of, kv_codebook
@@ -131,10 +131,7 @@ class AppendCase:
         """See `Case`."""
         x, mean, book, codes, scale, slots = inputs
         codes, scale = _copy(codes), scale.clone()
-        if slots is None:
-            append_kv(x, mean, book, codes, scale, AT, self.spec, ROWS)
-        else:
-            append_paged(x, mean, book, codes, scale, slots, self.spec)
+        append_kv(x, mean, book, codes, scale, AT, self.spec, ROWS, slots)
         return codes, scale
 
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
@@ -270,7 +267,7 @@ class StoreCase:
         """Keys and values of each step, and an empty cache full of what was there before."""
         scheme, dtype, shape = SCHEMES[self.scheme], DTYPES[self.dtype], (ROWS_OF_BATCH, HEADS)
 
-        def side(part: VQScheme, dim: int) -> tuple[Tensor, ...]:
+        def side(part: VQScheme, dim: int, mean: Tensor | None) -> KVSide:
             width = packed_size(dim // part.vector_size, part.entry_bits)
             codes = torch.randint(256, (*shape, _CAPACITY, width), dtype=torch.uint8, device=device)
             scale = torch.randn(*shape, _CAPACITY, part.row_numbers, device=device).half()
@@ -278,19 +275,16 @@ class StoreCase:
                 torch.randn(*shape, count, dim, device=device).to(dtype)
                 for count in (_SINKS, _SLOTS)
             )
-            return codes, scale, sink, ring
+            book = kv_codebook(part, HEADS, dim, device)
+            return KVSide(codes, scale, book, mean, sink, ring, 0, part.spec(), ROWS)
 
-        k, v = side(scheme.key, self.dims[0]), side(scheme.value, self.dims[1])
         mean = torch.randn(*shape, 1, self.dims[0], device=device) if scheme.centre_keys else None
-        frozen = torch.zeros(shape, dtype=torch.bool, device=device) if self.measured else None
-        cached = StaticKV(
-            k[2], v[2], k[0], k[1], mean, v[0], v[1], k[3], v[3],
-            kv_codebook(scheme.key, HEADS, self.dims[0], device),
-            kv_codebook(scheme.value, HEADS, self.dims[1], device),
+        known = torch.zeros(shape, dtype=torch.bool, device=device) if self.measured else None
+        cached = KVCacheView(
+            side(scheme.key, self.dims[0], mean), side(scheme.value, self.dims[1], None),
             torch.zeros(ROWS_OF_BATCH, dtype=torch.int64, device=device),
-            torch.zeros((), dtype=torch.int64, device=device),
-            frozen if scheme.centre_keys else None, _WINDOW,
-            scheme.key.spec(), scheme.value.spec(), ROWS, ROWS,
+            torch.zeros((), dtype=torch.int64, device=device), None,
+            known if scheme.centre_keys else None, _CAPACITY, _WINDOW, 0, 0,
         )  # fmt: skip
         new = [
             tuple(
@@ -306,59 +300,50 @@ class StoreCase:
         new, before = inputs
         cached = _copied(before)
         for keys, values in new:
-            store(keys, values, cached)
-        return tuple(part for part in cached if isinstance(part, Tensor))
+            kv_append(keys, values, cached)
+        return tuple(part for part in arguments_of(cached).values() if isinstance(part, Tensor))
 
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
         """Floats are those of the specification. Codes are those of `append` for each token that
         left the window, under the mean that was known then; what is not a token's is untouched."""
         new, before = inputs
-        names = [
-            n for n, part in zip(before._fields, before, strict=True) if isinstance(part, Tensor)
-        ]
-        now = before._replace(**dict(zip(names, found, strict=True)))
+        names = [n for n, part in arguments_of(before).items() if isinstance(part, Tensor)]
+        now = before.replace(**dict(zip(names, found, strict=True)))
         wanted, tapes, length = _copied(before), _copied(before), 0
-        keys_scheme, values_scheme = parse(before.key_scheme), parse(before.value_scheme)
         for keys, values in new:
-            known = None if wanted.k_mean is None else wanted.k_mean.clone()
-            static_reference.store(
-                keys, values, *wanted[:-4], keys_scheme, values_scheme, *wanted[-2:]
-            )
+            known = None if wanted.key.mean is None else wanted.key.mean.clone()
+            static_reference.kv_append(keys, values, wanted)
             mean = known  # it is found once, before the first token is encoded
             if (
                 known is not None
-                and wanted.k_mean is not None
-                and not torch.equal(known, wanted.k_mean)
+                and wanted.key.mean is not None
+                and not torch.equal(known, wanted.key.mean)
             ):
-                mean = now.k_mean
+                mean = now.key.mean
             last = length + keys.shape[2] - _WINDOW
             for at in range(max(length - _WINDOW, 0), max(min(last, _CAPACITY), 0)):
-                for ring, mean_, book, codes, scale, spec in (
-                    (wanted.tail_k, mean, before.codebook_k, tapes.k_codes, tapes.k_scale,
-                     before.key_scheme),
-                    (wanted.tail_v, None, before.codebook_v, tapes.v_codes, tapes.v_scale,
-                     before.value_scheme),
+                for side, mean_, to in (
+                    (wanted.key, mean, tapes.key), (wanted.value, None, tapes.value)
                 ):  # fmt: skip
-                    row = ring[:, :, at % _SLOTS : at % _SLOTS + 1].contiguous()
-                    append_kv(row, mean_, book, codes, scale, at, spec, ROWS)
+                    row = side.recent[:, :, at % _SLOTS : at % _SLOTS + 1].contiguous()
+                    append_kv(row, mean_, to.codebook, to.codes, to.scale, at, to.scheme, ROWS)
             length += keys.shape[2]
-        for name in ("sink_k", "sink_v", "tail_k", "tail_v", "length", "frozen"):
-            right, is_ = getattr(wanted, name), getattr(now, name)
-            assert (right is None and is_ is None) or torch.equal(is_, right), f"{name} is wrong"
-        if wanted.k_mean is not None:
-            torch.testing.assert_close(now.k_mean, wanted.k_mean, rtol=1e-5, atol=1e-5)
-        for name in ("k_codes", "v_codes", "k_scale", "v_scale"):
-            assert torch.equal(getattr(now, name), getattr(tapes, name)), f"{name} not of append"
+        right, is_, of_append = map(arguments_of, (wanted, now, tapes))
+        floats = ("key_sinks", "value_sinks", "key_recent", "value_recent")
+        for name in (*floats, "cache_seqlens", "key_mean_known"):
+            both = right[name], is_[name]
+            assert both == (None, None) or torch.equal(*both), f"{name} is wrong"
+        if wanted.key.mean is not None:
+            torch.testing.assert_close(now.key.mean, wanted.key.mean, rtol=1e-5, atol=1e-5)
+        for name in ("key_codes", "value_codes", "key_scale", "value_scale"):
+            assert torch.equal(is_[name], of_append[name]), f"{name} not of append"
 
 
-def _copied(cached: StaticKV) -> StaticKV:
-    books = ("codebook_k", "codebook_v")
-    copies: dict[str, Any] = {
-        name: part.clone()
-        for name, part in cached._asdict().items()
-        if isinstance(part, Tensor) and name not in books
-    }
-    return cached._replace(**copies)
+def _copied(cached: KVCacheView) -> KVCacheView:
+    """A copy, but for codebooks."""
+    copy = cached.map(Tensor.clone)
+    books = {"key_codebook": cached.key.codebook, "value_codebook": cached.value.codebook}
+    return copy.replace(**books)
 
 
 Appended = AppendCase | StoreCase

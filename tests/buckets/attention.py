@@ -23,9 +23,7 @@ from hf_vq.codegen.families.kv_attention import (
 from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats.catalog import KV_SCHEMES, TURBOQUANT_KV_SCHEMES, KVScheme
-from hf_vq.ops.attention import attention
-from hf_vq.ops.paged import attention_paged
-from hf_vq.ops.static import attention_static
+from hf_vq.ops import KVCacheView, kv_attention
 
 from . import caches
 from .case import DTYPES, close, kernel_of
@@ -142,7 +140,7 @@ class AttentionCase:
         query = torch.randn(self.rows, heads, self.queries, self.dims[0], device=device).to(dtype)
         return query, self._cached(dtype, device), self._mask(device)
 
-    def _cached(self, dtype: torch.dtype, device: torch.device) -> caches.Cached:
+    def _cached(self, dtype: torch.dtype, device: torch.device) -> KVCacheView:
         scheme = SCHEMES[self.scheme]
         if self.page:
             return caches.pages(
@@ -171,16 +169,16 @@ class AttentionCase:
     @property
     def _options(self) -> dict[str, Any]:
         softcap = _SOFTCAP if self.softcapped else 0.0
-        return {"scaling": self.dims[0] ** -0.5, "softcap": softcap}
+        return {"softmax_scale": self.dims[0] ** -0.5, "softcap": softcap}
 
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
         """See `Case`."""
         query, cached, mask = inputs
         if self.page:
-            return (attention_paged(query, cached, **self._options),)
+            return (kv_attention(query, cached, **self._options),)
         if self.static:
-            return (attention_static(query, cached, mask=mask, **self._options),)
-        return (attention(query, cached, mask=mask, **self._options),)
+            return (kv_attention(query, cached, mask=mask, **self._options),)
+        return (kv_attention(query, cached, mask=mask, **self._options),)
 
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
         """Weights are rounded to fp16 or, for floats, to the dtype, and so is the result: each
@@ -286,7 +284,7 @@ def has_kernel(scheme: KVScheme, dims: tuple[int, int], arch: Arch) -> bool:
 
 
 def _has_pages(scheme: KVScheme, dims: tuple[int, int]) -> bool:
-    """Whether a server keeps such rows in pages (`cuda_kv_supports.append_paged`)."""
+    """Whether a server keeps such rows in pages (`cuda_kv_supports.append`)."""
     return dims[0] == dims[1] and scheme.key.has_scale and scheme.value.has_scale
 
 

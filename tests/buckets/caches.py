@@ -11,17 +11,15 @@ from torch import Tensor
 from hf_vq.formats.catalog import KVScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops.attention import CachedKV
+from hf_vq.ops import KVCacheView, KVSide
+from hf_vq.ops.kv import PAGED, STATIC
 from hf_vq.ops.layout import ROWS
-from hf_vq.ops.library import parse
-from hf_vq.ops.paged import PagedKV
 from hf_vq.ops.reference import codes as reference
-from hf_vq.ops.static import StaticKV
+from hf_vq.serving.batch import Table
 from hf_vq.serving.pages import LayerPages, PageFormat, PageSide
 
 from .case import kv_codebook
 
-Cached = CachedKV | StaticKV | PagedKV
 _AT_A_TIME = 1 << 25  # numbers of keys, for which float64 is computed
 _BESIDE = 3  # tokens of a tape that are not the cache's
 _POOL = 8192  # tokens of the pages that requests share, at most
@@ -57,28 +55,27 @@ def tape(
     queries: int,
     sinks: int,
     window: int,
-) -> CachedKV:
+) -> KVCacheView:
     """`tokens` with codes, and `window` more."""
     # Older floats are there, but are read as codes.
     tail = min(window + queries + 5, tokens + window)
     first, shape = 1, (rows, heads, 1 + tokens + _BESIDE)
 
-    def side(part: VQScheme, dim: int) -> tuple[Tensor, Tensor]:
-        scale = scales_of(part, shape, device)
-        scale[:, :, :first] = scale[:, :, first + tokens :] = torch.nan
-        return _codes(part, dim, shape, device), scale
-
     def floats(count: int, dim: int) -> Tensor:  # views whose tokens do not lie side by side
         whole = torch.randn(rows, count, heads, dim + 8, device=device, dtype=dtype)
         return whole.transpose(1, 2)[..., :dim]
 
-    return CachedKV(
-        floats(sinks, dims[0]), floats(sinks, dims[1]), *side(scheme.key, dims[0]),
-        _mean(scheme, rows, heads, dims[0], device), *side(scheme.value, dims[1]),
-        floats(tail, dims[0]), floats(tail, dims[1]),
-        kv_codebook(scheme.key, heads, dims[0], device),
-        kv_codebook(scheme.value, heads, dims[1], device), None, tokens + window - tail, window,
-        queries, tokens, first, first, scheme.key.spec(), scheme.value.spec(), ROWS, ROWS,
+    def side(part: VQScheme, dim: int, mean: Tensor | None) -> KVSide:
+        scale = scales_of(part, shape, device)
+        scale[:, :, :first] = scale[:, :, first + tokens :] = torch.nan
+        codes, book = _codes(part, dim, shape, device), kv_codebook(part, heads, dim, device)
+        some = floats(sinks, dim), floats(tail, dim)
+        return KVSide(codes, scale, book, mean, *some, first, part.spec(), ROWS)
+
+    mean = _mean(scheme, rows, heads, dims[0], device)
+    return KVCacheView(
+        side(scheme.key, dims[0], mean), side(scheme.value, dims[1], None), None, None, None, None,
+        tokens + window, window, queries, tokens,
     )  # fmt: skip
 
 
@@ -93,27 +90,26 @@ def static(
     queries: int,
     sinks: int,
     window: int,
-) -> StaticKV:
+) -> KVCacheView:
     """Room for `tokens`, of which there are some fewer."""
     shape, length = (rows, heads, tokens), tokens - 7
 
-    def side(part: VQScheme, dim: int) -> tuple[Tensor, Tensor]:
+    slots = window + queries
+
+    def side(part: VQScheme, dim: int, mean: Tensor | None) -> KVSide:
         scale = scales_of(part, shape, device)
         scale[:, :, length - window :] = torch.nan
-        return _codes(part, dim, shape, device), scale
+        codes, book = _codes(part, dim, shape, device), kv_codebook(part, heads, dim, device)
+        sink, ring = (
+            torch.randn(rows, heads, count, dim, device=device).to(dtype)
+            for count in (sinks, slots)
+        )
+        return KVSide(codes, scale, book, mean, sink, ring, 0, part.spec(), ROWS)
 
-    def floats(count: int, dim: int) -> Tensor:
-        return torch.randn(rows, heads, count, dim, device=device).to(dtype)
-
-    slots = window + queries
-    return StaticKV(
-        floats(sinks, dims[0]), floats(sinks, dims[1]), *side(scheme.key, dims[0]),
-        _mean(scheme, rows, heads, dims[0], device), *side(scheme.value, dims[1]),
-        floats(slots, dims[0]), floats(slots, dims[1]),
-        kv_codebook(scheme.key, heads, dims[0], device),
-        kv_codebook(scheme.value, heads, dims[1], device), None,
-        torch.full((), length, dtype=torch.int64, device=device), None, window,
-        scheme.key.spec(), scheme.value.spec(), ROWS, ROWS,
+    mean = _mean(scheme, rows, heads, dims[0], device)
+    return KVCacheView(
+        side(scheme.key, dims[0], mean), side(scheme.value, dims[1], None), None,
+        torch.full((), length, dtype=torch.int64, device=device), None, None, tokens, window, 0, 0,
     )  # fmt: skip
 
 
@@ -126,7 +122,7 @@ def pages(
     dim: int,
     longest: int,
     page: int,
-) -> PagedKV:
+) -> KVCacheView:
     """Requests of all lengths up to `longest`; pages lie in any order, and requests share them."""
     keys, values = (PageSide(part, ROWS, heads, dim, page) for part in (scheme.key, scheme.value))
     form = PageFormat(keys, values, tables=True)
@@ -145,41 +141,41 @@ def pages(
     lengths[0] = longest
     width = -(-longest // page)
     table = torch.randint(count, (rows, width), dtype=torch.int32, device=device)
-    return PagedKV(
-        layer.k.codes, layer.k.scale, layer.mean, layer.v.codes, layer.v.scale, layer.k.codebook,
-        layer.v.codebook, table, lengths.to(device), longest, layer.k.spec, layer.v.spec,
-    )  # fmt: skip
+    like = torch.empty(0, device=device, dtype=dtype)
+    return layer.through(Table(table, lengths.to(device), longest), like)
 
 
-def largest_value(cached: Cached) -> Tensor:
+def largest_value(cached: KVCacheView) -> Tensor:
     """Of the floats among the values; of codes, that of their scales."""
-    floats = cached.v_scale.float().nan_to_num(0) if isinstance(cached, PagedKV) else cached.tail_v
+    floats = (
+        cached.value.scale.float().nan_to_num(0) if cached.memory == PAGED else cached.value.recent
+    )
     return floats.abs().max().double() if floats.numel() else torch.zeros((), device=floats.device)
 
 
 def exact(
-    query: Tensor, cached: Cached, mask: Tensor | None, *, scaling: float, softcap: float
+    query: Tensor, cached: KVCacheView, mask: Tensor | None, *, softmax_scale: float, softcap: float
 ) -> Tensor:
     """What attention is, in float64 over codes that are decoded: [B, Hq, Q, Dv]."""
     some = (
-        _of_request(query[row : row + 1], cached, row, scaling, softcap)
-        if isinstance(cached, PagedKV)
-        else _of_rows(query, cached, mask, row, scaling, softcap)
+        _of_request(query[row : row + 1], cached, row, softmax_scale, softcap)
+        if cached.memory == PAGED
+        else _of_rows(query, cached, mask, row, softmax_scale, softcap)
         for row in _rows(query, cached)
     )
     return torch.cat(list(some))
 
 
-def _rows(query: Tensor, cached: Cached) -> range:
+def _rows(query: Tensor, cached: KVCacheView) -> range:
     """The first row of each part that is computed at a time."""
-    if isinstance(cached, PagedKV):
+    if cached.memory == PAGED:
         return range(len(query))
     return range(0, len(query), _rows_at_a_time(cached))
 
 
-def _rows_at_a_time(cached: CachedKV | StaticKV) -> int:
-    _, heads, tokens, _ = cached.k_codes.shape
-    dim = cached.tail_k.shape[3] + cached.tail_v.shape[3]
+def _rows_at_a_time(cached: KVCacheView) -> int:
+    _, heads, tokens, _ = cached.key.codes.shape
+    dim = cached.key.recent.shape[3] + cached.value.recent.shape[3]
     return max(1, _AT_A_TIME // (heads * tokens * dim))
 
 
@@ -194,66 +190,68 @@ def _decoded(codes: Tensor, scale: Tensor, codebook: Tensor, scheme: VQScheme, d
     return reference.rotate(rows, None, scheme, True)
 
 
-def _of_request(query: Tensor, cached: PagedKV, row: int, scaling: float, softcap: float) -> Tensor:
-    length = int(cached.length[row])
-    _, heads, page, _ = cached.k_codes.shape
-    numbers = cached.table[row, : -(-length // page)].long()
+def _of_request(
+    query: Tensor, cached: KVCacheView, row: int, softmax_scale: float, softcap: float
+) -> Tensor:
+    assert cached.cache_seqlens is not None and cached.page_table is not None
+    length = int(cached.cache_seqlens[row])
+    _, heads, page, _ = cached.key.codes.shape
+    numbers = cached.page_table[row, : -(-length // page)].long()
 
-    def side(codes: Tensor, scale: Tensor, book: Tensor, spec: str) -> Tensor:
+    def rows(side: KVSide) -> Tensor:
         codes, scale = (
-            x[numbers].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (codes, scale)
+            x[numbers].transpose(0, 1).flatten(1, 2)[None, :, :length]
+            for x in (side.codes, side.scale)
         )
-        return _decoded(codes, scale, book, parse(spec), query.shape[3])
+        found = _decoded(codes, scale, side.codebook, side.parsed, query.shape[3])
+        return found if side.mean is None else found + side.mean.double()
 
-    keys = side(cached.k_codes, cached.k_scale, cached.codebook_k, cached.key_scheme)
-    keys = keys if cached.k_mean is None else keys + cached.k_mean.double()
-    values = side(cached.v_codes, cached.v_scale, cached.codebook_v, cached.value_scheme)
+    keys, values = rows(cached.key), rows(cached.value)
     none = keys.new_zeros(1, heads, 0, 1)
     near = torch.zeros(query.shape[2], length, dtype=torch.bool, device=query.device)
-    return _attended(query, keys, values, none, none, near, None, scaling, softcap)
+    return _attended(query, keys, values, none, none, near, None, softmax_scale, softcap)
 
 
 def _of_rows(
     query: Tensor,
-    cached: CachedKV | StaticKV,
+    cached: KVCacheView,
     mask: Tensor | None,
     row: int,
-    scaling: float,
+    softmax_scale: float,
     softcap: float,
 ) -> Tensor:
     rows = slice(row, row + _rows_at_a_time(cached))
-    queries, sinks, window = query.shape[2], cached.sink_k.shape[2], cached.window
-    tails: tuple[Tensor, ...] = (cached.tail_k[rows], cached.tail_v[rows])
-    if isinstance(cached, StaticKV):
-        total, slots = int(cached.length), cached.tail_k.shape[2]
+    queries, sinks, window = query.shape[2], cached.key.sinks.shape[2], cached.window
+    tails: tuple[Tensor, ...] = (cached.key.recent[rows], cached.value.recent[rows])
+    if cached.memory == STATIC:
+        assert cached.cache_seqlens is not None
+        total, slots = int(cached.cache_seqlens), cached.key.recent.shape[2]
         begin, coded, fresh = total - slots, total - window, queries
         place = torch.arange(begin, total, device=query.device) % slots
         tails = tuple(part[:, :, place] for part in tails)
         firsts = (0, 0)
     else:
-        total, begin = cached.length, cached.tail_start
-        coded, fresh, firsts = cached.coded, cached.fresh, (cached.k_first, cached.v_first)
-    sides = (
-        (cached.k_codes, cached.k_scale, cached.codebook_k, cached.key_scheme, cached.sink_k),
-        (cached.v_codes, cached.v_scale, cached.codebook_v, cached.value_scheme, cached.sink_v),
-    )
+        total, begin = cached.max_seqlen, cached.recent_start
+        coded, fresh = cached.num_coded, cached.num_new
+        firsts = (cached.key.first, cached.value.first)
     far: list[Tensor] = []
-    for (codes, scale, book, spec, sink), tail, first in zip(sides, tails, firsts, strict=True):
+    for side, tail, first in zip((cached.key, cached.value), tails, firsts, strict=True):
         some = slice(first, first + coded)
-        part = _decoded(
-            codes[rows, :, some], scale[rows, :, some], book, parse(spec), tail.shape[3]
-        )
-        if not far and cached.k_mean is not None:
-            part = part + cached.k_mean[rows].double()
+        codes, scale = side.codes[rows, :, some], side.scale[rows, :, some]
+        part = _decoded(codes, scale, side.codebook, side.parsed, tail.shape[3])
+        if side.mean is not None:
+            part = part + side.mean[rows].double()
         part = torch.cat([part, tail[:, :, coded - begin :].double()], 2)
-        part[:, :, :sinks] = sink[rows].double()
+        part[:, :, :sinks] = side.sinks[rows].double()
         far.append(part)
     i = torch.arange(total - queries, total, device=query.device)[:, None]
     j = torch.arange(total, device=query.device)
     near = ((j > i - window) | (j >= total - fresh)) & (j >= begin)
     tail_k, tail_v = (tail.double() for tail in tails)
     shown = None if mask is None else mask[..., :total]
-    return _attended(query[rows], far[0], far[1], tail_k, tail_v, near, shown, scaling, softcap)
+    return _attended(
+        query[rows], far[0], far[1], tail_k, tail_v, near, shown, softmax_scale, softcap
+    )
 
 
 def _attended(
@@ -264,7 +262,7 @@ def _attended(
     tail_v: Tensor,
     near: Tensor,
     mask: Tensor | None,
-    scaling: float,
+    softmax_scale: float,
     softcap: float,
 ) -> Tensor:
     """Attention to keys and values [B, H, n, D], of which the last are those of the tail where
@@ -277,7 +275,7 @@ def _attended(
     if slots:
         tail = torch.where(near[:, total - slots :], grouped @ tail_k.mT, scores[..., -slots:])
         scores = torch.cat([scores[..., :-slots], tail], -1)
-    scores = scores.reshape(rows, heads, queries, total) * scaling
+    scores = scores.reshape(rows, heads, queries, total) * softmax_scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None:

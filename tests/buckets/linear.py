@@ -25,7 +25,7 @@ from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import DensePlan, Dtype, LinearPlan, Plan, RotatePlan, WidePlan
 from hf_vq.formats.catalog import WEIGHT_SCHEMES
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.ops.codes import rotation_of, stored_arguments
+from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.linear import linear
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.random_weights import random_tensors
@@ -219,11 +219,10 @@ def route(scheme: VQScheme, tokens: int, columns: int, dtype: Dtype, arch: Arch)
 
 def rotated_weight(tensors: dict[str, Tensor], scheme: VQScheme, columns: int) -> Tensor:
     """The weight, still rotated, in float64: entries and scales are exact in float32."""
-    codes, codebook, scale, _, codes_2, codebook_2, _, _ = stored_arguments(tensors)
-    assert codes is not None and codebook is not None and scale is not None
+    (codes, codebook, scale, _), second, _, _ = StoredWeight.of(tensors, scheme, columns)
     ones = torch.ones_like(scale)
-    if codes_2 is not None and codebook_2 is not None:
-        rows = reference.decode_nested(codes, codes_2, codebook_2, ones, scheme, columns)
+    if second is not None:
+        rows = reference.decode_nested(codes, second.codes, second.codebook, ones, scheme, columns)
     else:
         rows = reference.decode_rotated(codes, codebook, ones, scheme, columns)
     grouped = rows.double().unflatten(-1, (scale.shape[-1], -1))

@@ -24,13 +24,14 @@ from hf_vq.codegen.families.encode import encodable, encode_plan
 from hf_vq.codegen.families.kv_prefill import decodable_kv, decode_kv_plan, merge_plan
 from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import Dtype, Plan, RotatePlan
-from hf_vq.fit.scale import FACTORS
 from hf_vq.formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
+from hf_vq.formats.stored_weight import StoredWeight, flat
 from hf_vq.ops.codes import encode_weight, rotate
 from hf_vq.ops.library import parse
 from hf_vq.ops.reference import codes as reference
+from hf_vq.ops.reference.encode_weight import FACTORS
 from tests.fixtures.random_weights import random_tensors
 
 from .append import SCHEMES
@@ -208,20 +209,15 @@ class DecodeCase:
         tensors = random_tensors(WEIGHT_SCHEMES[self.scheme], self.rows, self.columns)
         return {key: tensor.to(device) for key, tensor in tensors.items()}
 
-    def _arguments(self, inputs: Any) -> tuple[Any, ...]:
-        signs = inputs.get("signs")
-        return inputs["codes"], inputs["codebook"], inputs["scale"], signs, *[None] * 4
-
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
         """See `Case`."""
         spec = WEIGHT_SCHEMES[self.scheme].spec()
-        return (torch.ops.hf_vq.decode(*self._arguments(inputs), spec, self.columns),)
+        return (torch.ops.hf_vq.decode(*flat(inputs), spec, self.columns),)
 
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
         """Those of the reference; a rotation sums in another order."""
         scheme = WEIGHT_SCHEMES[self.scheme]
-        decode: Any = reference.decode
-        exact = decode(*self._arguments(inputs), scheme, self.columns)
+        exact = reference.decode(StoredWeight.of(inputs, scheme, self.columns))
         error = float((found[0] - exact).double().norm() / exact.double().norm())
         bound = 0.0 if scheme.rotation == "none" else 2.0**-18
         assert error <= bound, f"the error is {error:.2e}"

@@ -20,6 +20,7 @@ from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.codegen.w4a8_plan import Source, W4A8Plan, W4A8WidePlan
 from hf_vq.formats import qoq
 from hf_vq.formats.catalog import QOQ_SCHEMES
+from hf_vq.formats.stored_weight import W4A8Weight
 from hf_vq.ops import fused_inputs, w4a8
 
 from .case import DTYPES
@@ -130,9 +131,8 @@ class W4A8Case:
         return (fused_inputs.linear(fused, made, x, tensors, bias, self.scheme),)
 
     def _reference(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> Tensor:
-        codes, scale, zero, step = (tensors.get(key) for key in w4a8.KEYS)
-        assert codes is not None and scale is not None and zero is not None
-        return w4a8.reference(x, codes, scale, zero, step, bias, w4a8.parse(self.scheme))
+        weight = W4A8Weight.of(tensors, w4a8.parse(self.scheme), x.shape[-1])
+        return w4a8.reference(x, weight, bias)
 
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
         """The numbers of the reference, bit by bit. Of floats that a kernel makes itself, whose

@@ -106,8 +106,8 @@ def layer_of(spec: str) -> VQLinear:
     tensors = stored(spec)
     specs = tensor_specs(scheme, OUT, IN)
     own = {key: tensors[key] for key, found in specs.items() if found.shared_name is None}
-    layer.hold(own, None)
-    layer.fill({s.shared_name: tensors[key] for key, s in specs.items() if s.shared_name})
+    layer.assign(own, None)
+    layer.set_shared({s.shared_name: tensors[key] for key, s in specs.items() if s.shared_name})
     return layer
 
 

@@ -156,8 +156,10 @@ def foreign_isa() -> str:
 @pytest.fixture
 def reopened():
     native._open.cache_clear()
+    native.load.cache_clear()
     yield
     native._open.cache_clear()
+    native.load.cache_clear()
 
 
 @pytest.mark.usefixtures("reopened")
@@ -200,6 +202,7 @@ def test_an_isa_that_cannot_run_is_an_error(library, monkeypatch, name):
     name = foreign_isa() if name == "foreign" else name
     names = ", ".join(native.isas())
     native._open.cache_clear()
+    native.load.cache_clear()
     monkeypatch.setenv("HF_VQ_CPU_ISA", name)
     for _ in range(2):  # not only the first time
         with pytest.raises(VQBackendError, match=f"HF_VQ_CPU_ISA={name}: .* {names}"):

@@ -1,8 +1,10 @@
-"""`append` and `attention` on the CPU: a KV cache by libhf_vq_cpu (`kernels/cpu/api.h`)."""
+"""`kv_append` and `kv_attention` on the CPU: a KV cache by libhf_vq_cpu (`kernels/cpu/api.h`).
+
+Of a static cache `cpu_static` makes a growing one, as a host may read how many tokens there are.
+"""
 
 from __future__ import annotations
 
-import struct
 from functools import lru_cache
 from typing import Any
 
@@ -10,27 +12,41 @@ import torch
 from torch import Tensor
 
 from ... import dispatch
+from ...codegen.packed import FLOAT, INT32, INT64, POINTER, Packed
 from ...dispatch import Implementation
 from ...errors import VQBackendError, VQSchemeError
 from ...formats.scheme import VQScheme
-from ...ops.attention import CachedKV
+from ...ops.kv import PAGED, STATIC, KVCacheView, KVSide, append_index
 from ...ops.layout import BLOCK_BITS, PLANES, QUADS
 from ...ops.library import parse
 from .. import refusals
 from . import boxed_ops
+from . import kv_static as cpu_static
 from . import library as native
 
 LARGEST_DIM = 256
 VECTOR_SIZES = (1, 2, 4)
 _FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# Structs of api.h, field by field.
-_CODES = "4P8q6i"
-_FLOATS = "P4qi0q"
-_append_codes = struct.Struct(f"@{_CODES}")
-_append_floats = struct.Struct(f"@{_FLOATS}")
-_step = struct.Struct(f"@{2 * _CODES}{5 * _FLOATS}P3q2P3qP7qi2f0q")
+CODES = Packed([
+    ("data scale codebook mean", POINTER),
+    ("data_stride.0 data_stride.1 scale_stride.0 scale_stride.1 mean_stride.0 mean_stride.1",
+     INT64),
+    ("first count", INT64), ("layout x bits learned dim block", INT32),
+])  # fmt: skip
+FLOATS = Packed([
+    ("data", POINTER), ("stride.0 stride.1 stride.2 tokens", INT64), ("dtype", INT32),
+])  # fmt: skip
+STEP = Packed([
+    ("k v", CODES), ("sink_k sink_v tail_k tail_v query", FLOATS),
+    ("out", POINTER), ("out_stride.0 out_stride.1 out_stride.2", INT64), ("start mask", POINTER),
+    ("mask_stride.0 mask_stride.1 mask_stride.2", INT64), ("s_aux", POINTER),
+    ("batch heads group queries tail_start window fresh", INT64),
+    ("mask_dtype", INT32), ("scaling softcap", FLOAT),
+])  # fmt: skip
+"""Structs of kernels/cpu/api.h: hf_vq_codes, hf_vq_floats, hf_vq_attention_step."""
 _LAYOUTS = {QUADS: 1, PLANES: 2}
+_Kept = list[Tensor | None]
 
 
 def key_layout(scheme: VQScheme) -> str:
@@ -74,7 +90,7 @@ def _objection(scheme: VQScheme, dim: int, layout: str, values: bool) -> str | N
     except VQSchemeError as error:
         return str(error)
     library = native.load()
-    packed = _append_codes.pack(*(0,) * 12, *shape)
+    packed = CODES.pack(*(0,) * 12, *shape)
     if library is None or library.hf_vq_codes_supported(packed, int(values)) != native.OK:
         return f"libhf_vq_cpu does not support {scheme.spec()} at head_dim {dim}"
     return None
@@ -84,17 +100,17 @@ def _wrong_dtype(dtype: str) -> str | None:
     return None if dtype in refusals.FLOATS else f"dtype {dtype}"
 
 
-def supports_append(problem: dispatch.AppendProblem) -> str | None:
-    """None if the library encodes rows in this scheme and layout, else the reason why not."""
-    scheme, values = parse(problem.scheme), problem.layout == PLANES
-    return _wrong_dtype(problem.dtype) or _objection(
-        scheme, problem.head_dim, problem.layout, values
-    )
+def supports_append(problem: dispatch.KVAppendProblem) -> str | None:
+    """None if the library encodes rows in these schemes and layouts, else the reason why not."""
+    reason = _wrong_dtype(problem.dtype) or _paged(problem.memory)
+    is_key = problem.memory == STATIC or problem.sides[0][2] != PLANES
+    for scheme, dim, layout in problem.sides:
+        reason = reason or _objection(parse(scheme), dim, layout, not is_key)
+        is_key = False
+    return reason
 
 
-def supports_attention(
-    problem: dispatch.AttentionProblem | dispatch.StaticAttentionProblem | dispatch.StoreProblem,
-) -> str | None:
+def supports_attention(problem: dispatch.KVAttentionProblem) -> str | None:
     """None if the library attends to codes in these schemes and layouts, else why not."""
     keys, values = parse(problem.key_scheme), parse(problem.value_scheme)
     key_layout, value_layout = problem.key_layout, problem.value_layout
@@ -102,39 +118,45 @@ def supports_attention(
         key_layout, value_layout = _layouts(problem)
     return (
         _wrong_dtype(problem.dtype)
+        or _paged(problem.memory)
         or _objection(keys, problem.head_dim, key_layout, False)
         or _objection(values, problem.value_dim, value_layout, True)
     )
+
+
+def _paged(memory: str) -> str | None:
+    return "codes lie in pages" if memory == PAGED else None
 
 
 def _layouts(problem: Any) -> tuple[str, str]:
     return key_layout(parse(problem.key_scheme)), PLANES
 
 
-def _codes(
-    codes: Tensor,
-    scale: Tensor,
-    mean: Tensor | None,
-    codebook: Tensor,
-    first: int,
-    count: int,
-    scheme: VQScheme,
-    dim: int,
-    layout: str,
-) -> tuple[int, ...]:
-    """The fields of `hf_vq_codes`."""
-    data, scales = codes.stride(), scale.stride()
+def _codes(side: KVSide, codes: Tensor, kept: _Kept, first: int, count: int) -> tuple[int, ...]:
+    """The fields of `hf_vq_codes`.
+
+    Args:
+        codes: `side.codes`, dense.
+        kept: takes what has to live until the call is over.
+    """
+    scheme = side.parsed
+    codebook, mean = _whole(side.codebook), None if side.mean is None else _whole(side.mean)
+    kept += codes, codebook, mean
+    data, scales = codes.stride(), side.scale.stride()
     means = (0, 0) if mean is None else mean.stride()
     return (
-        codes.data_ptr(), scale.data_ptr() if scheme.has_scale else 0, codebook.data_ptr(),
+        codes.data_ptr(), side.scale.data_ptr() if scheme.has_scale else 0, codebook.data_ptr(),
         0 if mean is None else mean.data_ptr(),
         data[0], data[1], scales[0], scales[1], means[0], means[1], first, count,
-        *_shape(scheme, dim, layout),
+        *_shape(scheme, side.dim, side.layout),
     )  # fmt: skip
 
 
-def _floats(x: Tensor) -> tuple[int, ...]:
-    """The fields of `hf_vq_floats`."""
+def _floats(x: Tensor, kept: _Kept) -> tuple[int, ...]:
+    """The fields of `hf_vq_floats` for `x` [B, H, n, D]."""
+    x = x if x.dtype in _FLOAT_TYPES else x.float()
+    x = x if x.stride(3) == 1 else x.contiguous()
+    kept.append(x)
     strides = x.stride()
     return x.data_ptr(), strides[0], strides[1], strides[2], x.shape[2], native.DTYPES[x.dtype]
 
@@ -144,81 +166,68 @@ def _whole(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _dense(x: Tensor) -> Tensor:
-    """`x` [B, H, n, D] as the library reads it: the last dimension dense."""
-    x = x if x.dtype in _FLOAT_TYPES else x.float()
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
 def _append(
-    x: Tensor,
-    mean: Tensor | None,
-    codebook: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    at: int,
-    scheme: VQScheme,
-    layout: str,
+    key: Tensor | None, value: Tensor | None, view: KVCacheView, slot_mapping: None = None
 ) -> None:
-    if codes.stride(2) != codes.shape[3] or codes.stride(3) != 1:
-        raise VQBackendError("append needs a tape whose blocks lie one after another.")
-    x, codebook = _dense(x), _whole(codebook)
-    mean = None if mean is None else _whole(mean)
-    fields = _codes(codes, scale, mean, codebook, 0, 0, scheme, x.shape[3], layout)
+    if view.memory == STATIC:
+        assert key is not None and value is not None
+        return cpu_static.append(key, value, view)
     library = native.load()
     assert library is not None
-    status = library.hf_vq_append(
-        _append_codes.pack(*fields), _append_floats.pack(*_floats(x)), x.shape[0], x.shape[1], at
-    )
-    native.check(status, "append")
+    for x, side in ((key, view.key), (value, view.value)):
+        if x is None:
+            continue
+        if side.codes.stride(2) != side.codes.shape[3] or side.codes.stride(3) != 1:
+            raise VQBackendError("append needs a buffer whose blocks lie one after another.")
+        kept: _Kept = []
+        codes = CODES.pack(*_codes(side, side.codes, kept, 0, 0))
+        floats = FLOATS.pack(*_floats(x, kept))
+        at = append_index(view, side, x.shape[2])
+        native.check(library.hf_vq_append(codes, floats, x.shape[0], x.shape[1], at), "append")
+    return None
 
 
 def _attention(
     query: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_mean: Tensor | None,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    codebook_k: Tensor,
-    codebook_v: Tensor,
-    start: Tensor | None,
+    view: KVCacheView,
     mask: Tensor | None,
-    s_aux: Tensor | None,
-    tail_start: int,
-    window: int,
-    fresh: int,
-    coded: int,
-    k_first: int,
-    v_first: int,
-    scaling: float,
+    sink_logits: Tensor | None,
+    softmax_scale: float,
     softcap: float,
-    key_scheme: VQScheme,
-    value_scheme: VQScheme,
-    key_layout: str,
-    value_layout: str,
-    score: Tensor | None = None,
 ) -> Tensor:
-    """Attention over a coded cache; shapes and meaning in `ops.attention.CachedKV`.
+    """Attention over a coded cache; arguments as in `ops.kv_ops`."""
+    if view.memory == STATIC:
+        options = mask, sink_logits, softmax_scale, softcap
+        return cpu_static.attention(query, view, *options)
+    out = query.new_empty(*query.shape[:3], view.value.dim)
+    kept: _Kept = []
+    step = step_of(query, out, view, mask, sink_logits, softmax_scale, softcap, kept)
+    library = native.load()
+    assert library is not None
+    native.check(library.hf_vq_attention(step), "attention")
+    return out
+
+
+def step_of(
+    query: Tensor,
+    out: Tensor,
+    view: KVCacheView,
+    mask: Tensor | None,
+    sink_logits: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    kept: _Kept,
+) -> bytes:
+    """The struct `hf_vq_attention_step` of api.h.
 
     Args:
-        score: float32 [B, Hq, Q, coded], if not None: write only the logits of coded keys there.
+        out: [B, Hq, Q, Dv], written to by the library.
+        kept: takes what has to live until the call is over.
     """
-    batch, heads, queries, dim = query.shape
-    value_dim, kv_heads = tail_v.shape[3], tail_k.shape[1]
-    out = query.new_empty(batch, heads, queries, value_dim)
-    # Names keep what had to be copied alive until the call is over.
-    query, sink_k, sink_v = _dense(query), _dense(sink_k), _dense(sink_v)
-    tail_k, tail_v = _dense(tail_k), _dense(tail_v)
-    k_codes, v_codes = _whole(k_codes), _whole(v_codes)
-    codebook_k, codebook_v = _whole(codebook_k), _whole(codebook_v)
-    mean = None if k_mean is None else _whole(k_mean)
+    batch, heads, queries, _ = query.shape
+    key, value, start = view.key, view.value, view.cache_leftpad
     start = None if start is None else _whole(start)
-    s_aux = None if s_aux is None else s_aux.float().contiguous()
+    nothing = None if sink_logits is None else sink_logits.float().contiguous()
     masks: tuple[int, ...] = (0, 0, 0)
     mask_dtype = 0
     if mask is not None:
@@ -226,63 +235,59 @@ def _attention(
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         mask = mask.expand(batch, heads, queries, mask.shape[-1])
         masks, mask_dtype = mask.stride()[:3], native.DTYPES[mask.dtype]
-    step = _step.pack(
-        *_codes(k_codes, k_scale, mean, codebook_k, k_first, coded, key_scheme, dim, key_layout),
-        *_codes(
-            v_codes, v_scale, None, codebook_v, v_first, coded, value_scheme, value_dim,
-            value_layout,
-        ),
-        *_floats(sink_k), *_floats(sink_v), *_floats(tail_k), *_floats(tail_v), *_floats(query),
+    kept += start, nothing, mask
+    return STEP.pack(
+        *_codes(key, _whole(key.codes), kept, key.first, view.num_coded),
+        *_codes(value, _whole(value.codes), kept, value.first, view.num_coded),
+        *_floats(key.sinks, kept), *_floats(value.sinks, kept), *_floats(key.recent, kept),
+        *_floats(value.recent, kept), *_floats(query, kept),
         out.data_ptr(), *out.stride()[:3],
         0 if start is None else start.data_ptr(), 0 if mask is None else mask.data_ptr(), *masks,
-        0 if s_aux is None else s_aux.data_ptr(),
-        batch, kv_heads, heads // kv_heads, queries, tail_start, window, fresh,
-        mask_dtype, scaling, softcap,
+        0 if nothing is None else nothing.data_ptr(),
+        batch, key.heads, heads // key.heads, queries, view.recent_start, view.window,
+        view.num_new, mask_dtype, softmax_scale, softcap,
     )  # fmt: skip
-    library = native.load()
-    assert library is not None
-    if score is None:
-        native.check(library.hf_vq_attention(step), "attention")
-    else:
-        native.check(library.hf_vq_coded_scores(step, score.data_ptr()), "attention")
-    return out
 
 
-def bind_append(problem: dispatch.AppendProblem) -> dispatch.Bound | None:
-    """`hf_vq::cpu_append`, if torch lets us register it."""
-    op = boxed_ops.cpu_append()
+def bind_append(problem: dispatch.KVAppendProblem) -> dispatch.Bound | None:
+    """`hf_vq::cpu_append`, if torch lets us register it, for one side of a growing cache."""
+    op = boxed_ops.cpu_append() if problem.memory != STATIC else None
     if op is None:
         return None
-    shape = _shape_tensor(problem.scheme, problem.head_dim, problem.layout)
+    ((scheme, dim, layout),) = problem.sides
+    shape = _shape_tensor(scheme, dim, layout)
     none = torch.empty(0, device="cpu")
 
-    def run(
-        x: Tensor, mean: Tensor | None, codebook: Tensor, codes: Tensor, scale: Tensor, at: int
-    ) -> Tensor | None:
+    def run(x: Tensor, side: KVSide, at: int) -> Tensor | None:
+        mean = side.mean
         done: Tensor | None = op(
-            x, none if mean is None else mean, codebook, codes, scale, shape, at
+            x, none if mean is None else mean, side.codebook, side.codes, side.scale, shape, at
         )
         return done
 
     return run
 
 
-def bind_attention(problem: dispatch.AttentionProblem) -> dispatch.Bound | None:
-    """`hf_vq::cpu_attention`, if torch lets us register it."""
-    op = boxed_ops.cpu_attention()
+def bind_attention(problem: dispatch.KVAttentionProblem) -> dispatch.Bound | None:
+    """`hf_vq::cpu_attention`, if torch lets us register it, for a growing cache."""
+    op = boxed_ops.cpu_attention() if problem.memory != STATIC else None
     if op is None:
         return None
-    shapes = (
-        _shape_tensor(problem.key_scheme, problem.head_dim, problem.key_layout),
-        _shape_tensor(problem.value_scheme, problem.value_dim, problem.value_layout),
-    )
+    k_shape = _shape_tensor(problem.key_scheme, problem.head_dim, problem.key_layout)
+    v_shape = _shape_tensor(problem.value_scheme, problem.value_dim, problem.value_layout)
     none = torch.empty(0, device="cpu")
 
-    def run(query: Tensor, cached: CachedKV, scaling: float, softcap: float) -> Tensor | None:
-        mean = none if cached.k_mean is None else cached.k_mean
+    def run(
+        query: Tensor, view: KVCacheView, softmax_scale: float, softcap: float
+    ) -> Tensor | None:
+        key, value = view.key, view.value
         out: Tensor | None = op(
-            query, *cached[:4], mean, *cached[5:11], *shapes, *cached[12:18], scaling, softcap
-        )
+            query, key.sinks, value.sinks, key.codes, key.scale,
+            none if key.mean is None else key.mean, value.codes, value.scale, key.recent,
+            value.recent, key.codebook, value.codebook, k_shape, v_shape,
+            view.max_seqlen - key.recent.shape[2], view.window, view.num_new, view.num_coded,
+            key.first, value.first, softmax_scale, softcap,
+        )  # fmt: skip
         return out
 
     return run
@@ -293,27 +298,26 @@ def _shape_tensor(scheme: str, dim: int, layout: str) -> Tensor:
 
 
 def scores(
-    query: Tensor, cached: CachedKV, scaling: float = 1.0, score: Tensor | None = None
+    query: Tensor, view: KVCacheView, softmax_scale: float = 1.0, score: Tensor | None = None
 ) -> Tensor:
     """The logits of coded keys as `cpu.vq_attention` computes them, for benchmarks and tests.
 
     Args:
         query: [B, Hq, Q, D].
-        cached: the layer; its codes lie in the layouts of `cpu.vq_attention`.
+        view: the layer; its codes lie in the layouts of `cpu.vq_attention`.
         score: written to, if not None.
 
     Returns:
-        float32 [B, Hq, Q, coded] scaling <q, k>.
+        float32 [B, Hq, Q, num_coded] softmax_scale <q, k>.
     """
     if score is None:
-        score = torch.empty(*query.shape[:3], cached.coded)
-    c = cached
-    _attention(
-        query, c.sink_k, c.sink_v, c.k_codes, c.k_scale, c.k_mean, c.v_codes, c.v_scale,
-        c.tail_k, c.tail_v, c.codebook_k, c.codebook_v, c.start, None, None, c.tail_start,
-        c.window, c.fresh, c.coded, c.k_first, c.v_first, scaling, 0.0,
-        parse(c.key_scheme), parse(c.value_scheme), c.key_layout, c.value_layout, score,
-    )  # fmt: skip
+        score = torch.empty(*query.shape[:3], view.num_coded)
+    kept: _Kept = []
+    out = query.new_empty(*query.shape[:3], view.value.dim)
+    step = step_of(query, out, view, None, None, softmax_scale, 0.0, kept)
+    library = native.load()
+    assert library is not None
+    native.check(library.hf_vq_coded_scores(step, score.data_ptr()), "attention")
     return score
 
 

@@ -1,5 +1,5 @@
-"""`store` and `attention_static` on the CPU, where a host knows what a tensor holds: the length is
-read, and then `append` and `attention` do what they do for a cache that grows."""
+"""A static KV cache on the CPU, where a host knows what a tensor holds: the length is read, and
+`kv_append` and `kv_attention` then do what they do for a cache that grows."""
 
 from __future__ import annotations
 
@@ -8,102 +8,62 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...dispatch import Implementation
-from ...formats.scheme import VQScheme
-from ...ops import append_kv
-from ...ops.attention import CachedKV, attention
+from ...ops import kv_append, kv_attention
+from ...ops.kv import KVCacheView
 from ...ops.reference import kv_static as static_reference
-from . import kv as cpu_attention
 
 
-def store(
-    keys: Tensor,
-    values: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_mean: Tensor | None,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    codebook_k: Tensor,
-    codebook_v: Tensor,
-    start: Tensor | None,
-    length: Tensor,
-    frozen: Tensor | None,
-    window: int,
-    key_scheme: VQScheme,
-    value_scheme: VQScheme,
-    key_layout: str,
-    value_layout: str,
-) -> None:
-    """`ops.static_reference.store`; the codes of a token are those of `append`."""
-    first, new = int(length), keys.shape[2]
-    slots, sinks = tail_k.shape[2], sink_k.shape[2]
-    for tokens, tail in ((keys, tail_k), (values, tail_v)):
+def append(key: Tensor, value: Tensor, view: KVCacheView) -> None:
+    """`ops.static_reference.kv_append`; the codes of a token are those of a growing cache."""
+    length, leftpad, window = view.cache_seqlens, view.cache_leftpad, view.window
+    assert length is not None
+    first, new = int(length), key.shape[2]
+    slots, sinks = view.key.recent.shape[2], view.key.sinks.shape[2]
+    sides = (key, view.key), (value, view.value)
+    for tokens, side in sides:
         for begin, slot, count in _pieces(first, first + new, slots):
-            tail.narrow(2, slot, count).copy_(tokens.narrow(2, begin - first, count))
-    if first < sinks + (0 if start is None else int(start.max())):
-        static_reference.remember_sinks(keys, sink_k, start, length)
-        static_reference.remember_sinks(values, sink_v, start, length)
-    end = first + new - window
-    if k_mean is not None and frozen is not None and end > sinks and not frozen.all():
+            side.recent.narrow(2, slot, count).copy_(tokens.narrow(2, begin - first, count))
+    if first < sinks + (0 if leftpad is None else int(leftpad.max())):
+        for tokens, side in sides:
+            static_reference.remember_sinks(tokens, side.sinks, leftpad, length)
+    end, known = first + new - window, view.key_mean_known
+    mean, ring = view.key.mean, view.key.recent
+    if mean is not None and known is not None and end > sinks and not known.all():
         last = length + (new - window)
-        static_reference.freeze_mean(tail_k, k_mean, frozen, start, last, sinks, window)
-    leaving = max(first - window, 0), min(end, k_scale.shape[2])
+        static_reference.measure_mean(ring, mean, known, leftpad, last, sinks, window)
+    leaving = max(first - window, 0), min(end, view.max_seqlen)
     for begin, slot, count in _pieces(*leaving, slots):
-        append_kv(
-            tail_k.narrow(2, slot, count), k_mean, codebook_k, k_codes, k_scale, begin,
-            key_scheme.spec(), key_layout,
-        )  # fmt: skip
-        append_kv(
-            tail_v.narrow(2, slot, count), None, codebook_v, v_codes, v_scale, begin,
-            value_scheme.spec(), value_layout,
-        )  # fmt: skip
+        keys, values = (side.recent.narrow(2, slot, count) for _, side in sides)
+        kv_append(keys, values, view._replace(cache_seqlens=None, num_coded=begin + count))
     length += new
 
 
-def attention_static(
+def attention(
     query: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_mean: Tensor | None,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    codebook_k: Tensor,
-    codebook_v: Tensor,
-    start: Tensor | None,
+    view: KVCacheView,
     mask: Tensor | None,
-    s_aux: Tensor | None,
-    length: Tensor,
-    window: int,
-    scaling: float,
+    sink_logits: Tensor | None,
+    softmax_scale: float,
     softcap: float,
-    key_scheme: VQScheme,
-    value_scheme: VQScheme,
-    key_layout: str,
-    value_layout: str,
 ) -> Tensor:
-    """`ops.attention.attention` of the tokens held; the window is copied where the ring ends."""
-    total, fresh = int(length), query.shape[2]
-    tail_start = max(total - fresh - max(window - 1, 0), 0)
-    coded = min(max(total - window, 0), k_scale.shape[2])
-    if mask is not None and fresh == 1 and mask.dtype == torch.bool and mask[..., :total].all():
+    """Attention of the tokens held; the window is copied where the ring ends."""
+    total, new, leftpad = int(view.cache_seqlens), query.shape[2], view.cache_leftpad  # type: ignore[arg-type]
+    start = max(total - new - max(view.window - 1, 0), 0)
+    if mask is not None and new == 1 and mask.dtype == torch.bool and mask[..., :total].all():
         mask = None  # the usual one: of a token that sees all of them
-    cached = CachedKV(
-        sink_k, sink_v, k_codes, k_scale, k_mean, v_codes, v_scale,
-        _in_order(tail_k, tail_start, total), _in_order(tail_v, tail_start, total),
-        codebook_k, codebook_v, start if start is not None and start.any() else None,
-        tail_start, window, fresh, coded, 0, 0,
-        key_scheme.spec(), value_scheme.spec(), key_layout, value_layout,
+    growing = view._replace(
+        key=view.key._replace(recent=_in_order(view.key.recent, start, total)),
+        value=view.value._replace(recent=_in_order(view.value.recent, start, total)),
+        cache_leftpad=leftpad if leftpad is not None and leftpad.any() else None,
+        cache_seqlens=None,
+        max_seqlen=total,
+        num_new=new,
+        num_coded=min(max(total - view.window, 0), view.max_seqlen),
+    )
+    return kv_attention(
+        query, growing, softmax_scale=softmax_scale, mask=mask, softcap=softcap,
+        sink_logits=sink_logits,
     )  # fmt: skip
-    return attention(query, cached, scaling=scaling, mask=mask, softcap=softcap, s_aux=s_aux)
 
 
 def _pieces(begin: int, end: int, slots: int) -> Iterator[tuple[int, int, int]]:
@@ -115,11 +75,9 @@ def _pieces(begin: int, end: int, slots: int) -> Iterator[tuple[int, int, int]]:
         begin += count
 
 
-def _in_order(tail: Tensor, begin: int, end: int) -> Tensor:
+def _in_order(recent: Tensor, begin: int, end: int) -> Tensor:
     """The tokens begin .. end - 1 of a ring, a view where they lie one after another."""
-    parts = [tail.narrow(2, slot, count) for _, slot, count in _pieces(begin, end, tail.shape[2])]
+    parts = [
+        recent.narrow(2, slot, count) for _, slot, count in _pieces(begin, end, recent.shape[2])
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-
-STORE = Implementation(store, cpu_attention.supports_attention)
-STATIC = Implementation(attention_static, cpu_attention.supports_attention)

@@ -118,6 +118,7 @@ def _share_threads(library: ctypes.CDLL) -> None:
         )
 
 
+@functools.cache
 def load() -> ctypes.CDLL | None:
     """The library, opened once per process; None where it is missing, broken or of another ABI.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -17,6 +18,7 @@ from ... import dispatch
 from ...dispatch import Implementation
 from ...formats.packing import unpack_bits
 from ...formats.scheme import VQScheme
+from ...formats.stored_weight import StoredWeight
 from ...ops.library import linear_problem
 from .. import refusals
 from . import boxed_ops
@@ -64,17 +66,17 @@ def matrix(
     signs: int | None = None,
 ) -> Matrix:
     """The description of a matrix whose tensors lie at these addresses."""
-    numbers, has_kernel = _shape(scheme, out_features, in_features)
+    numbers, has_kernel = _shape(scheme.key, out_features, in_features)
     described = Matrix(codes, codebook, scale, signs, out_features, in_features, *numbers)
     described.has_kernel = has_kernel
     return described
 
 
 @lru_cache(maxsize=1024)
-def _shape(scheme: VQScheme, out_features: int, in_features: int) -> tuple[tuple[int, ...], bool]:
+def _shape(spec: str, out_features: int, in_features: int) -> tuple[tuple[int, ...], bool]:
     """What all matrices of a shape share: numbers of `hf_vq_matrix`, and whether a kernel
     multiplies with them. Nothing here is of a single tensor, so it does not outlive models."""
-    numbers = _numbers(scheme, in_features)
+    numbers = _numbers(VQScheme.parse(spec), in_features)
     described = Matrix(None, None, None, None, out_features, in_features, *numbers)
     library = native.load()
     return numbers, bool(
@@ -111,19 +113,7 @@ def _decodable(scheme: VQScheme) -> str | None:
     return reason
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.reference.linear`).
 
     The kernel rounds rotated inputs to 8 bits per scale group, and so the entries of the codebook;
@@ -132,8 +122,8 @@ def linear(
     """
     library = native.load()
     assert library is not None
-    shape = x.shape
-    in_features, out_features = shape[-1], codes.shape[0]
+    (codes, codebook, scale, rotation), _, scheme, in_features = weight
+    shape, out_features = x.shape, codes.shape[0]
     tokens = x.numel() // in_features
     if not (
         x.is_contiguous() and codes.is_contiguous()
@@ -197,22 +187,15 @@ def bind(problem: dispatch.LinearProblem) -> dispatch.Bound | None:
 
 
 def grouped(
-    x: Tensor,
-    codes: list[Tensor],
-    codebook: list[Tensor],
-    scale: list[Tensor],
-    rotation: list[Tensor | None],
-    bias: list[Tensor | None],
-    scheme: VQScheme,
+    x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """One after the other; what is saved is the way through torch's dispatcher."""
-    spec, found = scheme.spec(), []
-    for w, book, factors, signs, added in zip(codes, codebook, scale, rotation, bias, strict=True):
-        run = dispatch.bind(linear_problem("linear", x, spec, len(w)))
-        y = None if run is None else run(x, w, book, factors, signs, added)
-        if y is None:
-            y = linear(x, w, book, factors, signs, None, None, None, None, added, scheme)
-        found.append(y)
+    found = []
+    for weight, bias in zip(weights, biases, strict=True):
+        problem = linear_problem("linear", x, weight.scheme.spec(), weight.out_features)
+        bound = dispatch.bind(problem)
+        y = None if bound is None else bound(x, *weight.first, bias)
+        found.append(linear(x, weight, bias) if y is None else y)
     return found
 
 
@@ -251,21 +234,9 @@ def _multiply_decoded(library: ctypes.CDLL, stored: Matrix, x: Tensor) -> Tensor
     return y.T
 
 
-def decode(
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    scheme: VQScheme,
-    length: int,
-) -> Tensor:
+def decode(weight: StoredWeight) -> Tensor:
     """The stored rows, rotated back (`ops.reference.decode`): [..., length] float32."""
-    library = native.load()
-    assert library is not None
+    (codes, codebook, scale, rotation), _, scheme, length = weight
     lead = codes.shape[:-1]
     codes, codebook, scale = codes.contiguous(), _half(codebook), _half(scale)
     stored = matrix(
@@ -274,13 +245,17 @@ def decode(
     )  # fmt: skip
     rows = torch.empty((*lead, length), dtype=torch.float32)
     count, pointer, float32 = math.prod(lead), ctypes.byref(stored), native.DTYPES[torch.float32]
+    library = native.load()
+    assert library is not None
     status = library.hf_vq_decode(pointer, 0, count, rows.data_ptr(), float32)
-    native.check(status, "decode")
+    if status != native.OK:
+        native.check(status, "decode")
     if scheme.rotation != "none":  # a Hadamard transform is its own inverse
         status = library.hf_vq_rotate(
             pointer, rows.data_ptr(), float32, count, rows.data_ptr(), float32
         )
-        native.check(status, "rotate")
+        if status != native.OK:
+            native.check(status, "rotate")
     if rotation is not None:
         rows *= 1 - 2 * unpack_bits(rotation, 1, length)
     return rows

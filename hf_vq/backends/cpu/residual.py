@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...dispatch import Implementation, LinearProblem
 from ...formats.scheme import VQScheme
+from ...formats.stored_weight import StoredWeight
 from .. import refusals
 from ..torch import residual as two_passes
 from . import library as native
@@ -42,29 +43,17 @@ def _first(scheme: VQScheme, out_features: int, in_features: int, *addresses: in
     return matrix(scheme.first_pass(), out_features, in_features, *addresses)
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.reference.linear`). The kernel rounds rotated inputs to 8 bits per 128, and
     the entries of the codebook to 16; without the second codes the first pass is asked for."""
-    if codes_2 is None or codebook_2 is None:
-        given = (codes, codebook, scale, rotation, codes_2, codebook_2, scale_2, rotation_2)
-        return two_passes.linear(x, *given, bias, scheme)
+    (codes, _, scale, rotation), second, scheme, in_features = weight
+    if second is None:
+        return two_passes.linear(x, weight, bias)
     library = native.load()
     assert library is not None
-    in_features, out_features = x.shape[-1], codes.shape[0]
-    x, codes, codes_2 = x.contiguous(), codes.contiguous(), codes_2.contiguous()
-    table, scale = codebook_2.half().contiguous(), scale.half().contiguous()
+    out_features = codes.shape[0]
+    x, codes, codes_2 = x.contiguous(), codes.contiguous(), second.codes.contiguous()
+    table, scale = second.codebook.half().contiguous(), scale.half().contiguous()
     signs = None if rotation is None else rotation.contiguous()
     stored = _first(
         scheme, out_features, in_features, codes.data_ptr(), table.data_ptr(), scale.data_ptr(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from ...dispatch import Implementation, PublishedLinearProblem
 from ...formats.published import VptqLayout
 from ...formats.published.layout import dtype_named
 from ...ops import published
+from ...ops.published import PublishedWeight
 from .. import refusals
 from . import library as native
 
@@ -61,9 +61,7 @@ def supports(problem: PublishedLinearProblem) -> str | None:
     return None
 
 
-def linear(
-    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: VptqLayout, rows: int
-) -> Tensor:
+def linear(x: Tensor, weight: PublishedWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.published.reference`), summed in float32 and rounded once.
 
     Raises:
@@ -71,8 +69,9 @@ def linear(
     """
     library = native.load()
     assert library is not None
-    columns = x.shape[-1]
-    held = published.checked(x, tensors, bias, layout, rows)
+    _, layout, rows, columns = weight
+    assert isinstance(layout, VptqLayout)
+    held = published.checked(weight, bias, x.device)
     held = {key: tensor.contiguous() for key, tensor in held.items()}  # kept until it has run
     addresses = [held[key].data_ptr() if key in held else None for key in _ADDRESSES.values()]
     x = x.contiguous()

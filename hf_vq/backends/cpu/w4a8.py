@@ -9,6 +9,7 @@ from torch import Tensor
 from ...dispatch import Implementation, W4A8LinearProblem
 from ...errors import VQSchemeError
 from ...formats.qoq import QoQScheme
+from ...formats.stored_weight import W4A8Weight
 from ...ops import w4a8
 from .. import refusals
 from . import library as native
@@ -44,15 +45,7 @@ def supports(problem: W4A8LinearProblem) -> str | None:
     return None
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    step: Tensor | None,
-    bias: Tensor | None,
-    scheme: QoQScheme,
-) -> Tensor:
+def linear(x: Tensor, weight: W4A8Weight, bias: Tensor | None) -> Tensor:
     """y = W round(x) + b, the same numbers as `ops.w4a8.reference`.
 
     Raises:
@@ -60,9 +53,9 @@ def linear(
     """
     library = native.load()
     assert library is not None
-    rows, columns = codes.shape[0], x.shape[-1]
-    held = w4a8.checked(codes, scale, zero, step, scheme, columns, x.device)
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in held]
+    rows, columns = weight.codes.shape[0], weight.in_features
+    ready = w4a8.checked(weight, x.device)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in ready.tensors]
     x = x.contiguous()
     y = x.new_empty((*x.shape[:-1], rows))
     address, bias_dtype = None, 0
@@ -70,7 +63,7 @@ def linear(
         bias = bias.contiguous() if bias.dtype in native.DTYPES else bias.float().contiguous()
         address, bias_dtype = bias.data_ptr(), native.DTYPES[bias.dtype]
     status = library.hf_vq_w4a8_linear(
-        ctypes.byref(matrix(scheme, rows, columns, *addresses)), x.data_ptr(),
+        ctypes.byref(matrix(weight.scheme, rows, columns, *addresses)), x.data_ptr(),
         native.DTYPES[x.dtype], x.numel() // columns, address, bias_dtype, y.data_ptr(),
     )  # fmt: skip
     native.check(status, "w4a8_linear")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ...dispatch import Implementation
 from ...errors import VQBackendError
 from ...formats.published import VptqLayout
 from ...ops import published
+from ...ops.published import PublishedWeight
 from . import weight_supports
 from .linear.dequantize import DECODED_BYTES, DTYPES, _ready
 
@@ -83,23 +83,18 @@ def _many(layout: VptqLayout, in_features: int, dtype: torch.dtype, ordinal: int
     return _kernel(plan, VptqDecodeArguments, ordinal)
 
 
-class Stored:
+class DeviceWeight:
     """The tensors of a layer, checked and ready for kernels on the current device.
 
     Raises:
         VQFormatError: tensors do not belong together.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        tensors: Mapping[str, Tensor],
-        bias: Tensor | None,
-        layout: VptqLayout,
-        rows: int,
-    ) -> None:
-        self.layout, self.rows, self.columns = layout, rows, x.shape[-1]
-        found = published.checked(x, tensors, bias, layout, rows)
+    def __init__(self, weight: PublishedWeight, bias: Tensor | None, device: torch.device) -> None:
+        _, layout, self.rows, self.columns = weight
+        assert isinstance(layout, VptqLayout)
+        self.layout = layout
+        found = published.checked(weight, bias, device)
         self.held = {key: _ready(tensor, tensor.dtype) for key, tensor in found.items()}
 
     def address(self, key: str) -> int | None:
@@ -114,22 +109,20 @@ class Stored:
         return tuple(self.address(key) for key in keys)
 
 
-def linear_few(
-    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: VptqLayout, rows: int
-) -> Tensor:
+def linear_few(x: Tensor, weight: PublishedWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b for up to 16 tokens, in 16-bit floats.
 
     Entries, their sum with a residual and x times the scale of its column are rounded to the dtype
     of the codebooks; sums are float32.
     """
-    columns, ordinal = x.shape[-1], x.get_device()
+    rows, columns, ordinal = weight.out_features, weight.in_features, x.get_device()
     y = x.new_empty(*x.shape[:-1], rows)
     if not y.numel():
         return y
     tokens = x.numel() // columns
     with torch.cuda.device(ordinal):
-        found = _few(layout, tokens > 8, rows, x.dtype, ordinal)
-        stored = Stored(x, tensors, bias, layout, rows)
+        stored = DeviceWeight(weight, bias, x.device)
+        found = _few(stored.layout, tokens > 8, rows, x.dtype, ordinal)
         run(found, _ready(x, x.dtype), stored, bias, y, tokens)
     return y
 
@@ -137,7 +130,7 @@ def linear_few(
 def run(
     found: tuple[VptqPlan, Kernel, Kernel],
     x: Tensor,
-    stored: Stored,
+    stored: DeviceWeight,
     bias: Tensor | None,
     y: Tensor,
     tokens: int,
@@ -164,7 +157,7 @@ def run(
     )  # fmt: skip
 
 
-def decode_rows(stored: Stored, place: Tensor | None, first: int, out: Tensor) -> None:
+def decode_rows(stored: DeviceWeight, place: Tensor | None, first: int, out: Tensor) -> None:
     """Rows `first`, `first` + 1, .. to `out` [rows, in_features], as the published formula says.
 
     Args:
@@ -183,7 +176,7 @@ def decode_rows(stored: Stored, place: Tensor | None, first: int, out: Tensor) -
     )  # fmt: skip
 
 
-def places(stored: Stored) -> Tensor | None:
+def places(stored: DeviceWeight) -> Tensor | None:
     """Where each column is stored, int32 [in_features]; None: where it is."""
     order = stored.held.get("perm")
     if order is None:
@@ -193,27 +186,26 @@ def places(stored: Stored) -> Tensor | None:
     return place.scatter_(0, order.long() & 0xFFFF, numbers)
 
 
-def linear_many(
-    x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, layout: VptqLayout, rows: int
-) -> Tensor:
+def linear_many(x: Tensor, weight: PublishedWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.published.reference`), with some rows of W at a time."""
-    columns = x.shape[-1]
+    rows, columns = weight.out_features, weight.in_features
     y = x.new_empty(*x.shape[:-1], rows)
     if not y.numel():
         return y
     with torch.cuda.device(x.device):
-        stored = Stored(x, tensors, bias, layout, rows)
+        stored = DeviceWeight(weight, bias, x.device)
         inputs, products, place = x.reshape(-1, columns), y.view(-1, rows), places(stored)
-        whole = max(DECODED_BYTES // (x.element_size() * columns) // layout.vector, 1)
-        dense = x.new_empty(min(whole * layout.vector, rows), columns)
+        vector = stored.layout.vector
+        whole = max(DECODED_BYTES // (x.element_size() * columns) // vector, 1)
+        dense = x.new_empty(min(whole * vector, rows), columns)
         for first in range(0, rows, len(dense)):
             part = slice(first, min(first + len(dense), rows))
-            weight = dense[: part.stop - first]
-            decode_rows(stored, place, first, weight)
+            some = dense[: part.stop - first]
+            decode_rows(stored, place, first, some)
             if bias is None:
-                torch.mm(inputs, weight.T, out=products[:, part])
+                torch.mm(inputs, some.T, out=products[:, part])
             else:
-                torch.addmm(bias[part].to(x.dtype), inputs, weight.T, out=products[:, part])
+                torch.addmm(bias[part].to(x.dtype), inputs, some.T, out=products[:, part])
     return y
 
 

@@ -25,9 +25,10 @@ from ...codegen.w4a8_plan import W4A8Plan, W4A8WidePlan
 from ...dispatch import Fused, Implementation
 from ...errors import VQBackendError, VQFormatError
 from ...formats.qoq import QoQScheme
+from ...formats.stored_weight import W4A8Weight
 from ...ops import w4a8
 from . import w4a8_inputs, w4a8_supports
-from .launch_order import Launches
+from .bound_weight import bind_weight
 from .linear.dequantize import DTYPES, on_device
 from .w4a8_inputs import Rounded, aligned
 
@@ -100,36 +101,21 @@ def _prepared(
     return prepare(plan, columns, ordinal)
 
 
-_launches = Launches()
-
-
-def linear(*arguments: Any) -> Tensor:
+def linear(x: Tensor, weight: W4A8Weight, bias: Tensor | None) -> Tensor:
     """y = W round(x) + b for any number of tokens, the same numbers as `ops.w4a8.reference`."""
-    return _linear(False, None, *arguments)
+    return multiply(False, None, x, weight, bias)
 
 
-def linear_many(*arguments: Any) -> Tensor:
+def linear_many(x: Tensor, weight: W4A8Weight, bias: Tensor | None) -> Tensor:
     """The same for many tokens, on Hopper."""
-    return _linear(True, None, *arguments)
+    return multiply(True, None, x, weight, bias)
 
 
-def multiply(many: bool, inputs: Rounded, *arguments: Any) -> Tensor:
-    """The same of tokens that are rounded; of x only its shape and dtype are asked."""
-    return _linear(many, inputs, *arguments)
-
-
-def _linear(
-    many: bool,
-    inputs: Rounded | None,
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    step: Tensor | None,
-    bias: Tensor | None,
-    scheme: QoQScheme,
+def multiply(
+    many: bool, inputs: Rounded | None, x: Tensor, weight: W4A8Weight, bias: Tensor | None
 ) -> Tensor:
-    rows, columns = codes.shape[0], x.shape[-1]
+    """The same; of inputs that are rounded already, `x` is asked for its shape and dtype only."""
+    rows, columns = weight.codes.shape[0], weight.in_features
     y = torch.empty((*x.shape[:-1], rows), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
@@ -140,22 +126,17 @@ def _linear(
     added = x.dtype if bias is None else bias.dtype
     with on_device(ordinal):
         launch = _prepared(
-            scheme, rows, columns, bucket, x.dtype, added, ordinal, many, inputs is not None
+            weight.scheme, rows, columns, bucket, x.dtype, added, ordinal, many, inputs is not None
         )
-        given = x if inputs is None else inputs
-        run(launch, given, codes, scale, zero, step, bias, scheme, y)
+        run(launch, x if inputs is None else inputs, weight, bias, y)
     return y
 
 
 def run(
     launch: Launch,
     x: Tensor | Rounded,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    step: Tensor | None,
+    weight: W4A8Weight,
     bias: Tensor | None,
-    scheme: QoQScheme,
     y: Tensor,
     blocks: int = 0,
 ) -> None:
@@ -168,10 +149,9 @@ def run(
     Raises:
         VQFormatError: tensors do not belong together, or are not where y is.
     """
-    rows, ordinal, device = codes.shape[0], y.get_device(), y.device
-    columns = x.columns if isinstance(x, Rounded) else x.shape[-1]
-    tokens = y.numel() // rows
-    found = w4a8.checked(codes, scale, zero, step, scheme, columns, device)
+    rows, ordinal, device = weight.codes.shape[0], y.get_device(), y.device
+    columns, tokens = weight.in_features, y.numel() // rows
+    found = w4a8.checked(weight, device).tensors
     held = [None if tensor is None else aligned(tensor) for tensor in found]
     if bias is not None:
         if bias.shape != (rows,) or bias.device != device:
@@ -181,11 +161,13 @@ def run(
             )
         bias = bias.contiguous()
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
-    stored = [tensor for tensor in (codes, scale, zero, step) if tensor is not None]
+    stored = [tensor for tensor in weight.tensors if tensor is not None]
     ready = [tensor for tensor in held if tensor is not None]
     # A copy was written just now.
     early = all(given is one for given, one in zip(stored, ready, strict=True))
-    early = early and _launches.settled(stored if bias is None else [*stored, bias], stream)
+    early = early and bind_weight(weight.codes).settled(
+        stored if bias is None else [*stored, bias], stream
+    )
     if isinstance(x, Tensor) and launch.inputs is not None:
         x = w4a8_inputs.rounded(launch.inputs, x, early=early)
         early = True  # else what came before is complete when the product begins

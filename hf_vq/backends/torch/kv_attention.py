@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import dispatch
 from ...dispatch import Implementation
-from ...formats.scheme import VQScheme
+from ...ops.kv import GROWING, KVCacheView, KVSide
 from ...ops.reference import codes as reference
 from ...ops.reference import kv_attention as attention_reference
 from .masks import band_rule, capturing, left_padding, remembered
-from .partial_softmax import PLAIN, Maths, Part, Side
+from .partial_softmax import PLAIN, Maths, Part
 
 DECODED_BYTES = 128 << 20  # of keys and values at a time
 WHOLE_TOKENS = 1024  # decoded at a time, or a multiple, but for the last: kernels like few sizes
@@ -45,35 +46,32 @@ class Attention:
     Args:
         maths: computes the parts.
         query: [B, Hq, Q, D]; the last is that of the last token.
-        keys: of the layer.
-        values: of the layer.
+        view: of the layer, whose keys have a rotated mean.
         mask: bool or additive [B or 1, Hq or 1, Q or 1, length]; None = causal from `visible` on.
         visible: position of the first token that is seen, without a mask.
         sinks_at: position of the first sink.
-        window: w.
-        fresh: tokens of the newest update, at least Q.
-        coded: tokens that have codes.
-        scaling: factor of the logits.
+        softmax_scale: factor of the logits.
         softcap: c of c tanh(s / c); 0 = off.
     """
 
     maths: Maths
     query: Tensor
-    keys: Side
-    values: Side
+    view: KVCacheView
     mask: Tensor | None
     visible: int
     sinks_at: int
-    window: int
-    fresh: int
-    coded: int
-    scaling: float
+    softmax_scale: float
     softcap: float
+
+    @property
+    def sides(self) -> tuple[KVSide, KVSide]:
+        """Keys and values."""
+        return self.view.key, self.view.value
 
     @property
     def length(self) -> int:
         """Tokens of the layer."""
-        return self.keys.tail_start + self.keys.tail.shape[2]
+        return self.view.max_seqlen
 
     @property
     def first_query(self) -> int:
@@ -83,46 +81,61 @@ class Attention:
     @property
     def band(self) -> tuple[int, int]:
         """a and b."""
-        end = min(self.coded, self.length - self.fresh)
-        begin = max(self.first_query - self.window + 1, self.keys.tail_start)
+        view = self.view
+        end = min(view.num_coded, self.length - view.num_new)
+        begin = max(self.first_query - view.window + 1, view.recent_start)
         return max(min(begin, end), self.visible), max(end, self.visible)
 
     @property
     def sinks(self) -> tuple[int, int]:
         """Positions that are floats for being sinks: those in front of b."""
         begin = max(self.sinks_at, self.visible)
-        return begin, max(min(self.sinks_at + self.keys.sinks.shape[2], self.band[1]), begin)
+        return begin, max(min(self.sinks_at + self.view.key.sinks.shape[2], self.band[1]), begin)
 
     def row(self, index: int, visible: int, sinks_at: int) -> Attention:
         """One row of the batch, with facts of its own."""
         row = slice(index, index + 1)
         mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[row]
+        key, value = (
+            side._replace(
+                codes=side.codes[row], scale=side.scale[row], sinks=side.sinks[row],
+                recent=side.recent[row], mean=None if side.mean is None else side.mean[row],
+            )
+            for side in self.sides
+        )  # fmt: skip
         return replace(
-            self, query=self.query[row], keys=self.keys.row(index), values=self.values.row(index),
-            mask=mask, visible=visible, sinks_at=sinks_at,
+            self, query=self.query[row], view=self.view._replace(key=key, value=value), mask=mask,
+            visible=visible, sinks_at=sinks_at,
         )  # fmt: skip
 
-    def finished(self, s_aux: Tensor | None) -> Tensor:
+    def _floats(self, side: KVSide, begin: int, end: int) -> Tensor:
+        """Positions `begin` .. `end` of the floats."""
+        start = self.view.recent_start
+        return side.recent[:, :, begin - start : end - start]
+
+    def finished(self, sink_logits: Tensor | None) -> Tensor:
         """The output [B, Hq, Q, Dv] of the dtype of the query.
 
         Args:
-            s_aux: [Hq] logits that attend to nothing.
+            sink_logits: [Hq] logits that attend to nothing.
         """
         blind = min(max(self.visible - self.first_query, 0), self.query.shape[2])
-        shape = (*self.query.shape[:3], self.values.tail.shape[-1])
+        shape = (*self.query.shape[:3], self.view.value.dim)
         if blind:  # left padding asks, and sees nothing
             out = self.query.new_zeros(shape)
             if blind < shape[2]:
                 some = replace(self, query=self.query[:, :, blind:])
-                out[:, :, blind:] = some.finished(s_aux)
+                out[:, :, blind:] = some.finished(sink_logits)
             return out
         coded, others = self._codes(), [*self._band(), self._newest()]
-        return self.maths.merge(coded, others, s_aux, self.values.scheme, self.query.dtype)
+        return self.maths.merge(
+            coded, others, sink_logits, self.view.value.parsed, self.query.dtype
+        )
 
     def _newest(self) -> Part:
         """Tokens that ask."""
         begin, end = self.first_query, self.length
-        keys, values = (side.floats(begin, end) for side in (self.keys, self.values))
+        keys, values = (self._floats(side, begin, end) for side in self.sides)
         mask = self._columns(begin, end)
         return self._attend(self.query, keys, values, mask, causal=mask is None)
 
@@ -130,7 +143,7 @@ class Attention:
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **options: Any
     ) -> Part:
         return self.maths.attend(
-            query, keys, values, self.scaling,
+            query, keys, values, self.softmax_scale,
             mask=mask, blind=self.mask is not None, softcap=self.softcap, **options,
         )  # fmt: skip
 
@@ -139,8 +152,8 @@ class Attention:
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         """Positions of the first part, some at a time."""
-        batch, heads, _, dim = self.keys.tail.shape
-        row = batch * heads * (dim + self.values.tail.shape[-1]) * self.query.element_size()
+        batch, heads, _, dim = self.view.key.recent.shape
+        row = batch * heads * (dim + self.view.value.dim) * self.query.element_size()
         most = max(DECODED_BYTES // row, self.length // MOST_PIECES)
         whole = WHOLE_TOKENS if most >= WHOLE_TOKENS else _FEWEST_TOKENS
         most = max(most // whole, 1) * whole
@@ -156,12 +169,10 @@ class Attention:
         pieces = list(self._pieces())
         if not pieces:
             return []
-        query = self.maths.rotate(self.query, self.keys.scheme)
+        query = self.maths.rotate(self.query, self.view.key.parsed)
         parts = []
         for piece in pieces:
-            keys, values = (
-                self.maths.decode(side, *piece, query.dtype) for side in (self.keys, self.values)
-            )
+            keys, values = (self.maths.decode(side, *piece, query.dtype) for side in self.sides)
             parts.append(self._attend(query, keys, values, self._columns(*piece)))
         return parts
 
@@ -172,15 +183,15 @@ class Attention:
             return []
         slots = slice(sink - self.sinks_at, last - self.sinks_at)
         sides = []
-        for side in (self.keys, self.values):
-            parts = [side.sinks[:, :, slots], side.floats(begin, newest)]
+        for side in self.sides:
+            parts = [side.sinks[:, :, slots], self._floats(side, begin, newest)]
             if begin < end:
                 # What is rotated may be beyond float16 where the row itself is not.
-                half = side.tail.dtype == torch.float16
-                wide = torch.float32 if half else side.tail.dtype
+                dtype = side.recent.dtype
+                wide = torch.float32 if dtype == torch.float16 else dtype
                 codes = self.maths.decode(side, begin, end, wide)
-                codes = self.maths.rotate(codes, side.scheme, inverse=True)
-                parts.append(reference.in_dtype(codes, side.tail.dtype))
+                codes = self.maths.rotate(codes, side.parsed, inverse=True)
+                parts.append(reference.in_dtype(codes, dtype))
             sides.append(torch.cat(parts, 2))
         mask = None
         if self.mask is not None:
@@ -189,7 +200,7 @@ class Attention:
         if begin < end:
             # What is made while a graph is captured exists once the graph has run.
             rule = (band_rule.__wrapped__ if capturing(self.query) else band_rule)(
-                self.query.shape[2], self.window, newest - begin, end - begin, last - sink,
+                self.query.shape[2], self.view.window, newest - begin, end - begin, last - sink,
                 max(sink - begin, 0), max(last - begin, 0), self.query.device,
             )  # fmt: skip
             if mask is None:
@@ -203,53 +214,22 @@ class Attention:
 
 def attention(
     query: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_mean: Tensor | None,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    codebook_k: Tensor,
-    codebook_v: Tensor,
-    start: Tensor | None,
+    view: KVCacheView,
     mask: Tensor | None,
-    s_aux: Tensor | None,
-    tail_start: int,
-    window: int,
-    fresh: int,
-    coded: int,
-    k_first: int,
-    v_first: int,
-    scaling: float,
+    sink_logits: Tensor | None,
+    softmax_scale: float,
     softcap: float,
-    key_scheme: VQScheme,
-    value_scheme: VQScheme,
-    key_layout: str,
-    value_layout: str,
     *,
     maths: Maths = PLAIN,
 ) -> Tensor:
-    """Attention over a coded cache; shapes and meaning in `ops.attention.CachedKV`."""
+    """Attention over a growing cache; arguments as in `ops.kv_ops`."""
     query = query.contiguous()
-    queries, length = query.shape[2], tail_start + tail_k.shape[2]
-    if queries > fresh:  # no model asks for tokens of the past
-        return attention_reference.attention(
-            query, sink_k, sink_v, k_codes, k_scale, k_mean, v_codes, v_scale, tail_k, tail_v,
-            codebook_k, codebook_v, start, mask, s_aux, tail_start, window, fresh, coded, k_first,
-            v_first, scaling, softcap, key_scheme, value_scheme, key_layout, value_layout,
-        )  # fmt: skip
-    mean = None if k_mean is None else maths.rotate(k_mean, key_scheme)
-    keys = Side(
-        k_codes, k_scale, codebook_k, mean, sink_k, tail_k, k_first, tail_start, key_scheme,
-        key_layout,
-    )  # fmt: skip
-    values = Side(
-        v_codes, v_scale, codebook_v, None, sink_v, tail_v, v_first, tail_start, value_scheme,
-        value_layout,
-    )  # fmt: skip
+    queries, length, start = query.shape[2], view.max_seqlen, view.cache_leftpad
+    if queries > view.num_new:  # no model asks for tokens of the past
+        return attention_reference.attention(query, view, mask, sink_logits, softmax_scale, softcap)
+    keys = view.key
+    if keys.mean is not None:
+        keys = keys._replace(mean=maths.rotate(keys.mean, keys.parsed))
     padding: list[int] | None = [0]
     if mask is not None:
         padding = None  # a graph that is being captured cannot be waited for
@@ -261,13 +241,16 @@ def attention(
         (padding[index % len(padding)] if padding else 0, sinks_at[index % len(sinks_at)])
         for index in range(len(query))
     ]
-    whole = Attention(
-        maths, query, keys, values, mask, *rows[0],
-        window, fresh, coded, scaling, softcap,
-    )  # fmt: skip
+    whole = Attention(maths, query, view._replace(key=keys), mask, *rows[0], softmax_scale, softcap)
     if len(set(rows)) == 1:
-        return whole.finished(s_aux)
-    return torch.cat([whole.row(index, *row).finished(s_aux) for index, row in enumerate(rows)])
+        return whole.finished(sink_logits)
+    parts = [whole.row(index, *row).finished(sink_logits) for index, row in enumerate(rows)]
+    return torch.cat(parts)
 
 
-ATTENTION = Implementation(attention)
+def supports(problem: dispatch.KVAttentionProblem) -> str | None:
+    """Whether the cache grows: positions and lengths are numbers of the host."""
+    return None if problem.memory == GROWING else f"the cache is {problem.memory}, not growing"
+
+
+ATTENTION = Implementation(attention, supports)

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...formats.scheme import VQScheme
 from ...ops import rotate
+from ...ops.kv import KVSide
 from ...ops.layout import to_rows
 from ...ops.reference import codes as reference
 
@@ -23,52 +23,25 @@ Part = tuple[Tensor, Tensor]
 exp(logits) [B, Hq, Q] float32."""
 
 
-class Side(NamedTuple):
-    """Keys or values of one layer, as in `ops.attention.CachedKV`, but with a rotated mean."""
-
-    codes: Tensor
-    scale: Tensor
-    codebook: Tensor
-    mean: Tensor | None
-    sinks: Tensor
-    tail: Tensor
-    first: int
-    tail_start: int
-    scheme: VQScheme
-    layout: str
-
-    def row(self, index: int) -> Side:
-        """One row of the batch."""
-        row = slice(index, index + 1)
-        return self._replace(
-            codes=self.codes[row], scale=self.scale[row], sinks=self.sinks[row],
-            tail=self.tail[row], mean=None if self.mean is None else self.mean[row],
-        )  # fmt: skip
-
-    def stored(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Canonical codes [B, H, n, bytes] and scales of positions `begin` .. `end`."""
-        at = self.first + begin
-        codes = to_rows(self.codes, at, end - begin, self.scheme.entry_bits, self.layout)
-        return codes, self.scale[:, :, at : at + end - begin]
-
-    def floats(self, begin: int, end: int) -> Tensor:
-        """Positions `begin` .. `end` of the tail."""
-        return self.tail[:, :, begin - self.tail_start : end - self.tail_start]
+def stored(side: KVSide, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Canonical codes [B, H, n, bytes] and scales of positions `begin` .. `end`."""
+    at = side.first + begin
+    codes = to_rows(side.codes, at, end - begin, side.parsed.entry_bits, side.layout)
+    return codes, side.scale[:, :, at : at + end - begin]
 
 
 class Maths:
     """What the parts are computed with; a device may have something faster."""
 
-    def decode(self, side: Side, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+    def decode(self, side: KVSide, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """Positions `begin` .. `end` of codes, with their mean: [B, H, n, D], rotated.
 
         Args:
+            side: with a rotated mean.
             dtype: of the result, which may be more exact.
         """
-        codes, scale = side.stored(begin, end)
-        rows = reference.decode_rotated(
-            codes, side.codebook, scale, side.scheme, side.tail.shape[-1]
-        )
+        codes, scale = stored(side, begin, end)
+        rows = reference.decode_rotated(codes, side.codebook, scale, side.parsed, side.dim)
         return rows if side.mean is None else rows + side.mean
 
     def attend(
@@ -76,7 +49,7 @@ class Maths:
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        scaling: float,
+        softmax_scale: float,
         *,
         mask: Tensor | None = None,
         causal: bool = False,
@@ -89,7 +62,7 @@ class Maths:
             query: [B, Hq, Q, D].
             keys: [B, H, n, D].
             values: [B, H, n, Dv].
-            scaling: factor of the logits.
+            softmax_scale: factor of the logits.
             mask: bool or additive, broadcastable to [B, Hq, Q, n]; None = all see all.
             causal: query t sees keys 0 .. t only.
             blind: whether the mask may hide all keys from a query.
@@ -105,7 +78,7 @@ class Maths:
             some = slice(first, first + step)
             part = query[:, :, some].float()
             grouped = part.reshape(batch, kv_heads, -1, part.shape[-1])
-            scores = (grouped @ keys).view(*part.shape[:3], count).mul_(scaling)
+            scores = (grouped @ keys).view(*part.shape[:3], count).mul_(softmax_scale)
             if softcap:
                 scores.div_(softcap).tanh_().mul_(softcap)
             if causal:
@@ -131,7 +104,7 @@ class Maths:
         self,
         coded: Sequence[Part],
         others: Sequence[Part],
-        s_aux: Tensor | None,
+        sink_logits: Tensor | None,
         scheme: VQScheme,
         dtype: torch.dtype,
     ) -> Tensor:
@@ -140,13 +113,13 @@ class Maths:
         Args:
             coded: those whose output is rotated.
             others: those whose output is not.
-            s_aux: [Hq] logits that attend to nothing.
+            sink_logits: [Hq] logits that attend to nothing.
             scheme: of the values.
             dtype: of the output.
         """
         sums = [lse for _, lse in (*coded, *others)]
-        if s_aux is not None:
-            sums.append(s_aux.float()[:, None].expand_as(sums[0]))
+        if sink_logits is not None:
+            sums.append(sink_logits.float()[:, None].expand_as(sums[0]))
         total = _finite(torch.stack(sums).logsumexp(0))
 
         def weighed(parts: Sequence[Part]) -> Tensor:

@@ -18,6 +18,9 @@ from torch import Tensor
 from ... import dispatch
 from ...dispatch import Implementation
 from ...formats.scheme import VQScheme
+from ...formats.stored_weight import Pass, StoredWeight
+from ...ops.codes import run_decode
+from ...ops.linear import run_linear
 
 BYTE = 8  # bits of a merged code
 
@@ -27,9 +30,10 @@ Split = dispatch.LinearProblem | dispatch.DecodeProblem
 @functools.lru_cache(maxsize=1024)
 def passes_of(scheme: VQScheme) -> tuple[VQScheme, ...]:
     """The schemes of one pass that together compute one of two."""
+    found = [scheme.first_pass(), scheme.second_pass()]
     if scheme.stages == "nested":
-        return (replace(scheme.merged(), entry_bits=BYTE),)
-    return scheme.first_pass(), scheme.second_pass()
+        found = [replace(scheme.merged(), entry_bits=BYTE)]
+    return tuple(VQScheme.parse(one.spec()) for one in found)  # the same objects as everywhere
 
 
 def asked(problem: Split) -> list[Split]:
@@ -54,79 +58,38 @@ def note(problem: Split) -> str:
     return f"codes are merged at every call for {names}" if nested else f"passes run by {names}"
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.reference.linear`); each of passes that add up is rounded to x's dtype."""
-    given = (codes, codebook, scale, rotation, codes_2, codebook_2, scale_2, rotation_2)
-    y: Tensor | None = None
-    parts = _stored(*given, scheme, x.shape[-1])
-    for index, (one, stored) in enumerate(parts):
-        added = bias if index + 1 == len(parts) else None
-        part = torch.ops.hf_vq.linear.default(x, *stored, *[None] * 4, added, one.spec())
-        y = part if y is None else y + part
-    assert y is not None
-    return y
+    *before, last = split(weight)
+    y = run_linear(x, last, bias)
+    return run_linear(x, before[0], None) + y if before else y
 
 
-def decode(
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    scheme: VQScheme,
-    length: int,
-) -> Tensor:
+def decode(weight: StoredWeight) -> Tensor:
     """The stored rows, rotated back (`ops.reference.decode`): [..., length] float32."""
-    given = (codes, codebook, scale, rotation, codes_2, codebook_2, scale_2, rotation_2)
-    parts = _stored(*given, scheme, length)
-    rows = [
-        torch.ops.hf_vq.decode.default(*stored, *[None] * 4, one.spec(), length)
-        for one, stored in parts
-    ]
-    total: Tensor = rows[0] if len(rows) == 1 else rows[0] + rows[1]
-    return total
+    first, *second = map(run_decode, split(weight))
+    return first + second[0] if second else first
 
 
-def _stored(
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    scheme: VQScheme,
-    length: int,
-) -> list[tuple[VQScheme, tuple[Tensor | None, ...]]]:
-    """Scheme and (codes, codebook, scale, rotation) of each pass that is computed for itself."""
-    if codes_2 is None or codebook_2 is None:
-        return [(scheme.first_pass(), (codes, codebook, scale, rotation))]
+def split(weight: StoredWeight) -> list[StoredWeight]:
+    """The weights of one pass that are computed for themselves and added."""
+    first, second, scheme, length = weight
+    if second is None:
+        return [StoredWeight(first, None, VQScheme.parse(scheme.first_pass().spec()), length)]
     if scheme.stages == "nested":
-        merged = merged_codes(codes, codes_2, scheme, length)
-        missing = (1 << BYTE) - codebook_2.shape[1]
-        table = torch.nn.functional.pad(codebook_2, (0, 0, 0, missing)) if missing else codebook_2
-        return [(passes_of(scheme)[0], (merged, table, scale, rotation))]
-    second = rotation_2 if scheme.stages == "rerotated" else rotation
-    first, last = passes_of(scheme)
+        merged = merged_codes(first.codes, second.codes, scheme, length)
+        missing = (1 << BYTE) - second.codebook.shape[1]
+        table = second.codebook
+        table = torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing else table
+        one = Pass(merged, table, first.scale, first.rotation)
+        return [StoredWeight(one, None, passes_of(scheme)[0], length)]
+    assert second.scale is not None
+    rotation = second.rotation if scheme.stages == "rerotated" else first.rotation
+    of_first, of_second = passes_of(scheme)
+    residual = Pass(second.codes, second.codebook, second.scale, rotation)
     return [
-        (first, (codes, codebook, scale, rotation)),
-        (last, (codes_2, codebook_2, scale_2, second)),
+        StoredWeight(first, None, of_first, length),
+        StoredWeight(residual, None, of_second, length),
     ]
 
 

@@ -10,32 +10,23 @@ from torch import Tensor
 from ...errors import VQFormatError
 from ...formats.packing import packed_size
 from ...formats.scheme import VQScheme
+from ...formats.stored_weight import StoredWeight
 from ...formats.tensors import tensor_specs
 
 _ENTRIES = {1: torch.int16, 2: torch.int32, 4: torch.int64}
 _WORDS = {16: torch.int16, 32: torch.int32}
 
 
-def check(
-    scheme: VQScheme,
-    in_features: int,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    bias: Tensor | None,
-    second: Tensor | None,
-) -> None:
-    """Stored tensors of a weight, its rotation and bias, of sizes that belong together.
-
-    Args:
-        codebook: of nested passes the one of both.
-        second: codes of a nested pass.
+def check(weight: StoredWeight, bias: Tensor | None) -> None:
+    """Raise unless tensors of a weight and a bias belong together.
 
     Raises:
         VQFormatError: they do not. A kernel would read what is not there.
     """
-    given = [codes, codebook, scale] + ([] if second is None else [second])
+    (codes, codebook, scale, rotation), second, scheme, in_features = weight
+    given = [codes, codebook, scale]
+    if second is not None:
+        given = [codes, second.codebook, scale, second.codes]
     shapes = tuple(tuple(tensor.shape) for tensor in given)
     expected = _shapes(scheme, len(codes), in_features)
     if shapes != expected:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...dispatch import Implementation, bucket
 from ...formats.scheme import VQScheme
+from ...formats.stored_weight import StoredWeight
 from .arguments import check, integers_of, words_of
 from .supports import codes_of_unit, step, supports
 
@@ -369,19 +370,7 @@ _tuned = triton.autotune(_configs(), _KEY)(_multiply)
 _tuning = threading.Lock()  # the tuner keeps the arguments of a call in itself
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.reference.linear`).
 
     The first call for a size measures tiles, which a CUDA graph cannot capture: call once before.
@@ -389,12 +378,15 @@ def linear(
     Raises:
         VQFormatError: sizes do not belong together. A kernel would read what is not there.
     """
-    in_features, rows = x.shape[-1], codes.shape[0]
+    (codes, codebook, scale, rotation), residual, scheme, in_features = weight
+    rows = codes.shape[0]
     y = x.new_empty(*x.shape[:-1], rows)
     if not y.numel():
         return y
-    second, codebook = codes_2, codebook if codebook_2 is None else codebook_2  # nested: of both
-    check(scheme, in_features, codes, codebook, scale, rotation, bias, second)
+    check(weight, bias)
+    second = None
+    if residual is not None:
+        second, codebook = residual.codes, residual.codebook  # the table of both
     together, a_step = codes_of_unit(scheme, in_features), step(scheme, in_features)
     inputs = x.reshape(-1, in_features).contiguous()
     tokens = len(inputs)

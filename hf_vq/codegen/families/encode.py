@@ -9,7 +9,7 @@ from .dequantize import VECTOR_SIZES
 
 _THREADS = 256
 _WARP = 32
-BEAM = 8  # as the specification follows them (hf_vq/fit/assign.py)
+BEAM = 8  # as the specification follows them (hf_vq/ops/reference/encode_weight.py)
 
 
 def encodable(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:

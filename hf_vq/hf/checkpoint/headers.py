@@ -24,7 +24,7 @@ from ...nn.embedding import VQEmbedding
 from ...nn.experts import VQExperts
 from ...nn.linear import VQLinear, attribute_of
 from ...nn.published import PublishedLinear
-from ...nn.quantized_module import Stored, digest
+from ...nn.quantized_module import QuantizedModule, digest
 from ...nn.replace import vq_modules
 
 CURE = "Download or copy the checkpoint again, or quantize the model again."
@@ -233,7 +233,7 @@ def _check_expected(
     for owner in (prefix, prefix.removeprefix(base), base + prefix):
         if owner not in modules:
             continue
-        if isinstance(modules[owner], Stored) and attribute in modules[owner]._parameters:
+        if isinstance(modules[owner], QuantizedModule) and attribute in modules[owner]._parameters:
             return
         raise VQFormatError(
             f"{entry.file} holds {entry.name}, which the scheme and the skipped modules of its "

@@ -16,8 +16,10 @@ from ...formats import lattice
 from ...formats.nearest import nearest_entries, nearest_in_groups
 from ...formats.packing import pack_bits, unpack_bits
 from ...formats.scheme import VQScheme
+from ...formats.stored_weight import Pass, StoredWeight
 from ...transforms import rotate as rotate_rows
 from .. import projection
+from ..kv import KVCacheView, KVSide, append_index
 from ..layout import write_rows
 
 LARGEST_ZERO = 1024  # of a row of integers
@@ -95,6 +97,13 @@ def _decode_product(
     return rows + projection.from_signs(index & 1) * scale[..., 1:].float()
 
 
+def decode_rows(
+    codes: Tensor, codebook: Tensor, scale: Tensor, scheme: VQScheme, length: int
+) -> Tensor:
+    """`decode` of rows of one pass whose rotation has no tensors, as keys and values are."""
+    return decode(StoredWeight(Pass(codes, codebook, scale, None), None, scheme, length))
+
+
 def decode_nested(
     codes: Tensor, codes_2: Tensor, codebook_2: Tensor, scale: Tensor, scheme: VQScheme, length: int
 ) -> Tensor:
@@ -105,67 +114,37 @@ def decode_nested(
     return (rows * scale.float()[..., None]).flatten(-2)
 
 
-def decode(
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    scheme: VQScheme,
-    length: int,
-) -> Tensor:
+def decode(weight: StoredWeight) -> Tensor:
     """The stored rows, rotated back: R^-1(pass 1) + R_2^-1(pass 2), [..., length] float32; shared
     and nested stages have one rotation."""
-    second = (codes_2, codebook_2, scale_2)
-    rows, rows_2 = _rotated_passes(codes, codebook, scale, *second, scheme, length)
-    rows = rotate_rows(rows, scheme, rotation, inverse=True)
-    return rows if rows_2 is None else rows + rotate_rows(rows_2, scheme, rotation_2, inverse=True)
+    scheme, second = weight.scheme, weight.residual
+    rows, rows_2 = _rotated_passes(weight)
+    rows = rotate_rows(rows, scheme, weight.first.rotation, inverse=True)
+    if rows_2 is None or second is None:
+        return rows
+    return rows + rotate_rows(rows_2, scheme, second.rotation, inverse=True)
 
 
-def _rotated_passes(
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    scheme: VQScheme,
-    length: int,
-) -> tuple[Tensor, Tensor | None]:
+def _rotated_passes(weight: StoredWeight) -> tuple[Tensor, Tensor | None]:
     """The rows of all passes that have the first one's rotation, and those of a rerotated one."""
-    if codes_2 is None or codebook_2 is None:
+    (codes, codebook, scale, _), second, scheme, length = weight
+    if second is None:
         return decode_rotated(codes, codebook, scale, scheme, length), None
     if scheme.stages == "nested":
-        return decode_nested(codes, codes_2, codebook_2, scale, scheme, length), None
-    assert scale_2 is not None
+        return decode_nested(codes, second.codes, second.codebook, scale, scheme, length), None
+    assert second.scale is not None
     rows = decode_rotated(codes, codebook, scale, scheme, length)
-    second = decode_rotated(codes_2, codebook_2, scale_2, scheme.second_pass(), length)
-    return (rows + second, None) if scheme.stages == "shared" else (rows, second)
+    left = decode_rotated(second.codes, second.codebook, second.scale, scheme.second_pass(), length)
+    return (rows + left, None) if scheme.stages == "shared" else (rows, left)
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b, [..., in] -> [..., out]; the input is rotated, not the weight (TurboQuant)."""
-    length = x.shape[-1]
-    second = (codes_2, codebook_2, scale_2)
-    rows, rows_2 = _rotated_passes(codes, codebook, scale, *second, scheme, length)
-    y = rotate_rows(x.float(), scheme, rotation) @ rows.T
-    if rows_2 is not None:
-        y += rotate_rows(x.float(), scheme, rotation_2) @ rows_2.T
+    scheme, second = weight.scheme, weight.residual
+    rows, rows_2 = _rotated_passes(weight)
+    y = rotate_rows(x.float(), scheme, weight.first.rotation) @ rows.T
+    if rows_2 is not None and second is not None:
+        y += rotate_rows(x.float(), scheme, second.rotation) @ rows_2.T
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
@@ -296,43 +275,32 @@ def encode_in_groups(
     return pack_bits(codes, scheme.entry_bits, check=False)
 
 
-def append(
-    x: Tensor,
-    mean: Tensor | None,
-    codebook: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    at: int,
-    scheme: VQScheme,
-    layout: str,
+def kv_append(
+    key: Tensor | None, value: Tensor | None, view: KVCacheView, slot_mapping: Tensor | None
 ) -> None:
-    """Encode x - mean [B, H, n, D] and write it to tokens `at`, `at` + 1, ... of a tape.
+    """Encode the tokens of a growing or paged cache; shapes and meaning in `ops.kv_ops`."""
+    for x, side in ((key, view.key), (value, view.value)):
+        if x is None:
+            continue
+        if slot_mapping is None:
+            _append(x, side, append_index(view, side, x.shape[2]))
+        else:
+            _append_paged(x, side, slot_mapping)
 
-    Args:
-        mean: float32 [B, H, 1, D]; None = 0.
-        codes: the tape's codes in `layout` (`ops.layout`).
-        scale: fp16 [B, H, tokens, numbers], as `encode` gives them.
-    """
+
+def _append(x: Tensor, side: KVSide, at: int) -> None:
+    scheme = side.parsed
     for part in x.split(APPEND_TOKENS, 2):
-        rows = part.float() if mean is None else part.float() - mean
-        packed, scales = encode(rows, codebook, None, scheme)
-        write_rows(codes, at, packed, scheme.entry_bits, layout)
-        scale[:, :, at : at + part.shape[2]] = scales
+        rows = part.float() if side.mean is None else part.float() - side.mean
+        packed, scales = encode(rows, side.codebook, None, scheme)
+        write_rows(side.codes, at, packed, scheme.entry_bits, side.layout)
+        side.scale[:, :, at : at + part.shape[2]] = scales
         at += part.shape[2]
 
 
-def append_paged(
-    x: Tensor,
-    mean: Tensor | None,
-    codebook: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    slots: Tensor,
-    scheme: VQScheme,
-) -> None:
-    """Encode x - mean and write it to slots of pages; shapes and meaning in `ops.paged`."""
-    rows = x.float() if mean is None else x.float() - mean
-    packed, scales = encode(rows, codebook, None, scheme)
-    page, place = slots // codes.shape[2], slots % codes.shape[2]
-    codes[page, :, place] = packed[0].transpose(0, 1)
-    scale[page, :, place] = scales[0].transpose(0, 1)
+def _append_paged(x: Tensor, side: KVSide, slots: Tensor) -> None:
+    rows = x.float() if side.mean is None else x.float() - side.mean
+    packed, scales = encode(rows, side.codebook, None, side.parsed)
+    page, place = slots // side.codes.shape[2], slots % side.codes.shape[2]
+    side.codes[page, :, place] = packed[0].transpose(0, 1)
+    side.scale[page, :, place] = scales[0].transpose(0, 1)

@@ -4,7 +4,8 @@
 //     s = argmin_f |v - s_f e_f|^2,  s_f = f rms(v)              e_f: the entries nearest to v / s_f
 //     where the plan refits, twice:  s = <v, e> / |e|^2          e: the entries nearest to v / s
 //
-// hf_vq/fit/rows.py is the specification. A warp owns groups; vector i of its stream is in slot i / 32 of lane i % 32:
+// Specification: hf_vq/ops/reference/encode_weight.py. A warp owns groups; vector i of its stream is in slot i / 32 of
+// lane i % 32:
 //
 //     32 lanes   | v0  v1  v2  .. v31 |  slot 0      up to 32 vectors a group: a slot has 32 / lanes groups
 //                | v32 v33 v34 .. v63 |  slot 1      more: all slots are one group, in `chunks` turns

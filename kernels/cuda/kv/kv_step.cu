@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step of a static KV cache (hf_vq/ops/static.py): new tokens to the ring and the sinks, codes of those that leave the
+// A step of a static KV cache (hf_vq/ops/kv_ops.py): new tokens to the ring and the sinks, codes of those that leave the
 // window, the mean of the keys when the first is coded, and the length, which is read and advanced here.
 //
 //     position   length - window ..           length ..

@@ -20,9 +20,10 @@ from hf_vq.formats import KV_SCHEMES, VQScheme, unpack_bits
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv
+from hf_vq.ops.library import append_problem
 from hf_vq.ops.reference import codes as reference
 from hf_vq.transforms import rotate
+from tests.fixtures.kv.views import append_kv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,10 +78,7 @@ def tape(scheme, batch, heads, tokens, dim):
 
 
 def who(x, scheme):
-    batch, heads, tokens, dim = x.shape
-    rows = dispatch.bucket(batch * heads * tokens)
-    dtype = str(x.dtype)[6:]
-    asked = dispatch.AppendProblem("cuda", dtype, scheme.spec(), rows, dim, "rows")
+    asked = append_problem(x.device, x.dtype, scheme.spec(), x.shape[2], x.shape[3], "rows")
     return dispatch.select(asked).name
 
 
@@ -386,7 +384,7 @@ def test_what_does_not_fit_is_refused():
 
 def test_who_appends_and_why_not():
     def reason(spec, dim=128, dtype="bfloat16", layout="rows"):
-        problem = dispatch.AppendProblem("cuda", dtype, spec, 1, dim, layout)
+        problem = dispatch.KVAppendProblem("cuda", dtype, spec, "", 1, dim, 0, layout, "")
         return cuda_append.APPEND.supports(problem) or ""
 
     u4 = KEYS["u4"].spec()

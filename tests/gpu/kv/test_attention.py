@@ -16,7 +16,7 @@ from hf_vq.codegen.jit import compiler
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.codegen.plan import Dtype
-from hf_vq.ops.attention import attention
+from hf_vq.ops import kv_attention
 from tests.fixtures.kv.cuda_caches import BOTH, cache, check, exact, queries, scheme_of
 
 pytestmark = [
@@ -125,10 +125,10 @@ def test_many_blocks_and_many_heads():
 def test_softcap_sink_logits_and_no_mean(dtype):
     cached = cache(dtype=dtype, tokens=400, fresh=2)
     query = 3 * queries(cached, 4, 2)
-    check(query, cached, softcap=5.0, scaling=0.1)
-    check(query, cached, s_aux=torch.randn(8, device="cuda"))
-    check(query, cached, s_aux=100 * torch.ones(8, device="cuda", dtype=dtype))
-    check(query, cached, s_aux=-100 * torch.ones(8, device="cuda", dtype=dtype))
+    check(query, cached, softcap=5.0, softmax_scale=0.1)
+    check(query, cached, sink_logits=torch.randn(8, device="cuda"))
+    check(query, cached, sink_logits=100 * torch.ones(8, device="cuda", dtype=dtype))
+    check(query, cached, sink_logits=-100 * torch.ones(8, device="cuda", dtype=dtype))
     cached = cache(dtype=dtype, tokens=400, mean=False)
     check(queries(cached), cached)
 
@@ -151,8 +151,8 @@ def test_masks_and_left_padding(dtype):
         bias = torch.randn(1, 2 * groups, count, tokens, device="cuda").to(dtype)
         check(query, cached, mask=bias)
         mask[0] = False  # a row that sees nothing
-        assert not attention(query, cached, scaling=0.1, mask=mask)[0].any()
-        check(query, cached._replace(start=None), mask=mask)
+        assert not kv_attention(query, cached, softmax_scale=0.1, mask=mask)[0].any()
+        check(query, cached._replace(cache_leftpad=None), mask=mask)
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
@@ -164,11 +164,11 @@ def test_extreme_codes(name, byte):
 
 def test_extreme_scales_and_logits():
     cached = cache(tokens=500, dtype=torch.float16)
-    some = cached.v_scale[:, :, :400]
+    some = cached.value.scale[:, :, :400]
     some *= torch.exp2(torch.randint(-20, 14, some.shape, device="cuda"))
-    cached.v_scale[:, :, 7] = 0
+    cached.value.scale[:, :, 7] = 0
     check(queries(cached), cached)
-    cached.k_scale[:, :, :400] *= 30
+    cached.key.scale[:, :, :400] *= 30
     check(queries(cached), cached)
     check(0 * queries(cached), cached)
 
@@ -178,20 +178,20 @@ def test_a_graph_and_streams():
     cached = [cache(tokens=9000, heads=2) for _ in range(4)]
     query = [queries(one) for one in cached]
     right = [exact(*pair) for pair in zip(query, cached, strict=True)]
-    attention(query[0], cached[0], scaling=128**-0.5)
+    kv_attention(query[0], cached[0], softmax_scale=128**-0.5)
     torch.cuda.synchronize()
     graphs, found = [], []
     for one, of in zip(query, cached, strict=True):
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
-            found.append(attention(one, of, scaling=128**-0.5))
+            found.append(kv_attention(one, of, softmax_scale=128**-0.5))
     streams = [torch.cuda.Stream() for _ in graphs]
     for _ in range(20):
         for stream, graph in itertools.zip_longest(streams, graphs):
             with torch.cuda.stream(stream):
                 graph.replay()
         with torch.cuda.stream(streams[0]):
-            eager = attention(query[1], cached[1], scaling=128**-0.5)
+            eager = kv_attention(query[1], cached[1], softmax_scale=128**-0.5)
     torch.cuda.synchronize()
     for out, expected in zip([*found, eager], [*right, right[1]], strict=True):
         assert (out.float() - expected).norm() <= 2**-6 * expected.norm()
@@ -201,5 +201,5 @@ def test_the_same_twice():
     """Sums have an order: a result does not depend on timing."""
     cached = cache(tokens=5000)
     query = queries(cached)
-    one, two = (attention(query, cached, scaling=0.1) for _ in range(2))
+    one, two = (kv_attention(query, cached, softmax_scale=0.1) for _ in range(2))
     assert torch.equal(one, two)

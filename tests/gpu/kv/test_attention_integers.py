@@ -15,7 +15,7 @@ from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.formats.catalog import KVScheme
-from hf_vq.ops.attention import attention
+from hf_vq.ops import kv_attention
 from tests.fixtures.kv import cuda_caches
 from tests.fixtures.kv.cuda_caches import BOTH, cache, check, exact, queries
 
@@ -46,7 +46,7 @@ def _compiled():
         given = {"tokens": 100, **case}
         columns = given.pop("columns", 4)
         cached = cache(KV4, heads=1, **given)
-        attention(queries(cached, columns), cached, scaling=1.0)
+        kv_attention(queries(cached, columns), cached, softmax_scale=1.0)
 
     device_arch(0)
     with ThreadPoolExecutor(12) as pool:
@@ -119,9 +119,9 @@ def test_other_rows_on_the_other_side(name, monkeypatch):
 def test_softcap_and_sink_logits(dtype):
     cached = cache(KV4, dtype, tokens=400, fresh=2)
     query = queries(cached, 4, 2)
-    check(query, cached, softcap=5.0, scaling=0.01)
-    check(query, cached, s_aux=torch.randn(8, device="cuda"))
-    check(query, cached, s_aux=-100 * torch.ones(8, device="cuda", dtype=dtype))
+    check(query, cached, softcap=5.0, softmax_scale=0.01)
+    check(query, cached, sink_logits=torch.randn(8, device="cuda"))
+    check(query, cached, sink_logits=-100 * torch.ones(8, device="cuda", dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [*BOTH, torch.float32])
@@ -138,7 +138,7 @@ def test_masks_and_left_padding(dtype):
         additive = torch.zeros(mask.shape, device="cuda", dtype=dtype)
         check(query, cached, mask=additive.masked_fill(~mask, torch.finfo(dtype).min))
         mask[0] = False  # a row that sees nothing
-        assert not attention(query, cached, scaling=0.1, mask=mask)[0].any()
+        assert not kv_attention(query, cached, softmax_scale=0.1, mask=mask)[0].any()
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x0F, 0xF0])
@@ -150,12 +150,12 @@ def test_extreme_codes(byte):
 
 def test_extreme_scales_and_zeros():
     cached = cache(KV4, tokens=500, dtype=torch.float16)
-    some = cached.v_scale[:, :, :400, :1]
+    some = cached.value.scale[:, :, :400, :1]
     some *= torch.exp2(torch.randint(-16, 8, some.shape, device="cuda"))
-    cached.v_scale[:, :, 7] = 0
-    cached.k_scale[:, :, 9] = 0
+    cached.value.scale[:, :, 7] = 0
+    cached.key.scale[:, :, 9] = 0
     check(queries(cached), cached)
-    cached.k_scale[:, :, :400, :1] *= 8
+    cached.key.scale[:, :, :400, :1] *= 8
     check(queries(cached), cached)
     check(0 * queries(cached), cached)
 
@@ -163,7 +163,7 @@ def test_extreme_scales_and_zeros():
 def test_rows_far_from_zero():
     """A zero of 1024 is the largest: sums of weights and zeros cancel those of codes."""
     cached = cache(KV4, tokens=700, dtype=torch.float16)
-    for scale in (cached.k_scale, cached.v_scale):
+    for scale in (cached.key.scale, cached.value.scale):
         scale[:, :, ::3, 1] = -1024
         scale[:, :, 1::3, 1] = 1024
         scale[:, :, :, 0] /= 64
@@ -175,11 +175,11 @@ def test_a_graph():
     cached = cache(KV4, tokens=9000)
     query = queries(cached)
     right = exact(query, cached)
-    attention(query, cached, scaling=128**-0.5)
+    kv_attention(query, cached, softmax_scale=128**-0.5)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attention(query, cached, scaling=128**-0.5)
+        found = kv_attention(query, cached, softmax_scale=128**-0.5)
     for _ in range(3):
         found.zero_()
         graph.replay()
@@ -197,8 +197,8 @@ def test_copies_by_every_lane(name, first):
     )
     plans = (replace(plan, bulk=False) for plan in best(asked))
     found = cuda_attention.attention(
-        query, *cached[:12], None, None, *cached[12:18], 128**-0.5, 0.0, scheme.key, scheme.value,
-        "rows", "rows", plan=next(plan for plan in plans if feasible(plan, asked) is None),
+        query, cached, None, None, 128**-0.5, 0.0,
+        plan=next(plan for plan in plans if feasible(plan, asked) is None),
     )  # fmt: skip
     right = exact(query, cached)
     assert (found.float() - right).norm() <= (2**-8 + 2**-10) * right.norm()
@@ -207,5 +207,5 @@ def test_copies_by_every_lane(name, first):
 def test_the_same_twice():
     cached = cache(KV4, tokens=5000)
     query = queries(cached)
-    one, two = (attention(query, cached, scaling=0.1) for _ in range(2))
+    one, two = (kv_attention(query, cached, softmax_scale=0.1) for _ in range(2))
     assert torch.equal(one, two)

@@ -14,7 +14,7 @@ from hf_vq.backends.cuda.kv import codebooks as cuda_codebooks
 from hf_vq.codegen.families.kv_attention import misfit
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.formats import KV_SCHEMES
-from hf_vq.ops.attention import attention
+from hf_vq.ops import kv_attention
 from tests.fixtures.kv.cuda_caches import BOTH, cache, check, exact, queries
 
 pytestmark = [
@@ -42,7 +42,7 @@ def _compiled():
     def compile_(case):
         name, dim, columns = case
         cached = cache(name, dim=dim, tokens=100, heads=1)
-        attention(queries(cached, columns), cached, scaling=1.0)
+        kv_attention(queries(cached, columns), cached, softmax_scale=1.0)
 
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(compile_, cases))
@@ -97,7 +97,7 @@ def test_softcap_sink_logits_and_padding():
     query = queries(cached, 2)
     mask = torch.ones(2, 1, 1, 300, dtype=torch.bool, device="cuda")
     mask[1, :, :, :37] = False
-    check(query, cached, mask=mask, softcap=5.0, s_aux=torch.randn(4, device="cuda"))
+    check(query, cached, mask=mask, softcap=5.0, sink_logits=torch.randn(4, device="cuda"))
 
 
 def test_tables_are_made_once_and_die_with_their_codebook():
@@ -106,13 +106,15 @@ def test_tables_are_made_once_and_die_with_their_codebook():
     query, before = queries(cached), len(cuda_codebooks._tables)
     right = exact(query, cached)
     for _ in range(3):
-        attention(query, cached, scaling=128**-0.5)
+        kv_attention(query, cached, softmax_scale=128**-0.5)
     assert len(cuda_codebooks._tables) == before + 2
     graph = torch.cuda.CUDAGraph()
     other = cache("cq-2", tokens=200)  # seen for the first time while a graph is captured
     with torch.cuda.graph(graph):
-        found = attention(query, other._replace(codebook_k=other.codebook_k.clone()), scaling=0.1)
-        same = attention(query, cached, scaling=128**-0.5)
+        found = kv_attention(
+            query, other.replace(key_codebook=other.key.codebook.clone()), softmax_scale=0.1
+        )
+        same = kv_attention(query, cached, softmax_scale=128**-0.5)
     graph.replay()
     assert found.isfinite().all()
     assert (same.float() - right).norm() <= 2**-6 * right.norm()

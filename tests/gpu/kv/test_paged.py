@@ -7,18 +7,18 @@ scales full of NaN, and page numbers that no memory has.
 import pytest
 import torch
 
-from hf_vq import dispatch
 from hf_vq.cache.codebooks import universal
 from hf_vq.errors import VQBackendError, VQFormatError
 from hf_vq.formats import KV_SCHEMES
-from hf_vq.ops import append_kv, decode_kv, encode_kv
+from hf_vq.ops import decode_kv, encode_kv, kv_attention
+from hf_vq.ops.kv_ops import through_tables
 from hf_vq.ops.library import parse
-from hf_vq.ops.paged import PagedKV, append_paged, attention_paged, through_tables
 from hf_vq.ops.reference import kv_attention as attention_reference
-from hf_vq.serving.batch import Batch
+from hf_vq.serving.batch import Batch, Table
 from hf_vq.serving.pages import LayerPages, PageFormat
 from hf_vq.serving.prefill import flash, is_flash
 from tests.fixtures.cuda_layers import poison
+from tests.fixtures.kv.views import append_kv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,27 +66,23 @@ def paged(layer, lengths, slack=3):
                 if some.shape[-1] > 1:  # a scale and a zero, as of rows around zero
                     some *= torch.tensor([0.25, 8.0])
                 part[number, :, :count] = some
-    return PagedKV(
-        layer.k.codes, layer.k.scale, layer.mean, layer.v.codes, layer.v.scale, layer.k.codebook,
-        layer.v.codebook, table.to(DEVICE), torch.tensor(lengths, device=DEVICE), max(lengths),
-        layer.k.spec, layer.v.spec,
-    )  # fmt: skip
+    requests = Table(table.to(DEVICE), torch.tensor(lengths, device=DEVICE), max(lengths))
+    return layer.through(requests, torch.empty(0, device=DEVICE))
 
 
-def check(cached, groups=4, count=1, scaling=0.1, softcap=0.0, s_aux=None, dtype=torch.bfloat16):
+def check(cached, groups=4, count=1, scale=0.1, softcap=0.0, sink_logits=None,
+          dtype=torch.bfloat16):  # fmt: skip
     """As in test_cuda_attention: weights are rounded to fp16, and so is the result."""
-    heads, dim = (
-        cached.k_codes.shape[1],
-        cached.k_mean.shape[3] if cached.k_mean is not None else 128,
-    )
-    query = torch.randn(len(cached.table), heads * groups, count, dim, device=DEVICE).to(dtype)
-    table = cached.table.clamp_max(len(cached.k_codes) - 1)
+    heads, dim = cached.key.heads, cached.key.dim
+    rows = len(cached.page_table)
+    query = torch.randn(rows, heads * groups, count, dim, device=DEVICE).to(dtype)
+    known = cached._replace(page_table=cached.page_table.clamp_max(len(cached.key.codes) - 1))
     right = attention_reference.attention_paged(
-        query.float(), *cached[:7], table, cached.length, s_aux, cached.longest, scaling, softcap,
-        parse(cached.key_scheme), parse(cached.value_scheme),
-    )  # fmt: skip
+        query.float(), known, None, sink_logits, scale, softcap
+    )
     poison()
-    found = attention_paged(query, cached, scaling=scaling, softcap=softcap, s_aux=s_aux).float()
+    options = {"softmax_scale": scale, "softcap": softcap, "sink_logits": sink_logits}
+    found = kv_attention(query, cached, **options).float()
     assert found.isfinite().all()
     bound = torch.finfo(dtype).eps + 2**-10
     norms = right.flatten(1).norm(dim=1)
@@ -122,12 +118,12 @@ def test_splits(rows):
     lengths = torch.randint(1, 900, (rows,)).tolist()
     lengths[0] = 5000
     check(paged(layer_of("u4", 256, 20 + 5 * rows, heads=4), lengths))
-    check(paged(layer_of("u4", 64, 80 + 16 * rows, heads=1), lengths)._replace(longest=5100))
+    check(paged(layer_of("u4", 64, 80 + 16 * rows, heads=1), lengths)._replace(max_seqlen=5100))
 
 
 def test_softcap_sink_logits_and_no_mean():
     check(paged(layer_of("u4", 64, 30), [300, 77]), softcap=5.0)
-    check(paged(layer_of("u4", 64, 30), [300, 77, 0]), s_aux=torch.randn(8, device=DEVICE))
+    check(paged(layer_of("u4", 64, 30), [300, 77, 0]), sink_logits=torch.randn(8, device=DEVICE))
     check(paged(layer_of("u4", 64, 30, mean=False), [300, 77]))
 
 
@@ -135,19 +131,19 @@ def test_a_graph_is_replayed_for_other_requests():
     """Addresses are known when it is captured, lengths and pages are not."""
     layer = layer_of("u4", 64, 400)
     first, longest = [30, 1, 500], 2048
-    cached = paged(layer, first, slack=32)._replace(longest=longest)
+    cached = paged(layer, first, slack=32)._replace(max_seqlen=longest)
     query = torch.randn(3, 8, 1, 128, device=DEVICE).bfloat16()
-    attention_paged(query, cached, scaling=0.1)
+    kv_attention(query, cached, softmax_scale=0.1)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention_paged(query, cached, scaling=0.1)
+        out = kv_attention(query, cached, softmax_scale=0.1)
     for lengths in ([900, 17, 0], [64, 2048, 63], first):
         now = paged(layer, lengths, slack=40)
-        cached.table.copy_(now.table[:, : cached.table.shape[1]])
-        cached.length.copy_(now.length)
+        cached.page_table.copy_(now.page_table[:, : cached.page_table.shape[1]])
+        cached.cache_seqlens.copy_(now.cache_seqlens)
         graph.replay()
-        expected = attention_paged(query, now, scaling=0.1)
+        expected = kv_attention(query, now, softmax_scale=0.1)
         assert (out - expected).float().norm() <= 2**-7 * expected.float().norm()
 
 
@@ -197,7 +193,7 @@ def test_what_was_written_is_attended_to():
         layer.put(*torch.cat(fresh, 3), page_of * page + place)
         table = batch.table
         query = torch.randn(len(table.length), 4 * heads, 1, 128, device=DEVICE).bfloat16()
-        found = attention_paged(query, layer.through(table), scaling=0.1)
+        found = kv_attention(query, layer.through(table, query), softmax_scale=0.1)
         ones = [request for request, new in step.items() if new == 1]
         for row, request in enumerate(ones):
             agrees(found[row], query[row : row + 1], layer, held[request])
@@ -224,7 +220,7 @@ def test_requests_that_share_pages(name, rows):
     layer = layer_of(name, 64, 10 + 8 * rows)
     lengths = [192, 193, 500, 192 + 64, *torch.randint(192, 500, (rows - 4,)).tolist()]
     cached = paged(layer, lengths)
-    cached.table[:, :3] = cached.table[0, :3]
+    cached.page_table[:, :3] = cached.page_table[0, :3]
     check(cached)
     check(cached, count=2)
 
@@ -254,7 +250,7 @@ def test_pages_are_shared_and_then_those_of_others(name):
                 page_of, place = batch.places
                 layer.put(*torch.cat(fresh, 3), page_of * page + place)
         query = torch.randn(len(news), 4 * heads, 1, 128, device=DEVICE).bfloat16()
-        found = attention_paged(query, layer.through(batch.table), scaling=0.1)
+        found = kv_attention(query, layer.through(batch.table, query), softmax_scale=0.1)
         for row, request in enumerate(news):
             agrees(found[row], query[row : row + 1], layer, held[request])
 
@@ -290,7 +286,7 @@ def test_prompts_attend_to_their_own_tokens(name, dim):
         fresh = torch.randn(2, 1, heads, count, dim, device=DEVICE).bfloat16()
         layer.put(*fresh, page_of * page + place)
         query = torch.randn(1, 4 * heads, count + 7, dim, device=DEVICE).bfloat16()
-        options = {"softcap": None, "s_aux": None}
+        options = {"softcap": None, "sink_logits": None}
         assert is_flash(query, heads, batch.prompts, options)
         assert not is_flash(query, heads, batch.prompts, {**options, "softcap": 5.0})
         assert not is_flash(query, 1 << 20, batch.prompts, options)
@@ -320,14 +316,12 @@ def test_others_are_left_to_copies_or_refused():
     cached = paged(layer_of("u4", 64, 30), [300, 77])
     query = torch.randn(2, 8, 1, 128, device=DEVICE).bfloat16()
     with pytest.raises(VQBackendError, match="int32"):
-        attention_paged(query, cached._replace(table=cached.table.long()), scaling=1.0)
+        kv_attention(query, cached._replace(page_table=cached.page_table.long()), softmax_scale=1.0)
     with pytest.raises(VQBackendError, match="pages of 64"):
-        apart = cached.k_scale.contiguous()
-        attention_paged(query, cached._replace(k_scale=apart), scaling=1.0)
+        apart = cached.key.scale.contiguous()
+        kv_attention(query, cached.replace(key_scale=apart), softmax_scale=1.0)
     with pytest.raises(VQFormatError, match="slots"):
-        append_paged(
-            torch.randn(1, 2, 5, 128, device=DEVICE), None, cached.codebook_k, cached.k_codes,
-            cached.k_scale, torch.arange(4, device=DEVICE), cached.key_scheme,
+        append_kv(
+            torch.randn(1, 2, 5, 128, device=DEVICE), None, cached.key.codebook, cached.key.codes,
+            cached.key.scale, 0, cached.key.scheme, "rows", torch.arange(4, device=DEVICE),
         )  # fmt: skip
-    for op, name in (("append_paged", "cuda.vq_append"), ("attention_paged", "cuda.vq_attention")):
-        assert {row.name for row in dispatch.entries(op)} == {name, "reference"}

@@ -19,9 +19,9 @@ from hf_vq.backends.cuda import devices
 from hf_vq.backends.cuda.kv import prefill as cuda_prefill
 from hf_vq.backends.torch import kv_attention as torch_attention
 from hf_vq.backends.torch.partial_softmax import Maths
+from hf_vq.cache.lazy_kv import decoded
 from hf_vq.formats.catalog import KV_SCHEMES
-from hf_vq.ops.attention import CachedKV, attention
-from hf_vq.ops.library import parse
+from hf_vq.ops import KVCacheView, kv_attention
 from hf_vq.ops.reference import codes as reference
 from hf_vq.ops.reference import kv_attention as attention_reference
 from tests.fixtures.kv.attention_float64 import codebook_of, make, written_out
@@ -43,34 +43,36 @@ def only_this_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch_attention, "DECODED_BYTES", 1 << 16)
     names = ("cuda.attention_prefill", "torch.attention")  # the latter makes caches on the CPU
     with dispatch.using(
-        entry for entry in dispatch.ENTRIES if entry.op != "attention" or entry.name in names
+        entry for entry in dispatch.ENTRIES if entry.op != "kv_attention" or entry.name in names
     ):
         yield
 
 
-def on_gpu(cached: CachedKV) -> CachedKV:
-    return CachedKV(*(x.cuda() if isinstance(x, Tensor) else x for x in cached))
+def on_gpu(cached: KVCacheView) -> KVCacheView:
+    return cached.map(Tensor.cuda)
 
 
-def check(query: Tensor, cached: CachedKV, **options: object) -> None:
+def check(query: Tensor, cached: KVCacheView, **options: object) -> None:
     """err(op) <= 2 err(same maths in torch at that dtype) + what rounding moves.
 
     That is the output's own rounding, and that of the rotated query: a logit of scaling |q| |k| is
     off by eps of it, which moves the output by as much times |v|.
     """
-    options = {"scaling": query.shape[-1] ** -0.5, **options}
+    options = {"softmax_scale": query.shape[-1] ** -0.5, **options}
     exact = written_out(query, cached, torch.float64, **options)  # type: ignore[arg-type]
     plain = written_out(query, cached, query.dtype, **options)  # type: ignore[arg-type]
     given = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in options.items()}
     with torch.device("cuda"):
         poison = torch.full((1 << 24,), torch.nan)
         del poison
-    out = attention(query.cuda(), on_gpu(cached), **given).cpu()  # type: ignore[arg-type]
+    out = kv_attention(query.cuda(), on_gpu(cached), **given).cpu()  # type: ignore[arg-type]
     assert out.dtype == query.dtype and out.shape == exact.shape
     eps = torch.finfo(query.dtype).eps
-    largest = [x.float().norm(dim=-1).max() for x in (query, cached.tail_k, cached.tail_v)]
+    largest = [
+        x.float().norm(dim=-1).max() for x in (query, cached.key.recent, cached.value.recent)
+    ]
     allowed = 2 * (plain.double() - exact).abs().max() + eps * exact.abs().max()
-    allowed += eps * options["scaling"] * math.prod(largest) / math.sqrt(query.shape[-1])
+    allowed += eps * options["softmax_scale"] * math.prod(largest) / math.sqrt(query.shape[-1])
     assert (out.double() - exact).abs().max() <= allowed
 
 
@@ -228,10 +230,10 @@ def test_masks(start: list[int] | None) -> None:
     check(query, cached)
     mask = causal(queries, length, start or [0, 0])
     check(query, cached, mask=mask)
-    check(query, cached, mask=mask, s_aux=torch.randn(4))
+    check(query, cached, mask=mask, sink_logits=torch.randn(4))
     check(query, cached, mask=mask & (torch.rand(2, 1, queries, length) > 0.3))
     check(query, cached, mask=torch.randn(2, 1, queries, length))
-    check(query, cached, softcap=5.0, s_aux=torch.randn(4))
+    check(query, cached, softcap=5.0, sink_logits=torch.randn(4))
 
 
 @pytest.mark.parametrize("length", [1000, 20000, 131072])
@@ -239,20 +241,18 @@ def test_long_contexts_against_the_reference(length: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch_attention, "DECODED_BYTES", 4 << 20)
     cached = make("u4", torch.bfloat16, batch=1, heads=1, length=600, window=64, fresh=40, dim=64)
     coded = length - 64
-    width = cached.k_codes.shape[3]
+    width = cached.key.codes.shape[3]
     codes = torch.randint(0, 256, (1, 1, coded, width), dtype=torch.uint8)
     scale = torch.rand(1, 1, coded, 1).half() * 0.5
-    cached = cached._replace(
-        k_codes=codes, v_codes=codes.flip(3), k_scale=scale, v_scale=scale, coded=coded,
-        k_first=0, v_first=0, tail_start=length - cached.tail_k.shape[2],
+    cached = cached.replace(
+        key_codes=codes, value_codes=codes.flip(3), key_scale=scale, value_scale=scale,
+        num_coded=coded, key_first=0, value_first=0, max_seqlen=length,
     )  # fmt: skip
     query = torch.randn(1, 4, 40, 64).bfloat16().cuda()
     cached = on_gpu(cached)
-    arguments = (*cached[:12], None, None, *cached[12:18], 0.125, 0.0)
-    names = (parse(cached.key_scheme), parse(cached.value_scheme), "rows", "rows")
-    want = attention_reference.attention(query.float(), *arguments, *names)
-    out = attention(query, cached, scaling=0.125)
-    seen = cached.dense("v", length).float().norm(dim=-1).mean()
+    want = attention_reference.attention(query.float(), cached, None, None, 0.125, 0.0)
+    out = kv_attention(query, cached, softmax_scale=0.125)
+    seen = decoded(cached, "value").float().norm(dim=-1).mean()
     assert (out - want).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * seen
 
 
@@ -309,7 +309,7 @@ def test_codes_are_written_as_each_layer_finishes(monkeypatch: pytest.MonkeyPatc
 
 def test_it_is_chosen_for_many_queries() -> None:
     spec = KV_SCHEMES["u4"].key.spec()
-    asked = dispatch.AttentionProblem(
+    asked = dispatch.KVAttentionProblem(
         "cuda", "bfloat16", spec, spec, 512, 16384, 128, 128, "rows", "rows"
     )
     with dispatch.using(dispatch.ENTRIES):

@@ -19,9 +19,10 @@ from hf_vq.formats import KV_SCHEMES
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv
+from hf_vq.ops import KVCacheView, KVSide, kv_append
+from hf_vq.ops.kv import arguments_of
 from hf_vq.ops.reference import kv_static as static_reference
-from hf_vq.ops.static import StaticKV, store
+from tests.fixtures.kv.views import append_kv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,76 +64,65 @@ def cache(name, batch=2, heads=3, dims=(64, 64), *, capacity=40, sinks=2, window
     """An empty layer whose memory is full of what was there before."""
     scheme = KV_SCHEMES[name]
 
-    def side(part, dim):
+    def side(part, dim, mean):
         size = packed_size(dim // part.vector_size, part.entry_bits)
         codes = torch.randint(0, 256, (batch, heads, capacity, size), device="cuda").byte()
         scale = torch.randn(batch, heads, capacity, part.row_numbers, device="cuda").half()
         sink = torch.randn(batch, heads, sinks, dim, device="cuda").to(dtype)
-        return codes, scale, sink, torch.randn(batch, heads, slots, dim, device="cuda").to(dtype)
+        ring = torch.randn(batch, heads, slots, dim, device="cuda").to(dtype)
+        book = codebook_of(part, heads, dim)
+        return KVSide(codes, scale, book, mean, sink, ring, 0, part.spec(), "rows")
 
-    k, v = side(scheme.key, dims[0]), side(scheme.value, dims[1])
     centred = scheme.centre_keys or mean == "given"
     k_mean = torch.randn(batch, heads, 1, dims[0], device="cuda") if centred else None
     measured = centred and mean == "measured"
-    return StaticKV(
-        k[2], v[2], k[0], k[1], k_mean, v[0], v[1], k[3], v[3],
-        codebook_of(scheme.key, heads, dims[0]), codebook_of(scheme.value, heads, dims[1]),
+    return KVCacheView(
+        side(scheme.key, dims[0], k_mean), side(scheme.value, dims[1], None),
         None if start is None else torch.tensor(start, device="cuda"),
-        torch.zeros((), dtype=torch.int64, device="cuda"),
+        torch.zeros((), dtype=torch.int64, device="cuda"), None,
         torch.zeros(batch, heads, dtype=torch.bool, device="cuda") if measured else None,
-        window, scheme.key.spec(), scheme.value.spec(), "rows", "rows",
+        capacity, window, 0, 0,
     )  # fmt: skip
 
 
 def copy_of(layer):
-    return StaticKV(*(p.clone() if isinstance(p, torch.Tensor) else p for p in layer))
+    return layer.map(torch.Tensor.clone)
 
 
 def who(layer, dtype="bfloat16"):
-    specs = layer.key_scheme, layer.value_scheme
-    sizes = 1, 64, layer.tail_k.shape[3], layer.tail_v.shape[3]
+    specs, sizes = (layer.key.scheme, layer.value.scheme), (1, layer.key.dim, layer.value.dim)
     return dispatch.select(
-        dispatch.StoreProblem("cuda", dtype, *specs, *sizes, "rows", "rows")
+        dispatch.KVAppendProblem("cuda", dtype, *specs, *sizes, "rows", "rows", "static")
     ).name
 
 
 def states(layer, tokens):
     return tuple(
         (2 * torch.randn(*t.shape[:2], tokens, t.shape[3], device="cuda") + 1).to(t.dtype)
-        for t in (layer.tail_k, layer.tail_v)
+        for t in (layer.key.recent, layer.value.recent)
     )
 
 
 def step_by_specification(layer, keys, values):
     """Its floats, mean and length; codes as `append` finds them under the given mean."""
     wanted = copy_of(layer)
-    static_reference.store(
-        keys, values, *wanted[:-4],
-        *(KV_SCHEMES_BY_SPEC[spec] for spec in wanted[-4:-2]), *wanted[-2:],
-    )  # fmt: skip
+    static_reference.kv_append(keys, values, wanted)
     return wanted
-
-
-KV_SCHEMES_BY_SPEC = {
-    part.spec(): part for scheme in KV_SCHEMES.values() for part in (scheme.key, scheme.value)
-}
 
 
 def check_codes(layer, before, wanted, length, tokens):
     """What was written, at the positions that left the window, and nothing else."""
-    capacity = layer.k_codes.shape[2]
-    slots = layer.tail_k.shape[2]
-    for codes, scale, tail, mean, book, spec in (
-        ("k_codes", "k_scale", "tail_k", layer.k_mean, layer.codebook_k, layer.key_scheme),
-        ("v_codes", "v_scale", "tail_v", None, layer.codebook_v, layer.value_scheme),
-    ):
-        expected = getattr(before, codes).clone(), getattr(before, scale).clone()
+    capacity = layer.key.codes.shape[2]
+    slots = layer.key.recent.shape[2]
+    for which, mean in (("key", layer.key.mean), ("value", None)):
+        side, was, of = (getattr(view, which) for view in (layer, before, wanted))
+        expected = was.codes.clone(), was.scale.clone()
         for position in range(length - layer.window, length - layer.window + tokens):
             if 0 <= position < capacity:
-                row = getattr(wanted, tail)[:, :, position % slots : position % slots + 1]
-                append_kv(row.contiguous(), mean, book, *expected, position, spec, "rows")
-        assert torch.equal(getattr(layer, codes), expected[0])
-        assert torch.equal(getattr(layer, scale), expected[1])
+                row = of.recent[:, :, position % slots : position % slots + 1].contiguous()
+                append_kv(row, mean, side.codebook, *expected, position, side.scheme, "rows")
+        assert torch.equal(side.codes, expected[0])
+        assert torch.equal(side.scale, expected[1])
 
 
 def run(layer, steps):
@@ -140,15 +130,16 @@ def run(layer, steps):
     for tokens in steps:
         keys, values = states(layer, tokens)
         before, wanted = copy_of(layer), step_by_specification(layer, keys, values)
-        store(keys, values, layer)
-        for field in ("sink_k", "sink_v", "tail_k", "tail_v", "length", "frozen"):
-            found, expected = getattr(layer, field), getattr(wanted, field)
+        kv_append(keys, values, layer)
+        floats = ("key_sinks", "value_sinks", "key_recent", "value_recent")
+        for field in (*floats, "cache_seqlens", "key_mean_known"):
+            found, expected = (arguments_of(view)[field] for view in (layer, wanted))
             assert (found is None and expected is None) or torch.equal(found, expected), field
-        if layer.k_mean is not None:
-            torch.testing.assert_close(layer.k_mean, wanted.k_mean, rtol=1e-5, atol=1e-5)
+        if layer.key.mean is not None:
+            torch.testing.assert_close(layer.key.mean, wanted.key.mean, rtol=1e-5, atol=1e-5)
         check_codes(layer, before, wanted, length, tokens)
         length += tokens
-    assert int(layer.length) == length
+    assert int(layer.cache_seqlens) == length
 
 
 @pytest.mark.parametrize("start", [None, [0, 4]])
@@ -188,9 +179,9 @@ def test_strides_of_new_tokens():
     other = copy_of(layer)
     for _ in range(9):
         keys, values = states(layer, 2)
-        store(keys, values, other)
+        kv_append(keys, values, other)
         wide = torch.cat([keys, values, keys], 3).transpose(1, 2).contiguous().transpose(1, 2)
-        store(wide[..., :64], wide[..., 64:128], layer)
+        kv_append(wide[..., :64], wide[..., 64:128], layer)
     for a, b in zip(layer, other, strict=True):
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
 
@@ -199,18 +190,18 @@ def test_strides_of_new_tokens():
 def test_one_graph_for_all_steps(name):
     layer = cache(name, capacity=200, window=16, slots=48)
     keys, values = states(layer, 1)
-    store(keys, values, layer)
+    kv_append(keys, values, layer)
     wanted = copy_of(layer)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        store(keys, values, layer)
+        kv_append(keys, values, layer)
     for _ in range(150):
         for fresh, tensor in zip(states(layer, 1), (keys, values), strict=True):
             tensor.copy_(fresh)
         graph.replay()
-        store(keys, values, wanted)
-    assert int(layer.length) == 151
+        kv_append(keys, values, wanted)
+    assert int(layer.cache_seqlens) == 151
     for a, b in zip(layer, wanted, strict=True):
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
 
@@ -224,9 +215,9 @@ def test_what_does_not_fit_is_refused():
     layer = cache("u4")
     keys, values = states(layer, 1)
     with pytest.raises(VQFormatError, match="dense, aligned codes"):
-        store(keys, values, layer._replace(k_codes=layer.k_codes[..., :-1]))
+        kv_append(keys, values, layer.replace(key_codes=layer.key.codes[..., :-1]))
     with pytest.raises(VQFormatError, match="ring"):
-        store(keys, values[:, :1], layer)
+        kv_append(keys, values[:, :1], layer)
 
 
 @pytest.mark.parametrize("name", ["u4", "u2", "nomad-u4"])
@@ -238,9 +229,9 @@ def test_what_is_not_finite_spares_the_mean(name):
         keys, values = states(layer, 1)
         keys[0, 1, 0, 5] = keys[1, 0, 0, 7] = hostile.get(at, 0.0)
         wanted = step_by_specification(layer, keys, values)
-        store(keys, values, layer)
-        torch.testing.assert_close(layer.k_mean, wanted.k_mean, rtol=1e-5, atol=1e-5)
-    assert bool(layer.frozen.all()) and bool(layer.k_mean.isfinite().all())
-    coded = layer.k_scale[:, :, : 9 - layer.window]
+        kv_append(keys, values, layer)
+        torch.testing.assert_close(layer.key.mean, wanted.key.mean, rtol=1e-5, atol=1e-5)
+    assert bool(layer.key_mean_known.all()) and bool(layer.key.mean.isfinite().all())
+    coded = layer.key.scale[:, :, : 9 - layer.window]
     lost = (~coded.isfinite()).nonzero()[:, :3].tolist()
     assert lost == [[0, 1, 2], [0, 1, 3], [1, 0, 2], [1, 0, 3]]

@@ -18,11 +18,11 @@ from hf_vq.codegen.jit.compiler import cubin
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.fit import fit_weight
-from hf_vq.fit.rows import encode_rows
-from hf_vq.fit.scale import FACTORS
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, unpack_bits, weight_scheme
 from hf_vq.formats.lattice import e8p_decode, e8p_encode
 from hf_vq.formats.shared import universal_tensor
+from hf_vq.ops.reference import encode_weight as reference
+from hf_vq.ops.reference.encode_weight import FACTORS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -241,7 +241,7 @@ def test_as_good_as_the_specification(name):
     factors = tuple(one / STEPS for one in FACTORS) if scheme.largest_entry else FACTORS
     rows = torch.randn(256, 2048, device="cuda")
     packed, scale = cuda_encode.encode_weight(rows, book, scheme, factors, True)
-    expected, expected_scale = encode_rows(rows, book, scheme, factors, True)
+    expected, expected_scale = reference.encode_weight(rows, book, scheme, factors, True)
     assert packed.shape == expected.shape and packed.dtype == expected.dtype
     assert scale.shape == expected_scale.shape
     same = (scale == expected_scale).float().mean()

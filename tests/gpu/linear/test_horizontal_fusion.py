@@ -6,8 +6,8 @@ import torch
 from hf_vq import ops
 from hf_vq.backends.cuda.linear import fused as cuda_fused
 from hf_vq.formats import weight_scheme
+from hf_vq.formats.stored_weight import flat
 from hf_vq.nn import VQLinear
-from hf_vq.ops.codes import stored_arguments
 from tests.fixtures.cuda_layers import poison, stored
 from tests.fixtures.random_weights import random_tensors
 
@@ -128,5 +128,5 @@ def test_the_op_alone_has_no_kernel_for_many_tokens():
     scheme, each = matrices("vq-4", (64, 32), 512)
     x = torch.randn(3000, 512, device="cuda", dtype=torch.float16)
     for y, tensors in zip(several(x, each, [None, None], scheme), each, strict=True):
-        arguments = (*stored_arguments(tensors), None, scheme.spec())
+        arguments = (*flat(tensors), None, scheme.spec())
         assert torch.equal(y, torch.ops.hf_vq.linear.default(x, *arguments))

@@ -24,7 +24,7 @@ from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, VQScheme, weight_scheme
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.ops.codes import stored_arguments
+from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.library import linear_problem
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.cuda_layers import poison, stored
@@ -73,16 +73,19 @@ ROTATED_BACK = [  # blocks of other sizes, fewer rows than a tile, more columns 
 
 def double_weight(tensors, scheme, in_features):
     """The weight, still rotated, in float64: entries and scales are exact in float32."""
-    _, codebook, *_ = stored_arguments(tensors)
     rows = reference.decode_rotated(
-        tensors["codes"], codebook, torch.ones_like(tensors["scale"]), scheme, in_features
+        tensors["codes"],
+        tensors["codebook"],
+        torch.ones_like(tensors["scale"]),
+        scheme,
+        in_features,
     )
     grouped = rows.double().unflatten(-1, (tensors["scale"].shape[-1], -1))
     return (grouped * tensors["scale"].double()[..., None]).flatten(-2)
 
 
 def rotated_back(rows, tensors, scheme):
-    return reference.rotate(rows, ops.codes.rotation_of(tensors), scheme, True)
+    return reference.rotate(rows, rotation_of(tensors), scheme, True)
 
 
 def runs_linear(x, scheme, n):
@@ -104,7 +107,7 @@ def test_decoded_rows(spec, rows, columns, dtype):
     arguments = (tensors["codes"], tensors["codebook"], tensors["scale"], scheme, columns)
     found = torch.full((rows + 1, columns), float("nan"), device="cuda", dtype=dtype)
     with torch.cuda.device("cuda"):
-        cuda.Stored(*arguments).decode(0, found[:rows])
+        cuda.DeviceWeight(*arguments).decode(0, found[:rows])
     assert torch.equal(found[:rows], reference.decode_rotated(*arguments).to(dtype))
     assert found[rows:].isnan().all()  # nothing beyond the last row
 
@@ -121,7 +124,7 @@ def test_rows_that_are_rotated_back(spec, rows, columns, dtype):
     with torch.cuda.device("cuda"):
         for first in range(0, rows, 256):  # some at a time
             part = found[first : min(first + 256, rows)]
-            cuda.Stored(*arguments).restore(first, ops.codes.rotation_of(tensors), part)
+            cuda.DeviceWeight(*arguments).restore(first, rotation_of(tensors), part)
     exact = rotated_back(double_weight(tensors, scheme, columns), tensors, scheme)
     bound = (scheme.streams + 3) * 2**-11 + torch.finfo(dtype).eps / 2
     assert (found[:rows] - exact).norm() <= bound * exact.norm()
@@ -136,7 +139,7 @@ def test_extreme_codes(spec, rows, columns, byte):
     arguments = (tensors["codes"], tensors["codebook"], tensors["scale"], scheme, columns)
     found = torch.full((rows, columns), float("nan"), device="cuda")
     with torch.cuda.device("cuda"):
-        cuda.Stored(*arguments).decode(0, found)
+        cuda.DeviceWeight(*arguments).decode(0, found)
     assert torch.equal(found, reference.decode_rotated(*arguments))
 
 
@@ -233,9 +236,8 @@ def test_every_kind_of_plan(name, tokens, rows, columns):
         launch = fused.prepare(plan, scheme, (rows,), columns, x.dtype, 0)
         y = torch.full((tokens + 1, rows), float("nan"), device="cuda", dtype=torch.bfloat16)
         poison()
-        rotation = ops.codes.rotation_of(tensors)
-        given = (tensors["codes"], tensors["codebook"], tensors["scale"], rotation, bias, scheme)
-        fused.run(x, *given, y[:tokens], 0, launch)
+        weight = StoredWeight.of(tensors, scheme, columns)
+        fused.run(x, (weight,), (bias,), (y[:tokens],), 0, launch)
         check(y[:tokens], x, tensors, bias, scheme)
         assert y[tokens:].isnan().all()
 
@@ -270,7 +272,7 @@ def test_layers_that_ran_can_be_copied_and_saved(tmp_path):
 
 def check(y, x, tensors, bias, scheme):
     columns, dtype = x.shape[-1], x.dtype
-    rotation = ops.codes.rotation_of(tensors)
+    rotation = rotation_of(tensors)
     weight = double_weight(tensors, scheme, columns)
     inputs = reference.rotate(x.double(), rotation, scheme, False)
     exact = inputs @ weight.T + (0 if bias is None else bias.double())
@@ -367,8 +369,7 @@ def test_keys_and_values(name, monkeypatch):
         tape, sizes = codes[:, :, part], scale[:, :, part]
         with only_cuda(monkeypatch):
             found = ops.decode_kv(tape, sizes, codebook, scheme, 128)
-        arguments = (tape, codebook, sizes, *[None] * 5, scheme, 128)
-        expected = reference.decode(*arguments)
+        expected = reference.decode_rows(tape, codebook, sizes, scheme, 128)
         assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 

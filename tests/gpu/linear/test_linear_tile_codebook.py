@@ -18,7 +18,7 @@ from hf_vq.codegen.families.linear_tile_codebook import best
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import weight_scheme
-from hf_vq.ops.codes import rotation_of
+from hf_vq.formats.stored_weight import StoredWeight
 from hf_vq.ops.library import linear_problem
 from tests.fixtures.cuda_layers import check, poison, stored
 
@@ -51,8 +51,8 @@ def multiplied(plan, x, tensors, bias, scheme, rows):
     launch = cuda_tiles.prepare(plan, scheme, rows, columns, x.dtype, 0)
     y = torch.full((tokens + 1, rows), float("nan"), device="cuda", dtype=x.dtype)
     poison()
-    given = (tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors))
-    cuda_fused.run(x, *given, bias, scheme, y[:tokens], 0, launch)
+    weight = StoredWeight.of(tensors, scheme, columns)
+    cuda_fused.run(x, (weight,), (bias,), (y[:tokens],), 0, launch)
     assert y[tokens:].isnan().all()
     return y[:tokens]
 

@@ -17,7 +17,6 @@ from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
 from hf_vq.codegen.plan import Scope
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
-from hf_vq.ops.codes import stored_arguments
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.cuda_layers import stored
 
@@ -61,9 +60,10 @@ def plans(scheme, in_features, tokens):
 
 def check(y, x, tensors, scheme):
     """The error is at most twice that of the same product of rounded numbers in PyTorch."""
-    _, codebook, *_ = stored_arguments(tensors)
     ones = torch.ones_like(tensors["scale"])
-    rows = reference.decode_rotated(tensors["codes"], codebook, ones, scheme, x.shape[-1]).double()
+    rows = reference.decode_rotated(
+        tensors["codes"], tensors["codebook"], ones, scheme, x.shape[-1]
+    ).double()
     grouped = rows.unflatten(-1, (ones.shape[-1], -1))
     weight = (grouped * tensors["scale"].double()[..., None]).flatten(-2)
     exact = x.double() @ weight.T

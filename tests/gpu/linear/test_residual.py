@@ -19,9 +19,9 @@ from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQBackendError, VQFormatError
 from hf_vq.formats import weight_scheme
+from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.nn import residual_offload
 from hf_vq.nn.replace import vq_modules
-from hf_vq.ops.codes import rotation_of, stored_arguments
 from hf_vq.ops.library import linear_problem
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.cuda_layers import poison, stored
@@ -110,8 +110,8 @@ def test_every_kind_of_plan(name, tokens, rows):
         launch = fused.prepare(plan, scheme, (rows,), columns, x.dtype, 0)
         y = torch.full((tokens + 1, rows), float("nan"), device="cuda", dtype=torch.bfloat16)
         poison()
-        given = (tensors["codes"], tensors["codebook_2"], tensors["scale"], rotation_of(tensors))
-        fused.run(x, *given, None, scheme, y[:tokens], 0, launch, second=tensors["codes_2"])
+        weight = StoredWeight.of(tensors, scheme, columns)
+        fused.run(x, (weight,), (None,), (y[:tokens],), 0, launch)
         check(y[:tokens], x, tensors, None, scheme)
         assert y[tokens:].isnan().all()
 
@@ -167,7 +167,7 @@ def test_passes_that_add_up(stages, tokens):
     x = torch.randn(tokens, 1152, device="cuda", dtype=torch.float16)
     assert runs(x, scheme, 130) == "two_passes.linear"
     y = ops.linear(x, tensors, None, scheme)
-    exact = x.double() @ reference.decode(*stored_arguments(tensors), scheme, 1152).double().T
+    exact = x.double() @ reference.decode(StoredWeight.of(tensors, scheme, 1152)).double().T
     # Each pass rounds x, its weight and its sums.
     assert (y - exact).norm() <= 8 * torch.finfo(torch.float16).eps * exact.norm()
 

@@ -12,6 +12,7 @@ import torch
 
 from hf_vq import dispatch, ops
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
+from hf_vq.formats.stored_weight import rotation_of
 from hf_vq.ops.library import linear_problem
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.random_weights import random_tensors
@@ -79,7 +80,7 @@ def check(y, x, tensors, bias, scheme):
 
     And float32 sums, in whatever order: roundings of n additions add up like a random walk.
     """
-    rotation = ops.codes.rotation_of(tensors)
+    rotation = rotation_of(tensors)
     keys = ("codes", "codebook", "scale")
     decode = reference.decode_rotated
     if scheme.two_passes:

@@ -14,6 +14,7 @@ from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQFormatError
 from hf_vq.formats.published import VptqLayout
 from hf_vq.ops.library import linear_problem
+from hf_vq.ops.published import PublishedWeight
 from tests.fixtures.cuda_layers import poison
 
 pytestmark = [
@@ -102,8 +103,8 @@ def test_many_tokens_and_decoded_rows(case, monkeypatch):
     rows, layout = WHOLE[case]
     tensors, columns = layer(layout, rows)
     weight = exact_weight(tensors, layout, rows, columns)
-    none = torch.empty(0, columns, device="cuda")
-    stored = cuda_vptq.Stored(none, tensors, None, layout, rows)
+    given = PublishedWeight(tensors, layout, rows, columns)
+    stored = cuda_vptq.DeviceWeight(given, None, tensors["codes"].device)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         out = torch.full((rows, columns), float("nan"), device="cuda", dtype=dtype)
         cuda_vptq.decode_rows(stored, cuda_vptq.places(stored), 0, out)
@@ -125,8 +126,8 @@ def test_every_plan(case, tokens):
     tensors, columns = layer(layout, rows)
     weight = exact_weight(tensors, layout, rows, columns)
     asked = VptqProblem(layout, tokens, rows, Dtype.FLOAT16, device_arch(0))
-    none = torch.empty(0, columns, device="cuda")
-    stored = cuda_vptq.Stored(none, tensors, None, layout, rows)
+    given = PublishedWeight(tensors, layout, rows, columns)
+    stored = cuda_vptq.DeviceWeight(given, None, tensors["codes"].device)
     for plan in best(asked):
         x = torch.randn(tokens - 1, columns, device="cuda").half()
         y = torch.full((tokens, rows), float("nan"), device="cuda").half()

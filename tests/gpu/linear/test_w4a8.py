@@ -20,6 +20,7 @@ from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import linear_scheme, pack_bits
 from hf_vq.formats.qoq import encode
+from hf_vq.formats.stored_weight import W4A8Weight
 from hf_vq.ops import w4a8
 from hf_vq.ops.library import linear_problem
 from tests.fixtures.cuda_layers import natural, poison
@@ -49,8 +50,7 @@ def inputs(tokens, columns, dtype):
 
 
 def exact(x, tensors, bias, name):
-    stored = tensors["codes"], tensors["scale"], tensors["zero"], tensors.get("step")
-    return w4a8.reference(x, *stored, bias, linear_scheme(name))
+    return w4a8.reference(x, W4A8Weight.of(tensors, linear_scheme(name), x.shape[-1]), bias)
 
 
 def row_of(x, name, rows):
@@ -107,8 +107,8 @@ def by_plan(plan, x, tensors, bias, name):
     y = torch.full((tokens + 1, rows), float("nan"), device="cuda", dtype=x.dtype)
     poison()
     launch = cuda_w4a8.prepare(plan, x.shape[-1], 0)
-    stored = tensors["codes"], tensors["scale"], tensors["zero"], tensors.get("step")
-    cuda_w4a8.run(launch, x, *stored, bias, linear_scheme(name), y[:tokens])
+    weight = W4A8Weight.of(tensors, linear_scheme(name), x.shape[-1])
+    cuda_w4a8.run(launch, x, weight, bias, y[:tokens])
     assert y[tokens:].isnan().all()
     return y[:tokens]
 

@@ -18,7 +18,7 @@ from hf_vq.formats import linear_scheme
 from hf_vq.formats.qoq import encode
 from hf_vq.hf import VQConfig
 from hf_vq.nn import W4A8Linear
-from hf_vq.nn.lazy_activation import Deferred, Gated, Norm
+from hf_vq.nn.lazy_activation import Gated, LazyActivation, Norm
 from hf_vq.ops import fused_inputs, w4a8
 from tests.fixtures.cuda_layers import natural, poison
 
@@ -133,7 +133,7 @@ def test_products_of_rounded_inputs_have_the_same_bits(name, tokens):
     columns, dtype = 2080, torch.bfloat16
     gate, up = (torch.randn(tokens, columns, device="cuda").to(dtype) for _ in range(2))
     plain = fused_inputs.gated(gate, up)
-    later = Deferred(Gated(gate[None], up[None]))
+    later = LazyActivation(Gated(gate[None], up[None]))
     poison()
     for rows in (4096, 37, 1024, 256):
         tensors = layer(name, rows, columns)
@@ -157,7 +157,7 @@ def test_inputs_and_weights_that_were_just_written(tokens):
         for key, tensor in tensors.items():
             tensor.copy_(others[turn % 3][key])
         h = x * (turn + 1)
-        later = Deferred(Norm(h, weight, 1e-6))
+        later = LazyActivation(Norm(h, weight, 1e-6))
         found = [later.times(each, None, name) for each in (tensors, others[0], tensors)]
         floats = fused_inputs.rms_norm(h, weight, 1e-6)
         torch.cuda.synchronize()
@@ -172,10 +172,10 @@ def test_in_a_graph(tokens):
     name = "qoq-w4a8-g128"
     tensors = layer(name, 512, 1024)
     gate, up = (torch.randn(tokens, 1024, device="cuda").bfloat16() for _ in range(2))
-    Deferred(Gated(gate, up)).times(tensors, None, name)  # compiles, which no graph holds
+    LazyActivation(Gated(gate, up)).times(tensors, None, name)  # compiles, which no graph holds
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = Deferred(Gated(gate, up)).times(tensors, None, name)
+        y = LazyActivation(Gated(gate, up)).times(tensors, None, name)
     y.fill_(float("nan"))
     gate.copy_(torch.randn_like(gate))
     graph.replay()
@@ -191,7 +191,7 @@ class Several(torch.nn.Module):
             W4A8Linear(1024, rows, False, linear_scheme(name)) for rows in (512, 128, 128)
         )
         for one in self.each:
-            one.hold(layer(name, one.out_features, 1024), None)
+            one.assign(layer(name, one.out_features, 1024), None)
 
     def forward(self, x):
         return [one(x) for one in self.each]

@@ -101,9 +101,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
 
     monkeypatch.setattr(dispatch, "select", recording)
     yield chosen
-    assert {"attention", "append"} <= {op for op, _ in chosen} or any(
-        op == "attention_static" for op, _ in chosen
-    )
+    assert {"kv_attention", "kv_append"} <= {op for op, _ in chosen}
     assert not [row for row in chosen if row[1] == "reference"], chosen
 
 
@@ -285,7 +283,7 @@ def test_compiled(name: str, scheme: str, rows: set[tuple[str, str]]) -> None:
     fullgraph = CompileConfig(fullgraph=True)
     out = generate(pair, ids, mask, cache, compile_config=fullgraph).cpu()
     assert cache.is_compileable and set(cache.fallbacks.values()) == {0}
-    assert {"attention_static", "store"} <= {op for op, _ in rows}
+    assert {("kv_attention", "cuda.vq_attention"), ("kv_append", "cuda.vq_store")} <= rows
     found, allowed = regret(pair, out, mask, PROMPT, **options)
     assert found <= allowed
 
@@ -300,9 +298,9 @@ def test_explain_names_the_kernels(scheme: str, rows: set[tuple[str, str]]) -> N
     assert {(row.problem.op, row.kernel) for row in explained} == rows
     many = {row.problem.op: row for row in explain(pair.gpu, cache=cache, tokens=256)}
     one = {row.problem.op: row for row in explained}
-    assert one["attention"].kernel != many["attention"].kernel
-    reasons = {v.entry.name: v.reason for v in many["attention"].verdicts}
-    assert "queries" in reasons[one["attention"].kernel]
+    assert one["kv_attention"].kernel != many["kv_attention"].kernel
+    reasons = {v.entry.name: v.reason for v in many["kv_attention"].verdicts}
+    assert "queries" in reasons[one["kv_attention"].kernel]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from benchmarks.tables import pages as tables
 from hf_vq.errors import VQBackendError
 from hf_vq.evaluation.record import make_record
 from hf_vq.formats.catalog import kv_scheme
-from hf_vq.ops.attention import attention
+from hf_vq.ops import kv_attention
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -26,16 +26,20 @@ def test_without_a_gpu_it_says_so(suite):
 @pytest.mark.parametrize("name", cuda_attention.SCHEMES)
 def test_a_cache_of_any_length(name, context):
     cached = coded_cache(name, 2, 3, context, torch.bfloat16, "cpu")
-    assert (cached.length, cached.fresh, cached.coded) == (context, 1, max(context - 64, 0))
+    assert (cached.max_seqlen, cached.num_new, cached.num_coded) == (
+        context,
+        1,
+        max(context - 64, 0),
+    )
     query = torch.randn(3, 4, 1, HEAD_DIM).bfloat16()
     other = copy_of(cached)
-    assert other.tail_k.data_ptr() != cached.tail_k.data_ptr()
-    first, second = (attention(query, c, scaling=0.1) for c in (cached, other))
+    assert other.key.recent.data_ptr() != cached.key.recent.data_ptr()
+    first, second = (kv_attention(query, c, softmax_scale=0.1) for c in (cached, other))
     assert torch.equal(first, second) and first.isfinite().all()
     scheme = kv_scheme(name)
     per_token = HEAD_DIM * (scheme.key.bits(HEAD_DIM) + scheme.value.bits(HEAD_DIM)) / 8
     floats = min(context, 64 + 4)
-    books = (cached.codebook_k.nbytes + cached.codebook_v.nbytes) * (context > floats)
+    books = (cached.key.codebook.nbytes + cached.value.codebook.nbytes) * (context > floats)
     rows = 3 * 2 * (floats * 2 * HEAD_DIM * 2 + (context - floats) * per_token)
     assert bytes_read(cached) == rows + books
 

@@ -89,7 +89,7 @@ def test_a_list_of_names(model):
     assert [layer.scheme for layer in cache.layers] == [KV_SCHEMES["u2"], KV_SCHEMES["k4v2"]]
     assert "one scheme for each of 2 layers" in repr(cache)
     names = {layer: row.problem.key_scheme for row in hf_vq.explain(model, cache=cache)
-             for layer in row.layers if row.problem.op == "attention"}  # fmt: skip
+             for layer in row.layers if row.problem.op == "kv_attention"}  # fmt: skip
     assert names["cache.layers.0"] != names["cache.layers.1"]
 
 

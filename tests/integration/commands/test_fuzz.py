@@ -89,14 +89,16 @@ def test_random_caches_find_nothing(tmp_path):
 
 @pytest.mark.parametrize("defect", ["rows stay", "codes of the token before", "short tail"])
 def test_random_caches_find_a_defect(tmp_path, monkeypatch, defect):
-    from hf_vq.cache.kv_side import Store
+    from hf_vq.cache import layer
     from hf_vq.cache.layer import VQCacheLayer
 
-    encode = Store.encode
+    append = layer.kv_append
     if defect == "rows stay":
         monkeypatch.setattr(VQCacheLayer, "reorder_cache", lambda self, beam_idx: None)
     elif defect == "codes of the token before":
-        monkeypatch.setattr(Store, "encode", lambda self, rows: encode(self, rows.roll(1, 2)))
+        monkeypatch.setattr(
+            layer, "kv_append", lambda k, v, *given: append(k.roll(1, 2), v.roll(1, 2), *given)
+        )
     else:
         tail_length = property(lambda self: self.window // 2, lambda self, value: None)
         monkeypatch.setattr(VQCacheLayer, "tail_length", tail_length, raising=False)

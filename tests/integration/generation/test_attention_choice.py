@@ -188,7 +188,7 @@ def test_other_implementations_are_asked_themselves() -> None:
         model.set_attn_implementation("mine")
         cache = VQCache(model.config, window=8)
         assert torch.equal(greedy(model, ids, cache), wanted)
-    assert "VQHandle" in seen and min(cache.fallbacks.values()) > 0
+    assert "LazyKV" in seen and min(cache.fallbacks.values()) > 0
 
     def my_sdpa(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         seen.append(type(key).__name__)
@@ -198,7 +198,7 @@ def test_other_implementations_are_asked_themselves() -> None:
         model.set_attn_implementation("sdpa")
         seen.clear()
         assert torch.equal(greedy(model, ids, VQCache(model.config, window=8)), wanted)
-    assert "VQHandle" in seen
+    assert "LazyKV" in seen
 
 
 def test_other_caches_and_no_cache_are_as_before() -> None:
@@ -309,7 +309,7 @@ def test_functions_that_somebody_put_in_place_are_called(monkeypatch: pytest.Mon
         calls.clear()
         cache = VQCache(model.config, window=8)
         assert torch.equal(greedy(model, ids, cache), wanted)
-        assert calls.count("VQHandle") == 2 * 7 and min(cache.fallbacks.values()) > 0
+        assert calls.count("LazyKV") == 2 * 7 and min(cache.fallbacks.values()) > 0
 
 
 @pytest.mark.parametrize("name", ["stablelm", "nemotron"])

@@ -21,10 +21,10 @@ def test_an_empty_cache_and_one_with_tokens(monkeypatch):
     row, *others = explain(model, cache=cache)
     assert row.layers == ("cache.layers.0", "cache.layers.1")
     assert row.problem[:8] == ("cpu", "float32", key, value, 1, 1, 16, 16)
-    assert isinstance(row.problem, dispatch.AttentionProblem)
-    appended = {each.problem.scheme: each.problem for each in others}
+    assert isinstance(row.problem, dispatch.KVAttentionProblem)
+    appended = {each.problem.key_scheme: each.problem for each in others}
     assert set(appended) == {key, value}
-    assert appended[key].rows == 2  # one of each of the two heads
+    assert appended[key].num_new == 1
 
     chosen = set()
     asks = {name: getattr(dispatch, name) for name in ("select", "bind")}
@@ -39,7 +39,7 @@ def test_an_empty_cache_and_one_with_tokens(monkeypatch):
         model(torch.randint(3, 96, (1, 1)), past_key_values=cache)
         monkeypatch.undo()
     asked = {row.problem for row in explain(model, cache=cache)}
-    assert asked == {problem for problem in chosen if problem.op in ("attention", "append")}
+    assert asked == {problem for problem in chosen if problem.op in ("kv_attention", "kv_append")}
     assert re.search(r"attention +32 x 16", str(explain(model, cache=cache)))
 
 
@@ -53,6 +53,6 @@ def test_layers_that_are_not_coded_ask_nothing():
     sizes = {
         row.problem.length: row.layers
         for row in explain(model, cache=long)
-        if row.problem.op == "attention"
+        if row.problem.op == "kv_attention"
     }
     assert sizes == {1: ("cache.layers.0",), 1024: ("cache.layers.1",)}

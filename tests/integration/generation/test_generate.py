@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from hf_vq.cache import VQCache, VQHandle, codebooks
+from hf_vq.cache import LazyKV, VQCache, codebooks
 from hf_vq.cache.kv_side import key_mean
 from hf_vq.cache.layer import SLACK
 from hf_vq.errors import VQCacheError
@@ -391,4 +391,4 @@ def test_the_embedded_model(tinybooks: Path, root: Path, dtype: torch.dtype) -> 
         assert torch.equal(logits[0][:, :100], logits[1][:, :100])
         error[scheme] = (exact.exp() * (exact - coded)).sum(-1).mean().item()
     assert 0 < error["u4"] < error["u2"] < 0.2
-    assert isinstance(caches[1].layers[0].keys, VQHandle)
+    assert isinstance(caches[1].layers[0].keys, LazyKV)

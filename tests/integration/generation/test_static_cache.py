@@ -88,7 +88,7 @@ def test_by_hand_and_several_tokens_at_once(counters: dict[str, int]) -> None:
             wanted = model(part, past_key_values=grown).logits
             found = forward(part, past_key_values=static).logits
             assert (found - wanted).abs().max() < 1e-3
-    assert static.get_seq_length() == 32 and int(static.layers[0].static.length) == 32
+    assert static.get_seq_length() == 32 and int(static.layers[0].static.cache_seqlens) == 32
     assert counters["unique_graphs"] <= 3
     with pytest.raises(Exception, match="run the prompt without"), torch.no_grad():
         forward(ids[:, :2], past_key_values=static_cache(model))

@@ -13,7 +13,7 @@ from hf_vq.errors import VQBackendError
 from hf_vq.hf import VQConfig
 from hf_vq.hf.fused_activations import fuse_inputs, separate_inputs
 from hf_vq.nn import W4A8Linear
-from hf_vq.nn.lazy_activation import Deferred, Gated, Norm
+from hf_vq.nn.lazy_activation import Gated, LazyActivation, Norm
 from hf_vq.ops import w4a8
 from hf_vq.ops.fused_inputs import fused_inputs
 from tests.fixtures.tiny_models import CONFIGS, save_tiny, tokens
@@ -263,14 +263,14 @@ def test_compiled_as_before(dense):
 @torch.no_grad()
 def test_a_deferred_tensor_is_a_tensor():
     x, weight = torch.randn(3, 64), torch.randn(64)
-    later = Deferred(Norm(x, weight, 1e-6))
+    later = LazyActivation(Norm(x, weight, 1e-6))
     plain = later.source.floats()
     assert later.shape == (3, 64) and later.dtype == x.dtype and "Norm" in repr(later)
     assert torch.equal(later.to(torch.float64), plain.double())
     assert torch.equal(later[1], plain[1]) and torch.equal(x + later, x + plain)
     assert torch.equal(pickle.loads(pickle.dumps(later)), plain)
     assert torch.equal(copy.deepcopy(later), plain)
-    gated = Deferred(Gated(x, x + 1))
+    gated = LazyActivation(Gated(x, x + 1))
     assert torch.equal(gated.float(), torch.nn.functional.silu(x) * (x + 1))
 
 
@@ -287,7 +287,7 @@ def test_a_deferred_tensor_is_a_tensor():
     ],
 )
 def test_memory_of_a_deferred_tensor_is_that_of_floats(read):
-    later = Deferred(Norm(torch.randn(3, 64), torch.randn(64), 1e-6))
+    later = LazyActivation(Norm(torch.randn(3, 64), torch.randn(64), 1e-6))
     assert read(later) == read(later.source.floats())
     assert later.data_ptr() == later.floats().data_ptr() != 0
 
@@ -295,7 +295,7 @@ def test_memory_of_a_deferred_tensor_is_that_of_floats(read):
 @torch.no_grad()
 def test_a_deferred_tensor_is_contiguous():
     x, weight = torch.randn(4, 3, 64).transpose(0, 1), torch.randn(64)
-    later, layer = Deferred(Norm(x, weight, 1e-6)), torch.nn.Linear(64, 8)
+    later, layer = LazyActivation(Norm(x, weight, 1e-6)), torch.nn.Linear(64, 8)
     plain = later.source.floats()
     assert later.is_contiguous() and not plain.is_contiguous()
     assert torch.equal(later.contiguous().view(-1, 64), plain.reshape(-1, 64))
@@ -305,7 +305,7 @@ def test_a_deferred_tensor_is_contiguous():
 @torch.no_grad()
 def test_inputs_that_change_before_anybody_reads_are_refused():
     x = torch.randn(3, 64)
-    later = Deferred(Norm(x, torch.ones(64), 1e-6))
+    later = LazyActivation(Norm(x, torch.ones(64), 1e-6))
     x.add_(1)
     with pytest.raises(VQBackendError, match="HF_VQ_FUSED_INPUTS=0"):
         later + 1
@@ -315,10 +315,10 @@ def test_inputs_that_change_before_anybody_reads_are_refused():
 def test_kernels_that_round_for_themselves_get_floats(dense, monkeypatch):
     model, x = load(dense), torch.randn(1, 3, 64).bfloat16()
     norm = model.model.layers[0].input_layernorm
-    assert type(norm(x)) is Deferred
+    assert type(norm(x)) is LazyActivation
     monkeypatch.delenv("HF_VQ_BACKEND")
     fused = fused_inputs(x, "qoq-w4a8-g32", 64) is not None
-    assert type(norm(x)) is (Deferred if fused else torch.Tensor)
+    assert type(norm(x)) is (LazyActivation if fused else torch.Tensor)
 
 
 def test_explain_says_what_it_said(dense):
@@ -348,7 +348,7 @@ def test_a_norm_of_another_dtype_is_left_alone(dense, monkeypatch):
 @torch.no_grad()
 def test_a_weight_that_kernels_cannot_read_is_left_to_the_norm(dense):
     norm, x = load(dense).model.layers[0].input_layernorm, torch.randn(1, 3, 64).bfloat16()
-    assert type(norm(x)) is Deferred
+    assert type(norm(x)) is LazyActivation
     norm.weight = torch.nn.Parameter(norm.weight[:1].clone())
     assert type(norm(x)) is torch.Tensor
     norm.weight = torch.nn.Parameter(torch.ones(64, dtype=x.dtype, device="meta"))

@@ -85,12 +85,12 @@ def test_every_layout(has_gate, has_bias, is_transposed, is_concatenated, has_po
         fitted = [
             fit_weight(m, SCHEME, search="norm").tensors for m in module.matrices(name, dense)
         ]
-        for attribute, tensor in module.accept(name, fitted).items():
+        for attribute, tensor in module.begin_load(name, fitted).items():
             assert tensor.shape == module.specs[attribute].shape
             setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))
     for attribute in module.shared_names():
         module._buffers[attribute] = torch.empty(0)
-    module.fill(packaged([module], seed=0))
+    module.set_shared(packaged([module], seed=0))
     for name in module.weights():
         getattr(kept, name).data.copy_(module.decoded(name))
     x = torch.randn(5, HIDDEN)

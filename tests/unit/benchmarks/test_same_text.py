@@ -29,13 +29,13 @@ def test_a_wrong_head_is_seen(head, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(same_text, "NEW", 8)
 
-    def attend(query, *arguments):
-        out = attention(query, *arguments)
+    def attend(query, view, *options):
+        out = attention(query, view, *options)
         if head != "right":
             out[:, 1] = out[:, 0] if head == "wrong" else torch.nan
         return out
 
-    changed = dispatch.Entry("test.attention", "attention", dispatch.Implementation(attend))
+    changed = dispatch.Entry("test.attention", "kv_attention", dispatch.Implementation(attend))
     with dispatch.preferred(changed):
         _, results = serve.run(pairs=("dense/u4",), requests=(3,), prompt=4, new=2)
     apart = results["rows"][0]["text"]["largest_difference"]
@@ -43,7 +43,7 @@ def test_a_wrong_head_is_seen(head, monkeypatch):
 
 
 def test_the_table_is_as_before():
-    before = dispatch.entries("attention")
+    before = dispatch.entries("kv_attention")
     with same_text.plain_attention():
-        assert dispatch.entries("attention")[0].name == "plain.attention"
-    assert dispatch.entries("attention") == before
+        assert dispatch.entries("kv_attention")[0].name == "plain.attention"
+    assert dispatch.entries("kv_attention") == before

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from hf_vq.cache import VQCache, VQHandle, attend
+from hf_vq.cache import LazyKV, VQCache, attend
 
 Tokens = Callable[..., tuple[Tensor, Tensor]]
 Feed = Callable[..., Any]
@@ -60,7 +60,7 @@ def test_nothing_stored_has_a_graph(config: LlamaConfig, tokens: Tokens, feed: F
     cache = VQCache(config, window=4)
     assert feed(cache, states, 0, 20)[0].requires_grad
     key, value = feed(cache, states, 20, 30)
-    assert not isinstance(key, VQHandle) and not any(x.requires_grad for x in stored(cache))
+    assert not isinstance(key, LazyKV) and not any(x.requires_grad for x in stored(cache))
     (key.sum() + 2 * value.sum()).backward()
     for x, slope in zip(states, (1, 2), strict=True):
         assert x.grad[:, :, :20].abs().max() == 0 and (x.grad[:, :, 20:] == slope).all()

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from hf_vq.cache import VQCache, VQHandle, attend
+from hf_vq.cache import LazyKV, VQCache, attend
 from hf_vq.errors import VQCacheError, VQSchemeError
 from hf_vq.formats.catalog import KV_SCHEMES, KVScheme
 from hf_vq.formats.scheme import VQScheme
@@ -43,8 +43,8 @@ def test_what_is_kept(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
     first = feed(cache, (keys, values), 0, 40)
     assert first[0].data_ptr() == keys.data_ptr()  # the first chunk attends to its own floats
     key, value = feed(cache, (keys, values), 40, 70)
-    assert isinstance(key, VQHandle) and key.shape == keys.shape and key.dtype == keys.dtype
-    assert isinstance(value, VQHandle) and value.device == values.device
+    assert isinstance(key, LazyKV) and key.shape == keys.shape and key.dtype == keys.dtype
+    assert isinstance(value, LazyKV) and value.device == values.device
 
     layer = cache.layers[0]
     assert (layer.length, layer.coded) == (70, 62) and layer.tail_start <= layer.coded
@@ -374,7 +374,7 @@ def test_handle_follows_repeat_kv(config: LlamaConfig, tokens: Tokens, feed: Fee
     expanded = [
         x[:, :, None, :, :].expand(2, 2, 3, 40, 16).reshape(2, 6, 40, 16) for x in (key, value)
     ]
-    assert all(isinstance(x, VQHandle) for x in expanded) and cache.fallbacks == {0: 0, 1: 0}
+    assert all(isinstance(x, LazyKV) for x in expanded) and cache.fallbacks == {0: 0, 1: 0}
     query = torch.randn(2, 6, 10, 16)
     mask = torch.ones(10, 40, dtype=torch.bool).tril(30)[None, None]
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -407,7 +407,7 @@ def test_strict(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
     key, _ = feed(cache, states, 29, 30)
     with pytest.raises(VQCacheError, match="layer 1 of the cache would be decoded"):
         key @ torch.randn(16, 1)
-    assert "VQHandle" in repr(key)
+    assert "LazyKV" in repr(key)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_vq.cache.codebooks import universal
+from hf_vq.cache.lazy_kv import decoded
 from hf_vq.formats.catalog import KV_SCHEMES
-from hf_vq.ops import decode_kv, encode_kv
-from hf_vq.ops.attention import attention
+from hf_vq.ops import decode_kv, encode_kv, kv_attention
 from hf_vq.ops.layout import BLOCK, ROWS
 from hf_vq.serving.batch import Batch
 from hf_vq.serving.pages import LayerPages, PageFormat
@@ -72,8 +72,8 @@ def test_a_group_reads_what_its_requests_wrote(name, tokens, layouts):
         for row, request in enumerate(group.requests):
             k, v = held[names[request.first]]
             wanted = coded(k, scheme.key, key_mean), coded(v, scheme.value, None)
-            for side, expected in zip("kv", wanted, strict=True):
-                found = cached.dense(side, 0)[row : row + 1, :, group.length - request.length :]
+            for which, expected in zip(("key", "value"), wanted, strict=True):
+                found = decoded(cached, which)[row : row + 1, :, group.length - request.length :]
                 assert found.shape == expected.shape
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
             seen += request.new
@@ -92,7 +92,7 @@ def test_attention_of_a_group_is_that_of_each_request(tokens):
     for group in groups:
         cached = layer.read(group, query)
         asked = query[0][:, group.rows].transpose(0, 1)
-        out = attention(asked, cached, scaling=0.2, mask=group.mask)
+        out = kv_attention(asked, cached, softmax_scale=0.2, mask=group.mask)
         for row, request in enumerate(group.requests):
             k, v = held["abc"[batch.requests.index(request)]]
             k = coded(k, scheme.key, layer.mean).repeat_interleave(2, 1)

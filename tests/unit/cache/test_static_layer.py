@@ -18,8 +18,9 @@ from hf_vq.cache.layer import SLACK
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.tensors import kv_codebook_spec
+from hf_vq.ops import KVCacheView, kv_append, kv_attention
+from hf_vq.ops.kv import flatten
 from hf_vq.ops.layout import to_rows
-from hf_vq.ops.static import StaticKV, attention_static, store
 
 Tokens = Callable[..., tuple[Tensor, Tensor]]
 Feed = Callable[..., Any]
@@ -50,7 +51,7 @@ def mask_for(start: list[int] | None, length: int, queries: int, columns: int) -
 def same_state(grown: VQCache, static: VQCache) -> None:
     """All codes, floats that will be read and means are equal, bit by bit."""
     for a, b in zip(grown.coded_layers, static.coded_layers, strict=True):
-        assert isinstance(b, VQStaticLayer) and a.length == b.length == int(b.static.length)
+        assert isinstance(b, VQStaticLayer) and a.length == b.length == int(b.static.cache_seqlens)
         coded = max(a.length - a.window, 0)
         for x, y in ((a.k, b.k), (a.v, b.v)):
             assert torch.equal(x.codes.rows()[:, :, :coded], y.codes.rows()[:, :, :coded])
@@ -59,28 +60,28 @@ def same_state(grown: VQCache, static: VQCache) -> None:
             assert torch.equal(x.tail.view()[:, :, -near:], y.tail.view()[:, :, -near:])
             assert torch.equal(x.sinks, y.sinks)
             assert x.mean is None or torch.equal(x.mean, y.mean)
-        kept = b.static.frozen
+        kept = b.static.key_mean_known
         assert kept is None or kept[:, 0].tolist() == [*a._frozen] * (len(kept) // len(a._frozen))
 
 
 def poison(layer: VQStaticLayer) -> None:
     """Put into the memory what must not be read."""
     static = layer.static
-    for tensor in (static.k_codes, static.v_codes):
+    for tensor in (static.key.codes, static.value.codes):
         tensor.random_(256)
-    for tensor in (static.k_scale, static.v_scale, static.tail_k, static.tail_v):
+    for tensor in (static.key.scale, static.value.scale, static.key.recent, static.value.recent):
         tensor.fill_(torch.nan)
 
 
 def rows_of(layer: VQStaticLayer, count: int) -> Tensor:
     """Codes of the first keys, as the ops see them."""
     static = layer.static
-    return to_rows(static.k_codes, 0, count, layer.scheme.key.entry_bits, static.key_layout)
+    return to_rows(static.key.codes, 0, count, layer.scheme.key.entry_bits, static.key.layout)
 
 
-def compiled_steps(layer: VQStaticLayer, keys: Tensor, values: Tensor) -> StaticKV:
+def compiled_steps(layer: VQStaticLayer, keys: Tensor, values: Tensor) -> KVCacheView:
     """What a compiled `update` does, without a compiler."""
-    store(keys, values, layer.static)
+    kv_append(keys, values, layer.static)
     layer.stale = True
     return layer.static
 
@@ -123,7 +124,7 @@ def test_ops_do_what_the_growing_layer_does(
         cached = compiled_steps(layer, keys, values)
         mask = mask_for(start, end, new, CAPACITY)
         wanted = attend(query, *handles, mask=mask)
-        found = attention_static(query, cached, scaling=0.25, mask=mask)
+        found = kv_attention(query, cached, softmax_scale=0.25, mask=mask)
         assert wanted is not None and found.dtype == query.dtype
         # Both are float32; each is off by roundings of logits of at most |q| |k| / 4.
         largest = [x.norm(dim=-1).max() for x in (query, states[0], states[1])]
@@ -146,18 +147,19 @@ def test_softcap_sink_logits_and_additive_masks(config: LlamaConfig, tokens: Tok
     query = torch.randn(2, 4, 3, 16)
     bias = torch.randn(1, 4, 3, CAPACITY)
     for options in (
-        {"softcap": 5.0}, {"s_aux": torch.randn(4)}, {"mask": bias},
+        {"softcap": 5.0}, {"sink_logits": torch.randn(4)}, {"mask": bias},
         {"mask": bias[:, :1, :1] > 0}, {"mask": torch.zeros(1, 1, 1, CAPACITY, dtype=torch.bool)},
     ):  # fmt: skip
-        wanted = attend(query, *handles, scaling=0.3, **options)  # type: ignore[arg-type]
-        found = attention_static(query, cached, scaling=0.3, **options)  # type: ignore[arg-type]
+        named = {"s_aux" if name == "sink_logits" else name: x for name, x in options.items()}
+        wanted = attend(query, *handles, scaling=0.3, **named)  # type: ignore[arg-type]
+        found = kv_attention(query, cached, softmax_scale=0.3, **options)  # type: ignore[arg-type]
         assert torch.allclose(found, wanted, atol=1e-5)
     with pytest.raises(VQCacheError, match="mask covers 89"):
-        attention_static(query, cached, scaling=1.0, mask=bias[..., :-1])
+        kv_attention(query, cached, softmax_scale=1.0, mask=bias[..., :-1])
     with pytest.raises(VQCacheError, match="heads"):
-        attention_static(query[:, :3], cached, scaling=1.0)
+        kv_attention(query[:, :3], cached, softmax_scale=1.0)
     with pytest.raises(VQCacheError, match="at most 32"):
-        store(*(x[:, :, :33] for x in states), cached)
+        kv_append(*(x[:, :, :33] for x in states), cached)
 
 
 def test_beyond_the_end_nothing_is_written(config: LlamaConfig, tokens: Tokens) -> None:
@@ -165,9 +167,11 @@ def test_beyond_the_end_nothing_is_written(config: LlamaConfig, tokens: Tokens) 
     states = tokens(24)
     cache.update(*(x[:, :, :19] for x in states), 0)
     layer = cache.layers[0]
-    before = [rows_of(layer, 19).clone(), layer.static.v_scale[:, :, :19].clone()]
+    before = [rows_of(layer, 19).clone(), layer.static.value.scale[:, :, :19].clone()]
     compiled_steps(layer, *(x[:, :, 19:24] for x in states))
-    for was, now in zip(before, (rows_of(layer, 19), layer.static.v_scale[:, :, :19]), strict=True):
+    for was, now in zip(
+        before, (rows_of(layer, 19), layer.static.value.scale[:, :, :19]), strict=True
+    ):
         assert torch.equal(was, now)
     for _ in range(2):
         with pytest.raises(VQCacheError, match=r"stored 24 tokens, max_cache_len=20"):
@@ -184,14 +188,14 @@ def test_opcheck(config: LlamaConfig, tokens: Tokens, learned: bool) -> None:
     static.prompt.start = None if learned else [0, 3]
     static.update(*(x[:, :, :10] for x in states), 0)
     cached = static.layers[0].static
-    for part in (cached.k_scale, cached.v_scale):
+    for part in (cached.key.scale, cached.value.scale):
         part.nan_to_num_()
     fresh = [x[:, :, 10:12].clone() for x in states]
-    torch.library.opcheck(torch.ops.hf_vq.store, (*fresh, *cached))
+    torch.library.opcheck(torch.ops.hf_vq.kv_append, (*fresh, *flatten(cached), None))
     mask = torch.rand(2, 1, 2, CAPACITY) > 0.3
     for extra in ([mask, torch.randn(4)], [None, None]):
-        arguments = (torch.randn(2, 4, 2, 16), *cached[:12], *extra, cached.length, 8, 0.25, 0.0)
-        torch.library.opcheck(torch.ops.hf_vq.attention_static, (*arguments, *cached[15:]))
+        arguments = (torch.randn(2, 4, 2, 16), *flatten(cached), *extra, 0.25, 0.0)
+        torch.library.opcheck(torch.ops.hf_vq.kv_attention, arguments)
 
 
 @pytest.mark.slow
@@ -263,7 +267,9 @@ def test_memory_never_moves(config: LlamaConfig, tokens: Tokens, feed: Feed) -> 
         of = layer.static
         assert all(
             x.data_ptr() == y.data_ptr()
-            for x, y in zip(own, (of.k_codes, of.k_scale, of.sink_k, of.k_mean), strict=True)
+            for x, y in zip(
+                own, (of.key.codes, of.key.scale, of.key.sinks, of.key.mean), strict=True
+            )
         )
         addresses.append([x.data_ptr() for x in layer._tensors()])
         assert all(x._dynamo_static_input_type == "unguarded" for x in layer._tensors())
@@ -271,7 +277,7 @@ def test_memory_never_moves(config: LlamaConfig, tokens: Tokens, feed: Feed) -> 
         assert static.get_seq_length() == 0 and static.get_mask_sizes(5, 0) == (5, 0)
     assert addresses[0] == addresses[1] == addresses[2]
     feed(static, tokens(10, batch=3), 0, 10)  # another shape: other memory
-    assert static.layers[0].static.k_codes.shape[0] == 3
+    assert static.layers[0].static.key.codes.shape[0] == 3
     assert static.get_seq_length() == 10
 
 
@@ -284,7 +290,7 @@ def test_rows_move_together(config: LlamaConfig, tokens: Tokens, feed: Feed) -> 
         cache.reorder_cache(torch.tensor([2, 0, 2]))
         feed(cache, states, 24, 25)
     same_state(grown, static)
-    assert static.layers[0].static.start.tolist() == [20, 0, 20]
+    assert static.layers[0].static.cache_leftpad.tolist() == [20, 0, 20]
     for change in (
         lambda: static.batch_select_indices(torch.tensor([0])),
         lambda: static.batch_repeat_interleave(2),

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_vq.cache.token_buffer import CodeTape
+from hf_vq.cache.token_buffer import CodeBuffer
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops.layout import write_rows
@@ -19,7 +19,7 @@ CASES = [(name, layout) for name in ("u4", "u3", "nomad-u4", "nomad-2") for layo
          ("rows", "planes", "quads")]  # fmt: skip
 
 
-def fresh(tape: CodeTape, count: int, source: torch.Generator) -> tuple[Tensor, Tensor]:
+def fresh(tape: CodeBuffer, count: int, source: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random canonical rows and scales for a tape."""
     batch, heads, _, scales = tape.scale.shape
     rows = torch.randint(0, 256, (batch, heads, count, tape.width), generator=source)
@@ -27,7 +27,7 @@ def fresh(tape: CodeTape, count: int, source: torch.Generator) -> tuple[Tensor, 
     return rows.to(torch.uint8), scale.half()
 
 
-def append(tape: CodeTape, rows: Tensor, scale: Tensor) -> None:
+def append(tape: CodeBuffer, rows: Tensor, scale: Tensor) -> None:
     """What the op `append` does with codes that are already there."""
     at, count = tape.reserve(rows.shape[2]), rows.shape[2]
     write_rows(tape.data, at, rows, tape.bits, tape.layout)
@@ -56,7 +56,7 @@ def test_it_holds_what_a_list_would(
     name, layout = case
     source = torch.Generator().manual_seed(seed)
     scheme = KV_SCHEMES[name].key
-    tape = CodeTape(torch.zeros(2, 1, 1, 16), scheme, layout, capacity)
+    tape = CodeBuffer(torch.zeros(2, 1, 1, 16), scheme, layout, capacity)
     rows, scale = fresh(tape, 0, source)
     for step, count in steps:
         if step == "append":
@@ -86,7 +86,7 @@ def test_it_holds_what_a_list_would(
 @pytest.mark.parametrize("layout", ["rows", "planes"])
 def test_growth_is_bounded(layout: str) -> None:
     source, unit = torch.Generator(), 1 if layout == "rows" else 256
-    tape = CodeTape(torch.zeros(1, 1, 1, 16), KV_SCHEMES["u4"].key, layout)
+    tape = CodeBuffer(torch.zeros(1, 1, 1, 16), KV_SCHEMES["u4"].key, layout)
     moves, address = 0, tape.data.data_ptr()
     for _ in range(3000):
         append(tape, *fresh(tape, 1, source))
@@ -102,7 +102,7 @@ def test_growth_is_bounded(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["rows", "planes"])
 def test_limit(layout: str) -> None:
     source = torch.Generator()
-    tape = CodeTape(torch.zeros(1, 1, 1, 16), KV_SCHEMES["u4"].key, layout, 300, 300)
+    tape = CodeBuffer(torch.zeros(1, 1, 1, 16), KV_SCHEMES["u4"].key, layout, 300, 300)
     append(tape, *fresh(tape, 10, source))
     address = tape.data.data_ptr()
     append(tape, *fresh(tape, 290, source))
@@ -116,7 +116,7 @@ def test_limit(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["rows", "planes", "quads"])
 def test_other_devices_hold_rows(layout: str) -> None:
-    tape = CodeTape(torch.zeros(1, 1, 1, 16), KV_SCHEMES["u4"].key, layout)
+    tape = CodeBuffer(torch.zeros(1, 1, 1, 16), KV_SCHEMES["u4"].key, layout)
     rows, scale = fresh(tape, 300, torch.Generator())
     append(tape, rows, scale)
     tape.drop(7)
@@ -133,7 +133,7 @@ def test_room_behind_the_last_token_is_written(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)  # fills memory that nobody wrote with 255
     try:
-        tape = CodeTape(torch.zeros(2, 1, 1, 16), KV_SCHEMES["u3"].key, "rows", 40)
+        tape = CodeBuffer(torch.zeros(2, 1, 1, 16), KV_SCHEMES["u3"].key, "rows", 40)
         tape.reserve(7)
         assert not tape.data.any() and not tape.scale.any()
     finally:

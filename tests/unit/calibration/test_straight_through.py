@@ -55,7 +55,7 @@ def test_the_gradient_is_that_of_the_entries():
     from hf_vq.calibration.finetune import TunedBlock
     from hf_vq.calibration.resume import CodedBlock
     from hf_vq.calibration.targets import parts_of
-    from hf_vq.ops.codes import rotation_of
+    from hf_vq.formats.stored_weight import rotation_of
     from hf_vq.transforms import rotate
 
     scheme, layer = weight_scheme("vq-2"), torch.nn.Linear(256, 8, bias=False)

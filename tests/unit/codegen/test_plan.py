@@ -91,13 +91,13 @@ def test_arguments_are_those_of_the_source():
 
 def test_arguments_of_a_second_pass():
     """They come first, as members of a base do, and only where a plan has one."""
-    from hf_vq.backends.cuda.linear.arguments import LinearArguments, together
+    from hf_vq.backends.cuda.linear.arguments import LinearArguments, grouped_arguments
 
     assert "struct Arguments : SecondCodes<" in source("linear/linear.cu")
     fields = [name for name, *_ in LinearArguments._fields_]
-    assert [name for name, _ in together(1, False)._fields_] == fields
-    assert [name for name, _ in together(1, True)._fields_] == ["second", *fields]
-    second = together(2, True)._fields_[len(fields) + 1 :]
+    assert [name for name, _ in grouped_arguments(1, False)._fields_] == fields
+    assert [name for name, _ in grouped_arguments(1, True)._fields_] == ["second", *fields]
+    second = grouped_arguments(2, True)._fields_[len(fields) + 1 :]
     assert [name for name, _ in second] == ["second_1", *(f"{name}_1" for name in fields)]
 
 

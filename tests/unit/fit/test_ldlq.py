@@ -8,15 +8,13 @@ import torch
 
 from hf_vq.errors import VQCalibrationError, VQFormatError
 from hf_vq.fit import fit_weight, fixed_tensors
-from hf_vq.fit.assign import Assigner
 from hf_vq.fit.ldlq import Feedback, ldlq_rows
-from hf_vq.fit.rows import encode_rows
-from hf_vq.fit.scale import FACTORS
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
 from hf_vq.formats.packing import pack_bits
 from hf_vq.formats.shared import universal_tensor
+from hf_vq.formats.stored_weight import rotation_of
 from hf_vq.ops import decode_weight
-from hf_vq.ops.codes import rotation_of
+from hf_vq.ops.reference.encode_weight import FACTORS, Assigner, encode_weight
 from hf_vq.transforms import rotate
 
 NAMES = [
@@ -131,7 +129,7 @@ def test_inputs_that_say_nothing_are_plain_rounding(name, search):
     rows = torch.randn(16, 256) * torch.rand(16, 1)
     codebook = universal_tensor(scheme)
     factors = FACTORS if search == "search" else (1.0,)
-    packed, scale = encode_rows(rows, codebook, scheme, factors, search != "norm")
+    packed, scale = encode_weight(rows, codebook, scheme, factors, search != "norm")
     feedback = feedback_of(scheme, 0.37 * torch.eye(256))
     options = {"search": search == "search", "refit": search != "norm"}
     codes, found = ldlq_rows(rows, codebook, scheme, feedback, **options)

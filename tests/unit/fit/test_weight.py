@@ -7,7 +7,6 @@ import torch
 
 from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
 from hf_vq.fit import fit_weight, fixed_tensors
-from hf_vq.fit.assign import Assigner
 from hf_vq.formats import (
     WEIGHT_SCHEMES,
     VQScheme,
@@ -20,6 +19,7 @@ from hf_vq.formats import (
 from hf_vq.formats.shared import second_universal_tensor
 from hf_vq.formats.spec import validate_tensor
 from hf_vq.ops import decode_weight
+from hf_vq.ops.reference.encode_weight import Assigner
 
 # Relative squared error on Gaussian weights with the searched scale, group 128, and the number of
 # weights used here: their mean varies by about 2 / sqrt(weights) of itself.

@@ -107,7 +107,7 @@ def test_frequent_entries_come_first(shape):
 
 def test_what_exists():
     shapes = universal.available()
-    assert shapes == [*((1, bits) for bits in range(1, 9)), (2, 4), (2, 6), (2, 8), (4, 8)]
+    assert shapes == (*((1, bits) for bits in range(1, 9)), (2, 4), (2, 6), (2, 8), (4, 8))
     for size, bits in shapes:
         codebook = universal.universal_codebook(size, bits)
         assert codebook.shape == (2**bits, size)

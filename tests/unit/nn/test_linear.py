@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def layer(scheme=SCHEME, inputs=48, outputs=24, bias=True):
     fitted = fit_weight(weight, scheme)
     for key, tensor in fitted.tensors.items():
         getattr(made, made.attributes[key]).data.copy_(tensor)
-    made.fill({name: universal_tensor(scheme) for name in made.shared_names().values()})
+    made.set_shared({name: universal_tensor(scheme) for name in made.shared_names().values()})
     if bias:
         made.bias.data.normal_()
     return made, weight
@@ -54,6 +55,49 @@ def test_forward_is_the_op():
     y.sum().backward()
     assert x.grad.shape == x.shape and made.bias.grad is not None and made.weight.grad is None
     assert (made.decoded() - weight).square().sum() < 0.02 * weight.square().sum()
+
+
+@torch.no_grad()
+def test_a_bound_kernel_sees_what_becomes_of_the_layer():
+    """Nothing that is written, replaced, cast or copied is computed with as it was."""
+    made, other = layer()[0], layer()[0]
+    x = torch.randn(1, 48)
+
+    def right(module, x=x):
+        expected = ops.linear(x, module.tensors(), module.bias, SCHEME)
+        return torch.equal(module(x), expected)
+
+    before = made(x)
+    assert right(made)
+    made.weight.copy_(made.weight.flip(0))
+    assert right(made) and not torch.equal(made(x), before)
+    made.vq_scale.data = 2 * made.vq_scale.data
+    assert right(made)
+    made.load_state_dict(other.state_dict())
+    assert right(made) and torch.equal(made(x), other(x))
+    fresh = layer()[0]
+    made.load_state_dict(fresh.state_dict(), assign=True)
+    assert right(made) and torch.equal(made(x), fresh(x))
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(made), torch.load(file, weights_only=False)):
+        assert torch.equal(copied(x), made(x))
+        copied.weight.copy_(other.weight)
+        assert right(copied) and not torch.equal(copied(x), made(x))
+    assert right(made.to(torch.bfloat16), x.bfloat16())
+    made._parameters["weight"] = nn.Parameter(made.weight[:8].clone(), requires_grad=False)
+    for name in ("vq_scale", "bias"):  # a shard of it
+        made._parameters[name] = nn.Parameter(made._parameters[name][:8].clone(), False)
+    assert right(made) and made(x).shape == (1, 8)
+
+
+def test_a_bound_kernel_keeps_no_tensor():
+    made = layer()[0]
+    made(torch.randn(1, 48)), made(torch.randn(50, 48))
+    old = weakref.ref(made.weight)
+    made._parameters["weight"] = nn.Parameter(made.weight.clone(), requires_grad=False)
+    assert old() is None
 
 
 def test_compiled_layers_compare_little_at_every_call():
@@ -97,7 +141,7 @@ def test_compiled_code_of_one_model_is_not_that_of_another():
             assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
         replaced = first.layers[1]
         names = replaced.shared_names().values()
-        replaced.fill({name: 2 * universal_tensor(SCHEME) for name in names})
+        replaced.set_shared({name: 2 * universal_tensor(SCHEME) for name in names})
         assert torch.equal(torch.compile(first, backend="eager")(x), first(x))
 
 

@@ -9,6 +9,7 @@ from hf_vq.errors import VQConfigError
 from hf_vq.formats.published import AqlmLayout, VptqLayout
 from hf_vq.nn.published import PublishedLinear
 from hf_vq.ops import published
+from hf_vq.ops.published import PublishedWeight
 
 LAYOUTS = {
     "vptq": VptqLayout(8, 64, 16, 1, 28, 4, 4, 30, norm=True, perm=True),
@@ -37,7 +38,9 @@ def test_the_reference(name):
     named = {s: tensors[layout.key(s)] for s in layout.suffixes if layout.key(s) in tensors}
     assert torch.equal(weight, layout.decode(named, 18, 32))
     for dtype in (torch.float32, torch.bfloat16):
-        y = published.reference(x.to(dtype), tensors, bias, layout, 18)
+        y = published.reference(
+            x.to(dtype), PublishedWeight(tensors, layout, 18, x.shape[-1]), bias
+        )
         expected = nn.functional.linear(x.to(dtype), weight.to(dtype), bias.to(dtype))
         assert torch.equal(y, expected)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_vq import dispatch, ops, patches
-from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
+from hf_vq import dispatch, patches
+from hf_vq.formats import WEIGHT_SCHEMES, stored_weight, weight_scheme
 from hf_vq.nn import VQLinear
 from hf_vq.ops import horizontal_fusion
 from hf_vq.ops.reference import codes as reference
@@ -21,12 +21,9 @@ def launches():
     """Numbers of rows of every launch of several matrices; reference kernels on the CPU do it."""
     found = []
 
-    def several(x, codes, codebook, scale, rotation, bias, scheme):
-        found.append([len(rows) for rows in codes])
-        return [
-            reference.linear(x, *stored, *[None] * 4, added, scheme)
-            for *stored, added in zip(codes, codebook, scale, rotation, bias, strict=True)
-        ]
+    def several(x, weights, biases):
+        found.append([weight.out_features for weight in weights])
+        return [reference.linear(x, *given) for given in zip(weights, biases, strict=True)]
 
     grouped = dispatch.Implementation(reference.linear, grouped=several)
     with dispatch.preferred(dispatch.Entry("test.linear", "linear", grouped, ("cpu",))):
@@ -41,7 +38,7 @@ def weights(scheme=SCHEME, rows=(48, 16, 16), columns=256):
 
 
 def arguments(tensors, bias=None, scheme=SCHEME):
-    return *ops.codes.stored_arguments(tensors), bias, scheme.spec()
+    return *stored_weight.flat(tensors), bias, scheme.spec()
 
 
 def fused(run, x, *each):

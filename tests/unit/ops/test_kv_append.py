@@ -1,4 +1,4 @@
-"""`hf_vq::append`: what it writes is what `encode` gives, where it belongs and nowhere else."""
+"""`hf_vq::kv_append`: what it writes is what `encode` gives, where it belongs and nowhere else."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv, encode_kv
+from hf_vq.ops import encode_kv
+from hf_vq.ops.kv import flatten
 from hf_vq.ops.layout import BLOCK, block_bytes, to_rows
 from hf_vq.ops.reference import codes as reference
+from tests.fixtures.kv.views import append_kv, one_side
 
 SCHEMES = {
     "u4": KV_SCHEMES["u4"].key,
@@ -102,8 +104,10 @@ def test_opcheck(layout: str) -> None:
         codes, scale = tape(scheme, 2, 16, 1, layout)
         scale = scale.nan_to_num()
         for mean in (torch.randn(2, 2, 1, 16), None):
-            arguments = (torch.randn(2, 2, 3, 16), mean, codebook, codes, scale, 9)
-            torch.library.opcheck(torch.ops.hf_vq.append, (*arguments, scheme.spec(), layout))
+            x = torch.randn(2, 2, 3, 16)
+            view = one_side(x, mean, codebook, codes, scale, 9, scheme.spec(), layout)
+            arguments = (x, x.new_empty(2, 2, 0, 16), *flatten(view), None)
+            torch.library.opcheck(torch.ops.hf_vq.kv_append, arguments)
 
 
 def test_modes() -> None:

@@ -1,4 +1,4 @@
-"""`hf_vq::attention` against attention written out in float64, one query at a time."""
+"""`hf_vq::kv_attention` against attention written out in float64, one query at a time."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_vq.cache.lazy_kv import decoded
 from hf_vq.errors import VQCacheError
-from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops import KVCacheView, kv_attention
+from hf_vq.ops.kv import flatten
 from tests.fixtures.kv.attention_float64 import make, written_out
 from tests.fixtures.kv.layouts import layouts  # noqa: F401
 
 
-def check(query: Tensor, cached: CachedKV, **options: object) -> None:
+def check(query: Tensor, cached: KVCacheView, **options: object) -> None:
     """err(op) <= 2 err(same maths in torch at that dtype) + eps.
 
     eps: the output is rounded once to its dtype, and inside, in float32, a logit of at most
-    scaling |q| |k| is off by one rounding, which moves the output by as much times |v|.
+    softmax_scale |q| |k| is off by one rounding, which moves the output by as much times |v|.
     """
-    options = {"scaling": query.shape[-1] ** -0.5, **options}
-    out = attention(query, cached, **options)  # type: ignore[arg-type]
+    options = {"softmax_scale": query.shape[-1] ** -0.5, **options}
+    out = kv_attention(query, cached, **options)  # type: ignore[arg-type]
     exact = written_out(query, cached, torch.float64, **options)  # type: ignore[arg-type]
     plain = written_out(query, cached, query.dtype, **options)  # type: ignore[arg-type]
     assert out.dtype == query.dtype and out.shape == exact.shape
     allowed = 2 * (plain.double() - exact).abs().max()
     allowed += torch.finfo(query.dtype).eps * exact.abs().max()
-    largest = [x.float().norm(dim=-1).max() for x in (query, cached.tail_k, cached.tail_v)]
-    allowed += torch.finfo(torch.float32).eps * options["scaling"] * math.prod(largest)
+    largest = [
+        x.float().norm(dim=-1).max() for x in (query, cached.key.recent, cached.value.recent)
+    ]
+    allowed += torch.finfo(torch.float32).eps * options["softmax_scale"] * math.prod(largest)
     assert (out.double() - exact).abs().max() <= allowed
 
 
@@ -69,8 +73,8 @@ def test_windows(window: int, sinks: int) -> None:
 def test_softcap_and_sink_logits() -> None:
     cached = make(dim=16, length=30, window=8, fresh=2)
     query = 3 * torch.randn(2, 4, 2, 16)
-    check(query, cached, softcap=5.0, scaling=0.5)
-    check(query, cached, s_aux=torch.randn(4))
+    check(query, cached, softcap=5.0, softmax_scale=0.5)
+    check(query, cached, sink_logits=torch.randn(4))
 
 
 def test_different_dims_of_keys_and_values() -> None:
@@ -88,36 +92,38 @@ def test_masks_and_left_padding() -> None:
     check(query, cached, mask=additive)
     check(query, cached, mask=torch.randn(1, 1, 3, 30))  # a position bias
     mask[0] = False  # a query that sees nothing
-    assert torch.equal(attention(query, cached, mask=mask, scaling=0.2)[0], torch.zeros(2, 3, 16))
+    assert torch.equal(
+        kv_attention(query, cached, mask=mask, softmax_scale=0.2)[0], torch.zeros(2, 3, 16)
+    )
 
 
 def test_longer_mask_is_cut_and_shorter_refused() -> None:
     cached = make(dim=16, length=30, window=8)
     query = torch.randn(2, 2, 1, 16)
     mask = torch.rand(2, 1, 1, 40) > 0.3
-    cut = attention(query, cached, mask=mask[..., :30], scaling=1.0)
-    assert torch.equal(attention(query, cached, mask=mask, scaling=1.0), cut)
+    cut = kv_attention(query, cached, mask=mask[..., :30], softmax_scale=1.0)
+    assert torch.equal(kv_attention(query, cached, mask=mask, softmax_scale=1.0), cut)
     with pytest.raises(VQCacheError, match="mask covers 29"):
-        attention(query, cached, mask=mask[..., :29], scaling=1.0)
+        kv_attention(query, cached, mask=mask[..., :29], softmax_scale=1.0)
     with pytest.raises(VQCacheError, match="heads"):
-        attention(query[:, :1], cached, scaling=1.0)
+        kv_attention(query[:, :1], cached, softmax_scale=1.0)
 
 
 def test_dense_is_what_the_first_query_sees() -> None:
     cached = make(dim=16, length=30, window=8, fresh=1)
     query = torch.randn(2, 2, 1, 16)
-    scores = query @ cached.dense("k", 29).mT / 4
-    plain = scores.softmax(-1) @ cached.dense("v", 29)
-    exact = written_out(query, cached, torch.float64, scaling=0.25)
+    scores = query @ decoded(cached, "key").mT / 4
+    plain = scores.softmax(-1) @ decoded(cached, "value")
+    exact = written_out(query, cached, torch.float64, softmax_scale=0.25)
     assert (plain.double() - exact).abs().max() < 1e-5
 
 
 def test_opcheck() -> None:
     cached = make(dim=16, length=30, window=8, fresh=2, start=[0, 3])
-    scales = {name: getattr(cached, name).nan_to_num() for name in ("k_scale", "v_scale")}
-    cached = cached._replace(**scales)
-    tensors, numbers, names = cached[:12], cached[12:-4], cached[-4:]
+    cached = cached.replace(
+        key_scale=cached.key.scale.nan_to_num(), value_scale=cached.value.scale.nan_to_num()
+    )
     mask = torch.rand(2, 1, 2, 30) > 0.3
     for extra in ([mask, torch.randn(4)], [None, None]):
-        arguments = (torch.randn(2, 4, 2, 16), *tensors, *extra, *numbers, 0.25, 0.0, *names)
-        torch.library.opcheck(torch.ops.hf_vq.attention, arguments)
+        arguments = (torch.randn(2, 4, 2, 16), *flatten(cached), *extra, 0.25, 0.0)
+        torch.library.opcheck(torch.ops.hf_vq.kv_attention, arguments)

@@ -8,14 +8,16 @@ import torch
 from hf_vq.cache.codebooks import universal
 from hf_vq.errors import VQCacheError
 from hf_vq.formats import KV_SCHEMES
-from hf_vq.ops import decode_kv, encode_kv
-from hf_vq.ops.paged import PagedKV, append_paged, attention_paged, through_tables
+from hf_vq.ops import KVCacheView, decode_kv, encode_kv, kv_attention
+from hf_vq.ops.kv import flatten
+from hf_vq.ops.kv_ops import through_tables
+from tests.fixtures.kv.views import append_kv, one_side, view_of
 
 HEADS, DIM, TOKENS, PAGES = 2, 32, 8, 12
 LENGTHS = (0, 1, 8, 29)
 
 
-def filled(name: str) -> tuple[PagedKV, list[torch.Tensor]]:
+def filled(name: str) -> tuple[KVCacheView, list[torch.Tensor]]:
     """Requests of some lengths in pages of any order, and what their codes say: keys and values
     [1, H, length, D] of each. All else are no numbers."""
     scheme, cpu = KV_SCHEMES[name], torch.device("cpu")
@@ -36,15 +38,19 @@ def filled(name: str) -> tuple[PagedKV, list[torch.Tensor]]:
             position = torch.arange(length)
             slots = table[row][position // TOKENS] * TOKENS + position % TOKENS
             x = torch.randn(1, HEADS, length, DIM) + (0 if centre is None else centre)
-            append_paged(x, centre, book, memory, scales, slots, part.spec())
+            append_kv(x, centre, book, memory, scales, 0, part.spec(), "rows", slots)
             codes, scale = encode_kv(x if centre is None else x - centre, book, part)
             rows = decode_kv(codes, scale, book, part, DIM)
             said[row].append(rows if centre is None else rows + centre)
         tensors.append((memory, scales, book))
     (k, k_scale, k_book), (v, v_scale, v_book) = tensors
-    cached = PagedKV(
-        k, k_scale, mean, v, v_scale, k_book, v_book, table.int(), torch.tensor(LENGTHS),
-        max(LENGTHS), scheme.key.spec(), scheme.value.spec(),
+    none = torch.empty(1, HEADS, 0, DIM)
+    cached = view_of(
+        key_codes=k, key_scale=k_scale, key_mean=mean, key_codebook=k_book, key_sinks=none,
+        key_recent=none, key_scheme=scheme.key.spec(), value_codes=v, value_scale=v_scale,
+        value_codebook=v_book, value_sinks=none, value_recent=none,
+        value_scheme=scheme.value.spec(), page_table=table.int(),
+        cache_seqlens=torch.tensor(LENGTHS), max_seqlen=max(LENGTHS),
     )  # fmt: skip
     return cached, said
 
@@ -54,7 +60,7 @@ def filled(name: str) -> tuple[PagedKV, list[torch.Tensor]]:
 def test_rows_attend_to_their_own_tokens(name: str, count: int) -> None:
     cached, said = filled(name)
     query = torch.randn(len(LENGTHS), 2 * HEADS, count, DIM)
-    found = attention_paged(query, cached, scaling=0.2)
+    found = kv_attention(query, cached, softmax_scale=0.2)
     assert not found[0].any()
     for row, length in enumerate(LENGTHS):
         asked = min(count, length)
@@ -70,27 +76,30 @@ def test_rows_attend_to_their_own_tokens(name: str, count: int) -> None:
 
 def test_opcheck() -> None:
     cached, _ = filled("u4")
-    query, scheme = torch.randn(len(LENGTHS), 4, 1, DIM), cached.key_scheme
-    for s_aux in (None, torch.randn(4)):
-        given = (query, *cached[:9], s_aux, cached.longest, 0.2, 5.0, scheme, scheme)
-        torch.library.opcheck(torch.ops.hf_vq.attention_paged.default, given)
-    x, slots = torch.randn(1, HEADS, 3, DIM), torch.tensor([3, 90, 17])
-    given = (x, cached.k_mean, cached.codebook_k, cached.k_codes, cached.k_scale.zero_(), slots)
-    torch.library.opcheck(torch.ops.hf_vq.append_paged.default, (*given, scheme))
+    query, scheme = torch.randn(len(LENGTHS), 4, 1, DIM), cached.key.scheme
+    for sink_logits in (None, torch.randn(4)):
+        given = (query, *flatten(cached), None, sink_logits, 0.2, 5.0)
+        torch.library.opcheck(torch.ops.hf_vq.kv_attention.default, given)
+    x, slots, side = torch.randn(1, HEADS, 3, DIM), torch.tensor([3, 90, 17]), cached.key
+    view = one_side(
+        x, side.mean, side.codebook, side.codes, side.scale.zero_(), 0, scheme, side.layout
+    )
+    given = (x, x.new_empty(1, HEADS, 0, DIM), *flatten(view), slots)
+    torch.library.opcheck(torch.ops.hf_vq.kv_append.default, given)
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
     cached, _ = filled("u4")
     query = torch.randn(len(LENGTHS), 4, 1, DIM)
     for wrong in (
-        cached._replace(table=cached.table[1:]),
-        cached._replace(length=cached.length[1:]),
-        cached._replace(longest=41),
+        cached._replace(page_table=cached.page_table[1:]),
+        cached._replace(cache_seqlens=cached.cache_seqlens[1:]),
+        cached._replace(max_seqlen=41),
     ):
-        with pytest.raises(VQCacheError, match="rows must be as many and pages enough"):
-            attention_paged(query, wrong, scaling=1.0)
-    with pytest.raises(VQCacheError, match="2 heads"):
-        attention_paged(query[:, :3], cached, scaling=1.0)
+        with pytest.raises(VQCacheError, match="rows must be as many, pages enough"):
+            kv_attention(query, wrong, softmax_scale=1.0)
+    with pytest.raises(VQCacheError, match="2 key/value heads"):
+        kv_attention(query[:, :3], cached, softmax_scale=1.0)
 
 
 def test_without_a_kernel_pages_are_copied() -> None:

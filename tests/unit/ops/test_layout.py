@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_vq import dispatch
 from hf_vq.backends.cpu import library
-from hf_vq.dispatch import AttentionProblem
+from hf_vq.dispatch import KVAttentionProblem
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.packing import pack_bits
@@ -136,20 +136,20 @@ def test_the_kernel_that_runs_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     u4, u3 = KV_SCHEMES["u4"].key, KV_SCHEMES["u3"].value
     like = torch.zeros(1, dtype=torch.bfloat16)
     assert layouts_for(u4, u3, 64, 32, like) == ("rows", "rows")
-    seen: list[AttentionProblem] = []
+    seen: list[KVAttentionProblem] = []
 
-    def wanted(problem: AttentionProblem) -> tuple[str, str]:
+    def wanted(problem: KVAttentionProblem) -> tuple[str, str]:
         seen.append(problem)
         return "quads", "planes"
 
-    def small(problem: AttentionProblem) -> str | None:
+    def small(problem: KVAttentionProblem) -> str | None:
         return None if problem.head_dim <= 64 else "head_dim over 64"
 
     blocks = dispatch.Implementation(print, small, layouts=wanted)
-    with dispatch.preferred(dispatch.Entry("test.blocks", "attention", blocks, ("cpu",))):
+    with dispatch.preferred(dispatch.Entry("test.blocks", "kv_attention", blocks, ("cpu",))):
         assert layouts_for(u4, u3, 64, 32, like) == ("quads", "planes")
         specs = u4.spec(), u3.spec()
-        assert seen == [AttentionProblem("cpu", "bfloat16", *specs, 1, 1, 64, 32, "", "")]
+        assert seen == [KVAttentionProblem("cpu", "bfloat16", *specs, 1, 1, 64, 32, "", "")]
         assert layouts_for(u4, u3, 128, 32, like) == ("rows", "rows")
         assert layouts_for(u4, u3, 64, 32, like.to("meta")) == ("rows", "rows")
         with pytest.raises(VQBackendError, match="6 codes of 8 bits"):

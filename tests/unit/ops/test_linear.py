@@ -7,7 +7,7 @@ from hf_vq import ops
 from hf_vq.fit import fit_weight, fixed_tensors
 from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, VQScheme, weight_scheme
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.ops.codes import stored_arguments
+from hf_vq.formats.stored_weight import flat
 from hf_vq.transforms import rotate
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -45,9 +45,9 @@ def test_opcheck(name):
     scheme, tensors = stored(name)
     x = torch.randn(3, 256, requires_grad=True)
     bias = torch.randn(24, requires_grad=True)
-    arguments = (x, *stored_arguments(tensors), bias, scheme.spec())
+    arguments = (x, *flat(tensors), bias, scheme.spec())
     torch.library.opcheck(torch.ops.hf_vq.linear.default, arguments)
-    decode = (*stored_arguments(tensors), scheme.spec(), 256)
+    decode = (*flat(tensors), scheme.spec(), 256)
     torch.library.opcheck(torch.ops.hf_vq.decode.default, decode)
     rotation = (x.detach(), tensors.get("signs"), scheme.spec(), True)
     torch.library.opcheck(torch.ops.hf_vq.rotate.default, rotation)

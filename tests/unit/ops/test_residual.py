@@ -8,7 +8,7 @@ import torch
 from hf_vq import dispatch, ops
 from hf_vq.backends.torch import residual as two_passes
 from hf_vq.formats import VQScheme, pack_bits, weight_scheme
-from hf_vq.ops.codes import stored_arguments
+from hf_vq.formats.stored_weight import StoredWeight
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.random_weights import random_tensors
 
@@ -41,13 +41,13 @@ def test_nested_rows_are_the_reference(spec):
     """Bit by bit: the same entries, scales and sums."""
     scheme = VQScheme.parse(spec)
     tensors, x = random_tensors(scheme, 24, 256), torch.randn(2, 3, 256)
-    given = stored_arguments(tensors)
-    expected = reference.decode(*given, scheme, 256)
+    weight = StoredWeight.of(tensors, scheme, 256)
+    expected = reference.decode(weight)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_VQ_BACKEND", "reference")  # of what the row asks
-        assert torch.equal(two_passes.decode(*given, scheme, 256), expected)
-        y = two_passes.linear(x, *given, None, scheme)
-        assert torch.equal(y, reference.linear(x, *given, None, scheme))
+        assert torch.equal(two_passes.decode(weight), expected)
+        y = two_passes.linear(x, weight, None)
+        assert torch.equal(y, reference.linear(x, weight, None))
 
 
 @pytest.mark.parametrize("spec", ADDING)
@@ -57,15 +57,12 @@ def test_passes_that_add_up_are_the_reference(spec):
     for key in ("rotation", "rotation_2"):
         if key in tensors:
             tensors[key] = torch.linalg.qr(torch.randn(64, 64))[0].half()
-    given = stored_arguments(tensors)
+    weight = StoredWeight.of(tensors, scheme, 128)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_VQ_BACKEND", "reference")
         for found, expected in (
-            (two_passes.decode(*given, scheme, 128), reference.decode(*given, scheme, 128)),
-            (
-                two_passes.linear(x, *given, bias, scheme),
-                reference.linear(x, *given, bias, scheme),
-            ),
+            (two_passes.decode(weight), reference.decode(weight)),
+            (two_passes.linear(x, weight, bias), reference.linear(x, weight, bias)),
         ):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -77,7 +74,7 @@ def test_a_second_pass_that_is_not_there_counts_as_zero(spec):
     one = {key: tensor for key, tensor in tensors.items() if not key.endswith("_2")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_VQ_BACKEND", "reference")
-        alone = two_passes.decode(*stored_arguments(one), scheme, 128)
+        alone = two_passes.decode(StoredWeight.of(one, scheme, 128))
         assert torch.equal(alone, ops.decode_weight(one, scheme.first_pass(), 128))
 
 

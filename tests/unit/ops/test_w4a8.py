@@ -7,6 +7,7 @@ import torch
 from hf_vq import dispatch, ops
 from hf_vq.formats import QoQScheme, linear_scheme, unpack_bits
 from hf_vq.formats.qoq import decode, encode
+from hf_vq.formats.stored_weight import W4A8Weight
 from hf_vq.ops import w4a8
 from hf_vq.ops.library import linear_problem
 
@@ -45,10 +46,9 @@ def in_whole_numbers(x, tensors, bias, in_features):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_reference_is_the_formula_in_whole_numbers(name, rows, columns, dtype) -> None:
     tensors, spec = layer(name, rows, columns), linear_scheme(name)
-    stored = tensors["codes"], tensors["scale"], tensors["zero"], tensors.get("step")
     x, bias = torch.randn(2, 3, columns).to(dtype), torch.randn(rows).to(dtype)
     for added in (bias, None):
-        y = w4a8.reference(x, *stored, added, spec)
+        y = w4a8.reference(x, W4A8Weight.of(tensors, spec, columns), added)
         assert y.dtype == dtype and y.shape == (2, 3, rows)
         assert torch.equal(y, in_whole_numbers(x, tensors, added, columns).to(dtype))
 

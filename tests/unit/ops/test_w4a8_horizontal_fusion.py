@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_vq import dispatch
 from hf_vq.formats import linear_scheme
 from hf_vq.formats.qoq import encode
+from hf_vq.formats.stored_weight import W4A8_KEYS
 from hf_vq.ops import horizontal_fusion, w4a8
 from hf_vq.ops.library import linear_problem
 
@@ -34,7 +35,7 @@ def rounded(monkeypatch):
 
 def weight(name, rows):
     tensors = encode(torch.randn(rows, COLUMNS), linear_scheme(name))
-    return tuple(tensors.get(key) for key in w4a8.KEYS)
+    return tuple(tensors.get(key) for key in W4A8_KEYS)
 
 
 def graph_of(run, *given):

@@ -1,4 +1,4 @@
-"""`append` on a GPU: keys and values to codes on a tape in rows, by one generated kernel."""
+"""`kv_append` on a GPU: keys and values to codes in rows, or in pages, by one generated kernel."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ....dispatch import Implementation
 from ....errors import VQBackendError, VQFormatError
 from ....formats.packing import packed_size
 from ....formats.scheme import VQScheme
+from ....ops.kv import KVCacheView, KVSide, append_index
 from ..linear.dequantize import DTYPES, on_device
 from . import supports
 
@@ -202,31 +203,34 @@ def _check(shapes: _Shapes, scheme: VQScheme) -> None:
         or (scales > 1 and shapes.scale_strides[3] != 1)
         or any(stride % width for stride in shapes.codes_strides[:2])
     ):
-        raise VQBackendError("append needs a tape whose tokens lie one after another.")
+        raise VQBackendError("append needs a buffer whose tokens lie one after another.")
 
 
 def append(
-    x: Tensor,
-    mean: Tensor | None,
-    codebook: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    at: int,
-    scheme: VQScheme,
-    layout: str,
+    key: Tensor | None, value: Tensor | None, view: KVCacheView, slot_mapping: Tensor | None
 ) -> None:
-    """`ops.reference.append` to a tape in rows. The same codes for a token whatever comes with it.
+    """`ops.reference.kv_append` to rows. The same codes for a token whatever comes with it.
 
     Raises:
         VQFormatError: sizes do not belong together.
-        VQBackendError: tokens of the tape do not lie one after another.
+        VQBackendError: tokens of the buffer, or of a page, do not lie one after another.
     """
-    if not x.numel():
-        return
-    x = x if x.stride(3) == 1 else x.contiguous()
+    for x, side in ((key, view.key), (value, view.value)):
+        if x is None or not x.numel():
+            continue
+        x = x if x.stride(3) == 1 else x.contiguous()
+        if slot_mapping is None:
+            _append(x, side, append_index(view, side, x.shape[2]))
+        else:
+            _append_paged(x, side, slot_mapping)
+
+
+def _append(x: Tensor, side: KVSide, at: int) -> None:
+    """Encode `x` to tokens `at`, `at` + 1, ... of a buffer in rows."""
+    codes, scale, mean, scheme = side.codes, side.scale, side.mean, side.parsed
     if mean is not None and (mean.stride(3) != 1 or mean.data_ptr() % _ALIGNED):
         mean = mean.clone(memory_format=torch.contiguous_format)
-    grid, codebook = grid_of(codebook, scheme), _ready(codebook)
+    grid, codebook = grid_of(side.codebook, scheme), _ready(side.codebook)
     place, ordinal = x.data_ptr(), x.device.index
     shapes = _Shapes(
         x.shape, x.stride(), None if mean is None else mean.shape,
@@ -235,26 +239,38 @@ def append(
     )  # fmt: skip
     with on_device(ordinal):
         prepared, width = _prepare(shapes, scheme, ordinal)
-        tape = codes.data_ptr()
+        buffer = codes.data_ptr()
         if (
             not 0 <= at <= at + x.shape[2] <= codes.shape[2]
             or codes.dtype is not torch.uint8
-            or tape % (width & -width)
+            or buffer % (width & -width)
         ):
             raise VQFormatError(
                 f"{x.shape[2]} tokens do not go to place {at} and on of {codes.dtype} codes of "
                 f"{codes.shape[2]} tokens."
             )
-        with prepared.lock:
-            arguments = prepared.arguments
-            arguments.x = place
-            arguments.mean = None if mean is None else mean.data_ptr()
-            arguments.codebook = codebook.data_ptr()
-            arguments.codes = tape + at * width
-            arguments.scale = scale.data_ptr() + _SCALE * scheme.row_numbers * at
-            if grid is not None:
-                arguments.lists, arguments.cells_per_unit = grid[0].data_ptr(), grid[1]
-            prepared.start(torch._C._cuda_getCurrentRawStream(ordinal), True)
+        addresses = {
+            "x": place, "mean": None if mean is None else mean.data_ptr(),
+            "codebook": codebook.data_ptr(), "codes": buffer + at * width,
+            "scale": scale.data_ptr() + _SCALE * scheme.row_numbers * at,
+        }  # fmt: skip
+        _launch(prepared, ordinal, grid, addresses)
+
+
+def _launch(
+    prepared: Prepared,
+    ordinal: int,
+    grid: tuple[Tensor, float] | None,
+    addresses: dict[str, int | None],
+) -> None:
+    """Fill in what `_prepare` does not know, by names of `AppendArguments`, and launch."""
+    with prepared.lock:
+        arguments = prepared.arguments
+        for name, address in addresses.items():
+            setattr(arguments, name, address)
+        if grid is not None:
+            arguments.lists, arguments.cells_per_unit = grid[0].data_ptr(), grid[1]
+        prepared.start(torch._C._cuda_getCurrentRawStream(ordinal), True)
 
 
 class _PagedShapes(NamedTuple):
@@ -315,27 +331,12 @@ def _prepare_paged(shapes: _PagedShapes, scheme: VQScheme, ordinal: int) -> Prep
     )  # fmt: skip
 
 
-def append_paged(
-    x: Tensor,
-    mean: Tensor | None,
-    codebook: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    slots: Tensor,
-    scheme: VQScheme,
-) -> None:
-    """`ops.reference.append_paged` for one codebook for all; the codes are those of `append`.
-
-    Raises:
-        VQFormatError: sizes do not belong together.
-        VQBackendError: tokens of a page do not lie one after another.
-    """
-    if not x.numel():
-        return
-    x = x if x.stride(3) == 1 else x.contiguous()
+def _append_paged(x: Tensor, side: KVSide, slots: Tensor) -> None:
+    """Encode `x` to slots of pages, under one codebook for all."""
+    codes, scale, mean, scheme = side.codes, side.scale, side.mean, side.parsed
     if mean is not None and (not mean.is_contiguous() or mean.data_ptr() % _ALIGNED):
         mean = mean.clone(memory_format=torch.contiguous_format)
-    grid, codebook = grid_of(codebook, scheme), _ready(codebook)
+    grid, codebook = grid_of(side.codebook, scheme), _ready(side.codebook)
     place, ordinal = x.data_ptr(), x.device.index
     shapes = _PagedShapes(
         x.shape, x.stride(), None if mean is None else mean.shape, codebook.shape, codes.shape,
@@ -346,16 +347,12 @@ def append_paged(
     if slots.dtype != torch.int64 or not slots.is_contiguous() or apart:
         raise VQBackendError("slots are int64, side by side; pages begin at multiples of 16 bytes.")
     with on_device(ordinal):
-        prepared = _prepare_paged(shapes, scheme, ordinal)
-        with prepared.lock:
-            arguments = prepared.arguments
-            arguments.x, arguments.slots = place, slots.data_ptr()
-            arguments.mean = None if mean is None else mean.data_ptr()
-            arguments.codebook = codebook.data_ptr()
-            arguments.codes, arguments.scale = codes.data_ptr(), scale.data_ptr()
-            if grid is not None:
-                arguments.lists, arguments.cells_per_unit = grid[0].data_ptr(), grid[1]
-            prepared.start(torch._C._cuda_getCurrentRawStream(ordinal), True)
+        addresses = {
+            "x": place, "mean": None if mean is None else mean.data_ptr(),
+            "codebook": codebook.data_ptr(), "codes": codes.data_ptr(),
+            "scale": scale.data_ptr(), "slots": slots.data_ptr(),
+        }  # fmt: skip
+        _launch(_prepare_paged(shapes, scheme, ordinal), ordinal, grid, addresses)
 
 
 def _ready(codebook: Tensor) -> Tensor:
@@ -393,4 +390,3 @@ def shares_of(rows: int, blocks: int, sms: int) -> int:
 
 
 APPEND = Implementation(append, supports.append)
-PAGED = Implementation(append_paged, supports.append_paged)

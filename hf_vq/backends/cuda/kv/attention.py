@@ -1,15 +1,11 @@
-"""`attention` on a GPU for a few queries: one launch over the codes (attention.cu)."""
+"""`kv_attention` of few queries on a GPU: one launch over the codes (attention.cu)."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-import struct
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,26 +22,35 @@ from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
 from ....codegen.jit.launch import Kernel, Prepared
 from ....codegen.jit.memory import zeros
+from ....codegen.packed import FLOAT, INT32, INT64, POINTER, UINT32, Packed
 from ....dispatch import Implementation
 from ....errors import VQBackendError
 from ....formats.packing import packed_size
 from ....formats.scheme import VQScheme
+from ....ops.kv import KVCacheView
 from ..linear.dequantize import DTYPES, on_device
 from . import supports
 from .codebooks import KEYS, VALUES, tables
 
-# struct Arguments of kernels/cuda/kv/attention/attention_arguments.cuh, field by field.
-_FLOATS, _CODED = "P3q", "3P5q"
-_arguments = struct.Struct(f"@{5 * _FLOATS}{2 * _CODED}P2qPP3q6P12i4Ii2f")
+FLOATS = Packed([("at", POINTER), ("row head token", INT64)])
+CODED = Packed([
+    ("codes scale codebook", POINTER), ("row head scale_row scale_head first", INT64),
+])  # fmt: skip
+ARGUMENTS = Packed([
+    ("query sink_k sink_v tail_k tail_v", FLOATS), ("keys values", CODED),
+    ("mean", POINTER), ("mean_row mean_head", INT64), ("start mask", POINTER),
+    ("mask_row mask_head mask_query", INT64),
+    ("nothing length pages out partial arrived", POINTER),
+    ("kv_heads groups queries sinks tail_start tail_slots window fresh coded across splits table",
+     INT32),
+    ("inverse_across inverse_heads inverse_splits inverse_queries", UINT32),
+    ("settled", INT32), ("scaling softcap", FLOAT),
+])  # fmt: skip
+"""Structs of kernels/cuda/kv/attention/attention_arguments.cuh: Floats, Coded, Arguments."""
 _LOG2_E = math.log2(math.e)
 _USUAL = 4  # times shorter than the longest that there may be, requests usually are
+AttentionArguments = ARGUMENTS.structure()
 _MASKS = {torch.bool: Mask.BOOL, **{dtype: Mask(kind.value) for dtype, kind in DTYPES.items()}}
-
-
-class AttentionArguments(ctypes.Structure):
-    """struct Arguments, whose bytes are packed as a whole."""
-
-    _fields_ = [("packed", ctypes.c_char * (-(-_arguments.size // 8) * 8))]
 
 
 class _Counters:
@@ -133,159 +138,48 @@ def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def attention(
     query: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_mean: Tensor | None,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    codebook_k: Tensor,
-    codebook_v: Tensor,
-    start: Tensor | None,
+    view: KVCacheView,
     mask: Tensor | None,
-    s_aux: Tensor | None,
-    tail_start: int,
-    window: int,
-    fresh: int,
-    coded: int,
-    k_first: int,
-    v_first: int,
-    scaling: float,
+    sink_logits: Tensor | None,
+    softmax_scale: float,
     softcap: float,
-    key_scheme: VQScheme,
-    value_scheme: VQScheme,
-    key_layout: str,
-    value_layout: str,
-    **chosen: Any,
+    plan: AttentionPlan | None = None,
+    split: int = 0,
 ) -> Tensor:
-    """Attention over a coded cache; shapes and meaning in `ops.attention.CachedKV`."""
-    return run(
-        query, (sink_k, sink_v, tail_k, tail_v), (k_codes, v_codes), (k_scale, v_scale),
-        (codebook_k, codebook_v), k_mean, start, mask, s_aux, None, tail_start, window, fresh,
-        coded, k_first, v_first, scaling, softcap, key_scheme, value_scheme, **chosen,
-    )  # fmt: skip
+    """Attention over a coded cache; arguments as in `ops.kv_ops`.
 
-
-def attention_static(
-    query: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_mean: Tensor | None,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    codebook_k: Tensor,
-    codebook_v: Tensor,
-    start: Tensor | None,
-    mask: Tensor | None,
-    s_aux: Tensor | None,
-    length: Tensor,
-    window: int,
-    scaling: float,
-    softcap: float,
-    key_scheme: VQScheme,
-    value_scheme: VQScheme,
-    key_layout: str,
-    value_layout: str,
-) -> Tensor:
-    """Attention over a static cache; shapes and meaning in `ops.static.StaticKV`."""
-    return run(
-        query, (sink_k, sink_v, tail_k, tail_v), (k_codes, v_codes), (k_scale, v_scale),
-        (codebook_k, codebook_v), k_mean, start, mask, s_aux, length, 0, window, query.shape[2],
-        k_codes.shape[2], 0, 0, scaling, softcap, key_scheme, value_scheme,
-    )  # fmt: skip
-
-
-def attention_paged(
-    query: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_mean: Tensor | None,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    codebook_k: Tensor,
-    codebook_v: Tensor,
-    table: Tensor,
-    length: Tensor,
-    s_aux: Tensor | None,
-    longest: int,
-    scaling: float,
-    softcap: float,
-    key_scheme: VQScheme,
-    value_scheme: VQScheme,
-    **chosen: Any,
-) -> Tensor:
-    """Attention over codes in pages; shapes and meaning in `ops.paged.PagedKV`.
+    Args:
+        plan: instead of the one that would be chosen.
+        split: blocks among which tokens are split, instead of what would be chosen.
 
     Raises:
         VQBackendError: pages do not lie as a kernel reads them.
     """
-    sides = (
-        (k_codes, k_scale, codebook_k, key_scheme), (v_codes, v_scale, codebook_v, value_scheme)
-    )  # fmt: skip
-    _check_pages(sides, query.shape[3], table, length)
-    none = query[:, : k_codes.shape[1], :0]
-    if k_mean is not None:
-        k_mean = k_mean.expand(query.shape[0], -1, -1, -1)
-    return run(
-        query, (none, none, none, none), (k_codes, v_codes), (k_scale, v_scale),
-        (codebook_k, codebook_v), k_mean, None, None, s_aux, length, 0, 0, 0, longest, 0, 0,
-        scaling, softcap, key_scheme, value_scheme, table=table, **chosen,
-    )  # fmt: skip
-
-
-def run(
-    query: Tensor,
-    floats: tuple[Tensor, Tensor, Tensor, Tensor],
-    codes: tuple[Tensor, Tensor],
-    scales: tuple[Tensor, Tensor],
-    codebooks: tuple[Tensor, Tensor],
-    mean: Tensor | None,
-    start: Tensor | None,
-    mask: Tensor | None,
-    s_aux: Tensor | None,
-    length: Tensor | None,
-    tail_start: int,
-    window: int,
-    fresh: int,
-    coded: int,
-    k_first: int,
-    v_first: int,
-    scaling: float,
-    softcap: float,
-    key_scheme: VQScheme,
-    value_scheme: VQScheme,
-    plan: AttentionPlan | None = None,
-    split: int = 0,
-    table: Tensor | None = None,
-) -> Tensor:
-    """What both ops have in common.
-
-    Args:
-        floats: sinks and tail, of keys and of values.
-        length: tokens held; None: those of the tail and in front of it; with a table, of each row.
-        coded: tokens that have codes, at most.
-        plan: instead of the one that would be chosen.
-        split: blocks among which tokens are split, instead of what would be chosen.
-        table: the pages of each row, and codes and scales are those of pages; None = of tapes.
-    """
+    key, value, table = view.key, view.value, view.page_table
     rows, heads, queries, key_dim = query.shape
-    kv_heads, value_dim = floats[2].shape[1], floats[3].shape[3]
+    kv_heads, value_dim = key.heads, value.dim
     dtype, ordinal = query.dtype, query.get_device()
+    length, mean, new, coded = view.cache_seqlens, key.mean, view.num_new, view.num_coded
+    start = view.recent_start if length is None else 0
+    if table is not None:
+        _check_pages(view)
+        coded = view.max_seqlen
+        mean = None if mean is None else mean.expand(rows, -1, -1, -1)
+    elif length is not None:
+        new, coded = queries, key.codes.shape[2]
     out = query.new_empty(rows, heads, queries, value_dim)
     if not out.numel():
         return out
     with on_device(ordinal):
         query = _dense(query, dtype)
-        sink_k, sink_v, tail_k, tail_v = (_dense(x, dtype) for x in floats)
         if table is None:
-            codes, scales = (_tape(codes[0]), _tape(codes[1])), (_tape(scales[0]), _tape(scales[1]))
+            floats = key.sinks, value.sinks, key.recent, value.recent
+            codes = _dense_tokens(key.codes), _dense_tokens(value.codes)
+            scales = _dense_tokens(key.scale), _dense_tokens(value.scale)
+        else:
+            floats = (query[:, :kv_heads, :0],) * 4
+            codes, scales = (key.codes, value.codes), (key.scale, value.scale)
+        sink_k, sink_v, recent_k, recent_v = (_dense(x, dtype) for x in floats)
         columns = heads // kv_heads * queries
         kind = Mask.NONE
         masked: tuple[int, ...] = (0, 0, 0, 0)
@@ -298,9 +192,9 @@ def run(
             masked = (mask.data_ptr(), *(stride * size for stride in mask.stride()[:3]))
         if plan is None:
             plan, prepared = _launch(
-                key_scheme, value_scheme, key_dim, value_dim, columns, dtype, kind, softcap > 0,
-                token_bucket(coded if table is None else coded // _USUAL),
-                0 if table is None else codes[0].shape[2], group_bucket(rows * kv_heads), ordinal,
+                key.parsed, value.parsed, key_dim, value_dim, columns, dtype, kind, softcap > 0,
+                token_bucket(coded if table is None else coded // _USUAL), view.page_size,
+                group_bucket(rows * kv_heads), ordinal,
             )  # fmt: skip
         else:
             prepared = _kernel(plan, ordinal).prepare(1)
@@ -308,62 +202,56 @@ def run(
         groups = rows * kv_heads * across
         count = split or splits(plan, groups, -(-coded // TOKENS), device_arch(ordinal))
         stream = torch._C._cuda_getCurrentRawStream(ordinal)
+        codebooks = key.codebook, value.codebook
         if plan.key_learned:
-            codebooks = tables(codebooks[0], key_scheme, KEYS), codebooks[1]
+            codebooks = tables(codebooks[0], key.parsed, KEYS), codebooks[1]
         if plan.value_learned:
-            codebooks = codebooks[0], tables(codebooks[1], value_scheme, VALUES)
+            codebooks = codebooks[0], tables(codebooks[1], value.parsed, VALUES)
         partial, arrived = None, 0
         if count > 1:
             size = groups * count * plan.partial_floats
             partial = torch.empty(size, dtype=torch.float32, device=query.device)
             arrived = _counters(ordinal).take(groups, stream)
         means = (0, 0, 0) if mean is None else (mean.data_ptr(), *mean.stride()[:2])
-        s_aux = None if s_aux is None else s_aux.float().contiguous()
+        nothing = None if sink_logits is None else sink_logits.float().contiguous()
         with prepared.lock:
-            _arguments.pack_into(
+            ARGUMENTS.pack_into(
                 prepared.arguments, 0,
-                *_strides(query), *_strides(sink_k), *_strides(sink_v), *_strides(tail_k),
-                *_strides(tail_v),
-                *_coded(codes[0], scales[0], codebooks[0]), k_first,
-                *_coded(codes[1], scales[1], codebooks[1]), v_first,
-                *means, _address(start), *masked, _address(s_aux), _address(length),
+                *_strides(query), *_strides(sink_k), *_strides(sink_v), *_strides(recent_k),
+                *_strides(recent_v),
+                *_coded(codes[0], scales[0], codebooks[0]), key.first,
+                *_coded(codes[1], scales[1], codebooks[1]), value.first,
+                *means, _address(view.cache_leftpad), *masked, _address(nothing), _address(length),
                 _address(table), out.data_ptr(), _address(partial), arrived,
-                kv_heads, heads // kv_heads, queries, sink_k.shape[2], tail_start, tail_k.shape[2],
-                window, fresh, coded, across, count, 0 if table is None else table.stride(0),
+                kv_heads, heads // kv_heads, queries, sink_k.shape[2], start, recent_k.shape[2],
+                view.window, new, coded, across, count, 0 if table is None else table.stride(0),
                 _inverse(across), _inverse(kv_heads), _inverse(count), _inverse(queries),
-                coded > 0 and _settled(codebooks, stream), scaling * _LOG2_E, softcap * _LOG2_E,
+                coded > 0 and _settled(codebooks, stream), softmax_scale * _LOG2_E,
+                softcap * _LOG2_E,
             )  # fmt: skip
             prepared.start(stream, True, groups * count)
     return out
 
 
-def _tape(x: Tensor) -> Tensor:
+def _dense_tokens(x: Tensor) -> Tensor:
     """`x` [B, H, tokens, n] with tokens side by side."""
     return x if x.stride(2) == x.shape[3] and x.stride(3) == 1 else x.contiguous()
 
 
-def _check_pages(
-    sides: Sequence[tuple[Tensor, Tensor, Tensor, VQScheme]],
-    dim: int,
-    table: Tensor,
-    length: Tensor,
-) -> None:
+def _check_pages(view: KVCacheView) -> None:
     """Raise unless all have the sizes that codes of such heads have, steps of tokens lie in one
     page, side by side, at multiples of 16 bytes, and all parts of a page are as far from those of
-    the next.
-
-    Args:
-        sides: codes, scales, codebook and scheme of keys and of values.
-    """
-    shape, apart = sides[0][0].shape[:3], sides[0][0].stride(0)
-    for code, scale, codebook, scheme in sides:
-        vectors, numbers, tokens = dim // scheme.vector_size, scheme.row_numbers, shape[2]
+    the next."""
+    shape, apart = view.key.codes.shape[:3], view.key.codes.stride(0)
+    for side in (view.key, view.value):
+        code, scale, scheme = side.codes, side.scale, side.parsed
+        vectors, numbers, tokens = side.dim // scheme.vector_size, scheme.row_numbers, shape[2]
         width = packed_size(vectors, scheme.entry_bits)
         books = (1,) if scheme.has_scale else (shape[1], vectors)
         if (
             code.shape != (*shape, width)
             or scale.shape != (*shape, numbers)
-            or codebook.shape != (*books, scheme.entries, scheme.vector_size)
+            or side.codebook.shape != (*books, scheme.entries, scheme.vector_size)
             or code.stride()[1:] != (tokens * width, width, 1)
             or scale.stride()[1:] != (tokens * numbers, numbers, 1)
             or (code.stride(0), 2 * scale.stride(0)) != (apart, apart)
@@ -373,11 +261,13 @@ def _check_pages(
             or scale.data_ptr() % PIECE
         ):
             raise VQBackendError(
-                f"no kernel reads pages of {tokens} tokens of {scheme.spec()} with heads of {dim}: "
-                f"codes {list(code.shape)}, {list(code.stride())} apart, scales "
+                f"no kernel reads pages of {tokens} tokens of {side.scheme} with heads of "
+                f"{side.dim}: codes {list(code.shape)}, {list(code.stride())} apart, scales "
                 f"{list(scale.shape)}, {list(scale.stride())} apart, and a codebook "
-                f"{list(codebook.shape)}; `cache.pages` lays them out."
+                f"{list(side.codebook.shape)}; `cache.pages` lays them out."
             )
+    table, length = view.page_table, view.cache_seqlens
+    assert table is not None and length is not None
     known = table.dtype == torch.int32 and length.dtype == torch.int64
     if not (known and table.stride(1) == 1 and length.is_contiguous()):
         raise VQBackendError("a table of pages is int32 [B, width], rows dense; lengths are int64.")
@@ -425,5 +315,3 @@ def _coded(codes: Tensor, scale: Tensor, codebook: Tensor) -> tuple[int, ...]:
 
 
 ATTENTION = Implementation(attention, supports.attention)
-STATIC = Implementation(attention_static, supports.attention)
-PAGED = Implementation(attention_paged, supports.attention_paged)

@@ -28,11 +28,13 @@ from ....dispatch import Implementation, bucket
 from ....errors import VQFormatError
 from ....formats.packing import packed_size
 from ....formats.scheme import VQScheme
+from ....formats.stored_weight import StoredWeight
+from ....ops.kv import KVCacheView, KVSide
 from ....ops.reference.codes import in_dtype
 from ...torch import kv_attention as torch_attention
 from ...torch.kv_attention import WHOLE_TOKENS
 from ...torch.masks import remembered
-from ...torch.partial_softmax import Maths, Part, Side
+from ...torch.partial_softmax import Maths, Part, stored
 from ..linear.dequantize import DTYPES, _ready
 from ..linear.dequantize import rotate as _rotate
 from . import supports
@@ -169,7 +171,7 @@ def _merger(
 def merge(
     coded: Sequence[Part],
     others: Sequence[Part],
-    s_aux: Tensor | None,
+    sink_logits: Tensor | None,
     scheme: VQScheme,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -180,14 +182,14 @@ def merge(
     # As models want it, who transpose what they get.
     result = parts[0][0].new_empty(batch, queries, heads, dim)
     ordinal = result.device.index
-    s_aux = None if s_aux is None else s_aux.float().contiguous()
+    sink_logits = None if sink_logits is None else sink_logits.float().contiguous()
     kernel, plan = _merger(scheme, dim, dtype, ordinal)
     kernel(
         -(-batch * heads * queries // plan.rows),
         torch._C._cuda_getCurrentRawStream(ordinal),
         _Pointers(*(out.data_ptr() for out, _ in parts)),
         _Pointers(*(lse.data_ptr() for _, lse in parts)),
-        None if s_aux is None else s_aux.data_ptr(),
+        None if sink_logits is None else sink_logits.data_ptr(),
         result.data_ptr(),
         len(coded),
         len(parts),
@@ -198,10 +200,10 @@ def merge(
     return result.transpose(1, 2)
 
 
-def _flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Part:
+def _flash(query: Tensor, keys: Tensor, values: Tensor, softmax_scale: float, causal: bool) -> Part:
     """Heads of equal size; `causal` where there are as many keys as queries."""
     out, lse = _aten._scaled_dot_product_flash_attention(
-        query, keys, values, 0.0, causal, False, scale=scaling
+        query, keys, values, 0.0, causal, False, scale=softmax_scale
     )[:2]
     return out, lse
 
@@ -212,7 +214,7 @@ def _has_fast_cudnn(ordinal: int) -> bool:
     return hopper and torch.backends.cudnn.is_available()
 
 
-def _cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
+def _cudnn(query: Tensor, keys: Tensor, values: Tensor, softmax_scale: float) -> Part:
     """On Hopper more than twice as fast as flash attention, but every new size costs 50 ms: so
     queries, those of a kv head side by side, are filled up to one of a few numbers."""
     batch, heads, queries, _ = query.shape
@@ -222,7 +224,7 @@ def _cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
     if rows % unit:
         grouped = torch.nn.functional.pad(grouped, (0, 0, 0, -rows % unit))
     out, lse = _aten._scaled_dot_product_cudnn_attention(
-        grouped, keys, values, None, True, 0.0, False, False, scale=scaling
+        grouped, keys, values, None, True, 0.0, False, False, scale=softmax_scale
     )[:2]
     shape = (batch, heads, queries)
     return out[:, :, :rows].reshape(*shape, -1), lse.flatten(2)[:, :, :rows].reshape(shape)
@@ -241,7 +243,7 @@ def _efficient(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    scaling: float,
+    softmax_scale: float,
     mask: Tensor | None,
     causal: bool,
     blind: bool,
@@ -264,7 +266,7 @@ def _efficient(
             bias = bias.expand(batch, heads, -1, -1).reshape(*query.shape[:3], -1)
         bias = bias[..., :count]
     out, lse = _aten._scaled_dot_product_efficient_attention(
-        query, keys, values, bias, True, 0.0, causal, scale=scaling
+        query, keys, values, bias, True, 0.0, causal, scale=softmax_scale
     )[:2]
     lse = lse[..., :queries].reshape(batch, heads, queries)
     if mask is not None and blind:  # the kernel says 0
@@ -273,19 +275,18 @@ def _efficient(
 
 
 class _Maths(Maths):
-    def decode(self, side: Side, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        head_dim = side.tail.shape[-1]
-        if decodable_kv(side.scheme, head_dim):
+    def decode(self, side: KVSide, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        if decodable_kv(side.parsed, side.dim):
             return in_dtype(super().decode(side, begin, end, dtype), dtype)
-        codes, scale = side.stored(begin, end)
-        return decode(codes, scale, side.codebook, side.mean, side.scheme, head_dim, dtype)
+        codes, scale = stored(side, begin, end)
+        return decode(codes, scale, side.codebook, side.mean, side.parsed, side.dim, dtype)
 
     def attend(
         self,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        scaling: float,
+        softmax_scale: float,
         *,
         mask: Tensor | None = None,
         causal: bool = False,
@@ -297,19 +298,19 @@ class _Maths(Maths):
         dims = keys.shape[3], values.shape[3]
         if exact or not same or max(dims) > _LARGEST_HEAD or any(dim % _ALIGNED for dim in dims):
             return super().attend(
-                query, keys, values, scaling,
+                query, keys, values, softmax_scale,
                 mask=mask, causal=causal, softcap=softcap,
             )  # fmt: skip
         many = query.shape[:3].numel() >= _MANY_QUERIES and keys.shape[2] % WHOLE_TOKENS == 0
         many = many and not causal and max(dims) <= _LARGEST_CUDNN_HEAD
         many = many and torch.backends.cuda.cudnn_sdp_enabled()  # users may turn it off
         if mask is not None:
-            return _efficient(query, keys, values, scaling, mask, causal, blind)
+            return _efficient(query, keys, values, softmax_scale, mask, causal, blind)
         if many and _has_fast_cudnn(query.device.index):
-            return _cudnn(query, keys, values, scaling)
+            return _cudnn(query, keys, values, softmax_scale)
         if dims[0] == dims[1]:
-            return _flash(query, keys, values, scaling, causal)
-        return _efficient(query, keys, values, scaling, None, causal, blind)
+            return _flash(query, keys, values, softmax_scale, causal)
+        return _efficient(query, keys, values, softmax_scale, None, causal, blind)
 
     def rotate(self, x: Tensor, scheme: VQScheme, inverse: bool = False) -> Tensor:
         if rotatable(scheme, x.shape[-1]):
@@ -320,7 +321,7 @@ class _Maths(Maths):
         self,
         coded: Sequence[Part],
         others: Sequence[Part],
-        s_aux: Tensor | None,
+        sink_logits: Tensor | None,
         scheme: VQScheme,
         dtype: torch.dtype,
     ) -> Tensor:
@@ -332,27 +333,27 @@ class _Maths(Maths):
             or decodable_kv(scheme, dim)
             or dim > MergePlan.LARGEST_DIM
         ):
-            return super().merge(coded, others, s_aux, scheme, dtype)
-        return merge(coded, others, s_aux, scheme, dtype)
+            return super().merge(coded, others, sink_logits, scheme, dtype)
+        return merge(coded, others, sink_logits, scheme, dtype)
 
 
 _MATHS = _Maths()
 
 
-def attention(query: Tensor, *arguments: Any) -> Tensor:
-    """Attention over a coded cache, as `torch_attention.attention`."""
+def attention(query: Tensor, view: KVCacheView, *options: Any) -> Tensor:
+    """Attention over a growing cache, as `torch_attention.attention`."""
     with torch.cuda.device(query.device):
-        return torch_attention.attention(query, *arguments, maths=_MATHS)
+        return torch_attention.attention(query, view, *options, maths=_MATHS)
 
 
-def _decode_rows(codes: Tensor, codebook: Tensor, scale: Tensor, *more: Any) -> Tensor:
+def _decode_rows(weight: StoredWeight) -> Tensor:
     """Rows of integers (`ops.reference.decode`): [..., length] float32."""
-    *_, scheme, length = more
+    (codes, codebook, scale, _), _, scheme, length = weight
     stored = codes.reshape(1, 1, -1, codes.shape[-1]), scale.reshape(1, 1, -1, scale.shape[-1])
     with torch.cuda.device(codes.device):
         rows = decode(*stored, codebook, None, scheme, length, torch.float32)
     return rows.view(*codes.shape[:-1], length)
 
 
-ATTENTION = Implementation(attention)
+ATTENTION = Implementation(attention, torch_attention.supports)
 DECODE = Implementation(_decode_rows, supports.decode_integers)

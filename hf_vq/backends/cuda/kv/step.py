@@ -1,4 +1,4 @@
-"""`store` on a GPU: a step of a static KV cache in one launch of a generated kernel."""
+"""`kv_append` on a GPU: a step of a static KV cache in one launch of a generated kernel."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ....dispatch import Implementation
 from ....errors import VQFormatError
 from ....formats.packing import packed_size
 from ....formats.scheme import VQScheme
+from ....ops.kv import KVCacheView, KVSide
 from ....ops.reference import kv_static as static_reference
 from ..linear.dequantize import DTYPES
 from . import supports
@@ -78,19 +79,12 @@ def _storer(
 
 
 def _side(
-    fresh: Tensor,
-    ring: Tensor,
-    sinks: Tensor,
-    mean: Tensor | None,
-    codes: Tensor,
-    scale: Tensor,
-    codebook: Tensor,
-    scheme: VQScheme,
-    capacity: int,
-    grid: tuple[Tensor, float] | None,
+    fresh: Tensor, side: KVSide, capacity: int, grid: tuple[Tensor, float] | None
 ) -> tuple[float | None, ...]:
     """The fields of a side, checked: a kernel would write anywhere."""
     batch, heads, _, dim = fresh.shape
+    scheme, ring, sinks, mean = side.parsed, side.recent, side.sinks, side.mean
+    codes, scale, codebook = side.codes, side.scale, side.codebook
     vectors = dim // scheme.vector_size
     books = (1,) if scheme.has_scale else (heads, vectors)
     expected = {
@@ -112,7 +106,7 @@ def _side(
             or tensor.data_ptr() % _ALIGNED
         ):
             raise VQFormatError(
-                f"store needs a dense, aligned {name} {list(shape)} of {dtype} for "
+                f"append needs a dense, aligned {name} {list(shape)} of {dtype} for "
                 f"{scheme.spec()}; got {list(tensor.shape)} of {tensor.dtype}."
             )
     size = fresh.element_size()
@@ -124,72 +118,45 @@ def _side(
     )  # fmt: skip
 
 
-def store(
-    keys: Tensor,
-    values: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    k_codes: Tensor,
-    k_scale: Tensor,
-    k_mean: Tensor | None,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    codebook_k: Tensor,
-    codebook_v: Tensor,
-    start: Tensor | None,
-    length: Tensor,
-    frozen: Tensor | None,
-    window: int,
-    key_scheme: VQScheme,
-    value_scheme: VQScheme,
-    key_layout: str,
-    value_layout: str,
-) -> None:
-    """`ops.static_reference.store`; the codes of a token are those of `append`.
+def append(key: Tensor, value: Tensor, view: KVCacheView, slot_mapping: None = None) -> None:
+    """`ops.static_reference.kv_append`; the codes of a token are those of a growing cache.
 
     Raises:
         VQFormatError: shapes, dtypes or memory are not those of a static cache.
     """
-    if frozen is not None and not key_scheme.has_scale:  # of no scheme with a name
-        return static_reference.store(
-            keys, values, sink_k, sink_v, k_codes, k_scale, k_mean, v_codes, v_scale, tail_k,
-            tail_v, codebook_k, codebook_v, start, length, frozen, window, key_scheme, value_scheme,
-            key_layout, value_layout,
-        )  # fmt: skip
-    keys = keys if keys.stride(3) == 1 else keys.contiguous()
-    values = values if values.stride(3) == 1 else values.contiguous()
-    batch, heads, tokens, dim = keys.shape
-    slots, capacity = tail_k.shape[2], k_codes.shape[2]
+    keys, values = view.key, view.value
+    length, leftpad, known = view.cache_seqlens, view.cache_leftpad, view.key_mean_known
+    assert length is not None
+    if known is not None and not keys.parsed.has_scale:  # of no scheme with a name
+        return static_reference.kv_append(key, value, view)
+    key = key if key.stride(3) == 1 else key.contiguous()
+    value = value if value.stride(3) == 1 else value.contiguous()
+    batch, heads, tokens, dim = key.shape
+    slots, capacity, window = keys.recent.shape[2], keys.codes.shape[2], view.window
     if (
-        values.shape[:3] != keys.shape[:3]
-        or tail_v.shape[2] != slots
-        or sink_v.shape[2] != sink_k.shape[2]
+        value.shape[:3] != key.shape[:3]
+        or values.recent.shape[2] != slots
+        or values.sinks.shape[2] != keys.sinks.shape[2]
         or tokens + window > slots
         or length.dtype != torch.int64
-        or (start is not None and (start.dtype != torch.int64 or start.shape != (batch,)))
-        or (frozen is not None and (frozen.dtype != torch.bool or frozen.shape != (batch, heads)))
+        or (leftpad is not None and (leftpad.dtype != torch.int64 or leftpad.shape != (batch,)))
+        or (known is not None and (known.dtype != torch.bool or known.shape != (batch, heads)))
     ):
         raise VQFormatError(
-            f"store got keys {list(keys.shape)} and values {list(values.shape)} for rings of "
-            f"{slots} and {tail_v.shape[2]} tokens and a window of {window}."
+            f"append got keys {list(key.shape)} and values {list(value.shape)} for rings of "
+            f"{slots} and {values.recent.shape[2]} tokens and a window of {window}."
         )
-    if not keys.numel():
+    if not key.numel():
         return None
-    grid_k, grid_v = grid_of(codebook_k, key_scheme), grid_of(codebook_v, value_scheme)
-    key_side = _side(
-        keys, tail_k, sink_k, k_mean, k_codes, k_scale, codebook_k, key_scheme, capacity, grid_k
-    )
-    value_side = _side(
-        values, tail_v, sink_v, None, v_codes, v_scale, codebook_v, value_scheme, capacity, grid_v
-    )
-    ordinal = keys.device.index
-    with torch.cuda.device(keys.device):
+    grids = grid_of(keys.codebook, keys.parsed), grid_of(values.codebook, values.parsed)
+    key_side = _side(key, keys, capacity, grids[0])
+    value_side = _side(value, values._replace(mean=None), capacity, grids[1])
+    ordinal = key.device.index
+    with torch.cuda.device(key.device):
         kernel, across = _storer(
-            (key_scheme, dim, keys.dtype, grid_k is not None),
-            (value_scheme, values.shape[3], values.dtype, grid_v is not None),
-            k_mean is not None, ordinal,
+            (keys.parsed, dim, key.dtype, grids[0] is not None),
+            (values.parsed, value.shape[3], value.dtype, grids[1] is not None),
+            keys.mean is not None, ordinal,
         )  # fmt: skip
         shares = shares_of(batch, heads * sum(across), device_arch(ordinal).sms)
         kernel(
@@ -197,13 +164,13 @@ def store(
             torch._C._cuda_getCurrentRawStream(ordinal),
             *key_side,
             *value_side,
-            None if start is None else start.data_ptr(),
+            None if leftpad is None else leftpad.data_ptr(),
             length.data_ptr(),
-            None if frozen is None else frozen.data_ptr(),
+            None if known is None else known.data_ptr(),
             heads,
             batch * heads,
             tokens,
-            sink_k.shape[2],
+            keys.sinks.shape[2],
             slots,
             window,
             capacity,
@@ -213,4 +180,4 @@ def store(
     return None
 
 
-STORE = Implementation(store, supports.store)
+APPEND = Implementation(append, supports.store)

@@ -6,12 +6,9 @@ import torch
 
 from .... import dispatch
 from ....formats.scheme import VQScheme
+from ....ops.kv import PAGED, STATIC
 from ....ops.layout import ROWS
 from ... import refusals
-
-AnyAttentionProblem = (
-    dispatch.AttentionProblem | dispatch.StaticAttentionProblem | dispatch.PagedAttentionProblem
-)
 
 
 def decode_integers(problem: dispatch.DecodeProblem) -> str | None:
@@ -22,27 +19,23 @@ def decode_integers(problem: dispatch.DecodeProblem) -> str | None:
     return decodable_kv(scheme, problem.length) if scheme.has_zero else "rows have no zero"
 
 
-def append(problem: dispatch.AppendProblem) -> str | None:
-    """Whether keys and values are encoded."""
-    reason = refusals.dtype(problem.dtype, refusals.FLOATS, "numbers")
-    if reason is None and problem.layout != ROWS:
-        return f"codes lie in {problem.layout!r}, not {ROWS!r}"
-    return reason or _appendable(problem.scheme, problem.head_dim)
-
-
-def append_paged(problem: dispatch.PagedAppendProblem) -> str | None:
-    """Whether keys and values are encoded into pages."""
-    if not VQScheme.parse(problem.scheme).has_scale:
+def append(problem: dispatch.KVAppendProblem) -> str | None:
+    """Whether keys, or values, are encoded: of a growing cache in rows, or into pages."""
+    if problem.memory == STATIC:
+        return "a static cache is written by one kernel"
+    ((scheme, dim, layout),) = problem.sides
+    if problem.memory == PAGED and not VQScheme.parse(scheme).has_scale:
         return "codebooks per channel group have no pages"
-    return (
-        _pages(problem.page_size)
-        or refusals.dtype(problem.dtype, refusals.FLOATS, "numbers")
-        or _appendable(problem.scheme, problem.head_dim)
-    )
+    reason = refusals.dtype(problem.dtype, refusals.FLOATS, "numbers")
+    if reason is None and layout != ROWS:
+        return f"codes lie in {layout!r}, not {ROWS!r}"
+    return reason or _pages(problem.page_size) or _appendable(scheme, dim)
 
 
-def store(problem: dispatch.StoreProblem) -> str | None:
+def store(problem: dispatch.KVAppendProblem) -> str | None:
     """Whether a step of a static cache is written."""
+    if problem.memory != STATIC:
+        return "the memory of the cache is not static"
     return (
         refusals.dtype(problem.dtype, refusals.FLOATS, "numbers")
         or _appendable(problem.key_scheme, problem.head_dim)
@@ -50,28 +43,19 @@ def store(problem: dispatch.StoreProblem) -> str | None:
     )
 
 
-def attention(problem: dispatch.AttentionProblem | dispatch.StaticAttentionProblem) -> str | None:
+def attention(problem: dispatch.KVAttentionProblem) -> str | None:
     """Whether attention.cu reads the codes."""
     from ....codegen.families.kv_attention import MOST_QUERIES
 
     reason = refusals.dtype(problem.dtype, refusals.HALVES, "queries")
     if reason:
         return reason
-    if problem.queries > MOST_QUERIES:
+    if problem.memory != PAGED and problem.queries > MOST_QUERIES:
         return f"{problem.queries} queries: codes are decoded for them once"
     layouts = problem.key_layout, problem.value_layout
     if layouts not in (("", ""), (ROWS, ROWS)):
         return f"codes lie in {' '.join(layouts)!r}"
-    return _attendable(problem, problem.value_dim)
-
-
-def attention_paged(problem: dispatch.PagedAttentionProblem) -> str | None:
-    """Whether attention.cu reads the codes in pages."""
-    return (
-        _pages(problem.page_size)
-        or refusals.dtype(problem.dtype, refusals.HALVES, "queries")
-        or _attendable(problem, problem.head_dim)
-    )
+    return _pages(problem.page_size) or _attendable(problem, problem.value_dim)
 
 
 def _appendable(scheme: str, dim: int) -> str | None:
@@ -80,7 +64,7 @@ def _appendable(scheme: str, dim: int) -> str | None:
     return appendable(VQScheme.parse(scheme), dim)
 
 
-def _attendable(problem: AnyAttentionProblem, value_dim: int) -> str | None:
+def _attendable(problem: dispatch.KVAttentionProblem, value_dim: int) -> str | None:
     from ....codegen.families.kv_attention import attendable, misfit
     from ....codegen.jit.device import device_arch
 

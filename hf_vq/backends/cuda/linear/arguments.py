@@ -26,7 +26,7 @@ class LinearArguments(ctypes.Structure):
 
 
 @functools.cache
-def together(matrices: int, nested: bool) -> type[ctypes.Structure]:
+def grouped_arguments(matrices: int, nested: bool) -> type[ctypes.Structure]:
     """struct Together of so many matrices, flat: fields of the second one are `codes_1`, ..
 
     Args:

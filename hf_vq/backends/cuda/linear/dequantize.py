@@ -31,6 +31,7 @@ from ....dispatch import Implementation, bucket
 from ....errors import VQBackendError, VQFormatError
 from ....formats.packing import packed_size
 from ....formats.scheme import VQScheme
+from ....formats.stored_weight import Residual, StoredWeight
 from .. import weight_supports
 
 DECODED_BYTES = 128 << 20  # of dense rows at a time: smaller products would take longer
@@ -143,7 +144,7 @@ def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.data_ptr() % _ALIGNED == 0 else tensor.clone()
 
 
-class Stored:
+class DeviceWeight:
     """Codes, codebooks and scales of rows, checked and ready to be decoded on the current device.
 
     Args:
@@ -249,13 +250,14 @@ def stored_sizes(scheme: VQScheme, rows: int, in_features: int) -> tuple[int, in
     return rows * scheme.streams * stream, books * entries * x, rows * scales
 
 
-def second_codes(codes: Tensor | None, x: Tensor, rows: int, scheme: VQScheme) -> Tensor:
+def second_codes(second: Residual | None, x: Tensor, rows: int, scheme: VQScheme) -> Tensor:
     """Codes of a nested pass as kernels read them.
 
     Raises:
         VQFormatError: they are missing, of another size, or not where x is.
     """
     shape = (rows, packed_size(x.shape[-1], scheme.second_bits))
+    codes = None if second is None else second.codes
     if codes is None or codes.shape != shape or codes.device != x.device:
         got = "none" if codes is None else f"{list(codes.shape)} on {codes.device}"
         raise VQFormatError(
@@ -325,21 +327,10 @@ def _blocks(count: int) -> int:
     return count
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.reference.linear`), with W, and a rotated x, rounded to x's dtype."""
-    in_features, out_features = x.shape[-1], codes.shape[0]
+    (codes, codebook, scale, rotation), residual, scheme, in_features = weight
+    out_features = codes.shape[0]
     y = x.new_empty(*x.shape[:-1], out_features)
     if not y.numel():
         return y
@@ -350,9 +341,11 @@ def linear(
             rotated = torch.empty_like(inputs)
             _rotate(inputs, rotation, scheme, rotated)
             inputs = rotated
-        second = second_codes(codes_2, x, out_features, scheme) if scheme.two_passes else None
-        book = codebook if codebook_2 is None else codebook_2  # nested: one table for both
-        stored = Stored(codes, book, scale, scheme, in_features)
+        second = None
+        if scheme.two_passes:  # nested: one table for both
+            second = second_codes(residual, x, out_features, scheme)
+            codebook = codebook if residual is None else residual.codebook
+        stored = DeviceWeight(codes, codebook, scale, scheme, in_features)
         at_a_time = min(stored.rows_at_a_time(x.dtype), out_features)
         # From PyTorch's allocator, which hands the same memory to the next layer, another one to
         # another stream, and a graph its own.
@@ -362,37 +355,27 @@ def linear(
             rows = slice(first, min(first + at_a_time, out_features))
             # All rows at a time, as most layers have it, are no part of anything.
             part = products if at_a_time == out_features else products[:, rows]
-            weight = dense if part is products else dense[: rows.stop - first]
+            some = dense if part is products else dense[: rows.stop - first]
             if restored:
-                stored.restore(first, rotation, weight, second)
+                stored.restore(first, rotation, some, second)
             else:
-                stored.decode(first, weight)
+                stored.decode(first, some)
             if bias is None:
-                torch.mm(inputs, weight.t(), out=part)
+                torch.mm(inputs, some.t(), out=part)
             else:
-                torch.addmm(bias[rows].to(x.dtype), inputs, weight.t(), out=part)
+                torch.addmm(bias[rows].to(x.dtype), inputs, some.t(), out=part)
     return y
 
 
-def decode(
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    scheme: VQScheme,
-    length: int,
-) -> Tensor:
+def decode(weight: StoredWeight) -> Tensor:
     """The stored rows, rotated back (`ops.reference.decode`): [..., length] float32."""
+    (codes, codebook, scale, rotation), _, scheme, length = weight
     decoded = torch.empty(*codes.shape[:-1], length, dtype=torch.float32, device=codes.device)
     if not decoded.numel():
         return decoded
     rows = decoded.view(-1, length)
     with torch.cuda.device(codes.device):
-        stored = Stored(
+        stored = DeviceWeight(
             codes.reshape(len(rows), -1), codebook, scale.reshape(len(rows), -1), scheme, length
         )
         stored.decode(0, rows)

@@ -23,10 +23,10 @@ from ....codegen.jit.launch import Kernel, Prepared
 from ....codegen.plan import LinearPlan, RotatePlan
 from ....errors import VQBackendError, VQFormatError
 from ....formats.scheme import VQScheme
-from .. import launch_order
-from ..launch_order import State
-from .arguments import field_of, together
-from .dequantize import DTYPES, RotateArguments, Stored, needs_signs, second_codes
+from ....formats.stored_weight import StoredWeight
+from ..bound_weight import ATTRIBUTE, State, bind_weight, bound_weight, is_settled, state
+from .arguments import field_of, grouped_arguments
+from .dequantize import DTYPES, DeviceWeight, RotateArguments, needs_signs, on_device, second_codes
 
 
 @dataclass(eq=False)
@@ -43,6 +43,7 @@ class Launch:
     ragged: bool
 
 
+Read = tuple[Tensor, Tensor, Tensor]  # codes, codebook and scale
 Keepers = tuple[Tensor, ...]
 Places = tuple[tuple[int, ...], ...]
 # A plan, shape and dtype of x, ordinal, and the other matrices of the launch.
@@ -53,7 +54,7 @@ _MOST_CALLS = 16  # that a layer keeps: prompts have many lengths
 class _Layer:
     """Launches of one matrix, and what they were prepared for. It keeps no tensor alive."""
 
-    def __init__(self, stored: Stored, signs: Tensor | None, keepers: Keepers) -> None:
+    def __init__(self, stored: DeviceWeight, signs: Tensor | None, keepers: Keepers) -> None:
         self.scheme, self.rows, self.in_features = stored.scheme, stored.rows, stored.in_features
         given = (stored.codes, stored.codebook, stored.scale)
         self.addresses = tuple(tensor.data_ptr() for tensor in given)
@@ -69,24 +70,12 @@ class _Layer:
         """Whether it was made for these tensors, and not for others that had their addresses."""
         return all(ref() is tensor for ref, tensor in zip(self.keepers, keepers, strict=True))
 
-    def state(
-        self, codes: Tensor, codebook: Tensor, scale: Tensor, stream: int, second: Tensor | None
-    ) -> State | None:
-        """What a launch now would see (`cuda_overlap`)."""
-        if second is None:
-            return launch_order.state((codes, codebook, scale), stream)
-        found = launch_order.state((codes, codebook, scale, second), stream)
-        # It may lie elsewhere at every call.
-        return None if found is None else ((*found[0], second.data_ptr()), found[1])
-
-    def added(self, bias: Tensor | None, x: Tensor) -> Tensor | None:
+    def added(self, bias: Tensor, x: Tensor) -> Tensor:
         """The bias, in the dtype of x.
 
         Raises:
             VQFormatError: it has another size, or is not where x is.
         """
-        if bias is None:
-            return None
         if bias.shape != (self.rows,) or bias.device != x.device:
             raise VQFormatError(
                 f"a bias of shape {list(bias.shape)} on {bias.device} does not suit {self.rows} "
@@ -94,14 +83,14 @@ class _Layer:
             )
         return bias.to(x.dtype).contiguous()
 
-    def is_still(
-        self, codes: Tensor, codebook: Tensor, scale: Tensor, rotation: Tensor | None
-    ) -> bool:
+    def is_still(self, weight: StoredWeight, tensors: Read) -> bool:
         """Whether it was made for these tensors, no views, and they are where and as they were.
 
         What was kept had rows side by side, so a shape and `is_contiguous` say all of its strides.
         """
         of_codes, of_codebook, of_scale = self.keepers
+        codes, codebook, scale = tensors
+        rotation = weight.first.rotation
         return (
             of_codes() is codes
             and of_codebook() is codebook
@@ -111,12 +100,20 @@ class _Layer:
             and codes.is_contiguous()
             and codebook.is_contiguous()
             and scale.is_contiguous()
+            and self.scheme is weight.scheme
+            and self.in_features == weight.in_features
             and (
                 self.signs is None
                 if rotation is None
                 else (self.signs == rotation.data_ptr() and self.signs_bytes == rotation.numel())
             )
         )
+
+
+def _read(weight: StoredWeight) -> Read:
+    """Codes, codebook and scale of the first pass; nested ones have one table for both."""
+    codes, codebook, scale, _ = weight.first
+    return codes, codebook if weight.residual is None else weight.residual.codebook, scale
 
 
 class _Call:
@@ -127,6 +124,7 @@ class _Call:
         self.arranged, self.ragged = launch.arranged or x.numel(), launch.ragged
         values: dict[str, int | None] = {}
         self.before: list[Prepared] = []  # a rotation for each, or none
+        self.changing: list[tuple[str, ...]] = []  # arguments of each that change
         for i, (layer, blocks) in enumerate(zip(layers, launch.blocks, strict=True)):
             if x.device != layer.device:
                 raise VQFormatError(_elsewhere(x, "codes", layer.device))
@@ -137,6 +135,7 @@ class _Call:
                 "blocks": blocks,
             }  # fmt: skip
             values |= {field_of(name, i): value for name, value in fixed.items()}
+            self.changing.append(tuple([field_of(name, i) for name in ("x", "bias", "y")]))
             if launch.before is not None:
                 count = x.numel() // launch.rotation_block
                 rotation = launch.before.prepare(
@@ -164,26 +163,6 @@ def _readable(x: Tensor) -> Tensor:
     return x
 
 
-# By the identity of the codes, or of what they are a view of (experts share one), as long as it
-# lives.
-_layers: dict[int, _Known] = {}
-
-
-class _Known:
-    """The layers of one tensor of codes, by where everything is, and the one that ran last."""
-
-    def __init__(self, keeper: Tensor) -> None:
-        key = id(keeper)
-        self.keeper = weakref.ref(keeper, lambda _: _layers.pop(key, None))
-        self.by_place: dict[Places, _Layer] = {}
-        self.latest: _Layer | None = None
-
-
-def is_known(codes: Tensor) -> bool:
-    """Whether a layer of these codes was launched from here, which remembers how they were."""
-    return id(codes) in _layers
-
-
 def _elsewhere(x: Tensor, name: str, device: torch.device) -> str:
     return (
         f"the input is on {x.device}, but the {name} of the weight on {device}: "
@@ -191,68 +170,56 @@ def _elsewhere(x: Tensor, name: str, device: torch.device) -> str:
     )
 
 
-def _layer(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    scheme: VQScheme,
-) -> tuple[_Layer, object]:
-    """The layer of these tensors, and what must live until it was launched.
+def _layer(x: Tensor, weight: StoredWeight, tensors: Read) -> tuple[_Layer, object]:
+    """The layer of a weight, and what must live until it was launched.
+
+    Args:
+        tensors: of the weight, as `_read` gives them.
 
     Raises:
         VQFormatError: a tensor is not where `x` is, or sizes do not belong together.
     """
-    known = _layers.get(id(codes))
-    layer = None if known is None else known.latest
-    if (
-        layer is not None
-        and layer.is_still(codes, codebook, scale, rotation)
-        and layer.scheme is scheme
-        and layer.in_features == x.shape[-1]
-    ):
-        return layer, None
-    keepers = tuple(t if t._base is None else t._base for t in (codes, codebook, scale))
-    keeper = keepers[0]
-    places = (
-        (codes.data_ptr(), codebook.data_ptr(), scale.data_ptr()),
+    codes, codebook, scale = tensors
+    latest = getattr(getattr(codes, ATTRIBUTE, None), "latest", None)
+    if latest is not None and latest.is_still(weight, tensors):
+        return latest, None
+    rotation, scheme = weight.first.rotation, weight.scheme
+    keepers = tuple(t if t._base is None else t._base for t in tensors)
+    places: Places = (
+        tuple(tensor.data_ptr() for tensor in tensors),
         (0,) if rotation is None else (rotation.data_ptr(), rotation.numel()),
-        codes.shape + codes.stride(),
-        codebook.shape + codebook.stride(),
-        scale.shape + scale.stride(),
+        *(tensor.shape + tensor.stride() for tensor in tensors),
     )
-    known = _layers.get(id(keeper))
-    if known is not None and known.keeper() is keeper:
-        layer = known.by_place.get(places)
+    known = bound_weight(keepers[0])
+    if known is not None:
+        layer: _Layer | None = known.layers.get(places)
         if (
             layer is not None
             and layer.scheme is scheme
-            and layer.in_features == x.shape[-1]
+            and layer.in_features == weight.in_features
             and layer.is_of(keepers)
         ):
             known.latest = layer
             return layer, None
     for name, tensor in zip(
-        ("codes", "codebook", "scale", "signs"), (codes, codebook, scale, rotation), strict=True
+        ("codes", "codebook", "scale", "signs"), (*tensors, rotation), strict=True
     ):
         if tensor is not None and tensor.device != x.device:
             raise VQFormatError(_elsewhere(x, name, tensor.device))
-    needs_signs(rotation, scheme, x.shape[-1])
-    stored = Stored(codes, codebook, scale, scheme, x.shape[-1])
+    needs_signs(rotation, scheme, weight.in_features)
+    stored = DeviceWeight(codes, codebook, scale, scheme, weight.in_features)
     signs = None if rotation is None else rotation.to(torch.uint8).contiguous()
     layer = _Layer(stored, signs, keepers)
     same = signs is None or (rotation is not None and signs.data_ptr() == rotation.data_ptr())
     if same and not stored.copied:  # a copy does not follow what is written to its original
-        if known is None or known.keeper() is not keeper:
-            known = _layers[id(keeper)] = _Known(keeper)
-        known.by_place[places] = known.latest = layer
+        known = bind_weight(keepers[0])
+        known.layers[places] = known.latest = layer
     return layer, (stored, signs)
 
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(plan: LinearPlan, ordinal: int) -> Kernel:
-    arguments = together(plan.matrices, plan.second_bits > 0)
+    arguments = grouped_arguments(plan.matrices, plan.second_bits > 0)
     return Kernel(plan, arguments, ordinal, default_store())
 
 
@@ -329,123 +296,92 @@ def prepare(
     )
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-    second: Tensor | None = None,
-) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.reference.linear`) for few tokens, in 16-bit floats.
 
     Entries of codebooks, the sum of a weight's stages and the rotated x are rounded to the dtype of
     x; sums over columns are float32.
-
-    Args:
-        second: codes of a nested pass; `codebook` is the one of both.
     """
-    y = x.new_empty((*x.shape[:-1], codes.shape[0]))
-    if not y.numel():
-        return y
-    ordinal = x.get_device()
-    given = (x, codes, codebook, scale, rotation, bias, scheme, y, ordinal)
-    if ordinal == torch._C._cuda_getDevice():
-        run(*given, second=second)
-    else:
-        with torch.cuda.device(ordinal):
-            run(*given, second=second)
-    return y
+    return grouped(x, (weight,), (bias,))[0]
+
+
+def grouped(
+    x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """`linear` of several weights of one scheme with one input, in one launch."""
+    found = [x.new_empty((*x.shape[:-1], weight.out_features)) for weight in weights]
+    if all(y.numel() for y in found):
+        ordinal = x.get_device()
+        with on_device(ordinal):
+            run(x, weights, biases, found, ordinal)
+    return found
 
 
 def run(
     x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-    y: Tensor,
+    weights: Sequence[StoredWeight],
+    biases: Sequence[Tensor | None],
+    outputs: Sequence[Tensor],
     ordinal: int,
     launch: Launch | None = None,
     overlap: bool = True,
-    second: Tensor | None = None,
 ) -> None:
-    """To `y`, by a launch that is given or by the one of the layer.
+    """To `outputs`, by a launch that is given or by the one of the layers.
 
     Args:
+        weights: several only where the launch has as many; of nested passes one.
         overlap: let kernels begin before those before them have ended (pdl.cuh).
     """
-    layer, _alive = _layer(x, codes, codebook, scale, rotation, scheme)
-    copied = False
-    if scheme.two_passes:
-        stored, second = second, second_codes(second, x, layer.rows, scheme)
-        copied = second is not stored  # just now, and nobody counted
-    call = _call(layer, (), x, scheme, ordinal, launch)
+    layers, reads, alive = [], [], []  # the last until the launch
+    for weight in weights:
+        tensors = _read(weight)
+        layer, kept = _layer(x, weight, tensors)
+        layers.append(layer)
+        reads.append(tensors)
+        alive.append(kept)
+    first, scheme = layers[0], weights[0].scheme
+    second, copied = None, False
+    if scheme.stages != "independent":
+        residual = weights[0].residual
+        second = second_codes(residual, x, first.rows, scheme)
+        copied = residual is None or second is not residual.codes  # just now, and nobody counted
+    call = _call(first, tuple(layers[1:]), x, scheme, ordinal, launch)
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
-    given = call.input(_readable(x), 0, stream, overlap)
-    bias = layer.added(bias, x)
-    kernel = call.kernel
+    x = _readable(x)
+    inputs: dict[int | None, Tensor] = {}  # by their signs
+    added = list(biases)
+    for i, layer in enumerate(layers):
+        if layer.signs not in inputs:
+            inputs[layer.signs] = call.input(x, i, stream, overlap)
+        if (bias := added[i]) is not None:
+            added[i] = layer.added(bias, x)
+    kernel, settled = call.kernel, overlap and not copied
     with kernel.lock:
         arguments = kernel.arguments
-        arguments.x, arguments.y = given.data_ptr(), y.data_ptr()
-        arguments.bias = None if bias is None else bias.data_ptr()
         if second is not None:
             arguments.second = second.data_ptr()
-        state = layer.state(codes, codebook, scale, stream, second)
-        settled = not copied and launch_order.is_settled(state, layer.last)
-        kernel.start(stream, overlap and settled)
-        layer.last = state
-
-
-def linears(
-    x: Tensor,
-    codes: Sequence[Tensor],
-    codebook: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    rotation: Sequence[Tensor | None],
-    bias: Sequence[Tensor | None],
-    scheme: VQScheme,
-) -> list[Tensor]:
-    """`linear` of several matrices with one input, in one launch."""
-    found = [x.new_empty((*x.shape[:-1], len(rows))) for rows in codes]
-    if not all(y.numel() for y in found):
-        return found
-    ordinal = x.get_device()
-    with torch.cuda.device(ordinal):
-        stored = list(zip(codes, codebook, scale, strict=True))
-        layers, _alive = zip(
-            *(_layer(x, *one, signs, scheme) for one, signs in zip(stored, rotation, strict=True)),
-            strict=True,
-        )
-        call = _call(layers[0], layers[1:], x, scheme, ordinal)
-        stream = torch._C._cuda_getCurrentRawStream(ordinal)
-        x = _readable(x)
-        inputs: dict[int | None, Tensor] = {}  # by their signs
+        states = []
         for i, layer in enumerate(layers):
-            if layer.signs not in inputs:
-                inputs[layer.signs] = call.input(x, i, stream, True)
-        added = [layer.added(b, x) for layer, b in zip(layers, bias, strict=True)]
-        with call.kernel.lock:
-            rotated = [inputs[layer.signs] for layer in layers]
-            for name, tensors in (("x", rotated), ("bias", added), ("y", found)):
-                for i, tensor in enumerate(tensors):
-                    address = None if tensor is None else tensor.data_ptr()
-                    setattr(call.kernel.arguments, field_of(name, i), address)
-            states = [
-                layer.state(*one, stream, None) for layer, one in zip(layers, stored, strict=True)
-            ]
-            settled = [
-                launch_order.is_settled(now, layer.last)
-                for layer, now in zip(layers, states, strict=True)
-            ]
-            call.kernel.start(stream, all(settled))
-            for layer, state in zip(layers, states, strict=True):
-                layer.last = state
-    return found
+            of_x, of_bias, of_y = call.changing[i]
+            bias = added[i]
+            setattr(arguments, of_x, inputs[layer.signs].data_ptr())
+            setattr(arguments, of_bias, None if bias is None else bias.data_ptr())
+            setattr(arguments, of_y, outputs[i].data_ptr())
+            now = _state(reads[i], second, stream)
+            settled = settled and is_settled(now, layer.last)
+            states.append(now)
+        kernel.start(stream, settled)
+        for layer, now in zip(layers, states, strict=True):
+            layer.last = now  # a launch that failed is none
+
+
+def _state(tensors: Read, second: Tensor | None, stream: int) -> State | None:
+    """What a launch now would see (`bound_weight`)."""
+    if second is None:
+        return state(tensors, stream)
+    found = state((*tensors, second), stream)
+    # It may lie elsewhere at every call.
+    return None if found is None else ((*found[0], second.data_ptr()), found[1])
 
 
 def _call(

@@ -6,7 +6,6 @@ Launches are prepared here; `cuda_fused` keeps and runs them, as it does those o
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from ....codegen.plan import TilePlan
 from ....dispatch import Implementation
 from ....errors import VQBackendError
 from ....formats.scheme import VQScheme
+from ....formats.stored_weight import StoredWeight
 from .. import weight_supports
 from . import fused as cuda_fused
 from .arguments import LinearArguments
@@ -73,20 +73,12 @@ def prepare(
     )
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.reference.linear`) in 16-bit floats, for `MOST_TOKENS` at a time.
 
     Entries of codebooks and the rotated x are rounded to the dtype of x; sums are float32.
     """
-    rows, in_features = codes.shape[0], x.shape[-1]
+    rows, scheme, in_features = weight.out_features, weight.scheme, weight.in_features
     y = x.new_empty(*x.shape[:-1], rows)
     if not y.numel():
         return y
@@ -98,15 +90,9 @@ def linear(
     with torch.cuda.device(ordinal):
         bucket = token_bucket(min(tokens, MOST_TOKENS))
         launch = _prepare(scheme, rows, in_features, bucket, x.dtype, ordinal)
-        stored = (codes, codebook, scale, rotation, bias, scheme)
         for of_x, of_y in parts:
-            cuda_fused.run(of_x, *stored, of_y, ordinal, launch)
+            cuda_fused.run(of_x, (weight,), (bias,), (of_y,), ordinal, launch)
     return y
 
 
-def _run(*arguments: Any) -> Tensor:
-    x, codes, codebook, scale, rotation, *_, bias, scheme = arguments  # no second pass
-    return linear(x, codes, codebook, scale, rotation, bias, scheme)
-
-
-LINEAR = Implementation(_run, weight_supports.tile_linear)
+LINEAR = Implementation(linear, weight_supports.tile_linear)

@@ -8,7 +8,6 @@ Launches are prepared here; `cuda_fused` runs them, as it does those for few tok
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from ....codegen.plan import WidePlan
 from ....dispatch import Implementation
 from ....errors import VQBackendError
 from ....formats.scheme import VQScheme
+from ....formats.stored_weight import StoredWeight
 from .. import weight_supports
 from . import fused as cuda_fused
 from .arguments import LinearArguments
@@ -79,21 +79,13 @@ def prepare(
     )
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.reference.linear`) for many tokens, in 16-bit floats.
 
     Entries of codebooks, their products with scales of groups and the rotated x are rounded to the
     dtype of x; sums are float32.
     """
-    rows, in_features = codes.shape[0], x.shape[-1]
+    rows, scheme, in_features = weight.out_features, weight.scheme, weight.in_features
     y = x.new_empty(*x.shape[:-1], rows)
     if not y.numel():
         return y
@@ -101,13 +93,8 @@ def linear(
     with torch.cuda.device(ordinal):
         tokens = x.numel() // in_features
         launch = _prepare(scheme, rows, in_features, tokens, x.dtype, ordinal)
-        cuda_fused.run(x, codes, codebook, scale, rotation, bias, scheme, y, ordinal, launch)
+        cuda_fused.run(x, (weight,), (bias,), (y,), ordinal, launch)
     return y
 
 
-def _run(*arguments: Any) -> Tensor:
-    x, codes, codebook, scale, rotation, *_, bias, scheme = arguments  # no second pass
-    return linear(x, codes, codebook, scale, rotation, bias, scheme)
-
-
-LINEAR = Implementation(_run, weight_supports.wide_linear)
+LINEAR = Implementation(linear, weight_supports.wide_linear)

@@ -5,13 +5,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hf_vq import VQCache, dispatch, ops
+from hf_vq import VQCache, dispatch
 from hf_vq.backends.cpu import boxed_ops, library
 from hf_vq.backends.cpu import kv as cpu_attention
 from hf_vq.cache.codebooks import learned
 from hf_vq.formats.catalog import kv_scheme
-from hf_vq.ops.attention import attention
-from hf_vq.ops.library import parse
+from hf_vq.ops import kv_attention
+from tests.fixtures.kv.views import append_kv
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -29,7 +29,7 @@ def filled(tokens, *, scheme="u4", dtype=torch.bfloat16, batch=1, heads=2, crop=
     if crop:
         cache.crop(-crop)
     cache.update(*torch.randn(2, batch, heads, 1, DIM).to(dtype), 0)
-    return cache.layers[0].keys.update.cached._replace(fresh=1)
+    return cache.layers[0].keys.update.view._replace(num_new=1)
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ def without(monkeypatch):
     return call
 
 
-def directly(query, cached, scaling=0.2, softcap=0.0):
+def directly(query, cached, softmax_scale=0.2, softcap=0.0):
     c = cached
-    asked = dispatch.AttentionProblem(
-        "cpu", str(query.dtype)[6:], c.key_scheme, c.value_scheme,
-        1, 1, c.tail_k.shape[3], c.tail_v.shape[3], c.key_layout, c.value_layout,
+    asked = dispatch.KVAttentionProblem(
+        "cpu", str(query.dtype)[6:], c.key.scheme, c.value.scheme,
+        1, 1, c.key.dim, c.value.dim, c.key.layout, c.value.layout,
     )  # fmt: skip
-    return dispatch.bind(asked)(query, cached, scaling, softcap)
+    return dispatch.bind(asked)(query, cached, softmax_scale, softcap)
 
 
 @pytest.mark.parametrize("scheme", ["u4", "u3", "u2", "k4v2"])
@@ -68,10 +68,10 @@ def test_attention_is_that_of_the_row(scheme, dtype, tokens, crop, without):
         if out is None:  # the row does not run this scheme
             assert scheme == "u3"
             continue
-        assert torch.equal(attention(query, cached, scaling=0.2), out)
-        row = without(attention, query, cached, scaling=0.2)
+        assert torch.equal(kv_attention(query, cached, softmax_scale=0.2), out)
+        row = without(kv_attention, query, cached, softmax_scale=0.2)
         assert torch.equal(out, row) and out.stride() == row.stride() and out.dtype == row.dtype
-        capped = without(attention, query, cached, scaling=0.2, softcap=5.0)
+        capped = without(kv_attention, query, cached, softmax_scale=0.2, softcap=5.0)
         assert torch.equal(directly(query, cached, softcap=5.0), capped)
 
 
@@ -81,19 +81,15 @@ def test_attention_is_that_of_the_row(scheme, dtype, tokens, crop, without):
 def test_append_is_that_of_the_row(scheme, dtype, mean, without):
     cached = filled(300, scheme=scheme)
     x = torch.randn(1, 2, 7, DIM).to(dtype)
-    for side in "kv":
-        part = parse(getattr(cached, "key_scheme" if side == "k" else "value_scheme"))
-        layout = cached.key_layout if side == "k" else cached.value_layout
-        book = cached.codebook_k if side == "k" else cached.codebook_v
+    for side in (cached.key, cached.value):
         middle = torch.randn(1, 2, 1, DIM) if mean else None
         made = []
         for call in (lambda f, *a: f(*a), without):
-            codes = getattr(cached, f"{side}_codes").clone()
-            scale = getattr(cached, f"{side}_scale").clone()
-            call(ops.append_kv, x, middle, book, codes, scale, 250, part.spec(), layout)
+            codes, scale = side.codes.clone(), side.scale.clone()
+            call(append_kv, x, middle, side.codebook, codes, scale, 250, side.scheme, side.layout)
             made.append((codes, scale))
         assert torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][1], made[1][1])
-        assert not torch.equal(made[0][0], getattr(cached, f"{side}_codes"))
+        assert not torch.equal(made[0][0], side.codes)
 
 
 def test_learned_codebooks_lie_per_head(without):
@@ -107,7 +103,7 @@ def test_learned_codebooks_lie_per_head(without):
     for call in (lambda f, *a: f(*a), without):
         tape = torch.zeros(1, heads, 1, DIM // part.vector_size * 32 * part.entry_bits)
         codes, scale = tape.byte(), torch.zeros(1, heads, 256, 0).half()
-        call(ops.append_kv, x, None, book.half(), codes, scale, 5, part.spec(), layout)
+        call(append_kv, x, None, book.half(), codes, scale, 5, part.spec(), layout)
         made.append(codes)
     assert torch.equal(*made) and made[0].any()
 
@@ -116,24 +112,25 @@ def test_the_ops_refuse_what_does_not_belong_together():
     cached, query = filled(300), torch.randn(1, 4, 1, DIM).bfloat16()
     assert directly(query, cached) is not None
     wrong = {
-        "coded": cached.k_codes.shape[2] * 256 + 1, "k_first": -1, "tail_start": -1,
-        "k_codes": cached.k_codes[:, :, :1], "v_codes": cached.v_codes[:, :1],
-        "k_scale": cached.k_scale[:, :, :100], "v_scale": cached.v_scale.float(),
-        "codebook_k": cached.codebook_k[:, :100].contiguous(), "sink_v": cached.sink_v[:, :, :1],
-        "codebook_v": cached.codebook_v.float(), "tail_k": cached.tail_k[..., :16],
-        "tail_v": cached.tail_v.double(), "k_mean": torch.zeros(1, 1, 1, DIM),
+        "num_coded": cached.key.codes.shape[2] * 256 + 1, "key_first": -1, "max_seqlen": 1,
+        "key_codes": cached.key.codes[:, :, :1], "value_codes": cached.value.codes[:, :1],
+        "key_scale": cached.key.scale[:, :, :100], "value_scale": cached.value.scale.float(),
+        "key_codebook": cached.key.codebook[:, :100].contiguous(),
+        "value_sinks": cached.value.sinks[:, :, :1],
+        "value_codebook": cached.value.codebook.float(), "key_recent": cached.key.recent[..., :16],
+        "value_recent": cached.value.recent.double(), "key_mean": torch.zeros(1, 1, 1, DIM),
     }  # fmt: skip
     for name, value in wrong.items():
-        assert directly(query, cached._replace(**{name: value})) is None, name
+        assert directly(query, cached.replace(**{name: value})) is None, name
     for other in (query[..., :16], query[:, :3], query.repeat(2, 1, 1, 1), query[:, :, :0]):
         assert directly(other, cached) is None
-    tape = cached.k_codes, cached.k_scale
-    shape = cpu_attention._shape_tensor(cached.key_scheme, DIM, cached.key_layout)
+    tape = cached.key.codes, cached.key.scale
+    shape = cpu_attention._shape_tensor(cached.key.scheme, DIM, cached.key.layout)
     x, none = torch.randn(1, 2, 3, DIM), torch.empty(0)
-    op, held = boxed_ops.cpu_append(), cached.k_codes.shape[2] * 256
-    assert op(x, none, cached.codebook_k, *tape, shape, held - 3) is not None
+    op, held = boxed_ops.cpu_append(), cached.key.codes.shape[2] * 256
+    assert op(x, none, cached.key.codebook, *tape, shape, held - 3) is not None
     for at in (-1, held - 2):
-        assert op(x, none, cached.codebook_k, *tape, shape, at) is None
-    assert op(x, none, cached.codebook_k, *tape, shape.long(), 0) is None
-    assert op(x[..., :16], none, cached.codebook_k, *tape, shape, 0) is None
+        assert op(x, none, cached.key.codebook, *tape, shape, at) is None
+    assert op(x, none, cached.key.codebook, *tape, shape.long(), 0) is None
+    assert op(x[..., :16], none, cached.key.codebook, *tape, shape, 0) is None
     assert op(none, none, none, none, none, none, 0) is None

@@ -18,10 +18,10 @@ from hf_vq.backends.cpu import linear as cpu_linear
 from hf_vq.errors import VQBackendError
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import weight_scheme
+from hf_vq.formats.stored_weight import StoredWeight, flat, rotation_of
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.nn import VQLinear
-from hf_vq.ops.codes import rotation_of, stored_arguments
-from hf_vq.ops.library import linear_problem, only_result
+from hf_vq.ops.library import is_plain_eager, linear_problem
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures import ROOT
 
@@ -47,7 +47,7 @@ def stored(name="vq-4", out_features=24, in_features=256):
 
 def by_row(x, tensors, bias, scheme):
     """y as the Python of `cpu.linear` gives it."""
-    return cpu_linear.linear(x, *stored_arguments(tensors), bias, scheme)
+    return cpu_linear.linear(x, StoredWeight.of(tensors, scheme, x.shape[-1]), bias)
 
 
 def directly(x, tensors, bias, scheme):
@@ -119,7 +119,7 @@ def test_ops_linear_and_the_layer_take_it(taken):
     x, bias = torch.randn(1, 256), torch.randn(24)
     y = ops.linear(x, tensors, bias, scheme)
     assert taken() == 1
-    public = torch.ops.hf_vq.linear(x, *stored_arguments(tensors), bias, scheme.spec())
+    public = torch.ops.hf_vq.linear(x, *flat(tensors), bias, scheme.spec())
     assert torch.equal(public, y)
     assert taken() == 2
     layer = VQLinear(256, 24, True, scheme)
@@ -195,7 +195,7 @@ def test_what_it_does_not_take_goes_to_the_table(change):
     y = ops.linear(x, tensors, None, scheme)
     assert y.shape == (*x.shape[:-1], 24) and y.dtype == x.dtype
     by = reference.linear if x.dtype == torch.float64 else cpu_linear.linear
-    assert torch.equal(y, by(x, *stored_arguments(tensors), None, scheme))
+    assert torch.equal(y, by(x, StoredWeight.of(tensors, scheme, x.shape[-1]), None))
 
 
 @pytest.mark.parametrize("name", ["turboquant-8", "turboquant-4+4"])
@@ -239,7 +239,7 @@ def test_the_environment_and_new_rows_are_seen(monkeypatch):
     scheme, tensors = stored()
     x = torch.randn(1, 256)
     fast = ops.linear(x, tensors, None, scheme)
-    slow = reference.linear(x, *stored_arguments(tensors), None, scheme)
+    slow = reference.linear(x, StoredWeight.of(tensors, scheme, x.shape[-1]), None)
     assert not torch.equal(fast, slow)
     for backend, wanted in (("reference", slow), ("cpu.linear", fast), ("reference", slow)):
         monkeypatch.setenv("HF_VQ_BACKEND", backend)
@@ -387,7 +387,7 @@ def test_ten_thousand_calls_leak_nothing():
 def test_forward_mode_goes_through_torch():
     """Tangents are not lost without a word."""
     x = torch.randn(2, 3)
-    assert only_result(x)
+    assert is_plain_eager(x)
     with forward_ad.dual_level():
-        assert not only_result(forward_ad.make_dual(x, x))
-    assert only_result(x)
+        assert not is_plain_eager(forward_ad.make_dual(x, x))
+    assert is_plain_eager(x)

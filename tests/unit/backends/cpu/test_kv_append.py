@@ -17,10 +17,10 @@ from hf_vq.formats.packing import unpack_bits
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv
 from hf_vq.ops.layout import BLOCK, PLANES, QUADS, block_bytes, to_rows
 from hf_vq.ops.reference import codes as reference
 from hf_vq.transforms import rotate
+from tests.fixtures.kv.views import append_kv, one_side
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
@@ -224,7 +224,7 @@ def test_a_tape_with_gaps_is_refused() -> None:
 
 def test_who_appends_and_why_not() -> None:
     def reason(spec: str, layout: str, dim: int, dtype: str = "float32") -> str:
-        problem = dispatch.AppendProblem("cpu", dtype, spec, 1, dim, layout)
+        problem = dispatch.KVAppendProblem("cpu", dtype, spec, "", 1, dim, 0, layout, "")
         return cpu_attention.APPEND.supports(problem) or ""
 
     u4 = KEYS["u4"].spec()
@@ -246,7 +246,8 @@ def test_the_reference_agrees_on_the_bytes() -> None:
     tapes.append(tuple(tensor.clone() for tensor in tapes[0]))
     arguments = (x, None, universal_tensor(scheme))
     append_kv(*arguments, *tapes[0], 0, scheme.spec(), QUADS)
-    reference.append(*arguments, *tapes[1], 0, scheme, QUADS)
+    view = one_side(*arguments, *tapes[1], 0, scheme.spec(), QUADS)
+    reference.kv_append(x, None, view, None)
     same = (tapes[0][0] == tapes[1][0]).float().mean()
     assert same > 0.999
     assert cpu_attention.key_layout(scheme) == QUADS

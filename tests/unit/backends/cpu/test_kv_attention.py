@@ -19,12 +19,12 @@ from hf_vq.formats.catalog import KV_SCHEMES, KVScheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import append_kv
-from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops import KVCacheView, kv_attention
 from hf_vq.ops.layout import BLOCK, block_bytes, to_rows
 from hf_vq.ops.library import parse
 from hf_vq.ops.reference import kv_attention as attention_reference
 from tests.fixtures.kv import cpu_attention_float64 as rounding
+from tests.fixtures.kv.views import append_kv, view_of
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
@@ -67,7 +67,7 @@ def make(
     first: int = 0,
     start: list[int] | None = None,
     dtype: torch.dtype = torch.float32,
-) -> CachedKV:
+) -> KVCacheView:
     """Random tokens, coded by the library itself: all that left the window of the newest query."""
     both = KV_SCHEMES[scheme] if isinstance(scheme, str) else scheme
     value_dim = value_dim or dim
@@ -86,26 +86,27 @@ def make(
     v = store(values[:, :, :coded], None, both.value, books[1], layouts[1], first)
     tail = max(length - window - slack - fresh, 0)
     begin = start or [0] * batch
-    return CachedKV(
-        sink_k=torch.stack([keys[b, :, begin[b] :][:, :sinks] for b in range(batch)]),
-        sink_v=torch.stack([values[b, :, begin[b] :][:, :sinks] for b in range(batch)]),
-        k_codes=k[0], k_scale=k[1], k_mean=mean, v_codes=v[0], v_scale=v[1],
-        tail_k=keys[:, :, tail:], tail_v=values[:, :, tail:],
-        codebook_k=books[0], codebook_v=books[1],
-        start=None if start is None else torch.tensor(start),
-        tail_start=tail, window=window, fresh=fresh, coded=coded, k_first=first, v_first=first,
+    return view_of(
+        key_sinks=torch.stack([keys[b, :, begin[b] :][:, :sinks] for b in range(batch)]),
+        value_sinks=torch.stack([values[b, :, begin[b] :][:, :sinks] for b in range(batch)]),
+        key_codes=k[0], key_scale=k[1], key_mean=mean, value_codes=v[0], value_scale=v[1],
+        key_recent=keys[:, :, tail:], value_recent=values[:, :, tail:],
+        key_codebook=books[0], value_codebook=books[1],
+        cache_leftpad=None if start is None else torch.tensor(start),
+        max_seqlen=length, window=window, num_new=fresh, num_coded=coded,
+        key_first=first, value_first=first,
         key_scheme=both.key.spec(), value_scheme=both.value.spec(),
         key_layout=layouts[0], value_layout=layouts[1],
     )  # fmt: skip
 
 
-def check(query: Tensor, cached: CachedKV, **options: Any) -> Tensor:
+def check(query: Tensor, cached: KVCacheView, **options: Any) -> Tensor:
     """The library's output, which is what its roundings give."""
-    options = {"scaling": query.shape[-1] ** -0.5, **options}
+    options = {"softmax_scale": query.shape[-1] ** -0.5, **options}
     bits = WEIGHT_BITS.get(library.isa() or "", 7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "new_empty", poisoned)
-        out = attention(query, cached, **options)
+        out = kv_attention(query, cached, **options)
     wanted, slack = rounding.attend(query, cached, bits, **options)
     slack = slack + torch.finfo(query.dtype).eps * wanted.abs() + 1e-12
     assert out.dtype == query.dtype and out.shape == wanted.shape
@@ -118,14 +119,10 @@ def poisoned(like: Tensor, *shape: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=like.dtype)
 
 
-def reference(query: Tensor, cached: CachedKV, **options: Any) -> Tensor:
-    mask, s_aux = options.get("mask"), options.get("s_aux")
-    *names, key_layout, value_layout = cached[12:]
-    key, value = (parse(name) for name in names[6:])
+def reference(query: Tensor, cached: KVCacheView, **options: Any) -> Tensor:
     return attention_reference.attention(
-        query, *cached[:12], mask, s_aux, *names[:6],
-        options.get("scaling", query.shape[-1] ** -0.5), options.get("softcap", 0.0),
-        key, value, key_layout, value_layout,
+        query, cached, options.get("mask"), options.get("sink_logits"),
+        options.get("softmax_scale", query.shape[-1] ** -0.5), options.get("softcap", 0.0),
     )  # fmt: skip
 
 
@@ -145,7 +142,7 @@ def test_every_shape_of_codebook(size: int, bits: int) -> None:
         size, bits, codebook="channel_group", scale_group=0, rotation="hadamard", rotation_block=0
     )
     cached = make(KVScheme(turned, turned, True), length=290)
-    out = attention(torch.randn(1, 4, 1, 32), cached, scaling=0.2)
+    out = kv_attention(torch.randn(1, 4, 1, 32), cached, softmax_scale=0.2)
     assert out.isfinite().all()
 
 
@@ -192,7 +189,9 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_keys_and_queries_of_two_dtypes() -> None:
     cached = make(dtype=torch.bfloat16)
-    cached = cached._replace(tail_k=cached.tail_k.float(), sink_k=cached.sink_k.float())
+    cached = cached.replace(
+        key_recent=cached.key.recent.float(), key_sinks=cached.key.sinks.float()
+    )
     check(torch.randn(1, 2, 1, 32), cached)
 
 
@@ -216,11 +215,11 @@ def test_a_query_that_sees_nothing_gets_zeros() -> None:
     cached = make(length=280, fresh=2)
     mask = torch.ones(1, 1, 2, 280, dtype=torch.bool)
     mask[..., 0, :] = False
-    out = check(torch.randn(1, 2, 2, 32), cached, mask=mask, s_aux=torch.randn(2))
+    out = check(torch.randn(1, 2, 2, 32), cached, mask=mask, sink_logits=torch.randn(2))
     assert torch.equal(out[:, :, 0], torch.zeros(1, 2, 32))
     additive = torch.full((1, 1, 2, 280), -torch.inf)
     assert torch.equal(
-        attention(torch.randn(1, 2, 2, 32), cached, scaling=1.0, mask=additive),
+        kv_attention(torch.randn(1, 2, 2, 32), cached, softmax_scale=1.0, mask=additive),
         torch.zeros(1, 2, 2, 32),
     )
 
@@ -228,9 +227,9 @@ def test_a_query_that_sees_nothing_gets_zeros() -> None:
 def test_softcap_and_sink_logits() -> None:
     query = 4 * torch.randn(1, 4, 2, 32)
     cached = make(fresh=2)
-    check(query, cached, softcap=5.0, scaling=0.5)
-    check(query, cached, s_aux=3 * torch.randn(4))
-    check(query, cached, s_aux=torch.full((4,), 60.0), softcap=20.0)
+    check(query, cached, softcap=5.0, softmax_scale=0.5)
+    check(query, cached, sink_logits=3 * torch.randn(4))
+    check(query, cached, sink_logits=torch.full((4,), 60.0), softcap=20.0)
 
 
 def test_large_logits() -> None:
@@ -241,22 +240,22 @@ def test_large_logits() -> None:
 
 def test_scales_of_either_sign() -> None:
     cached = make(length=700)
-    for scale in (cached.k_scale, cached.v_scale):
+    for scale in (cached.key.scale, cached.value.scale):
         scale *= torch.randn(scale.shape).sign().half()
     check(torch.randn(1, 2, 1, 32), cached)
     check(torch.randn(1, 6, 1, 32), cached)
-    cached.v_scale.copy_(-cached.v_scale.abs())
+    cached.value.scale.copy_(-cached.value.scale.abs())
     check(torch.randn(1, 2, 1, 32), cached)
 
 
 def test_a_row_of_zeros() -> None:
     cached = make()
     check(torch.zeros(1, 2, 1, 32) + torch.tensor(1e-38), cached)
-    for tensor in (cached.k_scale, cached.v_scale):
+    for tensor in (cached.key.scale, cached.value.scale):
         tensor.zero_()
     query = torch.randn(1, 2, 1, 32)
     query[0, 0] = 0
-    out = attention(query, cached, scaling=0.2)
+    out = kv_attention(query, cached, softmax_scale=0.2)
     assert out.isfinite().all()
 
 
@@ -266,19 +265,19 @@ def test_numbers_that_are_not_finite(bad: float, scheme: str) -> None:
     cached = make(scheme, length=290, window=4, sinks=0)
     query = torch.randn(1, 4, 1, 32)
     query[0, 1, 0, 5] = bad
-    out = attention(query, cached, scaling=0.2)
+    out = kv_attention(query, cached, softmax_scale=0.2)
     assert out[0, 1].isnan().all()
     assert out[0, [0, 2, 3]].isfinite().all()
     query[0, 1, 0, 5] = 0
-    cached.v_scale[0, 1, 7] = bad
-    out = attention(query, cached, scaling=0.2)
+    cached.value.scale[0, 1, 7] = bad
+    out = kv_attention(query, cached, softmax_scale=0.2)
     assert out[0, :2].isfinite().all() and out[0, 2:].isnan().all()
     mask = torch.ones(1, 1, 1, 290, dtype=torch.bool)
     mask[..., 7] = False
-    assert attention(query, cached, scaling=0.2, mask=mask).isfinite().all()
-    if cached.k_scale.numel():
-        cached.k_scale[0, 0, 9] = bad
-        out = attention(query, cached, scaling=0.2, mask=mask)
+    assert kv_attention(query, cached, softmax_scale=0.2, mask=mask).isfinite().all()
+    if cached.key.scale.numel():
+        cached.key.scale[0, 0, 9] = bad
+        out = kv_attention(query, cached, softmax_scale=0.2, mask=mask)
         assert out[0, :2].isnan().all()
         assert out[0, 2:].isfinite().all()
 
@@ -303,9 +302,9 @@ def test_a_million_tokens() -> None:
     both = KV_SCHEMES["nomad-u4"]
     cached = make(both, heads=1, dim=dim, length=2, window=2, sinks=0, slack=0)
     tapes = {}
-    for side, scheme in (("k", both.key), ("v", both.value)):
-        layout = getattr(cached, {"k": "key_layout", "v": "value_layout"}[side])
-        mean, codebook = cached.k_mean if side == "k" else None, universal_tensor(scheme)
+    for which, scheme in (("key", both.key), ("value", both.value)):
+        side = getattr(cached, which)
+        layout, mean, codebook = side.layout, side.mean, universal_tensor(scheme)
         x = torch.randn(1, 1, length, dim)
         size = block_bytes(dim // scheme.vector_size, scheme.entry_bits)
         codes = torch.empty(1, 1, length // BLOCK, size, dtype=torch.uint8)
@@ -318,9 +317,9 @@ def test_a_million_tokens() -> None:
             found = to_rows(codes, t, 1, scheme.entry_bits, layout)
             assert torch.equal(found, to_rows(alone[0], t % BLOCK, 1, scheme.entry_bits, layout))
             assert torch.equal(scale[:, :, t], alone[1][:, :, -1])
-        tapes |= {f"{side}_codes": codes, f"{side}_scale": scale}
+        tapes |= {f"{which}_codes": codes, f"{which}_scale": scale}
     del x, part
-    cached = cached._replace(**tapes, coded=length, tail_start=length)
+    cached = cached.replace(**tapes, num_coded=length, max_seqlen=length)
     check(3 * torch.randn(1, 1, 1, dim), cached)
 
 
@@ -329,9 +328,9 @@ def test_the_largest_sums_of_tables() -> None:
     dim = 256
     cached = make("nomad-4", dim=dim, heads=1, window=2, sinks=0)
     levels = torch.linspace(-1, 1, 16).half()[:, None]
-    cached = cached._replace(codebook_k=levels.expand(1, dim, 16, 1).contiguous())
+    cached = cached.replace(key_codebook=levels.expand(1, dim, 16, 1).contiguous())
     for code in (255, 0):
-        cached.k_codes.fill_(code)
+        cached.key.codes.fill_(code)
         for sign in (1.0, -1.0):
             check(sign * torch.ones(1, 2, 1, dim), cached)
 
@@ -343,7 +342,7 @@ def test_the_kernel_adds_little_to_the_error_of_the_codes(scheme: str) -> None:
     rounding error of (max / 127) / sqrt(12), less than a tenth of that of 4-bit codes."""
     cached = make(scheme, dim=128, length=1030, window=0, sinks=0, slack=1030)
     query = torch.randn(1, 8, 1, 128)
-    out = attention(query, cached, scaling=128**-0.5)
+    out = kv_attention(query, cached, softmax_scale=128**-0.5)
     coded = reference(query, cached)
     exact = reference(query, cached._replace(window=2000))
     ours, codes = (out - coded).square().mean().sqrt(), (coded - exact).square().mean().sqrt()
@@ -355,14 +354,14 @@ def test_functions() -> None:
     x = torch.cat([torch.linspace(0, 80, 500), torch.logspace(-6, 1, 500)])
     heads = len(x)
     cached = make(heads=heads, dim=16, length=2, window=2, sinks=0)
-    cached.tail_k.zero_()
-    cached.tail_k[0, :, 1, 0] = -x
-    cached.tail_v.zero_()
-    cached.tail_v[0, :, 0, 0] = cached.tail_v[0, :, 1, 1] = 1
+    cached.key.recent.zero_()
+    cached.key.recent[0, :, 1, 0] = -x
+    cached.value.recent.zero_()
+    cached.value.recent[0, :, 0, 0] = cached.value.recent[0, :, 1, 1] = 1
     query = torch.zeros(1, heads, 1, 16)
     query[..., 0] = 1
     for softcap in (0.0, 20.0):
-        out = attention(query, cached, scaling=1.0, softcap=softcap).double()[0, :, 0]
+        out = kv_attention(query, cached, softmax_scale=1.0, softcap=softcap).double()[0, :, 0]
         wanted = -x.double()
         wanted = softcap * torch.tanh(wanted / softcap) if softcap else wanted
         error = (out[:, 1] / out[:, 0]).log() - wanted
@@ -374,21 +373,21 @@ def test_scores() -> None:
         cached = make(scheme, length=600, first=250)
         query = torch.randn(1, 4, 2, 32)
         found = cpu_attention.scores(query, cached, 0.5)
-        assert found.shape == (1, 4, 2, cached.coded)
-        scheme_of_keys = parse(cached.key_scheme)
+        assert found.shape == (1, 4, 2, cached.num_coded)
+        scheme_of_keys = parse(cached.key.scheme)
         codes = rounding.codes_of(cached, "k")
         for h in range(4):
             if scheme_of_keys.has_scale:
                 dots = rounding.universal_dots(
-                    query[0, h, 1], scheme_of_keys, cached.codebook_k, codes[0, h // 2]
+                    query[0, h, 1], scheme_of_keys, cached.key.codebook, codes[0, h // 2]
                 )
-                wanted = dots.value * cached.k_scale[0, h // 2, 250:, 0].double()
-                assert cached.k_mean is not None
-                wanted = wanted + (query[0, h, 1].double() @ cached.k_mean[0, h // 2, 0].double())
-                slack = dots.slack * cached.k_scale[0, h // 2, 250:, 0].double() + 1e-4
+                wanted = dots.value * cached.key.scale[0, h // 2, 250:, 0].double()
+                assert cached.key.mean is not None
+                wanted = wanted + (query[0, h, 1].double() @ cached.key.mean[0, h // 2, 0].double())
+                slack = dots.slack * cached.key.scale[0, h // 2, 250:, 0].double() + 1e-4
             else:
                 dots = rounding.table_dots(
-                    query[0, h, 1], cached.codebook_k[h // 2], codes[0, h // 2]
+                    query[0, h, 1], cached.key.codebook[h // 2], codes[0, h // 2]
                 )
                 wanted, slack = dots.value, dots.slack + 1e-5
             assert ((found[0, h, 1].double() - wanted / 2).abs() <= slack).all()
@@ -415,23 +414,23 @@ def guarded(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dim", [80, 128])
 def test_nothing_outside_the_tensors_is_read(scheme: str, dim: int) -> None:
     cached = make(scheme, dim=dim, length=300, window=9, fresh=2)
-    for codes in (cached.k_codes, cached.v_codes):
+    for codes in (cached.key.codes, cached.value.codes):
         codes.random_(0, 256)  # any codes whatever
-    tensors = {
-        name: guarded(value) for name, value in cached._asdict().items()
-        if isinstance(value, Tensor)
-    }  # fmt: skip
-    cached = cached._replace(**tensors)
+    cached = cached.map(guarded)
     for heads, mask in ((2, torch.rand(1, 1, 2, 300) > 0.5), (6, torch.randn(1, 6, 2, 300))):
         query = guarded(torch.randn(1, heads, 2, dim))
-        out = attention(
-            query, cached, scaling=0.1, mask=guarded(mask), s_aux=guarded(torch.ones(heads))
+        out = kv_attention(
+            query,
+            cached,
+            softmax_scale=0.1,
+            mask=guarded(mask),
+            sink_logits=guarded(torch.ones(heads)),
         )
         assert out.isfinite().all()
     x = guarded(torch.randn(1, 2, 3, dim))
     append_kv(
-        x, cached.k_mean, cached.codebook_k, cached.k_codes, cached.k_scale, 280,
-        cached.key_scheme, cached.key_layout,
+        x, cached.key.mean, cached.key.codebook, cached.key.codes, cached.key.scale, 280,
+        cached.key.scheme, cached.key.layout,
     )  # fmt: skip
 
 
@@ -439,7 +438,7 @@ def test_who_attends_and_why_not() -> None:
     def ask(scheme: str, layout: str = "", dim: int = 128, value_dim: int = 128) -> str:
         both = KV_SCHEMES[scheme]
         layouts = layout.split() or ("", "")
-        problem = dispatch.AttentionProblem(
+        problem = dispatch.KVAttentionProblem(
             "cpu", "float32", both.key.spec(), both.value.spec(), 1, 1, dim, value_dim, *layouts
         )
         found = cpu_attention.ATTENTION

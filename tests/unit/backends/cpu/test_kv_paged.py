@@ -5,13 +5,13 @@ import torch
 
 from hf_vq.backends.cpu import library
 from hf_vq.cache.codebooks import universal
-from hf_vq.cache.token_buffer import CodeTape
+from hf_vq.cache.token_buffer import CodeBuffer
 from hf_vq.formats.catalog import KV_SCHEMES
-from hf_vq.ops import append_kv
-from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops import kv_attention
 from hf_vq.ops.layout import BLOCK, PLANES, QUADS
 from hf_vq.serving.batch import Batch
 from hf_vq.serving.pages import LayerPages, PageFormat
+from tests.fixtures.kv.views import append_kv
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
@@ -38,16 +38,18 @@ def test_attention_is_bit_equal_to_that_over_a_tape(name):
     query = torch.randn(1, 3 * HEADS, 1, DIM)
     (group,) = layer.groups(batch)
     cached = layer.read(group, query)
-    assert cached.length == cached.coded == TOKENS and cached.tail_k.shape[2] == 0
-    found = attention(query, cached, scaling=0.2, mask=group.mask)
+    assert cached.max_seqlen == cached.num_coded == TOKENS and cached.key.recent.shape[2] == 0
+    found = kv_attention(query, cached, softmax_scale=0.2, mask=group.mask)
 
     tapes = []
     for side, x, book, m in (
         (page.keys, keys, books[0], layer.mean), (page.values, values, books[1], None)
     ):  # fmt: skip
-        tape = CodeTape(x, side.scheme, side.layout)
+        tape = CodeBuffer(x, side.scheme, side.layout)
         at = tape.reserve(TOKENS)
         append_kv(x, m, book, tape.data, tape.scale, at, side.scheme.spec(), side.layout)
         tapes += [tape.data, tape.scale]
-    whole = CachedKV(*cached[:2], *tapes[:2], layer.mean, *tapes[2:], *cached[7:])
-    assert torch.equal(found, attention(query, whole, scaling=0.2))
+    key = cached.key._replace(codes=tapes[0], scale=tapes[1])
+    value = cached.value._replace(codes=tapes[2], scale=tapes[3])
+    whole = cached._replace(key=key, value=value)
+    assert torch.equal(found, kv_attention(query, whole, softmax_scale=0.2))

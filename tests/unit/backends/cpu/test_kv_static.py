@@ -1,4 +1,4 @@
-"""`cpu.vq_store` and `cpu.vq_attention_static`: a static layer on the CPU's kernels after any steps
+"""`cpu.vq_append` and `cpu.vq_attention`: a static layer on the CPU's kernels after any steps
 has the codes, and gives the results, of the layer that grows on the same kernels."""
 
 import pytest
@@ -12,7 +12,7 @@ from hf_vq.cache.prompt import Prompt
 from hf_vq.cache.static_layer import VQStaticLayer
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops.static import attention_static, store
+from hf_vq.ops import kv_append, kv_attention
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
@@ -32,11 +32,13 @@ def layers(scheme, sinks, window, start):
 def chosen(layer, query):
     """The entries of the table that run a step of the static layer."""
     static, kind = layer.static, str(query.dtype)[6:]
-    specs, layouts = (static.key_scheme, static.value_scheme), (static.key_layout, "planes")
-    return [
-        dispatch.select(asked("cpu", kind, *specs, 1, 512, DIM, DIM, *layouts)).name
-        for asked in (dispatch.StoreProblem, dispatch.StaticAttentionProblem)
-    ]
+    specs, layouts = (static.key.scheme, static.value.scheme), (static.key.layout, "planes")
+    asked = "cpu", kind, *specs, 1
+    problems = (
+        dispatch.KVAppendProblem(*asked, DIM, DIM, *layouts, "static"),
+        dispatch.KVAttentionProblem(*asked, 512, DIM, DIM, *layouts, "static"),
+    )
+    return [dispatch.select(problem).name for problem in problems]
 
 
 @pytest.mark.slow
@@ -59,9 +61,9 @@ def test_a_static_layer_is_the_growing_one_after_any_steps(scheme, sinks, window
         mask = columns <= torch.arange(begin, end)[:, None]
         mask = mask & (columns >= torch.tensor(start or [0, 0])[:, None, None])
         wanted = attend(query, *grown.update(*fresh), mask=mask[:, None, :, :end])
-        store(*fresh, static.static)
+        kv_append(*fresh, static.static)
         static.stale = True
-        found = attention_static(query, static.static, scaling=DIM**-0.5, mask=mask[:, None])
+        found = kv_attention(query, static.static, softmax_scale=DIM**-0.5, mask=mask[:, None])
         assert wanted is not None and found.dtype == dtype
         # The same numbers, added in another order where another token is the tail's first.
         largest = [x.float().norm(dim=-1).max() for x in (query, *states)]
@@ -69,14 +71,14 @@ def test_a_static_layer_is_the_growing_one_after_any_steps(scheme, sinks, window
         allowed += torch.finfo(dtype).eps * wanted.abs().max()
         assert (found - wanted).abs().max() <= allowed
     assert end == 290 and static.length == grown.length == 290
-    assert chosen(static, query) == ["cpu.vq_store", "cpu.vq_attention_static"]
+    assert chosen(static, query) == ["cpu.vq_append", "cpu.vq_attention"]
     for a, b in ((grown.k, static.k), (grown.v, static.v)):
         coded = 290 - window
         assert torch.equal(a.codes.rows()[:, :, :coded], b.codes.rows()[:, :, :coded])
         assert torch.equal(a.codes.scales()[:, :, :coded], b.codes.scales()[:, :, :coded])
         assert torch.equal(a.sinks, b.sinks)
         assert a.mean is None or torch.equal(a.mean, b.mean)
-    assert window + SLACK == static.static.tail_k.shape[2]
+    assert window + SLACK == static.static.key.recent.shape[2]
 
 
 def test_tokens_beyond_the_end_are_lost_and_nothing_else():
@@ -85,8 +87,8 @@ def test_tokens_beyond_the_end_are_lost_and_nothing_else():
     static.update(*(x[:, :, :LIMIT] for x in states))
     static.update(*(x[:, :, :0] for x in states))
     before = static.k.codes.rows().clone(), static.v.codes.scales().clone()
-    store(*(x[:, :, LIMIT:] for x in states), static.static)
+    kv_append(*(x[:, :, LIMIT:] for x in states), static.static)
     query = torch.randn(1, HEADS, 5, DIM)
-    assert attention_static(query, static.static, scaling=1.0).isfinite().all()
+    assert kv_attention(query, static.static, softmax_scale=1.0).isfinite().all()
     assert torch.equal(static.k.codes.rows(), before[0])
     assert torch.equal(static.v.codes.scales(), before[1])

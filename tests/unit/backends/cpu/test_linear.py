@@ -19,8 +19,8 @@ from hf_vq.backends.cpu import linear as cpu_linear
 from hf_vq.env import CPU_ISA
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import VQScheme, weight_scheme
+from hf_vq.formats.stored_weight import Pass, StoredWeight
 from hf_vq.formats.tensors import tensor_specs
-from hf_vq.ops.codes import stored_arguments
 from hf_vq.ops.library import linear_problem
 from hf_vq.ops.reference import codes as reference
 
@@ -161,7 +161,7 @@ def test_linear_is_the_product_of_the_rounded_operands(isa, name, shape):
         lost = (weight - levels).abs()
     bound = (input_units / 2) @ (weight.abs() + lost).T + u.double().abs() @ lost.T
     bound += EPS * additions * (sizes + u.double().abs() @ weight.abs().T)
-    truth = reference.linear(x, *stored_arguments(tensors), None, scheme).double()
+    truth = reference.linear(x, StoredWeight.of(tensors, scheme, x.shape[-1]), None).double()
     assert ((y - truth).abs() <= bound).all()
 
 
@@ -233,8 +233,8 @@ def test_nothing_is_read_beyond_a_tensor(isa, name, in_features):
     x_guarded = at_the_end_of_memory(x, kept)
     y = multiply(scheme, guarded, x_guarded, at_the_end_of_memory(torch.zeros(3), kept))
     assert torch.equal(y, multiply(scheme, tensors, x))
-    decoded = cpu_linear.decode(*stored_arguments(guarded), scheme, in_features)
-    assert torch.equal(decoded, cpu_linear.decode(*stored_arguments(tensors), scheme, in_features))
+    decoded = cpu_linear.decode(StoredWeight.of(guarded, scheme, in_features))
+    assert torch.equal(decoded, cpu_linear.decode(StoredWeight.of(tensors, scheme, in_features)))
 
 
 def norms(rows, x):
@@ -249,7 +249,7 @@ def test_integer_entries_are_numbers_like_others(name, isa):
     scheme, tensors = stored(name, 300, 512)
     same = replace(scheme, codebook_bits=16)
     halves = {**tensors, "codebook": tensors["codebook"].half()}
-    decoded = reference.decode(*stored_arguments(tensors), scheme, 512)
+    decoded = reference.decode(StoredWeight.of(tensors, scheme, 512))
     assert (ops.decode_weight(tensors, scheme, 512) - decoded).norm() <= 1e-6 * decoded.norm()
     for tokens in (1, 5, 200):
         x = torch.randn(tokens, 512)
@@ -275,7 +275,7 @@ def test_one_token_by_tables_of_products(isa, name, in_features, out_features):
     guarded = {key: at_the_end_of_memory(tensor, kept) for key, tensor in tensors.items()}
     bias = at_the_end_of_memory(torch.randn(out_features), kept)
     y = multiply(scheme, guarded, at_the_end_of_memory(x, kept), bias).double()
-    truth = reference.linear(x, *stored_arguments(tensors), bias, scheme).double()
+    truth = reference.linear(x, StoredWeight.of(tensors, scheme, x.shape[-1]), bias).double()
     error = (y - truth)[0]
 
     # Every product of a span is rounded to the same unit: 1/127 of what its norms allow.
@@ -315,8 +315,8 @@ DECODED = [*SCHEMES, *OTHERS, "turboquant-1", "turboquant-3", "turboquant-8"]
 @pytest.mark.parametrize("shape", [(3, 80), (300, 512)], ids=str)
 def test_decode_is_the_reference(isa, name, shape):
     scheme, tensors = stored(name, *shape)
-    rows = cpu_linear.decode(*stored_arguments(tensors), scheme, shape[1])
-    truth = reference.decode(*stored_arguments(tensors), scheme, shape[1])
+    rows = cpu_linear.decode(StoredWeight.of(tensors, scheme, shape[1]))
+    truth = reference.decode(StoredWeight.of(tensors, scheme, shape[1]))
     # Every number is a sum of `block` numbers in either, and of the stages.
     size = truth.norm(dim=-1, keepdim=True)
     assert ((rows - truth).abs() <= 4 * EPS * scheme.block(shape[1]) ** 0.5 * size).all()
@@ -327,8 +327,8 @@ def test_decode_keeps_leading_dimensions():
     codebook = fixed_tensors(scheme, 64, 0)["codebook"]
     codes = torch.randint(0, 256, (2, 3, 5, 32), dtype=torch.uint8)[:, :, 1:4]
     scale = torch.rand(2, 3, 3, 1).half()
-    arguments = (codes, codebook, scale, *[None] * 5, scheme, 64)
-    torch.testing.assert_close(cpu_linear.decode(*arguments), reference.decode(*arguments))
+    weight = StoredWeight(Pass(codes, codebook, scale, None), None, scheme, 64)
+    torch.testing.assert_close(cpu_linear.decode(weight), reference.decode(weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -347,9 +347,9 @@ def test_product_with_the_decoded_weight(isa, name, many, dtype, monkeypatch):
     assert description(scheme, tensors, 512).has_kernel == many
     tokens = cpu_linear.few_tokens(scheme) if many else 1
     x, bias = torch.randn(2, tokens, 512).to(dtype), torch.randn(100)
-    y = cpu_linear.linear(x, *stored_arguments(tensors), bias, scheme)
+    y = cpu_linear.linear(x, StoredWeight.of(tensors, scheme, x.shape[-1]), bias)
     assert y.dtype == dtype and not y._is_view()
-    weight = reference.decode(*stored_arguments(tensors), scheme, 512).double()
+    weight = reference.decode(StoredWeight.of(tensors, scheme, 512)).double()
     exact = x.double() @ weight.T + bias.double()
     same = (x @ weight.to(dtype).T + bias.to(dtype)).double()
     eps = EPS * x.double().norm() * weight.norm()

@@ -12,7 +12,7 @@ from hf_vq.backends.cpu import library
 from hf_vq.backends.cpu import residual as cpu_nested
 from hf_vq.env import CPU_ISA
 from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.ops.codes import stored_arguments
+from hf_vq.formats.stored_weight import StoredWeight
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.random_weights import random_tensors
 
@@ -41,9 +41,9 @@ def problem(spec, tokens=1, rows=64, columns=256, dtype="bfloat16"):
 @torch.no_grad()
 def test_it_is_the_product(isa, scheme, rows, columns, tokens):
     tensors, bias = random_tensors(scheme, rows, columns), torch.randn(rows)
-    x, given = torch.randn(tokens, columns), stored_arguments(tensors)
-    y = cpu_nested.linear(x, *given, bias, scheme)
-    exact = reference.decode(*given, scheme, columns).double() @ x.double().T + bias[:, None]
+    x, weight = torch.randn(tokens, columns), StoredWeight.of(tensors, scheme, columns)
+    y = cpu_nested.linear(x, weight, bias)
+    exact = reference.decode(weight).double() @ x.double().T + bias[:, None]
     u = ops.rotate(x, tensors.get("signs"), scheme).double()  # what is rounded
     w = reference.decode_nested(
         *(tensors[key] for key in ("codes", "codes_2", "codebook_2", "scale")), scheme, columns
@@ -63,12 +63,11 @@ def test_it_is_the_product(isa, scheme, rows, columns, tokens):
 def test_one_pass_of_two(isa):
     """Without the second codes it is the product of the first pass."""
     tensors = random_tensors(NESTED, 64, 256)
-    given = list(stored_arguments(tensors))
-    given[4] = given[5] = None
+    weight = StoredWeight.of(tensors, NESTED, 256)._replace(residual=None)
     x = torch.randn(1, 256)
     one = NESTED.first_pass().spec()
-    expected = torch.ops.hf_vq.linear.default(x, *given[:4], *[None] * 4, None, one)
-    assert torch.equal(cpu_nested.linear(x, *given, None, NESTED), expected)
+    expected = torch.ops.hf_vq.linear.default(x, *weight.first, *[None] * 4, None, one)
+    assert torch.equal(cpu_nested.linear(x, weight, None), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,7 +80,7 @@ def test_layers_are_computed_by_it(isa, dtype):
     )
     x = torch.randn(256, 2).to(dtype).T
     y = ops.linear(x, tensors, bias, NESTED)
-    expected = reference.linear(x.float(), *stored_arguments(tensors), bias, NESTED)
+    expected = reference.linear(x.float(), StoredWeight.of(tensors, NESTED, x.shape[-1]), bias)
     assert y.dtype == dtype and (y - expected).norm() < 0.02 * expected.norm()
 
 

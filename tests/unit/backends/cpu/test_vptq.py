@@ -14,6 +14,7 @@ from hf_vq.formats import VQScheme
 from hf_vq.formats.published import VptqLayout
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.ops.library import linear_problem
+from hf_vq.ops.published import PublishedWeight
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
@@ -138,11 +139,13 @@ def test_what_the_library_leaves_to_the_reference():
     tensors, columns = layer(layout)
     tensors["codes"] = tensors["codes"][:, :-1]
     with pytest.raises(VQFormatError, match=r"codes of a \[45, 530\] layer"):
-        cpu_vptq.linear(torch.randn(1, columns), tensors, None, layout, ROWS)
+        cpu_vptq.linear(
+            torch.randn(1, columns), PublishedWeight(tensors, layout, ROWS, columns), None
+        )
     tensors, _ = layer(layout)
     away = {**tensors, "perm": tensors["perm"].to("meta")}
     with pytest.raises(VQFormatError, match="perm of the layer on meta"):
-        cpu_vptq.linear(torch.randn(1, columns), away, None, layout, ROWS)
+        cpu_vptq.linear(torch.randn(1, columns), PublishedWeight(away, layout, ROWS, columns), None)
 
 
 @pytest.mark.parametrize(

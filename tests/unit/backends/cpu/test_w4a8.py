@@ -10,6 +10,7 @@ from hf_vq.env import CPU_ISA
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import linear_scheme
 from hf_vq.formats.qoq import encode
+from hf_vq.formats.stored_weight import W4A8Weight
 from hf_vq.ops import w4a8
 from hf_vq.ops.library import linear_problem
 
@@ -34,10 +35,6 @@ def layer(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
     return encode(weight, linear_scheme(name))
 
 
-def arguments(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
-    return [tensors.get(key) for key in ("codes", "scale", "zero", "step")]
-
-
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_it_is_the_reference_bit_by_bit(isa, name, dtype):
@@ -53,7 +50,7 @@ def test_it_is_the_reference_bit_by_bit(isa, name, dtype):
             added = bias if tokens % 2 else None
             y = ops.w4a8_linear(x, tensors, added, name)
             assert y.dtype == dtype and not y._is_view()
-            expected = w4a8.reference(x, *arguments(tensors), added, scheme)
+            expected = w4a8.reference(x, W4A8Weight.of(tensors, scheme, x.shape[-1]), added)
             assert torch.equal(y, expected), (rows, columns, tokens)
 
 
@@ -71,7 +68,9 @@ def test_the_largest_sums(isa, name):
         for tokens in (1, 3, 12):
             given = x.repeat(4, 1)[:tokens]
             y = ops.w4a8_linear(given, tensors, None, name)
-            assert torch.equal(y, w4a8.reference(given, *arguments(tensors), None, scheme))
+            assert torch.equal(
+                y, w4a8.reference(given, W4A8Weight.of(tensors, scheme, x.shape[-1]), None)
+            )
 
 
 @pytest.mark.parametrize("name", ["qoq-w4a8", "qoq-w4a8-g128"])
@@ -85,11 +84,11 @@ def test_hostile_tokens(isa, name, tokens):
         y = ops.w4a8_linear(given, tensors, None, name)
         assert bool(y[row].isnan().all())
         others = torch.arange(tokens) != row
-        expected = w4a8.reference(x, *arguments(tensors), None, scheme)
+        expected = w4a8.reference(x, W4A8Weight.of(tensors, scheme, x.shape[-1]), None)
         assert torch.equal(y[others], expected[others])
     for size in (0.0, 1e-45, 1e-38, 1e-30, 3e38):
         given = x.sign() * size
-        expected = w4a8.reference(given, *arguments(tensors), None, scheme)
+        expected = w4a8.reference(given, W4A8Weight.of(tensors, scheme, x.shape[-1]), None)
         assert torch.equal(ops.w4a8_linear(given, tensors, None, name), expected)
 
 
@@ -97,7 +96,9 @@ def test_strides_other_dtypes_and_empty_inputs():
     name, scheme = "qoq-w4a8-g64", linear_scheme("qoq-w4a8-g64")
     tensors = layer(name, 9, 192)
     x = torch.randn(4, 384)
-    expected = w4a8.reference(x[:, ::2], *arguments(tensors), torch.ones(9), scheme)
+    expected = w4a8.reference(
+        x[:, ::2], W4A8Weight.of(tensors, scheme, x.shape[-1] // 2), torch.ones(9)
+    )
     assert torch.equal(ops.w4a8_linear(x[:, ::2], tensors, torch.ones(9).double(), name), expected)
     moved = {key: tensor.clone() for key, tensor in tensors.items()}
     moved["codes"] = torch.cat([moved["codes"], moved["codes"]], 1)[:, :96]
@@ -125,6 +126,6 @@ def test_tensors_that_do_not_belong_together():
     for key in tensors:
         wrong = {**tensors, key: tensors[key][:, :-1] if key != "scale" else tensors[key][:3]}
         with pytest.raises(VQFormatError, match=rf"{key} of a \[4, 256\] layer|{key}.*expected"):
-            cpu_w4a8.linear(x, *arguments(wrong), None, scheme)
+            cpu_w4a8.linear(x, W4A8Weight.of(wrong, scheme, x.shape[-1]), None)
     with pytest.raises(VQFormatError, match="has codes, scale, step, zero"):
-        cpu_w4a8.linear(x, *arguments({**tensors, "step": None}), None, scheme)
+        cpu_w4a8.linear(x, W4A8Weight.of({**tensors, "step": None}, scheme, x.shape[-1]), None)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hf_vq.backends.cpu import boxed_ops, library
-from hf_vq.backends.cuda.linear import direct as cuda_direct
+from hf_vq.backends.cuda.bound_weight import bind_weight
+from hf_vq.backends.cuda.linear import bound as cuda_bound_linear
 from hf_vq.backends.cuda.linear import fused as cuda_fused
 from hf_vq.backends.cuda.linear.arguments import LinearArguments
 from hf_vq.backends.cuda.linear.dequantize import RotateArguments
@@ -43,11 +44,25 @@ def declared(name):
 
 
 def test_fields_are_those_of_the_header():
-    assert declared("hf_vq_cuda_launch") == list(cuda_direct.FIELDS)
+    assert declared("hf_vq_cuda_launch") == list(cuda_bound_linear.FIELDS)
     names = [name for name, kind in boxed_ops._Cuda._fields_ if kind is POINTER]
     known = {"aoti_torch_get_current_cuda_stream": "get_current_cuda_stream",
              "cuLaunchKernel": "launch", "cuStreamIsCapturing": "is_capturing"}  # fmt: skip
     assert declared("hf_vq_cuda") == [known.get(name, name) for name in names]
+
+
+@pytest.mark.parametrize("arguments", [LinearArguments, RotateArguments])
+def test_arguments_of_kernels_are_those_of_the_launcher(arguments, root):
+    """Names and types, in their order; tests/codegen/test_plan.py compares them with linear.cu."""
+    (path,) = (root / "kernels" / "cpu").rglob("cuda_launch.cpp")
+    source = path.read_text("utf-8")
+    body = source.partition(f"struct {arguments.__name__} {{")[2].partition("};")[0]
+    found = []
+    for line in re.sub(r"//.*", "", body).split(";")[:-1]:
+        kind = POINTER if "*" in line else ctypes.c_uint32 if "uint32_t" in line else NUMBER
+        names = re.sub(r"\b(const|void|u?int32_t)\b|\*", "", line).split(",")
+        found += [(name.strip(), kind) for name in names]
+    assert found == [(name, kind) for name, kind, *_ in arguments._fields_]
 
 
 class Fake:
@@ -122,7 +137,7 @@ def layer(rows=64, columns=256, tokens=9, name="vq-4", before=True):
 def prepared(monkeypatch):
     def prepare(scheme, rows, columns, tokens, launch):
         monkeypatch.setattr(cuda_fused, "prepared", lambda *asked: launch)
-        return cuda_direct.prepared(scheme, rows, columns, tokens, torch.float16, 0)
+        return cuda_bound_linear.prepared(scheme, rows, columns, tokens, torch.float16, 0)
 
     return prepare
 
@@ -211,16 +226,19 @@ def test_python_goes_on_where_the_op_refuses(monkeypatch):
     scheme, given, answers = WEIGHT_SCHEMES["vq-4"], [], [None, "y"]
     asked = linear_problem("linear", torch.empty(9, 256).half(), scheme.spec(), 64)
     monkeypatch.setattr(boxed_ops, "cuda_linear", lambda: lambda *tensors: answers.pop(0))
-    monkeypatch.setattr(cuda_direct, "prepared", lambda *asked: given.append(asked) or "launch")
-    monkeypatch.setattr(cuda_fused, "is_known", lambda codes: codes != "new")
+    monkeypatch.setattr(
+        cuda_bound_linear, "prepared", lambda *asked: given.append(asked) or "launch"
+    )
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    run = cuda_direct.bind(asked)
+    run = cuda_bound_linear.bind(asked)
     x = SimpleNamespace(get_device=lambda: 0, numel=lambda: 9 * 256, dtype=torch.float16)
-    assert [run(x, *[None] * 5) for _ in range(2)] == [None, "y"]
+    codes = torch.empty(64, 128)
+    assert run(x, codes, *[None] * 4) is None and not given  # Python launches first
+    bind_weight(codes)
+    assert [run(x, codes, *[None] * 4) for _ in range(2)] == [None, "y"]
     assert given == [(scheme, 64, 256, 9, torch.float16, 0)]
     elsewhere = SimpleNamespace(**{**vars(x), "get_device": lambda: 1})
-    assert run(elsewhere, *[None] * 5) is None
-    assert run(x, "new", *[None] * 4) is None
+    assert run(elsewhere, codes, *[None] * 4) is None
 
 
 def test_nothing_is_registered_without_cuda():

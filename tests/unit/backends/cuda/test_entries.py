@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from hf_vq import dispatch
 from hf_vq.backends.cpu import boxed_ops
 from hf_vq.backends.cuda import devices, weight_supports
+from hf_vq.backends.cuda.bound_weight import bound_weight
+from hf_vq.backends.cuda.linear import bound as cuda_bound_linear
 from hf_vq.backends.cuda.linear import dequantize as cuda_linear
-from hf_vq.backends.cuda.linear import direct as cuda_direct
 from hf_vq.backends.cuda.linear import fused as cuda_fused
 from hf_vq.codegen.jit import compiler, device
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
+from hf_vq.formats.stored_weight import Pass, StoredWeight
 from tests.fixtures.random_weights import random_tensors
 
 ADDED = "vq1x4r2-universal-g128-random_hadamard128"
@@ -119,7 +122,7 @@ def test_sizes_are_checked(name, rows, columns):
     scheme = WEIGHT_SCHEMES[name]
     tensors = random_tensors(scheme, rows, columns)
     parts = [tensors[key] for key in ("codes", "codebook", "scale")]
-    stored = cuda_linear.Stored(*parts, scheme, columns)
+    stored = cuda_linear.DeviceWeight(*parts, scheme, columns)
     assert stored.codes.numel() % 4 == 0
     assert torch.equal(stored.codes.flatten()[: parts[0].numel()], parts[0].flatten())
     at_a_time = stored.rows_at_a_time(torch.float16)
@@ -128,7 +131,7 @@ def test_sizes_are_checked(name, rows, columns):
         cut = [part.flatten()[:-1] if i == j else part for j, part in enumerate(parts)]
         cut[0] = cut[0].reshape(rows, -1) if i else parts[0][:, :-1]
         with pytest.raises(VQFormatError, match=f"{rows} rows of {columns} weights"):
-            cuda_linear.Stored(*cut, scheme, columns)
+            cuda_linear.DeviceWeight(*cut, scheme, columns)
 
 
 def test_a_tensor_made_ready():
@@ -147,18 +150,22 @@ def test_targets_of_devices():
     ]  # fmt: skip
 
 
+def layer_of(x, weight):
+    return cuda_fused._layer(x, weight, cuda_fused._read(weight))[0]
+
+
 def test_layers_are_remembered_as_long_as_their_codes_live():
     scheme = WEIGHT_SCHEMES["vq-4"]
     tensors = random_tensors(scheme, 64, 256)
     x = torch.empty(1, 256)
 
     def layer(codes, scale=tensors["scale"], signs=tensors["signs"]):
-        return cuda_fused._layer(x, codes, tensors["codebook"], scale, signs, scheme)[0]
+        first = Pass(codes, tensors["codebook"], scale, signs)
+        return layer_of(x, StoredWeight(first, None, scheme, 256))
 
-    before = len(cuda_fused._layers)
     codes = tensors["codes"].clone()
     first = layer(codes)
-    assert layer(codes) is first and len(cuda_fused._layers) == before + 1
+    assert layer(codes) is first and len(bound_weight(codes).layers) == 1
     assert layer(codes.view(64, -1)) is first  # a view of the same codes
     assert layer(codes, tensors["scale"].clone()) is not first
     assert layer(codes.clone()) is not first
@@ -176,9 +183,10 @@ def test_layers_are_remembered_as_long_as_their_codes_live():
     # A copy, since its rows do not lie side by side: nothing is remembered.
     part = torch.zeros(64, 200, dtype=torch.uint8)[:, :128]
     assert layer(part) is not layer(part)
-    del codes, first, part
+    alive = weakref.ref(first), weakref.ref(codes)
+    del codes, first, part, of_scale
     gc.collect()
-    assert len(cuda_fused._layers) == before
+    assert [ref() for ref in alive] == [None, None]
 
 
 def test_experts_share_one_tensor_and_have_a_layer_each():
@@ -189,8 +197,8 @@ def test_experts_share_one_tensor_and_have_a_layer_each():
     x = torch.empty(1, 256)
 
     def layer(i):
-        given = (codes[i], tensors["codebook"], scale[i], tensors["signs"])
-        return cuda_fused._layer(x, *given, scheme)[0]
+        first = Pass(codes[i], tensors["codebook"], scale[i], tensors["signs"])
+        return layer_of(x, StoredWeight(first, None, scheme, 256))
 
     layers = [layer(i) for i in range(3)]
     assert len(set(map(id, layers))) == 3
@@ -210,9 +218,9 @@ def test_tensors_that_do_not_belong_together(key, change, message):
     scheme = WEIGHT_SCHEMES["vq-4"]
     tensors = random_tensors(scheme, 64, 256)
     tensors[key] = change(tensors[key])
-    given = [tensors[name] for name in ("codes", "codebook", "scale", "signs")]
+    weight = StoredWeight.of(tensors, scheme, 256)
     with pytest.raises(VQFormatError, match=message):
-        cuda_fused._layer(torch.empty(1, 256), *given, scheme)
+        layer_of(torch.empty(1, 256), weight)
 
 
 class Recorder:
@@ -249,9 +257,10 @@ def test_what_is_launched(launched):
     tensors = random_tensors(scheme, 64, 256)
     x, y = torch.randn(9, 256).half(), torch.empty(9, 64).half()
     given = [tensors[key] for key in ("codes", "codebook", "scale", "signs")]
+    weight = StoredWeight.of(tensors, scheme, 256)
 
     def dependent(overlap=True):
-        cuda_fused.run(x, *given, None, scheme, y, 0, overlap=overlap)
+        cuda_fused.run(x, (weight,), (None,), (y,), 0, overlap=overlap)
         return kernel.calls[-1][-1]
 
     assert not dependent()  # who knows what wrote these codes just before
@@ -279,26 +288,74 @@ def test_what_is_launched(launched):
     assert not dependent() and dependent()
     for bias in (torch.zeros(1), torch.zeros(65), torch.zeros(64, device="meta")):
         with pytest.raises(VQFormatError, match="does not suit 64 outputs"):
-            cuda_fused.run(x, *given, bias, scheme, y, 0)
+            cuda_fused.run(x, (weight,), (bias,), (y,), 0)
 
 
-def test_the_entry_passes_what_the_fused_kernel_takes(monkeypatch):
-    """The op has ten tensors, of which a second pass has four; the bound op is for one pass."""
-    given = []
-    monkeypatch.setattr(cuda_fused, "linear", lambda *arguments: given.append(arguments))
+def test_what_is_launched_of_two_passes(launched):
+    """Codes of both, and the one table of both; writes to either are seen."""
+    kernel, _, _ = launched
+    scheme = WEIGHT_SCHEMES["turboquant-4+4"]
+    # Those of a file are not aligned: kernels read a copy, and nothing is remembered.
+    tensors = {key: value.clone() for key, value in random_tensors(scheme, 64, 256).items()}
+    x, y = torch.randn(9, 256).half(), torch.empty(9, 64).half()
+    weight = StoredWeight.of(tensors, scheme, 256)
+
+    def dependent():
+        cuda_fused.run(x, (weight,), (None,), (y,), 0)
+        return kernel.calls[-1][-1]
+
+    assert not dependent() and dependent()
+    values = kernel.calls[0][2]
+    keys = {"codes": "codes", "second": "codes_2", "codebook": "codebook_2", "scale": "scale"}
+    for name, key in keys.items():
+        assert values[name] == tensors[key].data_ptr(), name
+    for key in keys.values():
+        tensors[key].add_(0)
+        assert not dependent() and dependent(), key
+    elsewhere = weight._replace(residual=weight.residual._replace(codes=tensors["codes_2"].clone()))
+    cuda_fused.run(x, (elsewhere,), (None,), (y,), 0)
+    assert not kernel.calls[-1][-1]
+
+
+def test_several_matrices_are_one_launch(launched, monkeypatch):
+    """Arguments of the second one are `x_1`, ..; an input is rotated once for equal signs; one that
+    was written is enough to wait."""
+    kernel, before, _ = launched
     scheme = WEIGHT_SCHEMES["vq-4"]
-    x, codes, codebook, scale, rotation, bias = tensors = [object() for _ in range(6)]
-    run = cuda_direct.LINEAR.run
-    run(x, codes, codebook, scale, rotation, *[None] * 4, bias, scheme)
-    assert given[0] == (*tensors, scheme, None)
-    codes_2, table = object(), object()
-    run(x, codes, codebook, scale, rotation, codes_2, table, None, None, bias, scheme)
-    assert given[1] == (x, codes, table, scale, rotation, bias, scheme, codes_2)
+    launch = cuda_fused.Launch(kernel, 2, (3, 4, 5), before, 16, 128, 2 * 8 * 256, False)
+    monkeypatch.setattr(cuda_fused, "prepared", lambda *asked: launch)
+    each = [random_tensors(scheme, 64, 256) for _ in range(3)]
+    each[1]["signs"] = each[0]["signs"]
+    weights = [StoredWeight.of(tensors, scheme, 256) for tensors in each]
+    x, biases = torch.randn(9, 256).half(), [None, torch.randn(64).half(), None]
+    outputs = [torch.empty(9, 64).half() for _ in each]
+    for _ in range(2):
+        cuda_fused.run(x, weights, biases, outputs, 0)
+    (blocks, _, values, early), (*_, again) = kernel.calls
+    assert (blocks, early, again) == (12, False, True)
+    assert len(before.calls) == 2 * 2
+    inputs = [values[name] for name in ("x", "x_1", "x_2")]
+    assert inputs[0] == inputs[1] != inputs[2]
+    assert [values[name] for name in ("y", "y_1", "y_2")] == [y.data_ptr() for y in outputs]
+    assert [values[name] for name in ("bias", "bias_1", "bias_2")] == [
+        None, biases[1].data_ptr(), None,
+    ]  # fmt: skip
+    for i, tensors in enumerate(each):
+        for key in ("codes", "codebook", "scale", "signs"):
+            name = f"{key}_{i}" if i else key
+            assert values[name] == tensors[key].data_ptr()
+    each[2]["scale"].add_(0)
+    cuda_fused.run(x, weights, biases, outputs, 0)
+    assert not kernel.calls[-1][-1]
+
+
+def test_the_bound_op_is_for_one_pass(monkeypatch):
     monkeypatch.setattr(boxed_ops, "cuda_linear", lambda: print)
-    problem = dispatch.LinearProblem("cuda", "float16", scheme.spec(), 1, 64, 256)
-    assert cuda_direct.bind(problem) is not None
+    spec = WEIGHT_SCHEMES["vq-4"].spec()
+    problem = dispatch.LinearProblem("cuda", "float16", spec, 1, 64, 256)
+    assert cuda_bound_linear.bind(problem) is not None
     nested = problem._replace(scheme=WEIGHT_SCHEMES["turboquant-4+4"].spec())
-    assert cuda_direct.bind(nested) is None
+    assert cuda_bound_linear.bind(nested) is None
 
 
 def test_tensors_that_do_not_count_writes_never_overlap(launched):
@@ -306,8 +363,8 @@ def test_tensors_that_do_not_count_writes_never_overlap(launched):
     scheme = WEIGHT_SCHEMES["vq-4"]
     with torch.inference_mode():
         tensors = {key: value.clone() for key, value in random_tensors(scheme, 64, 256).items()}
-        given = [tensors[key] for key in ("codes", "codebook", "scale", "signs")]
+        weight = StoredWeight.of(tensors, scheme, 256)
         x, y = torch.randn(9, 256).half(), torch.empty(9, 64).half()
         for _ in range(3):
-            cuda_fused.run(x, *given, None, scheme, y, 0)
+            cuda_fused.run(x, (weight,), (None,), (y,), 0)
     assert not any(call[-1] for call in kernel.calls)

@@ -15,7 +15,7 @@ from hf_vq import dispatch
 from hf_vq.backends.cuda.kv import prefill as cuda_prefill
 from hf_vq.backends.torch import kv_attention as torch_attention
 from hf_vq.backends.torch.partial_softmax import Maths
-from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops import KVCacheView, kv_attention
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.kv.attention_float64 import make, written_out
 
@@ -91,8 +91,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def run(*arguments: object) -> Tensor:
         return torch_attention.attention(*arguments, maths=cuda_prefill._MATHS)  # type: ignore[arg-type]
 
-    others = [entry for entry in dispatch.ENTRIES if entry.op != "attention"]
-    prefill = dispatch.Entry("test.prefill", "attention", dispatch.Implementation(run))
+    others = [entry for entry in dispatch.ENTRIES if entry.op != "kv_attention"]
+    prefill = dispatch.Entry("test.prefill", "kv_attention", dispatch.Implementation(run))
     ran.clear()
     with dispatch.using([*others, prefill]):
         yield
@@ -103,17 +103,19 @@ def rounded(kernel: Callable[..., tuple], given: tuple, options: dict) -> tuple:
     return (out.to(given[0].dtype), *others)
 
 
-def check(query: Tensor, cached: CachedKV, **options: object) -> None:
+def check(query: Tensor, cached: KVCacheView, **options: object) -> None:
     """As in tests/gpu/kv/test_prefill.py."""
-    options = {"scaling": query.shape[-1] ** -0.5, **options}
-    out = attention(query, cached, **options)  # type: ignore[arg-type]
+    options = {"softmax_scale": query.shape[-1] ** -0.5, **options}
+    out = kv_attention(query, cached, **options)  # type: ignore[arg-type]
     exact = written_out(query, cached, torch.float64, **options)  # type: ignore[arg-type]
     plain = written_out(query, cached, query.dtype, **options)  # type: ignore[arg-type]
     assert out.dtype == query.dtype and out.shape == exact.shape
     eps = torch.finfo(query.dtype).eps
-    largest = [x.float().norm(dim=-1).max() for x in (query, cached.tail_k, cached.tail_v)]
+    largest = [
+        x.float().norm(dim=-1).max() for x in (query, cached.key.recent, cached.value.recent)
+    ]
     allowed = 2 * (plain.double() - exact).abs().max() + eps * exact.abs().max()
-    allowed += eps * options["scaling"] * math.prod(largest) / math.sqrt(query.shape[-1])
+    allowed += eps * options["softmax_scale"] * math.prod(largest) / math.sqrt(query.shape[-1])
     assert (out.double() - exact).abs().max() <= allowed
 
 
@@ -143,10 +145,10 @@ def test_cudnn_gets_few_sizes(queries: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cuda_prefill, "_MANY_QUERIES", 1)
     cached = make("u2", torch.bfloat16, batch=2, dim=16, length=2300 + queries, fresh=queries)
     query = torch.randn(2, 4, queries, 16).bfloat16()
-    out = attention(query, cached, scaling=0.25)
+    out = kv_attention(query, cached, softmax_scale=0.25)
     assert ran.count("cudnn") == 1 and ran.count("flash") == 2
     monkeypatch.setattr(cuda_prefill, "_MANY_QUERIES", 1 << 30)
-    same = attention(query, cached, scaling=0.25)
+    same = kv_attention(query, cached, softmax_scale=0.25)
     assert (out.float() - same).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * out.abs().max()
 
 
@@ -166,4 +168,4 @@ def test_a_query_that_sees_nothing() -> None:
     mask = torch.rand(2, 1, 12, 80) > 0.5
     mask[1, :, 3] = False
     mask[0, :, :, :66] = False  # nor in the first parts
-    check(query, cached, mask=mask, s_aux=torch.randn(4))
+    check(query, cached, mask=mask, sink_logits=torch.randn(4))

@@ -1,11 +1,13 @@
 """Which launches may read weights before those before them have ended."""
 
-import gc
+import copy
+import io
+import weakref
 
 import pytest
 import torch
 
-from hf_vq.backends.cuda.launch_order import Launches
+from hf_vq.backends.cuda.bound_weight import ATTRIBUTE, BoundWeight, bind_weight, bound_weight
 
 
 @pytest.fixture
@@ -18,7 +20,8 @@ def capturing(monkeypatch):
 
 @pytest.mark.usefixtures("capturing")
 def test_what_nobody_wrote_since_the_last_launch():
-    launches, tensors = Launches(), [torch.zeros(4), torch.zeros(2)]
+    tensors = [torch.zeros(4), torch.zeros(2)]
+    launches = BoundWeight(tensors[0])
     assert not launches.settled(tensors, 1)  # who knows what wrote them
     assert launches.settled(tensors, 1)
     tensors[1].add_(1)
@@ -30,7 +33,8 @@ def test_what_nobody_wrote_since_the_last_launch():
 
 
 def test_another_stream_may_have_written(capturing):
-    launches, tensors = Launches(), [torch.zeros(4)]
+    tensors = [torch.zeros(4)]
+    launches = BoundWeight(tensors[0])
     launches.settled(tensors, 1)
     assert not launches.settled(tensors, 2) and launches.settled(tensors, 2)
     capturing[0] = True
@@ -43,14 +47,32 @@ def test_another_stream_may_have_written(capturing):
 def test_writes_that_nobody_counts():
     with torch.inference_mode():
         tensors = [torch.zeros(4)]
-    launches = Launches()
+    launches = BoundWeight(tensors[0])
     assert not launches.settled(tensors, 1) and not launches.settled(tensors, 1)
 
 
 @pytest.mark.usefixtures("capturing")
-def test_nothing_is_kept_of_tensors_that_are_gone():
-    launches, tensors = Launches(), [torch.zeros(4)]
-    launches.settled(tensors, 1)
-    tensors.clear()
-    gc.collect()
-    assert not launches._last
+def test_it_lives_as_long_as_its_codes():
+    codes, scale = torch.zeros(4), torch.zeros(2)
+    bound = bind_weight(codes)
+    assert bound_weight(scale) is None and bind_weight(codes) is bound is bound_weight(codes)
+    bound.settled([codes, scale], 1)
+    alive = [weakref.ref(tensor) for tensor in (bound, codes, scale)]
+    del bound, codes, scale
+    assert [ref() for ref in alive] == [None] * 3
+
+
+def test_copies_of_codes_are_not_bound():
+    codes = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    plain = torch.zeros(4)
+    for tensor in (codes, plain):
+        bind_weight(tensor)
+        assert bound_weight(copy.deepcopy(tensor)) is None
+        assert bound_weight(tensor.clone()) is None
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        file.seek(0)
+        assert bound_weight(torch.load(file, weights_only=True)) is None
+    other = torch.zeros(4)
+    setattr(other, ATTRIBUTE, bound_weight(plain))  # as a tool that copies attributes does
+    assert bound_weight(other) is None and bind_weight(other) is not bound_weight(plain)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_vq import dispatch
 from hf_vq.backends.torch import kv_attention as torch_attention
 from hf_vq.backends.torch import masks, partial_softmax
-from hf_vq.ops.attention import CachedKV, attention
+from hf_vq.ops import KVCacheView, kv_attention
 from tests.fixtures.kv.attention_float64 import make, written_out
 
 
@@ -30,22 +30,24 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     with dispatch.using(
         entry
         for entry in dispatch.ENTRIES
-        if entry.op != "attention" or entry.name == "torch.attention"
+        if entry.op != "kv_attention" or entry.name == "torch.attention"
     ):
         yield
 
 
-def check(query: Tensor, cached: CachedKV, **options: object) -> None:
+def check(query: Tensor, cached: KVCacheView, **options: object) -> None:
     """Within what float32 rounds: of logits and their sums, of the rotation, of the output."""
-    options = {"scaling": query.shape[-1] ** -0.5, **options}
-    out = attention(query, cached, **options)  # type: ignore[arg-type]
+    options = {"softmax_scale": query.shape[-1] ** -0.5, **options}
+    out = kv_attention(query, cached, **options)  # type: ignore[arg-type]
     exact = written_out(query, cached, torch.float64, **options)  # type: ignore[arg-type]
     plain = written_out(query, cached, query.dtype, **options)  # type: ignore[arg-type]
     assert out.dtype == query.dtype and out.shape == exact.shape
     allowed = 2 * (plain.double() - exact).abs().max()
     allowed += torch.finfo(query.dtype).eps * exact.abs().max()
-    largest = [x.float().norm(dim=-1).max() for x in (query, cached.tail_k, cached.tail_v)]
-    allowed += 2 * torch.finfo(query.dtype).eps * options["scaling"] * math.prod(largest)
+    largest = [
+        x.float().norm(dim=-1).max() for x in (query, cached.key.recent, cached.value.recent)
+    ]
+    allowed += 2 * torch.finfo(query.dtype).eps * options["softmax_scale"] * math.prod(largest)
     assert (out.double() - exact).abs().max() <= allowed
 
 
@@ -87,15 +89,15 @@ def test_more_queries_than_tokens_of_the_update() -> None:
 
 def test_tail_shorter_than_the_window() -> None:
     cached = make(dim=16, length=60, window=20, fresh=4)
-    cut = 60 - 4 - 9 - cached.tail_start  # after a deep crop
-    cached = cached._replace(
-        tail_k=cached.tail_k[:, :, cut:], tail_v=cached.tail_v[:, :, cut:], coded=51,
-        tail_start=cached.tail_start + cut,
+    cut = 60 - 4 - 9 - cached.recent_start  # after a deep crop
+    cached = cached.replace(
+        key_recent=cached.key.recent[:, :, cut:], value_recent=cached.value.recent[:, :, cut:],
+        num_coded=51,
     )  # fmt: skip
     longer = make(dim=16, length=71, window=20, fresh=4)
-    cached = cached._replace(
-        k_codes=longer.k_codes, k_scale=longer.k_scale, v_codes=longer.v_codes,
-        v_scale=longer.v_scale, k_first=longer.k_first, v_first=longer.v_first,
+    cached = cached.replace(
+        key_codes=longer.key.codes, key_scale=longer.key.scale, value_codes=longer.value.codes,
+        value_scale=longer.value.scale, key_first=longer.key.first, value_first=longer.value.first,
     )  # fmt: skip
     check(torch.randn(2, 2, 4, 16), cached)
 
@@ -103,9 +105,9 @@ def test_tail_shorter_than_the_window() -> None:
 def test_softcap_and_sink_logits() -> None:
     cached = make(dim=16, length=50, window=8, fresh=12)
     query = 3 * torch.randn(2, 4, 12, 16)
-    check(query, cached, softcap=5.0, scaling=0.5)
-    check(query, cached, s_aux=torch.randn(4))
-    check(query, cached, s_aux=torch.randn(4), softcap=2.0, mask=causal(12, 50, [3]))
+    check(query, cached, softcap=5.0, softmax_scale=0.5)
+    check(query, cached, sink_logits=torch.randn(4))
+    check(query, cached, sink_logits=torch.randn(4), softcap=2.0, mask=causal(12, 50, [3]))
 
 
 def causal(queries: int, length: int, start: list[int]) -> Tensor:
@@ -124,7 +126,7 @@ def test_left_padding(start: list[int] | None, told: bool) -> None:
     mask = causal(queries, length, start or [0, 0])
     check(query, cached, mask=mask)
     check(query, cached, mask=torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
-    check(query, cached, s_aux=torch.randn(4), mask=mask)
+    check(query, cached, sink_logits=torch.randn(4), mask=mask)
     check(query, cached)
 
 
@@ -134,20 +136,22 @@ def test_other_masks() -> None:
     mask = torch.rand(2, 1, 12, 50) > 0.5
     check(query, cached, mask=mask)
     of_heads = torch.rand(1, 2, 12, 50) > 0.5
-    out = attention(query, cached, mask=of_heads, scaling=0.25)
+    out = kv_attention(query, cached, mask=of_heads, softmax_scale=0.25)
     for head in range(2):
-        same = attention(query, cached, mask=of_heads[:, head : head + 1], scaling=0.25)
+        same = kv_attention(query, cached, mask=of_heads[:, head : head + 1], softmax_scale=0.25)
         assert torch.allclose(out[:, head], same[:, head], atol=1e-6)
     of_all = torch.rand(2, 1, 1, 50) > 0.5
-    out = attention(query, cached, mask=of_all, scaling=0.25)
-    same = attention(query, cached, mask=of_all.expand(2, 1, 12, 50), scaling=0.25)
+    out = kv_attention(query, cached, mask=of_all, softmax_scale=0.25)
+    same = kv_attention(query, cached, mask=of_all.expand(2, 1, 12, 50), softmax_scale=0.25)
     assert torch.equal(out, same)
     check(query, cached, mask=torch.randn(1, 1, 12, 50))
     longer = torch.cat([mask, torch.rand(2, 1, 12, 9) > 0.5], -1)
-    out = attention(query, cached, mask=mask, scaling=0.2)
-    assert torch.equal(attention(query, cached, mask=longer, scaling=0.2), out)
+    out = kv_attention(query, cached, mask=mask, softmax_scale=0.2)
+    assert torch.equal(kv_attention(query, cached, mask=longer, softmax_scale=0.2), out)
     mask[0] = False
-    assert torch.equal(attention(query, cached, mask=mask, scaling=0.2)[0], torch.zeros(2, 12, 16))
+    assert torch.equal(
+        kv_attention(query, cached, mask=mask, softmax_scale=0.2)[0], torch.zeros(2, 12, 16)
+    )
 
 
 def test_a_mask_is_looked_at_again_once_it_changed() -> None:

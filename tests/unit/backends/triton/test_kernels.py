@@ -10,11 +10,10 @@ import numpy
 import pytest
 import torch
 
-from hf_vq import ops
 from hf_vq.backends.triton import supports as row
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
-from hf_vq.ops.codes import stored_arguments
+from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.random_weights import random_tensors
 
@@ -113,7 +112,7 @@ def stored(spec, out_features, in_features):
 @pytest.fixture
 def run(kernels):
     def linear(x, tensors, bias, scheme):
-        return kernels.linear(x, *stored_arguments(tensors), bias, scheme)
+        return kernels.linear(x, StoredWeight.of(tensors, scheme, x.shape[-1]), bias)
 
     return linear
 
@@ -130,7 +129,7 @@ def rotated_weight(tensors, scheme, columns):
 def check(y, x, tensors, bias, scheme):
     """As far from float64 as the same maths in torch at that dtype, at most twice; where terms
     cancel, float32 may lose more in one order of adding them up than in another."""
-    rotation = ops.codes.rotation_of(tensors)
+    rotation = rotation_of(tensors)
     weight = rotated_weight(tensors, scheme, x.shape[-1])
     inputs = reference.rotate(x.double(), rotation, scheme, False)
     exact = inputs @ weight.double().T + (0 if bias is None else bias.double())

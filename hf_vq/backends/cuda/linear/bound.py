@@ -1,12 +1,10 @@
 """The shortest way from a call in Python to linear.cu: a launch worked out before, an op in C.
 
 For eager calls, of which the host takes longer than the GPU. While a graph is captured, and for
-tensors that need a copy, `cuda_fused.linear` does it, which also lets kernels overlap.
+tensors that need a copy, `fused.linear` does it, which also lets kernels overlap.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +16,8 @@ from ....formats.scheme import VQScheme
 from ....ops.library import parse
 from ...cpu import boxed_ops
 from .. import weight_supports
-from . import fused as cuda_fused
+from ..bound_weight import ATTRIBUTE
+from . import fused
 from .dequantize import stored_sizes
 
 FIELDS = ("device", "dtype", "rows", "columns", "tokens", "codes", "codebook", "scale", "signs",
@@ -45,10 +44,9 @@ def bind(problem: LinearProblem) -> Bound | None:
         bias: Tensor | None,
     ) -> Tensor | None:
         ordinal, numel = x.get_device(), x.numel()
-        if (
-            # Python launches first: it remembers who wrote the codes, for graphs to come.
-            not cuda_fused.is_known(codes) or ordinal != torch._C._cuda_getDevice() or not numel
-        ):
+        # Python launches first: it remembers who wrote the codes, for graphs to come.
+        launched = getattr(codes, ATTRIBUTE, None) is not None
+        if not launched or ordinal != torch._C._cuda_getDevice() or not numel:
             return None
         launch = launches.get((ordinal, numel))
         if launch is None:
@@ -72,7 +70,7 @@ def prepared(
 ) -> Tensor:
     """The launch as the op takes it: hf_vq_cuda_launch as a tensor of int64 on the CPU; without
     numbers, and so refused, where x has to be filled up with zeros on its way."""
-    launch = cuda_fused.prepared(scheme, (rows,), in_features, token_bucket(tokens), dtype, ordinal)
+    launch = fused.prepared(scheme, (rows,), in_features, token_bucket(tokens), dtype, ordinal)
     if launch.ragged:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     codes, codebook, scale = stored_sizes(scheme, rows, in_features)
@@ -112,16 +110,10 @@ def prepared(
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def _run(*arguments: Any) -> Tensor:
-    x, codes, codebook, scale, rotation, codes_2, codebook_2, *_, bias, scheme = arguments
-    table = codebook if codes_2 is None else codebook_2  # nested: one for both passes
-    return cuda_fused.linear(x, codes, table, scale, rotation, bias, scheme, codes_2)
-
-
 LINEAR = Implementation(
-    _run,
+    fused.linear,
     weight_supports.fused_linear,
     bind,
-    grouped=cuda_fused.linears,
+    grouped=fused.grouped,
     note=weight_supports.slower_than_dense,
 )

@@ -1,4 +1,4 @@
-"""`linear` on a GPU in cuTile: codes of 4 bits, or of two nested passes of 4 + 4 bits.
+"""`linear` in cuTile, a peer of the CUDA kernels: codes of 4 bits, or of nested passes of 4 + 4.
 
     y[m, n] = sum_g scale[n, g] * sum_(j in g) x[m, j] table[code[n, j]]        x rotated before
 
@@ -8,8 +8,7 @@ lower halves are codes of even columns, the upper ones of odd columns. So x lies
 every TM tokens, x once for every TN rows. Bound by gathers, one for each weight: cuTile cannot say
 that a table should lie in shared memory.
 
-What is rounded beside the codes: entries and rotated inputs, to the dtype of x. Imported on request
-only: cuTile is an optional package.
+Needs the package `cuda-tile[tileiras]`.
 """
 
 from __future__ import annotations
@@ -18,19 +17,10 @@ import io
 from typing import Any
 
 import cuda.tile as ct
-import torch
 from cuda.tile import compilation
-from torch import Tensor
 
-from ...dispatch import Implementation
-from ...errors import VQFormatError
-from ...formats.scheme import VQScheme
-from ...formats.tensors import tensor_specs
-from ...ops.reference import (
-    codes as reference,  # no op: this entry is all that runs where HF_VQ_BACKEND asks for it
-)
-from .supports import ROWS, STEP, TOKENS, supports
-
+STEP = 128  # columns at a time
+TOKENS, ROWS = 16, 64  # of a block
 BYTES = STEP // 2  # of a row and a pass
 
 Size = ct.Constant[int]
@@ -104,54 +94,3 @@ def _array(dtype: str, dimensions: int, divisor: int = 1) -> Any:
         shape_divisible_by=(1,) * (dimensions - 1) + (divisor,),
         base_addr_divisible_by=16,
     )
-
-
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    rotation: Tensor | None,
-    codes_2: Tensor | None,
-    codebook_2: Tensor | None,
-    scale_2: Tensor | None,
-    rotation_2: Tensor | None,
-    bias: Tensor | None,
-    scheme: VQScheme,
-) -> Tensor:
-    """y = W x + b (`ops.reference.linear`).
-
-    Raises:
-        VQFormatError: sizes do not belong together.
-    """
-    in_features, nested = x.shape[-1], int(scheme.two_passes)
-    given: dict[str, Tensor | None] = {"codes": codes, "codebook": codebook, "scale": scale}
-    if nested:  # one table for both passes
-        given = {"codes": codes, "codes_2": codes_2, "codebook_2": codebook_2, "scale": scale}
-    specs = tensor_specs(scheme, len(codes), in_features)
-    for key, tensor in given.items():
-        if tensor is None or tensor.shape != specs[key].shape:
-            raise VQFormatError(
-                f"{len(codes)} rows of {in_features} weights as {scheme.spec()} have {key} "
-                f"{list(specs[key].shape)}; got {None if tensor is None else list(tensor.shape)}."
-            )
-    second, book = (codes_2, codebook_2) if nested else (codes, codebook)
-    assert second is not None and book is not None
-    rotated = (
-        reference.rotate(x.float(), rotation, scheme, False).to(x.dtype).reshape(-1, in_features)
-    )
-    halves = rotated.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
-    y = x.new_empty(*x.shape[:-1], len(codes))
-    if not y.numel():
-        return y
-    rows = y.view(-1, len(codes))
-    table = book.flatten().to(x.dtype)
-    group = scheme.group(in_features) // STEP
-    grid = (-(-len(rows) // TOKENS), -(-len(codes) // ROWS), 1)
-    arguments = (halves, codes, second, table, scale, rows, TOKENS, ROWS, group, nested)
-    with torch.cuda.device(x.device):
-        ct.launch(torch.cuda.current_stream(), grid, linear_kernel, arguments)
-    return y if bias is None else y.add_(bias)
-
-
-LINEAR = Implementation(linear, supports)
