@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_vq.calibration.blocks import Blocks
 from hf_vq.hf import VQConfig
-from hf_vq.nn import Stored
+from hf_vq.nn import QuantizedModule
 from tests.fixtures.tiny_models import tokens
 
 pytest.importorskip("accelerate")
@@ -49,7 +49,7 @@ def test_same_codes_as_in_memory(name, places, scheme, dense, tmp_path, monkeypa
     place = {"device_map": places, "offload_folder": tmp_path / "offload"}
     model = LOAD(dense(name), quantization_config=config, **place)
     assert set(held) == ({1} if places is ALL else set())
-    coded = [m for m in model.modules() if isinstance(m, Stored)]
+    coded = [m for m in model.modules() if isinstance(m, QuantizedModule)]
     assert any(p.is_meta for m in coded for p in m.parameters(recurse=False))
     with torch.no_grad():
         assert torch.equal(model(tokens()).logits, whole(tokens()).logits)

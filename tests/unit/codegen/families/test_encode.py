@@ -8,8 +8,8 @@ from hf_vq.codegen.families import encode as choose_encode
 from hf_vq.codegen.families.encode import encodable, encode_plan
 from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Scope
-from hf_vq.fit import assign
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
+from hf_vq.ops.reference import encode_weight
 
 
 @st.composite
@@ -52,7 +52,7 @@ def test_every_universal_scheme_is_encoded_on_every_gpu(name, columns):
 
 
 def test_the_kernel_follows_as_many_as_the_specification():
-    assert choose_encode.BEAM == assign.BEAM
+    assert choose_encode.BEAM == encode_weight.BEAM
 
 
 @pytest.mark.parametrize(
