@@ -192,13 +192,10 @@ def kv_attention(
             out = None if run is None else run(query, view, softmax_scale, softcap)
             if out is not None:
                 return out
-        with without_autocast(query.device):
-            return _attention(query, view, mask, sink_logits, softmax_scale, softcap)
-    with without_autocast(query.device):
-        out = torch.ops.hf_vq.kv_attention(
-            query, *flatten(view), mask, sink_logits, softmax_scale, softcap
-        )
-    result: Tensor = out
+        return _attention(query, view, mask, sink_logits, softmax_scale, softcap)
+    result: Tensor = torch.ops.hf_vq.kv_attention(
+        query, *flatten(view), mask, sink_logits, softmax_scale, softcap
+    )
     return result
 
 
@@ -293,7 +290,8 @@ def _attention(
     softcap: float,
 ) -> Tensor:
     run = dispatch.select(_attention_problem(query, view)).run
-    out: Tensor = run(query, view, mask, sink_logits, softmax_scale, softcap)
+    with without_autocast(query.device):  # not in front of the op: compilers cannot trace it
+        out: Tensor = run(query, view, mask, sink_logits, softmax_scale, softcap)
     return out
 
 

@@ -23,7 +23,7 @@ from hf_vq.formats.tensors import kv_codebook_spec
 from hf_vq.ops.library import append_problem
 from hf_vq.ops.reference import codes as reference
 from hf_vq.transforms import rotate
-from tests.fixtures.kv.views import append_kv
+from tests.fixtures.kv.views import append_kv, one_side
 
 pytestmark = [
     pytest.mark.gpu,
@@ -203,7 +203,8 @@ def test_the_reference_finds_the_same_codes(name):
     found = tape(scheme, 1, 2, MANY, 128)
     wanted = tape(scheme, 1, 2, MANY, 128)
     append(x, None, codebook, *found, 0, scheme)
-    reference.append(x, None, codebook, *wanted, 0, scheme, "rows")
+    view = one_side(x, None, codebook, *wanted, 0, scheme.spec(), "rows")
+    reference.kv_append(x, None, view, None)
     assert (found[0] == wanted[0]).float().mean() > 0.9995
     if scheme.has_scale:
         assert (found[1] == wanted[1]).float().mean() > 0.99

@@ -286,7 +286,7 @@ def test_prompts_attend_to_their_own_tokens(name, dim):
         fresh = torch.randn(2, 1, heads, count, dim, device=DEVICE).bfloat16()
         layer.put(*fresh, page_of * page + place)
         query = torch.randn(1, 4 * heads, count + 7, dim, device=DEVICE).bfloat16()
-        options = {"softcap": None, "sink_logits": None}
+        options = {"softcap": None, "s_aux": None}
         assert is_flash(query, heads, batch.prompts, options)
         assert not is_flash(query, heads, batch.prompts, {**options, "softcap": 5.0})
         assert not is_flash(query, 1 << 20, batch.prompts, options)
