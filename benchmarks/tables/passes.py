@@ -27,8 +27,8 @@ def quality(rows: _Rows) -> str:
 
 
 def kernels(rows: _Rows) -> str:
-    """Microseconds of two nested passes by the CUDA kernel, over all sizes of layers, and how others
-    compare with it."""
+    """Microseconds of two nested passes by the CUDA kernel, over all sizes, and how others compare
+    with it."""
     cells = []
     for name, tokens in dict.fromkeys((row["name"], row["tokens"]) for row in rows):
         here = [row for row in rows if (row["name"], row["tokens"]) == (name, tokens)]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
 
