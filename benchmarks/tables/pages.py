@@ -48,6 +48,7 @@ _BLOCK = re.compile(
 )
 HEAD_DIM = 128  # at which the bits of KV schemes are stated
 _IN_PICTURE = ("turboquant-", "quip-sharp-")
+_IN_RECORD = ("turboquant-3", "turboquant-2", "vq-4 + KV u4")
 
 
 def update(text: str) -> str:
@@ -115,7 +116,7 @@ def weights_table(suite: str = "quality-weights", seconds: bool = False) -> str:
             f"Not measured: `python -m benchmarks {suite} MODEL_DIR --text TEXT --calibration T`."
         )
     record = _record(suite)
-    found = record["results"]["rows"]
+    found = [row for row in record["results"]["rows"] if row["name"] not in _IN_RECORD]
     head = ["weights", "bits", "KL divergence", "perplexity, %", *["seconds"] * seconds]
     rows = [
         [
@@ -278,8 +279,11 @@ def compare_table(what: str) -> str:
     record = _record("compare")
     rows = [row for row in record["results"]["rows"] if row["what"] == what]
     measured = [row for row in rows if "failed" not in row]
-    # Schemes that quality-weights has in a table of this page; the picture shows them.
-    shown = [row for row in measured if not row["label"].startswith(_IN_PICTURE)]
+    # What quality-weights has in a table of this page; the picture shows it.
+    shown = [
+        row for row in measured
+        if not row["label"].startswith(_IN_PICTURE) and not row["label"].endswith(", calibrated")
+    ]  # fmt: skip
     head = ["weights", "bits", "KL divergence", "perplexity, %"]
     cells = [
         [row["label"], f"{row['bits']:.3f}", significant(row["kld"]), f"{row['change']:+.2f}"]
