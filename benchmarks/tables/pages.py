@@ -279,11 +279,8 @@ def compare_table(what: str) -> str:
     record = _record("compare")
     rows = [row for row in record["results"]["rows"] if row["what"] == what]
     measured = [row for row in rows if "failed" not in row]
-    # What quality-weights has in a table of this page; the picture shows it.
-    shown = [
-        row for row in measured
-        if not row["label"].startswith(_IN_PICTURE) and not row["label"].endswith(", calibrated")
-    ]  # fmt: skip
+    # Schemes that quality-weights has in a table of this page; the picture shows them.
+    shown = [row for row in measured if not row["label"].startswith(_IN_PICTURE)]
     head = ["weights", "bits", "KL divergence", "perplexity, %"]
     cells = [
         [row["label"], f"{row['bits']:.3f}", significant(row["kld"]), f"{row['change']:+.2f}"]
