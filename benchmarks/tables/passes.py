@@ -32,9 +32,9 @@ def kernels(rows: _Rows) -> str:
     cells = []
     for name, tokens in dict.fromkeys((row["name"], row["tokens"]) for row in rows):
         here = [row for row in rows if (row["name"], row["tokens"]) == (name, tokens)]
-        times = span((row["cuda_us"] for row in here), "{:.1f}".format)
+        us = span((row["cuda_us"] for row in here), "{:.1f}".format)
         faster = ratios(row["bf16_us"] / row["cuda_us"] for row in here)
-        cells.append([f"`{name}`", str(tokens), times, faster])
+        cells.append([f"`{name}`", str(tokens), us, faster])
     head = ["weights", "tokens", "us", "x bf16"]
     said = {"Triton": "triton_us", "cuTile": "cutile_us", "Reading the codes": "read_us"}
     lines = [
