@@ -18,6 +18,7 @@ from hf_vq.evaluation.text_tables import markdown_table
 from hf_vq.hf.fused_activations import fuse_inputs, separate_inputs
 
 from ..random_llama import llama_config, random_llama
+from ..tables.cuda_w4a8 import GROUPED, WHOLE
 from ..tables.limits import pick
 from ..timing import Contestant, speedup, summary
 from .timing import cold_copies, interleave_graphs
@@ -102,15 +103,15 @@ def _block(
 
 
 def table(rows: Rows) -> str:
-    """Times of a block, and how many times as fast as its peers it is."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    head = ["tokens"]
-    for name in names:
-        head += [f"`{name}`, us", "x rounding apart", "x bf16"]
-    found: dict[int, list[str]] = {}
-    for name in names:
-        for row in pick(rows, name=name):
-            found.setdefault(row["tokens"], []).extend(
-                [f"{row['us']:.1f}"] + [f"{row['speedup'][peer]:.2f}" for peer in ("apart", "bf16")]
-            )
-    return markdown_table(head, [[f"{tokens:,}", *line] for tokens, line in found.items()])
+    """Times of a block with groups, how many times as fast as its peers it is, and in a line how
+    much whole rows differ."""
+    whole, grouped = (pick(rows, name=name) for name in (WHOLE, GROUPED))
+    cells = [
+        [f"{row['tokens']:,}", f"{row['us']:.1f}",
+         *(f"{row['speedup'][peer]:.2f}" for peer in ("apart", "bf16"))]
+        for row in grouped
+    ]  # fmt: skip
+    table = markdown_table(["tokens", "us", "x rounding apart", "x bf16"], cells)
+    times = [one["us"] / row["us"] for one, row in zip(whole, grouped, strict=True)]
+    said = f"takes {min(times):.2f} to {max(times):.2f} times as long."
+    return f"{table}\n\n`{GROUPED}`; `{WHOLE}` {said}"

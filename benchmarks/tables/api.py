@@ -16,6 +16,7 @@ _ITEM = re.compile(r"^[ ]{4}(\w[\w, ]*): (.*(?:\n[ ]{8,}.*)*)", re.MULTILINE)
 _PARENTHESES = re.compile(r"\([^()]*\)|\{[^{}]*\}")
 _COLON = re.compile(r":(?=\s)(?![^{]*\})")
 _MANY = 9  # words of a sentence that is cut at its colon
+_FEW = 3  # words of a text that says no more than the name: `dtype`: of the input
 _END = re.compile(r"[.;](?=\s|$)")
 
 
@@ -69,7 +70,8 @@ def sentence(text: str) -> str:
 def _entry(name: str, value: Any) -> str:
     docstring = _docstring(value)
     lines = [f"## {name}", f"    {signature(name, value)}", sentence(docstring) + "."]
-    if items := [f"- `{names}`: {text}" for names, text in arguments(docstring)]:
+    said = ((names, text) for names, text in arguments(docstring) if len(text.split()) > _FEW)
+    if items := [f"- `{names}`: {text}" for names, text in said]:
         lines.append("\n".join(items))
     return "\n\n".join(lines)
 

@@ -54,25 +54,21 @@ def _range(values: Iterable[float]) -> str:
 
 
 def w4a8(rows: _Rows) -> str:
-    """Linear layers of 4-bit weights and 8-bit inputs on the CPU, one thread, against PyTorch."""
+    """Linear layers of 4-bit weights and 8-bit inputs on the CPU, one thread, against PyTorch, over
+    all sizes."""
     ours = [row for row in rows if row["threads"] == 1 and "speedup" in row]
     grouped = [row for row in ours if row["name"] == _GROUPED]
-    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in ours))
-    head = ["tokens"]
-    for out_features, in_features in shapes:
-        head += [f"{out_features} x {in_features}, us", *(f"x {peer}" for peer in _W4A8_PEERS)]
-    found: dict[int, list[str]] = {}
-    for shape in shapes:
-        for row in grouped:
-            if (row["out_features"], row["in_features"]) == shape:
-                found.setdefault(row["tokens"], []).extend(
-                    [f"{row['us']:.0f}", *(_ratio(row["speedup"][peer]) for peer in _W4A8_PEERS)]
-                )
+    cells = []
+    for tokens in dict.fromkeys(row["tokens"] for row in grouped):
+        here = [row for row in grouped if row["tokens"] == tokens]
+        times = span((row["us"] for row in here), "{:.0f}".format)
+        faster = (_range(row["speedup"][peer] for row in here) for peer in _W4A8_PEERS)
+        cells.append([str(tokens), times, *faster])
     keys = ("out_features", "in_features", "tokens")
     whole = {tuple(row[k] for k in keys): row["us"] for row in ours if row["name"] == _WHOLE}
-    times = [whole[tuple(row[k] for k in keys)] / row["us"] for row in grouped]
-    table = markdown_table(head, [[str(tokens), *line] for tokens, line in found.items()])
-    said = f"takes {min(times):.2f} to {max(times):.2f} times as long."
+    slower = [whole[tuple(row[k] for k in keys)] / row["us"] for row in grouped]
+    table = markdown_table(["tokens", "us", *(f"x {peer}" for peer in _W4A8_PEERS)], cells)
+    said = f"takes {min(slower):.2f} to {max(slower):.2f} times as long."
     return f"{table}\n\n`{_GROUPED}`; `{_WHOLE}` {said}"
 
 
@@ -123,10 +119,6 @@ def generate(rows: _Rows, gb_per_second: float | None = None) -> str:
                 times = (f"{by_column[c]:.0f}" if c in by_column else "-" for c in columns)
                 cells.append([label, *times])
     return markdown_table(head, cells)
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 def calibrate(rows: _Rows) -> str:

@@ -9,6 +9,7 @@ from hf_vq.evaluation.text_tables import markdown_table
 
 from .cuda import count
 from .limits import Figure, Rows, limits_table, pick
+from .ranges import ratios, span
 
 WHOLE, GROUPED = "qoq-w4a8", "qoq-w4a8-g128"
 _PEERS = ("bf16", "int8 x int8")
@@ -18,20 +19,19 @@ _LAYER = ("name", "out_features", "in_features")
 
 
 def table(rows: Rows) -> str:
-    """Times of layers with groups, how many times as fast as its peers each is, and in a line how
-    much whole rows differ."""
+    """Times of layers with groups, how many times as fast as its peers they are, both over all
+    sizes, and in a line how much whole rows differ."""
     ours = pick([row for row in rows if "speedup" in row], name=GROUPED)
-    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in ours))
-    head = ["tokens"]
-    for out_features, in_features in shapes:
-        head += [f"{out_features} x {in_features}, us", *(f"x {peer}" for peer in _PEERS)]
-    found: dict[int, list[str]] = {}
-    for shape in shapes:
-        for row in pick(ours, out_features=shape[0], in_features=shape[1]):
-            found.setdefault(row["tokens"], []).extend(
-                [f"{row['us']:.1f}", *(_ratio(row["speedup"].get(peer)) for peer in _PEERS)]
-            )
-    cells = [[f"{tokens:,}", *line] for tokens, line in found.items()]
+    cells = []
+    for tokens in dict.fromkeys(row["tokens"] for row in ours):
+        here = pick(ours, tokens=tokens)
+        times = span((row["us"] for row in here), "{:.1f}".format)
+        faster = (
+            ratios(row["speedup"][peer] for row in here if row["speedup"].get(peer) is not None)
+            for peer in _PEERS
+        )
+        cells.append([f"{tokens:,}", times, *faster])
+    head = ["tokens", "us", *(f"x {peer}" for peer in _PEERS)]
     return f"{markdown_table(head, cells)}\n\n{_whole_rows(rows, ours)}"
 
 
@@ -53,24 +53,23 @@ def _whole_rows(rows: Rows, grouped: Rows) -> str:
 
 
 def limits(rows: Rows) -> str:
-    """Times bfloat16 at the shapes of a Llama-3-8B, beside what reading and tensor cores allow."""
+    """Times bfloat16 at the shapes of a Llama-3-8B, beside what reading and tensor cores allow, of
+    layers with groups."""
     return limits_table(_against_dense(rows))
 
 
 def _against_dense(rows: Rows) -> Iterator[Figure]:
-    for name in (WHOLE, GROUPED):
-        for tokens in _TOKENS:
-            found = [
-                row
-                for shape in _SHAPES
-                for row in pick(rows, name=name, tokens=tokens, out_features=shape[0],
-                                in_features=shape[1])
-            ]  # fmt: skip
-            ratios = tuple(row["speedup"]["bf16"] for row in found)
-            alone = [pick(rows, **{key: row[key] for key in _LAYER}, tokens=1) for row in found]
-            known = [_ceiling(row, *one[:1]) for row, one in zip(found, alone, strict=True)]
-            ceilings = tuple(ceiling for ceiling in known if ceiling)
-            yield Figure(f"{count(tokens)}, `{name}`", ratios, ceilings)
+    for tokens in _TOKENS:
+        found = [
+            row
+            for shape in _SHAPES
+            for row in pick(rows, name=GROUPED, tokens=tokens, out_features=shape[0],
+                            in_features=shape[1])
+        ]  # fmt: skip
+        faster = tuple(row["speedup"]["bf16"] for row in found)
+        alone = [pick(rows, **{key: row[key] for key in _LAYER}, tokens=1) for row in found]
+        known = [_ceiling(row, *one[:1]) for row, one in zip(found, alone, strict=True)]
+        yield Figure(count(tokens), faster, tuple(ceiling for ceiling in known if ceiling))
 
 
 def _ceiling(row: dict[str, Any], one: dict[str, Any] | None = None) -> float:
@@ -81,7 +80,3 @@ def _ceiling(row: dict[str, Any], one: dict[str, Any] | None = None) -> float:
     reading = one["us"] * one["of_reading"] if one else 0.0
     least = row["rounding_us"] + max(reading, row["tensor_us"])
     return float(row["speedup"]["bf16"] * row["us"] / least)
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

@@ -20,7 +20,8 @@ _KV = ("u4", "u3", "u2", "KIVI-4 g32")
 
 def gpu(rows: _Rows) -> str:
     """Bytes and tokens a second of a generated token, from the record of `cuda-generate`."""
-    head = ["weights", "KV cache", "GB of weights a token", "tokens/s", "tokens/s, `hf_vq.capture`"]
+    head = ["weights", "KV cache", "GB of weights per token", "tokens/s"]
+    head.append("tokens/s, `hf_vq.capture`")
     found = {(row["name"], row["cache"]): row for row in rows}
     cells = []
     for name, cache in (("bf16", "bf16"), ("vq-4", "u4"), ("vq-2", "u4")):

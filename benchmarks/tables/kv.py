@@ -108,13 +108,13 @@ def generate(rows: _Rows) -> str:
 
 def calibrated(rows: _Rows) -> str:
     """Quality of KV caches that were calibrated."""
-    head = ["KV cache", "bits", "window", "KLD", "99th percentile", "top-1 %", "perplexity, %"]
+    head = ["KV cache", "bits", "window", "KLD", "99th percentile"]
     cells = [
         [row["name"] if " " in row["name"] else f"`{row['name']}`",
          "-" if row["window"] is None else f"{row['bits_per_element']:.3f}",
          "exact" if row["window"] is None else str(row["window"] or "none"),
          f"{significant(row['kld'])} ± {significant(row['kld_se'], 1)}",
-         significant(row["kld_p99"]), f"{row['top1']:.1f}", f"{row['change']:+.2f}"]
+         significant(row["kld_p99"])]
         for row in rows
     ]  # fmt: skip
     return markdown_table(head, cells)

@@ -39,6 +39,7 @@ from . import (
     passes,
     reliability,
 )
+from .provenance import source
 
 _BLOCK = re.compile(
     r"(?P<open><!-- (?P<name>api|env|(?:results|schemes):[\w-]+) -->\n)(?P<body>.*?)"
@@ -47,6 +48,7 @@ _BLOCK = re.compile(
 )
 HEAD_DIM = 128  # at which the bits of KV schemes are stated
 _IN_PICTURE = ("turboquant-", "quip-sharp-")
+_IN_RECORD = ("turboquant-3", "turboquant-2", "vq-4 + KV u4")
 
 
 def update(text: str) -> str:
@@ -103,27 +105,31 @@ def write(root: Path, check: bool = False) -> list[str]:
     return old
 
 
-def weights_table(suite: str = "quality-weights") -> str:
-    """Quality of weight schemes, or of fine-tuned ones."""
+def weights_table(suite: str = "quality-weights", seconds: bool = False) -> str:
+    """Quality of weight schemes, or of fine-tuned ones.
+
+    Args:
+        seconds: also the time to quantize.
+    """
     if read_record(suite) is None:
         return (
             f"Not measured: `python -m benchmarks {suite} MODEL_DIR --text TEXT --calibration T`."
         )
     record = _record(suite)
-    found = record["results"]["rows"]
-    head = ["weights", "bits", "KL divergence", "perplexity, %", "seconds"]
+    found = [row for row in record["results"]["rows"] if row["name"] not in _IN_RECORD]
+    head = ["weights", "bits", "KL divergence", "perplexity, %", *["seconds"] * seconds]
     rows = [
         [
             _label(row),
             f"{row['bits_per_weight']:.3f}",
             significant(row["kld"]),
             f"{row['change']:+.1f}",
-            significant(row["quantize_seconds"], 2),
+            *[significant(row["quantize_seconds"], 2)] * seconds,
         ]
         for row in found
     ]
     original = f"The original's perplexity is {record['results']['perplexity']:.2f}."
-    return f"{markdown_table(head, rows)}\n\n{original} {_errors(found)} {_source(record)}"
+    return f"{markdown_table(head, rows)}\n\n{original} {_errors(found)} {source(record)}"
 
 
 def _errors(rows: Sequence[dict[str, Any]]) -> str:
@@ -152,7 +158,7 @@ def qoq_table() -> str:
         for row in record["results"]["rows"]
     ]
     errors = _errors(record["results"]["rows"])
-    return f"{markdown_table(head, rows)}\n\n{errors} {_source(record)}"
+    return f"{markdown_table(head, rows)}\n\n{errors} {source(record)}"
 
 
 def kv_table() -> str:
@@ -176,23 +182,22 @@ def kv_table() -> str:
                 _cell(cases, "shifted", "kld"),
             ]
         )
-    return markdown_table(head, rows) + "\n\n" + _source(record)
+    return markdown_table(head, rows) + "\n\n" + source(record)
 
 
 def learned_kv_table() -> str:
     """Quality of learned KV codebooks."""
     record, by_name = _kv_cases()
-    head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "perplexity, %",
-            "KLD, no window"]  # fmt: skip
+    head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "KLD, no window"]
     rows = []
     for name, cases in by_name.items():
         if "shifted" in cases or "8-bit tables" in name:
             continue
         row = [_label(cases["window"]), f"{cases['window']['bits_per_element']:.3f}"]
         row += [_cell(cases, "window", "kld"), _cell(cases, "window", "kld_p99")]
-        row += [f"{cases['window']['change']:+.2f}", _cell(cases, "no window", "kld")]
+        row.append(_cell(cases, "no window", "kld"))
         rows.append(row)
-    return markdown_table(head, rows) + "\n\n" + _source(record)
+    return markdown_table(head, rows) + "\n\n" + source(record)
 
 
 def _kv_cases() -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
@@ -207,13 +212,13 @@ def _kv_cases() -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
 def passes_table() -> str:
     """What second passes lose, and what leaving them out does."""
     record = _record("quality-passes")
-    return passes.quality(record["results"]["rows"]) + "\n\n" + _source(record)
+    return passes.quality(record["results"]["rows"]) + "\n\n" + source(record)
 
 
 def demo_table() -> str:
     """What `make demo` printed."""
     record = _record("demo")
-    return markdown_table(*demo.cells(record["results"]["rows"])) + "\n\n" + _source(record)
+    return markdown_table(*demo.cells(record["results"]["rows"])) + "\n\n" + source(record)
 
 
 def weight_schemes_table() -> str:
@@ -290,25 +295,7 @@ def compare_table(what: str) -> str:
     missing = ", ".join(row["label"] for row in rows if "failed" in row)
     notes = f"{_errors(shown)} " + (f"Not measured: {missing}. " if missing else "")
     picture = report.PICTURE if what == "weights" else ""
-    return f"{picture}{markdown_table(head, cells)}\n\n{notes}{_source(record)}"
-
-
-def _timed(record: dict[str, Any]) -> str:
-    """One line on where times come from."""
-    machine, versions = record["machine"], record["versions"]
-    parts = [
-        f"`{record['command']}`",
-        machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores",
-        f"torch {versions['torch']}, transformers {versions['transformers']}",
-        _when(record),
-    ]
-    return "Measured by " + "; ".join(parts) + "."
-
-
-def _when(record: dict[str, Any]) -> str:
-    """The date, and the revision that was measured, where it is known."""
-    revision = record["revision"]
-    return record["date"] + (f" at {revision}" if revision else "")
+    return f"{picture}{markdown_table(head, cells)}\n\n{notes}{source(record)}"
 
 
 def _timed_table(
@@ -317,7 +304,7 @@ def _timed_table(
     if read_record(suite) is None:
         return f"Not measured yet: `python -m benchmarks {how or suite}`."
     record = _record(suite)
-    return table(record["results"]["rows"]) + "\n\n" + _timed(record)
+    return table(record["results"]["rows"]) + "\n\n" + source(record)
 
 
 def _table_of(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> str:
@@ -330,19 +317,19 @@ def cpu_generate_table() -> str:
     record = _record("cpu-generate")
     results = record["results"]
     table = cpu.generate(results["rows"], results.get("gb_per_second"))
-    return f"{table}\n\n{_timed(record)}"
+    return f"{table}\n\n{source(record)}"
 
 
 def cpu_attention_table() -> str:
     """One token's attention on a CPU, with AVX-512 and with AVX2."""
     both = [_record(suite) for suite in ("cpu-attention", "cpu-attention-avx2")]
     table = cpu.attention(*(record["results"]["rows"] for record in both))
-    return "\n\n".join([table, *map(_timed, both)])
+    return "\n\n".join([table, *map(source, both)])
 
 
 def _kv_summary() -> str:
     record = _record("quality-kv")
-    return front.kv(record["results"]["rows"]) + "\n\n" + _source(record)
+    return front.kv(record["results"]["rows"]) + "\n\n" + source(record)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -351,7 +338,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:readme-kv": _kv_summary,
     "results:quality-weights": weights_table,
     "results:quality-qoq": qoq_table,
-    "results:quality-finetune": partial(weights_table, "quality-finetune"),
+    "results:quality-finetune": partial(weights_table, "quality-finetune", seconds=True),
     "results:quality-kv": kv_table,
     "results:quality-kv-learned": learned_kv_table,
     "results:demo": demo_table,
@@ -445,17 +432,3 @@ def _rotation(scheme: VQScheme) -> str:
     if scheme.rotation == "none":
         return "none"
     return f"{scheme.rotation.replace('_', ' ')} {scheme.rotation_block or 'row'}"
-
-
-def _source(record: dict[str, Any]) -> str:
-    """One line on where the numbers come from."""
-    machine, versions, settings = record["machine"], record["versions"], record["settings"]
-    processor = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-    parts = [
-        f"`{record['command']}`",
-        f"{settings['model']}, {settings['tokens']:,} tokens, context {settings['context']}",
-        processor,
-        f"torch {versions['torch']}, transformers {versions['transformers']}",
-        _when(record),
-    ]
-    return "Measured by " + "; ".join(parts) + "."

@@ -7,6 +7,8 @@ from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table, significant
 
+from .ranges import ratios, span
+
 _Rows = Sequence[dict[str, Any]]
 
 
@@ -25,19 +27,15 @@ def quality(rows: _Rows) -> str:
 
 
 def kernels(rows: _Rows) -> str:
-    """Microseconds of two nested passes by the CUDA kernel, and how others compare with it."""
-    shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
-    head = ["weights", "tokens"]
-    for out_features, in_features in shapes:
-        head += [f"{out_features} x {in_features}, us", "x bf16"]
-    found: dict[tuple[str, int], list[str]] = {}
-    for shape in shapes:
-        for row in rows:
-            if (row["out_features"], row["in_features"]) == shape:
-                found.setdefault((row["name"], row["tokens"]), []).extend(
-                    [f"{row['cuda_us']:.1f}", f"{row['bf16_us'] / row['cuda_us']:.2f}"]
-                )
-    cells = [[f"`{name}`", str(tokens), *line] for (name, tokens), line in found.items()]
+    """Microseconds of two nested passes by the CUDA kernel, over all sizes, and how others compare
+    with it."""
+    cells = []
+    for name, tokens in dict.fromkeys((row["name"], row["tokens"]) for row in rows):
+        here = [row for row in rows if (row["name"], row["tokens"]) == (name, tokens)]
+        us = span((row["cuda_us"] for row in here), "{:.1f}".format)
+        faster = ratios(row["bf16_us"] / row["cuda_us"] for row in here)
+        cells.append([f"`{name}`", str(tokens), us, faster])
+    head = ["weights", "tokens", "us", "x bf16"]
     said = {"Triton": "triton_us", "cuTile": "cutile_us", "Reading the codes": "read_us"}
     lines = [
         f"{what} takes {min(times):.2f} to {max(times):.2f} times as long as this kernel."
@@ -49,13 +47,12 @@ def kernels(rows: _Rows) -> str:
 
 def offload(rows: _Rows) -> str:
     """Second passes in the CPU's memory against those on the GPU."""
-    head = ["weights", "tokens", "resident, ms", "offloaded, ms", "of it launching, ms",
-            "copies alone, ms", "hidden", "equal logits"]  # fmt: skip
+    head = ["weights", "tokens", "resident, ms", "offloaded, ms", "copies alone, ms",
+            "hidden", "equal logits"]  # fmt: skip
     cells = [
         [
             f"`{row['name']}`", f"{row['tokens']:,}", f"{row['resident_ms']:.2f}",
-            f"{row['offload_ms']:.2f}", f"{row['offload_host_ms']:.2f}",
-            f"{row['copies_ms']:.2f}", f"{max(row['hidden'], 0.0):.0%}",
+            f"{row['offload_ms']:.2f}", f"{row['copies_ms']:.2f}", f"{max(row['hidden'], 0.0):.0%}",
             "yes" if row["same_logits"] else "no",
         ]
         for row in rows

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
 
 from ..records import read_record
+from .provenance import source
 
 SUBJECTS = {
     "checkpoints": "mutated checkpoints, loaded whole",
@@ -44,7 +44,7 @@ def campaign() -> str:
         for name, some in shown.items()
     ]
     head = ["what", "tried", "crashes", "hangs", "other findings"]
-    return f"{markdown_table(head, rows)}\n\n{_source(record)}"
+    return f"{markdown_table(head, rows)}\n\n{source(record)}"
 
 
 def soak() -> str:
@@ -71,7 +71,7 @@ def soak() -> str:
         for kind, name in (("rss", "of the process"), ("gpu", "of the GPU"))
         if f"{kind}_begin" in row
     ]  # fmt: skip
-    return f"{markdown_table(head, rows)}\n\n{_source(record)}"
+    return f"{markdown_table(head, rows)}\n\n{source(record)}"
 
 
 def sweep() -> str:
@@ -98,7 +98,7 @@ def sweep() -> str:
         f"grid, drawn at random, {calls} calls each; `python scripts/sweep_attention_cuda.py "
         "--seconds SECONDS` draws more."
     )
-    return f"{markdown_table(head, rows)}\n\n{what} {_source(record)}"
+    return f"{markdown_table(head, rows)}\n\n{what} {source(record)}"
 
 
 def sanitizers() -> str:
@@ -121,7 +121,7 @@ def sanitizers() -> str:
     head = ["tool", "kernels", "problems", "errors", "left out"]
     notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
     what = f"Compute-sanitizer: {record['settings']['sanitizer']}."
-    return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, _source(record)])}"
+    return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, source(record)])}"
 
 
 def digests() -> str:
@@ -137,16 +137,4 @@ def digests() -> str:
         for row in record["results"]["rows"]
     ]  # fmt: skip
     head = ["loaded to", "GB", "`HF_VQ_VERIFY=0`, s", "with digests, s", "reading every byte, s"]
-    return f"{markdown_table(head, rows)}\n\n{_source(record)}"
-
-
-def _source(record: dict[str, Any]) -> str:
-    machine, versions = record["machine"], record["versions"]
-    parts = [
-        f"`{record['command']}`",
-        machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores",
-        f"torch {versions['torch']}, transformers {versions['transformers']}",
-        f"revision {record['revision']}",
-        record["date"],
-    ]
-    return "Measured by " + "; ".join(parts) + "."
+    return f"{markdown_table(head, rows)}\n\n{source(record)}"

@@ -1,4 +1,4 @@
-"""Pages of docs/ are short: words as `wc -w` counts them, tables included."""
+"""Pages of docs/ are short, and so is their sum: words as `wc -w` counts them, tables included."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from tests.fixtures import ROOT
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 LONGEST = 2000
+MOST = 26000  # of all pages together
 BULLET = 60
 
 
@@ -47,6 +48,11 @@ def too_long(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_and_its_bullets_are_short(page):
     assert not too_long(page)
+
+
+def test_all_pages_together_are_short():
+    words = {name(page): len(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    assert sum(words.values()) <= MOST, sorted(words.items(), key=lambda item: -item[1])
 
 
 def test_bullets_are_found():

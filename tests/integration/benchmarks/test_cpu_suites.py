@@ -137,7 +137,7 @@ def test_cpu_w4a8(monkeypatch):
         assert set(row.get("speedup", peers)) == peers
     table = cpu_tables.w4a8(results["rows"])
     assert "\n| 1 |" in table and "\n| 20 |" in table
-    assert "64 x 256, us | x int8 x int8 | x bf16 |" in table
+    assert "| tokens | us | x int8 x int8 | x bf16 |" in table
 
 
 @pytest.mark.usefixtures("few_copies")

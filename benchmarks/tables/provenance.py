@@ -1,0 +1,29 @@
+"""The line under a table: what was run, on which machine, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_DIGITS = 7  # of a revision
+# Suites were part of the package until 2026-11-23: records of that time name them there.
+_OLD, _NEW = "python -m hf_vq.bench ", "python -m benchmarks "
+
+
+def source(record: dict[str, Any]) -> str:
+    """`Measured by COMMAND; MACHINE; DATE at REVISION.`; of quality, with model, tokens, context.
+
+    Versions are in the record, and not repeated under every table.
+    """
+    machine, settings = record["machine"], record["settings"]
+    parts = [f"`{record['command'].replace(_OLD, _NEW)}`"]
+    if {"model", "tokens", "context"} <= settings.keys():
+        tokens = f"{settings['tokens']:,} tokens"
+        parts.append(f"{settings['model']}, {tokens}, context {settings['context']}")
+    parts += [machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores", _when(record)]
+    return "Measured by " + "; ".join(parts) + "."
+
+
+def _when(record: dict[str, Any]) -> str:
+    """The date, and the revision that was measured, where it is known."""
+    revision = record["revision"]
+    return record["date"] + (f" at {revision[:_DIGITS]}" if revision else "")
