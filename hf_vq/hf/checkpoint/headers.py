@@ -57,7 +57,7 @@ class Entry:
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds floats."""
+        """True for floating-point dtypes."""
         return self.dtype.startswith(("F", "BF"))
 
     def placeholder(self) -> Tensor:
