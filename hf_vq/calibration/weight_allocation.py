@@ -153,17 +153,17 @@ def _costs(
     rows = [divmod(row, target.shape[0]) for row in which]
     sample = torch.stack([matrices[i][row].float() * root[i, row] for i, row in rows])
     sample = sample / sample.abs().max().clamp_min(1e-30)  # what fp16 scales can hold
-    energy, feedbacks = 0.0, {}
+    energy, by_rotation = 0.0, {}
     for scheme in map(weight_scheme, config.candidates or ()):
         kind = scheme.rotation, scheme.rotation_block
-        if kind not in feedbacks:
+        if kind not in by_rotation:
             fixed = fixed_tensors(scheme, target.shape[1], config.seed, hessian.device)
-            feedbacks[kind] = Feedback(hessian, scheme, rotation_of(fixed), where=target.name)
+            by_rotation[kind] = Feedback(hessian, scheme, rotation_of(fixed), where=target.name)
             weighed = (m.float() * root[i][:, None] for i, m in enumerate(matrices))
-            energy = energy or sum(map(feedbacks[kind].energy, weighed))
+            energy = energy or sum(map(by_rotation[kind].energy, weighed))
         error = 0.0
         if bool(sample.any()):
-            options: dict[str, Any] = {"search": config.search, "feedback": feedbacks[kind]}
+            options: dict[str, Any] = {"search": config.search, "feedback": by_rotation[kind]}
             fitted = fit_weight(sample, scheme, seed=config.seed, where=target.name, **options)
             error = fitted.output_error
         yield scheme.spec(), 0.5 * energy * error

@@ -37,7 +37,7 @@ def check_embedding(model: Any, kind: str) -> None:
 
 
 def restore_embedding(model: Any, dtype: torch.dtype) -> None:
-    """Put the dense embedding, and a head that is tied to it, back."""
+    """Restore the dense embedding, and the output head if it is tied."""
     old = model.get_input_embeddings()
     if not isinstance(old, VQEmbedding):
         return
@@ -53,7 +53,7 @@ def restore_embedding(model: Any, dtype: torch.dtype) -> None:
 
 
 def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
-    """In the place of a module, with the hook that accelerate gave it."""
+    """Replace a module, and move accelerate's hook to the new one."""
     hook = getattr(old, "_hf_hook", None)
     model.set_submodule(_name(model, old), new)
     if hook is not None:

@@ -60,7 +60,7 @@ def model_card(model: Any) -> str:
     evaluation = provenance.get("evaluation")
     data = ModelCardData(base_model=base, library_name="transformers", tags=tags)
     if evaluation:
-        # What the Hub shows beside a model; by its specification, results need a name.
+        # The Hub shows it next to a model; by its specification, results need a name.
         data.model_name = f"{evaluation['model']} ({config.scheme_name})"
         data.eval_results = _results(evaluation)
     if base:

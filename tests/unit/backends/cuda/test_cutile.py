@@ -76,7 +76,7 @@ def test_nobody_gets_it_unasked(monkeypatch):
     def reason(problem):
         return {v.entry.name: v.reason for v in dispatch.explain(problem)}["cutile.linear"]
 
-    assert reason(asked) == "it runs where HF_VQ_BACKEND=cutile asks for it"
+    assert reason(asked) == "it runs only with HF_VQ_BACKEND=cutile"
     for forced in ("cutile", "cutile.linear"):
         monkeypatch.setenv("HF_VQ_BACKEND", forced)
         assert reason(asked._replace(device="cpu")) == "tensor is on cpu"
