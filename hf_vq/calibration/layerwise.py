@@ -27,7 +27,7 @@ from ..fit.qoq_calibrated import CLIPS
 from ..formats.catalog import LinearScheme, linear_scheme
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
-from ..hf.calibration_options import OWN_WORDS
+from ..hf.calibration_options import OWN_WORDS, choices
 from ..hf.config import VQConfig
 from ..hf.quantize_op import Progress
 from ..ops import decode_weight
@@ -41,7 +41,7 @@ from .qoq import BY_BLOCK, Trial, transform_model
 from .resume import CodedBlock, ResumeFolder, open_resume_folder
 from .targets import Target, replace, targets_of
 from .text import context_of, find_text, sequences_of
-from .weight_allocation import allocation, choices, measure_costs
+from .weight_allocation import allocation, measure_costs
 
 logger = logging.get_logger("hf_vq")
 _CHARACTERS = 12  # of a data set for every token: more than tokenizers put into one
