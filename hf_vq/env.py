@@ -1,4 +1,4 @@
-"""Every HF_VQ_* environment variable: its default, what it does, and how it is read.
+"""Every HF_VQ_* environment variable: its default, its meaning, and its parser.
 
 `python -m hf_vq.env` prints the table that docs/install.md carries.
 """
@@ -37,9 +37,13 @@ class Variable(Generic[T]):
     read: Callable[[str], T]
 
     def get(self) -> T:
-        """Its value now. Unset or empty means the default; a value it cannot read raises."""
-        # For a variable that is unset, as these mostly are, os.environ.get raises an error and
-        # catches it, in every call of an op. Its dict is not public: without it, that is how it is.
+        """Current value; the default if unset or empty.
+
+        Raises:
+            ValueError: the value cannot be parsed; the message names the variable.
+        """
+        # os.environ.get is slow for an unset variable, the usual case: it raises and catches a
+        # KeyError, in every call of an op. Its dict is not public, so `get` below is the fallback.
         data = getattr(os.environ, "_data", None)
         if data is not None and _key(self.name) not in data:
             return self.default

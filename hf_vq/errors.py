@@ -18,11 +18,11 @@ class VQFormatError(VQError):
 
 
 class VQCacheError(VQError):
-    """A KV cache is asked for something that it, or the model it serves, cannot do."""
+    """A KV cache, or its model, does not support the requested operation."""
 
 
 class VQCalibrationError(VQError):
-    """A text, or a model, that nothing can be learned from; the message says what to give."""
+    """A text or a model cannot be used for calibration; the message names the cure."""
 
 
 class VQBackendError(VQError):

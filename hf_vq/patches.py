@@ -87,7 +87,7 @@ TABLE = (
             f"torch._inductor.config:post_grad_custom_{slot}_pass",
             "hf_vq.ops.horizontal_fusion:fusing_pass",
             (TRACE,),
-            "products that share an input become one launch; a slot that is taken is left alone",
+            "linear layers that share an input become one launch; a slot in use is not replaced",
             fills=True,
         )
         for slot in ("pre", "post")
@@ -96,15 +96,15 @@ TABLE = (
 
 MODEL_METHODS = {
     "save_pretrained": "all files or none, with digests and a model card",
-    "push_to_hub": "likewise",
+    "push_to_hub": "all files or none, with digests and a model card",
     "resize_token_embeddings": "refuses to resize an embedding of integers",
-    "mark_tied_weights_as_initialized": "while a model is loaded: what no file holds is an error, "
-    "not a random number",
+    "mark_tied_weights_as_initialized": "while a model is loaded: a missing tensor is an error, "
+    "not random numbers",
     "get_compiled_call": "hf_vq.capture: decoding steps replay CUDA graphs",
 }
-"""Methods of one model, replaced by `override`, never of its class. Besides them hf_vq gives norms
-and activations in front of W4A8 layers a `forward` (hf/fused_activations.py) and renames
-offloaded codes in the map that accelerate keeps of a model (hf/quantize_op.py)."""
+"""Methods that `override` replaces on one model, never on its class. In addition, hf_vq gives norms
+and activations in front of W4A8 layers a new `forward` (hf/fused_activations.py) and renames
+offloaded codes in accelerate's map of a model (hf/quantize_op.py)."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ _entries: dict[tuple[str, str], tuple[Any, Any]] = {}  # of registries: before, 
 
 
 def apply(event: str) -> None:
-    """Make the patches of an event that are not made yet; safe in any thread, cheap again."""
+    """Make the patches of an event, once; thread-safe, and cheap when called again."""
     if event in _happened:
         return
     with _lock:
@@ -139,11 +139,11 @@ def applied() -> tuple[str, ...]:
 
 
 def undo() -> None:
-    """Put back all that was replaced, registry entries included.
+    """Restore all replaced attributes and registry entries.
 
-    What somebody else replaced after us stays, and counts as applied until they put it back: it may
-    call ours, and ours a second time would wrap both. For tests, and for a process that is done
-    with hf_vq; caches in use lose what their patches are for.
+    An attribute that another library replaced after hf_vq stays, and counts as applied until that
+    library restores it: its function may call ours, and patching again would wrap both. For tests,
+    and for a process that no longer uses hf_vq; caches in use lose the patched behaviour.
     """
     with _lock:
         _happened.clear()
@@ -163,9 +163,9 @@ def undo() -> None:
 
 
 def replace_entry(table: str, key: str, value: Any) -> None:
-    """Put `value` into a registry "module:attribute" of another library, in place of what it has.
+    """Replace an entry of a registry "module:attribute" of another library.
 
-    A second call for one key keeps what was there before the first.
+    After a second call for one key, `restore_entry` still restores the original entry.
     """
     with _lock:
         entries = _get(table)
@@ -188,7 +188,7 @@ def restore_entry(table: str, key: str) -> None:
 
 
 def override(model: Any, method: str, function: Callable[..., Any]) -> None:
-    """Give one model a method of its own, one of `MODEL_METHODS`.
+    """Replace a method of one model; `method` is one of `MODEL_METHODS`.
 
     Args:
         function: must pickle and copy with the model: a `functools.partial` of a function of a

@@ -1,4 +1,4 @@
-"""Where kernel sources, the compiled CPU library and the template of model cards lie."""
+"""Paths of the kernel sources, the compiled CPU library and the template of model cards."""
 
 import sys
 from pathlib import Path

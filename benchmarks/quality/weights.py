@@ -170,7 +170,7 @@ def _quantize_blocks(
                 blocks.run(index, hidden, model.device)
         for site in listener.sites:
             for name in site.layers:
-                layers[name].weight.data = quantize(layers[name].weight.data, site.moments(0))
+                layers[name].weight.data = quantize(layers[name].weight.data, site.hessian(0))
         blocks.hidden = [blocks.run(index, hidden, model.device) for hidden in blocks.hidden]
 
 

@@ -1,8 +1,8 @@
-"""The blocks of a decoder: finding them, and running one without the others.
+"""The blocks of a decoder: find them, and run one without the others.
 
-A decoder is  embedding -> block 0 -> block 1 -> ... -> head. What a block is called with besides
-its hidden states (positions, masks, which may differ from block to block) does not depend on the
-hidden states, so one pass in which every block returns what it was given finds it for all of them.
+A decoder is  embedding -> block 0 -> block 1 -> ... -> head. The other arguments of a block
+(positions, masks, which may differ from block to block) do not depend on the hidden states. So one
+pass in which every block returns its input records the arguments of all blocks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..errors import VQCalibrationError
 from .offload import in_memory, place_of
-from .targets import Part
+from .targets import Target
 
 
 def find_blocks(model: nn.Module, names: Iterable[str]) -> str:
     """Name of the list of modules that holds most weights of the layers `names`.
 
-    It needs no list of architectures (`optimum.gptq.utils` has one, by the name of the list, which
-    misses models that are newer than it).
+    No list of architectures is needed (`optimum.gptq.utils` has one; it misses newer models).
 
     Raises:
         VQCalibrationError: the model is no decoder with such a list.
@@ -39,24 +38,24 @@ def find_blocks(model: nn.Module, names: Iterable[str]) -> str:
                 found, most = prefix, weights
     if not found or getattr(model.config, "is_encoder_decoder", False):
         raise VQCalibrationError(
-            f"{type(model).__name__} is no decoder of equal blocks, which calibration goes through "
-            "one by one. Quantize it without calibration."
+            f"{type(model).__name__} is no decoder of equal blocks, which calibration needs. "
+            "Quantize it without calibration."
         )
     return found
 
 
 class Blocks:
-    """The blocks of `model`, and what each is called with.
+    """The blocks of `model` and the arguments of each.
 
     Args:
         prefix: name of their list in `model`.
         sequences: token ids [sequences, tokens] to embed.
 
     Attributes:
-        hidden: what the first block is given for each sequence, [1, tokens, hidden] each.
+        hidden: input of the first block for each sequence, [1, tokens, hidden] each.
 
     Raises:
-        VQCalibrationError: the model calls its blocks in a way that is not known here.
+        VQCalibrationError: the model calls its blocks in an unsupported way.
     """
 
     def __init__(self, model: Any, prefix: str, sequences: Tensor) -> None:
@@ -64,7 +63,7 @@ class Blocks:
         self.blocks: list[nn.Module] = list(model.get_submodule(prefix))
         self.hidden: list[Tensor] = []
         self._calls: list[_Call] = []
-        self._tail: tuple[Any, ...] | None = None  # what a block returns after hidden states
+        self._tail: tuple[Any, ...] | None = None  # a block's outputs after the hidden states
         self._in_tuple = False
         for ids in sequences:
             calls = self._pass(ids[None].to(place_of(model)))
@@ -77,14 +76,14 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def parts(self, index: int, parts: Iterable[Part]) -> list[Part]:
-        """Those of the dense tensors that lie in block `index`."""
+    def targets(self, index: int, targets: Iterable[Target]) -> list[Target]:
+        """Select the dense tensors of block `index`."""
         start = f"{self.prefix}.{index}."
-        return [part for part in parts if part.layer.startswith(start)]
+        return [target for target in targets if target.layer.startswith(start)]
 
     @contextmanager
     def on(self, index: int, device: torch.device | None) -> Iterator[torch.device]:
-        """Keep block `index` in memory, on a device (None: where it computes), which is given."""
+        """Keep block `index` in memory, on `device` (None: its own device); yields the device."""
         block = self.blocks[index]
         home = place_of(block)
         device = home if device is None else device
@@ -102,22 +101,25 @@ class Blocks:
         device: torch.device,
         tensors: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """What block `index`, which is on `device`, makes of `hidden`; where that was.
+        """Run block `index`, which is on `device`; the output is on the device of `hidden`.
 
         Args:
-            tensors: instead of the parameters of these names in the block.
+            tensors: replacements of parameters, by name in the block.
         """
         args, kwargs = self._calls[index].with_hidden(hidden)
-        args, kwargs = tree_map_only(Tensor, lambda part: part.to(device), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         result = torch.func.functional_call(self.blocks[index], tensors or {}, args, kwargs)
         return _hidden_of(result).to(hidden.device)
 
     def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """What the model makes of `hidden` [1, tokens, hidden], the output of its last block, for
-        token ids [1, tokens].
+        """Logits of the model for the output of its last block.
+
+        Args:
+            ids: token ids [1, tokens].
+            hidden: output of the last block, [1, tokens, hidden].
 
         Raises:
-            VQCalibrationError: the model gives no logits.
+            VQCalibrationError: the model returns no logits.
         """
         result = (hidden, *(self._tail or ())) if self._in_tuple else hidden
         with ExitStack() as stack:
@@ -126,14 +128,14 @@ class Blocks:
             found = getattr(self.model(ids, use_cache=False), "logits", None)
         if found is None:
             raise VQCalibrationError(
-                f"{type(self.model).__name__} predicts no words, so its layers' weight in its "
+                f"{type(self.model).__name__} returns no logits, so the effect of a layer on its "
                 "predictions cannot be measured. Load it as AutoModelForCausalLM, or give a scheme "
                 "instead of target_bits."
             )
         return found
 
     def _pass(self, ids: Tensor) -> list[_Call]:
-        """How each block is called when every block returns what it was given."""
+        """Record the arguments of each block while every block returns its input."""
         calls: list[_Call] = []
         known = inspect.signature(self.model.forward).parameters
         options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -147,7 +149,7 @@ class Blocks:
         for call in calls[1:]:
             if call.hidden is not calls[0].hidden:
                 raise self._unknown(f"changes hidden states before block {call.index}")
-            given, returned = tree_leaves(call.others().parts), tree_leaves(self._tail)
+            given, returned = tree_leaves(call.others().arguments), tree_leaves(self._tail)
             if any(isinstance(a, Tensor) and a is b for a in given for b in returned):
                 raise self._unknown(f"gives block {call.index} more than hidden states of another")
         return calls
@@ -172,7 +174,7 @@ class Blocks:
 
     def _check_same(self, calls: list[_Call]) -> None:
         for call, first in zip(calls, self._calls, strict=True):
-            if not _equal(call.others().parts, first.parts):
+            if not _equal(call.others().arguments, first.arguments):
                 raise self._unknown(f"gives block {call.index} more than hidden states of a text")
 
     def _unknown(self, what: str) -> VQCalibrationError:
@@ -183,19 +185,19 @@ class Blocks:
 
 
 class _Call:
-    """The arguments of one call of a block; hidden states are the first, or have that name."""
+    """Arguments of one call of a block; the first, or `hidden_states`, are the hidden states."""
 
     def __init__(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.index, self.parts = index, (args, kwargs)
+        self.index, self.arguments = index, (args, kwargs)
 
     @property
     def hidden(self) -> Tensor:
-        args, kwargs = self.parts
+        args, kwargs = self.arguments
         found: Tensor = args[0] if args else kwargs["hidden_states"]
         return found
 
     def with_hidden(self, hidden: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = self.parts
+        args, kwargs = self.arguments
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
@@ -206,7 +208,7 @@ class _Call:
 
 
 def replace_forward(block: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Give one module another forward; returns what undoes it."""
+    """Replace the forward of one module; returns a function that undoes it."""
     own = block.__dict__.get("forward")
     block.forward = forward
 
@@ -224,7 +226,7 @@ def _hidden_of(result: Any) -> Tensor:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two trees of arguments hold the same tensors, numbers and objects of other kinds."""
+    """True if two trees of arguments have equal tensors, numbers and types of other objects."""
     (left, shape), (right, same) = tree_flatten(one), tree_flatten(other)
     if shape != same:
         return False

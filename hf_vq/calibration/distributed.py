@@ -3,8 +3,8 @@
     rank 0   its sequences -> sum of x x^T --+                    +-- fits some layers --+
     rank 1   its sequences -> sum of x x^T --+-- all-reduce (H) --+-- fits some layers --+-- codes
 
-Every process has the whole model and a share of the text. A layer is fitted by one of them, which
-sends its codes to the others: so all hold the same.
+Every process has the whole model and a shard of the text. One process fits a layer and sends the
+codes to the others, so all processes have the same codes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Found = TypeVar("Found")
 
 @contextmanager
 def launched() -> Iterator[int]:
-    """Join the processes that a launcher started, if one did; gives the rank of this one."""
+    """Join the processes of a launcher, if there is one; yields the rank of this process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        yield Team().rank
+        yield ProcessGroup().rank
         return
     gpu = torch.cuda.is_available()
     if gpu:
@@ -43,8 +43,8 @@ def launched() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-class Team:
-    """The processes of the default group of torch.distributed; one alone where there is none.
+class ProcessGroup:
+    """The default process group of torch.distributed; a single process if there is none.
 
     Attributes:
         size: number of processes.
@@ -56,11 +56,11 @@ class Team:
         self.size = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
 
-    def share(self, items: Tensor) -> Tensor:
-        """Every size-th of the sequences, beginning with the rank-th.
+    def shard(self, items: Tensor) -> Tensor:
+        """Sequences of this process: every `size`-th, from number `rank` on.
 
         Raises:
-            VQCalibrationError: there are fewer than processes.
+            VQCalibrationError: there are fewer sequences than processes.
         """
         if len(items) < self.size:
             raise VQCalibrationError(
@@ -69,35 +69,35 @@ class Team:
             )
         return items[self.rank :: self.size]
 
-    def first(self, make: Callable[[], Found]) -> Found:
-        """What `make` returns in the first process."""
+    def broadcast(self, make: Callable[[], Found]) -> Found:
+        """Call `make` in the first process and return its result in all."""
         if self.size == 1:
             return make()
         found = [make() if self.rank == 0 else None]
         dist.broadcast_object_list(found, src=0)
         return found[0]  # type: ignore[return-value]
 
-    def everyones(self, mine: Found) -> list[Found]:
-        """What every process gave, in the order of ranks."""
+    def all_gather(self, mine: Found) -> list[Found]:
+        """Gather one object of every process, in the order of ranks."""
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine)
         return found
 
-    def wait(self) -> None:
-        """Until every process is here."""
+    def barrier(self) -> None:
+        """Wait until every process calls it."""
         if self.size > 1:
             dist.barrier()
 
-    def heard(self, sites: Sequence[Site], device: torch.device) -> list[Site]:
-        """The sites of all processes, with the sums of all; also those not heard in this one."""
+    def all_reduce(self, sites: Sequence[Site], device: torch.device) -> list[Site]:
+        """Sum the sites of all processes; includes sites that this process has no tokens for."""
         if self.size == 1:
             return list(sites)
         own = {site.layers[0]: site for site in sites}
         found: dict[str, Site] = {}
         about = [(site.layers, site.total.shape, site.tokens) for site in sites]
-        for layers, shape, tokens in (entry for one in self.everyones(about) for entry in one):
+        for layers, shape, tokens in (entry for one in self.all_gather(about) for entry in one):
             site = found.get(layers[0])
             if site is None:
                 empty = Site([], torch.zeros(0), [0] * len(tokens))

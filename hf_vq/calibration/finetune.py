@@ -1,15 +1,15 @@
-"""Fine-tuning after calibration: scales, codebooks, norms and biases move, and codes.
+"""Fine-tuning after calibration: it trains scales, codebooks, norms, biases and codes.
 
     block    min | block_q(x_q) - block(x) |^2         as soon as a block has its codes
     model    the same, and at the end, in all blocks at once, min KL( model(text) || model_q(text) )
 
-x are the hidden states of the original model, x_q those that the codes of the blocks before have
-left, so that a block makes up for their errors too. AQLM (arXiv 2401.06118, section 3.4) tunes
-blocks on x_q alone; "model" is knowledge distillation. A universal codebook is shared: it stays,
-and so do integers.
+x are the hidden states of the original model, x_q those after the quantized blocks before, so a
+block also compensates their errors. AQLM (arXiv 2401.06118, section 3.4) tunes blocks on x_q only;
+"model" is knowledge distillation. Universal codebooks are shared by all layers and stay fixed, as
+do integers.
 
 A scale s moves as s (1 + d), any other tensor t as t + rms(t) d: one learning rate serves all.
-Codes of universal codebooks follow gradients of their entries (`moving_codes.py`).
+Codes of universal codebooks follow gradients of their entries (`straight_through.py`).
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from ..formats.stored_weight import StoredWeight, rotation_of
 from ..hf.quantize_op import Progress
 from ..ops.reference import codes as reference
 from .blocks import Blocks
-from .resume import CodedBlock, Unfinished
+from .resume import CodedBlock, ResumeFolder
 from .straight_through import MovingCodes, movable
-from .targets import Part
+from .targets import Target
 
 LEARNING_RATE = 3e-3  # falls to zero in a straight line
 EPOCHS = 2
 ENTRY_STEP = 3.3
-"""A step of an entry that moves, in units of the relative step of a scale."""
+"""Step size of an entry of a codebook, in units of the relative step of a scale."""
 _BETAS = (0.9, 0.95)
 
 
 class TunedBlock:
-    """One block of a model as a function of what moves in it.
+    """One block of a model as a function of its trained tensors.
 
     Args:
-        block: of the model; its norms and biases are the original ones.
+        block: the module, with its original norms and biases.
         start: name of the block in the model, with a dot at its end.
-        done: the codes of its parts; `update` writes what moved there.
-        parts: dense tensors of the block.
-        schemes: of the layers of the model, by name.
-        seed: of the rotations.
-        device: where it is computed.
-        entry_step: as `ENTRY_STEP`: codes move, too, where they can; None leaves them.
+        done: codes of its tensors; `update` writes the trained tensors there.
+        targets: dense tensors of the block.
+        schemes: schemes of the model's layers, by name.
+        seed: seed of the rotations.
+        device: device of the computation.
+        entry_step: step size of entries, see `ENTRY_STEP`; None keeps the codes.
     """
 
     def __init__(
@@ -59,33 +59,33 @@ class TunedBlock:
         block: nn.Module,
         start: str,
         done: CodedBlock,
-        parts: Iterable[Part],
+        targets: Iterable[Target],
         schemes: Mapping[str, VQScheme],
         seed: int,
         device: torch.device,
         entry_step: float | None,
     ) -> None:
         self.start, self.done, self.device = start, done, device
-        self.parts, self.schemes = list(parts), schemes
+        self.targets, self.schemes = list(targets), schemes
         self.fixed: dict[str, dict[str, Tensor]] = {}
         self.origin: dict[str, dict[str, Tensor]] = {}  # by layer, then by key
-        for part in self.parts:
-            stored = {k: t.to(device) for k, t in done.fitted[part.name].tensors.items()}
-            self.fixed[part.name] = stored
-            self.origin[part.name] = {
+        for target in self.targets:
+            stored = {k: t.to(device) for k, t in done.fitted[target.name].tensors.items()}
+            self.fixed[target.name] = stored
+            self.origin[target.name] = {
                 key: tensor.float() for key, tensor in stored.items() if tensor.is_floating_point()
             }
         self.shared = {
-            part.name: fixed_tensors(schemes[part.layer], part.shape[1], seed, device)
-            for part in self.parts
+            target.name: fixed_tensors(schemes[target.layer], target.shape[1], seed, device)
+            for target in self.targets
         }
         self.moving = {
-            part.name: MovingCodes(
-                self.fixed[part.name]["codes"], self.shared[part.name]["codebook"],
-                schemes[part.layer], part.shape[1], entry_step,
+            target.name: MovingCodes(
+                self.fixed[target.name]["codes"], self.shared[target.name]["codebook"],
+                schemes[target.layer], target.shape[1], entry_step,
             )
-            for part in self.parts
-            if entry_step is not None and movable(schemes[part.layer])
+            for target in self.targets
+            if entry_step is not None and movable(schemes[target.layer])
         }  # fmt: skip
         small = {start + name: p for name, p in block.named_parameters() if p.ndim == 1}
         self.dtypes = {start + name: p.dtype for name, p in block.named_parameters()}
@@ -99,48 +99,48 @@ class TunedBlock:
         }
 
     def parameters(self) -> list[Tensor]:
-        """What a step moves, in a fixed order."""
+        """Parameters of the optimizer, in a fixed order."""
         found = [delta for deltas in self.deltas.values() for delta in deltas.values()]
         return [*found, *(codes.delta for codes in self.moving.values())]
 
     def follow(self) -> None:
-        """Take the codes that parameters have moved to."""
+        """Update the codes to the entries nearest to the trained vectors."""
         for codes in self.moving.values():
             codes.follow()
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights, norms and biases by their names in the block, differentiable."""
         found = self._moved("")
-        for part in self.parts:
-            stored = {**self.fixed[part.name], **self._moved(part.name)}
-            if part.name in self.moving:
-                stored |= self.moving[part.name].stored()
-            if not part.fused:
-                weight = self._decoded(part, stored)
+        for target in self.targets:
+            stored = {**self.fixed[target.name], **self._moved(target.name)}
+            if target.name in self.moving:
+                stored |= self.moving[target.name].stored()
+            if not target.fused:
+                weight = self._decoded(target, stored)
             else:
-                each = [{key: t[i] for key, t in stored.items()} for i in range(part.count)]
-                weight = torch.stack([self._decoded(part, one) for one in each])
-            found[f"{part.layer}.{part.weight}"] = weight
+                each = [{key: t[i] for key, t in stored.items()} for i in range(target.count)]
+                weight = torch.stack([self._decoded(target, one) for one in each])
+            found[f"{target.layer}.{target.weight}"] = weight
         return {
             name.removeprefix(self.start): tensor.to(self.dtypes[name])
             for name, tensor in found.items()
         }
 
-    def _decoded(self, part: Part, stored: dict[str, Tensor]) -> Tensor:
-        """One matrix as the layer keeps it. The reference is made of differentiable operations."""
-        scheme, tensors = self.schemes[part.layer], {**self.shared[part.name], **stored}
-        weight = reference.decode(StoredWeight.of(tensors, scheme, part.shape[1]))
+    def _decoded(self, target: Target, stored: dict[str, Tensor]) -> Tensor:
+        """Decode one matrix, in the layer's orientation; all operations are differentiable."""
+        scheme, tensors = self.schemes[target.layer], {**self.shared[target.name], **stored}
+        weight = reference.decode(StoredWeight.of(tensors, scheme, target.shape[1]))
         if "pull" in stored:
             scale = stored["scale"].detach()[..., None]
             rows = (stored["pull"].unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)
             weight = weight + reference.rotate(rows, rotation_of(tensors), scheme, True)
-        return weight.T if part.transposed else weight
+        return weight.T if target.transposed else weight
 
     def update(self) -> None:
-        """Write what moved to `done`, as it is stored.
+        """Write the trained tensors to `done`, in their stored dtypes.
 
         Raises:
-            VQCalibrationError: it is not finite.
+            VQCalibrationError: a tensor is not finite.
         """
         for name, fitted in list(self.done.fitted.items()):
             moved = {key: tensor.detach().half() for key, tensor in self._moved(name).items()}
@@ -165,20 +165,20 @@ class TunedBlock:
 
 
 def tune_block(
-    blocks: Blocks, index: int, tuned: TunedBlock, targets: list[Tensor], device: torch.device
+    blocks: Blocks, index: int, tuned: TunedBlock, original: list[Tensor], device: torch.device
 ) -> list[float]:
-    """Move one block towards `targets`, what the original makes of the same texts.
+    """Train one block towards `original`, its outputs in the original model for each sequence.
 
     Returns:
-        mean squared error over the mean square of the targets, before and after.
+        Mean squared error over the mean square of `original`, before and after.
     """
-    size = torch.stack([target.float().square().mean() for target in targets]).mean()
+    size = torch.stack([output.float().square().mean() for output in original]).mean()
 
     def loss(row: int) -> Tensor:
         found = blocks.run(index, blocks.hidden[row], device, tuned.tensors())
-        return (found.float() - targets[row].float()).square().mean() / size
+        return (found.float() - original[row].float()).square().mean() / size
 
-    descent = _Descent([tuned], loss, len(targets))
+    descent = _Descent([tuned], loss, len(original))
     before = descent.mean()
     for _ in descent.epochs():
         pass
@@ -192,13 +192,13 @@ def tune_model(
     tuned: list[TunedBlock],
     sequences: Tensor,
     original: list[Tensor],
-    work: Unfinished,
+    work: ResumeFolder,
 ) -> list[float]:
-    """Move all blocks towards the original's predictions on `sequences` [n, tokens].
+    """Train all blocks towards the original model's predictions on `sequences` [n, tokens].
 
     Args:
-        original: what its last block returned for each of them.
-        work: keeps what moved after every epoch.
+        original: outputs of the original model's last block for each sequence.
+        work: saves the state after every epoch.
 
     Returns:
         KL divergence of a prediction in nats, before and after.
@@ -217,29 +217,29 @@ def tune_model(
         return (expected.exp() * (expected - found)).sum(-1).mean()
 
     descent = _Descent(tuned, loss, len(sequences))
-    kept = work.tuning()
+    kept = work.load_tuning()
     before = descent.restore(*kept) if kept else descent.mean()
     for epoch in descent.epochs():
-        work.keep_tuning(descent.state(), epoch=epoch, before=before)
+        work.save_tuning(descent.state(), epoch=epoch, before=before)
     after = descent.settle(before)
-    for part in tuned:
-        part.update()
+    for one in tuned:
+        one.update()
     return [before, after]
 
 
 class _Descent:
-    """Adam, one sequence a step, in an order that only the epoch decides."""
+    """Adam with one sequence per step; the order of sequences depends only on the epoch."""
 
     def __init__(
         self, tuned: Sequence[TunedBlock], loss: Callable[[int], Tensor], rows: int
     ) -> None:
         self.tuned, self.loss, self.rows = tuned, loss, rows
-        self.parameters = [delta for part in tuned for delta in part.parameters()]
+        self.parameters = [delta for one in tuned for delta in one.parameters()]
         self.adam = torch.optim.Adam(self.parameters, lr=LEARNING_RATE, betas=_BETAS)
         self.epoch = 0
 
     def epochs(self) -> Iterable[int]:
-        """Run what is left to do; yields the number of epochs done after each."""
+        """Run the remaining epochs; yields the number of finished epochs after each."""
         progress = Progress("Fine-tuning", EPOCHS * self.rows)
         progress.skip(self.epoch * self.rows)
         try:
@@ -267,16 +267,16 @@ class _Descent:
         self._follow()
 
     def _follow(self) -> None:
-        for part in self.tuned:
-            part.follow()
+        for block in self.tuned:
+            block.follow()
 
     @torch.no_grad()
     def mean(self) -> float:
-        """The loss over all sequences."""
+        """Mean loss over all sequences."""
         return float(torch.stack([self.loss(row).double() for row in range(self.rows)]).mean())
 
     def settle(self, before: float) -> float:
-        """The loss at the end; nothing has moved where that would be no less than `before`."""
+        """Loss after training; undoes the training if the loss is not below `before`."""
         after = self.mean()
         if after < before:
             return after
@@ -286,14 +286,14 @@ class _Descent:
         return before
 
     def state(self) -> dict[str, Tensor]:
-        """What moved, and the optimizer's moments."""
+        """Changes of the parameters, and the moments of Adam."""
         found = {f"{i}.delta": p.detach() for i, p in enumerate(self.parameters)}
         for i, moments in self.adam.state_dict()["state"].items():
             found |= {f"{i}.{key}": tensor for key, tensor in moments.items()}
         return found
 
     def restore(self, about: dict[str, Any], tensors: dict[str, Tensor]) -> float:
-        """Go on from `state`; the loss before the first step."""
+        """Continue from `state`; returns the loss before the first step."""
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             index, _, key = name.partition(".")

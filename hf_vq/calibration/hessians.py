@@ -1,5 +1,5 @@
-"""Second moments of the inputs of layers: H = mean of x x^T, once for layers with one input; and,
-where gradients flow, what the layers' outputs weigh in the model's predictions."""
+"""Hessians of layers: H = mean of x x^T over their inputs, one for all layers with the same input;
+with gradients, also the mean squared gradient of each output."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..nn.experts import expert_output, holds_experts, projections_of, routed
 from .blocks import replace_forward
 
 SHRINKAGE = 0.5
-"""Tokens of all experts together that count for each expert, per number in one of its inputs: an
-expert that few tokens were sent to is calibrated on what the others read, too."""
+"""Weight of the pooled Hessian in each expert's, in tokens per input feature: an expert with few
+tokens is calibrated on the tokens of the other experts, too."""
 
 
 @dataclass
 class Site:
-    """Layers that read the same tensor: queries, keys and values; the halves of a gated MLP. Or one
-    fused tensor of experts, each of which reads tokens of its own.
+    """Layers that read the same tensor: q, k and v projections, or gate and up of an MLP. Or one
+    fused tensor of experts, each of which reads different tokens.
 
     Args:
-        layers: names of their tensors (`parts.Part`); the first one counts.
+        layers: names of their tensors (`targets.Target`); only inputs of the first are summed.
         total: sum of x x^T [experts or 1, in, in], float32: the damping of H is far above its
             rounding.
         tokens: number of inputs x of each expert.
@@ -38,38 +38,37 @@ class Site:
     tokens: list[int]
 
     def add(self, x: Tensor, expert: int = 0) -> None:
-        """Count inputs [..., in]."""
+        """Add inputs [..., in] to the sum."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
         self.total[expert].addmm_(rows.T, rows)
         self.tokens[expert] += len(rows)
 
-    def moments(self, expert: int = 0) -> Tensor:
-        """H [in, in], float32; of one of several experts, shrunk towards that of all of them."""
+    def hessian(self, expert: int = 0) -> Tensor:
+        """H [in, in], float32; the H of one of several experts is shrunk towards the pooled H."""
         if len(self.total) == 1:
             return self.total[0] / self.tokens[0]
         prior = SHRINKAGE * self.total.shape[-1]
         return (self.total[expert] + prior * self.pooled) / (self.tokens[expert] + prior)
 
     def release(self) -> None:
-        """Give the memory back: there is nothing more to ask."""
+        """Free the memory; the site cannot be used afterwards."""
         self.total = torch.empty(0)
         self.__dict__.pop("pooled", None)
 
     @cached_property
     def pooled(self) -> Tensor:
-        """H [in, in] of the inputs of all experts; asked for when all are heard."""
+        """H [in, in] of the inputs of all experts; cached, so read it after the last `add`."""
         return self.total.sum(0) / sum(self.tokens)
 
 
 class Listener:
-    """Hears what layers are given, while `listening`.
+    """Records the inputs of layers inside `listening`.
 
     Args:
-        gradients: also hear the gradients of what they return.
+        gradients: also record the gradients of their outputs.
 
     Attributes:
-        sites: in the order in which they were first heard; a layer that was never called, or
-            never with a token, has none.
+        sites: in the order of the first call; a layer without a token has no site.
         weights: sum of the squared gradients of each output [experts * out], by tensor.
     """
 
@@ -78,40 +77,47 @@ class Listener:
         self.weights: dict[str, Tensor] = {}
         self.gradients = gradients
         self._site: dict[str, Site] = {}  # by layer
-        self._heard: list[tuple[Tensor, Site]] = []  # in this pass; kept alive, so told by identity
+        # Inputs of this pass. They stay alive, so identity tells whether two layers share one.
+        self._recorded: list[tuple[Tensor, Site]] = []
 
     @contextmanager
     def listening(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Hear one forward pass of `layers`: linear ones, or modules of fused experts, which are
-        then computed one after the other, whatever implementation the model uses."""
+        """Record one forward pass of `layers`.
+
+        Args:
+            layers: linear layers, or modules of fused experts. The experts are then computed in
+                a loop, whatever implementation the model uses.
+        """
         with ExitStack() as stack:
             for name, layer in layers.items():
                 if holds_experts(layer):
                     stack.callback(replace_forward(layer, self._experts(name, layer)))
                     continue
-                hook = partial(self._hear, name)
+                hook = partial(self._record_input, name)
                 stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
                 if self.gradients:
-                    heard = layer.register_forward_hook(partial(self._weigh_output, name))
-                    stack.callback(heard.remove)
+                    recorded = layer.register_forward_hook(partial(self._weigh_output, name))
+                    stack.callback(recorded.remove)
             try:
                 yield
             finally:
-                self._heard.clear()
+                self._recorded.clear()
 
-    def _hear(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+    def _record_input(
+        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
         if not x.numel():  # an expert that no token was sent to
             return
         site = self._site.get(name)
         if site is None:
-            site = next((site for heard, site in self._heard if heard is x), None)
+            site = next((site for recorded, site in self._recorded if recorded is x), None)
             site = self._new(name, x, 1) if site is None else site
             if name not in site.layers:
                 site.layers.append(name)
             self._site[name] = site
         if site.layers[0] == name:
-            self._heard.append((x, site))
+            self._recorded.append((x, site))
             site.add(x)
 
     def _new(self, name: str, x: Tensor, experts: int) -> Site:
@@ -121,7 +127,7 @@ class Listener:
         return self.sites[-1]
 
     def _experts(self, layer: str, experts: Any) -> Callable[..., Tensor]:
-        """The forward of a module of fused experts, of which every projection is heard."""
+        """Make a forward for a module of fused experts that records every projection's input."""
         names, count = projections_of(experts, layer), int(experts.num_experts)
 
         def project(weight: str, index: int, x: Tensor) -> Tensor:
@@ -147,7 +153,7 @@ class Listener:
         self._weigh(name, output, 0, 1)
 
     def _weigh(self, name: str, y: Tensor, index: int, count: int) -> None:
-        """Count the gradient of `y` [..., out] when it comes."""
+        """Register a hook that adds the squared gradient of `y` [..., out] to `weights`."""
         if not y.requires_grad or not self.gradients:
             return
         if name not in self.weights:

@@ -1,12 +1,12 @@
-"""`allocate_kv`: how many bits the keys and the values of each layer get in a KV cache.
+"""`allocate_kv`: choose the bits of the keys and of the values of each layer in a KV cache.
 
     minimize    sum_u  s_u d(b_u) / d(2)        subject to    mean of b_u <= target_bits
 
 u       the keys of a layer, or its values
-s_u     the divergence of the model's predictions when u alone is coded with 2 bits; measured
+s_u     the divergence of the model's predictions when only u is coded with 2 bits; measured
 d(b)    error of the universal codebook of b = 2, 3, 4 bits on Gaussian data (TurboQuant)
 
-Every kernel runs it: a layer knows one scheme, and the layers do not know each other.
+Every kernel supports the result: each layer has one scheme, independent of the other layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .kv_codebooks import calibrate_kv, check_number, checked_context
 from .text import bar, sequences_of
 
 TOKENS = 4096
-WINDOW = 64  # of the cache that is measured: what stays exact decides who is sensitive
+WINDOW = 64  # exact tokens of the measured cache; sensitivities depend on it
 LEVELS = {2: kv_scheme("u2").key, 3: kv_scheme("u3").key, 4: kv_scheme("u4").key}
 _EXACT = replace(LEVELS[4], vector_size=1, entry_bits=8)
 
@@ -46,21 +46,21 @@ def allocate_kv(
     seed: int = 0,
     progress: bool = True,
 ) -> KVCodebooks:
-    """Choose a scheme for each layer of a KV cache, from what coding it costs.
+    """Choose a scheme for each layer of a KV cache by the measured cost of coding it.
 
         codebooks = allocate_kv(model, open("book.txt").read(), tokenizer, target_bits=3)
         cache = VQCache(model.config, codebooks.scheme, codebooks=codebooks)
 
-    The text is run once for the keys and once for the values of each layer.
+    The model runs on the text once for the keys and once for the values of each layer.
 
     Args:
         model, text, tokenizer, context, seed, progress: as for `calibrate_kv`.
-        target_bits: of a coded number, scales not counted, on average over the layers that the
-            cache codes; from 2 to 4.
-        tokens: of the text to run each time.
+        target_bits: mean bits of a coded number, without scales, over the layers that the cache
+            codes; from 2 to 4.
+        tokens: number of tokens of the text to run each time.
 
     Returns:
-        The schemes, the means of the keys, and what was measured (`sensitivity`).
+        The schemes, the means of the keys, and the measured `sensitivity`.
 
     Raises:
         VQCalibrationError, VQCacheError: as `calibrate_kv`; or target_bits is out of range.
@@ -80,8 +80,8 @@ def allocate_kv(
         )
     if not VQCache(model.config, "u4").coded_layers:
         raise VQCacheError(
-            f"VQCache codes no layer of {type(model).__name__}: none attends to all tokens, so "
-            "there are no bits to hand out."
+            f"VQCache codes no layer of {type(model).__name__}: none attends to all tokens. Use "
+            "the model without allocate_kv."
         )
     options: dict[str, Any] = {"tokens": tokens, "context": context, "seed": seed}
     means = calibrate_kv(model, "u4", text, tokenizer, progress=progress, **options).key_means
@@ -110,8 +110,11 @@ def allocate_kv(
 def _sensitivity(
     model: Any, sequences: Tensor, means: list[Tensor | None], progress: bool
 ) -> list[list[float]]:
-    """Of each layer, the divergence that coding keys alone adds, and values alone; an empty list
-    where the cache codes nothing.
+    """Measure the divergence that coding the keys, or the values, of each layer adds.
+
+    Returns:
+        [keys, values] for each layer, in nats per token; [] for layers that the cache does not
+        code.
 
     Raises:
         VQCalibrationError: the model predicts NaN.
@@ -145,8 +148,13 @@ def _divergence(
     schemes: tuple[KVScheme, ...],
     means: list[Tensor | None],
 ) -> float:
-    """Mean KL divergence of what is predicted with a cache, read window by window, from the logits
-    `wanted` [1, tokens, vocabulary] without one."""
+    """Mean KL divergence, in nats per token, of predictions with a cache.
+
+    Args:
+        ids: token ids [1, tokens]; the model reads them window by window.
+        wanted: logits without a cache, [1, tokens, vocabulary].
+        schemes: schemes of the cache, one for each layer.
+    """
     cache = VQCache(model.config, schemes, window=WINDOW, key_means=means, static=False)
     total = 0.0
     for piece, target in zip(ids.split(WINDOW, 1), wanted.split(WINDOW, 1), strict=True):

@@ -1,8 +1,8 @@
-"""`calibrate_kv`: what a KV cache learns of a model before it is used.
+"""`calibrate_kv`: learn codebooks and key means of a KV cache from a model that runs on text.
 
-The model runs with its own attention on text, and a cache that listens records the keys (after
-RoPE) and values that it is updated with. Learned schemes (`nomad-*`, `cq-*`, `learned-*`) get
-codebooks, schemes that centre keys (`u4`, `u3`, ...) the mean of each head's keys.
+The model runs with its own attention, and a recording cache samples the keys (after RoPE) and
+values of its updates. Learned schemes (`nomad-*`, `cq-*`, `learned-*`) get codebooks. Schemes that
+centre keys (`u4`, `u3`, ...) get the mean of each head's keys.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..formats.catalog import KVScheme, kv_scheme
 from ..hf.calibration_options import MIN_CONTEXT
 from .text import bar, context_of, sequences_of
 
-SINKS = 4  # first tokens of a sequence: a cache keeps them as floats, for their keys are unlike all
+SINKS = 4  # first tokens of a sequence: their keys are outliers, so a cache keeps them as floats
 TOKENS = 8192
-_MIN_PER_ENTRY = 8  # tokens for each entry of a codebook; fewer are learned by heart
+_MIN_PER_ENTRY = 8  # tokens for each entry of a codebook; with fewer it overfits
 
 
 @torch.no_grad()
@@ -51,16 +51,16 @@ def calibrate_kv(
 
     Args:
         model: a decoder-only language model, on any device, in any dtype.
-        scheme: of the cache.
-        text: of the kind that the model will meet: a string, its token ids [tokens], or sequences
+        scheme: scheme of the cache.
+        text: text like that of the application: a string, its token ids [tokens], or sequences
             of token ids [sequences, tokens]; None = sampled from the model itself.
-        tokenizer: for a string.
-        tokens: of the text to run, in sequences that are spread evenly over it.
-        context: tokens of a sequence; None = 2048, or what the model can.
-        samples: tokens of each layer that k-means sees, drawn evenly: bounds the memory.
+        tokenizer: the tokenizer, needed for a string.
+        tokens: number of tokens to run, in sequences that are spread evenly over the text.
+        context: tokens of a sequence; None = 2048, or the model's maximum.
+        samples: tokens of each layer for k-means, drawn evenly: bounds the memory.
         fisher: weight vectors by the squared gradient of the text's likelihood, as CQ does; for
-            schemes with codebooks per channel group. The model runs backwards too.
-        seed: of samples, k-means and sampled text. Equal arguments give equal codebooks.
+            schemes with codebooks per channel group. Needs a backward pass.
+        seed: seed of samples, k-means and sampled text. Equal arguments give equal codebooks.
         progress: show progress bars.
 
     Raises:
@@ -98,18 +98,18 @@ def calibrate_kv(
 
 
 class Listener(Protocol):
-    """What looks at the keys and values of a model while it runs."""
+    """Receiver of the keys and values of a running model."""
 
     def add(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Look at those of a layer, [B, H, n, D], without the sinks."""
+        """Receive keys and values [B, H, n, D] of a layer, without the sinks."""
 
 
 class _Record:
-    """What is kept of every layer's keys and values.
+    """Samples of every layer's keys and values.
 
     Args:
-        sizes: tokens to keep of keys and of values.
-        means: whether the mean of the keys is wanted.
+        sizes: numbers of tokens to sample, of keys and of values.
+        means: compute the mean of the keys.
     """
 
     def __init__(self, sizes: Sequence[int], means: bool, seed: int) -> None:
@@ -118,7 +118,7 @@ class _Record:
         self.layers: dict[int, tuple[TokenSample, TokenSample]] = {}
 
     def add(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Count keys and values [B, H, n, D] of a layer, without the sinks."""
+        """Sample from keys and values [B, H, n, D] of a layer, without the sinks."""
         if layer not in self.layers:
             key, value = (TokenSample(size, self.seed) for size in self.sizes)
             self.layers[layer] = key, value
@@ -129,7 +129,7 @@ class _Record:
 
 
 class _RecordingCache(DynamicCache):
-    """The cache that the model would have, which also tells `listener` what it is given."""
+    """The model's usual cache, which also passes its updates to `listener`."""
 
     def __init__(self, config: Any, listener: Listener) -> None:
         super().__init__(config=config)
@@ -138,7 +138,7 @@ class _RecordingCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Record all tokens but the sinks; sequences come whole, so the first ones are these."""
+        """Record all tokens but the sinks, the first ones: an update is a whole sequence."""
         self.listener.add(layer_idx, key_states[:, :, SINKS:], value_states[:, :, SINKS:])
         states: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
@@ -147,8 +147,8 @@ class _RecordingCache(DynamicCache):
 
 
 class _DifferentiatedCache(DynamicCache):
-    """The cache that the model would have, which adds zeros to what it is given: the gradients with
-    respect to these are those of keys and values."""
+    """The model's usual cache, which adds zeros to its updates: their gradients are those of the
+    keys and values."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -158,7 +158,7 @@ class _DifferentiatedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Remember keys and values, and return all with gradients."""
+        """Record keys and values, and return all of them with gradients."""
         given = key_states, value_states
         self.seen[layer_idx] = [state.detach() for state in given]
         zeros = [torch.zeros_like(state, requires_grad=True) for state in given]
@@ -169,8 +169,12 @@ class _DifferentiatedCache(DynamicCache):
 
 
 def run_recorded(model: Any, ids: Tensor, listener: Listener, fisher: bool = False) -> None:
-    """One forward pass over a sequence [tokens]; `listener` gets its keys and values, with `fisher`
-    [.., 2 D] of float32: their gradients behind them."""
+    """Run the model on one sequence and pass its keys and values to `listener`.
+
+    Args:
+        ids: token ids [tokens].
+        fisher: also run backwards, and pass float32 [B, H, n, 2 D]: states, then gradients.
+    """
     if fisher:
         _run_backwards(model, ids, listener)
         return
@@ -203,7 +207,7 @@ def _fit(
     for layer in bar(sorted(record.layers), "fitting", progress):
         samples = record.layers[layer]
         where = f"layer {layer}"
-        tokens, gradients = _kept(samples[0], fisher)
+        tokens, gradients = _split(samples[0], fisher)
         tokens = None if tokens is None else tokens.float()
         if kv.centre_keys:
             means[layer] = mean = samples[0].mean.chunk(2 if fisher else 1, -1)[0]
@@ -218,7 +222,7 @@ def _fit(
             keys[layer] = fit_kv_codebook(
                 tokens, kv.key, gradients=gradients, where=f"{where}, keys", **options
             )
-        tokens, gradients = _kept(samples[1], fisher)
+        tokens, gradients = _split(samples[1], fisher)
         if tokens is not None:
             values[layer] = fit_kv_codebook(
                 tokens, kv.value, gradients=gradients, where=f"{where}, values", **options
@@ -226,8 +230,8 @@ def _fit(
     return KVCodebooks(kv, keys, values, means)
 
 
-def _kept(sample: TokenSample, fisher: bool) -> tuple[Tensor | None, Tensor | None]:
-    """What was sampled [H, n, D], and its gradients."""
+def _split(sample: TokenSample, fisher: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Split a sample into states [H, n, D] and gradients; None for those it does not have."""
     if not sample.size:
         return None, None
     if not fisher:
@@ -237,7 +241,12 @@ def _kept(sample: TokenSample, fisher: bool) -> tuple[Tensor | None, Tensor | No
 
 
 def checked_context(model: Any, context: int | None) -> int:
-    """Tokens of a sequence; checks that the model has a cache."""
+    """Tokens of a sequence, see `context_of`.
+
+    Raises:
+        VQCacheError: the model has no cache of keys and values, or `context` is too small.
+        VQCalibrationError: `context` is more than the model reads.
+    """
     generates = getattr(model, "can_generate", lambda: False)()
     if not generates or model.config.is_encoder_decoder or not _takes(model, "past_key_values"):
         raise _no_cache(model)

@@ -3,8 +3,8 @@
     for every block:   its inputs on the text -> H = mean of x x^T for every layer -> codes
                        its outputs with these codes -> the inputs of the next block
 
-So every block makes up for what the codes before it did. At any time there are second moments of
-one block only, and the hidden states of the text between two blocks.
+So every block compensates the errors of the codes before it. The memory holds the Hessians of one
+block, and the hidden states of the text between two blocks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ..hf.config import VQConfig
 from ..hf.quantize_op import Progress
 from ..ops import decode_weight
 from .blocks import Blocks, find_blocks
-from .distributed import Team
+from .distributed import ProcessGroup
 from .finetune import ENTRY_STEP, TunedBlock, tune_block, tune_model
 from .hessians import Listener, Site
-from .ldlq_groups import Feedbacks
+from .ldlq_groups import LdlqGroups
 from .offload import weight_of
-from .qoq import BY_BLOCK, Trial, fold_model
-from .resume import CodedBlock, Unfinished, unfinished
-from .targets import Part, parts_of, replace
+from .qoq import BY_BLOCK, Trial, transform_model
+from .resume import CodedBlock, ResumeFolder, open_resume_folder
+from .targets import Target, replace, targets_of
 from .text import context_of, find_text, sequences_of
 from .weight_allocation import allocation, measure_costs
 
@@ -47,23 +47,23 @@ logger = logging.get_logger("hf_vq")
 _CHARACTERS = 12  # of a data set for every token: more than tokenizers put into one
 # The options that the result depends on.
 _DECIDING = ("tokens", "context", "damping", "finetune", "move_codes", "transforms")
-_SAMPLE = 1 << 14  # numbers of a weight that tell it from others
+_SAMPLE = 1 << 14  # numbers of a weight that its digest covers
 
 
 class WeightCalibration:
-    """Makes codes of the layers in the blocks of a model, from text.
+    """Encodes the layers in the blocks of a model, calibrated on text.
 
     Args:
-        model: a decoder, whose weights may still be to come.
-        schemes: of its layers that are to become codes, by name.
-        config: seed, search and `calibration`.
-        files: that the weights are in; the tokenizer is looked for beside them.
+        model: a decoder; its weights need not be loaded yet.
+        schemes: schemes of the layers to encode, by name.
+        config: gives seed, search and `calibration`.
+        files: files of the weights; the tokenizer is in the same folder.
 
     Attributes:
-        names: those that are in a block, so that this calibration makes their codes.
+        names: layers of `schemes` that are in a block; this calibration encodes only them.
 
     Raises:
-        VQCalibrationError: the model has no blocks; there is no such text or device.
+        VQCalibrationError: the model has no blocks; or the text or device does not exist.
         VQSchemeError: a layer's size does not fit the scheme; the message names the layer.
         VQConfigError: experts in an unknown layout.
     """
@@ -86,44 +86,47 @@ class WeightCalibration:
         inside = {n: scheme for n, scheme in schemes.items() if n.startswith(f"{self.prefix}.")}
         self.names, self.schemes = set(inside), inside
         if not any(isinstance(scheme, QoQScheme) for scheme in inside.values()):
-            self.options.pop("transforms", None)  # they would change other layers for nothing
-        self.parts: dict[str, Part] = {}
+            self.options.pop("transforms", None)  # they help only layers with QoQ's schemes
+        self.targets: dict[str, Target] = {}
         for name, layer in model.named_modules():
-            for part in parts_of(name, layer) if name in self.names else []:
-                self.parts[part.name] = part
+            for target in targets_of(name, layer) if name in self.names else []:
+                self.targets[target.name] = target
                 possible: list[LinearScheme] = [*choices(config, name)] or [inside[name]]
                 for scheme in possible:
-                    part.specs(scheme)
+                    target.specs(scheme)
 
     @torch.no_grad()
     def run(self, model: Any, errors: dict[str, float]) -> dict[str, Any]:
-        """Replace the layers; what config.json records of the calibration.
+        """Replace the layers by VQ modules.
 
         Args:
-            model: with its weights in memory or offloaded by accelerate.
-            errors: gets the relative error of each layer's weights, by name.
+            model: a model with its weights in memory or offloaded by accelerate.
+            errors: receives the relative error of each layer's weights, by name.
+
+        Returns:
+            Facts about the calibration for config.json.
 
         Raises:
             VQCalibrationError: the text is too short, a layer's inputs are not finite, or `resume`
-                holds the calibration of something else.
-            VQConfigError: the schemes to choose from do not reach `target_bits`.
+                holds another calibration.
+            VQConfigError: no choice of the candidate schemes reaches `target_bits`.
         """
         facts: dict[str, Any] = {"output_error": {}, "fallbacks": {}}
-        resume, self.team = self.options.get("resume"), Team()
-        if self.team.size > 1 and self.options.get("finetune"):
+        resume, self.processes = self.options.get("resume"), ProcessGroup()
+        if self.processes.size > 1 and self.options.get("finetune"):
             raise VQCalibrationError(
-                f"{self.team.size} processes cannot fine-tune one model together. Start one, or "
-                'leave "finetune" out.'
+                f"{self.processes.size} processes cannot fine-tune one model together. Start one, "
+                'or leave "finetune" out.'
             )
         if self.options.get("finetune") and any(p.is_meta for p in model.parameters()):
             raise VQCalibrationError(
                 "weights of the model are offloaded, and fine-tuning changes them in memory. Load "
                 'the model on the CPU and give calibration a "device", or leave "finetune" out.'
             )
-        with unfinished(resume, self._identity(model), self.team) as work:
-            sequences = self.team.share(work.tokens(lambda: self._sequences(model)))
+        with open_resume_folder(resume, self._identity(model), self.processes) as work:
+            sequences = self.processes.shard(work.tokens(lambda: self._sequences(model)))
             if transforms := self.options.get("transforms"):
-                fold_model(model, self.prefix, transforms, self.schemes, sequences, work)
+                transform_model(model, self.prefix, transforms, self.schemes, sequences, work)
             blocks = Blocks(model, self.prefix, sequences)
             if self.config.target_bits is not None:
                 facts.update(self._allocate(model, blocks, sequences, work))
@@ -150,44 +153,44 @@ class WeightCalibration:
         return {**known, **facts}
 
     def _allocate(
-        self, model: Any, blocks: Blocks, sequences: Tensor, work: Unfinished
+        self, model: Any, blocks: Blocks, sequences: Tensor, work: ResumeFolder
     ) -> dict[str, Any]:
-        """Choose the scheme of every layer; what config.json records of that."""
+        """Choose the scheme of every layer; returns the facts for config.json."""
 
         def measure() -> dict[str, dict[str, float]]:
-            parts = list(self.parts.values())
-            with _enough_memory("what the layers cost"):
-                return measure_costs(blocks, sequences, parts, self.config, self._device)
+            targets = list(self.targets.values())
+            with _enough_memory("the cost of the schemes"):
+                return measure_costs(blocks, sequences, targets, self.config, self._device)
 
         costs = work.costs(measure)
-        table = allocation(model, list(self.parts.values()), costs, self.config)
+        table = allocation(model, list(self.targets.values()), costs, self.config)
         self.config.use({**(self.config.layers or {}), **table})
         self.schemes = {layer: linear_scheme(spec) for layer, spec in table.items()}
         kld = sum(cost[table[layer]] for layer, cost in costs.items())
         return {"predicted_kld": _rounded(kld)}
 
     def _blocks(
-        self, model: Any, blocks: Blocks, sequences: Tensor, work: Unfinished
+        self, model: Any, blocks: Blocks, sequences: Tensor, work: ResumeFolder
     ) -> Iterator[CodedBlock]:
-        """The codes of one block after the other; at the end, where the model is tuned as one."""
+        """Yield the codes of each block; all at the end if the whole model is fine-tuned."""
         tune = self.options.get("finetune")
         text, coded = list(blocks.hidden), list[CodedBlock]()
-        original = list(blocks.hidden) if tune else []  # what the original makes of the text
+        original = list(blocks.hidden) if tune else []  # hidden states of the original model
         what = self.config.target_bits or self.config.scheme_name
-        progress = Progress(f"Calibrating {what}", len(self.parts))
-        taken_up = False  # the block before this one was
+        progress = Progress(f"Calibrating {what}", len(self.targets))
+        resumed = False  # the block before was loaded from the resume folder
         try:
             for index in range(len(blocks)):
-                done = work.block(index)
+                done = work.load_block(index)
                 if done is not None:
                     progress.skip(len(done.fitted))
-                elif taken_up:
-                    _take_up(blocks, original, work, index)
-                taken_up = done is not None
+                elif resumed:
+                    _resume(blocks, original, work, index)
+                resumed = done is not None
                 if done is None:
                     with _enough_memory(f"{self.prefix}.{index}"):
                         done = self._code(model, blocks, original, index, progress)
-                    work.keep(index, done, [*blocks.hidden, *original])
+                    work.save_block(index, done, [*blocks.hidden, *original])
                 if tune == "model":
                     coded.append(done)
                 else:
@@ -195,9 +198,9 @@ class WeightCalibration:
         finally:
             progress.close()
         if coded:
-            if taken_up:
+            if resumed:
                 blocks.hidden = []
-                _take_up(blocks, original, work, len(blocks))
+                _resume(blocks, original, work, len(blocks))
             blocks.hidden = text
             with _enough_memory("the whole model"):
                 self._tune_model(blocks, coded, sequences, original, work)
@@ -211,10 +214,13 @@ class WeightCalibration:
         index: int,
         progress: Progress,
     ) -> CodedBlock:
-        """Codes of one block; `blocks.hidden` becomes what it returns with them, if another block
-        reads it, and `original` what it returned without."""
-        parts = blocks.parts(index, self.parts.values())
-        layers = {part.layer: model.get_submodule(part.layer) for part in parts}
+        """Encode one block.
+
+        Replaces `blocks.hidden` by the outputs of the encoded block, if another block reads them,
+        and `original` by those of the original block.
+        """
+        targets = blocks.targets(index, self.targets.values())
+        layers = {target.layer: model.get_submodule(target.layer) for target in targets}
         done = CodedBlock()
         with blocks.on(index, self._device) as device:
             listener = Listener()
@@ -222,31 +228,31 @@ class WeightCalibration:
                 with listener.listening(layers):
                     blocks.run(index, hidden, device)
             original[:] = [blocks.run(index, hidden, device) for hidden in original]
-            sites = self.team.heard(listener.sites, device)
+            sites = self.processes.all_reduce(listener.sites, device)
             clips = (self.options.get("transforms") or {}).get("clip", False)
             trial = Trial(blocks, index, device) if clips else None
             for number, site in enumerate(sites):
-                if number % self.team.size == self.team.rank:
+                if number % self.processes.size == self.processes.rank:
                     self._fit_site(site, layers, done, trial, progress)
                 site.release()
-            # What is sent names its device, which is of the sender: so from memory to memory.
-            mine = done if self.team.size == 1 else done.on("cpu")
-            for other in self.team.everyones(mine):
+            # A pickled tensor names the sender's device: send tensors of the CPU.
+            mine = done if self.processes.size == 1 else done.on("cpu")
+            for other in self.processes.all_gather(mine):
                 done.fitted.update(other.fitted)
                 done.fallbacks.update(other.fallbacks)
-            for part in parts:
-                module = layers[part.layer]
-                if part.name not in done.fitted:
-                    done.fitted[part.name] = self._fit(part, module, None)
-                    done.fallbacks[part.name] = (
+            for target in targets:
+                module = layers[target.layer]
+                if target.name not in done.fitted:
+                    done.fitted[target.name] = self._fit(target, module, None)
+                    done.fallbacks[target.name] = (
                         "was not reached by the text: quantized without calibration"
                     )
-                self._decode(part, module, done.fitted[part.name])
+                self._decode(target, module, done.fitted[target.name])
             tensors, tune = None, self.options.get("finetune")
             if tune:
                 tuned = self._tuned(blocks, index, done, device)
                 done.loss = tune_block(blocks, index, tuned, original, device)
-                # As they are stored: the next block makes up for that rounding too.
+                # With the rounding of the stored dtypes: the next block compensates it, too.
                 tensors = self._tuned(blocks, index, done, device).tensors()
             if index + 1 == len(blocks):
                 blocks.hidden = []
@@ -264,28 +270,28 @@ class WeightCalibration:
         trial: Trial | None,
         progress: Progress,
     ) -> None:
-        """Add the codes of all layers that read the same."""
-        feedbacks = Feedbacks(site, self.schemes, self.config.seed, self.options["damping"])
+        """Encode all layers that read the same tensor; adds the codes to `done`."""
+        ldlq_groups = LdlqGroups(site, self.schemes, self.config.seed, self.options["damping"])
         for name in site.layers:
             progress.start(name)
-            part = self.parts[name]
-            layer, qoq = layers[part.layer], isinstance(self.schemes[part.layer], QoQScheme)
-            if trial is not None and qoq and part.layer.endswith(BY_BLOCK):
-                fit = partial(self._fit, part, layer, feedbacks)
-                done.fitted[name] = trial.best(layer, fit, partial(self._decode, part, layer))
+            target = self.targets[name]
+            layer, qoq = layers[target.layer], isinstance(self.schemes[target.layer], QoQScheme)
+            if trial is not None and qoq and target.layer.endswith(BY_BLOCK):
+                fit = partial(self._fit, target, layer, ldlq_groups)
+                done.fitted[name] = trial.best(layer, fit, partial(self._decode, target, layer))
             else:
-                done.fitted[name] = self._fit(part, layer, feedbacks)
-            done.fallbacks.update(feedbacks.fallbacks(part))
+                done.fitted[name] = self._fit(target, layer, ldlq_groups)
+            done.fallbacks.update(ldlq_groups.fallbacks(target))
             progress.done()
 
     def _tuned(
         self, blocks: Blocks, index: int, done: CodedBlock, device: torch.device
     ) -> TunedBlock:
-        parts, start = blocks.parts(index, self.parts.values()), f"{self.prefix}.{index}."
+        targets, start = blocks.targets(index, self.targets.values()), f"{self.prefix}.{index}."
         seed, block = self.config.seed, blocks.blocks[index]
         step = ENTRY_STEP if self.options.get("move_codes", True) else None
         schemes = {n: one for n, one in self.schemes.items() if isinstance(one, VQScheme)}
-        return TunedBlock(block, start, done, parts, schemes, seed, device, step)
+        return TunedBlock(block, start, done, targets, schemes, seed, device, step)
 
     def _tune_model(
         self,
@@ -293,7 +299,7 @@ class WeightCalibration:
         coded: list[CodedBlock],
         sequences: Tensor,
         original: list[Tensor],
-        work: Unfinished,
+        work: ResumeFolder,
     ) -> None:
         with ExitStack() as stack:
             devices = [stack.enter_context(blocks.on(i, self._device)) for i in range(len(coded))]
@@ -304,23 +310,23 @@ class WeightCalibration:
 
     def _fit(
         self,
-        part: Part,
+        target: Target,
         module: nn.Module,
-        feedbacks: Feedbacks | None,
+        ldlq_groups: LdlqGroups | None,
         clips: tuple[float, ...] = CLIPS,
     ) -> FittedWeight:
-        """Codes of one part; of experts, stacked."""
-        config, scheme = self.config, self.schemes[part.layer]
+        """Encode one dense tensor; codes of experts are stacked."""
+        config, scheme = self.config, self.schemes[target.layer]
         transforms = self.options.get("transforms") or {}
         clips = clips if transforms.get("clip", True) else CLIPS[:1]
         found = []
-        for index, matrix in enumerate(part.matrices(module)):
-            feedback = None if feedbacks is None else feedbacks.of(part, index)
+        for index, matrix in enumerate(target.matrices(module)):
+            feedback = None if ldlq_groups is None else ldlq_groups.of(target, index)
             fitted = fit_weight(
                 matrix,
                 scheme,
                 seed=config.seed,
-                where=part.name,
+                where=target.name,
                 search=config.search,
                 feedback=feedback,
                 clips=clips,
@@ -329,29 +335,29 @@ class WeightCalibration:
             norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
             energy = 0.0 if feedback is None else feedback.energy(matrix)
             found.append((fitted, norm, energy))
-        return found[0][0] if not part.fused else _stacked(found)
+        return found[0][0] if not target.fused else _stacked(found)
 
-    def _decode(self, part: Part, module: nn.Module, fitted: FittedWeight) -> None:
-        """Change the matrices of a part to what their codes decode to."""
-        scheme, size = self.schemes[part.layer], part.shape[1]
-        for index, matrix in enumerate(part.matrices(module)):
+    def _decode(self, target: Target, module: nn.Module, fitted: FittedWeight) -> None:
+        """Overwrite the matrices of a dense tensor with their decoded values."""
+        scheme, size = self.schemes[target.layer], target.shape[1]
+        for index, matrix in enumerate(target.matrices(module)):
             fixed = fixed_tensors(scheme, size, self.config.seed, matrix.device)
-            own = _taken(fitted.tensors, index) if part.fused else fitted.tensors
+            own = _expert_tensors(fitted.tensors, index) if target.fused else fitted.tensors
             here = {key: tensor.to(matrix.device) for key, tensor in own.items()}
             matrix.copy_(decode_weight({**fixed, **here}, scheme, size))
 
     def _replace(self, model: Any, done: CodedBlock) -> None:
-        """Put VQ modules where the layers of a block were."""
-        layers: dict[str, list[Part]] = {}
+        """Replace the layers of a block by VQ modules."""
+        layers: dict[str, list[Target]] = {}
         for name in done.fitted:
-            layers.setdefault(self.parts[name].layer, []).append(self.parts[name])
+            layers.setdefault(self.targets[name].layer, []).append(self.targets[name])
         tensors = {name: fitted.tensors for name, fitted in done.fitted.items()}
-        for layer, parts in layers.items():
-            replace(model, parts, tensors, self.schemes[layer], self.config.seed)
+        for layer, targets in layers.items():
+            replace(model, targets, tensors, self.schemes[layer], self.config.seed)
 
     @property
     def _device(self) -> torch.device | None:
-        """Where blocks are computed, if not where they are."""
+        """Device that computes the blocks; None = the device of each block."""
         name = self.options.get("device")
         return None if name is None else torch.device(name)
 
@@ -362,7 +368,7 @@ class WeightCalibration:
         return sequences_of(model, self.text, tokenizer, tokens, context, seed, progress=True)
 
     def _tokenizer(self, model: Any) -> Any:
-        """That of the revision and folder that the weights come from, or of the folder above."""
+        """Load the tokenizer from the revision and folder of the weights, or the folder above."""
         from transformers import AutoTokenizer  # imports much
 
         source = model.config.name_or_path
@@ -376,15 +382,15 @@ class WeightCalibration:
                 problem = error
         what = next(iter(str(problem).splitlines()), type(problem).__name__)
         raise VQCalibrationError(
-            f"calibration needs the tokenizer of {source}: {what}. Save one beside the model, "
-            f"or calibrate on what the model writes by itself: text={OWN_WORDS!r}."
+            f"calibration needs the tokenizer of {source}: {what}. Save one in the model's folder, "
+            f"or calibrate on text that the model generates: text={OWN_WORDS!r}."
         ) from problem
 
     def _identity(self, model: Any) -> dict[str, Any]:
-        """What decides the result, without what is large: of weights some numbers."""
+        """Everything that decides the result, as JSON; of each weight a digest of some numbers."""
         digest = hashlib.sha256()
-        for part in self.parts.values():
-            weight = weight_of(model.get_submodule(part.layer), part.weight)
+        for target in self.targets.values():
+            weight = weight_of(model.get_submodule(target.layer), target.weight)
             some = weight.detach().flatten()[:_SAMPLE]
             digest.update(some.cpu().float().numpy().tobytes())
         options = {key: self.options.get(key) for key in _DECIDING}
@@ -398,18 +404,24 @@ class WeightCalibration:
 
 
 def _stacked(found: list[tuple[FittedWeight, float, float]]) -> FittedWeight:
-    """The experts of one part together, with the squared norm of each and of its outputs."""
+    """Stack the codes of experts.
+
+    Args:
+        found: codes, squared norm of the weights and of the outputs of each expert.
+    """
     fitted, norms, energies = zip(*found, strict=True)
     tensors = {key: torch.stack([f.tensors[key] for f in fitted]) for key in fitted[0].tensors}
     relative = sum(f.relative_error * norm for f, norm in zip(fitted, norms, strict=True))
-    output = sum(f.output_error * energy for f, energy in zip(fitted, energies, strict=True))
-    whole, heard = sum(norms), sum(energies)
+    output = sum(f.output_error * each for f, each in zip(fitted, energies, strict=True))
+    whole, total_energy = sum(norms), sum(energies)
     return FittedWeight(
-        tensors, relative / whole if whole else 0.0, output / heard if heard else math.nan
+        tensors,
+        relative / whole if whole else 0.0,
+        output / total_energy if total_energy else math.nan,
     )
 
 
-def _taken(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+def _expert_tensors(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
     return {key: tensor[index] for key, tensor in tensors.items()}
 
 
@@ -418,20 +430,21 @@ def _rounded(number: float) -> float:
 
 
 def subfolder(source: str, files: Sequence[str]) -> str:
-    """The folder inside of a model's directory or repository that its weights lie in."""
+    """Folder of the weights inside of a model's directory or repository; "" = the top."""
     if not files:
         return ""
-    folder, parts = Path(files[0]).parent, Path(files[0]).parent.parts
+    folder = Path(files[0]).parent
     if Path(source).is_dir():
         inside = folder.relative_to(source).parts if folder.is_relative_to(source) else ()
         return "/".join(inside)
-    cached = "snapshots" in parts  # of the Hub's cache: snapshots/REVISION/FOLDER
-    return "/".join(parts[parts.index("snapshots") + 2 :]) if cached else ""
+    names = folder.parts
+    cached = "snapshots" in names  # of the Hub's cache: snapshots/REVISION/FOLDER
+    return "/".join(names[names.index("snapshots") + 2 :]) if cached else ""
 
 
 @contextmanager
 def _enough_memory(where: str) -> Iterator[None]:
-    """Say what to do when memory runs out."""
+    """Replace an out-of-memory error by a VQCalibrationError that names the cure."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -441,13 +454,13 @@ def _enough_memory(where: str) -> Iterator[None]:
         raise VQCalibrationError(
             f"memory ran out while {where} was calibrated. Give calibration a shorter context, "
             'another "device" or fewer tokens, and to "finetune" with less memory "move_codes": '
-            'False; with "resume", the blocks before it are kept.'
+            'False. With "resume", the finished blocks are not lost.'
         ) from error
 
 
-def _take_up(blocks: Blocks, original: list[Tensor], work: Unfinished, index: int) -> None:
-    """Take hidden states as they were before block `index`, where work on it was stopped."""
-    kept, count = work.hidden(index, [*blocks.hidden, *original]), len(blocks.hidden)
+def _resume(blocks: Blocks, original: list[Tensor], work: ResumeFolder, index: int) -> None:
+    """Load the hidden states before block `index`, the first block that is not finished."""
+    kept, count = work.load_hidden(index, [*blocks.hidden, *original]), len(blocks.hidden)
     blocks.hidden, original[:] = kept[:count], kept[count:]
 
 

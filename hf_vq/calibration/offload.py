@@ -1,8 +1,8 @@
-"""Blocks whose weights accelerate offloads: in memory while they are calibrated, then away again.
+"""Blocks whose weights accelerate offloads: in memory during calibration, then offloaded again.
 
-`device_map` with "cpu" (beside a GPU) or "disk" leaves parameters on the meta device, and a hook on
-every module brings them for a forward pass and throws them away after it. A block that is to be
-changed must stay in memory meanwhile, and its codes must go where its weights were.
+A `device_map` with a GPU and "cpu", or with "disk", leaves parameters on the meta device. A hook on
+every module loads them for a forward pass and frees them after it. Calibration changes a block, so
+the block must stay in memory meanwhile. Its codes replace its weights in the offloaded storage.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..nn.accelerate_hooks import hook_of
 
 
 def weight_of(module: nn.Module, name: str) -> Tensor:
-    """A parameter of one module, also one that is offloaded: then read, not kept."""
+    """A parameter of one module; an offloaded one is read from its storage."""
     tensor, hook = module.get_parameter(name), hook_of(module)
     return hook.weights_map[name] if tensor.is_meta and hook is not None else tensor
 
 
 def place_of(module: nn.Module) -> torch.device:
-    """Where a module computes: where its first parameter is, or is brought to."""
+    """Device on which a module computes: that of its first parameter, once it is loaded."""
     for part in module.modules():
         for tensor in part.parameters(recurse=False):
             hook = hook_of(part)
@@ -38,8 +38,10 @@ def place_of(module: nn.Module) -> torch.device:
 
 @contextmanager
 def in_memory(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Bring the offloaded parts of a block to a device and keep them there. What changes in them is
-    forgotten in the end: codes are put in their place by `take_place`."""
+    """Load the offloaded parameters of a block to a device, for the duration of the block.
+
+    Changes of these parameters are dropped at the end: `take_place` stores the codes.
+    """
     hooked = [(m, hook) for m in block.modules() if (hook := hook_of(m)) is not None]
     places = [hook.execution_device for _, hook in hooked]
     try:
@@ -59,12 +61,15 @@ def in_memory(block: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def take_place(hook: Any, new: nn.Module, gone: list[str]) -> None:
-    """Offload a module to where `hook` has the tensors of the one that it takes the place of.
+    """Offload a module to the storage of the module that it replaces.
 
     Args:
-        hook: of the old module.
-        new: with its tensors in memory, or still where the old one's were (a bias).
-        gone: names of the old module's tensors that are not needed any more.
+        hook: accelerate's hook of the old module.
+        new: the new module; its tensors are in memory, or offloaded already (a bias).
+        gone: names of the old module's tensors to delete.
+
+    Raises:
+        VQCalibrationError: weights are on disk and there is no offload folder for the codes.
     """
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
     from accelerate.utils.offload import PrefixedDataset, offload_weight

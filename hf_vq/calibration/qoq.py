@@ -1,5 +1,5 @@
-"""What the calibration of QoQ does besides feedback: folds before it, and for queries and keys a
-choice of their clips by what their block returns (QServe, section 4.3.4)."""
+"""Calibration of QoQ: equivalent transforms before rounding, and clipping ranges of q_proj and
+k_proj chosen by the output error of their block (QServe, section 4.3.4)."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from torch import Tensor, device, nn
 from ..fit import FittedWeight
 from ..fit.qoq_calibrated import CLIPS
 from ..formats.catalog import LinearScheme
-from ..hf.calibration_options import FOLDS
+from ..hf.calibration_options import EQUIVALENT_TRANSFORMS
 from .blocks import Blocks
-from .equivalent_transforms.apply import fold, listened
+from .equivalent_transforms.apply import apply_transforms, layers_to_record
 from .equivalent_transforms.largest_inputs import largest_inputs
-from .resume import Unfinished
+from .resume import ResumeFolder
 
 BY_BLOCK = ("q_proj", "k_proj")
-"""Their outputs count through a softmax: a least error of them is not one of attention."""
+"""Layers in front of a softmax: the least error of their outputs is not that of attention."""
 
 _BLOCK_CLIPS = (CLIPS, (1.0,), (0.95,), (0.9,))  # the best of each group, or one for the layer
-_TOKENS = 4096  # on which a block is tried
+_TOKENS = 4096  # on which the output error of a block is measured
 
 
-def fold_model(
+def transform_model(
     model: Any,
     prefix: str,
     transforms: Mapping[str, bool],
     schemes: Mapping[str, LinearScheme],
     sequences: Tensor,
-    work: Unfinished,
+    work: ResumeFolder,
 ) -> None:
-    """Change a model before its weights are rounded; it computes the same.
+    """Apply the requested equivalent transforms to a model; its outputs stay the same.
 
     Raises:
-        VQCalibrationError: as `folds.fold`.
+        VQCalibrationError: the model is unsupported, see `apply_transforms`.
     """
-    if not any(transforms[name] for name in FOLDS):
+    if not any(transforms[name] for name in EQUIVALENT_TRANSFORMS):
         return
-    keys, layers = transforms["smooth_attention"], listened(model, prefix, transforms)
+    keys, layers = transforms["smooth_attention"], layers_to_record(model, prefix, transforms)
     found = work.largest(
         lambda: largest_inputs(model, sequences, layers, keys) if keys or layers else {}
     )
     groups = any(getattr(scheme, "group", 0) for scheme in schemes.values())
-    fold(model, prefix, transforms, found, sequences[0], groups=groups)
+    apply_transforms(model, prefix, transforms, found, sequences[0], groups=groups)
 
 
 class Trial:
-    """A block before its layers are rounded, and what it returns.
+    """A block, and its outputs before its layers are rounded.
 
     Args:
-        place: where the block is.
+        place: device of the block.
     """
 
     def __init__(self, blocks: Blocks, index: int, place: device) -> None:
@@ -66,11 +66,17 @@ class Trial:
         fit: Callable[[tuple[float, ...]], FittedWeight],
         decode: Callable[[FittedWeight], None],
     ) -> FittedWeight:
-        """What is closest to what the block returned, with layers as they are by now.
+        """Find the clips of one layer with the least output error of the block.
+
+        Layers of the block that are encoded already count with their codes. The layer ends up with
+        its decoded weight.
 
         Args:
-            fit: given clips to try, the layer's codes; of its weight as it is.
-            decode: puts what they decode to into the layer, where the best stay.
+            fit: function from clips to the layer's codes.
+            decode: function that writes decoded codes into the layer.
+
+        Returns:
+            The codes with the best clips.
         """
         dense, found = layer.weight.detach().clone(), list[tuple[float, FittedWeight]]()
         for clips in _BLOCK_CLIPS:

@@ -1,16 +1,16 @@
-"""A calibration on disk while it runs: killed at any point, it goes on after its last whole block.
+"""Resume folder of a calibration: after an interruption it continues with the next block.
 
-    text.safetensors        token ids, and what is calibrated: model, scheme, text, options
-    largest.safetensors     the largest inputs of layers, if transforms are chosen by them
-    costs.safetensors       what each layer's schemes cost, if they are to be chosen
+    text.safetensors        token ids, and the identity: model, scheme, text, options
+    largest.safetensors     largest inputs of layers, if transforms need them
+    costs.safetensors       cost of each layer's candidate schemes, if there are candidates
     block-3.safetensors     codes of block 3
-    hidden-4.safetensors    hidden states of the text between blocks 3 and 4, written before it
+    hidden-4.safetensors    hidden states of the text between blocks 3 and 4, written before block-3
                             (hidden-4-1.safetensors: those of the second of several processes)
-    finetune.safetensors    what moved in a fine-tuning of the whole model, after its last epoch
-    saved                   digest of the config.json of the model that is about to take its place
+    finetune.safetensors    state of a fine-tuning of the whole model, after its last epoch
+    saved                   digest of the config.json of the finished model
 
-Every file is written whole or not at all. What is read is what was written, so the result is that
-of a run that was not killed, bit by bit. The file `lock` is locked while a process is at work.
+Every file is written atomically, and tensors are stored exactly: the result equals that of an
+uninterrupted run bit by bit. A running process locks the file `lock`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..cache.safetensors_file import read, write
 from ..errors import VQCalibrationError
 from ..fit import FittedWeight
 from ..formats.hidden import hidden_file, hidden_folder, lock, remove_leftovers
-from .distributed import Team
+from .distributed import ProcessGroup
 
 VERSION = 1
 _KEY = "hf_vq_calibration"
@@ -38,14 +38,15 @@ _SAVED = "saved"
 
 @dataclass
 class CodedBlock:
-    """What became of the layers of one block.
+    """Codes of the layers of one block.
 
     Args:
-        fitted: by name.
-        fallbacks: what was done otherwise than asked, by name.
-        tuned: norms and biases that fine-tuning moved, by name.
-        loss: of the fine-tuning of this block, before and after.
-        divergence: of the whole model, of the last block after that of all blocks at once.
+        fitted: codes of each dense tensor, by name.
+        fallbacks: deviations from the requested calibration, by name.
+        tuned: norms and biases that fine-tuning changed, by name.
+        loss: loss of this block's fine-tuning, before and after.
+        divergence: KL divergence of the whole model before and after its fine-tuning; only set in
+            the last block.
     """
 
     fitted: dict[str, FittedWeight] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class CodedBlock:
     divergence: list[float] = field(default_factory=list)
 
     def on(self, device: torch.device | str) -> CodedBlock:
-        """The same with the codes on a device."""
+        """Copy with the codes on `device`."""
         fitted = {
             name: replace(one, tensors={key: t.to(device) for key, t in one.tensors.items()})
             for name, one in self.fitted.items()
@@ -64,50 +65,51 @@ class CodedBlock:
 
 
 @contextmanager
-def unfinished(
-    folder: str | None, identity: dict[str, Any], team: Team | None = None
-) -> Iterator[Unfinished]:
-    """The folder of one calibration, for one process at a time, or for one team of them.
+def open_resume_folder(
+    folder: str | None, identity: dict[str, Any], processes: ProcessGroup | None = None
+) -> Iterator[ResumeFolder]:
+    """Open and lock the resume folder of one calibration.
 
     Args:
-        folder: created if it is not there; None keeps nothing.
-        identity: JSON that must be equal for work to be taken up again.
-        team: the first process keeps text, costs and blocks, each one its hidden states.
+        folder: path, created if it does not exist; None = save nothing.
+        identity: JSON that must be equal to that of the interrupted run.
+        processes: processes that calibrate together. The first saves text, costs and blocks; each
+            saves its hidden states.
 
     Raises:
-        VQCalibrationError: the folder holds the calibration of something else, is used by another
-            process, or cannot be written.
+        VQCalibrationError: the folder holds another calibration, is used by another process, or
+            cannot be written.
         VQFormatError: a file in it is damaged.
     """
-    team = team or Team()
+    processes = processes or ProcessGroup()
     if folder is None:
-        yield Unfinished(None, identity, team)
+        yield ResumeFolder(None, identity, processes)
         return
-    if team.size > 1:
-        identity = {**identity, "processes": team.size}
+    if processes.size > 1:
+        identity = {**identity, "processes": processes.size}
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        held = (Path(folder) / "lock").open("ab")
+        lock_file = (Path(folder) / "lock").open("ab")
     except OSError as error:
         raise VQCalibrationError(f"cannot write to {folder}: {error.strerror}.") from None
-    with held:
-        if team.rank == 0 and lock(held) is False:
+    with lock_file:
+        if processes.rank == 0 and lock(lock_file) is False:
             raise VQCalibrationError(
                 f"another process calibrates in {folder}. Wait for it, or give another folder."
             )
-        yield Unfinished(folder, identity, team)
+        yield ResumeFolder(folder, identity, processes)
 
 
 def mark_saved(folder: Path, model: Path) -> None:
-    """Note that the calibration is in a model's folder, which takes its place just after this."""
+    """Record that the folder `model` holds the calibrated model; called just before its rename."""
     with hidden_file(folder / _SAVED) as path:
         path.write_text(_digest(model), encoding="ascii")
 
 
 def discard_if_saved(folder: Path, model: Path) -> None:
-    """Remove a calibration whose result is in a model's folder, and what is left of such removals.
+    """Remove a resume folder whose result is in the folder `model`, and leftovers of removals.
 
-    It must go as a whole: half of one could not be taken up.
+    The folder is renamed first: half of it could not be resumed.
     """
     remove_leftovers(folder.parent, folder.name)
     try:
@@ -123,13 +125,15 @@ def _digest(model: Path) -> str:
     return hashlib.sha256((model / "config.json").read_bytes()).hexdigest()
 
 
-class Unfinished:
-    """What a calibration keeps in its folder: see `unfinished`."""
+class ResumeFolder:
+    """Files of an interrupted or running calibration; made by `open_resume_folder`."""
 
-    def __init__(self, folder: str | None, identity: dict[str, Any], team: Team) -> None:
+    def __init__(
+        self, folder: str | None, identity: dict[str, Any], processes: ProcessGroup
+    ) -> None:
         self.folder = None if folder is None else Path(folder)
-        self.identity, self.team = identity, team
-        if self.folder is None or team.rank > 0:
+        self.identity, self.processes = identity, processes
+        if self.folder is None or processes.rank > 0:
             return
         remove_leftovers(self.folder, None)
         self._text = self.folder / "text.safetensors"
@@ -143,15 +147,15 @@ class Unfinished:
                 )
 
     def tokens(self, make: Callable[[], Tensor]) -> Tensor:
-        """The token ids that were kept, else what `make` returns; in every process the first's."""
-        return self.team.first(lambda: self._tokens(make))
+        """Saved token ids, else those of `make`; all processes get those of the first."""
+        return self.processes.broadcast(lambda: self._tokens(make))
 
     def _tokens(self, make: Callable[[], Tensor]) -> Tensor:
         if self.folder is None:
             return make()
         if not self._text.exists():
             ids = make()
-            # Of a folder that was not removed as a whole:
+            # Files of a folder that was removed only partly:
             for what in ("largest", "costs", "block-*", "hidden-*", "finetune"):
                 for left in self.folder.glob(f"{what}.safetensors"):
                     left.unlink()
@@ -159,50 +163,50 @@ class Unfinished:
         return _read(self._text)[1]["ids"]
 
     def largest(self, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The maxima that were kept, else those over what `make` returns in every process."""
+        """Saved maxima, else the maxima over the results of `make` in all processes."""
         path = None if self.folder is None else self.folder / "largest.safetensors"
 
         def kept() -> dict[str, Tensor] | None:
             return _read(path)[1] if path is not None and path.exists() else None
 
-        found = self.team.first(kept)
+        found = self.processes.broadcast(kept)
         if found is not None:
             return found
         found = {}
-        for one in self.team.everyones(make()):
+        for one in self.processes.all_gather(make()):
             for name, maxima in one.items():
                 found[name] = torch.maximum(maxima, found.get(name, maxima))
-        if path is not None and self.team.rank == 0:
+        if path is not None and self.processes.rank == 0:
             _write(path, found)
         return found
 
     def costs(self, make: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-        """The costs that were kept, else the mean of what `make` returns in every process."""
+        """Saved costs, else the mean over the results of `make` in all processes."""
         path = None if self.folder is None else self.folder / "costs.safetensors"
 
         def kept() -> dict[str, dict[str, float]] | None:
             return _read(path)[0]["costs"] if path is not None and path.exists() else None
 
-        found = self.team.first(kept)
+        found = self.processes.broadcast(kept)
         if found is not None:
             return found
-        all_of_them = self.team.everyones(make())
+        all_of_them = self.processes.all_gather(make())
         found = {}
-        for one in all_of_them:  # a layer may be heard in some of them only
+        for one in all_of_them:  # some processes may have no token for a layer
             for layer, costs in one.items():
                 whole = found.setdefault(layer, {})
                 for spec, cost in costs.items():
                     whole[spec] = whole.get(spec, 0.0) + cost / len(all_of_them)
-        if path is not None and self.team.rank == 0:
+        if path is not None and self.processes.rank == 0:
             _write(path, {}, costs=found)
         return found
 
-    def block(self, index: int) -> CodedBlock | None:
-        """What was kept of a block; None if it is still to be done."""
-        done = self.team.first(lambda: self._block(index))
+    def load_block(self, index: int) -> CodedBlock | None:
+        """Saved codes of a block; None if it is not finished."""
+        done = self.processes.broadcast(lambda: self._block(index))
         before = self._path("hidden", index)
         if done is not None and before is not None:
-            before.unlink(missing_ok=True)  # if the process was killed just before that
+            before.unlink(missing_ok=True)  # left if the process was killed in `save_block`
         return done
 
     def _block(self, index: int) -> CodedBlock | None:
@@ -218,10 +222,14 @@ class Unfinished:
             done.fitted[name] = FittedWeight(own, relative, output)
         return done
 
-    def hidden(self, index: int, current: list[Tensor]) -> list[Tensor]:
-        """Hidden states that were kept after the block before `index`, where `current` are."""
+    def load_hidden(self, index: int, current: list[Tensor]) -> list[Tensor]:
+        """Saved inputs of block `index`, on the devices of `current`.
+
+        Raises:
+            VQCalibrationError: the file is missing.
+        """
         path = self._path("hidden", index)
-        assert path is not None, "without a folder no block is taken up"
+        assert path is not None, "without a folder no block is resumed"
         if not path.exists():
             raise VQCalibrationError(
                 f"{path} is missing, so block {index} cannot be calibrated. Delete the folder."
@@ -229,22 +237,22 @@ class Unfinished:
         kept = _read(path)[1]
         return [kept[str(row)].to(hidden.device) for row, hidden in enumerate(current)]
 
-    def keep(self, index: int, done: CodedBlock, hidden: list[Tensor]) -> None:
-        """Keep a block that is done, and the hidden states after it; none after the last."""
+    def save_block(self, index: int, done: CodedBlock, hidden: list[Tensor]) -> None:
+        """Save a finished block, and the hidden states after it (none after the last block)."""
         block, before = self._path("block", index), self._path("hidden", index)
         after = self._path("hidden", index + 1)
         if block is None or before is None or after is None:
             return
         if hidden:
             _write(after, {str(row): part for row, part in enumerate(hidden)})
-        self.team.wait()  # a block that is kept has hidden states in every process
-        if self.team.rank == 0:
-            self._keep(block, done)
-        self.team.wait()
+        self.processes.barrier()  # every process saves its hidden states before the block
+        if self.processes.rank == 0:
+            self._write_block(block, done)
+        self.processes.barrier()
         before.unlink(missing_ok=True)
 
     @staticmethod
-    def _keep(path: Path, done: CodedBlock) -> None:
+    def _write_block(path: Path, done: CodedBlock) -> None:
         tensors = {
             f"{name}:{key}": tensor
             for name, fitted in done.fitted.items()
@@ -261,18 +269,18 @@ class Unfinished:
             errors={n: [f.relative_error, f.output_error] for n, f in done.fitted.items()},
         )
 
-    def tuning(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """What `keep_tuning` kept; None if that is nothing."""
+    def load_tuning(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """State saved by `save_tuning`; None if there is none."""
         path = None if self.folder is None else self.folder / "finetune.safetensors"
         return _read(path) if path is not None and path.exists() else None
 
-    def keep_tuning(self, tensors: dict[str, Tensor], **about: Any) -> None:
-        """Keep the state of a fine-tuning of the whole model."""
+    def save_tuning(self, tensors: dict[str, Tensor], **about: Any) -> None:
+        """Save the state of a fine-tuning of the whole model."""
         if self.folder is not None:
             _write(self.folder / "finetune.safetensors", tensors, **about)
 
     def _path(self, what: str, index: int) -> Path | None:
-        own = f"-{self.team.rank}" if what == "hidden" and self.team.size > 1 else ""
+        own = f"-{self.processes.rank}" if what == "hidden" and self.processes.size > 1 else ""
         return None if self.folder is None else self.folder / f"{what}-{index}{own}.safetensors"
 
 

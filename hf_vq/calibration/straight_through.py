@@ -1,11 +1,11 @@
-"""Codes that move by gradients: every vector of entries moves as numbers, and is stored as the
-entry that is nearest (straight-through estimator, Bengio et al., arXiv 1308.3432; PV-Tuning, arXiv
-2405.14852, section 3.1, has it for codebooks).
+"""Training of codes: vectors are trained as numbers and rounded to the nearest entry of the
+codebook (straight-through estimator, Bengio et al., arXiv 1308.3432; PV-Tuning, arXiv 2405.14852,
+section 3.1, uses it for codebooks).
 
-    forward     the nearest entry          backward    as if it were the vector itself
+    forward     the nearest entry          backward    gradient of the vector itself
 
-An entry is nearest to all that lies within half the distance to its own neighbour, so only the
-others are searched. Of universal codebooks with one code for a vector.
+A vector keeps its entry within half the distance from the entry to the nearest other one, so only
+vectors that have moved further are searched. Supports universal codebooks with one code a vector.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from ..formats.scheme import VQScheme
 
 
 def movable(scheme: VQScheme) -> bool:
-    """Whether codes of a scheme can move."""
+    """True if codes of a scheme can be trained."""
     plain = scheme.streams == 1 and scheme.stages == "independent" and not scheme.lattice
     return plain and scheme.codebook == "universal"
 
 
 class MovingCodes:
-    """Codes of one matrix, or of those of all experts.
+    """Trainable codes of one matrix, or of the stacked matrices of all experts.
 
     Args:
         packed: codes as stored, uint8 [..., rows, bytes].
-        codebook: [1, entries, x], universal.
+        codebook: universal codebook [1, entries, x].
         columns: in_features.
-        step: what a change of `delta` by 1 changes an entry by, whose numbers have a mean square
-            of about 1.
+        step: change of a vector's numbers, whose mean square is about 1, when `delta` changes by 1.
 
     Attributes:
-        delta: what a step moves, [..., rows, columns]: entries, in units of `step`.
-        packed: the codes of now.
+        delta: trained parameter [..., rows, columns]: change of the vectors in units of `step`.
+        packed: the current codes.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class MovingCodes:
         self.delta.requires_grad_()
 
     def stored(self) -> dict[str, Tensor]:
-        """`codes`, and the zeros `pull` [..., rows, columns] that entries get their gradient by."""
+        """`codes`, and `pull` [..., rows, columns]: zeros that carry the gradient to `delta`."""
         return {"codes": self.packed, "pull": self.step * (self.delta - self.delta.detach())}
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take the entries nearest to what moved."""
+        """Update the codes to the entries nearest to the trained vectors."""
         moved = self.delta.unflatten(-1, (-1, self.scheme.vector_size)) * self.step
         target = self.search.codebook[self.first].add_(moved)
         away = (target - self.search.codebook[self.codes]).square_().sum(-1)

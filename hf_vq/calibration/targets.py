@@ -1,4 +1,4 @@
-"""The dense tensors that become codes: weights of linear layers, and the fused ones of experts."""
+"""Dense tensors to encode: weights of linear layers, and fused tensors of experts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .offload import take_place
 
 
 @dataclass(frozen=True)
-class Part:
-    """One dense tensor.
+class Target:
+    """One dense tensor to encode.
 
     Args:
-        name: what records call it: the layer's name; of experts, also the tensor's.
-        layer: name of the module that holds it.
-        weight: name of the tensor in there.
-        count: matrices in it.
+        name: name in records: the layer's name; for experts followed by the tensor's.
+        layer: name of the module that holds the tensor.
+        weight: name of the tensor in the module.
+        count: number of matrices in the tensor.
         shape: [out, in] of a matrix.
-        transposed: whether matrices are kept as [in, out].
+        transposed: True if the module stores matrices as [in, out].
     """
 
     name: str
@@ -41,25 +41,25 @@ class Part:
 
     @property
     def fused(self) -> bool:
-        """Whether it is a stack of experts, be it of one."""
+        """True for a stack of experts, even of one expert."""
         return self.name != self.layer
 
     def matrices(self, module: nn.Module) -> list[Tensor]:
-        """Views [out, in] of the tensor."""
+        """Views [out, in] of the tensor's matrices."""
         dense = module.get_parameter(self.weight)
         listed = list(dense) if dense.ndim == 3 else [dense]
         return [matrix.T for matrix in listed] if self.transposed else listed
 
     def specs(self, scheme: LinearScheme, seed: int = 0) -> dict[str, TensorSpec]:
-        """What is stored for one matrix.
+        """Specs of the tensors that store one matrix.
 
         Raises:
-            VQSchemeError: the scheme cannot store it; the message names it.
+            VQSchemeError: the scheme cannot store the matrix; the message names it.
         """
         return tensor_specs(scheme, *self.shape, seed=seed, where=self.name)
 
     def bits(self, scheme: LinearScheme) -> int:
-        """Stored bits of all matrices, without what all layers share."""
+        """Stored bits of all matrices, without the tensors that all layers share."""
         own = [spec for spec in self.specs(scheme).values() if spec.shared_name is None]
         sizes = (8 * spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in own)
         return self.count * sum(sizes)
@@ -70,11 +70,11 @@ class Part:
         return self.count * self.shape[0] * self.shape[1]
 
 
-def parts_of(name: str, module: nn.Module) -> list[Part]:
-    """The dense tensors of one linear layer or of one module of fused experts.
+def targets_of(name: str, module: nn.Module) -> list[Target]:
+    """List the dense tensors of one linear layer or of one module of fused experts.
 
     Raises:
-        VQConfigError: experts in a layout that is not known.
+        VQConfigError: the layout of the experts is unknown.
     """
     experts = holds_experts(module)
     weights = projections_of(module, name) if experts else ("weight",)
@@ -82,15 +82,15 @@ def parts_of(name: str, module: nn.Module) -> list[Part]:
     for weight in weights:
         dense = module.get_parameter(weight)
         rows, columns = dense.shape[-2:]
-        turned = bool(module.is_transposed) if experts else not isinstance(module, nn.Linear)
+        transposed = bool(module.is_transposed) if experts else not isinstance(module, nn.Linear)
         found.append(
-            Part(
+            Target(
                 name=f"{name}.{weight}" if experts else name,
                 layer=name,
                 weight=weight,
                 count=len(dense) if experts else 1,
-                shape=(columns, rows) if turned else (rows, columns),
-                transposed=turned,
+                shape=(columns, rows) if transposed else (rows, columns),
+                transposed=transposed,
             )
         )
     return found
@@ -98,18 +98,18 @@ def parts_of(name: str, module: nn.Module) -> list[Part]:
 
 def replace(
     model: nn.Module,
-    parts: Iterable[Part],
+    targets: Iterable[Target],
     fitted: dict[str, dict[str, Tensor]],
     scheme: LinearScheme,
     seed: int,
 ) -> None:
-    """Put a VQ module in the place of one layer.
+    """Replace one layer by a VQ module.
 
     Args:
-        parts: all of the layer.
-        fitted: stored tensors of each part, by name; of experts, stacked.
+        targets: all dense tensors of the layer.
+        fitted: stored tensors of each dense tensor, by name; those of experts are stacked.
     """
-    listed = list(parts)
+    listed = list(targets)
     name = listed[0].layer
     dense = model.get_submodule(name)
     hook, device = hook_of(dense), dense.get_parameter(listed[0].weight).device
@@ -119,15 +119,15 @@ def replace(
             new = VQExperts(dense, scheme, seed=seed, where=name)
         else:
             new = linear_class(scheme).replacing(dense, scheme, seed=seed, where=name)
-    for part in listed:
+    for target in listed:
         if isinstance(new, VQExperts):
-            new.assign(part.weight, fitted[part.name])
+            new.assign(target.weight, fitted[target.name])
         else:
-            new.assign(fitted[part.name], dense.bias)  # type: ignore[arg-type]
+            new.assign(fitted[target.name], dense.bias)  # type: ignore[arg-type]
     new.train(dense.training)
     new.set_shared(packaged([new], seed))
     if hook is None:
         new.to(device)
     else:
-        take_place(hook, new, [part.weight for part in listed])
+        take_place(hook, new, [target.weight for target in listed])
     model.set_submodule(name, new)

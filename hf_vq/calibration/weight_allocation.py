@@ -1,4 +1,4 @@
-"""`VQConfig(target_bits=...)`: what each scheme would cost in each layer, and which one it gets.
+"""`VQConfig(target_bits=...)`: measure the cost of each scheme in each layer, then choose.
 
 A layer with codes instead of weights W returns y + E x instead of y = W x. To second order, that
 changes the predictions of the model by
@@ -10,7 +10,7 @@ with g the gradient of log p(word) with respect to y, for words drawn from the m
 of the inputs, and g and x taken to be independent (K-FAC, arXiv 1503.05671, section 3). Layers' KL
 are taken to add up (HIGGS, arXiv 2411.17525, section 4).
 
-    text -> blocks forward -> words drawn -> blocks backward, one at a time: H and G of its layers
+    text -> blocks forward -> words drawn -> blocks backward, block by block: H and G of its layers
          -> some rows of each layer coded with each scheme, errors fed back -> costs -> table
 """
 
@@ -34,13 +34,13 @@ from ..hf.config import VQConfig
 from ..hf.quantize_op import Progress
 from .blocks import Blocks
 from .hessians import Listener, Site
-from .targets import Part
+from .targets import Target
 from .text import spread
 
 TOKENS = 1 << 13
-"""Of the text, to measure on."""
+"""Number of tokens of the text that costs are measured on."""
 
-_ROWS = 64  # of a layer, that are coded with every scheme
+_ROWS = 64  # rows of a layer that are encoded with every scheme
 
 Costs = dict[str, dict[str, float]]
 """Layer -> spec string of a scheme -> KL divergence in nats per token."""
@@ -49,21 +49,23 @@ Costs = dict[str, dict[str, float]]
 def measure_costs(
     blocks: Blocks,
     sequences: Tensor,
-    parts: Sequence[Part],
+    targets: Sequence[Target],
     config: VQConfig,
     device: torch.device | None,
 ) -> Costs:
-    """What each scheme costs in each layer that has a choice.
+    """Measure the cost of each scheme in each layer that has a choice.
 
     Args:
-        blocks: with the hidden states of all `sequences` [sequences, tokens] before the first.
-        device: where blocks are computed; None: where they are.
+        blocks: the blocks; their `hidden` must be the inputs of the first block.
+        sequences: token ids [sequences, tokens].
+        targets: dense tensors of the layers.
+        device: device that computes the blocks; None = the device of each block.
 
     Raises:
         VQCalibrationError: the model gives no logits, or gradients or inputs are not finite.
     """
     some = spread(len(sequences), min(len(sequences), max(1, TOKENS // sequences.shape[1])))
-    progress = Progress("Measuring layers", len(parts))
+    progress = Progress("Measuring layers", len(targets))
     states = [[blocks.hidden[row] for row in some]]
     for index in range(len(blocks)):
         with blocks.on(index, device) as place:
@@ -77,7 +79,7 @@ def measure_costs(
     costs: Costs = {}
     try:
         for index in reversed(range(len(blocks))):
-            inside = {part.name: part for part in blocks.parts(index, parts)}
+            inside = {target.name: target for target in blocks.targets(index, targets)}
             layers = {p.layer: blocks.model.get_submodule(p.layer) for p in inside.values()}
             with blocks.on(index, device) as place:
                 listener = Listener(gradients=True)
@@ -89,19 +91,21 @@ def measure_costs(
                 for site in listener.sites:
                     for name in site.layers:
                         progress.start(name)
-                        part = inside[name]
-                        if len(choices(config, part.layer)) == 1:
+                        target = inside[name]
+                        if len(choices(config, target.layer)) == 1:
                             progress.done()
                             continue
                         if name not in listener.weights:
                             raise VQCalibrationError(
-                                f"{name} is computed without gradients, so what it costs cannot "
-                                "be measured. Name its scheme in VQConfig(layers=...), or leave "
-                                "target_bits out."
+                                f"{name} is computed without gradients, so the cost of its "
+                                "schemes cannot be measured. Name its scheme in "
+                                "VQConfig(layers=...), or leave target_bits out."
                             )
                         weights = listener.weights[name]
-                        for spec, cost in _costs(part, layers[part.layer], site, weights, config):
-                            whole = costs.setdefault(part.layer, {})
+                        for spec, cost in _costs(
+                            target, layers[target.layer], site, weights, config
+                        ):
+                            whole = costs.setdefault(target.layer, {})
                             whole[spec] = whole.get(spec, 0.0) + cost / tokens
                         progress.done()
                     site.release()
@@ -111,8 +115,11 @@ def measure_costs(
 
 
 def _gradient(blocks: Blocks, ids: Tensor, hidden: Tensor, generator: torch.Generator) -> Tensor:
-    """Of the sum of log p(word) over the tokens of one sequence, for words drawn from p, with
-    respect to the last hidden states."""
+    """Gradient of the log-likelihood of one sequence with respect to the last hidden states.
+
+    The words are drawn from the model's predictions p; the log-likelihood is the sum of log p(word)
+    over the tokens.
+    """
     with torch.enable_grad():
         last = hidden.detach().requires_grad_()
         chances = blocks.logits(ids.to(last.device), last)[0].float().log_softmax(-1)
@@ -128,49 +135,57 @@ def _gradient(blocks: Blocks, ids: Tensor, hidden: Tensor, generator: torch.Gene
 
 
 def _costs(
-    part: Part, module: torch.nn.Module, site: Site, weights: Tensor, config: VQConfig
+    target: Target, module: torch.nn.Module, site: Site, weights: Tensor, config: VQConfig
 ) -> Iterator[tuple[str, float]]:
-    """What each scheme costs in one part, summed over the tokens, by spec string."""
+    """Yield the cost of each scheme in one dense tensor, summed over the tokens, by spec string."""
     if not bool(weights.isfinite().all()):
         raise VQCalibrationError(
-            f"the gradients of {part.name} hold NaN or infinity. Load the model in bfloat16 or "
+            f"the gradients of {target.name} hold NaN or infinity. Load the model in bfloat16 or "
             "float32."
         )
     root = weights.sqrt()
-    matrices = part.matrices(module)
-    moments = site.pooled
-    # With rows times the root of what they weigh, the squared error of outputs is the cost.
-    which = spread(part.count * part.shape[0], min(_ROWS, part.count * part.shape[0])).tolist()
-    rows = [divmod(row, part.shape[0]) for row in which]
+    matrices = target.matrices(module)
+    hessian = site.pooled
+    # With each row times the root of its weight G, the squared error of the outputs is the cost.
+    which = spread(
+        target.count * target.shape[0], min(_ROWS, target.count * target.shape[0])
+    ).tolist()
+    rows = [divmod(row, target.shape[0]) for row in which]
     sample = torch.stack([matrices[i][row].float() * root[i, row] for i, row in rows])
     sample = sample / sample.abs().max().clamp_min(1e-30)  # what fp16 scales can hold
-    energy, feedbacks = 0.0, {}
+    energy, by_rotation = 0.0, {}
     for scheme in map(weight_scheme, config.candidates or ()):
         kind = scheme.rotation, scheme.rotation_block
-        if kind not in feedbacks:
-            fixed = fixed_tensors(scheme, part.shape[1], config.seed, moments.device)
-            feedbacks[kind] = Feedback(moments, scheme, rotation_of(fixed), where=part.name)
+        if kind not in by_rotation:
+            fixed = fixed_tensors(scheme, target.shape[1], config.seed, hessian.device)
+            by_rotation[kind] = Feedback(hessian, scheme, rotation_of(fixed), where=target.name)
             weighed = (m.float() * root[i][:, None] for i, m in enumerate(matrices))
-            energy = energy or sum(map(feedbacks[kind].energy, weighed))
+            energy = energy or sum(map(by_rotation[kind].energy, weighed))
         error = 0.0
         if bool(sample.any()):
-            options: dict[str, Any] = {"search": config.search, "feedback": feedbacks[kind]}
-            fitted = fit_weight(sample, scheme, seed=config.seed, where=part.name, **options)
+            options: dict[str, Any] = {"search": config.search, "feedback": by_rotation[kind]}
+            fitted = fit_weight(sample, scheme, seed=config.seed, where=target.name, **options)
             error = fitted.output_error
         yield scheme.spec(), 0.5 * energy * error
 
 
-def allocation(model: Any, parts: Sequence[Part], costs: Costs, config: VQConfig) -> dict[str, str]:
-    """Spec string of every layer's scheme: the least cost within `target_bits` for the weights of
-    all quantized layers, those outside of the blocks and what layers share included.
+def allocation(
+    model: Any, targets: Sequence[Target], costs: Costs, config: VQConfig
+) -> dict[str, str]:
+    """Choose every layer's scheme: the least total cost within `target_bits`.
+
+    The bits count all quantized layers, layers outside of the blocks and shared tensors included.
+
+    Returns:
+        Spec string by layer.
 
     Raises:
         VQConfigError: no choice stores so few bits.
     """
     assert config.target_bits is not None
-    layers: dict[str, list[Part]] = {}
-    for part in parts:
-        layers.setdefault(part.layer, []).append(part)
+    layers: dict[str, list[Target]] = {}
+    for target in targets:
+        layers.setdefault(target.layer, []).append(target)
     used, weights = storage(model)
     shared = dict(shared_specs(model))
     options = {layer: choices(config, layer) for layer in layers}
@@ -180,9 +195,9 @@ def allocation(model: Any, parts: Sequence[Part], costs: Costs, config: VQConfig
                 if spec.shared_name is not None and spec.shared_name not in shared:
                     shared[spec.shared_name] = spec
                     used += 8 * spec.dtype.itemsize * torch.Size(spec.shape).numel()
-    weights += sum(part.weights for part in parts)
+    weights += sum(target.weights for target in targets)
     bits = [
-        [sum(part.bits(scheme) for part in listed) for scheme in options[layer]]
+        [sum(target.bits(scheme) for target in listed) for scheme in options[layer]]
         for layer, listed in layers.items()
     ]
     prices = [

@@ -15,7 +15,7 @@ from .arguments import unfinished
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Build the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="hf-vq",
         description="Vector quantization of weights and KV cache for Hugging Face Transformers.",

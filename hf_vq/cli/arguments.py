@@ -1,4 +1,4 @@
-"""What several verbs have in common: their options, and where they write."""
+"""Options and output paths that several verbs share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import VQConfigError, VQError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-UNFINISHED = ".unfinished"  # after OUT: where a long job keeps what it has done
+UNFINISHED = ".unfinished"  # suffix of OUT for the intermediate results of a long job
 
 
 def add_verb(
@@ -27,20 +27,22 @@ def add_verb(
 
 
 def add_loading(verb: argparse.ArgumentParser) -> None:
-    """Add how a model is loaded."""
-    verb.add_argument("--dtype", choices=DTYPES, default="auto", help="of what is not quantized")
-    verb.add_argument("--device-map", metavar="MAP", help="as from_pretrained takes it")
+    """Add the options for loading a model."""
+    verb.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="dtype of tensors that are not quantized"
+    )
+    verb.add_argument("--device-map", metavar="MAP", help="device_map of from_pretrained")
 
 
 def add_skip(verb: argparse.ArgumentParser) -> None:
-    """Add which modules are left alone."""
+    """Add the option for modules that stay dense."""
     verb.add_argument(
-        "--skip", nargs="+", metavar="NAME", help="modules to leave as they are, besides the head"
+        "--skip", nargs="+", metavar="NAME", help="modules not to quantize, with the output head"
     )
 
 
 def positive(text: str) -> int:
-    """An integer above zero."""
+    """Parse an integer above zero."""
     value = int(text)
     if value <= 0:
         raise argparse.ArgumentTypeError("must be positive")
@@ -48,14 +50,18 @@ def positive(text: str) -> int:
 
 
 def dtype_of(name: str) -> Any:
-    """What `from_pretrained` takes."""
+    """Convert a name of DTYPES to the `dtype` argument of `from_pretrained`."""
     import torch
 
     return name if name == "auto" else getattr(torch, name)
 
 
 def check_out(args: argparse.Namespace) -> Path:
-    """OUT, which must not hold anything yet."""
+    """Path of OUT.
+
+    Raises:
+        VQConfigError: OUT exists and is not empty, without --force.
+    """
     from ..hf.checkpoint.atomic_dir import recover
 
     out = Path(args.out)
@@ -67,12 +73,12 @@ def check_out(args: argparse.Namespace) -> Path:
 
 
 def unfinished(out: str) -> Path:
-    """Where a long job keeps its work: beside OUT, also if that ends with a slash."""
+    """Folder for the intermediate results of a long job: OUT without a final slash + UNFINISHED."""
     return Path(f"{os.path.abspath(out)}{UNFINISHED}")
 
 
 def tokenizer_or_none(load: Callable[[str], Any], model: str) -> Any:
-    """A tokenizer; where there is none, that is said."""
+    """Load a tokenizer; print a message and return None if there is none."""
     try:
         return load(model)
     except VQError as error:
@@ -81,7 +87,7 @@ def tokenizer_or_none(load: Callable[[str], Any], model: str) -> Any:
 
 
 def write_json(out: str | None, found: dict[str, Any]) -> None:
-    """Write a result, where it was asked for."""
+    """Write a result to the path of --json; - is stdout, None writes nothing."""
     if out is None:
         return
     if out == "-":

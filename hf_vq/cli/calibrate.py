@@ -14,8 +14,8 @@ from .quantize import quantized
 def add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     """Add the verb `calibrate`."""
     text = (
-        "Quantize a model with the help of a text, or learn what a KV cache needs of it (--kv). Of "
-        "weights, an interrupted command goes on, and processes of torchrun share the work."
+        "Quantize a model calibrated on a text, or calibrate a KV cache (--kv). For weights, an "
+        "interrupted command continues, and processes of torchrun share the work."
     )
     verb = add_verb(verbs, "calibrate", _calibrate, text)
     verb.add_argument("model", metavar="MODEL", help="directory or Hub id")
@@ -32,22 +32,24 @@ def add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     )  # fmt: skip
     verb.add_argument(
         "--text", metavar="TEXT",
-        help="UTF-8 file; for weights also a data set NAME[:CONFIG[:SPLIT]] (default: what the "
-        "model writes by itself)",
+        help="UTF-8 file; for weights also a data set NAME[:CONFIG[:SPLIT]] (default: text that "
+        "the model generates)",
     )  # fmt: skip
     verb.add_argument(
         "--tokens", type=positive, metavar="N",
         help="default: 131072 for weights, 8192 for --kv, 4096 for its mean bits",
     )  # fmt: skip
     verb.add_argument("--context", type=positive, metavar="L", help="default: up to 2048 tokens")
-    verb.add_argument("--candidates", nargs="+", metavar="S", help="of --target-bits")
+    verb.add_argument(
+        "--candidates", nargs="+", metavar="S", help="schemes that --target-bits chooses from"
+    )
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     add_skip(verb)
-    verb.add_argument("--device", help="of weights: where blocks are computed, one at a time")
-    verb.add_argument("--finetune", metavar="HOW", help="of weights: block, or model")
+    verb.add_argument("--device", help="for weights: device that computes the blocks")
+    verb.add_argument("--finetune", metavar="HOW", help="for weights: block, or model")
     verb.add_argument(
         "--without", nargs="+", metavar="T",
-        help="of qoq-*, transforms to leave out: rotate, smooth_attention, smooth_outputs, "
+        help="for qoq-*, transforms to leave out: rotate, smooth_attention, smooth_outputs, "
         "reorder, clip, feedback",
     )  # fmt: skip
     add_loading(verb)

@@ -90,7 +90,7 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _last_name(args: argparse.Namespace) -> str:
-    """MODEL where it comes after `--cache SCHEME` or `--compare NAME`: the last of their names."""
+    """Take MODEL from the end of `--cache SCHEME` or `--compare NAME`, if it follows them."""
     lists = [names for names in (args.cache, args.compare) if names and len(names) > 1]
     if len(lists) != 1:
         raise VQConfigError("eval needs MODEL: put it before --cache and --compare.")

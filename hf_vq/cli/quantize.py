@@ -49,7 +49,7 @@ def _quantize(args: argparse.Namespace) -> None:
 
 def quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
     """Quantize, save and describe a model; `options` are more arguments of `VQConfig`."""
-    from ..calibration.distributed import Team
+    from ..calibration.distributed import ProcessGroup
     from ..calibration.resume import mark_saved
     from ..evaluation.info import describe, kinds_table, summary
     from ..evaluation.load import load_model, load_tokenizer
@@ -64,7 +64,7 @@ def quantized(args: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
         args.model, dtype=dtype_of(args.dtype), config=config, device_map=args.device_map
     )
     tokenizer = tokenizer_or_none(load_tokenizer, args.model)
-    if Team().rank > 0:  # the first process saves what all have found
+    if ProcessGroup().rank > 0:  # the first process saves what all have found
         return model, tokenizer
     with replacing(out) as folder:  # model and tokenizer, whole or not at all
         model.save_pretrained(folder)

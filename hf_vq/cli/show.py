@@ -37,7 +37,7 @@ def add_demo(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument("--text", metavar="FILE", help="UTF-8 text to measure on")
     verb.add_argument("--tokens", type=positive, default=8192, metavar="N", help="of the text")
     verb.add_argument("--json", metavar="OUT", help="also write a record here; - is stdout")
-    verb.add_argument("--revision", help="of the source, for the record (default: git is asked)")
+    verb.add_argument("--revision", help="revision of the source, for the record (default: git's)")
     return verb
 
 

@@ -1,4 +1,4 @@
-"""`hf-vq verify`: whether files are what was written."""
+"""`hf-vq verify`: compare files with the digests that were recorded when they were saved."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _local(path: str) -> Path:
-    """A path; a model of the Hub is downloaded."""
+    """Local path of a file or model; downloads a model of the Hub."""
     if Path(path).exists():
         return Path(path)
     from huggingface_hub import snapshot_download

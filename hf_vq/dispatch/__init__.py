@@ -1,4 +1,4 @@
-"""Who runs an op: one table (`table.py`), read from the top; the first entry that can, does."""
+"""Kernel selection: the first entry of one table (`table.py`) that supports a problem runs."""
 
 from .entry import Bound, Entry, Fused, Implementation, load
 from .problem import (

@@ -1,4 +1,4 @@
-"""A line of the dispatch table, and what it names: one way to run an op."""
+"""`Entry`, a line of the dispatch table, and `Implementation`, one way to run an op."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 from .problem import Problem
 
 Bound = Callable[..., Tensor | None]
-"""An op for one problem, called without torch's dispatcher; None for tensors that it does not take.
+"""An op bound to one problem, called without torch's dispatcher; None for unsupported tensors.
 
 linear      (x, codes, codebook, scale, signs, bias) -> y
-kv_append   (x, side, at) -> a tensor, of no meaning
+kv_append   (x, side, at) -> a tensor without meaning
 kv_attention (query, view, softmax_scale, softcap) -> out, without mask, padding and sink_logits
 """
 
 
 class Fused(NamedTuple):
-    """How a W4A8 layer takes inputs that were rounded before.
+    """Kernels of a W4A8 layer whose input is already quantized to 8 bits.
 
     Args:
-        tokens: (x) -> x as `linear` reads it.
-        norm: (x, weight, eps) -> RMSNorm of x as `linear` reads it.
-        gated: (gate, up) -> SiLU(gate) * up as `linear` reads it.
-        linear: (rounded, x, weight, bias) -> y; x is only described.
+        tokens: (x) -> quantized x, the input of `linear`.
+        norm: (x, weight, eps) -> quantized RMSNorm of x.
+        gated: (gate, up) -> quantized SiLU(gate) * up.
+        linear: (quantized, x, weight, bias) -> y; of `x` only shape, dtype and device are read.
     """
 
     tokens: Callable[..., Any]
@@ -42,15 +42,15 @@ class Implementation:
     """One way to run an op. Reasons are sentences for `explain`; None means yes.
 
     Args:
-        run: called with the op's arguments.
-        supports: (problem) -> None if it solves the problem, else the reason why not.
-        bind: (problem) -> a shorter way to `run` for this problem, or None; for linear only with
-            weights of one pass.
-        layouts: (problem of attention) -> the layouts of keys and values that it wants in a new
+        run: function with the op's arguments.
+        supports: (problem) -> None if it supports the problem, else the reason why not.
+        bind: (problem) -> a `Bound` for this problem, or None; for linear only with weights of one
+            pass.
+        layouts: (problem of attention) -> the layouts of keys and values that it needs in a new
             cache.
         grouped: runs several linear layers with one input (the op `hf_vq::linears`).
-        fused: how a W4A8 layer takes inputs that are rounded already.
-        note: (problem) -> what `explain` says of a problem that it runs, but not well.
+        fused: kernels for quantized inputs of a W4A8 layer.
+        note: (problem) -> remark of `explain` on a problem that it supports, but runs slowly.
     """
 
     run: Callable[..., Any]
@@ -64,18 +64,19 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the table: who runs which op, and where.
+    """One line of the table: an op, an implementation, and the devices that it supports.
 
-    What it names is imported when a problem comes that it might run: on another device, or without
-    what it needs, never.
+    The implementation is imported for the first problem on a supported device, and only if
+    `available` returns None.
 
     Args:
         name: `device.kernel`, unique per op; `explain` prints it and HF_VQ_BACKEND takes it.
         op: name of the op.
-        source: an `Implementation`, or where it is: "module:attribute" in hf_vq.
-        devices: device types of inputs that it takes; empty = any.
-        available: "module:function" in hf_vq, or the function: None if this machine has what the
-            implementation needs, else the reason why not. Asked before `source` is imported.
+        source: an `Implementation`, or its name: "module:attribute" in hf_vq.
+        devices: device types of the supported inputs; empty = any.
+        available: "module:function" in hf_vq, or the function. It returns None if this machine has
+            everything that the implementation needs, else the reason why not. It is called before
+            `source` is imported.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Entry:
 
     @cached_property
     def implementation(self) -> Implementation:
-        """What the entry names, imported."""
+        """The implementation, imported on first use."""
         found = load(self.source) if isinstance(self.source, str) else self.source
         assert isinstance(found, Implementation), f"{self.source} is not an Implementation"
         return found
@@ -112,6 +113,6 @@ class Entry:
 
 
 def load(reference: str) -> Any:
-    """The attribute that "module:attribute" names, the module below hf_vq."""
+    """Import "module:attribute", a module of hf_vq and its attribute."""
     module, _, attribute = reference.partition(":")
     return getattr(import_module(f"hf_vq.{module}"), attribute)

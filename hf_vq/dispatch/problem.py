@@ -1,14 +1,14 @@
-"""What is asked of an op: everything that an entry of the table may look at when it decides.
+"""Problem types, one per op: all facts of a call by which the table selects an entry.
 
-One type per op. They are tuples because one is made or hashed at every call of an op: a frozen
-dataclass takes twice as long to make, and six times as long to hash. `op` is the last field, so
-that problems of two ops differ.
+They are tuples because one is made or hashed at every call of an op: a frozen dataclass takes twice
+as long to make, and six times as long to hash. `op` is the last field, so that problems of two ops
+differ.
 
 Fields that several types have:
 
     device            device type of the input, e.g. `cpu`
     dtype             dtype of the input, e.g. `bfloat16`
-    scheme            spec string of how numbers are stored; of a cache `key_scheme`, `value_scheme`
+    scheme            spec string of the scheme; for a cache `key_scheme`, `value_scheme`
     tokens, rows      rows of the input, rounded up to a power of two (`bucket`)
     layout            order of the codes in a KV cache (`ops.layout`); `key_layout`, `value_layout`
     head_dim          numbers of a key, and of a value where there is no `value_dim`
@@ -27,7 +27,7 @@ def bucket(count: int) -> int:
 
 
 class Problem(Protocol):
-    """What problems of all ops have."""
+    """Fields of the problems of all ops."""
 
     @property
     def device(self) -> str:
@@ -149,8 +149,8 @@ class KVAppendProblem(NamedTuple):
 class KVAttentionProblem(NamedTuple):
     """Attention of `queries` of each row over `length` tokens, both rounded up to powers of two.
 
-    Layouts are empty when a new cache asks what they should be. Of a static cache `length` is what
-    there is room for; pages are asked about whatever their number and that of the queries (0).
+    Layouts are empty for a new cache, which does not have them yet. The length of a static cache is
+    its capacity. A problem of pages has no number of tokens and queries: both are 0.
     """
 
     device: str

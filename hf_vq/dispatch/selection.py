@@ -1,4 +1,4 @@
-"""Ask the table: the first entry that runs a problem is the one that does, remembered per problem.
+"""Selection from the table: the first entry that supports a problem runs it; cached per problem.
 
 >>> explain(LinearProblem("cpu", "float32", spec, tokens=1, out_features=4096, in_features=4096))
 cpu.linear   no    built without the native library
@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the table says of one entry: `reason` is empty for the one that runs."""
+    """Result of one entry for a problem; `reason` is empty for the entry that runs."""
 
     entry: Entry
     chosen: bool
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def cached_by_table(function: Function) -> Function:
-    """Remember what `function` finds in the table, until other entries are asked."""
+    """Cache the results of `function`, which depend on the table, until `invalidate`."""
     memory = lru_cache(maxsize=4096)(function)
     _memories.append(memory)
     return cast(Function, memory)
@@ -49,7 +49,7 @@ def clear_with_table(memory: Any) -> None:
 
 
 def invalidate() -> None:
-    """Ask the table anew from now on."""
+    """Drop all cached selections."""
     global generation
     generation += 1
     for memory in (*_memories, *_owned):
@@ -58,7 +58,7 @@ def invalidate() -> None:
 
 @contextmanager
 def using(entries: Iterable[Entry]) -> Iterator[None]:
-    """Ask these entries, in this order, instead of those of the table, within the block."""
+    """Replace the table by `entries`, in this order, within the block."""
     global _entries
     before, _entries = _entries, tuple(entries)
     invalidate()
@@ -71,21 +71,21 @@ def using(entries: Iterable[Entry]) -> Iterator[None]:
 
 @contextmanager
 def preferred(entry: Entry) -> Iterator[None]:
-    """Ask one more entry before all others, within the block."""
+    """Put one more entry before all others, within the block."""
     with using((entry, *_entries)):
         yield
 
 
 def entries(op: str | None = None) -> tuple[Entry, ...]:
-    """The entries of one op, or all, in the order in which they are asked."""
+    """The entries of one op, or all (None), in the order of the table."""
     return tuple(entry for entry in _entries if op in (None, entry.op))
 
 
 def select(problem: Problem) -> Entry:
-    """The entry that runs `problem`, remembered per problem.
+    """The entry that runs `problem`; cached per problem.
 
     Raises:
-        VQBackendError: none can, or the backend forced by HF_VQ_BACKEND cannot.
+        VQBackendError: no entry supports it, or not the backend that HF_VQ_BACKEND forces.
     """
     return _select(problem, env.BACKEND.get())
 
@@ -93,7 +93,7 @@ def select(problem: Problem) -> Entry:
 @cached_by_table
 def _select(problem: Problem, forced: str) -> Entry:
     reasons = []
-    for entry in entries(problem.op):  # those below the first that can are not asked
+    for entry in entries(problem.op):  # stops at the first that supports the problem
         reason = entry.refusal(problem, forced)
         if reason is None:
             return entry
@@ -104,7 +104,7 @@ def _select(problem: Problem, forced: str) -> Entry:
 
 
 def bind(problem: Problem) -> Bound | None:
-    """The shorter way of the entry that runs `problem`, if it has one; raises as `select` does."""
+    """The bound kernel of the entry that runs `problem`, if any; raises as `select` does."""
     return _bind(problem, env.BACKEND.get())
 
 
@@ -114,7 +114,7 @@ def _bind(problem: Problem, forced: str) -> Bound | None:
 
 
 def explain(problem: Problem) -> list[Verdict]:
-    """What the table says of every entry of the problem's op, in order."""
+    """List a verdict for every entry of the problem's op, in the order of the table."""
     forced = env.BACKEND.get()
     verdicts: list[Verdict] = []
     taken = False
@@ -122,7 +122,7 @@ def explain(problem: Problem) -> list[Verdict]:
         reason = entry.refusal(problem, forced)
         chosen = reason is None and not taken
         if reason is None and taken:
-            reason = "a row above runs it"
+            reason = "an entry above runs it"
         taken |= chosen
         verdicts.append(Verdict(entry, chosen, reason or ""))
     return verdicts

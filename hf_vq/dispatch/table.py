@@ -1,8 +1,8 @@
-"""THE dispatch table: every way to run every op, in the order in which they are asked.
+"""THE dispatch table: every implementation of every op, in order of preference.
 
-The first entry of an op that runs a problem is the one that does; the last one, the reference, runs
-any. An entry stands before those that it beats wherever it runs. This file imports no backend:
-what an entry names is imported when it is asked.
+The first entry of an op that supports a problem runs it; the last one, the reference, supports
+every problem. An entry stands before those that are slower wherever it runs. This file imports no
+backend: an entry's module is imported on first use.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ ENTRIES: tuple[Entry, ...] = (
 )  # fmt: skip
 
 ALLOCATORS = {"cpu": "backends.cpu.library:allocate"}
-"""What allocates the blocks of codes of a KV cache, zeros uint8 [shape], by device type; elsewhere
-torch does. On huge pages, which PyTorch has no way to ask for."""
+"""Allocators of the blocks of codes of a KV cache, zeros uint8 [shape], by device type; on other
+devices torch allocates them. The CPU's uses huge pages, which PyTorch cannot request."""

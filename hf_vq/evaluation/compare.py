@@ -45,7 +45,7 @@ PROBED = 4  # sequences that the probes of a cache use
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """A row: `what` is "weights" or "cache"; `kind` "scheme", "calibrated" or "peer"."""
 
     what: str
@@ -54,16 +54,14 @@ class Contestant:
 
     @property
     def label(self) -> str:
-        """For a table or a plot."""
+        """Label in a table or a plot."""
         if self.kind == "peer":
             peers: dict[str, Any] = WEIGHT_PEERS if self.what == "weights" else CACHE_PEERS
             return str(peers[self.name].label)
         return self.name + ", calibrated" * (self.kind == "calibrated")
 
 
-def contestants(
-    weights: Sequence[str], caches: Sequence[str], calibrated: bool
-) -> list[Contestant]:
+def candidates(weights: Sequence[str], caches: Sequence[str], calibrated: bool) -> list[Candidate]:
     """The rows of a comparison; schemes that can be calibrated get a second one if `calibrated`.
 
     Raises:
@@ -72,18 +70,18 @@ def contestants(
     found = []
     for name in dict.fromkeys(weights):
         if name in WEIGHT_PEERS:
-            found.append(Contestant("weights", name, "peer"))
+            found.append(Candidate("weights", name, "peer"))
             continue
         _known(weight_scheme, name, WEIGHT_PEERS)
-        found.append(Contestant("weights", name, "scheme"))
+        found.append(Candidate("weights", name, "scheme"))
         if calibrated:
-            found.append(Contestant("weights", name, "calibrated"))
+            found.append(Candidate("weights", name, "calibrated"))
     for name in dict.fromkeys(caches):
         if name in CACHE_PEERS:
-            found.append(Contestant("cache", name, "peer"))
+            found.append(Candidate("cache", name, "peer"))
             continue
         learned = needs_codebooks(_known(kv_scheme, name, CACHE_PEERS))
-        found.append(Contestant("cache", name, "calibrated" if learned else "scheme"))
+        found.append(Candidate("cache", name, "calibrated" if learned else "scheme"))
     return found
 
 
@@ -95,14 +93,14 @@ def _known(find: Callable[[str], Any], name: str, peers: dict[str, Any]) -> Any:
 
 
 class Comparison:
-    """One model and one text, on which contestants are measured.
+    """One model and one text, on which the candidates are measured.
 
     Args:
         model: directory or Hub id of the original.
         text: UTF-8 text file.
         weights: names of schemes and peers.
         caches: the same of KV caches.
-        calibration: another UTF-8 text, for what learns.
+        calibration: another UTF-8 text, for schemes and peers that are calibrated.
         tokens: how many tokens of the text; None = all, at most MOST_TOKENS.
         context: tokens of a sequence.
         dtype: of the model; "auto" is its own.
@@ -125,11 +123,11 @@ class Comparison:
         dtype: torch.dtype | str = "auto",
         device_map: str | None = None,
     ) -> None:
-        self.contestants = contestants(weights, caches, calibration is not None)
+        self.candidates = candidates(weights, caches, calibration is not None)
         if read_config(model).get("quantization_config") and weights:
             raise VQError(
-                f"{model} is quantized already: compare weights on the original, or give --cache "
-                "names alone."
+                f"{model} is quantized already: compare weights on the original, or give only "
+                "--cache names."
             )
         self.model = model
         self.calibration = calibration
@@ -160,7 +158,7 @@ class Comparison:
     def rows(
         self, kept: Sequence[dict[str, Any]] = (), *, progress: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Measure every contestant, in order.
+        """Measure every candidate, in order.
 
         Args:
             kept: rows of an earlier run with the same settings: those that did not fail are not
@@ -173,7 +171,7 @@ class Comparison:
             also `seconds` to quantize, of a cache `correlation`, `worst_layer` and `recall`.
         """
         done = {_key(row): row for row in kept if "failed" not in row}
-        for one in bar(self.contestants, "comparing", progress):
+        for one in bar(self.candidates, "comparing", progress):
             row: dict[str, Any] = {
                 "what": one.what, "name": one.name, "kind": one.kind, "label": one.label,
             }  # fmt: skip
@@ -190,7 +188,7 @@ class Comparison:
 
     @property
     def perplexity(self) -> float:
-        """Of the original on the whole text."""
+        """Perplexity of the original on the whole text."""
         return self._reference.perplexity
 
     @cached_property
@@ -213,7 +211,7 @@ class Comparison:
     def _copies(self) -> CopyProbe:
         return CopyProbe(self._original, self.sequences[:PROBED])
 
-    def _weights(self, one: Contestant) -> dict[str, Any]:
+    def _weights(self, one: Candidate) -> dict[str, Any]:
         start = time.perf_counter()
         if one.kind == "peer":
             model, bits = quantized(WEIGHT_PEERS[one.name], self.job)
@@ -224,7 +222,7 @@ class Comparison:
         found = score(model_forward(model), self._reference, BATCH)
         return {"bits": bits, "seconds": seconds, **found.to_dict()}
 
-    def _quantized(self, one: Contestant) -> Any:
+    def _quantized(self, one: Candidate) -> Any:
         calibration = None
         if one.kind == "calibrated":
             calibration = {
@@ -239,7 +237,7 @@ class Comparison:
             self.model, dtype=self.job.dtype, config=config, device_map=self.job.device_map
         )
 
-    def _cache(self, one: Contestant) -> dict[str, Any]:
+    def _cache(self, one: Candidate) -> dict[str, Any]:
         new_cache = self._new_cache(one)
         caches: list[Any] = []
 
@@ -259,7 +257,7 @@ class Comparison:
             "recall": self._copies.run(new_cache),
         }
 
-    def _new_cache(self, one: Contestant) -> Callable[[], Any]:
+    def _new_cache(self, one: Candidate) -> Callable[[], Any]:
         from ..cache import VQCache
         from ..calibration.kv_codebooks import calibrate_kv
 
@@ -277,13 +275,13 @@ class Comparison:
 
 
 def record(comparison: Comparison, command: str, out: Path | None) -> dict[str, Any]:
-    """Measure with a progress bar, and keep each row when it is known.
+    """Measure with a progress bar, and save each row as soon as it is measured.
 
     Args:
         comparison: what to measure.
-        command: as `record.command_line` gives it.
-        out: where the record is written; None keeps nothing. If an earlier run of the same was
-            stopped, it is continued.
+        command: result of `record.command_line`.
+        out: path of the record; None = save nothing. An interrupted run with the same settings is
+            continued.
 
     Returns:
         The record.
@@ -305,7 +303,7 @@ def record(comparison: Comparison, command: str, out: Path | None) -> dict[str, 
 
 
 def reason(error: BaseException) -> str:
-    """What a row says of a failure: one line without folders, which are of this machine."""
+    """Reason of a failure for a row: one line, without folders of this machine."""
     line = re.sub(r"(?<![\w:/])(?:/[\w.+@-]+)+/", "", first_line(error)).replace("|", "/")
     return line if isinstance(error, VQError) else f"{type(error).__name__}: {line}"
 

@@ -196,7 +196,7 @@ def generate_apart(
         the `logits_digest` of the prompt.
 
     Raises:
-        VQError: the process failed, or imported hf_vq although nothing asked for it.
+        VQError: the process failed, or imported hf_vq without a VQ model.
     """
     import torch
 
@@ -228,8 +228,8 @@ def generate_apart(
 
 
 def autoloads() -> bool:
-    """Whether a process that never imports hf_vq can load a VQ model (it is installed, not only on
-    the path, and HF_VQ_AUTOLOAD is not 0).
+    """True if a process that never imports hf_vq can load a VQ model: hf_vq is installed, not only
+    on the path, and HF_VQ_AUTOLOAD is not 0.
     """
     installed = any(
         point.value.startswith("hf_vq_autoload") for point in entry_points(group="torch.backends")

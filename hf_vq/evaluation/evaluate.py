@@ -29,7 +29,7 @@ EXACT = 4 + 64  # sinks and window of a VQCache: a shorter prompt leaves nothing
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found; `score` is None without a reference.
+    """Result of `evaluate`; `score` is None without a reference.
 
     `skipped` predictions at the start of each sequence are not scored.
     """
@@ -56,7 +56,7 @@ class Evaluation:
         return {**asdict(self), "machine": machine(self.device), "versions": versions()}
 
     def facts(self) -> dict[str, Any]:
-        """What a model card says of it, as JSON types; only with a score."""
+        """Facts for a model card, as JSON types; needs a score."""
         assert self.score is not None
         return {
             "model": self.reference or self.model,
@@ -203,7 +203,7 @@ def cache_factory(model: Any, scheme: str) -> Callable[[], Any]:
     """Makes empty caches of a scheme for a loaded model; the first is made at once.
 
     Raises:
-        VQError: the scheme needs learned codebooks, and there are none beside the model.
+        VQError: the scheme needs learned codebooks, and the model's folder has none.
     """
     from ..cache import VQCache
 
@@ -231,5 +231,5 @@ def generation_speed(
 
 
 def shown_name(model: str) -> str:
-    """How a model is named in a record: a directory by its last part, a Hub id in full."""
+    """Name of a model in a record: the last part of a directory, or a Hub id in full."""
     return Path(model).resolve().name if Path(model).is_dir() else model

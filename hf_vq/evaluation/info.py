@@ -1,4 +1,4 @@
-"""`hf-vq info`: what is in a checkpoint, from its config and the headers of its files alone."""
+"""`hf-vq info`: contents of a checkpoint, from its config and the headers of its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .text_tables import significant, text_table
 
 
 def describe(model: str) -> dict[str, Any]:
-    """Everything `hf-vq info` shows, as JSON types.
+    """Collect the facts that `hf-vq info` shows, as JSON types.
 
     Raises:
         VQError: the model cannot be read.

@@ -1,12 +1,13 @@
-"""Two looks at a KV cache that a mean over a text hides: its worst layer, and copying from afar.
+"""Two stress tests of a KV cache: its worst layer, and copying over a long distance. A mean over a
+text hides both.
 
-Worst layer: attention logits are <q, k>; what a cache stores of k moves them. For each query, the
-correlation of its logits with the exact ones, over the keys that every cache holds as codes; the
-mean over queries and heads of a layer; the least of all layers.
+Worst layer: rounding the keys k changes the attention logits <q, k>. The test correlates the logits
+of each query with the exact ones, over the keys that every cache holds as codes. It takes the mean
+over the queries and heads of a layer, and reports the smallest of all layers.
 
-Copying: small models follow no instruction, so no passkey is asked for. A row of random tokens
-stands in the text, and again at its end; a model that copies predicts the second occurrence better
-for the first one. What counts is the log-probability of the second occurrence:
+Copying: small models follow no instructions, so a passkey test does not work. A row of random
+tokens is in the text, and again at its end. A model that copies predicts the second occurrence
+better because of the first one. The score is the log-probability of the second occurrence:
 
     gain = log p(second | first is there) - log p(second | first is not)
     recall = gain with the cache / gain without
@@ -100,7 +101,7 @@ class CopyProbe:
     """Random tokens to be copied from several depths of a text.
 
     Args:
-        model: as it is; its log-probabilities are taken at once.
+        model: the model; its log-probabilities without a cache are computed here.
         sequences: token ids [sequences, T] of the text; each gives one row for each depth.
         depths: of the first occurrence: 0 = just after the sinks, 1 = just before what a cache may
             hold exactly.
@@ -134,7 +135,7 @@ class CopyProbe:
         return int(self._rows.shape[-1])
 
     def run(self, new_cache: Callable[[], Any]) -> list[dict[str, float | None]]:
-        """What is recalled through a cache, by depth.
+        """Measure the recall through a cache, by depth.
 
         Returns:
             For each depth: `gain` and `gain_exact` in nats a token, and `recall`, their ratio; None

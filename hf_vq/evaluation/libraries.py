@@ -1,7 +1,7 @@
-"""What `hf-vq eval --compare` compares with: other libraries, run as their users run them.
+"""Other libraries in `hf-vq eval --compare`, called as in their documentation.
 
-A peer that is not installed, or that fails on this machine, says so in its row. Scales that a peer
-keeps in the dtype it computes in are counted as 16 bits, as if the model were loaded in bfloat16.
+The row of a peer that is not installed, or that fails on this machine, gives the reason. Scales in
+a peer's compute dtype count as 16 bits, as if the model were loaded in bfloat16.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Peer:
         label: for a table.
         module: what is imported, `package` what is installed for it.
         quantize: the quantized model.
-        stored: bytes of one layer of it, None of a layer that it left alone.
-        needs_text: whether it is calibrated.
+        stored: (layer) -> its stored bytes; None for a layer that is not quantized.
+        needs_text: True if the peer is calibrated on text.
     """
 
     label: str
@@ -93,8 +93,8 @@ def quantized(peer: Peer, job: Job) -> tuple[Any, float]:
     """A model quantized by a peer, and its stored bits per quantized weight.
 
     Raises:
-        VQError: it is not installed, lacks a text, or left all layers alone. Any other error is the
-            peer's own.
+        VQError: the peer is not installed, lacks a text, or has quantized no layer. Any other error
+            is the peer's.
     """
     installed(peer)
     if peer.needs_text and job.calibration is None:
@@ -107,7 +107,7 @@ def quantized(peer: Peer, job: Job) -> tuple[Any, float]:
         if name in sizes and (nbytes := peer.stored(module)) is not None
     ]
     if not found:
-        raise VQError("it left every layer as it was")
+        raise VQError("it quantized no layer")
     weights, nbytes = (sum(column) for column in zip(*found, strict=True))
     return model, 8 * nbytes / weights
 
@@ -180,7 +180,7 @@ def _nf4_bytes(module: Any) -> int | None:
 
 
 def _hqq(job: Job, bits: int) -> Any:
-    """By HQQ's own loader: Transformers 5 has none for it yet."""
+    """Quantize with HQQ's loader: Transformers 5 has none for HQQ yet."""
     from hqq.core.quantize import BaseQuantizeConfig
     from hqq.models.hf.base import AutoHQQHFModel
 

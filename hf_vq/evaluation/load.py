@@ -40,10 +40,10 @@ def load_model(
 
     Args:
         model: directory or Hub id.
-        dtype: of what is not quantized.
-        config: quantize as it says while loading, a `VQConfig` or that of another library; None
-            loads the model as it is.
-        device_map: as `from_pretrained` takes it.
+        dtype: dtype of tensors that are not quantized.
+        config: quantization config for loading, a `VQConfig` or that of another library; None
+            does not quantize.
+        device_map: `device_map` of `from_pretrained`.
 
     Raises:
         VQError: no such model, it is no causal language model, or it cannot be quantized.
@@ -65,8 +65,8 @@ def load_model(
 
 
 def fingerprint(model: str) -> str:
-    """What tells the model of a directory from others of its name: of config.json, and of each
-    file of weights its size and some of its bytes. A Hub id is its own."""
+    """Identify the model of a directory: hash of config.json, and of the size and some bytes of
+    each file of weights. A Hub id is returned unchanged."""
     folder = Path(model)
     if not folder.is_dir():
         return model
@@ -82,7 +82,7 @@ def fingerprint(model: str) -> str:
 
 
 def check_model(model: str) -> None:
-    """Tell a mistyped directory from a Hub id, which would be asked from the network.
+    """Refuse a mistyped directory, which would be looked up on the Hub.
 
     Raises:
         VQError: `model` looks like a path and is not a directory with a config.json.

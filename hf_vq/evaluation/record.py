@@ -1,4 +1,4 @@
-"""The record of a run: what ran, on what, and what came out.
+"""The record of a run: its settings, machine, versions and results.
 
 A record names the processor and the versions, never the host, the user or a path. It is one JSON
 object, or, in a file that is named `.jsonl`, JSON Lines:
@@ -6,8 +6,8 @@ object, or, in a file that is named `.jsonl`, JSON Lines:
     {"format": .., "suite": .., "command": .., .., "results": {..}, "rows": 3}    all but the rows
     {..}                                                                          one row a line
 
-`rows` counts them; it is missing where the results have no rows. While a suite runs, its rows are
-kept beside the record (`Recorder`).
+`rows` is the number of rows; it is missing if the results have none. While a suite runs, its rows
+are saved in the same folder (`Recorder`).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Recorder:
     Args:
         path: of the record.
         suite, command, revision, device: see `make_record`.
-        settings: as far as they are known before the run.
+        settings: settings that are known before the run.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Recorder:
 
 
 def unfinished(path: Path) -> Path:
-    """Where the rows of a run are kept until its record is complete."""
+    """Path of the file for the rows of a run until its record is complete."""
     return path.with_name(path.name + UNFINISHED)
 
 

@@ -1,4 +1,4 @@
-"""A comparison as tables and as one picture; both are made from the rows of its record alone."""
+"""Tables and plot of a comparison, made from the rows of its record."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def cells(rows: Sequence[dict[str, Any]], what: str) -> tuple[list[str], list[li
 
 
 def title(settings: dict[str, Any]) -> str:
-    """What was measured, of a record's settings."""
+    """Title of a plot, from a record's settings."""
     return "{model}, {tokens:,} tokens of {text}, context {context:,}, {dtype}".format(**settings)
 
 

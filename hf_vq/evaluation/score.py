@@ -1,4 +1,4 @@
-"""How far a model is from the original: perplexity, KL divergence, top-1 agreement.
+"""Distance of a model from the original: perplexity, KL divergence, top-1 agreement.
 
 Every number is paired: both models predict the same tokens from the same contexts. The mean KL
 divergence KL(original || other) is the number to compare; perplexity can improve by luck.
@@ -52,7 +52,7 @@ class Score:
 
 @dataclass(frozen=True)
 class _Row:
-    """What is kept of the original for the n scored predictions of one sequence."""
+    """Predictions of the original for the n scored tokens of one sequence."""
 
     probabilities: Tensor  # [n, vocabulary]
     negative_entropy: Tensor  # [n]
@@ -102,7 +102,7 @@ class Reference:
 
 @torch.no_grad()
 def score(forward: Forward, reference: Reference, batch: int = 1) -> Score:
-    """Score a model on the reference's text, `batch` sequences at a time.
+    """Score a model on the reference's text, in batches of `batch` sequences.
 
     Raises:
         VQError: the vocabularies differ, or the model gives NaN.

@@ -1,4 +1,4 @@
-"""Stored bits, measured: from the tensors of a model, or from the headers of its files alone."""
+"""Stored bits, measured from the tensors of a model or from the headers of its files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kind:
 
 @dataclass
 class Storage:
-    """What a model stores.
+    """Stored sizes of a model.
 
     Args:
         quantized: quantized layers by kind.

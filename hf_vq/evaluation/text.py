@@ -35,8 +35,8 @@ def read_sequences(
         most: see `tokens`.
 
     Raises:
-        VQError: the file cannot be used, or gives fewer tokens than asked for or than two sequences
-            (below that there is no standard error).
+        VQError: the file cannot be used, or has fewer than `tokens` tokens or than two sequences
+            (with fewer there is no standard error).
     """
     if context < MIN_CONTEXT:
         raise VQError(f"a context of {context} tokens is too short; use {MIN_CONTEXT} or more.")

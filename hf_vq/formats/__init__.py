@@ -1,4 +1,4 @@
-"""What is stored: schemes, packed codes, universal codebooks."""
+"""Storage formats: schemes, packed codes, universal codebooks."""
 
 from .catalog import (
     KV_SCHEMES,

@@ -58,8 +58,8 @@ LinearScheme = VQScheme | QoQScheme
 
 @dataclass(frozen=True)
 class KVScheme:
-    """How keys and values are stored: one `VQScheme` each, a row being the head_dim numbers of one
-    token and head.
+    """Storage of keys and values: one `VQScheme` each; a row is the head_dim numbers of one token
+    and head.
 
     Args:
         key: scheme of the keys (after RoPE).
@@ -115,8 +115,8 @@ KV_SCHEMES: dict[str, KVScheme] = {
 
 `nomad-<bits per key>` are the keys of NoMAD-Attention (d_sub 1, 2, 4; the paper keeps values as
 floats, here they are codes too); `cq-*` are those of VQ-LLM. Both need codebooks learned from
-recorded keys (`hf_vq.calibrate_kv`), as `learned-*` do: these are `u4` and `u2` but for a codebook
-of their own for the keys and one for the values of each layer. `nomad-u4` has NoMAD's 16 entries
+recorded keys (`hf_vq.calibrate_kv`), as `learned-*` do: these are `u4` and `u2`, with one learned
+codebook for the keys and one for the values of each layer. `nomad-u4` has NoMAD's 16 entries
 and no learned codebook. `qserve-kv4` is the KV4 of QServe: integers of 4 bits, and a scale and a
 zero for each token and head.
 """

@@ -1,17 +1,17 @@
-"""Digests in safetensors files: whether a file is what was written.
+"""Digests in safetensors files, which show whether a file has changed since it was written.
 
     metadata["hf_vq_digests"]   JSON, {name: BLAKE3 of (name, dtype, shape, meaning, bytes)}
                                 of every tensor, and of the rest of the metadata
 
-A tensor of more than SEGMENT bytes stands in it by the BLAKE3 digests of its segments, so that all
-processors can read one tensor.
+For a tensor of more than SEGMENT bytes, the BLAKE3 digests of its segments replace its bytes, so
+that several threads can hash one tensor.
 
-A tensor's meaning is a string that the writer and the reader find by themselves, as the spec of the
-scheme that its codes were made with: where it is edited, the digest is another one. Other readers
-of safetensors ignore metadata, so such files are no new format.
+A tensor's meaning is a string that the writer and the reader derive separately, such as the spec of
+its scheme. A changed meaning gives another digest. Other readers of safetensors ignore metadata,
+so such files are no new format.
 
-A digest is cut to 128 bits: that damage goes unnoticed has a chance of 2^-128, and to find other
-bytes with a given digest takes 2^128 trials. It is no signature: whoever can write the file can
+A digest is cut to 128 bits: damage goes unnoticed with a probability of 2^-128, and finding other
+bytes with a given digest takes 2^128 trials. It is no signature: anyone who can write the file can
 write its digests.
 """
 
@@ -40,7 +40,7 @@ CURE = "Download or copy it again, or make it anew."
 _METADATA = "__metadata__"  # no tensor may have this name
 _DIGITS = 32  # hexadecimal, 128 bits
 SEGMENT = 1 << 25  # bytes
-_PIECE = 1 << 20  # bytes read at a time: they stay in a core's cache, the lock's turns are few
+_PIECE = 1 << 20  # bytes of one read: fits a core's cache, and locks are rare
 _MOST_THREADS = 16
 _SHOWN = 8  # problems in one message
 
@@ -187,8 +187,8 @@ class Check:
     Args:
         files: of one checkpoint.
         meanings: of tensors, by name, from the headers; those that are not there have none.
-        done: called with how many bytes were read, tensor by tensor or in parts of large ones, by
-            one thread at a time.
+        done: progress callback, called with the bytes read of a tensor or of a part of a large
+            one; calls do not overlap.
 
     Raises:
         VQFormatError: a header cannot be read.
@@ -222,12 +222,12 @@ class Check:
         recorded: str | None = None,
         optional: Callable[[str], bool] = lambda name: False,
     ) -> list[str]:
-        """What is not as it was written, one line each; waits for the threads.
+        """List the changes since the files were written, one line each; waits for the threads.
 
         Args:
-            expected: whether it is known from elsewhere that there are digests.
-            recorded: the `root`, if that is known too.
-            optional: whether a tensor may have been taken out since.
+            expected: True if the files must have digests.
+            recorded: the expected `root`, if it is known.
+            optional: (name) -> True if the tensor may be missing.
 
         Raises:
             VQFormatError: a file cannot be read.

@@ -1,11 +1,11 @@
-"""Hidden folders: where files are made before they take their place.
+"""Hidden folders, in which files are written before they are renamed to their final path.
 
     .NAME.hf_vq-x1y2z3w4.lock   made first and removed last; locked while its process lives
     .NAME.hf_vq-x1y2z3w4/       what is being made
 
-Whoever writes NAME next finds a lock that nobody holds, and removes the folder and then the lock.
-A power cut is another matter: nothing here waits for the disk (no fsync), so files of the last
-seconds may then be empty or cut short.
+After a crash, the next process that writes NAME finds the lock free and removes the folder, then
+the lock. A power cut is not covered: nothing here calls fsync, so files of the last seconds may be
+empty or truncated.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def hidden_folder(
         folder = parent / f"{_prefix(name)}{secrets.token_hex(4)}"
         path = folder.with_name(folder.name + _LOCK)
         try:
-            held = path.open("xb")
+            lock_file = path.open("xb")
         except FileExistsError:
             continue
         try:
-            with held:
-                lock(held, wait=True)
-                if not _is_at(held, path):
+            with lock_file:
+                lock(lock_file, wait=True)
+                if not _is_at(lock_file, path):
                     continue  # another process took it for a leftover, just before it was locked
                 folder.mkdir()
                 yield folder
@@ -61,7 +61,7 @@ def hidden_folder(
 
 @contextmanager
 def hidden_file(path: Path) -> Iterator[Path]:
-    """A new path in a hidden folder beside `path`, which takes the place of `path` at the end.
+    """Yield a new path in a hidden folder next to `path`, which replaces `path` at the end.
 
     Leftovers of killed processes that wrote the same file are removed.
 
@@ -85,11 +85,11 @@ def leftovers(parent: Path, name: str | None = "") -> Iterator[Path]:
     start = r"\.(.+\.)?hf_vq-" if name is None else re.escape(_prefix(name))
     for path in _listed(parent, re.compile(start + r"\w+" + re.escape(_LOCK))):
         try:
-            held = path.open("r+b")
+            lock_file = path.open("r+b")
         except OSError:  # removed meanwhile, or it belongs to somebody else
             continue
-        with held:
-            if not lock(held) or not _is_at(held, path):
+        with lock_file:
+            if not lock(lock_file) or not _is_at(lock_file, path):
                 continue
             folder = path.with_name(path.name.removesuffix(_LOCK))
             if folder.is_symlink():  # we make none
@@ -138,10 +138,10 @@ def _listed(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
         return []
 
 
-def _is_at(held: IO[bytes], path: Path) -> bool:
-    """Whether an open file is still the one at a path."""
+def _is_at(lock_file: IO[bytes], path: Path) -> bool:
+    """True if an open file is still the one at a path."""
     try:
-        return os.path.samestat(os.fstat(held.fileno()), path.stat())
+        return os.path.samestat(os.fstat(lock_file.fileno()), path.stat())
     except OSError:
         return False
 

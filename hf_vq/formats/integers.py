@@ -1,4 +1,4 @@
-"""Rows of integers, for embeddings: what is looked up row by row, and multiplied by nothing.
+"""Rows of integers, for embeddings: rows are looked up, never multiplied.
 
     int8   [H codes -127 .. 127 | scale]                            w = scale * code
     int4   [H / 2 bytes of codes | H / 32 scales | H / 32 minima]    w = minimum + scale * code
@@ -38,7 +38,7 @@ def row_bytes(kind: str, features: int, where: str = "the embedding") -> int:
 def encode_rows(weight: Tensor, kind: str, where: str = "the embedding") -> Tensor:
     """Bytes uint8 [n, row_bytes] of rows [n, features] of any float dtype.
 
-    Codes are nearest under the scale and the minimum as they are stored.
+    Codes are the nearest ones under the rounded scale and minimum.
 
     Raises:
         VQFormatError: a number is not finite, or beyond fp16.

@@ -24,7 +24,7 @@ import torch
 from ..errors import VQFormatError
 from .universal import universal_tensor
 
-_CHUNK = 1 << 15  # vectors encoded at a time: about 40 MB of work space, 200 MB if all are outliers
+_CHUNK = 1 << 15  # vectors per step: about 40 MB of work space, 200 MB if all are outliers
 _FIVE = 37  # a pattern that ends in 5/2
 _EXTRA = 227  # first pattern of squared norm 12
 # Batcher's odd-even merge sort of eight

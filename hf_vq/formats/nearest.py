@@ -80,14 +80,14 @@ class NearestEntry:
         return torch.cat(blocks)
 
     def _rows(self, vectors: Tensor) -> int:
-        """Vectors that are compared at a time."""
+        """Number of vectors compared in one step."""
         return max(_BLOCK, _GPU_SCORES // len(self.codebook)) if vectors.is_cuda else _BLOCK
 
     def _scores(self, vectors: Tensor) -> Tensor:
         return torch.addmm(self._half_norm, vectors, self._transposed, beta=-1)
 
     def _compare(self, vectors: Tensor) -> Tensor:
-        """What the grid finds, without a step that waits for the GPU."""
+        """Same result as the grid's, by comparing all entries: no step waits for the GPU."""
         blocks = vectors.split(self._rows(vectors))
         return torch.cat(
             [(part[:, None] - self.codebook).square_().sum(2).argmin(1) for part in blocks]
@@ -127,7 +127,7 @@ def nearest_in_groups(vectors: Tensor, codebooks: Tensor) -> Tensor:
 
 
 class _PlaneGrid:
-    """For each cell of a square around the codebook, the entries that may be nearest in it."""
+    """Grid over a square around a 2-D codebook: the candidates for nearest entry of each cell."""
 
     def __init__(self, codebook: Tensor) -> None:
         self.codebook = codebook

@@ -22,7 +22,7 @@ def pack_bits(codes: Tensor, bits: int, *, check: bool = True) -> Tensor:
     """Pack integer `codes` [..., n] in [0, 2**bits) into uint8 [..., ceil(n * bits / 8)].
 
     Args:
-        check: whether to look for codes that do not fit; a GPU must wait for that.
+        check: raise for codes that do not fit; on a GPU this synchronizes.
 
     Raises:
         VQFormatError: `bits` is not in 1..16, or a code does not fit.

@@ -40,7 +40,7 @@ _SPEC = re.compile(r"qoq-w4a8(-g(?P<group>[0-9]{1,3}))?")
 
 @dataclass(frozen=True)
 class QoQScheme:
-    """How one matrix is stored, and that its inputs are rounded to 8 bits.
+    """Storage of one matrix as 4-bit codes, for a product with inputs rounded to 8 bits.
 
     Args:
         group: weights along in_features that share a step and a zero: 32, 64, 128 or 256, or 0 for

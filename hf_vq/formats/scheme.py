@@ -39,7 +39,7 @@ _SPEC = re.compile(
 
 @dataclass(frozen=True)
 class VQScheme:
-    """How one tensor is stored.
+    """Storage of one tensor as codes into codebooks.
 
     Args:
         vector_size: x, weights that share one code.
@@ -59,15 +59,15 @@ class VQScheme:
             Their size is in the rows' scales. Half as many bytes are looked up on a GPU
             (kernels/cuda/linear/table.cuh).
         stages: `independent` residuals in one stream, or two passes, the second of which is stored
-            apart: `rerotated` (TurboQuant: it has a rotation and scales of its own), `shared` (it
-            has scales of its own) or `nested` (it refines the cell of the first one, whose rotation
-            and scales it has: codes of both are looked up together, in one table).
+            apart: `rerotated` (TurboQuant: with a second rotation and second scales), `shared`
+            (with second scales) or `nested` (it refines the cell of the first pass and uses its
+            rotation and scales: codes of both are looked up together, in one table).
         second_bits: bits of a code of the second pass; 0 = `entry_bits`.
-        mode: of a KV cache, what the scale of a row x with entries q is: `unbiased` |x|^2 / <x, q>,
+        mode: rule for the scale of a row x with entries q in a KV cache: `unbiased` |x|^2 / <x, q>,
             `norm_corrected` |x| / |q|, or `mse` |x| / sqrt(head_dim) (TurboQuant, algorithm 1).
-            `product` is its algorithm 2: the last bit of a code is the sign of a projection of what
-            `mode="mse"` with the bits before it leaves, whose norm is a second scale. Weights have
-            scales that are searched, and ignore it.
+            `product` is TurboQuant's algorithm 2: the last bit of a code is the sign of a
+            projection of the residual of `mode="mse"` with one bit less; the norm of the residual
+            is a second scale. Weights ignore `mode`: their scales are searched.
 
     Raises:
         VQSchemeError: a field is of the wrong type, out of range, or contradicts another one.
@@ -187,23 +187,23 @@ class VQScheme:
 
     @property
     def has_scale(self) -> bool:
-        """Whether rows are stored with fp16 scales."""
+        """True if rows are stored with fp16 scales."""
         return self.codebook != "channel_group"
 
     @property
     def has_zero(self) -> bool:
-        """Whether rows are stored with a zero behind their scale."""
+        """True if rows are stored with a zero behind their scale."""
         return self.codebook == "integers"
 
     @property
     def row_numbers(self) -> int:
-        """fp16 numbers that a row of keys or values has beside its codes: none, a scale, or a scale
-        and a zero, or (mode `product`) a norm."""
+        """Number of fp16 values stored with the codes of a row of keys or values: 0, 1 (scale), or
+        2 (scale and zero, or in mode `product` scale and norm)."""
         return int(self.has_scale) + int(self.has_zero or self.mode == "product")
 
     @property
     def two_passes(self) -> bool:
-        """Whether there is a second pass, stored apart."""
+        """True if there is a second pass, stored in separate tensors."""
         return self.stages != "independent"
 
     @property
@@ -212,18 +212,18 @@ class VQScheme:
         return 1 if self.two_passes else self.residuals
 
     def first_pass(self) -> VQScheme:
-        """The scheme of the first pass alone; of one that has no other, itself."""
-        return self._alone(self.entry_bits) if self.two_passes else self
+        """The scheme of the first pass; a scheme with one pass returns itself."""
+        return self._single_pass(self.entry_bits) if self.two_passes else self
 
     def second_pass(self) -> VQScheme:
         """The scheme of the second pass, read for itself (not of nested stages)."""
-        return self._alone(self.second_bits)
+        return self._single_pass(self.second_bits)
 
     def merged(self) -> VQScheme:
         """Nested stages as one: both codes, (first << second_bits) | second, are one code."""
-        return self._alone(self.entry_bits + self.second_bits)
+        return self._single_pass(self.entry_bits + self.second_bits)
 
-    def _alone(self, entry_bits: int) -> VQScheme:
+    def _single_pass(self, entry_bits: int) -> VQScheme:
         return replace(
             self, entry_bits=entry_bits, residuals=1, stages="independent", second_bits=0
         )
@@ -235,9 +235,9 @@ class VQScheme:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    @cached_property
+    @cached_property  # read by every layer at every call, as is the hash
     def key(self) -> str:
-        """`spec()` as an attribute: what is asked at every call is remembered by it."""
+        """`spec()` as an attribute."""
         scope = self.lattice or self.codebook
         if self.codebook == "tile":
             scope = f"tile{self.tile[0]}x{self.tile[1]}"

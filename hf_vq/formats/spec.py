@@ -49,7 +49,7 @@ def validate_tensor(key: str, tensor: Tensor, spec: TensorSpec, where: str) -> N
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no number is NaN or infinite: the extremes say it, in a twentieth of the time."""
+    """True if no number is NaN or infinite; checks the extremes, 20x faster than `isfinite`."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     numbers = tensor if tensor.itemsize > 1 else tensor.float()  # there are no extremes of fp8

@@ -1,6 +1,6 @@
-"""What is stored: the named tensors of one [out_features, in_features] matrix under a scheme.
+"""Stored tensors of one [out_features, in_features] matrix under a scheme, by name.
 
-    codes      uint8 [out, streams * bytes]     the independent stages' streams, one after another
+    codes      uint8 [out, streams * bytes]     the independent stages' streams, concatenated
     scale      fp16  [out, groups]
     codebook   fp16  [z, 2^y, x]                E8P: [z, 257, 8]; tile: [tile rows, columns, 2^y, x]
                int8  the same shapes            where codebook_bits is 7

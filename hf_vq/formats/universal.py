@@ -25,7 +25,7 @@ _FILE = Path(__file__).parent / "data" / f"universal_v{UNIVERSAL_VERSION}.safete
 class _Table(NamedTuple):
     tensor: torch.Tensor
     sha256: str
-    mse: float  # per dimension, for N(0, 1) data; nan where a tensor is no codebook alone
+    mse: float  # per dimension, for N(0, 1) data; nan if the tensor is only a part of a codebook
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

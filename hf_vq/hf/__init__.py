@@ -1,4 +1,4 @@
-"""All that knows how Transformers loads, saves and shares models."""
+"""Integration with Transformers: config, quantizer, attention, generation, saving."""
 
 from .config import VQConfig
 from .cuda_graphs import capture

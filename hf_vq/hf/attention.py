@@ -1,8 +1,8 @@
 """The attention implementation `vq` of Transformers: `model.set_attn_implementation("vq")`.
 
-With a `VQCache` it computes on the codes; with any other cache it is ordinary attention that also
-knows soft-caps (Gemma 2) and sink logits (GPT-OSS). Codes are read by it under other names too
-(`attention_choice`), so it need not be set.
+With a `VQCache` it computes on the codes. With any other cache it is ordinary attention with
+soft-capping (Gemma 2) and sink logits (GPT-OSS). Setting it is optional: `attention_choice` runs
+the same kernels for models with another attention implementation.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ NAME = "vq"
 
 
 def register() -> None:
-    """Make `vq` known to Transformers. A mask function must be registered too: without one
-    Transformers passes no mask at all, and padding is attended to."""
+    """Register `vq` with Transformers, attention and mask function.
+
+    Without a mask function Transformers passes no mask at all, and padding is attended to.
+    """
     AttentionInterface.register(NAME, vq_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
@@ -49,10 +51,10 @@ def vq_attention(
         value: [B, H, T, Dv], or what a `VQCache` returned.
         attention_mask: bool or additive [B, 1 or Hq, Q, T]; None = causal, or everything if the
             layer is not causal.
-        dropout: of the attention weights.
-        scaling: factor of the logits; None = D^-1/2.
+        dropout: probability that an attention weight is dropped.
+        scaling: softmax scale, the factor of the logits; None = D^-1/2.
         softcap: c of c tanh(s / c); None = off.
-        s_aux: [Hq] logits that attend to nothing; None = off.
+        s_aux: [Hq] sink logits, which attend to no token; None = off.
 
     Returns:
         [B, Q, Hq, Dv] and None (attention weights are never returned).
@@ -96,13 +98,13 @@ def attend_to_codes(
 
     Args:
         query: [B, Hq, Q, D], the tokens of the newest update.
-        key: what the update returned, T tokens.
-        value: likewise.
+        key: what the update returned for the keys, T tokens.
+        value: what the update returned for the values, T tokens.
         mask: bool or additive, broadcast to [B, Hq, Q, T].
-        causal: what no mask means; if not, every query reads every key.
+        causal: meaning of `mask=None`: causal attention if True, else every query reads every key.
 
     Returns:
-        [B, Q, Hq, Dv] contiguous; None where only decoded tensors will do, as for gradients.
+        [B, Q, Hq, Dv] contiguous; None if decoded tensors are needed, for example for gradients.
     """
     if mask is None and not causal and query.shape[2] > 1:
         mask = _everything(query, key)
@@ -115,6 +117,6 @@ def _everything(query: Tensor, key: Any) -> Tensor:
 
 
 def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether an attention layer that gets no mask is causal, as Transformers' functions decide."""
+    """True if an attention layer without a mask is causal; the rule of Transformers' functions."""
     given = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if given is None else given)

@@ -1,16 +1,16 @@
 """Attention over codes is `vq`, whatever the model's attention implementation is.
 
-A model updates its cache and then asks `AttentionInterface.get_interface` for its attention. What
-it gets from here looks at the keys: those of a `VQCache` are attended to by `attend_to_codes`, all
-others by the function that was asked for. So the model is not changed, and may run with a `VQCache`
-in one thread and without one in another.
+A model updates its cache and then calls `AttentionInterface.get_interface` for its attention. The
+function that it gets from here checks the type of the keys: keys of a `VQCache` go to
+`attend_to_codes`, all others to the attention that the model requested. The model itself is not
+changed: it may run with a `VQCache` in one thread and without one in another.
 
     implementation   its mask                   codes are read by kernels
     sdpa             bool; None is causal       always
     flash            of padding; None is causal where flash would compute in the query's dtype
-    eager            additive; None is all      if it computes what `vq` computes, tried on numbers,
-                                                and nobody asks for attention weights
-    all others       unknown                    never: they decode them
+    eager            additive; None is all      if it equals `vq` on random numbers and no
+                                                attention weights are requested
+    all others       unknown                    never: they decode the codes
 
 Dropout, a position bias and gradients need decoded keys in all of them.
 """
@@ -48,7 +48,7 @@ _PACKED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")  # 
 def choose_by_cache(get_interface: Callable[..., Attention]) -> Callable[..., Attention]:
     """`AttentionInterface.get_interface`, for `patches.TABLE`.
 
-    It remembers nothing: Dynamo would guard it, and compile all models again when it changes.
+    It has no state: Dynamo would guard the state, and recompile all models when it changes.
     """
 
     @functools.wraps(get_interface)
@@ -66,10 +66,10 @@ def choose_by_cache(get_interface: Callable[..., Attention]) -> Callable[..., At
 def _on_codes(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """(module, query, key, value, mask) and the rest of a call whose keys are codes, else None.
+    """Split a call whose keys are codes: (module, query, key, value, mask), other arguments.
 
-    Transformers' models give the mask by position or by name. Other ways to call are left to the
-    function that is called.
+    Transformers' models pass the mask by position or by name. For any other call, and for keys that
+    are tensors, the result is None.
     """
     if len(args) == 4 and "attention_mask" in kwargs:
         kwargs = dict(kwargs)
@@ -117,7 +117,7 @@ _masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by padding, for a
 def _mask_of_flash(
     query: Tensor, key: LazyKV, padding: Tensor | None, sliding_window: int | None, causal: bool
 ) -> Tensor | None:
-    """The bool mask [B or 1, 1, Q, T] of what flash attention reads; None = causal, or all.
+    """Build flash attention's bool mask [B or 1, 1, Q, T], True = attend; None = causal, or all.
 
     Args:
         padding: [B, T] of the keys, True for tokens.
@@ -127,7 +127,7 @@ def _mask_of_flash(
     slides = sliding_window is not None and length > sliding_window
     if padding is None and not slides:
         return None
-    if padding is None or padding.is_inference():  # nothing tells that an inference tensor changed
+    if padding is None or padding.is_inference():  # inference tensors have no version counter
         return _new_mask(query, length, padding, sliding_window if slides else None, causal)
     wanted = queries, length, sliding_window if slides else None, causal, padding._version
     known = _masks.get(padding)
@@ -168,7 +168,7 @@ def _eager(plain: Attention, *args: Any, **kwargs: Any) -> Result:
     return result
 
 
-# By layer of a cache, then by layer of a model; models and functions live on no longer than caches.
+# Keys: layer of a cache, then layer of a model. Weak: an entry lives no longer than its cache.
 _Tried = WeakKeyDictionary[nn.Module, tuple[Attention, bool]]
 _tried: WeakKeyDictionary[Any, _Tried] = WeakKeyDictionary()
 
@@ -185,7 +185,7 @@ def _is_vq(
     value: LazyKV,
     kwargs: dict[str, Any],
 ) -> bool:
-    """Whether `vq` gives all that is wanted of a call of `plain`."""
+    """True if `vq` can replace this call of `plain`; tried once per cache layer and module."""
     if module.training or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
         return False
     if not _is_of_model(plain, module) or _weights_are_wanted(module, kwargs):
@@ -201,24 +201,25 @@ def _is_vq(
 
 
 def _is_of_model(plain: Attention, module: nn.Module) -> bool:
-    """Whether Transformers defines a function beside the layer, and nobody put it in its place.
+    """True if `plain` is the function of the Transformers module that defines the layer's class.
 
-    What somebody put there may count its calls or show what it computes, so it is called.
+    A function that a user put in its place may count calls or record values, so it is called.
     """
     home = getattr(plain, "__module__", None) or ""
-    beside = any(kind.__module__ == home for kind in type(module).__mro__)
-    return beside and home.startswith("transformers.models.") and not hasattr(plain, "__wrapped__")
+    same_module = any(kind.__module__ == home for kind in type(module).__mro__)
+    upstream = home.startswith("transformers.models.") and not hasattr(plain, "__wrapped__")
+    return same_module and upstream
 
 
 def _weights_are_wanted(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether somebody may read the attention weights, which `vq` does not have."""
+    """True if the caller may read the attention weights, which `vq` does not return."""
     config = getattr(module, "config", None)
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return True
     hooks = module._forward_hooks.values()
     if _collector is None:
         return bool(hooks)
-    # Models that keep the arguments of a call from their layers, such as StableLM, tell only this.
+    # StableLM and others do not pass the arguments of a call to their layers: ask the collector.
     if any("attentions" in name for name in _collector.get() or ()):
         return True
     # Transformers' own hooks stay after a call with output_attentions, and do nothing.
@@ -233,7 +234,7 @@ def _computes_vq(
     value: LazyKV,
     kwargs: dict[str, Any],
 ) -> bool:
-    """Try a function on a few random numbers, small and large, with and without a mask."""
+    """Compare `plain` with `vq` on random numbers, small and large, with and without a mask."""
     generator = torch.Generator().manual_seed(0)
     queries, tokens = 8, 32
     shapes = (
@@ -258,7 +259,7 @@ def _computes_vq(
             try:
                 found = plain(module, q, k, v, mask, **kwargs)[0]
                 wanted = vq_attention(module, q, k, v, same, **kwargs)[0]
-            except Exception:  # it needs what is not here, such as other shapes
+            except Exception:  # `plain` needs other arguments or shapes
                 return False
             if found.shape != wanted.shape:
                 return False

@@ -1,6 +1,6 @@
-"""What `VQConfig` must know of calibration: names, defaults and which schemes a layer may get.
+"""Calibration options of `VQConfig`: names, defaults and the candidate schemes of a layer.
 
-Calibration itself is the room above (`hf_vq/calibration`).
+The calibration itself is in `hf_vq/calibration`, a layer above this one.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ if TYPE_CHECKING:
     from .config import VQConfig
 
 OWN_WORDS = "model"
-"""Instead of a text: what the model writes by itself."""
+"""Value of `text` that means: calibrate on text that the model generates."""
 
 MIN_CONTEXT = 16
-"""Tokens of the shortest sequence."""
+"""Smallest `context`, in tokens of a sequence."""
 
-FOLDS = ("rotate", "smooth_attention", "smooth_outputs", "reorder")
-"""They change the model before its weights are rounded, not what it computes."""
+EQUIVALENT_TRANSFORMS = ("rotate", "smooth_attention", "smooth_outputs", "reorder")
+"""Equivalent transforms: they change the weights before rounding, not the model's outputs."""
 
-TRANSFORMS = (*FOLDS, "clip", "feedback")
-"""And how weights are rounded: ranges cut by what that costs outputs, errors fed back as in GPTQ
-(`fit/qoq_calibrated.py`)."""
+TRANSFORMS = (*EQUIVALENT_TRANSFORMS, "clip", "feedback")
+"""All transforms. `clip` searches clipping ranges by output error, `feedback` feeds rounding errors
+back as GPTQ does (`fit/qoq_calibrated.py`)."""
 
 
 def checked_transforms(given: object, scheme: QoQScheme) -> dict[str, bool]:
-    """All of TRANSFORMS, on or off; what is not given is as in DeepCompressor's recipes for QServe:
-    on, but for the order of channels where a scale is one of a whole row.
+    """Complete `calibration["transforms"]`: a bool for each name of TRANSFORMS.
+
+    Defaults are those of DeepCompressor's recipes for QServe: all on, except `reorder` where one
+    scale covers a whole row.
 
     Raises:
-        VQConfigError: not a dict of these names and booleans.
+        VQConfigError: `given` is not a dict of these names and booleans.
     """
     usual = {name: name != "reorder" or scheme.group > 0 for name in TRANSFORMS}
     if given is None:
@@ -53,7 +55,7 @@ def checked_transforms(given: object, scheme: QoQScheme) -> dict[str, bool]:
 
 
 def choices(config: VQConfig, layer: str) -> list[LinearScheme]:
-    """The schemes that a layer may get; none where nothing is to be chosen."""
+    """List the candidate schemes of a layer; empty if `config` chooses no schemes."""
     if layer in (config.layers or {}) and config.target_bits is not None:
         return [config.scheme_of(layer)]
     return [weight_scheme(name) for name in config.candidates or ()]

@@ -48,33 +48,34 @@ class VQConfig(QuantizationConfigMixin):
             layers' full names and spec strings.
         target_bits: choose a scheme for every layer, so that this many bits are stored per weight
             on average and the model's predictions change least
-            (`calibration/weight_allocation.py`). Needs calibration; without, the model's own words
-            are calibrated on. `layers` stay as given.
+            (`calibration/weight_allocation.py`). Needs calibration; None means "model" then.
+            `layers` keep the schemes that are given.
         candidates: with `target_bits`, the schemes to choose from; None is `vq-2`, `vq-3`, `vq-4`.
-        modules_to_not_convert: layers to leave dense, besides tied weights and the output head: a
-            name, a part of one between dots (`"layers.0"`, `"down_proj"`), or a regular expression
-            that matches from the start up to a dot.
+        modules_to_not_convert: layers to leave dense, in addition to tied weights and the output
+            head: a name, a part of one between dots (`"layers.0"`, `"down_proj"`), or a regular
+            expression that matches from the start up to a dot.
         seed: seed of the rotations and of k-means.
-        search: how a group's scale is found: `search`, `least_squares` or `norm`.
+        search: method that finds a group's scale: `search`, `least_squares` or `norm`.
         calibration: a text to calibrate on, for about half the loss: a UTF-8 file, a data set as
-            `NAME[:CONFIG[:SPLIT]]` (needs the package `datasets`), or `"model"` for what the model
-            writes by itself. Or a dict with that as `text` and any of: `tokens` of it to run;
-            `context`, tokens of a sequence (None = 2048, or what the model can); `damping` of the
-            second moments; `finetune`, "block" or "model", which moves scales, learned codebooks,
-            norms and biases too, and codes unless `move_codes` is false; `transforms` of QoQ, names
-            and booleans (docs/qserve.md); `device`, where blocks are computed one at a time;
-            `resume`, a folder where work is kept, so that it goes on after an interruption.
-        pass2: where the second pass of two-pass schemes is: `resident` (None), `offload`,
-            `prefill_only` or `absent` (docs/turboquant.md), for all layers or by entry, {entry:
-            policy}, the first that matches counts and other layers are resident. It may be given
-            with a quantized model too, and is not stored.
-        embeddings: store the embedding as integers too: `int8`, with a scale for each row, or
+            `NAME[:CONFIG[:SPLIT]]` (needs the package `datasets`), or `"model"` for text that the
+            model generates. Or a dict with the text as `text` and any of: `tokens`, number of
+            tokens to run; `context`, tokens of a sequence (None = 2048, or the model's maximum);
+            `damping` of the Hessians; `finetune`, "block" or "model", which trains scales, learned
+            codebooks, norms and biases, and codes unless `move_codes` is false; `transforms` of
+            QoQ, names and booleans (docs/qserve.md); `device` that computes the blocks, of which it
+            holds one; `resume`, a folder for intermediate results, to continue after an
+            interruption.
+        pass2: placement of the second pass of two-pass schemes: `resident` (None), `offload`,
+            `prefill_only` or `absent` (docs/turboquant.md), for all layers or as {entry: policy}.
+            The first entry that matches counts; other layers are resident. It may be given with a
+            quantized model, too, and is not stored.
+        embeddings: store the embedding as integers, too: `int8`, with a scale for each row, or
             `int4`, with a scale and a minimum for each 32 numbers. An output head that is tied to
             it reads the same integers.
-        layouts: written by `hf_vq.adopt` and `hf-vq convert`: how layers are stored, by name, that
-            another project quantized and no scheme can store.
+        layouts: storage of layers that another project quantized and no scheme can store, by name;
+            written by `hf_vq.adopt` and `hf-vq convert`.
         quant_method: always `vq`.
-        format_version: version of what is stored.
+        format_version: version of the storage format.
         provenance: written by hf_vq: versions, the error of every layer, hashes of the codebooks.
 
     Raises:
@@ -82,7 +83,7 @@ class VQConfig(QuantizationConfigMixin):
         VQSchemeError: an unknown scheme.
     """
 
-    # Only where they are asked for do they become part of config.json.
+    # Class attributes: an option becomes part of config.json only if it is set.
     layers: dict[str, str] | None = None
     target_bits: float | None = None
     candidates: list[str] | None = None
@@ -90,7 +91,7 @@ class VQConfig(QuantizationConfigMixin):
     pass2: str | dict[str, str] | None = None
     embeddings: str | None = None
 
-    # What is stored in config.json is `__dict__`, and it comes back as these arguments.
+    # config.json stores `__dict__`, and loading passes it back as these arguments.
     def __init__(
         self,
         scheme: str | dict[str, Any] | LinearScheme | None = None,
@@ -135,7 +136,7 @@ class VQConfig(QuantizationConfigMixin):
         elif candidates is not None:
             raise VQConfigError("candidates are what target_bits chooses from: give it too.")
         self.scheme = _check_scheme(scheme, bits).to_dict()
-        # What a file holds is compared as names and never given to `re`: a pattern can take hours.
+        # Entries of a file are compared as names, never as patterns: a regex can take hours.
         check_entry = _as_name if _stored else check_pattern
         self.modules_to_not_convert = _check_skips(modules_to_not_convert, check_entry)
         self.seed = _check_int("seed", seed, 0, _LARGEST_SEED)
@@ -183,7 +184,7 @@ class VQConfig(QuantizationConfigMixin):
 
     @property
     def scheme_name(self) -> str:
-        """The scheme's name in the catalogue, else its spec string; of published layouts theirs."""
+        """The scheme's name in the catalogue, else its spec string; or the names of the layouts."""
         if self.layouts:
             return ", ".join(sorted({one.name() for one in self.published_layouts.values()}))
         scheme = self.vq_scheme
@@ -195,38 +196,38 @@ class VQConfig(QuantizationConfigMixin):
         return [self.vq_scheme, *map(linear_scheme, others)]
 
     def scheme_of(self, name: str) -> LinearScheme:
-        """The scheme of a layer to quantize: that of its name, or of the first entry it matches."""
+        """Scheme of a layer to quantize: by its name, by the first entry it matches, or default."""
         return self.asked_of(name) or self.vq_scheme
 
     def asked_of(self, name: str) -> LinearScheme | None:
-        """The same, but None where `layers` say nothing of it."""
+        """Scheme that `layers` requests for a layer to quantize; None without an entry for it."""
         layers = self.layers or {}
         found = layers.get(name) or next((layers[e] for e in layers if matches(name, e)), None)
         return None if found is None else linear_scheme(found)
 
     def stored_scheme(self, *names: str) -> LinearScheme:
-        """The scheme of a layer of a checkpoint, by any of its names: `layers` has full ones."""
+        """Scheme of a checkpoint's layer, by any of its names: `layers` has full names there."""
         layers = self.layers or {}
         found = next((layers[name] for name in names if name in layers), None)
         return self.vq_scheme if found is None else linear_scheme(found)
 
     def pass2_of(self, name: str) -> str:
-        """Where the second pass of a layer is."""
+        """Placement of a layer's second pass, one of the values of `pass2`."""
         if isinstance(self.pass2, dict):
             return next((p for entry, p in self.pass2.items() if matches(name, entry)), "resident")
         return self.pass2 or "resident"
 
     def leaves_out_second_passes(self) -> bool:
-        """Whether the second pass of a layer is asked to be absent."""
+        """True if `pass2` requests `absent` for at least one layer."""
         values = self.pass2.values() if isinstance(self.pass2, dict) else (self.pass2,)
         return "absent" in values
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What counts of a config that is given with a quantized model."""
+        """Options that apply when a config is passed for an already quantized model."""
         return {} if self.pass2 is None else {"pass2": self.pass2}
 
     def to_dict(self) -> dict[str, Any]:
-        """What is stored: where a second pass is, is not."""
+        """The config as stored in config.json, without `pass2`: a placement is not stored."""
         found: dict[str, Any] = super().to_dict()
         found.pop("pass2", None)
         return found
@@ -237,22 +238,23 @@ class VQConfig(QuantizationConfigMixin):
         self._raise_version(2)
 
     def _raise_version(self, least: int) -> None:
-        """Have older versions say that they cannot read this."""
+        """Raise `format_version` so that versions that cannot read this config refuse it."""
         newer = any(isinstance(scheme, QoQScheme) for scheme in self.schemes())
         self.format_version = max(self.format_version, 3 if newer else least)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field, as of a dict: `from_pretrained(config=model.config)` asks for them so."""
+        """A field, as of a dict; `from_pretrained(config=model.config)` calls it."""
         return getattr(self, key, default)
 
     @classmethod
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> Any:
-        """The config of `to_dict()`, as a file holds it: its entries are names, not patterns.
+        """Make a config from `to_dict()`, as in config.json; its entries are names, not patterns.
 
         Raises:
-            VQConfigError: not a dict, `pass2`, which is never stored, or as in the constructor.
+            VQConfigError: `config_dict` is no dict or holds `pass2`, which is never stored; or an
+                argument is wrong as in the constructor.
         """
         if not isinstance(config_dict, dict):
             raise VQConfigError(f"quantization_config must be a dict; got {shown(config_dict)}.")
@@ -262,8 +264,8 @@ class VQConfig(QuantizationConfigMixin):
             )
         if "pass2" in config_dict:
             raise VQConfigError(
-                "quantization_config holds pass2, which no file and no dict may say. Delete it "
-                "there, and say where second passes are when the model is loaded: "
+                "quantization_config holds pass2, which is never stored. Delete it there and give "
+                "it when the model is loaded: "
                 'from_pretrained(..., quantization_config=VQConfig(pass2="offload")).'
             )
         return super().from_dict({**config_dict, "_stored": True}, return_unused_kwargs, **kwargs)
@@ -273,7 +275,7 @@ _warned: set[str] = set()
 
 
 def with_loading_attributes(kinds: tuple[type, ...]) -> tuple[type, ...]:
-    """The configs of which Transformers reads `get_loading_attributes` (`patches.TABLE`)."""
+    """Add VQConfig to the types whose `get_loading_attributes` Transformers reads (a patch)."""
     return (*kinds, VQConfig)
 
 
@@ -352,7 +354,7 @@ def _check_pass2(pass2: object) -> str | dict[str, str]:
 
 
 def _check_candidates(candidates: object) -> list[str]:
-    """Names where there are names, else spec strings."""
+    """Check `candidates`; returns catalogue names, spec strings for schemes without a name."""
     given = list(CANDIDATES) if candidates is None else candidates
     if not isinstance(given, (list, tuple)) or len(given) < 2:
         raise VQConfigError(
@@ -364,17 +366,17 @@ def _check_candidates(candidates: object) -> list[str]:
         for candidate in schemes
         if isinstance(candidate, VQScheme) and candidate.codebook != "universal"
     ]
-    if learned:  # a codebook that is learned from the rows that are measured would suit just these
+    if learned:  # costs are measured on some rows; a codebook learned from them would fit only them
         raise VQConfigError(
             f"{scheme_name(learned[0]) or learned[0].spec()} cannot be one of the candidates: it "
-            "learns its codebooks, and what that costs is not measured on some rows of a layer. "
-            "Give it to layers by name: layers={...}."
+            "learns its codebooks, so its error cannot be measured on a sample of rows. Give it to "
+            "layers by name: layers={...}."
         )
     element_wise = next((s for s in schemes if isinstance(s, QoQScheme)), None)
     if element_wise is not None:
         raise VQConfigError(
             f"{element_wise.spec()} cannot be one of the candidates: its layers round their inputs "
-            "too, and what that costs is not measured. Give it to layers by name: layers={...}."
+            "too, and that error is not measured. Give it to layers by name: layers={...}."
         )
     return [scheme_name(scheme) or scheme.spec() for scheme in schemes]
 
@@ -392,13 +394,13 @@ def _check_target(target: object, candidates: list[str]) -> float:
 
 
 def _below(target: float, candidates: list[str]) -> str:
-    """The candidate of most bits within the target."""
+    """The candidate with the most bits within the target."""
     within = [name for name in candidates if linear_scheme(name).bits() <= target]
     return max(within, key=lambda name: linear_scheme(name).bits())
 
 
 def _check_calibration(calibration: object) -> dict[str, Any] | None:
-    """The options in full; None stays None."""
+    """Check the calibration options and fill in defaults; None stays None."""
     if calibration is None:
         return None
     given = {"text": calibration} if isinstance(calibration, (str, os.PathLike)) else calibration
@@ -429,7 +431,7 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
         not isinstance(found["move_codes"], bool) or "finetune" not in found
     ):
         raise VQConfigError(
-            "calibration['move_codes'] must be true or false, beside 'finetune'; got "
+            "calibration['move_codes'] must be true or false, together with 'finetune'; got "
             f"{shown(found['move_codes'])}."
         )
     damping = found["damping"]
@@ -443,8 +445,11 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
 def _with_transforms(
     options: dict[str, Any], schemes: list[LinearScheme], recorded: bool
 ) -> dict[str, Any]:
-    """The options with all transforms of QoQ, where a layer may have such a scheme; of a model
-    that is `recorded`, those that were made."""
+    """Complete `transforms` if a layer may get a QoQ scheme, else check that there are none.
+
+    Args:
+        recorded: the model is already quantized; transforms that it does not name were not made.
+    """
     found, given = dict(options), options.get("transforms")
     scheme = next((scheme for scheme in schemes if isinstance(scheme, QoQScheme)), None)
     if scheme is not None:
@@ -458,7 +463,7 @@ def _with_transforms(
         return {**found, "transforms": checked_transforms(given, scheme)}
     if given is not None:
         raise VQConfigError(
-            "calibration['transforms'] are those of QoQ: give them with a scheme such as "
+            "calibration['transforms'] need a QoQ scheme: give them with a scheme such as "
             "'qoq-w4a8-g128'."
         )
     found.pop("transforms", None)

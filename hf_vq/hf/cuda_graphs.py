@@ -38,7 +38,7 @@ Step = Callable[..., Any]
 
 
 def capture(model: PreTrainedModel, enabled: bool = True) -> None:
-    """Let `model.generate` replay CUDA graphs of its own where its cache is static.
+    """Let `model.generate` replay its own CUDA graphs when the cache is static.
 
         hf_vq.capture(model)
         model.generate(**inputs, past_key_values=VQCache(model.config, max_cache_len=4096))
@@ -139,7 +139,7 @@ class _Captured:
 
 
 class _Graph:
-    """One step with inputs of its own; it keeps no cache alive."""
+    """One captured step with private copies of its inputs; it keeps no cache alive."""
 
     def __init__(self, captured: _Captured, inputs: Inputs) -> None:
         leaves, self.structure = _leaves(inputs)
@@ -160,12 +160,12 @@ class _Graph:
         self.out = {name: x for name, x in out.items() if name != _CACHE}
 
     def takes(self, inputs: Inputs) -> bool:
-        """Whether only values differ from what was captured."""
+        """True if `inputs` differ from the captured ones in values only."""
         leaves, structure = _leaves(inputs)
         return structure == self.structure and all(map(_alike, leaves, self.inputs))
 
     def replay(self, inputs: Inputs) -> Any:
-        """The model's output for `inputs`, in memory of its own."""
+        """The model's output for `inputs`, cloned out of the graph's memory."""
         for x, own in zip(_leaves(inputs)[0], self.inputs, strict=True):
             if isinstance(x, Tensor):
                 own.copy_(x)
@@ -179,7 +179,7 @@ class _Graph:
 
 
 class _Decoding:
-    """What one `generate` calls for every token."""
+    """The decoding step of one `generate` call, called for every token."""
 
     def __init__(self, captured: _Captured, compiled: Step) -> None:
         self.captured, self.compiled = captured, compiled
@@ -227,8 +227,8 @@ class _Decoding:
 
 
 def _repeats(inputs: Inputs) -> bool:
-    """Whether kernels are the same for every token: one of each row, and a cache that counts its
-    tokens on the GPU."""
+    """True if every step launches the same kernels: one token per sequence, and a static cache,
+    which counts its tokens on the GPU."""
     tokens, cache = inputs.get("input_ids"), inputs.get(_CACHE)
     if tokens is None or tokens.shape[1] != 1 or not isinstance(cache, Cache):
         return False
@@ -248,7 +248,7 @@ def _on_gpu(x: Any) -> bool:
 
 
 def _identity(x: Any) -> Any:
-    """What a graph goes by: memory on the GPU, values of all else; None = there is no telling."""
+    """Key of an input: its address on the GPU, else its value; None if it has no stable key."""
     if not isinstance(x, Tensor):
         return ("value", x)
     if not x.is_cuda:

@@ -37,7 +37,7 @@ def check_embedding(model: Any, kind: str) -> None:
 
 
 def restore_embedding(model: Any, dtype: torch.dtype) -> None:
-    """Put the dense embedding, and a head that is tied to it, back."""
+    """Restore the dense embedding, and the output head if it is tied."""
     old = model.get_input_embeddings()
     if not isinstance(old, VQEmbedding):
         return
@@ -53,7 +53,7 @@ def restore_embedding(model: Any, dtype: torch.dtype) -> None:
 
 
 def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
-    """In the place of a module, with the hook that accelerate gave it."""
+    """Replace a module, and move accelerate's hook to the new one."""
     hook = getattr(old, "_hf_hook", None)
     model.set_submodule(_name(model, old), new)
     if hook is not None:
@@ -68,17 +68,17 @@ def _resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> Any:
-    """As `PreTrainedModel.resize_token_embeddings`, to the size that there is.
+    """Replace `PreTrainedModel.resize_token_embeddings`: accept only the present size.
 
     Raises:
-        VQConfigError: another size.
+        VQConfigError: another size is requested.
     """
     rows = self.get_input_embeddings().num_embeddings
-    asked = rows if new_num_tokens is None else new_num_tokens
-    asked += -asked % (pad_to_multiple_of or 1)
-    if asked != rows:
+    requested = rows if new_num_tokens is None else new_num_tokens
+    requested += -requested % (pad_to_multiple_of or 1)
+    if requested != rows:
         raise VQConfigError(
-            f"an embedding of {rows} rows of integers cannot be resized to {asked}: resize the "
+            f"an embedding of {rows} rows of integers cannot be resized to {requested}: resize the "
             "dense model and quantize that, or dequantize this one first."
         )
     resize = type(self).resize_token_embeddings

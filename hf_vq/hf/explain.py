@@ -28,7 +28,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of layer: where it is, what is asked of the dispatch table and what it answers.
+    """One kind of layer: its names, the problem for the dispatch table, and the verdicts.
 
     Args:
         layers: names of the layers that ask the same.
@@ -79,16 +79,16 @@ def explain(
     dtype: torch.dtype | None = None,
     cache: VQCache | None = None,
 ) -> Explanation:
-    """Which kernel runs for every VQ layer of `model` (or for one layer), and why not another.
+    """Explain which kernel runs for every VQ layer of `model`, and why not another.
 
     Args:
         model: a model, a part of one or a layer.
-        tokens: rows of the input; 1 is a step of generation.
-        dtype: of the input; by default the model's.
-        cache: also what its layers ask: `kv_attention` over codes (its size is tokens in the cache
-            x head_dim) and `kv_append` of codes (new tokens x head_dim), of keys and of values; of
-            a cache that is compiled also both of its static memory. Head sizes of an empty cache
-            are those of the config.
+        tokens: rows of the input; 1 is a decoding step.
+        dtype: dtype of the input; None = the model's.
+        cache: explain the ops of its layers, too: `kv_attention` over codes (size: tokens in the
+            cache x head_dim) and `kv_append` of keys and of values (new tokens x head_dim); for a
+            compiled cache also both of its static memory. An empty cache has the head sizes of the
+            config.
     """
     dtype = dtype or getattr(model, "dtype", None) or torch.get_default_dtype()
     names: dict[Problem, list[str]] = {}
@@ -128,7 +128,7 @@ def _problems(
 def _cache_problems(
     layer: VQCacheLayer, model: nn.Module, tokens: int, dtype: torch.dtype
 ) -> Iterator[Problem]:
-    """What one layer of a cache asks for a sequence that goes on by `tokens`."""
+    """Problems of one cache layer when its sequence grows by `tokens`."""
     schemes = layer.scheme.key, layer.scheme.value
     specs = schemes[0].spec(), schemes[1].spec()
     device = next(model.parameters()).device
@@ -141,12 +141,12 @@ def _cache_problems(
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dims = dim, dim
         layouts = layouts_for(*schemes, *dims, torch.empty(0, dtype=dtype, device=device))
-    held, limit = layer.length + tokens, layer.get_max_length()
-    held = min(held, limit - 1 + tokens) if layer.is_sliding else max(held, limit)
+    num_cached, limit = layer.length + tokens, layer.get_max_length()
+    num_cached = min(num_cached, limit - 1 + tokens) if layer.is_sliding else max(num_cached, limit)
 
     def attention(memory: str) -> Problem:
         return attention_problem(
-            device, dtype, *specs, *dims, tokens, held, *layouts, memory=memory
+            device, dtype, *specs, *dims, tokens, num_cached, *layouts, memory=memory
         )  # fmt: skip
 
     yield attention(GROWING)

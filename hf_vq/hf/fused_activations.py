@@ -1,12 +1,13 @@
-"""Which norms and activations of a model hand their output to `W4A8Linear` as integers of 8 bits.
+"""Fuse 8-bit quantization of activations into the norms and activations before `W4A8Linear`.
 
     input_layernorm           -> self_attn.q_proj, k_proj, v_proj
     post_attention_layernorm  -> mlp.gate_proj, up_proj
     mlp.act_fn, times up      -> mlp.down_proj
 
-Blocks of Llama, Mistral, Qwen 2 and 3 and others of their build have these names; norms and
-activations are tried on numbers. What they return decodes itself wherever a layer is another one
-(nn/lazy_activation.py), so files, hooks and adapters are what they were.
+Blocks of Llama, Mistral, Qwen 2 and 3 and models like them have these names. Norms and activations
+are compared with their formulas on random numbers. Their output is a `LazyActivation`
+(nn/lazy_activation.py), which decodes itself for any other consumer: files, hooks and adapters do
+not change.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def fuse_inputs(model: nn.Module) -> None:
         for name, readers in _NORMS.items():
             norm, layers = _child(block, name), [_child(block, reader) for reader in readers]
             if all(type(layer) is W4A8Linear for layer in layers) and _is_rms_norm(norm.__class__):
-                _replace(norm, functools.partial(_norm, norm, *_asked(layers[0])))
+                _replace(norm, functools.partial(_norm, norm, *_problem(layers[0])))
         activation, down = _child(block, _ACTIVATION), _child(block, _DOWN)
         if type(down) is W4A8Linear and _is_silu(activation.__class__):
-            _replace(activation, functools.partial(_silu, activation, *_asked(down)))
+            _replace(activation, functools.partial(_silu, activation, *_problem(down)))
 
 
 def separate_inputs(model: nn.Module) -> None:
@@ -79,8 +80,8 @@ def _child(module: nn.Module, path: str) -> Any:
     return found
 
 
-def _asked(layer: W4A8Linear) -> tuple[str, int]:
-    """What the table is asked for a layer's product."""
+def _problem(layer: W4A8Linear) -> tuple[str, int]:
+    """Spec and out_features of a layer, the key of its problem in the dispatch table."""
     return layer.spec, layer.out_features
 
 
@@ -101,8 +102,8 @@ def _silu(activation: Any, spec: str, rows: int, input: Tensor) -> Tensor:
 
 
 def _is_taken(module: nn.Module, spec: str, rows: int, x: Tensor, *others: Tensor) -> bool:
-    """Whether nobody but the layers behind a module looks at its output, and their kernel takes
-    inputs that are rounded."""
+    """True if only the layers behind `module` read its output, and their kernel takes inputs that
+    are already quantized."""
     if module._forward_hooks or not ops.is_plain_eager(x, *others) or not x.numel():
         return False
     return env.FUSED_INPUTS.get() and fused_inputs(x, spec, rows) is not None
@@ -110,7 +111,7 @@ def _is_taken(module: nn.Module, spec: str, rows: int, x: Tensor, *others: Tenso
 
 @functools.cache
 def _is_rms_norm(kind: Any) -> bool:
-    """Whether modules of a class are `rms_norm`, bit by bit."""
+    """True if modules of a class equal `rms_norm` bit by bit."""
     if not kind.__name__.endswith("RMSNorm"):
         return False
     with torch.device("cpu"), torch.no_grad():
@@ -131,7 +132,7 @@ def _is_rms_norm(kind: Any) -> bool:
 
 @functools.cache
 def _is_silu(kind: Any) -> bool:
-    """Whether modules of a class are SiLU."""
+    """True if modules of a class equal SiLU bit by bit."""
     if "SiLU" not in kind.__name__:
         return False
     with torch.device("cpu"), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What `model.generate` does with a `VQCache`: two entries of `patches.TABLE`.
+"""Support of `model.generate` for a `VQCache`: two entries of `patches.TABLE`.
 
 - `QuantizedCache`, so that `cache_implementation="quantized", cache_config={"backend": "vq"}` makes
   a `VQCache` (also from a saved generation_config.json); other backends are untouched;
@@ -61,7 +61,7 @@ def enable_cache_backend() -> None:
 
 
 def with_vq_backend(plain: Any) -> Any:
-    """What stands for `QuantizedCache` in generate."""
+    """The class that replaces `QuantizedCache` in generate."""
     return QuantizedCacheOrVQCache
 
 
@@ -81,7 +81,7 @@ def tell_the_prompt(prepare: Any) -> Any:
         if isinstance(cache, VQCache):
             if self.config.is_encoder_decoder:
                 raise VQCacheError(
-                    f"{type(self).__name__} has cross-attention, which needs a cache of its own: "
+                    f"{type(self).__name__} has cross-attention, which needs a separate cache: "
                     "past_key_values=EncoderDecoderCache(VQCache(config), "
                     "DynamicCache(config=config))."
                 )

@@ -1,4 +1,4 @@
-"""Which modules of a model an entry of `VQConfig` means: by name, a part of one, or a pattern."""
+"""Modules of a model that an entry of `VQConfig` selects: by name, part of a name, or pattern."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_pattern(argument: str, entry: str) -> str:
 
 
 def matches(name: str, entry: str) -> bool:
-    """Whether an entry means the module `name`, or one that holds it.
+    """True if `entry` selects the module `name` or a parent of it.
 
     Always up to a dot: "layers.1" does not mean layers.11. (Transformers' own matching did before
     5.23.)

@@ -61,7 +61,7 @@ class Deferred(dict[str, Any]):
 
     Transformers runs an operation inside a block that turns every exception into a line of a
     report, and iterates over the result outside of it. Made here, an error keeps its own type and
-    message, and only one result exists at a time.
+    message, and there is never more than one result.
     """
 
     def __init__(self, make: Callable[[], Iterator[tuple[str, Any]]]) -> None:

@@ -44,24 +44,24 @@ from .tensor_parallel import ranks, split_plan
 logger = logging.get_logger("hf_vq")
 
 _CALIBRATION = "calibration.layerwise:WeightCalibration"
-"""Above this layer, and a user's choice: named here as the dispatch table names backends."""
+"""Named by a string and imported only if a user requests calibration: it is a layer above."""
 
 
 class VQHfQuantizer(HfQuantizer):
-    """Replaces layers by VQ modules before the weights are loaded, and fills them.
+    """Replace layers by VQ modules before the weights are loaded, then load their tensors.
 
-    On the fly, every dense tensor is quantized as soon as it is read. From a VQ checkpoint, the
-    modules' parameters are the file's tensors, so nothing is converted.
+    On-the-fly quantization encodes every dense tensor as soon as it is read. The tensors of a VQ
+    checkpoint are the modules' parameters, so nothing is converted.
 
-    The hooks take any further arguments: their signatures differ between releases.
+    The hooks accept extra arguments: their signatures differ between releases of Transformers.
     """
 
     requires_calibration = False
     quantization_config: VQConfig
 
     def __init__(self, quantization_config: VQConfig, **kwargs: Any) -> None:
-        patches.apply(patches.BACKEND)  # the model's generation config may ask for codes
-        # What is learned while quantizing goes into the copy, not into the user's object.
+        patches.apply(patches.BACKEND)  # the model's generation config may request a VQ cache
+        # Quantizing writes to the copy, never to the user's object.
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         if not self.pre_quantized:
             self.quantization_config.provenance = None
@@ -80,8 +80,8 @@ class VQHfQuantizer(HfQuantizer):
         config = self.quantization_config
         if not self.pre_quantized and config.leaves_out_second_passes():
             raise VQConfigError(
-                'pass2="absent" is for a model that was saved with two passes. To make one of one '
-                "pass, quantize with turboquant-4."
+                'pass2="absent" is for a model that was saved with two passes. To quantize with '
+                "one pass, use the scheme turboquant-4."
             )
         if not self.pre_quantized and ranks(model) > 1:
             raise VQConfigError(
@@ -106,7 +106,7 @@ class VQHfQuantizer(HfQuantizer):
             self._check_what_comes_last(model, wanted)
         if config.calibration is not None and not self.pre_quantized and wanted:
             self._calibration = load(_CALIBRATION)(model, wanted, config, checkpoint_files or [])
-            for name in self._calibration.names:  # their weights are loaded as they are
+            for name in self._calibration.names:  # their weights are loaded dense
                 del wanted[name]
         if self.pre_quantized:
             self._place_published(model, wanted)
@@ -123,7 +123,7 @@ class VQHfQuantizer(HfQuantizer):
         for module in vq_modules(model).values():
             # Their tensors come from a file or from quantization, never from a random generator.
             module._is_hf_initialized = True  # type: ignore[assignment]
-        # The tensors that layers share are read by us, not by Transformers.
+        # hf_vq, not Transformers, reads the tensors that layers share.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         ignored.add(r"(^|\.)vq_(codebook|rotation)\.[^.]+$")
         if config.leaves_out_second_passes():
@@ -137,7 +137,7 @@ class VQHfQuantizer(HfQuantizer):
         return model
 
     def _check_what_comes_last(self, model: Any, wanted: Mapping[str, LinearScheme]) -> None:
-        """Stop now if what is done once all layers have their codes cannot be done."""
+        """Raise now if a step that follows the encoding of all layers cannot be done."""
         config = self.quantization_config
         if config.embeddings is not None:
             check_embedding(model, config.embeddings)
@@ -150,7 +150,7 @@ class VQHfQuantizer(HfQuantizer):
             check_pass2(config.pass2, two, model, config.scheme_name)
 
     def _expert(self, name: str, out_features: int, in_features: int) -> VQLinear:
-        """One matrix of an expert that is stored on its own."""
+        """Make the module of one expert's matrix that the checkpoint stores separately."""
         config = self.quantization_config
         layout = config.published_layouts.get(name)
         if layout is not None:
@@ -159,7 +159,7 @@ class VQHfQuantizer(HfQuantizer):
         return linear_class(scheme)(in_features, out_features, False, scheme, where=name)
 
     def _place_published(self, model: Any, wanted: Mapping[str, Any]) -> None:
-        """Put the layers that are stored in a published layout in their places."""
+        """Replace layers that the checkpoint stores in another project's layout."""
         prefix = f"{model.base_model_prefix}."
         for given, layout in self.quantization_config.published_layouts.items():
             for name in {given, given.removeprefix(prefix), prefix + given} & set(wanted):
@@ -172,8 +172,10 @@ class VQHfQuantizer(HfQuantizer):
                 model.set_submodule(name, new.train(source.training))
 
     def _wanted_dense(self, model: Any) -> dict[str, LinearScheme]:
-        """The layers to quantize, by name; what is left out, and where another scheme than that of
-        the config is used, is recorded in the config."""
+        """Schemes of the layers to quantize, by name.
+
+        Writes the skipped layers and those with another scheme than the default to the config.
+        """
         config = self.quantization_config
         names = [name for name, _ in candidates(model)]
         entries = config.modules_to_not_convert or []
@@ -185,14 +187,14 @@ class VQHfQuantizer(HfQuantizer):
         wanted = {name: config.scheme_of(name) for name in names if name not in left}
         if config.layers is not None:
             check_entries("layers", config.layers, list(wanted), model)
-            asked = {name: scheme for name in wanted if (scheme := config.asked_of(name))}
+            requested = {name: scheme for name in wanted if (scheme := config.asked_of(name))}
             if config.target_bits is None:
-                asked = {name: s for name, s in asked.items() if s != config.vq_scheme}
-            config.use({name: scheme.spec() for name, scheme in asked.items()})
+                requested = {name: s for name, s in requested.items() if s != config.vq_scheme}
+            config.use({name: scheme.spec() for name, scheme in requested.items()})
         return wanted
 
     def _wanted_stored(self, model: Any) -> dict[str, LinearScheme]:
-        """The layers whose codes the checkpoint holds, or should hold, by name."""
+        """Schemes of the layers whose codes the checkpoint holds, or should hold, by name."""
         config, prefix = self.quantization_config, f"{model.base_model_prefix}."
         skipped = set(config.modules_to_not_convert or ())
         recorded = set((config.provenance or {}).get("relative_error", {}))
@@ -207,7 +209,7 @@ class VQHfQuantizer(HfQuantizer):
                 continue
             optional = any(matches(name, entry) for entry in defaults)
             new_head = not headless and not name.startswith(prefix)
-            # A head that the file knows nothing about is a new one, for Transformers to make.
+            # A head without tensors in the file is new: Transformers initializes it.
             known = names & recorded or not (optional or new_head)
             if known or self._in_file(name, prefix, codes=optional):
                 scheme = config.stored_scheme(*names)
@@ -229,7 +231,7 @@ class VQHfQuantizer(HfQuantizer):
         return skips
 
     def _watch_missing(self, model: Any) -> None:
-        """Look at what the loader did not find, just before it is filled with random numbers."""
+        """Check for missing tensors just before Transformers fills them with random numbers."""
         original = model.mark_tied_weights_as_initialized
 
         def checked(loading_info: Any) -> Any:
@@ -242,15 +244,15 @@ class VQHfQuantizer(HfQuantizer):
         patches.override(model, "mark_tied_weights_as_initialized", checked)
 
     def _check_values(self, model: Any) -> None:
-        """Stop if a stored float is wrong or not finite."""
+        """Raise if a stored float is wrong or not finite."""
         stored_files.check_values(model)
 
     def _unloaded(self, model: Any, unloaded: set[str]) -> None:
-        """Stop if there was no tensor for one of our parameters."""
+        """Raise if the checkpoint has no tensor for a parameter of a VQ module."""
         stored_files.check_loaded(model, unloaded, self.pre_quantized)
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:
-        """Leave codes alone, and verify the checkpoint with the names that it will be given."""
+        """Exempt codes from Transformers' conversions, and verify the checkpoint's headers."""
         model, files = self._model, self._checkpoint
         if model is None or not self.pre_quantized:
             return weight_conversions
@@ -260,12 +262,12 @@ class VQHfQuantizer(HfQuantizer):
         return conversions
 
     def _is_left_out(self, name: str) -> bool:
-        """Whether a stored tensor is one of a second pass that is not asked for."""
+        """True for a stored tensor of a second pass with `pass2="absent"`."""
         prefix, _, attribute = name.rpartition(".")
         return attribute.endswith("_2") and self.quantization_config.pass2_of(prefix) == "absent"
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether `param_name` is a dense tensor that becomes codes."""
+        """True if `param_name` is a dense tensor that becomes codes."""
         if self.pre_quantized:
             return False
         module, name = get_module_from_name(model, param_name)
@@ -306,7 +308,7 @@ class VQHfQuantizer(HfQuantizer):
         # Only now: loading replaces every non-persistent buffer by an empty one.
         for module in vq_modules(model).values():
             module.set_shared(shared)
-        if self._check is not None:  # last: what is missing has a message of its own
+        if self._check is not None:  # last: missing tensors have their own message
             known = self._recorded is not None
             self._check.finish(known, self._recorded, self._is_left_out)
             self._check = None
@@ -333,7 +335,7 @@ class VQHfQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, Any]:
-        """What is saved: the state dict, and once each the tensors that layers share."""
+        """The state dict to save, with each tensor that layers share once, and its metadata."""
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}
         state: dict[str, Tensor] = dict(model.state_dict())
@@ -347,11 +349,11 @@ class VQHfQuantizer(HfQuantizer):
         return state, digests.room(state)  # for what `save_pretrained` writes there
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        held = [name for name, module in vq_modules(model).items() if _is_offloaded(module)]
-        if held:
+        offloaded = [name for name, module in vq_modules(model).items() if _is_offloaded(module)]
+        if offloaded:
             raise VQConfigError(
-                f"cannot dequantize {held[0]}: its codes are offloaded. Load the model without "
-                "offloading first."
+                f"cannot dequantize {offloaded[0]}: its codes are offloaded. Load the model "
+                "without offloading first."
             )
         # Saving leaves a name in the model's config.
         named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -363,17 +365,17 @@ class VQHfQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether it can be saved."""
+        """True: a quantized model can be saved."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters can be trained on it."""
+        """True: adapters can be trained on a quantized model."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile it: copies of offloaded passes cannot be."""
+        """True if `generate` may compile the model: not while second passes are offloaded."""
         return self.quantization_config.pass2 in (None, "resident")
 
 

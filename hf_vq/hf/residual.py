@@ -28,7 +28,7 @@ MOST_BITS = 8  # of one pass
 
 
 def place_pass2(model: Any, pass2: str | dict[str, str] | None) -> None:
-    """Put the second passes of a model's layers where a policy says, now and for later moves.
+    """Place the second passes of a model's layers by a policy, now and after later moves.
 
     Args:
         pass2: as in `VQConfig`; None is `resident`.
@@ -37,27 +37,27 @@ def place_pass2(model: Any, pass2: str | dict[str, str] | None) -> None:
         VQConfigError: an unknown policy, an entry without layers, or a model without second passes.
     """
     config: VQConfig = model.config.quantization_config
-    asked = VQConfig(config.vq_scheme, pass2=pass2, provenance={})
-    if asked.leaves_out_second_passes():
+    requested = VQConfig(config.vq_scheme, pass2=pass2, provenance={})
+    if requested.leaves_out_second_passes():
         raise VQConfigError(
             'pass2="absent" is for loading: from_pretrained(..., quantization_config='
             'VQConfig(pass2="absent")).'
         )
     modules = _two_passes(model)
-    if asked.pass2 not in (None, "resident") and ranks(model) > 1:
+    if requested.pass2 not in (None, "resident") and ranks(model) > 1:
         raise VQConfigError(
             "second passes of a model that is split over devices stay with the first: leave pass2 "
             "out."
         )
-    if isinstance(asked.pass2, dict):
-        check_entries("pass2", asked.pass2, list(modules), model)
-    if asked.pass2 not in (None, "resident") and not modules:
+    if isinstance(requested.pass2, dict):
+        check_entries("pass2", requested.pass2, list(modules), model)
+    if requested.pass2 not in (None, "resident") and not modules:
         raise VQConfigError(
             f"no layer of {type(model).__name__} has a second pass to place: {config.scheme_name} "
             "has one pass. Leave pass2 out."
         )
-    place(list(modules.values()), [asked.pass2_of(name) for name in modules])
-    config.pass2 = asked.pass2
+    place(list(modules.values()), [requested.pass2_of(name) for name in modules])
+    config.pass2 = requested.pass2
 
 
 def _two_passes(model: Any) -> dict[str, VQLinear | VQExperts]:
@@ -70,7 +70,7 @@ def _of_schemes(model: Any) -> dict[str, VQLinear | VQExperts]:
 
 
 def leave_out_pass2(model: Any, layers: list[str]) -> None:
-    """Have the config say that layers were loaded without their second pass: what is saved then is
+    """Record in the config that layers were loaded without their second pass: a later save writes
     a model of one pass.
 
     Raises:
@@ -87,10 +87,10 @@ def leave_out_pass2(model: Any, layers: list[str]) -> None:
 
 
 def merge_passes(model: Any, bits: int | None = None) -> None:
-    """Make one pass of the two of every layer, in place: their sum is coded once more.
+    """Merge the two passes of every layer into one, in place: encode their sum.
 
-    One pass needs no second set of codes, and every kernel knows it. Coding once more costs about
-    as much as one pass of so many bits does by itself; codes that calibration chose are rounded.
+    One pass needs no second set of codes, and every kernel supports it. The error is about that of
+    a direct quantization to so many bits; the choices of a calibration are lost.
 
     Args:
         bits: of the new codes; None is those of both passes together, 8 at most.
@@ -130,7 +130,7 @@ def _one_pass(scheme: LinearScheme, bits: int | None) -> VQScheme:
 def _merged(
     module: VQLinear | VQExperts, scheme: VQScheme, seed: int, where: str
 ) -> VQLinear | VQExperts:
-    """A module of one pass that holds the sum of both."""
+    """Make a module of one pass that encodes the sum of both passes."""
 
     def fitted(matrix: Tensor) -> dict[str, Tensor]:
         return fit_weight(matrix, scheme, seed=seed, where=where).tensors
@@ -158,8 +158,8 @@ def _merged(
 
 
 def describe(model: Any, changed: list[str]) -> None:
-    """Have the config say which schemes the layers of a model have now, of which some changed: what
-    was measured of those is not known any more."""
+    """Record the present schemes of a model's layers in the config, and drop the measured errors of
+    the changed ones."""
     config: VQConfig = model.config.quantization_config
     schemes = {name: module.scheme for name, module in _of_schemes(model).items()}
     if config.vq_scheme not in schemes.values() and changed:

@@ -71,7 +71,7 @@ def split_plan(model: Any, plan: dict[str, str]) -> None:
 
 
 def whole_everywhere(module: VQLinear, attribute: str, style: str) -> bool:
-    """Whether every rank keeps all of a stored tensor."""
+    """True if every rank keeps all of a stored tensor."""
     if style in _COLWISE:
         return attribute not in _SPLIT_BY_ROW
     if isinstance(module.scheme, QoQScheme):  # a row's scale, and its zero
@@ -106,7 +106,7 @@ def _rowwise_problem(scheme: LinearScheme, whole: int, size: int) -> str | None:
     if isinstance(scheme, QoQScheme):
         return _element_problem(scheme, whole, part)
     if scheme.streams > 1:
-        return "the codes of its residual stages are stored one after another"
+        return "its residual stages store their codes in consecutive streams"
     try:
         same_group = scheme.group(part) == scheme.group(whole) or scheme.scale_group == 0
         same_block = scheme.block(part) == scheme.block(whole)
@@ -123,7 +123,7 @@ def _rowwise_problem(scheme: LinearScheme, whole: int, size: int) -> str | None:
 
 
 def _element_problem(scheme: QoQScheme, whole: int, part: int) -> str | None:
-    """Each rank rounds its part of a token by itself, under a scale of its own."""
+    """Each rank rounds its part of a token separately, with its own scale."""
     group = scheme.group_of(whole)
     if scheme.group and part % group:
         return f"{part} input features do not hold whole groups of {group}"

@@ -1,11 +1,11 @@
-"""`hf-vq convert`: a published checkpoint as one of ours, a file at a time.
+"""`hf-vq convert`: convert a published checkpoint to hf_vq's format, file by file.
 
     IN/model-00002-of-00003.safetensors  -->  OUT.unfinished/model-00002-of-00003.safetensors
     config.json, tokenizer, ...          -->  config.json last; then OUT.unfinished becomes OUT
 
-A file of the output holds the layers whose codes are in the file of the same number. Killed at any
-point, the same command goes on after the last whole file. The verification reads what was written
-and decodes it: every weight must be that of the published formula, bit for bit.
+A file of the output holds the layers whose codes are in the input file of the same number. After an
+interruption, the same command continues with the next file. The verification reads every written
+file and decodes it: every weight must equal that of the published formula, bit for bit.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
     """Convert a published checkpoint, and verify the result.
 
     Args:
-        source: folder of the checkpoint, or its name on the Hub. Files are safetensors, or what
-            QServe's converter wrote with `torch.save`.
+        source: folder of the checkpoint, or its name on the Hub. Files are safetensors, or
+            written by QServe's converter with `torch.save`.
         out: folder to write; must not exist.
-        requantize: quantize the decoded weights to this instead of keeping them. Of it only the
-            scheme, `seed` and `search` may be given.
+        requantize: config to quantize the decoded weights with, instead of keeping their codes;
+            only its scheme, `seed` and `search` may be set.
 
     Returns:
-        `layers` that were converted, `weights` that were compared, and `bits_per_weight`.
+        Numbers of converted `layers` and compared `weights`, and `bits_per_weight`.
 
     Raises:
-        VQConfigError: not a checkpoint of a method that hf_vq reads, `out` is in use, a file of
-            `source` is a link to somewhere else, or `requantize` asks for more than can be done.
-        VQFormatError: a tensor is missing or wrong, or what was written is not what was read.
+        VQConfigError: hf_vq does not read the checkpoint's method, `out` is in use, a file of
+            `source` is a link out of the folder, or `requantize` sets other options.
+        VQFormatError: a tensor is missing or wrong, or a written weight differs from the source.
     """
     if requantize is not None:
         _check_requantize(requantize)
@@ -106,8 +106,8 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         )
     work = Path(f"{os.path.abspath(out)}.unfinished")
     work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("ab") as held:
-        if lock(held) is False:
+    with (work / "lock").open("ab") as lock_file:
+        if lock(lock_file) is False:
             raise VQConfigError(f"another process converts to {work}. Wait for it.")
         _check_state(work, folder, checkpoint, ours)
         remove_leftovers(work, None)
@@ -117,7 +117,7 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         (work / _STATE).unlink()
         for file in work.iterdir():
             file.rename(new / file.name)
-        # Before OUT is there: nobody asks again for what is done.
+        # Before OUT exists: after a kill from here on, nothing is left to resume.
         shutil.rmtree(work, ignore_errors=True)
     return result
 
@@ -129,10 +129,10 @@ def _unread(source: str, method: str) -> VQConfigError:
 
 
 def _check_requantize(config: VQConfig) -> None:
-    """Raise if a config asks for more than each layer's codes by themselves."""
+    """Raise if a config sets more than a scheme, `seed` and `search`."""
     plain = VQConfig(config.vq_scheme, seed=config.seed, search=config.search, provenance={})
-    told = set(vars(config)) - {"format_version", "provenance"}  # written, not asked for
-    if more := sorted(name for name in told if getattr(config, name) != getattr(plain, name)):
+    options = set(vars(config)) - {"format_version", "provenance"}  # written, not requested
+    if more := sorted(name for name in options if getattr(config, name) != getattr(plain, name)):
         raise VQConfigError(
             f"requantize takes a scheme, seed and search; got {', '.join(more)} too. Leave that "
             "out; or load the published model, dequantize and save it, and quantize what is saved."

@@ -1,7 +1,7 @@
 """QServe's own files: `torch.save` of a state dict, without a `quantization_config`.
 
-A pickle can run any program. Only tensors are taken out of it (`torch.load(weights_only=True)`),
-and what else is in it makes the file refused.
+A pickle can run any program. Only tensors are loaded (`torch.load(weights_only=True)`); a file with
+anything else is refused.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def load_tensors(file: str) -> dict[str, Tensor]:
                 f"{file}: {shown(name)} is {shown(type(tensor))} instead of a plain tensor. "
                 "Download the checkpoint again."
             )
-        held = tensor.untyped_storage().nbytes() if tensor.device.type == "cpu" else -1
-        if tensor.numel() * tensor.itemsize > held:
+        available = tensor.untyped_storage().nbytes() if tensor.device.type == "cpu" else -1
+        if tensor.numel() * tensor.itemsize > available:
             raise VQFormatError(
                 f"{file}: {shown(name)} has the shape {tuple(tensor.shape)}, and the file does not "
                 "hold so many numbers. Download the checkpoint again."
@@ -83,7 +83,7 @@ def load_tensors(file: str) -> dict[str, Tensor]:
 
 
 def pickled_files(folder: Path) -> list[str]:
-    """QServe's file in a folder; none where there is none, or safetensors beside it.
+    """QServe's file in a folder; [] if there is none, or if the folder has safetensors files.
 
     Raises:
         VQFormatError: there are two.

@@ -1,7 +1,8 @@
-"""Which tensors of a published checkpoint make which layers of a model, and what they become.
+"""`Plan`: map the tensors of a published checkpoint to the layers of a model.
 
-The file decides: a layer is coded where its codes are, whatever the list of skipped layers says.
-(Lists of public AQLM checkpoints name parameters, `lm_head.weight`, others name modules.)
+The file decides: a layer with codes in the file is quantized, whatever the config's list of skipped
+layers contains. (Lists of public AQLM checkpoints name parameters, `lm_head.weight`, others name
+modules.)
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class PublishedLayer:
         return self.layout.scheme_keys[suffix]
 
     def moves(self) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
-        """By name in the file: name in the model, and the function that makes the tensor."""
+        """Conversions by name in the file: name in the model, function that makes the tensor."""
         found = {}
         for suffix in self.kept:
             source = self.sources[suffix]
@@ -77,14 +78,14 @@ class PublishedLayer:
 
 @dataclass
 class Plan:
-    """What becomes of a published checkpoint in one model.
+    """Mapping of a published checkpoint to one model.
 
     Args:
         layers: coded layers by name in the model.
         lists: modules of experts that are coded one by one, with the names of their matrices.
-        dense: linear layers that the file holds as they are.
+        dense: linear layers that the file stores dense.
         rename: name in a file -> name in the model.
-        prefix: of the base model in names.
+        prefix: prefix of the base model in names.
     """
 
     layers: dict[str, PublishedLayer] = field(default_factory=dict)

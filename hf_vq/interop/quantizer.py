@@ -1,7 +1,7 @@
 """Published checkpoints (AQLM and others) through `from_pretrained`: `hf_vq.adopt`.
 
-Transformers' own quantizers of these methods are taken out of its tables and ours put in: the
-layers become `VQLinear`, the model's config a `VQConfig`, and `save_pretrained` writes our format.
+hf_vq's quantizers replace those of Transformers for these methods. The layers become `VQLinear`,
+the model's config a `VQConfig`, and `save_pretrained` writes hf_vq's format.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _known(methods: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class PublishedConfig(QuantizationConfigMixin):
-    """The `quantization_config` of a published checkpoint, as it is."""
+    """The `quantization_config` of a published checkpoint, with its fields unchanged."""
 
     def __init__(self, **fields: Any) -> None:
         self.quant_method = fields["quant_method"]
@@ -102,8 +102,8 @@ class PublishedQuantizer(VQHfQuantizer):
         method = self.published["quant_method"]
         if ranks(model) > 1:
             raise VQConfigError(
-                f"a checkpoint of {method} cannot be split over devices as it is: run "
-                "`hf-vq convert` first, and load the result."
+                f"a checkpoint of {method} cannot be split over devices: run `hf-vq convert` "
+                "first, and load the result."
             )
         files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
         if not files:
@@ -133,13 +133,13 @@ class PublishedQuantizer(VQHfQuantizer):
             raise neither(name.rpartition(".")[0], self.published["quant_method"])
 
     def _check_values(self, model: Any) -> None:
-        """Every tensor was looked at when it was made, under its published name; codes beside the
-        tensors that decide their range are now."""
+        """Check codes against the tensors that decide their range; each tensor by itself was
+        checked when it was made, under its published name."""
         for name, module in vq_modules(model).items():
             module.check_codes(partial(getattr, module), name)
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:
-        """Put what turns published tensors into ours before the model's own conversions."""
+        """Put the conversion of published tensors before the model's conversions."""
         if self._plan is None:
             return weight_conversions
         return [Translation(self._plan), *weight_conversions]
@@ -162,7 +162,7 @@ class PublishedQuantizer(VQHfQuantizer):
 
 
 def config_of(plan: Plan, published: dict[str, Any], model: Any) -> VQConfig:
-    """What our config.json says of a published checkpoint."""
+    """Make the `VQConfig` of a published checkpoint."""
     schemes = {name: layer.layout.stored_as for name, layer in plan.layers.items()}
     counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
     usual = counts.most_common(1)[0][0] if counts else None
@@ -192,7 +192,7 @@ def module_of(layer: PublishedLayer, source: Any) -> VQLinear:
 
 
 class Translation(WeightConverter):
-    """Every published tensor to the tensor that it becomes, one by one, while it is loaded."""
+    """Conversion of each published tensor to hf_vq's format while it is loaded."""
 
     __slots__ = ("moves",)
 
@@ -226,7 +226,7 @@ class Translate(ConversionOps):
     """The operation of a `Translation`.
 
     Args:
-        makers: what makes the tensor of each name in the model.
+        makers: function that makes the tensor, by name in the model.
     """
 
     def __init__(self, makers: dict[str, Any]) -> None:

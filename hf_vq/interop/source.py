@@ -1,8 +1,8 @@
-"""The folder that `hf-vq convert` reads: which files count, and that they are really in it.
+"""The folder that `hf-vq convert` reads: its files, and checks that they are really in it.
 
-A folder may come from anybody, and what is converted is often pushed. So no link is followed out of
-the folder, but into the Hub cache, where a snapshot consists of links to blobs; and of the files
-that are no weights only configs, tokenizers and licences are copied, never code.
+A folder is untrusted, and results are often pushed. So no link out of the folder is followed,
+except into the Hub cache, where a snapshot consists of links to blobs. Of the files without weights
+only configs, tokenizers and licences are copied, never code.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def copy_others(folder: Path, to: Path, but: tuple[str, ...]) -> None:
-    """Copy the files beside the weights; those that are not copied are named in one line.
+    """Copy the files without weights; logs the names of files that are not copied.
 
     Args:
         but: names of files that are written anew.

@@ -50,16 +50,16 @@ def described(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
             f"{CONFIG} has fields that hf_vq does not know: {', '.join(unknown)}. hf_vq reads what "
             "version 0.1.0 of turboquant-model writes."
         )
-    # What that version has beside the first fields, and files from before it lack.
-    told = {"rotation": "qr", "rotation_strategy": "different", **config}
-    skipped = [part for part in ("embed", "lm_head") if told.get(_skip(part)) is True]
+    # Defaults of the fields that files before version 0.1.0 lack.
+    complete = {"rotation": "qr", "rotation_strategy": "different", **config}
+    skipped = [part for part in ("embed", "lm_head") if complete.get(_skip(part)) is True]
     linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and not any(part in name.lower() for part in skipped)
     ]
     layers = {name: number for number, name in enumerate(linear)}
-    return {**told, "layers": layers}
+    return {**complete, "layers": layers}
 
 
 def _skip(part: str) -> str:

@@ -2,8 +2,8 @@
 
     rotate -> smooth_attention -> reorder -> smooth_outputs
 
-What is found on text is found once, before the first of them, so that what they do follows from
-the weights and from that.
+The largest inputs are measured on text once, before the first transform. So the transforms depend
+only on the weights and on these measurements.
 """
 
 from __future__ import annotations
@@ -15,72 +15,73 @@ import torch
 from torch import Tensor
 
 from ...errors import VQCalibrationError
-from ...hf.calibration_options import FOLDS
+from ...hf.calibration_options import EQUIVALENT_TRANSFORMS
 from .block_outputs import GROUP_EXPONENTS, ROW_EXPONENTS, reorder_down, smooth_down, smooth_values
 from .rotate import rotate
-from .smooth_attention import fold_attention
+from .smooth_attention import apply_smoothing
 from .structure import structure_of
 
-_PROBE = 64  # tokens on which the model must be what it was
-# How far logits may move, relative to their size. A wrong fold is an error of order 1; rounding
-# every weight to 16 bits once more moves them by some percent, and to 32 bits not at all.
+_PROBE = 64  # tokens on which the outputs are compared
+# Largest relative change of the logits, by bytes of the dtype. A wrong transform is an error of
+# order 1. Rounding every weight to 16 bits once more changes logits by some percent; to 32 bits,
+# not at all.
 _MOST = {2: 0.1, 4: 1e-3, 8: 1e-3}
 
 
-def listened(model: Any, prefix: str, folds: Mapping[str, bool]) -> list[str]:
-    """The layers whose largest inputs `fold` will ask for.
+def layers_to_record(model: Any, prefix: str, transforms: Mapping[str, bool]) -> list[str]:
+    """Names of the layers whose largest inputs `apply_transforms` needs.
 
     Raises:
-        VQCalibrationError: as `structure_of`.
+        VQCalibrationError: the model is unsupported, see `structure_of`.
     """
-    if not any(folds[name] for name in FOLDS if name != "smooth_attention"):
+    if not any(transforms[name] for name in EQUIVALENT_TRANSFORMS if name != "smooth_attention"):
         return []
     blocks = structure_of(model, prefix).blocks
-    down = folds["reorder"] or folds["smooth_outputs"]
-    values = folds["smooth_outputs"] and not folds["rotate"]
+    down = transforms["reorder"] or transforms["smooth_outputs"]
+    values = transforms["smooth_outputs"] and not transforms["rotate"]
     wanted = [("mlp.down_proj", down), ("self_attn.o_proj", values)]
-    return [f"{block.name}.{layer}" for block in blocks for layer, asked in wanted if asked]
+    return [f"{block.name}.{layer}" for block in blocks for layer, needed in wanted if needed]
 
 
 @torch.no_grad()
-def fold(
+def apply_transforms(
     model: Any,
     prefix: str,
-    folds: Mapping[str, bool],
+    transforms: Mapping[str, bool],
     largest: Mapping[str, Tensor],
     probe: Tensor,
     *,
     groups: bool,
 ) -> None:
-    """Change a model in place; it computes the same.
+    """Apply equivalent transforms to a model, in place; its outputs stay the same.
 
     Args:
         prefix: name of the list of its blocks.
-        folds: which of FOLDS are asked for.
-        largest: as `largest_inputs` found it in the layers that `listened` lists.
-        probe: token ids [tokens] on whose start that is tried.
-        groups: whether weights will have a scale for some columns, or for a whole row.
+        transforms: which of EQUIVALENT_TRANSFORMS to apply.
+        largest: result of `largest_inputs` for the layers of `layers_to_record`.
+        probe: token ids [tokens]; outputs are compared on the first ones.
+        groups: True if a scale covers a group of columns, False if it covers a whole row.
 
     Raises:
-        VQCalibrationError: the model is not built so, or does not compute the same.
+        VQCalibrationError: the model is unsupported, or its outputs have changed.
     """
     ids = probe[None, :_PROBE].to(model.device)
     before = model(ids, use_cache=False).logits.double()
-    plain = any(folds[name] for name in FOLDS if name != "smooth_attention")
+    plain = any(transforms[name] for name in EQUIVALENT_TRANSFORMS if name != "smooth_attention")
     structure = structure_of(model, prefix) if plain else None
-    if structure is not None and folds["rotate"]:
+    if structure is not None and transforms["rotate"]:
         rotate(model, structure)
-    if folds["smooth_attention"]:
+    if transforms["smooth_attention"]:
         _smooth_attention(model, largest, probe)
     exponents = GROUP_EXPONENTS if groups else ROW_EXPONENTS
     for block in structure.blocks if structure is not None else ():
         down = largest.get(f"{block.name}.mlp.down_proj")
-        if down is not None and folds["reorder"]:
+        if down is not None and transforms["reorder"]:
             down = down[reorder_down(block, down).cpu()]
-        if down is not None and folds["smooth_outputs"]:
+        if down is not None and transforms["smooth_outputs"]:
             smooth_down(block, down, exponents)
         values = largest.get(f"{block.name}.self_attn.o_proj")
-        if values is not None and folds["smooth_outputs"] and not folds["rotate"]:
+        if values is not None and transforms["smooth_outputs"] and not transforms["rotate"]:
             smooth_values(block, values, exponents)
     after = model(ids, use_cache=False).logits.double()
     _check(model, before, after)
@@ -89,7 +90,7 @@ def fold(
 def _smooth_attention(model: Any, largest: Mapping[str, Tensor], probe: Tensor) -> None:
     keys = {int(n.removeprefix("keys.")): k for n, k in largest.items() if n.startswith("keys.")}
     try:
-        fold_attention(model, keys, probe)
+        apply_smoothing(model, keys, probe)
     except VQCalibrationError as error:
         raise VQCalibrationError(
             f"{error} Or turn it off: VQConfig(calibration={{..., "
@@ -102,8 +103,8 @@ def _check(model: Any, before: Tensor, after: Tensor) -> None:
     moved = float((after - before).norm() / before.norm())
     if not moved <= allowed:  # also NaN
         raise VQCalibrationError(
-            f"the transforms of QoQ changed what {type(model).__name__} predicts, by {moved:.2g} "
-            f"of its size where {model.dtype} explains {allowed:.2g}: something in it is not as in "
+            f"the transforms of QoQ changed the logits of {type(model).__name__} by {moved:.2g} of "
+            f"their norm, where rounding to {model.dtype} explains {allowed:.2g}: it differs from "
             'Llama. Turn them off: VQConfig(calibration={..., "transforms": {"rotate": False, ...'
             "}})."
         )

@@ -1,5 +1,5 @@
-"""What goes into the layers that end a block (QServe, sections 4.3.2 and 4.3.3): its channels are
-smoothed, and ordered by size. Both are folded into the layer before, since
+"""Inputs of the layers that end a block (QServe, sections 4.3.2 and 4.3.3): their channels are
+smoothed and sorted by magnitude. Both are folded into the layer before, since
 
     down (act(gate x) * up x)       a factor of up, or an order of gate and up, comes out unchanged
     o (sum over tokens of p v)      a factor of a channel of v, for all query heads that read it
@@ -18,10 +18,13 @@ ROW_EXPONENTS = (0.1, 0.9)  # with a scale for a whole row
 
 
 def smooth_down(block: Block, largest: Tensor, exponents: tuple[float, float]) -> Tensor:
-    """Smooth the inputs of `down`, in place; by what they were divided: [intermediate].
+    """Smooth the inputs of `down`, in place.
 
     Args:
-        largest: max |x| of these inputs.
+        largest: max |x| of these inputs, [intermediate].
+
+    Returns:
+        Divisors of the inputs, [intermediate].
     """
     weights = block.down.weight.abs().amax(0)
     factors = output_factors(largest.to(weights.device), weights, *exponents)
@@ -30,14 +33,17 @@ def smooth_down(block: Block, largest: Tensor, exponents: tuple[float, float]) -
 
 
 def smooth_values(block: Block, largest: Tensor, exponents: tuple[float, float]) -> Tensor:
-    """Smooth the inputs of `o`, in place; by what values were divided: [kv heads * head_dim].
+    """Smooth the inputs of `o`, in place.
 
     Args:
-        largest: max |x| of the inputs of `o` [heads * head_dim].
+        largest: max |x| of the inputs of `o`, [heads * head_dim].
+
+    Returns:
+        Divisors of the values, [kv heads * head_dim].
     """
     heads, repeats, size = block.values
 
-    def of_value(x: Tensor) -> Tensor:  # query heads that read one head of values lie side by side
+    def of_value(x: Tensor) -> Tensor:  # query heads of one head of values are adjacent
         return x.reshape(heads, repeats, size).amax(1).flatten()
 
     weights = of_value(block.o.weight.abs().amax(0))
@@ -55,14 +61,17 @@ def _scale(before: nn.Linear, layer: nn.Linear, given: Tensor, read: Tensor) -> 
 
 
 def reorder_down(block: Block, largest: Tensor) -> Tensor:
-    """Put the inputs of `down` in the order of their size, the largest first, in place; the old
-    channel of each new one: int64 [intermediate].
+    """Sort the channels of the inputs of `down` by magnitude, the largest first, in place.
 
-    Channels of like size then share a group, and its scale. Other layers read hidden states, whose
-    order all blocks share, or values, of which a head is no wider than a group.
+    Channels of similar magnitude then share a group and its scale. Other layers cannot be sorted:
+    they read hidden states, whose order all blocks share, or values, whose head is no wider than a
+    group.
 
     Args:
-        largest: max |x| of these inputs.
+        largest: max |x| of these inputs, [intermediate].
+
+    Returns:
+        The old channel of each new one, int64 [intermediate].
     """
     order = torch.argsort(largest, descending=True, stable=True).to(block.down.weight.device)
     for layer in (block.gate, block.up):

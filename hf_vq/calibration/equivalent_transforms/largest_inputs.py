@@ -1,4 +1,4 @@
-"""The largest inputs that transforms are chosen by: one pass of the float model over some text."""
+"""Largest inputs of layers, which the transforms need: one pass of the float model over text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = 1 << 14  # a maximum over more hardly grows
 def largest_inputs(
     model: Any, sequences: Tensor, layers: Iterable[str], keys: bool, progress: bool = True
 ) -> dict[str, Tensor]:
-    """The largest absolute value of every channel, in float32 on the CPU.
+    """Measure the largest absolute value of every channel, float32 on the CPU.
 
     Args:
         sequences: token ids [sequences, tokens]; the first TOKENS tokens are read.
@@ -30,11 +30,12 @@ def largest_inputs(
         keys: whether keys count, too.
 
     Returns:
-        By the layer's name; of keys by `keys.NUMBER` of the layer: [kv heads, head_dim].
+        Maxima [in] by the layer's name; those of keys, [kv heads, head_dim], by `keys.NUMBER` of
+        the layer.
 
     Raises:
         VQCalibrationError: an input is not finite.
-        VQCacheError: the model has no cache of keys and values, and keys are wanted.
+        VQCacheError: `keys` is True and the model has no cache of keys and values.
     """
     found: dict[str, Tensor] = {}
     count = max(1, TOKENS // sequences.shape[1])
@@ -42,7 +43,7 @@ def largest_inputs(
     with ExitStack() as stack:
         for name in layers:
             layer = model.get_submodule(name)
-            hook = partial(_hear, found, name)
+            hook = partial(_record, found, name)
             stack.callback(layer.register_forward_pre_hook(hook).remove)
         for ids in bar(sequences[:count], "looking for outliers", progress):
             run_recorded(model, ids, largest)
@@ -57,7 +58,7 @@ def largest_inputs(
     return found
 
 
-def _hear(found: dict[str, Tensor], name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+def _record(found: dict[str, Tensor], name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
     channels = args[0].detach().abs().flatten(0, -2).amax(0).float().cpu()
     before = found.get(name)
     found[name] = channels if before is None else torch.maximum(channels, before)

@@ -1,5 +1,5 @@
-"""Block-input rotation (QServe, section 4.3.1): the hidden states between blocks are turned by one
-Hadamard matrix Q, so that no channel of what blocks read is much larger than the others.
+"""Block-input rotation (QServe, section 4.3.1): one Hadamard matrix Q rotates the hidden states
+between blocks, so that no channel of a block's input is much larger than the others.
 
     h' = h Q        x / rms(x) does not see a rotation, so
 
@@ -7,8 +7,8 @@ Hadamard matrix Q, so that no channel of what blocks read is much larger than th
     q, k, v, gate, up, head     W' = W diag(g) Q    reads it; g of the norm before it becomes 1
     o, down     W' = Q^T W,  b' = b Q               adds to it
 
-Values are turned too, each head by a Hadamard matrix R of its size: v gives x R, o undoes it. So
-the inputs of all layers but `down` are rotated, and nothing is computed while the model runs.
+Values are rotated too, each head by a Hadamard matrix R of its size: v returns x R, o undoes it. So
+the inputs of all layers but `down` are rotated, and inference needs no extra operation.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.get_logger("hf_vq")
 
 
 def rotate(model: Any, structure: Structure) -> None:
-    """Turn a model's hidden states and values, in place; it computes the same.
+    """Rotate a model's hidden states and values, in place; its outputs stay the same.
 
-    A head that is tied to the embedding gets a weight of its own, as the last norm is folded into
-    it: the model grows by that.
+    An output head that is tied to the embedding gets a separate weight, because the last norm is
+    folded into it. The model grows by the size of this weight.
 
     Raises:
         VQCalibrationError: there is no Hadamard matrix of its size.
@@ -51,7 +51,7 @@ def rotate(model: Any, structure: Structure) -> None:
         _read(block.mlp_norm, block.gate, block.up)
         for layer in (block.o, block.down):
             _write(layer)
-        _turn_values(block)
+        _rotate_values(block)
     _read(structure.norm, structure.head)
 
 
@@ -61,7 +61,7 @@ def _untie(model: Any, structure: Structure) -> None:
         return
     size = head.weight.numel() * head.weight.element_size()
     logger.warning(
-        "hf_vq: rotation gives the output head a weight of its own (%.1f MB): the last norm is "
+        "hf_vq: rotation gives the output head a separate weight (%.1f MB): the last norm is "
         "folded into it, so it cannot stay tied to the embedding.",
         size / 1e6,
     )
@@ -74,7 +74,7 @@ def _untie(model: Any, structure: Structure) -> None:
 
 
 def _read(norm: Any, *layers: nn.Linear) -> None:
-    """Fold a norm's weight and Q into what reads the norm."""
+    """Fold a norm's weight and Q into the layers that read the norm's output."""
     gain = norm.weight.detach().double()
     for layer in layers:
         change(layer.weight, lambda rows: hadamard(rows * gain.to(rows.device)))
@@ -82,20 +82,20 @@ def _read(norm: Any, *layers: nn.Linear) -> None:
 
 
 def _write(layer: nn.Linear) -> None:
-    """Fold Q into what is added to hidden states."""
+    """Fold Q into a layer whose output is added to the hidden states."""
     change(layer.weight.T, hadamard)
     if layer.bias is not None:
         change(layer.bias[None], hadamard)
 
 
-def _turn_values(block: Block) -> None:
+def _rotate_values(block: Block) -> None:
     heads, repeats, size = block.values
 
-    def turned(rows: Tensor) -> Tensor:
+    def rotated(rows: Tensor) -> Tensor:
         return hadamard(rows.unflatten(-1, (-1, size))).flatten(-2)
 
-    change(block.v.weight.T, turned)
+    change(block.v.weight.T, rotated)
     if block.v.bias is not None:
-        change(block.v.bias[None], turned)
+        change(block.v.bias[None], rotated)
     assert block.o.in_features == heads * repeats * size
-    change(block.o.weight, turned)  # o x = (o R^T^T) (x R), and R is orthonormal
+    change(block.o.weight, rotated)  # o x = (o R^T^T) (x R), and R is orthonormal

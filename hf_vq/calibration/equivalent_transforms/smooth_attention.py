@@ -3,9 +3,9 @@
     no norm behind the projections      rows of q_proj times l, rows of k_proj over l, biases too
     QK-norm with a weight               its weight, for all heads at once or channel by channel
 
-The model stays what it was, to the last bit: l is a power of two, and channels that RoPE turns into
-each other share one. That is not believed but tried: the logits of a piece of text must be equal,
-with the pairs of one kind of RoPE or of the other, else everything is put back.
+The logits stay bit-identical: l is a power of two, and the two channels of a RoPE pair share one.
+This is verified: the logits on a piece of text must be equal, with the channel pairs of one kind of
+RoPE or of the other. If they are not, the weights are restored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...transforms.smoothing import ALPHA, PAIRINGS, partners, smoothing_factors
 from ..kv_codebooks import TOKENS, check_number, checked_context, run_recorded
 from ..text import bar, sequences_of
 
-_PROBE = 64  # tokens on which the model must be what it was
+_PROBE = 64  # tokens on which the logits must be equal
 
 
 @torch.no_grad()
@@ -38,18 +38,18 @@ def smooth_attention(
     seed: int = 0,
     progress: bool = True,
 ) -> dict[int, Tensor]:
-    """Even out the channels of a model's keys, in place; the model computes the same.
+    """Smooth the channels of a model's keys, in place; its outputs stay the same.
 
     For KV caches that do not rotate keys (`qserve-kv4`, `nomad-*`, `cq-*` learned afterwards).
-    Save the model as always: nothing tells it from one that was trained so.
+    Save the model as always: it has the same tensors and config as before.
 
     Args:
         model: a decoder-only language model that is not quantized, in any dtype.
         text, tokenizer, tokens, context, seed, progress: as for `calibrate_kv`.
-        alpha: how much is evened out: 0 nothing, 1 all.
+        alpha: strength of the smoothing, from 0 (none) to 1 (all channels equal).
 
     Returns:
-        By layer, what keys were divided by: float32 [kv heads, head_dim].
+        Divisors of the keys by layer: float32 [kv heads, head_dim].
 
     Raises:
         VQCalibrationError: the text is too short, the model's attention has no separate `q_proj`
@@ -58,7 +58,7 @@ def smooth_attention(
     """
     if not 0 <= alpha <= 1:
         raise VQCalibrationError(f"smooth_attention(alpha=...) must be in [0, 1]; got {alpha!r}.")
-    _layers_of(model)  # what is wrong with them, before the model runs
+    _layers_of(model)  # raises before the model runs
     check_number("tokens", tokens, MIN_CONTEXT)
     context = min(checked_context(model, context), tokens)
     was_training = model.training
@@ -68,7 +68,7 @@ def smooth_attention(
         largest = Largest()
         for ids in bar(sequences, "recording", progress):
             run_recorded(model, ids, largest)
-        return fold_attention(model, largest.of, sequences[0], alpha)
+        return apply_smoothing(model, largest.of, sequences[0], alpha)
     finally:
         model.train(was_training)
 
@@ -80,20 +80,24 @@ class Largest:
         self.of: dict[int, Tensor] = {}
 
     def add(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Look at keys [B, H, n, D], without the sinks."""
+        """Update the maxima with keys [B, H, n, D], without the sinks."""
         found = keys.abs().amax((0, 2)).float().cpu()
         self.of[layer] = torch.maximum(found, self.of.get(layer, found))
 
 
 @torch.no_grad()
-def fold_attention(
+def apply_smoothing(
     model: Any, largest: Mapping[int, Tensor], probe: Tensor, alpha: float = ALPHA
 ) -> dict[int, Tensor]:
-    """The same as `smooth_attention` by keys that were looked at before.
+    """Apply `smooth_attention` with maxima of the keys that are already measured.
 
     Args:
         largest: max |K| by layer [kv heads, head_dim].
-        probe: token ids [tokens] on whose start the model must be what it was.
+        probe: token ids [tokens]; logits on the first ones must not change.
+        alpha: strength of the smoothing.
+
+    Returns:
+        Divisors of the keys by layer: float32 [kv heads, head_dim].
     """
     layers = _layers_of(model)
     ids = probe[None, :_PROBE].to(model.device)
@@ -105,8 +109,8 @@ def fold_attention(
     for layer in layers:
         if layer.index not in largest:  # it reads the keys of another layer
             raise VQCalibrationError(
-                f"{layer.name} has no keys of its own in the cache: SmoothAttention would need "
-                "the queries of several layers for one key."
+                f"{layer.name} reads the keys of another layer. SmoothAttention does not support "
+                "keys that several layers share."
             )
     kept = [layer.weights() for layer in layers]
     for pairing in PAIRINGS:
@@ -115,7 +119,7 @@ def fold_attention(
             for layer in layers:
                 most = largest[layer.index]
                 pairs = partners(most.shape[1], rotated_channels(model, most.shape[1]), pairing)
-                factors[layer.index] = layer.fold(most, pairs, alpha)
+                factors[layer.index] = layer.smooth(most, pairs, alpha)
             same = torch.equal(model(ids, use_cache=False).logits, before)
         finally:  # also where it was interrupted
             if not same:
@@ -131,12 +135,12 @@ def fold_attention(
 
 
 def _layers_of(model: Any) -> list[_Attention]:
-    """Every attention, if all can be folded into."""
+    """All attention modules; raises if one of them cannot be smoothed."""
     layers = [_Attention(*each) for each in model.named_modules() if _is_attention(each[1])]
     if not layers:
         raise VQCalibrationError(
-            f"{type(model).__name__} has no attention with separate q_proj and k_proj, so there is "
-            "nothing that SmoothAttention could be folded into."
+            f"{type(model).__name__} has no attention with separate q_proj and k_proj, which "
+            "SmoothAttention needs."
         )
     for layer in layers:
         layer.check()
@@ -144,7 +148,7 @@ def _layers_of(model: Any) -> list[_Attention]:
 
 
 def rotated_channels(model: Any, head_dim: int) -> int:
-    """Channels of a key that RoPE turns."""
+    """Number of a key's channels that RoPE rotates."""
     config = model.config.get_text_config(decoder=True)
     count = getattr(config, "rotary_dim", None)
     if isinstance(count, int):
@@ -160,7 +164,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 @dataclass
 class _Attention:
-    """An attention module and where its queries and keys get their size."""
+    """An attention module, and the weights that scale its queries and keys."""
 
     name: str
     module: Any
@@ -172,14 +176,14 @@ class _Attention:
 
     @property
     def ends(self) -> tuple[Any, Any]:
-        """What queries and keys pass last before RoPE: a norm, or the projection."""
+        """Last modules of queries and keys before RoPE: their norms, or the projections."""
         query, key = (getattr(self.module, f"{side}_norm", None) for side in "qk")
         if query is not None and key is not None:
             return query, key
         return self.module.q_proj, self.module.k_proj
 
     def check(self) -> None:
-        """Refuse what cannot be folded."""
+        """Raise VQCalibrationError if factors cannot be folded into the weights."""
         for end in self.ends:
             weight = getattr(end, "weight", None)
             if weight is None or not weight.is_floating_point() or weight.is_meta:
@@ -190,20 +194,24 @@ class _Attention:
                 )
 
     def weights(self) -> list[Tensor]:
-        """Copies of all that `fold` changes."""
+        """Copies of the tensors that `smooth` changes."""
         return [part.clone() for end in self.ends for part in _parts(end)]
 
     def restore(self, kept: list[Tensor]) -> None:
-        """Undo `fold`."""
+        """Undo `smooth`."""
         parts = [part for end in self.ends for part in _parts(end)]
         for part, before in zip(parts, kept, strict=True):
             part.copy_(before)
 
-    def fold(self, largest: Tensor, pairs: Tensor, alpha: float) -> Tensor:
-        """Multiply queries and divide keys by factors, which are returned: [kv heads, D].
+    def smooth(self, largest: Tensor, pairs: Tensor, alpha: float) -> Tensor:
+        """Multiply queries and divide keys by smoothing factors.
 
         Args:
-            largest: of the keys' channels, [kv heads, D].
+            largest: max |K| of the channels, [kv heads, D].
+            pairs: the partner of each channel under RoPE, [D].
+
+        Returns:
+            The factors, [kv heads, D].
         """
         heads, dim = largest.shape
         queries, keys = self.ends

@@ -1,10 +1,11 @@
-"""What folds must know of a model: which layers feed which.
+"""Structure of a decoder, which the transforms need: which layers feed which.
 
     embedding -> ( norm -> q, k, v -> attention -> o  +  norm -> gate, up -> act * -> down ) x n
               -> norm -> head
 
-That is Llama, Mistral, Qwen 2 and 3 and others of their build. A model with anything else in it
-that has parameters is refused by the name of that, and norms and MLPs are tried on numbers.
+Llama, Mistral, Qwen 2 and 3 and models like them have it. A model with any other module that has
+parameters is refused, with the module's name. Norms and MLPs are compared with their formulas on
+random numbers.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ class Structure:
 
 
 def structure_of(model: Any, prefix: str) -> Structure:
-    """Take a model apart.
+    """Find the layers of a model.
 
     Args:
         prefix: name of the list of its blocks.
 
     Raises:
-        VQCalibrationError: it is not built so, is quantized or offloaded; the message names what.
+        VQCalibrationError: the model has another structure, is quantized or offloaded; the message
+            names the module.
     """
     if any(p.is_meta or not p.is_floating_point() for p in model.parameters()):
         raise VQCalibrationError(
@@ -87,7 +89,7 @@ def structure_of(model: Any, prefix: str) -> Structure:
         raise _unknown(model, "has no embedding and output head of the usual kind")
     if len(outside) != 1:
         found = f"{len(outside)} modules with weights" + "".join(f", {n}" for n in [*outside][:3])
-        raise _unknown(model, f"has {found} beside its blocks, where one norm is expected")
+        raise _unknown(model, f"has {found} outside its blocks, where one norm is expected")
     (norm_name, norm), count = outside.popitem(), len(model.get_submodule(prefix))
     _check_norm(model, norm_name, norm)
     blocks = [_block(model, f"{prefix}.{index}", owners) for index in range(count)]
@@ -103,7 +105,7 @@ def _block(model: Any, name: str, owners: dict[str, nn.Module]) -> Block:
     if missing := [key for key in wanted if key not in own]:
         raise _unknown(model, f"has no {start}{missing[0]}")
     if more := sorted(set(own) - set(wanted) - _ALLOWED):
-        raise _unknown(model, f"has {start}{more[0]}, which nothing is known of")
+        raise _unknown(model, f"has an unknown module {start}{more[0]}")
     for key in (*_ATTENTION, *_MLP):
         if type(own[key]) is not nn.Linear:
             raise _unknown(model, f"has a {type(own[key]).__name__} at {start}{key}")
@@ -121,7 +123,7 @@ def _block(model: Any, name: str, owners: dict[str, nn.Module]) -> Block:
 
 
 def _check_norm(model: Any, name: str, norm: Any) -> None:
-    """A norm must be x / rms(x) * weight: no mean is taken off, nothing is added to the weight."""
+    """Raise unless a norm is x / rms(x) * weight: no mean subtracted, nothing added to weight."""
     weight = norm._parameters.get("weight")
     if len(norm._parameters) != 1 or weight is None or weight.ndim != 1:
         raise _unknown(model, f"has a {type(norm).__name__} at {name}, where a norm is expected")
@@ -151,7 +153,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 
 
 def change(rows: Tensor, map_rows: Callable[[Tensor], Tensor]) -> None:
-    """Map rows [n, m] in place, some at a time, in float64; of `weight.T` columns."""
+    """Map rows [n, m] in place, in float64 and in chunks; pass `weight.T` to map columns."""
     for part in rows.split(_ROWS):
         part.copy_(map_rows(part.double()))
 

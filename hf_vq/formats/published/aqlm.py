@@ -27,8 +27,8 @@ from ..scheme import VQScheme
 from ..spec import TensorSpec
 from .layout import FLOATS, Layout, dtype_named, integer, name_of, unsigned
 
-_WORDS = 1 << 20  # codes of two codebooks that are parted at a time
-_ROWS = 1 << 22  # codes decoded at a time: bounds the work space
+_WORDS = 1 << 20  # codes of two codebooks that are de-interleaved in one step
+_ROWS = 1 << 22  # codes decoded in one step: bounds the work space
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class AqlmLayout(Layout):
         return rows * self.out_group, columns * self.in_group
 
     def name(self) -> str:
-        """As in the names of public checkpoints: 2x8."""
+        """Name as in public checkpoints: 2x8."""
         groups = f" of {self.out_group} x {self.in_group} weights"
         return f"AQLM {self.codebooks}x{self.bits}{groups}"
 
@@ -163,8 +163,8 @@ class AqlmLayout(Layout):
 def _codebooks_first(codes: Tensor) -> Tensor:
     """[rows, columns, books] -> [rows, books, columns], contiguous.
 
-    Two bytes are taken out of one word at a time: PyTorch copies single bytes with a stride slowly.
-    Some rows at a time, so that the words that are shifted stay in the cache.
+    Both bytes of a 16-bit word are extracted together: PyTorch's strided copy of bytes is slow. The
+    rows are processed in chunks, so that the words stay in the cache.
     """
     rows, columns, books = codes.shape
     if books == 2 and codes.element_size() == 1 and codes.is_contiguous():

@@ -1,4 +1,4 @@
-"""`Layout`: how a published method stores one linear layer, and what becomes of it here.
+"""`Layout`: storage of one linear layer by a published method, and its conversion.
 
     published tensors  --stored-->  tensors of a scheme            our kernels run it
                                     or the same tensors (`own`)     decoded at every call
@@ -83,9 +83,9 @@ class Layout(ABC):
             VQFormatError: no such matrix can be stored.
         """
 
-    @cached_property  # asked for every tensor
+    @cached_property  # read for every tensor
     def stored_as(self) -> VQScheme | QoQScheme | None:
-        """What `scheme` returns."""
+        """Cached result of `scheme`."""
         return self.scheme()
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Layout(ABC):
 
     @abstractmethod
     def inspect(self, suffix: str, tensor: Tensor, where: str) -> None:
-        """Look at the values of a published tensor that is kept as it is.
+        """Check the values of a published tensor that is stored unchanged.
 
         Raises:
             VQFormatError: a code that its codebook does not have; names `where`.
@@ -163,7 +163,7 @@ class Layout(ABC):
                 )
 
     def hint(self, suffix: str, tensor: Tensor, spec: TensorSpec) -> str:
-        """What is known of a tensor of a wrong shape or dtype; ends with a blank."""
+        """Explanation for a tensor with a wrong shape or dtype, for an error; ends with a blank."""
         return ""
 
     @abstractmethod
@@ -199,10 +199,10 @@ def check_fields(cls: type[Layout], data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """What a published config says of layers under `key`; empty where it says nothing.
+    """Section `key` of a published config; empty if it is missing.
 
     Raises:
-        VQConfigError: it is no mapping.
+        VQConfigError: the section is no mapping.
     """
     found = config.get(key) or {}
     if not isinstance(found, Mapping):

@@ -123,7 +123,7 @@ class QoqLayout(Layout):
         return rows, 2 * size
 
     def name(self) -> str:
-        """As in the names of public checkpoints."""
+        """Name as in public checkpoints."""
         return f"QoQ W4A8 ({'groups of 128' if self.grouped else 'per channel'})"
 
 

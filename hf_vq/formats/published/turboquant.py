@@ -142,7 +142,7 @@ class TurboquantLayout(Layout):
         return None
 
     def stored(self, suffix: str, tensor: Tensor, where: str) -> Tensor:
-        """Never asked: there is no scheme."""
+        """Never called: there is no scheme."""
         raise NotImplementedError
 
     def inspect(self, suffix: str, tensor: Tensor, where: str) -> None:
@@ -174,8 +174,8 @@ class TurboquantLayout(Layout):
         codebook, norms = tensors[f"{prefix}codebook"].float(), tensors[f"{prefix}norms"].float()
         groups = (codebook / math.sqrt(self.group))[codes.int()].unbind(1)
         rotate = _unhadamard if self.hadamard else _unqr
-        turned = [rotate(y, seed + self.group * g) for g, y in enumerate(groups)]
-        return (torch.stack(turned, 1) * norms.reshape(len(codes), -1, 1)).flatten(1)
+        rotated = [rotate(y, seed + self.group * g) for g, y in enumerate(groups)]
+        return (torch.stack(rotated, 1) * norms.reshape(len(codes), -1, 1)).flatten(1)
 
     def size(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
         """See `Layout.size`."""
@@ -204,12 +204,12 @@ def _unhadamard(rows: Tensor, seed: int) -> Tensor:
     """Rows [n, d] times H / sqrt(d), then times the signs of a seed."""
     size = rows.shape[1]
     drawn = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(seed))
-    turned = rows
+    rotated = rows
     for half in (1 << step for step in range(size.bit_length() - 1)):
-        one, other = turned.reshape(len(rows), -1, 2, half).unbind(2)
-        turned = torch.stack([one + other, one - other], 2)
+        one, other = rotated.reshape(len(rows), -1, 2, half).unbind(2)
+        rotated = torch.stack([one + other, one - other], 2)
     signs = (2 * drawn - 1).to(rows.device, rows.dtype)
-    return turned.reshape(rows.shape) / math.sqrt(size) * signs
+    return rotated.reshape(rows.shape) / math.sqrt(size) * signs
 
 
 @lru_cache(maxsize=_KEPT)

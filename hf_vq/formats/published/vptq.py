@@ -16,7 +16,7 @@ stream of bits, least significant first; a code is the residual's above the main
     stored[i v + r, column c of group g] = C[g][code][r] + R[g][residual code][r]
     W[:, perm[c]] = stored[:, c] * weight_scale[perm[c]] + weight_bias[perm[c]]
 
-No VQScheme has such vectors, outliers or an order of columns, so all is kept as it is.
+No VQScheme has such vectors, outliers or a permutation of columns, so tensors are stored unchanged.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class VptqLayout(Layout):
         vector: rows of an entry.
         centroids: entries of a group's codebook.
         residual: entries of its residual codebook; 0 = none.
-        groups: groups of columns, each with codebooks of its own.
+        groups: groups of columns, each with its own codebooks.
         group_size: columns of a group.
-        outliers: columns with a codebook of their own; 0 = none.
+        outliers: columns that use the outliers' codebook; 0 = none.
         outlier_vector: rows of an outlier's entry.
         outlier_centroids: entries of the outliers' codebook.
-        norm: whether columns have a scale and an offset.
-        perm: whether columns are stored in another order.
+        norm: True if columns have a scale and an offset.
+        perm: True if columns are stored in another order.
         dtype: of the numbers.
     """
 
@@ -167,7 +167,7 @@ class VptqLayout(Layout):
         return None
 
     def stored(self, suffix: str, tensor: Tensor, where: str) -> Tensor:
-        """Never asked: there is no scheme."""
+        """Never called: there is no scheme."""
         raise NotImplementedError
 
     def inspect(self, suffix: str, tensor: Tensor, where: str) -> None:
@@ -219,7 +219,7 @@ class VptqLayout(Layout):
         return shapes["codes"][1] * self.vector, columns
 
     def name(self) -> str:
-        """As in the names of public checkpoints: v8-k65536-256."""
+        """Name as in public checkpoints: v8-k65536-256."""
         return f"VPTQ v{self.vector}-k{self.centroids}-{self.residual}"
 
 

@@ -1,10 +1,10 @@
-"""Writing a folder: all files or none.
+"""Atomic writing of a folder: all files or none.
 
-The new files are made in a hidden folder beside the target, which then takes the target's place in
-one step: a killed save leaves the old folder or the new one. Where a folder cannot be replaced (it
-is a mount point, the working directory, or its parent is read-only) they are made in a hidden
-folder inside it, and moved one by one once all are there. Whoever saves or loads there next
-finishes that: `recover`.
+The new files are written to a hidden folder next to the target, which then replaces the target in
+one step: a killed save leaves the old folder or the new one. A mount point, the working directory
+or a folder with a read-only parent cannot be replaced. There the files are written to a hidden
+folder inside the target and moved one by one once all are complete. If the process is killed during
+the moves, the next save or load finishes them (`recover`).
 
     .model.hf_vq-x1y2.lock      locked while its process lives, see `formats.hidden`
     .model.hf_vq-x1y2/new       the files that are being written
@@ -37,7 +37,7 @@ _COMMIT = "commit"
 
 @contextmanager
 def replacing(target: Path, variant: str | None = None, writes: bool = True) -> Iterator[Path]:
-    """A new folder that takes the place of `target` if the block succeeds.
+    """Give the block a new folder, which replaces `target` if the block succeeds.
 
     Files of `target` that were not written anew are kept, except weights of an earlier save.
 
@@ -52,13 +52,13 @@ def replacing(target: Path, variant: str | None = None, writes: bool = True) -> 
     target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
-    beside = not _must_stay(target)
+    replaceable = not _must_stay(target)
 
     def keep(work: Path) -> bool:
-        """Whether `recover` can still use what an error left."""
+        """True if `recover` can still use what an error left in `work`."""
         return (work / _COMMIT).is_file() or ((work / "old").is_dir() and not target.exists())
 
-    place = (target.parent, target.name) if beside else (target, "")
+    place = (target.parent, target.name) if replaceable else (target, "")
     with hidden_folder(*place, keep) as work:
         new = work / "new"
         new.mkdir()
@@ -66,7 +66,7 @@ def replacing(target: Path, variant: str | None = None, writes: bool = True) -> 
         if not target.exists():
             new.rename(target)
             return
-        if not beside:
+        if not replaceable:
             _commit(work, target, variant)
             return
         written = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]
@@ -85,7 +85,7 @@ def recover(target: Path) -> bool:
     """Finish or undo what killed saves to `target` began, and remove what they left.
 
     Returns:
-        Whether a save into the folder itself was finished: its files have changed.
+        True if a save into the folder itself was finished: its files have changed.
 
     Raises:
         OSError: it cannot be finished.
@@ -103,7 +103,7 @@ def recover(target: Path) -> bool:
 
 
 def check_whole(folder: Path) -> None:
-    """Stop if a save into a folder was killed between its files, or goes on; finish it if it was.
+    """Raise if a save into `folder` was interrupted or is still running; finish an interrupted one.
 
     Raises:
         VQFormatError: the folder has changed, or changes now.
@@ -125,7 +125,7 @@ def check_whole(folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two paths of one file system in a single step; False where that is not possible."""
+    """Swap two paths of one file system atomically; False if the system cannot."""
     name, flag = _EXCHANGE.get(sys.platform, ("", 0))
     call = getattr(ctypes.CDLL(None), name, None) if name else None
     if call is None:
@@ -139,7 +139,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _must_stay(target: Path) -> bool:
-    """Whether a folder is known to be one that cannot, or should not, be replaced."""
+    """True for a mount point, the working directory, or a folder with a read-only parent."""
     if not target.is_dir():
         return False
     try:
@@ -152,7 +152,7 @@ def _must_stay(target: Path) -> bool:
 
 
 def _rename_twice(new: Path, target: Path) -> bool:
-    """Replace a folder where the file system cannot exchange; False if it must stay in its place.
+    """Replace a folder on a file system that cannot exchange; False if it cannot be renamed.
 
     A kill between the renames leaves both folders; the next save puts the old one back.
     """
@@ -186,9 +186,9 @@ def _commit(work: Path, target: Path, variant: str | None) -> None:
 
 
 def _finish(work: Path, target: Path) -> None:
-    """Move what is in `work / "new"`: config.json first, so that who loads meets `check_whole`.
+    """Move the files of `work / "new"`, config.json first: a reader then meets `check_whole`.
 
-    The folder may come from anywhere: nothing outside of it is written or removed.
+    The folder is untrusted: nothing outside of `target` is written or removed.
     """
     try:
         gone = json.loads((work / _COMMIT).read_text(encoding="utf-8"))["gone"]
@@ -223,7 +223,7 @@ def _keep_other_files(source: Path, destination: Path, variant: str | None) -> N
 
 
 def _weights(variant: str | None) -> re.Pattern[str]:
-    """The names of the weights that a save of a variant writes."""
+    """Pattern of the names of weight files that a save of `variant` writes."""
     part = rf"\.{re.escape(variant)}" if variant else ""
     index = rf"model\.safetensors\.index{part}\.json"
     return re.compile(rf"{index}|model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors")

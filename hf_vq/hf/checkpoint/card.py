@@ -22,7 +22,7 @@ _TAGS = ["hf_vq", "vq", "vector-quantization"]
 
 
 def is_ours(text: str) -> bool:
-    """Whether a card was written by hf_vq and not edited into a person's own."""
+    """True if hf_vq wrote the card and its marker line is still there."""
     return _MARKER in text
 
 
@@ -41,7 +41,7 @@ def loading_class(model: Any) -> str:
 
 @functools.cache
 def _auto_classes() -> list[str]:
-    """Names in the order they are asked in. `dir(transformers)` takes most of a second."""
+    """Names of classes in the order of the search; cached, as `dir(transformers)` takes 0.5 s+."""
     autos = [name for name in dir(transformers) if name.startswith("AutoModel")]
     # Many models appear under ForPreTraining once more.
     return sorted(autos, key=lambda name: (name == "AutoModelForPreTraining", name))
@@ -60,7 +60,7 @@ def model_card(model: Any) -> str:
     evaluation = provenance.get("evaluation")
     data = ModelCardData(base_model=base, library_name="transformers", tags=tags)
     if evaluation:
-        # What the Hub shows beside a model; by its specification, results need a name.
+        # The Hub shows it next to a model; by its specification, results need a name.
         data.model_name = f"{evaluation['model']} ({config.scheme_name})"
         data.eval_results = _results(evaluation)
     if base:
@@ -124,14 +124,14 @@ def _results(evaluation: dict[str, Any]) -> list[EvalResult]:
 
 
 def _calibration(config: Any) -> dict[str, Any] | None:
-    """What the card says of the calibration, if there was one."""
+    """Facts about the calibration for the card; None if the model was not calibrated."""
     facts = (config.provenance or {}).get("calibration")
     if not facts:
         return None
     options, errors = config.calibration, facts["output_error"].values()
     own = options["text"] == OWN_WORDS
     return {
-        "text": "what the model writes by itself" if own else f"`{options['text']}`",
+        "text": "text that the model generates" if own else f"`{options['text']}`",
         "tokens": options["tokens"],
         "mean_error": 100 * sum(errors) / max(1, len(errors)),
     }

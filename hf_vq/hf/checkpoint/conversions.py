@@ -36,14 +36,14 @@ def dense_conversions(
     kept = []
     for conversion in conversions:
         # Asking for a name marks a conversion as used, hence the copy.
-        asked = copy.deepcopy(conversion)
+        candidate = copy.deepcopy(conversion)
         if isinstance(conversion, WeightConverter):
             if reverse:
                 try:
-                    asked = asked.reverse_transform()
+                    candidate = candidate.reverse_transform()
                 except NotImplementedError:
                     continue  # it cannot be reverted, with or without codes
-            if any(asked.rename_source_key(name)[1] is not None for name in names):
+            if any(candidate.rename_source_key(name)[1] is not None for name in names):
                 continue
         kept.append(conversion)
     return kept

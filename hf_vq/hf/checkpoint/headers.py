@@ -57,7 +57,7 @@ class Entry:
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds floats."""
+        """True for floating-point dtypes."""
         return self.dtype.startswith(("F", "BF"))
 
     def placeholder(self) -> Tensor:
@@ -226,7 +226,7 @@ def _check_expected(
     """Raise if a stored tensor belongs to a module that would not read it.
 
     The codes would then be read in another way than they were written. Tensors of modules that
-    this class of model does not have are left alone.
+    this class of model does not have are skipped.
     """
     prefix, _, attribute = name.rpartition(".")
     base = f"{getattr(model, 'base_model_prefix', '')}."
@@ -270,16 +270,14 @@ def check_loaded(model: nn.Module, unloaded: Iterable[str], pre_quantized: bool)
 
 
 def check_dense(model: Any, absent: Iterable[str], where: str) -> None:
-    """Stop when the loader found no tensor for a dense parameter of a model that was quantized:
-    embeddings, norms, an output head.
+    """Raise if the files lack a dense parameter of a quantized model: embeddings, norms, a head.
 
-    Left alone are parameters that are tied to one that was found, those that the class of model
-    says may be missing, and a new head: of another class of model than was saved, outside of its
-    base model.
+    Skipped are parameters that are tied to one that was found, those that the model's class allows
+    to be missing, and a new head: outside of the base model, in another class than was saved.
 
     Args:
-        model: as Transformers loads it.
-        absent: the names of what was not found at all.
+        model: the model that Transformers loads.
+        absent: names of the parameters that were not found.
         where: the files, for messages.
 
     Raises:

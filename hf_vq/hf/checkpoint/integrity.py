@@ -1,8 +1,8 @@
-"""Whether a model's files are what was saved: their digests, and what gives tensors meaning.
+"""Integrity of a model's files: digests of the tensors and of the specs that give them meaning.
 
-`config.json` says what codes mean, so a digest covers the spec of the tensor's layer too. It is
-found by the names in the file, from the config beside the file, when it is saved as when it is
-loaded: how a class of model renames tensors, and what a caller changes afterwards, plays no part.
+`config.json` says what codes mean, so a digest covers the spec of the tensor's layer too. Saving
+and loading both look up the spec by the names in the file, in the config.json of the same folder.
+Neither the model class's renaming of tensors nor a later change of the config changes a digest.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ RECORD = "digests"  # in `provenance`: the digest of all digests
 
 
 def meanings(config: VQConfig, headers: Iterable[digests.Header]) -> dict[str, str]:
-    """What gives the tensors of a checkpoint their meaning, by name; dense ones have none.
+    """Spec of each coded tensor of a checkpoint, by name; dense tensors have none.
 
-    Names of layers in a config may have a prefix more or less than those in the file. What is said
-    of layers that are not in the file belongs to all layers of the config's own scheme.
+    Names of layers in a config may have one prefix more or less than those in the file. Entries of
+    layers that are not in the file count for all layers of the config's default scheme.
 
     Args:
-        config: of the checkpoint's config.json.
+        config: the config in the checkpoint's config.json.
+        headers: headers of the checkpoint's files.
     """
     parts = [part for header in headers for part in header.parts.values()]
     owners = {part.name: part.name.rpartition(".")[0] for part in parts}
@@ -62,7 +63,7 @@ def _described(scheme: LinearScheme, seed: int) -> str:
 
 
 class _Table:
-    """What a config says of single layers: other schemes, and layouts of other projects."""
+    """A config's entries for single layers: other schemes, and layouts of other projects."""
 
     def __init__(self, config: VQConfig) -> None:
         schemes = {n: _described(config.stored_scheme(n), config.seed) for n in config.layers or {}}
@@ -75,7 +76,7 @@ class _Table:
         self._used: set[str] = set()
 
     def of(self, owner: str) -> str:
-        """All that is said of a layer of the file; empty where nothing is."""
+        """The entries for one layer of the file, joined; empty if there are none."""
         names = set(self._ends.get(owner, ()))
         names |= {end for end in _ends(owner) if end in self.entries}
         if owner in self.entries:
@@ -84,7 +85,7 @@ class _Table:
         return ", ".join(sorted({self.entries[name] for name in names}))
 
     def unused(self) -> str:
-        """What is said of no layer that was asked for."""
+        """The entries that no call of `of` used, joined."""
         rest = sorted(set(self.entries) - self._used)
         return "".join(f"; {name}: {self.entries[name]}" for name in rest)
 
@@ -130,7 +131,7 @@ def checkpoints(folder: Path) -> dict[str, list[Path]]:
 
 
 def is_variant(file: str | Path) -> bool:
-    """Whether a file of weights is one of a variant, of which config.json says nothing."""
+    """True for the weight files of a variant, which config.json does not describe."""
     match = _WEIGHTS.fullmatch(Path(file).name)
     return match is not None and match["variant"] is not None
 

@@ -1,4 +1,4 @@
-"""What a quantized model's config.json says about how it was made."""
+"""Provenance of a quantized model: the part of config.json that says how it was made."""
 
 from __future__ import annotations
 

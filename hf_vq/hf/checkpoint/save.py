@@ -112,7 +112,7 @@ def check_card(folder: str | os.PathLike[str]) -> None:
     card = Path(folder) / CARD
     if card.is_file() and not is_ours(card.read_text(encoding="utf-8", errors="replace")):
         raise VQError(
-            f"{card} was written by a person, and is left alone: rename it to get a new one."
+            f"{card} was written by a person, and is not replaced: rename it to get a new one."
         )
 
 
@@ -167,7 +167,7 @@ def _remote_card_is_foreign(repo_id: str, token: Any, revision: str | None) -> b
         return False
     except RevisionNotFoundError:  # a new branch begins as a copy of the main one
         return revision is not None and _remote_card_is_foreign(repo_id, token, None)
-    except (HfHubHTTPError, OSError):  # it may be there: a card that cannot be read is left alone
+    except (HfHubHTTPError, OSError):  # it may be there: an unreadable card is not replaced
         return True
     return not is_ours(Path(path).read_text(encoding="utf-8", errors="replace"))
 

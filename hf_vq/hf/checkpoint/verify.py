@@ -23,12 +23,12 @@ _INDEX = re.compile(r"model\.safetensors\.index(?:\.(?P<variant>.+))?\.json")
 
 @dataclass
 class Found:
-    """What was found.
+    """Result of a comparison.
 
     Args:
-        problems: what is not as it was written, one line each.
+        problems: tensors and files that differ from what was saved, one line each.
         without: files that carry no digests.
-        files, tensors, nbytes: that were compared.
+        files, tensors, nbytes: numbers of files, tensors and bytes that were compared.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class _Files:
 
 
 class Verification:
-    """Everything at a path that can be compared.
+    """Comparison of the files at a path with their digests.
 
     Args:
         path: folder of a model, or a file that `VQCache.save` or `KVCodebooks.save` wrote.
@@ -69,10 +69,10 @@ class Verification:
         return sum(path.stat().st_size for group in self._groups for path in group.paths)
 
     def run(self, done: Callable[[int], object] = lambda nbytes: None) -> Found:
-        """Compare.
+        """Compare all tensors.
 
         Args:
-            done: called with the bytes of each tensor, by one thread at a time.
+            done: progress callback, called with the bytes of each tensor; calls do not overlap.
         """
         found = Found()
         for group in self._groups:

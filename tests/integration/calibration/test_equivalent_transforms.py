@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from hf_vq import VQCalibrationError
-from hf_vq.calibration.equivalent_transforms.apply import fold, listened
+from hf_vq.calibration.equivalent_transforms.apply import apply_transforms, layers_to_record
 from hf_vq.calibration.equivalent_transforms.largest_inputs import largest_inputs
 from hf_vq.calibration.equivalent_transforms.structure import structure_of
-from hf_vq.hf.calibration_options import FOLDS
+from hf_vq.hf.calibration_options import EQUIVALENT_TRANSFORMS
 from tests.fixtures.tiny_models import CONFIGS, tokens
 
 SIZES = {
@@ -73,10 +73,12 @@ def text():
 
 
 def folded(model, on, groups=True):
-    folds = dict.fromkeys(FOLDS, False) | dict.fromkeys(on, True)
-    keys = folds["smooth_attention"]
-    largest = largest_inputs(model, text(), listened(model, PREFIX, folds), keys, False)
-    fold(model, PREFIX, folds, largest, text()[0], groups=groups)
+    transforms = dict.fromkeys(EQUIVALENT_TRANSFORMS, False) | dict.fromkeys(on, True)
+    keys = transforms["smooth_attention"]
+    largest = largest_inputs(
+        model, text(), layers_to_record(model, PREFIX, transforms), keys, False
+    )
+    apply_transforms(model, PREFIX, transforms, largest, text()[0], groups=groups)
     return largest
 
 
@@ -85,7 +87,9 @@ def logits(model):
         return model(tokens(4, 32)).logits
 
 
-@pytest.mark.parametrize("on", [*((name,) for name in FOLDS), FOLDS], ids="+".join)
+@pytest.mark.parametrize(
+    "on", [*((name,) for name in EQUIVALENT_TRANSFORMS), EQUIVALENT_TRANSFORMS], ids="+".join
+)
 @pytest.mark.parametrize("name", BUILT_SO)
 def test_the_model_computes_the_same(name, on):
     model = make(BUILT_SO[name])
@@ -102,7 +106,7 @@ def test_the_model_computes_the_same(name, on):
 def test_other_dtypes_within_rounding(dtype):
     model = make(BUILT_SO["qwen3"], dtype)
     before = logits(model).double()
-    folded(model, FOLDS)
+    folded(model, EQUIVALENT_TRANSFORMS)
     moved = (logits(model).double() - before).norm() / before.norm()
     assert 0 < moved < 8 * torch.finfo(dtype).eps
     assert all(p.dtype == dtype for p in model.parameters())
@@ -147,8 +151,8 @@ def test_down_is_smoothed_as_the_formula_says(groups):
 def test_reordered_channels_fall():
     model = make(BUILT_SO["llama"])
     folded(model, ["reorder"])
-    folds = dict.fromkeys(FOLDS, False) | {"reorder": True}
-    again = largest_inputs(model, text(), listened(model, PREFIX, folds), False, False)
+    transforms = dict.fromkeys(EQUIVALENT_TRANSFORMS, False) | {"reorder": True}
+    again = largest_inputs(model, text(), layers_to_record(model, PREFIX, transforms), False, False)
     assert len(again) == 2
     for channels in again.values():
         assert (channels.diff() <= 1e-6).all() and channels[0] > 2 * channels[-1]
@@ -168,7 +172,7 @@ def test_silent_channels_are_left_alone():
 
 REFUSED = {
     "gemma3": (CONFIGS["gemma3"], "Gemma3RMSNorm at model.norm that is not x / rms"),
-    "gpt2": (CONFIGS["gpt2"], "transformer.wpe.* beside its blocks"),
+    "gpt2": (CONFIGS["gpt2"], "transformer.wpe.* outside its blocks"),
     "qwen3-moe": (CONFIGS["qwen3-moe"], "has no model.layers.0.mlp.gate_proj"),
     "gpt-oss": (CONFIGS["gpt-oss"], "has no model.layers.0.mlp.gate_proj"),
     "cohere": (lambda: CohereConfig(**SIZES), "CohereLayerNorm at model.norm"),
@@ -183,10 +187,10 @@ def test_other_models_are_refused_by_name(name):
     config, message = REFUSED[name]
     model = make(config(), torch.float32)
     prefix = "transformer.h" if name == "gpt2" else PREFIX
-    folds = dict.fromkeys(FOLDS, False) | {"rotate": True}
+    transforms = dict.fromkeys(EQUIVALENT_TRANSFORMS, False) | {"rotate": True}
     with pytest.raises(VQCalibrationError, match=message) as caught:
-        listened(model, prefix, folds)
-        fold(model, prefix, folds, {}, text()[0], groups=True)
+        layers_to_record(model, prefix, transforms)
+        apply_transforms(model, prefix, transforms, {}, text()[0], groups=True)
     assert type(model).__name__ in str(caught.value) and "'rotate': False" in str(
         caught.value
     ).replace('"', "'")
@@ -196,7 +200,7 @@ def test_a_model_that_does_something_else_is_found_out():
     """What no name tells: a block that adds a constant to its hidden states."""
     model = make(BUILT_SO["llama"])
     model.model.layers[0].register_forward_hook(lambda module, args, result: result + 0.5)
-    with pytest.raises(VQCalibrationError, match="changed what LlamaForCausalLM predicts"):
+    with pytest.raises(VQCalibrationError, match="changed the logits of LlamaForCausalLM"):
         folded(model, ["rotate"])
 
 

@@ -72,11 +72,11 @@ def test_experts_of_few_tokens_lean_on_the_others():
     total = torch.stack([3.0 * torch.eye(8), torch.zeros(8, 8), 1e5 * torch.ones(8, 8)])
     site = Site(["e"], total, [3, 0, 100_000])
     pooled = total.sum(0) / 100_003
-    torch.testing.assert_close(site.moments(1), pooled)
+    torch.testing.assert_close(site.hessian(1), pooled)
     prior = SHRINKAGE * 8
     expected = (3 * torch.eye(8) + prior * pooled) / (3 + prior)
-    torch.testing.assert_close(site.moments(0), expected)
-    torch.testing.assert_close(site.moments(2), torch.ones(8, 8), atol=1e-3, rtol=0)
+    torch.testing.assert_close(site.hessian(0), expected)
+    torch.testing.assert_close(site.hessian(2), torch.ones(8, 8), atol=1e-3, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore:vq-2 loses much quality")
@@ -129,8 +129,8 @@ def test_an_expert_without_tokens_is_recorded(dense, tmp_path):
     fallbacks = found.config.quantization_config.provenance["calibration"]["fallbacks"]
     where = "model.layers.1.mlp.experts"
     assert fallbacks == {
-        f"{where}.{weight}": "has experts that no token was sent to (2): calibrated on what the "
-        "other experts read"
+        f"{where}.{weight}": "has experts without a token (2): calibrated on the inputs of the "
+        "other experts"
         for weight in ("gate_up_proj", "down_proj")
     }
     found.save_pretrained(tmp_path / "saved")

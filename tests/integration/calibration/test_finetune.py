@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from hf_vq.calibration import finetune, layerwise
 from hf_vq.calibration.finetune import TunedBlock
 from hf_vq.calibration.resume import CodedBlock
-from hf_vq.calibration.targets import parts_of
+from hf_vq.calibration.targets import targets_of
 from hf_vq.calibration.text import sample_text
 from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import fit_weight, fixed_tensors
@@ -50,7 +50,7 @@ class Small(nn.Module):
 def tuned(spec):
     scheme, block = VQScheme.parse(spec), Small()
     fitted = fit_weight(block.up.weight.detach(), scheme)
-    [part] = parts_of("h.0.up", block.up)
+    [part] = targets_of("h.0.up", block.up)
     done = CodedBlock({"h.0.up": fitted})
     device = torch.device("cpu")
     return TunedBlock(block, "h.0.", done, [part], {"h.0.up": scheme}, 0, device, 4.0), scheme
@@ -183,7 +183,7 @@ def test_what_is_refused(tune, monkeypatch):
     with pytest.raises(VQConfigError, match="must be 'block' or 'model'; got 'all'"):
         VQConfig("vq-2", calibration={"text": "a.txt", "finetune": "all"})
     for options in ({"move_codes": True}, {"move_codes": 1, "finetune": "block"}):
-        with pytest.raises(VQConfigError, match="beside 'finetune'; got"):
+        with pytest.raises(VQConfigError, match="together with 'finetune'; got"):
             VQConfig("vq-2", calibration={"text": "a.txt", **options})
     monkeypatch.setattr(
         finetune._Descent, "settle", lambda self, _: self.parameters[0].detach().fill_(torch.nan)

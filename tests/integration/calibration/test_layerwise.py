@@ -60,7 +60,7 @@ def test_what_is_recorded(calibrate, dense, tmp_path):
     assert VQConfig.from_dict(stored).to_dict() == found.to_dict()
     assert str(tmp_path) not in (tmp_path / "saved" / "config.json").read_text()
     card = (tmp_path / "saved" / "README.md").read_text()
-    assert "calibrated on | what the model writes by itself, 256 tokens" in card
+    assert "calibrated on | text that the model generates, 256 tokens" in card
     assert "error of a layer's outputs on it" in card
 
 
@@ -102,7 +102,7 @@ def test_a_listener_tells_inputs_apart():
     assert [site.layers for site in listener.sites] == [["q", "k"], ["o"]]
     for site, inputs in zip(listener.sites, (x, y), strict=True):
         assert site.tokens == [10]
-        torch.testing.assert_close(site.moments(), torch.einsum("bti,btj->ij", inputs, inputs) / 10)
+        torch.testing.assert_close(site.hessian(), torch.einsum("bti,btj->ij", inputs, inputs) / 10)
 
 
 class Killed(BaseException):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_vq.calibration.blocks import Blocks
 from hf_vq.calibration.qoq import Trial
-from hf_vq.calibration.resume import Unfinished
+from hf_vq.calibration.resume import ResumeFolder
 from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import FittedWeight
 from hf_vq.hf import VQConfig
@@ -88,16 +88,16 @@ def test_each_fold_alone_changes_codes(one, calibrate):
 
 def test_interrupted_it_goes_on_to_the_same_codes(calibrate, tmp_path, monkeypatch):
     whole = calibrate().state_dict()
-    keep = Unfinished.keep
+    keep = ResumeFolder.save_block
 
     def stop(work, index, done, hidden):
         keep(work, index, done, hidden)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Unfinished, "keep", stop)
+    monkeypatch.setattr(ResumeFolder, "save_block", stop)
     with pytest.raises(KeyboardInterrupt):
         calibrate(resume=str(tmp_path))
-    monkeypatch.setattr(Unfinished, "keep", keep)
+    monkeypatch.setattr(ResumeFolder, "save_block", keep)
     assert (tmp_path / "largest.safetensors").exists()
     # The second time nothing is looked for in the text again.
     monkeypatch.setattr("hf_vq.calibration.qoq.largest_inputs", None)
@@ -170,7 +170,7 @@ def test_nothing_is_folded_for_layers_of_other_schemes(dense, tmp_path):
         ),
         (SCHEME, {"transforms": ["rotate"]}, "must be a dict of names"),
         (SCHEME, {"finetune": "block"}, "moves codebooks, and qoq-w4a8-g32 has none"),
-        ("vq-4", {"transforms": {"rotate": True}}, "are those of QoQ"),
+        ("vq-4", {"transforms": {"rotate": True}}, "need a QoQ scheme"),
     ],
 )
 def test_wrong_options_are_refused(scheme, options, message):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_vq.calibration import weight_allocation
 from hf_vq.calibration.blocks import Blocks
-from hf_vq.calibration.targets import parts_of
+from hf_vq.calibration.targets import targets_of
 from hf_vq.calibration.text import sample_text
 from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import fit_weight
@@ -25,7 +25,7 @@ MLP = ["mlp"]
 
 def measured(model, names, config):
     ids = sample_text(model, 8, 32)
-    parts = [p for n, m in candidates(model) for p in parts_of(n, m) if n in names]
+    parts = [p for n, m in candidates(model) for p in targets_of(n, m) if n in names]
     with torch.no_grad():
         blocks = Blocks(model, "model.layers", ids)
         return ids, weight_allocation.measure_costs(blocks, ids, parts, config, None)
@@ -125,5 +125,5 @@ def test_inputs_that_are_not_finite(dense):
     ):
         weight_allocation.measure_costs(blocks, ids, [], config, None)
     blocks.model = model.model
-    with pytest.raises(VQCalibrationError, match="LlamaModel predicts no words"):
+    with pytest.raises(VQCalibrationError, match="LlamaModel returns no logits"):
         blocks.logits(ids[:1], blocks.hidden[0])

@@ -12,7 +12,7 @@ from hf_vq import VQCache
 from hf_vq.cli import main
 from hf_vq.errors import VQError
 from hf_vq.evaluation import compare, libraries, report
-from hf_vq.evaluation.compare import Comparison, contestants
+from hf_vq.evaluation.compare import Comparison, candidates
 from hf_vq.evaluation.kv_stress import CopyProbe, attention_states, logit_correlation
 from hf_vq.evaluation.load import fingerprint, load_model
 from hf_vq.evaluation.text_tables import markdown_table, text_table
@@ -41,7 +41,7 @@ def absent(monkeypatch, *modules):
 
 
 def test_contestants():
-    found = contestants(["vq-4", "aqlm-2", "nf4", "vq-4"], ["u4", "cq-4", "quanto-2"], True)
+    found = candidates(["vq-4", "aqlm-2", "nf4", "vq-4"], ["u4", "cq-4", "quanto-2"], True)
     assert [(one.name, one.kind) for one in found] == [
         ("vq-4", "scheme"), ("vq-4", "calibrated"), ("aqlm-2", "scheme"),
         ("aqlm-2", "calibrated"), ("nf4", "peer"),
@@ -50,7 +50,7 @@ def test_contestants():
     assert "vq-4, calibrated" in [one.label for one in found]
     for weights, caches in ((["nf-4"], []), ([], ["quanto-5"])):
         with pytest.raises(VQError, match=r"peers: .*-4"):
-            contestants(weights, caches, False)
+            candidates(weights, caches, False)
 
 
 def test_rows_and_what_fails(tiny_model, eval_text, monkeypatch):
@@ -71,7 +71,7 @@ def test_rows_and_what_fails(tiny_model, eval_text, monkeypatch):
     assert rows["nf4"]["failed"] == "not installed: pip install bitsandbytes"
     assert rows["quanto-4"]["failed"] == "not installed: pip install optimum-quanto"
     assert rows["broken"]["failed"] == "ZeroDivisionError: division by zero"
-    assert rows["left"]["failed"] == "it left every layer as it was"
+    assert rows["left"]["failed"] == "it quantized no layer"
     assert "--calibration" in rows["gptq-4"]["failed"]
     assert "codebooks" in rows["nomad-4"]["failed"]
     for draw in (text_table, markdown_table):
@@ -274,7 +274,7 @@ def test_the_record_is_of_the_whole_comparison():
     if record is None:
         pytest.skip("not measured yet")
     found = {(row["what"], row["name"], row["kind"]) for row in record["results"]["rows"]}
-    asked = contestants(compare.WEIGHTS, compare.CACHES, True)
+    asked = candidates(compare.WEIGHTS, compare.CACHES, True)
     assert {(one.what, one.name, one.kind) for one in asked} <= found
 
 

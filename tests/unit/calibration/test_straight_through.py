@@ -54,14 +54,14 @@ def test_the_gradient_is_that_of_the_entries():
     """Of sum(w W), with W = R^-1(s e): s R(w)."""
     from hf_vq.calibration.finetune import TunedBlock
     from hf_vq.calibration.resume import CodedBlock
-    from hf_vq.calibration.targets import parts_of
+    from hf_vq.calibration.targets import targets_of
     from hf_vq.formats.stored_weight import rotation_of
     from hf_vq.transforms import rotate
 
     scheme, layer = weight_scheme("vq-2"), torch.nn.Linear(256, 8, bias=False)
     holder = torch.nn.ModuleDict({"up": layer})
     fitted = fit_weight(layer.weight.detach(), scheme, search="norm")
-    done, [part] = CodedBlock({"h.0.up": fitted}), parts_of("h.0.up", layer)
+    done, [part] = CodedBlock({"h.0.up": fitted}), targets_of("h.0.up", layer)
     device = torch.device("cpu")
     block = TunedBlock(holder, "h.0.", done, [part], {"h.0.up": scheme}, 0, device, STEP)
     weight = torch.randn(8, 256)

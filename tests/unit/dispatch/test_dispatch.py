@@ -87,7 +87,7 @@ def test_the_first_that_can_runs():
             "cpu.b": "not built",
             "cpu.c": "too few tokens",
             "reference": "",
-            "late": "a row above runs it",
+            "late": "an entry above runs it",
         }
         chosen = [v.entry.name for v in dispatch.explain(PROBLEM) if v.chosen]
         assert chosen == ["reference"]

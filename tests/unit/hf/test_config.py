@@ -106,7 +106,7 @@ def test_no_pattern_comes_from_a_file(monkeypatch):
     hostile = "([a-z_0-9.]+)+\\!"
     stored = VQConfig("turboquant-4+4", layers={"down_proj": "turboquant-4"}).to_dict()
     for policy in ("offload", "absent", None, {hostile: "offload"}):
-        with pytest.raises(VQConfigError, match="pass2, which no file"):
+        with pytest.raises(VQConfigError, match="pass2, which is never stored"):
             VQConfig.from_dict({**stored, "pass2": policy})
     changed = {"modules_to_not_convert": [hostile, "("], "layers": {"(" * 9999: "turboquant-4"}}
     for name in ("check_pattern", "matches"):

@@ -12,7 +12,7 @@ class VQCommand(BaseOptimumCLICommand):
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        """Take all arguments as they are: without prefix characters `--help` is one of them."""
+        """Pass all arguments on: without prefix characters `--help` is one of them."""
         parser.prefix_chars = ""
         parser.add_argument("arguments", nargs=REMAINDER)
 

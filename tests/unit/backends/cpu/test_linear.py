@@ -124,8 +124,9 @@ def rounded_inputs(u, scheme):
 
 
 def units_of_ties(u, scheme):
-    """The unit of each input that lies between two integers as nearly as float32 tells; 0 of others:
-    a factor that is rounded otherwise takes it to the other integer."""
+    """Units of inputs that lie halfway between two integers, within float32's precision, else 0.
+
+    A factor that is rounded otherwise takes such an input to the other integer."""
     units = []
     for part in u.split(min(scheme.group(u.shape[-1]), 128), dim=-1):
         most = part.abs().amax(-1, keepdim=True).double().clamp_min(1e-30)

@@ -63,7 +63,7 @@ def poisoned():
 def kernels():
     """`triton_linear`, loaded once more: Triton reads the variable when it meets a kernel."""
     found = importlib.util.find_spec("hf_vq.backends.triton.linear")
-    spec = importlib.util.spec_from_file_location("hf_vq.backends.interpreted", found.origin)
+    spec = importlib.util.spec_from_file_location("hf_vq.backends.triton.interpreted", found.origin)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
