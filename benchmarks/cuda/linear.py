@@ -205,15 +205,17 @@ def _without(plan: LinearPlan, in_features: int) -> dict[str, LinearPlan]:
     found = {
         "one copy of the codebook (VQ-LLM)": replace(plan, replicas=1, interleaved=1),
         "codebook in L2": replace(plan, in_shared=False, replicas=1, interleaved=1),
-        "one chunk on its way": replace(plan, steps=1, early=False, scales_together=False),
+        "one chunk on its way": replace(
+            plan, pipeline_depth=1, prefetch_x=False, scales_together=False
+        ),
         "one warp for all columns": replace(
             plan,
-            split=1,
+            split_k_warps=1,
             threads=min(plan.threads, 480),
-            sets=held_sets(in_features, plan.unit, 1, plan.steps, True),
+            x_sets=held_sets(in_features, plan.unit, 1, plan.pipeline_depth, True),
         ),
     }
-    if plan.interleaved == 2 and plan.stages == 1 and plan.scope.value != "e8p":
+    if plan.interleaved == 2 and plan.num_codebooks == 1 and plan.scope.value != "e8p":
         found["addresses by shift and mask"] = replace(plan, interleaved=1)
     if plan.rotate:
         found["rotation by a kernel of its own"] = replace(plan, rotate=False)

@@ -113,7 +113,7 @@ def _filled(x: Tensor, scheme: VQScheme, out_features: int) -> tuple[int, Contes
     columns, arch = x.shape[-1], device_arch(torch.cuda.current_device())
     plan = choose(LinearProblem(scheme, 1, out_features, columns, Dtype.BFLOAT16, arch))
     assert plan is not None
-    teams = arch.sms * plan.resident * (plan.threads // 32 // plan.split)
+    teams = arch.sms * plan.blocks_per_sm * (plan.threads // 32 // plan.split_k_warps)
     at_a_time = teams * TILE_ROWS * plan.row_tiles
     rows = -(-out_features // at_a_time) * at_a_time
     return rows, by_plan(x, copies_of(scheme, rows, columns), scheme, plan, rows)

@@ -96,7 +96,9 @@ def run(
 
 def _ranked(problem: LinearProblem) -> list[LinearPlan]:
     """The plans that are measured: those of the model, and what it knows no difference of."""
-    both = (pair for plan in best(problem, -_UNSURE) for pair in (plan, replace(plan, early=True)))
+    both = (
+        pair for plan in best(problem, -_UNSURE) for pair in (plan, replace(plan, prefetch_x=True))
+    )
     return [plan for plan in both if feasible(plan, problem) is None][:PLANS]
 
 

@@ -102,7 +102,7 @@ def plans_of(
     first = base_plan(scheme, in_features, tokens)
     registers = registers_of(first, arch)
     cached = with_cache(first, arch, registers, hot=False)
-    base = replace(first, resident=cached.resident)  # as many blocks for all rungs
+    base = replace(first, blocks_per_sm=cached.blocks_per_sm)  # as many blocks for all rungs
     split = with_split(first, rows, in_features, tokens)
     split_registers = registers_of(split, arch)
     plans = {
@@ -141,7 +141,7 @@ def _fits(plan: VqLlmPlan, arch: Arch) -> bool:
 def _fitted(plan: VqLlmPlan, arch: Arch) -> VqLlmPlan:
     """With as many blocks as shared memory holds, where it holds fewer."""
     held = arch.shared_per_sm // (plan.shared_bytes + STATIC_BYTES + RESERVED_BYTES)
-    return replace(plan, resident=max(1, min(plan.resident, held)))
+    return replace(plan, blocks_per_sm=max(1, min(plan.blocks_per_sm, held)))
 
 
 def registers_of(plan: VqLlmPlan, arch: Arch) -> int:
@@ -240,7 +240,7 @@ def _rows(
             plan = plans[what]
             row |= {"n_reg": plan.registers, "n_shared": plan.shared, "split": plan.split,
                     "exchanges": plan.exchanges, "fusion": plan.fusion.value,
-                    "resident": plan.resident}  # fmt: skip
+                    "blocks_per_sm": plan.blocks_per_sm}  # fmt: skip
         rows.append(row)
     return rows
 

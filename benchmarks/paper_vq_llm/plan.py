@@ -55,7 +55,7 @@ class VqLlmPlan(Plan):
     Args:
         vector_size: x of VQ<x, y, z>.
         entry_bits: y.
-        stages: z independent stages.
+        num_codebooks: z independent stages.
         scope: of a codebook; not E8P.
         tile_rows: rows of a tile; 0 without tiles.
         tile_columns: its columns.
@@ -75,7 +75,7 @@ class VqLlmPlan(Plan):
     template_folder: ClassVar[Path | None] = Path(__file__).parent
     vector_size: int
     entry_bits: int
-    stages: int
+    num_codebooks: int
     scope: Scope
     tile_rows: int
     tile_columns: int
@@ -92,7 +92,7 @@ class VqLlmPlan(Plan):
     @property
     def stages_of_block(self) -> int:
         """Stages whose codebooks a block has."""
-        return self.stages if self.scope is Scope.TILE else self.stages // self.split
+        return self.num_codebooks if self.scope is Scope.TILE else self.num_codebooks // self.split
 
     @property
     def entry_bytes(self) -> int:
@@ -178,12 +178,12 @@ class Slack:
     """What blocks may take without fewer of them on a multiprocessor (Figure 10).
 
     Args:
-        resident: blocks of a multiprocessor.
+        blocks_per_sm: blocks of a multiprocessor.
         registers: of a thread.
         shared: bytes of a block.
     """
 
-    resident: int
+    blocks_per_sm: int
     registers: int
     shared: int
 
@@ -292,7 +292,7 @@ def with_cache(plan: VqLlmPlan, arch: Arch, registers: int, *, hot: bool = True)
     in_shared = found.shared // plan.entry_bytes // 8 * 8
     return replace(
         plan,
-        resident=found.resident,
+        blocks_per_sm=found.blocks_per_sm,
         registers=in_registers,
         shared=min(entries, in_registers + in_shared),
     )
@@ -304,7 +304,7 @@ def with_split(plan: VqLlmPlan, rows: int, in_features: int, tokens: int) -> VqL
     Blocks are as many as before: each has `split` times the rows of one part of the books.
     """
     tiled = plan.scope is Scope.TILE
-    books = in_features // plan.tile_columns if tiled else plan.stages
+    books = in_features // plan.tile_columns if tiled else plan.num_codebooks
     traffic = plan.blocks(rows) * plan.codebook_bytes
     traffic *= books if tiled else 1
     wanted = split_factor(traffic, 4 * rows * tokens)

@@ -40,7 +40,7 @@ struct Arguments {
 constexpr int unit = Plan::unit, chunk = 4 * unit, octets = unit / 4, warps = Plan::threads / 32;
 constexpr int band_rows = 16 * Plan::row_tiles;
 constexpr bool tiled = Plan::scope == Scope::TILE;
-constexpr int stages = tiled ? Plan::stages : Plan::stages / Plan::split;  // of a block
+constexpr int stages = tiled ? Plan::num_codebooks : Plan::num_codebooks / Plan::split;  // of a block
 constexpr int group = Plan::group ? Plan::group : 1;
 // Nothing is exchanged: a lane has `unit` columns of two rows. Else it has 2 * unit columns of one row.
 constexpr bool direct = Plan::fusion == Fusion::RENUMBERED || (Plan::fusion == Fusion::SHUFFLE && Plan::vector_size == 2);
@@ -120,7 +120,7 @@ struct Step {
 #pragma unroll
       for (int i = 0; i < runs; ++i) {
         const int64_t from = min(first_row + tile * 16 + i * 8 + row, a.rows - 1);
-        const char* codes_of_row = reinterpret_cast<const char*>(a.codes) + (from * Plan::stages + first_stage) * stream;
+        const char* codes_of_row = reinterpret_cast<const char*>(a.codes) + (from * Plan::num_codebooks + first_stage) * stream;
 #pragma unroll
         for (int stage = 0; stage < stages; ++stage)
           codes[tile][i][stage].template load_aligned<load_bytes>(
@@ -359,7 +359,7 @@ __device__ inline void finish(const Arguments& a, const Sums& sums, float* meeti
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vq_llm(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) vq_llm(const Arguments a) {
   extern __shared__ __align__(16) char shared[];
   char* const meeting = shared + CodebookCache::shared_bytes;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;

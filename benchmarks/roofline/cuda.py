@@ -32,7 +32,7 @@ class ReadPlan(Plan):
 
 
 PLANS = tuple(
-    ReadPlan(threads=threads, resident=resident, steps=steps)
+    ReadPlan(threads=threads, blocks_per_sm=resident, steps=steps)
     for threads, resident, steps in ((512, 2, 4), (512, 2, 8), (1024, 2, 2), (1024, 1, 8))
 )
 
@@ -56,7 +56,7 @@ def reading(nbytes: int, plan: ReadPlan) -> Contestant:
         torch.zeros(4 * words, dtype=torch.int32, device="cuda") for _ in range(cold_copies(nbytes))
     ]
     never = torch.empty(1, dtype=torch.int32, device="cuda")
-    blocks = min(device_arch(ordinal).sms * plan.resident, -(-words // plan.threads))
+    blocks = min(device_arch(ordinal).sms * plan.blocks_per_sm, -(-words // plan.threads))
 
     def call(i: int) -> None:
         stream = torch._C._cuda_getCurrentRawStream(ordinal)

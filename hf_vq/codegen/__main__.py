@@ -212,13 +212,27 @@ def _explain_attention(args: argparse.Namespace) -> int:
     return _show(count, attention.choose(asked), able, _ATTENTION_COLUMNS, args.top)
 
 
-_ATTENTION_COLUMNS = ("threads", "resident", "steps", "depth", "query_tiles")
-_VPTQ_COLUMNS = ("threads", "resident", "row_vectors", "book_in_shared", "rest_in_shared")
-_TILE_COLUMNS = ("threads", "resident", "column_warps", "row_tiles", "split", "depth")
-_W4A8_COLUMNS = ("threads", "resident", "split", "row_tiles", "token_tiles", "steps")
-_WIDE_COLUMNS = ("threads", "token_tile", "split", "depth")
-_W4A8_WIDE_COLUMNS = ("threads", "token_tile", "teams", "depth", "steps")
-_DECODE_COLUMNS = ("threads", "steps", "unit", "panel_rows", "codebook_in_shared")
+_ATTENTION_COLUMNS = ("threads", "blocks_per_sm", "step_tiles", "pipeline_depth", "query_tiles")
+_VPTQ_COLUMNS = ("threads", "blocks_per_sm", "row_vectors", "book_in_shared", "rest_in_shared")
+_TILE_COLUMNS = (
+    "threads",
+    "blocks_per_sm",
+    "column_warps",
+    "row_tiles",
+    "cluster_size",
+    "x_stages",
+)
+_W4A8_COLUMNS = (
+    "threads",
+    "blocks_per_sm",
+    "split_k_warps",
+    "row_tiles",
+    "token_tiles",
+    "pipeline_depth",
+)
+_WIDE_COLUMNS = ("threads", "token_tile", "cluster_size", "x_stages")
+_W4A8_WIDE_COLUMNS = ("threads", "token_tile", "split_k_warpgroups", "x_stages", "pipeline_depth")
+_DECODE_COLUMNS = ("threads", "pipeline_depth", "unit", "panel_rows", "codebook_in_shared")
 
 
 def _verdict(problem: linear.LinearProblem, plan: LinearPlan) -> str:

@@ -71,7 +71,7 @@ def few_tokens() -> Iterator[Case]:
         scheme, dtype = weight_scheme(name), (Dtype.FLOAT16, Dtype.BFLOAT16)[n % 2]
         problem = LinearProblem(scheme, tokens, 4096, columns, dtype, device_arch(0))
         for plan in covering(choose_linear.best(problem), seen[tokens]):
-            teams = plan.threads // 32 // plan.split
+            teams = plan.threads // 32 // plan.split_k_warps
             rows = 3 * teams * plan.row_tiles * choose_linear.TILE_ROWS - 3
             yield (
                 f"linear {tokens} x {rows} x {columns} {name} {plan}",
@@ -143,13 +143,13 @@ def multiply(
     dtype, arch = FLOATS[plan.dtype], device_arch(0)
     if isinstance(plan, LinearPlan):
         launch = cuda_fused.prepare(plan, scheme, (rows,), columns, dtype, 0)
-        if plan.share == 1:  # else clusters have one turn
+        if plan.cluster_size == 1:  # else clusters have one turn
             launch.blocks = (1,)
     elif isinstance(plan, TilePlan):
         launch = cuda_tiles.prepare(plan, scheme, rows, columns, dtype, 0)
     else:
         launch = cuda_wide.prepare(plan, scheme, rows, columns, tokens, dtype, 0)
-        if plan.split == 1:
+        if plan.split_k_warps == 1:
             launch.blocks = (choose_wide.blocks(plan, 1, 1, arch),)  # one cluster
     here, there = stored(scheme, rows, columns)
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)

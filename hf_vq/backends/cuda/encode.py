@@ -77,7 +77,7 @@ def encode_weight(
         warps = plan.threads // _WARP * plan.groups_of_warp
         rows, codebook = _ready(rows, torch.float32), _ready(codebook, torch.float16)
         kernel(
-            min(-(-groups // warps), plan.resident * device_arch(ordinal).sms),
+            min(-(-groups // warps), plan.blocks_per_sm * device_arch(ordinal).sms),
             torch._C._cuda_getCurrentRawStream(ordinal),
             rows.data_ptr(),
             codebook.data_ptr(),

@@ -117,16 +117,23 @@ def candidates(problem: DecodeProblem) -> list[DecodePlan]:
             _THREADS, _STEPS, units, _powers_of_two(LARGEST_PANEL), (True, False)
         )
     )  # fmt: skip
-    return [replace(plan, resident=_resident(plan, problem.arch)) for plan in plans]
+    return [replace(plan, blocks_per_sm=_resident(plan, problem.arch)) for plan in plans]
 
 
 def registers(plan: DecodePlan) -> int:
     """About how many registers a thread needs; the compiler is left at least so many."""
     words = -(-plan.unit // plan.vector_size * plan.entry_bits // 32)
-    entries = plan.stages * plan.vector_size // 2
+    entries = plan.num_codebooks * plan.vector_size // 2
     lattice = 8 if plan.scope is Scope.E8P else 0
-    addresses = 0 if plan.codebook_in_shared else 4 * (plan.stages - 1)
-    count = 32 + plan.unit + plan.steps * plan.stages * words + entries + lattice + addresses
+    addresses = 0 if plan.codebook_in_shared else 4 * (plan.num_codebooks - 1)
+    count = (
+        32
+        + plan.unit
+        + plan.pipeline_depth * plan.num_codebooks * words
+        + entries
+        + lattice
+        + addresses
+    )
     return -(-count // 8) * 8  # they are given out by eights
 
 
@@ -155,7 +162,7 @@ def feasible(plan: DecodePlan, problem: DecodeProblem) -> str | None:
         return "a panel has rows of two tiles"
     if plan.shared_bytes > problem.arch.shared_per_block:
         return "the codebooks do not fit into shared memory"
-    if not plan.resident:
+    if not plan.blocks_per_sm:
         return "the threads of a block need too many registers"
     if plan.scope is Scope.E8P and not plan.codebook_in_shared:
         return "E8P needs its patterns in shared memory"
@@ -170,7 +177,7 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
     books = -(-problem.rows // plan.tile_rows) * across if plan.tile_rows else 1
     stream = packed_size(columns // plan.vector_size, plan.entry_bits)
     scales = columns // plan.group if plan.group else 1
-    nbytes = problem.rows * (plan.stages * stream + 2 * scales) + weights * plan.out.size
+    nbytes = problem.rows * (plan.num_codebooks * stream + 2 * scales) + weights * plan.out.size
     nbytes += books * plan.codebook_bytes
 
     # The busiest multiprocessor: the others wait for its last block.
@@ -179,9 +186,11 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
     share = weights / blocks * busiest
     width = min(plan.tile_columns or columns, columns)
     units_of_block = min(plan.panel_rows, problem.rows) * width // plan.unit
-    on_their_way = min(plan.resident, busiest) * min(plan.threads * plan.steps, units_of_block)
+    on_their_way = min(plan.blocks_per_sm, busiest) * min(
+        plan.threads * plan.pipeline_depth, units_of_block
+    )
 
-    lookups = share / plan.vector_size * plan.stages
+    lookups = share / plan.vector_size * plan.num_codebooks
     entry_bytes = plan.number_bytes * plan.vector_size
     entry = min(max(entry_bytes, 4), 16)
     rate = _SHARED_LOOKUPS[entry] if plan.codebook_in_shared else L2_LOOKUPS
@@ -201,7 +210,7 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
     fill = busiest * plan.shared_bytes / _L2_BYTES
-    return Cost(nbytes, busy + fill + -(-busiest // plan.resident) * _START, bound)
+    return Cost(nbytes, busy + fill + -(-busiest // plan.blocks_per_sm) * _START, bound)
 
 
 def times_dense(lookups: float, rows: int, columns: int, arch: Arch) -> float:

@@ -57,11 +57,11 @@ def dense_plan(problem: DecodeProblem) -> DensePlan:
     words = 2 * scheme.streams * DensePlan.UNIT // scheme.vector_size * bits // 32
     return DensePlan(
         threads=_THREADS,
-        resident=2 if words <= _FEW_WORDS and scheme.streams <= _FEW_STAGES else 1,
+        blocks_per_sm=2 if words <= _FEW_WORDS and scheme.streams <= _FEW_STAGES else 1,
         dtype=Dtype.FLOAT16,
         vector_size=scheme.vector_size,
         entry_bits=scheme.entry_bits,
-        stages=scheme.streams,
+        num_codebooks=scheme.streams,
         scope=Scope.E8P if scheme.lattice else Scope.SHARED,
         group=0 if group == columns else group,
         fused=fused(scheme),
@@ -83,4 +83,4 @@ def blocks(plan: DensePlan, rows: int, in_features: int, arch: Arch) -> int:
     """Of a launch: as many as run at a time, but at least a warp for every 128 columns."""
     across, warps = in_features // _COLUMNS, plan.threads // 32
     needed = -(-(-(-rows // _TILE_ROWS) * across) // warps)
-    return max(min(arch.sms * plan.resident, needed), -(-across // warps))
+    return max(min(arch.sms * plan.blocks_per_sm, needed), -(-across // warps))

@@ -85,7 +85,7 @@ def append_plan(
 
 def store_plan(keys: AppendPlan, values: AppendPlan) -> StorePlan:
     """The plan of a step of a static cache, of those for `few` keys and values."""
-    return StorePlan(keys.threads, keys.resident, keys, values)
+    return StorePlan(keys.threads, keys.blocks_per_sm, keys, values)
 
 
 def _unit(scheme: VQScheme) -> int:

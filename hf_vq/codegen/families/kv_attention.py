@@ -114,7 +114,7 @@ def plan_of(
     most = max(1, (256 if learned else 512) // max(problem.key_dim, problem.value_dim))
     tiles = min(1 << (tiles - 1).bit_length(), most, 4)
     return AttentionPlan(
-        threads=threads, resident=resident, dtype=problem.dtype,
+        threads=threads, blocks_per_sm=resident, dtype=problem.dtype,
         key_dim=problem.key_dim, key_vector_size=key.vector_size, key_entry_bits=key.entry_bits,
         key_fused=fused(key), key_learned=not key.has_scale, key_integers=key.has_zero,
         key_block=key.block(problem.key_dim),
@@ -122,7 +122,8 @@ def plan_of(
         value_entry_bits=value.entry_bits, value_fused=fused(value),
         value_learned=not value.has_scale, value_integers=value.has_zero,
         value_block=value.block(problem.value_dim), one_codebook=_one_codebook(key, value),
-        query_tiles=tiles, turns=turns, paired=_pairs(problem), steps=steps, depth=depth,
+        query_tiles=tiles, swizzle_orders=turns, paired=_pairs(problem), step_tiles=steps,
+        pipeline_depth=depth,
         bulk=problem.arch.overlaps_launches, queries_in_registers=tiles == 1,
         mask=problem.mask, softcapped=problem.softcapped, page=problem.page,
     )  # fmt: skip
@@ -185,7 +186,7 @@ def registers(plan: AttentionPlan) -> int:
     sums = 4 * plan.value_words * plan.query_tiles
     if plan.key_learned or plan.value_learned:
         mixed = plan.key_learned != plan.value_learned
-        sums += 16 + 8 * (plan.turns == 4 or mixed)  # the orders of a lane's groups
+        sums += 16 + 8 * (plan.swizzle_orders == 4 or mixed)  # the orders of a lane's groups
     if any(len(parts(dim)) > 1 for dim in (plan.key_dim, plan.value_dim)):
         sums += 16  # addresses of both parts
     if plan.numbers > 1:
@@ -199,7 +200,7 @@ def registers(plan: AttentionPlan) -> int:
     ):
         queries += 8  # entries of two registers are taken apart
     return (
-        _REGISTERS + sums + queries + 20 * (plan.steps - 1) * plan.query_tiles
+        _REGISTERS + sums + queries + 20 * (plan.step_tiles - 1) * plan.query_tiles
         + 8 * (plan.mask is not Mask.NONE) + 4 * plan.softcapped + 24 * (not plan.bulk)
     )  # fmt: skip
 
@@ -209,11 +210,13 @@ def feasible(plan: AttentionPlan, problem: AttentionProblem) -> str | None:
     arch = problem.arch
     if plan.shared_bytes > arch.shared_per_block:
         return "tables and codes on their way do not fit into shared memory"
-    if plan.resident * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
+    if plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
-    if plan.resident * plan.threads > arch.threads_per_sm:
+    if plan.blocks_per_sm * plan.threads > arch.threads_per_sm:
         return "a multiprocessor does not hold so many threads"
-    if registers(plan) > min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8):
+    if registers(plan) > min(
+        255, arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8
+    ):
         return "the threads need too many registers"
     return None
 
@@ -230,28 +233,30 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     )
     count = splits(plan, groups, tiles, arch)
     blocks = groups * count
-    rounds = -(-blocks // (arch.sms * plan.resident))  # of blocks, one after the other
-    steps = -(-tiles // (plan.steps * count))  # of a block
-    busiest = min(-(-blocks // arch.sms), rounds * plan.resident) * steps * plan.steps  # tiles
+    rounds = -(-blocks // (arch.sms * plan.blocks_per_sm))  # of blocks, one after the other
+    steps = -(-tiles // (plan.step_tiles * count))  # of a block
+    busiest = (
+        min(-(-blocks // arch.sms), rounds * plan.blocks_per_sm) * steps * plan.step_tiles
+    )  # tiles
     lookups = sum(dim // (scheme.vector_size * fused(scheme)) for scheme, dim in sides) // 2
     instructions = 120 + 2.6 * lookups + problem.value_dim / 4 * (1 + plan.query_tiles / 2)
     nbytes = busiest * TOKENS * token
     on_their_way = min(
-        plan.resident * warps * (plan.depth - 1) * plan.steps, max(busiest, 1)
+        plan.blocks_per_sm * warps * (plan.pipeline_depth - 1) * plan.step_tiles, max(busiest, 1)
     ) * TOKENS * token  # fmt: skip
     # Few warps wait for their own results; lookups wait behind too many codes that are asked for.
-    alone = max(1.0, _WARPS / (plan.resident * warps * (1 + 0.35 * (plan.steps - 1))))
+    alone = max(1.0, _WARPS / (plan.blocks_per_sm * warps * (1 + 0.35 * (plan.step_tiles - 1))))
     queue = 1 + 0.15 * max(0.0, on_their_way / _ON_THEIR_WAY - 1)
     parts = {
         "DRAM": nbytes / (arch.dram_bytes_per_clock * _MEMORY),
         "instructions": 1.25 * alone * busiest * instructions / WARP_INSTRUCTIONS,
         "latency": nbytes / max(on_their_way, 1) * _LATENCY,
-        "steps": rounds * -(-steps // warps) * _STEP[plan.steps],
+        "step_tiles": rounds * -(-steps // warps) * _STEP[plan.step_tiles],
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = queue * (longest + NOT_HIDDEN * (sum(parts.values()) - longest))
-    idle = (rounds - 1) * _ENDS / plan.resident**2
-    cycles = busy + idle + _PROLOGUE + _PER_BLOCK * plan.resident
+    idle = (rounds - 1) * _ENDS / plan.blocks_per_sm**2
+    cycles = busy + idle + _PROLOGUE + _PER_BLOCK * plan.blocks_per_sm
     return Cost(problem.groups * problem.tokens * token, cycles, bound)
 
 
@@ -278,4 +283,6 @@ def splits(plan: AttentionPlan, groups: int, tiles: int, arch: Arch) -> int:
     """Blocks among which the tokens of each group are split: they fill the GPU once, and every
     warp of them has a step. The kernel uses fewer where there are fewer tokens."""
     warps = plan.threads // 32
-    return max(1, min(arch.sms * plan.resident // groups, -(-tiles // (plan.steps * warps))))
+    return max(
+        1, min(arch.sms * plan.blocks_per_sm // groups, -(-tiles // (plan.step_tiles * warps)))
+    )

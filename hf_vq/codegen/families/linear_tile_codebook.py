@@ -91,11 +91,11 @@ def plan_of(
     in_turn = -(-columns // scheme.tile[1]) // split  # tiles of a block
     return TilePlan(
         threads=threads,
-        resident=resident,
+        blocks_per_sm=resident,
         dtype=problem.dtype,
         vector_size=scheme.vector_size,
         entry_bits=scheme.entry_bits,
-        stages=1,
+        num_codebooks=1,
         scope=Scope.TILE,
         group=0,
         fused=1,
@@ -109,9 +109,9 @@ def plan_of(
         column_warps=column_warps,
         row_tiles=row_tiles,
         token_tiles=-(-problem.tokens // 8),
-        split=split,
-        depth=depth,
-        steps=_STEPS,
+        cluster_size=split,
+        x_stages=depth,
+        pipeline_depth=_STEPS,
         ragged=columns % scheme.tile[1] > 0,
         single=single,
         prefetch=in_turn >= _LONG and (single or problem.tokens > 32),
@@ -132,13 +132,13 @@ def feasible(plan: TilePlan, problem: LinearProblem) -> str | None:
         sharers > min(8, plan.replicas)
     ):
         return "threads do not share the entries of a codebook evenly"
-    if plan.split > 1 and not arch.overlaps_launches:
+    if plan.cluster_size > 1 and not arch.overlaps_launches:
         return f"{arch.name} has no clusters"
-    if plan.split > -(-problem.in_features // plan.tile_columns):
+    if plan.cluster_size > -(-problem.in_features // plan.tile_columns):
         return "there are fewer tiles in a row than blocks"
     if plan.shared_bytes > arch.shared_per_block:
         return "tables and inputs do not fit into shared memory"
-    if plan.resident * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
+    if plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
     if spare_registers(plan, arch) < _SPARE:
         return "sums do not fit into registers"
@@ -150,18 +150,18 @@ def registers(plan: TilePlan) -> int:
     words = plan.unit // plan.vector_size * plan.entry_bits // 32
     sums = 4 if plan.token_tiles == 1 else 4 * plan.token_tiles
     entries = max(1, (1 << plan.entry_bits) // plan.threads) * plan.vector_size // 2
-    return 26 + entries + plan.row_tiles * (2 * plan.steps * words + sums + 8) * 6 // 5
+    return 26 + entries + plan.row_tiles * (2 * plan.pipeline_depth * words + sums + 8) * 6 // 5
 
 
 def spare_registers(plan: TilePlan, arch: Arch) -> int:
     """Registers that a thread can have beyond those it needs; fewer than none: it might spill."""
-    most = min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8)
+    most = min(255, arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8)
     return most - registers(plan)
 
 
 def blocks(plan: TilePlan, rows: int) -> int:
     """Of a launch."""
-    return -(-rows // plan.band) * plan.split
+    return -(-rows // plan.band) * plan.cluster_size
 
 
 def places(split: int, resident: int, arch: Arch) -> int:
@@ -171,10 +171,10 @@ def places(split: int, resident: int, arch: Arch) -> int:
 
 def _levels(plan: TilePlan, bands: int, arch: Arch) -> int:
     """Blocks that the busiest multiprocessor has, one after the other or at a time."""
-    one = max(1, places(plan.split, 1, arch))
-    if plan.resident == 1 or bands <= one:
+    one = max(1, places(plan.cluster_size, 1, arch))
+    if plan.blocks_per_sm == 1 or bands <= one:
         return -(-bands // one)
-    return max(2, -(-2 * bands // places(plan.split, 2, arch)))
+    return max(2, -(-2 * bands // places(plan.cluster_size, 2, arch)))
 
 
 def cost(plan: TilePlan, problem: LinearProblem) -> Cost:
@@ -187,8 +187,8 @@ def cost(plan: TilePlan, problem: LinearProblem) -> Cost:
 
     # The busiest multiprocessor, in tiles.
     levels = _levels(plan, bands, arch)
-    together = min(levels, plan.resident)
-    tiles = levels * -(-across // plan.split)
+    together = min(levels, plan.blocks_per_sm)
+    tiles = levels * -(-across // plan.cluster_size)
 
     # Cycles of a tile: of the pipe of shared memory, and of tensor cores.
     warps, fragments = plan.threads // 32, plan.band // 16 * plan.column_warps
@@ -205,9 +205,9 @@ def cost(plan: TilePlan, problem: LinearProblem) -> Cost:
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
     busy *= _TOGETHER if together > 1 else _ALONE
     busy *= max(1.0, _HIGH / plan.band) ** _LOW[plan.single]
-    cycles = tiles * busy + _PROLOGUE * -(-levels // plan.resident)
-    cycles += _MEETING * (plan.split > 1)
-    cycles += _THIRD_SLOT * (plan.depth > 2 and plan.band < _HIGH and tokens > 8)
+    cycles = tiles * busy + _PROLOGUE * -(-levels // plan.blocks_per_sm)
+    cycles += _MEETING * (plan.cluster_size > 1)
+    cycles += _THIRD_SLOT * (plan.x_stages > 2 and plan.band < _HIGH and tokens > 8)
     dram = nbytes / arch.sms / arch.dram_bytes_per_clock * 1.3
     return Cost(nbytes, max(cycles, dram), bound if cycles > dram else "DRAM")
 

@@ -113,11 +113,11 @@ def feasible(plan: VptqPlan, problem: VptqProblem) -> str | None:
         return "there are no residuals"
     if plan.shared_bytes > arch.shared_per_block:
         return "codebooks do not fit into shared memory"
-    if plan.resident * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
+    if plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
-    if plan.resident * plan.threads > arch.threads_per_sm:
+    if plan.blocks_per_sm * plan.threads > arch.threads_per_sm:
         return "a multiprocessor does not hold so many threads"
-    most = min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8)
+    most = min(255, arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8)
     if registers(plan) > most:
         return "sums and codes do not fit into registers"
     return None
@@ -140,7 +140,7 @@ def cost(plan: VptqPlan, problem: VptqProblem) -> Cost:
     # The busiest multiprocessor, in rows of vectors; and the busiest warp, in steps of 32 columns.
     count = blocks(plan, rows)
     levels = -(-count // arch.sms)
-    together, warps = min(levels, plan.resident), plan.threads // 32
+    together, warps = min(levels, plan.blocks_per_sm), plan.threads // 32
     share = levels * plan.row_vectors
     chunk = 32 * plan.unit
     steps = -(-(layout.groups * -(-layout.group_size // chunk)) // warps) * plan.unit
@@ -162,7 +162,7 @@ def cost(plan: VptqPlan, problem: VptqProblem) -> Cost:
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
-    busy += levels * plan.books_bytes / _L2_BYTES + -(-levels // plan.resident) * _PROLOGUE
+    busy += levels * plan.books_bytes / _L2_BYTES + -(-levels // plan.blocks_per_sm) * _PROLOGUE
     return Cost(nbytes, busy + levels * plan.fragments * warps * _SUMS / together, bound)
 
 

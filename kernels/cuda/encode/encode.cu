@@ -99,7 +99,7 @@ template <typename Books> __device__ inline void search(const Books& book, const
       for (int set = 0; set < sets; ++set) candidate[set] = rms[set] * __ldg(groups.a.factors + f);
       for (int chunk = 0; chunk < groups.chunks; ++chunk) {
         float v[slots][x], chosen[slots][x];
-        uint32_t code[slots][Plan::stages];
+        uint32_t code[slots][Plan::num_codebooks];
         groups.load(chunk, v);
         book.nearest(v, candidate, code, chosen);
 #pragma unroll
@@ -131,17 +131,17 @@ __device__ inline void store_words(uint32_t* codes, int64_t first, uint32_t code
   if (lane < bits) codes[first / 32 * bits + lane] = word;
 }
 
-__device__ inline void store_codes(const Groups& groups, int chunk, const uint32_t (&code)[slots][Plan::stages]) {
+__device__ inline void store_codes(const Groups& groups, int chunk, const uint32_t (&code)[slots][Plan::num_codebooks]) {
   const int across = groups.a.columns / x;
 #pragma unroll
   for (int slot = 0; slot < slots; ++slot) {
     const bool exists = groups.exists(slot % sets);
     const int64_t at = groups.at(chunk, slot), first = at - threadIdx.x % 32;
 #pragma unroll
-    for (int stage = 0; stage < Plan::stages; ++stage) {
+    for (int stage = 0; stage < Plan::num_codebooks; ++stage) {
       // Number of a code among all: a row's streams follow each other, as rows do.
       const auto number = [&](int64_t vector) {
-        return Plan::stages == 1 ? vector : vector + (vector / across * (Plan::stages - 1) + stage) * across;
+        return Plan::num_codebooks == 1 ? vector : vector + (vector / across * (Plan::num_codebooks - 1) + stage) * across;
       };
       if constexpr (lattice) {
         if (exists) reinterpret_cast<uint16_t*>(groups.a.codes)[number(at)] = uint16_t(code[slot][stage]);
@@ -158,7 +158,7 @@ __device__ inline void assign(const Books& book, const Groups& groups, bool last
   float along[sets] = {}, energy[sets] = {};
   for (int chunk = 0; chunk < groups.chunks; ++chunk) {
     float v[slots][x], chosen[slots][x];
-    uint32_t code[slots][Plan::stages];
+    uint32_t code[slots][Plan::num_codebooks];
     groups.load(chunk, v);
     book.nearest(v, scale, code, chosen);
     if (last) store_codes(groups, chunk, code);
@@ -179,7 +179,7 @@ __device__ inline void assign(const Books& book, const Groups& groups, bool last
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) encode(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) encode(const Arguments a) {
   extern __shared__ uint4 shared[];
   const Book<Plan::scope> book(a.codebook, shared);
   constexpr int warps = Plan::threads / 32;

@@ -21,10 +21,10 @@ template <> struct Book<Scope::E8P> {
   // All threads of a block.
   __device__ Book(const uint16_t* stored, void* shared)
       : patterns(static_cast<uint16_t*>(shared)),
-        row_of(static_cast<uint8_t*>(shared) + Plan::stages * stage_bytes) {
+        row_of(static_cast<uint8_t*>(shared) + Plan::num_codebooks * stage_bytes) {
     uint16_t* halves = static_cast<uint16_t*>(shared);
-    uint8_t* rows = static_cast<uint8_t*>(shared) + Plan::stages * stage_bytes;
-    for (int i = threadIdx.x; i < Plan::stages * half_words; i += Plan::threads) halves[i] = stored[i];
+    uint8_t* rows = static_cast<uint8_t*>(shared) + Plan::num_codebooks * stage_bytes;
+    for (int i = threadIdx.x; i < Plan::num_codebooks * half_words; i += Plan::threads) halves[i] = stored[i];
     __syncthreads();
     for (int row = threadIdx.x; row < 256; row += Plan::threads) {
       int threes = 0, fives = -1;
@@ -37,7 +37,7 @@ template <> struct Book<Scope::E8P> {
       rows[fives < 0 ? threes : 256 + fives * 8 + (threes ? __ffs(threes) - 1 : fives)] = row;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < Plan::stages * 256; i += Plan::threads) {
+    for (int i = threadIdx.x; i < Plan::num_codebooks * 256; i += Plan::threads) {
       uint16_t* book = halves + i / 256 * half_words;
       fold_parity(book + i % 256 * 8, half_to_float(book[256 * 8]));
     }
@@ -148,7 +148,7 @@ template <> struct Book<Scope::E8P> {
   // Codes of each slot's vector under scale[set], one for each stage, and the sum of their entries.
   template <int Slots, int Sets>
   __device__ void nearest(const float (&v)[Slots][8], const float (&scale)[Sets],
-                          uint32_t (&code)[Slots][Plan::stages], float (&chosen)[Slots][8]) const {
+                          uint32_t (&code)[Slots][Plan::num_codebooks], float (&chosen)[Slots][8]) const {
 #pragma unroll
     for (int slot = 0; slot < Slots; ++slot) {
       const float one = scale[slot % Sets];
@@ -156,7 +156,7 @@ template <> struct Book<Scope::E8P> {
 #pragma unroll
       for (int c = 0; c < 8; ++c) rest[c] = v[slot][c] / fmaxf(one, 1e-30f), chosen[slot][c] = 0.0f;
 #pragma unroll
-      for (int stage = 0; stage < Plan::stages; ++stage) {
+      for (int stage = 0; stage < Plan::num_codebooks; ++stage) {
         code[slot][stage] = code_of(rest, stage);
         float entry[8] = {};
         add_e8p(patterns + stage * half_words, code[slot][stage], entry);

@@ -104,7 +104,7 @@ __device__ inline void learned(const Arguments& a, uint32_t* shared) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) append(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) append(const Arguments a) {
   extern __shared__ uint4 shared[];
   if constexpr (Plan::learned) learned(a, reinterpret_cast<uint32_t*>(shared));
   else universal(a, reinterpret_cast<uint32_t*>(shared));

@@ -182,7 +182,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) kv_step(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) kv_step(const Arguments a) {
   extern __shared__ uint4 shared[];
   uint32_t* words = reinterpret_cast<uint32_t*>(shared);
   const int blocks = Plan::keys::learned ? a.heads * a.shares * Groups<Plan::keys>::across : a.pairs;

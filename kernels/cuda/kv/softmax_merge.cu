@@ -42,7 +42,7 @@ __device__ inline void add(float (&sum)[unit], const Arguments& a, int part, int
   for (int i = 0; i < unit; ++i) sum[i] += weight * value[i];
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) softmax_merge(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) softmax_merge(const Arguments a) {
   const int lane = threadIdx.x % 32, warp = blockIdx.x * (Plan::threads / 32) + threadIdx.x / 32;
   const int own = warp * warp_rows + lane / lanes, at = lane % lanes * unit;
   const bool exists = lane < warp_rows * lanes && own < a.rows;

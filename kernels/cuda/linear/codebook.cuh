@@ -12,7 +12,7 @@ struct Codebook {
   static constexpr int entries = Plan::scope == Scope::E8P ? kE8PRows : 1 << Plan::entry_bits;
   static constexpr int entry_bytes = Plan::integers ? x : 2 * x;
   static constexpr int stage_bytes = entries * entry_bytes;
-  static constexpr int bytes = Plan::stages * stage_bytes;  // a multiple of 4
+  static constexpr int bytes = Plan::num_codebooks * stage_bytes;  // a multiple of 4
 
   static_assert(Plan::scope != Scope::E8P || Plan::codebook_in_shared, "parities are folded into a copy");
 
@@ -31,7 +31,7 @@ struct Codebook {
       __syncthreads();
     }
     if constexpr (Plan::scope == Scope::E8P) {
-      for (int i = threadIdx.x; i < Plan::stages * 256; i += Plan::threads) {
+      for (int i = threadIdx.x; i < Plan::num_codebooks * 256; i += Plan::threads) {
         uint16_t* book = reinterpret_cast<uint16_t*>(shared + i / 256 * stage_bytes);
         fold_parity(book + i % 256 * 8, half_to_float(book[256 * 8]));
       }

@@ -42,7 +42,7 @@ static_assert(Plan::dtype == Dtype::FLOAT16, "what entries are");
 
 // Codes and scales that a lane has of two rows.
 struct Tile {
-  Table::RowCodes codes[2][Plan::stages];
+  Table::RowCodes codes[2][Plan::num_codebooks];
   uint32_t scale[2];
 
   __device__ void load(const Arguments& a, int first, int at, int lane) {
@@ -50,9 +50,9 @@ struct Tile {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = min(first + lane / 4 + 8 * half, a.rows - 1);
-      const char* from = reinterpret_cast<const char*>(a.codes) + row * (Plan::stages * stream);
+      const char* from = reinterpret_cast<const char*>(a.codes) + row * (Plan::num_codebooks * stream);
 #pragma unroll
-      for (int stage = 0; stage < Plan::stages; ++stage)
+      for (int stage = 0; stage < Plan::num_codebooks; ++stage)
         codes[half][stage].template load_aligned<Plan::load_bytes>(from + stage * stream +
                                                                    (at * 4 + lane % 4) * unit_bytes);
       load_second(codes[half][0], a, row, at * 4 + lane % 4);
@@ -114,7 +114,7 @@ template <int Bit> __device__ inline void mix(uint32_t (&pair)[16]) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) dequantize_rotated(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) dequantize_rotated(const Arguments a) {
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x % 32;
   const Table table(a.codebook, shared, lane);

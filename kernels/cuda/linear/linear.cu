@@ -14,13 +14,13 @@
 //     W' of piece p  .     [ | | | | | | | ]                    keep their sum. x is read, and rotated in registers,
 //                          column p counts                      once for all rows of a warp.
 //
-//     team of `split` warps     +---------+---------+---------+---------+
+//     team of `split_k_warps` warps     +---------+---------+---------+---------+
 //     row_tiles x 16 rows       | warp 0  | warp 1  | warp 2  | warp 3  |     whole chunks of 4 * unit columns each
 //                               +---------+---------+---------+---------+
 //     their sums meet in shared memory, in the order of warps: the result does not depend on timing
 //
 // A block has several teams, which share its tables and wait only for their own. Or it has one, and for several tokens
-// the `share` blocks of a cluster share the columns: each sends its sums to the block that adds them. Codes of `steps`
+// the `cluster_size` blocks of a cluster share the columns: each sends its sums to the block that adds them. Codes of `pipeline_depth`
 // chunks are on their way at a time. Bytes: codes and scales once, x once for every row_tiles x 16 rows (from L2).
 // Bound by the pipe that loads from L1 and shared memory take together: with all codes in L2 it is hardly faster.
 #include "linear/table.cuh"
@@ -53,22 +53,22 @@ struct Together {
 
 constexpr int unit = Plan::unit, octets = unit / 8, chunk = 4 * unit;
 constexpr int tile_rows = 16 * Plan::row_tiles;
-constexpr int warps = Plan::threads / 32, teams = warps / Plan::split;
+constexpr int warps = Plan::threads / 32, teams = warps / Plan::split_k_warps;
 constexpr int group = Plan::group ? Plan::group : 1;
 constexpr int unit_bytes = unit / Plan::vector_size * Plan::entry_bits / 8;
 constexpr int second_unit_bytes = unit * Plan::second_bits / 8;
 // Sums of several tokens meet as fragments, each with the block of a cluster that adds it.
-constexpr int fragments = Plan::row_tiles * Plan::token_tiles, parts = Plan::share * Plan::split;
-constexpr int owned = (fragments + Plan::share - 1) / Plan::share;
+constexpr int fragments = Plan::row_tiles * Plan::token_tiles, parts = Plan::cluster_size * Plan::split_k_warps;
+constexpr int owned = (fragments + Plan::cluster_size - 1) / Plan::cluster_size;
 constexpr int meeting_bytes = Plan::single ? warps * Plan::row_tiles * 64 : teams * owned * parts * 512;
 constexpr int all_met = Table::bytes + (Plan::single ? 2 : 1) * meeting_bytes;  // a barrier
 // One token: four lanes read half a line of a row, and the other half with the next chunk.
 template <int Bytes> constexpr bool whole_lines = Plan::single && Bytes == 16;
-static_assert(Plan::share == 1 || (!Plan::single && teams == 1), "warps of a cluster have the same rows");
+static_assert(Plan::cluster_size == 1 || (!Plan::single && teams == 1), "warps of a cluster have the same rows");
 // One token: octets of a lane in a piece, pieces of a chunk. Chunks of which a warp has scales, and x of one token, at
 // a time.
 constexpr int piece = octets < 4 ? octets : 4, pieces = octets / piece, held = Plan::single ? 8 / pieces : 8;
-static_assert(held % Plan::steps == 0, "scales and x are those of whole steps");
+static_assert(held % Plan::pipeline_depth == 0, "scales and x are those of whole steps");
 static_assert(!Plan::rotate || unit == 32, "four lanes have a piece of 128 columns");
 
 // Of one token: an address. Of several, whose tiles are many: bytes from the first row, which take one register.
@@ -99,7 +99,7 @@ struct Rows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         codes[tile][half].set(reinterpret_cast<const char*>(a.codes),
-                              row(a, first_row, tile, half) * Plan::stages * stream + lane % 4 * unit_bytes);
+                              row(a, first_row, tile, half) * Plan::num_codebooks * stream + lane % 4 * unit_bytes);
         if constexpr (Table::nested)
           second[tile][half].set(a.second_codes(), row(a, first_row, tile, half) * Table::second_stream(a.columns) +
                                                   lane % 4 * second_unit_bytes);
@@ -113,21 +113,21 @@ struct Rows {
 
 // Codes that a lane has of its rows in one chunk.
 struct Step {
-  Table::RowCodes codes[Plan::row_tiles][2][Plan::stages];
+  Table::RowCodes codes[Plan::row_tiles][2][Plan::num_codebooks];
 
   __device__ void load(const Arguments& a, const Rows& rows, int tile, int at, int64_t stream) {
     const char* const first = reinterpret_cast<const char*>(a.codes);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int stage = 0; stage < Plan::stages; ++stage)
+      for (int stage = 0; stage < Plan::num_codebooks; ++stage)
         codes[tile][half][stage].template load_aligned<Plan::load_bytes, whole_lines<Plan::load_bytes>>(
             rows.codes[tile][half].of(first) + stage * stream + int64_t(at) * (4 * unit_bytes));
     load_second(codes[tile], a, rows, tile, at);
   }
 
   template <class RowCodes>
-  __device__ static void load_second(RowCodes (&codes)[2][Plan::stages], const Arguments& a, const Rows& rows, int tile,
+  __device__ static void load_second(RowCodes (&codes)[2][Plan::num_codebooks], const Arguments& a, const Rows& rows, int tile,
                                      int at) {
     if constexpr (Table::nested)
 #pragma unroll
@@ -267,7 +267,7 @@ __device__ inline void multiply_one(const Table& table, const Step& step, const 
                            x.word[4 * j + 2 * k + 1]);
       }
       const int column = at * pieces + p;
-      const int odd = (Plan::steps * pieces % 2 ? column : i * pieces + p) % 2;  // known to the compiler, if it can be
+      const int odd = (Plan::pipeline_depth * pieces % 2 ? column : i * pieces + p) % 2;  // known to the compiler, if it can be
       const int which = pieces == 1 ? odd : 0;
       if (threadIdx.x % 4 == column / 2)
 #pragma unroll
@@ -324,13 +324,13 @@ __device__ inline void store(const Arguments& a, const Table& table, int token, 
 }
 
 __device__ inline void wait_for_team(int team) {
-  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * Plan::split) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * Plan::split_k_warps) : "memory");
 }
 
 // Sums of one token of a team -> y. `meeting` holds [split][row_tiles][16].
 __device__ inline void finish_one(const Arguments& a, const Table& table, const Sums& sums, float* meeting,
                                   int first_row, int warp) {
-  const int lane = threadIdx.x % 32, team = threadIdx.x / 32 / Plan::split;
+  const int lane = threadIdx.x % 32, team = threadIdx.x / 32 / Plan::split_k_warps;
 #pragma unroll
   for (int tile = 0; tile < Plan::row_tiles; ++tile) {
     const bool upper = lane % 2;  // an even lane adds row g, an odd one row g + 8
@@ -340,12 +340,12 @@ __device__ inline void finish_one(const Arguments& a, const Table& table, const 
     if (lane % 4 < 2) meeting[warp * tile_rows + tile * 16 + lane % 2 * 8 + lane / 4] = sum;
   }
   wait_for_team(team);
-  for (int i = warp * 32 + lane; i < tile_rows; i += 32 * Plan::split) {
+  for (int i = warp * 32 + lane; i < tile_rows; i += 32 * Plan::split_k_warps) {
     const int row = i % tile_rows, token = i / tile_rows;  // token 0: the compiler makes faster code of it
     const float* from = meeting + row / 16 * 16 + row % 16;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < Plan::split; ++w) sum += from[w * tile_rows];
+    for (int w = 0; w < Plan::split_k_warps; ++w) sum += from[w * tile_rows];
     const int out = first_row + row;
     if (out < a.rows) store(a, table, token, out, sum);
   }
@@ -360,17 +360,17 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Sums
 #pragma unroll
     for (int n = 0; n < Plan::token_tiles; ++n) {
       const int fragment = tile * Plan::token_tiles + n;
-      const uint32_t to = meeting + ((fragment / Plan::share * parts + rank * Plan::split + warp) * 32 + lane) * 16;
-      if constexpr (Plan::share > 1)
-        send(to, sums[tile][n], met, fragment % Plan::share);
+      const uint32_t to = meeting + ((fragment / Plan::cluster_size * parts + rank * Plan::split_k_warps + warp) * 32 + lane) * 16;
+      if constexpr (Plan::cluster_size > 1)
+        send(to, sums[tile][n], met, fragment % Plan::cluster_size);
       else
         store_shared(to, sums[tile][n]);
     }
-  if constexpr (Plan::share > 1)
+  if constexpr (Plan::cluster_size > 1)
     barrier_wait(met, 0);
   else
     wait_for_team(team);
-  for (int i = warp; i * Plan::share + rank < fragments; i += Plan::split) {
+  for (int i = warp; i * Plan::cluster_size + rank < fragments; i += Plan::split_k_warps) {
     float sum[4] = {};
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
@@ -379,7 +379,7 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Sums
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] += __uint_as_float(word[c]);
     }
-    const int fragment = i * Plan::share + rank;
+    const int fragment = i * Plan::cluster_size + rank;
     const int row = first_row + fragment / Plan::token_tiles * 16 + lane / 4;
     const int token = fragment % Plan::token_tiles * 8 + lane % 4 * 2;
 #pragma unroll
@@ -388,9 +388,9 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Sums
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
 #if __CUDA_ARCH__ >= 900
-    __cluster_dims__(Plan::share)
+    __cluster_dims__(Plan::cluster_size)
 #endif
         linear(const Together together) {
   int matrix = 0, block = blockIdx.x;
@@ -402,24 +402,24 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
   extern __shared__ __align__(16) char shared[];
   char* const meeting = shared + Table::bytes;
   const int lane = threadIdx.x % 32, index = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the same for all lanes
-  const int warp = index % Plan::split, team = index / Plan::split, rank = block % Plan::share;
+  const int warp = index % Plan::split_k_warps, team = index / Plan::split_k_warps, rank = block % Plan::cluster_size;
   const int64_t stream = (int64_t(a.columns / Plan::vector_size) * Plan::entry_bits + 7) / 8;
   const int chunks = (a.columns + chunk - 1) / chunk, tiles = (a.rows + tile_rows - 1) / tile_rows;
-  // Whole groups of `steps` chunks: [begin, end) of this warp.
-  const int each = (chunks + parts * Plan::steps - 1) / (parts * Plan::steps) * Plan::steps;
+  // Whole groups of `pipeline_depth` chunks: [begin, end) of this warp.
+  const int each = (chunks + parts * Plan::pipeline_depth - 1) / (parts * Plan::pipeline_depth) * Plan::pipeline_depth;
 #if WITHOUT_CHUNKS
-  const int begin = (rank * Plan::split + warp) * each, end = begin;
+  const int begin = (rank * Plan::split_k_warps + warp) * each, end = begin;
 #else
-  const int begin = (rank * Plan::split + warp) * each, end = min(begin + each, chunks);
+  const int begin = (rank * Plan::split_k_warps + warp) * each, end = min(begin + each, chunks);
 #endif
 
   Rows rows;
-  Step next[Plan::steps];
+  Step next[Plan::pipeline_depth];
   Scales next_scales;
   const auto exists = [&](int at) { return !Plan::ragged || at * chunk + lane % 4 * unit < a.columns; };
   const auto ask = [&](int first, int last) {
 #pragma unroll
-    for (int i = 0; i < Plan::steps; ++i)
+    for (int i = 0; i < Plan::pipeline_depth; ++i)
       if (i >= first && i < last && begin + i < end && exists(begin + i)) next[i].load(a, rows, begin + i, stream);
   };
   const auto enter = [&](int tile, int asked) {
@@ -427,21 +427,21 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
     if (begin < end) next_scales.load(a, rows, begin, end);
     ask(0, asked);
   };
-  Pieces x_of[Plan::sets];
+  Pieces x_of[Plan::x_sets];
   const auto piece_of = [&](int set) { return (begin + set * held) * pieces; };
   const auto take_input = [&] {
     wait_for_grids();
     if constexpr (Plan::single)
 #pragma unroll
-      for (int set = 0; set < Plan::sets; ++set) x_of[set].load(a, piece_of(set), end * pieces, lane);
+      for (int set = 0; set < Plan::x_sets; ++set) x_of[set].load(a, piece_of(set), end * pieces, lane);
   };
   // What is asked for waits behind what was asked for before it: tables, the first codes, x, more codes, and after all
   // of this what the next kernel asks for.
   const uint32_t base = __cvta_generic_to_shared(shared), met = base + all_met;
-  if constexpr (Plan::share > 1)
+  if constexpr (Plan::cluster_size > 1)
     if (threadIdx.x == 0) {
       barrier_init(met, 1);
-      barrier_expect(met, (fragments - rank + Plan::share - 1) / Plan::share * parts * 512);
+      barrier_expect(met, (fragments - rank + Plan::cluster_size - 1) / Plan::cluster_size * parts * 512);
       barriers_are_set();
     }
   const Table table(a.codebook, shared, lane);
@@ -450,22 +450,22 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
   table.begin_fill(batch);
 #endif
   // Of one token, tiles of the last turn go to as many blocks as there are.
-  int tile = Plan::single ? team * blocks + block : block / Plan::share * teams + team;
-  if (tile < tiles) enter(tile, Plan::early ? 1 : Plan::steps);
-  if constexpr (Plan::early) {
+  int tile = Plan::single ? team * blocks + block : block / Plan::cluster_size * teams + team;
+  if (tile < tiles) enter(tile, Plan::prefetch_x ? 1 : Plan::pipeline_depth);
+  if constexpr (Plan::prefetch_x) {
     take_input();
-    if (tile < tiles) ask(1, Plan::steps);
+    if (tile < tiles) ask(1, Plan::pipeline_depth);
   }
 #if !WITHOUT_TABLES
   table.end_fill(batch);
 #endif
-  if constexpr (!Plan::early) take_input();
+  if constexpr (!Plan::prefetch_x) take_input();
   __syncthreads();
-  if constexpr (Plan::share > 1) wait_for_cluster();
+  if constexpr (Plan::cluster_size > 1) wait_for_cluster();
 #if !WITHOUT_X
   if constexpr (Plan::rotate)
 #pragma unroll
-    for (int set = 0; set < Plan::sets; ++set) x_of[set].rotate(a, piece_of(set), end * pieces, lane);
+    for (int set = 0; set < Plan::x_sets; ++set) x_of[set].rotate(a, piece_of(set), end * pieces, lane);
 #endif
   let_next_grid_begin();
 
@@ -474,15 +474,15 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
   for (int turn = 0; tile < tiles; turn ^= 1) {
     Sums sums = {};
     if (!Plan::single && begin < end) x.begin(inputs, begin, lane, a.tokens);
-#pragma unroll(Plan::single ? Plan::sets : 1)
-    for (int set = 0; set < Plan::sets; ++set) {
+#pragma unroll(Plan::single ? Plan::x_sets : 1)
+    for (int set = 0; set < Plan::x_sets; ++set) {
       const int from = begin + set * held, to = min(from + held, end);
       const Scales scales = next_scales;
-      if (set + 1 < Plan::sets && from + held < end) next_scales.load(a, rows, from + held, end);
-      for (int first = from; first < to; first += Plan::steps) {
+      if (set + 1 < Plan::x_sets && from + held < end) next_scales.load(a, rows, from + held, end);
+      for (int first = from; first < to; first += Plan::pipeline_depth) {
 #pragma unroll
-        for (int i = 0; i < Plan::steps; ++i) {
-          const int at = first + i, ahead = at + Plan::steps;
+        for (int i = 0; i < Plan::pipeline_depth; ++i) {
+          const int at = first + i, ahead = at + Plan::pipeline_depth;
           if (at >= end) break;
           const bool more = ahead < end && exists(ahead);
           if constexpr (Plan::single) {
@@ -495,8 +495,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
       }
     }
     const int done = tile * tile_rows;
-    tile += blocks / Plan::share * teams;
-    if (tile < tiles) enter(tile, Plan::steps);
+    tile += blocks / Plan::cluster_size * teams;
+    if (tile < tiles) enter(tile, Plan::pipeline_depth);
     if constexpr (Plan::single) {
       // Turns have different places to meet, so that one barrier a turn is enough.
       float* const to = reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams);

@@ -22,10 +22,10 @@ struct Arguments {
 };
 
 // Numbers that are only arranged are eight, or a chunk of linear_wgmma.cu.
-constexpr int B = Plan::block > 1 || !Plan::arranged ? Plan::block : Plan::swizzled ? 4 * Plan::arranged : 8;
-constexpr bool whole_chunk = Plan::swizzled && B == 4 * Plan::arranged;  // a thread has what its stores need
-static_assert(!Plan::swizzled || whole_chunk || (B >= 8 && Plan::arranged <= 64), "octets of one store are in one warp");
-constexpr bool fewer_shuffles = whole_chunk || (!Plan::arranged && B == 128);
+constexpr int B = Plan::block > 1 || !Plan::fragment_unit ? Plan::block : Plan::swizzled ? 4 * Plan::fragment_unit : 8;
+constexpr bool whole_chunk = Plan::swizzled && B == 4 * Plan::fragment_unit;  // a thread has what its stores need
+static_assert(!Plan::swizzled || whole_chunk || (B >= 8 && Plan::fragment_unit <= 64), "octets of one store are in one warp");
+constexpr bool fewer_shuffles = whole_chunk || (!Plan::fragment_unit && B == 128);
 constexpr int width = B < 8 ? B : 8;
 constexpr int lanes = fewer_shuffles ? B / 32 : B / width < 32 ? B / width : 32;
 constexpr int chunks = B / (width * lanes);
@@ -44,19 +44,19 @@ __device__ inline void flip(float (&value)[each], const Arguments& a, uint32_t b
   }
 }
 
-// Where linear.cu reads number `column` of a token (its `Inputs`), for units of Plan::arranged columns.
+// Where linear.cu reads number `column` of a token (its `Inputs`), for units of Plan::fragment_unit columns.
 __device__ inline int64_t arranged(const Arguments& a, uint32_t token, uint32_t column) {
-  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8;
+  constexpr uint32_t unit = Plan::fragment_unit ? Plan::fragment_unit : 8;
   const uint32_t tile = column / (4 * unit) * a.token_tiles + token / 8;
   const uint32_t lane = token % 8 * 4 + column / unit % 4;
   return (int64_t(tile) * (unit / 8) + column % unit / 8) * 256 + lane * 8 + column % 8;
 }
 
 // To where linear_wgmma.cu reads: [columns / 64][8 * token_tiles][64], 16 bytes of a token at place p ^ token % 8 of eight. They
-// are two columns of each of four octets that lie Plan::arranged columns apart: `place` says which, of those of a chunk.
+// are two columns of each of four octets that lie Plan::fragment_unit columns apart: `place` says which, of those of a chunk.
 __device__ inline void store_swizzled(const Arguments& a, uint32_t token, uint32_t column, uint32_t place,
                                       const uint32_t (&word)[4]) {
-  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8;
+  constexpr uint32_t unit = Plan::fragment_unit ? Plan::fragment_unit : 8;
   const int64_t line = int64_t(column / (4 * unit) * (unit / 16) + place / 8) * (8 * a.token_tiles) + token;
   store_words<16>(static_cast<char*>(a.y) + line * 128 + ((place ^ token) % 8) * 16, word);
 }
@@ -89,7 +89,7 @@ __device__ inline void store_chunk(const Arguments& a, uint32_t token, uint32_t 
 template <Dtype D, int N>
 __device__ inline void store_octet(const Arguments& a, uint32_t token, uint32_t column, bool exists,
                                    const float (&value)[N]) {
-  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8, octets = unit / 8;
+  constexpr uint32_t unit = Plan::fragment_unit ? Plan::fragment_unit : 8, octets = unit / 8;
   uint32_t word[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) word[i] = pack_pair<D>(value[2 * i], value[2 * i + 1]);
@@ -125,11 +125,11 @@ __device__ inline void transform(float (&value)[each], int lane) {
   for (int i = 0; i < each; ++i) value[i] *= size_of_entry;
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rotate(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) rotate(const Arguments a) {
   // What comes next reads nothing before it waits but codes of which nobody has written.
-  if constexpr (Plan::arranged > 0) let_next_grid_begin();
+  if constexpr (Plan::fragment_unit > 0) let_next_grid_begin();
   wait_for_grids();
-  if constexpr (Plan::arranged == 0) let_next_grid_begin();
+  if constexpr (Plan::fragment_unit == 0) let_next_grid_begin();
   const uint32_t block = blockIdx.x * (Plan::threads / lanes) + threadIdx.x / lanes;
   const bool exists = block < a.blocks;  // all lanes of a warp take part in its shuffles
   const int lane = threadIdx.x % lanes;
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rota
       store_octet<Plan::out>(a, block / a.across, block % a.across * B + at % B, exists, part);
       continue;
     }
-    const int64_t to = Plan::arranged ? arranged(a, block / a.across, block % a.across * B + at % B) : at;
+    const int64_t to = Plan::fragment_unit ? arranged(a, block / a.across, block % a.across * B + at % B) : at;
     store_floats<Plan::out>(static_cast<char*>(a.y) + to * size_of<Plan::out>, part);
   }
 }

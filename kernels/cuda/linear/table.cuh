@@ -40,7 +40,7 @@ struct Table {
   static constexpr int entries = 1 << index_bits;
   static constexpr int entry_bytes = lattice ? 8 : integers ? width : width == 1 ? 4 : width * 2;
   static constexpr int book_stride = entry_bytes * Plan::replicas;
-  static constexpr int books = Plan::stages + (lattice ? 1 : 0);  // E8P: and the flips of signs
+  static constexpr int books = Plan::num_codebooks + (lattice ? 1 : 0);  // E8P: and the flips of signs
   // Books lie interleaved if their copies fill all banks and each has a place, else one after the other.
   static constexpr bool interleaved = book_stride >= 128 && Plan::interleaved >= books;
   static constexpr int entry_stride = book_stride * (interleaved ? Plan::interleaved : 1);
@@ -70,7 +70,7 @@ struct Table {
   uint32_t copy;  // bytes from an entry to this lane's copy
   const uint16_t* stored;  // or int8
   float factor = 1.0f;           // of all weights
-  uint32_t ratio[Plan::stages];  // E8P: of a stage to the first, twice
+  uint32_t ratio[Plan::num_codebooks];  // E8P: of a stage to the first, twice
 
   __device__ Table(const uint16_t* codebook, char* shared, int lane)
       : copy(lane % Plan::replicas * entry_bytes), stored(codebook) {
@@ -80,7 +80,7 @@ struct Table {
     if constexpr (lattice) {
       factor = half_to_float(stored[256 * 8]);
 #pragma unroll
-      for (int stage = 0; stage < Plan::stages; ++stage) {
+      for (int stage = 0; stage < Plan::num_codebooks; ++stage) {
         const float size = half_to_float(stored[stage * stored_numbers + 256 * 8]) / factor;
         ratio[stage] = pack_pair<Plan::dtype>(size, size);
       }
@@ -117,10 +117,10 @@ struct Table {
   }
 
   // Weights 8 j .. 8 j + 7 of what a lane has of a row, before scales, two to a register.
-  __device__ void eight(const RowCodes (&codes)[Plan::stages], int j, uint32_t (&weight)[4]) const {
+  __device__ void eight(const RowCodes (&codes)[Plan::num_codebooks], int j, uint32_t (&weight)[4]) const {
     constexpr int together = integers ? 2 : 1;
 #pragma unroll
-    for (int stage = 0; stage < Plan::stages; stage += together) {
+    for (int stage = 0; stage < Plan::num_codebooks; stage += together) {
       uint32_t part[4];
       if constexpr (integers) {
         integer_eight(stage, codes, j, part);
@@ -169,7 +169,7 @@ struct Table {
     for (int k = 0; k < batch; ++k) {
       const int i = begin + k * Plan::threads, index = i % entries, book = i / entries;
       if (i >= count) break;
-      if (lattice && book == Plan::stages)
+      if (lattice && book == Plan::num_codebooks)
         flips(index, one[k]);
       else
         entry(book, index, one[k]);
@@ -291,7 +291,7 @@ struct Table {
   }
 
   // Integers of two stages, or of the last one.
-  __device__ void integer_eight(int stage, const RowCodes (&codes)[Plan::stages], int j, uint32_t (&weight)[4]) const {
+  __device__ void integer_eight(int stage, const RowCodes (&codes)[Plan::num_codebooks], int j, uint32_t (&weight)[4]) const {
     constexpr int each = width < 8 ? 4 : 8;
     constexpr uint32_t minus_one = Plan::dtype == Dtype::FLOAT16 ? 0xbc00bc00 : 0xbf80bf80;
 #pragma unroll
@@ -299,10 +299,10 @@ struct Table {
       const int at = 8 * j + i * each;
       uint32_t even[each / 4], odd[each / 4];
       look_up<each>(stage, codes[stage], at / width, at % width, even);
-      if (stage + 1 < Plan::stages) look_up<each>(stage + 1, codes[stage + 1], at / width, at % width, odd);
+      if (stage + 1 < Plan::num_codebooks) look_up<each>(stage + 1, codes[stage + 1], at / width, at % width, odd);
 #pragma unroll
       for (int c = 0; c < each / 2; ++c) {
-        const uint32_t bytes = c % 2 ? 0x4342 : 0x4140, none = stage + 1 == Plan::stages;
+        const uint32_t bytes = c % 2 ? 0x4342 : 0x4140, none = stage + 1 == Plan::num_codebooks;
         weight[i * each / 2 + c] = multiply_add<Plan::dtype>(
             __byte_perm(none ? 0x3f3f3f3f : odd[c / 2], exponent, bytes), minus_one,
             __byte_perm(even[c / 2], exponent, bytes));
@@ -321,7 +321,7 @@ struct Table {
     flip[0] = flip[1] = address(codes, 16 * j + 8);
 #else
     load_shared<8>(address(codes, 16 * j) + stage * book_bytes, pattern);
-    load_shared<8>(address(codes, 16 * j + 8) + Plan::stages * book_bytes, flip);
+    load_shared<8>(address(codes, 16 * j + 8) + Plan::num_codebooks * book_bytes, flip);
 #endif
 #pragma unroll
     for (int i = 0; i < 4; ++i)

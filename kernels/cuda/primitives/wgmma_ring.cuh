@@ -20,16 +20,16 @@ constexpr int tile_rows = 64 * warpgroups / teams, tile_tokens = Plan::token_til
 constexpr int slot_bytes = tile_tokens * 128;
 // Where columns are split: sums of tokens 8 i .. are added by block i % split, which gets them from all.
 constexpr int added = (tile_tokens / 8 + split - 1) / split;
-constexpr uint32_t meeting = first_byte + Plan::depth * slot_bytes;
+constexpr uint32_t meeting = first_byte + Plan::x_stages * slot_bytes;
 constexpr uint32_t barriers = meeting + (split > 1 ? added * split * math_threads * 16 : 0);  // full and empty
-constexpr uint32_t all_met = barriers + Plan::depth * 16;
+constexpr uint32_t all_met = barriers + Plan::x_stages * 16;
 
 // A block's registers go to those that multiply, in eights.
-constexpr int at_launch = 65536 / (Plan::resident * Plan::threads) / 8 * 8, producer_registers = 24;
+constexpr int at_launch = 65536 / (Plan::blocks_per_sm * Plan::threads) / 8 * 8, producer_registers = 24;
 constexpr int spared = (at_launch * (warpgroups + 1) - producer_registers) / warpgroups / 8 * 8;
 constexpr int math_registers = spared < 240 ? spared : 240;
 
-static_assert(Plan::steps * slots % 2 == 0, "two buffers of registers take turns, around the loop too");
+static_assert(Plan::pipeline_depth * slots % 2 == 0, "two buffers of registers take turns, around the loop too");
 static_assert(warpgroups % teams == 0, "teams of one size");
 
 // What a block does: rows, tokens, and its share of the columns in chunks.
@@ -60,17 +60,17 @@ struct Turn {
   __device__ uint32_t empty() const { return full() + 8; }
   __device__ uint32_t address() const { return block + first_byte + slot * slot_bytes; }
   __device__ void next() {
-    if (++slot == Plan::depth) slot = 0, parity ^= 1;
+    if (++slot == Plan::x_stages) slot = 0, parity ^= 1;
   }
   // At most as many as there are.
   __device__ void pass(int count) {
     slot += count;
-    if (slot >= Plan::depth) slot -= Plan::depth, parity ^= 1;
+    if (slot >= Plan::x_stages) slot -= Plan::x_stages, parity ^= 1;
   }
   // Any number.
   __device__ void skip(int count) {
     slot += count;
-    parity ^= slot / Plan::depth & 1, slot %= Plan::depth;
+    parity ^= slot / Plan::x_stages & 1, slot %= Plan::x_stages;
   }
 };
 

@@ -89,7 +89,7 @@ __device__ inline void copy_book(char* to, const char* from, int bytes) {
     *reinterpret_cast<uint32_t*>(to + at) = __ldg(reinterpret_cast<const uint32_t*>(from + at));
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) vptq(const Arguments a) {
   extern __shared__ __align__(16) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int vectors = (a.rows + v - 1) / v, first = blockIdx.x * R;

@@ -72,7 +72,7 @@ __device__ inline void decode_columns(const Arguments& a, int i, int j, int vect
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq_dequantize(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) vptq_dequantize(const Arguments a) {
   const int vectors = (a.rows + v - 1) / v, i = a.first + blockIdx.x;
   const int64_t stream_words = (int64_t(a.columns) * code_bits + 31) / 32;
   for (int j = threadIdx.x * each; j < a.in; j += Plan::threads * each) decode_columns(a, i, j, vectors, stream_words);

@@ -41,7 +41,7 @@ template <Dtype D> __device__ inline float number(const char* from, int i) {
 
 __device__ inline float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq_inputs(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) vptq_inputs(const Arguments a) {
   __shared__ float most_of[warps], sum_of[warps];
   let_next_grid_begin();
   const int token = blockIdx.x;

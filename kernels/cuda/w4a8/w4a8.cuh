@@ -40,7 +40,7 @@ struct Token {
   int sum;
 };
 
-// Of a row: its scale and bias, and what is subtracted: without groups its zero, which is `steps` scales where it is a whole
+// Of a row: its scale and bias, and what is subtracted: without groups its zero, which is `pipeline_depth` scales where it is a whole
 // number of them, as that of a weight of ours.
 struct Row {
   float scale, bias, zero;

@@ -71,7 +71,7 @@ __device__ inline void gate(Rounding& h, const uint16_t* up) {
   });
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8_inputs(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) w4a8_inputs(const Arguments a) {
   __shared__ __align__(16) char shared[Rounding::shared_bytes];
   const int m = blockIdx.x;
   const int64_t row = int64_t(m) * Plan::columns;

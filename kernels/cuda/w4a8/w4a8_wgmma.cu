@@ -7,7 +7,7 @@
 // cores. Codes become fragments in registers; numbers of x come through shared memory, where a producer puts 128 columns at
 // a time, swizzled as w4a8_inputs.cu wrote them:
 //
-//     producer (one lane)   [x 128 columns][x next 128]..      ring of `depth` slots, token_tile x 128 bytes each
+//     producer (one lane)   [x 128 columns][x next 128]..      ring of `x_stages` slots, token_tile x 128 bytes each
 //     warpgroup 0           |128 columns|128 columns| ..       while tensor cores multiply, a lane decodes what they
 //     warpgroup 1             |128 columns|128 columns| ..     multiply after the next product
 //
@@ -25,9 +25,9 @@
 #include "primitives/pdl.cuh"
 #include "w4a8/w4a8.cuh"
 
-constexpr int columns_of_slot = chunk, split = 1, teams = Plan::teams;
+constexpr int columns_of_slot = chunk, split = 1, teams = Plan::split_k_warpgroups;
 constexpr uint32_t origin = 0, first_byte = 0;
-static_assert(Plan::depth > teams, "a team has its slot until the next of its slots is full");
+static_assert(Plan::x_stages > teams, "a team has its slot until the next of its slots is full");
 
 #include "primitives/wgmma_ring.cuh"
 
@@ -121,7 +121,7 @@ struct Step {
   __device__ void load(const Rows& rows, int at) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) load_words<16>(rows.codes(half, at), word[half]);
-    if constexpr (Plan::ahead > 0) prefetch(rows, at + Plan::ahead * teams);
+    if constexpr (Plan::l2_prefetch > 0) prefetch(rows, at + Plan::l2_prefetch * teams);
   }
 };
 
@@ -150,7 +150,7 @@ using Sums = int[tile_tokens / 2];
 
 // Rows of a warpgroup times x, over the chunks of its team. A warp that issues a product waits until those before have read
 // their registers: behind each product one fragment is decoded, for the one after the next.
-__device__ inline void multiply(const Rows& rows, const Work& work, int team, Turn turn, Step (&next)[Plan::steps],
+__device__ inline void multiply(const Rows& rows, const Work& work, int team, Turn turn, Step (&next)[Plan::pipeline_depth],
                                 Sums& sums) {
   const int begin = work.begin + team;
   turn.pass(team);
@@ -166,9 +166,9 @@ __device__ inline void multiply(const Rows& rows, const Work& work, int team, Tu
   const auto release = [&] {
     if (last && threadIdx.x % 32 == 0) barrier_arrive(last);
   };
-  for (int first = begin; first < work.end; first += Plan::steps * teams) {
+  for (int first = begin; first < work.end; first += Plan::pipeline_depth * teams) {
 #pragma unroll
-    for (int i = 0; i < Plan::steps; ++i) {
+    for (int i = 0; i < Plan::pipeline_depth; ++i) {
       const int at = first + i * teams;
       if (at >= work.end) break;
       barrier_wait(turn.full(), turn.parity);
@@ -184,12 +184,12 @@ __device__ inline void multiply(const Rows& rows, const Work& work, int team, Tu
           decode(grids, next[i], k + 2, fragment[k + 2]);
         } else {  // after the last chunk nobody reads it
           if (k == 2) grids.load(rows, at + teams);
-          decode(grids, next[(i + 1) % Plan::steps], k - 2, fragment[k - 2]);
+          decode(grids, next[(i + 1) % Plan::pipeline_depth], k - 2, fragment[k - 2]);
         }
       }
       last = turn.empty();
       turn.pass(teams);
-      if (at + Plan::steps * teams < work.end) next[i].load(rows, at + Plan::steps * teams);
+      if (at + Plan::pipeline_depth * teams < work.end) next[i].load(rows, at + Plan::pipeline_depth * teams);
     }
   }
   wgmma_wait<0>();
@@ -317,7 +317,7 @@ __device__ inline void finish(const Arguments& a, const Finish& f, const Sums& s
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8_wgmma(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) w4a8_wgmma(const Arguments a) {
   extern __shared__ __align__(1024) char shared[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // products of a warpgroup need it to be the same for all
   if (threadIdx.x == math_threads) set_barriers(shared, 0);
@@ -340,13 +340,13 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
       const int of_group = of_groups + warpgroup * group_bytes, row = work.row + part * 64 + warp % 4 * 16;
       const uint32_t grids = turn.block + of_group + factor_bytes + warp % 4 * grid_bytes;
       const Rows rows(a, row, work.end, grids);
-      Step next[Plan::steps];
+      Step next[Plan::pipeline_depth];
 #pragma unroll
-      for (int i = 0; i < Plan::steps; ++i)
+      for (int i = 0; i < Plan::pipeline_depth; ++i)
         if (team + i * teams < work.end) next[i].load(rows, team + i * teams);
       if constexpr (grouped) copy_grids(a, row, grids);
 #pragma unroll 1
-      for (int at = Plan::steps; at < Plan::ahead; ++at) prefetch(rows, team + at * teams);
+      for (int at = Plan::pipeline_depth; at < Plan::l2_prefetch; ++at) prefetch(rows, team + at * teams);
       keep_factors(a, row, reinterpret_cast<Row*>(shared + of_group) + warp % 4 * 16);
       if constexpr (grouped) wait_for_all_copies();
       __syncwarp();

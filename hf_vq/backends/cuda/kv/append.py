@@ -379,7 +379,7 @@ def _blocks(plan: AppendPlan, batch: int, heads: int, tokens: int, sms: int) -> 
         pairs, at_a_time = pairs * plan.blocks_across, _TOKENS_OF_A_WARP
     parts = -(-tokens // at_a_time)
     if not plan.shared_search:
-        parts = max(1, min(parts, plan.resident * sms // pairs))
+        parts = max(1, min(parts, plan.blocks_per_sm * sms // pairs))
     return pairs * parts, parts
 
 

@@ -33,23 +33,23 @@
 using KeyTable = TableOf<Keys>;
 using ValueTable = TableOf<Values>;
 
-constexpr int columns_of_lane = Plan::turns == 8 || Plan::paired ? 1 : 2;  // whose logits it makes to weights
+constexpr int columns_of_lane = Plan::swizzle_orders == 8 || Plan::paired ? 1 : 2;  // whose logits it makes to weights
 
 template <class T> struct Referred;
 template <class T> struct Referred<T&> { using Type = T; };
 
 // Products of keys with the queries, before scales.
-__device__ inline void multiply(const KeyTable& table, const TokenCodes<Keys> (&keys)[Plan::steps][2],
-                                const Query& query, Logits (&s)[Plan::steps]) {
+__device__ inline void multiply(const KeyTable& table, const TokenCodes<Keys> (&keys)[Plan::step_tiles][2],
+                                const Query& query, Logits (&s)[Plan::step_tiles]) {
   constexpr int chains = Plan::query_tiles == 1 ? 2 : 1;  // a product waits for the one before it in its chain
-  float part[chains][Plan::steps][Plan::query_tiles][4] = {};
+  float part[chains][Plan::step_tiles][Plan::query_tiles][4] = {};
   each_part<Keys>([&](auto number) {
     constexpr int p = decltype(number)::value, together = KeyTable::together<p>();
     constexpr int words = together * Index<Keys>::words;
 #pragma unroll
     for (int i = 0; i < Share<Keys, p>::indexes; i += together)
 #pragma unroll
-      for (int tile = 0; tile < Plan::steps; ++tile) {
+      for (int tile = 0; tile < Plan::step_tiles; ++tile) {
         uint32_t low[words], high[words];
         table.look_up<p>(keys[tile][0].part<p>(), i, low);
         table.look_up<p>(keys[tile][1].part<p>(), i, high);
@@ -66,7 +66,7 @@ __device__ inline void multiply(const KeyTable& table, const TokenCodes<Keys> (&
       }
   });
 #pragma unroll
-  for (int tile = 0; tile < Plan::steps; ++tile)
+  for (int tile = 0; tile < Plan::step_tiles; ++tile)
 #pragma unroll
     for (int n = 0; n < Plan::query_tiles; ++n)
 #pragma unroll
@@ -75,9 +75,9 @@ __device__ inline void multiply(const KeyTable& table, const TokenCodes<Keys> (&
 }
 
 // The same with two columns for each query: logits of keys g and g + 8 of query t.
-__device__ inline void multiply_in_pairs(const KeyTable& table, const TokenCodes<Keys> (&keys)[Plan::steps][2],
-                                         const Query& query, Logits (&s)[Plan::steps]) {
-  float part[Plan::steps][2][4] = {};
+__device__ inline void multiply_in_pairs(const KeyTable& table, const TokenCodes<Keys> (&keys)[Plan::step_tiles][2],
+                                         const Query& query, Logits (&s)[Plan::step_tiles]) {
+  float part[Plan::step_tiles][2][4] = {};
   each_part<Keys>([&](auto number) {
     constexpr int p = decltype(number)::value, together = KeyTable::together<p>(), words = Index<Keys>::words;
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ inline void multiply_in_pairs(const KeyTable& table, const TokenCodes
       uint32_t b[2];
       query.fragment(0, p * Query::near + i * words / 4, b);
 #pragma unroll
-      for (int tile = 0; tile < Plan::steps; ++tile)
+      for (int tile = 0; tile < Plan::step_tiles; ++tile)
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
           uint32_t word[4];
@@ -101,15 +101,15 @@ __device__ inline void multiply_in_pairs(const KeyTable& table, const TokenCodes
     }
   });
 #pragma unroll
-  for (int tile = 0; tile < Plan::steps; ++tile)
+  for (int tile = 0; tile < Plan::step_tiles; ++tile)
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) s[tile][0][2 * upper] = part[tile][upper][0] + part[tile][upper][3];
 }
 
 // Weights times values, before scales.
 template <class Sums>
-__device__ inline void add_values(const ValueTable& table, const TokenCodes<Values> (&values)[Plan::steps][4],
-                                  const typename Sums::Weights (&weights)[Plan::steps], Sums& sums) {
+__device__ inline void add_values(const ValueTable& table, const TokenCodes<Values> (&values)[Plan::step_tiles][4],
+                                  const typename Sums::Weights (&weights)[Plan::step_tiles], Sums& sums) {
   each_part<Values>([&](auto number) {
     constexpr int p = decltype(number)::value, together = ValueTable::together<p>();
     constexpr int words = together * Index<Values>::words;
@@ -117,7 +117,7 @@ __device__ inline void add_values(const ValueTable& table, const TokenCodes<Valu
 #pragma unroll
     for (int i = 0; i < S::indexes; i += together)
 #pragma unroll
-      for (int tile = 0; tile < Plan::steps; ++tile) {
+      for (int tile = 0; tile < Plan::step_tiles; ++tile) {
         uint32_t entry[4][words];
 #pragma unroll
         for (int k = 0; k < 4; ++k) table.look_up<p>(values[tile][k].part<p>(), i, entry[k]);
@@ -198,7 +198,7 @@ struct Scores {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) attention(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) attention(const Arguments a) {
   extern __shared__ __align__(128) char shared[];
   constexpr int tables = KeyTable::bytes + ValueTable::bytes;
   constexpr int ring_at = tables + Query::bytes + columns_of_block * int(sizeof(Staged));
@@ -223,14 +223,14 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
     value_table.fill(shared, threadIdx.x, threads);
   };
   if (early && warp < warps / 2) fill(Plan::threads / 2);
-  constexpr int own_bytes = Plan::depth * Step::bytes;
+  constexpr int own_bytes = Plan::pipeline_depth * Step::bytes;
   const uint32_t ring = shared_begin + ring_at + warp * own_bytes;
   Step::begin(ring, lane);
 
   if (!a.length) {  // about what this warp will copy first
     const int steps = (a.coded + tokens_of_step - 1) / tokens_of_step;
     const int first = steps >= a.splits * warps ? quotient(steps * split, a.inverse_splits) : split * warps;
-    for (int i = 0; i < Plan::depth; ++i) Step::prefetch(tapes, (first + warp + i * warps) * tokens_of_step, a.coded, lane);
+    for (int i = 0; i < Plan::pipeline_depth; ++i) Step::prefetch(tapes, (first + warp + i * warps) * tokens_of_step, a.coded, lane);
   }
   wait_for_grids();
   let_next_grid_begin();
@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
   tapes.end = coded_end;
   const auto ask = [&] {
 #pragma unroll
-    for (int i = 0; i < Plan::depth - 1; ++i) {
+    for (int i = 0; i < Plan::pipeline_depth - 1; ++i) {
       if (at + i * warps < end) Step::copy(tapes, (at + i * warps) * tokens_of_step, ring + i * Step::bytes, lane);
       Step::commit();
     }
@@ -303,33 +303,33 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
     shift(-1.0f);
     const Scores scores = {uint32_t(__cvta_generic_to_shared(known)), a.sinks ? tokens.start + a.sinks : 0,
                            tokens.end(a, 0)};
-    uint32_t turn = 0, slot = ring, free = ring + (Plan::depth - 1) * Step::bytes;
+    uint32_t turn = 0, slot = ring, free = ring + (Plan::pipeline_depth - 1) * Step::bytes;
     for (; at < end; at += warps) {
       Step::wait(slot, turn);
       __syncwarp();  // what others copied is there; and the slot of the step before is free
       const int first = at * tokens_of_step;
-      if (at + (Plan::depth - 1) * warps < end)
-        Step::copy(tapes, first + (Plan::depth - 1) * warps * tokens_of_step, free, lane);
+      if (at + (Plan::pipeline_depth - 1) * warps < end)
+        Step::copy(tapes, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, free, lane);
       Step::commit();
-      Logits s[Plan::steps];
-      OfValue by[Plan::steps][2];
-      typename Sums::Weights weights[Plan::steps];
-      TokenCodes<Keys> keys[Plan::steps][2];
+      Logits s[Plan::step_tiles];
+      OfValue by[Plan::step_tiles][2];
+      typename Sums::Weights weights[Plan::step_tiles];
+      TokenCodes<Keys> keys[Plan::step_tiles][2];
       Step::load(keys, tapes, first, slot, lane);
       if constexpr (Plan::paired) multiply_in_pairs(key_table, keys, query, s);
       else multiply(key_table, keys, query, s);
 #pragma unroll
-      for (int tile = 0; tile < Plan::steps; ++tile) {
+      for (int tile = 0; tile < Plan::step_tiles; ++tile) {
         sums.choose(s[tile]);
         scores(a, tokens, tapes, slot, tile, first, lane, s[tile], by[tile]);
       }
-      TokenCodes<Values> values[Plan::steps][4];
+      TokenCodes<Values> values[Plan::step_tiles][4];
       Step::load(values, tapes, first, slot, lane);
       sums.template weigh<Dtype::FLOAT16>(s, by, weights);
       add_values(value_table, values, weights, sums);
       free = slot;
       slot += Step::bytes;
-      if (slot == ring + Plan::depth * Step::bytes) slot = ring, turn ^= 1;
+      if (slot == ring + Plan::pipeline_depth * Step::bytes) slot = ring, turn ^= 1;
     }
     shift(1.0f);
   };
@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
       attend(paired);
       paired.leave(state, lane);
     }
-  } else if constexpr (Plan::turns == 8) {
+  } else if constexpr (Plan::swizzle_orders == 8) {
     Alone alone(state, lane);
     attend(alone);
     alone.leave(state, lane);

@@ -28,7 +28,7 @@ __device__ inline void add_floats(const Arguments& a, const Tokens& tokens, int 
   // All is asked for before anything is needed, if registers suffice; else values once logits are there.
   constexpr int others = Keys::learned || Values::learned ? 72 : 56;
   constexpr int needed = others + 4 * value_words * (Plan::query_tiles + 1) + key_words * (Plan::query_tiles + 2);
-  constexpr bool early = needed <= at_most(255, 65536 / (Plan::threads * Plan::resident));
+  constexpr bool early = needed <= at_most(255, 65536 / (Plan::threads * Plan::blocks_per_sm));
   uint32_t value[4][value_words], key[2][key_words], query[Plan::query_tiles][key_words];
   const auto load = [&](const uint16_t* token, auto side, uint32_t* word) {
     using Side = decltype(side);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes and scales on their way: from the tapes to a warp's slots in shared memory, `Plan::depth` of them.
+// Codes and scales on their way: from the tapes to a warp's slots in shared memory, `Plan::pipeline_depth` of them.
 //
-// A slot holds a step: `Plan::steps` tiles of 16 tokens, which a warp takes together.
+// A slot holds a step: `Plan::step_tiles` tiles of 16 tokens, which a warp takes together.
 //
 //     Plan::bulk    a lane each asks for keys, both halves of values, and scales, as they lie side by side; a barrier of
 //                   the slot counts the bytes that came
@@ -18,7 +18,7 @@
 #include "kv/attention/attention_softmax.cuh"
 #include "primitives/wgmma.cuh"
 
-constexpr int tokens_of_step = 16 * Plan::steps;
+constexpr int tokens_of_step = 16 * Plan::step_tiles;
 static_assert(Plan::page % tokens_of_step == 0, "a step lies in one page");
 
 // Pieces of 16 bytes, in bytes: that hold so many; of rows, wherever they begin.
@@ -36,8 +36,8 @@ struct Step {
   static constexpr int scale_words = numbers == 1 ? tokens_of_step / 2 + 1 : tokens_of_step;  // wherever they begin
   static constexpr int scale_room = Plan::bulk ? 2 * numbers * tokens_of_step + 16 : 4 * scale_words;
 
-  static constexpr int values_at = Plan::bulk ? pieces_of_rows(tokens_of_step, key_row) : Plan::steps * 2 * key_bytes;
-  static constexpr int scales_at = values_at + (Plan::bulk ? stride + apart : Plan::steps * 4 * value_bytes);
+  static constexpr int values_at = Plan::bulk ? pieces_of_rows(tokens_of_step, key_row) : Plan::step_tiles * 2 * key_bytes;
+  static constexpr int scales_at = values_at + (Plan::bulk ? stride + apart : Plan::step_tiles * 4 * value_bytes);
   static constexpr int barrier_at = whole_pieces(scales_at + 2 * scale_room), bytes = barrier_at + 16 * Plan::bulk;
 
   // Token of the key in row `g` or g + 8 of a tile, and of the value at k = 2t + j (j > 1: 2t + 6 + j).
@@ -97,7 +97,7 @@ struct Step {
     if constexpr (Plan::bulk) {
       if (lane == 0) {
 #pragma unroll
-        for (int i = 0; i < Plan::depth; ++i) barrier_init(ring + i * bytes + barrier_at, askers);
+        for (int i = 0; i < Plan::pipeline_depth; ++i) barrier_init(ring + i * bytes + barrier_at, askers);
         barriers_are_set();
       }
       __syncwarp();
@@ -108,7 +108,7 @@ struct Step {
   __device__ static void end(uint32_t ring, int lane) {
     if constexpr (Plan::bulk) {
       __syncwarp();  // no lane waits any more
-      if (lane < Plan::depth) barrier_invalidate(ring + lane * bytes + barrier_at);
+      if (lane < Plan::pipeline_depth) barrier_invalidate(ring + lane * bytes + barrier_at);
     }
   }
 
@@ -135,10 +135,10 @@ struct Step {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 2 * Plan::steps; ++i)
+      for (int i = 0; i < 2 * Plan::step_tiles; ++i)
         TokenCodes<Keys>::copy(to + i * key_bytes, from.key(first + of_row(lane / 4, i % 2, i / 2)) + page, lane);
 #pragma unroll
-      for (int i = 0; i < 4 * Plan::steps; ++i)
+      for (int i = 0; i < 4 * Plan::step_tiles; ++i)
         TokenCodes<Values>::copy(to + values_at + i * value_bytes,
                                  from.value(first + of_value(lane % 4, i % 4, i / 4)) + page, lane);
       // Words that hold scales, with at least one that may be read.
@@ -162,24 +162,24 @@ struct Step {
   // Until the slot that comes next is full; `turn`: how often all of them have been, modulo 2.
   __device__ static void wait(uint32_t slot, uint32_t turn) {
     if constexpr (Plan::bulk) barrier_wait(slot + barrier_at, turn);
-    else wait_for_copies<Plan::depth - 2>();
+    else wait_for_copies<Plan::pipeline_depth - 2>();
   }
 
   // What was copied to a slot.
-  __device__ static void load(TokenCodes<Keys> (&keys)[Plan::steps][2], const Tapes& from, int first, uint32_t slot,
+  __device__ static void load(TokenCodes<Keys> (&keys)[Plan::step_tiles][2], const Tapes& from, int first, uint32_t slot,
                               int lane) {
 #pragma unroll
-    for (int i = 0; i < 2 * Plan::steps; ++i) {
+    for (int i = 0; i < 2 * Plan::step_tiles; ++i) {
       TokenCodes<Keys>& one = keys[i / 2][i % 2];
       const int token = of_row(lane / 4, i % 2, i / 2);
       if constexpr (Plan::bulk) one.load_row(slot + odd<key_row>(from.keys) + token * key_row, lane);
       else one.load(slot + i * key_bytes, from.key(first + token), lane);
     }
   }
-  __device__ static void load(TokenCodes<Values> (&values)[Plan::steps][4], const Tapes& from, int first,
+  __device__ static void load(TokenCodes<Values> (&values)[Plan::step_tiles][4], const Tapes& from, int first,
                               uint32_t slot, int lane) {
 #pragma unroll
-    for (int i = 0; i < 4 * Plan::steps; ++i) {
+    for (int i = 0; i < 4 * Plan::step_tiles; ++i) {
       TokenCodes<Values>& one = values[i / 4][i % 4];
       const int token = of_value(lane % 4, i % 4, i / 4), later = lane % 4 / 2;
       if constexpr (Plan::bulk)

@@ -25,7 +25,7 @@ struct Alone {
   // Goes on with the sums of floats, which are in column 0.
   __device__ Alone(const State& state, int lane)
       : odd(lane / 4 % 2), mine(lane / 8 == lane % 4), low(odd ? 0x1044 : 0x4410), high(odd ? 0x3244 : 0x4432) {
-    static_assert(Plan::turns < 8 || (Share<Values, 0>::channels % 4 == 0 && Share<Values, 1>::channels % 4 == 0),
+    static_assert(Plan::swizzle_orders < 8 || (Share<Values, 0>::channels % 4 == 0 && Share<Values, 1>::channels % 4 == 0),
                   "words come in pairs");
     const bool first = lane % 4 == 0;
 #pragma unroll

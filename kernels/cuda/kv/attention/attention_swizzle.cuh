@@ -10,7 +10,7 @@
 //     lane 3    g3 g2 g1 g0
 //
 // Bit b of r is undone in one of two ways. By selects: entries k and k ^ 2^b change places, a select for each register.
-// Or, without an instruction, by columns that a tile of 8 has to spare: each query has `turns` of them, 1 to 8, and the
+// Or, without an instruction, by columns that a tile of 8 has to spare: each query has `swizzle_orders` of them, 1 to 8, and the
 // bits of column c above those that count queries, `known` of them, are the bits of the r that it is for,
 //
 //     S^T = K q^T     column c holds its query in the order of its r; what it gives for tokens of another r is masked
@@ -20,18 +20,18 @@
 #pragma once
 #include "kv/attention/attention_softmax.cuh"
 
-constexpr int columns_of_query = Plan::paired ? 2 : Plan::turns;
+constexpr int columns_of_query = Plan::paired ? 2 : Plan::swizzle_orders;
 constexpr int queries_of_block = columns_of_block / columns_of_query;
 static_assert(columns_of_query == 1 || Plan::query_tiles == 1, "all columns of a query are in one tile");
 
 struct Turns {
-  static constexpr int queries = 8 / Plan::turns;  // column c is one of query c % queries
+  static constexpr int queries = 8 / Plan::swizzle_orders;  // column c is one of query c % queries
   static constexpr int known = 8 - queries;        // bits of a token's number in a tile that a column knows
 
   // Whether token g of a tile is for a column.
   __device__ static bool meet(int g, int column) { return ((g ^ column) & known) == 0; }
   // With all eight, columns are of the orders of codes (attention_mha.cuh), and of floats the first one is used.
-  static constexpr bool some = Plan::turns > 1 && Plan::turns < 8;
+  static constexpr bool some = Plan::swizzle_orders > 1 && Plan::swizzle_orders < 8;
 };
 
 // Groups of a part that lanes take in turn: those that want one at the same time, of lanes that are served together.

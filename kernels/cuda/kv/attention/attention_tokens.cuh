@@ -50,7 +50,7 @@ struct Column {
   bool exists;
 
   __device__ Column(const Arguments& a, int kv_head, int column) {
-    if (Plan::turns > 1) column %= Turns::queries;
+    if (Plan::swizzle_orders > 1) column %= Turns::queries;
     exists = column < a.groups * a.queries;
     column = exists ? column : 0;
     const int in_group = quotient(column, a.inverse_queries);
