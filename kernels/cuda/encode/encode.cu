@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scales and codes of rows that are rotated already, v being one group of a row:
+// Scales and codes of rotated rows, for each group v of a row:
 //
 //     s = argmin_f |v - s_f e_f|^2,  s_f = f rms(v)              e_f: the entries nearest to v / s_f
-//     where the plan refits, twice:  s = <v, e> / |e|^2          e: the entries nearest to v / s
+//     if the plan refits, twice:  s = <v, e> / |e|^2             e: the entries nearest to v / s
 //
 // hf_vq/fit/rows.py is the specification. A warp owns groups; vector i of its stream is in slot i / 32 of lane i % 32:
 //
 //     32 lanes   | v0  v1  v2  .. v31 |  slot 0      up to 32 vectors a group: a slot has 32 / lanes groups
-//                | v32 v33 v34 .. v63 |  slot 1      more: all slots are one group, in `chunks` turns
+//                | v32 v33 v34 .. v63 |  slot 1      more: all slots are one group, in `chunks` iterations
 //
-// so that 32 codes are Plan::entry_bits whole words, put together by shuffles. Bytes: rows once from DRAM (and from L1
-// once for each step), codes and scales once. Bound by instructions: all entries are tried for every vector, eight
-// candidates at once and then twice more (nearest.cuh).
+// 32 codes are Plan::entry_bits whole words, which shuffles assemble.
+//
+// Bytes: rows once from DRAM (and from L1 once per step), codes and scales once.
+// Bottleneck: instructions. Every vector is compared with all entries, for eight scales in one pass and then twice more
+// (nearest.cuh).
 #include "encode/nearest.cuh"
 #include "encode/nearest_e8p.cuh"
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entry of a codebook nearest to v / s, by trying all of them:
+// The codebook entry nearest to v / s, by exhaustive search:
 //
 //     argmin_e |v - s e|^2 = argmax_e  <v, e> - s |e|^2 / 2
 //
-// Entries lie in shared memory as float32, four by four with their |e|^2 / 2 behind them; all lanes read the same four
-// at a time (a broadcast), for all their vectors.
+// Entries are float32 in shared memory, in groups of four followed by their |e|^2 / 2. All lanes read the same four
+// entries (a broadcast) and score them for all their vectors.
 #pragma once
 #include "plan.cuh"
 #include "primitives/numbers.cuh"

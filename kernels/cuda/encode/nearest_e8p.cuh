@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entry of E8P nearest to v / s, by the structure of the lattice (hf_vq/formats/lattice.py has the reasons):
+// The E8P entry nearest to v / s, from the structure of the lattice (proof in hf_vq/formats/lattice.py):
 //
 //     y = u -/+ shift;  a = |y| in descending order;  k of the levels 1/2 rise to 3/2, or one to 5/2, where a is largest;
 //     a pattern whose parity is not that of the signs of y flips the sign of the smallest a
 //
-// The 29 patterns with five 3/2 that exist are tried one by one where a bound on all such patterns says that one may
-// win. A stage's entry is subtracted before the next one is found. Float32; the last three bits of a sorted |y| name
-// its coordinate, which moves a score by 2^-20 of |y| at most.
+// The 29 patterns with five 3/2 are tried one by one only if a bound says that one of them may win. The entry of a
+// codebook is subtracted before the next code is searched. Float32; the last three bits of a sorted |y| hold its
+// coordinate, which changes a score by at most 2^-20 of |y|.
 #pragma once
 #include "encode/nearest.cuh"
 #include "primitives/lattice.cuh"

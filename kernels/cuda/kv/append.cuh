@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of keys and values, one row of a head's numbers at a time (hf_vq/ops/reference/codes.py, `encode`):
+// Encoding of one row of keys or values, the head_dim numbers of one token and head (hf_vq/ops/reference/codes.py):
 //
 //     r = (x - mean) H      s = |r| / sqrt(dim)      code_i = argmax_e 2 <e, r_i / s> - |e|^2      scale = |r|^2 / <r, q>
 //
-// A scale is 65504 at most. Rows of huge numbers are taken times a power of two, so that their squares have finite sums; it
-// changes no code.
+// A scale is at most 65504. Rows of huge numbers are first multiplied by a power of two, so that the sum of their
+// squares is finite; this changes no code.
 //
-// `lanes` threads of a warp share a row; a thread has `width` neighbouring vectors, and again `lanes` * `width` further on:
+// `lanes` threads of a warp share a row. A thread has `width` adjacent vectors, then `width` more every `lanes` * `width`:
 //
 //     vector of slot j = (j / width * lanes + lane) * width + j % width      2 lanes, width 2:  0 0 1 1  0 0 1 1 ..
 //
-// so that rotations are butterflies in registers or by shuffles, and the codes of `width` vectors are whole bytes.
+// Rotations are then butterflies in registers or by shuffles, and the codes of `width` vectors are whole bytes.
 //
-// A token's codes do not depend on how many come with it: sums go by the bits of a vector's number, lowest first, so that
-// it does not matter which lanes have which, and all searches find the same.
+// The codes of a token do not depend on the number of tokens in the call: sums follow the bits of a vector's number,
+// lowest first, whichever lanes hold the vectors, and all searches return the same entry.
 #pragma once
 #include "kv/append_nearest.cuh"
 

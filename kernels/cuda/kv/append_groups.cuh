@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of keys and values whose groups of channels have codebooks of their own: code_i = argmax_e 2 <e, x_i> - |e|^2.
+// Encoding with one codebook per channel group: code_i = argmax_e 2 <e, x_i> - |e|^2.
 //
-// A warp has `unit` neighbouring groups of a head, whose codes are whole bytes, and
+// A warp owns `unit` adjacent groups of a head, whose codes are whole bytes:
 //
-//     few tokens     their entries in registers, spread over lanes: one vector at a time
-//     many tokens    their entries in shared memory: every lane has tokens of its own
+//     few tokens     entries in registers, spread over lanes; the lanes search one vector together
+//     many tokens    entries in shared memory; every lane searches its own tokens
 #pragma once
 #include "kv/append.cuh"
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of integers with a scale s and a zero z each, QServe's KV4 (hf_vq/ops/reference/codes.py, `encode_integers`):
+// Rows to integers with one scale s and one zero z per row, QServe's KV4 (hf_vq/ops/reference/codes.py, `encode_integers`):
 //
 //     r = (x - mean) H     s = max((max r - min r) / top, max |r| / 1024)     z = -min r / s     code_i = round(r_i / s + z)
 //
-// s and z are rounded to fp16 first, as they are stored; where s is beyond it, s = 65504 and the integers have the middle
-// of the row in theirs, as far as `top` steps from zero. Every step is the specification's own, rounded as it is there: so
-// are the codes, whoever computes them. What is not a number goes through all of it, to s and z.
+// s and z are first rounded to fp16, the type in which they are stored. If s overflows fp16, s = 65504 and the integers
+// are centred on the middle of the row, at most `top` steps from zero. Every operation is rounded like the
+// specification, so the codes are bitwise those of every other backend. NaN propagates to s and z.
 #pragma once
 #include "kv/append.cuh"
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entry of a codebook nearest to a vector v: argmax_e 2 <e, v> - |e|^2, of w = 2 v. Three ways to the same answer:
+// The codebook entry nearest to a vector v: argmax_e 2 <e, v> - |e|^2, with w = 2 v. Three searches, one result:
 //
-//     Table     every thread tries all entries for vectors of its own
-//     Spread    the lanes of a warp share the entries, for one vector
-//     Grid      a table over the plane names the few that may be nearest (x = 2)
+//     Table     every thread tries all entries for its own vectors
+//     Spread    the lanes of a warp split the entries, for one vector
+//     Grid      a table over the plane lists the few candidates of a cell (x = 2)
 //
-// A score is the same sum wherever it is computed, and the first of equal ones wins.
+// A score is the same sum in every search, and the first of equal scores wins.
 #pragma once
 #include "plan.cuh"
 #include "primitives/numbers.cuh"

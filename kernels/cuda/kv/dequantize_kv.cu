@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys or values of a coded cache, dense and still rotated:
+// Codes of keys or values to dense rows, still rotated:
 //
 //     out[b, h, t, :] = scale[b, h, t] * (concat_j( codebook[ code[b, h, t, j] ] ) - zero[b, h, t]) + mean[b, h, :]
 //
-// A block owns Plan::tokens tokens of one head and Plan::slice of its channels, and has the entries of these channels in
-// shared memory. A thread decodes 8 channels of a token at a time, of 16-bit floats one store of 16 bytes; neighbouring
-// threads have neighbouring channels. Codes of Plan::pipeline_depth tokens are on their way at a time.
+// Tile of a block: Plan::tokens tokens of one head and Plan::slice of its channels; the entries of these channels are
+// in shared memory. A thread decodes 8 channels of a token per iteration (16-bit floats: one store of 16 bytes);
+// adjacent threads have adjacent channels. A thread has codes of Plan::pipeline_depth tokens in flight.
 //
-// Bytes: the output once, codes and scales once, entries once for every block (from L2). Bound by writing the output,
-// which attention reads at once: as much is decoded at a time as stays in L2.
+// Bytes: the output once, codes and scales once, entries once per block (from L2).
+// Bottleneck: writing the output. Attention reads it next, so the caller decodes only what fits into L2.
 #include "plan.cuh"
 #include "primitives/numbers.cuh"
 

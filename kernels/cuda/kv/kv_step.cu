@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step of a static KV cache (hf_vq/ops/static.py): new tokens to the ring and the sinks, codes of those that leave the
-// window, the mean of the keys when the first is coded, and the length, which is read and advanced here.
+// One decode step of a static KV cache (hf_vq/ops/static.py): append new tokens, encode those that leave the window.
+//
+// The kernel writes the new tokens to the ring buffer and the sinks, the codes of the tokens that leave the window, and
+// the key mean when the first token is encoded. It reads the length from device memory and advances it.
 //
 //     position   length - window ..           length ..
 //                leave the window, coded      new: slot position % slots of the ring        slots >= window + new
 //
-// Blocks: one for each row's and head's keys, or `across` * `shares` for groups of the channels of a head; then those of
-// the values. Each adds 1 to the upper half of the length when it has read it; the last one knows that it is, and writes
-// the new length.
+// Blocks: one per row and head of the keys (learned codebooks: `across` * `shares` per head, for channel groups); then
+// the same for values. Each block adds 1 to the upper half of the length after reading it; the last block to do so
+// writes the new length.
 #include "kv/append.cuh"
 #include "kv/append_groups.cuh"
 #include "kv/append_integers.cuh"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The codebooks of all stages of a plan, fp16 or int8 [stages, entries, x]: in shared memory or where they lie.
+// The codebooks of a plan, fp16 or int8 [num_codebooks, entries, x], in shared memory or in global memory (L2).
 //
-// VQ-LLM's codebook cache (section V) with two of its tiers, all entries in the one or in the other. A block loads
-// once and looks up many codes; an index is below the number of entries, whatever the code's bytes are.
+// VQ-LLM's codebook cache (section V) with two of its tiers; all entries are in one of them. A block loads the codebooks
+// once and looks up many codes. Every index is below the number of entries, whatever bytes the codes have.
 #pragma once
 #include "plan.cuh"
 #include "primitives/lattice.cuh"

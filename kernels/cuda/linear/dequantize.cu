@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a stored matrix, dense and still rotated:
+// Codes to a dense matrix, still rotated:
 //
 //     out[o, :] = scale[o, g] * concat_j( sum_z codebook[z][ code[o, j, z] ] )
 //
-// A block owns a panel: Plan::panel_rows rows of one tile, or of the whole width where codebooks are not per tile.
-// It loads the panel's codebooks once. A thread decodes units of Plan::unit weights; neighbouring threads have
-// neighbouring units, so that a warp stores one piece of memory; codes of Plan::pipeline_depth units are on their way at a time.
+// Tile of a block: a panel of Plan::panel_rows rows of one codebook tile, or of the whole width without tiles. The block
+// loads the codebooks of the panel once. A thread decodes units of Plan::unit weights; adjacent threads have adjacent
+// units, so that a warp stores contiguous memory. A thread has codes of Plan::pipeline_depth units in flight.
 //
 //     block = panel   +---------------------------+
 //                     | t0 t1 t2 t3 ... t255 t0 ..|  unit of thread t: 8 weights of fp16 = one store of 16 bytes
 //     panel_rows      | ..                        |
 //                     +---------------------------+
 //
-// Bytes: the output, its codes and scales once, the codebooks once for every block (from L2). Bound by writing the
-// output, with shared memory close behind where a unit has many codes. Sums are float32 in the reference's order, so
-// that a float32 output is equal to it bit by bit.
+// Bytes: the output, its codes and scales once, the codebooks once per block (from L2).
+// Bottleneck: writing the output; shared memory is close if a unit has many codes. Sums are float32 in the order of the
+// reference: a float32 output is bitwise equal to it.
 #include "linear/codebook.cuh"
 #include "plan.cuh"
 #include "primitives/codes.cuh"

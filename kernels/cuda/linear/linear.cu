@@ -1,28 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + b for few tokens, from the codes of W: no dense weight exists anywhere.
+// y = W x + b for few tokens, directly from the codes of W; no dense weight is ever stored.
 //
 //     y[m, o] = bias[o] + sum_g scale[o, g] sum_{k in g} W'[o, k] x[m, k]        W' = entries of the codebook
 //
-// Tensor cores multiply 16 rows of W' with 8 tokens. A warp has a chunk of 4 * unit neighbouring columns; lane 4 g + t
-// decodes columns t * unit .. of rows g and g + 8, eight at a time, and those eight are two fragments of W' as they
-// are: the columns are numbered so that nothing has to be exchanged between lanes (VQ-LLM fuses by shuffles or through
-// shared memory, section VI.B). x comes in the same numbering.
+// Tile of a warp: row_tiles x 16 rows of W' times token_tiles x 8 tokens, on tensor cores (mma m16n8k16), one chunk of
+// 4 * unit columns per iteration. Lane 4 g + t decodes columns t * unit .. of rows g and g + 8. Every eight decoded
+// weights are two A fragments: the columns are numbered in fragment order, so lanes exchange nothing. (VQ-LLM, section
+// VI.B, exchanges by shuffles or through shared memory.) x is stored in the same numbering.
 //
-// One token would use one column of eight. Instead a warp has x of eight pieces of its columns, one in each:
+// One token would fill one of the eight MMA columns. Instead, the eight columns hold eight pieces of the same x:
 //
-//                          x of piece 0 .. 7                    Of the product with piece p, lanes whose column is p
-//     W' of piece p  .     [ | | | | | | | ]                    keep their sum. x is read, and rotated in registers,
-//                          column p counts                      once for all rows of a warp.
+//                          x of piece 0 .. 7                    After the product with piece p of W', lanes that own
+//     W' of piece p  .     [ | | | | | | | ]                    column p keep their sum. x is loaded, and rotated in
+//                          column p counts                      registers, once for all rows of a warp.
 //
-//     team of `split_k_warps` warps     +---------+---------+---------+---------+
+//     team of `split_k_warps`   +---------+---------+---------+---------+
 //     row_tiles x 16 rows       | warp 0  | warp 1  | warp 2  | warp 3  |     whole chunks of 4 * unit columns each
 //                               +---------+---------+---------+---------+
-//     their sums meet in shared memory, in the order of warps: the result does not depend on timing
+//     partial sums are added in shared memory in warp order: the result does not depend on timing
 //
-// A block has several teams, which share its tables and wait only for their own. Or it has one, and for several tokens
-// the `cluster_size` blocks of a cluster share the columns: each sends its sums to the block that adds them. Codes of `pipeline_depth`
-// chunks are on their way at a time. Bytes: codes and scales once, x once for every row_tiles x 16 rows (from L2).
-// Bound by the pipe that loads from L1 and shared memory take together: with all codes in L2 it is hardly faster.
+// A block holds several teams. They share its tables; each synchronizes only with itself. With several tokens and
+// `cluster_size` > 1, a block is one team and the blocks of a cluster split the columns: each block sends its sums to
+// the block that adds them. A warp has the codes of `pipeline_depth` chunks in flight.
+//
+// Bytes: codes and scales once; x once per row_tiles x 16 rows (from L2).
+// Bottleneck: the load pipe shared by L1 and shared memory. With all codes in L2 the kernel is hardly faster.
 #include "linear/table.cuh"
 #include "plan.cuh"
 #include "primitives/codes.cuh"

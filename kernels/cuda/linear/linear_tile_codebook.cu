@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + b for few tokens, from codes whose codebook is that of their tile of W: no dense weight exists anywhere.
+// y = W x + b for few tokens, from codes with one codebook per tile of W; no dense weight is ever stored.
 //
 //     y[m, o] = bias[o] + scale[o] sum_tiles sum_{k in tile} W'[o, k] x[m, k]        W' = entries of the tile's codebook
 //
-// A block has a band of rows within a row of tiles, and goes from tile to tile. Its table of the next tile (table.cuh)
-// and the inputs of the one after are made while it multiplies with this one; one barrier a tile:
+// Tile of a block: a band of rows, multiplied codebook tile by codebook tile. While the block multiplies one tile, it
+// fills the table of the next tile (table.cuh) and copies the inputs of the one after it; one barrier per tile:
 //
 //     table 0   [fill 0]         [fill 2]--------[fill 4]
 //     table 1           [fill 1]         [fill 3]
 //     warps             |multiply 0      |multiply 1     |multiply 2 ..           | = barrier
 //
-// Both tables lie interleaved, so that one bit of an address tells them apart. Warps share the rows of the band, and
-// `column_warps` the columns of a tile; each multiplies as linear.cu draws it, in chunks that are as wide as its columns.
-// The fewer rows a band has, the more often tables are filled: a fill takes as long as the lookups of 64 rows. So a band
-// is high, its tiles are shared by the `cluster_size` blocks of a cluster, and each of them adds sums of a part of the rows, which
-// the others send to its shared memory, in the order of blocks: the result does not depend on timing.
+// The two tables are interleaved: one address bit selects the table. The warps of a block split the rows of the band,
+// and `column_warps` warps split the columns of a tile. Each warp multiplies as drawn in linear.cu; its columns are one
+// chunk. A fill costs as much as the lookups of 64 rows, so bands are high. To have enough blocks, the `cluster_size`
+// blocks of a cluster split the tiles of a band. Each block adds a part of the rows; the others send it their sums in
+// shared memory, and it adds them in block order: the result does not depend on timing.
 //
-// Lanes beyond the last column multiply zeros with some entries of the codebook, all of which have to be finite.
-// Bytes: codes once, codebooks once for every band (from L2), x once for every band (from L2). Bound by the pipe of shared
-// memory: for 256 columns of 16 rows 64 wavefronts of lookups, a share of 256 for the fill, 32 of x for 8 tokens.
+// Lanes beyond the last column multiply zeros by arbitrary entries, so all entries have to be finite.
+//
+// Bytes: codes once; codebooks and x once per band (from L2).
+// Bottleneck: the shared memory pipe. 256 columns of 16 rows take 64 wavefronts of lookups, a share of 256 for the
+// fill, and 32 of x for 8 tokens.
 #include "linear/table.cuh"
 #include "plan.cuh"
 #include "primitives/codes.cuh"

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + b for many tokens, from the codes of W: no dense weight exists anywhere.
+// y = W x + b for many tokens, directly from the codes of W with wgmma; no dense weight is ever stored.
 //
 //     y[m, o] = bias[o] + sum_g sum_{k in g} (scale[o, g] W'[o, k]) x[m, k]        W' = entries of the codebook
 //
-// A warpgroup multiplies 64 rows of W with `token_tile` tokens on tensor cores. W comes from registers: as in linear.cu
-// a lane decodes eight neighbouring columns of two rows at a time, and those are two fragments as they are. x comes from
-// shared memory, where a producer puts 64 columns at a time, in the columns' numbering and swizzled as rotate.cu wrote it:
+// Tile of a consumer warpgroup: 64 rows of W times `token_tile` tokens. W comes from registers: like linear.cu, a lane
+// decodes eight adjacent columns of two rows, and they are two A fragments. x comes from shared memory: a producer warp
+// loads 64 columns per buffer, in fragment order and swizzled as rotate.cu wrote them:
 //
-//     producer (one lane)   [x 64 columns][x next 64]..        ring of `x_stages` slots, token_tile x 128 bytes each
+//     producer (one lane)   [x 64 columns][x next 64]..        ring of `x_stages` buffers, token_tile x 128 bytes each
 //     warpgroup 0           |64 columns|64 columns| ..         while tensor cores multiply 64 columns, a warp looks up the
 //     warpgroup 1             |64 columns|64 columns| ..       next 64, 16 in each lane (two buffers of registers)
 //
-// Blocks of a cluster share the columns (`cluster_size` blocks have the same rows): each adds the sums of some tokens, which the
-// others send to its shared memory, in the order of blocks, so that the result does not depend on timing.
+// The `cluster_size` blocks of a cluster have the same rows and split the columns. Each block adds the sums of some
+// tokens; the others send it theirs in shared memory, and it adds them in block order: the result does not depend on
+// timing.
 //
-// Bytes: codes once for every token_tile tokens, x once for every 64 x warpgroups rows, both mostly from L2.
-// A product of 64 x token_tile x 16 takes token_tile / 2 cycles of tensor cores and token_tile / 4 of shared memory, a
-// lookup of its 1024 weights 16 more there, times stages. With few tokens, a warp's lookups take
-// longer than the products that they hide behind.
+// Bytes: codes once per token_tile tokens, x once per 64 x warpgroups rows, both mostly from L2.
+// Bottleneck: lookups with few tokens, else tensor cores. A product of 64 x token_tile x 16 takes token_tile / 2 cycles
+// of tensor cores and token_tile / 4 of shared memory; the lookups of its 1024 weights take 16 more per codebook.
 #include "linear/table.cuh"
 #include "plan.cuh"
 #include "primitives/codes.cuh"

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows rotated block by block with a Hadamard matrix, with or without random signs, or rotated back:
+// Rows times block-diagonal Hadamard matrices, with or without random signs, or the inverse:
 //
 //     y = (x * s) H        inverse: y = (x H) * s        H = 1 / sqrt(B) [[1, 1], [1, -1]] (x) .. (x) [[1, 1], [1, -1]]
 //
-// A block of B numbers belongs to `lanes` threads of one warp, `each` numbers to a thread, in chunks of at most 8:
+// `lanes` threads of one warp own a block of B numbers, `each` numbers per thread, in chunks of at most 8:
 //
 //     number of a block = (chunk * lanes + lane) * width + i       butterflies over i and chunk: in registers
 //                                                                  butterflies over lane: by shuffles
-// Bytes: x and y once, which bounds it. Sums are float32.
+//
+// With Plan::fragment_unit, y is written in the MMA-fragment order of linear.cu or linear_wgmma.cu, else row-major.
+//
+// Bytes: x and y once. Bottleneck: DRAM. Sums are float32.
 #include "plan.cuh"
 #include "primitives/numbers.cuh"
 #include "primitives/pdl.cuh"

@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codebooks as tables in shared memory, made for one thing: eight weights of a row as four registers.
+// Codebooks as lookup tables in shared memory: eight weights of a row become four registers.
 //
-// VQ-LLM's codebook cache (section V) keeps hot entries in registers and shrinks the rest. Here the opposite pays:
-// lanes that look up different entries of one bank wait for each other, so every entry is stored `replicas` times,
+// VQ-LLM's codebook cache (section V) keeps hot entries in registers and shrinks the rest. This table grows instead:
+// lanes that look up different entries of one bank conflict, so every entry is stored `replicas` times,
 //
 //     bank        0..3   4..7   ...  28..31
 //     entry 0    [copy 0 copy 1  ..  copy 7]      16-byte entries: 8 copies, lane i reads copy i % 8
 //     entry 1    [copy 0 copy 1  ..  copy 7]
 //
-// and no two lanes of a phase meet. Two nested passes have one table, for the codes of both together. The books of all
-// stages lie interleaved, Plan::interleaved times 128 bytes for each index; with 256 bytes, one byte permutation makes
-// an address of a code, else a shift and a LOP3 do. Three books would waste a fourth place: they lie one after the other.
-// `fused` short codes that lie side by side are one index (two 4-bit codes: 256 entries of two weights).
+// and no two lanes of a phase conflict. A nested residual shares one table with the first code, indexed by both.
+// The tables of all codebooks are interleaved: Plan::interleaved times 128 bytes per index. With 256 bytes per index,
+// one byte permutation turns a code into an address; else a shift and a LOP3 do. Three codebooks would waste a fourth
+// place, so their tables are contiguous, one after the other. `fused` adjacent short codes form one index (two 4-bit
+// codes: 256 entries of two weights).
 //
-// Entries that are integers v of 7 bits are bytes, half as many to load. A byte u becomes a number as the mantissa below
-// an exponent that makes its step 1: 2^m + u, also in bfloat16, whose mantissa has 7 bits. Even stages keep 63 + v, odd
-// ones 63 - v, so that one subtraction of two numbers adds the integers of two stages, and the exponents are gone:
+// Integer entries v of 7 bits are bytes, half as many to load. A byte u becomes a float as the mantissa below an
+// exponent with step 1: 2^m + u, also in bfloat16, whose mantissa has 7 bits. Even codebooks store 63 + v, odd ones
+// 63 - v, so that one subtraction adds the integers of two codebooks and cancels the exponents:
 //
 //     (2^m + 63 + v0) - (2^m + 63 - v1) = v0 + v1        exact
 #pragma once

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of 1 to 16 bits, from the dense little-endian stream of a row (hf_vq/formats/packing.py).
+// Unpacking of codes of 1 to 16 bits from the dense little-endian stream of a row (hf_vq/formats/packing.py).
 //
 //     word 0: c3[1:0] c2 c1 c0    word 1: c6[..] c5 c4 c3[9:2] ...         10 bits
 //
-// A thread reads the codes of one unit of weights, side by side at any bit, by whole aligned words and one
-// funnel shift for each; a shift by constants then takes every code out of registers.
+// A thread loads the contiguous codes of one unit of weights, which may begin at any bit: whole aligned words, one
+// funnel shift for each, then a shift by a constant per code.
 #pragma once
 #include "primitives/numbers.cuh"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products on tensor cores: of 16-bit floats with sums in float32, and of bytes with sums in 32 bits.
+// Warp-level MMA: 16-bit floats with float32 accumulators, and int8 with int32 accumulators.
 #pragma once
 #include "primitives/numbers.cuh"
 

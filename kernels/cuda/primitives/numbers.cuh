@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names of a plan's values, fixed-width integers, and floats as fp16, bf16 or fp32 in memory.
+// Enumerations of plans, fixed-width integers, and loads and stores of fp16, bf16 and fp32.
 //
 // NVRTC brings no headers and none is needed: a half is 16 bits, and PTX converts.
 #pragma once

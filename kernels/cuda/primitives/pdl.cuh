@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Programmatic dependent launch (PTX: griddepcontrol; nothing before sm_90).
 //
-//     kernel A   [prologue]..wait|============|            prologue: only what no earlier kernel of the stream writes,
-//     kernel B               [prologue].......|wait|===    the codes of a layer that did not change since its last launch
+//     kernel A   [prologue]..wait|============|            prologue: reads only data that no running kernel writes, such
+//     kernel B               [prologue].......|wait|===    as codes that did not change since the last launch
 #pragma once
 
 // What earlier kernels wrote may be read, and what they read may be written, from here on.

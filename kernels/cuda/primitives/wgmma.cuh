@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of a warpgroup (PTX: wgmma.mma_async, sm_90a only), and what brings their factors to shared memory.
+// Warpgroup MMA (PTX: wgmma.mma_async, sm_90a only), with bulk copies and barriers for its operands.
 //
 //     d[64 x N] += a[64 x 16] b[16 x N]        16-bit floats, sums in float32
-//     d[64 x N] += a[64 x 32] b[32 x N]        bytes, sums in 32 bits: two in the place of each number of 16 bits
+//     d[64 x N] += a[64 x 32] b[32 x N]        bytes, sums in 32 bits: two bytes in place of each 16-bit number
 //
 // Warp w of four has rows 16 w .. 16 w + 15 of a and d, both in registers: a as in mma.cuh, and of d, in lane 4 g + t,
 //
 //     d[4 i], d[4 i + 1] = row g, columns 8 i + 2 t, 8 i + 2 t + 1         d[4 i + 2], d[4 i + 3] = row g + 8
 //
-// b lies in shared memory: 128 bytes for each of N columns, which are 64 numbers along k in pieces of 16 bytes, piece p
-// of column n at place p ^ n % 8 (the 128-byte swizzle), the first column at a multiple of 1024.
+// b is in shared memory: 128 bytes for each of N columns, 64 numbers along k in pieces of 16 bytes. Piece p of column n
+// is at place p ^ n % 8 (128-byte swizzle), and the first column at a multiple of 1024 bytes.
 #pragma once
 #include "primitives/numbers.cuh"
 

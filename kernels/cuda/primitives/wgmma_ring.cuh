@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What blocks of linear_wgmma.cu and of w4a8_wgmma.cu have in common: their tiles, and the ring through which x comes. The including
-// file says first
+// Ring of shared memory buffers for x, and tiles of blocks, of linear_wgmma.cu and w4a8_wgmma.cu.
 //
-//     columns_of_slot   columns of x in a slot, 128 bytes for each token
-//     chunk             columns that a warp takes of W at a time, whole slots
-//     first_byte        where the ring begins, as an address within the block's memory, a multiple of 1024
-//     origin            such an address of the memory that is asked for at the launch
-//     split             blocks of a cluster that share columns
-//     teams             warpgroups that have the same rows, and take chunks in turn
+// The including file defines first:
+//
+//     columns_of_slot   columns of x in a buffer, 128 bytes for each token
+//     chunk             columns of W that a warp loads in one iteration, whole buffers
+//     first_byte        address of the ring within the memory of the block, a multiple of 1024
+//     origin            address of the dynamic shared memory within the memory of the block
+//     split             blocks of a cluster that split the columns
+//     teams             warpgroups that share rows and take chunks round-robin
 #pragma once
 #include "plan.cuh"
 #include "primitives/numbers.cuh"

@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + b with W of 4 bits and x of 8, as one product of integers (QServe, section 5.2).
+// y = W x + b with 4-bit W and 8-bit x, as an integer product for few tokens (QServe, section 5.2).
 //
-//     y[m, o] = (sum_k w[o, k] numbers[m, k]) scale[o] size[m] + bias[o]         w, and what follows a sum: w4a8.cuh
+//     y[m, o] = (sum_k w[o, k] numbers[m, k]) scale[o] size[m] + bias[o]         w and the epilogue: w4a8.cuh
 //
-// A warp multiplies row_tiles x 16 rows with token_tiles x 8 tokens, 128 columns at a time: a lane reads 16 bytes of codes
-// of each of its rows, which become fragments in registers, and 16 bytes of x for two products. Rows of a lane are
-// neighbours, the two halves of a word of y.
+// Tile of a warp: row_tiles x 16 rows times token_tiles x 8 tokens, 128 columns per iteration. A lane loads 16 bytes of
+// codes of each of its rows, which become fragments in registers, and 16 bytes of x for two products. The rows of a lane
+// are adjacent, the two halves of a word of y.
 //
-//     team of `split_k_warps` warps     +---------+---------+---------+---------+
+//     team of `split_k_warps`   +---------+---------+---------+---------+
 //     row_tiles x 16 rows       | warp 0  | warp 1  | warp 2  | warp 3  |     whole chunks of 128 columns each
 //                               +---------+---------+---------+---------+
-//     their sums meet in shared memory; those of integers do not depend on the order
+//     partial sums are added in shared memory; integer sums do not depend on the order
 //
-// Codes of `pipeline_depth` chunks are on their way at a time; steps and zeros of a block's rows lie in shared memory. x comes
-// through L1, in the order of w4a8_inputs.cu. One token (`single`) lies in shared memory: a block copies it there, or rounds
-// it for itself (`rounds`), while its codes are on their way. Bytes: codes once for every token_tiles x 8 tokens, x once
-// for every row (from L1, or from L2 for every block). Bound by DRAM for few tokens, by tensor cores and by reading x for
-// many.
+// A warp has codes of `pipeline_depth` chunks in flight. Steps and zeros of the block's rows are in shared memory. x is
+// read through L1, in the order of w4a8_inputs.cu. A single token (`single`) is in shared memory: the block copies it, or
+// quantizes it itself (`rounds`) while its codes are in flight.
+//
+// Bytes: codes once per token_tiles x 8 tokens; x once per row (from L1, or from L2 per block).
+// Bottleneck: DRAM for few tokens; tensor cores and loads of x for many.
 #include "plan.cuh"
 #include "primitives/mma.cuh"
 #include "primitives/pdl.cuh"

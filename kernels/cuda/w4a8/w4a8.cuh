@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights of 4 bits that tensor cores take as integers of 8, and what follows their sums (QServe, arXiv 2405.04532,
-// section 5.2; formats/qoq.py, ops/w4a8.py).
+// 4-bit weights as int8 operands of tensor cores, and the epilogue (QServe, arXiv 2405.04532, section 5.2;
+// formats/qoq.py, ops/w4a8.py).
 //
-// Columns are numbered so that nothing is exchanged between lanes. A lane has 32 neighbouring columns of a row, of 128;
-// eight of them are a word of codes, and two words of bytes, which are two fragments of a product over 32 columns:
+// Columns are numbered so that lanes exchange nothing. A lane has 32 adjacent columns of a row, of 128; eight of them are
+// a word of codes and two words of bytes, which are two fragments of a product over 32 columns:
 //
 //     codes   c7 c6 c5 c4 c3 c2 c1 c0     4 bits each
 //     even    c6    c4    c2    c0        k =      4 t ..  4 t + 3 of the product
 //     odd     c7    c5    c3    c1        k = 16 + 4 t .. 16 + 4 t + 3
 //
-// With groups, four codes are multiplied by their step, and their zero subtracted, in one operation of 32 bits: what is
-// added is 128 - zero, so that each byte is 128 + q step - zero, from 0 to 255 ("protective range"), and none carries.
-// Tensor cores multiply unsigned with signed bytes; 128 times the sum of a token's numbers is subtracted from the sum.
+// With groups, one 32-bit multiply-add applies the step and the zero of four codes. It adds 128 - zero, so that each byte
+// is 128 + q step - zero, from 0 to 255 ("protective range"), and none carries. Tensor cores multiply unsigned by signed
+// bytes; the epilogue subtracts 128 times the sum of the token's numbers.
 #pragma once
 #include "plan.cuh"
 #include "primitives/mma.cuh"

@@ -1,26 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + b with W of 4 bits and x of 8, as one product of integers, for many tokens on Hopper.
+// y = W x + b with 4-bit W and 8-bit x, as an integer product for many tokens on Hopper (QServe, section 5.2).
 //
-//     y[m, o] = (sum_k w[o, k] numbers[m, k]) scale[o] size[m] + bias[o]         w, and what follows a sum: w4a8.cuh
+//     y[m, o] = (sum_k w[o, k] numbers[m, k]) scale[o] size[m] + bias[o]         w and the epilogue: w4a8.cuh
 //
-// As linear_wgmma.cu, with bytes in the place of floats. A warpgroup multiplies 64 rows of W with `token_tile` tokens on tensor
-// cores. Codes become fragments in registers; numbers of x come through shared memory, where a producer puts 128 columns at
-// a time, swizzled as w4a8_inputs.cu wrote them:
+// Structure of linear_wgmma.cu, with bytes instead of floats. Tile of a consumer warpgroup: 64 rows of W times
+// `token_tile` tokens. Codes become A fragments in registers. x comes through shared memory: a producer warp loads 128
+// columns per buffer, swizzled as w4a8_inputs.cu wrote them:
 //
-//     producer (one lane)   [x 128 columns][x next 128]..      ring of `x_stages` slots, token_tile x 128 bytes each
-//     warpgroup 0           |128 columns|128 columns| ..       while tensor cores multiply, a lane decodes what they
-//     warpgroup 1             |128 columns|128 columns| ..     multiply after the next product
+//     producer (one lane)   [x 128 columns][x next 128]..      ring of `x_stages` buffers, token_tile x 128 bytes each
+//     warpgroup 0           |128 columns|128 columns| ..       while tensor cores multiply, a lane decodes the fragments
+//     warpgroup 1             |128 columns|128 columns| ..     of the product after the next one
 //
-// or, where a block has too few rows for that, two or three teams:
+// If a block has too few rows for that, two or three warpgroups split the columns (`split_k_warpgroups`):
 //
 //     warpgroup 0           |chunk 0|       |chunk 2| ..       the same rows; sums are added at the end
 //     warpgroup 1               |chunk 1|       |chunk 3| ..
 //
-// Bytes: codes once for every token_tile tokens, x once for every tile of rows, both mostly from L2. A product of
-// 64 x token_tile x 32 takes token_tile / 2 cycles of tensor cores, of which a multiprocessor has one set; its weights take
-// 6 instructions of each lane, 10 with groups. The assembler runs products one by one, which nearly doubles the time, unless
-// it sees that warps of a warpgroup do the same and that fragments are made before products: hence `warp`, shuffled, and
-// `made`. It says so in its log (codegen/jit/compiler.py: SERIALIZED).
+// Bytes: codes once per token_tile tokens, x once per tile of rows, both mostly from L2.
+// Bottleneck: tensor cores. A product of 64 x token_tile x 32 takes token_tile / 2 cycles of the one set of tensor cores
+// of a multiprocessor; its weights take 6 instructions per lane, 10 with groups.
+//
+// The assembler serializes products, which nearly doubles the time, unless it can prove that the warps of a warpgroup are
+// uniform and that fragments are complete before a product: hence the shuffled `warp` and `made`. Its log says so
+// (codegen/jit/compiler.py: SERIALIZED).
 #include "plan.cuh"
 #include "primitives/pdl.cuh"
 #include "w4a8/w4a8.cuh"

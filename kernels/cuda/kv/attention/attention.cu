@@ -1,28 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a few queries over coded keys and values: softmax(q K^T) V, and K and V exist nowhere as floats.
+// Attention of few queries over a quantized KV cache: O = softmax(q K^T) V. Dense K and V are never stored.
 //
-//     columns     queries that share a kv head: its query heads times the new tokens, in tiles of 8
-//     group       up to `query_tiles` tiles of one kv head and row; its tokens are split among blocks
+//     column      one query: a query head of the KV head times a new token; MMA tiles have 8
+//     block       up to `query_tiles` tiles of one KV head and row; the tokens are split over blocks
 //     warp        tiles of 16 tokens, one after the other
 //
-// Tensor cores multiply twice, and every code is decoded once for all columns, where it is needed:
+// Two products on tensor cores. Each code is decoded once for all columns, in the lane that needs it:
 //
-//     S^T = K q^T         a lane has pieces of the keys in rows g and g + 8: entries of the codebook are fragments as
-//                         they are
-//     O^T = V^T P^T       a lane has the same channels of four tokens: of two entries, one byte permutation makes a
-//                         fragment; S^T becomes P^T by movmatrix
+//     S^T = K q^T         a lane has pieces of the keys in rows g and g + 8: table entries are A fragments
+//     O^T = V^T P^T       a lane has the same channels of four tokens: one byte permutation of two entries makes a
+//                         fragment; movmatrix turns S^T into P^T
 //
-// Where columns are left, a query has several, and less has to be moved: two (attention_gqa_small.cuh), or one for each order
-// in which learned codebooks are looked up (attention_swizzle.cuh).
+// VQ-LLM (section VI.B) exchanges decoded values through shared memory or shuffles; nothing is exchanged here.
+// With few queries, spare columns save more work: two columns per query (attention_gqa_small.cuh), or one for each
+// swizzle order of learned codebooks (attention_swizzle.cuh). Integers have no codebook but a zero
+// (attention_integers.cuh).
 //
-// Integers need no codebook, and have a zero (attention_integers.cuh).
+// Queries are rotated like the keys; the result is rotated back. Unquantized tokens (sinks, recent tokens) come first,
+// spread over all warps; their sums are rotated and added to the sums of codebook entries.
 //
-// (VQ-LLM exchanges what it decoded through shared memory or shuffles, section VI.B). Queries are rotated as keys were,
-// and the result is rotated back; what is stored as floats (sinks, the newest tokens) comes first, a few tiles among all
-// warps, and what a warp adds up of it is rotated to where entries of the codebook are added.
-//
-// Bytes: codes and scales once for every 8 query_tiles columns, which bounds it for long contexts. For short ones: a
-// launch, one trip to memory for codes and codebook, and one for what blocks have to tell each other.
+// Bytes: codes and scales once per 8 query_tiles columns.
+// Bottleneck: DRAM for long contexts. For short contexts latency: the launch, one load of codes and codebook, and one
+// exchange of partial results between blocks.
 #include "kv/attention/attention_combine.cuh"
 #include "kv/attention/attention_gqa_small.cuh"
 #include "kv/attention/attention_learned.cuh"

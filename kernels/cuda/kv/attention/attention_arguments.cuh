@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launch of attention.cu gets. B rows, H kv heads, `groups` query heads for each, Q queries.
+// Arguments of attention.cu. B rows, H KV heads, `groups` query heads for each, Q queries.
 #pragma once
 #include "primitives/numbers.cuh"
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of warps, then of blocks, to the result.
+// O = R^-1 sum_w sum_w O_w / total: reduction of the warps of a block, then of the blocks of a KV head.
 //
-//     warps of a block     meet in shared memory, [warps][tiles][words][32 lanes] float4
-//     blocks of a group    the last one to arrive adds what all left in global memory, in the order of blocks: the
-//                          result does not depend on timing
+//     warps of a block     add in shared memory, [warps][tiles][words][32 lanes] float4
+//     blocks of a group    write partial results to global memory; the last block to arrive adds them in block order:
+//                          the result does not depend on timing
 //
-// and the sum of rotated values is rotated back once, on its way to the result.
+// The sum of rotated values is rotated back once, when the result is written.
 #pragma once
 #include "kv/attention/attention_floats.cuh"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens that are floats: the sinks and the tail of a cache, a tile of 16 at a time.
+// Attention to unquantized tokens: the sinks and the recent tokens of a cache, in tiles of 16.
 #pragma once
 #include "kv/attention/attention_query.cuh"
 

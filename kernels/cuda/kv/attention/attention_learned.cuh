@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codebooks learned per kv head and channel group, as tables in shared memory. Every entry is there once:
+// Lookup tables of codebooks learned per KV head and channel group, in shared memory. Every entry is stored once:
 //
 //     index i    [group 0  group 1 ..  128 bytes of groups]  [128 more]      256 bytes from one index to the next
 //
-// The group alone decides the bank, and the lane the group (attention_swizzle.cuh): 32 lanes that look up 4 bytes, or 16
-// that look up 8, touch every bank once. An index and a byte of the lane are an address by one permutation.
+// The group alone selects the bank, and the lane selects the group (attention_swizzle.cuh): 32 lanes with lookups of 4
+// bytes, or 16 lanes with 8 bytes, touch every bank once. One byte permutation of index and lane offset is an address.
 //
-// In global memory panels of 128 bytes lie one after the other, [H][panels][entries][128 bytes], each as it is in shared
-// memory (hf_vq/backends/cuda/kv/codebooks.py says which group is where), and are copied without passing registers.
+// In global memory the table is [H][panels][entries][128 bytes]; each panel of 128 bytes has the layout of shared memory
+// (hf_vq/backends/cuda/kv/codebooks.py orders the groups), and cp.async copies it without passing registers.
 #pragma once
 #include "kv/attention/attention_swizzle.cuh"
 #include "kv/attention/attention_table.cuh"

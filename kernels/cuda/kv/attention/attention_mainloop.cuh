@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes and scales on their way: from the tapes to a warp's slots in shared memory, `Plan::pipeline_depth` of them.
+// Pipelined loads of codes and scales: from the cache to a warp's buffers in shared memory, `Plan::pipeline_depth` of them.
 //
-// A slot holds a step: `Plan::step_tiles` tiles of 16 tokens, which a warp takes together.
+// A buffer holds one step: `Plan::step_tiles` tiles of 16 tokens, which a warp processes in one iteration.
 //
-//     Plan::bulk    a lane each asks for keys, both halves of values, and scales, as they lie side by side; a barrier of
-//                   the slot counts the bytes that came
-//     else          every lane copies what it needs itself, pieces of 32 lanes side by side (GPUs before sm_90)
+//     Plan::bulk    one lane each issues bulk copies of keys, both halves of values, and scales; a barrier per buffer
+//                   counts the bytes that arrived
+//     else          every lane copies its own codes with cp.async, in pieces of 32 contiguous lanes (before sm_90)
 //
-// Which token of a step is which row of a fragment is free. As it is here, no two of the lanes that are served together
-// read the same bank of codes that lie as on the tape, if values from the middle of the step on lie a bit further:
+// The assignment of tokens to fragment rows is free. This one avoids bank conflicts between lanes of one phase that read
+// codes in cache order; the values from the middle of the step on are shifted a little:
 //
 //     keys, rows g, g + 8        lanes 4g .. 4g + 3 have a row, and rows of neighbours differ in the parity of the token
 //     values, k = 2t + j         tokens 2j, 2j + 1 of the first half for t = 0, 1, of the second half for t = 2, 3
 //
-// With pages, a step lies in one of them, which a table names: nothing else is different.
+// In a paged cache, a step is within one page, which the page table names; all else is the same.
 #pragma once
 #include "kv/attention/attention_softmax.cuh"
 #include "primitives/wgmma.cuh"

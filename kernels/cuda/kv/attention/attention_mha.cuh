@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A query that is alone with its kv head: all eight columns of a tile are its own, one for each order of turns.
+// One query per KV head (MHA, one token): the query is replicated into all eight MMA columns, one per swizzle order.
 //
-//     S^T = K q^T      token g of a tile of 8 is right in column g: the diagonal, one logit in lanes (g, t = g / 2)
-//     O^T = V^T P^T    a lane's entry of a token is a fragment as it is, with its two channels as neighbours in k:
+//     S^T = K q^T      column g is right for token g of a tile of 8: the diagonal, one logit in lanes (g, t = g / 2)
+//     O^T = V^T P^T    an entry that a lane looked up is a B fragment without unpacking; its two channels are
+//                      neighbours in k:
 //
 //         k             channel 0 of token 2t    channel 1 of token 2t    (and of token 2t + 1)
 //         column 2t             w                        0                sums of channel 0 over tokens 2t, 2t + 1
 //         column 2t + 1         0                        w                sums of channel 1
 //
-// so that no entry is taken apart, and words of sums are half as many as without.
+// No entry is split into channels, and the accumulators take half the registers of one column per query.
 #pragma once
 #include "kv/attention/attention_swizzle.cuh"
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Queries as fragments of mma.cuh, rotated as the keys were before they were coded.
+// Queries as B fragments (mma.cuh), rotated like the keys before these were encoded.
 //
 //     <q, m + R^-1 k> = <q, m> + <R q, k>          R^-1 = R: Hadamard matrices over blocks of the channels
 //
-// A warp rotates one column at a time, number 32 i + lane in each lane: butterflies over lanes are shuffles. It becomes
-// fp16 with a power of two that brings its largest number near 2^13: sums are float32. In shared memory columns lie as
-// lanes hold them, two steps of 16 channels after the other: [tiles][pairs of steps][32 lanes][8].
+// A warp rotates one column per iteration, number 32 i + lane in each lane: butterflies over lanes are shuffles. The
+// result is fp16, scaled by a power of two that brings its largest number near 2^13; sums are float32. Columns are in
+// shared memory in fragment order, two steps of 16 channels after each other: [tiles][pairs of steps][32 lanes][8].
 #pragma once
 #include "kv/attention/attention_integers.cuh"
 #include "kv/attention/attention_tokens.cuh"

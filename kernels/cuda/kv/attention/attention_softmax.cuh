@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights of keys, online: exponents of 2 below a maximum that is raised seldom.
+// Online softmax over coded tokens: exponents of 2 below a running maximum that is rarely raised.
 //
 // Lane 4 g + t has the logits of tokens g and g + 8 and of columns (queries) 2 t, 2 t + 1 of every tile of 8, as mma.cuh
-// leaves them. A value is scale * entry. The scale multiplies the weight, as a summand of its logarithm, so that what
-// tensor cores get stays in fp16's range whatever the scales are:
+// leaves them. A value is scale * entry. The scale multiplies the weight, as a summand of its logarithm, so that the
+// operands of the tensor cores stay in the range of fp16 for any scale:
 //
 //     w = 2^(s + log2 scale - m)          sum of values += w * entry          sum of weights += w / scale
 //
-// Of integers, sums of w * zero are kept beside them, of weights as tensor cores see them.
+// For integers, sums of w * zero are accumulated as well, with w rounded like the operand of the tensor cores.
 //
-// m is raised, and what was added up so far is lowered, only when an exponent would be more than `slack`: then the
-// lanes need not ask each other for the maximum of a tile.
+// The maximum m is raised, and the sums rescaled, only if an exponent would exceed `slack`: lanes then need no reduction
+// of the maximum per tile.
 #pragma once
 #include "kv/attention/attention_integers.cuh"
 #include "primitives/mma.cuh"

@@ -1,22 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lanes that take their channels in orders of their own, and columns that know them.
+// Bank-conflict-free lookups in learned codebooks: at step k, the lane with number r reads channel group k ^ r.
 //
-// Learned codebooks are looked up without conflicts of banks if lanes that want the same group of channels at the same
-// time take them in turn: the lane of number r has group k ^ r where products want group k.
+// Without the XOR swizzle, all lanes would read the same channel group, and so the same banks, at the same step.
 //
 //     lane 0    g0 g1 g2 g3      keys      r = g        token g of a tile (and g + 8), 8 lanes share 4 t's groups
 //     lane 1    g1 g0 g3 g2      values    r = g / 2    of the tokens g that lane t has, 4 lanes share their channels
 //     lane 2    g2 g3 g0 g1
 //     lane 3    g3 g2 g1 g0
 //
-// Bit b of r is undone in one of two ways. By selects: entries k and k ^ 2^b change places, a select for each register.
-// Or, without an instruction, by columns that a tile of 8 has to spare: each query has `swizzle_orders` of them, 1 to 8, and the
-// bits of column c above those that count queries, `known` of them, are the bits of the r that it is for,
+// Each bit b of r is undone in one of two ways:
 //
-//     S^T = K q^T     column c holds its query in the order of its r; what it gives for tokens of another r is masked
-//     O^T = V^T P^T   column c has weights of tokens of its r alone, so word k of its sums is of group k ^ r
+//     selects         swap entries k and k ^ 2^b, one select per register
+//     MMA columns     no instruction: replicate each query over `swizzle_orders` spare columns (1 to 8) of the tile.
+//                     The high bits of a column's number (mask `known`) are the r of the tokens that it counts:
 //
-// so that every token of a query is in one of its columns. After the last one their sums are put in order and added up.
+//     S^T = K q^T     column c holds its query in the order of its r; logits of tokens with another r are masked
+//     O^T = V^T P^T   column c has weights of tokens with its r only, so word k of its sums is of group k ^ r
+//
+// Every token of a query is counted in exactly one of its columns. After the last token, the sums of the columns are
+// put in channel order and added.
 #pragma once
 #include "kv/attention/attention_softmax.cuh"
 

@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codebooks of keys and of values as tables in shared memory: what they make of codes are fragments of mma.cuh.
+// Codebooks of keys and values as lookup tables in shared memory; looked-up entries are fragments of mma.cuh.
 //
-// One codebook for all (`UniversalTable`): as in table.cuh, every entry is there once for each group of banks, so that
-// lanes that look up different entries never meet,
+// One universal codebook (`UniversalTable`): like table.cuh, every entry is replicated for each group of banks, so that
+// lanes with different entries never conflict,
 //
 //     index i    [copy 0 copy 1 .. copy 31]     4-byte entries (two numbers); 8-byte entries: 16 copies
 //
-// and 256 bytes from one index to the next let one byte permutation make an address of a code. Keys and values of one
-// universal codebook share a table; two tables of byte-wide indexes lie interleaved, 128 bytes each.
+// and with 256 bytes per index one byte permutation turns a code into an address. Keys and values with the same codebook
+// share a table; two different tables with byte-wide indices are interleaved, 128 bytes each.
 //
-// A table has
+// Interface of a table:
 //
-//     offset, bytes                   of shared memory: where it begins, and what it takes
-//     together<Part>()                indexes that a lane looks up at a time; divides its indexes of the part
-//     Table(codebook, head, lane)     of this lane; `codebook` as it is stored, for all heads
-//     fill(shared, thread, threads)   by the first `threads` threads; __syncthreads() is left to the caller
-//     look_up<Part>(codes, i, entry)  entries of indexes i .. i + together - 1 of the lane's share of a token (i is a
+//     offset, bytes                   its first byte in shared memory, and its size
+//     together<Part>()                indices of one lookup step of a lane; divides its indices of the part
+//     Table(codebook, head, lane)     view of this lane; `codebook` in stored layout, for all heads
+//     fill(shared, thread, threads)   by the first `threads` threads; the caller calls __syncthreads()
+//     look_up<Part>(codes, i, entry)  entries of indices i .. i + together - 1 of the lane's share of a token (i is a
 //                                     constant once loops are unrolled): `words` registers each, two fp16 a register
-// and whatever the bytes of codes are, it reads nothing but the table.
+//
+// A lookup never reads outside of the table, whatever bytes the codes have.
 #pragma once
 #include "kv/attention/attention_kv_fragments.cuh"
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tokens a query reads as floats, which as codes, and which not at all.
+// Token ranges of a query: unquantized, coded, and masked tokens.
 //
 //     position      0 .. sinks          ..           near                     limit
 //     query i       [  floats  ]  [      codes      ][  floats of the tail   ]            (sinks from `near` on: tail)
 //
-// With pages all tokens are codes, and every row has a length of its own.
-//
 //     near(i) = min(coded, max(tail_start, min(i - window + 1, length - fresh)))      limit(i) = i + 1, or by the mask
+//
+// In a paged cache all tokens are codes, and every row has its own length.
 #pragma once
 #include "kv/attention/attention_arguments.cuh"
 #include "kv/attention/attention_swizzle.cuh"
