@@ -58,7 +58,7 @@ def _codebook(scheme: VQScheme, heads: int, device: str) -> Tensor | None:
 def coded_cache(
     name: str, kv_heads: int, batch: int, context: int, dtype: torch.dtype, device: str = "cuda"
 ) -> CachedKV:
-    """What attention of one token reads of a cache of `context` tokens, itself included."""
+    """Random KV cache view for attention of one token; `context` tokens include it."""
     layer = VQCacheLayer(*layer_arguments(name, kv_heads, device))
     few = min(context, _ENCODED)
     layer.update(*torch.randn(2, 1, kv_heads, few, HEAD_DIM, device=device).to(dtype).unbind())

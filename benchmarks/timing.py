@@ -27,13 +27,13 @@ def last_level_cache() -> int:
 
 
 def cold_copies(nbytes: int) -> int:
-    """How many copies of `nbytes` bytes, read in turn, are never found in a cache."""
+    """Number of copies of `nbytes` bytes that, read round-robin, always miss the caches."""
     return max(2, -(-3 * last_level_cache() // (2 * max(nbytes, 1))))
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is timed: `call(i)` runs once, on copy number i of its data.
+    """Computation to time: `call(i)` runs once, on copy number i of its data.
 
     Args:
         call: the computation.
@@ -90,5 +90,5 @@ def extrapolated(
 
 
 def speedup(ours: list[float], peer: list[float]) -> float:
-    """How many times as fast as the peer we are: the median over the rounds."""
+    """Speedup over the peer: the median ratio of the rounds."""
     return median(theirs / mine for mine, theirs in zip(ours, peer, strict=True))

@@ -44,7 +44,7 @@ SQRT_2PI = np.sqrt(2.0 * np.pi)
 
 
 def density(x: Array) -> Array:
-    """Of N(0, 1)."""
+    """Density of N(0, 1)."""
     return np.asarray(np.exp(-0.5 * x * x) / SQRT_2PI)
 
 

@@ -68,8 +68,10 @@ class Point:
 
     @property
     def nbytes(self) -> float:
-        """Of codes, about: those of a token and head are at most 66 for each of keys and values,
-        and the pages of a request are read again for others."""
+        """Approximate bytes of codes: at most 66 per token and head, for keys and for values each.
+
+        A paged cache holds the pages of POOL_ROWS requests; further requests read the same pages.
+        """
         return 132.0 * self.heads * self.tokens * (POOL_ROWS if self.paged else self.rows)
 
     def case(self) -> AttentionCase:

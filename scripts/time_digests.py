@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it costs to compare a model with its digests while it is loaded from the page cache.
+"""Cost of digest verification while a model is loaded from the page cache.
 
     python scripts/time_digests.py [--layers 12] [--rounds 5] [--out RECORD]
 

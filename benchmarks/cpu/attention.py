@@ -141,8 +141,9 @@ def _coded_bytes(cached: CachedKV, sides: str) -> int:
 
 
 def _cold(cached: CachedKV, nbytes: int) -> list[CachedKV]:
-    """As many copies of a cache as are never found in a processor's cache, if a call reads `nbytes`
-    bytes of one."""
+    """Copy a KV cache so often that no call finds its data in the processor's caches.
+
+    A call reads `nbytes` bytes of one copy."""
 
     def copy(codes: Tensor) -> Tensor:
         return native.allocate(tuple(codes.shape)).copy_(codes)

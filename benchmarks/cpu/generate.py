@@ -186,7 +186,7 @@ def _token_seconds(model: LlamaForCausalLM, cache: Cache, context: int, tokens: 
 
 @torch.inference_mode()
 def _layer_seconds(model: LlamaForCausalLM, times: int) -> list[float]:
-    """Of one token through all linear layers, one after another, with nothing between them."""
+    """Time one token through all linear layers back to back, in seconds."""
     inputs = [
         (layer, torch.randn(1, 1, layer.in_features, dtype=torch.bfloat16))
         for layer in _layers(model)

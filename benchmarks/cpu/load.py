@@ -87,7 +87,7 @@ def write(folder: Path, config: LlamaConfig, books: int, bits: int, shards: int)
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether a folder is on no disk (Linux)."""
+    """True if a folder is on tmpfs or ramfs, not on a disk (Linux)."""
     kinds = {}
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, kind, *_ = line.split()

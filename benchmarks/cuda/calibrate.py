@@ -139,7 +139,7 @@ def summary(name: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Timed(WeightCalibration):
-    """On random tokens; keeps the seconds of each block."""
+    """Calibration on random tokens that records the seconds of each block."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -96,5 +96,5 @@ def crossing(weight: Tensor, moments: Tensor, name: str) -> dict[str, Any]:
 
 
 def stored_bits(tensors: dict[str, Tensor], weight: Tensor) -> float:
-    """Of every weight, codebooks counted, without what all layers share."""
+    """Bits per weight, with per-layer codebooks and without codebooks shared by all layers."""
     return 8 * sum(tensor.nbytes for tensor in tensors.values()) / weight.numel()

@@ -129,7 +129,7 @@ def process(open_: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
 
 
 class _Session:
-    """What a process has."""
+    """State of a measuring process."""
 
     model: LlamaForCausalLM
     name: str
@@ -185,9 +185,9 @@ def forget_compiled() -> None:
 
 
 def _ceiling(row: dict[str, Any], dense: dict[str, Any]) -> float:
-    """How many times faster a step were if codes were read as fast as dense layers are.
+    """Upper bound of the speedup of a step: codes are read at the bandwidth of dense layers.
 
-    All else takes what it takes in the dense model: norms, attention, the dense output layer.
+    Norms, attention and the dense output layer take the time of the dense model.
     """
     saved = 1 - row["layer_gigabytes"] / dense["layer_gigabytes"]
     step: float = dense["step_ms"]

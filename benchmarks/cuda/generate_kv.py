@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """What `str` gives: ROWSxTOKENS."""
+        """Parse ROWSxTOKENS, the inverse of `str`."""
         batch, _, context = text.partition("x")
         return cls(int(batch), int(context))
 

@@ -110,7 +110,7 @@ def _compared(model: Any, modules: list[Any], count: int, rounds: int) -> dict[s
 
 
 def _seconds(step: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Of one step, and of the host alone: until it has launched everything."""
+    """Seconds of one step, and of its host part: until the last launch returns."""
     for _ in range(_WARMUPS):
         step()
     times, launching = [], []

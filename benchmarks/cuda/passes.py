@@ -109,7 +109,7 @@ def _timed(
 
 
 def _filled(x: Tensor, scheme: VQScheme, out_features: int) -> tuple[int, Contestant]:
-    """As many rows as fill the last round of tiles too, by the plan for `out_features`."""
+    """Round `out_features` up to rows that fill the last wave of tiles, and time that layer."""
     columns, arch = x.shape[-1], device_arch(torch.cuda.current_device())
     plan = choose(LinearProblem(scheme, 1, out_features, columns, Dtype.BFLOAT16, arch))
     assert plan is not None

@@ -17,7 +17,7 @@ _CALLS = 24  # at least, in a graph: starting one takes as long as a kernel
 
 
 def cold_copies(nbytes: int) -> int:
-    """How many copies of `nbytes` bytes, read in turn, are never found in the L2 cache."""
+    """Number of copies of `nbytes` bytes that, read round-robin, always miss the L2 cache."""
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(2, -(-3 * cache // max(nbytes, 1)))
 

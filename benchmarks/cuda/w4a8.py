@@ -123,7 +123,7 @@ def _rows(
 
 
 def _least_of_tensor_cores(products: int) -> dict[str, float]:
-    """Of a Hopper GPU, at its highest clock; nothing is known of others."""
+    """Lower bound of tensor core time on a Hopper GPU at its highest clock; empty on others."""
     arch = device_arch(torch.cuda.current_device())
     if arch.name != "sm_90a":
         return {}

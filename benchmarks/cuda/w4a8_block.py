@@ -76,7 +76,7 @@ def run(
 
 
 def _model(scheme: str | None, hidden: int, ffn: int) -> Any:
-    """As many blocks as no cache holds together."""
+    """Build a model with so many blocks that their weights exceed every cache."""
     per_weight = 2 if scheme is None else 0.5
     copies = cold_copies(int(3 * hidden * ffn * per_weight))
     config = llama_config(KV_HEADS, _REQUESTS, layers=copies, hidden=hidden, ffn=ffn)

@@ -157,8 +157,9 @@ def _compile(plans: Sequence[VqLlmPlan], arch: Arch) -> None:
 
 
 def code_frequencies(scheme: VQScheme) -> Tensor:
-    """How often each entry of each stage is used by the codes of normal weights, most used first:
-    [streams, entries], float64."""
+    """Usage frequencies of codebook entries for normally distributed weights, in descending order.
+
+    float64 [streams, entries]."""
     fitted = fit_weight(torch.randn(*_FITTED, device="cuda"), scheme).tensors["codes"]
     vectors = _FITTED[1] // scheme.vector_size
     streams = fitted.unflatten(1, (scheme.streams, -1)).unbind(1)
@@ -197,7 +198,7 @@ def layer(
 
 
 def _copies(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """As many as no cache holds."""
+    """Copy the tensors so often that they exceed every cache."""
     count = cold_copies(tensors["codes"].nbytes + tensors["scale"].nbytes)
     own = ("codes", "scale")
     return [{**tensors, **{key: tensors[key].clone() for key in own}} for _ in range(count)]

@@ -41,7 +41,7 @@ _BATCH = 4  # octets that a warp brings to shared memory at a time
 
 
 class Fusion(enum.Enum):
-    """How decoded weights come to the lanes that multiply them."""
+    """Transport of decoded weights to the lanes that multiply them."""
 
     SHUFFLE = "shuffle"
     SHARED = "shared"
@@ -124,10 +124,10 @@ class VqLlmPlan(Plan):
 
 @dataclass(frozen=True)
 class Mapping:
-    """Which lane decodes what, so that exchanges stay in mini-warps.
+    """Assignment of vectors to lanes that keeps exchanges within mini-warps.
 
     Args:
-        lane: of every thread of the sequential mapping, in which thread i decodes vector i.
+        lane: for thread i of the sequential mapping (thread i decodes vector i), its new lane.
         mini_warps: lanes that exchange with each other.
         exchanges: rounds of shuffles: all lanes of a mini-warp but one.
     """
@@ -175,12 +175,12 @@ def mma_mapping(vector_size: int) -> Mapping:
 
 @dataclass(frozen=True)
 class Slack:
-    """What blocks may take without fewer of them on a multiprocessor (Figure 10).
+    """Spare registers and shared memory at unchanged occupancy (Figure 10).
 
     Args:
         blocks_per_sm: blocks of a multiprocessor.
-        registers: of a thread.
-        shared: bytes of a block.
+        registers: spare registers of a thread.
+        shared: spare bytes of a block.
     """
 
     blocks_per_sm: int

@@ -25,7 +25,7 @@ ARCH, DTYPE = "sm_90", "bfloat16"
 
 
 def path_of(folder: Path, arch: str, nested: bool) -> Path:
-    """Where a kernel for groups of 128 is."""
+    """Path of the cubin for groups of 128."""
     return folder / f"{arch}-{DTYPE}-{'nested' if nested else 'one-pass'}.cubin"
 
 
@@ -54,7 +54,7 @@ def by_driver(
 
 
 def _loaded(path: Path) -> Callable[[tuple[int, int], tuple[Tensor, ...]], None]:
-    """What launches a kernel: blocks, arrays."""
+    """Load a kernel and return its launcher, which takes blocks and arrays."""
     from cuda.bindings import driver
 
     (module,) = checked(driver.cuModuleLoadData(path.read_bytes()))

@@ -107,10 +107,10 @@ def run(
 
 
 class _Calibrated:
-    """What is learned of a model from a text, row by row.
+    """KV codebooks learned for a model from a text, one row after the other.
 
     Attributes:
-        settings: what was decided, for the record.
+        settings: settings of the calibration, for the record.
     """
 
     def __init__(self, model: Any, text: str, tokenizer: Any, context: int) -> None:
@@ -122,7 +122,7 @@ class _Calibrated:
         self.head_dim = head_dim or config.hidden_size // config.num_attention_heads
 
     def contestant(self, name: str) -> Contestant:
-        """What is measured in the row `name`."""
+        """Simulation that the row `name` measures."""
         if name in (QSERVE, SMOOTHED):
             bits = 4 + 32 / self.head_dim
             return Contestant(name, "baseline", bits, self._qserve, self._qserve, cases=ROWS[name])

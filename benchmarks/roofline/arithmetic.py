@@ -1,5 +1,6 @@
-"""What more threads can gain where memory plays no part: a host may run two processors of a guest
-on one core, or only part of the time."""
+"""Thread scaling of arithmetic in cache: an upper bound for the scaling of every kernel.
+
+A host may run two processors of a guest on one core, or only part of the time."""
 
 from __future__ import annotations
 

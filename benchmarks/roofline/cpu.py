@@ -1,4 +1,4 @@
-"""How fast torch's threads read memory: the floor under every kernel that reads codes."""
+"""Memory bandwidth of torch's threads: the roofline of every kernel that reads codes."""
 
 from __future__ import annotations
 

@@ -46,15 +46,15 @@ _SECONDS = 3600.0  # that a row may take
 
 @dataclass(frozen=True)
 class Case:
-    """What is served where.
+    """Model, schemes and load of one measurement.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         pairs: WEIGHTS/PAGES, schemes of the linear layers and of pages, or `DENSE` and `FLOATS`.
-        requests: at once; `ALL` = as many as fit.
+        requests: concurrent requests; `ALL` = as many as fit.
         prompt: tokens of a prompt.
         new: tokens of an answer.
-        memory_gb: of weights, pages and all else.
+        memory_gb: GPU memory for weights, pages and all else.
     """
 
     config: LlamaConfig
@@ -252,7 +252,7 @@ def _prompts(model: Any, count: int, length: int) -> list[list[int]]:
 
 
 def _text(model: Any, scheme: str, count: int) -> dict[str, Any]:
-    """How the text of as many requests at once differs from that of plain decoding."""
+    """Compare the text of `count` concurrent requests with that of plain decoding."""
     prompts = _prompts(model, count, same_text.PROMPT)
     length = same_text.PROMPT + same_text.NEW
 
@@ -275,13 +275,13 @@ def _text(model: Any, scheme: str, count: int) -> dict[str, Any]:
 
 
 def _fitting(model: Any, scheme: str, length: int, memory: float) -> int:
-    """As many requests of `length` tokens as the pages hold that `memory` has room for."""
+    """Number of requests of `length` tokens whose pages fit into `memory`."""
     found = _served(model, scheme, 1, 1, 2, _settings(_MOST, length, memory))
     return max(1, min(found["capacity_tokens"] // (-(-length // PAGE) * PAGE), _MOST))
 
 
 def _reading(model: Any, row: dict[str, Any], prompt: int, new: int) -> dict[str, float]:
-    """What a row could reach if nothing took time but reading."""
+    """Memory roofline of a row: only reading takes time."""
     if not torch.cuda.is_available():
         return {}
     tensors = {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers())}

@@ -1,9 +1,9 @@
-"""How near the CPU kernels come to what the machine allows.
+"""CPU kernels against their roofline.
 
-No kernel takes less time than one thread needs to read its codes, or to compute on codes that are
-in a cache, whichever is longer, all of one run. No key is appended faster than it is copied. Two
-threads are at most as much faster than one as they are at arithmetic in a cache, and no faster than
-two threads read.
+The lower bound of a kernel is the longer of two times of one thread, measured in the same run:
+reading its codes, and computing on codes in cache. The bound of an append is a copy of the key. The
+scaling of two threads is bounded by the scaling of arithmetic in cache, and by the bandwidth of two
+threads.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _scaling(one: Rows, two: Rows) -> tuple[float, ...]:
 
 
 def _scaling_limit(scaling: float, together: dict[str, Any], most: float) -> float:
-    """Of `scaling`, if the threads did nothing but read, or gained what arithmetic does: `most`."""
+    """Upper bound of `scaling`: read bandwidth of both threads, or `most`, that of arithmetic."""
     return min(most, scaling / together["of_bandwidth"])
 
 

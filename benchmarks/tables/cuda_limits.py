@@ -1,8 +1,8 @@
-"""How much of what a GPU allows the kernels of linear layers reach.
+"""CUDA kernels of linear layers against their roofline.
 
-No kernel takes less time than the GPU needs for what the kernel cannot do without, measured in the
-same run: reading the codes, for one token; the longest part of its own loop, for a few tokens;
-writing the decoded rows and multiplying by them, for many.
+The lower bound of a kernel is the time of its unavoidable work, measured in the same run. One
+token: reading the codes. Few tokens: the longest part of its own loop. Many tokens: writing the
+decoded rows and multiplying by them.
 """
 
 from __future__ import annotations

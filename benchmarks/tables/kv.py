@@ -16,8 +16,8 @@ _ALIKE = ("k4v2", "nomad-u4")  # between `u4` and `u2`, and like `u4`: left to t
 
 
 def decode(rows: _Rows) -> str:
-    """How many times faster than SDPA one token's attention over a long cache is, and the time to
-    read what must be read as a fraction of the time that is taken."""
+    """Speedup of one token's attention over SDPA on a long cache, and the fraction of the memory
+    roofline that it reaches."""
     rows = [row for row in rows if row["what"] == "decode" and row["context"] >= _LONG]
     found = {_key(row["name"], row): row for row in rows}
     best = {_case(row): found[_key(row["peer"], row)] for row in rows if "peer" in row}

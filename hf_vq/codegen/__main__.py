@@ -1,4 +1,4 @@
-"""`python -m hf_vq.codegen`: why a plan was chosen, and kernels compiled ahead without a GPU."""
+"""`python -m hf_vq.codegen`: explain the choice of a plan; compile kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _TILE_TOKENS = (1, 16, 64)
 _MANY_TOKENS = (128, 1024)
 _COLUMNS = "queries that share a kv head: its query heads times the new tokens (%(default)s)"
 _VPTQ = ("v8-k65536-0", "v8-k65536-256", "v12-k65536-4096", "v6-k4096-0")
-_CANDIDATES = 8  # scales that fitting tries for a group
+_CANDIDATES = 8  # scales that fitting tries per group
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of both verbs."""
+    """Argument parser of both verbs."""
     parser = argparse.ArgumentParser(prog="python -m hf_vq.codegen", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     explain = verbs.add_parser("explain", help="the candidates of a problem, and the one chosen")
@@ -140,7 +140,7 @@ def _explain_tiles(args: argparse.Namespace, scheme: VQScheme, dtype: Dtype) -> 
 
 
 def _vptq_layout(name: str, columns: int) -> VptqLayout:
-    """The layout that public checkpoints of a variant have, with scales and an order of columns."""
+    """Layout of the public checkpoints of a variant, with column scales and a permutation."""
     match = re.fullmatch(r"v(\d+)-k(\d+)-(\d+)", name)
     if match is None:
         raise VQBackendError(f"{name!r} is no variant of VPTQ; write v8-k65536-256.")
@@ -236,7 +236,7 @@ _DECODE_COLUMNS = ("threads", "pipeline_depth", "unit", "panel_rows", "codebook_
 
 
 def _verdict(problem: linear.LinearProblem, plan: LinearPlan) -> str:
-    """What a dense bfloat16 weight would cost at least, and what the plan is modelled to."""
+    """Compare the modelled cycles of the plan with reading a dense bfloat16 weight."""
     arch = problem.arch
     dense = 2 * problem.rows * problem.in_features / arch.sms / arch.dram_bytes_per_clock
     cycles = linear.cost(plan, problem).cycles

@@ -1,8 +1,8 @@
-"""What all subjects have in common: tries in processes that may crash, hang or take all memory.
+"""Fuzzing campaign: tries run in worker processes that may crash, hang or exhaust memory.
 
-    this process      imports, and makes what is attacked
-      worker          forked from it, makes one try after the other and tells of each
-                      killed where a try takes longer than LIMIT; then another goes on behind it
+    this process      imports modules, and makes the subject
+      worker          forked from it; runs one try after the other and reports each.
+                      It is killed if a try takes longer than LIMIT; the next worker continues
 
 A try is decided by the seed and its number alone.
 """
@@ -33,7 +33,7 @@ OURS = str(Path(hf_vq.__file__).parent)
 
 
 class Tried(NamedTuple):
-    """What came of one call of a `Try` that made several tries."""
+    """Result of one call of a `Try` that made several tries."""
 
     outcome: str
     count: int
@@ -59,7 +59,7 @@ class Finding(Exception):
 
 @dataclass
 class Report:
-    """What came of one subject."""
+    """Results of one subject."""
 
     name: str
     tried: int = 0
@@ -75,7 +75,7 @@ class Report:
             self.findings.setdefault(outcome, []).append((number, finding))
 
     def row(self) -> dict[str, object]:
-        """As it is recorded."""
+        """Row of the record."""
         found = {kind: len(each) for kind, each in self.findings.items()}
         crashes = sum(n for kind, n in found.items() if kind.startswith("crash"))
         return {
@@ -97,13 +97,13 @@ class Report:
 
 
 def outcome_of_error(error: BaseException, what: str = "") -> str:
-    """In a word, what an error of a hostile input is.
+    """Classify the error of a hostile input in one word.
 
     Args:
-        what: was changed, for the details.
+        what: the change of the input, for the details.
 
     Raises:
-        Finding: it came through this package and is none of its own.
+        Finding: the error came through this package but is not one of its own errors.
     """
     if isinstance(error, VQError):
         return "refused"

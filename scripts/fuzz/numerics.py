@@ -61,7 +61,7 @@ def prepare(folder: Path) -> Try:
 
 
 def weights(scheme: str, dense: Tensor, about: str) -> str:
-    """What is stored of a finite weight is finite."""
+    """Check that the stored form of a finite weight is finite."""
     if not bool(dense.isfinite().all()):
         return "not finite"
     try:

@@ -136,7 +136,7 @@ class Life:
             raise Finding("attention diverges", f"by {error:.3g} of the largest value; {self.said}")
 
     def seen(self, side: str) -> Tensor:
-        """What a query behind the last token sees, by what a cache promises."""
+        """Expected keys or values for a query after the last token."""
         true = self.held()["kv".index(side)]
         coded = torch.stack([self.coded(side, row, true[row]) for row in range(self.batch)])
         position = torch.arange(true.shape[2])
@@ -201,7 +201,7 @@ class Life:
             )
 
     def coded(self, side: str, row: int, true: Tensor) -> Tensor:
-        """What a new cache makes of rows [H, n, D], all of them codes."""
+        """Encode and decode rows [H, n, D] with a new cache that quantizes all of them."""
         mean = self.layer.k.mean
         means = None if mean is None else [mean[row if mean.shape[0] > 1 else 0, :, 0].float()]
         cache = VQCache(self.plain, self.scheme, 0, 0, key_means=means, static=False)

@@ -77,7 +77,7 @@ def run_part(args: argparse.Namespace) -> None:
 
 
 def taken(claims: Path, number: int) -> bool:
-    """Whether a case was free, and is this process's now."""
+    """Claim a case for this process; False if another process has it."""
     try:
         (claims / str(number)).touch(exist_ok=False)
     except FileExistsError:
@@ -86,7 +86,7 @@ def taken(claims: Path, number: int) -> bool:
 
 
 def command_of(tool: str, args: argparse.Namespace, part: int) -> list[str]:
-    """What a process runs."""
+    """Command line of a worker process."""
     command = [sys.executable, os.path.dirname(__file__), "--part", str(part)]
     command += ["--kernels", *args.kernels, "--claims", str(args.claims)]
     command += ["--until", str(args.until)]
@@ -105,7 +105,7 @@ def command_of(tool: str, args: argparse.Namespace, part: int) -> list[str]:
 
 
 def run_process(tool: str, args: argparse.Namespace, part: int) -> list[Said]:
-    """What processes said, one after another: where one ends early, the next takes what is left."""
+    """Run processes one after the other and return their output; each continues where one ended."""
     every = []
     # Without its own pool of memory, an address beyond a tensor is one that nobody allocated.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
@@ -126,7 +126,7 @@ def run_process(tool: str, args: argparse.Namespace, part: int) -> list[Said]:
 
 
 def run_tools(args: argparse.Namespace, report: Report) -> bool:
-    """Whether a process failed under any of the tools."""
+    """Run all tools; True if a process failed under any of them."""
     failed = False
     for number, tool in enumerate(args.tools):
         start = time.monotonic()
@@ -158,7 +158,7 @@ def run_tools(args: argparse.Namespace, report: Report) -> bool:
 
 
 def tool_version() -> str:
-    """Of compute-sanitizer, as it says."""
+    """Version of compute-sanitizer."""
     said = subprocess.run(
         ["compute-sanitizer", "--version"], capture_output=True, text=True, check=True
     )

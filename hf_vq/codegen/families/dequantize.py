@@ -1,7 +1,8 @@
-"""From a problem to a plan: candidates, feasible, cost, choose. Pure functions, no GPU.
+"""Plans of kernels/cuda/linear/dequantize.cu: candidates, feasible, cost, choose.
 
-A cost is a model: bytes are exact, cycles add up what binds each part of the machine, with rates
-measured on an H200 (per multiprocessor and clock). It ranks plans; it does not predict times.
+Pure functions, no GPU. The cost is a model: bytes are exact; cycles add up the load of each part of
+the machine, at rates measured on an H200 (per multiprocessor and clock). It ranks plans; it does
+not predict times.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ _LARGEST_UNIT = 16
 _SHARED_LOOKUPS = {4: 9.0, 8: 5.2, 16: 3.06}
 L2_LOOKUPS = 0.62
 _L2_BYTES = 40.0  # per clock
-_SECTOR_BYTES = 32  # what L2 takes at a time, also where a store fills only half of it
+_SECTOR_BYTES = 32  # granularity of L2, also for a store of half a sector
 _LINE_BYTES = 128  # a store takes a clock for every line that a warp touches
 WARP_INSTRUCTIONS = 4.0
 _LATENCY = 1200  # clocks from a load to a store that depends on it, through one lookup
 _START = 1500  # clocks before a block's first load
-_DRAM_REACHED = 0.8  # of the peak, by a product that does nothing but read
-NOT_HIDDEN = 0.2  # of what does not bind
+_DRAM_REACHED = 0.8  # fraction of peak bandwidth that a read-bound kernel reaches
+NOT_HIDDEN = 0.2  # fraction of the other parts that the bottleneck does not hide
 
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """Rows to decode.
+    """Rows to dequantize.
 
     Args:
-        scheme: of the codes; see `decodable`.
-        rows: how many.
+        scheme: scheme of the codes; see `decodable`.
+        rows: number of rows.
         in_features: weights of a row.
         out: dtype of the result.
-        arch: of the GPU.
+        arch: architecture of the GPU.
     """
 
     scheme: VQScheme
@@ -58,12 +59,12 @@ class DecodeProblem:
 
 
 class Cost(NamedTuple):
-    """What a plan costs on its problem.
+    """Modelled cost of a plan on its problem.
 
     Args:
-        bytes: to and from DRAM.
-        cycles: of the clock, until the last block is done.
-        bound: what the cycles are mostly spent on.
+        bytes: bytes to and from DRAM.
+        cycles: clock cycles until the last block is done.
+        bound: the bottleneck, the part that takes most of the cycles.
     """
 
     bytes: int
@@ -214,8 +215,8 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
 
 
 def times_dense(lookups: float, rows: int, columns: int, arch: Arch) -> float:
-    """How long a product of one token takes at least if it looks up so many entries in L2, compared
-    with one that reads a dense bfloat16 weight."""
+    """Lower bound of the time of a one-token product with so many L2 lookups, relative to reading a
+    dense bfloat16 weight."""
     dense = 2 * rows * columns / (_DRAM_REACHED * arch.dram_bytes_per_clock)
     return lookups / L2_LOOKUPS / dense
 

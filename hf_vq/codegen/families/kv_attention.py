@@ -1,4 +1,4 @@
-"""Plans of attention over a coded cache: candidates, feasible, cost, choose. Pure, no GPU."""
+"""Plans of attention over a quantized KV cache: candidates, feasible, cost, choose. No GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..plan import Dtype
 from .dequantize import NOT_HIDDEN, WARP_INSTRUCTIONS, Cost
 from .table_layout import fused
 
-MOST_QUERIES = 8  # of a row; for more, keys and values are decoded once
+MOST_QUERIES = 8  # of a row; for more, keys and values are dequantized once
 LARGEST_DIM = 256
 SHORT, LONG = 1024, 1 << 16  # tokens for which a kernel is made
 FEW, MANY = 32, 1024  # rows of the batch times kv heads, for which it is made
@@ -44,12 +44,12 @@ def attendable(scheme: VQScheme, dim: int, what: str) -> str | None:
 
 
 def token_bucket(tokens: int) -> int:
-    """Tokens for which the kernel is made that runs so many: a growing cache changes it once."""
+    """Bucket of a number of tokens; a growing cache changes its kernel once."""
     return SHORT if tokens <= 2 * SHORT else LONG
 
 
 def group_bucket(groups: int) -> int:
-    """Rows of the batch times kv heads for which the kernel is made that runs so many."""
+    """Bucket of the number of groups: rows of the batch times KV heads."""
     return FEW if groups < 8 * FEW else MANY
 
 
@@ -130,14 +130,14 @@ def plan_of(
 
 
 def _one_codebook(key: VQScheme, value: VQScheme) -> bool:
-    """Whether keys and values share a codebook. Learned ones are of the keys or of the values, even
-    where both have one scheme."""
+    """True if keys and values share a codebook. Learned codebooks belong to keys or to values, even
+    if both have the same scheme."""
     sizes = [(side.vector_size, side.entry_bits) for side in (key, value)]
     return key.codebook == value.codebook == "universal" and sizes[0] == sizes[1]
 
 
 def _pairs(problem: AttentionProblem) -> bool:
-    """Whether a tile has two columns for each query, and words of a lane come in pairs
+    """True if a query gets two MMA columns, and the words of a lane come in pairs
     (kernels/cuda/kv/attention/attention_gqa_small.cuh)."""
     dims = parts(problem.key_dim) + parts(problem.value_dim)
     universal = problem.key.has_scale and problem.value.has_scale

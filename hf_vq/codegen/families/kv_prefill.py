@@ -59,7 +59,7 @@ def decode_kv_plan(scheme: VQScheme, head_dim: int, out: Dtype) -> DecodeKVPlan:
 
 
 def blocks(plan: DecodeKVPlan, heads: int, tokens: int) -> int:
-    """Of a launch for `tokens` tokens of each of `heads` heads, of all rows of a batch."""
+    """Blocks of a launch for `tokens` tokens of each of `heads` heads (rows times KV heads)."""
     return heads * (plan.dim // plan.slice) * -(-tokens // plan.tokens)
 
 

@@ -1,8 +1,8 @@
-"""Plans of the fused linear kernel: candidates, feasible, cost, choose. Pure functions, no GPU.
+"""Plans of kernels/cuda/linear/linear.cu: candidates, feasible, cost, choose. No GPU.
 
-A plan is measured better than modelled: `choose` first looks into the table of measured ones
-(`tuned`), made by `python -m benchmarks cuda-tune`. The model ranks the rest; its parts are those
-that a profile of the kernel on an H200 showed to bind.
+`choose` first looks into the table of measured plans (`tuned`), made by `python -m benchmarks
+cuda-tune`. The cost model ranks all other plans; its parts are the bottlenecks that a profile of
+the kernel on an H200 showed.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ..plan import Dtype, LinearPlan, Scope
 from .dequantize import L2_LOOKUPS, NOT_HIDDEN, WARP_INSTRUCTIONS, Cost, decodable
 from .table_layout import BANKS, LARGEST_INDEX, fused, load_bytes, second_load_bytes, tables
 
-MOST_TOKENS = 64  # beyond, decoded rows are used often enough
+MOST_TOKENS = 64  # for more, dequantizing once and cuBLAS are faster
 TILE_ROWS = 16
-FUSED_ROTATION = 128  # block of the rotation that this kernel can do
-PIECE, HELD = 32, 8  # weights of a lane in a piece of one token; pieces that a warp holds at a time
+FUSED_ROTATION = 128  # Hadamard block that this kernel can rotate
+PIECE, HELD = 32, 8  # weights of a lane in a piece of one token; pieces of a register set
 
 _BLOCKS = ((256, 1), (256, 2), (256, 3), (384, 1), (384, 2), (448, 1), (512, 1), (512, 2),
            (768, 1), (896, 1))  # fmt: skip
 _SPLITS = (1, 2, 4, 6, 7, 8, 11, 14, 16)
 _UNITS = (8, 16, 32, 64, 128)
-_TEAMS = 15  # of a block: each has a barrier, and there are 16
-_SHARED_BOOKS = 160 << 10  # bytes of tables, at most
-_SPREAD = 3.0  # phases of a lookup whose lanes meet in the banks
+_TEAMS = 15  # teams of a block: each needs a named barrier, and there are 16
+_SHARED_BOOKS = 160 << 10  # largest tables, in bytes
+_SPREAD = 3.0  # phases of a lookup with bank conflicts
 _CACHED_LINES = 8.0  # cycles of L1 for a load of eight rows
 _ROTATION = 600  # cycles for eight pieces of one token
 _KERNEL_BEFORE = 2800  # cycles of a kernel that rotates x
 _PROLOGUE = 3000  # cycles until the first product, part of them hidden
-_LATENCY = 500  # cycles that a load of codes takes, at least in part
-_SPARE = 8  # registers by which the estimate may be wrong
+_LATENCY = 500  # cycles of latency of a load of codes, partly hidden
+_SPARE = 8  # margin of the register estimate
 _WAITS = 6.0  # cycles from one instruction of a warp to its next
 
 
@@ -47,12 +47,12 @@ class LinearProblem:
     """y = W x for a few tokens.
 
     Args:
-        scheme: of the codes.
+        scheme: scheme of the codes.
         tokens: rows of x.
         rows: out_features.
         in_features: columns of W.
-        dtype: of x and y.
-        arch: of the GPU.
+        dtype: dtype of x and y.
+        arch: architecture of the GPU.
     """
 
     scheme: VQScheme
@@ -64,7 +64,7 @@ class LinearProblem:
 
 
 def fusable(scheme: VQScheme, in_features: int) -> str | None:
-    """None if the fused kernel computes with such codes, else the reason why not."""
+    """None if the fused kernel supports such codes, else the reason why not."""
     reason = None if scheme.stages == "nested" else decodable(scheme)
     if reason:
         return reason
@@ -76,7 +76,7 @@ def fusable(scheme: VQScheme, in_features: int) -> str | None:
 
 
 def _units(scheme: VQScheme, in_features: int) -> Iterator[int]:
-    """Weights of a row that a lane may decode of a chunk."""
+    """Values of `unit` that codes, scales and loads allow."""
     group = 0 if scheme.scale_group == 0 else scheme.group(in_features)
     width, bits = scheme.vector_size * fused(scheme), scheme.entry_bits * fused(scheme)
     for unit in _UNITS:
@@ -91,14 +91,14 @@ def _units(scheme: VQScheme, in_features: int) -> Iterator[int]:
 
 
 def token_bucket(tokens: int) -> int:
-    """Tokens for which a kernel is made: 1, or whole tiles of 8, doubling."""
+    """Bucket of a number of tokens: 1, 8, 16, 32, .."""
     return 1 if tokens == 1 else 8 << max(-(-tokens // 8) - 1, 0).bit_length()
 
 
 def candidates(problem: LinearProblem) -> list[LinearPlan]:
-    """Every plan that could be meant for a problem, also those that cannot run.
+    """All plans of a problem, feasible or not.
 
-    None is `early`: the model knows no difference. `cuda-tune` tries both.
+    None has `prefetch_x`: the model gives it the same cost. `cuda-tune` tries both.
     """
     *choices, _, share = _choices(problem)
     found = (
@@ -109,13 +109,13 @@ def candidates(problem: LinearProblem) -> list[LinearPlan]:
 
 
 def _fills_blocks(chosen: dict[str, int]) -> bool:
-    """Whether teams do: one, in a cluster."""
+    """True if whole teams fill a block (one team in a cluster)."""
     warps, split = chosen["threads"] // 32, chosen["split_k_warps"]
     return warps == split or (warps % split == 0 and chosen["cluster_size"] == 1)
 
 
 def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
-    """The values of what is a matter of choice (`tuned.KNOBS`; the first two are one choice)."""
+    """Values of the tunable fields, in the order of `tuned.KNOBS`; the first two are one choice."""
     scheme, columns = problem.scheme, problem.in_features
     entry, index_bits, books = tables(scheme)
     together = 1 << (books - 1).bit_length()
@@ -136,7 +136,7 @@ def _choices(problem: LinearProblem) -> list[Sequence[Any]]:
 
 
 def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
-    """The plan of a problem and of what is a matter of choice (`tuned.KNOBS`)."""
+    """Plan of a problem and values of its tunable fields (`tuned.KNOBS`)."""
     scheme, columns = problem.scheme, problem.in_features
     entry, index_bits, books = tables(scheme)
     group = 0 if scheme.group(columns) == columns else scheme.group(columns)
@@ -179,19 +179,19 @@ def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
 
 
 def chunks_of_warp(in_features: int, unit: int, parts: int, steps: int) -> int:
-    """Chunks of the warps that share a row's, `parts` of them; the last one may have fewer."""
+    """Chunks per warp if `parts` warps split the columns; the last warp may have fewer."""
     chunks = -(-in_features // (4 * unit))
     return -(-chunks // (parts * steps)) * steps
 
 
 def held_sets(in_features: int, unit: int, parts: int, steps: int, single: bool) -> int:
-    """How many times eight pieces of one token's columns a warp has, or scales of eight chunks."""
+    """Register sets of a warp (`x_sets`): eight pieces of x each, or scales of eight chunks."""
     each = chunks_of_warp(in_features, unit, parts, steps)
     return -(-each * (max(1, unit // PIECE) if single else 1) // HELD)
 
 
 def registers(plan: LinearPlan) -> int:
-    """About how many registers a thread needs."""
+    """Estimated registers of a thread."""
     words = plan.unit // plan.vector_size * (plan.entry_bits + plan.second_bits) // 32
     rows = 2 * plan.row_tiles
     codes = rows * plan.num_codebooks * words * plan.pipeline_depth
@@ -256,11 +256,11 @@ def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
 
 
 def blocks_of(plan: LinearPlan, tiles: Sequence[int], arch: Arch) -> list[int]:
-    """Blocks of a launch for matrices of so many tiles: of each matrix.
+    """Blocks of a launch for each of several matrices with so many tiles.
 
-    Either all teams have as many turns, which leaves multiprocessors idle where turns are few; or,
-    for one token, all multiprocessors are full and the tiles of the last turn are spread over them,
-    where that gives the busiest one fewer.
+    Either all teams get the same number of tiles, which leaves multiprocessors idle if there are
+    few waves. Or, for one token, all multiprocessors are full and share the tiles of the last wave,
+    if that gives the busiest one fewer tiles.
     """
     if plan.cluster_size > 1:  # a cluster has one turn
         return [plan.cluster_size * of for of in tiles]
@@ -280,7 +280,7 @@ def blocks_of(plan: LinearPlan, tiles: Sequence[int], arch: Arch) -> list[int]:
 
 
 def busiest(tiles: Sequence[int], blocks: Sequence[int], sms: int) -> int:
-    """Tiles of the busiest multiprocessor, if blocks are dealt out to them in turn."""
+    """Tiles of the busiest multiprocessor, if blocks are assigned round-robin."""
     found = [0] * sms
     first = 0
     for of, count in zip(tiles, blocks, strict=True):
@@ -291,7 +291,7 @@ def busiest(tiles: Sequence[int], blocks: Sequence[int], sms: int) -> int:
 
 
 def spare_registers(plan: LinearPlan, arch: Arch) -> int:
-    """Registers that a thread can have beyond those it needs; fewer than none: it might spill."""
+    """Registers available to a thread minus the estimated need; negative: it might spill."""
     most = min(255, arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8)
     return most - registers(plan)
 
@@ -349,7 +349,7 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
-    # What begins a block is hidden behind the kernel before it where both fit on a multiprocessor.
+    # The prologue overlaps the previous kernel if both fit on a multiprocessor.
     halves = 2 * plan.blocks_per_sm * plan.threads * registers(plan) <= arch.registers_per_sm
     shared = 2 * plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES)
     alone = not halves or shared > arch.shared_per_sm
@@ -366,9 +366,9 @@ def _byte(plan: LinearPlan) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: LinearProblem) -> LinearPlan | None:
-    """The measured plan of a problem, else the feasible one of the lowest cost; None: no plan.
+    """The measured plan of a problem, else the feasible plan of the lowest cost; None: no plan.
 
-    It may be one for more tokens, which keeps less of x in registers or in shared memory.
+    It may be a plan for more tokens, which needs fewer registers or less shared memory for x.
     """
     if fusable(problem.scheme, problem.in_features) or problem.tokens > MOST_TOKENS:
         return None
@@ -384,7 +384,7 @@ def choose(problem: LinearProblem) -> LinearPlan | None:
 
 
 def _known(problem: LinearProblem, knobs: dict[str, int]) -> bool:
-    """Whether all knobs have values that a candidate may have: a file could hold anything."""
+    """True if all knobs have values of a candidate; a tuned file may hold anything."""
     threads, resident, *others = (knobs[name] for name in tuned.KNOBS)
     blocks, *choices = _choices(problem)
     return (threads, resident) in blocks and all(
@@ -393,7 +393,7 @@ def _known(problem: LinearProblem, knobs: dict[str, int]) -> bool:
 
 
 def best(problem: LinearProblem, spare: int = 0) -> list[LinearPlan]:
-    """The feasible plans with so many spare registers, the one of the lowest cost first."""
+    """Feasible plans with at least `spare` spare registers, by ascending cost."""
     plans = [
         plan
         for plan in candidates(problem)

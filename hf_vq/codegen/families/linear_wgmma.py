@@ -73,7 +73,7 @@ def _unit(scheme: VQScheme, in_features: int) -> int | None:
 
 
 def fewest_tokens(scheme: VQScheme) -> int:
-    """For how many tokens this kernel is faster than the one for few."""
+    """Smallest number of tokens for which this kernel is faster than linear.cu."""
     return _FEWEST_OF_LATTICES if scheme.lattice and scheme.streams > 1 else _FEWEST_TOKENS
 
 
@@ -158,19 +158,19 @@ def spare_registers(plan: WidePlan, arch: Arch) -> int:
 
 
 def tiles(plan: WidePlan, rows: int, tokens: int) -> int:
-    """What clusters have to do, one after the other."""
+    """Tiles of a launch, distributed over clusters."""
     across = -(-rows // (64 * plan.warpgroups))
     return across * -(-tokens // plan.token_tile)
 
 
 def clusters(plan: WidePlan, arch: Arch) -> int:
-    """Those that run at a time: groups of multiprocessors have uneven sizes, which leaves some."""
+    """Concurrent clusters; GPCs have uneven sizes, so some multiprocessors stay idle."""
     sms = arch.sms if plan.cluster_size <= 2 else arch.sms - _LEFT_OUT
     return sms * plan.blocks_per_sm // plan.cluster_size
 
 
 def blocks(plan: WidePlan, rows: int, tokens: int, arch: Arch) -> int:
-    """Of a launch: each takes several tiles, but only one where columns are split."""
+    """Blocks of a launch; each processes several tiles, or one tile if columns are split."""
     count = tiles(plan, rows, tokens)
     at_a_time = count if plan.cluster_size > 1 else min(count, clusters(plan, arch))
     return at_a_time * plan.cluster_size

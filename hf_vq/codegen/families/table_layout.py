@@ -1,4 +1,4 @@
-"""How codebooks lie in shared memory as tables (table.cuh), and how codes are read."""
+"""Layout of codebook tables in shared memory (table.cuh), and width of code loads."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def feasible(plan: VptqPlan, problem: VptqProblem) -> str | None:
 
 
 def blocks(plan: VptqPlan, rows: int) -> int:
-    """Of a launch."""
+    """Blocks of a launch."""
     return -(-rows // (plan.vector_size * plan.row_vectors))
 
 

@@ -130,12 +130,12 @@ def registers(plan: W4A8Plan) -> int:
 
 
 def pieces(padded: int, threads: int) -> int:
-    """Of 16 columns, that a thread rounds."""
+    """Pieces of 16 columns that a thread quantizes."""
     return -(-padded // (_PIECE * threads))
 
 
 def blocks(plan: W4A8Plan, rows: int, tokens: int) -> int:
-    """Of a launch."""
+    """Blocks of a launch."""
     return -(-rows // plan.tile_rows) * -(-tokens // (8 * plan.token_tiles))
 
 

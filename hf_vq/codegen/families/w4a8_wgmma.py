@@ -94,12 +94,12 @@ def most_registers(plan: W4A8WidePlan, arch: Arch) -> int:
 
 
 def tiles(plan: W4A8WidePlan, rows: int, tokens: int) -> int:
-    """What blocks have to do, one after the other."""
+    """Tiles of a launch, distributed over blocks."""
     return -(-rows // plan.tile_rows) * -(-tokens // plan.token_tile)
 
 
 def blocks(plan: W4A8WidePlan, rows: int, tokens: int, arch: Arch) -> int:
-    """Of a launch: each takes several tiles."""
+    """Blocks of a launch; each processes several tiles."""
     return min(tiles(plan, rows, tokens), arch.sms * plan.blocks_per_sm)
 
 

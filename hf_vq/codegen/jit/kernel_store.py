@@ -61,14 +61,14 @@ class Store:
         return image
 
     def trusts(self, path: Path) -> bool:
-        """Whether nobody else can have written the file `path` of the folder."""
+        """True if no other user can have written the file `path` of the folder."""
         try:
             return self._trusts_folder() and _foreign(os.stat(path)) is None
         except OSError:
             return False
 
     def _trusts_folder(self) -> bool:
-        """Whether nobody else can put an entry into the folder; says once that one can."""
+        """True if no other user can add entries to the folder; warns once if one can."""
         if self._usable:
             # Of the folder itself, not of a link to it: whoever owns the link may only choose
             # another folder of this user's own.

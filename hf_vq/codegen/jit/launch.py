@@ -74,12 +74,12 @@ class Kernel:
 
 
 class Prepared:
-    """A launch of a kernel that is made again and again; only some arguments change.
+    """A prepared launch of a kernel that is repeated with few changed arguments.
 
     Args:
-        kernel: that is launched.
-        blocks: that are launched.
-        values: of arguments; addresses are numbers.
+        kernel: the loaded kernel.
+        blocks: blocks of the grid.
+        values: values of its arguments; addresses are numbers.
 
     Attributes:
         arguments: of the kernel, whose fields may be overwritten.
@@ -136,8 +136,8 @@ class Prepared:
 
 
 def _config(blocks: int, threads: int, shared: int) -> Any:
-    """What `cuLaunchKernelEx` needs; with its one attribute, a kernel begins before the one before
-    it has ended."""
+    """Launch configuration for `cuLaunchKernelEx`. Its attribute enables programmatic dependent
+    launch."""
     from cuda.bindings import driver
 
     attribute = driver.CUlaunchAttribute()

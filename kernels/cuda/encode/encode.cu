@@ -66,10 +66,10 @@ __device__ inline float together(float value) {
   return value;
 }
 
-// As it is stored.
+// Scale rounded to fp16, the stored type.
 __device__ inline float rounded(float scale) { return half_to_float(pack_pair<Dtype::FLOAT16>(scale, 0.0f)); }
 
-// The candidate of the least error; the first among equals.
+// The candidate with the least error; the first of equals.
 template <typename Books> __device__ inline void search(const Books& book, const Groups& groups, float (&scale)[sets]) {
   if constexpr (Books::scales_at_once) {
     float candidate[sets][candidates], gain[sets][candidates] = {};

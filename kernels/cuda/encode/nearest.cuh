@@ -15,7 +15,7 @@ __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 
 template <Scope> struct Book;  // where the codes of vectors are found
 
-// One stage's entries.
+// The entries of one codebook.
 struct Entries {
   static constexpr int entries = 1 << Plan::entry_bits, fours = entries < 4 ? 1 : entries / 4;
   static constexpr int floats = fours * (4 * x + 4);
@@ -162,14 +162,14 @@ template <> struct Book<Scope::SHARED> {
     __syncthreads();
   }
 
-  // Of several stages, of what the first one gives.
+  // Score of a scale: with several codebooks, the score of the first one.
   template <int Slots, int Sets, int Scales>
   __device__ void add_scores(const float (&v)[Slots][x], const float (&scale)[Sets][Scales],
                              float (&gain)[Sets][Scales]) const {
     stage[0].add_scores(v, scale, gain);
   }
 
-  // Codes of each slot's vector under scale[set], one for each stage, and the sum of their entries.
+  // Codes of each slot's vector under scale[set], one per codebook, and the sum of their entries.
   template <int Slots, int Sets>
   __device__ void nearest(const float (&v)[Slots][x], const float (&scale)[Sets],
                           uint32_t (&code)[Slots][Plan::num_codebooks], float (&chosen)[Slots][x]) const {
@@ -186,9 +186,10 @@ template <> struct Book<Scope::SHARED> {
     }
   }
 
-  // The best pair of one of the Plan::beam nearest entries of the first stage and any of the second.
-  __device__ void follow(const float (&v)[x], float scale, uint32_t (&code)[Plan::num_codebooks], float (&chosen)[x]) const {
-    constexpr int step = 2;  // beams at a time: more need too many registers
+  // Beam search: the best pair of one of the Plan::beam nearest entries of the first codebook and any of the second.
+  __device__ void follow(const float (&v)[x], float scale, uint32_t (&code)[Plan::num_codebooks],
+                         float (&chosen)[x]) const {
+    constexpr int step = 2;  // beams per iteration: more need too many registers
     static_assert(Plan::num_codebooks <= 2 && Plan::beam % step == 0, "a beam over two stages");
     const float one[1] = {scale};
     uint32_t first[Plan::beam];

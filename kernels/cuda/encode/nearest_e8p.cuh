@@ -52,7 +52,7 @@ template <> struct Book<Scope::E8P> {
 
   static __device__ float coordinate_y(float u, float shift, bool minus) { return minus ? u + shift : u - shift; }
 
-  // Of the patterns around one shift; `bound`: of all with five 3/2.
+  // Best pattern around one shift; `bound`: upper bound of the score of all patterns with five 3/2.
   static __device__ Best around(const float (&u)[8], float low, float middle, float high, float shift, bool minus,
                                 float skew, float& bound) {
     uint32_t key[8];

@@ -31,7 +31,7 @@ struct Arguments {
 
 constexpr int warps = Plan::threads / 32, page_tokens = Plan::page ? Plan::page : 1;
 
-// Where a block's head is.
+// Addresses of the head of a block.
 struct Place {
   const char* x;
   const float* mean;

@@ -41,7 +41,7 @@ template <typename S> struct Row {
   static constexpr int lanes = S::lanes, width = S::width;
   static constexpr int uppers = (vectors + lanes * width - 1) / (lanes * width), slots = uppers * width;
   static constexpr int bytes = vectors * S::entry_bits / 8;  // of a row's codes
-  static constexpr int numbers = 1 + S::integers;            // fp16 beside them
+  static constexpr int numbers = 1 + S::integers;            // fp16 numbers next to the codes
   static_assert(vectors % width == 0 && width * S::entry_bits % 8 == 0, "a lane's codes are whole bytes");
   float value[slots][x];
   int lane;
@@ -141,7 +141,7 @@ template <typename S> struct Row {
     return sum(part);
   }
 
-  // Of a rotated row, w = 2 v of the vectors v of a row whose mean square is 1. Returns 2 / s.
+  // Normalise a rotated row to a mean square of 1 and double it: w = 2 v of its vectors. Returns 2 / s.
   __device__ float normalise(float energy) {
     const float square = energy * (1.0f / dim);
     float factor;
@@ -218,7 +218,7 @@ template <typename S> struct Search {
   using Plane = Grid<S::entry_bits, cells ? cells : 1>;
   static constexpr int table_words = cells ? Plane::words : Whole::floats;
   using Part = typename Whole::template Part<Plan::threads>;
-  typename OneOf<(cells > 0), Nothing, Part>::type part;  // of the table, on its way
+  typename OneOf<(cells > 0), Nothing, Part>::type part;  // of the table, in flight
   Whole whole;
   Plane plane;
   float2* meeting;  // [split][slots][32 lanes]: scores and codes

@@ -13,7 +13,7 @@ template <typename S> struct Groups {
   static constexpr int unit = S::width, units = vectors / unit;
   static constexpr int row_bytes = vectors * bits / 8, unit_bytes = unit * bits / 8;
   static constexpr int across = (units + Plan::threads / 32 - 1) / (Plan::threads / 32);  // blocks for a head
-  static constexpr int slots = 4, tokens = 32 * slots;  // of a lane and of a warp at a time, if there are many
+  static constexpr int slots = 4, tokens = 32 * slots;  // of a lane and of a warp per iteration, if there are many
   static constexpr int number = size_of<S::dtype>;      // bytes of one
   using Book = Table<x, bits>;
   static_assert(unit * bits % 8 == 0 && vectors % unit == 0, "codes of a unit are whole bytes");

@@ -11,7 +11,7 @@
 
 __device__ inline float rounded_to_half(float x) { return half_to_float(pack_pair<Dtype::FLOAT16>(x, 0.0f)); }
 
-// Takes the place of `Search`: there is nothing to search.
+// Integer quantizer with the interface of `Search`.
 template <typename S> struct IntegerRows {
   static constexpr int split = 1, slots = Row<S>::slots;
   static constexpr float top = (1 << S::entry_bits) - 1, largest_zero = 1024.0f;
@@ -62,5 +62,5 @@ template <typename S> struct IntegerRows {
   }
 };
 
-// How rows that are not of learned codebooks are encoded.
+// Encoder of rows without learned codebooks.
 template <typename S> using Encoder = typename OneOf<S::integers, IntegerRows<S>, Search<S>>::type;

@@ -15,7 +15,7 @@
 #include "kv/append_integers.cuh"
 #include "primitives/pdl.cuh"
 
-// Of keys or of values, [batch, heads, .., dim]; all but `fresh` are dense.
+// Tensors of keys or of values, [batch, heads, .., dim]; all but `fresh` are contiguous.
 struct Side {
   const char* fresh;         // the new tokens
   const uint16_t* codebook;  // fp16 [entries, x], or [heads, vectors, entries, x]; not read for integers
@@ -62,7 +62,7 @@ template <typename S> struct Head {
 
   __device__ int64_t row(int position) const { return int64_t(pair) * a.capacity + position; }  // of the tape
 
-  // Number `i` of new token `token`, as it is stored.
+  // Number `i` of new token `token`, in the stored dtype.
   __device__ uint32_t bits(int token, int i) const {
     const char* from = fresh + token * side.token + i * number;
     if constexpr (number == 4) return *reinterpret_cast<const uint32_t*>(from);
@@ -106,7 +106,8 @@ __device__ inline int length_of(const Arguments& a) {
   return low;
 }
 
-// When all threads of a block have read the length: the last block makes the new one. By the last warp: others go on.
+// Count this block as done, after all of its threads have read the length; the last block writes the new length. The
+// last warp does it, so that the other warps go on.
 __device__ inline void leave(const Arguments& a, int length) {
   constexpr unsigned long long one = 1ull << 32;
   if (threadIdx.x == Plan::threads - 1 && atomicAdd(a.length, one) / one == gridDim.x - 1) *a.length = length + a.tokens;

@@ -47,9 +47,9 @@ struct Arguments : SecondCodes<Table::nested> {
   int blocks;  // of the launch, for this matrix
 };
 
-// Matrices that are multiplied with the same x, one after the other among the blocks. What blocks of one need is not
-// shared with those of another: codebooks and signs may differ.
-struct Together {
+// Matrices with the same x; the blocks of a launch are divided among them. Blocks of different matrices share nothing:
+// codebooks and signs may differ.
+struct AllArguments {
   Arguments of[Plan::matrices];
 };
 
@@ -59,7 +59,7 @@ constexpr int warps = Plan::threads / 32, teams = warps / Plan::split_k_warps;
 constexpr int group = Plan::group ? Plan::group : 1;
 constexpr int unit_bytes = unit / Plan::vector_size * Plan::entry_bits / 8;
 constexpr int second_unit_bytes = unit * Plan::second_bits / 8;
-// Sums of several tokens meet as fragments, each with the block of a cluster that adds it.
+// Several tokens: partial sums are fragments, each sent to the block of the cluster that adds it.
 constexpr int fragments = Plan::row_tiles * Plan::token_tiles, parts = Plan::cluster_size * Plan::split_k_warps;
 constexpr int owned = (fragments + Plan::cluster_size - 1) / Plan::cluster_size;
 constexpr int meeting_bytes = Plan::single ? warps * Plan::row_tiles * 64 : teams * owned * parts * 512;
@@ -67,13 +67,13 @@ constexpr int all_met = Table::bytes + (Plan::single ? 2 : 1) * meeting_bytes;  
 // One token: four lanes read half a line of a row, and the other half with the next chunk.
 template <int Bytes> constexpr bool whole_lines = Plan::single && Bytes == 16;
 static_assert(Plan::cluster_size == 1 || (!Plan::single && teams == 1), "warps of a cluster have the same rows");
-// One token: octets of a lane in a piece, pieces of a chunk. Chunks of which a warp has scales, and x of one token, at
-// a time.
+// One token: octets of a lane in a piece, pieces of a chunk. `held`: chunks whose scales (and x of one token) a warp
+// keeps in one register set.
 constexpr int piece = octets < 4 ? octets : 4, pieces = octets / piece, held = Plan::single ? 8 / pieces : 8;
 static_assert(held % Plan::pipeline_depth == 0, "scales and x are those of whole steps");
 static_assert(!Plan::rotate || unit == 32, "four lanes have a piece of 128 columns");
 
-// Of one token: an address. Of several, whose tiles are many: bytes from the first row, which take one register.
+// Position of a row. One token: an address. Several tokens: a byte offset from the first row, in one register.
 template <bool Single> struct Place {
   const char* at;
   __device__ void set(const char* first, int64_t bytes) { at = first + bytes; }
@@ -85,7 +85,7 @@ template <> struct Place<false> {
   __device__ const char* of(const char* first) const { return first + at; }
 };
 
-// Where the two rows of a lane begin, in every tile, at the lane's place in the first chunk.
+// Positions of the two rows of a lane in every tile, at the lane's columns of the first chunk.
 struct Rows {
   Place<Plan::single> codes[Plan::row_tiles][2], second[Plan::row_tiles][2];
   int first_row;
@@ -113,7 +113,7 @@ struct Rows {
   }
 };
 
-// Codes that a lane has of its rows in one chunk.
+// Codes of a lane in one chunk, for all of its rows.
 struct Step {
   Table::RowCodes codes[Plan::row_tiles][2][Plan::num_codebooks];
 
@@ -129,8 +129,8 @@ struct Step {
   }
 
   template <class RowCodes>
-  __device__ static void load_second(RowCodes (&codes)[2][Plan::num_codebooks], const Arguments& a, const Rows& rows, int tile,
-                                     int at) {
+  __device__ static void load_second(RowCodes (&codes)[2][Plan::num_codebooks], const Arguments& a, const Rows& rows,
+                                     int tile, int at) {
     if constexpr (Table::nested)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -172,7 +172,7 @@ struct Scales {
 #endif
   }
 
-  // Of this lane's pieces, the first or the second.
+  // Scale of the first or second piece of this lane.
   __device__ float own(int tile, int half, int i) const {
 #if WITHOUT_SCALES
     return 1.0f;
@@ -181,7 +181,7 @@ struct Scales {
 #endif
   }
 
-  // Of one of the eight.
+  // Scale of any of the eight pieces.
   __device__ float of(int tile, int half, int piece) const {
 #if WITHOUT_SCALES
     return 1.0f;
@@ -195,7 +195,8 @@ struct Scales {
 // x of one chunk in the columns' numbering, for 8 tokens a tile, in the order in which lanes hold it:
 //
 //     [chunks][token_tiles][octets][32 lanes][8]
-// Lanes without a token keep what they have: it is multiplied for a token that nobody stores.
+//
+// Lanes without a token keep stale values: their products belong to a token that is not stored.
 struct Inputs {
   static constexpr int kept = octets > 1 && Plan::token_tiles > 4 ? 2 : octets;
   uint32_t word[Plan::token_tiles][kept][4] = {};
@@ -250,7 +251,7 @@ struct Pieces {
 
 using Sums = float[Plan::row_tiles][Plan::token_tiles][4];
 
-// Of one token; `at` counts chunks from the first of which it has x.
+// Multiply-accumulate for one token; `at` counts chunks from the first one of the current set of x.
 __device__ inline void multiply_one(const Table& table, const Step& step, const Scales& scales, int i, int at,
                                     const Pieces& x, Sums& sums) {
 #pragma unroll
@@ -269,7 +270,8 @@ __device__ inline void multiply_one(const Table& table, const Step& step, const 
                            x.word[4 * j + 2 * k + 1]);
       }
       const int column = at * pieces + p;
-      const int odd = (Plan::pipeline_depth * pieces % 2 ? column : i * pieces + p) % 2;  // known to the compiler, if it can be
+      // A constant if possible.
+      const int odd = (Plan::pipeline_depth * pieces % 2 ? column : i * pieces + p) % 2;
       const int which = pieces == 1 ? odd : 0;
       if (threadIdx.x % 4 == column / 2)
 #pragma unroll
@@ -280,7 +282,7 @@ __device__ inline void multiply_one(const Table& table, const Step& step, const 
     }
 }
 
-// Of several tokens. What was multiplied makes room for chunk `ahead`, or for none before 0.
+// Multiply-accumulate for several tokens. Chunk `ahead` is loaded into the registers that become free; -1: none.
 __device__ inline void multiply(const Arguments& a, const Table& table, const Rows& rows, Step& step,
                                 const Scales& scales, int piece, Inputs& x, const char* inputs, int at, int end,
                                 int ahead, int64_t stream, Sums& sums) {
@@ -300,7 +302,7 @@ __device__ inline void multiply(const Arguments& a, const Table& table, const Ro
         mma<Plan::dtype>(part[0][n], low[0], high[0], low[1], high[1], of[0], of[1]);
         mma<Plan::dtype>(part[chains - 1][n], low[2], high[2], low[3], high[3], of[2], of[3]);
       }
-      // In place of what was just multiplied.
+      // Load the next inputs into the registers of the octet that was just multiplied.
       const int later = j + Inputs::kept;
       if (tile == Plan::row_tiles - 1 && at + later / octets < end)
         x.load(inputs, at + later / octets, later % octets, lane, a.tokens);
@@ -329,7 +331,7 @@ __device__ inline void wait_for_team(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * Plan::split_k_warps) : "memory");
 }
 
-// Sums of one token of a team -> y. `meeting` holds [split][row_tiles][16].
+// Sums of one token of a team -> y. `meeting`: partial sums [split_k_warps][row_tiles][16].
 __device__ inline void finish_one(const Arguments& a, const Table& table, const Sums& sums, float* meeting,
                                   int first_row, int warp) {
   const int lane = threadIdx.x % 32, team = threadIdx.x / 32 / Plan::split_k_warps;
@@ -353,7 +355,7 @@ __device__ inline void finish_one(const Arguments& a, const Table& table, const 
   }
 }
 
-// Sums of a team, or of the blocks of a cluster, -> y. `meeting`, in shared memory, holds [owned][parts][32][4] floats.
+// Sums of a team, or of the blocks of a cluster, -> y. `meeting`: partial sums in shared memory, float [owned][parts][32][4].
 __device__ inline void finish(const Arguments& a, const Table& table, const Sums& sums, uint32_t meeting, uint32_t met,
                               int first_row, int rank, int warp, int team) {
   const int lane = threadIdx.x % 32;
@@ -362,7 +364,8 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Sums
 #pragma unroll
     for (int n = 0; n < Plan::token_tiles; ++n) {
       const int fragment = tile * Plan::token_tiles + n;
-      const uint32_t to = meeting + ((fragment / Plan::cluster_size * parts + rank * Plan::split_k_warps + warp) * 32 + lane) * 16;
+      const int part = fragment / Plan::cluster_size * parts + rank * Plan::split_k_warps + warp;
+      const uint32_t to = meeting + (part * 32 + lane) * 16;
       if constexpr (Plan::cluster_size > 1)
         send(to, sums[tile][n], met, fragment % Plan::cluster_size);
       else
@@ -394,12 +397,12 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
 #if __CUDA_ARCH__ >= 900
     __cluster_dims__(Plan::cluster_size)
 #endif
-        linear(const Together together) {
+        linear(const AllArguments all) {
   int matrix = 0, block = blockIdx.x;
 #pragma unroll
   for (int i = 0; i + 1 < Plan::matrices; ++i)
-    if (matrix == i && block >= together.of[i].blocks) block -= together.of[i].blocks, ++matrix;
-  const Arguments& a = together.of[matrix];
+    if (matrix == i && block >= all.of[i].blocks) block -= all.of[i].blocks, ++matrix;
+  const Arguments& a = all.of[matrix];
   const int blocks = Plan::matrices > 1 ? a.blocks : gridDim.x;
   extern __shared__ __align__(16) char shared[];
   char* const meeting = shared + Table::bytes;
@@ -437,8 +440,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
 #pragma unroll
       for (int set = 0; set < Plan::x_sets; ++set) x_of[set].load(a, piece_of(set), end * pieces, lane);
   };
-  // What is asked for waits behind what was asked for before it: tables, the first codes, x, more codes, and after all
-  // of this what the next kernel asks for.
+  // Loads return in order, so they are issued in this order: tables, the first codes, x, more codes; after them, the
+  // loads of the next kernel.
   const uint32_t base = __cvta_generic_to_shared(shared), met = base + all_met;
   if constexpr (Plan::cluster_size > 1)
     if (threadIdx.x == 0) {
@@ -451,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
 #if !WITHOUT_TABLES
   table.begin_fill(batch);
 #endif
-  // Of one token, tiles of the last turn go to as many blocks as there are.
+  // One token: the tiles of the last iteration are spread over all blocks.
   int tile = Plan::single ? team * blocks + block : block / Plan::cluster_size * teams + team;
   if (tile < tiles) enter(tile, Plan::prefetch_x ? 1 : Plan::pipeline_depth);
   if constexpr (Plan::prefetch_x) {
@@ -500,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     tile += blocks / Plan::cluster_size * teams;
     if (tile < tiles) enter(tile, Plan::pipeline_depth);
     if constexpr (Plan::single) {
-      // Turns have different places to meet, so that one barrier a turn is enough.
+      // Iterations alternate between two buffers of partial sums, so that one barrier per iteration suffices.
       float* const to = reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams);
 #if WITHOUT_MEETING
       if (sums[0][0][0] == 1.25f) finish_one(a, table, sums, to, done, warp);  // hardly ever

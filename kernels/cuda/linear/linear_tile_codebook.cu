@@ -56,7 +56,7 @@ constexpr bool rows_first = Plan::token_tiles == 1;
 constexpr int token_pairs = (Plan::token_tiles + 1) / 2;
 constexpr int pieces = rows_first ? octets : 2 * octets;  // fragments of tokens in a chunk
 
-// Of a fragment in a slot, and what lanes that write neighbouring columns need to meet in few banks.
+// Bytes of a fragment in a buffer, padded so that lanes that write adjacent columns hit different banks.
 constexpr int pitch = Plan::single ? 64 : 512 + 16;
 constexpr int slot_bytes = token_pairs * Plan::column_warps * pieces * pitch;
 
@@ -66,9 +66,11 @@ constexpr int factors = ring + Plan::x_stages * slot_bytes;
 constexpr int meeting = (factors + band * 4 + 15) / 16 * 16;
 constexpr int all_met = meeting + (parts > 1 ? added * parts * 512 : 0);
 
-static_assert(Table::interleaved && Plan::interleaved == 2 && Plan::num_codebooks == 1, "two tables, one for each tile");
+static_assert(Table::interleaved && Plan::interleaved == 2 && Plan::num_codebooks == 1,
+              "two tables, one for each tile");
 
-// Entries of a codebook on their way into a table. Where threads are more than entries, several write the copies of one.
+// Registers of a table fill: entries between their load and their store. If there are more threads than entries,
+// several threads store the copies of one entry.
 struct Entries {
   static constexpr int sharers = Plan::threads > Table::entries ? Plan::threads / Table::entries : 1;
   static constexpr int each = (Table::entries + Plan::threads - 1) / Plan::threads;
@@ -110,7 +112,7 @@ struct Step {
   Table::RowCodes codes[Plan::row_tiles][2];
 };
 
-// Where the rows of a lane have their codes, in the tile that is read next.
+// Positions of the codes of a lane's rows in the tile that is loaded next.
 struct Rows {
   const char* first;
   uint32_t to[Plan::row_tiles][2];  // bytes from the first row

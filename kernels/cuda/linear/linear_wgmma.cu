@@ -45,8 +45,8 @@ struct Arguments {
 constexpr int group = Plan::group ? Plan::group : 1;
 constexpr int unit_bytes = unit / Plan::vector_size * Plan::entry_bits / 8;
 
-// Where the two rows of a lane begin, at the lane's place in the first chunk. Neighbours: they are the two halves of a
-// word of y, and rows g and g + 8 of the product.
+// Positions of the two rows of a lane, at its columns of the first chunk. The rows are adjacent in W, the two halves of
+// a word of y; they are rows g and g + 8 of the product.
 struct Rows {
   const char* codes[2];
   const uint16_t* scale[2];
@@ -118,7 +118,7 @@ struct Weights {
 
 using Sums = float[tile_tokens / 2];
 
-// Rows of a warpgroup times x, over the columns of a block. While tensor cores multiply a slot, the next one is decoded.
+// Main loop: rows of a warpgroup times x. While tensor cores multiply one buffer, lanes decode the next one.
 //
 //     load(i, at)         codes of chunk `at` -> place i of `pipeline_depth`
 //     decode(now, i, j)   slot j of them -> the four fragments of buffer `now`

@@ -21,10 +21,10 @@ struct Arguments {
   void* y;               // [rows, columns] of Plan::out; may be x
   uint32_t blocks;       // rows * columns / B
   uint32_t across;       // columns / B
-  uint32_t token_tiles;  // ceil(rows / 8); read where the result is arranged
+  uint32_t token_tiles;  // ceil(rows / 8); read if y is in fragment order
 };
 
-// Numbers that are only arranged are eight, or a chunk of linear_wgmma.cu.
+// Without rotation, a group of lanes reorders 8 numbers, or one chunk of linear_wgmma.cu.
 constexpr int B = Plan::block > 1 || !Plan::fragment_unit ? Plan::block : Plan::swizzled ? 4 * Plan::fragment_unit : 8;
 constexpr bool whole_chunk = Plan::swizzled && B == 4 * Plan::fragment_unit;  // a thread has what its stores need
 static_assert(!Plan::swizzled || whole_chunk || (B >= 8 && Plan::fragment_unit <= 64), "octets of one store are in one warp");
@@ -47,16 +47,17 @@ __device__ inline void flip(float (&value)[each], const Arguments& a, uint32_t b
   }
 }
 
-// Where linear.cu reads number `column` of a token (its `Inputs`), for units of Plan::fragment_unit columns.
-__device__ inline int64_t arranged(const Arguments& a, uint32_t token, uint32_t column) {
+// Offset at which linear.cu reads number `column` of a token (its `Inputs`), for units of Plan::fragment_unit columns.
+__device__ inline int64_t fragment_offset(const Arguments& a, uint32_t token, uint32_t column) {
   constexpr uint32_t unit = Plan::fragment_unit ? Plan::fragment_unit : 8;
   const uint32_t tile = column / (4 * unit) * a.token_tiles + token / 8;
   const uint32_t lane = token % 8 * 4 + column / unit % 4;
   return (int64_t(tile) * (unit / 8) + column % unit / 8) * 256 + lane * 8 + column % 8;
 }
 
-// To where linear_wgmma.cu reads: [columns / 64][8 * token_tiles][64], 16 bytes of a token at place p ^ token % 8 of eight. They
-// are two columns of each of four octets that lie Plan::fragment_unit columns apart: `place` says which, of those of a chunk.
+// Store in the order of linear_wgmma.cu: [columns / 64][8 * token_tiles][64], 16 bytes of a token at place p ^ token % 8
+// of eight. The 16 bytes are two columns of each of four octets that are Plan::fragment_unit columns apart; `place`
+// counts them within a chunk.
 __device__ inline void store_swizzled(const Arguments& a, uint32_t token, uint32_t column, uint32_t place,
                                       const uint32_t (&word)[4]) {
   constexpr uint32_t unit = Plan::fragment_unit ? Plan::fragment_unit : 8;
@@ -64,8 +65,8 @@ __device__ inline void store_swizzled(const Arguments& a, uint32_t token, uint32
   store_words<16>(static_cast<char*>(a.y) + line * 128 + ((place ^ token) % 8) * 16, word);
 }
 
-// The four octets from a thread, which gives its neighbour every other place: what two lanes store together is 32 bytes,
-// as L2 takes them. (Templates, so that they are compiled only where they are used.)
+// Store the four octets of a thread. Two lanes exchange every other place, so that they store 32 contiguous bytes, a
+// sector of L2. (Templates: compiled only if used.)
 template <Dtype D, int N>
 __device__ inline void store_chunk(const Arguments& a, uint32_t token, uint32_t column, int lane, bool exists,
                                    const float (&value)[N]) {
@@ -88,7 +89,7 @@ __device__ inline void store_chunk(const Arguments& a, uint32_t token, uint32_t 
   }
 }
 
-// An octet of each of four lanes, which give each other what they have.
+// Store one octet of each of four lanes, after a 4 x 4 transpose by shuffles.
 template <Dtype D, int N>
 __device__ inline void store_octet(const Arguments& a, uint32_t token, uint32_t column, bool exists,
                                    const float (&value)[N]) {
@@ -129,7 +130,7 @@ __device__ inline void transform(float (&value)[each], int lane) {
 }
 
 extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) rotate(const Arguments a) {
-  // What comes next reads nothing before it waits but codes of which nobody has written.
+  // Before it waits, the next kernel reads only codes that no kernel wrote.
   if constexpr (Plan::fragment_unit > 0) let_next_grid_begin();
   wait_for_grids();
   if constexpr (Plan::fragment_unit == 0) let_next_grid_begin();
@@ -165,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       store_octet<Plan::out>(a, block / a.across, block % a.across * B + at % B, exists, part);
       continue;
     }
-    const int64_t to = Plan::fragment_unit ? arranged(a, block / a.across, block % a.across * B + at % B) : at;
+    const int64_t to = Plan::fragment_unit ? fragment_offset(a, block / a.across, block % a.across * B + at % B) : at;
     store_floats<Plan::out>(static_cast<char*>(a.y) + to * size_of<Plan::out>, part);
   }
 }

@@ -57,11 +57,11 @@ struct Table {
   };
   using RowCodes = typename OfRow<nested, width>::Kind;
 
-  // Bytes of the codes of a second pass in a row.
+  // Bytes of the residual codes of a row.
   __device__ static int64_t second_stream(int columns) { return (int64_t(columns) * Plan::second_bits + 7) / 8; }
 
-  // Where dynamic shared memory begins, and the tables with it: a constant costs nothing in an address. In a cluster the
-  // highest byte says which block's memory it is, and `copy` has that byte.
+  // First address of dynamic shared memory and of the tables: as a constant it costs no instruction. In a cluster, the
+  // highest byte of an address is the rank of the block, and `copy` contains it.
 #if __CUDA_ARCH__ >= 900
   static constexpr uint32_t first = 1024;
 #else
@@ -92,7 +92,7 @@ struct Table {
   static constexpr int most = lattice ? 2 : entry_bytes < 8 ? 8 : 64 / entry_bytes;
   static constexpr int batch = (count + Plan::threads - 1) / Plan::threads < most
                                    ? (count + Plan::threads - 1) / Plan::threads
-                                   : most;  // entries that a thread asks for at a time
+                                   : most;  // entries that a thread has in flight
   using Batch = uint32_t[batch][entry_bytes / 4];
 
   // All threads of the block; __syncthreads() is left to the caller.
@@ -195,7 +195,7 @@ struct Table {
     }
   }
 
-  // Entry `index` as it is in the table: `fused` entries of the codebook, in the dtype of the products.
+  // Entry `index` of the table: `fused` entries of the codebook, in the dtype of the products.
   __device__ void entry(int stage, int index, uint32_t (&word)[entry_bytes / 4]) const {
     const uint16_t* book = stored + stage * stored_numbers;
     if constexpr (lattice) {
@@ -237,7 +237,7 @@ struct Table {
     return stage % 2 ? four ^ 0x3f3f3f3f : (four ^ 0x40404040) - 0x01010101;
   }
 
-  // What the upper byte of an E8P code does to a pattern.
+  // Sign flips that the upper byte of an E8P code applies to a pattern.
   __device__ static void flips(int signs, uint32_t (&word)[entry_bytes / 4]) {
     const uint32_t all = (signs & 127) | (__popc(signs & 127) & 1) << 7;
 #pragma unroll

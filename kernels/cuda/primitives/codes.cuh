@@ -67,7 +67,7 @@ template <int First, int Second, int Count> struct NestedCodes {
     first.template load_aligned<Bytes, Line>(from);
   }
 
-  // Of 4 + 4 bits: the word of four codes, as bytes, in which the one at bit `at` is.
+  // 4 + 4 bits: the word of four byte-wide codes that contains the code at bit `at`.
   //
   //     first  h7 h6 .. h1 h0    second  l7 l6 .. l1 l0    ->    h6 l6 h4 l4 h2 l2 h0 l0  or  h7 l7 h5 l5 h3 l3 h1 l1
   __device__ uint32_t bytes_of(int at) const {
@@ -76,7 +76,7 @@ template <int First, int Second, int Count> struct NestedCodes {
     return (high << 4 & 0xf0f0f0f0) | (low & 0x0f0f0f0f);
   }
 
-  // As of `Codes`, `at` counting bits of whole codes.
+  // Same as in `Codes`; `at` counts bits of both codes together.
   template <int Width, int Factor> __device__ uint32_t field(int at) const {
     const int i = at / (First + Second);
     return first.template field<First, (Factor << Second)>(i * First) |

@@ -163,10 +163,10 @@ template <int Bytes> __device__ inline void copy_piece(uint32_t to, const void* 
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(Bytes) : "memory");
 }
 
-// What was copied since the last group is one.
+// Close a group: the copies since the last one.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all that this thread copied is there.
+// Wait for all copies of this thread.
 __device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Until at most `Left` groups of this thread are not complete.

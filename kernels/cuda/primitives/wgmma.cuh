@@ -23,12 +23,12 @@ template <int Left> __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
 }
 
-// A fragment is made here, not later, where products run: the assembler would run these one by one.
+// Force a fragment to be complete here. If it is completed between products, the assembler serializes them.
 __device__ inline void made(uint32_t (&a)[4]) {
   asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
 }
 
-// Of b at a multiple of 32 bytes in the first 128 of its tile.
+// Descriptor of b, at a multiple of 32 bytes in the first 128 bytes of its tile.
 __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
 }

@@ -16,16 +16,16 @@
 #include "primitives/wgmma.cuh"
 
 constexpr int slots = chunk / columns_of_slot;
-constexpr int warpgroups = Plan::threads / 128 - 1, math_threads = 128 * warpgroups;  // and one that reads x
+constexpr int warpgroups = Plan::threads / 128 - 1, math_threads = 128 * warpgroups;  // plus one producer
 constexpr int tile_rows = 64 * warpgroups / teams, tile_tokens = Plan::token_tile;
 constexpr int slot_bytes = tile_tokens * 128;
-// Where columns are split: sums of tokens 8 i .. are added by block i % split, which gets them from all.
+// Split columns: block i % split receives the sums of tokens 8 i .. from all blocks and adds them.
 constexpr int added = (tile_tokens / 8 + split - 1) / split;
 constexpr uint32_t meeting = first_byte + Plan::x_stages * slot_bytes;
 constexpr uint32_t barriers = meeting + (split > 1 ? added * split * math_threads * 16 : 0);  // full and empty
 constexpr uint32_t all_met = barriers + Plan::x_stages * 16;
 
-// A block's registers go to those that multiply, in eights.
+// Registers of a block move from the producer to the consumer warpgroups, in multiples of 8.
 constexpr int at_launch = 65536 / (Plan::blocks_per_sm * Plan::threads) / 8 * 8, producer_registers = 24;
 constexpr int spared = (at_launch * (warpgroups + 1) - producer_registers) / warpgroups / 8 * 8;
 constexpr int math_registers = spared < 240 ? spared : 240;
@@ -33,12 +33,12 @@ constexpr int math_registers = spared < 240 ? spared : 240;
 static_assert(Plan::pipeline_depth * slots % 2 == 0, "two buffers of registers take turns, around the loop too");
 static_assert(warpgroups % teams == 0, "teams of one size");
 
-// What a block does: rows, tokens, and its share of the columns in chunks.
+// Work item of a block: first row, first token, and its range of chunks.
 struct Work {
   int row, token, begin, end;
 
   __device__ Work(int tokens, int chunks, int item, int rank) {
-    const int across = (tokens + tile_tokens - 1) / tile_tokens;  // neighbours have the same codes
+    const int across = (tokens + tile_tokens - 1) / tile_tokens;  // adjacent items share codes
     const int part = (chunks + split - 1) / split;
     row = item / across * tile_rows;
     token = item % across * tile_tokens;

@@ -57,13 +57,13 @@ struct Step {
   uint32_t word[Plan::row_tiles][2][4];
 };
 
-// Columns of a lane in a chunk. Beyond the last one it takes the last ones again: x is zero there.
+// Columns of a lane in a chunk. Lanes beyond the last column load the last ones again: x is zero there.
 __device__ inline int column_of(int at) {
   const int column = at * chunk + threadIdx.x % 4 * 32;
   return columns % chunk == 0 ? column : min(column, columns - 32);
 }
 
-// Where the rows of a lane begin.
+// Positions of the rows of a lane.
 struct Rows {
   const char* from[Plan::row_tiles][2];
 

@@ -20,7 +20,7 @@
 constexpr bool grouped = Plan::group > 0;
 constexpr int chunk = 128;  // columns of four lanes
 
-// How the codes of a row become bytes, in one group.
+// Step and zero of one group of a row, applied to four codes at once.
 struct Grid {
   uint32_t step, offset;
 
@@ -34,14 +34,14 @@ struct Grid {
   }
 };
 
-// A token: what its integers are multiplied by, and their sum.
+// Scale of a token, and the sum of its integers.
 struct Token {
   float size;
   int sum;
 };
 
-// Of a row: its scale and bias, and what is subtracted: without groups its zero, which is `pipeline_depth` scales where it is a whole
-// number of them, as that of a weight of ours.
+// Scale, bias and zero of a row (zero: without groups only). The zero is `steps` scales if it is a whole number of them,
+// which is true for weights that hf_vq quantized.
 struct Row {
   float scale, bias, zero;
   int steps;
@@ -103,7 +103,7 @@ __device__ inline void store_rows(uint16_t* y, int row, int rows, int first, int
   }
 }
 
-// Whether the zeros of two rows are whole numbers of scales, as far as that matters.
+// True if the zeros of two rows are whole numbers of scales, or are not used.
 __device__ inline bool are_whole(const Row& first, const Row& second) {
   return grouped || (first.steps != not_whole && second.steps != not_whole);
 }

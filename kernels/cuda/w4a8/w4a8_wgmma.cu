@@ -49,9 +49,9 @@ struct Arguments {
 
 constexpr int group = grouped ? Plan::group : 1;
 
-// Of each warpgroup, behind the ring: factors of its 64 rows, steps and zeros of each warp's 16, and sums that wait to be
-// stored, 32 tokens for each team. Rows of steps, and tokens, begin in other banks than those before; so do rows 32 .. 63
-// of a token, for lanes that read 8 rows each.
+// Shared memory of each warpgroup, behind the ring: factors of its 64 rows, steps and zeros of each warp's 16 rows, and
+// sums that are to be stored, 32 tokens for each team. Strides are padded against bank conflicts: rows of steps, tokens,
+// and rows 32 .. 63 of a token begin in different banks.
 constexpr int grid_stride = Plan::groups / 4 * 4 + 4, token_stride = 64 * 4 + 16;
 constexpr int factor_bytes = 64 * sizeof(Row), grid_bytes = grouped ? 2 * 16 * grid_stride : 0;
 constexpr int sum_bytes = 32 * token_stride, group_bytes = factor_bytes + 4 * grid_bytes + teams * sum_bytes;
@@ -59,7 +59,7 @@ constexpr uint32_t of_groups = all_met + 16;
 
 __device__ inline int place_of(int row) { return row * 4 + row / 32 * 16; }
 
-// Where the two rows of a lane begin. They are neighbours: rows g and g + 8 of the product.
+// Positions of the two rows of a lane. They are adjacent in W, and rows g and g + 8 of the product.
 struct Rows {
   const char* first;
   int second;     // bytes behind it
@@ -107,8 +107,7 @@ __device__ inline void keep_factors(const Arguments& a, int first, Row* to) {
   if (lane < 16) to[lane] = row;
 }
 
-// Codes of a lane in one chunk -> L2, before they are loaded: what it has on their way to registers does not hide the latency
-// of DRAM.
+// Prefetch of a lane's codes of one chunk to L2: the codes in flight to registers alone do not hide the latency of DRAM.
 __device__ inline void prefetch(const Rows& rows, int at) {
   if (at >= rows.end) return;
 #pragma unroll
@@ -116,7 +115,7 @@ __device__ inline void prefetch(const Rows& rows, int at) {
     prefetch_line(rows.codes(half, at));
 }
 
-// What a lane has of its rows in one chunk; beyond the last columns it takes them again: x is zero there.
+// Codes of a lane in one chunk. Lanes beyond the last columns load the last ones again: x is zero there.
 struct Step {
   uint32_t word[2][4];
 
@@ -127,7 +126,7 @@ struct Step {
   }
 };
 
-// How both rows of a lane become bytes.
+// Steps and zeros of both rows of a lane.
 struct Grids {
   Grid of[2];
 
@@ -203,7 +202,7 @@ __device__ inline Token token_of(const Arguments& a, int m) { return a.token[min
 // Warpgroups with the same rows, one of each team.
 __device__ inline void meet(int part) { wait_for_warps(1 + part, 128 * teams); }
 
-// Where a warpgroup's sums go, and how they get there. Found only when the sums are, since registers are few before.
+// Epilogue of a warpgroup. Its addresses are computed only after the main loop, which needs the registers.
 struct Finish {
   uint32_t group;  // its shared memory
   int thread, team, part, row, token;

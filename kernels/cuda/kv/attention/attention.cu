@@ -121,7 +121,7 @@ __device__ inline void add_values(const ValueTable& table, const TokenCodes<Valu
 #pragma unroll
         for (int k = 0; k < 4; ++k) table.look_up<p>(values[tile][k].part<p>(), i, entry[k]);
 #pragma unroll
-        for (int j = 0; j < words; j += Sums::words_at_a_time)
+        for (int j = 0; j < words; j += Sums::words_per_step)
           sums.template add<Dtype::FLOAT16>(S::first_word + i * Index<Values>::words + j, entry[0] + j, entry[1] + j,
                                             entry[2] + j, entry[3] + j, weights[tile]);
       }
@@ -133,8 +133,8 @@ struct Scores {
   uint32_t staged;             // of the lane's first column
   int plain_begin, plain_end;  // tokens that all columns see as codes, and no mask hides
 
-  // Of tile number `tile` of the step in `slot`, whose tokens begin at `first`.
-  __device__ void operator()(const Arguments& a, const Tokens& tokens, const Step::Tapes& tapes, uint32_t slot, int tile,
+  // Logits of tile number `tile` of the step in `slot`, whose tokens begin at `first`.
+  __device__ void operator()(const Arguments& a, const Tokens& tokens, const Step::CacheRows& cache_rows, uint32_t slot, int tile,
                              int first, int lane, Logits& s, OfValue (&by)[2]) const {
     float of_key[2] = {1.0f, 1.0f}, zero[2] = {}, of_value[2] = {};
 #pragma unroll
@@ -142,11 +142,11 @@ struct Scores {
       const int token = Step::of_row(lane / 4, half, tile);
       by[half] = of_floats;
       if constexpr (!Keys::learned) {
-        const Step::Numbers key = Step::key_numbers(tapes, slot, token);
+        const Step::Numbers key = Step::key_numbers(cache_rows, slot, token);
         of_key[half] = key.scale, zero[half] = key.zero;
       }
       if constexpr (!Values::learned) {
-        const Step::Numbers value = Step::value_numbers(tapes, slot, token);
+        const Step::Numbers value = Step::value_numbers(cache_rows, slot, token);
         // A scale of zero, or of what is not seen, which may be anything: almost nothing. So may the zero.
         const float scale = fmaxf(value.scale, 1e-12f);
         of_value[half] = log2_of_float(scale);
@@ -189,10 +189,10 @@ struct Scores {
           }
         }
     }
-    if constexpr (Turns::some) {
+    if constexpr (SwizzleColumns::some) {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        if (!Turns::meet(lane / 4, lane % 4 * 2 + c % 2)) s[0][c] = minus_infinity;
+        if (!SwizzleColumns::meet(lane / 4, lane % 4 * 2 + c % 2)) s[0][c] = minus_infinity;
     }
   }
 };
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const int group = quotient(blockIdx.x, a.inverse_splits), split = blockIdx.x - group * a.splits;
   const int heads = quotient(group, a.inverse_across), first_column = (group - heads * a.across) * queries_of_block;
   const int row = quotient(heads, a.inverse_heads), kv_head = heads - row * a.kv_heads;
-  Step::Tapes tapes(a, row, kv_head, lane);
+  Step::CacheRows cache_rows(a, row, kv_head, lane);
   const KeyTable key_table(a.keys.codebook, kv_head, lane);
   const ValueTable value_table(a.values.codebook, kv_head, lane);
 
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   if (!a.length) {  // about what this warp will copy first
     const int steps = (a.coded + tokens_of_step - 1) / tokens_of_step;
     const int first = steps >= a.splits * warps ? quotient(steps * split, a.inverse_splits) : split * warps;
-    for (int i = 0; i < Plan::pipeline_depth; ++i) Step::prefetch(tapes, (first + warp + i * warps) * tokens_of_step, a.coded, lane);
+    for (int i = 0; i < Plan::pipeline_depth; ++i) Step::prefetch(cache_rows, (first + warp + i * warps) * tokens_of_step, a.coded, lane);
   }
   wait_for_grids();
   let_next_grid_begin();
@@ -243,11 +243,11 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const int end = many ? quotient(steps * (split + 1), a.inverse_splits) : min(begin + warps, steps);
   int at = begin + warp;
 
-  tapes.end = coded_end;
+  cache_rows.end = coded_end;
   const auto ask = [&] {
 #pragma unroll
     for (int i = 0; i < Plan::pipeline_depth - 1; ++i) {
-      if (at + i * warps < end) Step::copy(tapes, (at + i * warps) * tokens_of_step, ring + i * Step::bytes, lane);
+      if (at + i * warps < end) Step::copy(cache_rows, (at + i * warps) * tokens_of_step, ring + i * Step::bytes, lane);
       Step::commit();
     }
   };
@@ -270,11 +270,11 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       add_floats(a, tokens, row, kv_head, first_column, tile < sink_tiles,
                  tile < sink_tiles ? tile * 16 : near + (tile - sink_tiles) * 16, state);
     if (Values::block > 1 && steps > 0) state.rotate(lane);
-    in_order_of_turns(state, lane);
+    unswizzle(state, lane);
     if constexpr (Values::integers) state.to_integers();
   }
   if (Keys::learned || Values::learned) wait_for_all_copies();
-  // Those that have prepared it do not wait for those that read.
+  // The warps that prepared the queries do not wait for the warps that read them.
   if (steps > 0 && warp < others) {
     asm volatile("bar.sync 1, %0;" ::"r"(32 * others) : "memory");
     if (others < warps) asm volatile("bar.arrive 2, %0;" ::"n"(Plan::threads) : "memory");
@@ -288,8 +288,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     // Made again: the registers were needed.
     int same_head = kv_head;
     asm volatile("" : "+r"(same_head));
-    Step::Tapes tapes(a, row, same_head, lane);
-    tapes.end = coded_end;
+    Step::CacheRows cache_rows(a, row, same_head, lane);
+    cache_rows.end = coded_end;
     const KeyTable key_table(a.keys.codebook, same_head, lane);
     const ValueTable value_table(a.values.codebook, same_head, lane);
     const Query query(staged, lane);
@@ -308,22 +308,22 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       __syncwarp();  // what others copied is there; and the slot of the step before is free
       const int first = at * tokens_of_step;
       if (at + (Plan::pipeline_depth - 1) * warps < end)
-        Step::copy(tapes, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, free, lane);
+        Step::copy(cache_rows, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, free, lane);
       Step::commit();
       Logits s[Plan::step_tiles];
       OfValue by[Plan::step_tiles][2];
       typename Sums::Weights weights[Plan::step_tiles];
       TokenCodes<Keys> keys[Plan::step_tiles][2];
-      Step::load(keys, tapes, first, slot, lane);
+      Step::load(keys, cache_rows, first, slot, lane);
       if constexpr (Plan::paired) multiply_in_pairs(key_table, keys, query, s);
       else multiply(key_table, keys, query, s);
 #pragma unroll
       for (int tile = 0; tile < Plan::step_tiles; ++tile) {
         sums.choose(s[tile]);
-        scores(a, tokens, tapes, slot, tile, first, lane, s[tile], by[tile]);
+        scores(a, tokens, cache_rows, slot, tile, first, lane, s[tile], by[tile]);
       }
       TokenCodes<Values> values[Plan::step_tiles][4];
-      Step::load(values, tapes, first, slot, lane);
+      Step::load(values, cache_rows, first, slot, lane);
       sums.template weigh<Dtype::FLOAT16>(s, by, weights);
       add_values(value_table, values, weights, sums);
       free = slot;
@@ -340,13 +340,13 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       paired.leave(state, lane);
     }
   } else if constexpr (Plan::swizzle_orders == 8) {
-    Alone alone(state, lane);
+    ReplicatedQuery alone(state, lane);
     attend(alone);
     alone.leave(state, lane);
   } else {
     attend(state);
-    in_order_of_turns(state, lane);
-    one_column_each(state);
+    unswizzle(state, lane);
+    reduce_columns(state);
   }
   if constexpr (Values::integers)
     if (busy()) state.from_integers();

@@ -75,7 +75,7 @@ struct Meeting {
         sums(reinterpret_cast<float*>(shared + sums_at)),
         last(reinterpret_cast<uint32_t*>(shared + bytes - 16)) {}
 
-  // What a warp has added up; of one that has nothing, only that.
+  // Write the accumulators of a warp; a warp without tokens writes only that it has none.
   __device__ void leave(State& state, bool busy, int count, int lane, int warp) const {
 #pragma unroll
     for (int n = 0; n < Plan::query_tiles; ++n) {

@@ -68,7 +68,7 @@ __device__ inline void add_floats(const Arguments& a, const Tokens& tokens, int 
       for (int half = 0; half < 2; ++half) {
         const int i = first + g + half * 8, at = i + (sinks ? tokens.start : 0);
         const bool there = sinks ? i < a.sinks && at >= 0 && at < min(near, limit) : at >= near && at < limit;
-        const bool seen = there && (!Turns::some || Turns::meet(g, 2 * t + c));
+        const bool seen = there && (!SwizzleColumns::some || SwizzleColumns::meet(g, 2 * t + c));
         any |= seen;
         float logit = (chain[0][n][2 * half + c] + chain[1][n][2 * half + c]) * a.scaling;
         if (Plan::softcapped) logit = capped(logit, a.softcap);

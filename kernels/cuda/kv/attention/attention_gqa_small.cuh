@@ -20,7 +20,7 @@
 
 struct Paired {
   static constexpr int pairs = (value_words + 1) / 2;
-  static constexpr int words_at_a_time = 2;
+  static constexpr int words_per_step = 2;
   using Weights = uint32_t[4];  // fragments: of tokens 2t and 2t + 1, then of those 8 later
 
   float sums[pairs][4];  // of query t: words 2i, 2i + 1, two channels each

@@ -23,11 +23,11 @@ template <class Side, int Part> struct Words {
   // Channels whose codes are taken apart together; those in a word are `apart`.
   static constexpr int together = Side::integers ? at_most(channels, 8) : 2, apart = at_least(together / 2, 1);
 
-  // Where channel `at` of the share is, in halves.
+  // Position of channel `at` of the share, in fp16 numbers.
   __device__ static constexpr int place(int at) {
     return at / together * together + at % apart * 2 + at % together / apart;
   }
-  // What the numbers of a word are in, times the codes.
+  // Unit of the numbers of a word: number = code * unit.
   __device__ static constexpr float unit(int word) {
     if (!Side::integers) return 1.0f;
     return apart > 1 && word % 2 ? Integers::unit * Integers::more : Integers::unit;

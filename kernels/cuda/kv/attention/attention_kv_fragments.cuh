@@ -39,7 +39,7 @@ template <class Side> struct Index {
   static_assert((width == 2 || width == 4) && bits <= 8, "entries are one or two registers");
 };
 
-// What a lane has of part 0 or 1 of a token.
+// Channels and codes of a lane in part 0 or 1 of a token.
 template <class Side, int Part> struct Share {
   static constexpr int high = highest_power(Side::dim);
   static constexpr int size = Part ? Side::dim - high : high;  // channels of the part, or none
@@ -115,7 +115,7 @@ template <class Side> struct TokenCodes {
     });
   }
 
-  // What was copied to `from`.
+  // Load the codes that were copied to `from`.
   __device__ void load(uint32_t from, const char* row, int lane) {
     each_part<Side>([&](auto number) {
       constexpr int p = decltype(number)::value;
@@ -139,7 +139,7 @@ template <class Side> struct TokenCodes {
     });
   }
 
-  // `row`: the codes of the token, as they are stored, in shared memory.
+  // `row`: the codes of the token in shared memory, in stored layout.
   __device__ void load_row(uint32_t row, int lane) {
     each_part<Side>([&](auto number) {
       constexpr int p = decltype(number)::value;

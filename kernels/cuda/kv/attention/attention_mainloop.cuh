@@ -44,22 +44,22 @@ struct Step {
   __device__ static int of_row(int g, int upper, int tile) { return of_value(g / 2, g % 2 + 2 * upper, tile); }
   __device__ static int of_value(int t, int j, int tile) { return t / 2 * half + 8 * tile + 2 * j + ((t + j) & 1); }
 
-  // Lanes that ask for bytes: keys, halves of values, scales of keys, of values.
-  static constexpr int askers = 3 + !Keys::learned + !Values::learned;
+  // Lanes that issue bulk copies: keys, two halves of values, scales of keys, scales of values.
+  static constexpr int copiers = 3 + !Keys::learned + !Values::learned;
 
-  struct Tapes {
+  struct CacheRows {
     const char *keys, *values;  // of the first token
     const uint16_t *key_scale, *value_scale;
     int end;  // of the tokens that may be read
     const int* pages;  // of the row
     int64_t page_bytes;    // from one to the next
 
-    // What an asker copies of a step: `most` rows of `row` bytes, from row number `begin` on, to `to` of a slot. From
-    // pieces of 16 bytes on, `before` bytes earlier.
+    // Bulk copy of a lane in a step: `most` rows of `row` bytes, from row number `begin` on, to offset `to` of a buffer.
+    // It begins `before` bytes earlier, at a multiple of 16 bytes.
     const char* from;
     int row, begin, most, before, to;
 
-    __device__ Tapes(const Arguments& a, int row, int kv_head, int lane) {
+    __device__ CacheRows(const Arguments& a, int row, int kv_head, int lane) {
       const Coded &k = a.keys, &v = a.values;
       if constexpr (Plan::page > 0) pages = a.pages + int64_t(row) * a.table, page_bytes = k.row, row = 0;
       keys = k.codes + row * k.row + kv_head * k.head + k.first * key_row;
@@ -77,7 +77,7 @@ struct Step {
       }
     }
 
-    // Where the page of a token begins, and which token of it that is.
+    // Byte offset of the page of a token, and the token's place in it.
     __device__ int64_t page(int at) const {
       if constexpr (Plan::page > 0) return __ldg(pages + at / at_least(Plan::page, 1)) * page_bytes;
       else return 0;
@@ -97,7 +97,7 @@ struct Step {
     if constexpr (Plan::bulk) {
       if (lane == 0) {
 #pragma unroll
-        for (int i = 0; i < Plan::pipeline_depth; ++i) barrier_init(ring + i * bytes + barrier_at, askers);
+        for (int i = 0; i < Plan::pipeline_depth; ++i) barrier_init(ring + i * bytes + barrier_at, copiers);
         barriers_are_set();
       }
       __syncwarp();
@@ -113,9 +113,9 @@ struct Step {
   }
 
   // The tokens from `first` on, to the L2 cache: whatever grids before this one still write, it is right there.
-  __device__ static void prefetch(const Tapes& from, int first, int end, int lane) {
+  __device__ static void prefetch(const CacheRows& from, int first, int end, int lane) {
     if constexpr (Plan::bulk) {
-      if (lane < askers) {
+      if (lane < copiers) {
         const int rows = min(end - first - from.begin, from.most);
         if (rows > 0) prefetch_bulk(from.from + int64_t(first) * from.row, whole_pieces(from.before + rows * from.row));
       }
@@ -123,12 +123,12 @@ struct Step {
   }
 
   // The tokens from `first` on, to a slot.
-  __device__ static void copy(const Tapes& from, int first, uint32_t to, int lane) {
+  __device__ static void copy(const CacheRows& from, int first, uint32_t to, int lane) {
     const int64_t page = from.page(first);
     if constexpr (Plan::bulk) {
-      if (lane < askers) {
+      if (lane < copiers) {
         const int rows = min(from.end - first - from.begin, from.most);
-        // What is beyond the tokens that may be read is in the same 16 bytes as one of them.
+        // Bytes beyond the last readable token are in the same 16 bytes as that token.
         const int size = rows > 0 ? whole_pieces(from.before + rows * from.row) : 0;
         barrier_expect(to + barrier_at, size);
         if (rows > 0) copy_bulk(to + from.to, from.from + page + int64_t(from.place(first)) * from.row, size, to + barrier_at);
@@ -165,8 +165,8 @@ struct Step {
     else wait_for_copies<Plan::pipeline_depth - 2>();
   }
 
-  // What was copied to a slot.
-  __device__ static void load(TokenCodes<Keys> (&keys)[Plan::step_tiles][2], const Tapes& from, int first, uint32_t slot,
+  // Load the codes of a buffer.
+  __device__ static void load(TokenCodes<Keys> (&keys)[Plan::step_tiles][2], const CacheRows& from, int first, uint32_t slot,
                               int lane) {
 #pragma unroll
     for (int i = 0; i < 2 * Plan::step_tiles; ++i) {
@@ -176,7 +176,7 @@ struct Step {
       else one.load(slot + i * key_bytes, from.key(first + token), lane);
     }
   }
-  __device__ static void load(TokenCodes<Values> (&values)[Plan::step_tiles][4], const Tapes& from, int first,
+  __device__ static void load(TokenCodes<Values> (&values)[Plan::step_tiles][4], const CacheRows& from, int first,
                               uint32_t slot, int lane) {
 #pragma unroll
     for (int i = 0; i < 4 * Plan::step_tiles; ++i) {
@@ -190,14 +190,14 @@ struct Step {
     }
   }
 
-  // What token `i` of a step has beside its codes.
+  // Scale and zero of token `i` of a step.
   struct Numbers {
     float scale, zero;
   };
-  __device__ static Numbers key_numbers(const Tapes& from, uint32_t slot, int i) {
+  __device__ static Numbers key_numbers(const CacheRows& from, uint32_t slot, int i) {
     return numbers_of<Keys>(from.key_scale, slot + scales_at, i);
   }
-  __device__ static Numbers value_numbers(const Tapes& from, uint32_t slot, int i) {
+  __device__ static Numbers value_numbers(const CacheRows& from, uint32_t slot, int i) {
     return numbers_of<Values>(from.value_scale, slot + scales_at + scale_room, i);
   }
 

@@ -50,14 +50,14 @@ __device__ inline uint32_t transposed(uint32_t pairs) {
 __device__ inline uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ inline uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-// Of a token's value: what weights are multiplied by besides. (Without defaults: in a local array of arrays, NVRTC and
+// Factors of a token's value, in addition to its weight. (Without defaults: in a local array of arrays, NVRTC and
 // nvcc 13.0 to 13.5 set those of the first array only.)
 struct OfValue {
   float inverse_scale, zero;
 };
 constexpr OfValue of_floats = {1.0f, 0.0f};
 
-// What two weights add to the sums of zeros.
+// Add two weights times a zero to the sums of zeros.
 template <Dtype D> __device__ inline void add_zeros(uint32_t weights, float zero, float& first, float& second) {
   float one, other;
   unpack_pair<D>(weights, one, other);
@@ -65,9 +65,9 @@ template <Dtype D> __device__ inline void add_zeros(uint32_t weights, float zero
 }
 
 using Logits = float[Plan::query_tiles][4];      // of a tile of 16 tokens
-// What a warp has added up. sums[n][i]: rows g and g + 8 are the two channels of the lane's word i.
+// Accumulators of a warp. sums[n][i]: rows g and g + 8 are the two channels of the lane's word i.
 struct State {
-  static constexpr int words_at_a_time = 1;
+  static constexpr int words_per_step = 1;
   using Weights = uint32_t[Plan::query_tiles][2];  // fragments: tokens 2 t, 2 t + 1 (+ 8) of column g
 
   float sums[Plan::query_tiles][value_words][4] = {};
@@ -221,7 +221,7 @@ struct State {
   }
 
  private:
-  // Of half `at` of the lane's words of a part, and column `c`.
+  // Sum of half `at` of the lane's words of a part, in column `c`.
   template <int Part> __device__ float& sum(int n, int at, int c) {
     return sums[n][Share<Values, Part>::first_word + at / 2][at % 2 * 2 + c];
   }

@@ -26,24 +26,24 @@ constexpr int columns_of_query = Plan::paired ? 2 : Plan::swizzle_orders;
 constexpr int queries_of_block = columns_of_block / columns_of_query;
 static_assert(columns_of_query == 1 || Plan::query_tiles == 1, "all columns of a query are in one tile");
 
-struct Turns {
-  static constexpr int queries = 8 / Plan::swizzle_orders;  // column c is one of query c % queries
-  static constexpr int known = 8 - queries;        // bits of a token's number in a tile that a column knows
+struct SwizzleColumns {
+  static constexpr int queries = 8 / Plan::swizzle_orders;  // column c belongs to query c % queries
+  static constexpr int known = 8 - queries;                 // bits of a token's number that select its column
 
-  // Whether token g of a tile is for a column.
+  // True if a column counts token g of a tile.
   __device__ static bool meet(int g, int column) { return ((g ^ column) & known) == 0; }
-  // With all eight, columns are of the orders of codes (attention_mha.cuh), and of floats the first one is used.
+  // With all eight orders, attention_mha.cuh handles codes, and unquantized tokens use the first column.
   static constexpr bool some = Plan::swizzle_orders > 1 && Plan::swizzle_orders < 8;
 };
 
-// Groups of a part that lanes take in turn: those that want one at the same time, of lanes that are served together.
-template <class Side> constexpr int rivals = !Side::learned ? 1 : Side::sharers == 8 ? 4 : 8 / Index<Side>::words;
+// Channel groups of a part that lanes permute: as many as lanes of one phase that would read the same group.
+template <class Side> constexpr int conflicting_groups = !Side::learned ? 1 : Side::sharers == 8 ? 4 : 8 / Index<Side>::words;
 template <class Side, int Part>
-constexpr int in_turn = at_least(at_most(rivals<Side>, Share<Side, Part>::indexes), 1);
+constexpr int swizzle_size = at_least(at_most(conflicting_groups<Side>, Share<Side, Part>::indexes), 1);
 
-// r of token g.
-template <class Side, int Part> __device__ inline int turn_of(int g) {
-  return (Side::sharers == 8 ? g >> 1 : g) & (in_turn<Side, Part> - 1);
+// r, the swizzle order, of token g.
+template <class Side, int Part> __device__ inline int swizzle_order_of(int g) {
+  return (Side::sharers == 8 ? g >> 1 : g) & (swizzle_size<Side, Part> - 1);
 }
 
 template <class T> __device__ inline void exchange_if(bool exchanged, T& one, T& other) {
@@ -51,14 +51,14 @@ template <class T> __device__ inline void exchange_if(bool exchanged, T& one, T&
   one = exchanged ? high : low, other = exchanged ? low : high;
 }
 
-// Words of the sums of columns 2 t, 2 t + 1 -> those of channels, and back again.
-__device__ inline void in_order_of_turns(State& state, int lane) {
-  if constexpr (Values::learned && Turns::some)
+// Sums of columns 2 t, 2 t + 1 from swizzle order to channel order, or back (the permutation is its own inverse).
+__device__ inline void unswizzle(State& state, int lane) {
+  if constexpr (Values::learned && SwizzleColumns::some)
     each_part<Values>([&](auto number) {
       constexpr int p = decltype(number)::value, words = Index<Values>::words;
-      const int turn = turn_of<Values, p>(lane % 4 * 2 & Turns::known);
+      const int turn = swizzle_order_of<Values, p>(lane % 4 * 2 & SwizzleColumns::known);
 #pragma unroll
-      for (int b = 1; b < in_turn<Values, p>; b *= 2)
+      for (int b = 1; b < swizzle_size<Values, p>; b *= 2)
 #pragma unroll
         for (int i = 0; i < Share<Values, p>::indexes * words; ++i) {
           if (i / words & b) continue;
@@ -70,13 +70,13 @@ __device__ inline void in_order_of_turns(State& state, int lane) {
     });
 }
 
-// All columns of a query -> each of them has the maximum, total and sums of all.
-__device__ inline void one_column_each(State& state) {
-  if constexpr (Turns::some) {
+// All-reduce over the columns of a query: maximum, total and sums.
+__device__ inline void reduce_columns(State& state) {
+  if constexpr (SwizzleColumns::some) {
     const auto all = [](float (&of)[2], auto together) {
 #pragma unroll
       for (int step = 2; step > 0; step /= 2)
-        if (Turns::known & 2 * step)
+        if (SwizzleColumns::known & 2 * step)
 #pragma unroll
           for (int c = 0; c < 2; ++c) of[c] = together(of[c], __shfl_xor_sync(0xffffffff, of[c], step));
     };

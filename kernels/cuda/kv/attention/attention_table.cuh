@@ -22,7 +22,7 @@
 #pragma once
 #include "kv/attention/attention_kv_fragments.cuh"
 
-// Where dynamic shared memory begins: a constant costs nothing in an address.
+// First address of dynamic shared memory: as a constant it costs no instruction.
 #if __CUDA_ARCH__ >= 900
 constexpr uint32_t shared_begin = 1024;
 #else
@@ -37,7 +37,7 @@ template <class Side> struct TableFor<true, false, Side> { using Type = LearnedT
 template <class Side> struct TableFor<false, true, Side> { using Type = IntegerTable<Side>; };
 template <class Side> using TableOf = typename TableFor<Side::learned, Side::integers, Side>::Type;
 
-// Where a table begins, if it shares no place with that of the keys.
+// Offset of a table that does not overlap the table of the keys.
 template <class Side, class First = Keys> constexpr int after_keys = TableOf<First>::bytes;
 template <> constexpr int after_keys<Keys> = 0;
 
@@ -49,9 +49,9 @@ template <class Side> struct UniversalTable {
   static constexpr int stride = by_bytes ? 256 : 128;
   static constexpr bool keys_too = of_values && !Keys::learned && !Keys::integers;  // have such a table
   static constexpr bool same = keys_too && Plan::one_codebook;
-  static constexpr bool beside = keys_too && !same && by_bytes && Index<Keys>::bits == 8;
-  static constexpr int offset = beside ? 128 : same ? 0 : after_keys<Side>;
-  static constexpr int bytes = same || beside ? 0 : entries * stride;
+  static constexpr bool next_to_keys = keys_too && !same && by_bytes && Index<Keys>::bits == 8;
+  static constexpr int offset = next_to_keys ? 128 : same ? 0 : after_keys<Side>;
+  static constexpr int bytes = same || next_to_keys ? 0 : entries * stride;
   static constexpr int stored_entries = 1 << Side::entry_bits;
 
   uint32_t copy;  // bytes from an entry to this lane's copy

@@ -20,7 +20,7 @@ def test_idle_columns_know_turns(columns, turns):
 
 
 def test_an_odd_word_is_not_one_of_a_pair():
-    assert choose(problem("cq-4", dim=80, columns=1)).turns == 4
+    assert choose(problem("cq-4", dim=80, columns=1)).swizzle_orders == 4
 
 
 @pytest.mark.parametrize("name", LEARNED)

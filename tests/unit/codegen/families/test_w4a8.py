@@ -74,7 +74,7 @@ def test_blocks_without_a_token_fill_up_the_last_eight(monkeypatch):
         for tokens, wanted in ((1, 1), (2, 8), (8, 8), (9, 16), (300, 300)):
             case = W4A8Case("qoq-w4a8", tokens, 1024, 4096, "float16", None, Source.NORM)
             launches = record(case).launches
-            blocks = [count for plan, count in launches if plan.template == "w4a8_inputs"]
+            blocks = [count for plan, count in launches if plan.kernel == "w4a8_inputs"]
             assert blocks == [wanted], tokens
 
 
