@@ -83,7 +83,7 @@ class Point:
 
 
 def grid(names: list[str]) -> Iterator[Point]:
-    """All points; large caches take turns."""
+    """All points; of those with a large cache, one in SOME."""
     number = 0
     shapes = itertools.product(ROWS, HEADS, SHARES, CONTEXTS, (False, True))
     for shape, name in itertools.product(shapes, names):

@@ -1,4 +1,4 @@
-"""Suite `cuda-parts`: what binds the fused kernels, told by their time with parts left out.
+"""Suite `cuda-parts`: bottleneck of the fused kernels, from their time with parts left out.
 
 What such a kernel computes is wrong. A part costs what leaving it out saves, as far as no other
 part takes as long at the same time; "only" a part is what remains where all others of the loop are

@@ -99,10 +99,10 @@ def run(
 
 def _bandwidth() -> float | None:
     """GB/s that torch's threads read; None without the native library."""
-    contestant = reading(READ)
-    if contestant is None:
+    candidate = reading(READ)
+    if candidate is None:
         return None
-    return READ / median(interleave({"read": contestant}, 20)["read"]) / 1e9
+    return READ / median(interleave({"read": candidate}, 20)["read"]) / 1e9
 
 
 def _layers(model: LlamaForCausalLM) -> list[VQLinear]:

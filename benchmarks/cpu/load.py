@@ -163,7 +163,7 @@ def run(
     config: LlamaConfig | None = None,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read and load every variant by turns; `report` gets each row when it is known.
+    """Read and load all variants in interleaved runs; `report` gets each row when it is known.
 
     Args:
         rounds: of which the medians count.

@@ -31,7 +31,7 @@ from hf_vq.nn import VQLinear
 from hf_vq.ops.codes import stored_arguments
 
 from ..random_llama import TokenClock, random_llama
-from ..timing import Contestant
+from ..timing import Candidate
 from .timing import interleave_graphs
 
 SCHEMES = ("vq-4", "turboquant-4", "vq-2")
@@ -93,13 +93,13 @@ def run(
     if not torch.cuda.is_available():
         raise VQBackendError("the suite cuda-generate needs a CUDA device.")
     config = config or llama_8b()
-    contestants = [(DENSE_ROW, DENSE_ROW)]
-    contestants += [(name, cache) for name in schemes for cache in (DENSE_ROW, CACHE)]
+    candidates = [(DENSE_ROW, DENSE_ROW)]
+    candidates += [(name, cache) for name in schemes for cache in (DENSE_ROW, CACHE)]
     found: list[dict[str, Any]] = []
     dense: dict[str, Any] = {}
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(process(_open, name, cache, config)) for name, cache in contestants
+            stack.enter_context(process(_open, name, cache, config)) for name, cache in candidates
         ]
         for compiled in [worker.submit(_compile) for worker in workers]:
             compiled.result()
@@ -279,7 +279,7 @@ def layers_alone(model: LlamaForCausalLM) -> float:
             _multiply(hidden, mlp.gate_proj, mlp.up_proj)
             _multiply(inner, mlp.down_proj)
 
-    return median(interleave_graphs({"step": Contestant(step)}, _ALONE_ROUNDS)["step"]) * 1e3
+    return median(interleave_graphs({"step": Candidate(step)}, _ALONE_ROUNDS)["step"]) * 1e3
 
 
 def _multiply(x: Tensor, *layers: nn.Module) -> None:
@@ -311,5 +311,5 @@ def _eager_graph(model: LlamaForCausalLM) -> float:
         logits: Tensor = found.logits
         return logits
 
-    seconds = interleave_graphs({"step": Contestant(step)}, _EAGER_ROUNDS)
+    seconds = interleave_graphs({"step": Candidate(step)}, _EAGER_ROUNDS)
     return median(seconds["step"]) * 1e3

@@ -24,7 +24,7 @@ from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import kv_scheme
 
 from ..random_llama import TokenClock, fill_cache, random_llama
-from ..timing import Contestant
+from ..timing import Candidate
 from .generate import LAYERS, bytes_read, forget_compiled, llama_8b, process, step_parts
 from .timing import interleave_graphs
 
@@ -110,10 +110,10 @@ def run(
         raise VQBackendError("the suite cuda-generate-kv needs a CUDA device.")
     config = config or llama_8b(layers)
     config.max_position_embeddings = max(case.context for case in cases) + _ROOM
-    contestants = [(DENSE, DENSE), *((w, s) for w in (DENSE, WEIGHTS) for s in schemes)]
+    candidates = [(DENSE, DENSE), *((w, s) for w in (DENSE, WEIGHTS) for s in schemes)]
     found: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        workers = [stack.enter_context(process(_open, *pair, config)) for pair in contestants]
+        workers = [stack.enter_context(process(_open, *pair, config)) for pair in candidates]
         for case in cases:
             for compiled in [worker.submit(_compile, *case) for worker in workers]:
                 compiled.result()
@@ -258,5 +258,5 @@ def _eager_graph(model: LlamaForCausalLM, cache: Cache, batch: int) -> float:
         logits: Tensor = found.logits
         return logits
 
-    seconds = interleave_graphs({"step": Contestant(step)}, _EAGER_ROUNDS, warmup=1)
+    seconds = interleave_graphs({"step": Candidate(step)}, _EAGER_ROUNDS, warmup=1)
     return median(seconds["step"]) * 1e3

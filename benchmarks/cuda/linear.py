@@ -34,7 +34,7 @@ from hf_vq.ops.library import linear_problem
 from tests.fixtures.random_weights import random_tensors
 
 from ..roofline.cuda import PLANS, reading
-from ..timing import Contestant, speedup, summary
+from ..timing import Candidate, speedup, summary
 from .timing import cold_copies, interleave_graphs
 
 SCHEMES = ("vq-4", "turboquant-4", "vq-3", "vq-2", "quip-sharp-2", "quip-sharp-4", "aqlm-2",
@@ -96,11 +96,11 @@ def _linear_rows(
     layers: Layers, out_features: int, in_features: int, tokens: int, rounds: int
 ) -> list[dict[str, Any]]:
     x = torch.randn(tokens, in_features, dtype=_DTYPE, device="cuda")
-    contestants = {"bf16": dense(x, out_features), "int4 tinygemm": _tinygemm(x, out_features)}
+    candidates = {"bf16": dense(x, out_features), "int4 tinygemm": _tinygemm(x, out_features)}
     kernels, read = {}, {}
     for name, sets in layers.items():
         scheme = weight_scheme(name)
-        contestants[name] = ours(x, sets, scheme)
+        candidates[name] = ours(x, sets, scheme)
         asked = linear_problem("linear", x, scheme.spec(), out_features)
         kernels[name] = dispatch.select(asked).name
         if tokens == 1:
@@ -110,9 +110,9 @@ def _linear_rows(
         for nbytes in set(read.values())
         for i, plan in enumerate(PLANS)
     }
-    seconds = interleave_graphs(contestants | reads, rounds)
+    seconds = interleave_graphs(candidates | reads, rounds)
     found = []
-    for name in contestants:
+    for name in candidates:
         row: dict[str, Any] = {"what": "linear", "name": name, "tokens": tokens}
         row |= summary(seconds[name])
         peers = [peer for peer in ("bf16", "int4 tinygemm") if peer != name]
@@ -131,28 +131,26 @@ def _reading(nbytes: int, plan: int) -> str:
     return f"reading {nbytes} bytes by plan {plan}"
 
 
-def dense(x: Tensor, out_features: int) -> Contestant:
+def dense(x: Tensor, out_features: int) -> Candidate:
     """A layer in bfloat16."""
     weight = torch.randn(out_features, x.shape[-1], dtype=_DTYPE, device="cuda")
     weights = [weight.clone() for _ in range(cold_copies(weight.nbytes))]
-    return Contestant(lambda i: torch.nn.functional.linear(x, weights[i]), len(weights))
+    return Candidate(lambda i: torch.nn.functional.linear(x, weights[i]), len(weights))
 
 
-def _tinygemm(x: Tensor, out_features: int) -> Contestant:
+def _tinygemm(x: Tensor, out_features: int) -> Candidate:
     """int4 with scales for groups of 128, as torch computes with it."""
     columns = x.shape[-1]
     plain = torch.randint(256, (out_features, columns // 2), dtype=torch.uint8, device="cuda")
     packed = torch._convert_weight_to_int4pack(plain, 8)
     copies = [packed.clone() for _ in range(cold_copies(packed.nbytes))]
     scales = torch.randn(columns // _GROUP, out_features, 2, dtype=_DTYPE, device="cuda")
-    return Contestant(
-        lambda i: torch._weight_int4pack_mm(x, copies[i], _GROUP, scales), len(copies)
-    )
+    return Candidate(lambda i: torch._weight_int4pack_mm(x, copies[i], _GROUP, scales), len(copies))
 
 
-def ours(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
+def ours(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Candidate:
     """The layer on codes, by the row that the table chooses."""
-    return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), len(sets))
+    return Candidate(lambda i: ops.linear(x, sets[i], None, scheme), len(sets))
 
 
 def copies_of(scheme: VQScheme, out_features: int, in_features: int) -> list[dict[str, Tensor]]:
@@ -186,17 +184,17 @@ def _mechanism_rows(
         for what, plan in _without(chosen, in_features).items()
         if feasible(plan, asked) is None
     }
-    contestants = {
+    candidates = {
         what: by_plan(x, sets, scheme, plan, out_features) for what, plan in plans.items()
     }
-    contestants["no overlapping launches"] = by_plan(
+    candidates["no overlapping launches"] = by_plan(
         x, sets, scheme, chosen, out_features, overlap=False
     )
-    seconds = interleave_graphs(contestants, rounds)
+    seconds = interleave_graphs(candidates, rounds)
     return [
         {"what": "mechanism", "name": name, "plan": what, **summary(seconds[what]),
          "times chosen": speedup(seconds["chosen"], seconds[what])}
-        for what in contestants
+        for what in candidates
     ]  # fmt: skip
 
 
@@ -240,7 +238,7 @@ def by_plan(
     out_features: int,
     *,
     overlap: bool = True,
-) -> Contestant:
+) -> Candidate:
     """The fused kernel with a plan that nobody chose; see `cuda_fused.run` for `overlap`."""
     launch = launch_of(plan, scheme, out_features, x.shape[-1])
     return by_launch(x, sets, scheme, launch, out_features, overlap=overlap)
@@ -254,7 +252,7 @@ def by_launch(
     out_features: int,
     *,
     overlap: bool = True,
-) -> Contestant:
+) -> Candidate:
     """A kernel that was prepared for the layer."""
     ordinal = torch.cuda.current_device()
     y = x.new_empty(len(x), out_features)
@@ -265,7 +263,7 @@ def by_launch(
         given = (codes, codebook, scale, rotation_of(sets[i]), None, scheme, y, ordinal, launch)
         cuda_fused.run(x, *given, overlap, sets[i].get("codes_2"))
 
-    return Contestant(call, len(sets))
+    return Candidate(call, len(sets))
 
 
 @torch.no_grad()
@@ -310,10 +308,10 @@ def _decode_rows(
         for _ in range(cold_copies(nbytes))
     ]
     count = len(buffers)
-    contestants = {
-        "write": Contestant(lambda i: buffers[i].fill_(1.0), count),
+    candidates = {
+        "write": Candidate(lambda i: buffers[i].fill_(1.0), count),
         # A kernel: a copy in a graph would be a slower transfer.
-        "read and write": Contestant(
+        "read and write": Candidate(
             lambda i: torch.add(buffers[i - 1], 1.0, out=buffers[i]), count
         ),
     }
@@ -325,11 +323,11 @@ def _decode_rows(
         moved[name] = nbytes + sum(
             tensor.nbytes for key, tensor in sets[0].items() if key != "signs"
         )
-        contestants[name] = _decoding(sets, buffers, scheme, in_features)
-    seconds = interleave_graphs(contestants, rounds)
+        candidates[name] = _decoding(sets, buffers, scheme, in_features)
+    seconds = interleave_graphs(candidates, rounds)
     ceilings = {name: moved[name] / min(seconds[name]) for name in ("write", "read and write")}
     found = []
-    for name in contestants:
+    for name in candidates:
         row: dict[str, Any] = {"what": "decode", "name": name, **summary(seconds[name])}
         row["gb_per_second"] = moved[name] / row["us"] / 1e3
         if name not in ceilings:
@@ -342,7 +340,7 @@ def _decode_rows(
 
 def _decoding(
     sets: list[dict[str, Tensor]], buffers: list[Tensor], scheme: VQScheme, in_features: int
-) -> Contestant:
+) -> Candidate:
     book = "codebook_2" if scheme.two_passes else "codebook"  # nested: of both codes
     stored = [
         Stored(tensors["codes"], tensors[book], tensors["scale"], scheme, in_features)
@@ -359,4 +357,4 @@ def _decoding(
         else:
             ready.decode(0, out)
 
-    return Contestant(call, max(len(stored), len(buffers)))
+    return Candidate(call, max(len(stored), len(buffers)))

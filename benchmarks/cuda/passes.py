@@ -28,7 +28,7 @@ from hf_vq.ops.library import linear_problem
 
 from ..peers.cutile_cubins import by_driver
 from ..roofline.cuda import PLANS, reading
-from ..timing import Contestant, summary
+from ..timing import Candidate, summary
 from .linear import by_plan, copies_of, dense, ours
 from .timing import interleave_graphs
 
@@ -88,18 +88,18 @@ def _timed(
     rounds: int,
     cubins: Path | None,
 ) -> dict[str, Any]:
-    contestants = {
+    candidates = {
         "bf16": dense(x, out_features),
         "cuda": ours(x, sets, scheme),
         "triton": _by_triton(x, sets, scheme),
     }
     if len(x) == 1:
         nbytes = sum(t.nbytes for key, t in sets[0].items() if key in ("codes", "codes_2", "scale"))
-        contestants |= {f"read {i}": reading(nbytes, plan) for i, plan in enumerate(PLANS)}
-        filled_rows, contestants["filled"] = _filled(x, scheme, out_features)
+        candidates |= {f"read {i}": reading(nbytes, plan) for i, plan in enumerate(PLANS)}
+        filled_rows, candidates["filled"] = _filled(x, scheme, out_features)
     if cubins is not None and supports.runnable(scheme, x.shape[-1]) is None:
-        contestants["cutile"] = by_driver(x, sets, scheme, cubins)
-    seconds = interleave_graphs(contestants, rounds)
+        candidates["cutile"] = by_driver(x, sets, scheme, cubins)
+    seconds = interleave_graphs(candidates, rounds)
     found = {f"{n}_us": summary(t)["us"] for n, t in seconds.items() if not n.startswith("read ")}
     alone = [median(times) for name, times in seconds.items() if name.startswith("read ")]
     if alone:
@@ -108,7 +108,7 @@ def _timed(
     return {"kernel": row.name, **found}
 
 
-def _filled(x: Tensor, scheme: VQScheme, out_features: int) -> tuple[int, Contestant]:
+def _filled(x: Tensor, scheme: VQScheme, out_features: int) -> tuple[int, Candidate]:
     """Round `out_features` up to rows that fill the last wave of tiles, and time that layer."""
     columns, arch = x.shape[-1], device_arch(torch.cuda.current_device())
     plan = choose(LinearProblem(scheme, 1, out_features, columns, Dtype.BFLOAT16, arch))
@@ -119,8 +119,8 @@ def _filled(x: Tensor, scheme: VQScheme, out_features: int) -> tuple[int, Contes
     return rows, by_plan(x, copies_of(scheme, rows, columns), scheme, plan, rows)
 
 
-def _by_triton(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
+def _by_triton(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Candidate:
     from hf_vq.backends.triton import linear as triton_linear
 
     linear: Callable[..., Tensor] = triton_linear.linear
-    return Contestant(lambda i: linear(x, *stored_arguments(sets[i]), None, scheme), len(sets))
+    return Candidate(lambda i: linear(x, *stored_arguments(sets[i]), None, scheme), len(sets))

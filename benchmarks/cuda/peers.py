@@ -21,7 +21,7 @@ from hf_vq.formats.scheme import VQScheme
 from hf_vq.ops.codes import stored_arguments
 
 from ..peers import aqlm_cuda
-from ..timing import Contestant, speedup, summary
+from ..timing import Candidate, speedup, summary
 from .linear import SHAPES, copies_of, dense, ours
 from .timing import interleave_graphs
 
@@ -82,9 +82,9 @@ def _rows(
     for peer, call in peers.items():
         if not peer.endswith("kernels alone"):
             _check(peer, call(0), expected)
-    contestants = {"ours": ours(x, sets, scheme), "bf16": dense(x, out_features)}
-    contestants |= {peer: Contestant(call, len(sets)) for peer, call in peers.items()}
-    seconds = interleave_graphs(contestants, rounds)
+    candidates = {"ours": ours(x, sets, scheme), "bf16": dense(x, out_features)}
+    candidates |= {peer: Candidate(call, len(sets)) for peer, call in peers.items()}
+    seconds = interleave_graphs(candidates, rounds)
     mine = {"name": name, "tokens": tokens, "ours_us": summary(seconds["ours"])["us"]}
     return [
         {**mine, "peer": peer, **summary(seconds[peer]),

@@ -25,7 +25,7 @@ from hf_vq.fit import fit_weight
 from hf_vq.formats.catalog import weight_scheme
 
 from ..random_llama import llama_config
-from ..timing import Contestant, interleave, speedup
+from ..timing import Candidate, interleave, speedup
 
 SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "quip-sharp-4")
 # out_features, in_features: q, k, v, o, gate, up, down
@@ -120,8 +120,8 @@ def _against_pytorch(name: str, rounds: int) -> float:
 
     seconds = interleave(
         {
-            "kernels": Contestant(lambda i: fit("")),
-            "PyTorch": Contestant(lambda i: fit("reference")),
+            "kernels": Candidate(lambda i: fit("")),
+            "PyTorch": Candidate(lambda i: fit("reference")),
         },
         rounds,
         warmup=1,

@@ -123,6 +123,6 @@ def _times(
             for i, plan in enumerate(plans)
             if not launch_of(plan, scheme, rows, columns).kernel.local_bytes
         }
-    contestants = {name: by_plan(x, sets, scheme, plan, rows) for name, plan in names.items()}
-    seconds = interleave_graphs(contestants, rounds)
+    candidates = {name: by_plan(x, sets, scheme, plan, rows) for name, plan in names.items()}
+    seconds = interleave_graphs(candidates, rounds)
     return {plan: summary(seconds[name])["us"] for name, plan in names.items()}

@@ -19,7 +19,7 @@ from hf_vq.hf.fused_activations import fuse_inputs, separate_inputs
 
 from ..random_llama import llama_config, random_llama
 from ..tables.limits import pick
-from ..timing import Contestant, speedup, summary
+from ..timing import Candidate, speedup, summary
 from .timing import cold_copies, interleave_graphs
 
 SCHEMES = ("qoq-w4a8", "qoq-w4a8-g128")
@@ -88,7 +88,7 @@ def _block(
     tokens: int,
     hidden: int,
     prepare: Callable[[nn.Module], None] = lambda block: None,
-) -> Contestant:
+) -> Candidate:
     shape = (tokens, 1, hidden) if tokens <= _REQUESTS else (1, tokens, hidden)
     x = torch.randn(shape, dtype=_DTYPE, device="cuda")
     positions = model.rotary_emb(x, torch.arange(shape[1], device="cuda")[None])
@@ -98,7 +98,7 @@ def _block(
         y: Tensor = model.layers[i](x, position_embeddings=positions)
         return y
 
-    return Contestant(call, len(model.layers))
+    return Candidate(call, len(model.layers))
 
 
 def table(rows: Rows) -> str:

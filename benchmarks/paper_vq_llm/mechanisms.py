@@ -29,7 +29,7 @@ from hf_vq.formats.scheme import VQScheme
 from tests.fixtures.random_weights import random_tensors
 
 from ..cuda.timing import cold_copies, interleave_graphs
-from ..timing import Contestant, speedup, summary
+from ..timing import Candidate, speedup, summary
 from .linear import PaperLinear
 from .plan import (
     STATIC_BYTES,
@@ -218,22 +218,20 @@ def _rows(
     x = torch.randn(tokens, in_features, dtype=_DTYPE, device="cuda")
     sets = _copies(layer(scheme, frequencies, out_features, in_features))
     mixed = _copies(layer(scheme, frequencies, out_features, in_features, ordered=False))
-    contestants = {what: by_plan(x, sets, plan, out_features) for what, plan in plans.items()}
+    candidates = {what: by_plan(x, sets, plan, out_features) for what, plan in plans.items()}
     for what in _ORDERED:
-        contestants[f"{what}, entries in any order"] = by_plan(x, mixed, plans[what], out_features)
+        candidates[f"{what}, entries in any order"] = by_plan(x, mixed, plans[what], out_features)
     for what in ("O1, renumbered", "O1, split, renumbered"):
-        contestants[f"{what}, overlapping launches"] = by_plan(
+        candidates[f"{what}, overlapping launches"] = by_plan(
             x, sets, plans[what], out_features, overlap=True
         )
-    contestants["ops.linear"] = Contestant(
-        lambda i: ops.linear(x, sets[i], None, scheme), len(sets)
-    )
+    candidates["ops.linear"] = Candidate(lambda i: ops.linear(x, sets[i], None, scheme), len(sets))
     weight = torch.randn(out_features, in_features, dtype=_DTYPE, device="cuda")
     dense = [weight.clone() for _ in range(cold_copies(weight.nbytes))]
-    contestants["fp16"] = Contestant(lambda i: torch.nn.functional.linear(x, dense[i]), len(dense))
-    seconds = interleave_graphs(contestants, rounds)
+    candidates["fp16"] = Candidate(lambda i: torch.nn.functional.linear(x, dense[i]), len(dense))
+    seconds = interleave_graphs(candidates, rounds)
     rows = []
-    for what in contestants:
+    for what in candidates:
         row: dict[str, Any] = {"name": name, "tokens": tokens, "plan": what}
         row |= summary(seconds[what])
         row["speedup"] = {"fp16": speedup(seconds[what], seconds["fp16"])}
@@ -253,8 +251,8 @@ def by_plan(
     out_features: int,
     *,
     overlap: bool = False,
-) -> Contestant:
+) -> Candidate:
     """The paper's kernel with a plan."""
     linear = PaperLinear(plan, out_features, len(x))
     y = x.new_empty(len(x), out_features)
-    return Contestant(lambda i: linear(x, sets[i], y, overlap=overlap), len(sets))
+    return Candidate(lambda i: linear(x, sets[i], y, overlap=overlap), len(sets))

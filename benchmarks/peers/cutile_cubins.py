@@ -19,7 +19,7 @@ from hf_vq.codegen.jit.device import checked
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.ops.codes import rotation_of
 
-from ..timing import Contestant
+from ..timing import Candidate
 
 ARCH, DTYPE = "sm_90", "bfloat16"
 
@@ -31,7 +31,7 @@ def path_of(folder: Path, arch: str, nested: bool) -> Path:
 
 def by_driver(
     x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme, folder: Path
-) -> Contestant:
+) -> Candidate:
     """The layer by a kernel of a folder, with the rotation before it."""
     from hf_vq.backends.cutile.supports import ROWS, TOKENS
 
@@ -50,7 +50,7 @@ def by_driver(
         function((-(-len(x) // TOKENS), -(-len(codes) // ROWS)), arrays)
         return y
 
-    return Contestant(call, len(sets))
+    return Candidate(call, len(sets))
 
 
 def _loaded(path: Path) -> Callable[[tuple[int, int], tuple[Tensor, ...]], None]:

@@ -95,7 +95,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of Transformers: query [1, heads, T, D], key, value [1, kv heads, T, D]."""
+    """Attention function of Transformers: query [1, heads, T, D], key [1, kv heads, T, D]."""
     unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
         unknown.append("attention_mask")

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import torch
 
-from ..timing import Contestant
+from ..timing import Candidate
 
 SIZE = 512
 
 
-def arithmetic() -> Contestant:
+def arithmetic() -> Candidate:
     """Multiplies matrices [SIZE, SIZE] that stay in a cache, in float32."""
     a, b, out = torch.randn(3, SIZE, SIZE).unbind()
-    return Contestant(lambda i: torch.mm(a, b, out=out))
+    return Candidate(lambda i: torch.mm(a, b, out=out))

@@ -15,7 +15,7 @@ from hf_vq.codegen.jit.launch import Kernel
 from hf_vq.codegen.plan import Plan
 
 from ..cuda.timing import cold_copies
-from ..timing import Contestant
+from ..timing import Candidate
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ReadArguments(ctypes.Structure):
     )
 
 
-def reading(nbytes: int, plan: ReadPlan) -> Contestant:
+def reading(nbytes: int, plan: ReadPlan) -> Candidate:
     """Reads of `nbytes` bytes that no cache holds, in grids that overlap as ours do."""
     ordinal = torch.cuda.current_device()
     kernel = Kernel(plan, ReadArguments, ordinal, default_store())
@@ -62,4 +62,4 @@ def reading(nbytes: int, plan: ReadPlan) -> Contestant:
         stream = torch._C._cuda_getCurrentRawStream(ordinal)
         kernel(blocks, stream, buffers[i].data_ptr(), never.data_ptr(), words, dependent=True)
 
-    return Contestant(call, len(buffers))
+    return Candidate(call, len(buffers))

@@ -1,7 +1,7 @@
 """Plans of the kernels for VPTQ's layout: candidates, feasible, cost, choose.
 
-Pure functions, no GPU. Lookups of entries in L2 or in shared memory are what binds; their rates are
-those of choose.py, measured on an H200.
+Pure functions, no GPU. Lookups of entries in L2 or in shared memory are the bottleneck; their rates
+are those of dequantize.py, measured on an H200.
 """
 
 from __future__ import annotations
