@@ -25,7 +25,7 @@ constexpr int kLevelBias = 0;
 // Softmax weights that `dot_weights` reads are unsigned numbers of this many bits.
 constexpr int kWeightBits = 7;
 
-// Whether lookup() finds 256 entries faster than loads from the L1 cache do.
+// True if lookup() in 256 entries is faster than loads from the L1 cache.
 constexpr bool kWideLookup = false;
 
 // Vectors that fit into registers.

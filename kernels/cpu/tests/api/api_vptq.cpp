@@ -79,7 +79,7 @@ struct Matrix {
     return found < entries ? found : entries - 1;
   }
 
-  // What is stored in row o of column c, before scales and the order of columns.
+  // Stored weight in row o of column c, before scales and the order of columns.
   double stored(int64_t o, int64_t c) const {
     if (c < w.outliers) {
       const int64_t found = outlier_codes[size_t(o / w.outlier_vector * w.outliers + c)];
