@@ -1,4 +1,4 @@
-"""The committed records of the suites: JSON Lines in `results`, in folders of what they measure."""
+"""Committed records of the suites: JSON Lines in `results`, one folder per kind of suite."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 
     python scripts/time_digests.py [--layers 12] [--rounds 5] [--out RECORD]
 
-The script loads a random `vq-4` model of Llama-3-8B's shape with few layers to the CPU, and to a GPU
-if there is one. Runs with HF_VQ_VERIFY=0 and 1 are interleaved in one process, after one warm-up
-load. It also measures a lower bound of every comparison: reading each byte of the mapped files once,
-with one thread per core.
+The script loads a random `vq-4` model of Llama-3-8B's shape with few layers to the CPU, and to a
+GPU if there is one. Runs with HF_VQ_VERIFY=0 and 1 are interleaved in one process, after one
+warm-up load. It also measures a lower bound of every comparison: reading each byte of the mapped
+files once, with one thread per core.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Suite `cuda-parts`: bottleneck of the fused kernels, from their time with parts left out.
 
-What such a kernel computes is wrong. A part costs what leaving it out saves, as far as no other
-part takes as long at the same time; "only" a part is what remains where all others of the loop are
-left out: however well parts overlap, the whole is not faster than the longest of them alone.
+Such a kernel computes wrong results. The time saved without a part is the cost that no other part
+hides. "only" a part is the time with all other parts of the loop left out: a lower bound, however
+well the parts overlap.
 """
 
 from __future__ import annotations

@@ -1,22 +1,20 @@
 """Suite `cpu-attention`: one token's attention over a long KV cache on the CPU, in time per head.
 
-    scores        q K^T alone: the coded keys against dense ones in float32 and bfloat16, against
-                  lookups in tables that are not in registers (the PQ-Attention of NoMAD-Attention,
-                  figure 5), and against the time that this processor needs to read as many bytes;
-                  ours and our dense ones write to memory that is there
-    step          q K^T, softmax and the values: against PyTorch's operations one by one (bmm,
-                  softmax, bmm: what eager attention does), against its fused SDPA, and against
-                  onnxruntime's GroupQueryAttention with an int8 cache where that is installed, and
-                  against reading as many bytes, and arithmetic alone, with as many threads
-    prefill       the same for a chunk of a prompt behind a cached one
+    scores        q K^T only: coded keys against dense keys in float32 and bfloat16, lookups in
+                  tables outside of registers (the PQ-Attention of NoMAD-Attention, figure 5), and
+                  against reading the same number of bytes; the output is preallocated
+    step          q K^T, softmax and the values. Baselines: PyTorch's operations one by one (bmm,
+                  softmax, bmm: eager attention), its fused SDPA, onnxruntime's GroupQueryAttention
+                  with an int8 cache if installed, and, with as many threads, reading the same bytes
+                  and arithmetic alone
+    prefill       the same for a chunk of a prompt after a cached one
     append        one token's keys and values into the cache, per vector
-    append keys   keys alone, against a copy into a dense cache and against the 256-entry search of
+    append keys   keys only, against a copy into a dense cache and against the 256-entry search of
                   `cq-4`, which is that of PQ-Attention
 
-Keys, values and codebooks are random: how fast a kernel is does not depend on them. Every call
-finds its cache in main memory, and follows another of its kind that is not timed, as it does when a
-model generates. What computing alone takes (`us_cached`) is that of few tokens, and of more whose
-codes stay in the processor's second cache.
+Keys, values and codebooks are random: the speed of a kernel does not depend on them. Every call
+finds its cache in main memory, and follows an untimed call of the same kind, as in generation.
+`us_cached` is the compute time: few tokens, and more tokens whose codes stay in the L2 cache.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Suite `cpu-generate`: milliseconds a token of `generate()` on the CPU, a Llama of the 1B class.
 
-Ours: all linear layers as `vq-4`, the cache as `u4`; and 4 bits in 16 entries, which take fewer
-instructions than 256: `turboquant-4` and `nomad-u4`. Without a context, also what of a token the
-layers take when they follow each other (`ms_layers`), and what a token takes whose layers do
-nothing (`ms_rest`). Peers: the same model dense in bfloat16 with `DynamicCache`, with the attention
-implementations `sdpa` and `eager`; and llama.cpp, if the path of its `llama-bench` and of GGUF
-files of this model are given. Weights and contexts are random.
+Ours: all linear layers as `vq-4`, the cache as `u4`; and 4 bits in 16 entries, `turboquant-4` and
+`nomad-u4`, which take fewer instructions than 256 entries. Without a context, the suite also
+measures the linear layers back to back (`ms_layers`) and a token with no-op layers (`ms_rest`).
+Peers: the same model dense in bfloat16 with `DynamicCache`, with the attention implementations
+`sdpa` and `eager`; and llama.cpp, given the paths of its `llama-bench` and of GGUF files of this
+model. Weights and contexts are random.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Suite `cpu-linear`: one token through a quantized linear layer on the CPU, against PyTorch.
 
 Peers: `_weight_int4pack_mm_for_cpu` (4 bits, groups of 128), and dense layers in bfloat16 and
-float32; in one thread also llama.cpp's Q4_K, if the folder of its libraries is given (`q4_K`), and
-for `aqlm-2` the package `aqlm`, where it, numba and scipy are installed. Codes are random: how fast
-a kernel is does not depend on them. The weights of every call come from main memory. A call follows
-another of its kind that is not timed, as layers follow each other when a model generates. `read`
-does nothing but read, as many bytes as the largest scheme has, with as many threads, and
-`arithmetic` multiplies matrices that stay in a cache. What computing alone takes (`us_cached`) is
-that of few rows, and of more of a matrix that stays in the second cache.
+float32. In one thread also llama.cpp's Q4_K, given the folder of its libraries (`q4_K`), and for
+`aqlm-2` the package `aqlm`, if it, numba and scipy are installed. Codes are random: the speed of a
+kernel does not depend on them. The weights of every call come from main memory. A call follows an
+untimed call of the same kind, as in generation. `read` is the memory roofline: it only reads, as
+many bytes as the largest scheme has, with the same threads. `arithmetic` multiplies matrices that
+stay in a cache. `us_cached` is the compute time: few rows, and more rows that stay in the L2
+cache.
 """
 
 from __future__ import annotations

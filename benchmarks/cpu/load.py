@@ -1,9 +1,10 @@
 """Suite `cpu-load`: loading a published checkpoint of 7B size against reading its bytes.
 
-AQLM of a Llama-2-7B's shape with random codes, in eight files. Reading is safetensors, every tensor
-copied to memory and kept, as a model keeps it. Loading is `from_pretrained` of the adopted
-checkpoint, and then a byte of every page: tensors that are kept as they lie are mapped, and would
-be read by the first token. By turns, from the disk and from the page cache.
+The checkpoint is AQLM of a Llama-2-7B's shape with random codes, in eight files. Reading is
+safetensors: every tensor is copied to memory and kept, like the tensors of a model. Loading is
+`from_pretrained` of the adopted checkpoint, followed by one byte of every page: unchanged tensors
+are memory-mapped, and the first token would read them. Runs are interleaved, from the disk and
+from the page cache.
 """
 
 from __future__ import annotations

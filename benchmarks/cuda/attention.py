@@ -1,12 +1,12 @@
-"""Suite `cuda-attention`: one step of attention over a coded KV cache on a GPU.
+"""Suite `cuda-attention`: one step of attention over a quantized KV cache on a GPU.
 
-    decode   attention of one token, against the fastest that PyTorch has over a cache in bfloat16
-             (cuDNN, flash, memory-efficient, plain maths; all are tried)
-    store    one token's keys and values into a static cache, against the copies of `StaticCache`
-    memory   what the allocator gives for a token
+    decode   attention of one token, against the fastest attention of PyTorch over a cache in
+             bfloat16 (cuDNN, flash, memory-efficient and math are tried)
+    store    append of one token to a static cache, against the copies of `StaticCache`
+    memory   bytes that the allocator gives per token
 
-Caches are those that `VQCache` makes: sinks and a window of floats, then codes. Calls find their
-cache in no cache of the GPU and lie in CUDA graphs.
+Caches are made by `VQCache`: sinks and a window of floats, then codes. Calls run in CUDA graphs,
+with a cold L2 cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Suite `cuda-calibrate`: what calibrating a Llama-3-8B costs on one GPU, in seconds and in memory.
+"""Suite `cuda-calibrate`: seconds and memory of calibrating a Llama-3-8B on one GPU.
 
-A few of its blocks, with random weights in bfloat16 in the GPU's memory, through what a user's
-calibration goes through: hidden states of all tokens, second moments, codes with feedback, the
-outputs with these codes. All blocks have one size, so 32 of them take 32 times what one does; the
-row says how many were measured and what the model would take.
+A few blocks with random bfloat16 weights in GPU memory pass through the steps of a user's
+calibration: hidden states of all tokens, second moments, codes with feedback, and outputs with
+these codes. All blocks have one size, so 32 blocks take 32 times as long as one. The row records
+the number of measured blocks and the extrapolated time of the model.
 """
 
 from __future__ import annotations

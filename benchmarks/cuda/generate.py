@@ -1,11 +1,11 @@
 """Suite `cuda-generate`: tokens a second of `generate()` on a GPU, a random Llama-3-8B.
 
 `generate(cache_implementation="static")` compiles the model for one token (torch.compile, mode
-reduce-overhead, here without a graph break) and replays CUDA graphs; so it does with a `VQCache`.
-Beside it the same after `hf_vq.capture`, a CUDA graph of one eager forward, which shows what
-compiling gives, the time of a step by what its kernels do, that of its linear layers without
-anything in between, and the bytes that a step must read. The output layer stays dense, as
-`VQConfig` leaves it.
+reduce-overhead, here without a graph break) and replays CUDA graphs, also with a `VQCache`. The
+suite measures as well: the same model after `hf_vq.capture`, a CUDA graph of one eager forward,
+which shows the gain of compilation; the time of a step by kind of kernel; its linear layers back
+to back; and the bytes that a step must read. The output layer stays dense, the default of
+`VQConfig`.
 """
 
 from __future__ import annotations

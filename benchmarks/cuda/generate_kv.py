@@ -1,9 +1,9 @@
-"""Suite `cuda-generate-kv`: `generate()` behind a long context on a GPU, a random Llama-3-8B.
+"""Suite `cuda-generate-kv`: `generate()` after a long context on a GPU, a random Llama-3-8B.
 
-Caches are filled with random tokens, so no long prompt is computed. A static cache in bfloat16,
-which `generate` compiles, against `VQCache(max_cache_len=...)`, with dense weights and with codes.
-Beside each the time of one step as eager code launches it, in a CUDA graph; that of bfloat16 also
-for a cache that is exactly as long as its tokens: PyTorch's fastest attention takes no mask.
+Caches are filled with random tokens, so no long prompt is computed. The baseline is a static cache
+in bfloat16, which `generate` compiles; ours is `VQCache(max_cache_len=...)`, with dense weights
+and with codes. Each row also has the time of one eager step in a CUDA graph. For bfloat16 there is
+one more, with a cache exactly as long as its tokens: PyTorch's fastest attention takes no mask.
 """
 
 from __future__ import annotations

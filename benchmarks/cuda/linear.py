@@ -1,9 +1,9 @@
 """Suite `cuda-linear`: quantized linear layers on a GPU, against bfloat16 and tinygemm's int4.
 
-Also the mechanisms of the fused kernel one by one, on and off; the host's time for a call; and what
-decodes rows for cuBLAS as a fraction of what memory gives: of a kernel that only writes, and of one
-that reads as much as it writes; one token as a fraction of reading codes and scales alone. Codes
-are random: how fast a kernel is does not depend on them.
+The suite also measures each mechanism of the fused kernel, on and off; the host time of a call;
+the dequantize kernels as a fraction of the memory roofline, of a kernel that only writes and of
+one that reads as much as it writes; and one token as a fraction of reading codes and scales. Codes
+are random: the speed of a kernel does not depend on them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Suite `cuda-offload`: second passes that are copied to the GPU while a model runs.
+"""Suite `cuda-offload`: residual passes that are copied to the GPU while a model runs.
 
-A Llama with random weights, some layers of one of 8 billion weights, its linear layers
-`turboquant-4+4` and others, runs prompts and single tokens with resident and with offloaded second
-passes. Beside it the bytes that are copied, how long their copies take when nothing else runs, and
-what the bus gives to one large copy: of what the copies take alone, how much is hidden.
+The model is a Llama with random weights and some layers of an 8B model, its linear layers
+`turboquant-4+4` and others. It runs prompts and single tokens with resident and with offloaded
+residual passes. Each row also has the bytes that are copied, the time of these copies alone, the
+bandwidth of the bus for one large copy, and the fraction of the copy time that is hidden.
 """
 
 from __future__ import annotations

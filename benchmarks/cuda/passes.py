@@ -1,8 +1,8 @@
-"""Suite `cuda-passes`: products of two nested passes on a GPU, by every kernel that knows them.
+"""Suite `cuda-passes`: products of two nested passes on a GPU, by every kernel that supports them.
 
-Generated CUDA, Triton and cuTile, against a dense bfloat16 weight; one token also against a kernel
-that reads as many bytes and does nothing else, and beside a matrix of so many rows that every team
-of warps has as many tiles as the others. Codes are random.
+Generated CUDA, Triton and cuTile, against a dense bfloat16 weight. One token is also compared with
+a kernel that only reads the same number of bytes, and with a matrix whose rows fill the last wave
+of tiles. Codes are random.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Suite `cuda-peers`: quantized linear layers against the open-source kernels of VQ-LLM's tables.
 
-VQ-LLM (arXiv 2503.02236) states its gains as latency that is saved against AQLM's and QuIP#'s own
-kernels. AQLM's are those of the installed package `aqlm`; more than 6 tokens it multiplies by a
-decoded weight, fewer one after another, and both are timed for any number. QuIP# decodes the
-weight and multiplies by it: here by our own decode kernel (its speed: suite `cuda-linear`).
+VQ-LLM (arXiv 2503.02236) states its gains as latency reduction against the authors' kernels of
+AQLM and QuIP#. AQLM's kernels are those of the installed package `aqlm`: it multiplies more than 6
+tokens by a decoded weight and fewer one after the other; both are timed for any number. QuIP#
+decodes the weight and multiplies by it, here with our own dequantize kernel (its speed: suite
+`cuda-linear`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Suite `cuda-quantize`: what quantizing and loading cost on a GPU, in seconds and in memory.
+"""Suite `cuda-quantize`: seconds and memory of quantizing and loading on a GPU.
 
-All matrices of Llama-3-8B, with random weights in bfloat16 in the GPU's memory, through what the
-quantizer calls for each. Beside it one matrix with kernels and without (HF_VQ_BACKEND=reference),
-and the peak of memory while a smaller model is loaded, quantized before or on the way.
+All matrices of Llama-3-8B, with random bfloat16 weights in GPU memory, pass through the functions
+that the quantizer calls. Further rows: one matrix with kernels and without
+(HF_VQ_BACKEND=reference), and the peak memory of loading a smaller model, quantized before or
+during the load.
 """
 
 from __future__ import annotations

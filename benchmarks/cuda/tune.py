@@ -1,8 +1,8 @@
-"""Suite `cuda-tune`: which plan of the fused linear kernel is the fastest on this GPU.
+"""Suite `cuda-tune`: search for the fastest plan of the fused linear kernel on this GPU.
 
-For every scheme, shape and number of tokens, the plans that the model of `codegen` ranks first take
-turns, in CUDA graphs over data that no cache holds. Each winner is written, when it is known, to
-the table that `codegen.tuned` reads.
+For every scheme, shape and number of tokens, the suite runs the plans that the cost model of
+`codegen` ranks first: interleaved, in CUDA graphs, with a cold L2 cache. Each winner is written at
+once to the table that `codegen.tuned` reads.
 """
 
 from __future__ import annotations

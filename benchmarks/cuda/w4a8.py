@@ -1,9 +1,9 @@
 """Suite `cuda-w4a8`: linear layers of 4-bit weights and 8-bit inputs on a GPU, against bfloat16.
 
-Inputs are bfloat16 and are rounded at every call, within the time. Peers: dense layers, and
+Inputs are bfloat16, and their quantization is timed in every call. Peers: dense layers, and
 PyTorch's own product of 8-bit weights and inputs (`_int_mm`, which needs more than 16 tokens)
-without rounding and scaling. One token also as a fraction of reading codes and steps alone; more
-beside the time of rounding alone, and what tensor cores take at the least.
+without quantization and scaling. One token is also given as a fraction of reading codes and steps;
+more tokens with the time of quantization alone and the lower bound of tensor cores.
 """
 
 from __future__ import annotations

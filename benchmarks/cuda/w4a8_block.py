@@ -1,8 +1,8 @@
-"""Suite `cuda-w4a8-block`: one block of a Llama-3-8B shape with W4A8 weights on a GPU, where norms
-and gated products round for the layers behind them, and where each layer rounds for itself.
+"""Suite `cuda-w4a8-block`: one block of a Llama-3-8B shape with W4A8 weights on a GPU.
 
-Up to 256 tokens are of as many requests, each of which attends to itself alone: what a step of
-decoding is without its cache. More are one prompt. Peers: the same block apart, and dense.
+The suite compares quantization fused into norms and gated products with quantization in each
+layer. Up to 256 tokens are one request each, which attends only to itself: a decode step without
+its cache. More tokens are one prompt. Peers: the block with separate quantization, and dense.
 """
 
 from __future__ import annotations

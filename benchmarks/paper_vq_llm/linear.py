@@ -1,4 +1,4 @@
-"""The kernel that VQ-LLM describes (vq_llm.cu), to be measured and not to be used."""
+"""Linear layer on the kernel that VQ-LLM describes (vq_llm.cu): a baseline, not used by models."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Suite `cuda-mechanisms`: the kernel that VQ-LLM describes, rung by rung, and what layers run.
+"""Suite `cuda-mechanisms`: the kernel that VQ-LLM describes, rung by rung, and our kernel.
 
-Rungs are those of the paper, each with all before it: codebook in global memory (GC), in shared
-memory (SC), as much of it as slack allows (O1), hot entries in registers too (O2), codebook-centric
-dataflow (O3), register fusion (O4). Then each mechanism alone, on and off, and shuffles against
-shared memory by the number of exchanges. Codes have the frequencies that fitting normal weights
-gives, hot entries first.
+The rungs are those of the paper and are cumulative: codebook in global memory (GC), in shared
+memory (SC), as much of it as slack allows (O1), hot entries in registers too (O2),
+codebook-centric dataflow (O3), register fusion (O4). Further rows switch each mechanism on and
+off, and compare shuffles with shared memory by the number of exchanges. Codes have the frequencies
+of fitted normal weights, hot entries first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Plans of the kernel that VQ-LLM describes (arXiv 2503.02236; vq_llm.cu).
+"""Plans of the kernel that VQ-LLM describes (arXiv 2503.02236; vq_llm.cu). A baseline.
 
-What the paper decides before it generates a kernel (Algorithm 2, lines 2 to 8), as pure functions:
+Pure functions for the decisions of the paper before code generation (Algorithm 2, lines 2 to 8):
 entries in registers and shared memory from slack (section V.B), the split factor (VI.A), the
-mapping of threads to mini-warps and the exchanges that it needs (Algorithm 1, VI.B). A baseline:
-layers run the plans of `choose_linear`.
+mapping of threads to mini-warps and its exchanges (Algorithm 1, VI.B).
 """
 
 from __future__ import annotations

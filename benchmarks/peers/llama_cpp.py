@@ -1,7 +1,7 @@
 """llama.cpp's product of Q4_K weights and one token, by the shared libraries of a build of it.
 
-Weights lie as they do after llama.cpp loaded a model: repacked, where it has a kernel for that on
-this processor. One thread computes: its own.
+Weights have the layout of a loaded model: repacked, if llama.cpp has a kernel for that on this
+processor. One thread computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""onnxruntime's GroupQueryAttention with an int8 KV cache, one token at a time.
+"""onnxruntime's GroupQueryAttention with an int8 KV cache, one token per call.
 
 Needs the packages `onnx` and `onnxruntime`; importing this module without them is an ImportError.
 """

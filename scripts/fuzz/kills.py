@@ -1,12 +1,12 @@
-"""SIGKILL at every file event of everything that writes: old or new, and nothing is left behind.
+"""SIGKILL at every file event of every call that writes: the old or new state, and no leftovers.
 
     worker    a copy of the old state
       child   the call, killed at its n-th file event
-    worker    what is there now must be the old state or the new one
+    worker    check: the old state or the new one
       child   the call again: the new state, bit for bit, and no other file
 
-Events are what Python's audit hooks tell of files below the copy; safetensors writes by itself, so
-its files are also left half written.
+Events are Python's audit events for files below the copy. safetensors writes without audit events,
+so its files are also truncated to half.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny models of one layer, quantized and saved: what is mutated."""
+"""Tiny models of one layer, quantized and saved: the originals of mutated files."""
 
 from __future__ import annotations
 

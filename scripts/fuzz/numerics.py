@@ -1,4 +1,4 @@
-"""Hostile numbers: what is finite stays finite, or is refused by name."""
+"""Hostile numbers: finite inputs stay finite, or are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles where QServe's files are expected: nothing of them is run."""
+"""Pickles in place of QServe's files: none of their code runs."""
 
 from __future__ import annotations
 

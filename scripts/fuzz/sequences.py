@@ -1,9 +1,9 @@
-"""Random lives of a VQCache beside a DynamicCache: every row must be the token that was given.
+"""Random operations on a VQCache and a DynamicCache: every row must be the token that was given.
 
-A row is what the DynamicCache holds, bit for bit, where floats are promised (sinks, the window, and
-what a crop finds of it). Elsewhere it may be that token's codes: those that a new cache, fed in one
-go with the same mean, makes of the DynamicCache's rows. A step of attention over the codes must be
-that over the decoded rows in float64.
+Unquantized rows (sinks, the window, and rows that a crop restores) must equal the DynamicCache bit
+for bit. Other rows may be that token's codes: those of a new cache with the same mean that gets
+the DynamicCache's rows in one update. A step of attention over the codes must equal attention over
+the decoded rows in float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Threads that share a model, each with a cache of its own: the tokens of one thread alone."""
+"""Threads that share a model, each with its own cache: same tokens as in one thread."""
 
 from __future__ import annotations
 

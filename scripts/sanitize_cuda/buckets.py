@@ -1,6 +1,6 @@
-"""Cases of every bucket of the choosers (`tests.buckets`), as tests run them, by public ops.
+"""Cases of every bucket of the choosers (`tests.buckets`), run through public ops.
 
-They are found once, by the process that starts the others, which read them from a file.
+The parent process finds the cases once and writes them to a file, which its workers read.
 """
 
 from __future__ import annotations

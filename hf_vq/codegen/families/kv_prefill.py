@@ -1,7 +1,6 @@
-"""Plans of the kernels around attention over decoded keys and values.
+"""Plans of dequantize_kv.cu and softmax_merge.cu, the kernels around attention over decoded tokens.
 
-The kernels are dequantize_kv.cu and softmax_merge.cu. Pure functions, no GPU.
-Nothing is a choice: reading and writing rows is what takes the time.
+Pure functions, no GPU. A problem has one plan: reading and writing rows is the bottleneck.
 """
 
 from __future__ import annotations

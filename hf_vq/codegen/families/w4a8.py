@@ -1,7 +1,6 @@
-"""Plans of products of 4-bit weights with 8-bit inputs (w4a8.cu): candidates, feasible, cost,
-choose.
+"""Plans of kernels/cuda/w4a8/w4a8.cu: candidates, feasible, cost, choose.
 
-Pure functions, no GPU. The model adds up what bound the kernel when it was measured on an H200.
+Pure functions, no GPU. The cost model adds up the bottlenecks measured on an H200.
 """
 
 from __future__ import annotations

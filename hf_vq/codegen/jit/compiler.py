@@ -1,7 +1,7 @@
 """NVRTC through `cuda.bindings`: a template of kernels/cuda and a plan -> a cubin.
 
-No CUDA toolkit and no header of it: the templates include each other and the rendered plan, which
-NVRTC gets as named strings. Works without a GPU.
+Needs no CUDA toolkit, no header of it and no GPU: NVRTC gets the templates' headers and the
+rendered plan as named strings.
 """
 
 from __future__ import annotations

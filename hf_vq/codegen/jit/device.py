@@ -1,4 +1,4 @@
-"""`Arch`: what a plan is chosen for. Named ones stand for a GPU that is not here."""
+"""`Arch`: the properties of a GPU that a plan depends on, by name or from the driver."""
 
 from __future__ import annotations
 

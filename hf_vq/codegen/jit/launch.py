@@ -1,7 +1,7 @@
-"""`Kernel`: machine code loaded into one device's context, and the launch prepared once.
+"""Machine code loaded into one device's context, and launches that are prepared once.
 
-A launch from Python costs more than many kernels run, so nothing is made for it: arguments are one
-structure, passed by value, of which only the fields that change are overwritten (`Prepared`). Works
+A launch from Python takes longer than many kernels run, so it allocates nothing: the arguments are
+one structure, passed by value, in which only changed fields are overwritten (`Prepared`). Works
 under CUDA graph capture.
 """
 
