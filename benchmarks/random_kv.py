@@ -66,8 +66,8 @@ def coded_cache(
     if context > few:
         layer.length += context - few
         for store in (layer.k, layer.v):
-            tape, count = store.codes, len(store.codes) + context - few
-            tape.replace(_repeated(tape.rows(), count), _repeated(tape.scales(), count))
+            buffer, count = store.codes, len(store.codes) + context - few
+            buffer.replace(_repeated(buffer.rows(), count), _repeated(buffer.scales(), count))
     handle = layer.keys
     assert isinstance(handle, VQHandle)
     return handle.update.cached._replace(fresh=1)

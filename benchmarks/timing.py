@@ -1,7 +1,7 @@
 """Comparable times: interleaved runs of all candidates, with cold caches.
 
 Machines are shared and change their clocks, so absolute times are unreliable. All candidates run in
-one process, one after the other in every round. Records have the median times, and the median of
+one process, in every round. Records have the median times, and the median of
 the ratios of each round.
 """
 

@@ -250,7 +250,7 @@ def sampled_mse(samples: Array, entries: Array) -> float:
 
 
 def lloyd(entries: Array, samples: Array, rounds: int) -> Array:
-    """Lloyd iterations; at first, an entry of little use restarts beside the costliest one."""
+    """Lloyd iterations; at first, an entry of little use restarts next to the costliest one."""
     for k in range(rounds):
         count, total, error = cells(samples, entries)
         entries = total / np.maximum(count, 1.0)[:, None]

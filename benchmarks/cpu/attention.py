@@ -49,7 +49,7 @@ CONTEXT = 16384
 HEADS = 8  # key/value heads of a call
 HEAD_DIM = 128
 GROUPS = (1, 4)  # query heads per key/value head
-CHUNKS = (32,)  # tokens of a prompt at a time
+CHUNKS = (32,)  # tokens of a prompt chunk
 CHUNK_SCHEMES = ("u4", "nomad-u4", "nomad-4")
 THREADS = (1, 2)
 APPENDED = 64  # tokens of an append
@@ -411,7 +411,7 @@ def _appending(layer: VQCacheLayer, sides: str) -> Candidate:
 
 
 def _copying() -> Candidate:
-    """Keys as they are, into the next place of a cache in float32."""
+    """Copy of keys to the next position of a dense float32 cache."""
     tokens = torch.randn(1, HEADS, APPENDED, HEAD_DIM)
     places = cold_copies(tokens.nbytes)
     cache = torch.randn(1, HEADS, places * APPENDED, HEAD_DIM)

@@ -36,7 +36,7 @@ from ..timing import interleave
 CONTEXTS = (0, 16384)
 KV_HEADS = (16, 4)
 OURS = {"vq-4 + u4": ("vq-4", "u4"), "turboquant-4 + nomad-u4": ("turboquant-4", "nomad-u4")}
-READ = 1 << 26  # bytes read at a time, to know the bandwidth
+READ = 1 << 26  # bytes of a read that measures the bandwidth
 TOKENS = {0: 24, 16384: 8}  # generated per run; the first is not counted
 DENSE_TOKENS = {0: 12, 16384: 4}  # by Transformers' own model, which takes most of the time
 UNTIMED = 8  # tokens of a model's first run, which finds what it will call again
@@ -142,15 +142,15 @@ def _generate(
         for name, model in models.items():
             own = name in OURS
             model.set_attn_implementation("eager" if name.endswith("eager") else "sdpa")
-            held = name if own else "dense"
-            if held not in filled or not context:
-                filled[held] = _cache(name, model.config)
+            cache_name = name if own else "dense"
+            if cache_name not in filled or not context:
+                filled[cache_name] = _cache(name, model.config)
                 if context:
-                    fill_cache(filled[held], model.config, context, torch.bfloat16)
+                    fill_cache(filled[cache_name], model.config, context, torch.bfloat16)
             tokens = (TOKENS if own else DENSE_TOKENS).get(context, 8)
-            seconds[name] += _token_seconds(model, filled[held], context, tokens)
+            seconds[name] += _token_seconds(model, filled[cache_name], context, tokens)
             if context:
-                filled[held].crop(context - filled[held].get_seq_length())
+                filled[cache_name].crop(context - filled[cache_name].get_seq_length())
             if name in parts:
                 parts[name]["ms_layers"] += _layer_seconds(model, tokens)
                 with _idle_layers():

@@ -104,12 +104,12 @@ def _shape(
         scheme = weight_scheme(name)
         candidates[name] = _ours(scheme, x, out_features)
         nbytes[name] = int(scheme.bits(in_features, out_features) / 8 * in_features * out_features)
-        asked = linear_problem("linear", x, scheme.spec(), out_features)
-        kernels[name] = dispatch.select(asked).name
+        problem = linear_problem("linear", x, scheme.spec(), out_features)
+        kernels[name] = dispatch.select(problem).name
     cached = {
         name: _cached(scheme, x)
         for name in schemes
-        # Tiles have tables of their own, which few rows do not pay for.
+        # Each tile needs its table, which does not pay for few rows.
         if (scheme := weight_scheme(name)).codebook != "tile" and torch.get_num_threads() == 1
     }
     for name, (few, more, *_) in cached.items():
@@ -191,7 +191,7 @@ def peers(x: Tensor, out_features: int) -> dict[str, Candidate]:
 
 @torch.inference_mode()
 def _package(out_features: int, in_features: int, rounds: int) -> list[dict[str, Any]]:
-    """The package beside our kernel for its scheme, in one thread; nothing where it is missing."""
+    """The package and our kernel for its scheme, in one thread; nothing if it is missing."""
     try:
         from ..peers import aqlm_numba
     except ImportError:

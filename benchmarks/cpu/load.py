@@ -129,7 +129,7 @@ def anonymous_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise VQError("this kernel does not say how much memory a process has of its own.")
+    raise VQError("this kernel does not say how much private memory a process has.")
 
 
 def peak_above(load: Callable[[], Any]) -> int:
@@ -147,10 +147,10 @@ def peak_above(load: Callable[[], Any]) -> int:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        held = load()
+        loaded = load()
         gc.collect()
         after = anonymous_bytes()
-        del held
+        del loaded
     finally:
         over.set()
         watcher.join()
@@ -208,9 +208,9 @@ def _timed(folder: Path, rounds: int) -> dict[str, Any]:
                 if where == "disk":
                     forget(folder)
                 start = time.perf_counter()
-                held = ways[way](folder)
+                loaded = ways[way](folder)
                 seconds[way].append(time.perf_counter() - start)
-                del held
+                del loaded
                 gc.collect()
         ratios = [a / b for a, b in zip(seconds["load"], seconds["read"], strict=True)]
         found |= {f"{where}_{way}_s": statistics.median(seconds[way]) for way in ways}

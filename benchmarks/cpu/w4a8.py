@@ -67,8 +67,8 @@ def _rows(out_features: int, in_features: int, tokens: int, rounds: int) -> list
             "tokens": tokens, **summary(seconds[name]),
         }  # fmt: skip
         if name in QOQ_SCHEMES:
-            asked = linear_problem("w4a8_linear", x, name, out_features)
-            row["kernel"] = dispatch.select(asked).name
+            problem = linear_problem("w4a8_linear", x, name, out_features)
+            row["kernel"] = dispatch.select(problem).name
             row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in against}
         found.append(row)
     return found

@@ -36,7 +36,7 @@ from .timing import cold_copies, interleave_graphs
 SCHEMES = ("u4", "u3", "u2", "k4v2", "cq-4", "cq-2", "nomad-u4", "qserve-kv4")
 MEMORY = 4.6e12  # bytes that an H200 reads in a second, at best
 _COPIES = 64  # at most: short caches then lie in L2, for all candidates alike
-_COMPILING = 16  # kernels at a time
+_COMPILING = 16  # kernels compiled in parallel
 _CAPACITY = 1024  # tokens of a cache that is stored to
 _LAYERS = 32  # whose caches a round of `store` writes to
 _REFERENCE = "reference"  # the row that is no kernel; it is not timed
@@ -143,11 +143,11 @@ def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[s
 
 def _kernel(query: Tensor, cached: CachedKV) -> str:
     """The entry of the dispatch table that runs."""
-    asked = attention_problem(
+    problem = attention_problem(
         query.device, query.dtype, cached.key_scheme, cached.value_scheme, HEAD_DIM, HEAD_DIM,
         1, cached.length, cached.key_layout, cached.value_layout,
     )  # fmt: skip
-    return dispatch.select(asked).name
+    return dispatch.select(problem).name
 
 
 def _attending(query: Tensor, cached: CachedKV, nbytes: int) -> Candidate:
@@ -181,11 +181,11 @@ def _store_rows(
         layer = VQStaticLayer(*layer_arguments(name, kv_heads, limit=_CAPACITY))
         prompt = torch.randn(2, batch, kv_heads, 2 * WINDOW, HEAD_DIM, dtype=_DTYPE, device="cuda")
         layer.update(*prompt.unbind())
-        asked = dispatch.StoreProblem(
+        problem = dispatch.StoreProblem(
             "cuda", str(_DTYPE)[6:], layer.k.spec, layer.v.spec,
             1, _CAPACITY, HEAD_DIM, HEAD_DIM, "rows", "rows",
         )  # fmt: skip
-        kernels[name] = dispatch.select(asked).name
+        kernels[name] = dispatch.select(problem).name
         if kernels[name] != _REFERENCE:
             candidates[name] = _storing(layer.static, keys, values)
     _compile(candidates.values())

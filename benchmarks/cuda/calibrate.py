@@ -93,7 +93,7 @@ def calibrated(
 
     Returns:
         seconds of the whole, of each block but the last, and of what is no block, as the embedding;
-        and the most memory that was allocated beside the model, in MB.
+        and the peak memory in addition to the model, in MB.
     """
     torch.manual_seed(0)
     model = random_llama(config, torch.bfloat16, None, device)

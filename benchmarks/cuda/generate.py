@@ -78,7 +78,7 @@ def run(
     rounds: int = 3,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Time the dense model and every scheme, one after another; `report` gets each row.
+    """Time the dense model, then every scheme; `report` gets each row.
 
     Args:
         config: of the model; None for Llama-3-8B.
@@ -103,7 +103,7 @@ def run(
         ]
         for compiled in [worker.submit(_compile) for worker in workers]:
             compiled.result()
-        for worker in workers:  # the GPU is that of one at a time
+        for worker in workers:  # one worker uses the GPU
             row = worker.submit(_measure, rounds).result()
             dense = dense or row
             if row is not dense:
@@ -168,7 +168,7 @@ def _measure(rounds: int) -> dict[str, Any]:
     row["generate_ms"] = median(_generate(model, cache) for _ in range(rounds))
     row["tokens_per_second"] = 1e3 / row["generate_ms"]
     row["step_ms"], row["parts_ms"] = step_parts(partial(_generate, model, cache))
-    row["alone_ms"] = layers_alone(model)
+    row["alone_ms"] = linear_layers_ms(model)
     row["gb_per_second"] = row["gigabytes"] / row["step_ms"] * 1e3
     if cache is None:
         row["eager_graph_ms"] = _eager_graph(model)
@@ -260,8 +260,8 @@ def split_step(kernels: Sequence[Kernel]) -> dict[str, float]:
     return found
 
 
-def layers_alone(model: LlamaForCausalLM) -> float:
-    """Milliseconds of all linear layers but the output layer, one after the other in a CUDA graph.
+def linear_layers_ms(model: LlamaForCausalLM) -> float:
+    """Milliseconds of all linear layers except the output layer, back to back in a CUDA graph.
 
     Those of codes that have one input are one launch, as in a compiled step.
     """

@@ -97,7 +97,7 @@ def run(
         schemes: of the caches.
         layers: of the model, of 32.
         config: of the model; None for Llama-3-8B.
-        cases: that are timed, one after another.
+        cases: cases to time, in order.
         rounds: calls of `generate` that are timed.
 
     Returns:
@@ -118,7 +118,7 @@ def run(
             for compiled in [worker.submit(_compile, *case) for worker in workers]:
                 compiled.result()
             peer: dict[str, Any] | None = None
-            for worker in workers:  # the GPU is that of one at a time
+            for worker in workers:  # one worker uses the GPU
                 for row in worker.submit(_measure, rounds).result():
                     peer = peer or row
                     if row is not peer:
@@ -135,7 +135,7 @@ def run(
 
 
 class _Session:
-    """A process of its own with one model and one kind of cache."""
+    """A separate process with one model and one kind of cache."""
 
     model: LlamaForCausalLM
     weights: str

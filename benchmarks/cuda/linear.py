@@ -22,7 +22,7 @@ from hf_vq import dispatch, ops
 from hf_vq.backends.cuda.linear import fused as cuda_fused
 from hf_vq.backends.cuda.linear.dequantize import Stored
 from hf_vq.codegen.families.dequantize_rotated import restorable
-from hf_vq.codegen.families.linear import LinearProblem, choose, feasible, fusable, held_sets
+from hf_vq.codegen.families.linear import LinearProblem, choose, feasible, fusable, x_sets_of
 from hf_vq.codegen.families.linear_tile_codebook import tiled
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype, LinearPlan
@@ -101,8 +101,8 @@ def _linear_rows(
     for name, sets in layers.items():
         scheme = weight_scheme(name)
         candidates[name] = ours(x, sets, scheme)
-        asked = linear_problem("linear", x, scheme.spec(), out_features)
-        kernels[name] = dispatch.select(asked).name
+        problem = linear_problem("linear", x, scheme.spec(), out_features)
+        kernels[name] = dispatch.select(problem).name
         if tokens == 1:
             read[name] = sum(t.nbytes for key, t in sets[0].items() if key != "signs")
     reads = {
@@ -120,9 +120,9 @@ def _linear_rows(
             row["kernel"] = kernels[name]
             row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in peers}
         if name in read:
-            alone = min((seconds[_reading(read[name], i)] for i in range(len(PLANS))), key=median)
-            row["read_us"] = summary(alone)["us"]
-            row["of_reading"] = speedup(seconds[name], alone)
+            reading = min((seconds[_reading(read[name], i)] for i in range(len(PLANS))), key=median)
+            row["read_us"] = summary(reading)["us"]
+            row["of_reading"] = speedup(seconds[name], reading)
         found.append(row)
     return found
 
@@ -174,15 +174,15 @@ def _mechanism_rows(
 ) -> list[dict[str, Any]]:
     """One token by the chosen plan, and by plans that lack one thing each."""
     scheme, arch = weight_scheme(name), device_arch(torch.cuda.current_device())
-    asked = LinearProblem(scheme, 1, out_features, in_features, Dtype.BFLOAT16, arch)
-    chosen = choose(asked)
+    problem = LinearProblem(scheme, 1, out_features, in_features, Dtype.BFLOAT16, arch)
+    chosen = choose(problem)
     if chosen is None:
         return []
     x = torch.randn(1, in_features, dtype=_DTYPE, device="cuda")
     plans = {"chosen": chosen} | {
         what: plan
         for what, plan in _without(chosen, in_features).items()
-        if feasible(plan, asked) is None
+        if feasible(plan, problem) is None
     }
     candidates = {
         what: by_plan(x, sets, scheme, plan, out_features) for what, plan in plans.items()
@@ -210,13 +210,13 @@ def _without(plan: LinearPlan, in_features: int) -> dict[str, LinearPlan]:
             plan,
             split_k_warps=1,
             threads=min(plan.threads, 480),
-            x_sets=held_sets(in_features, plan.unit, 1, plan.pipeline_depth, True),
+            x_sets=x_sets_of(in_features, plan.unit, 1, plan.pipeline_depth, True),
         ),
     }
     if plan.interleaved == 2 and plan.num_codebooks == 1 and plan.scope.value != "e8p":
         found["addresses by shift and mask"] = replace(plan, interleaved=1)
     if plan.rotate:
-        found["rotation by a kernel of its own"] = replace(plan, rotate=False)
+        found["rotation by a separate kernel"] = replace(plan, rotate=False)
     if plan.scope.value == "e8p" or plan.fused > 1:  # tables are not what is stored
         del found["codebook in L2"]
     return {what: other for what, other in found.items() if other != plan}

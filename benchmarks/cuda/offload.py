@@ -89,20 +89,20 @@ def _compared(model: Any, modules: list[Any], count: int, rounds: int) -> dict[s
     ]
     saved = before - torch.cuda.memory_allocated()
     offloaded, offloaded_host = _seconds(step, rounds)
-    alone, _ = _seconds(_copies(modules), rounds)
+    copying, _ = _seconds(_copies(modules), rounds)
     placed("resident")
     kept, kept_host = _seconds(step, rounds)
-    hidden = 1 - max(offloaded - kept, 0.0) / alone
+    hidden = 1 - max(offloaded - kept, 0.0) / copying
     return {
         "same_logits": same,
         "resident_ms": 1e3 * kept,
         "resident_host_ms": 1e3 * kept_host,
         "offload_ms": 1e3 * offloaded,
         "offload_host_ms": 1e3 * offloaded_host,
-        "copies_ms": 1e3 * alone,
+        "copies_ms": 1e3 * copying,
         "hidden": hidden,
         "copied_mb": sum(nbytes) / _MB,
-        "gb_per_second": sum(nbytes) / alone / 1e9,
+        "gb_per_second": sum(nbytes) / copying / 1e9,
         "slots_mb": pool.nbytes / _MB,
         "largest_mb": max(nbytes) / _MB,
         "saved_mb": saved / _MB,

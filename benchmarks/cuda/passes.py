@@ -101,9 +101,9 @@ def _timed(
         candidates["cutile"] = by_driver(x, sets, scheme, cubins)
     seconds = interleave_graphs(candidates, rounds)
     found = {f"{n}_us": summary(t)["us"] for n, t in seconds.items() if not n.startswith("read ")}
-    alone = [median(times) for name, times in seconds.items() if name.startswith("read ")]
-    if alone:
-        found |= {"read_us": 1e6 * min(alone), "filled_rows": filled_rows}
+    reading = [median(times) for name, times in seconds.items() if name.startswith("read ")]
+    if reading:
+        found |= {"read_us": 1e6 * min(reading), "filled_rows": filled_rows}
     row = dispatch.select(linear_problem("linear", x, scheme.spec(), out_features))
     return {"kernel": row.name, **found}
 

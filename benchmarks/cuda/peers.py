@@ -2,7 +2,7 @@
 
 VQ-LLM (arXiv 2503.02236) states its gains as latency reduction against the authors' kernels of
 AQLM and QuIP#. AQLM's kernels are those of the installed package `aqlm`: it multiplies more than 6
-tokens by a decoded weight and fewer one after the other; both are timed for any number. QuIP#
+tokens by a decoded weight and fewer one by one; both are timed for any number. QuIP#
 decodes the weight and multiplies by it, here with our own dequantize kernel (its speed: suite
 `cuda-linear`).
 """

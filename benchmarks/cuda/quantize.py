@@ -90,7 +90,7 @@ def _random(shape: tuple[int, int]) -> Tensor:
 
 
 def _quantized(weights: list[Tensor], name: str) -> dict[str, Any]:
-    """Seconds for all weights, and the most that was allocated beside them and the results."""
+    """Seconds for all weights, and the peak memory in addition to them and the results."""
     scheme = weight_scheme(name)
     for weight in weights[: len(LAYER)]:  # compiles
         fit_weight(weight, scheme)

@@ -27,7 +27,7 @@ def interleave_graphs(
 ) -> dict[str, list[float]]:
     """Seconds per call of every candidate in every round, in rounds of one replay each.
 
-    Each round has an order of its own: where the GPU's power is the limit, a candidate gains from
+    Each round has its own random order: where the GPU's power is the limit, a candidate gains from
     one before it that used little.
     """
     graphs = {name: _capture(candidate) for name, candidate in candidates.items()}

@@ -51,7 +51,7 @@ def run(
     """Measure in bfloat16, and keep the winners for both 16-bit dtypes.
 
     Args:
-        table: file that is extended (default: the one on disk, beside the kernels).
+        table: file that is extended (default: the one in the kernel store).
         report: gets a row for every problem.
 
     Returns:
@@ -72,7 +72,7 @@ def run(
         for number in tokens
         if fusable(weight_scheme(name), shape[1]) is None
     }
-    ranked = {asked: _ranked(problem) for asked, problem in problems.items()}
+    ranked = {key: _ranked(problem) for key, problem in problems.items()}
     _compile({plan for plans in ranked.values() for plan in plans}, arch.name)
     path = tuned.keep({}, table)  # fails before anything is measured
     for (name, shape, number), plans in ranked.items():

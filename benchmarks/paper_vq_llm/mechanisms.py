@@ -140,8 +140,8 @@ def _fits(plan: VqLlmPlan, arch: Arch) -> bool:
 
 def _fitted(plan: VqLlmPlan, arch: Arch) -> VqLlmPlan:
     """With as many blocks as shared memory holds, where it holds fewer."""
-    held = arch.shared_per_sm // (plan.shared_bytes + STATIC_BYTES + RESERVED_BYTES)
-    return replace(plan, blocks_per_sm=max(1, min(plan.blocks_per_sm, held)))
+    fitting = arch.shared_per_sm // (plan.shared_bytes + STATIC_BYTES + RESERVED_BYTES)
+    return replace(plan, blocks_per_sm=max(1, min(plan.blocks_per_sm, fitting)))
 
 
 def registers_of(plan: VqLlmPlan, arch: Arch) -> int:

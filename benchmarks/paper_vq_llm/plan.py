@@ -35,8 +35,8 @@ _UNITS = {2: 32, 4: 32, 8: 64}  # 32 bytes of a row's codes in a chunk, or more
 _TILE_UNIT = 16
 STATIC_BYTES = 16  # of shared memory, that the kernel declares itself
 _MOST_REGISTERS = 255
-_SPARE = 16  # registers that reading a hot entry takes beside it
-_BATCH = 4  # octets that a warp brings to shared memory at a time
+_SPARE = 16  # additional registers for reading a hot entry
+_BATCH = 4  # octets that a warp copies to shared memory per iteration
 
 
 class Fusion(enum.Enum):
@@ -100,7 +100,7 @@ class VqLlmPlan(Plan):
 
     @property
     def codebook_bytes(self) -> int:
-        """Bytes of the codebooks that a block reads at a time."""
+        """Bytes of the codebooks that a block reads in one pass."""
         return self.entry_bytes << self.entry_bits
 
     @property
@@ -259,7 +259,7 @@ def _unfit(scheme: VQScheme, in_features: int, tokens: int, unit: int, group: in
         return "a codebook is of all weights, or of a tile"
     if not 1 <= tokens <= MOST_TOKENS:
         return f"it multiplies 1 to {MOST_TOKENS} tokens"
-    bits = unit // scheme.vector_size * scheme.entry_bits  # that a lane reads at a time
+    bits = unit // scheme.vector_size * scheme.entry_bits  # of one load of a lane
     stream = packed_size(in_features // scheme.vector_size, scheme.entry_bits)
     if not unit or in_features % (4 * unit) or bits % 32 or stream % math.gcd(16, bits // 8):
         return "codes of a lane are no whole words"

@@ -11,7 +11,7 @@
 //
 // 1. Codebook cache (section V): entries [0, registers) lie in the registers of a warp's lanes, [registers, shared) in
 //    shared memory, the others where they are stored. Entries are in the order of their frequency.
-// 2. A lane decodes eight weights of a row at a time, an octet, the tensor core wants two of them: fusion (section
+// 2. A lane decodes eight weights of a row together, an octet, the tensor core wants two of them: fusion (section
 //    VI.B), by shuffles within mini-warps, through shared memory, or by columns numbered so that nothing moves.
 // 3. Sums of warps meet in shared memory; sums of parts are reduced globally by the block of a band that is last, in
 //    the order of parts (section VI.A).
@@ -45,7 +45,7 @@ constexpr int group = Plan::group ? Plan::group : 1;
 // Nothing is exchanged: a lane has `unit` columns of two rows. Else it has 2 * unit columns of one row.
 constexpr bool direct = Plan::fusion == Fusion::RENUMBERED || (Plan::fusion == Fusion::SHUFFLE && Plan::vector_size == 2);
 constexpr int runs = direct ? 2 : 1, run = 2 * unit / runs;
-constexpr int batch = direct ? 2 : 4;  // octets of a run that a lane has at a time
+constexpr int batch = direct ? 2 : 4;  // octets of a run that a lane keeps
 // Of a warp: decoded weights of a batch, where they are exchanged, and its x.
 constexpr int weight_bytes = Plan::fusion == Fusion::SHARED ? batch * 512 : 0;
 constexpr int input_bytes = direct ? 0 : Plan::token_tiles * 1024;

@@ -144,7 +144,7 @@ class _Library:
 
 
 class _Product:
-    """A graph of one product, with weights of its own; called, its result."""
+    """A graph of one product with separate weights; a call returns the result."""
 
     def __init__(self, library: _Library, codes: bytes, out_features: int, x: Tensor) -> None:
         ggml = self._ggml = library.ggml

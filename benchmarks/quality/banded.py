@@ -100,7 +100,7 @@ def _attention(
     if attention_mask is not None:
         unknown.append("attention_mask")
     if unknown or len(query) != 1 or key.shape[2] != query.shape[2]:
-        what = ", ".join(unknown) or "several sequences, or a cache of its own"
+        what = ", ".join(unknown) or "several sequences, or its own cache"
         raise VQError(f"the simulated cache cannot be used with this model's attention: {what}.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
@@ -117,7 +117,7 @@ def banded_attention(
 
     Args:
         q: scaled queries [kv heads, queries per kv head, T, D].
-        k: exact keys [kv heads, T, D]; `v` likewise.
+        k: exact keys [kv heads, T, D]; `v`: exact values of the same shape.
         simulation: how keys and values are stored, and the window.
         layer: its number.
 

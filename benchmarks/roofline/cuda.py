@@ -23,7 +23,7 @@ class ReadPlan(Plan):
     """Bytes that are read for nothing (read.cu).
 
     Args:
-        steps: words of 16 bytes that a thread has on their way at a time.
+        steps: words of 16 bytes that a thread has in flight.
     """
 
     template: ClassVar[str] = "read"

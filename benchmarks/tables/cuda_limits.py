@@ -1,7 +1,7 @@
 """CUDA kernels of linear layers against their roofline.
 
 The lower bound of a kernel is the time of its unavoidable work, measured in the same run. One
-token: reading the codes. Few tokens: the longest part of its own loop. Many tokens: writing the
+token: reading the codes. Few tokens: the longest part of its loop. Many tokens: writing the
 decoded rows and multiplying by them.
 """
 
@@ -48,7 +48,7 @@ def _longest(parts: Rows, name: str, tokens: int) -> str:
 
 
 def many_table(records: Mapping[str, dict[str, Any]]) -> str:
-    """Figures beside their limits: many tokens, the host, a whole model; from the same records."""
+    """Figures with their limits: many tokens, the host, a whole model; from the same records."""
     rows = {name: record["results"]["rows"] for name, record in records.items()}
     return limits_table([*_many(rows["cuda-linear"]), *_whole(rows["cuda-generate"])])
 

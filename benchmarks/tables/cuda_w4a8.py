@@ -53,7 +53,7 @@ def _whole_rows(rows: Rows, grouped: Rows) -> str:
 
 
 def limits(rows: Rows) -> str:
-    """Times bfloat16 at the shapes of a Llama-3-8B, beside what reading and tensor cores allow."""
+    """Speedup over bfloat16 at the shapes of a Llama-3-8B, with the roofline."""
     return limits_table(_against_dense(rows))
 
 
@@ -67,8 +67,8 @@ def _against_dense(rows: Rows) -> Iterator[Figure]:
                                 in_features=shape[1])
             ]  # fmt: skip
             ratios = tuple(row["speedup"]["bf16"] for row in found)
-            alone = [pick(rows, **{key: row[key] for key in _LAYER}, tokens=1) for row in found]
-            known = [_ceiling(row, *one[:1]) for row, one in zip(found, alone, strict=True)]
+            single = [pick(rows, **{key: row[key] for key in _LAYER}, tokens=1) for row in found]
+            known = [_ceiling(row, *one[:1]) for row, one in zip(found, single, strict=True)]
             ceilings = tuple(ceiling for ceiling in known if ceiling)
             yield Figure(f"{count(tokens)}, `{name}`", ratios, ceilings)
 

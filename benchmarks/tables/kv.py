@@ -58,20 +58,20 @@ def short(rows: _Rows) -> str:
     kinds = list(dict.fromkeys((row["heads"], row["kv_heads"]) for row in rows))
     cells = []
     for context in dict.fromkeys(row["context"] for row in rows):
-        alone, stored = [], []
+        speedups, stored = [], []
         for kind in kinds:
             ours = [
                 row for row in rows
                 if (row["heads"], row["kv_heads"], row["context"]) == (*kind, context)
                 and "speedup" in row
             ]  # fmt: skip
-            alone.append(ratios(row["speedup"] for row in ours))
+            speedups.append(ratios(row["speedup"] for row in ours))
             stored.append(ratios(
                 (found[_key(row["peer"], row)]["us"] + stores["bf16", kind[1]])
                 / (row["us"] + stores[row["name"], kind[1]])
                 for row in ours
             ))  # fmt: skip
-        cells.append([str(context), *alone, *stored])
+        cells.append([str(context), *speedups, *stored])
     shown = [f"{heads}/{kv_heads} heads" for heads, kv_heads in kinds]
     head = ["tokens", *shown, *(f"{kind}, and storing" for kind in shown)]
     return markdown_table(head, cells)

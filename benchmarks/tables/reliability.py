@@ -18,7 +18,7 @@ SUBJECTS = {
     "published": "mutated checkpoints of other projects, converted and loaded",
     "pickles": "hostile and damaged pickles",
     "c_api": "problems of the C API, all instruction sets",
-    "sequences": "random caches beside `DynamicCache`",
+    "sequences": "random caches against `DynamicCache`",
     "kills": "kills at file events",
     "threads": "threads that share a model",
     "numerics": "hostile numbers",

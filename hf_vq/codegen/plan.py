@@ -126,7 +126,7 @@ class TablePlan(Plan):
         integers: the codebook and its tables are int8, else fp16.
         replicas: copies of an entry in a table, one for each group of banks.
         interleaved: codebooks whose entries of one index are adjacent, padded to a power of two;
-            fewer than the number of codebooks: the tables are contiguous, one after the other.
+            fewer than the number of codebooks: the tables are contiguous.
         unit: weights of one row that a lane decodes from a chunk of 4 * `unit` columns.
         load_bytes: bytes of codes that a lane loads with one instruction.
         second_bits: bits of a nested residual code, looked up together with the first; 0 = none.

@@ -63,7 +63,9 @@ class VptqPlan(VptqStored):
     def books_bytes(self) -> int:
         """Bytes of the codebooks in shared memory."""
         kept = (self.book_in_shared, self.entries), (self.rest_in_shared, self.rest_entries)
-        return sum(-(-count * self.vector_size * 2 // 16) * 16 for held, count in kept if held)
+        return sum(
+            -(-count * self.vector_size * 2 // 16) * 16 for in_shared, count in kept if in_shared
+        )
 
     @property
     def shared_bytes(self) -> int:

@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads of its own are not forked
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # its threads are not forked
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]

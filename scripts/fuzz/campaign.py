@@ -103,7 +103,7 @@ def outcome_of_error(error: BaseException, what: str = "") -> str:
         what: the change of the input, for the details.
 
     Raises:
-        Finding: the error came through this package but is not one of its own errors.
+        Finding: the error came through this package but is not one of its errors.
     """
     if isinstance(error, VQError):
         return "refused"
@@ -133,7 +133,7 @@ def run(
     Args:
         seconds: of all tries.
         tries: how many; None = as many as there is time for.
-        processes: workers at a time.
+        processes: number of parallel workers.
         limit: seconds of a call of `attempt`; more is a hang.
         memory: whether workers may ask for no more than `MEMORY`.
     """
@@ -157,7 +157,7 @@ def run(
 
 
 class _Worker:
-    """Every `step`-th try, in a process at a time."""
+    """Run every `step`-th try; a new process replaces one that ended."""
 
     def __init__(
         self, attempt: Try, seed: int, name: str, first: int, step: int, memory: bool
@@ -166,7 +166,7 @@ class _Worker:
         self.next, self.step = first, step
         self.pid = 0
         self.pipe = -1  # where it tells of its tries, a line each
-        self.told = b""  # of a line that has no end yet
+        self.results = b""  # of a line that has no end yet
         self.heard = 0.0
         self.done = False
 
@@ -181,13 +181,13 @@ class _Worker:
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            with os.fdopen(writing, "w", buffering=1) as told:
-                self._work(told, deadline, tries)
+            with os.fdopen(writing, "w", buffering=1) as results:
+                self._work(results, deadline, tries)
             os._exit(0)
         os.close(writing)
-        self.pid, self.pipe, self.told, self.heard = pid, reading, b"", time.monotonic()
+        self.pid, self.pipe, self.results, self.heard = pid, reading, b"", time.monotonic()
 
-    def _work(self, told: IO[str], deadline: float, tries: int | None) -> None:
+    def _work(self, results: IO[str], deadline: float, tries: int | None) -> None:
         os.setpgid(0, 0)
         if self.memory:
             limit_memory(MEMORY)
@@ -195,14 +195,14 @@ class _Worker:
             if time.monotonic() > deadline:
                 return
             outcome, finding, count = made(self.attempt, self.seed, self.name, number)
-            told.write(json.dumps([number, outcome, finding, count]) + "\n")
+            results.write(json.dumps([number, outcome, finding, count]) + "\n")
 
     def read(self, report: Report) -> None:
         data = os.read(self.pipe, 1 << 16)
         if not data:
             self.lost(report, "")
             return
-        *lines, self.told = (self.told + data).split(b"\n")
+        *lines, self.results = (self.results + data).split(b"\n")
         for line in lines:
             number, *found = json.loads(line)
             report.add(number, *found)

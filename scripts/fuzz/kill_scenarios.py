@@ -37,7 +37,7 @@ class Scenario:
         again: the same where the new state is there; a verb may need --force then.
         before: folder of the old state; None = empty.
         inside: the files of a folder are moved one by one: whoever loads it finishes that.
-        resumes: what is kept beside the result until it is there, to go on with.
+        resumes: prefix of files next to the unfinished result, from which a call resumes.
         several: made of files that are old or new each.
         two_steps: between two renames neither is there.
     """

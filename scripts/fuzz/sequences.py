@@ -137,7 +137,7 @@ class Life:
 
     def seen(self, side: str) -> Tensor:
         """Expected keys or values for a query after the last token."""
-        true = self.held()["kv".index(side)]
+        true = self.expected_rows()["kv".index(side)]
         coded = torch.stack([self.coded(side, row, true[row]) for row in range(self.batch)])
         position = torch.arange(true.shape[2])
         exact = (position < self.sinks) | (position > len(position) - 1 - max(self.window, 1))
@@ -158,7 +158,7 @@ class Life:
         layer = self.layer
         exact_from = max(length - self.window + 1, self.floats_from, 0)
         for side, found, exact in zip(
-            "kv", (layer.keys, layer.values), self.held(), strict=True
+            "kv", (layer.keys, layer.values), self.expected_rows(), strict=True
         ):  # fmt: skip
             rows, true = found.decode(), exact
             count = min(rows.shape[2], true.shape[2])
@@ -167,7 +167,7 @@ class Life:
                 begin = 0 if self.start is None else int(self.start[row])
                 self.check_row(side, row, rows[row], true[row], begin, exact_from, length - count)
 
-    def held(self) -> tuple[Tensor, Tensor]:
+    def expected_rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the DynamicCache."""
         return self.dense.layers[0].keys, self.dense.layers[0].values
 

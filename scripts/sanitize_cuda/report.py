@@ -18,7 +18,7 @@ from hf_vq.evaluation.text_tables import text_table
 
 SUITE = "cuda-sanitizers"
 TIME, SLOW, BROKEN = "no time", "not done in time", "the process ended"
-_TOLD = re.compile(r"^(case|left) (\d+) (\S+)", re.MULTILINE)
+_LINES = re.compile(r"^(case|left) (\d+) (\S+)", re.MULTILINE)
 _END = re.compile(r"^end$", re.MULTILINE)
 # Details of a report are indented.
 _HEAD = re.compile(
@@ -58,11 +58,11 @@ class Said:
 
     def cases(self) -> list[tuple[str, int, str, str]]:
         """Lines of the process: kind, number, first word of the name, and the output after it."""
-        told = list(_TOLD.finditer(self.text))
-        ends = [one.start() for one in told] + [len(self.text)]
+        reported = list(_LINES.finditer(self.text))
+        ends = [one.start() for one in reported] + [len(self.text)]
         return [
             (one[1], int(one[2]), one[3], self.text[one.end() : end])
-            for one, end in zip(told, ends[1:], strict=True)
+            for one, end in zip(reported, ends[1:], strict=True)
         ]
 
 
@@ -88,7 +88,7 @@ class Report:
     kernels: dict[tuple[str, str], Kernel] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
-    told: set[tuple[str, int]] = field(default_factory=set)
+    reported: set[tuple[str, int]] = field(default_factory=set)
     silent: dict[str, set[int]] = field(default_factory=dict)
     """By tool, cases that ended without a report, of earlier runs too."""
 
@@ -100,7 +100,7 @@ class Report:
         cases = said.cases()
         for place, (what, number, kernel, text) in enumerate(cases):
             found = self.kernels.setdefault((tool, kernel), Kernel())
-            self.told.add((tool, number))
+            self.reported.add((tool, number))
             if what == "left":
                 found.left[TIME] += 1
                 continue
@@ -138,14 +138,14 @@ class Report:
             done = int(bits, 16)
             self.silent[tool] = {n for n in range(len(self.problems)) if done >> n & 1}
             for number in self.silent[tool]:
-                self.told.add((tool, number))
+                self.reported.add((tool, number))
                 self._ended(tool, self.problems[number][0].split()[0], number)
             self.seconds[tool] = before["results"]["seconds"].get(tool, 0.0)
 
     def close(self, tool: str) -> None:
         """All processes of a tool have ended: what none of them told is left out."""
         for number, (name, _) in enumerate(self.problems):
-            if (tool, number) not in self.told:
+            if (tool, number) not in self.reported:
                 found = self.kernels.setdefault((tool, name.split()[0]), Kernel())
                 found.left[TIME] += 1
 

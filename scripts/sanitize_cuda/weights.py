@@ -138,7 +138,7 @@ def multiply(
     plan: LinearPlan | TilePlan | WidePlan, scheme: VQScheme, tokens: int, rows: int, columns: int
 ) -> None:
     """Two launches, of which the second may begin before the first has ended. They have one
-    block, or cluster, which has several tiles, one after another (of
+    block, or cluster, which has several tiles (of
     linear_tile_codebook.cu, as many as rows need)."""
     dtype, arch = FLOATS[plan.dtype], device_arch(0)
     if isinstance(plan, LinearPlan):
@@ -164,7 +164,7 @@ def multiply(
 
 
 def several_matrices() -> Iterator[Case]:
-    """linear.cu with matrices that have one input, but signs and learned codebooks of their own."""
+    """linear.cu with matrices that have one input, but separate signs and learned codebooks."""
     for name, tokens in product(("vq-4", "aqlm-2", "quip-sharp-2"), (1, 29)):
         yield f"together {tokens} {name}", partial(together, weight_scheme(name), tokens)
 

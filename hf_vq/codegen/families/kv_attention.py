@@ -87,13 +87,13 @@ class AttentionProblem:
 
 
 _BLOCKS = ((512, 1), (384, 1), (256, 2), (256, 1), (128, 1))
-_FEW_THREADS = 128  # only where shared memory holds no more codes on their way
+_FEW_THREADS = 128  # only if shared memory holds no more codes in flight
 _STEPS, _DEPTHS = (1, 2), (2, 3, 4, 6)
 _REGISTERS = 60  # besides sums and queries
 _LATENCY = 1200  # cycles from asking for codes until they are there, with memory busy
 _STEP = (0, 1000, 1400)  # cycles of a warp for a step of one or two tiles
 _PROLOGUE = 8000  # cycles before the first tile and after the last one
-_ENDS = 6400  # cycles between blocks, one after the other, in which one that is alone reads nothing
+_ENDS = 6400  # cycles between consecutive blocks, in which a single resident block reads nothing
 _PER_BLOCK = 1500  # of a multiprocessor, of them: tables, floats, sums
 _WARPS = 16  # of a multiprocessor, that keep it busy
 _ON_THEIR_WAY = 48 << 10  # bytes of codes for one multiprocessor, at best
@@ -107,9 +107,9 @@ def plan_of(
     steps: int,
     depth: int,
 ) -> AttentionPlan:
-    """The plan of a problem and of what is a matter of choice."""
-    key, value, turns = problem.key, problem.value, turns_of(problem)
-    tiles = -(-problem.columns * turns // COLUMNS)
+    """Plan of a problem and values of its tunable fields."""
+    key, value, orders = problem.key, problem.value, swizzle_orders_of(problem)
+    tiles = -(-problem.columns * orders // COLUMNS)
     learned = not (key.has_scale and value.has_scale)
     most = max(1, (256 if learned else 512) // max(problem.key_dim, problem.value_dim))
     tiles = min(1 << (tiles - 1).bit_length(), most, 4)
@@ -122,7 +122,7 @@ def plan_of(
         value_entry_bits=value.entry_bits, value_fused=fused(value),
         value_learned=not value.has_scale, value_integers=value.has_zero,
         value_block=value.block(problem.value_dim), one_codebook=_one_codebook(key, value),
-        query_tiles=tiles, swizzle_orders=turns, paired=_pairs(problem), step_tiles=steps,
+        query_tiles=tiles, swizzle_orders=orders, paired=_pairs(problem), step_tiles=steps,
         pipeline_depth=depth,
         bulk=problem.arch.overlaps_launches, queries_in_registers=tiles == 1,
         mask=problem.mask, softcapped=problem.softcapped, page=problem.page,
@@ -144,25 +144,25 @@ def _pairs(problem: AttentionProblem) -> bool:
     return universal and 2 * problem.columns <= COLUMNS and not any(part % 32 for part in dims)
 
 
-def turns_of(problem: AttentionProblem) -> int:
+def swizzle_orders_of(problem: AttentionProblem) -> int:
     """Columns of a query (attention_swizzle.cuh): as many as leave all queries in one
     tile, if codebooks are learned. Eight need an even number of words of a value in each lane."""
-    turns, most = 1, 8 if problem.value_dim % 32 == 0 else 4
+    orders, most = 1, 8 if problem.value_dim % 32 == 0 else 4
     if problem.key.has_scale and problem.value.has_scale:
-        return turns
-    while 2 * turns * problem.columns <= COLUMNS and turns < most:
-        turns *= 2
-    return turns
+        return orders
+    while 2 * orders * problem.columns <= COLUMNS and orders < most:
+        orders *= 2
+    return orders
 
 
 def misfit(key: VQScheme, value: VQScheme, key_dim: int, value_dim: int, arch: Arch) -> str | None:
     """None if there is a kernel for keys and values together, else why not."""
     if key.has_zero != value.has_zero and not (key.has_scale and value.has_scale):
         return "keys or values are integers, the others have a codebook per channel group"
-    asked = AttentionProblem(
+    smallest = AttentionProblem(
         key, value, key_dim, value_dim, 1, Dtype.FLOAT16, Mask.NONE, False, SHORT, arch
     )
-    least = plan_of(asked, 128, 1, 1, 2)
+    least = plan_of(smallest, 128, 1, 1, 2)
     if least.shared_bytes <= arch.shared_per_block:
         return None
     return (
@@ -190,7 +190,7 @@ def registers(plan: AttentionPlan) -> int:
     if any(len(parts(dim)) > 1 for dim in (plan.key_dim, plan.value_dim)):
         sums += 16  # addresses of both parts
     if plan.numbers > 1:
-        sums += 12 + 4 * plan.paired  # zeros, their sums, and more words at a time
+        sums += 12 + 4 * plan.paired  # zeros, their sums, and more words in flight
     queries = 12 * plan.query_tiles + 16 * (plan.query_tiles == 2)
     if plan.queries_in_registers:
         queries = plan.key_dim // 16 + 8 if plan.paired else plan.key_dim // 8
@@ -209,7 +209,7 @@ def feasible(plan: AttentionPlan, problem: AttentionProblem) -> str | None:
     """None if the plan solves the problem on its GPU, else the reason why not."""
     arch = problem.arch
     if plan.shared_bytes > arch.shared_per_block:
-        return "tables and codes on their way do not fit into shared memory"
+        return "tables and codes in flight do not fit into shared memory"
     if plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
     if plan.blocks_per_sm * plan.threads > arch.threads_per_sm:
@@ -233,7 +233,7 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     )
     count = splits(plan, groups, tiles, arch)
     blocks = groups * count
-    rounds = -(-blocks // (arch.sms * plan.blocks_per_sm))  # of blocks, one after the other
+    rounds = -(-blocks // (arch.sms * plan.blocks_per_sm))  # waves of blocks
     steps = -(-tiles // (plan.step_tiles * count))  # of a block
     busiest = (
         min(-(-blocks // arch.sms), rounds * plan.blocks_per_sm) * steps * plan.step_tiles
@@ -245,11 +245,11 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
         plan.blocks_per_sm * warps * (plan.pipeline_depth - 1) * plan.step_tiles, max(busiest, 1)
     ) * TOKENS * token  # fmt: skip
     # Few warps wait for their own results; lookups wait behind too many codes that are asked for.
-    alone = max(1.0, _WARPS / (plan.blocks_per_sm * warps * (1 + 0.35 * (plan.step_tiles - 1))))
+    stalls = max(1.0, _WARPS / (plan.blocks_per_sm * warps * (1 + 0.35 * (plan.step_tiles - 1))))
     queue = 1 + 0.15 * max(0.0, on_their_way / _ON_THEIR_WAY - 1)
     parts = {
         "DRAM": nbytes / (arch.dram_bytes_per_clock * _MEMORY),
-        "instructions": 1.25 * alone * busiest * instructions / WARP_INSTRUCTIONS,
+        "instructions": 1.25 * stalls * busiest * instructions / WARP_INSTRUCTIONS,
         "latency": nbytes / max(on_their_way, 1) * _LATENCY,
         "step_tiles": rounds * -(-steps // warps) * _STEP[plan.step_tiles],
     }

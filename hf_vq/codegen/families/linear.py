@@ -171,7 +171,7 @@ def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
         single=single,
         rotate=bool(chosen["rotate"]),
         prefetch_x=bool(chosen["prefetch_x"]),
-        x_sets=held_sets(columns, unit, parts, steps, single),
+        x_sets=x_sets_of(columns, unit, parts, steps, single),
         cluster_size=chosen["cluster_size"],
         second_bits=scheme.second_bits,
         second_load_bytes=second_load_bytes(scheme, unit, columns),
@@ -184,7 +184,7 @@ def chunks_of_warp(in_features: int, unit: int, parts: int, steps: int) -> int:
     return -(-chunks // (parts * steps)) * steps
 
 
-def held_sets(in_features: int, unit: int, parts: int, steps: int, single: bool) -> int:
+def x_sets_of(in_features: int, unit: int, parts: int, steps: int, single: bool) -> int:
     """Register sets of a warp (`x_sets`): eight pieces of x each, or scales of eight chunks."""
     each = chunks_of_warp(in_features, unit, parts, steps)
     return -(-each * (max(1, unit // PIECE) if single else 1) // HELD)
@@ -207,13 +207,11 @@ def registers(plan: LinearPlan) -> int:
     weights += 12 * (plan.scope is Scope.E8P and not plan.single and plan.row_tiles > 1)
     weights += 28 * (plan.unit > 64) + 44 * (not plan.in_shared)
     weights += 44 * (plan.vector_size * plan.fused == 1)
-    weights += 16 * (
-        plan.pipeline_depth > 2 and not plan.single
-    )  # addresses of chunks on their way
+    weights += 16 * (plan.pipeline_depth > 2 and not plan.single)  # addresses of chunks in flight
     if plan.num_codebooks > 1 and not plan.single:
         weights += 8 * (plan.row_tiles > 2) + 44 * (plan.pipeline_depth > 1)
     weights += 4 * (plan.scales_together and not plan.single)  # a lane's own, and that it passes on
-    if plan.single and plan.num_codebooks > 1:  # lookups of many octets are on their way
+    if plan.single and plan.num_codebooks > 1:  # lookups of many octets are in flight
         weights += (24 if plan.integers else 40) + 12 * (plan.unit > 64)
     return 26 + codes + scales + sums + 4 * octets + weights + 4 * rows
 
@@ -233,9 +231,9 @@ def feasible(plan: LinearPlan, problem: LinearProblem) -> str | None:
     if plan.blocks_per_sm * plan.threads > arch.threads_per_sm:
         return "a multiprocessor does not hold so many threads"
     if plan.single and plan.pipeline_depth * max(1, plan.unit // PIECE) > HELD:
-        return "the chunks on their way have more pieces than a warp's products have columns"
+        return "the chunks in flight have more pieces than a warp's products have columns"
     parts = plan.split_k_warps * plan.cluster_size
-    if plan.x_sets < held_sets(
+    if plan.x_sets < x_sets_of(
         problem.in_features, plan.unit, parts, plan.pipeline_depth, plan.single
     ):
         return "a warp does not keep x, or scales, of all of its columns"
@@ -269,12 +267,12 @@ def blocks_of(plan: LinearPlan, tiles: Sequence[int], arch: Arch) -> list[int]:
         arch.sms * plan.blocks_per_sm,
         sum(tiles),
     )
-    turns = -(-total // (full * teams))
-    while sum(even := [-(-of // (turns * teams)) for of in tiles]) > full:
-        turns += 1
+    waves = -(-total // (full * teams))
+    while sum(even := [-(-of // (waves * teams)) for of in tiles]) > full:
+        waves += 1
     spread = [max(1, min(of, full * of // total)) for of in tiles]
     longest = max(-(-of // count) for of, count in zip(tiles, spread, strict=True))
-    if not plan.single or sum(spread) > full or longest > turns * teams:
+    if not plan.single or sum(spread) > full or longest > waves * teams:
         return even
     return min((even, spread), key=lambda blocks: busiest(tiles, blocks, arch.sms))
 
@@ -318,8 +316,8 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
     each = chunks_of_warp(
         columns, plan.unit, plan.split_k_warps * plan.cluster_size, plan.pipeline_depth
     )
-    turns = -(-tiles * plan.cluster_size // (arch.sms * plan.blocks_per_sm * teams))
-    busiest = min(-(-tiles * plan.cluster_size // arch.sms), turns * plan.blocks_per_sm * teams)
+    waves = -(-tiles * plan.cluster_size // (arch.sms * plan.blocks_per_sm * teams))
+    busiest = min(-(-tiles * plan.cluster_size // arch.sms), waves * plan.blocks_per_sm * teams)
     work = busiest * chunks / plan.cluster_size
 
     # Cycles of one chunk: of the pipe of loads, and of issuing.
@@ -345,19 +343,19 @@ def cost(plan: LinearPlan, problem: LinearProblem) -> Cost:
         "L1": work * pipe,
         "L2": 0.0 if plan.in_shared else work * 32 * lookups / L2_LOOKUPS,
         "instructions": 1.3 * work * instructions / WARP_INSTRUCTIONS,
-        "latency": turns * each * (_WAITS * instructions + _LATENCY / plan.pipeline_depth),
+        "latency": waves * each * (_WAITS * instructions + _LATENCY / plan.pipeline_depth),
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
     # The prologue overlaps the previous kernel if both fit on a multiprocessor.
     halves = 2 * plan.blocks_per_sm * plan.threads * registers(plan) <= arch.registers_per_sm
     shared = 2 * plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES)
-    alone = not halves or shared > arch.shared_per_sm
-    prologue = _PROLOGUE * (1.0 if alone else 0.6) + plan.table_bytes / 128
+    no_overlap = not halves or shared > arch.shared_per_sm
+    prologue = _PROLOGUE * (1.0 if no_overlap else 0.6) + plan.table_bytes / 128
     prologue += _ROTATION * plan.x_sets * plan.rotate
     if not plan.rotate and problem.scheme.rotation != "none":
         prologue += _KERNEL_BEFORE
-    return Cost(nbytes, busy + prologue + 400 * turns, bound)
+    return Cost(nbytes, busy + prologue + 400 * waves, bound)
 
 
 def _byte(plan: LinearPlan) -> bool:

@@ -108,7 +108,7 @@ def feasible(plan: VptqPlan, problem: VptqProblem) -> str | None:
     """None if the plan solves the problem on its GPU, else the reason why not."""
     layout, arch = problem.layout, problem.arch
     if layout.groups > 1 and (plan.book_in_shared or plan.rest_in_shared):
-        return "groups have codebooks of their own"
+        return "groups have separate codebooks"
     if plan.rest_in_shared and not layout.residual:
         return "there are no residuals"
     if plan.shared_bytes > arch.shared_per_block:
@@ -147,9 +147,12 @@ def cost(plan: VptqPlan, problem: VptqProblem) -> Cost:
 
     lookups = share * columns * max(1, plan.vector_size / 16)
     shared = fabric = 0.0
-    for held, there in ((plan.book_in_shared, True), (plan.rest_in_shared, layout.residual > 0)):
-        shared += lookups / _SHARED_LOOKUPS if held and there else 0
-        fabric += lookups / L2_LOOKUPS if there and not held else 0
+    for in_shared, there in (
+        (plan.book_in_shared, True),
+        (plan.rest_in_shared, layout.residual > 0),
+    ):
+        shared += lookups / _SHARED_LOOKUPS if in_shared and there else 0
+        fabric += lookups / L2_LOOKUPS if there and not in_shared else 0
     tiles = share * columns * -(-plan.vector_size // 8) * 2 * 16 / 128  # to shared memory and back
     x_bytes = levels * columns * (32 if plan.wide else 16)
     warp_steps = levels * columns / 32

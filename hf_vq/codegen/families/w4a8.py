@@ -165,8 +165,10 @@ def cost(plan: W4A8Plan, problem: W4A8Problem) -> Cost:
         + _MEETING * plan.split_k_warps * plan.row_tiles
     )
     # What too few warps cannot hide.
-    asked = min(levels, plan.blocks_per_sm) * warps * plan.row_tiles * plan.pipeline_depth * 1024
-    cycles *= 1 + (1 << 14) / asked / 2
+    in_flight = (
+        min(levels, plan.blocks_per_sm) * warps * plan.row_tiles * plan.pipeline_depth * 1024
+    )
+    cycles *= 1 + (1 << 14) / in_flight / 2
     return Cost(nbytes, cycles, bound)
 
 

@@ -22,7 +22,7 @@ class Arch:
         sms: streaming multiprocessors.
         shared_per_block: bytes of shared memory that one block can have.
         shared_per_sm: bytes of shared memory of one multiprocessor.
-        threads_per_sm: threads that one multiprocessor holds at a time.
+        threads_per_sm: resident threads of one multiprocessor.
         dram_bytes_per_clock: of the memory's peak bandwidth, for one multiprocessor.
         registers_per_sm: 32-bit registers of one multiprocessor.
     """

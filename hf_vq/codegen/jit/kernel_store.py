@@ -166,7 +166,7 @@ def _header(image: bytes) -> bytes:
 
 
 def default_store() -> Store:
-    """The store in HF_VQ_STORE, or beside Hugging Face's own caches."""
+    """The store in HF_VQ_STORE, by default next to Hugging Face's own caches."""
     from huggingface_hub.constants import HF_HOME
 
     return _open(env.STORE.get() or os.path.join(HF_HOME, "hf_vq", "kernels"))

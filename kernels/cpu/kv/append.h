@@ -292,7 +292,7 @@ inline void append_head(const Append& job, int64_t batch, int64_t head, int64_t 
   }
 }
 
-// Tokens begin..end - 1 of x, of some heads that share a codebook: at most 16 rows, one after the other.
+// Tokens begin..end - 1 of x, of some heads that share a codebook: at most 16 rows, in order.
 inline void append_heads(const Append& job, int64_t first_unit, int64_t last_unit, int64_t begin, int64_t end) {
   Piece piece;
   for (int64_t unit = first_unit; unit < last_unit; ++unit)

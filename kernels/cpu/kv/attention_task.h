@@ -4,7 +4,7 @@
 //   block of 256 tokens    dots with the coded keys -> logits -> running maximum and weights
 //                          -> sums of the coded values
 //
-// Bytes: keys and values of a block once, one after the other. They stay rotated: the query is rotated instead, and
+// Bytes: keys and values of a block once, first keys, then values. They stay rotated: the query is rotated instead, and
 // the sum of the values once at the end.
 #pragma once
 #include "attention_floats.h"

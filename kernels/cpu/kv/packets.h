@@ -60,7 +60,7 @@ template <int E, int First, int Count> inline void unpack(const uint8_t* packet,
   }
 }
 
-// entry[c][i] = component c of the entry of code i, for `count` packets one after another.
+// entry[c][i] = component c of the entry of code i, for `count` consecutive packets.
 // `table_stride`: bytes from the tables of one packet to those of the next; 0 = all share them.
 template <int E, int X>
 void decode_packets(const uint8_t* table, int64_t table_stride, const uint8_t* packets, int count, uint8_t* entry) {

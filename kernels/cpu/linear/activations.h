@@ -23,7 +23,7 @@ constexpr int64_t kLargestSpan = 128;
 struct Cut {
   int64_t columns, span, spans, step, steps;
   int planes;            // vectors of entries that one step finds
-  int sets;              // kernels with too few registers find the planes of `sets` steps one after another
+  int sets;              // kernels with too few registers find the planes of `sets` steps in order
   int64_t scales;        // floats kept per row of scales: the spans, then zeros up to the last step's end
   int64_t numbers() const { return sets * steps * planes * kBytes; }
   int64_t starts() const { return kLevelBias ? sets * steps * kFloats : 0; }
@@ -90,7 +90,7 @@ inline float round_span(const float* u, int64_t n, uint8_t* number) {
   return magnitude / 127.0f + sum(not_finite);
 }
 
-// v[c] <- components c of the X-vectors that lie one after another in v.
+// v[c] <- components c of the X-vectors that are contiguous in v.
 template <int X> inline void deinterleave(Bytes (&v)[X]) {
   if constexpr (X > 1) {
     Bytes even[X / 2], odd[X / 2];

@@ -6,8 +6,7 @@
 // sums of a step are exact in 32 bits; they are scaled and added as floats, one lane for 4 codes.
 //
 // A row may take several passes: one per residual codebook, one per half of an 8-vector, one per tile. Each pass
-// keeps its tables in registers or L1 for a block of rows, and processes the rows one after the other, step by
-// step. The codes that come next are prefetched in memory order.
+// keeps its tables in registers or L1 for a block of rows, and processes the rows in order, step by step. The codes that come next are prefetched in memory order.
 //
 // Bytes: codes once. Bottleneck: memory for one input; there, a thread reads four rows from four places
 // (compute_streams), since more streams hide more latency.

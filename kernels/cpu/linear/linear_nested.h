@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layers with a nested residual pass of 4 + 4 bits, for a few inputs one after the other:
+// Linear layers with a nested residual pass of 4 + 4 bits, for a few inputs, one by one:
 //
 //     y[m, o] = sum_g scale[o, g] xscale[m, g] unit sum_j entry[ first(o, j) << 4 | second(o, j) ] number[m, j]
 //

@@ -129,7 +129,7 @@ inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
 
 template <int E, int X> struct Codebook { const uint8_t* table; };
 
-// X tables of E bytes, one after another. Where they do not fit into registers they stay at `table`.
+// X contiguous tables of E bytes. If they do not fit into registers, they stay at `table`.
 template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
   return {static_cast<const uint8_t*>(table)};
 }

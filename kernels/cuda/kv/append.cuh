@@ -210,7 +210,7 @@ struct Nothing {
 };
 
 // A block's search for the codes of rows of a side S, whose codebook is one for all vectors. Where there are `few` rows,
-// its warps share the entries, for the same rows; else every warp has rows of its own. With `cells`, x is 2.
+// its warps share the entries, for the same rows; else every warp has its own rows. With `cells`, x is 2.
 template <typename S> struct Search {
   static constexpr int x = S::vector_size, cells = S::cells, slots = Row<S>::slots;
   static constexpr int split = S::few && !cells ? Plan::threads / 32 : 1;

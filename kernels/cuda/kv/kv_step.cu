@@ -90,7 +90,7 @@ template <typename S> struct Head {
       for (int i = 0; i < count; ++i) {
         float one[1];
         load_floats<S::dtype>(slot(first + i) + threadIdx.x * number, one);
-        sum += fabsf(one[0]) <= largest_in_mean ? one[0] : 0.0f;  // a token of its own is lost, not the head
+        sum += fabsf(one[0]) <= largest_in_mean ? one[0] : 0.0f;  // only its token is lost, not the head
       }
       side.mean[int64_t(pair) * S::dim + threadIdx.x] = sum / count;
     }

@@ -11,7 +11,7 @@
 // and no two lanes of a phase conflict. A nested residual shares one table with the first code, indexed by both.
 // The tables of all codebooks are interleaved: Plan::interleaved times 128 bytes per index. With 256 bytes per index,
 // one byte permutation turns a code into an address; else a shift and a LOP3 do. Three codebooks would waste a fourth
-// place, so their tables are contiguous, one after the other. `fused` adjacent short codes form one index (two 4-bit
+// place, so their tables are contiguous. `fused` adjacent short codes form one index (two 4-bit
 // codes: 256 entries of two weights).
 //
 // Integer entries v of 7 bits are bytes, half as many to load. A byte u becomes a float as the mantissa below an
@@ -42,7 +42,7 @@ struct Table {
   static constexpr int entry_bytes = lattice ? 8 : integers ? width : width == 1 ? 4 : width * 2;
   static constexpr int book_stride = entry_bytes * Plan::replicas;
   static constexpr int books = Plan::num_codebooks + (lattice ? 1 : 0);  // E8P: and the flips of signs
-  // Books lie interleaved if their copies fill all banks and each has a place, else one after the other.
+  // Tables are interleaved if their copies fill all banks and each has a place, else contiguous.
   static constexpr bool interleaved = book_stride >= 128 && Plan::interleaved >= books;
   static constexpr int entry_stride = book_stride * (interleaved ? Plan::interleaved : 1);
   static constexpr int book_bytes = interleaved ? book_stride : book_stride * entries;

@@ -115,7 +115,7 @@ template <int Bytes, bool Line = false> __device__ inline void stream_words(cons
 // To the L2 cache.
 __device__ inline void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-// Words of shared memory at an address of its own space. Volatile: not before the barrier that they wait for.
+// Load words from shared memory; the address is in the shared state space. Volatile: not moved before a barrier.
 template <int Bytes> __device__ inline void load_shared(uint32_t from, uint32_t* word) {
   if constexpr (Bytes == 4) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[0]) : "r"(from));
@@ -129,7 +129,7 @@ template <int Bytes> __device__ inline void load_shared(uint32_t from, uint32_t*
   }
 }
 
-// Four numbers to shared memory, at an address of its own space.
+// Store four numbers to shared memory; the address is in the shared state space.
 __device__ inline void store_shared(uint32_t to, const float (&value)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(value[0]), "f"(value[1]), "f"(value[2]),
                "f"(value[3])
@@ -150,7 +150,8 @@ __device__ inline void store_byte(uint32_t to, char value) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(int(value)) : "memory");
 }
 
-// `bytes` (4, or 0: zeros) of global memory to 4 bytes of shared memory, at an address of its own space, without a wait.
+// Copy `bytes` (4, or 0: zeros) of global memory to 4 bytes of shared memory, asynchronously; `to` is an address in the
+// shared state space.
 __device__ inline void copy_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }

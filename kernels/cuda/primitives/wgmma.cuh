@@ -66,7 +66,7 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
                : SUMS_##COUNT(0)                                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// One product of k16; `d` and `a` must be left alone until it was waited for.
+// One product of k16; `d` and `a` must not be accessed before its wait.
 template <Dtype D, int N>
 __device__ inline void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
 #if WITHOUT_PRODUCTS

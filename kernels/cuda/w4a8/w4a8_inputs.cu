@@ -37,7 +37,7 @@ template <class Map> __device__ inline uint32_t map_pair(uint32_t a, uint32_t b,
   return pack_pair<Plan::dtype>(map(first, with_first), map(second, with_second));
 }
 
-// Rounded where torch rounds: h / rms(h), and that times the weight. Sums of squares have an order of their own.
+// Rounded where torch rounds: h / rms(h), and that times the weight. The order of the sum of squares is not that of torch.
 __device__ inline void normalize(Rounding& h, const uint16_t* weight, float eps) {
   __shared__ float part[Rounding::warps];
   float sum = 0.0f;

@@ -251,7 +251,7 @@ __device__ inline void store_whole(const Arguments& a, uint16_t* y, int row, con
   }
 }
 
-// The same of rows with any zeros, one after the other: there are few registers for doubles.
+// The same for rows with any zeros, row by row: few registers are left for doubles.
 __device__ inline void store_any(const Arguments& a, uint16_t* y, int row, const Finish& f, int of_row,
                                  const uint32_t (&from)[teams], const Token& token) {
 #pragma unroll 1
@@ -267,7 +267,7 @@ __device__ inline void store_any(const Arguments& a, uint16_t* y, int row, const
   }
 }
 
-// Sums -> y, through shared memory, 32 tokens of each team at a time: a lane gets 8 rows of a token, of all teams, and
+// Sums -> y, through shared memory, 32 tokens of each team per pass: a lane gets 8 rows of a token, of all teams, and
 // eight lanes 128 bytes of y. In registers a lane has rows 2 g and 2 g + 1 of its warp's 16, of tokens 8 i + 2 t and
 // 8 i + 2 t + 1.
 __device__ inline void finish(const Arguments& a, const Finish& f, const Sums& sums) {

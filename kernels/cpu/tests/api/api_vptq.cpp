@@ -120,7 +120,7 @@ void check(const Matrix& m, const Numbers& x, int64_t rows, const Numbers& bias,
         total += weight * input;
         size += most * std::fabs(input);
       }
-      // Sums of floats, one after another at worst; entries and x' are rounded once more.
+      // Sums of floats, sequential at worst; entries and x' are rounded once more.
       const double got = double(y[size_t(r * w.out + o)]);
       const double allowed = kHalfUlp * double(w.in + 8) * size + step_of(y.dtype()) * std::fabs(total);
       if (!that(std::fabs(got - total) <= allowed,

@@ -3,7 +3,7 @@
 //
 //     column      one query: a query head of the KV head times a new token; MMA tiles have 8
 //     block       up to `query_tiles` tiles of one KV head and row; the tokens are split over blocks
-//     warp        tiles of 16 tokens, one after the other
+//     warp        tiles of 16 tokens, in order
 //
 // Two products on tensor cores. Each code is decoded once for all columns, in the lane that needs it:
 //
