@@ -27,7 +27,7 @@ from hf_vq.codegen.families.linear import LinearProblem
 from hf_vq.codegen.jit import compiler
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import Store, default_store
-from hf_vq.codegen.jit.launch import Kernel
+from hf_vq.codegen.jit.launch import LoadedKernel
 from hf_vq.codegen.plan import Dtype, LinearPlan, TilePlan, WidePlan
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
@@ -188,7 +188,7 @@ def _rows(
         return []
     whole, ordinal = _launch(plan, problem), torch.cuda.current_device()
     launches = {"whole": whole} | {
-        what: replace(whole, kernel=Kernel(plan, whole.kernel.arguments, ordinal, store))
+        what: replace(whole, kernel=LoadedKernel(plan, whole.kernel.arguments, ordinal, store))
         for what, store in variants.items()
     }
     if whole.before is not None:

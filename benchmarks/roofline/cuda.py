@@ -11,7 +11,7 @@ import torch
 
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
-from hf_vq.codegen.jit.launch import Kernel
+from hf_vq.codegen.jit.launch import LoadedKernel
 from hf_vq.codegen.plan import Plan
 
 from ..cuda.timing import cold_copies
@@ -50,7 +50,7 @@ class ReadArguments(ctypes.Structure):
 def reading(nbytes: int, plan: ReadPlan) -> Candidate:
     """Reads of `nbytes` bytes that no cache holds, in grids that overlap as ours do."""
     ordinal = torch.cuda.current_device()
-    kernel = Kernel(plan, ReadArguments, ordinal, default_store())
+    kernel = LoadedKernel(plan, ReadArguments, ordinal, default_store())
     words = -(-nbytes // 16)
     buffers = [
         torch.zeros(4 * words, dtype=torch.int32, device="cuda") for _ in range(cold_copies(nbytes))

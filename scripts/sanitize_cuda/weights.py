@@ -26,7 +26,7 @@ from hf_vq.codegen.families import linear_wgmma as choose_wide
 from hf_vq.codegen.families.linear import LinearProblem
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
-from hf_vq.codegen.jit.launch import Kernel
+from hf_vq.codegen.jit.launch import LoadedKernel
 from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, TilePlan, WidePlan
 from hf_vq.fit.scale import FACTORS
 from hf_vq.formats import VQScheme, weight_scheme
@@ -203,7 +203,7 @@ def decode(plan: DecodePlan, scheme: VQScheme, rows: int, columns: int) -> None:
     ready = cuda_linear.Stored(codes, codebook, scale, scheme, columns)  # pads codes
     out = torch.full((rows + 1, columns), float("nan"), dtype=FLOATS[plan.out]).cuda()
     pointers = (t.data_ptr() for t in (ready.codes, ready.codebook, ready.scale, out))
-    kernel = Kernel(plan, cuda_linear.DecodeArguments, 0, default_store())
+    kernel = LoadedKernel(plan, cuda_linear.DecodeArguments, 0, default_store())
     stream = torch.cuda.current_stream().cuda_stream
     kernel(choose.panels(plan, rows, columns), stream, *pointers, 0, rows, columns)
     close(out, decoded(here, scheme, columns), 2.0**-7)

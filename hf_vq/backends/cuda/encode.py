@@ -11,7 +11,7 @@ from torch import Tensor
 from ...codegen.families.encode import encode_plan
 from ...codegen.jit.device import device_arch
 from ...codegen.jit.kernel_store import default_store
-from ...codegen.jit.launch import Kernel
+from ...codegen.jit.launch import LoadedKernel
 from ...codegen.plan import EncodePlan
 from ...dispatch import Implementation
 from ...errors import VQFormatError
@@ -40,9 +40,9 @@ class EncodeArguments(ctypes.Structure):
 @functools.lru_cache(maxsize=256)
 def _encoder(
     scheme: VQScheme, in_features: int, candidates: int, refit: bool, ordinal: int
-) -> tuple[Kernel, EncodePlan]:
+) -> tuple[LoadedKernel, EncodePlan]:
     plan = encode_plan(scheme, in_features, candidates, refit)
-    return Kernel(plan, EncodeArguments, ordinal, default_store()), plan
+    return LoadedKernel(plan, EncodeArguments, ordinal, default_store()), plan
 
 
 @functools.lru_cache(maxsize=16)

@@ -18,23 +18,23 @@ from .compiler import cubin
 from .device import checked, device_arch
 from .kernel_store import Store
 
-_WITHOUT_OPT_IN = 48 << 10  # bytes of shared memory that any kernel may ask for
+_WITHOUT_OPT_IN = 48 << 10  # bytes of shared memory without opt-in
 
 
-class Kernel:
+class LoadedKernel:
     """A plan's kernel on one GPU.
 
     Args:
-        plan: of the kernel.
+        plan: plan of the kernel.
         arguments: the kernel's `struct Arguments`, field by field.
         device: CUDA ordinal.
-        store: where its machine code is, or will be.
+        store: store of its machine code; compiled into it if missing.
 
     Attributes:
-        local_bytes: what a thread spills.
+        local_bytes: local memory (spills) of a thread, in bytes.
 
     Raises:
-        VQBackendError: it does not compile or does not load.
+        VQBackendError: the kernel does not compile or does not load.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Kernel:
         self._any = Prepared(self, 1)
 
     def prepare(self, blocks: int, /, **values: int | None) -> Prepared:
-        """A launch of `blocks` blocks, and what is known of its arguments."""
+        """Prepare a launch of `blocks` blocks with the known arguments."""
         return Prepared(self, blocks, **values)
 
     def __call__(
@@ -87,7 +87,7 @@ class Prepared:
             which must not change the arguments meanwhile.
     """
 
-    def __init__(self, kernel: Kernel, blocks: int, /, **values: int | None) -> None:
+    def __init__(self, kernel: LoadedKernel, blocks: int, /, **values: int | None) -> None:
         from cuda.bindings import driver
 
         self.arguments: Any = kernel.arguments(**values)
@@ -163,7 +163,7 @@ def _load(image: bytes, plan: Plan, shared: int) -> tuple[Any, int]:
     try:
         (module,) = checked(driver.cuModuleLoadData(image))
         (function,) = checked(driver.cuModuleGetFunction(module, plan.kernel.encode()))
-        # Also makes the driver load the function, which it may otherwise put off.
+        # The query also forces the driver to load the function, which is lazy otherwise.
         attribute = names.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
         (local,) = checked(driver.cuFuncGetAttribute(attribute, function))
         if local:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....codegen.families.kv_append import CELLS, append_plan
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
-from ....codegen.jit.launch import Kernel, Prepared
+from ....codegen.jit.launch import LoadedKernel, Prepared
 from ....codegen.kv_plan import AppendPlan
 from ....dispatch import Implementation
 from ....errors import VQBackendError, VQFormatError
@@ -133,8 +133,8 @@ def grid_of(codebook: Tensor, scheme: VQScheme) -> tuple[Tensor, float] | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _appender(plan: AppendPlan, ordinal: int) -> Kernel:
-    return Kernel(plan, AppendArguments, ordinal, default_store())
+def _appender(plan: AppendPlan, ordinal: int) -> LoadedKernel:
+    return LoadedKernel(plan, AppendArguments, ordinal, default_store())
 
 
 class _Shapes(NamedTuple):
