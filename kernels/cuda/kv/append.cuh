@@ -221,7 +221,7 @@ template <typename S> struct Search {
   typename OneOf<(cells > 0), Nothing, Part>::type part;  // of the table, in flight
   Whole whole;
   Plane plane;
-  float2* meeting;  // [split][slots][32 lanes]: scores and codes
+  float2* partial_sums;  // [split][slots][32 lanes]: scores and codes
 
   // All threads of a block.
   __device__ Search(const uint16_t* codebook, const uint32_t* lists, float cells_per_unit, uint32_t* shared)
@@ -232,7 +232,7 @@ template <typename S> struct Search {
       plane.cell = shared, plane.entry = shared + cells * cells, plane.cells_per_unit = cells_per_unit;
     }
     whole.table = reinterpret_cast<const float*>(shared);
-    meeting = reinterpret_cast<float2*>(shared + table_words);
+    partial_sums = reinterpret_cast<float2*>(shared + table_words);
   }
 
   // To be called by all threads before the first search.
@@ -255,14 +255,14 @@ template <typename S> struct Search {
       if constexpr (split > 1) {
 #pragma unroll
         for (int slot = 0; slot < slots; ++slot)
-          meeting[(warp * slots + slot) * 32 + lane] = {best[slot], __int_as_float(code[slot])};
+          partial_sums[(warp * slots + slot) * 32 + lane] = {best[slot], __int_as_float(code[slot])};
         __syncthreads();
         if (warp > 0) return false;
 #pragma unroll
         for (int slot = 0; slot < slots; ++slot)
 #pragma unroll
           for (int other = 1; other < split; ++other) {
-            const float2 its = meeting[(other * slots + slot) * 32 + lane];
+            const float2 its = partial_sums[(other * slots + slot) * 32 + lane];
             if (its.x > best[slot]) best[slot] = its.x, code[slot] = __float_as_int(its.y);
           }
       }

@@ -99,7 +99,7 @@ template <typename S> struct Head {
   }
 };
 
-// Not what a cache near by remembers.
+// Bypass L1, which may hold an old value.
 __device__ inline int length_of(const Arguments& a) {
   uint32_t low;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(low) : "l"(a.length) : "memory");

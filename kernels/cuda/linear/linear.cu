@@ -62,8 +62,8 @@ constexpr int second_unit_bytes = unit * Plan::second_bits / 8;
 // Several tokens: partial sums are fragments, each sent to the block of the cluster that adds it.
 constexpr int fragments = Plan::row_tiles * Plan::token_tiles, parts = Plan::cluster_size * Plan::split_k_warps;
 constexpr int owned = (fragments + Plan::cluster_size - 1) / Plan::cluster_size;
-constexpr int meeting_bytes = Plan::single ? warps * Plan::row_tiles * 64 : teams * owned * parts * 512;
-constexpr int all_met = Table::bytes + (Plan::single ? 2 : 1) * meeting_bytes;  // a barrier
+constexpr int partial_sum_bytes = Plan::single ? warps * Plan::row_tiles * 64 : teams * owned * parts * 512;
+constexpr int sums_barrier = Table::bytes + (Plan::single ? 2 : 1) * partial_sum_bytes;  // a barrier
 // One token: four lanes read half a line of a row, and the other half with the next chunk.
 template <int Bytes> constexpr bool whole_lines = Plan::single && Bytes == 16;
 static_assert(Plan::cluster_size == 1 || (!Plan::single && teams == 1), "warps of a cluster have the same rows");
@@ -331,8 +331,8 @@ __device__ inline void wait_for_team(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * Plan::split_k_warps) : "memory");
 }
 
-// Sums of one token of a team -> y. `meeting`: partial sums [split_k_warps][row_tiles][16].
-__device__ inline void finish_one(const Arguments& a, const Table& table, const Sums& sums, float* meeting,
+// Sums of one token of a team -> y. `partial_sums`: partial sums [split_k_warps][row_tiles][16].
+__device__ inline void finish_one(const Arguments& a, const Table& table, const Sums& sums, float* partial_sums,
                                   int first_row, int warp) {
   const int lane = threadIdx.x % 32, team = threadIdx.x / 32 / Plan::split_k_warps;
 #pragma unroll
@@ -341,12 +341,12 @@ __device__ inline void finish_one(const Arguments& a, const Table& table, const 
     const float low = sums[tile][0][0], high = sums[tile][0][2];
     float sum = (upper ? high : low) + __shfl_xor_sync(0xffffffff, upper ? low : high, 1);
     sum += __shfl_xor_sync(0xffffffff, sum, 2);
-    if (lane % 4 < 2) meeting[warp * tile_rows + tile * 16 + lane % 2 * 8 + lane / 4] = sum;
+    if (lane % 4 < 2) partial_sums[warp * tile_rows + tile * 16 + lane % 2 * 8 + lane / 4] = sum;
   }
   wait_for_team(team);
   for (int i = warp * 32 + lane; i < tile_rows; i += 32 * Plan::split_k_warps) {
     const int row = i % tile_rows, token = i / tile_rows;  // token 0: the compiler makes faster code of it
-    const float* from = meeting + row / 16 * 16 + row % 16;
+    const float* from = partial_sums + row / 16 * 16 + row % 16;
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < Plan::split_k_warps; ++w) sum += from[w * tile_rows];
@@ -355,8 +355,8 @@ __device__ inline void finish_one(const Arguments& a, const Table& table, const 
   }
 }
 
-// Sums of a team, or of the blocks of a cluster, -> y. `meeting`: partial sums in shared memory, float [owned][parts][32][4].
-__device__ inline void finish(const Arguments& a, const Table& table, const Sums& sums, uint32_t meeting, uint32_t met,
+// Sums of a team, or of the blocks of a cluster, -> y. `partial_sums`: partial sums in shared memory, float [owned][parts][32][4].
+__device__ inline void finish(const Arguments& a, const Table& table, const Sums& sums, uint32_t partial_sums, uint32_t met,
                               int first_row, int rank, int warp, int team) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -365,7 +365,7 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Sums
     for (int n = 0; n < Plan::token_tiles; ++n) {
       const int fragment = tile * Plan::token_tiles + n;
       const int part = fragment / Plan::cluster_size * parts + rank * Plan::split_k_warps + warp;
-      const uint32_t to = meeting + (part * 32 + lane) * 16;
+      const uint32_t to = partial_sums + (part * 32 + lane) * 16;
       if constexpr (Plan::cluster_size > 1)
         send(to, sums[tile][n], met, fragment % Plan::cluster_size);
       else
@@ -380,7 +380,7 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Sums
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
       uint32_t word[4];
-      load_shared<16>(meeting + ((i * parts + part) * 32 + lane) * 16, word);
+      load_shared<16>(partial_sums + ((i * parts + part) * 32 + lane) * 16, word);
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] += __uint_as_float(word[c]);
     }
@@ -405,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const Arguments& a = all.of[matrix];
   const int blocks = Plan::matrices > 1 ? a.blocks : gridDim.x;
   extern __shared__ __align__(16) char shared[];
-  char* const meeting = shared + Table::bytes;
+  char* const partial_sums = shared + Table::bytes;
   const int lane = threadIdx.x % 32, index = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // the same for all lanes
   const int warp = index % Plan::split_k_warps, team = index / Plan::split_k_warps, rank = block % Plan::cluster_size;
   const int64_t stream = (int64_t(a.columns / Plan::vector_size) * Plan::entry_bits + 7) / 8;
@@ -442,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   };
   // Loads return in order, so they are issued in this order: tables, the first codes, x, more codes; after them, the
   // loads of the next kernel.
-  const uint32_t base = __cvta_generic_to_shared(shared), met = base + all_met;
+  const uint32_t base = __cvta_generic_to_shared(shared), met = base + sums_barrier;
   if constexpr (Plan::cluster_size > 1)
     if (threadIdx.x == 0) {
       barrier_init(met, 1);
@@ -504,7 +504,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     if (tile < tiles) enter(tile, Plan::pipeline_depth);
     if constexpr (Plan::single) {
       // Iterations alternate between two buffers of partial sums, so that one barrier per iteration suffices.
-      float* const to = reinterpret_cast<float*>(meeting + turn * meeting_bytes + team * meeting_bytes / teams);
+      float* const to = reinterpret_cast<float*>(partial_sums + turn * partial_sum_bytes + team * partial_sum_bytes / teams);
 #if WITHOUT_MEETING
       if (sums[0][0][0] == 1.25f) finish_one(a, table, sums, to, done, warp);  // hardly ever
 #else
@@ -513,9 +513,9 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     } else {
 #if WITHOUT_MEETING
       if (sums[0][0][0] == 1.25f)
-        finish(a, table, sums, base + Table::bytes + team * meeting_bytes / teams, met, done, rank, warp, team);
+        finish(a, table, sums, base + Table::bytes + team * partial_sum_bytes / teams, met, done, rank, warp, team);
 #else
-      finish(a, table, sums, base + Table::bytes + team * meeting_bytes / teams, met, done, rank, warp, team);
+      finish(a, table, sums, base + Table::bytes + team * partial_sum_bytes / teams, met, done, rank, warp, team);
 #endif
       if (tile < tiles) wait_for_team(team);
     }

@@ -63,8 +63,8 @@ constexpr int slot_bytes = token_pairs * Plan::column_warps * pieces * pitch;
 // Offsets in shared memory, after both tables.
 constexpr int ring = Table::bytes;
 constexpr int factors = ring + Plan::x_stages * slot_bytes;
-constexpr int meeting = (factors + band * 4 + 15) / 16 * 16;
-constexpr int all_met = meeting + (parts > 1 ? added * parts * 512 : 0);
+constexpr int partial_sums = (factors + band * 4 + 15) / 16 * 16;
+constexpr int sums_barrier = partial_sums + (parts > 1 ? added * parts * 512 : 0);
 
 static_assert(Table::interleaved && Plan::interleaved == 2 && Plan::num_codebooks == 1,
               "two tables, one for each tile");
@@ -285,15 +285,15 @@ __device__ inline void finish(const Arguments& a, int first_row, int rank, const
           sum[c] = sums[tile][n / 2][c / 2][n % 2 * 2 + c % 2];
       const int place = fragment / Plan::cluster_size * parts + rank * Plan::column_warps + warp / row_warps;
       if constexpr (Plan::cluster_size > 1)
-        send(base + meeting + (place * 32 + lane) * 16, sum, base + all_met, fragment % Plan::cluster_size);
+        send(base + partial_sums + (place * 32 + lane) * 16, sum, base + sums_barrier, fragment % Plan::cluster_size);
       else if constexpr (parts > 1)
-        *reinterpret_cast<float4*>(shared + meeting + (place * 32 + lane) * 16) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        *reinterpret_cast<float4*>(shared + partial_sums + (place * 32 + lane) * 16) = make_float4(sum[0], sum[1], sum[2], sum[3]);
       else
         store(a, first_row, fragment, factor, sum);
     }
   if constexpr (parts > 1) {
     if constexpr (Plan::cluster_size > 1)
-      barrier_wait(base + all_met, 0);
+      barrier_wait(base + sums_barrier, 0);
     else
       __syncthreads();
     for (int i = warp; i * Plan::cluster_size + rank < fragments; i += warps) {
@@ -301,7 +301,7 @@ __device__ inline void finish(const Arguments& a, int first_row, int rank, const
 #pragma unroll
       for (int part = 0; part < parts; ++part) {
         uint32_t word[4];
-        load_shared<16>(base + meeting + ((i * parts + part) * 32 + lane) * 16, word);
+        load_shared<16>(base + partial_sums + ((i * parts + part) * 32 + lane) * 16, word);
 #pragma unroll
         for (int c = 0; c < 4; ++c) sum[c] += __uint_as_float(word[c]);
       }
@@ -338,8 +338,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     reinterpret_cast<float*>(shared + factors)[i] = half_to_float(__ldg(a.scale + min(first_row + i, a.rows - 1)));
   if constexpr (Plan::cluster_size > 1) {
     if (threadIdx.x == 0) {
-      barrier_init(base + all_met, 1);
-      barrier_expect(base + all_met, (fragments - rank + Plan::cluster_size - 1) / Plan::cluster_size * parts * 512);
+      barrier_init(base + sums_barrier, 1);
+      barrier_expect(base + sums_barrier, (fragments - rank + Plan::cluster_size - 1) / Plan::cluster_size * parts * 512);
       barriers_are_set();
     }
   }

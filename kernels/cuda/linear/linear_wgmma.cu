@@ -172,12 +172,12 @@ __device__ inline void meet(int rank, uint32_t block, const Sums& sums, Store st
 #pragma unroll
     for (int i = 0; i < tile_tokens / 8; ++i) store(i, sums + 4 * i);
   } else {
-    const uint32_t mine = block + meeting + threadIdx.x * 16;
+    const uint32_t mine = block + partial_sums + threadIdx.x * 16;
 #pragma unroll
     for (int i = 0; i < tile_tokens / 8; ++i)
-      send(mine + (i / split * split + rank) * (math_threads * 16), sums + 4 * i, block + all_met,
+      send(mine + (i / split * split + rank) * (math_threads * 16), sums + 4 * i, block + sums_barrier,
            i % split);
-    barrier_wait(block + all_met, 0);
+    barrier_wait(block + sums_barrier, 0);
 #pragma unroll
     for (int q = 0; q < added; ++q) {
       const int i = q * split + rank;

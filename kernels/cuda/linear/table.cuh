@@ -117,7 +117,7 @@ struct Table {
     }
   }
 
-  // Weights 8 j .. 8 j + 7 of what a lane has of a row, before scales, two to a register.
+  // Weights 8 j .. 8 j + 7 of a lane's part of a row, before scaling, two per register.
   __device__ void eight(const RowCodes (&codes)[Plan::num_codebooks], int j, uint32_t (&weight)[4]) const {
     constexpr int together = integers ? 2 : 1;
 #pragma unroll

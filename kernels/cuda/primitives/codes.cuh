@@ -31,7 +31,7 @@ template <int Bits, int Count> struct Codes {
     static_assert(Bits * Count % 32 == 0 && words * 4 % Bytes == 0, "whole words");
 #pragma unroll
 #if WITHOUT_CODES
-    for (int k = 0; k < words; ++k) {  // as good as random, so that lookups meet in banks
+    for (int k = 0; k < words; ++k) {  // pseudo-random, so that lookups have bank conflicts
       const uint32_t at = uint32_t(size_t(from) / 4 + k) * 2654435761u;
       word[k] = at ^ at >> 15;
     }

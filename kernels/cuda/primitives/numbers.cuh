@@ -10,7 +10,7 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 
 enum class Dtype { FLOAT32, FLOAT16, BFLOAT16 };
-enum class Scope { SHARED, TILE, E8P };  // who shares a codebook: all weights, a tile; or it is the lattice
+enum class Scope { SHARED, TILE, E8P };  // weights that share a codebook: all, a tile; or the E8P lattice
 enum class Mask { NONE, BOOL, FLOAT32, FLOAT16, BFLOAT16 };  // of attention; none is causal
 enum class Source { TOKENS, NORM, GATED };  // of inputs that are rounded: memory, RMSNorm, SiLU of one times another
 

@@ -107,7 +107,7 @@ __device__ inline void barrier_invalidate(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// After `barrier_init`, before the blocks of the cluster meet.
+// Called after `barrier_init`, before the cluster barrier.
 __device__ inline void barriers_are_set() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
@@ -128,7 +128,7 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// `bytes` (a multiple of 16) from global to shared memory, told to `barrier`.
+// Bulk copy of `bytes` (a multiple of 16) from global to shared memory; completion is signalled on `barrier`.
 __device__ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
@@ -150,7 +150,7 @@ __device__ inline void wait_for_warps(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-// Four numbers to the same address in block `rank` of the cluster, told to the barrier with the same address there.
+// Send four numbers to the same address in block `rank` of the cluster; completion is signalled on the barrier there.
 __device__ inline void send(uint32_t to, const float* value, uint32_t barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %1;\nmapa.shared::cluster.u32 told, %2, %1;\n"

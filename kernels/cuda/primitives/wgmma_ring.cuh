@@ -21,9 +21,9 @@ constexpr int tile_rows = 64 * warpgroups / teams, tile_tokens = Plan::token_til
 constexpr int slot_bytes = tile_tokens * 128;
 // Split columns: block i % split receives the sums of tokens 8 i .. from all blocks and adds them.
 constexpr int added = (tile_tokens / 8 + split - 1) / split;
-constexpr uint32_t meeting = first_byte + Plan::x_stages * slot_bytes;
-constexpr uint32_t barriers = meeting + (split > 1 ? added * split * math_threads * 16 : 0);  // full and empty
-constexpr uint32_t all_met = barriers + Plan::x_stages * 16;
+constexpr uint32_t partial_sums = first_byte + Plan::x_stages * slot_bytes;
+constexpr uint32_t barriers = partial_sums + (split > 1 ? added * split * math_threads * 16 : 0);  // full and empty
+constexpr uint32_t sums_barrier = barriers + Plan::x_stages * 16;
 
 // Registers of a block move from the producer to the consumer warpgroups, in multiples of 8.
 constexpr int at_launch = 65536 / (Plan::blocks_per_sm * Plan::threads) / 8 * 8, producer_registers = 24;
@@ -50,7 +50,7 @@ struct Work {
   }
 };
 
-// Slots in turn, and the parity of their phases.
+// Round-robin over the buffers, with the parity of their phases.
 struct Turn {
   uint32_t block;  // the highest byte of addresses in its memory
   int slot = 0;
@@ -75,7 +75,7 @@ struct Turn {
   }
 };
 
-// By one thread, before the blocks of the cluster meet.
+// Called by one thread, before the cluster barrier.
 __device__ inline void set_barriers(const char* shared, int rank) {
 #pragma unroll 1
   for (Turn turn(shared); turn.parity == 0; turn.next()) {
@@ -83,7 +83,7 @@ __device__ inline void set_barriers(const char* shared, int rank) {
     barrier_init(turn.empty(), 4 * warpgroups / teams);
   }
   if constexpr (split > 1) {
-    const uint32_t met = Turn(shared).block + all_met;
+    const uint32_t met = Turn(shared).block + sums_barrier;
     const int mine = (tile_tokens / 8 - rank + split - 1) / split;
     barrier_init(met, 1);
     barrier_expect(met, mine * split * math_threads * 16);

@@ -55,7 +55,7 @@ constexpr int group = grouped ? Plan::group : 1;
 constexpr int grid_stride = Plan::groups / 4 * 4 + 4, token_stride = 64 * 4 + 16;
 constexpr int factor_bytes = 64 * sizeof(Row), grid_bytes = grouped ? 2 * 16 * grid_stride : 0;
 constexpr int sum_bytes = 32 * token_stride, group_bytes = factor_bytes + 4 * grid_bytes + teams * sum_bytes;
-constexpr uint32_t of_groups = all_met + 16;
+constexpr uint32_t of_groups = sums_barrier + 16;
 
 __device__ inline int place_of(int row) { return row * 4 + row / 32 * 16; }
 
@@ -275,7 +275,7 @@ __device__ inline void finish(const Arguments& a, const Finish& f, const Sums& s
   const int lane = f.thread % 32, of_row = lane % 8 * 8, of_token = f.thread / 32 * 8 + lane / 8, row = f.row + of_row;
   const uint32_t to = f.waiting(f.team) + lane % 4 * 2 * token_stride + place_of(f.thread / 32 * 16 + lane / 4 * 2);
   Token next = token_of(a, f.token + f.team * 32 + of_token);
-  meet(f.part);  // all have put their factors
+  meet(f.part);  // all factors are written
   Row factors[8];
   bool whole = true;
 #pragma unroll

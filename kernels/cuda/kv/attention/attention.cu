@@ -350,6 +350,6 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   }
   if constexpr (Values::integers)
     if (busy()) state.from_integers();
-  Step::end(ring, lane);  // warps meet in the place of their slots
+  Step::end(ring, lane);  // the results of the warps overwrite their buffers
   finish(a, state, shared, row, kv_head, first_column, group, split, active, busy(), Values::block > 1 && steps > 0);
 }

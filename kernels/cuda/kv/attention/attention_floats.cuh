@@ -25,7 +25,7 @@ __device__ inline void add_floats(const Arguments& a, const Tokens& tokens, int 
   const uint16_t* const from[4] = {token(v, first + 2 * t), token(v, first + 2 * t + 1), token(v, first + 2 * t + 8),
                                    token(v, first + 2 * t + 9)};
   constexpr int key_words = Share<Keys, 0>::channels / 2 + Share<Keys, 1>::channels / 2;
-  // All is asked for before anything is needed, if registers suffice; else values once logits are there.
+  // If registers suffice, keys and values are loaded first; else values are loaded after the logits are known.
   constexpr int others = Keys::learned || Values::learned ? 72 : 56;
   constexpr int needed = others + 4 * value_words * (Plan::query_tiles + 1) + key_words * (Plan::query_tiles + 2);
   constexpr bool early = needed <= at_most(255, 65536 / (Plan::threads * Plan::blocks_per_sm));

@@ -112,7 +112,7 @@ struct Step {
     }
   }
 
-  // The tokens from `first` on, to the L2 cache: whatever grids before this one still write, it is right there.
+  // L2 prefetch of the tokens from `first` on. It is safe while earlier kernels still write: L2 stays coherent.
   __device__ static void prefetch(const CacheRows& from, int first, int end, int lane) {
     if constexpr (Plan::bulk) {
       if (lane < copiers) {
@@ -159,7 +159,7 @@ struct Step {
     if constexpr (!Plan::bulk) commit_copies();
   }
 
-  // Until the slot that comes next is full; `turn`: how often all of them have been, modulo 2.
+  // Wait until the next buffer is full. `turn`: parity of the rounds over all buffers.
   __device__ static void wait(uint32_t slot, uint32_t turn) {
     if constexpr (Plan::bulk) barrier_wait(slot + barrier_at, turn);
     else wait_for_copies<Plan::pipeline_depth - 2>();
