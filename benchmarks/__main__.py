@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
             if name == "cpu-linear":
                 suite.add_argument("--ggml", type=Path, help="folder of llama.cpp's libraries")
         if name != "serve":
-            suite.add_argument("--rounds", type=int, help="turns of every contestant")
+            suite.add_argument("--rounds", type=int, help="interleaved rounds")
         suite.add_argument("--out", type=Path, help="record (default: in results)")
         suite.add_argument("--revision", help="of the source (default: git is asked)")
         suite.set_defaults(parser=suite)
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     tuning.add_argument("--schemes", nargs="+", default=list(tune.SCHEMES), metavar="SCHEME")
     tuning.add_argument("--shapes", type=_shape, nargs="+", default=list(tune.SHAPES),
                       metavar="ROWSxCOLUMNS")  # fmt: skip
-    tuning.add_argument("--rounds", type=int, default=5, help="turns of every plan")
+    tuning.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
     tuning.add_argument("--out", type=Path, help="table that is extended (default: on disk)")
     write = verbs.add_parser("tables", help="Write the tables and pictures of README.md and docs.")
     write.add_argument("--check", action="store_true", help="change nothing, fail if one is old")

@@ -53,7 +53,7 @@ def _codebook(scheme: VQScheme, heads: int, device: str) -> Tensor | None:
 def coded_cache(
     name: str, kv_heads: int, batch: int, context: int, dtype: torch.dtype, device: str = "cuda"
 ) -> KVCacheView:
-    """What attention of one token reads of a cache of `context` tokens, itself included."""
+    """Random KV cache view for attention of one token; `context` tokens include it."""
     layer = VQCacheLayer(*layer_arguments(name, kv_heads, device))
     few = min(context, _ENCODED)
     layer.update(*torch.randn(2, 1, kv_heads, few, HEAD_DIM, device=device).to(dtype).unbind())
@@ -61,8 +61,8 @@ def coded_cache(
     if context > few:
         layer.length += context - few
         for store in (layer.k, layer.v):
-            tape, count = store.codes, len(store.codes) + context - few
-            tape.replace(_repeated(tape.rows(), count), _repeated(tape.scales(), count))
+            buffer, count = store.codes, len(store.codes) + context - few
+            buffer.replace(_repeated(buffer.rows(), count), _repeated(buffer.scales(), count))
     handle = layer.keys
     assert isinstance(handle, LazyKV)
     return handle.update.view._replace(num_new=1)

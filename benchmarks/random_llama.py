@@ -23,13 +23,13 @@ from hf_vq.nn.replace import replace_modules
 from tests.fixtures.random_weights import random_tensors
 
 LAYERS, HIDDEN, HEAD_DIM, FFN, VOCABULARY = 16, 2048, 128, 8192, 32000
-TOKENS = 1024  # appended to a cache at a time
+TOKENS = 1024  # appended to a cache per call
 
 
 def llama_config(
     kv_heads: int, context: int, layers: int = LAYERS, hidden: int = HIDDEN, ffn: int = FFN
 ) -> LlamaConfig:
-    """Query heads of 128; the output layer is a matrix of its own."""
+    """Query heads of 128; the output layer is not tied."""
     return LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,

@@ -1,4 +1,4 @@
-"""The committed records of the suites: JSON Lines in `results`, in folders of what they measure."""
+"""Committed records of the suites: JSON Lines in `results`, one folder per kind of suite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FOLDERS = ("cpu", "cuda", "quality")  # by the first word of a suite; "serve" i
 
 
 def path_of(suite: str) -> Path:
-    """Where a suite of `python -m benchmarks` writes its record."""
+    """Path of the record of a suite of `python -m benchmarks`."""
     first = suite.partition("-")[0]
     return RESULTS / (first if first in _FOLDERS else "serving") / f"{suite}.jsonl"
 

@@ -1,8 +1,8 @@
-"""Times that may be compared: contestants take turns, and no call finds its data in a cache.
+"""Comparable times: interleaved runs of all candidates, with cold caches.
 
-Machines are shared and change their clocks, so a time alone says little. All contestants run in one
-process, one after another in every round, and what is reported beside the medians is the median of
-the ratios of a round.
+Machines are shared and change their clocks, so absolute times are unreliable. All candidates run in
+one process, in every round. Records have the median times, and the median of
+the ratios of each round.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def last_level_cache() -> int:
 
 
 def cold_copies(nbytes: int) -> int:
-    """How many copies of `nbytes` bytes, read in turn, are never found in a cache."""
+    """Number of copies of `nbytes` bytes that, read round-robin, always miss the caches."""
     return max(2, -(-3 * last_level_cache() // (2 * max(nbytes, 1))))
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """What is timed: `call(i)` runs once, on copy number i of its data.
+class Candidate:
+    """Computation to time: `call(i)` runs once, on copy number i of its data.
 
     Args:
         call: the computation.
@@ -47,29 +47,29 @@ class Contestant:
 
 
 def interleave(
-    contestants: Mapping[str, Contestant], rounds: int, warmup: int = 2, untimed: int = 0
+    candidates: Mapping[str, Candidate], rounds: int, warmup: int = 2, untimed: int = 0
 ) -> dict[str, list[float]]:
-    """Seconds per call of every contestant in every round, in rounds of one turn each.
+    """Seconds per call of every candidate in every round, in rounds of one turn each.
 
     Args:
-        contestants: who takes turns.
+        candidates: computations to compare, by name.
         rounds: that are timed.
         warmup: rounds before these.
-        untimed: calls at the beginning of every turn. The first finds the contestant's own code,
+        untimed: calls at the beginning of every turn. The first finds the candidate's own code,
             and Python's, in main memory, where another one's data has just filled the caches.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    turn = dict.fromkeys(contestants, 0)
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    turn = dict.fromkeys(candidates, 0)
     for round_ in range(warmup + rounds):
-        for name, contestant in contestants.items():
+        for name, candidate in candidates.items():
             first = turn[name] + untimed
             for i in range(turn[name], first):
-                contestant.call(i % contestant.copies)
-            turn[name] = first + contestant.calls
+                candidate.call(i % candidate.copies)
+            turn[name] = first + candidate.calls
             start = time.perf_counter()
-            for i in range(first, first + contestant.calls):
-                contestant.call(i % contestant.copies)
-            passed = (time.perf_counter() - start) / contestant.calls
+            for i in range(first, first + candidate.calls):
+                candidate.call(i % candidate.copies)
+            passed = (time.perf_counter() - start) / candidate.calls
             if round_ >= warmup:
                 seconds[name].append(passed)
     return seconds
@@ -83,12 +83,12 @@ def summary(seconds: list[float]) -> dict[str, float]:
 def extrapolated(
     seconds: Mapping[str, list[float]], few: tuple[str, int], more: tuple[str, int], size: int
 ) -> float:
-    """Seconds that `size` would take, of two contestants, each with its size, whose data stay in a
+    """Seconds that `size` would take, of two candidates, each with its size, whose data stay in a
     cache. What disturbs a call only adds to it, and may be more than the difference."""
     least, most = min(seconds[few[0]]), min(seconds[more[0]])
     return least + (most - least) / (more[1] - few[1]) * (size - few[1])
 
 
 def speedup(ours: list[float], peer: list[float]) -> float:
-    """How many times as fast as the peer we are: the median over the rounds."""
+    """Speedup over the peer: the median ratio of the rounds."""
     return median(theirs / mine for mine, theirs in zip(ours, peer, strict=True))

@@ -4,7 +4,7 @@
 `hf-vq demo` measures how far a quantized model is from the original; any text the original finds
 likely will do, and text sampled from it can be shipped without anybody's copyright. The samples
 are drawn at temperature 1 from the unquantized model in float32 with a fixed seed, special tokens
-suppressed, each continuing a chapter heading, and are written one after another.
+suppressed, each continuing a chapter heading, and are concatenated.
 
     python scripts/make_eval_text.py tests/models/tinybooks-5m tests/models/tinybooks-5m-eval.txt
 """

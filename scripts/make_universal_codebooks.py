@@ -44,7 +44,7 @@ SQRT_2PI = np.sqrt(2.0 * np.pi)
 
 
 def density(x: Array) -> Array:
-    """Of N(0, 1)."""
+    """Density of N(0, 1)."""
     return np.asarray(np.exp(-0.5 * x * x) / SQRT_2PI)
 
 
@@ -250,7 +250,7 @@ def sampled_mse(samples: Array, entries: Array) -> float:
 
 
 def lloyd(entries: Array, samples: Array, rounds: int) -> Array:
-    """Lloyd iterations; at first, an entry of little use restarts beside the costliest one."""
+    """Lloyd iterations; at first, an entry of little use restarts next to the costliest one."""
     for k in range(rounds):
         count, total, error = cells(samples, entries)
         entries = total / np.maximum(count, 1.0)[:, None]

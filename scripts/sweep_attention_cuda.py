@@ -67,8 +67,10 @@ class Point:
 
     @property
     def nbytes(self) -> float:
-        """Of codes, about: those of a token and head are at most 66 for each of keys and values,
-        and the pages of a request are read again for others."""
+        """Approximate bytes of codes: at most 66 per token and head, for keys and for values each.
+
+        A paged cache holds the pages of POOL_ROWS requests; further requests read the same pages.
+        """
         return 132.0 * self.heads * self.tokens * (POOL_ROWS if self.paged else self.rows)
 
     def case(self) -> AttentionCase:
@@ -80,7 +82,7 @@ class Point:
 
 
 def grid(names: list[str]) -> Iterator[Point]:
-    """All points; large caches take turns."""
+    """All points; of those with a large cache, one in SOME."""
     number = 0
     shapes = itertools.product(ROWS, HEADS, SHARES, CONTEXTS, (False, True))
     for shape, name in itertools.product(shapes, names):

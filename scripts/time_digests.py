@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What it costs to compare a model with its digests while it is loaded from the page cache.
+"""Cost of digest verification while a model is loaded from the page cache.
 
     python scripts/time_digests.py [--layers 12] [--rounds 5] [--out RECORD]
 
-A random model of a Llama-3-8B's shape with few layers, `vq-4`, is loaded to the CPU, and to a GPU
-where there is one, with HF_VQ_VERIFY=0 and 1 by turns, in one process that has loaded it once
-before. The time to read every byte of the mapped files once, by as many threads as there are cores,
-is measured with them: no comparison of any kind takes less.
+The script loads a random `vq-4` model of Llama-3-8B's shape with few layers to the CPU, and to a
+GPU if there is one. Runs with HF_VQ_VERIFY=0 and 1 are interleaved in one process, after one
+warm-up load. It also measures a lower bound of every comparison: reading each byte of the mapped
+files once, with one thread per core.
 """
 
 from __future__ import annotations

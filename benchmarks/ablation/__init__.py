@@ -1,1 +1,1 @@
-"""Kernels without some of their parts: what each costs."""
+"""Ablation: kernels with parts left out, to find the cost of each part."""

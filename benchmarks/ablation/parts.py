@@ -1,8 +1,8 @@
-"""Suite `cuda-parts`: what binds the fused kernels, told by their time with parts left out.
+"""Suite `cuda-parts`: bottleneck of the fused kernels, from their time with parts left out.
 
-What such a kernel computes is wrong. A part costs what leaving it out saves, as far as no other
-part takes as long at the same time; "only" a part is what remains where all others of the loop are
-left out: however well parts overlap, the whole is not faster than the longest of them alone.
+Such a kernel computes wrong results. The time saved without a part is the cost that no other part
+hides. "only" a part is the time with all other parts of the loop left out: a lower bound, however
+well the parts overlap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_vq.codegen.families.linear import LinearProblem
 from hf_vq.codegen.jit import compiler
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import Store, default_store
-from hf_vq.codegen.jit.launch import Kernel
+from hf_vq.codegen.jit.launch import LoadedKernel
 from hf_vq.codegen.plan import Dtype, LinearPlan, TilePlan, WidePlan
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
@@ -133,42 +133,42 @@ def run(
         if name in CASES.get(count, ())
     ]
     names = {weight_scheme(name): name for name in schemes}
-    variants = {asked: _variants(asked, names[asked.scheme]) for asked in cases}
+    variants = {problem: _variants(problem, names[problem.scheme]) for problem in cases}
     _compile(variants, arch.name)
     found: list[dict[str, Any]] = []
-    for asked in cases:
-        for row in _rows(asked, variants[asked], rounds):
-            row |= {"name": names[asked.scheme], "tokens": asked.tokens}
-            row |= {"out_features": asked.rows, "in_features": asked.in_features}
+    for problem in cases:
+        for row in _rows(problem, variants[problem], rounds):
+            row |= {"name": names[problem.scheme], "tokens": problem.tokens}
+            row |= {"out_features": problem.rows, "in_features": problem.in_features}
             found.append(row)
             report(row)
     return {"rounds": rounds, "dtype": "bfloat16"}, {"rows": found}
 
 
-def _chosen(asked: LinearProblem) -> _Plan | None:
-    if asked.scheme.codebook == "tile":
-        return choose_tiles.choose(asked)
-    if asked.tokens >= choose_wide.fewest_tokens(asked.scheme):
-        return choose_wide.choose(asked)
-    return choose_linear.choose(asked)
+def _chosen(problem: LinearProblem) -> _Plan | None:
+    if problem.scheme.codebook == "tile":
+        return choose_tiles.choose(problem)
+    if problem.tokens >= choose_wide.fewest_tokens(problem.scheme):
+        return choose_wide.choose(problem)
+    return choose_linear.choose(problem)
 
 
-def _launch(plan: _Plan, asked: LinearProblem) -> cuda_fused.Launch:
-    scheme, shape = asked.scheme, (asked.rows, asked.in_features)
+def _launch(plan: _Plan, problem: LinearProblem) -> cuda_fused.Launch:
+    scheme, shape = problem.scheme, (problem.rows, problem.in_features)
     ordinal = torch.cuda.current_device()
     if isinstance(plan, TilePlan):
         return cuda_tiles.prepare(plan, scheme, *shape, torch.bfloat16, ordinal)
     if isinstance(plan, WidePlan):
-        return cuda_wide.prepare(plan, scheme, *shape, asked.tokens, torch.bfloat16, ordinal)
+        return cuda_wide.prepare(plan, scheme, *shape, problem.tokens, torch.bfloat16, ordinal)
     return launch_of(plan, scheme, *shape)
 
 
-def _variants(asked: LinearProblem, name: str) -> dict[str, _Without]:
+def _variants(problem: LinearProblem, name: str) -> dict[str, _Without]:
     """The machine code of the chosen plan without some of its parts; none if there is no plan."""
-    plan = _chosen(asked)
+    plan = _chosen(problem)
     if plan is None:
         return {}
-    each = WITHOUT if (name, asked.tokens) in _WHOLLY else {}
+    each = WITHOUT if (name, problem.tokens) in _WHOLLY else {}
     return {what: _Without(plan, parts) for what, parts in (each | ONLY[plan.kernel]).items()}
 
 
@@ -181,24 +181,24 @@ def _compile(variants: Mapping[LinearProblem, Mapping[str, _Without]], target: s
 
 
 def _rows(
-    asked: LinearProblem, variants: Mapping[str, _Without], rounds: int
+    problem: LinearProblem, variants: Mapping[str, _Without], rounds: int
 ) -> list[dict[str, Any]]:
-    plan = _chosen(asked)
+    plan = _chosen(problem)
     if plan is None:
         return []
-    whole, ordinal = _launch(plan, asked), torch.cuda.current_device()
+    whole, ordinal = _launch(plan, problem), torch.cuda.current_device()
     launches = {"whole": whole} | {
-        what: replace(whole, kernel=Kernel(plan, whole.kernel.arguments, ordinal, store))
+        what: replace(whole, kernel=LoadedKernel(plan, whole.kernel.arguments, ordinal, store))
         for what, store in variants.items()
     }
     if whole.before is not None:
         launches["without the kernel before"] = replace(whole, before=None)
-    x = torch.randn(asked.tokens, asked.in_features, dtype=torch.bfloat16, device="cuda")
-    sets = copies_of(asked.scheme, asked.rows, asked.in_features)
+    x = torch.randn(problem.tokens, problem.in_features, dtype=torch.bfloat16, device="cuda")
+    sets = copies_of(problem.scheme, problem.rows, problem.in_features)
     seconds = interleave_graphs(
-        {"bf16": dense(x, asked.rows)}
+        {"bf16": dense(x, problem.rows)}
         | {
-            what: by_launch(x, sets, asked.scheme, launch, asked.rows)
+            what: by_launch(x, sets, problem.scheme, launch, problem.rows)
             for what, launch in launches.items()
         },
         rounds,

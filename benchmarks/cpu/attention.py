@@ -1,22 +1,20 @@
 """Suite `cpu-attention`: one token's attention over a long KV cache on the CPU, in time per head.
 
-    scores        q K^T alone: the coded keys against dense ones in float32 and bfloat16, against
-                  lookups in tables that are not in registers (the PQ-Attention of NoMAD-Attention,
-                  figure 5), and against the time that this processor needs to read as many bytes;
-                  ours and our dense ones write to memory that is there
-    step          q K^T, softmax and the values: against PyTorch's operations one by one (bmm,
-                  softmax, bmm: what eager attention does), against its fused SDPA, and against
-                  onnxruntime's GroupQueryAttention with an int8 cache where that is installed, and
-                  against reading as many bytes, and arithmetic alone, with as many threads
-    prefill       the same for a chunk of a prompt behind a cached one
+    scores        q K^T only: coded keys against dense keys in float32 and bfloat16, lookups in
+                  tables outside of registers (the PQ-Attention of NoMAD-Attention, figure 5), and
+                  against reading the same number of bytes; the output is preallocated
+    step          q K^T, softmax and the values. Baselines: PyTorch's operations one by one (bmm,
+                  softmax, bmm: eager attention), its fused SDPA, onnxruntime's GroupQueryAttention
+                  with an int8 cache if installed, and, with as many threads, reading the same bytes
+                  and arithmetic alone
+    prefill       the same for a chunk of a prompt after a cached one
     append        one token's keys and values into the cache, per vector
-    append keys   keys alone, against a copy into a dense cache and against the 256-entry search of
+    append keys   keys only, against a copy into a dense cache and against the 256-entry search of
                   `cq-4`, which is that of PQ-Attention
 
-Keys, values and codebooks are random: how fast a kernel is does not depend on them. Every call
-finds its cache in main memory, and follows another of its kind that is not timed, as it does when a
-model generates. What computing alone takes (`us_cached`) is that of few tokens, and of more whose
-codes stay in the processor's second cache.
+Keys, values and codebooks are random: the speed of a kernel does not depend on them. Every call
+finds its cache in main memory, and follows an untimed call of the same kind, as in generation.
+`us_cached` is the compute time: few tokens, and more tokens whose codes stay in the L2 cache.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from hf_vq.ops import KVCacheView, kv_append, kv_attention
 
 from ..roofline.arithmetic import arithmetic
 from ..roofline.cpu import reading
-from ..timing import Contestant, cold_copies, extrapolated, interleave, speedup, summary
+from ..timing import Candidate, cold_copies, extrapolated, interleave, speedup, summary
 
 SCHEMES = ("u4", "u3", "u2", "nomad-u4")
 PQ = "cq-4"  # 256 entries of 2 numbers: the codes of the paper's PQ-Attention
@@ -51,7 +49,7 @@ CONTEXT = 16384
 HEADS = 8  # key/value heads of a call
 HEAD_DIM = 128
 GROUPS = (1, 4)  # query heads per key/value head
-CHUNKS = (32,)  # tokens of a prompt at a time
+CHUNKS = (32,)  # tokens of a prompt chunk
 CHUNK_SCHEMES = ("u4", "nomad-u4", "nomad-4")
 THREADS = (1, 2)
 APPENDED = 64  # tokens of an append
@@ -141,8 +139,9 @@ def _coded_bytes(cached: KVCacheView, sides: str) -> int:
 
 
 def _cold(cached: KVCacheView, nbytes: int) -> list[KVCacheView]:
-    """As many copies of a cache as are never found in a processor's cache, if a call reads `nbytes`
-    bytes of one."""
+    """Copy a KV cache so often that no call finds its data in the processor's caches.
+
+    A call reads `nbytes` bytes of one copy."""
 
     def copy(codes: Tensor) -> Tensor:
         return native.allocate(tuple(codes.shape)).copy_(codes)
@@ -160,22 +159,22 @@ def _cold(cached: KVCacheView, nbytes: int) -> list[KVCacheView]:
 @torch.inference_mode()
 def _scores(schemes: Sequence[str], context: int, rounds: int) -> list[dict[str, Any]]:
     library = native.load()
-    contestants: dict[str, Contestant] = {}
+    candidates: dict[str, Candidate] = {}
     nbytes = {}
     for name in schemes:
         cached = _cached(name, context)
         nbytes[name] = _coded_bytes(cached, "k")
-        contestants[name] = _scoring(_cold(cached, nbytes[name]))
-        contestants |= _in_cache(name, 1, _scoring)
+        candidates[name] = _scoring(_cold(cached, nbytes[name]))
+        candidates |= _in_cache(name, 1, _scoring)
     size = max(nbytes.values())
     read = reading(size)
     if library is not None and read is not None:
-        contestants["read"] = read
-        contestants["dense bf16"] = _dense_scores(library, context, torch.bfloat16)
-        contestants["dense fp32"] = _dense_scores(library, context, torch.float32)
-        contestants["PQ fp32 tables"] = _table_scores(library, context)
-    contestants.update(_torch_scores(context))
-    seconds = interleave(contestants, rounds, untimed=UNTIMED)
+        candidates["read"] = read
+        candidates["dense bf16"] = _dense_scores(library, context, torch.bfloat16)
+        candidates["dense fp32"] = _dense_scores(library, context, torch.float32)
+        candidates["PQ fp32 tables"] = _table_scores(library, context)
+    candidates.update(_torch_scores(context))
+    seconds = interleave(candidates, rounds, untimed=UNTIMED)
     found = []
     shown = _without_cached(seconds)
     for name, times in shown.items():
@@ -195,13 +194,13 @@ def _scores(schemes: Sequence[str], context: int, rounds: int) -> list[dict[str,
 def _of_bandwidth(
     times: list[float], seconds: dict[str, list[float]], share: float
 ) -> dict[str, float]:
-    """The share of our time that reading takes; the yardstick reads 1 / `share` times our bytes."""
+    """Fraction of our time that reading takes; the baseline reads 1 / `share` times our bytes."""
     return {"of_bandwidth": speedup(times, seconds["read"]) * share} if "read" in seconds else {}
 
 
 def _in_cache(
-    name: str, fresh: int, calling: Callable[[list[KVCacheView]], Contestant]
-) -> dict[str, Contestant]:
+    name: str, fresh: int, calling: Callable[[list[KVCacheView]], Candidate]
+) -> dict[str, Candidate]:
     """`calling` with caches of few tokens, for `_us_cached`."""
     return {
         f"{name} cached {tokens}": replace(calling([_cached(name, tokens, fresh)]), calls=16)
@@ -219,13 +218,13 @@ def _without_cached(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     return {name: times for name, times in seconds.items() if " cached " not in name}
 
 
-def _scoring(caches: list[KVCacheView]) -> Contestant:
+def _scoring(caches: list[KVCacheView]) -> Candidate:
     query = torch.randn(1, HEADS, 1, HEAD_DIM)
     out = torch.empty(1, HEADS, 1, caches[0].num_coded)
-    return Contestant(lambda i: scores(query, caches[i], score=out), len(caches))
+    return Candidate(lambda i: scores(query, caches[i], score=out), len(caches))
 
 
-def _dense_scores(library: ctypes.CDLL, context: int, dtype: torch.dtype) -> Contestant:
+def _dense_scores(library: ctypes.CDLL, context: int, dtype: torch.dtype) -> Candidate:
     """Our own loop over dense keys, one head after the other, on huge pages as the codes are."""
     shape = (HEADS, context, HEAD_DIM)
     nbytes = HEADS * context * HEAD_DIM * dtype.itemsize
@@ -242,10 +241,10 @@ def _dense_scores(library: ctypes.CDLL, context: int, dtype: torch.dtype) -> Con
                 context, HEAD_DIM, out[head].data_ptr(),
             )  # fmt: skip
 
-    return Contestant(call, len(copies))
+    return Candidate(call, len(copies))
 
 
-def _table_scores(library: ctypes.CDLL, context: int) -> Contestant:
+def _table_scores(library: ctypes.CDLL, context: int) -> Candidate:
     """PQ-Attention: float32 tables of each query, made in the call, and a load for each code."""
     scheme = kv_scheme(PQ).key
     size, codebook = scheme.vector_size, _codebook(scheme)
@@ -262,15 +261,15 @@ def _table_scores(library: ctypes.CDLL, context: int) -> Contestant:
                 context, HEAD_DIM, out[head].data_ptr(),
             )  # fmt: skip
 
-    return Contestant(call, len(copies))
+    return Candidate(call, len(copies))
 
 
-def _torch_scores(context: int) -> dict[str, Contestant]:
+def _torch_scores(context: int) -> dict[str, Candidate]:
     keys = _dense(context, torch.float32)
     query = torch.randn(HEADS, HEAD_DIM, 1)
     return {
-        "torch K q": Contestant(lambda i: torch.bmm(keys[i], query), len(keys)),
-        "torch q K^T": Contestant(lambda i: torch.bmm(query.mT, keys[i].mT), len(keys)),
+        "torch K q": Candidate(lambda i: torch.bmm(keys[i], query), len(keys)),
+        "torch q K^T": Candidate(lambda i: torch.bmm(query.mT, keys[i].mT), len(keys)),
     }
 
 
@@ -291,8 +290,8 @@ def _steps(
     rounds: int,
 ) -> list[dict[str, Any]]:
     """Steps of one query, or of the `queries` tokens of a chunk."""
-    ours: dict[str, Contestant] = {}
-    in_cache: dict[str, Contestant] = {}
+    ours: dict[str, Candidate] = {}
+    in_cache: dict[str, Candidate] = {}
     nbytes = {}
     for name in schemes:
         cached = _cached(name, context, queries)
@@ -331,13 +330,13 @@ def _steps(
     return found
 
 
-def _stepping(caches: list[KVCacheView], group: int, queries: int) -> Contestant:
+def _stepping(caches: list[KVCacheView], group: int, queries: int) -> Candidate:
     query = torch.randn(1, HEADS * group, queries, HEAD_DIM)
     scaling = HEAD_DIM**-0.5
-    return Contestant(lambda i: kv_attention(query, caches[i], softmax_scale=scaling), len(caches))
+    return Candidate(lambda i: kv_attention(query, caches[i], softmax_scale=scaling), len(caches))
 
 
-def _torch_steps(context: int, rows: int) -> dict[str, Contestant]:
+def _torch_steps(context: int, rows: int) -> dict[str, Candidate]:
     """`rows` queries of each key/value head: of a group, or of a chunk whose mask hides little."""
     found = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -348,7 +347,7 @@ def _torch_steps(context: int, rows: int) -> dict[str, Contestant]:
     return found
 
 
-def _composed(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Contestant:
+def _composed(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Candidate:
     scaling = HEAD_DIM**-0.5
 
     def call(i: int) -> Tensor:
@@ -356,20 +355,20 @@ def _composed(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Contes
         logits = torch.bmm(keys[i], query.mT).mT * scaling
         return torch.bmm(logits.softmax(-1), values[i])
 
-    return Contestant(call, len(keys))
+    return Candidate(call, len(keys))
 
 
-def _fused(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Contestant:
+def _fused(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Candidate:
     def call(i: int) -> Tensor:
         # [1, heads, rows, D] over [1, heads, T, D]: a group's heads are as good as queries.
         return torch.nn.functional.scaled_dot_product_attention(
             query[None], keys[i][None], values[i][None]
         )
 
-    return Contestant(call, len(keys))
+    return Candidate(call, len(keys))
 
 
-def _onnxruntime_step(context: int, group: int) -> Contestant | None:
+def _onnxruntime_step(context: int, group: int) -> Candidate | None:
     try:
         from ..peers import onnx_runtime
     except ImportError:
@@ -380,12 +379,12 @@ def _onnxruntime_step(context: int, group: int) -> Contestant | None:
 @torch.no_grad()  # a cache would not keep tensors of inference_mode
 def _appends(schemes: Sequence[str], sides: str, rounds: int) -> list[dict[str, Any]]:
     """Appending keys and values ("kv"), or keys alone ("k"), which have peers."""
-    contestants = {name: _appending(_layer(name), sides) for name in schemes}
+    candidates = {name: _appending(_layer(name), sides) for name in schemes}
     peers = []
     if sides == "k":
-        contestants["dense fp32"] = _copying()
-        peers = [name for name in (PQ, "dense fp32") if name in contestants]
-    seconds = interleave(contestants, rounds)
+        candidates["dense fp32"] = _copying()
+        peers = [name for name in (PQ, "dense fp32") if name in candidates]
+    seconds = interleave(candidates, rounds)
     vectors = len(sides) * HEADS * APPENDED
     found = []
     for name, times in seconds.items():
@@ -399,7 +398,7 @@ def _appends(schemes: Sequence[str], sides: str, rounds: int) -> list[dict[str, 
     return found
 
 
-def _appending(layer: VQCacheLayer, sides: str) -> Contestant:
+def _appending(layer: VQCacheLayer, sides: str) -> Candidate:
     tokens = torch.randn(1, HEADS, APPENDED, HEAD_DIM)
     layer.update(tokens, tokens)
     stores = [getattr(layer, side) for side in sides]
@@ -412,14 +411,14 @@ def _appending(layer: VQCacheLayer, sides: str) -> Contestant:
         for store in stores:
             store.codes.end += APPENDED
 
-    return Contestant(call, calls=LAYERS)
+    return Candidate(call, calls=LAYERS)
 
 
-def _copying() -> Contestant:
-    """Keys as they are, into the next place of a cache in float32."""
+def _copying() -> Candidate:
+    """Copy of keys to the next position of a dense float32 cache."""
     tokens = torch.randn(1, HEADS, APPENDED, HEAD_DIM)
     places = cold_copies(tokens.nbytes)
     cache = torch.randn(1, HEADS, places * APPENDED, HEAD_DIM)
-    return Contestant(
+    return Candidate(
         lambda i: cache.narrow(2, i * APPENDED, APPENDED).copy_(tokens), places, LAYERS
     )

@@ -1,11 +1,11 @@
 """Suite `cpu-generate`: milliseconds a token of `generate()` on the CPU, a Llama of the 1B class.
 
-Ours: all linear layers as `vq-4`, the cache as `u4`; and 4 bits in 16 entries, which take fewer
-instructions than 256: `turboquant-4` and `nomad-u4`. Without a context, also what of a token the
-layers take when they follow each other (`ms_layers`), and what a token takes whose layers do
-nothing (`ms_rest`). Peers: the same model dense in bfloat16 with `DynamicCache`, with the attention
-implementations `sdpa` and `eager`; and llama.cpp, if the path of its `llama-bench` and of GGUF
-files of this model are given. Weights and contexts are random.
+Ours: all linear layers as `vq-4`, the cache as `u4`; and 4 bits in 16 entries, `turboquant-4` and
+`nomad-u4`, which take fewer instructions than 256 entries. Without a context, the suite also
+measures the linear layers back to back (`ms_layers`) and a token with no-op layers (`ms_rest`).
+Peers: the same model dense in bfloat16 with `DynamicCache`, with the attention implementations
+`sdpa` and `eager`; and llama.cpp, given the paths of its `llama-bench` and of GGUF files of this
+model. Weights and contexts are random.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..timing import interleave
 CONTEXTS = (0, 16384)
 KV_HEADS = (16, 4)
 OURS = {"vq-4 + u4": ("vq-4", "u4"), "turboquant-4 + nomad-u4": ("turboquant-4", "nomad-u4")}
-READ = 1 << 26  # bytes read at a time, to know the bandwidth
+READ = 1 << 26  # bytes of a read that measures the bandwidth
 TOKENS = {0: 24, 16384: 8}  # generated per run; the first is not counted
 DENSE_TOKENS = {0: 12, 16384: 4}  # by Transformers' own model, which takes most of the time
 UNTIMED = 8  # tokens of a model's first run, which finds what it will call again
@@ -99,10 +99,10 @@ def run(
 
 def _bandwidth() -> float | None:
     """GB/s that torch's threads read; None without the native library."""
-    contestant = reading(READ)
-    if contestant is None:
+    candidate = reading(READ)
+    if candidate is None:
         return None
-    return READ / median(interleave({"read": contestant}, 20)["read"]) / 1e9
+    return READ / median(interleave({"read": candidate}, 20)["read"]) / 1e9
 
 
 def _layers(model: LlamaForCausalLM) -> list[VQLinear]:
@@ -142,15 +142,15 @@ def _generate(
         for name, model in models.items():
             own = name in OURS
             model.set_attn_implementation("eager" if name.endswith("eager") else "sdpa")
-            held = name if own else "dense"
-            if held not in filled or not context:
-                filled[held] = _cache(name, model.config)
+            cache_name = name if own else "dense"
+            if cache_name not in filled or not context:
+                filled[cache_name] = _cache(name, model.config)
                 if context:
-                    fill_cache(filled[held], model.config, context, torch.bfloat16)
+                    fill_cache(filled[cache_name], model.config, context, torch.bfloat16)
             tokens = (TOKENS if own else DENSE_TOKENS).get(context, 8)
-            seconds[name] += _token_seconds(model, filled[held], context, tokens)
+            seconds[name] += _token_seconds(model, filled[cache_name], context, tokens)
             if context:
-                filled[held].crop(context - filled[held].get_seq_length())
+                filled[cache_name].crop(context - filled[cache_name].get_seq_length())
             if name in parts:
                 parts[name]["ms_layers"] += _layer_seconds(model, tokens)
                 with _idle_layers():
@@ -186,7 +186,7 @@ def _token_seconds(model: LlamaForCausalLM, cache: Cache, context: int, tokens: 
 
 @torch.inference_mode()
 def _layer_seconds(model: LlamaForCausalLM, times: int) -> list[float]:
-    """Of one token through all linear layers, one after another, with nothing between them."""
+    """Time one token through all linear layers back to back, in seconds."""
     inputs = [
         (layer, torch.randn(1, 1, layer.in_features, dtype=torch.bfloat16))
         for layer in _layers(model)

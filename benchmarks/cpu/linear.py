@@ -1,13 +1,13 @@
 """Suite `cpu-linear`: one token through a quantized linear layer on the CPU, against PyTorch.
 
 Peers: `_weight_int4pack_mm_for_cpu` (4 bits, groups of 128), and dense layers in bfloat16 and
-float32; in one thread also llama.cpp's Q4_K, if the folder of its libraries is given (`q4_K`), and
-for `aqlm-2` the package `aqlm`, where it, numba and scipy are installed. Codes are random: how fast
-a kernel is does not depend on them. The weights of every call come from main memory. A call follows
-another of its kind that is not timed, as layers follow each other when a model generates. `read`
-does nothing but read, as many bytes as the largest scheme has, with as many threads, and
-`arithmetic` multiplies matrices that stay in a cache. What computing alone takes (`us_cached`) is
-that of few rows, and of more of a matrix that stays in the second cache.
+float32. In one thread also llama.cpp's Q4_K, given the folder of its libraries (`q4_K`), and for
+`aqlm-2` the package `aqlm`, if it, numba and scipy are installed. Codes are random: the speed of a
+kernel does not depend on them. The weights of every call come from main memory. A call follows an
+untimed call of the same kind, as in generation. `read` is the memory roofline: it only reads, as
+many bytes as the largest scheme has, with the same threads. `arithmetic` multiplies matrices that
+stay in a cache. `us_cached` is the compute time: few rows, and more rows that stay in the L2
+cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.fixtures.random_weights import random_tensors
 from ..peers import llama_cpp
 from ..roofline.arithmetic import arithmetic
 from ..roofline.cpu import reading
-from ..timing import Contestant, cold_copies, extrapolated, interleave, speedup, summary
+from ..timing import Candidate, cold_copies, extrapolated, interleave, speedup, summary
 
 SCHEMES = (
     "vq-4", "turboquant-4", "vq-3", "vq-2", "gptvq-2", "aqlm-2", "aqlm-3",
@@ -95,33 +95,33 @@ def _shape(
     ggml: Path | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     x = torch.randn(rows, in_features, dtype=torch.bfloat16)
-    contestants = peers(x, out_features)
+    candidates = peers(x, out_features)
     if ggml is not None:
-        contestants["q4_K"] = llama_cpp.contestant(ggml, out_features, in_features)
-    others = list(contestants)
+        candidates["q4_K"] = llama_cpp.candidate(ggml, out_features, in_features)
+    others = list(candidates)
     kernels, nbytes = {}, {}
     for name in schemes:
         scheme = weight_scheme(name)
-        contestants[name] = _ours(scheme, x, out_features)
+        candidates[name] = _ours(scheme, x, out_features)
         nbytes[name] = int(scheme.bits(in_features, out_features) / 8 * in_features * out_features)
-        asked = linear_problem("linear", x, scheme.spec(), out_features)
-        kernels[name] = dispatch.select(asked).name
+        problem = linear_problem("linear", x, scheme.spec(), out_features)
+        kernels[name] = dispatch.select(problem).name
     cached = {
         name: _cached(scheme, x)
         for name in schemes
-        # Tiles have tables of their own, which few rows do not pay for.
+        # Each tile needs its table, which does not pay for few rows.
         if (scheme := weight_scheme(name)).codebook != "tile" and torch.get_num_threads() == 1
     }
     for name, (few, more, *_) in cached.items():
-        contestants |= {f"{name} cached": few, f"{name} cached, more": more}
+        candidates |= {f"{name} cached": few, f"{name} cached, more": more}
     size = max(nbytes.values())
     read = reading(size)
     if read is not None:
-        contestants["read"] = read
-    contestants["arithmetic"] = arithmetic()
-    seconds = interleave(contestants, rounds, untimed=UNTIMED)
+        candidates["read"] = read
+    candidates["arithmetic"] = arithmetic()
+    seconds = interleave(candidates, rounds, untimed=UNTIMED)
     found = []
-    for name in (name for name in contestants if " cached" not in name):
+    for name in (name for name in candidates if " cached" not in name):
         row: dict[str, Any] = {
             "name": name,
             "out_features": out_features,
@@ -145,7 +145,7 @@ def _shape(
     return found
 
 
-def _ours(scheme: VQScheme, x: Tensor, out_features: int) -> Contestant:
+def _ours(scheme: VQScheme, x: Tensor, out_features: int) -> Candidate:
     in_features = x.shape[-1]
     stored = random_tensors(scheme, out_features, in_features)
     copies = cold_copies(stored["codes"].nbytes + stored["scale"].nbytes)
@@ -153,32 +153,32 @@ def _ours(scheme: VQScheme, x: Tensor, out_features: int) -> Contestant:
         {**stored, "codes": stored["codes"].clone(), "scale": stored["scale"].clone()}
         for _ in range(copies)
     ]
-    return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), copies)
+    return Candidate(lambda i: ops.linear(x, sets[i], None, scheme), copies)
 
 
-def _cached(scheme: VQScheme, x: Tensor) -> tuple[Contestant, Contestant, int, int]:
+def _cached(scheme: VQScheme, x: Tensor) -> tuple[Candidate, Candidate, int, int]:
     """A layer of few rows, one of more whose codes stay in a cache, and the rows of both."""
     row_bytes = int(scheme.bits(x.shape[-1], 1) / 8 * x.shape[-1])
     least = TABLE_ROWS if scheme.vector_size == 8 else 8
     most = max(CACHED // row_bytes, 2 * least)
     few, more = (random_tensors(scheme, count, x.shape[-1]) for count in (least, most))
     return (
-        Contestant(lambda i: ops.linear(x, few, None, scheme), calls=16),
-        Contestant(lambda i: ops.linear(x, more, None, scheme), calls=16),
+        Candidate(lambda i: ops.linear(x, few, None, scheme), calls=16),
+        Candidate(lambda i: ops.linear(x, more, None, scheme), calls=16),
         least,
         most,
     )
 
 
-def peers(x: Tensor, out_features: int) -> dict[str, Contestant]:
+def peers(x: Tensor, out_features: int) -> dict[str, Candidate]:
     """PyTorch's products with 4-bit weights and with dense ones."""
     in_features = x.shape[-1]
-    found: dict[str, Contestant] = {}
+    found: dict[str, Candidate] = {}
     codes = torch.randint(16, (out_features, in_features), dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     scales = torch.rand(in_features // INT4_GROUP, out_features, 2).to(torch.bfloat16)
     weights = [packed.clone() for _ in range(cold_copies(packed.nbytes))]
-    found["int4"] = Contestant(
+    found["int4"] = Candidate(
         lambda i: torch.ops.aten._weight_int4pack_mm_for_cpu(x, weights[i], INT4_GROUP, scales),
         len(weights),
     )
@@ -191,14 +191,14 @@ def peers(x: Tensor, out_features: int) -> dict[str, Contestant]:
 
 @torch.inference_mode()
 def _package(out_features: int, in_features: int, rounds: int) -> list[dict[str, Any]]:
-    """The package beside our kernel for its scheme, in one thread; nothing where it is missing."""
+    """The package and our kernel for its scheme, in one thread; nothing if it is missing."""
     try:
         from ..peers import aqlm_numba
     except ImportError:
         return []
     x = torch.randn(1, in_features, dtype=torch.bfloat16)
     ours = _ours(weight_scheme(PACKAGED), x, out_features)
-    package = aqlm_numba.contestant(out_features, in_features)
+    package = aqlm_numba.candidate(out_features, in_features)
     seconds = interleave({PACKAGED: ours, PACKAGE: package}, rounds, untimed=UNTIMED)
     return [
         {
@@ -208,5 +208,5 @@ def _package(out_features: int, in_features: int, rounds: int) -> list[dict[str,
     ]  # fmt: skip
 
 
-def _dense(x: Tensor, copies: list[Tensor]) -> Contestant:
-    return Contestant(lambda i: torch.nn.functional.linear(x, copies[i]), len(copies))
+def _dense(x: Tensor, copies: list[Tensor]) -> Candidate:
+    return Candidate(lambda i: torch.nn.functional.linear(x, copies[i]), len(copies))

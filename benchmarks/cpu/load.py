@@ -1,9 +1,10 @@
 """Suite `cpu-load`: loading a published checkpoint of 7B size against reading its bytes.
 
-AQLM of a Llama-2-7B's shape with random codes, in eight files. Reading is safetensors, every tensor
-copied to memory and kept, as a model keeps it. Loading is `from_pretrained` of the adopted
-checkpoint, and then a byte of every page: tensors that are kept as they lie are mapped, and would
-be read by the first token. By turns, from the disk and from the page cache.
+The checkpoint is AQLM of a Llama-2-7B's shape with random codes, in eight files. Reading is
+safetensors: every tensor is copied to memory and kept, like the tensors of a model. Loading is
+`from_pretrained` of the adopted checkpoint, followed by one byte of every page: unchanged tensors
+are memory-mapped, and the first token would read them. Runs are interleaved, from the disk and
+from the page cache.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def write(folder: Path, config: LlamaConfig, books: int, bits: int, shards: int)
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether a folder is on no disk (Linux)."""
+    """True if a folder is on tmpfs or ramfs, not on a disk (Linux)."""
     kinds = {}
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, kind, *_ = line.split()
@@ -128,7 +129,7 @@ def anonymous_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise VQError("this kernel does not say how much memory a process has of its own.")
+    raise VQError("this kernel does not say how much private memory a process has.")
 
 
 def peak_above(load: Callable[[], Any]) -> int:
@@ -146,10 +147,10 @@ def peak_above(load: Callable[[], Any]) -> int:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        held = load()
+        loaded = load()
         gc.collect()
         after = anonymous_bytes()
-        del held
+        del loaded
     finally:
         over.set()
         watcher.join()
@@ -163,7 +164,7 @@ def run(
     config: LlamaConfig | None = None,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read and load every variant by turns; `report` gets each row when it is known.
+    """Read and load all variants in interleaved runs; `report` gets each row when it is known.
 
     Args:
         rounds: of which the medians count.
@@ -207,9 +208,9 @@ def _timed(folder: Path, rounds: int) -> dict[str, Any]:
                 if where == "disk":
                     forget(folder)
                 start = time.perf_counter()
-                held = ways[way](folder)
+                loaded = ways[way](folder)
                 seconds[way].append(time.perf_counter() - start)
-                del held
+                del loaded
                 gc.collect()
         ratios = [a / b for a, b in zip(seconds["load"], seconds["read"], strict=True)]
         found |= {f"{where}_{way}_s": statistics.median(seconds[way]) for way in ways}

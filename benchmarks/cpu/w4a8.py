@@ -20,7 +20,7 @@ from hf_vq.formats.qoq import encode
 from hf_vq.ops.library import linear_problem
 from hf_vq.ops.w4a8 import quantize_tokens
 
-from ..timing import Contestant, cold_copies, interleave, speedup, summary
+from ..timing import Candidate, cold_copies, interleave, speedup, summary
 from .linear import peers
 
 SHAPES = ((4096, 4096), (14336, 4096))  # out_features, in_features
@@ -58,33 +58,33 @@ def run(
 def _rows(out_features: int, in_features: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
     x = torch.randn(tokens, in_features, dtype=torch.bfloat16)
     against = {**_integers(x, out_features), **peers(x, out_features)}
-    contestants = {name: _ours(name, x, out_features) for name in QOQ_SCHEMES} | against
-    seconds = interleave(contestants, rounds)
+    candidates = {name: _ours(name, x, out_features) for name in QOQ_SCHEMES} | against
+    seconds = interleave(candidates, rounds)
     found = []
-    for name in contestants:
+    for name in candidates:
         row: dict[str, Any] = {
             "name": name, "out_features": out_features, "in_features": in_features,
             "tokens": tokens, **summary(seconds[name]),
         }  # fmt: skip
         if name in QOQ_SCHEMES:
-            asked = linear_problem("w4a8_linear", x, name, out_features)
-            row["kernel"] = dispatch.select(asked).name
+            problem = linear_problem("w4a8_linear", x, name, out_features)
+            row["kernel"] = dispatch.select(problem).name
             row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in against}
         found.append(row)
     return found
 
 
-def _ours(name: str, x: Tensor, out_features: int) -> Contestant:
+def _ours(name: str, x: Tensor, out_features: int) -> Candidate:
     weight = torch.randn(out_features, x.shape[-1])
     stored = encode(weight, QOQ_SCHEMES[name])
     sets = [
         {**stored, "codes": stored["codes"].clone()}
         for _ in range(cold_copies(stored["codes"].nbytes))
     ]
-    return Contestant(lambda i: ops.w4a8_linear(x, sets[i], None, name), len(sets))
+    return Candidate(lambda i: ops.w4a8_linear(x, sets[i], None, name), len(sets))
 
 
-def _integers(x: Tensor, out_features: int) -> dict[str, Contestant]:
+def _integers(x: Tensor, out_features: int) -> dict[str, Candidate]:
     """PyTorch's own products with weights of 8 bits."""
     weight = torch.randint(-127, 128, (out_features, x.shape[-1]), dtype=torch.int8)
     copies = [weight.clone() for _ in range(cold_copies(weight.nbytes))]
@@ -95,8 +95,8 @@ def _integers(x: Tensor, out_features: int) -> dict[str, Contestant]:
         return (torch._int_mm(numbers, copies[i].T) * size * scale).to(x.dtype)
 
     return {
-        "int8": Contestant(
+        "int8": Candidate(
             lambda i: torch.ops.aten._weight_int8pack_mm(x, copies[i], scale), len(copies)
         ),
-        "int8 x int8": Contestant(both, len(copies)),
+        "int8 x int8": Candidate(both, len(copies)),
     }

@@ -1,12 +1,12 @@
-"""Suite `cuda-attention`: one step of attention over a coded KV cache on a GPU.
+"""Suite `cuda-attention`: one step of attention over a quantized KV cache on a GPU.
 
-    decode   attention of one token, against the fastest that PyTorch has over a cache in bfloat16
-             (cuDNN, flash, memory-efficient, plain maths; all are tried)
-    store    one token's keys and values into a static cache, against the copies of `StaticCache`
-    memory   what the allocator gives for a token
+    decode   attention of one token, against the fastest attention of PyTorch over a cache in
+             bfloat16 (cuDNN, flash, memory-efficient and math are tried)
+    store    append of one token to a static cache, against the copies of `StaticCache`
+    memory   bytes that the allocator gives per token
 
-Caches are those that `VQCache` makes: sinks and a window of floats, then codes. Calls find their
-cache in no cache of the GPU and lie in CUDA graphs.
+Caches are made by `VQCache`: sinks and a window of floats, then codes. Calls run in CUDA graphs,
+with a cold L2 cache.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from hf_vq.ops.library import attention_problem
 
 from ..peers import sdpa
 from ..random_kv import HEAD_DIM, SINKS, WINDOW, bytes_read, coded_cache, copy_of, layer_arguments
-from ..timing import Contestant, speedup, summary
+from ..timing import Candidate, speedup, summary
 from .timing import cold_copies, interleave_graphs
 
 SCHEMES = ("u4", "u3", "u2", "k4v2", "cq-4", "cq-2", "nomad-u4", "qserve-kv4")
 MEMORY = 4.6e12  # bytes that an H200 reads in a second, at best
-_COPIES = 64  # at most: short caches then lie in L2, for all contestants alike
-_COMPILING = 16  # kernels at a time
+_COPIES = 64  # at most: short caches then lie in L2, for all candidates alike
+_COMPILING = 16  # kernels compiled in parallel
 _CAPACITY = 1024  # tokens of a cache that is stored to
 _LAYERS = 32  # whose caches a round of `store` writes to
 _REFERENCE = "reference"  # the row that is no kernel; it is not timed
@@ -114,18 +114,18 @@ def run(
 def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[str, Any]]:
     query = torch.randn(case.batch, case.heads, 1, HEAD_DIM, dtype=_DTYPE, device="cuda")
     peers = sdpa.fastest(*case, HEAD_DIM, _DTYPE, _COPIES)
-    contestants = {f"bf16 {name}": contestant for name, contestant in peers.items()}
+    candidates = {f"bf16 {name}": candidate for name, candidate in peers.items()}
     nbytes = dict.fromkeys(
-        contestants, 2 * case.batch * case.kv_heads * case.context * HEAD_DIM * _DTYPE.itemsize
+        candidates, 2 * case.batch * case.kv_heads * case.context * HEAD_DIM * _DTYPE.itemsize
     )
     kernels: dict[str, str] = {}
     for name in schemes:
         cached = coded_cache(name, *case[1:], _DTYPE)
         kernels[name], nbytes[name] = _kernel(query, cached), bytes_read(cached)
         if kernels[name] != _REFERENCE:
-            contestants[name] = _attending(query, cached, nbytes[name])
-    _compile(contestants[name] for name in kernels if name in contestants)
-    seconds = interleave_graphs(contestants, rounds)
+            candidates[name] = _attending(query, cached, nbytes[name])
+    _compile(candidates[name] for name in kernels if name in candidates)
+    seconds = interleave_graphs(candidates, rounds)
     best = min((name for name in seconds if name not in kernels), key=lambda n: median(seconds[n]))
     found = []
     for name in (*seconds, *(name for name in kernels if name not in seconds)):
@@ -143,29 +143,29 @@ def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[s
 
 def _kernel(query: Tensor, cached: KVCacheView) -> str:
     """The entry of the dispatch table that runs."""
-    asked = attention_problem(
+    problem = attention_problem(
         query.device, query.dtype, cached.key.scheme, cached.value.scheme, HEAD_DIM, HEAD_DIM,
         1, cached.max_seqlen, cached.key.layout, cached.value.layout,
     )  # fmt: skip
-    return dispatch.select(asked).name
+    return dispatch.select(problem).name
 
 
-def _attending(query: Tensor, cached: KVCacheView, nbytes: int) -> Contestant:
+def _attending(query: Tensor, cached: KVCacheView, nbytes: int) -> Candidate:
     copies = min(cold_copies(nbytes), _COPIES)
     caches = [cached, *(copy_of(cached) for _ in range(copies - 1))]
     scaling = HEAD_DIM**-0.5
-    return Contestant(lambda i: kv_attention(query, caches[i], softmax_scale=scaling), copies)
+    return Candidate(lambda i: kv_attention(query, caches[i], softmax_scale=scaling), copies)
 
 
-def _compile(contestants: Iterable[Contestant]) -> None:
-    """Let contestants find their kernels, side by side: compilers take seconds."""
+def _compile(candidates: Iterable[Candidate]) -> None:
+    """Let candidates find their kernels, side by side: compilers take seconds."""
 
-    def first(contestant: Contestant) -> None:
+    def first(candidate: Candidate) -> None:
         with torch.no_grad():  # a setting of the thread
-            contestant.call(0)
+            candidate.call(0)
 
     with ThreadPoolExecutor(_COMPILING) as pool:
-        list(pool.map(first, contestants))
+        list(pool.map(first, candidates))
     torch.cuda.synchronize()
 
 
@@ -175,21 +175,21 @@ def _store_rows(
     """One token's keys and values of each row, to the caches of a model's layers in turn."""
     shape = batch, kv_heads, 1, HEAD_DIM
     keys, values = torch.randn(2, *shape, dtype=_DTYPE, device="cuda").unbind()
-    contestants = {"bf16": _copying(keys, values)}
+    candidates = {"bf16": _copying(keys, values)}
     kernels = {}
     for name in schemes:
         layer = VQStaticLayer(*layer_arguments(name, kv_heads, limit=_CAPACITY))
         prompt = torch.randn(2, batch, kv_heads, 2 * WINDOW, HEAD_DIM, dtype=_DTYPE, device="cuda")
         layer.update(*prompt.unbind())
-        asked = dispatch.KVAppendProblem(
+        problem = dispatch.KVAppendProblem(
             "cuda", str(_DTYPE)[6:], layer.k.spec, layer.v.spec,
             1, HEAD_DIM, HEAD_DIM, "rows", "rows", STATIC,
         )  # fmt: skip
-        kernels[name] = dispatch.select(asked).name
+        kernels[name] = dispatch.select(problem).name
         if kernels[name] != _REFERENCE:
-            contestants[name] = _storing(layer.static, keys, values)
-    _compile(contestants.values())
-    seconds = interleave_graphs(contestants, rounds)
+            candidates[name] = _storing(layer.static, keys, values)
+    _compile(candidates.values())
+    seconds = interleave_graphs(candidates, rounds)
     found = []
     for name, times in seconds.items():
         row: dict[str, Any] = {
@@ -201,7 +201,7 @@ def _store_rows(
     return found
 
 
-def _copying(keys: Tensor, values: Tensor) -> Contestant:
+def _copying(keys: Tensor, values: Tensor) -> Candidate:
     batch, kv_heads, _, dim = keys.shape
     shape = batch, kv_heads, _CAPACITY, dim
     caches = [keys.new_zeros(2, *shape).unbind() for _ in range(_LAYERS)]
@@ -211,12 +211,12 @@ def _copying(keys: Tensor, values: Tensor) -> Contestant:
         for cache, tokens in zip(caches[i], (keys, values), strict=True):
             cache.index_copy_(2, position, tokens)
 
-    return Contestant(call, _LAYERS)
+    return Candidate(call, _LAYERS)
 
 
-def _storing(cached: KVCacheView, keys: Tensor, values: Tensor) -> Contestant:
+def _storing(cached: KVCacheView, keys: Tensor, values: Tensor) -> Candidate:
     caches = [copy_of(cached) for _ in range(_LAYERS)]
-    return Contestant(lambda i: kv_append(keys, values, caches[i]), _LAYERS)
+    return Candidate(lambda i: kv_append(keys, values, caches[i]), _LAYERS)
 
 
 def _memory_rows(schemes: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Suite `cuda-calibrate`: what calibrating a Llama-3-8B costs on one GPU, in seconds and in memory.
+"""Suite `cuda-calibrate`: seconds and memory of calibrating a Llama-3-8B on one GPU.
 
-A few of its blocks, with random weights in bfloat16 in the GPU's memory, through what a user's
-calibration goes through: hidden states of all tokens, second moments, codes with feedback, the
-outputs with these codes. All blocks have one size, so 32 of them take 32 times what one does; the
-row says how many were measured and what the model would take.
+A few blocks with random bfloat16 weights in GPU memory pass through the steps of a user's
+calibration: hidden states of all tokens, second moments, codes with feedback, and outputs with
+these codes. All blocks have one size, so 32 blocks take 32 times as long as one. The row records
+the number of measured blocks and the extrapolated time of the model.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def calibrated(
 
     Returns:
         seconds of the whole, of each block but the last, and of what is no block, as the embedding;
-        and the most memory that was allocated beside the model, in MB.
+        and the peak memory in addition to the model, in MB.
     """
     torch.manual_seed(0)
     model = random_llama(config, torch.bfloat16, None, device)
@@ -139,7 +139,7 @@ def summary(name: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Timed(WeightCalibration):
-    """On random tokens; keeps the seconds of each block."""
+    """Calibration on random tokens that records the seconds of each block."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

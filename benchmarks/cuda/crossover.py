@@ -1,9 +1,10 @@
-"""Suite `cuda-crossover`: from which size of a matrix on learned codebooks pay for their bits.
+"""Suite `cuda-crossover`: the matrix size from which learned codebooks are worth their bits.
 
-A codebook per tensor is stored with it: on a small matrix its bits are better spent on codes. Here
-Gaussian matrices n x n, with inputs whose directions have unequal power, are calibrated with a
-scheme of learned codebooks and with the universal one of about as many bits; errors are those of
-the outputs. A bit more divides an error by four (rate-distortion theory of a Gaussian source), so
+A codebook per tensor is stored with the tensor: on a small matrix its bits are better spent on
+codes. The suite calibrates Gaussian matrices n x n, for inputs whose directions have unequal
+power, with a scheme of learned codebooks and with the universal scheme of about the same bits.
+Errors are errors of the outputs. One more bit divides an error by four (rate-distortion theory of
+a Gaussian source), so
 
     at equal bits = error of the learned one / error of the other * 4^(bits - bits of the other)
 
@@ -96,5 +97,5 @@ def crossing(weight: Tensor, moments: Tensor, name: str) -> dict[str, Any]:
 
 
 def stored_bits(tensors: dict[str, Tensor], weight: Tensor) -> float:
-    """Of every weight, codebooks counted, without what all layers share."""
+    """Bits per weight, with per-layer codebooks and without codebooks shared by all layers."""
     return 8 * sum(tensor.nbytes for tensor in tensors.values()) / weight.numel()

@@ -1,11 +1,11 @@
 """Suite `cuda-generate`: tokens a second of `generate()` on a GPU, a random Llama-3-8B.
 
 `generate(cache_implementation="static")` compiles the model for one token (torch.compile, mode
-reduce-overhead, here without a graph break) and replays CUDA graphs; so it does with a `VQCache`.
-Beside it the same after `hf_vq.capture`, a CUDA graph of one eager forward, which shows what
-compiling gives, the time of a step by what its kernels do, that of its linear layers without
-anything in between, and the bytes that a step must read. The output layer stays dense, as
-`VQConfig` leaves it.
+reduce-overhead, here without a graph break) and replays CUDA graphs, also with a `VQCache`. The
+suite measures as well: the same model after `hf_vq.capture`, a CUDA graph of one eager forward,
+which shows the gain of compilation; the time of a step by kind of kernel; its linear layers back
+to back; and the bytes that a step must read. The output layer stays dense, the default of
+`VQConfig`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_vq.formats.stored_weight import flat
 from hf_vq.nn import VQLinear
 
 from ..random_llama import TokenClock, random_llama
-from ..timing import Contestant
+from ..timing import Candidate
 from .timing import interleave_graphs
 
 SCHEMES = ("vq-4", "turboquant-4", "vq-2")
@@ -78,7 +78,7 @@ def run(
     rounds: int = 3,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Time the dense model and every scheme, one after another; `report` gets each row.
+    """Time the dense model, then every scheme; `report` gets each row.
 
     Args:
         config: of the model; None for Llama-3-8B.
@@ -93,17 +93,17 @@ def run(
     if not torch.cuda.is_available():
         raise VQBackendError("the suite cuda-generate needs a CUDA device.")
     config = config or llama_8b()
-    contestants = [(DENSE_ROW, DENSE_ROW)]
-    contestants += [(name, cache) for name in schemes for cache in (DENSE_ROW, CACHE)]
+    candidates = [(DENSE_ROW, DENSE_ROW)]
+    candidates += [(name, cache) for name in schemes for cache in (DENSE_ROW, CACHE)]
     found: list[dict[str, Any]] = []
     dense: dict[str, Any] = {}
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(process(_open, name, cache, config)) for name, cache in contestants
+            stack.enter_context(process(_open, name, cache, config)) for name, cache in candidates
         ]
         for compiled in [worker.submit(_compile) for worker in workers]:
             compiled.result()
-        for worker in workers:  # the GPU is that of one at a time
+        for worker in workers:  # one worker uses the GPU
             row = worker.submit(_measure, rounds).result()
             dense = dense or row
             if row is not dense:
@@ -129,7 +129,7 @@ def process(open_: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
 
 
 class _Session:
-    """What a process has."""
+    """State of a measuring process."""
 
     model: LlamaForCausalLM
     name: str
@@ -168,7 +168,7 @@ def _measure(rounds: int) -> dict[str, Any]:
     row["generate_ms"] = median(_generate(model, cache) for _ in range(rounds))
     row["tokens_per_second"] = 1e3 / row["generate_ms"]
     row["step_ms"], row["parts_ms"] = step_parts(partial(_generate, model, cache))
-    row["alone_ms"] = layers_alone(model)
+    row["alone_ms"] = linear_layers_ms(model)
     row["gb_per_second"] = row["gigabytes"] / row["step_ms"] * 1e3
     if cache is None:
         row["eager_graph_ms"] = _eager_graph(model)
@@ -185,9 +185,9 @@ def forget_compiled() -> None:
 
 
 def _ceiling(row: dict[str, Any], dense: dict[str, Any]) -> float:
-    """How many times faster a step were if codes were read as fast as dense layers are.
+    """Upper bound of the speedup of a step: codes are read at the bandwidth of dense layers.
 
-    All else takes what it takes in the dense model: norms, attention, the dense output layer.
+    Norms, attention and the dense output layer take the time of the dense model.
     """
     saved = 1 - row["layer_gigabytes"] / dense["layer_gigabytes"]
     step: float = dense["step_ms"]
@@ -260,8 +260,8 @@ def split_step(kernels: Sequence[Kernel]) -> dict[str, float]:
     return found
 
 
-def layers_alone(model: LlamaForCausalLM) -> float:
-    """Milliseconds of all linear layers but the output layer, one after the other in a CUDA graph.
+def linear_layers_ms(model: LlamaForCausalLM) -> float:
+    """Milliseconds of all linear layers except the output layer, back to back in a CUDA graph.
 
     Those of codes that have one input are one launch, as in a compiled step.
     """
@@ -279,7 +279,7 @@ def layers_alone(model: LlamaForCausalLM) -> float:
             _multiply(hidden, mlp.gate_proj, mlp.up_proj)
             _multiply(inner, mlp.down_proj)
 
-    return median(interleave_graphs({"step": Contestant(step)}, _ALONE_ROUNDS)["step"]) * 1e3
+    return median(interleave_graphs({"step": Candidate(step)}, _ALONE_ROUNDS)["step"]) * 1e3
 
 
 def _multiply(x: Tensor, *layers: nn.Module) -> None:
@@ -311,5 +311,5 @@ def _eager_graph(model: LlamaForCausalLM) -> float:
         logits: Tensor = found.logits
         return logits
 
-    seconds = interleave_graphs({"step": Contestant(step)}, _EAGER_ROUNDS)
+    seconds = interleave_graphs({"step": Candidate(step)}, _EAGER_ROUNDS)
     return median(seconds["step"]) * 1e3

@@ -1,9 +1,9 @@
-"""Suite `cuda-generate-kv`: `generate()` behind a long context on a GPU, a random Llama-3-8B.
+"""Suite `cuda-generate-kv`: `generate()` after a long context on a GPU, a random Llama-3-8B.
 
-Caches are filled with random tokens, so no long prompt is computed. A static cache in bfloat16,
-which `generate` compiles, against `VQCache(max_cache_len=...)`, with dense weights and with codes.
-Beside each the time of one step as eager code launches it, in a CUDA graph; that of bfloat16 also
-for a cache that is exactly as long as its tokens: PyTorch's fastest attention takes no mask.
+Caches are filled with random tokens, so no long prompt is computed. The baseline is a static cache
+in bfloat16, which `generate` compiles; ours is `VQCache(max_cache_len=...)`, with dense weights
+and with codes. Each row also has the time of one eager step in a CUDA graph. For bfloat16 there is
+one more, with a cache exactly as long as its tokens: PyTorch's fastest attention takes no mask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import kv_scheme
 
 from ..random_llama import TokenClock, fill_cache, random_llama
-from ..timing import Contestant
+from ..timing import Candidate
 from .generate import LAYERS, bytes_read, forget_compiled, llama_8b, process, step_parts
 from .timing import interleave_graphs
 
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """What `str` gives: ROWSxTOKENS."""
+        """Parse ROWSxTOKENS, the inverse of `str`."""
         batch, _, context = text.partition("x")
         return cls(int(batch), int(context))
 
@@ -97,7 +97,7 @@ def run(
         schemes: of the caches.
         layers: of the model, of 32.
         config: of the model; None for Llama-3-8B.
-        cases: that are timed, one after another.
+        cases: cases to time, in order.
         rounds: calls of `generate` that are timed.
 
     Returns:
@@ -110,15 +110,15 @@ def run(
         raise VQBackendError("the suite cuda-generate-kv needs a CUDA device.")
     config = config or llama_8b(layers)
     config.max_position_embeddings = max(case.context for case in cases) + _ROOM
-    contestants = [(DENSE, DENSE), *((w, s) for w in (DENSE, WEIGHTS) for s in schemes)]
+    candidates = [(DENSE, DENSE), *((w, s) for w in (DENSE, WEIGHTS) for s in schemes)]
     found: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        workers = [stack.enter_context(process(_open, *pair, config)) for pair in contestants]
+        workers = [stack.enter_context(process(_open, *pair, config)) for pair in candidates]
         for case in cases:
             for compiled in [worker.submit(_compile, *case) for worker in workers]:
                 compiled.result()
             peer: dict[str, Any] | None = None
-            for worker in workers:  # the GPU is that of one at a time
+            for worker in workers:  # one worker uses the GPU
                 for row in worker.submit(_measure, rounds).result():
                     peer = peer or row
                     if row is not peer:
@@ -135,7 +135,7 @@ def run(
 
 
 class _Session:
-    """A process of its own with one model and one kind of cache."""
+    """A separate process with one model and one kind of cache."""
 
     model: LlamaForCausalLM
     weights: str
@@ -258,5 +258,5 @@ def _eager_graph(model: LlamaForCausalLM, cache: Cache, batch: int) -> float:
         logits: Tensor = found.logits
         return logits
 
-    seconds = interleave_graphs({"step": Contestant(step)}, _EAGER_ROUNDS, warmup=1)
+    seconds = interleave_graphs({"step": Candidate(step)}, _EAGER_ROUNDS, warmup=1)
     return median(seconds["step"]) * 1e3

@@ -1,9 +1,9 @@
 """Suite `cuda-linear`: quantized linear layers on a GPU, against bfloat16 and tinygemm's int4.
 
-Also the mechanisms of the fused kernel one by one, on and off; the host's time for a call; and what
-decodes rows for cuBLAS as a fraction of what memory gives: of a kernel that only writes, and of one
-that reads as much as it writes; one token as a fraction of reading codes and scales alone. Codes
-are random: how fast a kernel is does not depend on them.
+The suite also measures each mechanism of the fused kernel, on and off; the host time of a call;
+the dequantize kernels as a fraction of the memory roofline, of a kernel that only writes and of
+one that reads as much as it writes; and one token as a fraction of reading codes and scales. Codes
+are random: the speed of a kernel does not depend on them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_vq import dispatch, ops
 from hf_vq.backends.cuda.linear import fused as cuda_fused
 from hf_vq.backends.cuda.linear.dequantize import DeviceWeight
 from hf_vq.codegen.families.dequantize_rotated import restorable
-from hf_vq.codegen.families.linear import LinearProblem, choose, feasible, fusable, held_sets
+from hf_vq.codegen.families.linear import LinearProblem, choose, feasible, fusable, x_sets_of
 from hf_vq.codegen.families.linear_tile_codebook import tiled
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype, LinearPlan
@@ -34,7 +34,7 @@ from hf_vq.ops.library import linear_problem
 from tests.fixtures.random_weights import random_tensors
 
 from ..roofline.cuda import PLANS, reading
-from ..timing import Contestant, speedup, summary
+from ..timing import Candidate, speedup, summary
 from .timing import cold_copies, interleave_graphs
 
 SCHEMES = ("vq-4", "turboquant-4", "vq-3", "vq-2", "quip-sharp-2", "quip-sharp-4", "aqlm-2",
@@ -96,13 +96,13 @@ def _linear_rows(
     layers: Layers, out_features: int, in_features: int, tokens: int, rounds: int
 ) -> list[dict[str, Any]]:
     x = torch.randn(tokens, in_features, dtype=_DTYPE, device="cuda")
-    contestants = {"bf16": dense(x, out_features), "int4 tinygemm": _tinygemm(x, out_features)}
+    candidates = {"bf16": dense(x, out_features), "int4 tinygemm": _tinygemm(x, out_features)}
     kernels, read = {}, {}
     for name, sets in layers.items():
         scheme = weight_scheme(name)
-        contestants[name] = ours(x, sets, scheme)
-        asked = linear_problem("linear", x, scheme.spec(), out_features)
-        kernels[name] = dispatch.select(asked).name
+        candidates[name] = ours(x, sets, scheme)
+        problem = linear_problem("linear", x, scheme.spec(), out_features)
+        kernels[name] = dispatch.select(problem).name
         if tokens == 1:
             read[name] = sum(t.nbytes for key, t in sets[0].items() if key != "signs")
     reads = {
@@ -110,9 +110,9 @@ def _linear_rows(
         for nbytes in set(read.values())
         for i, plan in enumerate(PLANS)
     }
-    seconds = interleave_graphs(contestants | reads, rounds)
+    seconds = interleave_graphs(candidates | reads, rounds)
     found = []
-    for name in contestants:
+    for name in candidates:
         row: dict[str, Any] = {"what": "linear", "name": name, "tokens": tokens}
         row |= summary(seconds[name])
         peers = [peer for peer in ("bf16", "int4 tinygemm") if peer != name]
@@ -120,9 +120,9 @@ def _linear_rows(
             row["kernel"] = kernels[name]
             row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in peers}
         if name in read:
-            alone = min((seconds[_reading(read[name], i)] for i in range(len(PLANS))), key=median)
-            row["read_us"] = summary(alone)["us"]
-            row["of_reading"] = speedup(seconds[name], alone)
+            reading = min((seconds[_reading(read[name], i)] for i in range(len(PLANS))), key=median)
+            row["read_us"] = summary(reading)["us"]
+            row["of_reading"] = speedup(seconds[name], reading)
         found.append(row)
     return found
 
@@ -131,28 +131,26 @@ def _reading(nbytes: int, plan: int) -> str:
     return f"reading {nbytes} bytes by plan {plan}"
 
 
-def dense(x: Tensor, out_features: int) -> Contestant:
+def dense(x: Tensor, out_features: int) -> Candidate:
     """A layer in bfloat16."""
     weight = torch.randn(out_features, x.shape[-1], dtype=_DTYPE, device="cuda")
     weights = [weight.clone() for _ in range(cold_copies(weight.nbytes))]
-    return Contestant(lambda i: torch.nn.functional.linear(x, weights[i]), len(weights))
+    return Candidate(lambda i: torch.nn.functional.linear(x, weights[i]), len(weights))
 
 
-def _tinygemm(x: Tensor, out_features: int) -> Contestant:
+def _tinygemm(x: Tensor, out_features: int) -> Candidate:
     """int4 with scales for groups of 128, as torch computes with it."""
     columns = x.shape[-1]
     plain = torch.randint(256, (out_features, columns // 2), dtype=torch.uint8, device="cuda")
     packed = torch._convert_weight_to_int4pack(plain, 8)
     copies = [packed.clone() for _ in range(cold_copies(packed.nbytes))]
     scales = torch.randn(columns // _GROUP, out_features, 2, dtype=_DTYPE, device="cuda")
-    return Contestant(
-        lambda i: torch._weight_int4pack_mm(x, copies[i], _GROUP, scales), len(copies)
-    )
+    return Candidate(lambda i: torch._weight_int4pack_mm(x, copies[i], _GROUP, scales), len(copies))
 
 
-def ours(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
+def ours(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Candidate:
     """The layer on codes, by the row that the table chooses."""
-    return Contestant(lambda i: ops.linear(x, sets[i], None, scheme), len(sets))
+    return Candidate(lambda i: ops.linear(x, sets[i], None, scheme), len(sets))
 
 
 def copies_of(scheme: VQScheme, out_features: int, in_features: int) -> list[dict[str, Tensor]]:
@@ -176,27 +174,27 @@ def _mechanism_rows(
 ) -> list[dict[str, Any]]:
     """One token by the chosen plan, and by plans that lack one thing each."""
     scheme, arch = weight_scheme(name), device_arch(torch.cuda.current_device())
-    asked = LinearProblem(scheme, 1, out_features, in_features, Dtype.BFLOAT16, arch)
-    chosen = choose(asked)
+    problem = LinearProblem(scheme, 1, out_features, in_features, Dtype.BFLOAT16, arch)
+    chosen = choose(problem)
     if chosen is None:
         return []
     x = torch.randn(1, in_features, dtype=_DTYPE, device="cuda")
     plans = {"chosen": chosen} | {
         what: plan
         for what, plan in _without(chosen, in_features).items()
-        if feasible(plan, asked) is None
+        if feasible(plan, problem) is None
     }
-    contestants = {
+    candidates = {
         what: by_plan(x, sets, scheme, plan, out_features) for what, plan in plans.items()
     }
-    contestants["no overlapping launches"] = by_plan(
+    candidates["no overlapping launches"] = by_plan(
         x, sets, scheme, chosen, out_features, overlap=False
     )
-    seconds = interleave_graphs(contestants, rounds)
+    seconds = interleave_graphs(candidates, rounds)
     return [
         {"what": "mechanism", "name": name, "plan": what, **summary(seconds[what]),
          "times chosen": speedup(seconds["chosen"], seconds[what])}
-        for what in contestants
+        for what in candidates
     ]  # fmt: skip
 
 
@@ -205,18 +203,20 @@ def _without(plan: LinearPlan, in_features: int) -> dict[str, LinearPlan]:
     found = {
         "one copy of the codebook (VQ-LLM)": replace(plan, replicas=1, interleaved=1),
         "codebook in L2": replace(plan, in_shared=False, replicas=1, interleaved=1),
-        "one chunk on its way": replace(plan, steps=1, early=False, scales_together=False),
+        "one chunk on its way": replace(
+            plan, pipeline_depth=1, prefetch_x=False, scales_together=False
+        ),
         "one warp for all columns": replace(
             plan,
-            split=1,
+            split_k_warps=1,
             threads=min(plan.threads, 480),
-            sets=held_sets(in_features, plan.unit, 1, plan.steps, True),
+            x_sets=x_sets_of(in_features, plan.unit, 1, plan.pipeline_depth, True),
         ),
     }
-    if plan.interleaved == 2 and plan.stages == 1 and plan.scope.value != "e8p":
+    if plan.interleaved == 2 and plan.num_codebooks == 1 and plan.scope.value != "e8p":
         found["addresses by shift and mask"] = replace(plan, interleaved=1)
     if plan.rotate:
-        found["rotation by a kernel of its own"] = replace(plan, rotate=False)
+        found["rotation by a separate kernel"] = replace(plan, rotate=False)
     if plan.scope.value == "e8p" or plan.fused > 1:  # tables are not what is stored
         del found["codebook in L2"]
     return {what: other for what, other in found.items() if other != plan}
@@ -238,7 +238,7 @@ def by_plan(
     out_features: int,
     *,
     overlap: bool = True,
-) -> Contestant:
+) -> Candidate:
     """The fused kernel with a plan that nobody chose; see `cuda_fused.run` for `overlap`."""
     launch = launch_of(plan, scheme, out_features, x.shape[-1])
     return by_launch(x, sets, scheme, launch, out_features, overlap=overlap)
@@ -252,7 +252,7 @@ def by_launch(
     out_features: int,
     *,
     overlap: bool = True,
-) -> Contestant:
+) -> Candidate:
     """A kernel that was prepared for the layer."""
     ordinal = torch.cuda.current_device()
     y = x.new_empty(len(x), out_features)
@@ -261,7 +261,7 @@ def by_launch(
         weight = StoredWeight.of(sets[i], scheme, x.shape[-1])
         cuda_fused.run(x, (weight,), (None,), (y,), ordinal, launch, overlap)
 
-    return Contestant(call, len(sets))
+    return Candidate(call, len(sets))
 
 
 @torch.no_grad()
@@ -306,10 +306,10 @@ def _decode_rows(
         for _ in range(cold_copies(nbytes))
     ]
     count = len(buffers)
-    contestants = {
-        "write": Contestant(lambda i: buffers[i].fill_(1.0), count),
+    candidates = {
+        "write": Candidate(lambda i: buffers[i].fill_(1.0), count),
         # A kernel: a copy in a graph would be a slower transfer.
-        "read and write": Contestant(
+        "read and write": Candidate(
             lambda i: torch.add(buffers[i - 1], 1.0, out=buffers[i]), count
         ),
     }
@@ -321,11 +321,11 @@ def _decode_rows(
         moved[name] = nbytes + sum(
             tensor.nbytes for key, tensor in sets[0].items() if key != "signs"
         )
-        contestants[name] = _decoding(sets, buffers, scheme, in_features)
-    seconds = interleave_graphs(contestants, rounds)
+        candidates[name] = _decoding(sets, buffers, scheme, in_features)
+    seconds = interleave_graphs(candidates, rounds)
     ceilings = {name: moved[name] / min(seconds[name]) for name in ("write", "read and write")}
     found = []
-    for name in contestants:
+    for name in candidates:
         row: dict[str, Any] = {"what": "decode", "name": name, **summary(seconds[name])}
         row["gb_per_second"] = moved[name] / row["us"] / 1e3
         if name not in ceilings:
@@ -338,7 +338,7 @@ def _decode_rows(
 
 def _decoding(
     sets: list[dict[str, Tensor]], buffers: list[Tensor], scheme: VQScheme, in_features: int
-) -> Contestant:
+) -> Candidate:
     book = "codebook_2" if scheme.two_passes else "codebook"  # nested: of both codes
     stored = [
         DeviceWeight(tensors["codes"], tensors[book], tensors["scale"], scheme, in_features)
@@ -355,4 +355,4 @@ def _decoding(
         else:
             ready.decode(0, out)
 
-    return Contestant(call, max(len(stored), len(buffers)))
+    return Candidate(call, max(len(stored), len(buffers)))

@@ -1,9 +1,9 @@
-"""Suite `cuda-offload`: second passes that are copied to the GPU while a model runs.
+"""Suite `cuda-offload`: residual passes that are copied to the GPU while a model runs.
 
-A Llama with random weights, some layers of one of 8 billion weights, its linear layers
-`turboquant-4+4` and others, runs prompts and single tokens with resident and with offloaded second
-passes. Beside it the bytes that are copied, how long their copies take when nothing else runs, and
-what the bus gives to one large copy: of what the copies take alone, how much is hidden.
+The model is a Llama with random weights and some layers of an 8B model, its linear layers
+`turboquant-4+4` and others. It runs prompts and single tokens with resident and with offloaded
+residual passes. Each row also has the bytes that are copied, the time of these copies alone, the
+bandwidth of the bus for one large copy, and the fraction of the copy time that is hidden.
 """
 
 from __future__ import annotations
@@ -89,20 +89,20 @@ def _compared(model: Any, modules: list[Any], count: int, rounds: int) -> dict[s
     ]
     saved = before - torch.cuda.memory_allocated()
     offloaded, offloaded_host = _seconds(step, rounds)
-    alone, _ = _seconds(_copies(modules), rounds)
+    copying, _ = _seconds(_copies(modules), rounds)
     placed("resident")
     kept, kept_host = _seconds(step, rounds)
-    hidden = 1 - max(offloaded - kept, 0.0) / alone
+    hidden = 1 - max(offloaded - kept, 0.0) / copying
     return {
         "same_logits": same,
         "resident_ms": 1e3 * kept,
         "resident_host_ms": 1e3 * kept_host,
         "offload_ms": 1e3 * offloaded,
         "offload_host_ms": 1e3 * offloaded_host,
-        "copies_ms": 1e3 * alone,
+        "copies_ms": 1e3 * copying,
         "hidden": hidden,
         "copied_mb": sum(nbytes) / _MB,
-        "gb_per_second": sum(nbytes) / alone / 1e9,
+        "gb_per_second": sum(nbytes) / copying / 1e9,
         "slots_mb": pool.nbytes / _MB,
         "largest_mb": max(nbytes) / _MB,
         "saved_mb": saved / _MB,
@@ -110,7 +110,7 @@ def _compared(model: Any, modules: list[Any], count: int, rounds: int) -> dict[s
 
 
 def _seconds(step: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Of one step, and of the host alone: until it has launched everything."""
+    """Seconds of one step, and of its host part: until the last launch returns."""
     for _ in range(_WARMUPS):
         step()
     times, launching = [], []

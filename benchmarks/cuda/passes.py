@@ -1,8 +1,8 @@
-"""Suite `cuda-passes`: products of two nested passes on a GPU, by every kernel that knows them.
+"""Suite `cuda-passes`: products of two nested passes on a GPU, by every kernel that supports them.
 
-Generated CUDA, Triton and cuTile, against a dense bfloat16 weight; one token also against a kernel
-that reads as many bytes and does nothing else, and beside a matrix of so many rows that every team
-of warps has as many tiles as the others. Codes are random.
+Generated CUDA, Triton and cuTile, against a dense bfloat16 weight. One token is also compared with
+a kernel that only reads the same number of bytes, and with a matrix whose rows fill the last wave
+of tiles. Codes are random.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_vq.ops.library import linear_problem
 
 from ..peers import cutile_cubins
 from ..roofline.cuda import PLANS, reading
-from ..timing import Contestant, summary
+from ..timing import Candidate, summary
 from .linear import by_plan, copies_of, dense, ours
 from .timing import interleave_graphs
 
@@ -87,40 +87,40 @@ def _timed(
     rounds: int,
     cubins: Path | None,
 ) -> dict[str, Any]:
-    contestants = {
+    candidates = {
         "bf16": dense(x, out_features),
         "cuda": ours(x, sets, scheme),
         "triton": _by_triton(x, sets, scheme),
     }
     if len(x) == 1:
         nbytes = sum(t.nbytes for key, t in sets[0].items() if key in ("codes", "codes_2", "scale"))
-        contestants |= {f"read {i}": reading(nbytes, plan) for i, plan in enumerate(PLANS)}
-        filled_rows, contestants["filled"] = _filled(x, scheme, out_features)
+        candidates |= {f"read {i}": reading(nbytes, plan) for i, plan in enumerate(PLANS)}
+        filled_rows, candidates["filled"] = _filled(x, scheme, out_features)
     if cubins is not None and cutile_cubins.runnable(scheme, x.shape[-1]):
-        contestants["cutile"] = cutile_cubins.by_driver(x, sets, scheme, cubins)
-    seconds = interleave_graphs(contestants, rounds)
+        candidates["cutile"] = cutile_cubins.by_driver(x, sets, scheme, cubins)
+    seconds = interleave_graphs(candidates, rounds)
     found = {f"{n}_us": summary(t)["us"] for n, t in seconds.items() if not n.startswith("read ")}
-    alone = [median(times) for name, times in seconds.items() if name.startswith("read ")]
-    if alone:
-        found |= {"read_us": 1e6 * min(alone), "filled_rows": filled_rows}
+    read_times = [median(times) for name, times in seconds.items() if name.startswith("read ")]
+    if read_times:
+        found |= {"read_us": 1e6 * min(read_times), "filled_rows": filled_rows}
     row = dispatch.select(linear_problem("linear", x, scheme.spec(), out_features))
     return {"kernel": row.name, **found}
 
 
-def _filled(x: Tensor, scheme: VQScheme, out_features: int) -> tuple[int, Contestant]:
-    """As many rows as fill the last round of tiles too, by the plan for `out_features`."""
+def _filled(x: Tensor, scheme: VQScheme, out_features: int) -> tuple[int, Candidate]:
+    """Round `out_features` up to rows that fill the last wave of tiles, and time that layer."""
     columns, arch = x.shape[-1], device_arch(torch.cuda.current_device())
     plan = choose(LinearProblem(scheme, 1, out_features, columns, Dtype.BFLOAT16, arch))
     assert plan is not None
-    teams = arch.sms * plan.resident * (plan.threads // 32 // plan.split)
+    teams = arch.sms * plan.blocks_per_sm * (plan.threads // 32 // plan.split_k_warps)
     at_a_time = teams * TILE_ROWS * plan.row_tiles
     rows = -(-out_features // at_a_time) * at_a_time
     return rows, by_plan(x, copies_of(scheme, rows, columns), scheme, plan, rows)
 
 
-def _by_triton(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Contestant:
+def _by_triton(x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme) -> Candidate:
     from hf_vq.backends.triton import linear as triton_linear
 
     linear: Callable[..., Tensor] = triton_linear.linear
     weights = [StoredWeight.of(tensors, scheme, x.shape[-1]) for tensors in sets]
-    return Contestant(lambda i: linear(x, weights[i], None), len(sets))
+    return Candidate(lambda i: linear(x, weights[i], None), len(sets))

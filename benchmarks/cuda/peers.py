@@ -1,9 +1,10 @@
 """Suite `cuda-peers`: quantized linear layers against the open-source kernels of VQ-LLM's tables.
 
-VQ-LLM (arXiv 2503.02236) states its gains as latency that is saved against AQLM's and QuIP#'s own
-kernels. AQLM's are those of the installed package `aqlm`; more than 6 tokens it multiplies by a
-decoded weight, fewer one after another, and both are timed for any number. QuIP# decodes the
-weight and multiplies by it: here by our own decode kernel (its speed: suite `cuda-linear`).
+VQ-LLM (arXiv 2503.02236) states its gains as latency reduction against the authors' kernels of
+AQLM and QuIP#. AQLM's kernels are those of the installed package `aqlm`: it multiplies more than 6
+tokens by a decoded weight and fewer one by one; both are timed for any number. QuIP#
+decodes the weight and multiplies by it, here with our own dequantize kernel (its speed: suite
+`cuda-linear`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.stored_weight import StoredWeight
 
 from ..peers import aqlm_cuda
-from ..timing import Contestant, speedup, summary
+from ..timing import Candidate, speedup, summary
 from .linear import SHAPES, copies_of, dense, ours
 from .timing import interleave_graphs
 
@@ -82,9 +83,9 @@ def _rows(
     for peer, call in peers.items():
         if not peer.endswith("kernels alone"):
             _check(peer, call(0), expected)
-    contestants = {"ours": ours(x, sets, scheme), "bf16": dense(x, out_features)}
-    contestants |= {peer: Contestant(call, len(sets)) for peer, call in peers.items()}
-    seconds = interleave_graphs(contestants, rounds)
+    candidates = {"ours": ours(x, sets, scheme), "bf16": dense(x, out_features)}
+    candidates |= {peer: Candidate(call, len(sets)) for peer, call in peers.items()}
+    seconds = interleave_graphs(candidates, rounds)
     mine = {"name": name, "tokens": tokens, "ours_us": summary(seconds["ours"])["us"]}
     return [
         {**mine, "peer": peer, **summary(seconds[peer]),

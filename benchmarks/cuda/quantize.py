@@ -1,8 +1,9 @@
-"""Suite `cuda-quantize`: what quantizing and loading cost on a GPU, in seconds and in memory.
+"""Suite `cuda-quantize`: seconds and memory of quantizing and loading on a GPU.
 
-All matrices of Llama-3-8B, with random weights in bfloat16 in the GPU's memory, through what the
-quantizer calls for each. Beside it one matrix with kernels and without (HF_VQ_BACKEND=reference),
-and the peak of memory while a smaller model is loaded, quantized before or on the way.
+All matrices of Llama-3-8B, with random bfloat16 weights in GPU memory, pass through the functions
+that the quantizer calls. Further rows: one matrix with kernels and without
+(HF_VQ_BACKEND=reference), and the peak memory of loading a smaller model, quantized before or
+during the load.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hf_vq.fit import fit_weight
 from hf_vq.formats.catalog import weight_scheme
 
 from ..random_llama import llama_config
-from ..timing import Contestant, interleave, speedup
+from ..timing import Candidate, interleave, speedup
 
 SCHEMES = ("vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "quip-sharp-4")
 # out_features, in_features: q, k, v, o, gate, up, down
@@ -89,7 +90,7 @@ def _random(shape: tuple[int, int]) -> Tensor:
 
 
 def _quantized(weights: list[Tensor], name: str) -> dict[str, Any]:
-    """Seconds for all weights, and the most that was allocated beside them and the results."""
+    """Seconds for all weights, and the peak memory in addition to them and the results."""
     scheme = weight_scheme(name)
     for weight in weights[: len(LAYER)]:  # compiles
         fit_weight(weight, scheme)
@@ -120,8 +121,8 @@ def _against_pytorch(name: str, rounds: int) -> float:
 
     seconds = interleave(
         {
-            "kernels": Contestant(lambda i: fit("")),
-            "PyTorch": Contestant(lambda i: fit("reference")),
+            "kernels": Candidate(lambda i: fit("")),
+            "PyTorch": Candidate(lambda i: fit("reference")),
         },
         rounds,
         warmup=1,

@@ -1,8 +1,8 @@
-"""Suite `cuda-tune`: which plan of the fused linear kernel is the fastest on this GPU.
+"""Suite `cuda-tune`: search for the fastest plan of the fused linear kernel on this GPU.
 
-For every scheme, shape and number of tokens, the plans that the model of `codegen` ranks first take
-turns, in CUDA graphs over data that no cache holds. Each winner is written, when it is known, to
-the table that `codegen.tuned` reads.
+For every scheme, shape and number of tokens, the suite runs the plans that the cost model of
+`codegen` ranks first: interleaved, in CUDA graphs, with a cold L2 cache. Each winner is written at
+once to the table that `codegen.tuned` reads.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(
     """Measure in bfloat16, and keep the winners for both 16-bit dtypes.
 
     Args:
-        table: file that is extended (default: the one on disk, beside the kernels).
+        table: file that is extended (default: the one in the kernel store).
         report: gets a row for every problem.
 
     Returns:
@@ -72,7 +72,7 @@ def run(
         for number in tokens
         if fusable(weight_scheme(name), shape[1]) is None
     }
-    ranked = {asked: _ranked(problem) for asked, problem in problems.items()}
+    ranked = {key: _ranked(problem) for key, problem in problems.items()}
     _compile({plan for plans in ranked.values() for plan in plans}, arch.name)
     path = tuned.keep({}, table)  # fails before anything is measured
     for (name, shape, number), plans in ranked.items():
@@ -96,7 +96,9 @@ def run(
 
 def _ranked(problem: LinearProblem) -> list[LinearPlan]:
     """The plans that are measured: those of the model, and what it knows no difference of."""
-    both = (pair for plan in best(problem, -_UNSURE) for pair in (plan, replace(plan, early=True)))
+    both = (
+        pair for plan in best(problem, -_UNSURE) for pair in (plan, replace(plan, prefetch_x=True))
+    )
     return [plan for plan in both if feasible(plan, problem) is None][:PLANS]
 
 
@@ -121,6 +123,6 @@ def _times(
             for i, plan in enumerate(plans)
             if not launch_of(plan, scheme, rows, columns).kernel.local_bytes
         }
-    contestants = {name: by_plan(x, sets, scheme, plan, rows) for name, plan in names.items()}
-    seconds = interleave_graphs(contestants, rounds)
+    candidates = {name: by_plan(x, sets, scheme, plan, rows) for name, plan in names.items()}
+    seconds = interleave_graphs(candidates, rounds)
     return {plan: summary(seconds[name])["us"] for name, plan in names.items()}

@@ -1,9 +1,9 @@
 """Suite `cuda-w4a8`: linear layers of 4-bit weights and 8-bit inputs on a GPU, against bfloat16.
 
-Inputs are bfloat16 and are rounded at every call, within the time. Peers: dense layers, and
+Inputs are bfloat16, and their quantization is timed in every call. Peers: dense layers, and
 PyTorch's own product of 8-bit weights and inputs (`_int_mm`, which needs more than 16 tokens)
-without rounding and scaling. One token also as a fraction of reading codes and steps alone; more
-beside the time of rounding alone, and what tensor cores take at the least.
+without quantization and scaling. One token is also given as a fraction of reading codes and steps;
+more tokens with the time of quantization alone and the lower bound of tensor cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_vq.formats.qoq import encode
 from hf_vq.ops.library import linear_problem
 
 from ..roofline.cuda import PLANS, reading
-from ..timing import Contestant, speedup, summary
+from ..timing import Candidate, speedup, summary
 from .linear import dense
 from .timing import cold_copies, interleave_graphs
 
@@ -86,14 +86,14 @@ def _rows(
     peers = {"bf16": dense(x, out_features)}
     if tokens > _MOST_OF_INT_MM:
         peers["int8 x int8"] = _int_mm(tokens, out_features, in_features)
-    contestants, kernels, nbytes = dict(peers), {}, {}
+    candidates, kernels, nbytes = dict(peers), {}, {}
     for name, sets in layers.items():
-        contestants[name] = ours(x, sets, name)
+        candidates[name] = ours(x, sets, name)
         kernels[name] = dispatch.select(linear_problem("w4a8_linear", x, name, out_features)).name
         nbytes[name] = sum(tensor.nbytes for tensor in sets[0].values())
     if tokens > 1:
         swizzled = "cuda.w4a8_wide" in kernels.values()
-        contestants["rounding"] = Contestant(lambda i: w4a8_inputs.tokens(swizzled, x), 1)
+        candidates["rounding"] = Candidate(lambda i: w4a8_inputs.tokens(swizzled, x), 1)
     read = {}
     if tokens == 1:
         read = {
@@ -101,10 +101,10 @@ def _rows(
             for name, count in nbytes.items()
             for i, plan in enumerate(PLANS)
         }
-    known = {**contestants, **{f"reading {name} {i}": one for (name, i), one in read.items()}}
+    known = {**candidates, **{f"reading {name} {i}": one for (name, i), one in read.items()}}
     seconds = interleave_graphs(known, rounds)
     found = []
-    for name in contestants:
+    for name in candidates:
         row: dict[str, Any] = {
             "name": name, "out_features": out_features, "in_features": in_features,
             "tokens": tokens, **summary(seconds[name]),
@@ -116,14 +116,14 @@ def _rows(
             row["rounding_us"] = summary(seconds["rounding"])["us"]
             row |= _least_of_tensor_cores(out_features * in_features * tokens)
         if name in layers and tokens == 1:
-            alone = [seconds[f"reading {name} {i}"] for i in range(len(PLANS))]
-            row["of_reading"] = max(speedup(seconds[name], one) for one in alone)
+            reading = [seconds[f"reading {name} {i}"] for i in range(len(PLANS))]
+            row["of_reading"] = max(speedup(seconds[name], one) for one in reading)
         found.append(row)
     return found
 
 
 def _least_of_tensor_cores(products: int) -> dict[str, float]:
-    """Of a Hopper GPU, at its highest clock; nothing is known of others."""
+    """Lower bound of tensor core time on a Hopper GPU at its highest clock; empty on others."""
     arch = device_arch(torch.cuda.current_device())
     if arch.name != "sm_90a":
         return {}
@@ -131,13 +131,13 @@ def _least_of_tensor_cores(products: int) -> dict[str, float]:
     return {"tensor_us": 1e6 * products / (_OF_A_CLOCK * arch.sms * clock)}
 
 
-def ours(x: Tensor, sets: list[dict[str, Tensor]], name: str) -> Contestant:
+def ours(x: Tensor, sets: list[dict[str, Tensor]], name: str) -> Candidate:
     """The layer by the row that the table chooses."""
-    return Contestant(lambda i: ops.w4a8_linear(x, sets[i], None, name), len(sets))
+    return Candidate(lambda i: ops.w4a8_linear(x, sets[i], None, name), len(sets))
 
 
-def _int_mm(tokens: int, out_features: int, in_features: int) -> Contestant:
+def _int_mm(tokens: int, out_features: int, in_features: int) -> Candidate:
     x = torch.randint(-127, 128, (tokens, in_features), dtype=torch.int8, device="cuda")
     weight = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8, device="cuda")
     copies = [weight.clone() for _ in range(cold_copies(weight.nbytes))]
-    return Contestant(lambda i: torch._int_mm(x, copies[i].T), len(copies))
+    return Candidate(lambda i: torch._int_mm(x, copies[i].T), len(copies))

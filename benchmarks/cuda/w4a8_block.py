@@ -1,8 +1,8 @@
-"""Suite `cuda-w4a8-block`: one block of a Llama-3-8B shape with W4A8 weights on a GPU, where norms
-and gated products round for the layers behind them, and where each layer rounds for itself.
+"""Suite `cuda-w4a8-block`: one block of a Llama-3-8B shape with W4A8 weights on a GPU.
 
-Up to 256 tokens are of as many requests, each of which attends to itself alone: what a step of
-decoding is without its cache. More are one prompt. Peers: the same block apart, and dense.
+The suite compares quantization fused into norms and gated products with quantization in each
+layer. Up to 256 tokens are one request each, which attends only to itself: a decode step without
+its cache. More tokens are one prompt. Peers: the block with separate quantization, and dense.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_vq.hf.fused_activations import fuse_inputs, separate_inputs
 from ..random_llama import llama_config, random_llama
 from ..tables.cuda_w4a8 import GROUPED, WHOLE
 from ..tables.limits import pick
-from ..timing import Contestant, speedup, summary
+from ..timing import Candidate, speedup, summary
 from .timing import cold_copies, interleave_graphs
 
 SCHEMES = ("qoq-w4a8", "qoq-w4a8-g128")
@@ -77,7 +77,7 @@ def run(
 
 
 def _model(scheme: str | None, hidden: int, ffn: int) -> Any:
-    """As many blocks as no cache holds together."""
+    """Build a model with so many blocks that their weights exceed every cache."""
     per_weight = 2 if scheme is None else 0.5
     copies = cold_copies(int(3 * hidden * ffn * per_weight))
     config = llama_config(KV_HEADS, _REQUESTS, layers=copies, hidden=hidden, ffn=ffn)
@@ -89,7 +89,7 @@ def _block(
     tokens: int,
     hidden: int,
     prepare: Callable[[nn.Module], None] = lambda block: None,
-) -> Contestant:
+) -> Candidate:
     shape = (tokens, 1, hidden) if tokens <= _REQUESTS else (1, tokens, hidden)
     x = torch.randn(shape, dtype=_DTYPE, device="cuda")
     positions = model.rotary_emb(x, torch.arange(shape[1], device="cuda")[None])
@@ -99,7 +99,7 @@ def _block(
         y: Tensor = model.layers[i](x, position_embeddings=positions)
         return y
 
-    return Contestant(call, len(model.layers))
+    return Candidate(call, len(model.layers))
 
 
 def table(rows: Rows) -> str:

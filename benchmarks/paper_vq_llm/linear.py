@@ -1,4 +1,4 @@
-"""The kernel that VQ-LLM describes (vq_llm.cu), to be measured and not to be used."""
+"""Linear layer on the kernel that VQ-LLM describes (vq_llm.cu): a baseline, not used by models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_vq.codegen.jit.kernel_store import default_store
-from hf_vq.codegen.jit.launch import Kernel
+from hf_vq.codegen.jit.launch import LoadedKernel
 
 from .plan import VqLlmPlan
 
@@ -32,8 +32,8 @@ class VqLlmArguments(ctypes.Structure):
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(plan: VqLlmPlan, ordinal: int) -> Kernel:
-    return Kernel(plan, VqLlmArguments, ordinal, default_store())
+def _kernel(plan: VqLlmPlan, ordinal: int) -> LoadedKernel:
+    return LoadedKernel(plan, VqLlmArguments, ordinal, default_store())
 
 
 class PaperLinear:

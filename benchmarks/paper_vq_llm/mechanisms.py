@@ -1,10 +1,10 @@
-"""Suite `cuda-mechanisms`: the kernel that VQ-LLM describes, rung by rung, and what layers run.
+"""Suite `cuda-mechanisms`: the kernel that VQ-LLM describes, rung by rung, and our kernel.
 
-Rungs are those of the paper, each with all before it: codebook in global memory (GC), in shared
-memory (SC), as much of it as slack allows (O1), hot entries in registers too (O2), codebook-centric
-dataflow (O3), register fusion (O4). Then each mechanism alone, on and off, and shuffles against
-shared memory by the number of exchanges. Codes have the frequencies that fitting normal weights
-gives, hot entries first.
+The rungs are those of the paper and are cumulative: codebook in global memory (GC), in shared
+memory (SC), as much of it as slack allows (O1), hot entries in registers too (O2),
+codebook-centric dataflow (O3), register fusion (O4). Further rows switch each mechanism on and
+off, and compare shuffles with shared memory by the number of exchanges. Codes have the frequencies
+of fitted normal weights, hot entries first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_vq.formats.scheme import VQScheme
 from tests.fixtures.random_weights import random_tensors
 
 from ..cuda.timing import cold_copies, interleave_graphs
-from ..timing import Contestant, speedup, summary
+from ..timing import Candidate, speedup, summary
 from .linear import PaperLinear
 from .plan import (
     STATIC_BYTES,
@@ -102,7 +102,7 @@ def plans_of(
     first = base_plan(scheme, in_features, tokens)
     registers = registers_of(first, arch)
     cached = with_cache(first, arch, registers, hot=False)
-    base = replace(first, resident=cached.resident)  # as many blocks for all rungs
+    base = replace(first, blocks_per_sm=cached.blocks_per_sm)  # as many blocks for all rungs
     split = with_split(first, rows, in_features, tokens)
     split_registers = registers_of(split, arch)
     plans = {
@@ -140,8 +140,8 @@ def _fits(plan: VqLlmPlan, arch: Arch) -> bool:
 
 def _fitted(plan: VqLlmPlan, arch: Arch) -> VqLlmPlan:
     """With as many blocks as shared memory holds, where it holds fewer."""
-    held = arch.shared_per_sm // (plan.shared_bytes + STATIC_BYTES + RESERVED_BYTES)
-    return replace(plan, resident=max(1, min(plan.resident, held)))
+    fitting = arch.shared_per_sm // (plan.shared_bytes + STATIC_BYTES + RESERVED_BYTES)
+    return replace(plan, blocks_per_sm=max(1, min(plan.blocks_per_sm, fitting)))
 
 
 def registers_of(plan: VqLlmPlan, arch: Arch) -> int:
@@ -157,8 +157,9 @@ def _compile(plans: Sequence[VqLlmPlan], arch: Arch) -> None:
 
 
 def code_frequencies(scheme: VQScheme) -> Tensor:
-    """How often each entry of each stage is used by the codes of normal weights, most used first:
-    [streams, entries], float64."""
+    """Usage frequencies of codebook entries for normally distributed weights, in descending order.
+
+    float64 [streams, entries]."""
     fitted = fit_weight(torch.randn(*_FITTED, device="cuda"), scheme).tensors["codes"]
     vectors = _FITTED[1] // scheme.vector_size
     streams = fitted.unflatten(1, (scheme.streams, -1)).unbind(1)
@@ -197,7 +198,7 @@ def layer(
 
 
 def _copies(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """As many as no cache holds."""
+    """Copy the tensors so often that they exceed every cache."""
     count = cold_copies(tensors["codes"].nbytes + tensors["scale"].nbytes)
     own = ("codes", "scale")
     return [{**tensors, **{key: tensors[key].clone() for key in own}} for _ in range(count)]
@@ -217,22 +218,20 @@ def _rows(
     x = torch.randn(tokens, in_features, dtype=_DTYPE, device="cuda")
     sets = _copies(layer(scheme, frequencies, out_features, in_features))
     mixed = _copies(layer(scheme, frequencies, out_features, in_features, ordered=False))
-    contestants = {what: by_plan(x, sets, plan, out_features) for what, plan in plans.items()}
+    candidates = {what: by_plan(x, sets, plan, out_features) for what, plan in plans.items()}
     for what in _ORDERED:
-        contestants[f"{what}, entries in any order"] = by_plan(x, mixed, plans[what], out_features)
+        candidates[f"{what}, entries in any order"] = by_plan(x, mixed, plans[what], out_features)
     for what in ("O1, renumbered", "O1, split, renumbered"):
-        contestants[f"{what}, overlapping launches"] = by_plan(
+        candidates[f"{what}, overlapping launches"] = by_plan(
             x, sets, plans[what], out_features, overlap=True
         )
-    contestants["ops.linear"] = Contestant(
-        lambda i: ops.linear(x, sets[i], None, scheme), len(sets)
-    )
+    candidates["ops.linear"] = Candidate(lambda i: ops.linear(x, sets[i], None, scheme), len(sets))
     weight = torch.randn(out_features, in_features, dtype=_DTYPE, device="cuda")
     dense = [weight.clone() for _ in range(cold_copies(weight.nbytes))]
-    contestants["fp16"] = Contestant(lambda i: torch.nn.functional.linear(x, dense[i]), len(dense))
-    seconds = interleave_graphs(contestants, rounds)
+    candidates["fp16"] = Candidate(lambda i: torch.nn.functional.linear(x, dense[i]), len(dense))
+    seconds = interleave_graphs(candidates, rounds)
     rows = []
-    for what in contestants:
+    for what in candidates:
         row: dict[str, Any] = {"name": name, "tokens": tokens, "plan": what}
         row |= summary(seconds[what])
         row["speedup"] = {"fp16": speedup(seconds[what], seconds["fp16"])}
@@ -240,7 +239,7 @@ def _rows(
             plan = plans[what]
             row |= {"n_reg": plan.registers, "n_shared": plan.shared, "split": plan.split,
                     "exchanges": plan.exchanges, "fusion": plan.fusion.value,
-                    "resident": plan.resident}  # fmt: skip
+                    "blocks_per_sm": plan.blocks_per_sm}  # fmt: skip
         rows.append(row)
     return rows
 
@@ -252,8 +251,8 @@ def by_plan(
     out_features: int,
     *,
     overlap: bool = False,
-) -> Contestant:
+) -> Candidate:
     """The paper's kernel with a plan."""
     linear = PaperLinear(plan, out_features, len(x))
     y = x.new_empty(len(x), out_features)
-    return Contestant(lambda i: linear(x, sets[i], y, overlap=overlap), len(sets))
+    return Candidate(lambda i: linear(x, sets[i], y, overlap=overlap), len(sets))

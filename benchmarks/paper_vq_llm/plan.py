@@ -1,9 +1,8 @@
-"""Plans of the kernel that VQ-LLM describes (arXiv 2503.02236; vq_llm.cu).
+"""Plans of the kernel that VQ-LLM describes (arXiv 2503.02236; vq_llm.cu). A baseline.
 
-What the paper decides before it generates a kernel (Algorithm 2, lines 2 to 8), as pure functions:
+Pure functions for the decisions of the paper before code generation (Algorithm 2, lines 2 to 8):
 entries in registers and shared memory from slack (section V.B), the split factor (VI.A), the
-mapping of threads to mini-warps and the exchanges that it needs (Algorithm 1, VI.B). A baseline:
-layers run the plans of `choose_linear`.
+mapping of threads to mini-warps and its exchanges (Algorithm 1, VI.B).
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _UNITS = {2: 32, 4: 32, 8: 64}  # 32 bytes of a row's codes in a chunk, or more
 _TILE_UNIT = 16
 STATIC_BYTES = 16  # of shared memory, that the kernel declares itself
 _MOST_REGISTERS = 255
-_SPARE = 16  # registers that reading a hot entry takes beside it
-_BATCH = 4  # octets that a warp brings to shared memory at a time
+_SPARE = 16  # additional registers for reading a hot entry
+_BATCH = 4  # octets that a warp copies to shared memory per iteration
 
 
 class Fusion(enum.Enum):
-    """How decoded weights come to the lanes that multiply them."""
+    """Transport of decoded weights to the lanes that multiply them."""
 
     SHUFFLE = "shuffle"
     SHARED = "shared"
@@ -55,7 +54,7 @@ class VqLlmPlan(Plan):
     Args:
         vector_size: x of VQ<x, y, z>.
         entry_bits: y.
-        stages: z independent stages.
+        num_codebooks: z independent stages.
         scope: of a codebook; not E8P.
         tile_rows: rows of a tile; 0 without tiles.
         tile_columns: its columns.
@@ -75,7 +74,7 @@ class VqLlmPlan(Plan):
     template_folder: ClassVar[Path | None] = Path(__file__).parent
     vector_size: int
     entry_bits: int
-    stages: int
+    num_codebooks: int
     scope: Scope
     tile_rows: int
     tile_columns: int
@@ -92,7 +91,7 @@ class VqLlmPlan(Plan):
     @property
     def stages_of_block(self) -> int:
         """Stages whose codebooks a block has."""
-        return self.stages if self.scope is Scope.TILE else self.stages // self.split
+        return self.num_codebooks if self.scope is Scope.TILE else self.num_codebooks // self.split
 
     @property
     def entry_bytes(self) -> int:
@@ -101,7 +100,7 @@ class VqLlmPlan(Plan):
 
     @property
     def codebook_bytes(self) -> int:
-        """Bytes of the codebooks that a block reads at a time."""
+        """Bytes of the codebooks that a block reads in one pass."""
         return self.entry_bytes << self.entry_bits
 
     @property
@@ -124,10 +123,10 @@ class VqLlmPlan(Plan):
 
 @dataclass(frozen=True)
 class Mapping:
-    """Which lane decodes what, so that exchanges stay in mini-warps.
+    """Assignment of vectors to lanes that keeps exchanges within mini-warps.
 
     Args:
-        lane: of every thread of the sequential mapping, in which thread i decodes vector i.
+        lane: for thread i of the sequential mapping (thread i decodes vector i), its new lane.
         mini_warps: lanes that exchange with each other.
         exchanges: rounds of shuffles: all lanes of a mini-warp but one.
     """
@@ -175,15 +174,15 @@ def mma_mapping(vector_size: int) -> Mapping:
 
 @dataclass(frozen=True)
 class Slack:
-    """What blocks may take without fewer of them on a multiprocessor (Figure 10).
+    """Spare registers and shared memory at unchanged occupancy (Figure 10).
 
     Args:
-        resident: blocks of a multiprocessor.
-        registers: of a thread.
-        shared: bytes of a block.
+        blocks_per_sm: blocks of a multiprocessor.
+        registers: spare registers of a thread.
+        shared: spare bytes of a block.
     """
 
-    resident: int
+    blocks_per_sm: int
     registers: int
     shared: int
 
@@ -260,7 +259,7 @@ def _unfit(scheme: VQScheme, in_features: int, tokens: int, unit: int, group: in
         return "a codebook is of all weights, or of a tile"
     if not 1 <= tokens <= MOST_TOKENS:
         return f"it multiplies 1 to {MOST_TOKENS} tokens"
-    bits = unit // scheme.vector_size * scheme.entry_bits  # that a lane reads at a time
+    bits = unit // scheme.vector_size * scheme.entry_bits  # of one load of a lane
     stream = packed_size(in_features // scheme.vector_size, scheme.entry_bits)
     if not unit or in_features % (4 * unit) or bits % 32 or stream % math.gcd(16, bits // 8):
         return "codes of a lane are no whole words"
@@ -292,7 +291,7 @@ def with_cache(plan: VqLlmPlan, arch: Arch, registers: int, *, hot: bool = True)
     in_shared = found.shared // plan.entry_bytes // 8 * 8
     return replace(
         plan,
-        resident=found.resident,
+        blocks_per_sm=found.blocks_per_sm,
         registers=in_registers,
         shared=min(entries, in_registers + in_shared),
     )
@@ -304,7 +303,7 @@ def with_split(plan: VqLlmPlan, rows: int, in_features: int, tokens: int) -> VqL
     Blocks are as many as before: each has `split` times the rows of one part of the books.
     """
     tiled = plan.scope is Scope.TILE
-    books = in_features // plan.tile_columns if tiled else plan.stages
+    books = in_features // plan.tile_columns if tiled else plan.num_codebooks
     traffic = plan.blocks(rows) * plan.codebook_bytes
     traffic *= books if tiled else 1
     wanted = split_factor(traffic, 4 * rows * tokens)

@@ -11,7 +11,7 @@
 //
 // 1. Codebook cache (section V): entries [0, registers) lie in the registers of a warp's lanes, [registers, shared) in
 //    shared memory, the others where they are stored. Entries are in the order of their frequency.
-// 2. A lane decodes eight weights of a row at a time, an octet, the tensor core wants two of them: fusion (section
+// 2. A lane decodes eight weights of a row together, an octet, the tensor core wants two of them: fusion (section
 //    VI.B), by shuffles within mini-warps, through shared memory, or by columns numbered so that nothing moves.
 // 3. Sums of warps meet in shared memory; sums of parts are reduced globally by the block of a band that is last, in
 //    the order of parts (section VI.A).
@@ -40,12 +40,12 @@ struct Arguments {
 constexpr int unit = Plan::unit, chunk = 4 * unit, octets = unit / 4, warps = Plan::threads / 32;
 constexpr int band_rows = 16 * Plan::row_tiles;
 constexpr bool tiled = Plan::scope == Scope::TILE;
-constexpr int stages = tiled ? Plan::stages : Plan::stages / Plan::split;  // of a block
+constexpr int stages = tiled ? Plan::num_codebooks : Plan::num_codebooks / Plan::split;  // of a block
 constexpr int group = Plan::group ? Plan::group : 1;
 // Nothing is exchanged: a lane has `unit` columns of two rows. Else it has 2 * unit columns of one row.
 constexpr bool direct = Plan::fusion == Fusion::RENUMBERED || (Plan::fusion == Fusion::SHUFFLE && Plan::vector_size == 2);
 constexpr int runs = direct ? 2 : 1, run = 2 * unit / runs;
-constexpr int batch = direct ? 2 : 4;  // octets of a run that a lane has at a time
+constexpr int batch = direct ? 2 : 4;  // octets of a run that a lane keeps
 // Of a warp: decoded weights of a batch, where they are exchanged, and its x.
 constexpr int weight_bytes = Plan::fusion == Fusion::SHARED ? batch * 512 : 0;
 constexpr int input_bytes = direct ? 0 : Plan::token_tiles * 1024;
@@ -120,7 +120,7 @@ struct Step {
 #pragma unroll
       for (int i = 0; i < runs; ++i) {
         const int64_t from = min(first_row + tile * 16 + i * 8 + row, a.rows - 1);
-        const char* codes_of_row = reinterpret_cast<const char*>(a.codes) + (from * Plan::stages + first_stage) * stream;
+        const char* codes_of_row = reinterpret_cast<const char*>(a.codes) + (from * Plan::num_codebooks + first_stage) * stream;
 #pragma unroll
         for (int stage = 0; stage < stages; ++stage)
           codes[tile][i][stage].template load_aligned<load_bytes>(
@@ -359,7 +359,7 @@ __device__ inline void finish(const Arguments& a, const Sums& sums, float* meeti
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vq_llm(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) vq_llm(const Arguments a) {
   extern __shared__ __align__(16) char shared[];
   char* const meeting = shared + CodebookCache::shared_bytes;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;

@@ -1,1 +1,1 @@
-"""Kernels of other projects, timed beside ours."""
+"""Kernels of other projects, timed in the same runs as ours."""

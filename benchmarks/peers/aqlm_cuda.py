@@ -1,8 +1,8 @@
 """The CUDA kernels of the package `aqlm` (its authors' own), compiled from the installed source.
 
-The package builds an extension with nvcc when it is first used. Here NVRTC compiles the kernels of
-that file, as they are, with the headers that come with Triton; they are launched as the package
-launches them (`*_matmat` and `*_matmat_dequant` of its `cuda_kernel.cpp`).
+The package builds an extension with nvcc when it is first used. Here NVRTC compiles the unchanged
+kernels of that file with the headers of Triton. They are launched like in the package (`*_matmat`
+and `*_matmat_dequant` of its `cuda_kernel.cpp`).
 """
 
 from __future__ import annotations

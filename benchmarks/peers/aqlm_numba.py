@@ -11,13 +11,13 @@ import numba
 import torch
 from aqlm.inference_kernels.numba_kernel import numba_gemm_lut
 
-from ..timing import Contestant, cold_copies
+from ..timing import Candidate, cold_copies
 
 numba.config.THREADING_LAYER = "workqueue"  # the other one has its threads in common with PyTorch
 VECTOR, BOOKS, ENTRIES = 8, 2, 256  # of aqlm-2
 
 
-def contestant(out_features: int, in_features: int) -> Contestant:
+def candidate(out_features: int, in_features: int) -> Candidate:
     """A layer [out_features, in_features] of two codebooks of 256 8-vectors, with random codes."""
     shape = in_features // VECTOR, out_features, BOOKS
     codes = torch.randint(-128, 128, shape, dtype=torch.int8)
@@ -30,4 +30,4 @@ def contestant(out_features: int, in_features: int) -> Contestant:
         numba.set_num_threads(torch.get_num_threads())
         return numba_gemm_lut(x, copies[i], codebooks, scales, None)
 
-    return Contestant(call, len(copies))
+    return Candidate(call, len(copies))

@@ -19,7 +19,7 @@ from hf_vq.codegen.jit.device import checked
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.stored_weight import rotation_of
 
-from ..timing import Contestant
+from ..timing import Candidate
 
 ARCH, DTYPE = "sm_90", "bfloat16"
 BITS, GROUP = 4, 128  # of a pass; columns that share a scale
@@ -40,13 +40,13 @@ def runnable(scheme: VQScheme, in_features: int) -> bool:
 
 
 def path_of(folder: Path, arch: str, nested: bool) -> Path:
-    """Where a kernel for groups of 128 is."""
+    """Path of the cubin for groups of 128."""
     return folder / f"{arch}-{DTYPE}-{'nested' if nested else 'one-pass'}.cubin"
 
 
 def by_driver(
     x: Tensor, sets: list[dict[str, Tensor]], scheme: VQScheme, folder: Path
-) -> Contestant:
+) -> Candidate:
     """The layer by a kernel of a folder, with the rotation before it."""
     function = _loaded(path_of(folder, ARCH, scheme.two_passes))
     book = "codebook_2" if scheme.two_passes else "codebook"
@@ -63,11 +63,11 @@ def by_driver(
         function((-(-len(x) // TOKENS), -(-len(codes) // ROWS)), arrays)
         return y
 
-    return Contestant(call, len(sets))
+    return Candidate(call, len(sets))
 
 
 def _loaded(path: Path) -> Callable[[tuple[int, int], tuple[Tensor, ...]], None]:
-    """What launches a kernel: blocks, arrays."""
+    """Load a kernel and return its launcher, which takes blocks and arrays."""
     from cuda.bindings import driver
 
     (module,) = checked(driver.cuModuleLoadData(path.read_bytes()))

@@ -1,7 +1,7 @@
 """llama.cpp's product of Q4_K weights and one token, by the shared libraries of a build of it.
 
-Weights lie as they do after llama.cpp loaded a model: repacked, where it has a kernel for that on
-this processor. One thread computes: its own.
+Weights have the layout of a loaded model: repacked, if llama.cpp has a kernel for that on this
+processor. One thread computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_vq.errors import VQError
 
-from ..timing import Contestant, cold_copies
+from ..timing import Candidate, cold_copies
 
 _F32, _Q4_K = 0, 12  # ggml_type
 _BLOCK, _BLOCK_BYTES = 256, 144  # weights of a block of Q4_K, and its bytes
@@ -65,7 +65,7 @@ _CPU = {
 }
 
 
-def contestant(folder: Path, out_features: int, in_features: int) -> Contestant:
+def candidate(folder: Path, out_features: int, in_features: int) -> Candidate:
     """One token through a layer of Q4_K weights, which come from main memory.
 
     Args:
@@ -90,7 +90,7 @@ def contestant(folder: Path, out_features: int, in_features: int) -> Contestant:
             f"the libraries in {folder} compute products with an error of {error:.2f}, as if their "
             "functions had changed. Take another version of llama.cpp, or leave --ggml out."
         )
-    return Contestant(lambda i: products[i].compute(), len(products))
+    return Candidate(lambda i: products[i].compute(), len(products))
 
 
 class _Library:
@@ -144,7 +144,7 @@ class _Library:
 
 
 class _Product:
-    """A graph of one product, with weights of its own; called, its result."""
+    """A graph of one product with separate weights; a call returns the result."""
 
     def __init__(self, library: _Library, codes: bytes, out_features: int, x: Tensor) -> None:
         ggml = self._ggml = library.ggml

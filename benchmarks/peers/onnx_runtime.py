@@ -1,4 +1,4 @@
-"""onnxruntime's GroupQueryAttention with an int8 KV cache, one token at a time.
+"""onnxruntime's GroupQueryAttention with an int8 KV cache, one token per call.
 
 Needs the packages `onnx` and `onnxruntime`; importing this module without them is an ImportError.
 """
@@ -12,7 +12,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
-from ..timing import Contestant, cold_copies
+from ..timing import Candidate, cold_copies
 
 VERSION: str = onnxruntime.__version__
 
@@ -61,7 +61,7 @@ def _model(kv_heads: int, group: int, head_dim: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
 
-def step(context: int, kv_heads: int, group: int, head_dim: int) -> Contestant:
+def step(context: int, kv_heads: int, group: int, head_dim: int) -> Candidate:
     """One token's attention over `context` cached tokens, in one thread."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -94,4 +94,4 @@ def step(context: int, kv_heads: int, group: int, head_dim: int) -> Contestant:
         out = np.zeros((1, 1, kv_heads * group * head_dim), np.float32)
         binding.bind_output("output", "cpu", 0, np.float32, out.shape, out.ctypes.data)
         bound.append((binding, caches, out))
-    return Contestant(lambda i: session.run_with_iobinding(bound[i][0]), len(bound))
+    return Candidate(lambda i: session.run_with_iobinding(bound[i][0]), len(bound))

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..cuda.timing import cold_copies, interleave_graphs
-from ..timing import Contestant
+from ..timing import Candidate
 
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -29,7 +29,7 @@ Step = Callable[[Tensor, Tensor], Tensor]  # (keys, values) -> output
 
 def fastest(
     heads: int, kv_heads: int, batch: int, context: int, dim: int, dtype: torch.dtype, most: int
-) -> dict[str, Contestant]:
+) -> dict[str, Candidate]:
     """The backends that may be the fastest at one query, by name; all of them are tried.
 
     Args:
@@ -45,13 +45,13 @@ def fastest(
         if heads > kv_heads:
             folded = query.view(batch, kv_heads, heads // kv_heads, dim)
             steps[f"{name}, {FOLDED}"] = partial(_step, folded, backend)
-    contestants = {
-        name: Contestant(lambda i, step=step: step(*caches[i]), count)  # type: ignore[misc]
+    candidates = {
+        name: Candidate(lambda i, step=step: step(*caches[i]), count)  # type: ignore[misc]
         for name, step in steps.items()
     }
-    looks = {name: _look(contestant) for name, contestant in contestants.items()}
+    looks = {name: _look(candidate) for name, candidate in candidates.items()}
     limit = _SLOWER * min(looks.values())
-    return {name: contestants[name] for name, seconds in looks.items() if seconds <= limit}
+    return {name: candidates[name] for name, seconds in looks.items() if seconds <= limit}
 
 
 def _step(query: Tensor, backend: SDPBackend, keys: Tensor, values: Tensor) -> Tensor:
@@ -61,12 +61,12 @@ def _step(query: Tensor, backend: SDPBackend, keys: Tensor, values: Tensor) -> T
         )
 
 
-def _look(contestant: Contestant) -> float:
+def _look(candidate: Candidate) -> float:
     """Seconds of a call, roughly; infinite if the backend does not take it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch says why a backend is not used
-            contestant.call(0)
+            candidate.call(0)
     except RuntimeError:  # no such kernel for these tensors, or no memory
         return inf
-    return interleave_graphs({"look": contestant}, rounds=1, warmup=0)["look"][0]
+    return interleave_graphs({"look": candidate}, rounds=1, warmup=0)["look"][0]

@@ -44,14 +44,14 @@ def dot_products(k_stored: Tensor, layer: int) -> Scores:
 
 @dataclass(frozen=True)
 class Simulation:
-    """How keys and values are stored, and which tokens are not.
+    """Simulated storage of keys and values, with tokens that stay unquantized.
 
     Args:
-        keys: what is read back of the keys.
-        values: what is read back of the values.
-        window: the newest tokens that a query reads as they are.
-        sinks: the first tokens, likewise.
-        scores: how a query meets stored keys; gets these and the layer's number.
+        keys: quantize and dequantize keys.
+        values: quantize and dequantize values.
+        window: number of recent tokens that stay unquantized.
+        sinks: number of first tokens that stay unquantized.
+        scores: scores of a query against stored keys; gets both and the layer's number.
     """
 
     keys: RoundTrip
@@ -95,12 +95,12 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As Transformers calls it: query [1, heads, T, D], key and value [1, kv heads, T, D]."""
+    """Attention function of Transformers: query [1, heads, T, D], key [1, kv heads, T, D]."""
     unknown = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None:
         unknown.append("attention_mask")
     if unknown or len(query) != 1 or key.shape[2] != query.shape[2]:
-        what = ", ".join(unknown) or "several sequences, or a cache of its own"
+        what = ", ".join(unknown) or "several sequences, or its own cache"
         raise VQError(f"the simulated cache cannot be used with this model's attention: {what}.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
@@ -117,7 +117,7 @@ def banded_attention(
 
     Args:
         q: scaled queries [kv heads, queries per kv head, T, D].
-        k: exact keys [kv heads, T, D]; `v` likewise.
+        k: exact keys [kv heads, T, D]; `v`: exact values of the same shape.
         simulation: how keys and values are stored, and the window.
         layer: its number.
 

@@ -1,4 +1,4 @@
-"""What is compared against: the usual element-wise formats, simulated in float32.
+"""Baselines: the usual element-wise formats, simulated in float32.
 
 Only the rounding is simulated; scales and zero points are fp16 where the format stores them so.
 """

@@ -85,7 +85,7 @@ def run(
     head_dim = getattr(model.config, "head_dim", None)
     head_dim = head_dim or model.config.hidden_size // model.config.num_attention_heads
 
-    def contestants() -> Iterator[Contestant]:
+    def candidates() -> Iterator[Candidate]:
         if with_baselines:
             yield from _baselines(head_dim)
         yield from _schemes([name for name in schemes if name not in learned], head_dim)
@@ -97,7 +97,7 @@ def run(
             )  # fmt: skip
             yield from _learned(name, codebooks, head_dim)
 
-    for one in contestants():
+    for one in candidates():
         for row in measured(one, model, reference):
             results["rows"].append(row)
             report(row)
@@ -117,8 +117,8 @@ def run(
     return settings, results
 
 
-def measured(one: Contestant, model: Any, reference: Reference) -> Iterator[dict[str, Any]]:
-    """A row for each case of a contestant, with the cache of `model`."""
+def measured(one: Candidate, model: Any, reference: Reference) -> Iterator[dict[str, Any]]:
+    """A row for each case of a candidate, with the cache of `model`."""
     for case in one.cases:
         keys = one.short if case == "short prompt" else one.keys
         if keys is None:
@@ -139,7 +139,7 @@ def measured(one: Contestant, model: Any, reference: Reference) -> Iterator[dict
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """A way to store keys and values; `short` stores keys as after a short prompt, None = same."""
 
     name: str
@@ -152,7 +152,7 @@ class Contestant:
     scores: Callable[[Tensor, int], Scores] = dot_products
 
 
-def _schemes(names: Sequence[str], head_dim: int) -> Iterator[Contestant]:
+def _schemes(names: Sequence[str], head_dim: int) -> Iterator[Candidate]:
     for name in names:
         scheme = kv_scheme(name)
         bits = (stored_bits(scheme.key, head_dim) + stored_bits(scheme.value, head_dim)) / 2
@@ -161,17 +161,17 @@ def _schemes(names: Sequence[str], head_dim: int) -> Iterator[Contestant]:
         short = None
         if scheme.centre_keys:
             short = round_trip(scheme.key, centre=True, known=SINKS + WINDOW // 2)
-        yield Contestant(name, "scheme", bits, keys, values, short)
+        yield Candidate(name, "scheme", bits, keys, values, short)
 
 
-def _learned(name: str, codebooks: KVCodebooks, head_dim: int) -> Iterator[Contestant]:
+def _learned(name: str, codebooks: KVCodebooks, head_dim: int) -> Iterator[Candidate]:
     """A learned scheme as it is shipped, and the paper's own form of NoMAD-Attention."""
     scheme = of_layer(codebooks.scheme, 0)
     sides = (scheme.key, codebooks.keys), (scheme.value, codebooks.values)
     keys, values = (round_trip(part, centre=False, codebooks=books) for part, books in sides)
     key_bits, value_bits = (stored_bits(part, head_dim, books[0]) for part, books in sides)
     bits = (key_bits + value_bits) / 2
-    yield Contestant(name, "scheme", bits, keys, values, cases=LEARNED_CASES)
+    yield Candidate(name, "scheme", bits, keys, values, cases=LEARNED_CASES)
     if not name.startswith("nomad"):
         return
 
@@ -185,9 +185,9 @@ def _learned(name: str, codebooks: KVCodebooks, head_dim: int) -> Iterator[Conte
 
     paper = f"NoMAD d_sub {scheme.key.vector_size}, keys only"
     options: dict[str, Any] = {"cases": LEARNED_CASES}
-    yield Contestant(paper, "baseline", key_bits, keys, exact, **options)
+    yield Candidate(paper, "baseline", key_bits, keys, exact, **options)
     options["scores"] = in_8_bits
-    yield Contestant(f"{paper}, 8-bit tables", "baseline", key_bits, keys, exact, **options)
+    yield Candidate(f"{paper}, 8-bit tables", "baseline", key_bits, keys, exact, **options)
 
 
 def stored_bits(scheme: VQScheme, head_dim: int, codebook: Tensor | None = None) -> float:
@@ -198,12 +198,12 @@ def stored_bits(scheme: VQScheme, head_dim: int, codebook: Tensor | None = None)
     return 8 * sum(tensor.nbytes for tensor in stored) / (heads * head_dim)
 
 
-def _baselines(head_dim: int) -> Iterator[Contestant]:
+def _baselines(head_dim: int) -> Iterator[Candidate]:
     def qserve(x: Tensor, layer: int) -> Tensor:
         return baselines.asymmetric(x, 4, head_dim)
 
     name = "QServe KV4 (no SmoothAttention)"
-    yield Contestant(name, "baseline", 4 + 32 / head_dim, qserve, qserve)
+    yield Candidate(name, "baseline", 4 + 32 / head_dim, qserve, qserve)
 
     def kivi_values(x: Tensor, layer: int) -> Tensor:
         return baselines.asymmetric(x, 4, 32)
@@ -211,7 +211,7 @@ def _baselines(head_dim: int) -> Iterator[Contestant]:
     def kivi_keys(x: Tensor, layer: int) -> Tensor:
         return baselines.per_channel(x, 4, 32)
 
-    yield Contestant("KIVI-4 g32", "baseline", 4 + 32 / 32, kivi_keys, kivi_values)
+    yield Candidate("KIVI-4 g32", "baseline", 4 + 32 / 32, kivi_keys, kivi_values)
 
 
 def round_trip(

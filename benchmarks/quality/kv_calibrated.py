@@ -29,7 +29,7 @@ from hf_vq.formats.catalog import of_layer
 
 from . import baselines
 from .banded import RoundTrip
-from .kv import SINKS, Contestant, measured, round_trip, stored_bits
+from .kv import SINKS, Candidate, measured, round_trip, stored_bits
 
 CALIBRATION_TOKENS = 8192
 ALLOCATION_TOKENS = 4096
@@ -84,7 +84,7 @@ def run(
     for name in schemes:
         if name in (QSERVE, SMOOTHED) and not with_baselines:
             continue
-        one = calibrated.contestant(name)
+        one = calibrated.candidate(name)
         cached = calibrated.smoothed() if name == SMOOTHED else model
         for row in measured(one, cached, reference):
             results["rows"].append(row)
@@ -107,10 +107,10 @@ def run(
 
 
 class _Calibrated:
-    """What is learned of a model from a text, row by row.
+    """KV codebooks learned for a model from a text, one row after the other.
 
     Attributes:
-        settings: what was decided, for the record.
+        settings: settings of the calibration, for the record.
     """
 
     def __init__(self, model: Any, text: str, tokenizer: Any, context: int) -> None:
@@ -121,11 +121,11 @@ class _Calibrated:
         head_dim = getattr(config, "head_dim", None)
         self.head_dim = head_dim or config.hidden_size // config.num_attention_heads
 
-    def contestant(self, name: str) -> Contestant:
-        """What is measured in the row `name`."""
+    def candidate(self, name: str) -> Candidate:
+        """Simulation that the row `name` measures."""
         if name in (QSERVE, SMOOTHED):
             bits = 4 + 32 / self.head_dim
-            return Contestant(name, "baseline", bits, self._qserve, self._qserve, cases=ROWS[name])
+            return Candidate(name, "baseline", bits, self._qserve, self._qserve, cases=ROWS[name])
         books = self._codebooks(name)
         layers = range(len(books))
         schemes = [of_layer(books.scheme, layer) for layer in layers]
@@ -143,7 +143,7 @@ class _Calibrated:
             )
         ]
         mean_bits = sum(bits) / len(bits)
-        return Contestant(
+        return Candidate(
             name, "calibrated", mean_bits, _each(keys), _each(values), cases=ROWS[name]
         )
 

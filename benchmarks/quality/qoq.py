@@ -45,7 +45,7 @@ class Step:
 
     Args:
         name: of its row.
-        scheme: of its weights; None leaves them as they are.
+        scheme: scheme of its weights; None leaves them unchanged.
         transforms: those that are on; None is round to nearest, without calibration.
         plain: whether it is measured without a cache.
         cached: whether it is measured with one.

@@ -182,8 +182,8 @@ def _scheme_rows(
     reference: Reference,
 ) -> Iterator[dict[str, Any]]:
     argument, _, bits = name.partition("=")  # as in target_bits=3, or the name of a scheme
-    asked: dict[str, Any] = {argument: float(bits)} if bits else {"scheme": name}
-    config = VQConfig(**asked, calibration=calibration)
+    requested: dict[str, Any] = {argument: float(bits)} if bits else {"scheme": name}
+    config = VQConfig(**requested, calibration=calibration)
     start = time.perf_counter()
     model = load(config=config)
     seconds = time.perf_counter() - start

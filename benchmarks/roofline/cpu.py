@@ -1,18 +1,16 @@
-"""How fast torch's threads read memory: the floor under every kernel that reads codes."""
+"""Memory bandwidth of torch's threads: the roofline of every kernel that reads codes."""
 
 from __future__ import annotations
 
 from hf_vq.backends.cpu import library as native
 
-from ..timing import Contestant, cold_copies
+from ..timing import Candidate, cold_copies
 
 
-def reading(nbytes: int) -> Contestant | None:
+def reading(nbytes: int) -> Candidate | None:
     """Reads `nbytes` bytes of main memory, on huge pages; None without the native library."""
     library = native.load()
     if library is None:
         return None
     memory = [native.allocate((nbytes,)).fill_(1) for _ in range(cold_copies(nbytes))]
-    return Contestant(
-        lambda i: library.hf_vq_read_memory(memory[i].data_ptr(), nbytes), len(memory)
-    )
+    return Candidate(lambda i: library.hf_vq_read_memory(memory[i].data_ptr(), nbytes), len(memory))

@@ -11,11 +11,11 @@ import torch
 
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
-from hf_vq.codegen.jit.launch import Kernel
+from hf_vq.codegen.jit.launch import LoadedKernel
 from hf_vq.codegen.plan import Plan
 
 from ..cuda.timing import cold_copies
-from ..timing import Contestant
+from ..timing import Candidate
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ReadPlan(Plan):
     """Bytes that are read for nothing (read.cu).
 
     Args:
-        steps: words of 16 bytes that a thread has on their way at a time.
+        steps: words of 16 bytes that a thread has in flight.
     """
 
     template: ClassVar[str] = "read"
@@ -32,7 +32,7 @@ class ReadPlan(Plan):
 
 
 PLANS = tuple(
-    ReadPlan(threads=threads, resident=resident, steps=steps)
+    ReadPlan(threads=threads, blocks_per_sm=resident, steps=steps)
     for threads, resident, steps in ((512, 2, 4), (512, 2, 8), (1024, 2, 2), (1024, 1, 8))
 )
 
@@ -47,19 +47,19 @@ class ReadArguments(ctypes.Structure):
     )
 
 
-def reading(nbytes: int, plan: ReadPlan) -> Contestant:
+def reading(nbytes: int, plan: ReadPlan) -> Candidate:
     """Reads of `nbytes` bytes that no cache holds, in grids that overlap as ours do."""
     ordinal = torch.cuda.current_device()
-    kernel = Kernel(plan, ReadArguments, ordinal, default_store())
+    kernel = LoadedKernel(plan, ReadArguments, ordinal, default_store())
     words = -(-nbytes // 16)
     buffers = [
         torch.zeros(4 * words, dtype=torch.int32, device="cuda") for _ in range(cold_copies(nbytes))
     ]
     never = torch.empty(1, dtype=torch.int32, device="cuda")
-    blocks = min(device_arch(ordinal).sms * plan.resident, -(-words // plan.threads))
+    blocks = min(device_arch(ordinal).sms * plan.blocks_per_sm, -(-words // plan.threads))
 
     def call(i: int) -> None:
         stream = torch._C._cuda_getCurrentRawStream(ordinal)
         kernel(blocks, stream, buffers[i].data_ptr(), never.data_ptr(), words, dependent=True)
 
-    return Contestant(call, len(buffers))
+    return Candidate(call, len(buffers))

@@ -17,7 +17,7 @@ __device__ inline uint4 load_once(const uint4* from) {
   return word;
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) read(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) read(const Arguments a) {
   const int64_t stride = int64_t(gridDim.x) * Plan::threads, last = a.words - 1;
   int64_t at = int64_t(blockIdx.x) * Plan::threads + threadIdx.x;
   uint4 next[Plan::steps];

@@ -1,4 +1,4 @@
-"""Text of continuous batching beside that of plain decoding of the same codes.
+"""Text of continuous batching compared with plain decoding of the same codes.
 
 The same requests are answered twice, greedily: by the kernels, and with attention that decodes the
 pages to float32 and multiplies (the reference). What is written to the pages is the same kernel's
@@ -30,7 +30,7 @@ Answers = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Attention over codes is computed by the reference, of pages a part of the batch at a time."""
+    """Compute attention over codes by the reference, for pages in parts of the batch."""
     plain = dispatch.Implementation(_attention)
     with dispatch.preferred(dispatch.Entry("plain.attention", "kv_attention", plain)):
         yield
@@ -47,13 +47,13 @@ def compare(answer: Callable[[], Answers]) -> dict[str, Any]:
     with plain_attention():
         expected = answer()
     tokens, same, largest = 0, 0, 0.0
-    for (text, sure), (other, other_sure) in zip(found, expected, strict=True):
+    for (text, scores), (other, other_scores) in zip(found, expected, strict=True):
         pairs = list(zip(text, other, strict=True))
         common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         same += common == len(pairs)
         count = min(common + 1, len(pairs))
         tokens += count
-        apart = (torch.tensor(sure[:count]) - torch.tensor(other_sure[:count])).abs()
+        apart = (torch.tensor(scores[:count]) - torch.tensor(other_scores[:count])).abs()
         largest = max(largest, float(apart.nan_to_num(torch.inf).max()))
     return {
         "requests": len(found), "same_text": same, "tokens": tokens,

@@ -5,7 +5,7 @@ share one budget of memory, so pages of codes hold more requests: a row of `ALL`
 On a GPU the model has the shape of Llama 3 8B, prompts 1024 tokens and answers 512 (as in QServe's
 tables); on a CPU all is small.
 
-Beside it stands what reading alone allows: every step reads the weights and the pages of all
+Each row also has the memory roofline: every step reads the weights and the pages of all
 requests once, as fast as memory can be read, and prompts take no time.
 
 Rows of codes also compare their text with that of plain decoding (`same_text`).
@@ -40,21 +40,21 @@ ALL = 0
 """Requests of a row that has as many as its pages hold."""
 _GB = 1 << 30
 _MOST = 512  # requests at once
-_BATCH = 2048  # tokens of a forward, on a GPU: what does not fit into a budget beside them
+_BATCH = 2048  # tokens of a forward, on a GPU: the remaining memory of the budget
 _SECONDS = 3600.0  # that a row may take
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is served where.
+    """Model, schemes and load of one measurement.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         pairs: WEIGHTS/PAGES, schemes of the linear layers and of pages, or `DENSE` and `FLOATS`.
-        requests: at once; `ALL` = as many as fit.
+        requests: concurrent requests; `ALL` = as many as fit.
         prompt: tokens of a prompt.
         new: tokens of an answer.
-        memory_gb: of weights, pages and all else.
+        memory_gb: GPU memory for weights, pages and all else.
     """
 
     config: LlamaConfig
@@ -90,7 +90,7 @@ CASES = {
 
 
 def pair(text: str) -> str:
-    """WEIGHTS/PAGES, as it is.
+    """Format as WEIGHTS/PAGES.
 
     Raises:
         ValueError: it is something else.
@@ -113,7 +113,7 @@ def run(
     """Serve every number of requests with every pair of weights and pages; `report` gets each row.
 
     Args:
-        pairs: WEIGHTS/PAGES, those of equal weights one after the other; None = those of the
+        pairs: WEIGHTS/PAGES, with equal weights next to each other; None = those of the
             device's case, as are the next four.
         requests: at once, `ALL` = as many as fit.
         prompt: tokens.
@@ -150,7 +150,7 @@ def run(
                     if count == ALL:
                         count = row["requests"] = _fitting(model, scheme, prompt + new, memory)
                     settings = _settings(count, prompt + new, memory)
-                    row |= _served(model, scheme, count, prompt, new, settings)
+                    row |= _serve_row(model, scheme, count, prompt, new, settings)
                     row |= _reading(model, row, prompt, new)
                     if scheme != FLOATS:
                         row["text"] = _text(model, scheme, count)
@@ -199,7 +199,7 @@ def _empty() -> None:
         torch.cuda.empty_cache()
 
 
-def _served(
+def _serve_row(
     model: Any, scheme: str, count: int, prompt: int, new: int, settings: Any
 ) -> dict[str, Any]:
     """One row: `count` requests at once, all of the same lengths, all different."""
@@ -252,12 +252,12 @@ def _prompts(model: Any, count: int, length: int) -> list[list[int]]:
 
 
 def _text(model: Any, scheme: str, count: int) -> dict[str, Any]:
-    """How the text of as many requests at once differs from that of plain decoding."""
+    """Compare the text of `count` concurrent requests with that of plain decoding."""
     prompts = _prompts(model, count, same_text.PROMPT)
     length = same_text.PROMPT + same_text.NEW
 
     def answer() -> same_text.Answers:
-        # Pages for all, and no more: plain decoding takes memory of its own.
+        # Pages for all, and no more: plain decoding needs memory, too.
         settings = _settings(count, length, 0.0)
         settings.return_logprobs = True
         with model.continuous_batching_context_manager(
@@ -275,20 +275,20 @@ def _text(model: Any, scheme: str, count: int) -> dict[str, Any]:
 
 
 def _fitting(model: Any, scheme: str, length: int, memory: float) -> int:
-    """As many requests of `length` tokens as the pages hold that `memory` has room for."""
-    found = _served(model, scheme, 1, 1, 2, _settings(_MOST, length, memory))
+    """Number of requests of `length` tokens whose pages fit into `memory`."""
+    found = _serve_row(model, scheme, 1, 1, 2, _settings(_MOST, length, memory))
     return max(1, min(found["capacity_tokens"] // (-(-length // PAGE) * PAGE), _MOST))
 
 
 def _reading(model: Any, row: dict[str, Any], prompt: int, new: int) -> dict[str, float]:
-    """What a row could reach if nothing took time but reading."""
+    """Memory roofline of a row: only reading takes time."""
     if not torch.cuda.is_available():
         return {}
     tensors = {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers())}
     tensors.pop(model.get_input_embeddings().weight.data_ptr())  # a row for each token
     token = row["pages_gb"] * _GB / row["capacity_tokens"]
-    held = row["requests"] * (prompt + new / 2) * token
-    step = (sum(tensors.values()) + held) / _bandwidth()
+    page_bytes = row["requests"] * (prompt + new / 2) * token
+    step = (sum(tensors.values()) + page_bytes) / _bandwidth()
     return {
         "reading_tokens_per_second": row["requests"] / step,
         "weights_gb": sum(tensors.values()) / _GB,

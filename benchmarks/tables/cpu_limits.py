@@ -1,9 +1,9 @@
-"""How near the CPU kernels come to what the machine allows.
+"""CPU kernels against their roofline.
 
-No kernel takes less time than one thread needs to read its codes, or to compute on codes that are
-in a cache, whichever is longer, all of one run. No key is appended faster than it is copied. Two
-threads are at most as much faster than one as they are at arithmetic in a cache, and no faster than
-two threads read.
+The lower bound of a kernel is the longer of two times of one thread, measured in the same run:
+reading its codes, and computing on codes in cache. The bound of an append is a copy of the key. The
+scaling of two threads is bounded by the scaling of arithmetic in cache, and by the bandwidth of two
+threads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _steps(rows: Rows) -> Iterator[Figure]:
             found = pick(rows, what="step", name=name, group=group, queries=1, threads=1)
             yield _time(f"whole step, `{name}`, {group} query head{'s' * (group > 1)}", found)
         both = pick(rows, what="step", name=name, queries=1, threads=THREADS)
-        alone = {
+        arithmetic_scaling = {
             row["group"]: row["scaling"]
             for row in pick(rows, what="step", name="arithmetic", queries=1, threads=THREADS)
         }
@@ -54,7 +54,7 @@ def _steps(rows: Rows) -> Iterator[Figure]:
             f"whole step, `{name}`, {THREADS} threads against 1",
             tuple(row["scaling"] for row in both),
             tuple(
-                _scaling_limit(row["scaling"], row, alone.get(row["group"], THREADS))
+                _scaling_limit(row["scaling"], row, arithmetic_scaling.get(row["group"], THREADS))
                 for row in both if "of_bandwidth" in row
             ),
         )  # fmt: skip
@@ -83,12 +83,13 @@ def _linear(rows: Rows) -> Iterator[Figure]:
         pick(rows, name=name, threads=count)
         for name in ("vq-4", "arithmetic") for count in (1, THREADS)
     )  # fmt: skip
-    scaling, alone = _scaling(one, two), _scaling(*arithmetic) or (THREADS,) * len(two)
+    scaling, arithmetic_scaling = _scaling(one, two), _scaling(*arithmetic) or (THREADS,) * len(two)
     yield Figure(
         f"1 token, `vq-4`, all sizes, {THREADS} threads against 1", scaling,
         tuple(
             _scaling_limit(found, row, most)
-            for found, row, most in zip(scaling, two, alone, strict=False) if "of_bandwidth" in row
+            for found, row, most in zip(scaling, two, arithmetic_scaling, strict=False)
+            if "of_bandwidth" in row
         ),
     )  # fmt: skip
 
@@ -98,7 +99,7 @@ def _scaling(one: Rows, two: Rows) -> tuple[float, ...]:
 
 
 def _scaling_limit(scaling: float, together: dict[str, Any], most: float) -> float:
-    """Of `scaling`, if the threads did nothing but read, or gained what arithmetic does: `most`."""
+    """Upper bound of `scaling`: read bandwidth of both threads, or `most`, that of arithmetic."""
     return min(most, scaling / together["of_bandwidth"])
 
 

@@ -17,7 +17,7 @@ _Rows = Sequence[dict[str, Any]]
 
 
 def peers(rows: _Rows) -> str:
-    """How many times faster than the open-source kernels of a format ours is."""
+    """Speedup over the open-source kernels of each format."""
     rows = [row for row in rows if row["peer"] != "bf16"]
     counts = sorted({row["tokens"] for row in rows})
     found: dict[tuple[str, str], dict[int, list[float]]] = {}

@@ -1,8 +1,8 @@
-"""How much of what a GPU allows the kernels of linear layers reach.
+"""CUDA kernels of linear layers against their roofline.
 
-No kernel takes less time than the GPU needs for what the kernel cannot do without, measured in the
-same run: reading the codes, for one token; the longest part of its own loop, for a few tokens;
-writing the decoded rows and multiplying by them, for many.
+The lower bound of a kernel is the time of its unavoidable work, measured in the same run. One
+token: reading the codes. Few tokens: the longest part of its loop. Many tokens: writing the
+decoded rows and multiplying by them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _longest(parts: Rows, name: str, tokens: int) -> str:
 
 
 def many_table(records: Mapping[str, dict[str, Any]]) -> str:
-    """Figures beside their limits: many tokens, the host, a whole model; from the same records."""
+    """Figures with their limits: many tokens, the host, a whole model; from the same records."""
     rows = {name: record["results"]["rows"] for name, record in records.items()}
     return limits_table([*_many(rows["cuda-linear"]), *_whole(rows["cuda-generate"])])
 

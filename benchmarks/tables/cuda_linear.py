@@ -13,7 +13,7 @@ _Rows = Sequence[dict[str, Any]]
 
 
 def speedups(rows: _Rows) -> str:
-    """How many times faster than bfloat16 a linear layer is, by the number of tokens."""
+    """Speedup of a linear layer over bfloat16, by the number of tokens."""
     rows = [row for row in rows if row["what"] == "linear"]
     tokens = sorted({row["tokens"] for row in rows})
     dense = {_case(row): row["us"] for row in rows if row["name"] == "bf16"}

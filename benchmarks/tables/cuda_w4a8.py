@@ -36,7 +36,7 @@ def table(rows: Rows) -> str:
 
 
 def _whole_rows(rows: Rows, grouped: Rows) -> str:
-    """How long layers without groups take, in times of those with groups."""
+    """Time of layers without groups relative to layers with groups."""
     times = [
         pick(rows, **{key: row[key] for key in _LAYER[1:]}, name=WHOLE, tokens=row["tokens"])[0][
             "us"
@@ -53,8 +53,7 @@ def _whole_rows(rows: Rows, grouped: Rows) -> str:
 
 
 def limits(rows: Rows) -> str:
-    """Times bfloat16 at the shapes of a Llama-3-8B, beside what reading and tensor cores allow, of
-    layers with groups."""
+    """Speedup over bfloat16 of layers with groups at the shapes of a Llama-3-8B, with the roofline."""
     return limits_table(_against_dense(rows))
 
 
@@ -73,8 +72,8 @@ def _against_dense(rows: Rows) -> Iterator[Figure]:
 
 
 def _ceiling(row: dict[str, Any], one: dict[str, Any] | None = None) -> float:
-    """Of the ratio, if nothing took time but rounding, and then what takes longer, reading codes or
-    tensor cores at their full rate; `one`: the same layer for one token. 0 = not known."""
+    """Upper bound of the speedup: quantizing the input, then the longer of reading codes and tensor
+    cores at their full rate. `one`: the same layer for one token. 0 = not known."""
     if "tensor_us" not in row:
         return float(row["speedup"]["bf16"] / row["of_reading"]) if "of_reading" in row else 0.0
     reading = one["us"] * one["of_reading"] if one else 0.0

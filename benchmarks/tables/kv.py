@@ -16,8 +16,8 @@ _ALIKE = ("k4v2", "nomad-u4")  # between `u4` and `u2`, and like `u4`: left to t
 
 
 def decode(rows: _Rows) -> str:
-    """How many times faster than SDPA one token's attention over a long cache is, and the time to
-    read what must be read as a fraction of the time that is taken."""
+    """Speedup of one token's attention over SDPA on a long cache, and the fraction of the memory
+    roofline that it reaches."""
     rows = [row for row in rows if row["what"] == "decode" and row["context"] >= _LONG]
     found = {_key(row["name"], row): row for row in rows}
     best = {_case(row): found[_key(row["peer"], row)] for row in rows if "peer" in row}
@@ -58,20 +58,20 @@ def short(rows: _Rows) -> str:
     kinds = list(dict.fromkeys((row["heads"], row["kv_heads"]) for row in rows))
     cells = []
     for context in dict.fromkeys(row["context"] for row in rows):
-        alone, stored = [], []
+        speedups, stored = [], []
         for kind in kinds:
             ours = [
                 row for row in rows
                 if (row["heads"], row["kv_heads"], row["context"]) == (*kind, context)
                 and "speedup" in row
             ]  # fmt: skip
-            alone.append(ratios(row["speedup"] for row in ours))
+            speedups.append(ratios(row["speedup"] for row in ours))
             stored.append(ratios(
                 (found[_key(row["peer"], row)]["us"] + stores["bf16", kind[1]])
                 / (row["us"] + stores[row["name"], kind[1]])
                 for row in ours
             ))  # fmt: skip
-        cells.append([str(context), *alone, *stored])
+        cells.append([str(context), *speedups, *stored])
     shown = [f"{heads}/{kv_heads} heads" for heads, kv_heads in kinds]
     head = ["tokens", *shown, *(f"{kind}, and storing" for kind in shown)]
     return markdown_table(head, cells)

@@ -1,4 +1,4 @@
-"""Measured figures beside the limit that the machine sets them: the form of such tables."""
+"""Format of tables that compare measured figures with a limit of the machine."""
 
 from __future__ import annotations
 

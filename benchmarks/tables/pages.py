@@ -139,7 +139,7 @@ def _errors(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def qoq_table() -> str:
-    """What QoQ costs in quality, and what each of its transforms brings."""
+    """Quality of QoQ, and the gain of each of its transforms."""
     if read_record("quality-qoq") is None:
         return (
             "Not measured: `python -m benchmarks quality-qoq MODEL_DIR --text TEXT "
@@ -210,13 +210,13 @@ def _kv_cases() -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
 
 
 def passes_table() -> str:
-    """What second passes lose, and what leaving them out does."""
+    """Quality with a residual pass, and without it."""
     record = _record("quality-passes")
     return passes.quality(record["results"]["rows"]) + "\n\n" + source(record)
 
 
 def demo_table() -> str:
-    """What `make demo` printed."""
+    """Output of `make demo`."""
     record = _record("demo")
     return markdown_table(*demo.cells(record["results"]["rows"])) + "\n\n" + source(record)
 

@@ -13,7 +13,7 @@ _Rows = Sequence[dict[str, Any]]
 
 
 def quality(rows: _Rows) -> str:
-    """What two passes lose, and the first one alone."""
+    """Quality of two passes, and of the first one alone."""
     head = ["weights", "bits per weight", "KLD", "99th percentile", "perplexity, %"]
     cells = []
     for row in rows:
@@ -61,7 +61,7 @@ def offload(rows: _Rows) -> str:
 
 
 def _memory(rows: _Rows) -> Iterator[str]:
-    """What is copied, how fast, and what is left on the GPU."""
+    """Bytes copied, copy bandwidth, and memory left on the GPU."""
     for row in {row["name"]: row for row in rows}.values():
         yield (
             f"`{row['name']}`: {row['copied_mb']:,.0f} MB are copied at "

@@ -18,7 +18,7 @@ SUBJECTS = {
     "published": "mutated checkpoints of other projects, converted and loaded",
     "pickles": "hostile and damaged pickles",
     "c_api": "problems of the C API, all instruction sets",
-    "sequences": "random caches beside `DynamicCache`",
+    "sequences": "random caches against `DynamicCache`",
     "kills": "kills at file events",
     "threads": "threads that share a model",
     "numerics": "hostile numbers",
@@ -27,7 +27,7 @@ SUBJECTS = {
 
 
 def campaign() -> str:
-    """What was tried, and subjects in which something was found."""
+    """Tries of every fuzzing subject, and findings."""
     record = read_record("fuzz")
     if record is None:
         return 'Not measured yet: `make fuzz SECONDS=36000 ARGS="--out RECORD"`.'
@@ -125,7 +125,7 @@ def sanitizers() -> str:
 
 
 def digests() -> str:
-    """What comparing files with their digests adds to a load."""
+    """Cost of digest verification in a load."""
     record = read_record("digests")
     if record is None:
         return "Not measured yet: `python scripts/time_digests.py --out RECORD`."

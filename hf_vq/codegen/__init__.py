@@ -1,12 +1,13 @@
-"""CUDA kernels made at run time: problem -> plan -> source -> cubin -> launch.
+"""CUDA kernels compiled at run time: problem -> plan -> source -> cubin -> launch.
 
-    device    what a GPU has, by name or from the driver
-    plan      every constant of one kernel; the dataclass is the template's parameter list
-    choose    four pure functions that find the plan of a problem
-    compiler  NVRTC: a template of kernels/cuda and a plan -> machine code
-    store     machine code on disk, found again by every process
-    launch    a loaded kernel and its arguments
+    plan              all constants of one kernel; the dataclass is the template's parameter list
+    families          candidates, feasible, cost, choose: pure functions from a problem to a plan
+    tuned             measured plans, preferred over the model
+    jit/device        properties of a GPU, by name or from the driver
+    jit/compiler      NVRTC: a template of kernels/cuda and a plan -> machine code
+    jit/kernel_store  machine code on disk, shared by all processes
+    jit/launch        a loaded kernel and its arguments
 
-No torch here: addresses and streams are numbers. Only `launch`, and asking a device what it has,
-need a GPU.
+No torch here: addresses and streams are numbers. Only `launch` and queries of the driver need a
+GPU.
 """

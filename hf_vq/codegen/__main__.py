@@ -1,4 +1,4 @@
-"""`python -m hf_vq.codegen`: why a plan was chosen, and kernels compiled ahead without a GPU."""
+"""`python -m hf_vq.codegen`: explain the choice of a plan; compile kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _TILE_TOKENS = (1, 16, 64)
 _MANY_TOKENS = (128, 1024)
 _COLUMNS = "queries that share a kv head: its query heads times the new tokens (%(default)s)"
 _VPTQ = ("v8-k65536-0", "v8-k65536-256", "v12-k65536-4096", "v6-k4096-0")
-_CANDIDATES = 8  # scales that fitting tries for a group
+_CANDIDATES = 8  # scales that fitting tries per group
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of both verbs."""
+    """Argument parser of both verbs."""
     parser = argparse.ArgumentParser(prog="python -m hf_vq.codegen", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     explain = verbs.add_parser("explain", help="the candidates of a problem, and the one chosen")
@@ -90,11 +90,11 @@ def _explain(args: argparse.Namespace) -> int:
     arch, scheme, dtype = named_arch(args.arch), weight_scheme(args.scheme), Dtype(args.dtype)
     print(f"{args.op} {scheme.spec()} [{args.n}, {args.k}] {dtype.value} on {arch.name}")
     if args.op == "decode":
-        asked = decode.DecodeProblem(scheme, args.n, args.k, dtype, arch)
-        chosen = decode.choose(asked)
-        every = decode.candidates(asked)
-        able = [plan for plan in every if decode.feasible(plan, asked) is None]
-        costs = {plan: decode.cost(plan, asked) for plan in able}
+        requested = decode.DecodeProblem(scheme, args.n, args.k, dtype, arch)
+        chosen = decode.choose(requested)
+        every = decode.candidates(requested)
+        able = [plan for plan in every if decode.feasible(plan, requested) is None]
+        costs = {plan: decode.cost(plan, requested) for plan in able}
         return _show(len(every), chosen, costs, _DECODE_COLUMNS, args.top)
     if scheme.codebook == "tile":
         return _explain_tiles(args, scheme, dtype)
@@ -104,10 +104,10 @@ def _explain(args: argparse.Namespace) -> int:
     fewest = wide.fewest_tokens(scheme)
     if fewest <= args.m <= wide.MOST_TOKENS and not wide.wide(scheme, args.k, arch):
         many = wide.token_bucket(args.m)
-        asked_many = linear.LinearProblem(scheme, many, args.n, args.k, dtype, arch)
-        able_many = {other: wide.cost(other, asked_many) for other in wide.best(asked_many)}
-        count = len(wide.candidates(asked_many))
-        return _show(count, wide.choose(asked_many), able_many, _WIDE_COLUMNS, args.top)
+        requested_many = linear.LinearProblem(scheme, many, args.n, args.k, dtype, arch)
+        able_many = {other: wide.cost(other, requested_many) for other in wide.best(requested_many)}
+        count = len(wide.candidates(requested_many))
+        return _show(count, wide.choose(requested_many), able_many, _WIDE_COLUMNS, args.top)
     problem = linear.LinearProblem(scheme, linear.token_bucket(args.m), args.n, args.k, dtype, arch)
     plan = linear.choose(problem)
     if plan is None:
@@ -126,8 +126,8 @@ def _explain_tiles(args: argparse.Namespace, scheme: VQScheme, dtype: Dtype) -> 
         raise VQBackendError(f"no fused kernel: {reason or 'factors have 16 bits'}.")
     most, arch = tiles.MOST_TOKENS, named_arch(args.arch)
     tokens = linear.token_bucket(min(args.m, most))
-    asked = linear.LinearProblem(scheme, tokens, args.n, args.k, dtype, arch)
-    plan = tiles.choose(asked) if args.m <= tiles.MOST_LAUNCHES * most else None
+    requested = linear.LinearProblem(scheme, tokens, args.n, args.k, dtype, arch)
+    plan = tiles.choose(requested) if args.m <= tiles.MOST_LAUNCHES * most else None
     if plan is None:
         raise VQBackendError(
             f"no fused kernel for {args.m} tokens on {arch.name}: rows are decoded, and cuBLAS "
@@ -135,12 +135,12 @@ def _explain_tiles(args: argparse.Namespace, scheme: VQScheme, dtype: Dtype) -> 
         )
     if args.m > most:
         print(f"{-(-args.m // most)} launches, of {most} tokens at most")
-    able = {other: tiles.cost(other, asked) for other in tiles.best(asked)}
-    return _show(len(tiles.candidates(asked)), plan, able, _TILE_COLUMNS, args.top)
+    able = {other: tiles.cost(other, requested) for other in tiles.best(requested)}
+    return _show(len(tiles.candidates(requested)), plan, able, _TILE_COLUMNS, args.top)
 
 
 def _vptq_layout(name: str, columns: int) -> VptqLayout:
-    """The layout that public checkpoints of a variant have, with scales and an order of columns."""
+    """Layout of the public checkpoints of a variant, with column scales and a permutation."""
     match = re.fullmatch(r"v(\d+)-k(\d+)-(\d+)", name)
     if match is None:
         raise VQBackendError(f"{name!r} is no variant of VPTQ; write v8-k65536-256.")
@@ -156,18 +156,18 @@ def _explain_vptq(args: argparse.Namespace) -> int:
     )
     print(f"{layout.name()} [{args.n}, {args.k}] {dtype.value} on {arch.name}")
     tokens = 8 if args.m <= 8 else 16
-    asked = vptq.VptqProblem(layout, tokens, args.n, dtype, arch)
+    requested = vptq.VptqProblem(layout, tokens, args.n, dtype, arch)
     reason = vptq.fusable(layout, dtype)
     if args.m > vptq.MOST_TOKENS:
         reason = f"{args.m} tokens: rows are decoded, and cuBLAS multiplies"
-    plan = None if reason else vptq.choose(asked)
+    plan = None if reason else vptq.choose(requested)
     if plan is None:
         raise VQBackendError(f"no fused kernel: {reason or 'registers do not suffice'}.")
-    able = {other: vptq.cost(other, asked) for other in vptq.best(asked)}
-    lookups = vptq.l2_lookups(plan, asked)
+    able = {other: vptq.cost(other, requested) for other in vptq.best(requested)}
+    lookups = vptq.l2_lookups(plan, requested)
     times = decode.times_dense(lookups, args.n, args.k, arch)
     print(f"lookups in L2 take {times:.2f} of the time of reading a bfloat16 weight")
-    return _show(len(vptq.candidates(asked)), plan, able, _VPTQ_COLUMNS, args.top)
+    return _show(len(vptq.candidates(requested)), plan, able, _VPTQ_COLUMNS, args.top)
 
 
 def _w4a8_problem(
@@ -185,14 +185,14 @@ def _explain_w4a8(args: argparse.Namespace) -> int:
     print(f"{args.scheme} [{args.n}, {args.k}] {dtype.value} on {args.arch}")
     many = args.m >= w4a8_wide.FEWEST_TOKENS and not w4a8_wide.wide(named_arch(args.arch))
     tokens = (w4a8_wide if many else w4a8).token_bucket(args.m)
-    asked = _w4a8_problem(args.scheme, tokens, args.n, args.k, dtype, args.arch)
+    requested = _w4a8_problem(args.scheme, tokens, args.n, args.k, dtype, args.arch)
     if many:
-        wide_costs = {plan: w4a8_wide.cost(plan, asked) for plan in w4a8_wide.best(asked)}
-        count = len(w4a8_wide.candidates(asked))
-        return _show(count, w4a8_wide.choose(asked), wide_costs, _W4A8_WIDE_COLUMNS, args.top)
-    costs = {plan: w4a8.cost(plan, asked) for plan in w4a8.best(asked)}
-    count = len(w4a8.candidates(asked))
-    return _show(count, w4a8.choose(asked), costs, _W4A8_COLUMNS, args.top)
+        wide_costs = {plan: w4a8_wide.cost(plan, requested) for plan in w4a8_wide.best(requested)}
+        count = len(w4a8_wide.candidates(requested))
+        return _show(count, w4a8_wide.choose(requested), wide_costs, _W4A8_WIDE_COLUMNS, args.top)
+    costs = {plan: w4a8.cost(plan, requested) for plan in w4a8.best(requested)}
+    count = len(w4a8.candidates(requested))
+    return _show(count, w4a8.choose(requested), costs, _W4A8_COLUMNS, args.top)
 
 
 def _explain_attention(args: argparse.Namespace) -> int:
@@ -203,26 +203,40 @@ def _explain_attention(args: argparse.Namespace) -> int:
     reason = next(filter(None, reasons), None)
     if reason or dtype is Dtype.FLOAT32:
         raise VQBackendError(f"no attention kernel: {reason or 'factors have 16 bits'}.")
-    asked = attention.AttentionProblem(
+    requested = attention.AttentionProblem(
         scheme.key, scheme.value, args.dim, args.dim, args.columns, dtype, Mask.NONE, False,
         attention.token_bucket(args.context), arch,
     )  # fmt: skip
-    able = {plan: attention.cost(plan, asked) for plan in attention.best(asked)}
-    count = len(attention.candidates(asked))
-    return _show(count, attention.choose(asked), able, _ATTENTION_COLUMNS, args.top)
+    able = {plan: attention.cost(plan, requested) for plan in attention.best(requested)}
+    count = len(attention.candidates(requested))
+    return _show(count, attention.choose(requested), able, _ATTENTION_COLUMNS, args.top)
 
 
-_ATTENTION_COLUMNS = ("threads", "resident", "steps", "depth", "query_tiles")
-_VPTQ_COLUMNS = ("threads", "resident", "row_vectors", "book_in_shared", "rest_in_shared")
-_TILE_COLUMNS = ("threads", "resident", "column_warps", "row_tiles", "split", "depth")
-_W4A8_COLUMNS = ("threads", "resident", "split", "row_tiles", "token_tiles", "steps")
-_WIDE_COLUMNS = ("threads", "token_tile", "split", "depth")
-_W4A8_WIDE_COLUMNS = ("threads", "token_tile", "teams", "depth", "steps")
-_DECODE_COLUMNS = ("threads", "steps", "unit", "panel_rows", "codebook_in_shared")
+_ATTENTION_COLUMNS = ("threads", "blocks_per_sm", "step_tiles", "pipeline_depth", "query_tiles")
+_VPTQ_COLUMNS = ("threads", "blocks_per_sm", "row_vectors", "book_in_shared", "rest_in_shared")
+_TILE_COLUMNS = (
+    "threads",
+    "blocks_per_sm",
+    "column_warps",
+    "row_tiles",
+    "cluster_size",
+    "x_stages",
+)
+_W4A8_COLUMNS = (
+    "threads",
+    "blocks_per_sm",
+    "split_k_warps",
+    "row_tiles",
+    "token_tiles",
+    "pipeline_depth",
+)
+_WIDE_COLUMNS = ("threads", "token_tile", "cluster_size", "x_stages")
+_W4A8_WIDE_COLUMNS = ("threads", "token_tile", "split_k_warpgroups", "x_stages", "pipeline_depth")
+_DECODE_COLUMNS = ("threads", "pipeline_depth", "unit", "panel_rows", "codebook_in_shared")
 
 
 def _verdict(problem: linear.LinearProblem, plan: LinearPlan) -> str:
-    """What a dense bfloat16 weight would cost at least, and what the plan is modelled to."""
+    """Compare the modelled cycles of the plan with reading a dense bfloat16 weight."""
     arch = problem.arch
     dense = 2 * problem.rows * problem.in_features / arch.sms / arch.dram_bytes_per_clock
     cycles = linear.cost(plan, problem).cycles
@@ -283,8 +297,8 @@ def _vptq_plans(names: Sequence[str], arch: str, dtypes: list[Dtype]) -> list[tu
             decoded = vptq.decode_plan(layout, _SHAPE[1], dtype)
             found.setdefault(decoded, f"vptq_decode {name} {dtype.value}")
             for tokens in _TOKENS:
-                asked = vptq.VptqProblem(layout, tokens, _SHAPE[0], dtype, named_arch(arch))
-                plan = vptq.choose(asked)
+                requested = vptq.VptqProblem(layout, tokens, _SHAPE[0], dtype, named_arch(arch))
+                plan = vptq.choose(requested)
                 if plan is not None:
                     found.setdefault(plan, f"vptq {name} {dtype.value} x{tokens}")
                     inputs = vptq.inputs_plan(plan, layout)
@@ -302,8 +316,8 @@ def _w4a8_plans(names: Sequence[str], arch: str, dtypes: list[Dtype]) -> list[tu
             for module, counts in ((w4a8, _TILE_TOKENS), (w4a8_wide, _MANY_TOKENS)):
                 swizzled = module is w4a8_wide
                 for tokens in counts:
-                    asked = _w4a8_problem(name, tokens, *_SHAPE, dtype, arch)
-                    plan = module.choose(asked)
+                    requested = _w4a8_problem(name, tokens, *_SHAPE, dtype, arch)
+                    plan = module.choose(requested)
                     if plan is not None:
                         found.setdefault(plan, f"{plan.kernel} {name} {dtype.value} x{tokens}")
                         for source in Source:

@@ -1,4 +1,4 @@
-"""Plans of attention over a coded cache (kernels/cuda/kv/attention/attention.cu)."""
+"""Plans of attention over a quantized KV cache (kernels/cuda/kv/attention/attention.cu)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import ClassVar
 
 from .plan import Dtype, Plan
 
-BANKS = 128  # bytes of shared memory that lie side by side
-COLUMNS = 8  # queries of a tile
-TOKENS = 16  # keys of a tile
-PIECE = 16  # bytes of which copies by no thread are made
-PAGE = 64  # tokens, of which a page that kernels read is a multiple
+BANKS = 128  # bytes of one row of all shared memory banks
+COLUMNS = 8  # queries of an MMA tile
+TOKENS = 16  # keys of an MMA tile
+PIECE = 16  # granularity of bulk copies (TMA), in bytes
+PAGE = 64  # tokens; the page size is a multiple of it
 
 
 class Mask(enum.Enum):
-    """What the mask of a launch is made of; NONE is causal."""
+    """Dtype of the attention mask; NONE means causal without a mask tensor."""
 
     NONE = "none"
     BOOL = "bool"
@@ -27,34 +27,34 @@ class Mask(enum.Enum):
 
 @dataclass(frozen=True)
 class AttentionPlan(Plan):
-    """A few queries over coded keys and values (kernels/cuda/kv/attention/attention.cu).
+    """Few queries over quantized keys and values (kernels/cuda/kv/attention/attention.cu).
 
-    Fields `key_*` and `value_*` say the same of keys and of values.
+    Fields `value_*` are the same as `key_*`, for values.
 
     Args:
-        dtype: of queries, floats and the result; not FLOAT32.
-        key_dim: numbers of a row.
-        key_vector_size: x of VQ<x, y, 1>.
-        key_entry_bits: y.
-        key_fused: codes that lie side by side and are looked up together.
-        key_learned: whether there is a codebook per kv head and channel group, and no scale; else
-            there is one for all, and a scale per token.
-        key_integers: whether codes are integers with a scale and a zero per token
-            (kernels/cuda/kv/attention/attention_integers.cuh); there is no codebook then.
-        key_block: numbers that were rotated together; 1 = none.
-        one_codebook: whether keys and values have the same one, that of the universal scheme.
-        query_tiles: tiles of 8 columns.
-        turns: columns of a query, each of tokens that lanes look up in one of so many orders
+        dtype: dtype of queries, unquantized tokens and the result; not FLOAT32.
+        key_dim: head_dim of keys.
+        key_vector_size: x of VQ<x, y, 1>, channels of an entry.
+        key_entry_bits: y, bits of a code.
+        key_fused: adjacent codes that form one table index.
+        key_learned: one codebook per KV head and channel group, and no scale; else one codebook
+            for all, and a scale per token.
+        key_integers: codes are integers with a scale and a zero per token, without a codebook
+            (kernels/cuda/kv/attention/attention_integers.cuh).
+        key_block: numbers of a Hadamard block; 1 = no rotation.
+        one_codebook: keys and values share one universal codebook.
+        query_tiles: MMA tiles of 8 columns.
+        swizzle_orders: MMA columns of a query, one for each XOR swizzle order of the lookups
             (kernels/cuda/kv/attention/attention_swizzle.cuh).
-        paired: whether a query has two columns, which take entries of codebooks as they are
+        paired: a query has two MMA columns, so that table entries need no unpacking
             (kernels/cuda/kv/attention/attention_gqa_small.cuh).
-        steps: tiles of 16 tokens that a warp takes together.
-        depth: slots for the codes of such a step that a warp has; all but one are on their way.
-        bulk: whether codes and scales are copied by no thread (from sm_90 on).
-        queries_in_registers: whether the queries are kept there; else in shared memory.
-        mask: kind of the mask.
-        softcapped: whether logits are capped.
-        page: tokens of a page, where a table names those of each row; 0 = tapes.
+        step_tiles: tiles of 16 tokens that a warp processes in one iteration.
+        pipeline_depth: buffers of a warp for the codes of one iteration; all but one in flight.
+        bulk: copy codes and scales with bulk copies (TMA, from sm_90 on).
+        queries_in_registers: keep the queries in registers; else in shared memory.
+        mask: dtype of the mask, or NONE.
+        softcapped: apply logit soft-capping.
+        page: tokens of a page of a paged cache; 0 = contiguous cache.
     """
 
     template: ClassVar[str] = "kv/attention/attention"
@@ -75,10 +75,10 @@ class AttentionPlan(Plan):
     value_block: int
     one_codebook: bool
     query_tiles: int
-    turns: int
+    swizzle_orders: int
     paired: bool
-    steps: int
-    depth: int
+    step_tiles: int
+    pipeline_depth: int
     bulk: bool
     queries_in_registers: bool
     mask: Mask
@@ -87,17 +87,17 @@ class AttentionPlan(Plan):
 
     @property
     def columns(self) -> int:
-        """Columns of a block."""
+        """MMA columns of a block."""
         return COLUMNS * self.query_tiles
 
     @property
     def queries(self) -> int:
         """Queries of a block."""
-        return self.columns // (2 if self.paired else self.turns)
+        return self.columns // (2 if self.paired else self.swizzle_orders)
 
     @property
     def table_bytes(self) -> int:
-        """Shared memory of the tables (kernels/cuda/kv/attention/attention_table.cuh)."""
+        """Bytes of the codebook tables (kernels/cuda/kv/attention/attention_table.cuh)."""
         key = self.key_vector_size, self.key_entry_bits, self.key_fused
         value = self.value_vector_size, self.value_entry_bits, self.value_fused
         learned = self.key_learned * panels(self.key_dim) + self.value_learned * panels(
@@ -117,21 +117,21 @@ class AttentionPlan(Plan):
 
     @property
     def numbers(self) -> int:
-        """fp16 numbers that a token has beside its codes; those of keys or of values, if more."""
+        """fp16 numbers of a token in addition to its codes: scale, and zero of integers."""
         return 2 if self.key_integers or self.value_integers else 1
 
     @property
     def step_bytes(self) -> int:
-        """Slots of a warp for the codes and scales of a step (attention_mainloop.cuh)."""
+        """Bytes of a warp's buffer for one step: codes and scales (attention_mainloop.cuh)."""
         sides = (
             (self.key_dim, self.key_vector_size, self.key_entry_bits, self.key_fused, 4, 2),
             (self.value_dim, self.value_vector_size, self.value_entry_bits, self.value_fused, 8, 4),
         )
         if not self.bulk:
             codes = sum(tokens * 32 * _slot_bytes(*side) for *side, tokens in sides)
-            words = 16 * self.steps if self.numbers > 1 else 8 * self.steps + 1
-            return _whole(self.steps * codes + 8 * words)
-        tokens = TOKENS * self.steps
+            words = 16 * self.step_tiles if self.numbers > 1 else 8 * self.step_tiles + 1
+            return _whole(self.step_tiles * codes + 8 * words)
+        tokens = TOKENS * self.step_tiles
         key, value = (-(-dim // x * bits // 8) for dim, x, bits, *_ in sides)
         keys, half = (
             _whole(count * row) + (PIECE if row % PIECE else 0)
@@ -142,44 +142,47 @@ class AttentionPlan(Plan):
 
     @property
     def value_words(self) -> int:
-        """Pairs of channels of a value that a lane has."""
+        """Registers of a lane for its channels of one value, two fp16 each."""
         width = self.value_vector_size * self.value_fused
         return sum(max(part // 8, width) // 2 for part in parts(self.value_dim))
 
     @property
     def partial_floats(self) -> int:
-        """What a block leaves for the others, in float32."""
+        """Partial results of a block in global memory, in float32 numbers."""
         return 2 * self.columns + 4 * 32 * self.query_tiles * self.value_words
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: tables, queries, codes; in their place, sums of its warps."""
+        """Dynamic shared memory of a block, in bytes.
+
+        Tables, queries and codes; afterwards the same memory holds the sums of the warps.
+        """
         steps = sum(part // (32 if self.paired else 16) for part in parts(self.key_dim))
         queries = self.query_tiles * -(-steps // 2) * 512 + 24 * self.columns
         warps, row = self.threads // 32, self.value_dim + self.value_dim // 16 + 4
         meeting = warps * (512 * self.query_tiles * self.value_words + 8 * self.columns)
         meeting += 4 * self.columns * row + 16
-        needed = self.table_bytes + queries + warps * self.depth * self.step_bytes
+        needed = self.table_bytes + queries + warps * self.pipeline_depth * self.step_bytes
         return max(needed, meeting)
 
 
 def parts(dim: int) -> list[int]:
-    """The powers of two of a head_dim, the largest first: a kernel has one or two."""
+    """Powers of two that add up to a head_dim, the largest first; kernels take one or two."""
     return [1 << i for i in reversed(range(dim.bit_length())) if dim >> i & 1]
 
 
 def panels(dim: int) -> int:
-    """Panels, of 128 bytes, of a row of a table of learned codebooks."""
+    """Panels of 128 bytes in one row of a table of learned codebooks."""
     return -(-2 * dim // BANKS)
 
 
 def _whole(nbytes: int) -> int:
-    """Bytes of the pieces that hold so many."""
+    """Round `nbytes` up to whole pieces."""
     return -(-nbytes // PIECE) * PIECE
 
 
 def _slot_bytes(dim: int, vector_size: int, bits: int, fused: int, sharers: int) -> int:
-    """Bytes of shared memory for a lane and its codes of a token (attention_kv_fragments.cuh)."""
+    """Bytes of shared memory for the codes of one token and lane (attention_kv_fragments.cuh)."""
     width, row, total, first = vector_size * fused, (dim // vector_size * bits + 7) // 8, 0, 0
     for part in parts(dim):
         share = max(part // sharers, width) // vector_size * bits

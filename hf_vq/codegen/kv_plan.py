@@ -1,4 +1,4 @@
-"""Plans of kernels for a KV cache: codes of keys and values, and what is around attention."""
+"""Plans of the KV cache kernels: append, decode step, dequantize, merge of partial softmaxes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from .plan import Dtype, Plan
 
 @dataclass(frozen=True)
 class AppendPlan(Plan):
-    """Keys or values to codes on a tape (kernels/cuda/kv/append.cu).
+    """Keys or values to codes of the cache (kernels/cuda/kv/append.cu).
 
     Args:
-        dtype: of the rows.
-        vector_size: x of VQ<x, y, z>.
-        entry_bits: y.
-        dim: numbers of a row, one token of a head.
-        block: of the rotation; 1 = none.
-        centred: whether a mean is subtracted.
-        aligned: whether rows begin at multiples of 16 bytes.
-        learned: whether each group of channels has a codebook; there are no scales then.
-        integers: whether codes are integers with a scale and a zero, not indexes of a codebook.
-        few: whether rows are few: without a grid the warps of a block share the search for a row,
-            or the lanes of a warp that for a vector under a learned codebook.
-        cells: of a side of the grid over the plane that names candidates; 0 = no grid.
-        lanes: of a warp, that share a row.
-        width: neighbouring vectors of a lane; their codes are whole bytes.
-        page: tokens of a page, where every token has a slot; 0 = a tape.
+        dtype: dtype of the rows.
+        vector_size: x of VQ<x, y, z>, channels of an entry.
+        entry_bits: y, bits of a code.
+        dim: head_dim; a row is one token of one head.
+        block: numbers of a Hadamard block; 1 = no rotation.
+        centred: subtract a mean first.
+        aligned: rows begin at multiples of 16 bytes.
+        learned: each channel group has its own codebook, and tokens have no scale.
+        integers: codes are integers with a scale and a zero per token (KV4), not indices.
+        few: there are few rows. Without a grid, the warps of a block split the search of one row;
+            with learned codebooks, the lanes of a warp split the search of one vector.
+        cells: cells per side of the 2-D grid of candidate entries (x = 2); 0 = no grid.
+        lanes: lanes of a warp that share a row.
+        width: adjacent vectors of a lane; their codes are whole bytes.
+        page: tokens of a page of a paged cache; 0 = contiguous cache.
     """
 
     template: ClassVar[str] = "kv/append"
@@ -48,23 +48,26 @@ class AppendPlan(Plan):
 
     @property
     def shared_search(self) -> bool:
-        """Whether the warps of a block share the search for a row."""
+        """True if the warps of a block split the codebook search of one row."""
         return self.few and not self.cells and not self.integers
 
     @property
     def rows_at_a_time(self) -> int:
-        """Rows of a block, not of learned codebooks."""
+        """Rows that a block encodes in one iteration (not with learned codebooks)."""
         return 32 // self.lanes * (1 if self.shared_search else self.threads // 32)
 
     @property
     def blocks_across(self) -> int:
-        """Blocks for all learned codebooks of a head, of which a warp has `width`."""
+        """Blocks for the learned codebooks of one head, `width` of them per warp."""
         return -(-self.dim // (self.vector_size * self.width * self.threads // 32))
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: entries and their norms as float32, or a grid and entries;
-        where warps meet."""
+        """Dynamic shared memory of a block, in bytes.
+
+        float32 entries and their squared norms, or the grid and fp16 entries; with few rows, the
+        best scores of the warps.
+        """
         entries = 1 << self.entry_bits
         table = 4 * (self.vector_size + 1) * max(4, entries)
         if self.integers:
@@ -79,11 +82,11 @@ class AppendPlan(Plan):
 
 @dataclass(frozen=True)
 class StorePlan(Plan):
-    """A step of a static KV cache (kernels/cuda/kv/kv_step.cu).
+    """Append of one decode step, keys and values in one launch (kernels/cuda/kv/kv_step.cu).
 
     Args:
-        keys: the plan for few of them, with as many threads.
-        values: the plan for few of them, with as many threads.
+        keys: plan of the keys, with `few` rows and the same number of threads.
+        values: plan of the values, with the same restrictions.
     """
 
     template: ClassVar[str] = "kv/kv_step"
@@ -92,7 +95,7 @@ class StorePlan(Plan):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block, of keys or of values."""
+        """Dynamic shared memory of a block, in bytes: the larger of keys and values."""
         return max(self.keys.shared_bytes, self.values.shared_bytes)
 
 
@@ -102,15 +105,15 @@ class DecodeKVPlan(Plan):
 
     Args:
         out: dtype of the rows.
-        vector_size: x of VQ<x, y, 1>.
-        entry_bits: y.
-        dim: channels of a head.
+        vector_size: x of VQ<x, y, 1>, channels of an entry.
+        entry_bits: y, bits of a code.
+        dim: head_dim.
         slice: channels of a block.
-        tokens: of a block.
-        steps: tokens whose codes a thread has on their way at a time.
-        learned: whether every head and group of x channels has its codebook.
-        scaled: whether a token has a scale.
-        zero: whether it has a zero beside its scale.
+        tokens: tokens of a block.
+        pipeline_depth: tokens whose codes a thread has in flight.
+        learned: each head and group of x channels has its own codebook.
+        scaled: a token has a scale.
+        zero: a token has a zero next to its scale.
     """
 
     template: ClassVar[str] = "kv/dequantize_kv"
@@ -121,26 +124,26 @@ class DecodeKVPlan(Plan):
     dim: int
     slice: int
     tokens: int
-    steps: int
+    pipeline_depth: int
     learned: bool
     scaled: bool
     zero: bool
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the entries of its channels, or those that all share."""
+        """Dynamic shared memory, in bytes: the codebooks of its channels, or the shared one."""
         vectors = self.slice // self.vector_size if self.learned else 1
         return 2 * self.vector_size * vectors << self.entry_bits
 
 
 @dataclass(frozen=True)
 class MergePlan(Plan):
-    """Attention to several parts of the tokens, merged (kernels/cuda/kv/softmax_merge.cu).
+    """Merge of partial attention results by log-sum-exp (kernels/cuda/kv/softmax_merge.cu).
 
     Args:
-        dtype: of the parts and of the result.
-        dim: numbers of a row, a multiple of 8 up to `LARGEST_DIM`.
-        block: of the rotation of parts that are codes; 1 = none.
+        dtype: dtype of the partial results and of the result.
+        dim: head_dim, a multiple of 8 up to `LARGEST_DIM`.
+        block: numbers of the Hadamard block of coded parts; 1 = no rotation.
     """
 
     template: ClassVar[str] = "kv/softmax_merge"
@@ -152,5 +155,5 @@ class MergePlan(Plan):
 
     @property
     def rows(self) -> int:
-        """Rows of a block of threads."""
+        """Rows of a thread block."""
         return self.threads // 32 * (32 // (self.dim // 8))

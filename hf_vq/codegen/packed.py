@@ -40,6 +40,6 @@ class Packed:
         self.size, self.pack, self.pack_into = packed.size, packed.pack, packed.pack_into
 
     def structure(self) -> type[ctypes.Structure]:
-        """The struct as bytes, for `launch.Kernel`."""
+        """The struct as bytes, for `launch.LoadedKernel`."""
         fields: Any = [("packed", ctypes.c_char * self.size)]
         return type("Arguments", (ctypes.Structure,), {"_fields_": fields})

@@ -1,4 +1,4 @@
-"""Plans: every constant of one generated kernel, rendered into the header that its template reads.
+"""Plans: the compile-time constants of a generated kernel, rendered as a header of its template.
 
 DecodePlan(vector_size=2, ...)   ->   struct Plan { static constexpr int vector_size = 2; ... };
 """
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 
 class Dtype(enum.Enum):
-    """A float type in memory; the values are torch's names."""
+    """Float type of a tensor; the values are torch's names."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -20,12 +20,12 @@ class Dtype(enum.Enum):
 
     @property
     def size(self) -> int:
-        """Bytes of one number."""
+        """Bytes of one element."""
         return 4 if self is Dtype.FLOAT32 else 2
 
 
 class Scope(enum.Enum):
-    """Who shares a codebook: all weights, a tile of them, or it is the lattice E8P."""
+    """Weights that share a codebook: the whole matrix, one tile, or the fixed E8P lattice."""
 
     SHARED = "shared"
     TILE = "tile"
@@ -34,108 +34,109 @@ class Scope(enum.Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """What every plan has.
+    """Fields of every plan.
 
     Args:
-        threads: of a block.
-        resident: blocks that one multiprocessor shall hold at a time; bounds registers.
+        threads: threads of a block.
+        blocks_per_sm: minimum of resident blocks on a multiprocessor (`__launch_bounds__`); limits
+            the registers of a thread.
     """
 
     template: ClassVar[str]  # kernels/cuda/<template>.cu, as "linear/rotate"
-    template_folder: ClassVar[Path | None] = None  # where that lies, if not in kernels/cuda
+    template_folder: ClassVar[Path | None] = None  # folder of the template; None: kernels/cuda
     threads: int
-    resident: int
+    blocks_per_sm: int
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel: that of its file."""
+        """Name of the kernel function: the stem of its file."""
         return self.template.rpartition("/")[2]
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a block asks for when it is launched."""
+        """Dynamic shared memory of a block, in bytes."""
         return 0
 
 
 @dataclass(frozen=True)
 class DecodePlan(Plan):
-    """Codes to dense rows (kernels/cuda/linear/dequantize.cu).
+    """Codes to a dense matrix (kernels/cuda/linear/dequantize.cu).
 
     Args:
-        out: dtype of the rows.
-        vector_size: x of VQ<x, y, z>.
-        entry_bits: y.
-        stages: z independent stages.
-        scope: of a codebook.
+        out: dtype of the matrix.
+        vector_size: x of VQ<x, y, z>, weights of an entry.
+        entry_bits: y, bits of a code.
+        num_codebooks: z, codebooks whose entries are added.
+        scope: weights that share a codebook.
         tile_rows: rows of a tile; 0 without tiles.
-        tile_columns: its columns, in weights.
+        tile_columns: columns of a tile, in weights.
         group: weights that share a scale; 0 = the whole row.
-        unit: weights that a thread decodes together.
-        steps: units that a thread has on their way at a time.
+        unit: weights that a thread decodes in one iteration.
+        pipeline_depth: units whose codes a thread has in flight.
         panel_rows: rows of a block.
-        integers: whether numbers of the codebook are int8.
-        codebook_in_shared: whether a block copies its codebooks to shared memory.
+        integers: the codebook is int8, else fp16.
+        codebook_in_shared: copy the codebooks to shared memory; else entries are read from L2.
     """
 
     template: ClassVar[str] = "linear/dequantize"
     out: Dtype
     vector_size: int
     entry_bits: int
-    stages: int
+    num_codebooks: int
     scope: Scope
     tile_rows: int
     tile_columns: int
     group: int
     unit: int
-    steps: int
+    pipeline_depth: int
     panel_rows: int
     integers: bool
     codebook_in_shared: bool
 
     @property
     def codebook_bytes(self) -> int:
-        """Bytes of the codebooks of a panel."""
+        """Bytes of the codebooks of a row panel."""
         entries = 257 if self.scope is Scope.E8P else 1 << self.entry_bits
-        return self.number_bytes * self.stages * entries * self.vector_size
+        return self.number_bytes * self.num_codebooks * entries * self.vector_size
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of a number of the codebook."""
+        """Bytes of one element of the codebook."""
         return 1 if self.integers else 2
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: its codebooks or nothing."""
+        """Dynamic shared memory of a block, in bytes: the codebooks, or 0."""
         return self.codebook_bytes if self.codebook_in_shared else 0
 
 
 @dataclass(frozen=True)
 class TablePlan(Plan):
-    """Products with codes that are looked up in tables (kernels/cuda/linear/table.cuh).
+    """Kernels that look codes up in replicated tables (kernels/cuda/linear/table.cuh).
 
     Args:
-        dtype: of input, output and the factors that are multiplied; not FLOAT32.
-        vector_size: x of VQ<x, y, z>.
-        entry_bits: y.
-        stages: z independent stages.
-        scope: of a codebook.
+        dtype: of input and output, and the operands of the tensor cores; not FLOAT32.
+        vector_size: x of VQ<x, y, z>, weights of an entry.
+        entry_bits: y, bits of a code.
+        num_codebooks: z, codebooks whose entries are added.
+        scope: weights that share a codebook.
         group: weights that share a scale; 0 = the whole row.
-        fused: codes that lie side by side and are looked up together.
-        in_shared: whether the codebooks are tables in shared memory.
-        integers: whether numbers of the codebook are int8, a byte each in the tables too.
-        replicas: copies of an entry there, one for each group of banks.
-        interleaved: entries of one index that lie together, one for each book, or more places;
-            fewer than books: these lie one after the other.
-        unit: weights of one row that a lane decodes of a chunk.
-        load_bytes: bytes of codes that a lane reads at a time.
-        second_bits: of a second, nested pass, whose codes are looked up with those of the first.
-        second_load_bytes: bytes of those that a lane reads at a time.
+        fused: adjacent codes that form one table index.
+        in_shared: the codebooks are tables in shared memory; else entries are read from L2.
+        integers: the codebook and its tables are int8, else fp16.
+        replicas: copies of an entry in a table, one for each group of banks.
+        interleaved: codebooks whose entries of one index are adjacent, padded to a power of two;
+            fewer than the number of codebooks: the tables are contiguous.
+        unit: weights of one row that a lane decodes from a chunk of 4 * `unit` columns.
+        load_bytes: bytes of codes that a lane loads with one instruction.
+        second_bits: bits of a nested residual code, looked up together with the first; 0 = none.
+        second_load_bytes: bytes of residual codes that a lane loads with one instruction.
     """
 
     dtype: Dtype
     vector_size: int
     entry_bits: int
-    stages: int
+    num_codebooks: int
     scope: Scope
     group: int
     fused: int
@@ -150,18 +151,18 @@ class TablePlan(Plan):
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of an entry of the tables in shared memory."""
+        """Bytes of one table entry in shared memory."""
         numbers = 8 if self.scope is Scope.E8P else self.vector_size * self.fused
         return max(4, numbers if self.scope is Scope.E8P or self.integers else 2 * numbers)
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the tables in shared memory: of all books."""
+        """Bytes of the tables of all codebooks in shared memory."""
         if not self.in_shared:
             return 0
         lattice, entry = self.scope is Scope.E8P, self.entry_bytes
         entries = 256 if lattice else 1 << (self.entry_bits + self.second_bits) * self.fused
-        books = self.stages + lattice
+        books = self.num_codebooks + lattice
         if entry * self.replicas < 128 or self.interleaved < books:
             return books * entries * entry * self.replicas
         return entries * entry * self.replicas * self.interleaved
@@ -169,64 +170,64 @@ class TablePlan(Plan):
 
 @dataclass(frozen=True)
 class LinearPlan(TablePlan):
-    """A few tokens times codes (kernels/cuda/linear/linear.cu).
+    """Few tokens times coded weights (kernels/cuda/linear/linear.cu).
 
     Args:
-        split: warps that share the columns of the same rows.
+        split_k_warps: warps that split the columns of the same rows (split-K).
         row_tiles: tiles of 16 rows that a warp multiplies with the same input.
         token_tiles: tiles of 8 tokens.
-        steps: chunks that a warp has on their way at a time.
-        scales_together: whether the scales of two neighbouring chunks are read at once.
-        ragged: whether chunks do not divide a row.
-        single: whether there is one token, of which a warp keeps its columns in registers.
-        rotate: whether it is rotated there (blocks of 128).
-        early: whether a warp asks for it after its first chunk of codes; else, after `steps`.
-        sets: times that it keeps eight pieces of one token, each of up to 32 columns of a lane; for
-            several tokens, scales of eight chunks.
-        share: blocks of a cluster that share the columns of the same rows.
-        matrices: that have the same input, and are multiplied with it by one launch.
+        pipeline_depth: chunks whose codes a warp has in flight.
+        scales_together: read the scales of two adjacent chunks with one load.
+        ragged: the row is not a whole number of chunks.
+        single: there is one token; a warp keeps its columns of x in registers.
+        rotate: rotate x in this kernel (Hadamard blocks of 128).
+        prefetch_x: load x after the first chunk of codes; else after `pipeline_depth` chunks.
+        x_sets: register sets for the inputs of a warp. One token: eight pieces of x each, of up to
+            32 columns of a lane. Several tokens: the scales of eight chunks each.
+        cluster_size: blocks of a cluster that split the columns of the same rows.
+        matrices: weights with the same x that one launch multiplies.
     """
 
     template: ClassVar[str] = "linear/linear"
-    split: int
+    split_k_warps: int
     row_tiles: int
     token_tiles: int
-    steps: int
+    pipeline_depth: int
     scales_together: bool
     ragged: bool
     single: bool
     rotate: bool
-    early: bool
-    sets: int
-    share: int
+    prefetch_x: bool
+    x_sets: int
+    cluster_size: int
     matrices: int = 1
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: tables, and where warps meet."""
+        """Dynamic shared memory of a block, in bytes: the tables, and partial sums."""
         warps = self.threads // 32
         if self.single:
             return self.table_bytes + 2 * warps * self.row_tiles * 64
-        owned = -(-self.row_tiles * self.token_tiles // self.share)
-        barrier = 16 if self.share > 1 else 0
-        return self.table_bytes + owned * self.share * warps * 512 + barrier
+        owned = -(-self.row_tiles * self.token_tiles // self.cluster_size)
+        barrier = 16 if self.cluster_size > 1 else 0
+        return self.table_bytes + owned * self.cluster_size * warps * 512 + barrier
 
 
 @dataclass(frozen=True)
 class TilePlan(TablePlan):
-    """A few tokens times codes that have a codebook per tile (linear_tile_codebook.cu).
+    """Few tokens times weights with one codebook per tile (linear_tile_codebook.cu).
 
     Args:
         tile_rows: rows of a tile.
-        column_warps: warps that share the columns of a tile, 4 `unit` each.
+        column_warps: warps that split the columns of a tile, 4 * `unit` each.
         row_tiles: tiles of 16 rows that a warp multiplies with the same input.
         token_tiles: tiles of 8 tokens.
-        split: blocks of a cluster that share the tiles of the same rows.
-        depth: slots for the inputs of a tile.
-        steps: tiles whose codes a lane has on their way at a time.
-        ragged: whether tiles do not divide a row.
-        single: whether there is one token.
-        prefetch: whether all codes of a block are asked into L2.
+        cluster_size: blocks of a cluster that split the tiles of the same rows.
+        x_stages: buffers for the inputs of one tile each.
+        pipeline_depth: tiles whose codes a lane has in flight.
+        ragged: the row is not a whole number of tiles.
+        single: there is one token.
+        prefetch: prefetch all codes of a block to L2 when it starts.
     """
 
     template: ClassVar[str] = "linear/linear_tile_codebook"
@@ -234,9 +235,9 @@ class TilePlan(TablePlan):
     column_warps: int
     row_tiles: int
     token_tiles: int
-    split: int
-    depth: int
-    steps: int
+    cluster_size: int
+    x_stages: int
+    pipeline_depth: int
     ragged: bool
     single: bool
     prefetch: bool
@@ -253,68 +254,68 @@ class TilePlan(TablePlan):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: two tables, slots, scales, where sums meet, a barrier."""
+        """Dynamic shared memory, in bytes: two tables, inputs, scales, sums, a barrier."""
         pairs, columns = -(-self.token_tiles // 2), 32 if self.token_tiles == 1 else 16
         slot = pairs * self.tile_columns // columns * (64 if self.single else 528)
-        parts, sums = self.split * self.column_warps, self.band // 16 * self.token_tiles
-        meeting = -(-sums // self.split) * parts * 512 if parts > 1 else 0
-        return self.table_bytes + self.depth * slot + 4 * self.band + meeting + 16
+        parts, sums = self.cluster_size * self.column_warps, self.band // 16 * self.token_tiles
+        meeting = -(-sums // self.cluster_size) * parts * 512 if parts > 1 else 0
+        return self.table_bytes + self.x_stages * slot + 4 * self.band + meeting + 16
 
 
 @dataclass(frozen=True)
 class WidePlan(TablePlan):
-    """Many tokens times codes (kernels/cuda/linear/linear_wgmma.cu).
+    """Many tokens times coded weights with wgmma (kernels/cuda/linear/linear_wgmma.cu).
 
     Args:
         token_tile: tokens of a block.
-        split: blocks of a cluster that share the columns of the same rows.
-        depth: slots of the ring for x, of 64 columns each.
-        steps: chunks whose codes a lane has on their way at a time.
+        cluster_size: blocks of a cluster that split the columns of the same rows.
+        x_stages: buffers of the TMA ring for x, 64 columns each.
+        pipeline_depth: chunks whose codes a lane has in flight.
     """
 
     template: ClassVar[str] = "linear/linear_wgmma"
     token_tile: int
-    split: int
-    depth: int
-    steps: int
+    cluster_size: int
+    x_stages: int
+    pipeline_depth: int
 
     @property
     def warpgroups(self) -> int:
-        """Those that multiply; one more reads x."""
+        """Consumer warpgroups; one producer warpgroup more loads x."""
         return self.threads // 128 - 1
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot of the ring."""
+        """Bytes of one buffer of the ring."""
         return 128 * self.token_tile
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: tables, in whole kilobytes, and what the ring needs."""
-        ring = shared_of_ring(self.depth, self.token_tile, self.warpgroups, self.split)
+        """Dynamic shared memory of a block, in bytes: the tables in whole KiB, then the ring."""
+        ring = ring_bytes(self.x_stages, self.token_tile, self.warpgroups, self.cluster_size)
         return -(-self.table_bytes // 1024) * 1024 + ring
 
 
-def shared_of_ring(depth: int, token_tile: int, warpgroups: int, split: int) -> int:
-    """Bytes of kernels/cuda/primitives/wgmma_ring.cuh: slots, sums, barriers.
+def ring_bytes(x_stages: int, token_tile: int, warpgroups: int, cluster_size: int) -> int:
+    """Shared memory of kernels/cuda/primitives/wgmma_ring.cuh, in bytes: buffers, sums, barriers.
 
-    Where columns are split, a block has the sums of all for a part of the tokens.
+    In a cluster, each block receives the partial sums of all blocks for its share of the tokens.
     """
-    added = -(-token_tile // 8 // split) * split
-    meeting = added * 2048 * warpgroups if split > 1 else 0
-    return depth * (128 * token_tile + 16) + meeting + 16
+    added = -(-token_tile // 8 // cluster_size) * cluster_size
+    sums = added * 2048 * warpgroups if cluster_size > 1 else 0
+    return x_stages * (128 * token_tile + 16) + sums + 16
 
 
 @dataclass(frozen=True)
 class DensePlan(TablePlan):
-    """Codes to dense rows that are rotated back (kernels/cuda/linear/dequantize_rotated.cu).
+    """Codes to a dense matrix in the original basis (kernels/cuda/linear/dequantize_rotated.cu).
 
-    `dtype` is that of entries: FLOAT16.
+    `dtype` is the dtype of the entries: FLOAT16.
 
     Args:
-        out: dtype of the rows; not FLOAT32.
-        block: of the rotation, up to `LARGEST_BLOCK`; 1 = none.
-        signs: whether it has random signs.
+        out: dtype of the matrix; not FLOAT32.
+        block: numbers of a Hadamard block, up to `LARGEST_BLOCK`; 1 = no rotation.
+        signs: the rotation has random signs.
     """
 
     template: ClassVar[str] = "linear/dequantize_rotated"
@@ -326,22 +327,23 @@ class DensePlan(TablePlan):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: tables."""
+        """Dynamic shared memory of a block, in bytes: the tables."""
         return self.table_bytes
 
 
 @dataclass(frozen=True)
 class RotatePlan(Plan):
-    """Rows rotated with Hadamard matrices (kernels/cuda/linear/rotate.cu).
+    """Rows times block-diagonal Hadamard matrices (kernels/cuda/linear/rotate.cu).
 
     Args:
         source: dtype of the input.
         out: dtype of the result.
-        block: numbers that are rotated together, a power of two up to `LARGEST_BLOCK`.
-        signs: whether random signs are applied too.
-        inverse: whether they come after the matrix.
-        arranged: unit of the plan for which numbers are put in order; 0 = rows as they are.
-        swizzled: whether that is a `WidePlan`; else it is a `LinearPlan`.
+        block: numbers of a Hadamard block, a power of two up to `LARGEST_BLOCK`.
+        signs: apply random signs.
+        inverse: apply the signs after the matrix, not before it.
+        fragment_unit: if non-zero, write x in the MMA-fragment order that a plan with this `unit`
+            reads; 0 keeps row-major order.
+        swizzled: the order is that of a `WidePlan` (128-byte swizzle); else of a `LinearPlan`.
     """
 
     template: ClassVar[str] = "linear/rotate"
@@ -351,24 +353,24 @@ class RotatePlan(Plan):
     block: int
     signs: bool
     inverse: bool
-    arranged: int = 0
+    fragment_unit: int = 0
     swizzled: bool = False
 
     @property
     def numbers_of_a_block(self) -> int:
-        """What a group of lanes takes: a rotation block, or what is arranged together."""
-        if not self.arranged or self.block > 1:
+        """Numbers of one group of lanes: a Hadamard block, or one piece of the fragment order."""
+        if not self.fragment_unit or self.block > 1:
             return self.block
-        return 4 * self.arranged if self.swizzled else 8
+        return 4 * self.fragment_unit if self.swizzled else 8
 
     @property
     def blocks_at_a_time(self) -> int:
-        """Rotation blocks that one block of threads takes."""
+        """Hadamard blocks that one thread block rotates in one iteration."""
         numbers = self.numbers_of_a_block
         if self.swizzled:
-            each = 32 if numbers == 4 * self.arranged else 8
+            each = 32 if numbers == 4 * self.fragment_unit else 8
         else:
-            each = 32 if numbers == 128 and not self.arranged else 8
+            each = 32 if numbers == 128 and not self.fragment_unit else 8
         return self.threads // min(32, max(1, numbers // each))
 
 
@@ -377,23 +379,23 @@ class EncodePlan(Plan):
     """Rotated rows to codes and scales (kernels/cuda/encode/encode.cu).
 
     Args:
-        vector_size: x of VQ<x, y, z>.
-        entry_bits: y.
-        stages: z; at most two, but for E8P.
-        beam: entries of the first of two stages that are followed; E8P follows one.
-        scope: of a codebook; not TILE.
+        vector_size: x of VQ<x, y, z>, weights of an entry.
+        entry_bits: y, bits of a code.
+        num_codebooks: z; at most two, except for E8P.
+        beam: candidates for the first of two codes that are kept (beam search); 1 for E8P.
+        scope: weights that share a codebook; not TILE.
         group: weights that share a scale; 0 = the whole row.
-        candidates: scales that are tried; 1 = the root mean square, untried.
-        refit: whether the scale is fitted to the codes, and codes are chosen anew.
-        lanes: of a warp, that share a group.
-        slots: vectors that a lane has at a time.
-        one_group: whether its slots are of one group.
+        candidates: scales that are tried; 1 = only the root mean square.
+        refit: fit the scale to the codes by least squares, then search the codes again.
+        lanes: lanes of a warp that share a group.
+        slots: vectors that a lane searches in one iteration.
+        one_group: all slots of a lane belong to the same group.
     """
 
     template: ClassVar[str] = "encode/encode"
     vector_size: int
     entry_bits: int
-    stages: int
+    num_codebooks: int
     scope: Scope
     group: int
     beam: int
@@ -405,21 +407,25 @@ class EncodePlan(Plan):
 
     @property
     def groups_of_warp(self) -> int:
-        """Groups that a warp has at a time."""
+        """Groups that a warp encodes in one iteration."""
         return 32 // self.lanes * (1 if self.one_group else self.slots)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: float32 entries and half their squared norms; E8P: patterns of
-        each stage, and the rows of masks."""
+        """Dynamic shared memory of a block, in bytes: float32 entries and half their squared norms.
+
+        E8P needs the sign patterns of each codebook and the rows of masks instead.
+        """
         if self.scope is Scope.E8P:
-            return self.stages * 257 * 16 + 256 + 64
-        return 4 * self.stages * (self.vector_size + 1) * max(4, 1 << self.entry_bits)
+            return self.num_codebooks * 257 * 16 + 256 + 64
+        return 4 * self.num_codebooks * (self.vector_size + 1) * max(4, 1 << self.entry_bits)
 
 
 def render(plan: Plan) -> str:
-    """The header `plan.cuh` of a plan. Enumerations keep their names (numbers.cuh); a
-    plan that is a field is a type of its name."""
+    """Text of the header `plan.cuh`: one constant per field, in order.
+
+    Enumerations keep their names (numbers.cuh). A field that is a plan becomes a nested struct.
+    """
     lines = ["#pragma once", '#include "primitives/numbers.cuh"', *_struct("Plan", plan)]
     return "\n".join([*lines, ""])
 

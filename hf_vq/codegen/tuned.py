@@ -1,10 +1,10 @@
 """Measured plans: for each kind of GPU a small table, shipped with the package or made here.
 
-    {"version": 1,
+    {"version": 2,
      "sm_90a/132": {"vq2x8r1-universal-g128-.. 1x4096x4096 float16": {"threads": 256, ...}}}
 
-`python -m benchmarks cuda-tune` measures plans and writes the table on disk, beside the kernels;
-the one on disk wins. A GPU is told by its target and its number of multiprocessors.
+`python -m benchmarks cuda-tune` measures plans and writes a table to the kernel store. That table
+takes precedence over the shipped one. The key of a GPU is its target and its number of SMs.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
     from .families.linear import LinearProblem
     from .plan import LinearPlan
 
-KNOBS = ("threads", "resident", "replicas", "interleaved", "unit", "split", "row_tiles", "steps",
-         "rotate", "early", "share")  # fmt: skip
-VERSION = 1  # raised when a knob gets another meaning: what was measured then says nothing
+KNOBS = ("threads", "blocks_per_sm", "replicas", "interleaved", "unit", "split_k_warps",
+         "row_tiles", "pipeline_depth", "rotate", "prefetch_x", "cluster_size")  # fmt: skip
+VERSION = 2  # raised when a knob changes its name or meaning: older tables are ignored
 _SHIPPED = Path(__file__).with_name("tuned.json")
 
 Table = dict[str, dict[str, dict[str, int]]]
 
 
 def gpu(problem: LinearProblem) -> str:
-    """Name of a kind of GPU in the table."""
+    """Key of a kind of GPU in the table."""
     return f"{problem.arch.name}/{problem.arch.sms}"
 
 
 def name(problem: LinearProblem) -> str:
-    """Name of a problem in the table: plans of a bucket of tokens are the same."""
+    """Key of a problem in the table; tokens are rounded up to their bucket."""
     tokens = 1 if problem.tokens == 1 else -(-problem.tokens // 8) * 8
     shape = f"{tokens}x{problem.rows}x{problem.in_features}"
     return f"{problem.scheme.spec()} {shape} {problem.dtype.value}"
 
 
 def knobs(plan: LinearPlan) -> dict[str, int]:
-    """What is a matter of choice in a plan."""
+    """Tunable fields of a plan; the others follow from the problem."""
     return {knob: int(getattr(plan, knob)) for knob in KNOBS}
 
 
 def find(problem: LinearProblem) -> dict[str, int] | None:
-    """The knobs that were measured to be best, None if nobody measured."""
+    """Look up the fastest measured knobs; None if the problem was not measured."""
     for table in (_on_disk(), _shipped()):
         found = table.get(gpu(problem), {}).get(name(problem), {})
         if set(found) == set(KNOBS):
@@ -56,10 +56,10 @@ def find(problem: LinearProblem) -> dict[str, int] | None:
 
 
 def keep(found: dict[LinearProblem, LinearPlan], path: Path | None = None) -> Path:
-    """Add measured plans to the table on disk, or to the one at `path`, whole or not at all.
+    """Add measured plans atomically to the table on disk, or to the one at `path`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the table cannot be written.
     """
     path = path or _path()
     table = _read(path)
@@ -67,7 +67,7 @@ def keep(found: dict[LinearProblem, LinearPlan], path: Path | None = None) -> Pa
         table.setdefault(gpu(problem), {})[name(problem)] = knobs(plan)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with hidden_file(path) as temporary:
-        temporary.touch(mode=0o600)  # what others may write to is not trusted
+        temporary.touch(mode=0o600)  # tables that others may write to are not trusted
         temporary.write_text(text(table), encoding="utf-8")
     _on_disk.cache_clear()
     _shipped.cache_clear()
@@ -75,7 +75,7 @@ def keep(found: dict[LinearProblem, LinearPlan], path: Path | None = None) -> Pa
 
 
 def text(table: Table) -> str:
-    """A table as JSON, one plan to a line."""
+    """Format a table as JSON, one plan a line."""
     gpus = [f'"version": {VERSION}']
     for kind, plans in sorted(table.items()):
         lines = [f"  {json.dumps(key)}: {json.dumps(plan)}" for key, plan in sorted(plans.items())]
@@ -98,7 +98,7 @@ def _shipped() -> Table:
 
 
 def _read(path: Path) -> Table:
-    """The table of a file; empty if there is none, or if it is not a table of this version."""
+    """Read the table of a file; empty if it is missing, malformed or of another version."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

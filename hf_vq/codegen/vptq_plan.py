@@ -1,4 +1,4 @@
-"""Plans of kernels for weights as VPTQ publishes them (formats/published/vptq.py)."""
+"""Plans of the kernels for published VPTQ checkpoints (formats/published/vptq.py)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .plan import Dtype, Plan
 
 @dataclass(frozen=True)
 class VptqStored(Plan):
-    """What a layout says (kernels/cuda/vptq/vptq.cuh).
+    """Layout of a VPTQ weight (kernels/cuda/vptq/vptq.cuh).
 
     Args:
-        dtype: of codebooks, and of scales and offsets of columns.
-        vector_size: rows of an entry.
-        entries: of a codebook.
-        entry_bits: of a main code.
-        rest_entries: of a residual codebook; 0 = none.
-        rest_bits: of a residual code.
-        outlier_vector: rows of an outlier's entry; 0 = there are none.
-        outlier_entries: of their codebook.
+        dtype: dtype of codebooks, column scales and column offsets.
+        vector_size: rows of a codebook entry.
+        entries: entries of the main codebook.
+        entry_bits: bits of a main code.
+        rest_entries: entries of the residual codebook; 0 = none.
+        rest_bits: bits of a residual code.
+        outlier_vector: rows of an outlier entry; 0 = no outlier columns.
+        outlier_entries: entries of the outlier codebook.
     """
 
     dtype: Dtype
@@ -35,15 +35,15 @@ class VptqStored(Plan):
 
 @dataclass(frozen=True)
 class VptqPlan(VptqStored):
-    """A few tokens times codes (kernels/cuda/vptq/vptq.cu).
+    """Few tokens times VPTQ codes (kernels/cuda/vptq/vptq.cu).
 
     Args:
-        out: dtype of bias and y; not FLOAT32, nor is `dtype`.
-        unit: neighbouring columns of a lane.
-        row_vectors: rows of vectors of a block.
-        wide: whether there are more than 8 tokens.
-        book_in_shared: whether a block copies the codebook to shared memory.
-        rest_in_shared: the same of the residual codebook.
+        out: dtype of bias and y; neither it nor `dtype` is FLOAT32.
+        unit: adjacent columns of a lane.
+        row_vectors: vectors of `vector_size` rows of a block.
+        wide: there are more than 8 tokens.
+        book_in_shared: copy the main codebook to shared memory.
+        rest_in_shared: copy the residual codebook to shared memory.
     """
 
     template: ClassVar[str] = "vptq/vptq"
@@ -56,18 +56,20 @@ class VptqPlan(VptqStored):
 
     @property
     def fragments(self) -> int:
-        """Of 8 rows, that a warp sums."""
+        """MMA fragments of 8 rows that a warp accumulates."""
         return self.row_vectors * -(-self.vector_size // 8)
 
     @property
     def books_bytes(self) -> int:
-        """Bytes of codebooks in shared memory."""
+        """Bytes of the codebooks in shared memory."""
         kept = (self.book_in_shared, self.entries), (self.rest_in_shared, self.rest_entries)
-        return sum(-(-count * self.vector_size * 2 // 16) * 16 for held, count in kept if held)
+        return sum(
+            -(-count * self.vector_size * 2 // 16) * 16 for in_shared, count in kept if in_shared
+        )
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: codebooks, and entries or sums of its warps."""
+        """Dynamic shared memory of a block, in bytes: codebooks, then entries or sums."""
         return self.books_bytes + self.threads // 32 * self.fragments * 512
 
 
@@ -77,11 +79,11 @@ class VptqInputsPlan(Plan):
 
     Args:
         source: dtype of x.
-        dtype: of the result, and of scales and offsets of columns.
-        unit: of the plan.
-        wide: of the plan.
-        norm: whether columns have a scale and an offset.
-        order: whether columns are stored in another order.
+        dtype: dtype of the result, column scales and column offsets.
+        unit: `unit` of that plan.
+        wide: `wide` of that plan.
+        norm: columns have a scale and an offset.
+        order: columns are stored permuted.
     """
 
     template: ClassVar[str] = "vptq/vptq_inputs"
@@ -95,13 +97,13 @@ class VptqInputsPlan(Plan):
 
 @dataclass(frozen=True)
 class VptqDecodePlan(VptqStored):
-    """Codes to dense rows (kernels/cuda/vptq/vptq_dequantize.cu).
+    """VPTQ codes to a dense matrix (kernels/cuda/vptq/vptq_dequantize.cu).
 
     Args:
-        out: dtype of the rows.
-        each: neighbouring columns of a thread.
-        norm: whether columns have a scale and an offset.
-        order: whether columns are stored in another order.
+        out: dtype of the matrix.
+        each: adjacent columns of a thread.
+        norm: columns have a scale and an offset.
+        order: columns are stored permuted.
     """
 
     template: ClassVar[str] = "vptq/vptq_dequantize"

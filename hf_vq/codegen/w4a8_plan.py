@@ -1,4 +1,4 @@
-"""Plans of kernels that multiply weights of 4 bits with inputs of 8 (formats/qoq.py)."""
+"""Plans of the W4A8 kernels: 4-bit weights times 8-bit activations (QoQ, formats/qoq.py)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .plan import Dtype, Plan, shared_of_ring
+from .plan import Dtype, Plan, ring_bytes
 
-CHUNK = 128  # columns of four lanes, that their kernels take together
+CHUNK = 128  # columns of one chunk: four lanes, 32 each
 
 
 class Source(enum.Enum):
-    """What is rounded: tokens in memory, or what is made of them (w4a8_inputs.cu)."""
+    """Input of the 8-bit quantizer: tokens in memory, RMSNorm or SiLU * up (w4a8_inputs.cu)."""
 
     TOKENS = "tokens"
     NORM = "norm"
@@ -21,13 +21,13 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class RoundingPlan(Plan):
-    """Where tokens are rounded to 8 bits (kernels/cuda/w4a8/w4a8_round.cuh).
+    """Kernels that quantize tokens to 8 bits (kernels/cuda/w4a8/w4a8_round.cuh).
 
     Args:
         dtype: of x, FLOAT16 or BFLOAT16.
-        group: weights that share a step; 0 = the whole row.
+        group: weights that share an integer step and zero; 0 = the whole row.
         bias: dtype of the bias.
-        columns: of a row, a multiple of 32.
+        columns: in_features, a multiple of 32.
     """
 
     dtype: Dtype
@@ -37,17 +37,17 @@ class RoundingPlan(Plan):
 
     @property
     def padded(self) -> int:
-        """Columns in whole chunks."""
+        """Columns, rounded up to whole chunks."""
         return -(-self.columns // CHUNK) * CHUNK
 
 
 @dataclass(frozen=True)
 class W4A8InputsPlan(RoundingPlan):
-    """Tokens as integers, in the order of a product (kernels/cuda/w4a8/w4a8_inputs.cu).
+    """Tokens to int8 in MMA-fragment order (kernels/cuda/w4a8/w4a8_inputs.cu).
 
     Args:
-        swizzled: whether that is one of `W4A8WidePlan`; else it is one of `W4A8Plan`.
-        source: what is rounded.
+        swizzled: the order is that of a `W4A8WidePlan` (128-byte swizzle); else of a `W4A8Plan`.
+        source: input of the quantizer.
     """
 
     template: ClassVar[str] = "w4a8/w4a8_inputs"
@@ -57,54 +57,54 @@ class W4A8InputsPlan(RoundingPlan):
 
 @dataclass(frozen=True)
 class W4A8Plan(RoundingPlan):
-    """Weights of 4 bits times tokens of 8 (kernels/cuda/w4a8/w4a8.cu).
+    """4-bit weights times few 8-bit tokens (kernels/cuda/w4a8/w4a8.cu).
 
     Args:
-        split: warps that share the columns of the same rows.
+        split_k_warps: warps that split the columns of the same rows (split-K).
         row_tiles: tiles of 16 rows that a warp multiplies with the same input.
         token_tiles: tiles of 8 tokens.
-        steps: chunks of codes that a warp has on their way at a time.
-        alone: whether there is one token, in the order of one.
-        rounds: whether a block rounds it for itself.
+        pipeline_depth: chunks whose codes a warp has in flight.
+        single: there is one token; x is in its own order.
+        rounds: each block quantizes the token itself; else an inputs kernel did.
     """
 
     template: ClassVar[str] = "w4a8/w4a8"
-    split: int
+    split_k_warps: int
     row_tiles: int
     token_tiles: int
-    steps: int
-    alone: bool
+    pipeline_depth: int
+    single: bool
     rounds: bool
 
     @property
     def tile_rows(self) -> int:
         """Rows of a block."""
-        return 16 * self.row_tiles * self.threads // 32 // self.split
+        return 16 * self.row_tiles * self.threads // 32 // self.split_k_warps
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: factors of rows and tokens, steps and zeros, a token, sums."""
+        """Dynamic shared memory of a block, in bytes: scales, steps and zeros, a token, sums."""
         groups = self.columns // self.group if self.group else 0
-        inputs = self.padded * self.alone + 256 * self.rounds
-        meeting = self.tile_rows // 16 * self.token_tiles * self.split * 512
+        inputs = self.padded * self.single + 256 * self.rounds
+        sums = self.tile_rows // 16 * self.token_tiles * self.split_k_warps * 512
         factors = self.tile_rows * 16 + 8 * 8 * self.token_tiles
-        return factors + 2 * self.tile_rows * groups + inputs + meeting * (self.split > 1)
+        return factors + 2 * self.tile_rows * groups + inputs + sums * (self.split_k_warps > 1)
 
 
 @dataclass(frozen=True)
 class W4A8WidePlan(Plan):
-    """Weights of 4 bits times many tokens of 8, on Hopper (kernels/cuda/w4a8/w4a8_wgmma.cu).
+    """4-bit weights times many 8-bit tokens with wgmma (kernels/cuda/w4a8/w4a8_wgmma.cu).
 
     Args:
         dtype: of y, FLOAT16 or BFLOAT16.
-        group: weights that share a step; 0 = the whole row.
-        groups: of a row; 0 = the whole row is one.
+        group: weights that share an integer step and zero; 0 = the whole row.
+        groups: groups of a row; 0 = the whole row is one group.
         bias: dtype of the bias.
         token_tile: tokens of a block.
-        teams: warpgroups that have the same rows, and take chunks in turn.
-        depth: slots of the ring for x, of 128 columns each.
-        steps: chunks whose codes a lane has on their way at a time, an even number.
-        ahead: chunks by which codes are brought to L2 before they are loaded; 0 = they are not.
+        split_k_warpgroups: warpgroups that share rows and take chunks round-robin (split-K).
+        x_stages: buffers of the TMA ring for x, 128 columns each.
+        pipeline_depth: chunks whose codes a lane has in flight, an even number.
+        l2_prefetch: distance in chunks of the L2 prefetch of codes; 0 = no prefetch.
     """
 
     template: ClassVar[str] = "w4a8/w4a8_wgmma"
@@ -113,30 +113,30 @@ class W4A8WidePlan(Plan):
     groups: int
     bias: Dtype
     token_tile: int
-    teams: int
-    depth: int
-    steps: int
-    ahead: int
+    split_k_warpgroups: int
+    x_stages: int
+    pipeline_depth: int
+    l2_prefetch: int
 
     @property
     def warpgroups(self) -> int:
-        """Those that multiply; one more reads x."""
+        """Consumer warpgroups; one producer warpgroup more loads x."""
         return self.threads // 128 - 1
 
     @property
     def tile_rows(self) -> int:
         """Rows of a block."""
-        return 64 * self.warpgroups // self.teams
+        return 64 * self.warpgroups // self.split_k_warpgroups
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot of the ring."""
+        """Bytes of one buffer of the ring."""
         return CHUNK * self.token_tile
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the ring; of each warpgroup factors, steps and zeros, sums."""
+        """Dynamic shared memory of a block, in bytes: the ring; scales, steps, zeros, sums."""
         grids = 2 * 16 * (self.groups // 4 * 4 + 4) if self.group else 0
-        of_group = 64 * 16 + 4 * grids + self.teams * 32 * (64 * 4 + 16)
-        ring = shared_of_ring(self.depth, self.token_tile, self.warpgroups, 1)
+        of_group = 64 * 16 + 4 * grids + self.split_k_warpgroups * 32 * (64 * 4 + 16)
+        ring = ring_bytes(self.x_stages, self.token_tile, self.warpgroups, 1)
         return ring + self.warpgroups * of_group

@@ -104,7 +104,7 @@ typedef struct hf_vq_vptq {
   int32_t dtype;
 } hf_vq_vptq;
 
-// As hf_vq_linear_supports and hf_vq_linear. Nothing is rounded but by float32 sums.
+// Counterparts of hf_vq_linear_supports and hf_vq_linear. Only the float32 sums round.
 HF_VQ_API int hf_vq_vptq_supports(const hf_vq_vptq* w);
 HF_VQ_API int hf_vq_vptq_linear(const hf_vq_vptq* w, const void* x, int dtype, int64_t rows, const void* bias,
                                 int bias_dtype, void* y);
@@ -120,8 +120,8 @@ typedef struct hf_vq_w4a8 {
   int64_t group;             // columns of a group; without groups `in`
 } hf_vq_w4a8;
 
-// As hf_vq_linear_supports and hf_vq_linear. x is rounded to 8 bits, each row under the scale of its largest number;
-// sums are exact.
+// Counterparts of hf_vq_linear_supports and hf_vq_linear. x is quantized to 8 bits with one scale per row; sums are
+// exact.
 HF_VQ_API int hf_vq_w4a8_supports(const hf_vq_w4a8* w);
 HF_VQ_API int hf_vq_w4a8_linear(const hf_vq_w4a8* w, const void* x, int dtype, int64_t rows, const void* bias,
                                 int bias_dtype, void* y);
@@ -181,8 +181,8 @@ HF_VQ_API int hf_vq_attention(const hf_vq_attention_step* step);
 
 // -- torch's dispatcher --------------------------------------------------------------------------
 
-// What torch_shim.h needs of torch: functions of its C shim, each named aoti_torch_<field> there
-// (torch/csrc/inductor/aoti_torch/c/shim.h; 0 is success, tensors are handles), and its numbers for types.
+// Functions of torch's C shim that torch_shim.h calls, each named aoti_torch_<field> there
+// (torch/csrc/inductor/aoti_torch/c/shim.h; 0 is success, tensors are handles), and its numbers of dtypes.
 typedef struct hf_vq_torch {
   int32_t (*get_data_ptr)(void* tensor, void** data);
   int32_t (*get_dim)(void* tensor, int64_t* dim);
@@ -202,8 +202,8 @@ typedef struct hf_vq_torch {
 HF_VQ_API void hf_vq_use_torch(const hf_vq_torch* torch);
 
 // hf_vq::cpu_linear (hf_vq/backends/cpu/boxed_ops.py has its schema) as a boxed kernel of the shim, after
-// hf_vq_use_torch: takes the arguments off the stack and leaves y there, or an undefined tensor if they
-// are not what hf_vq_linear takes as they are.
+// hf_vq_use_torch: takes the arguments off the stack and leaves y there, or an undefined tensor if
+// hf_vq_linear does not accept them unchanged.
 HF_VQ_API void hf_vq_torch_linear(uint64_t* stack, uint64_t arguments, uint64_t results);
 
 // The same for hf_vq::cpu_append, which leaves a tensor without elements where it wrote, and hf_vq::cpu_attention, of
@@ -239,11 +239,11 @@ typedef struct hf_vq_cuda_launch {
   int64_t arranged;            // numbers that it writes
 } hf_vq_cuda_launch;
 
-// hf_vq::cuda_linear: as hf_vq_torch_linear, with an hf_vq_cuda_launch as its tensor of int64. It launches nothing
-// while a graph is captured: launches that overlap, which graphs profit from, need to know who wrote the codes.
+// hf_vq::cuda_linear: like hf_vq_torch_linear, with an hf_vq_cuda_launch as its int64 tensor. It launches nothing
+// while a graph is captured: graphs profit from overlapping launches, which have to know who wrote the codes.
 HF_VQ_API void hf_vq_torch_cuda_linear(uint64_t* stack, uint64_t arguments, uint64_t results);
 
-// -- yardsticks ----------------------------------------------------------------------------------
+// -- baselines of benchmarks ---------------------------------------------------------------------
 
 // Read `bytes` bytes once, with all threads; the result only keeps the reads alive.
 HF_VQ_API int64_t hf_vq_read_memory(const void* memory, int64_t bytes);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a target (targets/*.cpp) offers: one pointer per op. dispatch.cpp picks a table at run time.
+// Function table of a target (targets/*.cpp): one pointer per op. dispatch.cpp picks a table at run time.
 #pragma once
 #include "api.h"
 

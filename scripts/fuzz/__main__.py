@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Attack what reads files, remembers tokens and may be killed: `make fuzz`.
+"""Fuzzing of file readers, caches, numerics and interrupted saves: `make fuzz`.
 
     python scripts/fuzz [--seconds 60] [--seed 1] [--subjects checkpoints kills ..] [--tries N]
 
-Each subject gets a share of the time and says in one line what came of it. A finding is shown with
-the command that repeats it. Exit status 1 if there is any. A long run writes a record (--out).
+Each subject gets a share of the time and prints one line of results. A finding is printed with the
+command that repeats it. Exit status 1 if there is any. A long run writes a record (--out).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads of its own are not forked
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # its threads are not forked
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]

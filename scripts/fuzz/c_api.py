@@ -1,8 +1,8 @@
 """Problems of the C API with random sizes and bytes, on every instruction set of this processor.
 
-They are drawn and checked by the C++ tests (kernels/cpu/tests): every buffer ends at, or begins
-behind, a page that nobody may touch. The library as it is shipped takes turns with one that has
-AddressSanitizer and UBSan. Both were built by `make native`.
+The C++ tests (kernels/cpu/tests) draw and check them: every buffer ends at, or begins after, an
+inaccessible page. Runs alternate between the shipped library and one with AddressSanitizer and
+UBSan. Both were built by `make native`.
 """
 
 from __future__ import annotations

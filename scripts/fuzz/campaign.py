@@ -1,8 +1,8 @@
-"""What all subjects have in common: tries in processes that may crash, hang or take all memory.
+"""Fuzzing campaign: tries run in worker processes that may crash, hang or exhaust memory.
 
-    this process      imports, and makes what is attacked
-      worker          forked from it, makes one try after the other and tells of each
-                      killed where a try takes longer than LIMIT; then another goes on behind it
+    this process      imports modules, and makes the subject
+      worker          forked from it; runs one try after the other and reports each.
+                      It is killed if a try takes longer than LIMIT; the next worker continues
 
 A try is decided by the seed and its number alone.
 """
@@ -33,7 +33,7 @@ OURS = str(Path(hf_vq.__file__).parent)
 
 
 class Tried(NamedTuple):
-    """What came of one call of a `Try` that made several tries."""
+    """Result of one call of a `Try` that made several tries."""
 
     outcome: str
     count: int
@@ -59,7 +59,7 @@ class Finding(Exception):
 
 @dataclass
 class Report:
-    """What came of one subject."""
+    """Results of one subject."""
 
     name: str
     tried: int = 0
@@ -75,7 +75,7 @@ class Report:
             self.findings.setdefault(outcome, []).append((number, finding))
 
     def row(self) -> dict[str, object]:
-        """As it is recorded."""
+        """Row of the record."""
         found = {kind: len(each) for kind, each in self.findings.items()}
         crashes = sum(n for kind, n in found.items() if kind.startswith("crash"))
         return {
@@ -97,13 +97,13 @@ class Report:
 
 
 def outcome_of_error(error: BaseException, what: str = "") -> str:
-    """In a word, what an error of a hostile input is.
+    """Classify the error of a hostile input in one word.
 
     Args:
-        what: was changed, for the details.
+        what: the change of the input, for the details.
 
     Raises:
-        Finding: it came through this package and is none of its own.
+        Finding: the error came through this package but is not one of its errors.
     """
     if isinstance(error, VQError):
         return "refused"
@@ -133,7 +133,7 @@ def run(
     Args:
         seconds: of all tries.
         tries: how many; None = as many as there is time for.
-        processes: workers at a time.
+        processes: number of parallel workers.
         limit: seconds of a call of `attempt`; more is a hang.
         memory: whether workers may ask for no more than `MEMORY`.
     """
@@ -157,7 +157,7 @@ def run(
 
 
 class _Worker:
-    """Every `step`-th try, in a process at a time."""
+    """Run every `step`-th try; a new process replaces one that ended."""
 
     def __init__(
         self, attempt: Try, seed: int, name: str, first: int, step: int, memory: bool
@@ -166,7 +166,7 @@ class _Worker:
         self.next, self.step = first, step
         self.pid = 0
         self.pipe = -1  # where it tells of its tries, a line each
-        self.told = b""  # of a line that has no end yet
+        self.results = b""  # of a line that has no end yet
         self.heard = 0.0
         self.done = False
 
@@ -181,13 +181,13 @@ class _Worker:
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            with os.fdopen(writing, "w", buffering=1) as told:
-                self._work(told, deadline, tries)
+            with os.fdopen(writing, "w", buffering=1) as results:
+                self._work(results, deadline, tries)
             os._exit(0)
         os.close(writing)
-        self.pid, self.pipe, self.told, self.heard = pid, reading, b"", time.monotonic()
+        self.pid, self.pipe, self.results, self.heard = pid, reading, b"", time.monotonic()
 
-    def _work(self, told: IO[str], deadline: float, tries: int | None) -> None:
+    def _work(self, results: IO[str], deadline: float, tries: int | None) -> None:
         os.setpgid(0, 0)
         if self.memory:
             limit_memory(MEMORY)
@@ -195,14 +195,14 @@ class _Worker:
             if time.monotonic() > deadline:
                 return
             outcome, finding, count = made(self.attempt, self.seed, self.name, number)
-            told.write(json.dumps([number, outcome, finding, count]) + "\n")
+            results.write(json.dumps([number, outcome, finding, count]) + "\n")
 
     def read(self, report: Report) -> None:
         data = os.read(self.pipe, 1 << 16)
         if not data:
             self.lost(report, "")
             return
-        *lines, self.told = (self.told + data).split(b"\n")
+        *lines, self.results = (self.results + data).split(b"\n")
         for line in lines:
             number, *found = json.loads(line)
             report.add(number, *found)

@@ -1,4 +1,4 @@
-"""Mutated checkpoints, loaded whole: an error, or exactly the logits of the one as it was."""
+"""Mutated checkpoints, loaded whole: an error, or exactly the logits of the original."""
 
 from __future__ import annotations
 

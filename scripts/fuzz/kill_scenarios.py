@@ -1,4 +1,4 @@
-"""What is killed: every call of hf_vq that writes files, with what was there before."""
+"""Scenarios for kills: every call of hf_vq that writes files, with the state before it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Scenario:
         again: the same where the new state is there; a verb may need --force then.
         before: folder of the old state; None = empty.
         inside: the files of a folder are moved one by one: whoever loads it finishes that.
-        resumes: what is kept beside the result until it is there, to go on with.
+        resumes: prefix of files next to the unfinished result, from which a call resumes.
         several: made of files that are old or new each.
         two_steps: between two renames neither is there.
     """
@@ -52,10 +52,10 @@ class Scenario:
     two_steps: bool = False
 
     def state(self, work: Path, old: Contents, new: Contents, where: str, load: bool) -> str:
-        """Whether the old state is there or the new one.
+        """Tell if a folder has the old state or the new one.
 
         Raises:
-            Finding: neither is.
+            Finding: it has neither.
         """
         if self.two_steps and not (work / "out").exists():
             saving.recover(work / "out")  # as every verb begins: it puts the old one back
@@ -181,7 +181,7 @@ def scenarios(folder: Path) -> list[Scenario]:
 
 
 def files(folder: Path) -> list[Scenario]:
-    """What writes single files."""
+    """Scenarios that write single files."""
     model = dense_model()
     cache = VQCache(model.config, window=4)
     with torch.no_grad():
@@ -220,7 +220,7 @@ def stores(work: Path) -> None:
 
 
 def inside_of(call: Call) -> Call:
-    """In the folder that is written, which then must stay in its place."""
+    """Run a call inside the folder that it writes, so that the folder cannot be replaced."""
 
     def run(work: Path) -> None:
         os.chdir(work / "out")
@@ -230,7 +230,7 @@ def inside_of(call: Call) -> Call:
 
 
 def busy(call: Call) -> Call:
-    """As on a mount point that looks like a folder."""
+    """Run a call as if its folder were a mount point."""
 
     def run(work: Path) -> None:
         rename = Path.rename
@@ -247,7 +247,7 @@ def busy(call: Call) -> Call:
 
 
 def unexchanged(call: Call) -> Call:
-    """As where two folders cannot change places in one step."""
+    """Run a call as on a file system without atomic exchange of folders."""
 
     def run(work: Path) -> None:
         saving.exchange = lambda *paths: False

@@ -1,12 +1,12 @@
-"""SIGKILL at every file event of everything that writes: old or new, and nothing is left behind.
+"""SIGKILL at every file event of every call that writes: the old or new state, and no leftovers.
 
     worker    a copy of the old state
       child   the call, killed at its n-th file event
-    worker    what is there now must be the old state or the new one
+    worker    check: the old state or the new one
       child   the call again: the new state, bit for bit, and no other file
 
-Events are what Python's audit hooks tell of files below the copy; safetensors writes by itself, so
-its files are also left half written.
+Events are Python's audit events for files below the copy. safetensors writes without audit events,
+so its files are also truncated to half.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def forked(call: Callable[[Path], None], work: Path, event: int | None) -> tuple
     Returns:
         Its status, how many events there were, and what it said.
     """
-    told = work.with_name(f"{work.name}-events")
+    events = work.with_name(f"{work.name}-events")
     said = work.with_name(f"{work.name}-said")
     sys.stdout.flush()
     child = os.fork()
@@ -98,7 +98,7 @@ def forked(call: Callable[[Path], None], work: Path, event: int | None) -> tuple
                     os.dup2(errors.fileno(), number)
             count = watch(work, event)
             call(work)
-            told.write_text(str(count()))
+            events.write_text(str(count()))
             status = 0
         except BaseException as error:
             os.write(2, f"{type(error).__name__}: {error}".encode())
@@ -106,7 +106,7 @@ def forked(call: Callable[[Path], None], work: Path, event: int | None) -> tuple
             sys.stdout.flush()
             os._exit(status)
     status = os.waitpid(child, 0)[1]
-    return status, int(told.read_text()) if status == 0 else 0, said.read_text()[-500:]
+    return status, int(events.read_text()) if status == 0 else 0, said.read_text()[-500:]
 
 
 def watch(work: Path, event: int | None) -> Callable[[], int]:

@@ -1,4 +1,4 @@
-"""Tiny models of one layer, quantized and saved: what is mutated."""
+"""Tiny models of one layer, quantized and saved: the originals of mutated files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load(folder: Path) -> Any:
 
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
-    """Of some tokens."""
+    """Logits of a fixed prompt."""
     return model(torch.arange(3, 15)[None], return_dict=True).logits
 
 

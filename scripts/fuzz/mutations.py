@@ -1,4 +1,4 @@
-"""What is done to a file: one change at a time, drawn from a generator."""
+"""Mutations of a file, one per try, drawn from a generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile numbers: what is finite stays finite, or is refused by name."""
+"""Hostile numbers: finite inputs stay finite, or are refused by name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def prepare(folder: Path) -> Try:
 
 
 def weights(scheme: str, dense: Tensor, about: str) -> str:
-    """What is stored of a finite weight is finite."""
+    """Check that the stored form of a finite weight is finite."""
     if not bool(dense.isfinite().all()):
         return "not finite"
     try:
@@ -94,11 +94,11 @@ def cache(rng: random.Random, make: Callable[..., Tensor], about: str) -> str:
     if rng.random() < 0.5:
         keys = keys.clamp(-3, 3)
     query = keys.new_full((1, 4, 1, 32), 0.01)
-    held = VQCache(config, scheme, window=rng.choice([0, 8]), static=False)
+    cache = VQCache(config, scheme, window=rng.choice([0, 8]), static=False)
     where = f"{scheme}, {dtype}, {about}"
     try:
         for begin, end in ((0, 30), (30, 39), (39, 40)):
-            found = held.update(keys[:, :, begin:end], values[:, :, begin:end], 0)
+            found = cache.update(keys[:, :, begin:end], values[:, :, begin:end], 0)
         out = scaled_dot_product_attention(query, *found, enable_gqa=True)
     except Exception as error:
         return outcome_of_error(error, where)

@@ -1,4 +1,4 @@
-"""Mutated checkpoints, read by hf_vq's own checks alone: an error of its own, or none."""
+"""Mutated checkpoints, read by hf_vq's own checks only: one of hf_vq's errors, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles where QServe's files are expected: nothing of them is run."""
+"""Pickles in place of QServe's files: none of their code runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_vq.interop.pickled import load_tensors
 
 
 class Call:
-    """What runs a function when it is unpickled."""
+    """Object that calls a function when it is unpickled."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments

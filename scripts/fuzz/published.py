@@ -1,7 +1,7 @@
-"""Mutated checkpoints of other projects through `convert`, and what it wrote loaded again.
+"""Mutated checkpoints of other projects through `convert`, and the result loaded again.
 
-Their formats have no digests: where a change fits, it is another model. It must be refused, or be
-converted to a checkpoint that loads.
+Their formats have no digests: a change that keeps the format valid is another model. It must be
+refused, or be converted to a checkpoint that loads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Random lives of a VQCache beside a DynamicCache: every row must be the token that was given.
+"""Random operations on a VQCache and a DynamicCache: every row must be the token that was given.
 
-A row is what the DynamicCache holds, bit for bit, where floats are promised (sinks, the window, and
-what a crop finds of it). Elsewhere it may be that token's codes: those that a new cache, fed in one
-go with the same mean, makes of the DynamicCache's rows. A step of attention over the codes must be
-that over the decoded rows in float64.
+Unquantized rows (sinks, the window, and rows that a crop restores) must equal the DynamicCache bit
+for bit. Other rows may be that token's codes: those of a new cache with the same mean that gets
+the DynamicCache's rows in one update. A step of attention over the codes must equal attention over
+the decoded rows in float64.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Life:
             raise Finding("attention diverges", f"by {error:.3g} of the largest value; {self.said}")
 
     def seen(self, side: str) -> Tensor:
-        """What a query behind the last token sees, by what a cache promises."""
-        true = self.held()["kv".index(side)]
+        """Expected keys or values for a query after the last token."""
+        true = self.expected_rows()["kv".index(side)]
         coded = torch.stack([self.coded(side, row, true[row]) for row in range(self.batch)])
         position = torch.arange(true.shape[2])
         exact = (position < self.sinks) | (position > len(position) - 1 - max(self.window, 1))
@@ -158,7 +158,7 @@ class Life:
         layer = self.layer
         exact_from = max(length - self.window + 1, self.floats_from, 0)
         for side, found, exact in zip(
-            "kv", (layer.keys, layer.values), self.held(), strict=True
+            "kv", (layer.keys, layer.values), self.expected_rows(), strict=True
         ):  # fmt: skip
             rows, true = found.decode(), exact
             count = min(rows.shape[2], true.shape[2])
@@ -167,7 +167,7 @@ class Life:
                 begin = 0 if self.start is None else int(self.start[row])
                 self.check_row(side, row, rows[row], true[row], begin, exact_from, length - count)
 
-    def held(self) -> tuple[Tensor, Tensor]:
+    def expected_rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the DynamicCache."""
         return self.dense.layers[0].keys, self.dense.layers[0].values
 
@@ -201,7 +201,7 @@ class Life:
             )
 
     def coded(self, side: str, row: int, true: Tensor) -> Tensor:
-        """What a new cache makes of rows [H, n, D], all of them codes."""
+        """Encode and decode rows [H, n, D] with a new cache that quantizes all of them."""
         mean = self.layer.k.mean
         means = None if mean is None else [mean[row if mean.shape[0] > 1 else 0, :, 0].float()]
         cache = VQCache(self.plain, self.scheme, 0, 0, key_means=means, static=False)

@@ -1,14 +1,15 @@
-"""`generate` at mixed lengths for as long as asked: memory must not grow.
+"""`generate` at mixed lengths for a given time: memory must not grow.
 
     python scripts/fuzz/soak.py [--seconds 3600] [--device cuda] [--out RECORD]
 
-Models and caches are made and dropped all the time. Memory is looked at after every round: what the
-process holds, and what PyTorch holds of a GPU. The largest of the last tenth of the rounds may be
-GROWTH above the largest of the second tenth, beside what safetensors keeps. Exit status 1 if not.
+Models and caches are made and dropped all the time. Every round measures the memory of the process
+and PyTorch's memory of a GPU. The largest of the last tenth of the rounds may exceed the largest
+of the second tenth by GROWTH, plus the memory that safetensors keeps. Exit status 1 if it exceeds
+that.
 
-The process has one arena of the C library. With one for each thread its memory grows by steps of
-megabytes until every arena has seen the largest load. safetensors 0.8.0 keeps one or two Python
-integers (32 bytes each) of every tensor that is read: the record says how many bytes that makes.
+The process has one arena of the C library. With one arena per thread, its memory would grow by
+steps of megabytes until every arena has seen the largest load. safetensors 0.8.0 keeps one or two
+Python integers (32 bytes each) per tensor that is read; the record has the number of these bytes.
 """
 
 from __future__ import annotations

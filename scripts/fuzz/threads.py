@@ -1,4 +1,4 @@
-"""Threads that share a model, each with a cache of its own: the tokens of one thread alone."""
+"""Threads that share a model, each with its own cache: same tokens as in one thread."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def prepare(folder: Path) -> Try:
                 logits.append(model(token, past_key_values=cache).logits[:, -1])
             return torch.cat(logits)
 
-        alone = [generate(prompt) for prompt in prompts]
+        separate = [generate(prompt) for prompt in prompts]
         with ThreadPoolExecutor(THREADS) as pool:
             together = list(pool.map(generate, prompts))
-        for one, other in zip(alone, together, strict=True):
+        for one, other in zip(separate, together, strict=True):
             if not torch.equal(one, other):
                 raise Finding("threads differ", f"{kind}, {scheme}, window {window}")
         return kind

@@ -5,20 +5,22 @@
     python scripts/sanitize_cuda --kernels buckets --tools racecheck initcheck --seconds 480
                                  --processes 15 [--out RECORD]
 
-Problems are small, but each loop takes several turns, rows and tokens do not fill their tiles, and
-plans are as many as it takes to meet every value of every field of a plan. `buckets` are those of
-tests.buckets, by public ops: of every plan that the tests' problems have, the smallest
-problem that launches it. Processes take them one by one. Without a tool ("none") they compile
-kernels into the store (HF_VQ_STORE), as does the first tool. Memcheck and racecheck look at our
-kernels; under racecheck, which ends with an internal error in some of cuBLAS, and under initcheck,
-which reports what cuBLAS reads of its own workspace, products that PyTorch leaves to it are not
-computed. What is computed is always compared with float64 (of `buckets` by the
-tests). All tools together have `--seconds`: what is left then is not begun, and what is not done
-soon after is ended. The table at the end says how many kernels ran in how many problems, what was
-reported, and what was left out; --out writes it into a record, beside what the record has of other
-tools. With --resume, buckets that a tool was silent about are not run again if the record is of the
-same sources. Exit status 1, and the output of a process, where a tool reports anything, a result is
-wrong, or a case does not end.
+Problems are small, but every loop has several iterations, rows and tokens do not fill their tiles,
+and the plans cover every value of every field. `buckets` are the cases of tests.buckets, run
+through public ops: for every plan, the smallest problem that launches it. Parallel processes claim
+cases.
+
+Without a tool ("none"), processes compile kernels into the store (HF_VQ_STORE); the first tool
+does so, too. Memcheck and racecheck check only our kernels. Under racecheck, which fails with an
+internal error in some kernels of cuBLAS, and under initcheck, which reports reads of cuBLAS in its
+workspace, matrix products of PyTorch are skipped. Results are always compared with float64 (of
+`buckets` by the tests).
+
+All tools together have `--seconds`: later cases do not begin, and a case that runs much longer is
+ended. The final table has the number of kernels and problems, of reports, and of omitted cases.
+--out writes it into a record, and keeps the rows of other tools. With --resume, buckets that a
+tool passed are skipped if the record is of the same sources. Exit status 1, and the output of a
+process, if a tool reports anything, a result is wrong, or a case does not end.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def run_part(args: argparse.Namespace) -> None:
 
 
 def taken(claims: Path, number: int) -> bool:
-    """Whether a case was free, and is this process's now."""
+    """Claim a case for this process; False if another process has it."""
     try:
         (claims / str(number)).touch(exist_ok=False)
     except FileExistsError:
@@ -86,7 +88,7 @@ def taken(claims: Path, number: int) -> bool:
 
 
 def command_of(tool: str, args: argparse.Namespace, part: int) -> list[str]:
-    """What a process runs."""
+    """Command line of a worker process."""
     command = [sys.executable, os.path.dirname(__file__), "--part", str(part)]
     command += ["--kernels", *args.kernels, "--claims", str(args.claims)]
     command += ["--until", str(args.until)]
@@ -105,7 +107,7 @@ def command_of(tool: str, args: argparse.Namespace, part: int) -> list[str]:
 
 
 def run_process(tool: str, args: argparse.Namespace, part: int) -> list[Said]:
-    """What processes said, one after another: where one ends early, the next takes what is left."""
+    """Run processes in sequence and return their output; each continues where one ended."""
     every = []
     # Without its own pool of memory, an address beyond a tensor is one that nobody allocated.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
@@ -126,7 +128,7 @@ def run_process(tool: str, args: argparse.Namespace, part: int) -> list[Said]:
 
 
 def run_tools(args: argparse.Namespace, report: Report) -> bool:
-    """Whether a process failed under any of the tools."""
+    """Run all tools; True if a process failed under any of them."""
     failed = False
     for number, tool in enumerate(args.tools):
         start = time.monotonic()
@@ -158,7 +160,7 @@ def run_tools(args: argparse.Namespace, report: Report) -> bool:
 
 
 def tool_version() -> str:
-    """Of compute-sanitizer, as it says."""
+    """Version of compute-sanitizer."""
     said = subprocess.run(
         ["compute-sanitizer", "--version"], capture_output=True, text=True, check=True
     )
@@ -181,7 +183,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tools", nargs="+", default=["none", "memcheck", "racecheck"])
     parser.add_argument("--kernels", nargs="+", default=USUAL, choices=list(MAKERS))
-    parser.add_argument("--processes", type=int, default=8, help="at a time (%(default)s)")
+    parser.add_argument("--processes", type=int, default=8, help="parallel processes (%(default)s)")
     parser.add_argument("--seconds", type=float, default=540, help="of all tools (%(default)s)")
     parser.add_argument("--options", default="", help="more, of compute-sanitizer, in one string")
     parser.add_argument("--out", type=Path, help="record to write")

@@ -1,6 +1,6 @@
-"""Cases of every bucket of the choosers (`tests.buckets`), as tests run them, by public ops.
+"""Cases of every bucket of the choosers (`tests.buckets`), run through public ops.
 
-They are found once, by the process that starts the others, which read them from a file.
+The parent process finds the cases once and writes them to a file, which its workers read.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def of_kernel(kernel: str, arch: Arch) -> list[Problem]:
 
 
 def smallest(arch: Arch) -> list[Problem]:
-    """Those of all kernels in turn, so that of each some are run if there is not time for all."""
+    """Problems of all kernels, interleaved so that a short run covers every kernel."""
     with ProcessPoolExecutor(
         min(len(CASES), os.cpu_count() or 1), multiprocessing.get_context("spawn")
     ) as pool:
@@ -98,7 +98,7 @@ def run(problem: Problem) -> None:
 
 
 def _nothing(*factors: Tensor, out: Tensor, **_: Any) -> Tensor:
-    """In the place of a product."""
+    """Replacement of a matrix product that does nothing."""
     return out.zero_()
 
 

@@ -1,4 +1,4 @@
-"""What makers of cases have in common: plans to meet, tensors, and what is close enough."""
+"""Helpers of the case makers: plans to cover, tensors, tolerances."""
 
 from __future__ import annotations
 

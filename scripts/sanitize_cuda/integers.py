@@ -65,7 +65,7 @@ def multiply(
     plan: W4A8Plan | W4A8WidePlan, name: str, tokens: int, rows: int, columns: int
 ) -> None:
     """Two launches, of which the second may begin before the first has ended; of w4a8_wgmma.cu
-    of one block, which has several tiles, one after another. The same numbers as the reference."""
+    of one block, which has several tiles. The same numbers as the reference."""
     dtype, scheme = FLOATS[plan.dtype], QoQScheme.parse(name)
     here = encode(torch.randn(rows, columns), scheme)
     there = {key: tensor.cuda() for key, tensor in here.items()}

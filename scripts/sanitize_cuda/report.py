@@ -1,7 +1,7 @@
-"""What processes under compute-sanitizer said: cases, reports, and a table of them.
+"""Output of processes under compute-sanitizer, parsed into cases, reports and a table.
 
-A process tells each case before it begins (`case`), that there was no time for one (`left`), and
-that it came to its end (`end`). Between them is what the tool prints, whose lines begin with `=`.
+A process prints a line before each case (`case`), for each case without time (`left`), and at its
+end (`end`). The lines of the tool between them begin with `=`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_vq.evaluation.text_tables import text_table
 
 SUITE = "cuda-sanitizers"
 TIME, SLOW, BROKEN = "no time", "not done in time", "the process ended"
-_TOLD = re.compile(r"^(case|left) (\d+) (\S+)", re.MULTILINE)
+_LINES = re.compile(r"^(case|left) (\d+) (\S+)", re.MULTILINE)
 _END = re.compile(r"^end$", re.MULTILINE)
 # Details of a report are indented.
 _HEAD = re.compile(
@@ -32,11 +32,11 @@ _SUMMARY = re.compile(r"SUMMARY: (\d+)")
 
 @dataclass
 class Said:
-    """What one process said.
+    """Output of one process.
 
     Args:
-        text: all of it.
-        status: its exit status; None: it was killed.
+        text: the whole output.
+        status: exit status; None: it was killed.
     """
 
     text: str
@@ -44,12 +44,12 @@ class Said:
 
     @property
     def complete(self) -> bool:
-        """Whether it came to its end."""
+        """True if the process reached its end."""
         return bool(_END.search(self.text))
 
     def clean(self, tool: str) -> bool:
-        """Whether nothing is wrong: whatever the tool counts in its summary is an error too, and a
-        tool without a summary did not look. "none" has none."""
+        """True if nothing is wrong. Every count in the tool's summary is an error. A tool without a
+        summary did not check; "none" has no summary."""
         looked = tool == "none" or set(_SUMMARY.findall(self.text)) == {"0"}
         return self.complete and self.status == 0 and looked and not self._errors()
 
@@ -57,18 +57,18 @@ class Said:
         return [line for line in _HEAD.findall(self.text) if not _NOTE.match(line)]
 
     def cases(self) -> list[tuple[str, int, str, str]]:
-        """What was told, its number, the first word of its name, and what was said then."""
-        told = list(_TOLD.finditer(self.text))
-        ends = [one.start() for one in told] + [len(self.text)]
+        """Lines of the process: kind, number, first word of the name, and the output after it."""
+        reported = list(_LINES.finditer(self.text))
+        ends = [one.start() for one in reported] + [len(self.text)]
         return [
             (one[1], int(one[2]), one[3], self.text[one.end() : end])
-            for one, end in zip(told, ends[1:], strict=True)
+            for one, end in zip(reported, ends[1:], strict=True)
         ]
 
 
 @dataclass
 class Kernel:
-    """What became of a kernel's cases under a tool."""
+    """Results of the cases of a kernel under a tool."""
 
     problems: int = 0
     errors: int = 0
@@ -88,16 +88,19 @@ class Report:
     kernels: dict[tuple[str, str], Kernel] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
-    told: set[tuple[str, int]] = field(default_factory=set)
+    reported: set[tuple[str, int]] = field(default_factory=set)
     silent: dict[str, set[int]] = field(default_factory=dict)
     """By tool, cases that ended without a report, of earlier runs too."""
 
     def add(self, tool: str, said: Said) -> None:
-        """What one process said. A case in which it ended is left out, unless it reported."""
+        """Add the output of one process.
+
+        A case in which the process ended counts as omitted, unless the tool reported an error.
+        """
         cases = said.cases()
         for place, (what, number, kernel, text) in enumerate(cases):
             found = self.kernels.setdefault((tool, kernel), Kernel())
-            self.told.add((tool, number))
+            self.reported.add((tool, number))
             if what == "left":
                 found.left[TIME] += 1
                 continue
@@ -135,14 +138,14 @@ class Report:
             done = int(bits, 16)
             self.silent[tool] = {n for n in range(len(self.problems)) if done >> n & 1}
             for number in self.silent[tool]:
-                self.told.add((tool, number))
+                self.reported.add((tool, number))
                 self._ended(tool, self.problems[number][0].split()[0], number)
             self.seconds[tool] = before["results"]["seconds"].get(tool, 0.0)
 
     def close(self, tool: str) -> None:
         """All processes of a tool have ended: what none of them told is left out."""
         for number, (name, _) in enumerate(self.problems):
-            if (tool, number) not in self.told:
+            if (tool, number) not in self.reported:
                 found = self.kernels.setdefault((tool, name.split()[0]), Kernel())
                 found.left[TIME] += 1
 
@@ -181,12 +184,12 @@ class Report:
 
 
 def reasons(left: Mapping[str, int]) -> str:
-    """How many were left out, and why."""
+    """Numbers of omitted cases, by reason."""
     return ", ".join(f"{count} ({why})" for why, count in sorted(left.items())) or "0"
 
 
 def _keep_others(record: dict[str, Any], before: dict[str, Any]) -> None:
-    """To a record, rows that another one has of other tools."""
+    """Copy the rows of other tools from the previous record."""
     same = "suite", "machine", "versions"
     sources = [one["settings"].get("sources") for one in (before, record)]
     if sources[0] != sources[1] or any(before.get(key) != record[key] for key in same):

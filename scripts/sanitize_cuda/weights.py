@@ -26,7 +26,7 @@ from hf_vq.codegen.families import linear_wgmma as choose_wide
 from hf_vq.codegen.families.linear import LinearProblem
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
-from hf_vq.codegen.jit.launch import Kernel
+from hf_vq.codegen.jit.launch import LoadedKernel
 from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, TilePlan, WidePlan
 from hf_vq.formats import VQScheme, weight_scheme
 from hf_vq.formats.stored_weight import StoredWeight, rotation_of
@@ -71,7 +71,7 @@ def few_tokens() -> Iterator[Case]:
         scheme, dtype = weight_scheme(name), (Dtype.FLOAT16, Dtype.BFLOAT16)[n % 2]
         problem = LinearProblem(scheme, tokens, 4096, columns, dtype, device_arch(0))
         for plan in covering(choose_linear.best(problem), seen[tokens]):
-            teams = plan.threads // 32 // plan.split
+            teams = plan.threads // 32 // plan.split_k_warps
             rows = 3 * teams * plan.row_tiles * choose_linear.TILE_ROWS - 3
             yield (
                 f"linear {tokens} x {rows} x {columns} {name} {plan}",
@@ -138,18 +138,18 @@ def multiply(
     plan: LinearPlan | TilePlan | WidePlan, scheme: VQScheme, tokens: int, rows: int, columns: int
 ) -> None:
     """Two launches, of which the second may begin before the first has ended. They have one
-    block, or cluster, which has several tiles, one after another (of
+    block, or cluster, which has several tiles (of
     linear_tile_codebook.cu, as many as rows need)."""
     dtype, arch = FLOATS[plan.dtype], device_arch(0)
     if isinstance(plan, LinearPlan):
         launch = cuda_fused.prepare(plan, scheme, (rows,), columns, dtype, 0)
-        if plan.share == 1:  # else clusters have one turn
+        if plan.cluster_size == 1:  # else clusters have one turn
             launch.blocks = (1,)
     elif isinstance(plan, TilePlan):
         launch = cuda_tiles.prepare(plan, scheme, rows, columns, dtype, 0)
     else:
         launch = cuda_wide.prepare(plan, scheme, rows, columns, tokens, dtype, 0)
-        if plan.split == 1:
+        if plan.split_k_warps == 1:
             launch.blocks = (choose_wide.blocks(plan, 1, 1, arch),)  # one cluster
     here, there = stored(scheme, rows, columns)
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
@@ -163,7 +163,7 @@ def multiply(
 
 
 def several_matrices() -> Iterator[Case]:
-    """linear.cu with matrices that have one input, but signs and learned codebooks of their own."""
+    """linear.cu with matrices that have one input, but separate signs and learned codebooks."""
     for name, tokens in product(("vq-4", "aqlm-2", "quip-sharp-2"), (1, 29)):
         yield f"together {tokens} {name}", partial(together, weight_scheme(name), tokens)
 
@@ -201,7 +201,7 @@ def decode(plan: DecodePlan, scheme: VQScheme, rows: int, columns: int) -> None:
     ready = cuda_linear.DeviceWeight(codes, codebook, scale, scheme, columns)  # pads codes
     out = torch.full((rows + 1, columns), float("nan"), dtype=FLOATS[plan.out]).cuda()
     pointers = (t.data_ptr() for t in (ready.codes, ready.codebook, ready.scale, out))
-    kernel = Kernel(plan, cuda_linear.DecodeArguments, 0, default_store())
+    kernel = LoadedKernel(plan, cuda_linear.DecodeArguments, 0, default_store())
     stream = torch.cuda.current_stream().cuda_stream
     kernel(choose.panels(plan, rows, columns), stream, *pointers, 0, rows, columns)
     close(out, decoded(here, scheme, columns), 2.0**-7)

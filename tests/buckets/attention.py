@@ -108,8 +108,11 @@ class AttentionCase:
         plan, asked = self.plan(arch), self.problem(arch)
         across = -(-asked.columns // plan.queries)
         count = splits(plan, self.rows * self.heads * across, -(-self.tokens // TOKENS), arch)
-        way = (plan.query_tiles, plan.turns, plan.paired, across > 1)
-        block, bucket = (plan.threads, plan.resident), (asked.groups, asked.tokens, bool(self.page))
+        way = (plan.query_tiles, plan.swizzle_orders, plan.paired, across > 1)
+        block, bucket = (
+            (plan.threads, plan.blocks_per_sm),
+            (asked.groups, asked.tokens, bool(self.page)),
+        )
         usual, plain = self.dims == (128, 128), self.mask is Mask.NONE and not self.softcapped
         kernel = kernel_of(plan) if self.dims not in ODD_DIMS else None
         return {
@@ -117,7 +120,7 @@ class AttentionCase:
             "each kernel of a plain call": kernel if plain else None,
             "each size of heads": (self.scheme, self.dims),
             "each size of heads by queries": (self.dims, way),
-            "each size of heads by block": (self.dims, block, plan.steps, plan.depth),
+            "each size of heads by block": (self.dims, block, plan.step_tiles, plan.pipeline_depth),
             "each block of a bucket": (self.scheme, bucket, block),
             "each way of a bucket": (self.scheme, *bucket[:2], way) if usual else None,
             "scheme": self.scheme,
@@ -129,7 +132,7 @@ class AttentionCase:
             "mask": self.mask,
             "softcapped": self.softcapped,
             "block": block,
-            "steps": (plan.steps, plan.depth),
+            "step_tiles": (plan.step_tiles, plan.pipeline_depth),
             "split": count > 1,
         }
 
@@ -357,7 +360,7 @@ def _columns(
     def way(columns: int) -> tuple[int, int, bool, int]:
         asked = replace(_asked(scheme, dims, 1, arch), columns=columns)
         plan = choose_attention.plan_of(asked, 256, 1, 1, 2)
-        return plan.query_tiles, plan.turns, plan.paired, more(plan, columns)
+        return plan.query_tiles, plan.swizzle_orders, plan.paired, more(plan, columns)
 
     sizes = [1 << i for i in range(MOST_COLUMNS.bit_length())]
     found: dict[Any, int] = {}

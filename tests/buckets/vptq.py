@@ -85,8 +85,8 @@ class VptqCase:
         """See `Case`."""
         plans = self.plans(arch)
         plan = of_plan(plans[0])
-        own = ("kernel", "threads", "resident", "unit", "row_vectors", "wide", "book_in_shared",
-               "rest_in_shared", "each")  # fmt: skip
+        own = ("kernel", "threads", "blocks_per_sm", "unit", "row_vectors", "wide",
+               "book_in_shared", "rest_in_shared", "each")  # fmt: skip
         return {
             "each kernel": kernel_of(plans[0]),
             "each kernel of inputs": kernel_of(plans[-1]),

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...codegen.families.encode import encode_plan
 from ...codegen.jit.device import device_arch
 from ...codegen.jit.kernel_store import default_store
-from ...codegen.jit.launch import Kernel
+from ...codegen.jit.launch import LoadedKernel
 from ...codegen.plan import EncodePlan
 from ...dispatch import Implementation
 from ...errors import VQFormatError
@@ -40,9 +40,9 @@ class EncodeArguments(ctypes.Structure):
 @functools.lru_cache(maxsize=256)
 def _encoder(
     scheme: VQScheme, in_features: int, candidates: int, refit: bool, ordinal: int
-) -> tuple[Kernel, EncodePlan]:
+) -> tuple[LoadedKernel, EncodePlan]:
     plan = encode_plan(scheme, in_features, candidates, refit)
-    return Kernel(plan, EncodeArguments, ordinal, default_store()), plan
+    return LoadedKernel(plan, EncodeArguments, ordinal, default_store()), plan
 
 
 @functools.lru_cache(maxsize=16)
@@ -77,7 +77,7 @@ def encode_weight(
         warps = plan.threads // _WARP * plan.groups_of_warp
         rows, codebook = _ready(rows, torch.float32), _ready(codebook, torch.float16)
         kernel(
-            min(-(-groups // warps), plan.resident * device_arch(ordinal).sms),
+            min(-(-groups // warps), plan.blocks_per_sm * device_arch(ordinal).sms),
             torch._C._cuda_getCurrentRawStream(ordinal),
             rows.data_ptr(),
             codebook.data_ptr(),

@@ -17,7 +17,7 @@ from ...codegen.families import vptq as choose_vptq
 from ...codegen.families.vptq import VptqProblem
 from ...codegen.jit.device import device_arch
 from ...codegen.jit.kernel_store import default_store
-from ...codegen.jit.launch import Kernel
+from ...codegen.jit.launch import LoadedKernel
 from ...codegen.plan import Plan
 from ...codegen.vptq_plan import VptqPlan
 from ...dispatch import Implementation
@@ -56,14 +56,14 @@ VptqDecodeArguments = _arguments(
 
 
 @functools.cache  # problems share plans
-def _kernel(plan: Plan, arguments: type[ctypes.Structure], ordinal: int) -> Kernel:
-    return Kernel(plan, arguments, ordinal, default_store())
+def _kernel(plan: Plan, arguments: type[ctypes.Structure], ordinal: int) -> LoadedKernel:
+    return LoadedKernel(plan, arguments, ordinal, default_store())
 
 
 @functools.lru_cache(maxsize=1024)
 def _few(
     layout: VptqLayout, wide: bool, rows: int, dtype: torch.dtype, ordinal: int
-) -> tuple[VptqPlan, Kernel, Kernel]:
+) -> tuple[VptqPlan, LoadedKernel, LoadedKernel]:
     problem = VptqProblem(layout, 16 if wide else 8, rows, DTYPES[dtype], device_arch(ordinal))
     plan = choose_vptq.choose(problem)
     if plan is None:
@@ -71,14 +71,16 @@ def _few(
     return prepare(plan, layout, ordinal)
 
 
-def prepare(plan: VptqPlan, layout: VptqLayout, ordinal: int) -> tuple[VptqPlan, Kernel, Kernel]:
+def prepare(
+    plan: VptqPlan, layout: VptqLayout, ordinal: int
+) -> tuple[VptqPlan, LoadedKernel, LoadedKernel]:
     """A plan, its kernel and that of its inputs, loaded."""
     inputs = _kernel(choose_vptq.inputs_plan(plan, layout), VptqInputsArguments, ordinal)
     return plan, inputs, _kernel(plan, VptqArguments, ordinal)
 
 
 @functools.lru_cache(maxsize=1024)
-def _many(layout: VptqLayout, in_features: int, dtype: torch.dtype, ordinal: int) -> Kernel:
+def _many(layout: VptqLayout, in_features: int, dtype: torch.dtype, ordinal: int) -> LoadedKernel:
     plan = choose_vptq.decode_plan(layout, in_features, DTYPES[dtype])
     return _kernel(plan, VptqDecodeArguments, ordinal)
 
@@ -128,7 +130,7 @@ def linear_few(x: Tensor, weight: PublishedWeight, bias: Tensor | None) -> Tenso
 
 
 def run(
-    found: tuple[VptqPlan, Kernel, Kernel],
+    found: tuple[VptqPlan, LoadedKernel, LoadedKernel],
     x: Tensor,
     stored: DeviceWeight,
     bias: Tensor | None,

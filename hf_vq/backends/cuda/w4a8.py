@@ -20,7 +20,7 @@ from ...codegen.families import w4a8 as choose_w4a8
 from ...codegen.families import w4a8_wgmma as choose_w4a8_wide
 from ...codegen.families.w4a8 import W4A8Problem
 from ...codegen.jit.device import device_arch
-from ...codegen.jit.launch import Kernel
+from ...codegen.jit.launch import LoadedKernel
 from ...codegen.w4a8_plan import W4A8Plan, W4A8WidePlan
 from ...dispatch import Fused, Implementation
 from ...errors import VQBackendError, VQFormatError
@@ -59,8 +59,8 @@ class Launch:
     """
 
     plan: W4A8Plan | W4A8WidePlan
-    kernel: Kernel
-    inputs: Kernel | None
+    kernel: LoadedKernel
+    inputs: LoadedKernel | None
 
     def blocks(self, rows: int, tokens: int, ordinal: int) -> int:
         """Of the product."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...codegen.families import w4a8 as choose_w4a8
 from ...codegen.jit.kernel_store import default_store
-from ...codegen.jit.launch import Kernel
+from ...codegen.jit.launch import LoadedKernel
 from ...codegen.plan import Dtype, Plan
 from ...codegen.w4a8_plan import Source
 from ...errors import VQFormatError
@@ -58,21 +58,21 @@ class Rounded:
 
 
 @functools.cache  # problems share plans
-def kernel(plan: Plan, arguments: type[ctypes.Structure], ordinal: int) -> Kernel:
+def kernel(plan: Plan, arguments: type[ctypes.Structure], ordinal: int) -> LoadedKernel:
     """A plan's kernel on a GPU, loaded."""
-    return Kernel(plan, arguments, ordinal, default_store())
+    return LoadedKernel(plan, arguments, ordinal, default_store())
 
 
 def prepare(
     dtype: Dtype, columns: int, swizzled: bool, ordinal: int, source: Source = Source.TOKENS
-) -> Kernel:
+) -> LoadedKernel:
     """The kernel that rounds tokens of so many numbers."""
     plan = choose_w4a8.inputs_plan(dtype, columns, swizzled, source)
     return kernel(plan, W4A8InputsArguments, ordinal)
 
 
 def rounded(
-    run: Kernel, x: Tensor, other: Tensor | None = None, eps: float = 0.0, early: bool = False
+    run: LoadedKernel, x: Tensor, other: Tensor | None = None, eps: float = 0.0, early: bool = False
 ) -> Rounded:
     """The tokens of x [..., columns] by a kernel of `prepare`.
 

@@ -1,7 +1,8 @@
-"""From a problem to a plan: candidates, feasible, cost, choose. Pure functions, no GPU.
+"""Plans of kernels/cuda/linear/dequantize.cu: candidates, feasible, cost, choose.
 
-A cost is a model: bytes are exact, cycles add up what binds each part of the machine, with rates
-measured on an H200 (per multiprocessor and clock). It ranks plans; it does not predict times.
+Pure functions, no GPU. The cost is a model: bytes are exact; cycles add up the load of each part of
+the machine, at rates measured on an H200 (per multiprocessor and clock). It ranks plans; it does
+not predict times.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ _LARGEST_UNIT = 16
 _SHARED_LOOKUPS = {4: 9.0, 8: 5.2, 16: 3.06}
 L2_LOOKUPS = 0.62
 _L2_BYTES = 40.0  # per clock
-_SECTOR_BYTES = 32  # what L2 takes at a time, also where a store fills only half of it
+_SECTOR_BYTES = 32  # granularity of L2, also for a store of half a sector
 _LINE_BYTES = 128  # a store takes a clock for every line that a warp touches
 WARP_INSTRUCTIONS = 4.0
 _LATENCY = 1200  # clocks from a load to a store that depends on it, through one lookup
 _START = 1500  # clocks before a block's first load
-_DRAM_REACHED = 0.8  # of the peak, by a product that does nothing but read
-NOT_HIDDEN = 0.2  # of what does not bind
+_DRAM_REACHED = 0.8  # fraction of peak bandwidth that a read-bound kernel reaches
+NOT_HIDDEN = 0.2  # fraction of the other parts that the bottleneck does not hide
 
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """Rows to decode.
+    """Rows to dequantize.
 
     Args:
-        scheme: of the codes; see `decodable`.
-        rows: how many.
+        scheme: scheme of the codes; see `decodable`.
+        rows: number of rows.
         in_features: weights of a row.
         out: dtype of the result.
-        arch: of the GPU.
+        arch: architecture of the GPU.
     """
 
     scheme: VQScheme
@@ -58,12 +59,12 @@ class DecodeProblem:
 
 
 class Cost(NamedTuple):
-    """What a plan costs on its problem.
+    """Modelled cost of a plan on its problem.
 
     Args:
-        bytes: to and from DRAM.
-        cycles: of the clock, until the last block is done.
-        bound: what the cycles are mostly spent on.
+        bytes: bytes to and from DRAM.
+        cycles: clock cycles until the last block is done.
+        bound: the bottleneck, the part that takes most of the cycles.
     """
 
     bytes: int
@@ -117,16 +118,23 @@ def candidates(problem: DecodeProblem) -> list[DecodePlan]:
             _THREADS, _STEPS, units, _powers_of_two(LARGEST_PANEL), (True, False)
         )
     )  # fmt: skip
-    return [replace(plan, resident=_resident(plan, problem.arch)) for plan in plans]
+    return [replace(plan, blocks_per_sm=_resident(plan, problem.arch)) for plan in plans]
 
 
 def registers(plan: DecodePlan) -> int:
     """About how many registers a thread needs; the compiler is left at least so many."""
     words = -(-plan.unit // plan.vector_size * plan.entry_bits // 32)
-    entries = plan.stages * plan.vector_size // 2
+    entries = plan.num_codebooks * plan.vector_size // 2
     lattice = 8 if plan.scope is Scope.E8P else 0
-    addresses = 0 if plan.codebook_in_shared else 4 * (plan.stages - 1)
-    count = 32 + plan.unit + plan.steps * plan.stages * words + entries + lattice + addresses
+    addresses = 0 if plan.codebook_in_shared else 4 * (plan.num_codebooks - 1)
+    count = (
+        32
+        + plan.unit
+        + plan.pipeline_depth * plan.num_codebooks * words
+        + entries
+        + lattice
+        + addresses
+    )
     return -(-count // 8) * 8  # they are given out by eights
 
 
@@ -155,7 +163,7 @@ def feasible(plan: DecodePlan, problem: DecodeProblem) -> str | None:
         return "a panel has rows of two tiles"
     if plan.shared_bytes > problem.arch.shared_per_block:
         return "the codebooks do not fit into shared memory"
-    if not plan.resident:
+    if not plan.blocks_per_sm:
         return "the threads of a block need too many registers"
     if plan.scope is Scope.E8P and not plan.codebook_in_shared:
         return "E8P needs its patterns in shared memory"
@@ -170,7 +178,7 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
     books = -(-problem.rows // plan.tile_rows) * across if plan.tile_rows else 1
     stream = packed_size(columns // plan.vector_size, plan.entry_bits)
     scales = columns // plan.group if plan.group else 1
-    nbytes = problem.rows * (plan.stages * stream + 2 * scales) + weights * plan.out.size
+    nbytes = problem.rows * (plan.num_codebooks * stream + 2 * scales) + weights * plan.out.size
     nbytes += books * plan.codebook_bytes
 
     # The busiest multiprocessor: the others wait for its last block.
@@ -179,9 +187,11 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
     share = weights / blocks * busiest
     width = min(plan.tile_columns or columns, columns)
     units_of_block = min(plan.panel_rows, problem.rows) * width // plan.unit
-    on_their_way = min(plan.resident, busiest) * min(plan.threads * plan.steps, units_of_block)
+    on_their_way = min(plan.blocks_per_sm, busiest) * min(
+        plan.threads * plan.pipeline_depth, units_of_block
+    )
 
-    lookups = share / plan.vector_size * plan.stages
+    lookups = share / plan.vector_size * plan.num_codebooks
     entry_bytes = plan.number_bytes * plan.vector_size
     entry = min(max(entry_bytes, 4), 16)
     rate = _SHARED_LOOKUPS[entry] if plan.codebook_in_shared else L2_LOOKUPS
@@ -201,12 +211,12 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
     fill = busiest * plan.shared_bytes / _L2_BYTES
-    return Cost(nbytes, busy + fill + -(-busiest // plan.resident) * _START, bound)
+    return Cost(nbytes, busy + fill + -(-busiest // plan.blocks_per_sm) * _START, bound)
 
 
 def times_dense(lookups: float, rows: int, columns: int, arch: Arch) -> float:
-    """How long a product of one token takes at least if it looks up so many entries in L2, compared
-    with one that reads a dense bfloat16 weight."""
+    """Lower bound of the time of a one-token product with so many L2 lookups, relative to reading a
+    dense bfloat16 weight."""
     dense = 2 * rows * columns / (_DRAM_REACHED * arch.dram_bytes_per_clock)
     return lookups / L2_LOOKUPS / dense
 

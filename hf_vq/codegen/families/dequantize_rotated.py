@@ -1,7 +1,6 @@
-"""Plans of the kernel that decodes rows and rotates them back (dequantize_rotated.cu).
+"""Plans of kernels/cuda/linear/dequantize_rotated.cu: codes to rows in the original basis.
 
-Pure functions, no GPU. Nothing is a choice.
-Writing the rows is what takes the time, whatever the plan.
+Pure functions, no GPU. A problem has one plan: writing the rows is the bottleneck of every plan.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def restorable(scheme: VQScheme, in_features: int, out: Dtype) -> str | None:
 
 
 def dense_plan(problem: DecodeProblem) -> DensePlan:
-    """The plan of rows that are `restorable`."""
+    """Plan of a problem that is `restorable`."""
     scheme, columns = problem.scheme, problem.in_features
     replicas, interleaved = copies(scheme, problem.arch)
     group = scheme.group(columns)
@@ -57,11 +56,11 @@ def dense_plan(problem: DecodeProblem) -> DensePlan:
     words = 2 * scheme.streams * DensePlan.UNIT // scheme.vector_size * bits // 32
     return DensePlan(
         threads=_THREADS,
-        resident=2 if words <= _FEW_WORDS and scheme.streams <= _FEW_STAGES else 1,
+        blocks_per_sm=2 if words <= _FEW_WORDS and scheme.streams <= _FEW_STAGES else 1,
         dtype=Dtype.FLOAT16,
         vector_size=scheme.vector_size,
         entry_bits=scheme.entry_bits,
-        stages=scheme.streams,
+        num_codebooks=scheme.streams,
         scope=Scope.E8P if scheme.lattice else Scope.SHARED,
         group=0 if group == columns else group,
         fused=fused(scheme),
@@ -80,7 +79,7 @@ def dense_plan(problem: DecodeProblem) -> DensePlan:
 
 
 def blocks(plan: DensePlan, rows: int, in_features: int, arch: Arch) -> int:
-    """Of a launch: as many as run at a time, but at least a warp for every 128 columns."""
+    """Blocks of a launch: one wave, but at least a warp for every 128 columns."""
     across, warps = in_features // _COLUMNS, plan.threads // 32
     needed = -(-(-(-rows // _TILE_ROWS) * across) // warps)
-    return max(min(arch.sms * plan.resident, needed), -(-across // warps))
+    return max(min(arch.sms * plan.blocks_per_sm, needed), -(-across // warps))

@@ -1,4 +1,4 @@
-"""From a scheme to the plan that encodes rows: which lanes own a group. Pure functions, no GPU."""
+"""Plans of kernels/cuda/encode/encode.cu: the lanes that own a group. Pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .dequantize import VECTOR_SIZES
 
 _THREADS = 256
 _WARP = 32
-BEAM = 8  # as the specification follows them (hf_vq/ops/reference/encode_weight.py)
+BEAM = 8  # beam of the specification (hf_vq/ops/reference/encode_weight.py)
 
 
 def encodable(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
-    """None if a plan can have rows of this scheme, else the reason why not."""
+    """None if the kernel encodes rows of this scheme, else the reason why not."""
     if scheme.codebook not in ("universal", "tensor"):
         return f"its codebooks are per {scheme.codebook.replace('_', ' ')}"
     if scheme.streams > 2 and not scheme.lattice:
@@ -35,11 +35,11 @@ def encodable(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
 
 
 def encode_plan(scheme: VQScheme, in_features: int, candidates: int, refit: bool) -> EncodePlan:
-    """The plan of an encodable scheme: nothing in it is a matter of choice.
+    """Plan of an encodable scheme; it is unique.
 
     Args:
         candidates: scales that are tried for each group.
-        refit: whether scales are fitted to codes.
+        refit: fit scales to the codes.
     """
     group = scheme.group(in_features)
     vectors = group // scheme.vector_size

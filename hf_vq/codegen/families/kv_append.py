@@ -1,4 +1,4 @@
-"""From a scheme to the plan that encodes keys or values: which lanes own a row. Pure functions."""
+"""Plans of kernels/cuda/kv/append.cu: the lanes that own a row. Pure functions, no GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..plan import Dtype
 VECTOR_SIZES = (1, 2, 4)
 MOST_BITS = 8
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-CELLS = {6: 32, 8: 64}  # of a side of the grid over the plane, by bits of a code
+CELLS = {6: 32, 8: 64}  # cells per side of the grid over the plane, by bits of a code
 _THREADS = 256
 _WARP = 32
 _MOST_NUMBERS, _MOST_VECTORS = 24, 16  # of a row, in the registers of a thread
@@ -18,7 +18,7 @@ _MOST_ENTRIES = 64  # numbers of codebooks and norms, in the registers of a thre
 
 
 def appendable(scheme: VQScheme, dim: int) -> str | None:
-    """None if a plan can have rows of `dim` numbers in this scheme, else the reason why not."""
+    """None if the kernel encodes rows of `dim` numbers in this scheme, else the reason why not."""
     if scheme.residuals != 1 or scheme.lattice or scheme.codebook == "tile":
         return "KV codes have one stage, and a codebook for all rows or one per channel group"
     if scheme.mode != "unbiased":
@@ -56,7 +56,7 @@ def append_plan(
     grid: bool = False,
     page: int = 0,
 ) -> AppendPlan:
-    """The plan of an appendable scheme.
+    """Plan of an appendable scheme.
 
     Args:
         dtype: of the keys or values.
@@ -85,7 +85,7 @@ def append_plan(
 
 def store_plan(keys: AppendPlan, values: AppendPlan) -> StorePlan:
     """The plan of a step of a static cache, of those for `few` keys and values."""
-    return StorePlan(keys.threads, keys.resident, keys, values)
+    return StorePlan(keys.threads, keys.blocks_per_sm, keys, values)
 
 
 def _unit(scheme: VQScheme) -> int:

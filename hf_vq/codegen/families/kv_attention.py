@@ -1,4 +1,4 @@
-"""Plans of attention over a coded cache: candidates, feasible, cost, choose. Pure, no GPU."""
+"""Plans of attention over a quantized KV cache: candidates, feasible, cost, choose. No GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..plan import Dtype
 from .dequantize import NOT_HIDDEN, WARP_INSTRUCTIONS, Cost
 from .table_layout import fused
 
-MOST_QUERIES = 8  # of a row; for more, keys and values are decoded once
+MOST_QUERIES = 8  # of a row; for more, keys and values are dequantized once
 LARGEST_DIM = 256
 SHORT, LONG = 1024, 1 << 16  # tokens for which a kernel is made
 FEW, MANY = 32, 1024  # rows of the batch times kv heads, for which it is made
@@ -44,12 +44,12 @@ def attendable(scheme: VQScheme, dim: int, what: str) -> str | None:
 
 
 def token_bucket(tokens: int) -> int:
-    """Tokens for which the kernel is made that runs so many: a growing cache changes it once."""
+    """Bucket of a number of tokens; a growing cache changes its kernel once."""
     return SHORT if tokens <= 2 * SHORT else LONG
 
 
 def group_bucket(groups: int) -> int:
-    """Rows of the batch times kv heads for which the kernel is made that runs so many."""
+    """Bucket of the number of groups: rows of the batch times KV heads."""
     return FEW if groups < 8 * FEW else MANY
 
 
@@ -87,13 +87,13 @@ class AttentionProblem:
 
 
 _BLOCKS = ((512, 1), (384, 1), (256, 2), (256, 1), (128, 1))
-_FEW_THREADS = 128  # only where shared memory holds no more codes on their way
+_FEW_THREADS = 128  # only if shared memory holds no more codes in flight
 _STEPS, _DEPTHS = (1, 2), (2, 3, 4, 6)
 _REGISTERS = 60  # besides sums and queries
 _LATENCY = 1200  # cycles from asking for codes until they are there, with memory busy
 _STEP = (0, 1000, 1400)  # cycles of a warp for a step of one or two tiles
 _PROLOGUE = 8000  # cycles before the first tile and after the last one
-_ENDS = 6400  # cycles between blocks, one after the other, in which one that is alone reads nothing
+_ENDS = 6400  # cycles between consecutive blocks, in which a single resident block reads nothing
 _PER_BLOCK = 1500  # of a multiprocessor, of them: tables, floats, sums
 _WARPS = 16  # of a multiprocessor, that keep it busy
 _ON_THEIR_WAY = 48 << 10  # bytes of codes for one multiprocessor, at best
@@ -107,14 +107,14 @@ def plan_of(
     steps: int,
     depth: int,
 ) -> AttentionPlan:
-    """The plan of a problem and of what is a matter of choice."""
-    key, value, turns = problem.key, problem.value, turns_of(problem)
-    tiles = -(-problem.columns * turns // COLUMNS)
+    """Plan of a problem and values of its tunable fields."""
+    key, value, orders = problem.key, problem.value, swizzle_orders_of(problem)
+    tiles = -(-problem.columns * orders // COLUMNS)
     learned = not (key.has_scale and value.has_scale)
     most = max(1, (256 if learned else 512) // max(problem.key_dim, problem.value_dim))
     tiles = min(1 << (tiles - 1).bit_length(), most, 4)
     return AttentionPlan(
-        threads=threads, resident=resident, dtype=problem.dtype,
+        threads=threads, blocks_per_sm=resident, dtype=problem.dtype,
         key_dim=problem.key_dim, key_vector_size=key.vector_size, key_entry_bits=key.entry_bits,
         key_fused=fused(key), key_learned=not key.has_scale, key_integers=key.has_zero,
         key_block=key.block(problem.key_dim),
@@ -122,46 +122,47 @@ def plan_of(
         value_entry_bits=value.entry_bits, value_fused=fused(value),
         value_learned=not value.has_scale, value_integers=value.has_zero,
         value_block=value.block(problem.value_dim), one_codebook=_one_codebook(key, value),
-        query_tiles=tiles, turns=turns, paired=_pairs(problem), steps=steps, depth=depth,
+        query_tiles=tiles, swizzle_orders=orders, paired=_pairs(problem), step_tiles=steps,
+        pipeline_depth=depth,
         bulk=problem.arch.overlaps_launches, queries_in_registers=tiles == 1,
         mask=problem.mask, softcapped=problem.softcapped, page=problem.page,
     )  # fmt: skip
 
 
 def _one_codebook(key: VQScheme, value: VQScheme) -> bool:
-    """Whether keys and values share a codebook. Learned ones are of the keys or of the values, even
-    where both have one scheme."""
+    """True if keys and values share a codebook. Learned codebooks belong to keys or to values, even
+    if both have the same scheme."""
     sizes = [(side.vector_size, side.entry_bits) for side in (key, value)]
     return key.codebook == value.codebook == "universal" and sizes[0] == sizes[1]
 
 
 def _pairs(problem: AttentionProblem) -> bool:
-    """Whether a tile has two columns for each query, and words of a lane come in pairs
+    """True if a query gets two MMA columns, and the words of a lane come in pairs
     (kernels/cuda/kv/attention/attention_gqa_small.cuh)."""
     dims = parts(problem.key_dim) + parts(problem.value_dim)
     universal = problem.key.has_scale and problem.value.has_scale
     return universal and 2 * problem.columns <= COLUMNS and not any(part % 32 for part in dims)
 
 
-def turns_of(problem: AttentionProblem) -> int:
+def swizzle_orders_of(problem: AttentionProblem) -> int:
     """Columns of a query (attention_swizzle.cuh): as many as leave all queries in one
     tile, if codebooks are learned. Eight need an even number of words of a value in each lane."""
-    turns, most = 1, 8 if problem.value_dim % 32 == 0 else 4
+    orders, most = 1, 8 if problem.value_dim % 32 == 0 else 4
     if problem.key.has_scale and problem.value.has_scale:
-        return turns
-    while 2 * turns * problem.columns <= COLUMNS and turns < most:
-        turns *= 2
-    return turns
+        return orders
+    while 2 * orders * problem.columns <= COLUMNS and orders < most:
+        orders *= 2
+    return orders
 
 
 def misfit(key: VQScheme, value: VQScheme, key_dim: int, value_dim: int, arch: Arch) -> str | None:
     """None if there is a kernel for keys and values together, else why not."""
     if key.has_zero != value.has_zero and not (key.has_scale and value.has_scale):
         return "keys or values are integers, the others have a codebook per channel group"
-    asked = AttentionProblem(
+    smallest = AttentionProblem(
         key, value, key_dim, value_dim, 1, Dtype.FLOAT16, Mask.NONE, False, SHORT, arch
     )
-    least = plan_of(asked, 128, 1, 1, 2)
+    least = plan_of(smallest, 128, 1, 1, 2)
     if least.shared_bytes <= arch.shared_per_block:
         return None
     return (
@@ -185,11 +186,11 @@ def registers(plan: AttentionPlan) -> int:
     sums = 4 * plan.value_words * plan.query_tiles
     if plan.key_learned or plan.value_learned:
         mixed = plan.key_learned != plan.value_learned
-        sums += 16 + 8 * (plan.turns == 4 or mixed)  # the orders of a lane's groups
+        sums += 16 + 8 * (plan.swizzle_orders == 4 or mixed)  # the orders of a lane's groups
     if any(len(parts(dim)) > 1 for dim in (plan.key_dim, plan.value_dim)):
         sums += 16  # addresses of both parts
     if plan.numbers > 1:
-        sums += 12 + 4 * plan.paired  # zeros, their sums, and more words at a time
+        sums += 12 + 4 * plan.paired  # zeros, their sums, and more words in flight
     queries = 12 * plan.query_tiles + 16 * (plan.query_tiles == 2)
     if plan.queries_in_registers:
         queries = plan.key_dim // 16 + 8 if plan.paired else plan.key_dim // 8
@@ -199,7 +200,7 @@ def registers(plan: AttentionPlan) -> int:
     ):
         queries += 8  # entries of two registers are taken apart
     return (
-        _REGISTERS + sums + queries + 20 * (plan.steps - 1) * plan.query_tiles
+        _REGISTERS + sums + queries + 20 * (plan.step_tiles - 1) * plan.query_tiles
         + 8 * (plan.mask is not Mask.NONE) + 4 * plan.softcapped + 24 * (not plan.bulk)
     )  # fmt: skip
 
@@ -208,12 +209,14 @@ def feasible(plan: AttentionPlan, problem: AttentionProblem) -> str | None:
     """None if the plan solves the problem on its GPU, else the reason why not."""
     arch = problem.arch
     if plan.shared_bytes > arch.shared_per_block:
-        return "tables and codes on their way do not fit into shared memory"
-    if plan.resident * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
+        return "tables and codes in flight do not fit into shared memory"
+    if plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
-    if plan.resident * plan.threads > arch.threads_per_sm:
+    if plan.blocks_per_sm * plan.threads > arch.threads_per_sm:
         return "a multiprocessor does not hold so many threads"
-    if registers(plan) > min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8):
+    if registers(plan) > min(
+        255, arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8
+    ):
         return "the threads need too many registers"
     return None
 
@@ -230,28 +233,30 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     )
     count = splits(plan, groups, tiles, arch)
     blocks = groups * count
-    rounds = -(-blocks // (arch.sms * plan.resident))  # of blocks, one after the other
-    steps = -(-tiles // (plan.steps * count))  # of a block
-    busiest = min(-(-blocks // arch.sms), rounds * plan.resident) * steps * plan.steps  # tiles
+    rounds = -(-blocks // (arch.sms * plan.blocks_per_sm))  # waves of blocks
+    steps = -(-tiles // (plan.step_tiles * count))  # of a block
+    busiest = (
+        min(-(-blocks // arch.sms), rounds * plan.blocks_per_sm) * steps * plan.step_tiles
+    )  # tiles
     lookups = sum(dim // (scheme.vector_size * fused(scheme)) for scheme, dim in sides) // 2
     instructions = 120 + 2.6 * lookups + problem.value_dim / 4 * (1 + plan.query_tiles / 2)
     nbytes = busiest * TOKENS * token
     on_their_way = min(
-        plan.resident * warps * (plan.depth - 1) * plan.steps, max(busiest, 1)
+        plan.blocks_per_sm * warps * (plan.pipeline_depth - 1) * plan.step_tiles, max(busiest, 1)
     ) * TOKENS * token  # fmt: skip
     # Few warps wait for their own results; lookups wait behind too many codes that are asked for.
-    alone = max(1.0, _WARPS / (plan.resident * warps * (1 + 0.35 * (plan.steps - 1))))
+    stalls = max(1.0, _WARPS / (plan.blocks_per_sm * warps * (1 + 0.35 * (plan.step_tiles - 1))))
     queue = 1 + 0.15 * max(0.0, on_their_way / _ON_THEIR_WAY - 1)
     parts = {
         "DRAM": nbytes / (arch.dram_bytes_per_clock * _MEMORY),
-        "instructions": 1.25 * alone * busiest * instructions / WARP_INSTRUCTIONS,
+        "instructions": 1.25 * stalls * busiest * instructions / WARP_INSTRUCTIONS,
         "latency": nbytes / max(on_their_way, 1) * _LATENCY,
-        "steps": rounds * -(-steps // warps) * _STEP[plan.steps],
+        "step_tiles": rounds * -(-steps // warps) * _STEP[plan.step_tiles],
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = queue * (longest + NOT_HIDDEN * (sum(parts.values()) - longest))
-    idle = (rounds - 1) * _ENDS / plan.resident**2
-    cycles = busy + idle + _PROLOGUE + _PER_BLOCK * plan.resident
+    idle = (rounds - 1) * _ENDS / plan.blocks_per_sm**2
+    cycles = busy + idle + _PROLOGUE + _PER_BLOCK * plan.blocks_per_sm
     return Cost(problem.groups * problem.tokens * token, cycles, bound)
 
 
@@ -278,4 +283,6 @@ def splits(plan: AttentionPlan, groups: int, tiles: int, arch: Arch) -> int:
     """Blocks among which the tokens of each group are split: they fill the GPU once, and every
     warp of them has a step. The kernel uses fewer where there are fewer tokens."""
     warps = plan.threads // 32
-    return max(1, min(arch.sms * plan.resident // groups, -(-tiles // (plan.steps * warps))))
+    return max(
+        1, min(arch.sms * plan.blocks_per_sm // groups, -(-tiles // (plan.step_tiles * warps)))
+    )

@@ -1,7 +1,6 @@
-"""Plans of the kernels around attention over decoded keys and values.
+"""Plans of dequantize_kv.cu and softmax_merge.cu, the kernels around attention over decoded tokens.
 
-The kernels are dequantize_kv.cu and softmax_merge.cu. Pure functions, no GPU.
-Nothing is a choice: reading and writing rows is what takes the time.
+Pure functions, no GPU. A problem has one plan: reading and writing rows is the bottleneck.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def decode_kv_plan(scheme: VQScheme, head_dim: int, out: Dtype) -> DecodeKVPlan:
 
 
 def blocks(plan: DecodeKVPlan, heads: int, tokens: int) -> int:
-    """Of a launch for `tokens` tokens of each of `heads` heads, of all rows of a batch."""
+    """Blocks of a launch for `tokens` tokens of each of `heads` heads (rows times KV heads)."""
     return heads * (plan.dim // plan.slice) * -(-tokens // plan.tokens)
 
 

@@ -1,7 +1,6 @@
-"""Plans of the fused linear kernel for codebooks of tiles (linear_tile_codebook.cu): candidates,
-feasible, cost, choose.
+"""Plans of kernels/cuda/linear/linear_tile_codebook.cu: candidates, feasible, cost, choose.
 
-Pure functions, no GPU. The model adds up what bound the kernel when it was measured on an H200.
+Pure functions, no GPU. The cost model adds up the bottlenecks measured on an H200.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .linear import LinearProblem
 from .table_layout import BANKS, load_bytes
 
 MOST_TOKENS = 64  # of a launch
-MOST_LAUNCHES = 2  # for more, decoded rows are used often enough
+MOST_LAUNCHES = 2  # for more, dequantizing once and cuBLAS are faster
 
 # Threads of a block, blocks of a multiprocessor, tiles of 16 rows of a warp.
 _BLOCKS = ((256, 2, 2), (256, 1, 2), (256, 2, 1), (256, 1, 1), (128, 2, 2), (128, 3, 1),
@@ -28,23 +27,23 @@ _SPLITS = (1, 2, 4, 6, 7, 8)
 _DEPTHS = (3, 2)
 _STEPS = 2
 _UNITS = (8, 16, 32, 64, 128)
-# Clusters of so many blocks that 132 multiprocessors run, one or two blocks to each, as the driver
-# counts: groups of multiprocessors have uneven sizes, which leaves some.
+# Concurrent clusters by cluster size on 132 multiprocessors with one or two blocks each, as
+# reported by the driver: GPCs have uneven sizes, so some multiprocessors stay idle.
 _PLACES = {1: (132, 264), 2: (66, 132), 4: (30, 62), 6: (17, 39), 7: (15, 32), 8: (15, 30)}
-_INPUT = 3.0  # wavefronts that a line of x takes on its way into a slot
+_INPUT = 3.0  # wavefronts per line of x copied to shared memory
 _CACHED_LINES = 5.0  # cycles of L1 for a load of eight rows
 _PRODUCT = 6.0  # cycles of tensor cores for one of 16 x 8 x 16
 _TOGETHER, _ALONE = 1.2, 1.65  # times the modelled cycles that a tile takes, of several blocks
-_LONG = 8  # tiles of a block, of which it pays to ask for all codes at once
-_HIGH = 256  # rows of a band; tiles of lower ones took longer than their parts say
+_LONG = 8  # tiles of a block from which an L2 prefetch of all codes pays
+_HIGH = 256  # rows of a band; tiles of lower bands took longer than modelled
 _LOW = (0.25, 0.75)  # power of how much lower, of several tokens and of one
 _PROLOGUE, _MEETING = 6000, 500
 _THIRD_SLOT = 500  # of a low band, which copies as many inputs for fewer rows
-_SPARE = 8  # registers by which the estimate may be wrong
+_SPARE = 8  # margin of the register estimate
 
 
 def tiled(scheme: VQScheme, in_features: int) -> str | None:
-    """None if the kernel computes with such codes, else the reason why not."""
+    """None if the kernel supports such codes, else the reason why not."""
     reason = decodable(scheme)
     if reason:
         return reason
@@ -69,7 +68,7 @@ def _unit(scheme: VQScheme, in_features: int, column_warps: int) -> int:
 
 
 def candidates(problem: LinearProblem) -> list[TilePlan]:
-    """Every plan that could be meant for a problem, also those that cannot run."""
+    """All plans of a problem, feasible or not."""
     return [
         plan_of(problem, *block, *knobs)
         for block, *knobs in itertools.product(_BLOCKS, _COLUMN_WARPS, _SPLITS, _DEPTHS)
@@ -85,17 +84,17 @@ def plan_of(
     split: int,
     depth: int,
 ) -> TilePlan:
-    """The plan of a problem and of what is a matter of choice."""
+    """Plan of a problem and values of its tunable fields."""
     scheme, columns = problem.scheme, problem.in_features
     unit, single = _unit(scheme, columns, column_warps), problem.tokens == 1
     in_turn = -(-columns // scheme.tile[1]) // split  # tiles of a block
     return TilePlan(
         threads=threads,
-        resident=resident,
+        blocks_per_sm=resident,
         dtype=problem.dtype,
         vector_size=scheme.vector_size,
         entry_bits=scheme.entry_bits,
-        stages=1,
+        num_codebooks=1,
         scope=Scope.TILE,
         group=0,
         fused=1,
@@ -109,9 +108,9 @@ def plan_of(
         column_warps=column_warps,
         row_tiles=row_tiles,
         token_tiles=-(-problem.tokens // 8),
-        split=split,
-        depth=depth,
-        steps=_STEPS,
+        cluster_size=split,
+        x_stages=depth,
+        pipeline_depth=_STEPS,
         ragged=columns % scheme.tile[1] > 0,
         single=single,
         prefetch=in_turn >= _LONG and (single or problem.tokens > 32),
@@ -132,13 +131,13 @@ def feasible(plan: TilePlan, problem: LinearProblem) -> str | None:
         sharers > min(8, plan.replicas)
     ):
         return "threads do not share the entries of a codebook evenly"
-    if plan.split > 1 and not arch.overlaps_launches:
+    if plan.cluster_size > 1 and not arch.overlaps_launches:
         return f"{arch.name} has no clusters"
-    if plan.split > -(-problem.in_features // plan.tile_columns):
+    if plan.cluster_size > -(-problem.in_features // plan.tile_columns):
         return "there are fewer tiles in a row than blocks"
     if plan.shared_bytes > arch.shared_per_block:
         return "tables and inputs do not fit into shared memory"
-    if plan.resident * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
+    if plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
     if spare_registers(plan, arch) < _SPARE:
         return "sums do not fit into registers"
@@ -146,35 +145,35 @@ def feasible(plan: TilePlan, problem: LinearProblem) -> str | None:
 
 
 def registers(plan: TilePlan) -> int:
-    """About how many registers a thread needs."""
+    """Estimated registers of a thread."""
     words = plan.unit // plan.vector_size * plan.entry_bits // 32
     sums = 4 if plan.token_tiles == 1 else 4 * plan.token_tiles
     entries = max(1, (1 << plan.entry_bits) // plan.threads) * plan.vector_size // 2
-    return 26 + entries + plan.row_tiles * (2 * plan.steps * words + sums + 8) * 6 // 5
+    return 26 + entries + plan.row_tiles * (2 * plan.pipeline_depth * words + sums + 8) * 6 // 5
 
 
 def spare_registers(plan: TilePlan, arch: Arch) -> int:
-    """Registers that a thread can have beyond those it needs; fewer than none: it might spill."""
-    most = min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8)
+    """Registers available to a thread minus the estimated need; negative: it might spill."""
+    most = min(255, arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8)
     return most - registers(plan)
 
 
 def blocks(plan: TilePlan, rows: int) -> int:
-    """Of a launch."""
-    return -(-rows // plan.band) * plan.split
+    """Blocks of a launch."""
+    return -(-rows // plan.band) * plan.cluster_size
 
 
 def places(split: int, resident: int, arch: Arch) -> int:
-    """Clusters of so many blocks that run at a time, one or two blocks to a multiprocessor."""
+    """Concurrent clusters of `split` blocks, with one or two blocks per multiprocessor."""
     return _PLACES[split][resident - 1] * arch.sms // _PLACES[1][0]
 
 
 def _levels(plan: TilePlan, bands: int, arch: Arch) -> int:
-    """Blocks that the busiest multiprocessor has, one after the other or at a time."""
-    one = max(1, places(plan.split, 1, arch))
-    if plan.resident == 1 or bands <= one:
+    """Blocks of the busiest multiprocessor, sequential or concurrent."""
+    one = max(1, places(plan.cluster_size, 1, arch))
+    if plan.blocks_per_sm == 1 or bands <= one:
         return -(-bands // one)
-    return max(2, -(-2 * bands // places(plan.split, 2, arch)))
+    return max(2, -(-2 * bands // places(plan.cluster_size, 2, arch)))
 
 
 def cost(plan: TilePlan, problem: LinearProblem) -> Cost:
@@ -187,8 +186,8 @@ def cost(plan: TilePlan, problem: LinearProblem) -> Cost:
 
     # The busiest multiprocessor, in tiles.
     levels = _levels(plan, bands, arch)
-    together = min(levels, plan.resident)
-    tiles = levels * -(-across // plan.split)
+    together = min(levels, plan.blocks_per_sm)
+    tiles = levels * -(-across // plan.cluster_size)
 
     # Cycles of a tile: of the pipe of shared memory, and of tensor cores.
     warps, fragments = plan.threads // 32, plan.band // 16 * plan.column_warps
@@ -205,22 +204,22 @@ def cost(plan: TilePlan, problem: LinearProblem) -> Cost:
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
     busy *= _TOGETHER if together > 1 else _ALONE
     busy *= max(1.0, _HIGH / plan.band) ** _LOW[plan.single]
-    cycles = tiles * busy + _PROLOGUE * -(-levels // plan.resident)
-    cycles += _MEETING * (plan.split > 1)
-    cycles += _THIRD_SLOT * (plan.depth > 2 and plan.band < _HIGH and tokens > 8)
+    cycles = tiles * busy + _PROLOGUE * -(-levels // plan.blocks_per_sm)
+    cycles += _MEETING * (plan.cluster_size > 1)
+    cycles += _THIRD_SLOT * (plan.x_stages > 2 and plan.band < _HIGH and tokens > 8)
     dram = nbytes / arch.sms / arch.dram_bytes_per_clock * 1.3
     return Cost(nbytes, max(cycles, dram), bound if cycles > dram else "DRAM")
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: LinearProblem) -> TilePlan | None:
-    """The feasible plan of the lowest cost; None: there is none."""
+    """The feasible plan of the lowest cost; None: no plan."""
     if problem.tokens > MOST_TOKENS or tiled(problem.scheme, problem.in_features):
         return None
     return next(iter(best(problem)), None)
 
 
 def best(problem: LinearProblem) -> list[TilePlan]:
-    """The feasible plans, the one of the lowest cost first."""
+    """Feasible plans by ascending cost."""
     plans = [plan for plan in candidates(problem) if feasible(plan, problem) is None]
     return sorted(plans, key=lambda plan: cost(plan, problem).cycles)

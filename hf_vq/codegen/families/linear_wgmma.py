@@ -1,7 +1,6 @@
-"""Plans of the fused linear kernel for many tokens (linear_wgmma.cu): candidates, feasible, cost,
-choose.
+"""Plans of kernels/cuda/linear/linear_wgmma.cu: candidates, feasible, cost, choose.
 
-Pure functions, no GPU. The model adds up what bound the kernel when it was measured on an H200.
+Pure functions, no GPU. The cost model adds up the bottlenecks measured on an H200.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _unit(scheme: VQScheme, in_features: int) -> int | None:
 
 
 def fewest_tokens(scheme: VQScheme) -> int:
-    """For how many tokens this kernel is faster than the one for few."""
+    """Smallest number of tokens for which this kernel is faster than linear.cu."""
     return _FEWEST_OF_LATTICES if scheme.lattice and scheme.streams > 1 else _FEWEST_TOKENS
 
 
@@ -101,11 +100,11 @@ def _plan(problem: LinearProblem, warpgroups: int, token_tile: int, split: int) 
     more = warpgroups == 2 and token_tile == 128 and unit > _COLUMNS // 4
     plan = WidePlan(
         threads=128 * (warpgroups + 1),
-        resident=1,
+        blocks_per_sm=1,
         dtype=problem.dtype,
         vector_size=scheme.vector_size,
         entry_bits=scheme.entry_bits,
-        stages=scheme.streams,
+        num_codebooks=scheme.streams,
         scope=Scope.E8P if scheme.lattice else Scope.SHARED,
         group=0 if group == columns else group,
         fused=fused(scheme),
@@ -116,27 +115,27 @@ def _plan(problem: LinearProblem, warpgroups: int, token_tile: int, split: int) 
         unit=unit,
         load_bytes=load_bytes(scheme, unit, columns),
         token_tile=token_tile,
-        split=split,
-        depth=0,
-        steps=_MORE_STEPS if more else _STEPS,
+        cluster_size=split,
+        x_stages=0,
+        pipeline_depth=_MORE_STEPS if more else _STEPS,
     )
     most = min(arch.shared_per_block, arch.shared_per_sm - RESERVED_BYTES)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)
-    return replace(plan, depth=min(left, _MOST_SLOTS))
+    return replace(plan, x_stages=min(left, _MOST_SLOTS))
 
 
 def feasible(plan: WidePlan, problem: LinearProblem) -> str | None:
     """None if the plan solves the problem on its GPU, else the reason why not."""
     arch = problem.arch
-    if plan.depth < _FEWEST_SLOTS:
+    if plan.x_stages < _FEWEST_SLOTS:
         return "tables leave too little shared memory for x"
-    if plan.resident * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
+    if plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "sums do not fit into shared memory"
     if spare_registers(plan, arch) < 0:
         return "sums do not fit into registers"
     if not clusters(plan, arch):
         return "the GPU has no place for such a cluster"
-    if plan.split > problem.in_features // (4 * plan.unit):
+    if plan.cluster_size > problem.in_features // (4 * plan.unit):
         return "there are fewer chunks of columns than blocks"
     return None
 
@@ -144,36 +143,36 @@ def feasible(plan: WidePlan, problem: LinearProblem) -> str | None:
 def registers(plan: WidePlan) -> int:
     """About how many registers a thread needs that multiplies."""
     words = plan.unit // plan.vector_size * plan.entry_bits // 32
-    codes = 2 * plan.steps * (plan.stages * words + (plan.group > 0))
-    weights = 16 + 16 * (plan.stages > 1) + 16 * (plan.scope is Scope.E8P)
+    codes = 2 * plan.pipeline_depth * (plan.num_codebooks * words + (plan.group > 0))
+    weights = 16 + 16 * (plan.num_codebooks > 1) + 16 * (plan.scope is Scope.E8P)
     fields = 16 if plan.entry_bits * plan.fused % 8 else 0  # codes that are not whole bytes
-    return 30 + plan.token_tile // 2 + codes + 4 * plan.stages + weights + fields
+    return 30 + plan.token_tile // 2 + codes + 4 * plan.num_codebooks + weights + fields
 
 
 def spare_registers(plan: WidePlan, arch: Arch) -> int:
     """Registers of such a thread beyond those it needs (linear_wgmma.cu: `math_registers`)."""
-    at_launch = arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8
+    at_launch = arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8
     most = (at_launch * (plan.warpgroups + 1) - 24) // plan.warpgroups // 8 * 8
     return min(most, 240) - registers(plan)
 
 
 def tiles(plan: WidePlan, rows: int, tokens: int) -> int:
-    """What clusters have to do, one after the other."""
+    """Tiles of a launch, distributed over clusters."""
     across = -(-rows // (64 * plan.warpgroups))
     return across * -(-tokens // plan.token_tile)
 
 
 def clusters(plan: WidePlan, arch: Arch) -> int:
-    """Those that run at a time: groups of multiprocessors have uneven sizes, which leaves some."""
-    sms = arch.sms if plan.split <= 2 else arch.sms - _LEFT_OUT
-    return sms * plan.resident // plan.split
+    """Concurrent clusters; GPCs have uneven sizes, so some multiprocessors stay idle."""
+    sms = arch.sms if plan.cluster_size <= 2 else arch.sms - _LEFT_OUT
+    return sms * plan.blocks_per_sm // plan.cluster_size
 
 
 def blocks(plan: WidePlan, rows: int, tokens: int, arch: Arch) -> int:
-    """Of a launch: each takes several tiles, but only one where columns are split."""
+    """Blocks of a launch; each processes several tiles, or one tile if columns are split."""
     count = tiles(plan, rows, tokens)
-    at_a_time = count if plan.split > 1 else min(count, clusters(plan, arch))
-    return at_a_time * plan.split
+    at_a_time = count if plan.cluster_size > 1 else min(count, clusters(plan, arch))
+    return at_a_time * plan.cluster_size
 
 
 def cost(plan: WidePlan, problem: LinearProblem) -> Cost:
@@ -181,28 +180,28 @@ def cost(plan: WidePlan, problem: LinearProblem) -> Cost:
     arch, columns, rows, tokens = problem.arch, problem.in_features, problem.rows, problem.tokens
     stream = packed_size(columns // plan.vector_size, plan.entry_bits)
     scales = 2 * (columns // plan.group if plan.group else 1)
-    codes = rows * (plan.stages * stream + scales)
+    codes = rows * (plan.num_codebooks * stream + scales)
     nbytes = codes + 2 * tokens * (columns + rows)
 
     waves = -(-tiles(plan, rows, tokens) // clusters(plan, arch))
     # Products of 16 columns in one tile, and cycles of one, of all warpgroups together.
-    steps = -(-(columns // (4 * plan.unit)) // plan.split) * plan.unit // 4
+    steps = -(-(columns // (4 * plan.unit)) // plan.cluster_size) * plan.unit // 4
     lattice = plan.scope is Scope.E8P
-    lookups = _LOOKUPS * plan.stages * (_LATTICE if lattice else 1.0)
+    lookups = _LOOKUPS * plan.num_codebooks * (_LATTICE if lattice else 1.0)
     lookups *= 1 if plan.replicas > 1 else 3
     wavefronts = plan.warpgroups * (_SHARED * plan.token_tile + lookups)
     parts = {
         "tensor cores": plan.warpgroups * max(_TENSOR * plan.token_tile, _SHORTEST),
         "shared memory": wavefronts / _WAVEFRONTS,
-        "latency": _WARP + 25 * (plan.stages - 1 + lattice),
+        "latency": _WARP + 25 * (plan.num_codebooks - 1 + lattice),
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     cycles = longest + _IN_TURN * (sum(parts.values()) - longest)
     cycles *= waves * steps
-    prologue = _PROLOGUE + _PATTERNS * plan.stages * lattice
-    cycles += prologue * (waves if plan.split > 1 else 1)  # new blocks for every tile
+    prologue = _PROLOGUE + _PATTERNS * plan.num_codebooks * lattice
+    cycles += prologue * (waves if plan.cluster_size > 1 else 1)  # new blocks for every tile
     cycles += waves * plan.token_tile * plan.warpgroups * _STORE
-    cycles += _MEETING * (plan.split > 1)
+    cycles += _MEETING * (plan.cluster_size > 1)
     dram = nbytes / arch.sms / arch.dram_bytes_per_clock * 1.2
     return Cost(nbytes, max(cycles, dram), bound if cycles > dram else "DRAM")
 

@@ -1,4 +1,4 @@
-"""How codebooks lie in shared memory as tables (table.cuh), and how codes are read."""
+"""Layout of codebook tables in shared memory (table.cuh), and width of code loads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def copies(scheme: VQScheme, arch: Arch) -> tuple[int, int]:
     """`replicas` and `interleaved` of a plan whose tables take at most half of shared memory.
 
     Places of entries that are not there (a fourth of three books, a second of one whose addresses
-    bytes make) are given up before replicas are: books lie one after the other then (1).
+    bytes make) are given up before replicas are: the tables are then contiguous (1).
     """
     entry, index_bits, books = tables(scheme)
     together = 1 << (books - 1).bit_length()

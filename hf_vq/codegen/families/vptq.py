@@ -1,7 +1,7 @@
 """Plans of the kernels for VPTQ's layout: candidates, feasible, cost, choose.
 
-Pure functions, no GPU. Lookups of entries in L2 or in shared memory are what binds; their rates are
-those of choose.py, measured on an H200.
+Pure functions, no GPU. Lookups of entries in L2 or in shared memory are the bottleneck; their rates
+are those of dequantize.py, measured on an H200.
 """
 
 from __future__ import annotations
@@ -108,23 +108,23 @@ def feasible(plan: VptqPlan, problem: VptqProblem) -> str | None:
     """None if the plan solves the problem on its GPU, else the reason why not."""
     layout, arch = problem.layout, problem.arch
     if layout.groups > 1 and (plan.book_in_shared or plan.rest_in_shared):
-        return "groups have codebooks of their own"
+        return "groups have separate codebooks"
     if plan.rest_in_shared and not layout.residual:
         return "there are no residuals"
     if plan.shared_bytes > arch.shared_per_block:
         return "codebooks do not fit into shared memory"
-    if plan.resident * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
+    if plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
-    if plan.resident * plan.threads > arch.threads_per_sm:
+    if plan.blocks_per_sm * plan.threads > arch.threads_per_sm:
         return "a multiprocessor does not hold so many threads"
-    most = min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8)
+    most = min(255, arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8)
     if registers(plan) > most:
         return "sums and codes do not fit into registers"
     return None
 
 
 def blocks(plan: VptqPlan, rows: int) -> int:
-    """Of a launch."""
+    """Blocks of a launch."""
     return -(-rows // (plan.vector_size * plan.row_vectors))
 
 
@@ -140,16 +140,19 @@ def cost(plan: VptqPlan, problem: VptqProblem) -> Cost:
     # The busiest multiprocessor, in rows of vectors; and the busiest warp, in steps of 32 columns.
     count = blocks(plan, rows)
     levels = -(-count // arch.sms)
-    together, warps = min(levels, plan.resident), plan.threads // 32
+    together, warps = min(levels, plan.blocks_per_sm), plan.threads // 32
     share = levels * plan.row_vectors
     chunk = 32 * plan.unit
     steps = -(-(layout.groups * -(-layout.group_size // chunk)) // warps) * plan.unit
 
     lookups = share * columns * max(1, plan.vector_size / 16)
     shared = fabric = 0.0
-    for held, there in ((plan.book_in_shared, True), (plan.rest_in_shared, layout.residual > 0)):
-        shared += lookups / _SHARED_LOOKUPS if held and there else 0
-        fabric += lookups / L2_LOOKUPS if there and not held else 0
+    for in_shared, there in (
+        (plan.book_in_shared, True),
+        (plan.rest_in_shared, layout.residual > 0),
+    ):
+        shared += lookups / _SHARED_LOOKUPS if in_shared and there else 0
+        fabric += lookups / L2_LOOKUPS if there and not in_shared else 0
     tiles = share * columns * -(-plan.vector_size // 8) * 2 * 16 / 128  # to shared memory and back
     x_bytes = levels * columns * (32 if plan.wide else 16)
     warp_steps = levels * columns / 32
@@ -162,7 +165,7 @@ def cost(plan: VptqPlan, problem: VptqProblem) -> Cost:
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
-    busy += levels * plan.books_bytes / _L2_BYTES + -(-levels // plan.resident) * _PROLOGUE
+    busy += levels * plan.books_bytes / _L2_BYTES + -(-levels // plan.blocks_per_sm) * _PROLOGUE
     return Cost(nbytes, busy + levels * plan.fragments * warps * _SUMS / together, bound)
 
 

@@ -1,7 +1,6 @@
-"""Plans of products of 4-bit weights with 8-bit inputs (w4a8.cu): candidates, feasible, cost,
-choose.
+"""Plans of kernels/cuda/w4a8/w4a8.cu: candidates, feasible, cost, choose.
 
-Pure functions, no GPU. The model adds up what bound the kernel when it was measured on an H200.
+Pure functions, no GPU. The cost model adds up the bottlenecks measured on an H200.
 """
 
 from __future__ import annotations
@@ -100,38 +99,42 @@ def feasible(plan: W4A8Plan, problem: W4A8Problem) -> str | None:
     arch = problem.arch
     if 8 * (plan.token_tiles - 1) >= problem.tokens:  # the last tile would begin before the first
         return "there are fewer tokens"
-    if plan.split * plan.steps > max(plan.padded // CHUNK, plan.split):
+    if plan.split_k_warps * plan.pipeline_depth > max(plan.padded // CHUNK, plan.split_k_warps):
         return "warps have fewer chunks"
     if plan.shared_bytes > arch.shared_per_block:
         return "steps, inputs or sums do not fit into shared memory"
-    if plan.resident * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
+    if plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES) > arch.shared_per_sm:
         return "shared memory does not hold so many blocks"
-    if plan.resident * plan.threads > arch.threads_per_sm:
+    if plan.blocks_per_sm * plan.threads > arch.threads_per_sm:
         return "a multiprocessor has fewer threads"
-    if registers(plan) > min(255, arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8):
+    if registers(plan) > min(
+        255, arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8
+    ):
         return "sums do not fit into registers"
     return None
 
 
 def registers(plan: W4A8Plan) -> int:
     """About how many registers a thread needs."""
-    rows = plan.row_tiles * (8 * plan.steps + 4 * plan.token_tiles + 8)
-    addresses = 24 + 16 * (plan.row_tiles * plan.steps > 7)
+    rows = plan.row_tiles * (8 * plan.pipeline_depth + 4 * plan.token_tiles + 8)
+    addresses = 24 + 16 * (plan.row_tiles * plan.pipeline_depth > 7)
     if plan.rounds:
         return addresses + rows + 8 * pieces(plan.padded, plan.threads)
     ragged = (24 if plan.token_tiles > 2 else 8) * (plan.columns % CHUNK > 0)
-    inputs = 8 * plan.token_tiles if plan.token_tiles < 8 else 56 + 8 * plan.steps
-    deep = plan.group > 0 and plan.token_tiles == 4 and plan.steps == 4  # sm_120 spills there
+    inputs = 8 * plan.token_tiles if plan.token_tiles < 8 else 56 + 8 * plan.pipeline_depth
+    deep = (
+        plan.group > 0 and plan.token_tiles == 4 and plan.pipeline_depth == 4
+    )  # sm_120 spills there
     return addresses + rows + inputs + ragged + 24 * deep
 
 
 def pieces(padded: int, threads: int) -> int:
-    """Of 16 columns, that a thread rounds."""
+    """Pieces of 16 columns that a thread quantizes."""
     return -(-padded // (_PIECE * threads))
 
 
 def blocks(plan: W4A8Plan, rows: int, tokens: int) -> int:
-    """Of a launch."""
+    """Blocks of a launch."""
     return -(-rows // plan.tile_rows) * -(-tokens // (8 * plan.token_tiles))
 
 
@@ -146,7 +149,7 @@ def cost(plan: W4A8Plan, problem: W4A8Problem) -> Cost:
     levels = -(-count // arch.sms)
     uneven = 0.5 + 0.5 * levels * arch.sms / count
     warps = plan.threads // 32
-    of_warp = -(-plan.padded // CHUNK // plan.split)
+    of_warp = -(-plan.padded // CHUNK // plan.split_k_warps)
     lines = plan.row_tiles * (_CODE_LINES + _GRID_LINES * (plan.group > 0))
     lines += _INPUT_LINES * plan.token_tiles
     instructions = plan.row_tiles * (_DECODE + 4 * plan.token_tiles) + 4 * plan.token_tiles
@@ -157,10 +160,15 @@ def cost(plan: W4A8Plan, problem: W4A8Problem) -> Cost:
     }
     bound, longest = max(parts.items(), key=lambda part: part[1])
     cycles = longest + NOT_HIDDEN * (sum(parts.values()) - longest)
-    cycles += _PROLOGUE * -(-levels // plan.resident) + _MEETING * plan.split * plan.row_tiles
+    cycles += (
+        _PROLOGUE * -(-levels // plan.blocks_per_sm)
+        + _MEETING * plan.split_k_warps * plan.row_tiles
+    )
     # What too few warps cannot hide.
-    asked = min(levels, plan.resident) * warps * plan.row_tiles * plan.steps * 1024
-    cycles *= 1 + (1 << 14) / asked / 2
+    in_flight = (
+        min(levels, plan.blocks_per_sm) * warps * plan.row_tiles * plan.pipeline_depth * 1024
+    )
+    cycles *= 1 + (1 << 14) / in_flight / 2
     return Cost(nbytes, cycles, bound)
 
 

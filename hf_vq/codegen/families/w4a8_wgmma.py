@@ -1,7 +1,6 @@
-"""Plans of products of 4-bit weights with many 8-bit tokens on Hopper (w4a8_wgmma.cu): candidates,
-feasible, cost, choose.
+"""Plans of kernels/cuda/w4a8/w4a8_wgmma.cu: candidates, feasible, cost, choose.
 
-Pure functions, no GPU. The model adds up what bound the kernel when it was measured on an H200.
+Pure functions, no GPU. The cost model adds up the bottlenecks measured on an H200.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def _plan(
     )  # fmt: skip
     most = min(arch.shared_per_block, arch.shared_per_sm - RESERVED_BYTES)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)
-    return replace(plan, depth=min(left, _MOST_SLOTS))
+    return replace(plan, x_stages=min(left, _MOST_SLOTS))
 
 
 def feasible(plan: W4A8WidePlan, problem: W4A8Problem) -> str | None:
@@ -72,7 +71,7 @@ def feasible(plan: W4A8WidePlan, problem: W4A8Problem) -> str | None:
     if reason := wide(arch):
         return reason
     # A team has a slot until its next one is full, so as many as teams would wait for each other.
-    if plan.depth < max(_FEWEST_SLOTS, plan.teams + 1):
+    if plan.x_stages < max(_FEWEST_SLOTS, plan.split_k_warpgroups + 1):
         return "sums leave too little shared memory for x"
     if plan.token_tile < min(problem.tokens, _READ_AGAIN):
         return "codes would be read once more than by larger tiles"
@@ -83,24 +82,24 @@ def feasible(plan: W4A8WidePlan, problem: W4A8Problem) -> str | None:
 
 def registers(plan: W4A8WidePlan) -> int:
     """About how many registers a thread needs that multiplies."""
-    return 80 + plan.token_tile // 2 + 8 * plan.steps + 8 * (plan.teams > 1)
+    return 80 + plan.token_tile // 2 + 8 * plan.pipeline_depth + 8 * (plan.split_k_warpgroups > 1)
 
 
 def most_registers(plan: W4A8WidePlan, arch: Arch) -> int:
     """Registers that such a thread can have (wgmma_ring.cuh: `math_registers`)."""
-    at_launch = arch.registers_per_sm // (plan.resident * plan.threads) // 8 * 8
+    at_launch = arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8
     most = (at_launch * (plan.warpgroups + 1) - 24) // plan.warpgroups // 8 * 8
     return min(most, _MOST_REGISTERS)
 
 
 def tiles(plan: W4A8WidePlan, rows: int, tokens: int) -> int:
-    """What blocks have to do, one after the other."""
+    """Tiles of a launch, distributed over blocks."""
     return -(-rows // plan.tile_rows) * -(-tokens // plan.token_tile)
 
 
 def blocks(plan: W4A8WidePlan, rows: int, tokens: int, arch: Arch) -> int:
-    """Of a launch: each takes several tiles."""
-    return min(tiles(plan, rows, tokens), arch.sms * plan.resident)
+    """Blocks of a launch; each processes several tiles."""
+    return min(tiles(plan, rows, tokens), arch.sms * plan.blocks_per_sm)
 
 
 def cost(plan: W4A8WidePlan, problem: W4A8Problem) -> Cost:
@@ -109,13 +108,13 @@ def cost(plan: W4A8WidePlan, problem: W4A8Problem) -> Cost:
     groups = 2 * columns // plan.group if plan.group else 4
     nbytes = rows * (columns // 2 + groups + 2) + 2 * tokens * (columns + rows)
 
-    waves = -(-tiles(plan, rows, tokens) // (arch.sms * plan.resident))
+    waves = -(-tiles(plan, rows, tokens) // (arch.sms * plan.blocks_per_sm))
     chunks, parts, across = -(-columns // CHUNK), plan.tile_rows / 64, min(plan.token_tile, tokens)
     of_chunk = {
         "tensor cores": 4 * parts * max(_TENSOR * plan.token_tile, _SHORTEST),
         "L2": CHUNK * (across + plan.tile_rows / 2) / _L2_BYTES,
         "decoding": parts * (_DECODING + _GROUPS * (plan.group > 0)),
-        "latency": _LATENCY / plan.steps / plan.teams,
+        "latency": _LATENCY / plan.pipeline_depth / plan.split_k_warpgroups,
     }
     bound, longest = max(of_chunk.items(), key=lambda part: part[1])
     cycles = longest + _IN_TURN * (sum(of_chunk.values()) - longest)

@@ -1,7 +1,7 @@
 """NVRTC through `cuda.bindings`: a template of kernels/cuda and a plan -> a cubin.
 
-No CUDA toolkit and no header of it: the templates include each other and the rendered plan, which
-NVRTC gets as named strings. Works without a GPU.
+Needs no CUDA toolkit, no header of it and no GPU: NVRTC gets the templates' headers and the
+rendered plan as named strings.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..plan import Plan, render
 from .device import checked
 from .kernel_store import Store
 
-FORMAT = 1  # of what is kept in the store; raised when options or launching change
+FORMAT = 1  # of store entries; raised when options or launching change
 _OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
-SERIALIZED = "wgmma.mma_async instructions are serialized"  # what its log says then
+SERIALIZED = "wgmma.mma_async instructions are serialized"  # message of the assembler
 _REGISTER_COUNT = b"\x04\x2f\x08\x00"  # EIATTR_REGCOUNT of two words, in .nv.info
 _RESOURCES = {
     "registers": r"Used (\d+) registers",
@@ -33,8 +33,14 @@ _RESOURCES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler said of a kernel, per thread: `shared` is static, in bytes per block;
-    `serialized`, whether each product of a warpgroup (wgmma) waits for the one before."""
+    """Resources of a kernel as reported by the assembler.
+
+    Args:
+        registers: registers of a thread.
+        shared: static shared memory of a block, in bytes.
+        stack: stack frame of a thread, in bytes.
+        spilled: spill stores of a thread, in bytes.
+        serialized: every wgmma waits for the previous one."""
 
     registers: int
     shared: int
@@ -44,7 +50,7 @@ class Resources:
 
 
 def why_not() -> str:
-    """Why nothing can be compiled here, and what to do; empty when it can."""
+    """Reason why NVRTC is unavailable, with the cure; empty if it is available."""
     try:
         version()
     except (ImportError, RuntimeError, VQBackendError) as error:
@@ -81,7 +87,7 @@ def cubin(plan: Plan, arch: str, store: Store) -> bytes:
 
 
 def key(plan: Plan, arch: str) -> str:
-    """sha256, in hex, of all that decides the machine code."""
+    """sha256, in hex, of everything that determines the machine code."""
     parts = [str(FORMAT), arch, str(version()), *_OPTIONS, plan.template, render(plan)]
     parts += [text for item in sorted(sources().items()) for text in item]
     parts += [template(plan)] if plan.template_folder else []

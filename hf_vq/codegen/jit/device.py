@@ -1,4 +1,4 @@
-"""`Arch`: what a plan is chosen for. Named ones stand for a GPU that is not here."""
+"""`Arch`: the properties of a GPU that a plan depends on, by name or from the driver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Arch:
         sms: streaming multiprocessors.
         shared_per_block: bytes of shared memory that one block can have.
         shared_per_sm: bytes of shared memory of one multiprocessor.
-        threads_per_sm: threads that one multiprocessor holds at a time.
+        threads_per_sm: resident threads of one multiprocessor.
         dram_bytes_per_clock: of the memory's peak bandwidth, for one multiprocessor.
         registers_per_sm: 32-bit registers of one multiprocessor.
     """
@@ -37,7 +37,7 @@ class Arch:
 
     @property
     def overlaps_launches(self) -> bool:
-        """Whether a kernel may begin before the one before it has ended: from sm_90 on."""
+        """True if the GPU has programmatic dependent launch and clusters: from sm_90 on."""
         return int(re.sub(r"\D", "", self.name)) >= 90
 
 
@@ -107,10 +107,10 @@ def device_arch(ordinal: int) -> Arch:
 
 
 def driver_attribute(name: str, ordinal: int) -> int:
-    """What the driver says of a GPU (`CU_DEVICE_ATTRIBUTE_..`; clocks in kHz).
+    """Query a driver attribute of a GPU (`CU_DEVICE_ATTRIBUTE_..`; clocks in kHz).
 
     Raises:
-        VQBackendError: it does not know the GPU.
+        VQBackendError: the driver does not know the GPU.
     """
     from cuda.bindings import driver
 
@@ -121,7 +121,7 @@ def driver_attribute(name: str, ordinal: int) -> int:
 
 
 def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call of cuda.bindings gave, without its status.
+    """Strip the status from the result of a cuda.bindings call.
 
     Raises:
         VQBackendError: the status is an error.

@@ -1,15 +1,15 @@
-"""The store: compiled kernels on disk, found by the hash of all that decided them.
+"""The store: compiled kernels on disk, by the hash of everything that determines them.
 
     <folder>/<key>.kernel  =  "hf_vq kernel 1 <bytes> <sha256>\\n" + machine code
 
-An entry appears whole or not at all: it is written in a hidden folder and renamed. Two processes
-that compile the same kernel write the same entry, and either may win. What is not an entry, because
-it was cut short, damaged or made by someone else, is compiled and written again. Where nothing can
-be written, kernels live as long as the process. The oldest entries go when there are too many;
-an entry that is read counts as new.
+An entry is written atomically: to a hidden folder, then renamed. Two processes that compile the
+same kernel write the same entry, and either may win. A truncated, damaged or foreign file is
+compiled and written again. If the folder cannot be written, kernels live as long as the process.
+The store evicts the least recently used entries when there are too many.
 
-An entry is a program that the GPU will run, and its hash says nothing of who wrote it. So a folder
-or an entry that another user owns, or that others may write to, is not used, as ssh does with keys.
+An entry is a program that the GPU will run, and its hash does not prove who wrote it. Therefore a
+folder or an entry that another user owns, or that others may write to, is not used (like ssh
+keys).
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Store:
         return image
 
     def trusts(self, path: Path) -> bool:
-        """Whether nobody else can have written the file `path` of the folder."""
+        """True if no other user can have written the file `path` of the folder."""
         try:
             return self._trusts_folder() and _foreign(os.stat(path)) is None
         except OSError:
             return False
 
     def _trusts_folder(self) -> bool:
-        """Whether nobody else can put an entry into the folder; says once that one can."""
+        """True if no other user can add entries to the folder; warns once if one can."""
         if self._usable:
             # Of the folder itself, not of a link to it: whoever owns the link may only choose
             # another folder of this user's own.
@@ -166,7 +166,7 @@ def _header(image: bytes) -> bytes:
 
 
 def default_store() -> Store:
-    """The store in HF_VQ_STORE, or beside Hugging Face's own caches."""
+    """The store in HF_VQ_STORE, by default next to Hugging Face's own caches."""
     from huggingface_hub.constants import HF_HOME
 
     return _open(env.STORE.get() or os.path.join(HF_HOME, "hf_vq", "kernels"))

@@ -1,7 +1,7 @@
-"""`Kernel`: machine code loaded into one device's context, and the launch prepared once.
+"""Machine code loaded into one device's context, and launches that are prepared once.
 
-A launch from Python costs more than many kernels run, so nothing is made for it: arguments are one
-structure, passed by value, of which only the fields that change are overwritten (`Prepared`). Works
+A launch from Python takes longer than many kernels run, so it allocates nothing: the arguments are
+one structure, passed by value, in which only changed fields are overwritten (`Prepared`). Works
 under CUDA graph capture.
 """
 
@@ -18,23 +18,23 @@ from .compiler import cubin
 from .device import checked, device_arch
 from .kernel_store import Store
 
-_WITHOUT_OPT_IN = 48 << 10  # bytes of shared memory that any kernel may ask for
+_WITHOUT_OPT_IN = 48 << 10  # bytes of shared memory without opt-in
 
 
-class Kernel:
+class LoadedKernel:
     """A plan's kernel on one GPU.
 
     Args:
-        plan: of the kernel.
+        plan: plan of the kernel.
         arguments: the kernel's `struct Arguments`, field by field.
         device: CUDA ordinal.
-        store: where its machine code is, or will be.
+        store: store of its machine code; compiled into it if missing.
 
     Attributes:
-        local_bytes: what a thread spills.
+        local_bytes: local memory (spills) of a thread, in bytes.
 
     Raises:
-        VQBackendError: it does not compile or does not load.
+        VQBackendError: the kernel does not compile or does not load.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Kernel:
         self._any = Prepared(self, 1)
 
     def prepare(self, blocks: int, /, **values: int | None) -> Prepared:
-        """A launch of `blocks` blocks, and what is known of its arguments."""
+        """Prepare a launch of `blocks` blocks with the known arguments."""
         return Prepared(self, blocks, **values)
 
     def __call__(
@@ -74,12 +74,12 @@ class Kernel:
 
 
 class Prepared:
-    """A launch of a kernel that is made again and again; only some arguments change.
+    """A prepared launch of a kernel that is repeated with few changed arguments.
 
     Args:
-        kernel: that is launched.
-        blocks: that are launched.
-        values: of arguments; addresses are numbers.
+        kernel: the loaded kernel.
+        blocks: blocks of the grid.
+        values: values of its arguments; addresses are numbers.
 
     Attributes:
         arguments: of the kernel, whose fields may be overwritten.
@@ -87,7 +87,7 @@ class Prepared:
             which must not change the arguments meanwhile.
     """
 
-    def __init__(self, kernel: Kernel, blocks: int, /, **values: int | None) -> None:
+    def __init__(self, kernel: LoadedKernel, blocks: int, /, **values: int | None) -> None:
         from cuda.bindings import driver
 
         self.arguments: Any = kernel.arguments(**values)
@@ -136,8 +136,8 @@ class Prepared:
 
 
 def _config(blocks: int, threads: int, shared: int) -> Any:
-    """What `cuLaunchKernelEx` needs; with its one attribute, a kernel begins before the one before
-    it has ended."""
+    """Launch configuration for `cuLaunchKernelEx`. Its attribute enables programmatic dependent
+    launch."""
     from cuda.bindings import driver
 
     attribute = driver.CUlaunchAttribute()
@@ -163,7 +163,7 @@ def _load(image: bytes, plan: Plan, shared: int) -> tuple[Any, int]:
     try:
         (module,) = checked(driver.cuModuleLoadData(image))
         (function,) = checked(driver.cuModuleGetFunction(module, plan.kernel.encode()))
-        # Also makes the driver load the function, which it may otherwise put off.
+        # The query also forces the driver to load the function, which is lazy otherwise.
         attribute = names.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
         (local,) = checked(driver.cuFuncGetAttribute(attribute, function))
         if local:

@@ -1,4 +1,4 @@
-"""Memory of a GPU that belongs to no allocator: graphs may not find it in the pool they share."""
+"""GPU memory outside of PyTorch's allocator, for addresses that CUDA graphs must not share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// kernels/cuda/linear/linear.cu launched without Python in between: hf_vq::cuda_linear. What a launch is was worked out
-// before, in Python (hf_vq_cuda_launch); here tensors are compared with it, and addresses are filled in. The stack
-// holds x, codes, codebook, scale, signs, bias (no elements = none) and the launch.
+// hf_vq::cuda_linear: launch of kernels/cuda/linear/linear.cu without Python.
+//
+// Python prepared the launch before (hf_vq_cuda_launch). This code checks the tensors against it and fills in addresses.
+// The stack holds x, codes, codebook, scale, signs, bias (no elements = none) and the launch.
 #include "torch_shim.h"
 
 namespace hf_vq {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which table of kernels runs, and the loops that all of them share.
+// Choice of the kernel table of a target at run time, and the loops that all targets share.
 #include <cstdlib>
 #include <cstring>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// hf_vq_append and hf_vq_attention as kernels of torch's dispatcher, as torch_linear.cpp has hf_vq_linear. An optional
-// tensor that is missing has no elements. `shape` int32 [6]: the last fields of hf_vq_codes.
+// hf_vq_append and hf_vq_attention as boxed kernels of torch's dispatcher, like hf_vq_linear in torch_linear.cpp. A
+// missing optional tensor has no elements. `shape` int32 [6]: the last fields of hf_vq_codes.
 #include "torch_shim.h"
 
 namespace hf_vq {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// hf_vq_linear as a kernel of torch's dispatcher: between a call in Python and the matrix product there is
-// no Python. The stack holds x, codes, codebook, scale, signs, bias (no elements = none) and a tensor int32 [8],
+// hf_vq_linear as a boxed kernel of torch's dispatcher: no Python runs between the call and the matrix product.
+// The stack holds x, codes, codebook, scale, signs, bias (no elements = none) and a tensor int32 [8],
 // the last fields of hf_vq_matrix.
 #include "torch_shim.h"
 
@@ -15,7 +15,7 @@ constexpr int64_t kNumbers = 8;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Whether the tensors are as large as the matrix says.
+// True if the tensors have the sizes of the matrix.
 bool sizes_match(const hf_vq_matrix& w, const Dense& codes, const Dense& codebook, const Dense& scale,
                  const Dense& signs, const Dense& bias) {
   if (w.x < 1 || w.bits < 1 || w.stages < 1 || w.group < 1 || w.in < 1 || w.in % w.x != 0 || w.in % w.group != 0)

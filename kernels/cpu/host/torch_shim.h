@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch's C shim as ops see it: no header of torch is included and nothing of it is linked, Python hands over
-// the functions (api.h). Stacks hold owned handles of tensors. Tensors only: the dispatcher takes longer for a
-// number than for a tensor, and versions of torch differ in who frees an optional or a string.
+// torch's C shim for ops. No header of torch is included and nothing of it is linked: Python passes the
+// functions (api.h). Stacks hold owned handles of tensors. All arguments are tensors: the dispatcher takes longer
+// for a number than for a tensor, and versions of torch differ in who frees an optional or a string.
 #pragma once
 #include <string.h>
 
@@ -50,7 +50,7 @@ inline bool empty_like(const Dense& x, int64_t last, int32_t device_type, int32_
   return false;
 }
 
-// What a boxed kernel does: its arguments off the stack, y or an undefined tensor onto it.
+// Return of a boxed kernel: pop its arguments, push y or an undefined tensor.
 inline void answer(uint64_t* stack, int arguments, void* y) {
   for (int i = 0; i < arguments; ++i) torch.delete_tensor_object(handle(stack[i]));
   if (y == nullptr) torch.new_uninitialized_tensor(&y);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// New tokens as codes, written where attention will read them (ops/reference/codes.py, `encode`):
+// New tokens to codes, written in the layout that attention reads (ops/reference/codes.py, `encode`):
 //
 //   u = R (x - mean)    codes of u / rms(u)    scale = |u|^2 / <u, chosen entries>, 65504 at most
 //
-// A row of finite numbers whose squares have no finite sum is read again, times a power of two that changes no code.
+// If the sum of squares of a finite row overflows, the row is read again, scaled by a power of two; no code changes.
 //
-// A task owns the tokens of one block of a head, so that no two tasks write into one packet; of a few tokens it
-// owns those of several heads. It takes 16 rows at a time through each step, one per lane. Where they are tokens
-// 16 g .. 16 g + 15 of a block, their codes are whole pieces of packets: 64 bytes of a quad, 16 of a plane.
+// A task owns the tokens of one block of a head, so that no two tasks write into one packet. With few tokens it
+// owns those of several heads. It processes 16 rows per step, one per lane. If they are tokens 16 g .. 16 g + 15
+// of a block, their codes are whole pieces of packets: 64 bytes of a quad, 16 of a plane.
 #pragma once
 #include "encode.h"
 #include "../primitives/hadamard.h"
@@ -38,16 +38,16 @@ struct Append {
   Append(const hf_vq_codes& to, const hf_vq_floats& from) : codes(to), x(from) {}
 };
 
-// Rows on their way, in the lanes first..last - 1; the others repeat the first one.
+// Rows that are being encoded, in lanes first .. last - 1; the other lanes repeat the first row.
 struct Piece {
   int first = 0, last = 0;
   int64_t from[kTogether];        // the row's first number in x
   const float* mean[kTogether];
   alignas(64) float number[kDim * kTogether];  // [dim][lane], u / root
   alignas(64) float energy[kTogether], rms[kTogether], factor[kTogether];
-  alignas(64) float unit[kTogether];  // what 1 is: kGrow in a row that was read again
+  alignas(64) float unit[kTogether];  // scale of the numbers: 1, or kGrow in a row that was read again
   alignas(64) uint8_t codes[kStrip + kDim * kTogether + kStrip];
-  uint8_t* const code = codes + kStrip;  // code_of() says where; what lies around is read, but means nothing
+  uint8_t* const code = codes + kStrip;  // indexed by code_of(); the padding is read but not used
   uint16_t scale[kTogether];
 };
 
@@ -60,7 +60,7 @@ inline void add_row(const Append& job, int64_t batch, int64_t head, int64_t t, P
       codes.mean == nullptr ? zeros : codes.mean + batch * codes.mean_stride[0] + head * codes.mean_stride[1];
 }
 
-// Of the numbers at p from number `first` on, the `count` < kFloats that are there, and zeros.
+// Load the `count` < kFloats existing numbers at p from number `first` on, and zeros.
 inline Floats load_some(const void* p, int dtype, int64_t first, int count) {
   float some[kFloats] = {};
   read_floats(p, dtype, first, count, some);
@@ -228,8 +228,8 @@ inline uint8_t* packets_of(const Append& job, int64_t batch, int64_t head, int64
   return codes.data + batch * codes.data_stride[0] + head * codes.data_stride[1] + block * size;
 }
 
-// The codes of a piece that begins with token t of a block, of the lanes first..last - 1; or, where Width is 1,
-// of token t alone. A plane is written kBytes codes at a time, of which 16 change: nobody else owns the others.
+// Write the codes of lanes first .. last - 1 of a piece that begins with token t of a block; with Width 1, of token t
+// only. A plane is written in units of kBytes codes, of which 16 change: no other task owns the rest.
 template <int Bits, int Width>
 void write_piece(int layout, uint8_t* packets, int vectors, int t, const uint8_t* code, int first, int last) {
   constexpr int kPacket = packet_bytes(Bits);
@@ -292,7 +292,7 @@ inline void append_head(const Append& job, int64_t batch, int64_t head, int64_t 
   }
 }
 
-// Tokens begin..end - 1 of x, of some heads that share a codebook: at most 16 rows, one after the other.
+// Tokens begin..end - 1 of x, of some heads that share a codebook: at most 16 rows, in order.
 inline void append_heads(const Append& job, int64_t first_unit, int64_t last_unit, int64_t begin, int64_t end) {
   Piece piece;
   for (int64_t unit = first_unit; unit < last_unit; ++unit)

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One attention step over a coded cache (ops/reference/kv_attention.py is its specification):
+// One attention step over a quantized KV cache (specification: ops/reference/kv_attention.py):
 //
 //   o = sum_j softmax_j(softcap(scaling <q, k_j>) + mask_j) v_j       k_j, v_j floats or codes
 //
-// Tasks share the queries of a key/value head in chunks of kRows, and, where that leaves threads idle, the
-// blocks of its tokens; what they find of one query is then added up (flash decoding): with the weights
-// e^(largest of a part - largest of all).
+// Tasks split the queries of a KV head in chunks of kRows. If that leaves threads idle, they also split the blocks of
+// tokens (flash decoding); the partial results of a query are then merged with the weights
+// e^(maximum of a part - maximum of all).
 #pragma once
 #include "append.h"
 #include "attention_task.h"
@@ -151,8 +151,8 @@ inline void close_rows(int64_t begin, int64_t end, void* context) {
   }
 }
 
-// How many tasks share the blocks of a head, so that all tasks fill the threads evenly and none has less than
-// four blocks.
+// Number of tasks that split the blocks of a head: the tasks fill the threads evenly, and each has at least four
+// blocks.
 inline int64_t splits_for(int64_t tasks, int64_t blocks, int64_t workers) {
   if (workers <= 1 || tasks >= 4 * workers) return 1;
   int64_t divisor = tasks, rest = workers;

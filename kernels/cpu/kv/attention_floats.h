@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over tokens held as floats: sinks, the window of each query, and tokens of the newest update.
+// Attention over unquantized tokens: sinks, the window of each query, and the tokens of the newest update.
 #pragma once
 #include "attention_rows.h"
 
@@ -7,7 +7,7 @@ namespace hf_vq {
 namespace {
 namespace kv {
 
-constexpr int kFloatTokens = 64;  // at a time
+constexpr int kFloatTokens = 64;  // per iteration
 
 // Token t of a head: floats [n], then zeros up to a multiple of 16.
 inline void read_token(const hf_vq_floats& tokens, int64_t batch, int64_t head, int64_t t, int n, float* to) {

@@ -3,11 +3,12 @@
 //
 //   dot[t] = sum_r sum_c sum_{j<4} q[(4 r + j) x + c] * level_c[code(t, 4 r + j)]
 //
-// A packet holds 64 tokens x 4 sub-quantizers, so that one `dot` adds the four of a token into its own
-// sum of 32 bits: nothing is reduced at the end. Codes are read once: 4.25 bits per key of VQ<1,4> with
-// its scale. Up to four queries: unpack, lookup and dot in registers. More: a strip is decoded into 64 dim
-// bytes of L1 and all queries read it in tiles of four. Bound by lookups and memory for one query, by `dot`
-// for many.
+// A packet holds 64 tokens x 4 sub-quantizers. One `dot` adds the four of a token into the token's own 32-bit
+// sum, so no reduction follows. Up to four queries: unpack, lookup and dot in registers. More queries: a strip is
+// decoded into 64 dim bytes of L1, and all queries read it in tiles of four.
+//
+// Bytes: codes once, 4.25 bits per key number of VQ<1,4> with its scale. Bottleneck: lookups and memory for one
+// query, `dot` for many.
 #pragma once
 #include "tables.h"
 

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// <q, k_t> by lookups alone, for keys in planes with a codebook per head and sub-quantizer
+// <q, k_t> by table lookups only, for keys in planes with a codebook per head and sub-quantizer
 // (NoMAD-Attention, section 3.2 and algorithm 2; with 256 entries VQ-LLM's CQ):
 //
 //   T_s[e] = <q_s, b_s,e>       u_s[e] = round((T_s[e] - min_s) / step_g)        dot[t] = sum_g step_g
 //                                                                  sum_{s in g} u_s[code(t, s)] + sum_s min_s
 //
-// Equation 1 of the paper has a step per sub-quantizer; sums need a common one. One for all is set by the
-// widest table, which outlier channels make wide, so that there are up to four: tables within a factor of
-// two of the widest, of half of it, ..; sums of 16 bits hold the 256 tables that there may be. Bytes moved:
-// 4 or 8 bits per code and nothing else. Tables are read from L1: 16 bytes a lookup of 256 codes of 4 bits.
+// Equation 1 of the paper has a step per sub-quantizer, but a sum needs a common step. A single step would follow
+// the widest table, and outlier channels make that wide. So there are up to four steps: for tables within a factor
+// of two of the widest, of half of it, .. A 16-bit sum holds all of the at most 256 tables.
+//
+// Bytes: 4 or 8 bits per code and nothing else. Bottleneck: L1, one load of 16 bytes per lookup of 256 4-bit codes.
 #pragma once
 #include "tables.h"
 

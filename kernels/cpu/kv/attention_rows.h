@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The queries that one task answers together, and what they see: rows of one key/value head.
+// The queries of one task, rows of one KV head, and the tokens that they see.
 //
 //   query t of Q is position i = total - Q + t and reads
 //     codes    j < near(i), but not the sinks        near = clamp(min(i - window + 1, total - fresh))
 //     floats   the sinks below near(i), and near(i) <= j
-//     of those: j <= i without a mask, else what the mask lets through
+//     of those: j <= i without a mask, else the tokens that the mask admits
 #pragma once
 #include "softmax.h"
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A task of an attention step: up to kRows queries of one key/value head over a range of its blocks.
+// One task of an attention step: up to kRows queries of one KV head over a range of its blocks.
 //
 //   block of 256 tokens    dots with the coded keys -> logits -> running maximum and weights
 //                          -> sums of the coded values
 //
-// Keys and values of a block are read once, one after the other, and stay rotated: the query is rotated
-// instead, and the sum of the values once, in the end.
+// Bytes: keys and values of a block once, first keys, then values. They stay rotated: the query is rotated instead, and
+// the sum of the values once at the end.
 #pragma once
 #include "attention_floats.h"
 #include "attention_keys.h"
@@ -36,14 +36,14 @@ inline Loops loops(const hf_vq_codes& codes) {
   return codes.bits == 4 ? loops<16>(codes.x) : codes.bits == 6 ? loops<64>(codes.x) : loops<256>(codes.x);
 }
 
-// What a task leaves of a row: its sums of coded values (rotated) and of float values.
+// Partial result of a row: its sums of coded values (rotated) and of unquantized values.
 struct Part {
   Running run;
   alignas(64) float coded[kDim];
   alignas(64) float floats[kDim];
 };
 
-// What all tasks share.
+// State shared by all tasks.
 struct Step {
   const hf_vq_attention_step& ask;
   Loops key, value;
@@ -60,7 +60,7 @@ struct Step {
 
 inline bool learned(const hf_vq_codes& codes) { return codes.learned != 0; }
 
-// How many queries share a lookup. Entries that are loaded one by one are better decoded for all of them at once.
+// Number of queries that share a lookup. Entries that are loaded one by one are decoded once for all queries instead.
 inline int sharing(const hf_vq_codes& codes) { return kWideLookup || codes.bits < 8 ? kSharing : 1; }
 
 // Memory of a task; every part begins on a cache line.
@@ -98,7 +98,7 @@ struct Desk {
   }
 };
 
-// Which queries: `rows` of them from `row` on.
+// Queries of a task: `rows` of them from `row` on.
 struct Place {
   int64_t batch, head, row;
   int rows;

@@ -3,12 +3,14 @@
 //
 //   lanes[s x + c] += step * sum_t (high_t << kWeightBits | low_t) * level_c[code(t, s)]     t in a block
 //
-// Sums are exact: those of the high halves are shifted, and those of the low halves added. A lane takes 64 products of 16 and
-// 8 bits, at most.
+// Sums are exact: the sums of the high halves are shifted and added to those of the low halves. A lane accumulates at
+// most 64 products of 16 and 8 bits.
 //
-// A packet holds one sub-quantizer of 256 tokens, whose weights stay in registers for all packets. The
-// kFloats sums of a component stay apart, as floats, until all blocks are done: adding them up once per
-// block would cost as much as the products. 4.25 bits per value of VQ<1,4> are read once.
+// A packet holds one sub-quantizer of 256 tokens, whose weights stay in registers for all packets. The kFloats
+// partial sums of a component stay separate until all blocks are done: reducing them once per block would cost as
+// much as the products.
+//
+// Bytes: codes once, 4.25 bits per value number of VQ<1,4>.
 #pragma once
 #include "softmax.h"
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the benchmarks compare with: how fast memory can be read, q K^T over dense keys, and over codes without
-// tables in registers.
+// Baselines of the benchmarks: memory bandwidth, q K^T over dense keys, and q K^T over codes without tables in registers.
 #pragma once
 #include "../primitives/scratch.h"
 #include "tables.h"

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The nearest entry of each sub-vector u_s: c_s = argmin_c |u_s - b_c|, of kTogether rows at once. Row r is lane
-// r of everything: component c of sub-vector s lies at u[(s x + c) kTogether + r], so that no step waits for a
-// sum across lanes.
+// The nearest entry of each sub-vector u_s: c_s = argmin_c |u_s - b_c|, for kTogether rows in parallel. Row r is lane
+// r of all arrays: component c of sub-vector s is at u[(s x + c) kTogether + r], so that no step reduces across
+// lanes.
 //
-//   16 ascending numbers   the midpoints below u are counted, by four steps of a binary search in registers
-//   all others             argmax <u, b> - |b|^2 / 2, sixteen entries at a time; the winning sixteen are then
-//                          searched for the entry
-//   16 others              the same, the best so far is remembered
-//   few rows               argmin |u - b|^2, kFloats entries at once, row after row
+//   16 ascending numbers   count the midpoints below u, by four steps of a binary search in registers
+//   all others             argmax <u, b> - |b|^2 / 2 over groups of sixteen entries; then the entry within the
+//                          winning group
+//   16 others              the same, keeping the best entry so far
+//   few rows               argmin |u - b|^2, kFloats entries in parallel, row after row
 #pragma once
 #include "tables.h"
 
@@ -56,7 +56,7 @@ inline void read_entries(const uint16_t* codebook, int count, int x, Entries& en
   }
 }
 
-// Where the code of row 0 for sub-quantizer s lies, in the order of the packets' bytes; rows are `code_step` apart.
+// Address of the code of row 0 for sub-quantizer s, in the byte order of packets; rows are `code_step` apart.
 inline uint8_t* code_of(int layout, uint8_t* code, int s) {
   return code + (layout == HF_VQ_QUADS ? s / 4 * 4 * kTogether + s % 4 : s * kTogether);
 }

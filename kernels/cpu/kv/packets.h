@@ -6,7 +6,7 @@
 //   4 bits   byte j = c[j] | c[64 + j] << 4, byte 64 + j = c[128 + j] | c[192 + j] << 4
 //   6 bits   128 bytes as above of c & 15, then byte j = sum_v (c[64 v + j] >> 4) << 2 v
 //
-// A tape in blocks of 256 tokens has S = dim / x sub-quantizers a token and S packets a block:
+// The cache has blocks of 256 tokens, S = dim / x sub-quantizers per token and S packets per block:
 //
 //   planes   packet s: sub-quantizer s of the block's tokens
 //   quads    packet (S / 4) u + r: code 64 v + 4 i + j is sub-quantizer 4 r + j of token 64 u + 16 v + i
@@ -26,7 +26,7 @@ inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 constexpr int bits_of(int entries) { return entries == 16 ? 4 : entries == 64 ? 6 : 8; }
 constexpr int packet_bytes(int bits) { return 32 * bits; }
 
-// Where a packet holds code i: a byte, and a shift for its 4 lower bits.
+// Position of code i in a packet: a byte, and a shift for its 4 lower bits.
 inline int code_byte(int i) { return i % 64 + i / 128 * 64; }
 inline int code_shift(int i) { return i / 64 % 2 * 4; }
 
@@ -60,7 +60,7 @@ template <int E, int First, int Count> inline void unpack(const uint8_t* packet,
   }
 }
 
-// entry[c][i] = component c of the entry of code i, for `count` packets one after another.
+// entry[c][i] = component c of the entry of code i, for `count` consecutive packets.
 // `table_stride`: bytes from the tables of one packet to those of the next; 0 = all share them.
 template <int E, int X>
 void decode_packets(const uint8_t* table, int64_t table_stride, const uint8_t* packets, int count, uint8_t* entry) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codebooks as kernels read them: component by component, as floats or as 8-bit levels.
+// Codebooks in the layout of kernels: component by component, as floats or as 8-bit levels.
 #pragma once
 #include "../primitives/floats.h"
 #include "packets.h"

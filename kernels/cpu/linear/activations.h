@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inputs of a linear layer as its kernels read them: rotated, rounded to 8 bits, in the order of codes.
+// Inputs of a linear layer in the format of its kernels: rotated, quantized to 8 bits, in the order of codes.
 //
 //     u = H (x * signs)                                per block of the row
 //     scale[g] = max |u| / 127,  number = round(u / scale[g])      per span g of columns
 //
-// A span is what one number multiplies: a scale group of the weights, or 128 columns of a larger one. A
-// step is what one iteration of a kernel decodes: `planes` vectors of kBytes entries. Its numbers lie in
-// as many vectors, in the order in which the kernel finds the entries. Steps reach beyond the row: numbers
-// there are zero. A span with infinity or NaN has the scale NaN, and so has every output.
+// A span has one scale: it is a scale group of the weights, or 128 columns of a larger group. A step is one
+// iteration of a kernel: it decodes `planes` vectors of kBytes entries. Its numbers are in the same number of
+// vectors, in the order in which the kernel finds the entries. Numbers beyond the end of the row are zero. A span
+// with infinity or NaN has the scale NaN, which propagates to every output.
 #pragma once
 #include "../api.h"
 #include "../primitives/floats.h"
@@ -19,11 +19,11 @@ namespace {
 
 constexpr int64_t kLargestSpan = 128;
 
-// How a row of `columns` weights is cut for a kernel.
+// Partition of a row of `columns` weights into spans and steps of a kernel.
 struct Cut {
   int64_t columns, span, spans, step, steps;
   int planes;            // vectors of entries that one step finds
-  int sets;              // kernels with too few registers find the planes of `sets` steps one after another
+  int sets;              // kernels with too few registers find the planes of `sets` steps in order
   int64_t scales;        // floats kept per row of scales: the spans, then zeros up to the last step's end
   int64_t numbers() const { return sets * steps * planes * kBytes; }
   int64_t starts() const { return kLevelBias ? sets * steps * kFloats : 0; }
@@ -90,7 +90,7 @@ inline float round_span(const float* u, int64_t n, uint8_t* number) {
   return magnitude / 127.0f + sum(not_finite);
 }
 
-// v[c] <- components c of the X-vectors that lie one after another in v.
+// v[c] <- components c of the X-vectors that are contiguous in v.
 template <int X> inline void deinterleave(Bytes (&v)[X]) {
   if constexpr (X > 1) {
     Bytes even[X / 2], odd[X / 2];

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products with entries of large codebooks, as they are looked up: no dense weight exists anywhere.
+// Products with the entries of large codebooks, directly after the lookup; no dense weight is ever stored.
 //
 //     sums[m][r] += sum_c (book[code(c)][r] + rest[code'(c)][r]) * x[m][c]           r < 8      (Down)
 //     sums[m][r] += sum_c (book[code(c)][r] + rest[code'(c)][r]) * x[m][8 c + r]                (Along)
 //
-// A codebook of 65536 entries of 8 halves is 1 MB: no table fits into registers or L1, and entries come from L2. A lookup
-// is one load of 16 bytes; what binds is how many of them are on their way. A vector of more than 8 floats holds the
-// entries of two codes, of fewer a part of one. Sums are float32, in an order that does not depend on the
-// other inputs.
+// A codebook of 65536 entries of 8 halves is 1 MB: it fits neither into registers nor into L1, so entries come from L2.
+// A lookup is one load of 16 bytes. Bottleneck: the number of lookups in flight. A vector of more than 8 floats holds
+// the entries of two codes, a vector of fewer floats a part of one. Sums are float32, in an order that does not depend
+// on the other inputs.
 #pragma once
 #include "../primitives/floats.h"
 
@@ -18,7 +18,7 @@ namespace entries {
 constexpr int kEight = 8;                                     // rows of an entry that are multiplied together
 constexpr int kTogether = kFloats > kEight ? kFloats / kEight : 1;  // codes in a vector
 constexpr int kParts = kFloats > kEight ? 1 : kEight / kFloats;     // vectors of a code
-constexpr int kRun = 256;                                     // codes unpacked at a time
+constexpr int kRun = 256;                                     // codes unpacked per iteration
 constexpr int kStep = 8;                                      // what their number is a multiple of
 constexpr int kInputs = 4;                                    // inputs that are multiplied together
 constexpr int kChains = 2;                                    // sums of an input that do not wait for each other

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear layers on codes:  y[m, o] = sum_g scale[o, g] * xscale[m, g] * unit * sum_j level[o, j] number[m, j]
 //
-// A thread takes neighbouring rows of W: their codes are canonical bytes in sequence, read once, which is what
-// bounds the kernel at one input; there, four rows from four places are taken at a time (compute_streams). A step decodes 16 to 64 codes in registers
-// (linear_codes.h, linear_e8p.h, linear_words.h) and multiplies the entries with up to four inputs in 8 bits;
-// sums of a step are exact in 32 bits and are scaled and added as floats, one lane for 4 codes.
+// A thread owns adjacent rows of W, whose canonical codes are contiguous bytes. A step decodes 16 to 64 codes in
+// registers (linear_codes.h, linear_e8p.h, linear_words.h) and multiplies the entries by up to four 8-bit inputs. The
+// sums of a step are exact in 32 bits; they are scaled and added as floats, one lane for 4 codes.
 //
-// A row may take several passes: one per residual stage, one per half of an 8-vector, one per tile. Each pass
-// keeps its tables, in registers or in the L1 cache, for a block of rows, and takes the rows in turn, step by
-// step. Either way the codes that come next are prefetched in the order in which they lie in memory.
+// A row may take several passes: one per residual codebook, one per half of an 8-vector, one per tile. Each pass
+// keeps its tables in registers or L1 for a block of rows, and processes the rows in order, step by step. The codes that come next are prefetched in memory order.
+//
+// Bytes: codes once. Bottleneck: memory for one input; there, a thread reads four rows from four places
+// (compute_streams), since more streams hide more latency.
 #pragma once
 #include "../kernels.h"
 #include "linear_codes.h"
@@ -67,7 +68,7 @@ template <class Codes> inline Pass pass_of(const LinearCall& call, int64_t numbe
   return pass;
 }
 
-// What a thread needs for a block of rows.
+// Buffers of a thread for a block of rows.
 struct BlockWork {
   const uint8_t* tables;
   const float* units;
@@ -75,7 +76,7 @@ struct BlockWork {
   uint8_t* tails;
 };
 
-// What one pass multiplies a row of codes with: M inputs, `*_stride` apart.
+// Inputs of one pass: M of them, `*_stride` apart.
 struct PassInputs {
   const uint8_t* numbers;
   const int32_t* start;
@@ -125,8 +126,8 @@ inline void add_row(const Codes& codes, const uint8_t* stream, const uint8_t* ta
   }
 }
 
-// Where a row ends within a step: tails[r, stage] = the codes of that step, then zeros. Numbers beyond the
-// row are zero too. Copied before the passes, which keep their tables in registers.
+// Copy the codes of a partial last step: tails[r, stage] = these codes, then zeros. Numbers beyond the row are zero,
+// too. The copy precedes the passes, which keep their tables in registers.
 template <class Codes>
 inline void copy_tails(const LinearCall& call, int64_t first, int rows, uint8_t* tails) {
   const int64_t done = call.whole * Codes::kStepBytes;
@@ -320,7 +321,7 @@ template <class Codes> inline void run_rows(int64_t first, int64_t last, void* c
     compute(call, {call.tables, call.units, factors.get(), tails.get()}, first, last);
     return;
   }
-  while (first < last) {  // a row of tiles at a time
+  while (first < last) {  // one row of tiles per iteration
     const int64_t row = first / w.tile_rows, next = (row + 1) * w.tile_rows;
     for (int64_t book = 0; book < books; ++book)
       units[size_t(book)] = Codes::make_tables(w.codebook + (row * books + book) * Codes::kBookHalves,
@@ -353,8 +354,8 @@ template <class Codes> inline Cut cut_for(const hf_vq_matrix& w) {
   return cut_row(w, Codes::kStepColumns, Codes::kPlanes, Codes::kSets);
 }
 
-// Whether the kernels can compute with a matrix of their codes; the same for every target. Four codes are
-// added up before they are scaled, and tiles end with a step.
+// True if the kernels support a matrix with such codes; the same for every target. Four codes are summed before they
+// are scaled, and tiles end with a step.
 inline bool fits(const hf_vq_matrix& w) {
   const int64_t span = w.group < kLargestSpan ? w.group : kLargestSpan;
   if (w.in > span && (!power_of_two(span) || span < 16 || span < 4 * w.x)) return false;
@@ -433,7 +434,7 @@ template <class Visit> inline int with_codes(const hf_vq_matrix& w, const Visit&
   return HF_VQ_UNSUPPORTED;
 }
 
-// Whether the only kernel is that which multiplies entries as they are.
+// True if linear_entries.h is the only kernel for a matrix.
 inline bool by_entries(const hf_vq_matrix& w) {
   return entries::fits(w) && with_codes(w, []<class Codes>() -> int { return HF_VQ_OK; }) == HF_VQ_UNSUPPORTED;
 }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a stored matrix as floats, for products with many inputs, and inputs rotated as they are.
+// Codes to dense rows in float32, for products with many inputs; and rotation of inputs that stay floats.
 //
 //     W[o, :] = scale[o, g] * concat_j( sum_z codebook[z][ code[o, j, z] ] )        still rotated
 //
-// Any scheme of independent stages. A thread takes neighbouring rows; entries are copied from float tables,
-// which for 256 entries fit into the L1 cache, so that stores bound it: 4 bytes per weight. Codes of 4 bits are
-// decoded as bytes, whose table has the two entries of every pair.
+// All schemes with independent codebooks. A thread owns adjacent rows. Entries are copied from float tables, which for
+// 256 entries fit into L1. 4-bit codes are decoded in pairs: one byte indexes a table of entry pairs.
+//
+// Bytes: 4 per weight written. Bottleneck: stores.
 #pragma once
 #include "activations.h"
 #include "../host/threads.h"
@@ -14,9 +15,9 @@ namespace hf_vq {
 namespace {
 
 constexpr int64_t kDecodePiece = 64 << 10;  // weights worth a thread
-constexpr int kUnpacked = 256;              // codes unpacked at a time
+constexpr int kUnpacked = 256;              // codes unpacked per iteration
 
-// Whether the fields of a matrix belong together; its pointers are not read.
+// True if the fields of a matrix are consistent; its pointers are not read.
 inline bool stored_as_said(const hf_vq_matrix& w) {
   if (w.out <= 0 || w.in <= 0 || w.x < 1 || w.x > 64 || w.bits < 1 || w.bits > 16 || w.stages < 1 || w.stages > 8)
     return false;
@@ -51,7 +52,7 @@ inline void unpack_codes(const uint8_t* stream, int bits, int64_t first, int64_t
   }
 }
 
-// How the codes of a matrix are decoded: pairs of 4-bit codes as one code of 8 bits.
+// Decoding parameters of a matrix; pairs of 4-bit codes become one 8-bit code.
 struct Decoding {
   int x, bits;
   int64_t entries;  // of one codebook

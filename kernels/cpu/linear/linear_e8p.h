@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // E8P codes (QuIP#, section 4; hf_vq/formats/lattice.py draws the bits), decoded in registers.
 //
-// In units of the shift an entry is s +- 1 with s in {+-2, +-6, +-10}^8: an exact 8-bit number.
-// |s| of a row of the pattern table has 2 bits per component: two tables of 256 bytes, of which a nibble
-// means two components. The sign of component 7 is the parity of the other signs and of the number of
-// |s| = 6. The shift is not added to 8 components but multiplied with the sum of 8 inputs, which is kept as
-// 8 a + b with two 8-bit numbers.
+// In units of the shift an entry is s +- 1 with s in {+-2, +-6, +-10}^8: an exact 8-bit number. |s| of a row of the
+// pattern table has 2 bits per component: two tables of 256 bytes, in which a nibble is two components. The sign of
+// component 7 is the parity of the other signs and of the number of |s| = 6. Instead of adding the shift to 8
+// components, the kernel multiplies it by the sum of 8 inputs, kept as 8 a + b with two 8-bit numbers.
 #pragma once
 #include "linear_codes.h"
 

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layers without tables for their codes, with vectors of whole eights along the row (AQLM 1x16):
+// Linear layers that look entries up without 8-bit tables, with vectors of multiples of eight along the row (AQLM 1x16):
 //
 //     y[m, o] = scale[o] sum_z sum_j < codebook[z][ code[o, j, z] ], u[m, j] > + bias[o]        u = x rotated
 //
-// A thread takes neighbouring rows and runs of 256 codes, whose entries stay in L1 while inputs are multiplied with them.
-// Bytes: codes once, 16 of an entry for every code (from L2), which bounds it. Nothing is rounded but by float32 sums.
+// A thread owns adjacent rows and processes runs of 256 codes, whose entries stay in L1 for all inputs. Only the float32
+// sums round.
+//
+// Bytes: codes once, 16 per lookup of an entry. Bottleneck: lookups in L2.
 #pragma once
 #include "entries.h"
 #include "linear_decode.h"
@@ -22,7 +24,7 @@ struct RowsCall {
   void* y;
 };
 
-// Where entries can be looked up: vectors of whole eights, one scale for a row.
+// True if this kernel supports a matrix: vectors of multiples of eight, one scale per row.
 inline bool fits(const hf_vq_matrix& w) {
   return stored_as_said(w) && w.scope == HF_VQ_SHARED && w.x % kEight == 0 && w.group == w.in;
 }

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // One input times VQ<8,8,z> with one scale per row, by tables (asymmetric distances; NoMAD-Attention's in-register
-// lookups, for weights). A position p is sub-vector j of stage s: a byte of every row of codes.
+// lookups, for weights). A position p is sub-vector j of codebook s: one byte in every row of codes.
 //
-//     table[p][e] = 128 + round(<entry e, u_p> / unit)           unit: of a stage and a span of columns
+//     table[p][e] = 128 + round(<entry e, u_p> / unit)           unit: of a codebook and a span of columns
 //     y[o] = scale[o] * sum over spans of unit (sum_p table[p][code(o, p)] - 128 positions)
 //
-// 256 entries are found in four registers, so that a table must meet many rows while it is in them:
+// A table of 256 bytes takes four registers, so many rows must use it while it is loaded:
 //
 //     codes [256 rows][64 positions]  --transposed-->  columns [64 positions][256 rows]  --looked up-->  sums [256]
 //
-// Codes stay in their canonical rows: turning them costs about as much as looking them up. A layout of their own
-// would save that, and would have to be undone when a model is saved. Decoding the entries instead
-// (linear_codes.h) takes a lookup for every component; for vectors of 4 or fewer that is as fast.
+// Codes stay in canonical rows; transposing them costs about as much as looking them up. A special layout would avoid
+// that but would have to be undone when a model is saved. Decoding the entries instead (linear_codes.h) takes one
+// lookup per component; for vectors of 4 or fewer that is as fast.
 #pragma once
 #include "activations.h"
 #include "../host/threads.h"
@@ -25,7 +25,7 @@ constexpr int kEntries = 256;
 constexpr int kMiddle = 128;      // what zero is in a table
 constexpr int kBlock = 256;       // rows that meet a table
 constexpr int kLine = 64;         // positions that are transposed together
-constexpr int64_t kPanel = 512;   // positions whose tables stay in the L2 cache, beside the codes they meet
+constexpr int64_t kPanel = 512;   // positions whose tables stay in the L2 cache, together with their codes
 
 // One call of hf_vq_linear.
 struct Call {
@@ -87,7 +87,7 @@ inline void make_tables(int64_t first, int64_t last, void* context) {
   }
 }
 
-// What a thread works with: `lines` and `columns` as in the picture.
+// Buffers of a thread: `lines` and `columns` as in the drawing above.
 struct Work {
   alignas(64) uint8_t lines[kBytes * kLine];
   alignas(64) uint8_t columns[kLine * kBlock];
@@ -209,8 +209,8 @@ inline float read_entries(const uint16_t* codebook, float* entries) {
   return __builtin_sqrtf(most);
 }
 
-// Whether tables save more than making them costs: every thread reads them all, so the number of threads decides
-// too. More than one input shares decoded entries instead.
+// True if the tables save more time than building them costs. Every thread reads all tables, so this depends on the
+// number of threads. Several inputs share decoded entries instead.
 inline bool worth_it(const hf_vq_matrix& w, int64_t inputs) {
   return inputs == 1 && w.scope == HF_VQ_SHARED && w.bits == 8 && w.x == kSize && w.group == w.in &&
          w.out >= 512 * threads();

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Nested second passes of 4 + 4 bits, a few inputs one after another:
+// Linear layers with a nested residual pass of 4 + 4 bits, for a few inputs, one by one:
 //
 //     y[m, o] = sum_g scale[o, g] xscale[m, g] unit sum_j entry[ first(o, j) << 4 | second(o, j) ] number[m, j]
 //
-// Levels of 8 bits would lose more than the second pass gains, so an entry has 16 in two tables, level = 255 high +
-// low, both looked up in registers (VBMI: four of each) and multiplied with 8 bits of the input. Codes of both passes
-// lie in canonical rows of their own and are merged in registers:
+// 8-bit levels would lose more accuracy than the residual gains, so a level has 16 bits in two tables, level = 255 high
+// + low. Both are looked up in registers (VBMI: four tables each) and multiplied by 8-bit inputs. The codes of both
+// passes are in separate canonical rows and are merged in registers:
 //
 //     first  .. b a      low nibbles: even columns     (a & 15) << 4 | (c & 15)
 //     second .. d c      high nibbles: odd columns     (a & 240)     | (c >> 4)
 //
-// A thread takes rows from kStreams places at a time. Bytes: 1 for a weight, and its scales, once for every input.
+// A thread reads rows from kStreams places in parallel. Bytes: 1 per weight, and its scales, once for every input.
 #pragma once
 #include "linear_codes.h"
 #include "linear_decode.h"

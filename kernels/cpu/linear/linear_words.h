@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes whose entries are loaded from the L1 cache: VQ<8,12> everywhere, since 4096 entries do not fit
-// into registers, and <2,8>, <4,8>, <8,8> where lookup() of 256 entries is slow.
+// Codes whose entries are loaded from L1: VQ<8,12> everywhere, since 4096 entries do not fit into registers, and
+// <2,8>, <4,8>, <8,8> on targets where lookup() of 256 entries is slow.
 //
-// One load finds all components of a code. Entries of less than eight bytes have a table for every place in
-// a word, so that a word is a union of loads. Numbers stay in the order of columns.
+// One load finds all components of a code. Entries of less than eight bytes have a table for every position in a
+// word, so that a word is the OR of several loads. Numbers stay in column order.
 #pragma once
 #include "linear_codes.h"
 

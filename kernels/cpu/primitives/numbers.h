@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One number at a time: fp16 and bf16 to float and back, as IEEE 754 says; packed codes.
+// Scalar conversions: fp16 and bf16 to float and back, according to IEEE 754; packed codes.
 #pragma once
 #include <cstdint>
 #include <cstring>

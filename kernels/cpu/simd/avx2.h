@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The SIMD set (scalar.h says what each name means) with AVX2, FMA and F16C.
+// The SIMD set (defined in scalar.h) with AVX2, FMA and F16C.
 #pragma once
 #include <immintrin.h>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The SIMD set (scalar.h says what each name means) with AVX-512 F, BW, DQ, VL, VBMI and VNNI. With HF_VQ_ZEN4,
-// the same numbers found in the way that is faster on AMD's processors.
+// The SIMD set (defined in scalar.h) with AVX-512 F, BW, DQ, VL, VBMI and VNNI. With HF_VQ_ZEN4, the same results by
+// instructions that are faster on AMD processors.
 #pragma once
 #include <immintrin.h>
 

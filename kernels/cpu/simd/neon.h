@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The SIMD set (scalar.h says what each name means) with NEON; `dot` uses the dot-product extension
-// where the target has it.
+// The SIMD set (defined in scalar.h) with NEON; `dot` uses the dot-product extension if the target has it.
 #pragma once
 #include <arm_neon.h>
 

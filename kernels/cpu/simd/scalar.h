@@ -25,7 +25,7 @@ constexpr int kLevelBias = 0;
 // Softmax weights that `dot_weights` reads are unsigned numbers of this many bits.
 constexpr int kWeightBits = 7;
 
-// Whether lookup() finds 256 entries faster than loads from the L1 cache do.
+// True if lookup() in 256 entries is faster than loads from the L1 cache.
 constexpr bool kWideLookup = false;
 
 // Vectors that fit into registers.
@@ -129,7 +129,7 @@ inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
 
 template <int E, int X> struct Codebook { const uint8_t* table; };
 
-// X tables of E bytes, one after another. Where they do not fit into registers they stay at `table`.
+// X contiguous tables of E bytes. If they do not fit into registers, they stay at `table`.
 template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
   return {static_cast<const uint8_t*>(table)};
 }

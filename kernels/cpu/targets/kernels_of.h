@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op, written over the SIMD set that the including file has chosen, as one table.
+// Function table of all ops, compiled over the SIMD set that the including file selected.
 #pragma once
 #include "../kv/append.h"
 #include "../kv/attention.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the test programs share: checks that count, fresh random numbers, and buffers between guards.
+// Helpers of the test programs: counted checks, fresh random numbers, and buffers between guards.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@ extern "C" void __asan_unpoison_memory_region(const volatile void*, size_t) __at
 
 namespace hf_vq::check {
 
-// Of the whole program.
+// Counters of the whole program.
 inline int64_t checks = 0, failures = 0;
 inline uint64_t random_state = 0;
 

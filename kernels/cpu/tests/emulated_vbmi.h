@@ -73,6 +73,6 @@ inline __m512i emulated_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
 #define _mm512_dpbusd_epi32 emulated_dpbusd_epi32
 #endif
 
-// Of the whole strings that dispatch.cpp asks for, only "avx512vbmi" and "avx512vnni" have a v there.
+// Of all strings in dispatch.cpp, only "avx512vbmi" and "avx512vnni" have a v at this position.
 #define __builtin_cpu_supports(name) \
   ((sizeof(name) == 11 && name[6] == 'v') || __builtin_cpu_supports(name))

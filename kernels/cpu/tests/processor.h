@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether this processor runs an instruction set, asked without the library.
+// Query of this processor's instruction sets, without the library.
 #pragma once
 
 namespace hf_vq::check {

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layers as VPTQ publishes them (hf_vq/formats/published/vptq.py draws the format), with vectors along the output
-// dimension: an entry is `vector` rows of one column.
+// Linear layers of published VPTQ checkpoints (hf_vq/formats/published/vptq.py draws the format). Vectors are along the
+// output dimension: an entry is `vector` rows of one column.
 //
 //     y[m, i v + r] = sum_c (book[main(i, c)] + rest[residual(i, c)])[r] x'[m, c] + outliers + <offset, x> + bias
 //     x'[m, c] = scale[p[c]] x[m, p[c]]                                              p: the order of columns
 //
-// A thread takes neighbouring rows of vectors and runs of 256 codes, eight rows at a time; the last eight of a vector that
-// is no multiple of eight begin earlier. Bytes: codes once, 16 of an entry for every code (from L2 for 65536 entries),
-// which bounds it. Nothing is rounded but by float32 sums.
+// A thread owns adjacent vectors and processes runs of 256 codes, eight rows per pass. If the vector size is not a
+// multiple of eight, the last pass overlaps the one before. Only the float32 sums round.
+//
+// Bytes: codes once, 16 per lookup of an entry. Bottleneck: lookups, in L2 for 65536 entries.
 #pragma once
 #include "../linear/activations.h"
 #include "../linear/entries.h"
@@ -56,7 +57,8 @@ inline void unpack_any(const hf_vq_vptq& w, const uint32_t* stream, int64_t firs
   }
 }
 
-// The same with constant shifts, kStep codes at a time; `first` is a multiple of kStep. The last few are unpacked above.
+// The same with constant shifts, kStep codes per iteration; `first` is a multiple of kStep. The function above unpacks
+// the remainder.
 template <int Main, int Rest>
 inline void unpack(const hf_vq_vptq& w, const uint32_t* stream, int64_t first, int n, uint16_t* code, uint16_t* rest) {
   constexpr int bits = Main + Rest, words = kStep * bits / 32;

@@ -5,12 +5,16 @@
 //     y[m, n] = (scale[n] sum_k numbers[m, k] q[n, k] - zero[n] sum_k numbers[m, k]) size[m] + bias[n]
 //     with groups    scale[n] sum_g (step[n, g] sum_k numbers q - zero[n, g] sum_k numbers) size[m] + bias[n]
 //
-// A vector of codes is 2 kBytes columns, the even ones in the low halves of its bytes: so numbers lie as a vector of
-// even columns and one of odd ones. For a few tokens a sum of up to eight products is multiplied by its step while it
-// fits 16 bits, and zeros are subtracted once for each group: nothing but codes is read from memory, which bounds it.
-// For more, rows become integers of 8 bits first, looked up in a table of sixteen for each group, and each is used for
-// all tokens: dot products bound it. All sums are exact, so both ways agree bit by bit with the reference
-// (hf_vq/ops/w4a8.py); what follows a sum is rounded as there.
+// A vector of codes is 2 kBytes columns, the even ones in the low halves of its bytes; numbers are stored as a vector
+// of even columns and a vector of odd columns.
+//
+//     few tokens     a 16-bit sum of up to eight products is multiplied by its step; zeros are subtracted once per
+//                    group. Bytes: codes only. Bottleneck: memory.
+//     many tokens    rows become 8-bit integers first, by a table of sixteen per group, and each is used for all
+//                    tokens. Bottleneck: dot products.
+//
+// All integer sums are exact and the epilogue rounds like the reference (hf_vq/ops/w4a8.py): both variants are bitwise
+// equal to it.
 #pragma once
 #include "../linear/activations.h"
 #include "../primitives/scratch.h"
@@ -71,7 +75,7 @@ inline void write(const Call& call, int64_t m, int64_t n, int64_t total) {
   write_floats(call.y, call.dtype, m * w.out + n, 1, &y);
 }
 
-// What the zeros of row n take from a token's sum.
+// Contribution of the zeros of row n to a token's sum.
 inline int64_t zeros(const Call& call, int64_t m, int64_t n) {
   if (call.w->zero == nullptr) return 0;
   const uint8_t* zero = call.w->zero + n * call.groups;
@@ -123,7 +127,7 @@ inline Bytes within(const Call& call, int64_t v, int64_t first) {
   return load_bytes(mask);
 }
 
-// What the sixteen codes of group g of row n are, as `dot` reads them.
+// Values of the sixteen codes in group g of row n, in the format of `dot`.
 inline void table_of(const Call& call, int64_t n, int64_t g, uint8_t (&table)[16]) {
   const int step = call.w->step[n * call.groups + g], zero = call.w->zero[n * call.groups + g];
   for (int q = 0; q < 16; ++q) table[q] = uint8_t(q * step - zero + kLevelBias);

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scales and codes of rows that are rotated already, v being one group of a row:
+// Scales and codes of rotated rows, for each group v of a row:
 //
 //     s = argmin_f |v - s_f e_f|^2,  s_f = f rms(v)              e_f: the entries nearest to v / s_f
-//     where the plan refits, twice:  s = <v, e> / |e|^2          e: the entries nearest to v / s
+//     if the plan refits, twice:  s = <v, e> / |e|^2             e: the entries nearest to v / s
 //
 // Specification: hf_vq/ops/reference/encode_weight.py. A warp owns groups; vector i of its stream is in slot i / 32 of
 // lane i % 32:
 //
 //     32 lanes   | v0  v1  v2  .. v31 |  slot 0      up to 32 vectors a group: a slot has 32 / lanes groups
-//                | v32 v33 v34 .. v63 |  slot 1      more: all slots are one group, in `chunks` turns
+//                | v32 v33 v34 .. v63 |  slot 1      more: all slots are one group, in `chunks` iterations
 //
-// so that 32 codes are Plan::entry_bits whole words, put together by shuffles. Bytes: rows once from DRAM (and from L1
-// once for each step), codes and scales once. Bound by instructions: all entries are tried for every vector, eight
-// candidates at once and then twice more (nearest.cuh).
+// 32 codes are Plan::entry_bits whole words, which shuffles assemble.
+//
+// Bytes: rows once from DRAM (and from L1 once per step), codes and scales once.
+// Bottleneck: instructions. Every vector is compared with all entries, for eight scales in one pass and then twice more
+// (nearest.cuh).
 #include "encode/nearest.cuh"
 #include "encode/nearest_e8p.cuh"
 
@@ -65,10 +67,10 @@ __device__ inline float together(float value) {
   return value;
 }
 
-// As it is stored.
+// Scale rounded to fp16, the stored type.
 __device__ inline float rounded(float scale) { return half_to_float(pack_pair<Dtype::FLOAT16>(scale, 0.0f)); }
 
-// The candidate of the least error; the first among equals.
+// The candidate with the least error; the first of equals.
 template <typename Books> __device__ inline void search(const Books& book, const Groups& groups, float (&scale)[sets]) {
   if constexpr (Books::scales_at_once) {
     float candidate[sets][candidates], gain[sets][candidates] = {};
@@ -100,7 +102,7 @@ template <typename Books> __device__ inline void search(const Books& book, const
       for (int set = 0; set < sets; ++set) candidate[set] = rms[set] * __ldg(groups.a.factors + f);
       for (int chunk = 0; chunk < groups.chunks; ++chunk) {
         float v[slots][x], chosen[slots][x];
-        uint32_t code[slots][Plan::stages];
+        uint32_t code[slots][Plan::num_codebooks];
         groups.load(chunk, v);
         book.nearest(v, candidate, code, chosen);
 #pragma unroll
@@ -132,17 +134,17 @@ __device__ inline void store_words(uint32_t* codes, int64_t first, uint32_t code
   if (lane < bits) codes[first / 32 * bits + lane] = word;
 }
 
-__device__ inline void store_codes(const Groups& groups, int chunk, const uint32_t (&code)[slots][Plan::stages]) {
+__device__ inline void store_codes(const Groups& groups, int chunk, const uint32_t (&code)[slots][Plan::num_codebooks]) {
   const int across = groups.a.columns / x;
 #pragma unroll
   for (int slot = 0; slot < slots; ++slot) {
     const bool exists = groups.exists(slot % sets);
     const int64_t at = groups.at(chunk, slot), first = at - threadIdx.x % 32;
 #pragma unroll
-    for (int stage = 0; stage < Plan::stages; ++stage) {
+    for (int stage = 0; stage < Plan::num_codebooks; ++stage) {
       // Number of a code among all: a row's streams follow each other, as rows do.
       const auto number = [&](int64_t vector) {
-        return Plan::stages == 1 ? vector : vector + (vector / across * (Plan::stages - 1) + stage) * across;
+        return Plan::num_codebooks == 1 ? vector : vector + (vector / across * (Plan::num_codebooks - 1) + stage) * across;
       };
       if constexpr (lattice) {
         if (exists) reinterpret_cast<uint16_t*>(groups.a.codes)[number(at)] = uint16_t(code[slot][stage]);
@@ -159,7 +161,7 @@ __device__ inline void assign(const Books& book, const Groups& groups, bool last
   float along[sets] = {}, energy[sets] = {};
   for (int chunk = 0; chunk < groups.chunks; ++chunk) {
     float v[slots][x], chosen[slots][x];
-    uint32_t code[slots][Plan::stages];
+    uint32_t code[slots][Plan::num_codebooks];
     groups.load(chunk, v);
     book.nearest(v, scale, code, chosen);
     if (last) store_codes(groups, chunk, code);
@@ -180,7 +182,7 @@ __device__ inline void assign(const Books& book, const Groups& groups, bool last
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) encode(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) encode(const Arguments a) {
   extern __shared__ uint4 shared[];
   const Book<Plan::scope> book(a.codebook, shared);
   constexpr int warps = Plan::threads / 32;

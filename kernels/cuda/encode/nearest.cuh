@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entry of a codebook nearest to v / s, by trying all of them:
+// The codebook entry nearest to v / s, by exhaustive search:
 //
 //     argmin_e |v - s e|^2 = argmax_e  <v, e> - s |e|^2 / 2
 //
-// Entries lie in shared memory as float32, four by four with their |e|^2 / 2 behind them; all lanes read the same four
-// at a time (a broadcast), for all their vectors.
+// Entries are float32 in shared memory, in groups of four followed by their |e|^2 / 2. All lanes read the same four
+// entries (a broadcast) and score them for all their vectors.
 #pragma once
 #include "plan.cuh"
 #include "primitives/numbers.cuh"
@@ -15,7 +15,7 @@ __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 
 template <Scope> struct Book;  // where the codes of vectors are found
 
-// One stage's entries.
+// The entries of one codebook.
 struct Entries {
   static constexpr int entries = 1 << Plan::entry_bits, fours = entries < 4 ? 1 : entries / 4;
   static constexpr int floats = fours * (4 * x + 4);
@@ -149,31 +149,31 @@ struct Entries {
 
 template <> struct Book<Scope::SHARED> {
   static constexpr bool scales_at_once = true;
-  Entries stage[Plan::stages];
+  Entries stage[Plan::num_codebooks];
 
   // All threads of a block.
   __device__ Book(const uint16_t* stored, void* shared) {
     float* tables = static_cast<float*>(shared);
 #pragma unroll
-    for (int i = 0; i < Plan::stages; ++i) {
+    for (int i = 0; i < Plan::num_codebooks; ++i) {
       Entries::fill(stored + i * Entries::entries * x, tables + i * Entries::floats);
       stage[i].table = tables + i * Entries::floats;
     }
     __syncthreads();
   }
 
-  // Of several stages, of what the first one gives.
+  // Score of a scale: with several codebooks, the score of the first one.
   template <int Slots, int Sets, int Scales>
   __device__ void add_scores(const float (&v)[Slots][x], const float (&scale)[Sets][Scales],
                              float (&gain)[Sets][Scales]) const {
     stage[0].add_scores(v, scale, gain);
   }
 
-  // Codes of each slot's vector under scale[set], one for each stage, and the sum of their entries.
+  // Codes of each slot's vector under scale[set], one per codebook, and the sum of their entries.
   template <int Slots, int Sets>
   __device__ void nearest(const float (&v)[Slots][x], const float (&scale)[Sets],
-                          uint32_t (&code)[Slots][Plan::stages], float (&chosen)[Slots][x]) const {
-    if constexpr (Plan::stages == 1) {
+                          uint32_t (&code)[Slots][Plan::num_codebooks], float (&chosen)[Slots][x]) const {
+    if constexpr (Plan::num_codebooks == 1) {
       uint32_t index[Slots];
       stage[0].nearest(v, scale, index);
 #pragma unroll
@@ -186,17 +186,18 @@ template <> struct Book<Scope::SHARED> {
     }
   }
 
-  // The best pair of one of the Plan::beam nearest entries of the first stage and any of the second.
-  __device__ void follow(const float (&v)[x], float scale, uint32_t (&code)[Plan::stages], float (&chosen)[x]) const {
-    constexpr int step = 2;  // beams at a time: more need too many registers
-    static_assert(Plan::stages <= 2 && Plan::beam % step == 0, "a beam over two stages");
+  // Beam search: the best pair of one of the Plan::beam nearest entries of the first codebook and any of the second.
+  __device__ void follow(const float (&v)[x], float scale, uint32_t (&code)[Plan::num_codebooks],
+                         float (&chosen)[x]) const {
+    constexpr int step = 2;  // beams per iteration: more need too many registers
+    static_assert(Plan::num_codebooks <= 2 && Plan::beam % step == 0, "a beam over two stages");
     const float one[1] = {scale};
     uint32_t first[Plan::beam];
     stage[0].nearest_few(v, scale, first);
     float least = infinity();
-    code[0] = code[Plan::stages - 1] = 0;
+    code[0] = code[Plan::num_codebooks - 1] = 0;
 #pragma unroll
-    for (int c = 0; c < x; ++c) chosen[c] = stage[0].number(0, c) + stage[Plan::stages - 1].number(0, c);
+    for (int c = 0; c < x; ++c) chosen[c] = stage[0].number(0, c) + stage[Plan::num_codebooks - 1].number(0, c);
 #pragma unroll
     for (int k = 0; k < Plan::beam; k += step) {
       float rest[step][x];
@@ -204,18 +205,18 @@ template <> struct Book<Scope::SHARED> {
 #pragma unroll
       for (int i = 0; i < step * x; ++i)
         rest[i / x][i % x] = v[i % x] - scale * stage[0].number(first[k + i / x], i % x);
-      stage[Plan::stages - 1].nearest(rest, one, second);
+      stage[Plan::num_codebooks - 1].nearest(rest, one, second);
 #pragma unroll
       for (int i = 0; i < step; ++i) {
         float entry[x], error = 0.0f;
 #pragma unroll
         for (int c = 0; c < x; ++c) {
-          entry[c] = stage[Plan::stages - 1].number(second[i], c);
+          entry[c] = stage[Plan::num_codebooks - 1].number(second[i], c);
           const float left = rest[i][c] - scale * entry[c];
           error += left * left;
         }
         if (error < least) {
-          least = error, code[0] = first[k + i], code[Plan::stages - 1] = second[i];
+          least = error, code[0] = first[k + i], code[Plan::num_codebooks - 1] = second[i];
 #pragma unroll
           for (int c = 0; c < x; ++c) chosen[c] = stage[0].number(first[k + i], c) + entry[c];
         }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entry of E8P nearest to v / s, by the structure of the lattice (hf_vq/formats/lattice.py has the reasons):
+// The E8P entry nearest to v / s, from the structure of the lattice (proof in hf_vq/formats/lattice.py):
 //
 //     y = u -/+ shift;  a = |y| in descending order;  k of the levels 1/2 rise to 3/2, or one to 5/2, where a is largest;
 //     a pattern whose parity is not that of the signs of y flips the sign of the smallest a
 //
-// The 29 patterns with five 3/2 that exist are tried one by one where a bound on all such patterns says that one may
-// win. A stage's entry is subtracted before the next one is found. Float32; the last three bits of a sorted |y| name
-// its coordinate, which moves a score by 2^-20 of |y| at most.
+// The 29 patterns with five 3/2 are tried one by one only if a bound says that one of them may win. The entry of a
+// codebook is subtracted before the next code is searched. Float32; the last three bits of a sorted |y| hold its
+// coordinate, which changes a score by at most 2^-20 of |y|.
 #pragma once
 #include "encode/nearest.cuh"
 #include "primitives/lattice.cuh"
@@ -21,10 +21,10 @@ template <> struct Book<Scope::E8P> {
   // All threads of a block.
   __device__ Book(const uint16_t* stored, void* shared)
       : patterns(static_cast<uint16_t*>(shared)),
-        row_of(static_cast<uint8_t*>(shared) + Plan::stages * stage_bytes) {
+        row_of(static_cast<uint8_t*>(shared) + Plan::num_codebooks * stage_bytes) {
     uint16_t* halves = static_cast<uint16_t*>(shared);
-    uint8_t* rows = static_cast<uint8_t*>(shared) + Plan::stages * stage_bytes;
-    for (int i = threadIdx.x; i < Plan::stages * half_words; i += Plan::threads) halves[i] = stored[i];
+    uint8_t* rows = static_cast<uint8_t*>(shared) + Plan::num_codebooks * stage_bytes;
+    for (int i = threadIdx.x; i < Plan::num_codebooks * half_words; i += Plan::threads) halves[i] = stored[i];
     __syncthreads();
     for (int row = threadIdx.x; row < 256; row += Plan::threads) {
       int threes = 0, fives = -1;
@@ -37,7 +37,7 @@ template <> struct Book<Scope::E8P> {
       rows[fives < 0 ? threes : 256 + fives * 8 + (threes ? __ffs(threes) - 1 : fives)] = row;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < Plan::stages * 256; i += Plan::threads) {
+    for (int i = threadIdx.x; i < Plan::num_codebooks * 256; i += Plan::threads) {
       uint16_t* book = halves + i / 256 * half_words;
       fold_parity(book + i % 256 * 8, half_to_float(book[256 * 8]));
     }
@@ -52,7 +52,7 @@ template <> struct Book<Scope::E8P> {
 
   static __device__ float coordinate_y(float u, float shift, bool minus) { return minus ? u + shift : u - shift; }
 
-  // Of the patterns around one shift; `bound`: of all with five 3/2.
+  // Best pattern around one shift; `bound`: upper bound of the score of all patterns with five 3/2.
   static __device__ Best around(const float (&u)[8], float low, float middle, float high, float shift, bool minus,
                                 float skew, float& bound) {
     uint32_t key[8];
@@ -148,7 +148,7 @@ template <> struct Book<Scope::E8P> {
   // Codes of each slot's vector under scale[set], one for each stage, and the sum of their entries.
   template <int Slots, int Sets>
   __device__ void nearest(const float (&v)[Slots][8], const float (&scale)[Sets],
-                          uint32_t (&code)[Slots][Plan::stages], float (&chosen)[Slots][8]) const {
+                          uint32_t (&code)[Slots][Plan::num_codebooks], float (&chosen)[Slots][8]) const {
 #pragma unroll
     for (int slot = 0; slot < Slots; ++slot) {
       const float one = scale[slot % Sets];
@@ -156,7 +156,7 @@ template <> struct Book<Scope::E8P> {
 #pragma unroll
       for (int c = 0; c < 8; ++c) rest[c] = v[slot][c] / fmaxf(one, 1e-30f), chosen[slot][c] = 0.0f;
 #pragma unroll
-      for (int stage = 0; stage < Plan::stages; ++stage) {
+      for (int stage = 0; stage < Plan::num_codebooks; ++stage) {
         code[slot][stage] = code_of(rest, stage);
         float entry[8] = {};
         add_e8p(patterns + stage * half_words, code[slot][stage], entry);

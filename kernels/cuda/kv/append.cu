@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens of one tensor of keys or values, [batch, heads, tokens, dim], to codes on a tape (append.cuh has the mathematics).
+// Keys or values, [batch, heads, tokens, dim], to codes of the cache (formulas in append.cuh).
 //
-// With pages (`Plan::page` tokens each) every token has a slot, page * Plan::page + its place there, instead of the next
-// place on a tape.
+// A contiguous cache appends at the next position. A paged cache (`Plan::page` tokens a page) gives every token a slot:
+// page * Plan::page + its place in the page.
 //
-// Few tokens share the search for a row or a group among threads; of many, every warp has some of its own.
-// Bytes: x once. Bound by instructions: all entries are tried for every vector, but where there is a grid.
+// With few tokens, threads split the search of one row or channel group; with many, every warp has its own rows.
+//
+// Bytes: x once. Bottleneck: instructions. Every vector is compared with all entries, except with a grid.
 #include "kv/append.cuh"
 #include "kv/append_groups.cuh"
 #include "kv/append_integers.cuh"
@@ -30,7 +31,7 @@ struct Arguments {
 
 constexpr int warps = Plan::threads / 32, page_tokens = Plan::page ? Plan::page : 1;
 
-// Where a block's head is.
+// Addresses of the head of a block.
 struct Place {
   const char* x;
   const float* mean;
@@ -104,7 +105,7 @@ __device__ inline void learned(const Arguments& a, uint32_t* shared) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) append(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) append(const Arguments a) {
   extern __shared__ uint4 shared[];
   if constexpr (Plan::learned) learned(a, reinterpret_cast<uint32_t*>(shared));
   else universal(a, reinterpret_cast<uint32_t*>(shared));

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of keys and values, one row of a head's numbers at a time (hf_vq/ops/reference/codes.py, `encode`):
+// Encoding of one row of keys or values, the head_dim numbers of one token and head (hf_vq/ops/reference/codes.py):
 //
 //     r = (x - mean) H      s = |r| / sqrt(dim)      code_i = argmax_e 2 <e, r_i / s> - |e|^2      scale = |r|^2 / <r, q>
 //
-// A scale is 65504 at most. Rows of huge numbers are taken times a power of two, so that their squares have finite sums; it
-// changes no code.
+// A scale is at most 65504. Rows of huge numbers are first multiplied by a power of two, so that the sum of their
+// squares is finite; this changes no code.
 //
-// `lanes` threads of a warp share a row; a thread has `width` neighbouring vectors, and again `lanes` * `width` further on:
+// `lanes` threads of a warp share a row. A thread has `width` adjacent vectors, then `width` more every `lanes` * `width`:
 //
 //     vector of slot j = (j / width * lanes + lane) * width + j % width      2 lanes, width 2:  0 0 1 1  0 0 1 1 ..
 //
-// so that rotations are butterflies in registers or by shuffles, and the codes of `width` vectors are whole bytes.
+// Rotations are then butterflies in registers or by shuffles, and the codes of `width` vectors are whole bytes.
 //
-// A token's codes do not depend on how many come with it: sums go by the bits of a vector's number, lowest first, so that
-// it does not matter which lanes have which, and all searches find the same.
+// The codes of a token do not depend on the number of tokens in the call: sums follow the bits of a vector's number,
+// lowest first, whichever lanes hold the vectors, and all searches return the same entry.
 #pragma once
 #include "kv/append_nearest.cuh"
 
@@ -41,7 +41,7 @@ template <typename S> struct Row {
   static constexpr int lanes = S::lanes, width = S::width;
   static constexpr int uppers = (vectors + lanes * width - 1) / (lanes * width), slots = uppers * width;
   static constexpr int bytes = vectors * S::entry_bits / 8;  // of a row's codes
-  static constexpr int numbers = 1 + S::integers;            // fp16 beside them
+  static constexpr int numbers = 1 + S::integers;            // fp16 numbers next to the codes
   static_assert(vectors % width == 0 && width * S::entry_bits % 8 == 0, "a lane's codes are whole bytes");
   float value[slots][x];
   int lane;
@@ -141,7 +141,7 @@ template <typename S> struct Row {
     return sum(part);
   }
 
-  // Of a rotated row, w = 2 v of the vectors v of a row whose mean square is 1. Returns 2 / s.
+  // Normalise a rotated row to a mean square of 1 and double it: w = 2 v of its vectors. Returns 2 / s.
   __device__ float normalise(float energy) {
     const float square = energy * (1.0f / dim);
     float factor;
@@ -210,7 +210,7 @@ struct Nothing {
 };
 
 // A block's search for the codes of rows of a side S, whose codebook is one for all vectors. Where there are `few` rows,
-// its warps share the entries, for the same rows; else every warp has rows of its own. With `cells`, x is 2.
+// its warps share the entries, for the same rows; else every warp has its own rows. With `cells`, x is 2.
 template <typename S> struct Search {
   static constexpr int x = S::vector_size, cells = S::cells, slots = Row<S>::slots;
   static constexpr int split = S::few && !cells ? Plan::threads / 32 : 1;
@@ -218,10 +218,10 @@ template <typename S> struct Search {
   using Plane = Grid<S::entry_bits, cells ? cells : 1>;
   static constexpr int table_words = cells ? Plane::words : Whole::floats;
   using Part = typename Whole::template Part<Plan::threads>;
-  typename OneOf<(cells > 0), Nothing, Part>::type part;  // of the table, on its way
+  typename OneOf<(cells > 0), Nothing, Part>::type part;  // of the table, in flight
   Whole whole;
   Plane plane;
-  float2* meeting;  // [split][slots][32 lanes]: scores and codes
+  float2* partial_sums;  // [split][slots][32 lanes]: scores and codes
 
   // All threads of a block.
   __device__ Search(const uint16_t* codebook, const uint32_t* lists, float cells_per_unit, uint32_t* shared)
@@ -232,7 +232,7 @@ template <typename S> struct Search {
       plane.cell = shared, plane.entry = shared + cells * cells, plane.cells_per_unit = cells_per_unit;
     }
     whole.table = reinterpret_cast<const float*>(shared);
-    meeting = reinterpret_cast<float2*>(shared + table_words);
+    partial_sums = reinterpret_cast<float2*>(shared + table_words);
   }
 
   // To be called by all threads before the first search.
@@ -255,14 +255,14 @@ template <typename S> struct Search {
       if constexpr (split > 1) {
 #pragma unroll
         for (int slot = 0; slot < slots; ++slot)
-          meeting[(warp * slots + slot) * 32 + lane] = {best[slot], __int_as_float(code[slot])};
+          partial_sums[(warp * slots + slot) * 32 + lane] = {best[slot], __int_as_float(code[slot])};
         __syncthreads();
         if (warp > 0) return false;
 #pragma unroll
         for (int slot = 0; slot < slots; ++slot)
 #pragma unroll
           for (int other = 1; other < split; ++other) {
-            const float2 its = meeting[(other * slots + slot) * 32 + lane];
+            const float2 its = partial_sums[(other * slots + slot) * 32 + lane];
             if (its.x > best[slot]) best[slot] = its.x, code[slot] = __float_as_int(its.y);
           }
       }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of keys and values whose groups of channels have codebooks of their own: code_i = argmax_e 2 <e, x_i> - |e|^2.
+// Encoding with one codebook per channel group: code_i = argmax_e 2 <e, x_i> - |e|^2.
 //
-// A warp has `unit` neighbouring groups of a head, whose codes are whole bytes, and
+// A warp owns `unit` adjacent groups of a head, whose codes are whole bytes:
 //
-//     few tokens     their entries in registers, spread over lanes: one vector at a time
-//     many tokens    their entries in shared memory: every lane has tokens of its own
+//     few tokens     entries in registers, spread over lanes; the lanes search one vector together
+//     many tokens    entries in shared memory; every lane searches its own tokens
 #pragma once
 #include "kv/append.cuh"
 
@@ -13,7 +13,7 @@ template <typename S> struct Groups {
   static constexpr int unit = S::width, units = vectors / unit;
   static constexpr int row_bytes = vectors * bits / 8, unit_bytes = unit * bits / 8;
   static constexpr int across = (units + Plan::threads / 32 - 1) / (Plan::threads / 32);  // blocks for a head
-  static constexpr int slots = 4, tokens = 32 * slots;  // of a lane and of a warp at a time, if there are many
+  static constexpr int slots = 4, tokens = 32 * slots;  // of a lane and of a warp per iteration, if there are many
   static constexpr int number = size_of<S::dtype>;      // bytes of one
   using Book = Table<x, bits>;
   static_assert(unit * bits % 8 == 0 && vectors % unit == 0, "codes of a unit are whole bytes");

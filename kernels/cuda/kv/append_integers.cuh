@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of integers with a scale s and a zero z each, QServe's KV4 (hf_vq/ops/reference/codes.py, `encode_integers`):
+// Rows to integers with one scale s and one zero z per row, QServe's KV4 (hf_vq/ops/reference/codes.py, `encode_integers`):
 //
 //     r = (x - mean) H     s = max((max r - min r) / top, max |r| / 1024)     z = -min r / s     code_i = round(r_i / s + z)
 //
-// s and z are rounded to fp16 first, as they are stored; where s is beyond it, s = 65504 and the integers have the middle
-// of the row in theirs, as far as `top` steps from zero. Every step is the specification's own, rounded as it is there: so
-// are the codes, whoever computes them. What is not a number goes through all of it, to s and z.
+// s and z are first rounded to fp16, the type in which they are stored. If s overflows fp16, s = 65504 and the integers
+// are centred on the middle of the row, at most `top` steps from zero. Every operation is rounded like the
+// specification, so the codes are bitwise those of every other backend. NaN propagates to s and z.
 #pragma once
 #include "kv/append.cuh"
 
 __device__ inline float rounded_to_half(float x) { return half_to_float(pack_pair<Dtype::FLOAT16>(x, 0.0f)); }
 
-// Takes the place of `Search`: there is nothing to search.
+// Integer quantizer with the interface of `Search`.
 template <typename S> struct IntegerRows {
   static constexpr int split = 1, slots = Row<S>::slots;
   static constexpr float top = (1 << S::entry_bits) - 1, largest_zero = 1024.0f;
@@ -62,5 +62,5 @@ template <typename S> struct IntegerRows {
   }
 };
 
-// How rows that are not of learned codebooks are encoded.
+// Encoder of rows without learned codebooks.
 template <typename S> using Encoder = typename OneOf<S::integers, IntegerRows<S>, Search<S>>::type;

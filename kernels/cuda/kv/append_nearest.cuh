@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entry of a codebook nearest to a vector v: argmax_e 2 <e, v> - |e|^2, of w = 2 v. Three ways to the same answer:
+// The codebook entry nearest to a vector v: argmax_e 2 <e, v> - |e|^2, with w = 2 v. Three searches, one result:
 //
-//     Table     every thread tries all entries for vectors of its own
-//     Spread    the lanes of a warp share the entries, for one vector
-//     Grid      a table over the plane names the few that may be nearest (x = 2)
+//     Table     every thread tries all entries for its own vectors
+//     Spread    the lanes of a warp split the entries, for one vector
+//     Grid      a table over the plane lists the few candidates of a cell (x = 2)
 //
-// A score is the same sum wherever it is computed, and the first of equal ones wins.
+// A score is the same sum in every search, and the first of equal scores wins.
 #pragma once
 #include "plan.cuh"
 #include "primitives/numbers.cuh"
@@ -34,7 +34,7 @@ template <int x> __device__ inline void load_entry(const uint16_t* from, float (
   for (int c = 0; c < x; ++c) entry[c] = half_to_float(word[c / 2] >> c % 2 * 16);
 }
 
-// All entries of a codebook, tried by each thread for its own vectors: four entries of shared memory at a time, the same
+// Exhaustive search, each thread for its own vectors: four entries of shared memory per iteration, the same
 // for all lanes.
 template <int x, int bits> struct Table {
   static constexpr int entries = 1 << bits, fours = entries < 4 ? 1 : entries / 4;
@@ -121,7 +121,7 @@ template <int x, int bits> struct Table {
   }
 };
 
-// All entries of a codebook, spread over the lanes of a warp, for one vector at a time.
+// Exhaustive search of one vector by a warp: the entries are spread over its lanes.
 template <int x, int bits> struct Spread {
   static constexpr int entries = 1 << bits, each = entries < 32 ? 1 : entries / 32;
   float entry[each][x], norm[each];
@@ -153,7 +153,7 @@ template <int x, int bits> struct Spread {
 };
 
 // Entries of a plane that may be nearest in each of its cells, up to four in ascending order, the last one repeated.
-// Where there are more, and outside, all entries are tried.
+// Cells with more candidates, and vectors outside of the grid, try all entries.
 template <int bits, int cells> struct Grid {
   static constexpr int entries = 1 << bits, words = cells * cells + entries;
   static constexpr uint32_t more = 1;  // no list: it does not ascend
@@ -176,7 +176,7 @@ template <int bits, int cells> struct Grid {
 
   __device__ void get(int code, float (&pair)[2]) const { unpack_pair<Dtype::FLOAT16>(entry[code], pair[0], pair[1]); }
 
-  // Of the cell of w = 2 v, rounded down to an integer in the low bits of a float. What is not a number has none.
+  // Candidate list of the cell of w = 2 v. Rounding down uses the low bits of a float. NaN has no cell.
   __device__ uint32_t list(const float (&w)[2]) const {
     constexpr float magic = 12582912.0f;  // 1.5 * 2^23
     uint32_t place[2];
@@ -215,7 +215,7 @@ template <int bits, int cells> struct Grid {
 #pragma unroll
       for (int slot = 0; slot < Slots; ++slot) consider(slot, 3);
     }
-    while (const uint32_t waiting = __ballot_sync(0xffffffffu, open)) {  // one slot of one lane at a time
+    while (const uint32_t waiting = __ballot_sync(0xffffffffu, open)) {  // one slot of one lane per iteration
       const int lane = __ffs(waiting) - 1, mine = __ffs(open) - 1;
       float one[2] = {};
 #pragma unroll

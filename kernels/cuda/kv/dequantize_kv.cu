@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys or values of a coded cache, dense and still rotated:
+// Codes of keys or values to dense rows, still rotated:
 //
 //     out[b, h, t, :] = scale[b, h, t] * (concat_j( codebook[ code[b, h, t, j] ] ) - zero[b, h, t]) + mean[b, h, :]
 //
-// A block owns Plan::tokens tokens of one head and Plan::slice of its channels, and has the entries of these channels in
-// shared memory. A thread decodes 8 channels of a token at a time, of 16-bit floats one store of 16 bytes; neighbouring
-// threads have neighbouring channels. Codes of Plan::steps tokens are on their way at a time.
+// Tile of a block: Plan::tokens tokens of one head and Plan::slice of its channels; the entries of these channels are
+// in shared memory. A thread decodes 8 channels of a token per iteration (16-bit floats: one store of 16 bytes);
+// adjacent threads have adjacent channels. A thread has codes of Plan::pipeline_depth tokens in flight.
 //
-// Bytes: the output once, codes and scales once, entries once for every block (from L2). Bound by writing the output,
-// which attention reads at once: as much is decoded at a time as stays in L2.
+// Bytes: the output once, codes and scales once, entries once per block (from L2).
+// Bottleneck: writing the output. Attention reads it next, so the caller decodes only what fits into L2.
 #include "plan.cuh"
 #include "primitives/numbers.cuh"
 
@@ -62,7 +62,7 @@ struct Unit {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) dequantize_kv(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) dequantize_kv(const Arguments a) {
   extern __shared__ __align__(16) char table[];
   const int tiles = (a.tokens + Plan::tokens - 1) / Plan::tokens;
   const int slice = blockIdx.x / tiles % slices, head_of_row = blockIdx.x / (tiles * slices);
@@ -86,18 +86,18 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) dequ
   if (threadIdx.x >= at_a_time * units) return;
   float mean[unit] = {};
   if (a.mean) load_floats<Dtype::FLOAT32>(a.mean + int64_t(head_of_row) * dim + channel, mean);
-  for (int token = first + threadIdx.x / units; token < end; token += at_a_time * Plan::steps) {
-    Unit next[Plan::steps];
-    uint32_t factor[Plan::steps];
+  for (int token = first + threadIdx.x / units; token < end; token += at_a_time * Plan::pipeline_depth) {
+    Unit next[Plan::pipeline_depth];
+    uint32_t factor[Plan::pipeline_depth];
 #pragma unroll
-    for (int step = 0; step < Plan::steps; ++step) {
+    for (int step = 0; step < Plan::pipeline_depth; ++step) {
       const int t = min(token + step * at_a_time, end - 1);
       next[step].load(codes + int64_t(t) * (dim / unit * unit_bytes));
       if constexpr (Plan::zero) factor[step] = __ldg(reinterpret_cast<const uint32_t*>(scale) + t);
       else if constexpr (Plan::scaled) factor[step] = __ldg(scale + t);
     }
 #pragma unroll
-    for (int step = 0; step < Plan::steps; ++step) {
+    for (int step = 0; step < Plan::pipeline_depth; ++step) {
       const int t = token + step * at_a_time;
       float value[unit];
 #pragma unroll

@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step of a static KV cache (hf_vq/ops/kv_ops.py): new tokens to the ring and the sinks, codes of those that leave the
-// window, the mean of the keys when the first is coded, and the length, which is read and advanced here.
+// One decode step of a static KV cache (hf_vq/ops/kv_ops.py): append new tokens, encode those that leave the window.
+//
+// The kernel writes the new tokens to the ring buffer and the sinks, the codes of the tokens that leave the window, and
+// the key mean when the first token is encoded. It reads the length from device memory and advances it.
 //
 //     position   length - window ..           length ..
 //                leave the window, coded      new: slot position % slots of the ring        slots >= window + new
 //
-// Blocks: one for each row's and head's keys, or `across` * `shares` for groups of the channels of a head; then those of
-// the values. Each adds 1 to the upper half of the length when it has read it; the last one knows that it is, and writes
-// the new length.
+// Blocks: one per row and head of the keys (learned codebooks: `across` * `shares` per head, for channel groups); then
+// the same for values. Each block adds 1 to the upper half of the length after reading it; the last block to do so
+// writes the new length.
 #include "kv/append.cuh"
 #include "kv/append_groups.cuh"
 #include "kv/append_integers.cuh"
 #include "primitives/pdl.cuh"
 
-// Of keys or of values, [batch, heads, .., dim]; all but `fresh` are dense.
+// Tensors of keys or of values, [batch, heads, .., dim]; all but `fresh` are contiguous.
 struct Side {
   const char* fresh;         // the new tokens
   const uint16_t* codebook;  // fp16 [entries, x], or [heads, vectors, entries, x]; not read for integers
@@ -60,7 +62,7 @@ template <typename S> struct Head {
 
   __device__ int64_t row(int position) const { return int64_t(pair) * a.capacity + position; }  // of the tape
 
-  // Number `i` of new token `token`, as it is stored.
+  // Number `i` of new token `token`, in the stored dtype.
   __device__ uint32_t bits(int token, int i) const {
     const char* from = fresh + token * side.token + i * number;
     if constexpr (number == 4) return *reinterpret_cast<const uint32_t*>(from);
@@ -88,7 +90,7 @@ template <typename S> struct Head {
       for (int i = 0; i < count; ++i) {
         float one[1];
         load_floats<S::dtype>(slot(first + i) + threadIdx.x * number, one);
-        sum += fabsf(one[0]) <= largest_in_mean ? one[0] : 0.0f;  // a token of its own is lost, not the head
+        sum += fabsf(one[0]) <= largest_in_mean ? one[0] : 0.0f;  // only its token is lost, not the head
       }
       side.mean[int64_t(pair) * S::dim + threadIdx.x] = sum / count;
     }
@@ -97,14 +99,15 @@ template <typename S> struct Head {
   }
 };
 
-// Not what a cache near by remembers.
+// Bypass L1, which may hold an old value.
 __device__ inline int length_of(const Arguments& a) {
   uint32_t low;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(low) : "l"(a.length) : "memory");
   return low;
 }
 
-// When all threads of a block have read the length: the last block makes the new one. By the last warp: others go on.
+// Count this block as done, after all of its threads have read the length; the last block writes the new length. The
+// last warp does it, so that the other warps go on.
 __device__ inline void leave(const Arguments& a, int length) {
   constexpr unsigned long long one = 1ull << 32;
   if (threadIdx.x == Plan::threads - 1 && atomicAdd(a.length, one) / one == gridDim.x - 1) *a.length = length + a.tokens;
@@ -182,7 +185,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) kv_step(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) kv_step(const Arguments a) {
   extern __shared__ uint4 shared[];
   uint32_t* words = reinterpret_cast<uint32_t*>(shared);
   const int blocks = Plan::keys::learned ? a.heads * a.shares * Groups<Plan::keys>::across : a.pairs;

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of several parts of the tokens, each with its own softmax, to that of all:
+// Merge of attention over disjoint parts of the tokens, each with its own softmax (log-sum-exp merge):
 //
 //     out[r, :] = R^-1( sum_coded w_p o_p[r, :] ) + sum_others w_p o_p[r, :]      w_p = exp(lse_p[r] - lse[r])
 //
-// with lse = log sum_p exp(lse_p), and a logit that attends to nothing where a model has one (s_aux). Rows r are queries
-// of all heads; R^-1 is a Hadamard matrix for every Plan::block numbers, for parts that are codes. A query that sees
-// nothing gets zeros.
+// with lse = log sum_p exp(lse_p), including the sink logit of models that have one (s_aux). Rows r are the queries of
+// all heads. R^-1 is a Hadamard matrix per Plan::block numbers, for parts that are codes. A query without any visible
+// token gets zeros.
 //
-// A lane has 8 numbers of a row; as many rows as fit lie side by side in a warp:
+// A lane has 8 numbers of a row; a warp has as many rows as fit:
 //
 //     dim 128    lanes 0 .. 15  row 0    lanes 16 .. 31  row 1      bits 0, 1, 2 of a number: registers, others: shuffles
 //
-// Bytes: all parts once, the output once, which bounds it. Sums are float32.
+// Bytes: all parts once, the output once. Bottleneck: DRAM. Sums are float32.
 #include "plan.cuh"
 #include "primitives/numbers.cuh"
 
@@ -42,7 +42,7 @@ __device__ inline void add(float (&sum)[unit], const Arguments& a, int part, int
   for (int i = 0; i < unit; ++i) sum[i] += weight * value[i];
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) softmax_merge(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) softmax_merge(const Arguments a) {
   const int lane = threadIdx.x % 32, warp = blockIdx.x * (Plan::threads / 32) + threadIdx.x / 32;
   const int own = warp * warp_rows + lane / lanes, at = lane % lanes * unit;
   const bool exists = lane < warp_rows * lanes && own < a.rows;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The codebooks of all stages of a plan, fp16 or int8 [stages, entries, x]: in shared memory or where they lie.
+// The codebooks of a plan, fp16 or int8 [num_codebooks, entries, x], in shared memory or in global memory (L2).
 //
-// VQ-LLM's codebook cache (section V) with two of its tiers, all entries in the one or in the other. A block loads
-// once and looks up many codes; an index is below the number of entries, whatever the code's bytes are.
+// VQ-LLM's codebook cache (section V) with two of its tiers; all entries are in one of them. A block loads the codebooks
+// once and looks up many codes. Every index is below the number of entries, whatever bytes the codes have.
 #pragma once
 #include "plan.cuh"
 #include "primitives/lattice.cuh"
@@ -12,7 +12,7 @@ struct Codebook {
   static constexpr int entries = Plan::scope == Scope::E8P ? kE8PRows : 1 << Plan::entry_bits;
   static constexpr int entry_bytes = Plan::integers ? x : 2 * x;
   static constexpr int stage_bytes = entries * entry_bytes;
-  static constexpr int bytes = Plan::stages * stage_bytes;  // a multiple of 4
+  static constexpr int bytes = Plan::num_codebooks * stage_bytes;  // a multiple of 4
 
   static_assert(Plan::scope != Scope::E8P || Plan::codebook_in_shared, "parities are folded into a copy");
 
@@ -31,7 +31,7 @@ struct Codebook {
       __syncthreads();
     }
     if constexpr (Plan::scope == Scope::E8P) {
-      for (int i = threadIdx.x; i < Plan::stages * 256; i += Plan::threads) {
+      for (int i = threadIdx.x; i < Plan::num_codebooks * 256; i += Plan::threads) {
         uint16_t* book = reinterpret_cast<uint16_t*>(shared + i / 256 * stage_bytes);
         fold_parity(book + i % 256 * 8, half_to_float(book[256 * 8]));
       }

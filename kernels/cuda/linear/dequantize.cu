@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a stored matrix, dense and still rotated:
+// Codes to a dense matrix, still rotated:
 //
 //     out[o, :] = scale[o, g] * concat_j( sum_z codebook[z][ code[o, j, z] ] )
 //
-// A block owns a panel: Plan::panel_rows rows of one tile, or of the whole width where codebooks are not per tile.
-// It loads the panel's codebooks once. A thread decodes units of Plan::unit weights; neighbouring threads have
-// neighbouring units, so that a warp stores one piece of memory; codes of Plan::steps units are on their way at a time.
+// Tile of a block: a panel of Plan::panel_rows rows of one codebook tile, or of the whole width without tiles. The block
+// loads the codebooks of the panel once. A thread decodes units of Plan::unit weights; adjacent threads have adjacent
+// units, so that a warp stores contiguous memory. A thread has codes of Plan::pipeline_depth units in flight.
 //
 //     block = panel   +---------------------------+
 //                     | t0 t1 t2 t3 ... t255 t0 ..|  unit of thread t: 8 weights of fp16 = one store of 16 bytes
 //     panel_rows      | ..                        |
 //                     +---------------------------+
 //
-// Bytes: the output, its codes and scales once, the codebooks once for every block (from L2). Bound by writing the
-// output, with shared memory close behind where a unit has many codes. Sums are float32 in the reference's order, so
-// that a float32 output is equal to it bit by bit.
+// Bytes: the output, its codes and scales once, the codebooks once per block (from L2).
+// Bottleneck: writing the output; shared memory is close if a unit has many codes. Sums are float32 in the order of the
+// reference: a float32 output is bitwise equal to it.
 #include "linear/codebook.cuh"
 #include "plan.cuh"
 #include "primitives/codes.cuh"
@@ -35,7 +35,7 @@ constexpr bool tiled = Plan::scope == Scope::TILE;
 
 // Neighbouring weights of one row.
 struct Unit {
-  Codes<Plan::entry_bits, unit / x> codes[Plan::stages];
+  Codes<Plan::entry_bits, unit / x> codes[Plan::num_codebooks];
   uint16_t scale;
 
   __device__ void load(const Arguments& a, int64_t row, int column) {
@@ -43,8 +43,8 @@ struct Unit {
     const int64_t stream_bits = (int64_t(vectors) * Plan::entry_bits + 7) / 8 * 8;
     const int64_t at = int64_t(column / x) * Plan::entry_bits;
 #pragma unroll
-    for (int stage = 0; stage < Plan::stages; ++stage)
-      codes[stage].load(a.codes, (row * Plan::stages + stage) * stream_bits + at);
+    for (int stage = 0; stage < Plan::num_codebooks; ++stage)
+      codes[stage].load(a.codes, (row * Plan::num_codebooks + stage) * stream_bits + at);
     scale = __ldg(a.scale + (Plan::group ? row * (a.columns / group) + column / group : row));
   }
 
@@ -55,7 +55,7 @@ struct Unit {
     for (int j = 0; j < unit / x; ++j) {
       float value[x] = {};
 #pragma unroll
-      for (int stage = 0; stage < Plan::stages; ++stage) codebook.add(stage, codes[stage][j], value);
+      for (int stage = 0; stage < Plan::num_codebooks; ++stage) codebook.add(stage, codes[stage][j], value);
 #pragma unroll
       for (int c = 0; c < x; ++c) weight[j * x + c] = value[c] * factor;
     }
@@ -63,7 +63,7 @@ struct Unit {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) dequantize(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) dequantize(const Arguments a) {
   extern __shared__ __align__(16) char shared[];
   const int tile_columns = tiled ? Plan::tile_columns : a.columns;
   const int tiles_across = (a.columns + tile_columns - 1) / tile_columns;
@@ -78,10 +78,10 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) dequ
   const int down = Plan::threads / units, across = Plan::threads % units;
   int row = threadIdx.x / units, at = threadIdx.x % units;
   while (row < rows) {
-    Unit next[Plan::steps];
-    int64_t to[Plan::steps];
+    Unit next[Plan::pipeline_depth];
+    int64_t to[Plan::pipeline_depth];
 #pragma unroll
-    for (int step = 0; step < Plan::steps; ++step) {
+    for (int step = 0; step < Plan::pipeline_depth; ++step) {
       to[step] = -1;
       if (row < rows) {
         const int column = left + at * unit;
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) dequ
       if (at >= units) at -= units, ++row;
     }
 #pragma unroll
-    for (int step = 0; step < Plan::steps; ++step)
+    for (int step = 0; step < Plan::pipeline_depth; ++step)
       if (to[step] >= 0) next[step].store(codebook, static_cast<char*>(a.out) + to[step] * size_of<Plan::out>);
   }
 }

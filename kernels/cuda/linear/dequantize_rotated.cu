@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a stored matrix as 16-bit floats, dense and rotated back:
+// Codes to a dense 16-bit matrix in the original basis (rotated back):
 //
 //     out[o, :] = scale[o, g] (W'[o, :] H) * s      W' = entries of the codebook, H = Hadamard matrices, of 1 .. 128
 //
-// A warp takes 16 rows of 128 columns at a time, always the same columns. A lane looks up 32 neighbouring columns of
-// two rows, as in linear_wgmma.cu. The seven bits of a column are mixed where they are:
+// Tile of a warp: 16 rows of 128 columns per iteration, always the same columns. A lane looks up 32 adjacent columns of
+// two rows, like linear_wgmma.cu. A Hadamard matrix is a product of one 2 x 2 matrix per bit of the column number, and
+// each bit is transformed where the data is:
 //
-//     column   6 5 | 4 | 3 | 2 1 | 0            A Hadamard matrix is a product of one of 2 x 2 for every bit.
+//     column   6 5 | 4 | 3 | 2 1 | 0
 //     lookup   lane  .   .   .  .  .            bits 4, 2, 1   sums and differences of a lane's registers (fp16)
 //     mma k    2 1   -   3   -  -  0            bits 6, 5, 3, 0   tensor cores: k is mixed, n is the result (float32)
 //     mma n    3 2   -   1   -  -  0            bits of k and n that a block does not mix must be equal
 //     store    .  lane  lane   .  .  .          16 bytes, of two lanes 32
 //
-// The random sign of a column is that of a column of the matrix. A matrix that is not rotated is multiplied by one that
-// moves its numbers to where they are stored.
+// The random sign of a column is applied to a column of the Hadamard matrix. Without a rotation, the matrix is a
+// permutation that moves numbers to the place where they are stored.
 //
-// Bytes: the output once, codes and scales once, tables once for every block. Bound by writing the output. Entries,
-// their sums over stages and the sums over bits 4, 2, 1 have 11 bits; the result is rounded once more.
+// Bytes: the output once, codes and scales once, tables once per block. Bottleneck: writing the output.
+// Precision: entries, their sums over codebooks and the sums over bits 4, 2, 1 have 11 bits; the result is rounded once.
 #include "linear/table.cuh"
 #include "plan.cuh"
 #include "primitives/codes.cuh"
@@ -42,7 +43,7 @@ static_assert(Plan::dtype == Dtype::FLOAT16, "what entries are");
 
 // Codes and scales that a lane has of two rows.
 struct Tile {
-  Table::RowCodes codes[2][Plan::stages];
+  Table::RowCodes codes[2][Plan::num_codebooks];
   uint32_t scale[2];
 
   __device__ void load(const Arguments& a, int first, int at, int lane) {
@@ -50,9 +51,9 @@ struct Tile {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = min(first + lane / 4 + 8 * half, a.rows - 1);
-      const char* from = reinterpret_cast<const char*>(a.codes) + row * (Plan::stages * stream);
+      const char* from = reinterpret_cast<const char*>(a.codes) + row * (Plan::num_codebooks * stream);
 #pragma unroll
-      for (int stage = 0; stage < Plan::stages; ++stage)
+      for (int stage = 0; stage < Plan::num_codebooks; ++stage)
         codes[half][stage].template load_aligned<Plan::load_bytes>(from + stage * stream +
                                                                    (at * 4 + lane % 4) * unit_bytes);
       load_second(codes[half][0], a, row, at * 4 + lane % 4);
@@ -114,7 +115,7 @@ template <int Bit> __device__ inline void mix(uint32_t (&pair)[16]) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) dequantize_rotated(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) dequantize_rotated(const Arguments a) {
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x % 32;
   const Table table(a.codebook, shared, lane);

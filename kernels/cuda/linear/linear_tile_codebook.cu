@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + b for few tokens, from codes whose codebook is that of their tile of W: no dense weight exists anywhere.
+// y = W x + b for few tokens, from codes with one codebook per tile of W; no dense weight is ever stored.
 //
 //     y[m, o] = bias[o] + scale[o] sum_tiles sum_{k in tile} W'[o, k] x[m, k]        W' = entries of the tile's codebook
 //
-// A block has a band of rows within a row of tiles, and goes from tile to tile. Its table of the next tile (table.cuh)
-// and the inputs of the one after are made while it multiplies with this one; one barrier a tile:
+// Tile of a block: a band of rows, multiplied codebook tile by codebook tile. While the block multiplies one tile, it
+// fills the table of the next tile (table.cuh) and copies the inputs of the one after it; one barrier per tile:
 //
 //     table 0   [fill 0]         [fill 2]--------[fill 4]
 //     table 1           [fill 1]         [fill 3]
 //     warps             |multiply 0      |multiply 1     |multiply 2 ..           | = barrier
 //
-// Both tables lie interleaved, so that one bit of an address tells them apart. Warps share the rows of the band, and
-// `column_warps` the columns of a tile; each multiplies as linear.cu draws it, in chunks that are as wide as its columns.
-// The fewer rows a band has, the more often tables are filled: a fill takes as long as the lookups of 64 rows. So a band
-// is high, its tiles are shared by the `split` blocks of a cluster, and each of them adds sums of a part of the rows, which
-// the others send to its shared memory, in the order of blocks: the result does not depend on timing.
+// The two tables are interleaved: one address bit selects the table. The warps of a block split the rows of the band,
+// and `column_warps` warps split the columns of a tile. Each warp multiplies as drawn in linear.cu; its columns are one
+// chunk. A fill costs as much as the lookups of 64 rows, so bands are high. To have enough blocks, the `cluster_size`
+// blocks of a cluster split the tiles of a band. Each block adds a part of the rows; the others send it their sums in
+// shared memory, and it adds them in block order: the result does not depend on timing.
 //
-// Lanes beyond the last column multiply zeros with some entries of the codebook, all of which have to be finite.
-// Bytes: codes once, codebooks once for every band (from L2), x once for every band (from L2). Bound by the pipe of shared
-// memory: for 256 columns of 16 rows 64 wavefronts of lookups, a share of 256 for the fill, 32 of x for 8 tokens.
+// Lanes beyond the last column multiply zeros by arbitrary entries, so all entries have to be finite.
+//
+// Bytes: codes once; codebooks and x once per band (from L2).
+// Bottleneck: the shared memory pipe. 256 columns of 16 rows take 64 wavefronts of lookups, a share of 256 for the
+// fill, and 32 of x for 8 tokens.
 #include "linear/table.cuh"
 #include "plan.cuh"
 #include "primitives/codes.cuh"
@@ -44,9 +46,9 @@ constexpr int warps = Plan::threads / 32, row_warps = warps / Plan::column_warps
 constexpr int band = 16 * Plan::row_tiles * row_warps;
 constexpr int tile_columns = chunk * Plan::column_warps;
 constexpr int tile_bytes = tile_columns / Plan::vector_size * Plan::entry_bits / 8;  // of codes, in a row
-constexpr int parts = Plan::split * Plan::column_warps;
+constexpr int parts = Plan::cluster_size * Plan::column_warps;
 constexpr int fragments = row_warps * Plan::row_tiles * Plan::token_tiles;  // of 16 rows and 8 tokens
-constexpr int added = (fragments + Plan::split - 1) / Plan::split;          // by a block
+constexpr int added = (fragments + Plan::cluster_size - 1) / Plan::cluster_size;          // by a block
 
 // Tensor cores multiply 16 rows with 8 tokens, or 16 tokens with 8 rows where there are so many: then an entry is half a
 // fragment of rows as it comes from the table.
@@ -54,19 +56,21 @@ constexpr bool rows_first = Plan::token_tiles == 1;
 constexpr int token_pairs = (Plan::token_tiles + 1) / 2;
 constexpr int pieces = rows_first ? octets : 2 * octets;  // fragments of tokens in a chunk
 
-// Of a fragment in a slot, and what lanes that write neighbouring columns need to meet in few banks.
+// Bytes of a fragment in a buffer, padded so that lanes that write adjacent columns hit different banks.
 constexpr int pitch = Plan::single ? 64 : 512 + 16;
 constexpr int slot_bytes = token_pairs * Plan::column_warps * pieces * pitch;
 
 // Offsets in shared memory, after both tables.
 constexpr int ring = Table::bytes;
-constexpr int factors = ring + Plan::depth * slot_bytes;
-constexpr int meeting = (factors + band * 4 + 15) / 16 * 16;
-constexpr int all_met = meeting + (parts > 1 ? added * parts * 512 : 0);
+constexpr int factors = ring + Plan::x_stages * slot_bytes;
+constexpr int partial_sums = (factors + band * 4 + 15) / 16 * 16;
+constexpr int sums_barrier = partial_sums + (parts > 1 ? added * parts * 512 : 0);
 
-static_assert(Table::interleaved && Plan::interleaved == 2 && Plan::stages == 1, "two tables, one for each tile");
+static_assert(Table::interleaved && Plan::interleaved == 2 && Plan::num_codebooks == 1,
+              "two tables, one for each tile");
 
-// Entries of a codebook on their way into a table. Where threads are more than entries, several write the copies of one.
+// Registers of a table fill: entries between their load and their store. If there are more threads than entries,
+// several threads store the copies of one entry.
 struct Entries {
   static constexpr int sharers = Plan::threads > Table::entries ? Plan::threads / Table::entries : 1;
   static constexpr int each = (Table::entries + Plan::threads - 1) / Plan::threads;
@@ -108,7 +112,7 @@ struct Step {
   Table::RowCodes codes[Plan::row_tiles][2];
 };
 
-// Where the rows of a lane have their codes, in the tile that is read next.
+// Positions of the codes of a lane's rows in the tile that is loaded next.
 struct Rows {
   const char* first;
   uint32_t to[Plan::row_tiles][2];  // bytes from the first row
@@ -279,44 +283,44 @@ __device__ inline void finish(const Arguments& a, int first_row, int rank, const
           sum[c] = sums[tile][0][0][c] + (chains == 2 ? sums[tile][0][chains - 1][c] : 0.0f);
         else
           sum[c] = sums[tile][n / 2][c / 2][n % 2 * 2 + c % 2];
-      const int place = fragment / Plan::split * parts + rank * Plan::column_warps + warp / row_warps;
-      if constexpr (Plan::split > 1)
-        send(base + meeting + (place * 32 + lane) * 16, sum, base + all_met, fragment % Plan::split);
+      const int place = fragment / Plan::cluster_size * parts + rank * Plan::column_warps + warp / row_warps;
+      if constexpr (Plan::cluster_size > 1)
+        send(base + partial_sums + (place * 32 + lane) * 16, sum, base + sums_barrier, fragment % Plan::cluster_size);
       else if constexpr (parts > 1)
-        *reinterpret_cast<float4*>(shared + meeting + (place * 32 + lane) * 16) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        *reinterpret_cast<float4*>(shared + partial_sums + (place * 32 + lane) * 16) = make_float4(sum[0], sum[1], sum[2], sum[3]);
       else
         store(a, first_row, fragment, factor, sum);
     }
   if constexpr (parts > 1) {
-    if constexpr (Plan::split > 1)
-      barrier_wait(base + all_met, 0);
+    if constexpr (Plan::cluster_size > 1)
+      barrier_wait(base + sums_barrier, 0);
     else
       __syncthreads();
-    for (int i = warp; i * Plan::split + rank < fragments; i += warps) {
+    for (int i = warp; i * Plan::cluster_size + rank < fragments; i += warps) {
       float sum[4] = {};
 #pragma unroll
       for (int part = 0; part < parts; ++part) {
         uint32_t word[4];
-        load_shared<16>(base + meeting + ((i * parts + part) * 32 + lane) * 16, word);
+        load_shared<16>(base + partial_sums + ((i * parts + part) * 32 + lane) * 16, word);
 #pragma unroll
         for (int c = 0; c < 4; ++c) sum[c] += __uint_as_float(word[c]);
       }
-      store(a, first_row, i * Plan::split + rank, factor, sum);
+      store(a, first_row, i * Plan::cluster_size + rank, factor, sum);
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
 #if __CUDA_ARCH__ >= 900
-    __cluster_dims__(Plan::split)
+    __cluster_dims__(Plan::cluster_size)
 #endif
         linear_tile_codebook(const Arguments a) {
   extern __shared__ __align__(16) char shared[];
   const uint32_t base = __cvta_generic_to_shared(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % Plan::split, first_row = blockIdx.x / Plan::split * band;
+  const int rank = blockIdx.x % Plan::cluster_size, first_row = blockIdx.x / Plan::cluster_size * band;
   const int across = (a.columns + tile_columns - 1) / tile_columns;
-  const int begin = rank * across / Plan::split, end = (rank + 1) * across / Plan::split;
+  const int begin = rank * across / Plan::cluster_size, end = (rank + 1) * across / Plan::cluster_size;
   const int own = warp / row_warps * chunk + lane % 4 * unit;  // first column of this lane in a tile
 
   Rows rows(a, first_row + warp % row_warps * Plan::row_tiles * 16 + lane / 8 * 4 + lane / 4 % 2, begin * tile_columns + own);
@@ -325,29 +329,29 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
   Entries entries;
   if (begin < end) entries.load(books);
   const auto exists = [&](int at) { return at < end && (!Plan::ragged || at * tile_columns + own < a.columns); };
-  Step next[Plan::steps];
+  Step next[Plan::pipeline_depth];
 #pragma unroll
-  for (int i = 0; i < Plan::steps; ++i)
+  for (int i = 0; i < Plan::pipeline_depth; ++i)
     if (exists(begin + i)) rows.load(next[i]);
   if constexpr (Plan::prefetch) prefetch(a, first_row, begin, end);
   for (int i = threadIdx.x; i < band; i += Plan::threads)
     reinterpret_cast<float*>(shared + factors)[i] = half_to_float(__ldg(a.scale + min(first_row + i, a.rows - 1)));
-  if constexpr (Plan::split > 1) {
+  if constexpr (Plan::cluster_size > 1) {
     if (threadIdx.x == 0) {
-      barrier_init(base + all_met, 1);
-      barrier_expect(base + all_met, (fragments - rank + Plan::split - 1) / Plan::split * parts * 512);
+      barrier_init(base + sums_barrier, 1);
+      barrier_expect(base + sums_barrier, (fragments - rank + Plan::cluster_size - 1) / Plan::cluster_size * parts * 512);
       barriers_are_set();
     }
   }
   Table table(a.codebook, shared, lane);
   if (begin < end) entries.store(shared);
   if (begin + 1 < end) entries.load(books += book);
-  if constexpr (Plan::split > 1) wait_for_cluster();
+  if constexpr (Plan::cluster_size > 1) wait_for_cluster();
   wait_for_grids();
   let_next_grid_begin();
   Inputs inputs(a, begin, base);
 #pragma unroll
-  for (int i = 0; i < Plan::depth - 1; ++i) {
+  for (int i = 0; i < Plan::x_stages - 1; ++i) {
     if (begin + i < end) inputs.copy(a, i);
     commit_copies();
   }
@@ -355,22 +359,22 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident)
   Sums sums = {};
   const uint32_t mine = warp / row_warps * pieces * pitch + (Plan::single ? lane % 4 : lane) * 16;
   int slot = 0;
-  for (int first = begin; first < end; first += Plan::steps) {
+  for (int first = begin; first < end; first += Plan::pipeline_depth) {
 #pragma unroll
-    for (int i = 0; i < Plan::steps; ++i) {
+    for (int i = 0; i < Plan::pipeline_depth; ++i) {
       const int at = first + i, odd = (at - begin) % 2;
       if (at >= end) break;
-      wait_for_copies<Plan::depth - 2>();
+      wait_for_copies<Plan::x_stages - 2>();
       __syncthreads();  // this tile's table and inputs are there, and those before it are free
-      const int ahead = at + Plan::depth - 1;
-      if (ahead < end) inputs.copy(a, slot == 0 ? Plan::depth - 1 : slot - 1);
+      const int ahead = at + Plan::x_stages - 1;
+      if (ahead < end) inputs.copy(a, slot == 0 ? Plan::x_stages - 1 : slot - 1);
       commit_copies();
       if (at + 1 < end) entries.store(shared + (1 - odd) * Table::book_stride);
       if (at + 2 < end) entries.load(books += book);
       multiply(table, next[i], base + ring + slot * slot_bytes + mine, sums);
       table.copy ^= Table::book_stride;
-      if (exists(at + Plan::steps)) rows.load(next[i]);
-      slot = slot + 1 == Plan::depth ? 0 : slot + 1;
+      if (exists(at + Plan::pipeline_depth)) rows.load(next[i]);
+      slot = slot + 1 == Plan::x_stages ? 0 : slot + 1;
     }
   }
   finish(a, first_row, rank, sums, shared);

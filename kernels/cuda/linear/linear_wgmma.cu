@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + b for many tokens, from the codes of W: no dense weight exists anywhere.
+// y = W x + b for many tokens, directly from the codes of W with wgmma; no dense weight is ever stored.
 //
 //     y[m, o] = bias[o] + sum_g sum_{k in g} (scale[o, g] W'[o, k]) x[m, k]        W' = entries of the codebook
 //
-// A warpgroup multiplies 64 rows of W with `token_tile` tokens on tensor cores. W comes from registers: as in linear.cu
-// a lane decodes eight neighbouring columns of two rows at a time, and those are two fragments as they are. x comes from
-// shared memory, where a producer puts 64 columns at a time, in the columns' numbering and swizzled as rotate.cu wrote it:
+// Tile of a consumer warpgroup: 64 rows of W times `token_tile` tokens. W comes from registers: like linear.cu, a lane
+// decodes eight adjacent columns of two rows, and they are two A fragments. x comes from shared memory: a producer warp
+// loads 64 columns per buffer, in fragment order and swizzled as rotate.cu wrote them:
 //
-//     producer (one lane)   [x 64 columns][x next 64]..        ring of `depth` slots, token_tile x 128 bytes each
+//     producer (one lane)   [x 64 columns][x next 64]..        ring of `x_stages` buffers, token_tile x 128 bytes each
 //     warpgroup 0           |64 columns|64 columns| ..         while tensor cores multiply 64 columns, a warp looks up the
 //     warpgroup 1             |64 columns|64 columns| ..       next 64, 16 in each lane (two buffers of registers)
 //
-// Blocks of a cluster share the columns (`split` blocks have the same rows): each adds the sums of some tokens, which the
-// others send to its shared memory, in the order of blocks, so that the result does not depend on timing.
+// The `cluster_size` blocks of a cluster have the same rows and split the columns. Each block adds the sums of some
+// tokens; the others send it theirs in shared memory, and it adds them in block order: the result does not depend on
+// timing.
 //
-// Bytes: codes once for every token_tile tokens, x once for every 64 x warpgroups rows, both mostly from L2.
-// A product of 64 x token_tile x 16 takes token_tile / 2 cycles of tensor cores and token_tile / 4 of shared memory, a
-// lookup of its 1024 weights 16 more there, times stages. With few tokens, a warp's lookups take
-// longer than the products that they hide behind.
+// Bytes: codes once per token_tile tokens, x once per 64 x warpgroups rows, both mostly from L2.
+// Bottleneck: lookups with few tokens, else tensor cores. A product of 64 x token_tile x 16 takes token_tile / 2 cycles
+// of tensor cores and token_tile / 4 of shared memory; the lookups of its 1024 weights take 16 more per codebook.
 #include "linear/table.cuh"
 #include "plan.cuh"
 #include "primitives/codes.cuh"
 #include "primitives/pdl.cuh"
 
 constexpr int unit = Plan::unit, chunk = 4 * unit, columns_of_slot = 64;
-constexpr int split = Plan::split, teams = 1;
+constexpr int split = Plan::cluster_size, teams = 1;
 constexpr uint32_t origin = Table::first, first_byte = origin + (Table::bytes + 1023) / 1024 * 1024;
 
 #include "primitives/wgmma_ring.cuh"
@@ -45,8 +45,8 @@ struct Arguments {
 constexpr int group = Plan::group ? Plan::group : 1;
 constexpr int unit_bytes = unit / Plan::vector_size * Plan::entry_bits / 8;
 
-// Where the two rows of a lane begin, at the lane's place in the first chunk. Neighbours: they are the two halves of a
-// word of y, and rows g and g + 8 of the product.
+// Positions of the two rows of a lane, at its columns of the first chunk. The rows are adjacent in W, the two halves of
+// a word of y; they are rows g and g + 8 of the product.
 struct Rows {
   const char* codes[2];
   const uint16_t* scale[2];
@@ -55,7 +55,7 @@ struct Rows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = min(first + lane / 4 * 2 + half, a.rows - 1);
-      codes[half] = reinterpret_cast<const char*>(a.codes) + row * Plan::stages * stream + lane % 4 * unit_bytes;
+      codes[half] = reinterpret_cast<const char*>(a.codes) + row * Plan::num_codebooks * stream + lane % 4 * unit_bytes;
       scale[half] = a.scale + int64_t(row) * (a.columns / group);
     }
   }
@@ -63,14 +63,14 @@ struct Rows {
 
 // Codes and scales that a lane has of its rows in one chunk.
 struct Step {
-  Table::RowCodes codes[2][Plan::stages];
+  Table::RowCodes codes[2][Plan::num_codebooks];
   uint32_t scale[2];
 
   __device__ void load(const Rows& rows, int at, int64_t stream) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int stage = 0; stage < Plan::stages; ++stage)
+      for (int stage = 0; stage < Plan::num_codebooks; ++stage)
         codes[half][stage].template load_aligned<Plan::load_bytes>(rows.codes[half] + stage * stream +
                                                                    int64_t(at) * (4 * unit_bytes));
 #if !WITHOUT_SCALES
@@ -118,15 +118,15 @@ struct Weights {
 
 using Sums = float[tile_tokens / 2];
 
-// Rows of a warpgroup times x, over the columns of a block. While tensor cores multiply a slot, the next one is decoded.
+// Main loop: rows of a warpgroup times x. While tensor cores multiply one buffer, lanes decode the next one.
 //
-//     load(i, at)         codes of chunk `at` -> place i of `steps`
+//     load(i, at)         codes of chunk `at` -> place i of `pipeline_depth`
 //     decode(now, i, j)   slot j of them -> the four fragments of buffer `now`
 //     product(now, k, b)  fragment k times b
 template <class Load, class Decode, class Product>
 __device__ inline void multiply_slots(const Work& work, Turn& turn, Load load, Decode decode, Product product) {
 #pragma unroll
-  for (int i = 0; i < Plan::steps; ++i)
+  for (int i = 0; i < Plan::pipeline_depth; ++i)
     if (work.begin + i < work.end) load(i, work.begin + i);
   const auto release = [&](uint32_t barrier) {
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
@@ -134,9 +134,9 @@ __device__ inline void multiply_slots(const Work& work, Turn& turn, Load load, D
   if (work.begin < work.end) decode(0, 0, 0);
   wait_for_grids();
   uint32_t last = 0;  // barrier of the slot before this one
-  for (int first = work.begin; first < work.end; first += Plan::steps) {
+  for (int first = work.begin; first < work.end; first += Plan::pipeline_depth) {
 #pragma unroll
-    for (int i = 0; i < Plan::steps; ++i) {
+    for (int i = 0; i < Plan::pipeline_depth; ++i) {
       const int at = first + i;
       if (at >= work.end) break;
 #pragma unroll
@@ -155,8 +155,8 @@ __device__ inline void multiply_slots(const Work& work, Turn& turn, Load load, D
         if (j + 1 < slots)
           decode(1 - now, i, j + 1);
         else if (at + 1 < work.end)
-          decode(1 - now, (i + 1) % Plan::steps, 0);
-        if (j == (slots > 1 ? slots - 2 : 0) && at + Plan::steps < work.end) load(i, at + Plan::steps);
+          decode(1 - now, (i + 1) % Plan::pipeline_depth, 0);
+        if (j == (slots > 1 ? slots - 2 : 0) && at + Plan::pipeline_depth < work.end) load(i, at + Plan::pipeline_depth);
       }
     }
   }
@@ -172,12 +172,12 @@ __device__ inline void meet(int rank, uint32_t block, const Sums& sums, Store st
 #pragma unroll
     for (int i = 0; i < tile_tokens / 8; ++i) store(i, sums + 4 * i);
   } else {
-    const uint32_t mine = block + meeting + threadIdx.x * 16;
+    const uint32_t mine = block + partial_sums + threadIdx.x * 16;
 #pragma unroll
     for (int i = 0; i < tile_tokens / 8; ++i)
-      send(mine + (i / split * split + rank) * (math_threads * 16), sums + 4 * i, block + all_met,
+      send(mine + (i / split * split + rank) * (math_threads * 16), sums + 4 * i, block + sums_barrier,
            i % split);
-    barrier_wait(block + all_met, 0);
+    barrier_wait(block + sums_barrier, 0);
 #pragma unroll
     for (int q = 0; q < added; ++q) {
       const int i = q * split + rank;
@@ -200,7 +200,7 @@ __device__ inline void multiply(const Arguments& a, const Table& table, const Wo
   const int lane = threadIdx.x % 32;
   const int64_t stream = (int64_t(a.columns / Plan::vector_size) * Plan::entry_bits + 7) / 8;
   const Rows rows(a, work.row + threadIdx.x / 32 * 16, stream, lane);
-  Step next[Plan::steps];
+  Step next[Plan::pipeline_depth];
   Weights weights[2];
   multiply_slots(
       work, turn, [&](int i, int at) { next[i].load(rows, at, stream); },
@@ -241,7 +241,7 @@ __device__ inline void finish(const Arguments& a, const Table& table, const Work
   meet(rank, block, sums, [&](int i, const float* of) { store(a, work, i, of, factor, bias); });
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) __cluster_dims__(split)
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) __cluster_dims__(split)
     linear_wgmma(const Arguments a) {
   extern __shared__ __align__(1024) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % split;

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows rotated block by block with a Hadamard matrix, with or without random signs, or rotated back:
+// Rows times block-diagonal Hadamard matrices, with or without random signs, or the inverse:
 //
 //     y = (x * s) H        inverse: y = (x H) * s        H = 1 / sqrt(B) [[1, 1], [1, -1]] (x) .. (x) [[1, 1], [1, -1]]
 //
-// A block of B numbers belongs to `lanes` threads of one warp, `each` numbers to a thread, in chunks of at most 8:
+// `lanes` threads of one warp own a block of B numbers, `each` numbers per thread, in chunks of at most 8:
 //
 //     number of a block = (chunk * lanes + lane) * width + i       butterflies over i and chunk: in registers
 //                                                                  butterflies over lane: by shuffles
-// Bytes: x and y once, which bounds it. Sums are float32.
+//
+// With Plan::fragment_unit, y is written in the MMA-fragment order of linear.cu or linear_wgmma.cu, else row-major.
+//
+// Bytes: x and y once. Bottleneck: DRAM. Sums are float32.
 #include "plan.cuh"
 #include "primitives/numbers.cuh"
 #include "primitives/pdl.cuh"
@@ -18,14 +21,14 @@ struct Arguments {
   void* y;               // [rows, columns] of Plan::out; may be x
   uint32_t blocks;       // rows * columns / B
   uint32_t across;       // columns / B
-  uint32_t token_tiles;  // ceil(rows / 8); read where the result is arranged
+  uint32_t token_tiles;  // ceil(rows / 8); read if y is in fragment order
 };
 
-// Numbers that are only arranged are eight, or a chunk of linear_wgmma.cu.
-constexpr int B = Plan::block > 1 || !Plan::arranged ? Plan::block : Plan::swizzled ? 4 * Plan::arranged : 8;
-constexpr bool whole_chunk = Plan::swizzled && B == 4 * Plan::arranged;  // a thread has what its stores need
-static_assert(!Plan::swizzled || whole_chunk || (B >= 8 && Plan::arranged <= 64), "octets of one store are in one warp");
-constexpr bool fewer_shuffles = whole_chunk || (!Plan::arranged && B == 128);
+// Without rotation, a group of lanes reorders 8 numbers, or one chunk of linear_wgmma.cu.
+constexpr int B = Plan::block > 1 || !Plan::fragment_unit ? Plan::block : Plan::swizzled ? 4 * Plan::fragment_unit : 8;
+constexpr bool whole_chunk = Plan::swizzled && B == 4 * Plan::fragment_unit;  // a thread has what its stores need
+static_assert(!Plan::swizzled || whole_chunk || (B >= 8 && Plan::fragment_unit <= 64), "octets of one store are in one warp");
+constexpr bool fewer_shuffles = whole_chunk || (!Plan::fragment_unit && B == 128);
 constexpr int width = B < 8 ? B : 8;
 constexpr int lanes = fewer_shuffles ? B / 32 : B / width < 32 ? B / width : 32;
 constexpr int chunks = B / (width * lanes);
@@ -44,25 +47,26 @@ __device__ inline void flip(float (&value)[each], const Arguments& a, uint32_t b
   }
 }
 
-// Where linear.cu reads number `column` of a token (its `Inputs`), for units of Plan::arranged columns.
-__device__ inline int64_t arranged(const Arguments& a, uint32_t token, uint32_t column) {
-  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8;
+// Offset at which linear.cu reads number `column` of a token (its `Inputs`), for units of Plan::fragment_unit columns.
+__device__ inline int64_t fragment_offset(const Arguments& a, uint32_t token, uint32_t column) {
+  constexpr uint32_t unit = Plan::fragment_unit ? Plan::fragment_unit : 8;
   const uint32_t tile = column / (4 * unit) * a.token_tiles + token / 8;
   const uint32_t lane = token % 8 * 4 + column / unit % 4;
   return (int64_t(tile) * (unit / 8) + column % unit / 8) * 256 + lane * 8 + column % 8;
 }
 
-// To where linear_wgmma.cu reads: [columns / 64][8 * token_tiles][64], 16 bytes of a token at place p ^ token % 8 of eight. They
-// are two columns of each of four octets that lie Plan::arranged columns apart: `place` says which, of those of a chunk.
+// Store in the order of linear_wgmma.cu: [columns / 64][8 * token_tiles][64], 16 bytes of a token at place p ^ token % 8
+// of eight. The 16 bytes are two columns of each of four octets that are Plan::fragment_unit columns apart; `place`
+// counts them within a chunk.
 __device__ inline void store_swizzled(const Arguments& a, uint32_t token, uint32_t column, uint32_t place,
                                       const uint32_t (&word)[4]) {
-  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8;
+  constexpr uint32_t unit = Plan::fragment_unit ? Plan::fragment_unit : 8;
   const int64_t line = int64_t(column / (4 * unit) * (unit / 16) + place / 8) * (8 * a.token_tiles) + token;
   store_words<16>(static_cast<char*>(a.y) + line * 128 + ((place ^ token) % 8) * 16, word);
 }
 
-// The four octets from a thread, which gives its neighbour every other place: what two lanes store together is 32 bytes,
-// as L2 takes them. (Templates, so that they are compiled only where they are used.)
+// Store the four octets of a thread. Two lanes exchange every other place, so that they store 32 contiguous bytes, a
+// sector of L2. (Templates: compiled only if used.)
 template <Dtype D, int N>
 __device__ inline void store_chunk(const Arguments& a, uint32_t token, uint32_t column, int lane, bool exists,
                                    const float (&value)[N]) {
@@ -85,11 +89,11 @@ __device__ inline void store_chunk(const Arguments& a, uint32_t token, uint32_t 
   }
 }
 
-// An octet of each of four lanes, which give each other what they have.
+// Store one octet of each of four lanes, after a 4 x 4 transpose by shuffles.
 template <Dtype D, int N>
 __device__ inline void store_octet(const Arguments& a, uint32_t token, uint32_t column, bool exists,
                                    const float (&value)[N]) {
-  constexpr uint32_t unit = Plan::arranged ? Plan::arranged : 8, octets = unit / 8;
+  constexpr uint32_t unit = Plan::fragment_unit ? Plan::fragment_unit : 8, octets = unit / 8;
   uint32_t word[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) word[i] = pack_pair<D>(value[2 * i], value[2 * i + 1]);
@@ -125,11 +129,11 @@ __device__ inline void transform(float (&value)[each], int lane) {
   for (int i = 0; i < each; ++i) value[i] *= size_of_entry;
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rotate(const Arguments a) {
-  // What comes next reads nothing before it waits but codes of which nobody has written.
-  if constexpr (Plan::arranged > 0) let_next_grid_begin();
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) rotate(const Arguments a) {
+  // Before it waits, the next kernel reads only codes that no kernel wrote.
+  if constexpr (Plan::fragment_unit > 0) let_next_grid_begin();
   wait_for_grids();
-  if constexpr (Plan::arranged == 0) let_next_grid_begin();
+  if constexpr (Plan::fragment_unit == 0) let_next_grid_begin();
   const uint32_t block = blockIdx.x * (Plan::threads / lanes) + threadIdx.x / lanes;
   const bool exists = block < a.blocks;  // all lanes of a warp take part in its shuffles
   const int lane = threadIdx.x % lanes;
@@ -162,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) rota
       store_octet<Plan::out>(a, block / a.across, block % a.across * B + at % B, exists, part);
       continue;
     }
-    const int64_t to = Plan::arranged ? arranged(a, block / a.across, block % a.across * B + at % B) : at;
+    const int64_t to = Plan::fragment_unit ? fragment_offset(a, block / a.across, block % a.across * B + at % B) : at;
     store_floats<Plan::out>(static_cast<char*>(a.y) + to * size_of<Plan::out>, part);
   }
 }

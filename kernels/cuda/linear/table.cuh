@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codebooks as tables in shared memory, made for one thing: eight weights of a row as four registers.
+// Codebooks as lookup tables in shared memory: eight weights of a row become four registers.
 //
-// VQ-LLM's codebook cache (section V) keeps hot entries in registers and shrinks the rest. Here the opposite pays:
-// lanes that look up different entries of one bank wait for each other, so every entry is stored `replicas` times,
+// VQ-LLM's codebook cache (section V) keeps hot entries in registers and shrinks the rest. This table grows instead:
+// lanes that look up different entries of one bank conflict, so every entry is stored `replicas` times,
 //
 //     bank        0..3   4..7   ...  28..31
 //     entry 0    [copy 0 copy 1  ..  copy 7]      16-byte entries: 8 copies, lane i reads copy i % 8
 //     entry 1    [copy 0 copy 1  ..  copy 7]
 //
-// and no two lanes of a phase meet. Two nested passes have one table, for the codes of both together. The books of all
-// stages lie interleaved, Plan::interleaved times 128 bytes for each index; with 256 bytes, one byte permutation makes
-// an address of a code, else a shift and a LOP3 do. Three books would waste a fourth place: they lie one after the other.
-// `fused` short codes that lie side by side are one index (two 4-bit codes: 256 entries of two weights).
+// and no two lanes of a phase conflict. A nested residual shares one table with the first code, indexed by both.
+// The tables of all codebooks are interleaved: Plan::interleaved times 128 bytes per index. With 256 bytes per index,
+// one byte permutation turns a code into an address; else a shift and a LOP3 do. Three codebooks would waste a fourth
+// place, so their tables are contiguous. `fused` adjacent short codes form one index (two 4-bit
+// codes: 256 entries of two weights).
 //
-// Entries that are integers v of 7 bits are bytes, half as many to load. A byte u becomes a number as the mantissa below
-// an exponent that makes its step 1: 2^m + u, also in bfloat16, whose mantissa has 7 bits. Even stages keep 63 + v, odd
-// ones 63 - v, so that one subtraction of two numbers adds the integers of two stages, and the exponents are gone:
+// Integer entries v of 7 bits are bytes, half as many to load. A byte u becomes a float as the mantissa below an
+// exponent with step 1: 2^m + u, also in bfloat16, whose mantissa has 7 bits. Even codebooks store 63 + v, odd ones
+// 63 - v, so that one subtraction adds the integers of two codebooks and cancels the exponents:
 //
 //     (2^m + 63 + v0) - (2^m + 63 - v1) = v0 + v1        exact
 #pragma once
@@ -40,8 +41,8 @@ struct Table {
   static constexpr int entries = 1 << index_bits;
   static constexpr int entry_bytes = lattice ? 8 : integers ? width : width == 1 ? 4 : width * 2;
   static constexpr int book_stride = entry_bytes * Plan::replicas;
-  static constexpr int books = Plan::stages + (lattice ? 1 : 0);  // E8P: and the flips of signs
-  // Books lie interleaved if their copies fill all banks and each has a place, else one after the other.
+  static constexpr int books = Plan::num_codebooks + (lattice ? 1 : 0);  // E8P: and the flips of signs
+  // Tables are interleaved if their copies fill all banks and each has a place, else contiguous.
   static constexpr bool interleaved = book_stride >= 128 && Plan::interleaved >= books;
   static constexpr int entry_stride = book_stride * (interleaved ? Plan::interleaved : 1);
   static constexpr int book_bytes = interleaved ? book_stride : book_stride * entries;
@@ -56,11 +57,11 @@ struct Table {
   };
   using RowCodes = typename OfRow<nested, width>::Kind;
 
-  // Bytes of the codes of a second pass in a row.
+  // Bytes of the residual codes of a row.
   __device__ static int64_t second_stream(int columns) { return (int64_t(columns) * Plan::second_bits + 7) / 8; }
 
-  // Where dynamic shared memory begins, and the tables with it: a constant costs nothing in an address. In a cluster the
-  // highest byte says which block's memory it is, and `copy` has that byte.
+  // First address of dynamic shared memory and of the tables: as a constant it costs no instruction. In a cluster, the
+  // highest byte of an address is the rank of the block, and `copy` contains it.
 #if __CUDA_ARCH__ >= 900
   static constexpr uint32_t first = 1024;
 #else
@@ -70,7 +71,7 @@ struct Table {
   uint32_t copy;  // bytes from an entry to this lane's copy
   const uint16_t* stored;  // or int8
   float factor = 1.0f;           // of all weights
-  uint32_t ratio[Plan::stages];  // E8P: of a stage to the first, twice
+  uint32_t ratio[Plan::num_codebooks];  // E8P: of a stage to the first, twice
 
   __device__ Table(const uint16_t* codebook, char* shared, int lane)
       : copy(lane % Plan::replicas * entry_bytes), stored(codebook) {
@@ -80,7 +81,7 @@ struct Table {
     if constexpr (lattice) {
       factor = half_to_float(stored[256 * 8]);
 #pragma unroll
-      for (int stage = 0; stage < Plan::stages; ++stage) {
+      for (int stage = 0; stage < Plan::num_codebooks; ++stage) {
         const float size = half_to_float(stored[stage * stored_numbers + 256 * 8]) / factor;
         ratio[stage] = pack_pair<Plan::dtype>(size, size);
       }
@@ -91,7 +92,7 @@ struct Table {
   static constexpr int most = lattice ? 2 : entry_bytes < 8 ? 8 : 64 / entry_bytes;
   static constexpr int batch = (count + Plan::threads - 1) / Plan::threads < most
                                    ? (count + Plan::threads - 1) / Plan::threads
-                                   : most;  // entries that a thread asks for at a time
+                                   : most;  // entries that a thread has in flight
   using Batch = uint32_t[batch][entry_bytes / 4];
 
   // All threads of the block; __syncthreads() is left to the caller.
@@ -116,11 +117,11 @@ struct Table {
     }
   }
 
-  // Weights 8 j .. 8 j + 7 of what a lane has of a row, before scales, two to a register.
-  __device__ void eight(const RowCodes (&codes)[Plan::stages], int j, uint32_t (&weight)[4]) const {
+  // Weights 8 j .. 8 j + 7 of a lane's part of a row, before scaling, two per register.
+  __device__ void eight(const RowCodes (&codes)[Plan::num_codebooks], int j, uint32_t (&weight)[4]) const {
     constexpr int together = integers ? 2 : 1;
 #pragma unroll
-    for (int stage = 0; stage < Plan::stages; stage += together) {
+    for (int stage = 0; stage < Plan::num_codebooks; stage += together) {
       uint32_t part[4];
       if constexpr (integers) {
         integer_eight(stage, codes, j, part);
@@ -169,7 +170,7 @@ struct Table {
     for (int k = 0; k < batch; ++k) {
       const int i = begin + k * Plan::threads, index = i % entries, book = i / entries;
       if (i >= count) break;
-      if (lattice && book == Plan::stages)
+      if (lattice && book == Plan::num_codebooks)
         flips(index, one[k]);
       else
         entry(book, index, one[k]);
@@ -194,7 +195,7 @@ struct Table {
     }
   }
 
-  // Entry `index` as it is in the table: `fused` entries of the codebook, in the dtype of the products.
+  // Entry `index` of the table: `fused` entries of the codebook, in the dtype of the products.
   __device__ void entry(int stage, int index, uint32_t (&word)[entry_bytes / 4]) const {
     const uint16_t* book = stored + stage * stored_numbers;
     if constexpr (lattice) {
@@ -236,7 +237,7 @@ struct Table {
     return stage % 2 ? four ^ 0x3f3f3f3f : (four ^ 0x40404040) - 0x01010101;
   }
 
-  // What the upper byte of an E8P code does to a pattern.
+  // Sign flips that the upper byte of an E8P code applies to a pattern.
   __device__ static void flips(int signs, uint32_t (&word)[entry_bytes / 4]) {
     const uint32_t all = (signs & 127) | (__popc(signs & 127) & 1) << 7;
 #pragma unroll
@@ -291,7 +292,7 @@ struct Table {
   }
 
   // Integers of two stages, or of the last one.
-  __device__ void integer_eight(int stage, const RowCodes (&codes)[Plan::stages], int j, uint32_t (&weight)[4]) const {
+  __device__ void integer_eight(int stage, const RowCodes (&codes)[Plan::num_codebooks], int j, uint32_t (&weight)[4]) const {
     constexpr int each = width < 8 ? 4 : 8;
     constexpr uint32_t minus_one = Plan::dtype == Dtype::FLOAT16 ? 0xbc00bc00 : 0xbf80bf80;
 #pragma unroll
@@ -299,10 +300,10 @@ struct Table {
       const int at = 8 * j + i * each;
       uint32_t even[each / 4], odd[each / 4];
       look_up<each>(stage, codes[stage], at / width, at % width, even);
-      if (stage + 1 < Plan::stages) look_up<each>(stage + 1, codes[stage + 1], at / width, at % width, odd);
+      if (stage + 1 < Plan::num_codebooks) look_up<each>(stage + 1, codes[stage + 1], at / width, at % width, odd);
 #pragma unroll
       for (int c = 0; c < each / 2; ++c) {
-        const uint32_t bytes = c % 2 ? 0x4342 : 0x4140, none = stage + 1 == Plan::stages;
+        const uint32_t bytes = c % 2 ? 0x4342 : 0x4140, none = stage + 1 == Plan::num_codebooks;
         weight[i * each / 2 + c] = multiply_add<Plan::dtype>(
             __byte_perm(none ? 0x3f3f3f3f : odd[c / 2], exponent, bytes), minus_one,
             __byte_perm(even[c / 2], exponent, bytes));
@@ -321,7 +322,7 @@ struct Table {
     flip[0] = flip[1] = address(codes, 16 * j + 8);
 #else
     load_shared<8>(address(codes, 16 * j) + stage * book_bytes, pattern);
-    load_shared<8>(address(codes, 16 * j + 8) + Plan::stages * book_bytes, flip);
+    load_shared<8>(address(codes, 16 * j + 8) + Plan::num_codebooks * book_bytes, flip);
 #endif
 #pragma unroll
     for (int i = 0; i < 4; ++i)

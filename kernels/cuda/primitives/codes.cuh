@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of 1 to 16 bits, from the dense little-endian stream of a row (hf_vq/formats/packing.py).
+// Unpacking of codes of 1 to 16 bits from the dense little-endian stream of a row (hf_vq/formats/packing.py).
 //
 //     word 0: c3[1:0] c2 c1 c0    word 1: c6[..] c5 c4 c3[9:2] ...         10 bits
 //
-// A thread reads the codes of one unit of weights, side by side at any bit, by whole aligned words and one
-// funnel shift for each; a shift by constants then takes every code out of registers.
+// A thread loads the contiguous codes of one unit of weights, which may begin at any bit: whole aligned words, one
+// funnel shift for each, then a shift by a constant per code.
 #pragma once
 #include "primitives/numbers.cuh"
 
@@ -31,7 +31,7 @@ template <int Bits, int Count> struct Codes {
     static_assert(Bits * Count % 32 == 0 && words * 4 % Bytes == 0, "whole words");
 #pragma unroll
 #if WITHOUT_CODES
-    for (int k = 0; k < words; ++k) {  // as good as random, so that lookups meet in banks
+    for (int k = 0; k < words; ++k) {  // pseudo-random, so that lookups have bank conflicts
       const uint32_t at = uint32_t(size_t(from) / 4 + k) * 2654435761u;
       word[k] = at ^ at >> 15;
     }
@@ -67,7 +67,7 @@ template <int First, int Second, int Count> struct NestedCodes {
     first.template load_aligned<Bytes, Line>(from);
   }
 
-  // Of 4 + 4 bits: the word of four codes, as bytes, in which the one at bit `at` is.
+  // 4 + 4 bits: the word of four byte-wide codes that contains the code at bit `at`.
   //
   //     first  h7 h6 .. h1 h0    second  l7 l6 .. l1 l0    ->    h6 l6 h4 l4 h2 l2 h0 l0  or  h7 l7 h5 l5 h3 l3 h1 l1
   __device__ uint32_t bytes_of(int at) const {
@@ -76,7 +76,7 @@ template <int First, int Second, int Count> struct NestedCodes {
     return (high << 4 & 0xf0f0f0f0) | (low & 0x0f0f0f0f);
   }
 
-  // As of `Codes`, `at` counting bits of whole codes.
+  // Same as in `Codes`; `at` counts bits of both codes together.
   template <int Width, int Factor> __device__ uint32_t field(int at) const {
     const int i = at / (First + Second);
     return first.template field<First, (Factor << Second)>(i * First) |

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of 128 numbers rotated in registers: y = (x * s) H_128 / sqrt(128).
+// Hadamard blocks of 128 numbers in registers: y = (x * s) H_128 / sqrt(128).
 //
-// Four lanes have a block: lane 4 g + t numbers 32 t .. of block g. H_128 is one matrix of 2 x 2 for each bit of a
-// number's place:
+// Four lanes own a block: lane 4 g + t has numbers 32 t .. of block g. H_128 is a product of one 2 x 2 matrix per bit of
+// the position of a number:
 //
 //     bit     6 5     4 . . . 0             bits 0, 4, 5 and 6 are H_16: a product on tensor cores,
-//            lane t   place in the lane     whose sums lie as its factor did;
+//            lane t   place in the lane     whose sums are in the lanes of its input;
 //                                           bits 1, 2 and 3 are sums and differences of a lane's registers
 //
 // All sums are float32.

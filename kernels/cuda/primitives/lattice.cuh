@@ -3,8 +3,8 @@
 //
 //     entry[c] = (-1)^(sign bit c) pattern[code & 255][c] +- shift
 //
-// The sign of coordinate 7 makes the sum of the entry even. What the pattern itself contributes to that parity is
-// kept in the sign bit of its coordinate 7, in shared memory: a code then needs one load of 16 bytes.
+// The sign of coordinate 7 makes the sum of the entry even. The parity of the pattern itself is stored in the sign bit
+// of its coordinate 7 in shared memory: a code then needs one load of 16 bytes.
 #pragma once
 #include "primitives/numbers.cuh"
 

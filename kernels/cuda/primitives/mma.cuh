@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products on tensor cores: of 16-bit floats with sums in float32, and of bytes with sums in 32 bits.
+// Warp-level MMA: 16-bit floats with float32 accumulators, and int8 with int32 accumulators.
 #pragma once
 #include "primitives/numbers.cuh"
 
@@ -9,7 +9,7 @@
 //     a2, a3 = the same at k = 2t + 8, 2t + 9        b1 = k = 2t + 8, 2t + 9
 //     d[0], d[1] = row g, columns 2t, 2t + 1         d[2], d[3] = row g + 8
 //
-// Which column of W is called k does not matter, as long as a and b agree.
+// The order of the columns of W along k is free, as long as a and b agree.
 template <Dtype D>
 __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                            uint32_t b1) {
@@ -59,5 +59,5 @@ template <Dtype D> __device__ inline uint32_t add_pair(uint32_t a, uint32_t b) {
 
 // Two products at once.
 template <Dtype D> __device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
-  return multiply_add<D>(a, b, 0x80008000u);  // -0: what is added to any zero and leaves it as it is
+  return multiply_add<D>(a, b, 0x80008000u);  // -0, the neutral element of addition, also for zeros
 }

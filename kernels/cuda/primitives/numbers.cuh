@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names of a plan's values, fixed-width integers, and floats as fp16, bf16 or fp32 in memory.
+// Enumerations of plans, fixed-width integers, and loads and stores of fp16, bf16 and fp32.
 //
 // NVRTC brings no headers and none is needed: a half is 16 bits, and PTX converts.
 #pragma once
@@ -10,7 +10,7 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 
 enum class Dtype { FLOAT32, FLOAT16, BFLOAT16 };
-enum class Scope { SHARED, TILE, E8P };  // who shares a codebook: all weights, a tile; or it is the lattice
+enum class Scope { SHARED, TILE, E8P };  // weights that share a codebook: all, a tile; or the E8P lattice
 enum class Mask { NONE, BOOL, FLOAT32, FLOAT16, BFLOAT16 };  // of attention; none is causal
 enum class Source { TOKENS, NORM, GATED };  // of inputs that are rounded: memory, RMSNorm, SiLU of one times another
 
@@ -115,7 +115,7 @@ template <int Bytes, bool Line = false> __device__ inline void stream_words(cons
 // To the L2 cache.
 __device__ inline void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-// Words of shared memory at an address of its own space. Volatile: not before the barrier that they wait for.
+// Load words from shared memory; the address is in the shared state space. Volatile: not moved before a barrier.
 template <int Bytes> __device__ inline void load_shared(uint32_t from, uint32_t* word) {
   if constexpr (Bytes == 4) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[0]) : "r"(from));
@@ -129,7 +129,7 @@ template <int Bytes> __device__ inline void load_shared(uint32_t from, uint32_t*
   }
 }
 
-// Four numbers to shared memory, at an address of its own space.
+// Store four numbers to shared memory; the address is in the shared state space.
 __device__ inline void store_shared(uint32_t to, const float (&value)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(value[0]), "f"(value[1]), "f"(value[2]),
                "f"(value[3])
@@ -150,7 +150,8 @@ __device__ inline void store_byte(uint32_t to, char value) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(int(value)) : "memory");
 }
 
-// `bytes` (4, or 0: zeros) of global memory to 4 bytes of shared memory, at an address of its own space, without a wait.
+// Copy `bytes` (4, or 0: zeros) of global memory to 4 bytes of shared memory, asynchronously; `to` is an address in the
+// shared state space.
 __device__ inline void copy_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -163,10 +164,10 @@ template <int Bytes> __device__ inline void copy_piece(uint32_t to, const void* 
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(Bytes) : "memory");
 }
 
-// What was copied since the last group is one.
+// Close a group: the copies since the last one.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all that this thread copied is there.
+// Wait for all copies of this thread.
 __device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Until at most `Left` groups of this thread are not complete.

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of a warpgroup (PTX: wgmma.mma_async, sm_90a only), and what brings their factors to shared memory.
+// Warpgroup MMA (PTX: wgmma.mma_async, sm_90a only), with bulk copies and barriers for its operands.
 //
 //     d[64 x N] += a[64 x 16] b[16 x N]        16-bit floats, sums in float32
-//     d[64 x N] += a[64 x 32] b[32 x N]        bytes, sums in 32 bits: two in the place of each number of 16 bits
+//     d[64 x N] += a[64 x 32] b[32 x N]        bytes, sums in 32 bits: two bytes in place of each 16-bit number
 //
 // Warp w of four has rows 16 w .. 16 w + 15 of a and d, both in registers: a as in mma.cuh, and of d, in lane 4 g + t,
 //
 //     d[4 i], d[4 i + 1] = row g, columns 8 i + 2 t, 8 i + 2 t + 1         d[4 i + 2], d[4 i + 3] = row g + 8
 //
-// b lies in shared memory: 128 bytes for each of N columns, which are 64 numbers along k in pieces of 16 bytes, piece p
-// of column n at place p ^ n % 8 (the 128-byte swizzle), the first column at a multiple of 1024.
+// b is in shared memory: 128 bytes for each of N columns, 64 numbers along k in pieces of 16 bytes. Piece p of column n
+// is at place p ^ n % 8 (128-byte swizzle), and the first column at a multiple of 1024 bytes.
 #pragma once
 #include "primitives/numbers.cuh"
 
@@ -23,12 +23,12 @@ template <int Left> __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
 }
 
-// A fragment is made here, not later, where products run: the assembler would run these one by one.
+// Force a fragment to be complete here. If it is completed between products, the assembler serializes them.
 __device__ inline void made(uint32_t (&a)[4]) {
   asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
 }
 
-// Of b at a multiple of 32 bytes in the first 128 of its tile.
+// Descriptor of b, at a multiple of 32 bytes in the first 128 bytes of its tile.
 __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
 }
@@ -66,7 +66,7 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
                : SUMS_##COUNT(0)                                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// One product of k16; `d` and `a` must be left alone until it was waited for.
+// One product of k16; `d` and `a` must not be accessed before its wait.
 template <Dtype D, int N>
 __device__ inline void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
 #if WITHOUT_PRODUCTS
@@ -107,7 +107,7 @@ __device__ inline void barrier_invalidate(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// After `barrier_init`, before the blocks of the cluster meet.
+// Called after `barrier_init`, before the cluster barrier.
 __device__ inline void barriers_are_set() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
@@ -128,7 +128,7 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// `bytes` (a multiple of 16) from global to shared memory, told to `barrier`.
+// Bulk copy of `bytes` (a multiple of 16) from global to shared memory; completion is signalled on `barrier`.
 __device__ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
@@ -150,7 +150,7 @@ __device__ inline void wait_for_warps(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-// Four numbers to the same address in block `rank` of the cluster, told to the barrier with the same address there.
+// Send four numbers to the same address in block `rank` of the cluster; completion is signalled on the barrier there.
 __device__ inline void send(uint32_t to, const float* value, uint32_t barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %1;\nmapa.shared::cluster.u32 told, %2, %1;\n"

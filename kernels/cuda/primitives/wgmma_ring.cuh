@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What blocks of linear_wgmma.cu and of w4a8_wgmma.cu have in common: their tiles, and the ring through which x comes. The including
-// file says first
+// Ring of shared memory buffers for x, and tiles of blocks, of linear_wgmma.cu and w4a8_wgmma.cu.
 //
-//     columns_of_slot   columns of x in a slot, 128 bytes for each token
-//     chunk             columns that a warp takes of W at a time, whole slots
-//     first_byte        where the ring begins, as an address within the block's memory, a multiple of 1024
-//     origin            such an address of the memory that is asked for at the launch
-//     split             blocks of a cluster that share columns
-//     teams             warpgroups that have the same rows, and take chunks in turn
+// The including file defines first:
+//
+//     columns_of_slot   columns of x in a buffer, 128 bytes for each token
+//     chunk             columns of W that a warp loads in one iteration, whole buffers
+//     first_byte        address of the ring within the memory of the block, a multiple of 1024
+//     origin            address of the dynamic shared memory within the memory of the block
+//     split             blocks of a cluster that split the columns
+//     teams             warpgroups that share rows and take chunks round-robin
 #pragma once
 #include "plan.cuh"
 #include "primitives/numbers.cuh"
@@ -15,29 +16,29 @@
 #include "primitives/wgmma.cuh"
 
 constexpr int slots = chunk / columns_of_slot;
-constexpr int warpgroups = Plan::threads / 128 - 1, math_threads = 128 * warpgroups;  // and one that reads x
+constexpr int warpgroups = Plan::threads / 128 - 1, math_threads = 128 * warpgroups;  // plus one producer
 constexpr int tile_rows = 64 * warpgroups / teams, tile_tokens = Plan::token_tile;
 constexpr int slot_bytes = tile_tokens * 128;
-// Where columns are split: sums of tokens 8 i .. are added by block i % split, which gets them from all.
+// Split columns: block i % split receives the sums of tokens 8 i .. from all blocks and adds them.
 constexpr int added = (tile_tokens / 8 + split - 1) / split;
-constexpr uint32_t meeting = first_byte + Plan::depth * slot_bytes;
-constexpr uint32_t barriers = meeting + (split > 1 ? added * split * math_threads * 16 : 0);  // full and empty
-constexpr uint32_t all_met = barriers + Plan::depth * 16;
+constexpr uint32_t partial_sums = first_byte + Plan::x_stages * slot_bytes;
+constexpr uint32_t barriers = partial_sums + (split > 1 ? added * split * math_threads * 16 : 0);  // full and empty
+constexpr uint32_t sums_barrier = barriers + Plan::x_stages * 16;
 
-// A block's registers go to those that multiply, in eights.
-constexpr int at_launch = 65536 / (Plan::resident * Plan::threads) / 8 * 8, producer_registers = 24;
+// Registers of a block move from the producer to the consumer warpgroups, in multiples of 8.
+constexpr int at_launch = 65536 / (Plan::blocks_per_sm * Plan::threads) / 8 * 8, producer_registers = 24;
 constexpr int spared = (at_launch * (warpgroups + 1) - producer_registers) / warpgroups / 8 * 8;
 constexpr int math_registers = spared < 240 ? spared : 240;
 
-static_assert(Plan::steps * slots % 2 == 0, "two buffers of registers take turns, around the loop too");
+static_assert(Plan::pipeline_depth * slots % 2 == 0, "two buffers of registers take turns, around the loop too");
 static_assert(warpgroups % teams == 0, "teams of one size");
 
-// What a block does: rows, tokens, and its share of the columns in chunks.
+// Work item of a block: first row, first token, and its range of chunks.
 struct Work {
   int row, token, begin, end;
 
   __device__ Work(int tokens, int chunks, int item, int rank) {
-    const int across = (tokens + tile_tokens - 1) / tile_tokens;  // neighbours have the same codes
+    const int across = (tokens + tile_tokens - 1) / tile_tokens;  // adjacent items share codes
     const int part = (chunks + split - 1) / split;
     row = item / across * tile_rows;
     token = item % across * tile_tokens;
@@ -49,7 +50,7 @@ struct Work {
   }
 };
 
-// Slots in turn, and the parity of their phases.
+// Round-robin over the buffers, with the parity of their phases.
 struct Turn {
   uint32_t block;  // the highest byte of addresses in its memory
   int slot = 0;
@@ -60,21 +61,21 @@ struct Turn {
   __device__ uint32_t empty() const { return full() + 8; }
   __device__ uint32_t address() const { return block + first_byte + slot * slot_bytes; }
   __device__ void next() {
-    if (++slot == Plan::depth) slot = 0, parity ^= 1;
+    if (++slot == Plan::x_stages) slot = 0, parity ^= 1;
   }
   // At most as many as there are.
   __device__ void pass(int count) {
     slot += count;
-    if (slot >= Plan::depth) slot -= Plan::depth, parity ^= 1;
+    if (slot >= Plan::x_stages) slot -= Plan::x_stages, parity ^= 1;
   }
   // Any number.
   __device__ void skip(int count) {
     slot += count;
-    parity ^= slot / Plan::depth & 1, slot %= Plan::depth;
+    parity ^= slot / Plan::x_stages & 1, slot %= Plan::x_stages;
   }
 };
 
-// By one thread, before the blocks of the cluster meet.
+// Called by one thread, before the cluster barrier.
 __device__ inline void set_barriers(const char* shared, int rank) {
 #pragma unroll 1
   for (Turn turn(shared); turn.parity == 0; turn.next()) {
@@ -82,7 +83,7 @@ __device__ inline void set_barriers(const char* shared, int rank) {
     barrier_init(turn.empty(), 4 * warpgroups / teams);
   }
   if constexpr (split > 1) {
-    const uint32_t met = Turn(shared).block + all_met;
+    const uint32_t met = Turn(shared).block + sums_barrier;
     const int mine = (tile_tokens / 8 - rank + split - 1) / split;
     barrier_init(met, 1);
     barrier_expect(met, mine * split * math_threads * 16);

@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + bias for up to 16 tokens, W as VPTQ publishes it: no dense weight exists anywhere.
+// y = W x + bias for up to 16 tokens, from published VPTQ codes; no dense weight is ever stored.
 //
 //     y[m, i v + r] = sum_c (book[main(i, c)] + rest[residual(i, c)])[r] x'[m, c] + outliers + <b, x> + bias
 //
-// vptq_inputs.cu makes x'. A block has `row_vectors` rows of vectors, its warps share their columns. A lane looks up one
-// column of 32 at a time, which gives v neighbouring rows, and leaves them in memory of its warp: a line of 16 bytes is a
-// row of an 8 x 8 matrix there, that ldmatrix turns into the factor of a product of tensor cores.
+// vptq_inputs.cu makes x'. Tile of a block: `row_vectors` vectors of v rows; its warps split the columns. A lane looks up
+// one of 32 columns per iteration, which gives v adjacent rows, and writes them to shared memory of its warp. A line of
+// 16 bytes is a row of an 8 x 8 matrix there, which ldmatrix turns into an MMA operand:
 //
 //     lookup      lane = column, 8 rows       |c0: r0 .. r7|c1: r0 .. r7|..        16 bytes each
 //     ldmatrix    lane = row, 2 columns       transposed
 //     mma         [16 tokens x 16 columns] [16 columns x 8 rows]
 //
-// Bytes: codes once, x' once for every block (from L2). With 65536 entries the codebook is 1 MB and lies in L2: a sector
-// of 32 bytes for every code, which bounds it. Smaller codebooks are copied to shared memory. Sums are float32; warps add
-// theirs in order. Where registers suffice, lanes beyond the last column look up too: without a branch, lookups of several
-// steps are on their way. They multiply zeros with some entries, all of which have to be finite.
+// Sums are float32; warps add theirs in order. If registers suffice, lanes beyond the last column look up as well:
+// without a branch, the lookups of several steps are in flight. They multiply zeros by arbitrary entries, so all entries
+// have to be finite.
+//
+// Bytes: codes once, x' once per block (from L2).
+// Bottleneck: with 65536 entries the codebook is 1 MB in L2, one sector of 32 bytes per code. Smaller codebooks are
+// copied to shared memory.
 #include "primitives/mma.cuh"
 #include "primitives/pdl.cuh"
 #include "vptq/vptq.cuh"
@@ -89,7 +92,7 @@ __device__ inline void copy_book(char* to, const char* from, int bytes) {
     *reinterpret_cast<uint32_t*>(to + at) = __ldg(reinterpret_cast<const uint32_t*>(from + at));
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) vptq(const Arguments a) {
   extern __shared__ __align__(16) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int vectors = (a.rows + v - 1) / v, first = blockIdx.x * R;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// VPTQ's codes and entries (hf_vq/formats/published/vptq.py draws the format): an entry is `v` rows of one column.
+// Codes and entries of VPTQ (hf_vq/formats/published/vptq.py draws the format): an entry is `v` rows of one column.
 //
 //     stream of a row of vectors    | main, residual of column 0 | of column 1 | ..        bits = main + residual
 //     entry                         book[main] + residual book[residual]                   rounded once to Plan::dtype
 //
-// A code that its codebook does not have counts as the last one: no bits address beyond it.
+// A code beyond the codebook is clamped to the last entry: no bits address memory outside of it.
 #pragma once
 #include "plan.cuh"
 #include "primitives/codes.cuh"

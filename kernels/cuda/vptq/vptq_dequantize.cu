@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a matrix as VPTQ publishes it, dense, for products with many tokens:
+// Published VPTQ codes to a dense matrix, for products with many tokens:
 //
 //     W[i v + r, j] = (book[main(i, c)] + rest[residual(i, c)])[r] * s[j] + b[j]        c = place[j]
 //
-// A block has one row of vectors. A thread has Plan::each neighbouring columns j at a time, whose codes lie where the order
-// of columns says: they are read from L1 after the first. A warp stores whole lines of each of the v rows.
+// Tile of a block: one vector of v rows. A thread decodes Plan::each adjacent columns j per iteration. Their codes are at
+// the permuted columns c, which come from L1 after the first access. A warp stores whole lines of each of the v rows.
 //
-// Bytes: the rows once, codes once, entries from L2. Bound by writing the rows, and by L2 where the codebook has 65536
-// entries. Sums and products are float32 in the order of the formula and rounded one by one: as the reference does it.
+// Bytes: the rows once, codes once, entries from L2.
+// Bottleneck: writing the rows; L2 if the codebook has 65536 entries. Sums and products are float32, in the order of the
+// formula and rounded one by one, like the reference.
 #include "vptq/vptq.cuh"
 
 struct Arguments {
@@ -72,7 +73,7 @@ __device__ inline void decode_columns(const Arguments& a, int i, int j, int vect
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq_dequantize(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) vptq_dequantize(const Arguments a) {
   const int vectors = (a.rows + v - 1) / v, i = a.first + blockIdx.x;
   const int64_t stream_words = (int64_t(a.columns) * code_bits + 31) / 32;
   for (int j = threadIdx.x * each; j < a.in; j += Plan::threads * each) decode_columns(a, i, j, vectors, stream_words);

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inputs of vptq.cu. With W[:, p[c]] = S[:, c] s[p[c]] + b[p[c]], all but S is a matter of x:
+// Inputs of vptq.cu. With W[:, p[c]] = S[:, c] s[p[c]] + b[p[c]], only S depends on the codes:
 //
 //     y = S x' + <b, x>        x'[c] = s[p[c]] x[p[c]]
 //
-// A block has one token. x' is rounded to the dtype of the codebooks; for float16 it is moved before by a power of two,
-// so that its largest number has 2^9: neither large nor small columns leave the range. Its order is that of the fragments
-// of tensor cores: of column c of a group, with `unit` columns to a lane,
+// A block owns one token. x' is rounded to the dtype of the codebooks; for float16 it is first scaled by a power of two
+// that brings its largest number to 2^9, so that neither large nor small columns leave the range. x' is in fragment
+// order: for column c of a group, with `unit` columns per lane,
 //
 //     chunk = c / (32 unit)   lane l = c / unit % 32   step = c % unit   half = l / 16   k = l % 16
 //     x' -> [groups][chunks][unit][2 halves][32 lanes (token % 8, k % 8 / 2)][k / 8][token / 8][k % 2]
 //
-// Columns that fill up the last chunk are zeros, and so is the place of token m + 8 beside that of m where there is none.
-// Bytes: x, scales and offsets once, x' once. Bound by latency.
+// The padding columns of the last chunk are zeros, and so is the place of token m + 8 if that token does not exist.
+//
+// Bytes: x, scales and offsets once, x' once. Bottleneck: latency.
 #include "plan.cuh"
 #include "primitives/numbers.cuh"
 #include "primitives/pdl.cuh"
@@ -41,7 +42,7 @@ template <Dtype D> __device__ inline float number(const char* from, int i) {
 
 __device__ inline float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) vptq_inputs(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) vptq_inputs(const Arguments a) {
   __shared__ float most_of[warps], sum_of[warps];
   let_next_grid_begin();
   const int token = blockIdx.x;

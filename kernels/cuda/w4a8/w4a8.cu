@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + b with W of 4 bits and x of 8, as one product of integers (QServe, section 5.2).
+// y = W x + b with 4-bit W and 8-bit x, as an integer product for few tokens (QServe, section 5.2).
 //
-//     y[m, o] = (sum_k w[o, k] numbers[m, k]) scale[o] size[m] + bias[o]         w, and what follows a sum: w4a8.cuh
+//     y[m, o] = (sum_k w[o, k] numbers[m, k]) scale[o] size[m] + bias[o]         w and the epilogue: w4a8.cuh
 //
-// A warp multiplies row_tiles x 16 rows with token_tiles x 8 tokens, 128 columns at a time: a lane reads 16 bytes of codes
-// of each of its rows, which become fragments in registers, and 16 bytes of x for two products. Rows of a lane are
-// neighbours, the two halves of a word of y.
+// Tile of a warp: row_tiles x 16 rows times token_tiles x 8 tokens, 128 columns per iteration. A lane loads 16 bytes of
+// codes of each of its rows, which become fragments in registers, and 16 bytes of x for two products. The rows of a lane
+// are adjacent, the two halves of a word of y.
 //
-//     team of `split` warps     +---------+---------+---------+---------+
+//     team of `split_k_warps`   +---------+---------+---------+---------+
 //     row_tiles x 16 rows       | warp 0  | warp 1  | warp 2  | warp 3  |     whole chunks of 128 columns each
 //                               +---------+---------+---------+---------+
-//     their sums meet in shared memory; those of integers do not depend on the order
+//     partial sums are added in shared memory; integer sums do not depend on the order
 //
-// Codes of `steps` chunks are on their way at a time; steps and zeros of a block's rows lie in shared memory. x comes
-// through L1, in the order of w4a8_inputs.cu. One token (`alone`) lies in shared memory: a block copies it there, or rounds
-// it for itself (`rounds`), while its codes are on their way. Bytes: codes once for every token_tiles x 8 tokens, x once
-// for every row (from L1, or from L2 for every block). Bound by DRAM for few tokens, by tensor cores and by reading x for
-// many.
+// A warp has codes of `pipeline_depth` chunks in flight. Steps and zeros of the block's rows are in shared memory. x is
+// read through L1, in the order of w4a8_inputs.cu. A single token (`single`) is in shared memory: the block copies it, or
+// quantizes it itself (`rounds`) while its codes are in flight.
+//
+// Bytes: codes once per token_tiles x 8 tokens; x once per row (from L1, or from L2 per block).
+// Bottleneck: DRAM for few tokens; tensor cores and loads of x for many.
 #include "plan.cuh"
 #include "primitives/mma.cuh"
 #include "primitives/pdl.cuh"
@@ -36,7 +37,7 @@ struct Arguments {
   int tokens;
 };
 
-constexpr int columns = Plan::columns, warps = Plan::threads / 32, teams = warps / Plan::split;
+constexpr int columns = Plan::columns, warps = Plan::threads / 32, teams = warps / Plan::split_k_warps;
 constexpr int tile_rows = 16 * Plan::row_tiles * teams, tile_tokens = 8 * Plan::token_tiles;
 constexpr int fragments = teams * Plan::row_tiles * Plan::token_tiles;
 constexpr int groups = grouped ? columns / Plan::group : 0;  // of a row
@@ -45,24 +46,24 @@ constexpr int groups = grouped ? columns / Plan::group : 0;  // of a row
 constexpr int tokens_at = tile_rows * int(sizeof(Row));
 constexpr int grids_at = tokens_at + tile_tokens * int(sizeof(Token));
 constexpr int inputs_at = grids_at + 2 * tile_rows * groups;
-constexpr int rounding_at = inputs_at + (Plan::alone ? chunks * chunk : 0);
+constexpr int rounding_at = inputs_at + (Plan::single ? chunks * chunk : 0);
 constexpr int meeting_at = rounding_at + (Plan::rounds ? Rounding::shared_bytes : 0);
 
-static_assert(columns % 32 == 0 && warps % Plan::split == 0, "a lane has 32 columns");
-static_assert(Plan::alone ? Plan::token_tiles == 1 : !Plan::rounds, "one token has a place in every tile");
+static_assert(columns % 32 == 0 && warps % Plan::split_k_warps == 0, "a lane has 32 columns");
+static_assert(Plan::single ? Plan::token_tiles == 1 : !Plan::rounds, "one token has a place in every tile");
 
 // Codes of a lane in one chunk.
 struct Step {
   uint32_t word[Plan::row_tiles][2][4];
 };
 
-// Columns of a lane in a chunk. Beyond the last one it takes the last ones again: x is zero there.
+// Columns of a lane in a chunk. Lanes beyond the last column load the last ones again: x is zero there.
 __device__ inline int column_of(int at) {
   const int column = at * chunk + threadIdx.x % 4 * 32;
   return columns % chunk == 0 ? column : min(column, columns - 32);
 }
 
-// Where the rows of a lane begin.
+// Positions of the rows of a lane.
 struct Rows {
   const char* from[Plan::row_tiles][2];
 
@@ -121,7 +122,7 @@ __device__ inline void multiply(const Step& step, int at, const char* grids, con
 #pragma unroll
     for (int n = 0; n < Plan::token_tiles; ++n) {
       uint32_t word[4];
-      load_words<16>(x + ((n * chunks + at) * 2 + h) * (Plan::alone ? 64 : 512), word);
+      load_words<16>(x + ((n * chunks + at) * 2 + h) * (Plan::single ? 64 : 512), word);
 #pragma unroll
       for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -154,20 +155,20 @@ __device__ inline void store(const Arguments& a, int first_row, int first_token,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) w4a8(const Arguments a) {
   extern __shared__ __align__(16) char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % Plan::split;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % Plan::split_k_warps;
   const int across = (a.tokens + tile_tokens - 1) / tile_tokens;  // neighbours have the same codes
   const int first_row = blockIdx.x / across * tile_rows, begin_token = blockIdx.x % across * tile_tokens;
   // Plans have no larger tiles than there are tokens, rounded up to 8. The last tile ends where they end: what it has of
   // the tile before is multiplied again, and stored again: sums of integers, the same bits.
   const int first_token = Plan::token_tiles == 1 ? begin_token : min(begin_token, (a.tokens + 7) / 8 * 8 - tile_tokens);
-  const int in_block = warp / Plan::split * Plan::row_tiles * 16;
-  const int begin = part * chunks / Plan::split, end = (part + 1) * chunks / Plan::split;
+  const int in_block = warp / Plan::split_k_warps * Plan::row_tiles * 16;
+  const int begin = part * chunks / Plan::split_k_warps, end = (part + 1) * chunks / Plan::split_k_warps;
   const Rows codes(a, first_row + in_block);
-  Step next[Plan::steps];
+  Step next[Plan::pipeline_depth];
 #pragma unroll
-  for (int i = 0; i < Plan::steps; ++i)
+  for (int i = 0; i < Plan::pipeline_depth; ++i)
     if (begin + i < end) codes.load(begin + i, next[i]);
   Row* rows = reinterpret_cast<Row*>(shared);
   Token* token = reinterpret_cast<Token*>(shared + tokens_at);
@@ -181,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
   for (int i = threadIdx.x; i < tile_rows; i += Plan::threads)
     rows[i] = row_of(a.scale, a.zero, a.bias, min(first_row + i, a.rows - 1));
   char* inputs = shared + inputs_at;
-  const char* x = Plan::alone ? inputs + lane % 4 * 16 : a.x + int64_t(first_token / 8) * chunks * 1024 + lane * 16;
+  const char* x = Plan::single ? inputs + lane % 4 * 16 : a.x + int64_t(first_token / 8) * chunks * 1024 + lane * 16;
   if constexpr (Plan::rounds) {
     Rounding rounding;
     rounding.load(reinterpret_cast<const uint16_t*>(a.x));
@@ -190,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
     });
     if (threadIdx.x == 0) token[0] = only;
   } else {
-    if constexpr (Plan::alone) copy_bytes(inputs, a.x, chunks * chunk);
+    if constexpr (Plan::single) copy_bytes(inputs, a.x, chunks * chunk);
     for (int i = threadIdx.x; i < tile_tokens; i += Plan::threads)
       token[i] = a.token[min(first_token + i, a.tokens - 1)];
   }
@@ -199,34 +200,34 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
 
   Sums sums = {};
   const char* grids = shared + grids_at + in_block * groups;
-  for (int first = begin; first < end; first += Plan::steps) {
+  for (int first = begin; first < end; first += Plan::pipeline_depth) {
 #pragma unroll
-    for (int i = 0; i < Plan::steps; ++i) {
+    for (int i = 0; i < Plan::pipeline_depth; ++i) {
       const int at = first + i;
       if (at >= end) break;
       multiply(next[i], at, grids, x, sums);
-      if (at + Plan::steps < end) codes.load(at + Plan::steps, next[i]);
+      if (at + Plan::pipeline_depth < end) codes.load(at + Plan::pipeline_depth, next[i]);
     }
   }
 #pragma unroll
   for (int tile = 0; tile < Plan::row_tiles; ++tile)
 #pragma unroll
     for (int n = 0; n < Plan::token_tiles; ++n) {
-      const int fragment = (warp / Plan::split * Plan::row_tiles + tile) * Plan::token_tiles + n;
+      const int fragment = (warp / Plan::split_k_warps * Plan::row_tiles + tile) * Plan::token_tiles + n;
       const int(&sum)[4] = sums[tile][n];
-      if constexpr (Plan::split == 1)
+      if constexpr (Plan::split_k_warps == 1)
         store(a, first_row, first_token, fragment, rows, token, sum);
       else
-        *reinterpret_cast<int4*>(shared + meeting_at + ((fragment * Plan::split + part) * 32 + lane) * 16) =
+        *reinterpret_cast<int4*>(shared + meeting_at + ((fragment * Plan::split_k_warps + part) * 32 + lane) * 16) =
             make_int4(sum[0], sum[1], sum[2], sum[3]);
     }
-  if constexpr (Plan::split > 1) {
+  if constexpr (Plan::split_k_warps > 1) {
     __syncthreads();
     for (int fragment = warp; fragment < fragments; fragment += warps) {
       int sum[4] = {};
 #pragma unroll
-      for (int p = 0; p < Plan::split; ++p) {
-        const int4 of = *reinterpret_cast<int4*>(shared + meeting_at + ((fragment * Plan::split + p) * 32 + lane) * 16);
+      for (int p = 0; p < Plan::split_k_warps; ++p) {
+        const int4 of = *reinterpret_cast<int4*>(shared + meeting_at + ((fragment * Plan::split_k_warps + p) * 32 + lane) * 16);
         sum[0] += of.x, sum[1] += of.y, sum[2] += of.z, sum[3] += of.w;
       }
       store(a, first_row, first_token, fragment, rows, token, sum);

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights of 4 bits that tensor cores take as integers of 8, and what follows their sums (QServe, arXiv 2405.04532,
-// section 5.2; formats/qoq.py, ops/w4a8.py).
+// 4-bit weights as int8 operands of tensor cores, and the epilogue (QServe, arXiv 2405.04532, section 5.2;
+// formats/qoq.py, ops/w4a8.py).
 //
-// Columns are numbered so that nothing is exchanged between lanes. A lane has 32 neighbouring columns of a row, of 128;
-// eight of them are a word of codes, and two words of bytes, which are two fragments of a product over 32 columns:
+// Columns are numbered so that lanes exchange nothing. A lane has 32 adjacent columns of a row, of 128; eight of them are
+// a word of codes and two words of bytes, which are two fragments of a product over 32 columns:
 //
 //     codes   c7 c6 c5 c4 c3 c2 c1 c0     4 bits each
 //     even    c6    c4    c2    c0        k =      4 t ..  4 t + 3 of the product
 //     odd     c7    c5    c3    c1        k = 16 + 4 t .. 16 + 4 t + 3
 //
-// With groups, four codes are multiplied by their step, and their zero subtracted, in one operation of 32 bits: what is
-// added is 128 - zero, so that each byte is 128 + q step - zero, from 0 to 255 ("protective range"), and none carries.
-// Tensor cores multiply unsigned with signed bytes; 128 times the sum of a token's numbers is subtracted from the sum.
+// With groups, one 32-bit multiply-add applies the step and the zero of four codes. It adds 128 - zero, so that each byte
+// is 128 + q step - zero, from 0 to 255 ("protective range"), and none carries. Tensor cores multiply unsigned by signed
+// bytes; the epilogue subtracts 128 times the sum of the token's numbers.
 #pragma once
 #include "plan.cuh"
 #include "primitives/mma.cuh"
@@ -20,7 +20,7 @@
 constexpr bool grouped = Plan::group > 0;
 constexpr int chunk = 128;  // columns of four lanes
 
-// How the codes of a row become bytes, in one group.
+// Step and zero of one group of a row, applied to four codes at once.
 struct Grid {
   uint32_t step, offset;
 
@@ -34,14 +34,14 @@ struct Grid {
   }
 };
 
-// A token: what its integers are multiplied by, and their sum.
+// Scale of a token, and the sum of its integers.
 struct Token {
   float size;
   int sum;
 };
 
-// Of a row: its scale and bias, and what is subtracted: without groups its zero, which is `steps` scales where it is a whole
-// number of them, as that of a weight of ours.
+// Scale, bias and zero of a row (zero: without groups only). The zero is `steps` scales if it is a whole number of them,
+// which is true for weights that hf_vq quantized.
 struct Row {
   float scale, bias, zero;
   int steps;
@@ -103,7 +103,7 @@ __device__ inline void store_rows(uint16_t* y, int row, int rows, int first, int
   }
 }
 
-// Whether the zeros of two rows are whole numbers of scales, as far as that matters.
+// True if the zeros of two rows are whole numbers of scales, or are not used.
 __device__ inline bool are_whole(const Row& first, const Row& second) {
   return grouped || (first.steps != not_whole && second.steps != not_whole);
 }

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens as integers of 8 bits, in the order in which a product of w4a8.cu or w4a8_wgmma.cu reads them.
+// Tokens to int8 in the order in which w4a8.cu or w4a8_wgmma.cu reads them:
 //
 //     numbers[m, k] = round(x[m, k] / size[m])        size[m] = max |x[m]| / 127
 //
-//     x of Source     TOKENS    as it lies in memory
-//                     NORM      h / sqrt(mean(h^2) + eps) * weight          RMSNorm of h, as Llama has it
-//                     GATED     h / (1 + exp(-h)) * up                      what a gated MLP multiplies last
+//     x of Source     TOKENS    tokens in memory
+//                     NORM      h / sqrt(mean(h^2) + eps) * weight          RMSNorm of h (Llama)
+//                     GATED     h / (1 + exp(-h)) * up                      SiLU gate of an MLP
 //
-// A block has one token, or, of several in fragments, zeros that fill up the last eight. Columns are numbered as w4a8.cuh
-// draws; piece 2 t + h of a chunk is 16 columns of lane t, of which words 0 .. 3 are the even and odd columns of two octets:
+// A block owns one token, or zeros that pad the tokens to eight. Columns are numbered as w4a8.cuh draws. Piece 2 t + h of
+// a chunk is 16 columns of lane t, of which words 0 .. 3 are the even and odd columns of two octets:
 //
-//     fragments   [tokens / 8][chunks][h][lane 4 (m % 8) + t][16 bytes]          a lane reads its 16 bytes as they are
-//                 [chunks][h][t][16 bytes] of one token alone                    which all lanes of t read
-//     swizzled    [chunks][tokens, padded to 8][128 bytes], in 8 pieces:         as wgmma.cuh draws
+//     fragments   [tokens / 8][chunks][h][lane 4 (m % 8) + t][16 bytes]          a lane loads its 16 bytes directly
+//                 [chunks][h][t][16 bytes] of a single token                     all lanes of t read them
+//     swizzled    [chunks][tokens, padded to 8][128 bytes], in 8 pieces:         drawn in wgmma.cuh
 //                 word i of piece 2 t + h is word t of piece (4 h + i) ^ m % 8
 //
-// Bytes: what x is made of once, one byte for each number written; x itself stays in registers. Bound by memory.
+// Bytes: the source once, one byte per number written; x stays in registers. Bottleneck: DRAM.
 #include "primitives/pdl.cuh"
 #include "w4a8/w4a8_round.cuh"
 
@@ -37,7 +37,7 @@ template <class Map> __device__ inline uint32_t map_pair(uint32_t a, uint32_t b,
   return pack_pair<Plan::dtype>(map(first, with_first), map(second, with_second));
 }
 
-// Rounded where torch rounds: h / rms(h), and that times the weight. Sums of squares have an order of their own.
+// Rounded where torch rounds: h / rms(h), and that times the weight. The order of the sum of squares is not that of torch.
 __device__ inline void normalize(Rounding& h, const uint16_t* weight, float eps) {
   __shared__ float part[Rounding::warps];
   float sum = 0.0f;
@@ -71,7 +71,7 @@ __device__ inline void gate(Rounding& h, const uint16_t* up) {
   });
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8_inputs(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) w4a8_inputs(const Arguments a) {
   __shared__ __align__(16) char shared[Rounding::shared_bytes];
   const int m = blockIdx.x;
   const int64_t row = int64_t(m) * Plan::columns;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A token as integers of 8 bits and one scale (ops/w4a8.py: quantize_tokens), by all threads of a block, bit by bit the
-// same: numbers = round(x * 127 / max |x|).
+// 8-bit quantization of a token with one scale, by all threads of a block: numbers = round(x * 127 / max |x|). The
+// result is bitwise that of ops/w4a8.py, quantize_tokens.
 //
-// A thread has pieces of 16 neighbouring columns in registers, from one reading of x. Columns are put in the numbering
-// of w4a8.cuh: of eight the even ones, then the odd ones.
+// A thread loads pieces of 16 adjacent columns once and keeps them in registers. Columns are put in the numbering of
+// w4a8.cuh: of eight the even ones, then the odd ones.
 #pragma once
 #include "plan.cuh"
 #include "primitives/numbers.cuh"

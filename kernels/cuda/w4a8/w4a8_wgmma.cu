@@ -1,33 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + b with W of 4 bits and x of 8, as one product of integers, for many tokens on Hopper.
+// y = W x + b with 4-bit W and 8-bit x, as an integer product for many tokens on Hopper (QServe, section 5.2).
 //
-//     y[m, o] = (sum_k w[o, k] numbers[m, k]) scale[o] size[m] + bias[o]         w, and what follows a sum: w4a8.cuh
+//     y[m, o] = (sum_k w[o, k] numbers[m, k]) scale[o] size[m] + bias[o]         w and the epilogue: w4a8.cuh
 //
-// As linear_wgmma.cu, with bytes in the place of floats. A warpgroup multiplies 64 rows of W with `token_tile` tokens on tensor
-// cores. Codes become fragments in registers; numbers of x come through shared memory, where a producer puts 128 columns at
-// a time, swizzled as w4a8_inputs.cu wrote them:
+// Structure of linear_wgmma.cu, with bytes instead of floats. Tile of a consumer warpgroup: 64 rows of W times
+// `token_tile` tokens. Codes become A fragments in registers. x comes through shared memory: a producer warp loads 128
+// columns per buffer, swizzled as w4a8_inputs.cu wrote them:
 //
-//     producer (one lane)   [x 128 columns][x next 128]..      ring of `depth` slots, token_tile x 128 bytes each
-//     warpgroup 0           |128 columns|128 columns| ..       while tensor cores multiply, a lane decodes what they
-//     warpgroup 1             |128 columns|128 columns| ..     multiply after the next product
+//     producer (one lane)   [x 128 columns][x next 128]..      ring of `x_stages` buffers, token_tile x 128 bytes each
+//     warpgroup 0           |128 columns|128 columns| ..       while tensor cores multiply, a lane decodes the fragments
+//     warpgroup 1             |128 columns|128 columns| ..     of the product after the next one
 //
-// or, where a block has too few rows for that, two or three teams:
+// If a block has too few rows for that, two or three warpgroups split the columns (`split_k_warpgroups`):
 //
 //     warpgroup 0           |chunk 0|       |chunk 2| ..       the same rows; sums are added at the end
 //     warpgroup 1               |chunk 1|       |chunk 3| ..
 //
-// Bytes: codes once for every token_tile tokens, x once for every tile of rows, both mostly from L2. A product of
-// 64 x token_tile x 32 takes token_tile / 2 cycles of tensor cores, of which a multiprocessor has one set; its weights take
-// 6 instructions of each lane, 10 with groups. The assembler runs products one by one, which nearly doubles the time, unless
-// it sees that warps of a warpgroup do the same and that fragments are made before products: hence `warp`, shuffled, and
-// `made`. It says so in its log (codegen/jit/compiler.py: SERIALIZED).
+// Bytes: codes once per token_tile tokens, x once per tile of rows, both mostly from L2.
+// Bottleneck: tensor cores. A product of 64 x token_tile x 32 takes token_tile / 2 cycles of the one set of tensor cores
+// of a multiprocessor; its weights take 6 instructions per lane, 10 with groups.
+//
+// The assembler serializes products, which nearly doubles the time, unless it can prove that the warps of a warpgroup are
+// uniform and that fragments are complete before a product: hence the shuffled `warp` and `made`. Its log says so
+// (codegen/jit/compiler.py: SERIALIZED).
 #include "plan.cuh"
 #include "primitives/pdl.cuh"
 #include "w4a8/w4a8.cuh"
 
-constexpr int columns_of_slot = chunk, split = 1, teams = Plan::teams;
+constexpr int columns_of_slot = chunk, split = 1, teams = Plan::split_k_warpgroups;
 constexpr uint32_t origin = 0, first_byte = 0;
-static_assert(Plan::depth > teams, "a team has its slot until the next of its slots is full");
+static_assert(Plan::x_stages > teams, "a team has its slot until the next of its slots is full");
 
 #include "primitives/wgmma_ring.cuh"
 
@@ -47,17 +49,17 @@ struct Arguments {
 
 constexpr int group = grouped ? Plan::group : 1;
 
-// Of each warpgroup, behind the ring: factors of its 64 rows, steps and zeros of each warp's 16, and sums that wait to be
-// stored, 32 tokens for each team. Rows of steps, and tokens, begin in other banks than those before; so do rows 32 .. 63
-// of a token, for lanes that read 8 rows each.
+// Shared memory of each warpgroup, behind the ring: factors of its 64 rows, steps and zeros of each warp's 16 rows, and
+// sums that are to be stored, 32 tokens for each team. Strides are padded against bank conflicts: rows of steps, tokens,
+// and rows 32 .. 63 of a token begin in different banks.
 constexpr int grid_stride = Plan::groups / 4 * 4 + 4, token_stride = 64 * 4 + 16;
 constexpr int factor_bytes = 64 * sizeof(Row), grid_bytes = grouped ? 2 * 16 * grid_stride : 0;
 constexpr int sum_bytes = 32 * token_stride, group_bytes = factor_bytes + 4 * grid_bytes + teams * sum_bytes;
-constexpr uint32_t of_groups = all_met + 16;
+constexpr uint32_t of_groups = sums_barrier + 16;
 
 __device__ inline int place_of(int row) { return row * 4 + row / 32 * 16; }
 
-// Where the two rows of a lane begin. They are neighbours: rows g and g + 8 of the product.
+// Positions of the two rows of a lane. They are adjacent in W, and rows g and g + 8 of the product.
 struct Rows {
   const char* first;
   int second;     // bytes behind it
@@ -105,8 +107,7 @@ __device__ inline void keep_factors(const Arguments& a, int first, Row* to) {
   if (lane < 16) to[lane] = row;
 }
 
-// Codes of a lane in one chunk -> L2, before they are loaded: what it has on their way to registers does not hide the latency
-// of DRAM.
+// Prefetch of a lane's codes of one chunk to L2: the codes in flight to registers alone do not hide the latency of DRAM.
 __device__ inline void prefetch(const Rows& rows, int at) {
   if (at >= rows.end) return;
 #pragma unroll
@@ -114,18 +115,18 @@ __device__ inline void prefetch(const Rows& rows, int at) {
     prefetch_line(rows.codes(half, at));
 }
 
-// What a lane has of its rows in one chunk; beyond the last columns it takes them again: x is zero there.
+// Codes of a lane in one chunk. Lanes beyond the last columns load the last ones again: x is zero there.
 struct Step {
   uint32_t word[2][4];
 
   __device__ void load(const Rows& rows, int at) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) load_words<16>(rows.codes(half, at), word[half]);
-    if constexpr (Plan::ahead > 0) prefetch(rows, at + Plan::ahead * teams);
+    if constexpr (Plan::l2_prefetch > 0) prefetch(rows, at + Plan::l2_prefetch * teams);
   }
 };
 
-// How both rows of a lane become bytes.
+// Steps and zeros of both rows of a lane.
 struct Grids {
   Grid of[2];
 
@@ -150,7 +151,7 @@ using Sums = int[tile_tokens / 2];
 
 // Rows of a warpgroup times x, over the chunks of its team. A warp that issues a product waits until those before have read
 // their registers: behind each product one fragment is decoded, for the one after the next.
-__device__ inline void multiply(const Rows& rows, const Work& work, int team, Turn turn, Step (&next)[Plan::steps],
+__device__ inline void multiply(const Rows& rows, const Work& work, int team, Turn turn, Step (&next)[Plan::pipeline_depth],
                                 Sums& sums) {
   const int begin = work.begin + team;
   turn.pass(team);
@@ -166,9 +167,9 @@ __device__ inline void multiply(const Rows& rows, const Work& work, int team, Tu
   const auto release = [&] {
     if (last && threadIdx.x % 32 == 0) barrier_arrive(last);
   };
-  for (int first = begin; first < work.end; first += Plan::steps * teams) {
+  for (int first = begin; first < work.end; first += Plan::pipeline_depth * teams) {
 #pragma unroll
-    for (int i = 0; i < Plan::steps; ++i) {
+    for (int i = 0; i < Plan::pipeline_depth; ++i) {
       const int at = first + i * teams;
       if (at >= work.end) break;
       barrier_wait(turn.full(), turn.parity);
@@ -184,12 +185,12 @@ __device__ inline void multiply(const Rows& rows, const Work& work, int team, Tu
           decode(grids, next[i], k + 2, fragment[k + 2]);
         } else {  // after the last chunk nobody reads it
           if (k == 2) grids.load(rows, at + teams);
-          decode(grids, next[(i + 1) % Plan::steps], k - 2, fragment[k - 2]);
+          decode(grids, next[(i + 1) % Plan::pipeline_depth], k - 2, fragment[k - 2]);
         }
       }
       last = turn.empty();
       turn.pass(teams);
-      if (at + Plan::steps * teams < work.end) next[i].load(rows, at + Plan::steps * teams);
+      if (at + Plan::pipeline_depth * teams < work.end) next[i].load(rows, at + Plan::pipeline_depth * teams);
     }
   }
   wgmma_wait<0>();
@@ -201,7 +202,7 @@ __device__ inline Token token_of(const Arguments& a, int m) { return a.token[min
 // Warpgroups with the same rows, one of each team.
 __device__ inline void meet(int part) { wait_for_warps(1 + part, 128 * teams); }
 
-// Where a warpgroup's sums go, and how they get there. Found only when the sums are, since registers are few before.
+// Epilogue of a warpgroup. Its addresses are computed only after the main loop, which needs the registers.
 struct Finish {
   uint32_t group;  // its shared memory
   int thread, team, part, row, token;
@@ -250,7 +251,7 @@ __device__ inline void store_whole(const Arguments& a, uint16_t* y, int row, con
   }
 }
 
-// The same of rows with any zeros, one after the other: there are few registers for doubles.
+// The same for rows with any zeros, row by row: few registers are left for doubles.
 __device__ inline void store_any(const Arguments& a, uint16_t* y, int row, const Finish& f, int of_row,
                                  const uint32_t (&from)[teams], const Token& token) {
 #pragma unroll 1
@@ -266,7 +267,7 @@ __device__ inline void store_any(const Arguments& a, uint16_t* y, int row, const
   }
 }
 
-// Sums -> y, through shared memory, 32 tokens of each team at a time: a lane gets 8 rows of a token, of all teams, and
+// Sums -> y, through shared memory, 32 tokens of each team per pass: a lane gets 8 rows of a token, of all teams, and
 // eight lanes 128 bytes of y. In registers a lane has rows 2 g and 2 g + 1 of its warp's 16, of tokens 8 i + 2 t and
 // 8 i + 2 t + 1.
 __device__ inline void finish(const Arguments& a, const Finish& f, const Sums& sums) {
@@ -274,7 +275,7 @@ __device__ inline void finish(const Arguments& a, const Finish& f, const Sums& s
   const int lane = f.thread % 32, of_row = lane % 8 * 8, of_token = f.thread / 32 * 8 + lane / 8, row = f.row + of_row;
   const uint32_t to = f.waiting(f.team) + lane % 4 * 2 * token_stride + place_of(f.thread / 32 * 16 + lane / 4 * 2);
   Token next = token_of(a, f.token + f.team * 32 + of_token);
-  meet(f.part);  // all have put their factors
+  meet(f.part);  // all factors are written
   Row factors[8];
   bool whole = true;
 #pragma unroll
@@ -317,7 +318,7 @@ __device__ inline void finish(const Arguments& a, const Finish& f, const Sums& s
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8_wgmma(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) w4a8_wgmma(const Arguments a) {
   extern __shared__ __align__(1024) char shared[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // products of a warpgroup need it to be the same for all
   if (threadIdx.x == math_threads) set_barriers(shared, 0);
@@ -340,13 +341,13 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) w4a8
       const int of_group = of_groups + warpgroup * group_bytes, row = work.row + part * 64 + warp % 4 * 16;
       const uint32_t grids = turn.block + of_group + factor_bytes + warp % 4 * grid_bytes;
       const Rows rows(a, row, work.end, grids);
-      Step next[Plan::steps];
+      Step next[Plan::pipeline_depth];
 #pragma unroll
-      for (int i = 0; i < Plan::steps; ++i)
+      for (int i = 0; i < Plan::pipeline_depth; ++i)
         if (team + i * teams < work.end) next[i].load(rows, team + i * teams);
       if constexpr (grouped) copy_grids(a, row, grids);
 #pragma unroll 1
-      for (int at = Plan::steps; at < Plan::ahead; ++at) prefetch(rows, team + at * teams);
+      for (int at = Plan::pipeline_depth; at < Plan::l2_prefetch; ++at) prefetch(rows, team + at * teams);
       keep_factors(a, row, reinterpret_cast<Row*>(shared + of_group) + warp % 4 * 16);
       if constexpr (grouped) wait_for_all_copies();
       __syncwarp();

@@ -40,7 +40,7 @@ CASES = [  # spec, rows, in_features
 def plans(scheme, in_features, tokens):
     """Tiers, fusions, exchanges and splits; half of all pairs with one token, half with more."""
     base = base_plan(scheme, in_features, tokens)
-    entries, books = 1 << base.entry_bits, base.stages
+    entries, books = 1 << base.entry_bits, base.num_codebooks
     if base.scope is Scope.TILE:
         books = in_features // base.tile_columns
     some = entries // 4
@@ -54,7 +54,7 @@ def plans(scheme, in_features, tokens):
             split, row_tiles = splits[(i + j // 2) % 4]
             yield replace(
                 base, registers=registers, shared=kept, fusion=fusion, split=split,
-                exchanges=base.exchanges + more, row_tiles=row_tiles, resident=1,
+                exchanges=base.exchanges + more, row_tiles=row_tiles, blocks_per_sm=1,
             )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_extreme_codes():
     """Bytes of any value stay in the codebook, whatever tier they come from."""
     scheme, tensors = stored(WEIGHT_SCHEMES["aqlm-3"].spec(), 40, 512)
     x = torch.randn(3, 512, device="cuda", dtype=torch.float16)
-    base = replace(base_plan(scheme, 512, 3), resident=1)
+    base = replace(base_plan(scheme, 512, 3), blocks_per_sm=1)
     for byte, (hot, kept) in itertools.product((0x00, 0xFF, 0x80), ((0, 4096), (32, 100), (0, 0))):
         tensors["codes"].fill_(byte)
         y = torch.full((3, 40), float("nan"), device="cuda", dtype=torch.float16)

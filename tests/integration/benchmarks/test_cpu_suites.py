@@ -21,13 +21,13 @@ from hf_vq.backends.cpu import library as native
 from hf_vq.errors import VQError
 
 
-def test_contestants_take_turns_and_go_through_their_copies():
+def test_candidates_run_interleaved_and_go_through_their_copies():
     seen = []
-    contestants = {
-        "a": timing.Contestant(lambda i: seen.append(("a", i)), copies=3),
-        "b": timing.Contestant(lambda i: seen.append(("b", i)), copies=2, calls=2),
+    candidates = {
+        "a": timing.Candidate(lambda i: seen.append(("a", i)), copies=3),
+        "b": timing.Candidate(lambda i: seen.append(("b", i)), copies=2, calls=2),
     }
-    seconds = timing.interleave(contestants, rounds=2, warmup=1)
+    seconds = timing.interleave(candidates, rounds=2, warmup=1)
     assert seen == [
         ("a", 0), ("b", 0), ("b", 1), ("a", 1), ("b", 0), ("b", 1), ("a", 2), ("b", 0), ("b", 1),
     ]  # fmt: skip
@@ -54,13 +54,13 @@ def clock(monkeypatch):
 
 
 def test_untimed_calls_go_through_the_copies_too(clock):
-    late = timing.Contestant(lambda i: clock.sleep(1.0 if i else 8.0), copies=2)
+    late = timing.Candidate(lambda i: clock.sleep(1.0 if i else 8.0), copies=2)
     seconds = timing.interleave({"late": late}, rounds=2, warmup=0, untimed=1)
     assert seconds["late"] == [1.0, 1.0], "copy 0 is never timed"
 
 
 def test_seconds_are_per_call(clock):
-    sleeper = timing.Contestant(lambda i: clock.sleep(0.5), calls=3)
+    sleeper = timing.Candidate(lambda i: clock.sleep(0.5), calls=3)
     assert timing.interleave({"sleeper": sleeper}, rounds=1, warmup=0)["sleeper"] == [0.5]
 
 
@@ -70,9 +70,9 @@ def test_a_speedup_is_the_median_ratio_of_a_round():
 
 def test_llama_cpp_is_asked_for_what_it_has(tmp_path):
     with pytest.raises(VQError, match=r"no libraries of llama\.cpp.*libggml-base"):
-        llama_cpp.contestant(tmp_path, 64, 256)
+        llama_cpp.candidate(tmp_path, 64, 256)
     with pytest.raises(VQError, match="no weight of 64 x 100"):
-        llama_cpp.contestant(tmp_path, 64, 100)
+        llama_cpp.candidate(tmp_path, 64, 100)
 
 
 def test_copies_outgrow_the_cache():

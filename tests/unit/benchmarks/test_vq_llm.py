@@ -97,7 +97,7 @@ def resident(arch, threads, registers, shared):
 def test_slack_costs_no_occupancy_and_more_would(arch, threads, registers, shared):
     found = slack(arch, threads, registers, shared)
     before = resident(arch, threads, registers, shared)
-    assert found.resident == before and found.registers >= 0 <= found.shared
+    assert found.blocks_per_sm == before and found.registers >= 0 <= found.shared
     more = registers + found.registers
     assert resident(arch, threads, more, shared + found.shared) == before
     assert more == 255 or resident(arch, threads, more + 1, shared) < before
@@ -108,7 +108,7 @@ def test_slack_costs_no_occupancy_and_more_would(arch, threads, registers, share
 def test_slack_of_few_blocks():
     arch = ARCHES["sm_90a"]
     many, few = slack(arch, 256, 64, 8192), slack(arch, 256, 64, 8192, blocks=2)
-    assert (many.resident, few.resident) == (4, 2)
+    assert (many.blocks_per_sm, few.blocks_per_sm) == (4, 2)
     assert few.registers == 128 - 64 and few.shared > many.shared
     with pytest.raises(VQBackendError, match="does not fit"):
         slack(arch, 256, 64, 1 << 20)
@@ -119,7 +119,7 @@ def test_entries_take_the_slack():
     base = base_plan(weight_scheme("aqlm-3"), 4096, 1)  # two books of 4096 entries of 16 bytes
     found = slack(arch, base.threads, 120, base.shared_bytes + 16)
     plan = with_cache(base, arch, 120, hot=False)
-    assert plan.registers == 0 and plan.resident == found.resident == 2
+    assert plan.registers == 0 and plan.blocks_per_sm == found.blocks_per_sm == 2
     assert plan.shared == found.shared // 32 // 8 * 8 < 4096
     # Reading takes 16 registers; of what else is free of 128, an entry of both stages takes eight.
     assert with_cache(base, arch, 112).registers == 0

@@ -20,24 +20,24 @@ from hf_vq.codegen.plan import (
 from tests.fixtures.codegen.kernel_templates import argument_fields, enumeration, plan_fields
 
 PLAN = DecodePlan(
-    threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=8, entry_bits=12, stages=2,
-    scope=Scope.SHARED, tile_rows=0, tile_columns=0, group=128, unit=8, steps=2, panel_rows=16,
-    integers=False, codebook_in_shared=True,
+    threads=256, blocks_per_sm=4, out=Dtype.BFLOAT16, vector_size=8, entry_bits=12,
+    num_codebooks=2, scope=Scope.SHARED, tile_rows=0, tile_columns=0, group=128, unit=8,
+    pipeline_depth=2, panel_rows=16, integers=False, codebook_in_shared=True,
 )  # fmt: skip
 LINEAR = LinearPlan(
-    threads=512, resident=1, dtype=Dtype.BFLOAT16, vector_size=2, entry_bits=8, stages=1,
-    scope=Scope.SHARED, group=128, fused=1, in_shared=True, integers=False, replicas=32,
-    interleaved=2, unit=32, load_bytes=16, split=8, row_tiles=1, token_tiles=1, steps=2,
-    scales_together=True, ragged=False, single=True, rotate=True, early=True, sets=1,
-    share=1,
+    threads=512, blocks_per_sm=1, dtype=Dtype.BFLOAT16, vector_size=2, entry_bits=8,
+    num_codebooks=1, scope=Scope.SHARED, group=128, fused=1, in_shared=True, integers=False,
+    replicas=32, interleaved=2, unit=32, load_bytes=16, split_k_warps=8, row_tiles=1, token_tiles=1,
+    pipeline_depth=2, scales_together=True, ragged=False, single=True, rotate=True, prefetch_x=True,
+    x_sets=1, cluster_size=1,
 )  # fmt: skip
 ENCODE = EncodePlan(
-    threads=256, resident=2, vector_size=2, entry_bits=8, stages=1, scope=Scope.SHARED, group=128,
-    beam=8, candidates=8, refit=True, lanes=32, slots=2, one_group=True,
+    threads=256, blocks_per_sm=2, vector_size=2, entry_bits=8, num_codebooks=1, scope=Scope.SHARED,
+    group=128, beam=8, candidates=8, refit=True, lanes=32, slots=2, one_group=True,
 )  # fmt: skip
 DECODE_KV = DecodeKVPlan(
-    threads=256, resident=4, out=Dtype.BFLOAT16, vector_size=2, entry_bits=8, dim=128, slice=64,
-    tokens=1024, steps=4, learned=True, scaled=False, zero=False,
+    threads=256, blocks_per_sm=4, out=Dtype.BFLOAT16, vector_size=2, entry_bits=8, dim=128,
+    slice=64, tokens=1024, pipeline_depth=4, learned=True, scaled=False, zero=False,
 )  # fmt: skip
 ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)
 
@@ -114,13 +114,13 @@ def test_tables():
     assert LINEAR.table_bytes == 2 * 256 * 128
     assert dataclasses.replace(LINEAR, interleaved=1).table_bytes == 256 * 128
     assert dataclasses.replace(LINEAR, in_shared=False).table_bytes == 0
-    once = dataclasses.replace(LINEAR, vector_size=8, stages=2, replicas=1, interleaved=2)
+    once = dataclasses.replace(LINEAR, vector_size=8, num_codebooks=2, replicas=1, interleaved=2)
     assert once.table_bytes == 2 * 256 * 16
     lattice = dataclasses.replace(
         LINEAR, vector_size=8, entry_bits=16, scope=Scope.E8P, replicas=16
     )
     assert lattice.table_bytes == 2 * 256 * 128  # patterns and flips
-    three = dataclasses.replace(lattice, stages=2, interleaved=4)
+    three = dataclasses.replace(lattice, num_codebooks=2, interleaved=4)
     assert three.table_bytes == 4 * 256 * 128  # a place is empty
     assert dataclasses.replace(three, interleaved=1).table_bytes == 3 * 256 * 128
     assert LINEAR.shared_bytes == LINEAR.table_bytes + 2 * 16 * 64

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....codegen.families.kv_append import CELLS, append_plan
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
-from ....codegen.jit.launch import Kernel, Prepared
+from ....codegen.jit.launch import LoadedKernel, Prepared
 from ....codegen.kv_plan import AppendPlan
 from ....dispatch import Implementation
 from ....errors import VQBackendError, VQFormatError
@@ -134,8 +134,8 @@ def grid_of(codebook: Tensor, scheme: VQScheme) -> tuple[Tensor, float] | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _appender(plan: AppendPlan, ordinal: int) -> Kernel:
-    return Kernel(plan, AppendArguments, ordinal, default_store())
+def _appender(plan: AppendPlan, ordinal: int) -> LoadedKernel:
+    return LoadedKernel(plan, AppendArguments, ordinal, default_store())
 
 
 class _Shapes(NamedTuple):
@@ -376,7 +376,7 @@ def _blocks(plan: AppendPlan, batch: int, heads: int, tokens: int, sms: int) -> 
         pairs, at_a_time = pairs * plan.blocks_across, _TOKENS_OF_A_WARP
     parts = -(-tokens // at_a_time)
     if not plan.shared_search:
-        parts = max(1, min(parts, plan.resident * sms // pairs))
+        parts = max(1, min(parts, plan.blocks_per_sm * sms // pairs))
     return pairs * parts, parts
 
 

@@ -20,7 +20,7 @@ from ....codegen.families.kv_attention import (
 )
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
-from ....codegen.jit.launch import Kernel, Prepared
+from ....codegen.jit.launch import LoadedKernel, Prepared
 from ....codegen.jit.memory import zeros
 from ....codegen.packed import FLOAT, INT32, INT64, POINTER, UINT32, Packed
 from ....dispatch import Implementation
@@ -90,8 +90,8 @@ def _counters(ordinal: int) -> _Counters:
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(plan: AttentionPlan, ordinal: int) -> Kernel:
-    return Kernel(plan, AttentionArguments, ordinal, default_store())
+def _kernel(plan: AttentionPlan, ordinal: int) -> LoadedKernel:
+    return LoadedKernel(plan, AttentionArguments, ordinal, default_store())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ....codegen.families.dequantize import rotatable
 from ....codegen.families.kv_prefill import blocks, decodable_kv, decode_kv_plan, merge_plan
 from ....codegen.jit.kernel_store import default_store
-from ....codegen.jit.launch import Kernel
+from ....codegen.jit.launch import LoadedKernel
 from ....codegen.kv_plan import DecodeKVPlan, MergePlan
 from ....dispatch import Implementation, bucket
 from ....errors import VQFormatError
@@ -87,9 +87,9 @@ class MergeArguments(ctypes.Structure):
 @functools.lru_cache(maxsize=256)
 def _decoder(
     scheme: VQScheme, head_dim: int, dtype: torch.dtype, ordinal: int
-) -> tuple[Kernel, DecodeKVPlan]:
+) -> tuple[LoadedKernel, DecodeKVPlan]:
     plan = decode_kv_plan(scheme, head_dim, DTYPES[dtype])
-    return Kernel(plan, DecodeKVArguments, ordinal, default_store()), plan
+    return LoadedKernel(plan, DecodeKVArguments, ordinal, default_store()), plan
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -163,9 +163,9 @@ def _sizes(scheme: VQScheme, heads: int, head_dim: int) -> tuple[int, int, tuple
 @functools.lru_cache(maxsize=64)
 def _merger(
     scheme: VQScheme, dim: int, dtype: torch.dtype, ordinal: int
-) -> tuple[Kernel, MergePlan]:
+) -> tuple[LoadedKernel, MergePlan]:
     plan = merge_plan(scheme, dim, DTYPES[dtype])
-    return Kernel(plan, MergeArguments, ordinal, default_store()), plan
+    return LoadedKernel(plan, MergeArguments, ordinal, default_store()), plan
 
 
 def merge(

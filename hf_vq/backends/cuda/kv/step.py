@@ -11,7 +11,7 @@ from torch import Tensor
 from ....codegen.families.kv_append import append_plan, store_plan
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
-from ....codegen.jit.launch import Kernel
+from ....codegen.jit.launch import LoadedKernel
 from ....dispatch import Implementation
 from ....errors import VQFormatError
 from ....formats.packing import packed_size
@@ -68,14 +68,14 @@ def _storer(
     values: tuple[VQScheme, int, torch.dtype, bool],
     centred: bool,
     ordinal: int,
-) -> tuple[Kernel, tuple[int, ...]]:
+) -> tuple[LoadedKernel, tuple[int, ...]]:
     """The kernel, and blocks for all learned codebooks of keys and of values; 0 for no such."""
     sides = [
         append_plan(scheme, dim, DTYPES[dtype], centred=mean, aligned=True, few=True, grid=grid)
         for (scheme, dim, dtype, grid), mean in ((keys, centred), (values, False))
     ]
     across = tuple(side.blocks_across if side.learned else 0 for side in sides)
-    return Kernel(store_plan(*sides), StoreArguments, ordinal, default_store()), across
+    return LoadedKernel(store_plan(*sides), StoreArguments, ordinal, default_store()), across
 
 
 def _side(

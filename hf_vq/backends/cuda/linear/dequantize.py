@@ -25,7 +25,7 @@ from ....codegen.families.dequantize import (
 from ....codegen.families.dequantize_rotated import blocks, dense_plan, restorable
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
-from ....codegen.jit.launch import Kernel
+from ....codegen.jit.launch import LoadedKernel
 from ....codegen.plan import DecodePlan, DensePlan, Dtype, RotatePlan
 from ....dispatch import Implementation, bucket
 from ....errors import VQBackendError, VQFormatError
@@ -95,7 +95,7 @@ class RotateArguments(ctypes.Structure):
 @functools.lru_cache(maxsize=1024)
 def _decoder(
     scheme: VQScheme, rows: int, in_features: int, dtype: torch.dtype, ordinal: int
-) -> tuple[Kernel, DecodePlan]:
+) -> tuple[LoadedKernel, DecodePlan]:
     arch = device_arch(ordinal)
     plan = choose(DecodeProblem(scheme, rows, in_features, DTYPES[dtype], arch))
     return _kernel(plan, DecodeArguments, ordinal), plan
@@ -104,7 +104,7 @@ def _decoder(
 @functools.lru_cache(maxsize=1024)
 def _restorer(
     scheme: VQScheme, in_features: int, dtype: torch.dtype, ordinal: int
-) -> tuple[Kernel, DensePlan]:
+) -> tuple[LoadedKernel, DensePlan]:
     plan = dense_plan(DecodeProblem(scheme, 0, in_features, DTYPES[dtype], device_arch(ordinal)))
     arguments = NestedDenseArguments if scheme.two_passes else DenseArguments
     return _kernel(plan, arguments, ordinal), plan
@@ -113,7 +113,7 @@ def _restorer(
 @functools.lru_cache(maxsize=1024)
 def _rotator(
     source: torch.dtype, out: torch.dtype, block: int, signs: bool, inverse: bool, ordinal: int
-) -> tuple[Kernel, RotatePlan]:
+) -> tuple[LoadedKernel, RotatePlan]:
     plan = rotate_plan(DTYPES[source], DTYPES[out], block, signs, inverse)
     return _kernel(plan, RotateArguments, ordinal), plan
 
@@ -121,8 +121,8 @@ def _rotator(
 @functools.cache  # problems share plans
 def _kernel(
     plan: DecodePlan | DensePlan | RotatePlan, arguments: type[ctypes.Structure], ordinal: int
-) -> Kernel:
-    return Kernel(plan, arguments, ordinal, default_store())
+) -> LoadedKernel:
+    return LoadedKernel(plan, arguments, ordinal, default_store())
 
 
 _HERE = nullcontext()

@@ -19,7 +19,7 @@ from ....codegen.families.dequantize import rotate_plan
 from ....codegen.families.linear import TILE_ROWS, LinearProblem, blocks_of, choose, token_bucket
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
-from ....codegen.jit.launch import Kernel, Prepared
+from ....codegen.jit.launch import LoadedKernel, Prepared
 from ....codegen.plan import LinearPlan, RotatePlan
 from ....errors import VQBackendError, VQFormatError
 from ....formats.scheme import VQScheme
@@ -33,10 +33,10 @@ from .dequantize import DTYPES, DeviceWeight, RotateArguments, needs_signs, on_d
 class Launch:
     """One layer at one bucket of tokens, one dtype and one device."""
 
-    kernel: Kernel
+    kernel: LoadedKernel
     token_tiles: int
     blocks: tuple[int, ...]  # of each matrix
-    before: Kernel | None  # rotates x and puts it in order
+    before: LoadedKernel | None  # rotates x and puts it in order
     blocks_at_a_time: int  # of `before`
     rotation_block: int
     arranged: int  # numbers of x in order; 0 = as they are
@@ -218,15 +218,15 @@ def _layer(x: Tensor, weight: StoredWeight, tensors: Read) -> tuple[_Layer, obje
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(plan: LinearPlan, ordinal: int) -> Kernel:
+def _kernel(plan: LinearPlan, ordinal: int) -> LoadedKernel:
     arguments = grouped_arguments(plan.matrices, plan.second_bits > 0)
-    return Kernel(plan, arguments, ordinal, default_store())
+    return LoadedKernel(plan, arguments, ordinal, default_store())
 
 
 @functools.lru_cache(maxsize=1024)
-def rotator(plan: RotatePlan, ordinal: int) -> Kernel:
+def rotator(plan: RotatePlan, ordinal: int) -> LoadedKernel:
     """The kernel that rotates x, or puts it in order, before the product."""
-    return Kernel(plan, RotateArguments, ordinal, default_store())
+    return LoadedKernel(plan, RotateArguments, ordinal, default_store())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from ....codegen.families.linear import LinearProblem, token_bucket
 from ....codegen.families.linear_tile_codebook import MOST_TOKENS, blocks, choose
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
-from ....codegen.jit.launch import Kernel
+from ....codegen.jit.launch import LoadedKernel
 from ....codegen.plan import TilePlan
 from ....dispatch import Implementation
 from ....errors import VQBackendError
@@ -28,8 +28,8 @@ from .dequantize import DTYPES
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(plan: TilePlan, ordinal: int) -> Kernel:
-    return Kernel(plan, LinearArguments, ordinal, default_store())
+def _kernel(plan: TilePlan, ordinal: int) -> LoadedKernel:
+    return LoadedKernel(plan, LinearArguments, ordinal, default_store())
 
 
 @functools.lru_cache(maxsize=4096)

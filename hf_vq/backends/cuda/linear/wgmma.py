@@ -17,7 +17,7 @@ from ....codegen.families.linear import LinearProblem
 from ....codegen.families.linear_wgmma import blocks, choose, token_bucket
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
-from ....codegen.jit.launch import Kernel
+from ....codegen.jit.launch import LoadedKernel
 from ....codegen.plan import WidePlan
 from ....dispatch import Implementation
 from ....errors import VQBackendError
@@ -30,8 +30,8 @@ from .dequantize import DTYPES
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(plan: WidePlan, ordinal: int) -> Kernel:
-    return Kernel(plan, LinearArguments, ordinal, default_store())
+def _kernel(plan: WidePlan, ordinal: int) -> LoadedKernel:
+    return LoadedKernel(plan, LinearArguments, ordinal, default_store())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -154,7 +154,7 @@ struct Step {
   const double* row(const Seen& seen, int64_t i, int64_t j) const {
     return exact(i, j) ? seen.near.get() + (j - step.tail_start) * seen.dim : seen.far.get() + j * seen.dim;
   }
-  // Whether that is what its codes say.
+  // True if the token is read from its codes.
   bool is_coded(int64_t b, int64_t i, int64_t j) const {
     const int64_t slot = j - (step.start == nullptr ? 0 : start[size_t(b)]);
     return !exact(i, j) && j < v.c.count && (slot < 0 || slot >= step.sink_k.tokens);

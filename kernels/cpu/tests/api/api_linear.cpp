@@ -22,8 +22,8 @@ constexpr Family kFamilies[] = {
     {16, 8, 1, HF_VQ_SHARED}, {8, 4, 2, HF_VQ_SHARED},
 };
 
-// What the catalogue of schemes uses has kernels wherever rows are multiples of 128. Other matrices may be
-// refused: they are decoded.
+// True for schemes of the catalogue: they have kernels if rows are multiples of 128. Other matrices may be refused and
+// are decoded.
 bool in_catalogue(const hf_vq_matrix& w) {
   const int shape = w.x * 100 + w.bits;
   bool known = false;
@@ -46,7 +46,7 @@ struct Matrix {
     w.bits = f.bits;
     w.stages = f.stages;
     w.scope = f.scope;
-    // As formats/scheme.py chooses them: powers of two that divide the row.
+    // Blocks of formats/scheme.py: powers of two that divide the row.
     const int64_t power = in & -in, most = power < 128 ? power : 128;
     w.group = int32_t(whole_rows ? in : most);
     w.block = int32_t(rotated ? most : 1);
@@ -114,12 +114,12 @@ struct Matrix {
   }
   double scale_of(int64_t o, int64_t g) const { return double(half_to_float(scale[size_t(o * (w.in / w.group) + g)])); }
 
-  // Whether AVX-512 may compute with tables of products (linear_luts.h).
+  // True if AVX-512 may use tables of products (linear_luts.h).
   bool by_tables(int64_t rows) const {
     return w.scope == HF_VQ_SHARED && w.x == 8 && w.bits == 8 && w.group == w.in && w.out >= 512 && rows == 1;
   }
 
-  // Whether entries are multiplied as they are (linear_entries.h), with inputs that are not rounded either.
+  // True if linear_entries.h runs: neither entries nor inputs are quantized.
   bool as_it_is() const {
     const bool tables = w.x == 8 && (w.bits == 8 || w.bits == 12);
     return w.scope == HF_VQ_SHARED && w.x % 8 == 0 && !tables && w.group == w.in;
@@ -155,7 +155,7 @@ struct Matrix {
   }
 };
 
-// What is the same for every instruction set: a problem, its exact results, and those of scalar.
+// Shared by all instruction sets: a problem, its exact results, and those of scalar.
 //
 // Kernels round inputs to numbers, max |u| / 127 apart in each span of columns, and entries to 8 bits. On two
 // instruction sets an input that is undecided may become either of its neighbours.
@@ -214,7 +214,7 @@ struct Problem {
     double step;
     const double doubt = doubt_of_rounding(u + from, to - from, w.block, step);
     if (step == 0) return;
-    // Of a sum of floats, whose errors add up like a random walk; and of the span's scale.
+    // Error of a float sum, which grows like a random walk, and of the span's scale.
     const double sums = 8 * kHalfUlp * std::sqrt(double(w.in) / 16 + 8) + doubt / 127;
     const double product = matrix.by_tables(rows) ? matrix.largest_product(u + from, to - from) : 0;
     for (int64_t o = 0; o < w.out; ++o) {

@@ -99,8 +99,8 @@ void test_memory() {
   library.free(nullptr, 0);
 }
 
-// The yardsticks of the benchmarks read what they are given and nothing else.
-void test_yardsticks() {
+// The baselines of the benchmarks read their arguments and nothing else.
+void test_baselines() {
   for (int64_t bytes : {0, 1, 63, 255, 256, 257, 1000}) {
     Guarded<uint8_t> memory{size_t(bytes)};
     memset(memory.get(), 0, memory.bytes());
@@ -206,7 +206,7 @@ int main(int count, char** arguments) {
   test_memory();
   for (int i = 0; i < isas.count; ++i) {
     library.use_isa(isas.names[i]);
-    test_yardsticks();
+    test_baselines();
   }
   test_linear();
   test_nested();

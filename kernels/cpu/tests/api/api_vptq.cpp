@@ -79,7 +79,7 @@ struct Matrix {
     return found < entries ? found : entries - 1;
   }
 
-  // What is stored in row o of column c, before scales and the order of columns.
+  // Stored weight in row o of column c, before scales and the order of columns.
   double stored(int64_t o, int64_t c) const {
     if (c < w.outliers) {
       const int64_t found = outlier_codes[size_t(o / w.outlier_vector * w.outliers + c)];
@@ -120,7 +120,7 @@ void check(const Matrix& m, const Numbers& x, int64_t rows, const Numbers& bias,
         total += weight * input;
         size += most * std::fabs(input);
       }
-      // Sums of floats, one after another at worst; entries and x' are rounded once more.
+      // Sums of floats, sequential at worst; entries and x' are rounded once more.
       const double got = double(y[size_t(r * w.out + o)]);
       const double allowed = kHalfUlp * double(w.in + 8) * size + step_of(y.dtype()) * std::fabs(total);
       if (!that(std::fabs(got - total) <= allowed,

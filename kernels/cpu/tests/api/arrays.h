@@ -69,7 +69,7 @@ inline Guarded<uint16_t> random_halves(size_t count, float size, bool positive) 
   return halves;
 }
 
-// x [n] <- H x / sqrt(n), as it is written on paper.
+// x [n] <- H x / sqrt(n), by the textbook definition.
 inline void plain_hadamard(double* x, int64_t n) {
   for (int64_t half = 1; half < n; half *= 2)
     for (int64_t i = 0; i < n; ++i)

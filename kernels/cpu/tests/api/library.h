@@ -52,7 +52,7 @@ struct Tally {
   const char* op;
   int64_t ran = 0, refused = 0;
 
-  // Whether a status is that of a computed problem.
+  // True if a status means that the problem was computed.
   bool computed(int status) {
     that(status == HF_VQ_OK || status == HF_VQ_UNSUPPORTED, "%s: status %d", op, status);
     ++(status == HF_VQ_OK ? ran : refused);

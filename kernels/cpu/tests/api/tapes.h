@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tapes of codes in memory, one code at a time, as hf_vq/ops/layout.py draws them; and tokens as floats.
+// Codes of a KV cache in memory, written code by code in the layout of hf_vq/ops/layout.py; and unquantized tokens.
 #pragma once
 #include "arrays.h"
 
 namespace hf_vq::check {
 namespace {
 
-// How keys or values are coded.
+// Format of keys or values.
 struct Coding {
   const char* name;
   int x, bits, learned, layout;
@@ -77,7 +77,7 @@ struct Tape {
     return size_t((batch - 1) * stride[0] + (heads - 1) * stride[1] + last);
   }
 
-  // Where code (token, s) lies in its packet, and the packet in its block.
+  // Position of code (token, s) in its packet, and of the packet in its block.
   int place(int64_t token, int64_t s, int64_t& packet) const {
     const int t = int(token % 256);
     if (coding.layout == HF_VQ_PLANES) {

@@ -1,28 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a few queries over coded keys and values: softmax(q K^T) V, and K and V exist nowhere as floats.
+// Attention of few queries over a quantized KV cache: O = softmax(q K^T) V. Dense K and V are never stored.
 //
-//     columns     queries that share a kv head: its query heads times the new tokens, in tiles of 8
-//     group       up to `query_tiles` tiles of one kv head and row; its tokens are split among blocks
-//     warp        tiles of 16 tokens, one after the other
+//     column      one query: a query head of the KV head times a new token; MMA tiles have 8
+//     block       up to `query_tiles` tiles of one KV head and row; the tokens are split over blocks
+//     warp        tiles of 16 tokens, in order
 //
-// Tensor cores multiply twice, and every code is decoded once for all columns, where it is needed:
+// Two products on tensor cores. Each code is decoded once for all columns, in the lane that needs it:
 //
-//     S^T = K q^T         a lane has pieces of the keys in rows g and g + 8: entries of the codebook are fragments as
-//                         they are
-//     O^T = V^T P^T       a lane has the same channels of four tokens: of two entries, one byte permutation makes a
-//                         fragment; S^T becomes P^T by movmatrix
+//     S^T = K q^T         a lane has pieces of the keys in rows g and g + 8: table entries are A fragments
+//     O^T = V^T P^T       a lane has the same channels of four tokens: one byte permutation of two entries makes a
+//                         fragment; movmatrix turns S^T into P^T
 //
-// Where columns are left, a query has several, and less has to be moved: two (attention_gqa_small.cuh), or one for each order
-// in which learned codebooks are looked up (attention_swizzle.cuh).
+// VQ-LLM (section VI.B) exchanges decoded values through shared memory or shuffles; nothing is exchanged here.
+// With few queries, spare columns save more work: two columns per query (attention_gqa_small.cuh), or one for each
+// swizzle order of learned codebooks (attention_swizzle.cuh). Integers have no codebook but a zero
+// (attention_integers.cuh).
 //
-// Integers need no codebook, and have a zero (attention_integers.cuh).
+// Queries are rotated like the keys; the result is rotated back. Unquantized tokens (sinks, recent tokens) come first,
+// spread over all warps; their sums are rotated and added to the sums of codebook entries.
 //
-// (VQ-LLM exchanges what it decoded through shared memory or shuffles, section VI.B). Queries are rotated as keys were,
-// and the result is rotated back; what is stored as floats (sinks, the newest tokens) comes first, a few tiles among all
-// warps, and what a warp adds up of it is rotated to where entries of the codebook are added.
-//
-// Bytes: codes and scales once for every 8 query_tiles columns, which bounds it for long contexts. For short ones: a
-// launch, one trip to memory for codes and codebook, and one for what blocks have to tell each other.
+// Bytes: codes and scales once per 8 query_tiles columns.
+// Bottleneck: DRAM for long contexts. For short contexts latency: the launch, one load of codes and codebook, and one
+// exchange of partial results between blocks.
 #include "kv/attention/attention_combine.cuh"
 #include "kv/attention/attention_gqa_small.cuh"
 #include "kv/attention/attention_learned.cuh"
@@ -33,23 +32,23 @@
 using KeyTable = TableOf<Keys>;
 using ValueTable = TableOf<Values>;
 
-constexpr int columns_of_lane = Plan::turns == 8 || Plan::paired ? 1 : 2;  // whose logits it makes to weights
+constexpr int columns_of_lane = Plan::swizzle_orders == 8 || Plan::paired ? 1 : 2;  // whose logits it makes to weights
 
 template <class T> struct Referred;
 template <class T> struct Referred<T&> { using Type = T; };
 
 // Products of keys with the queries, before scales.
-__device__ inline void multiply(const KeyTable& table, const TokenCodes<Keys> (&keys)[Plan::steps][2],
-                                const Query& query, Logits (&s)[Plan::steps]) {
+__device__ inline void multiply(const KeyTable& table, const TokenCodes<Keys> (&keys)[Plan::step_tiles][2],
+                                const Query& query, Logits (&s)[Plan::step_tiles]) {
   constexpr int chains = Plan::query_tiles == 1 ? 2 : 1;  // a product waits for the one before it in its chain
-  float part[chains][Plan::steps][Plan::query_tiles][4] = {};
+  float part[chains][Plan::step_tiles][Plan::query_tiles][4] = {};
   each_part<Keys>([&](auto number) {
     constexpr int p = decltype(number)::value, together = KeyTable::together<p>();
     constexpr int words = together * Index<Keys>::words;
 #pragma unroll
     for (int i = 0; i < Share<Keys, p>::indexes; i += together)
 #pragma unroll
-      for (int tile = 0; tile < Plan::steps; ++tile) {
+      for (int tile = 0; tile < Plan::step_tiles; ++tile) {
         uint32_t low[words], high[words];
         table.look_up<p>(keys[tile][0].part<p>(), i, low);
         table.look_up<p>(keys[tile][1].part<p>(), i, high);
@@ -66,7 +65,7 @@ __device__ inline void multiply(const KeyTable& table, const TokenCodes<Keys> (&
       }
   });
 #pragma unroll
-  for (int tile = 0; tile < Plan::steps; ++tile)
+  for (int tile = 0; tile < Plan::step_tiles; ++tile)
 #pragma unroll
     for (int n = 0; n < Plan::query_tiles; ++n)
 #pragma unroll
@@ -75,9 +74,9 @@ __device__ inline void multiply(const KeyTable& table, const TokenCodes<Keys> (&
 }
 
 // The same with two columns for each query: logits of keys g and g + 8 of query t.
-__device__ inline void multiply_in_pairs(const KeyTable& table, const TokenCodes<Keys> (&keys)[Plan::steps][2],
-                                         const Query& query, Logits (&s)[Plan::steps]) {
-  float part[Plan::steps][2][4] = {};
+__device__ inline void multiply_in_pairs(const KeyTable& table, const TokenCodes<Keys> (&keys)[Plan::step_tiles][2],
+                                         const Query& query, Logits (&s)[Plan::step_tiles]) {
+  float part[Plan::step_tiles][2][4] = {};
   each_part<Keys>([&](auto number) {
     constexpr int p = decltype(number)::value, together = KeyTable::together<p>(), words = Index<Keys>::words;
 #pragma unroll
@@ -85,7 +84,7 @@ __device__ inline void multiply_in_pairs(const KeyTable& table, const TokenCodes
       uint32_t b[2];
       query.fragment(0, p * Query::near + i * words / 4, b);
 #pragma unroll
-      for (int tile = 0; tile < Plan::steps; ++tile)
+      for (int tile = 0; tile < Plan::step_tiles; ++tile)
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
           uint32_t word[4];
@@ -101,15 +100,15 @@ __device__ inline void multiply_in_pairs(const KeyTable& table, const TokenCodes
     }
   });
 #pragma unroll
-  for (int tile = 0; tile < Plan::steps; ++tile)
+  for (int tile = 0; tile < Plan::step_tiles; ++tile)
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) s[tile][0][2 * upper] = part[tile][upper][0] + part[tile][upper][3];
 }
 
 // Weights times values, before scales.
 template <class Sums>
-__device__ inline void add_values(const ValueTable& table, const TokenCodes<Values> (&values)[Plan::steps][4],
-                                  const typename Sums::Weights (&weights)[Plan::steps], Sums& sums) {
+__device__ inline void add_values(const ValueTable& table, const TokenCodes<Values> (&values)[Plan::step_tiles][4],
+                                  const typename Sums::Weights (&weights)[Plan::step_tiles], Sums& sums) {
   each_part<Values>([&](auto number) {
     constexpr int p = decltype(number)::value, together = ValueTable::together<p>();
     constexpr int words = together * Index<Values>::words;
@@ -117,12 +116,12 @@ __device__ inline void add_values(const ValueTable& table, const TokenCodes<Valu
 #pragma unroll
     for (int i = 0; i < S::indexes; i += together)
 #pragma unroll
-      for (int tile = 0; tile < Plan::steps; ++tile) {
+      for (int tile = 0; tile < Plan::step_tiles; ++tile) {
         uint32_t entry[4][words];
 #pragma unroll
         for (int k = 0; k < 4; ++k) table.look_up<p>(values[tile][k].part<p>(), i, entry[k]);
 #pragma unroll
-        for (int j = 0; j < words; j += Sums::words_at_a_time)
+        for (int j = 0; j < words; j += Sums::words_per_step)
           sums.template add<Dtype::FLOAT16>(S::first_word + i * Index<Values>::words + j, entry[0] + j, entry[1] + j,
                                             entry[2] + j, entry[3] + j, weights[tile]);
       }
@@ -134,8 +133,8 @@ struct Scores {
   uint32_t staged;             // of the lane's first column
   int plain_begin, plain_end;  // tokens that all columns see as codes, and no mask hides
 
-  // Of tile number `tile` of the step in `slot`, whose tokens begin at `first`.
-  __device__ void operator()(const Arguments& a, const Tokens& tokens, const Step::Tapes& tapes, uint32_t slot, int tile,
+  // Logits of tile number `tile` of the step in `slot`, whose tokens begin at `first`.
+  __device__ void operator()(const Arguments& a, const Tokens& tokens, const Step::CacheRows& cache_rows, uint32_t slot, int tile,
                              int first, int lane, Logits& s, OfValue (&by)[2]) const {
     float of_key[2] = {1.0f, 1.0f}, zero[2] = {}, of_value[2] = {};
 #pragma unroll
@@ -143,11 +142,11 @@ struct Scores {
       const int token = Step::of_row(lane / 4, half, tile);
       by[half] = of_floats;
       if constexpr (!Keys::learned) {
-        const Step::Numbers key = Step::key_numbers(tapes, slot, token);
+        const Step::Numbers key = Step::key_numbers(cache_rows, slot, token);
         of_key[half] = key.scale, zero[half] = key.zero;
       }
       if constexpr (!Values::learned) {
-        const Step::Numbers value = Step::value_numbers(tapes, slot, token);
+        const Step::Numbers value = Step::value_numbers(cache_rows, slot, token);
         // A scale of zero, or of what is not seen, which may be anything: almost nothing. So may the zero.
         const float scale = fmaxf(value.scale, 1e-12f);
         of_value[half] = log2_of_float(scale);
@@ -190,15 +189,15 @@ struct Scores {
           }
         }
     }
-    if constexpr (Turns::some) {
+    if constexpr (SwizzleColumns::some) {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        if (!Turns::meet(lane / 4, lane % 4 * 2 + c % 2)) s[0][c] = minus_infinity;
+        if (!SwizzleColumns::meet(lane / 4, lane % 4 * 2 + c % 2)) s[0][c] = minus_infinity;
     }
   }
 };
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) attention(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) attention(const Arguments a) {
   extern __shared__ __align__(128) char shared[];
   constexpr int tables = KeyTable::bytes + ValueTable::bytes;
   constexpr int ring_at = tables + Query::bytes + columns_of_block * int(sizeof(Staged));
@@ -210,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
   const int group = quotient(blockIdx.x, a.inverse_splits), split = blockIdx.x - group * a.splits;
   const int heads = quotient(group, a.inverse_across), first_column = (group - heads * a.across) * queries_of_block;
   const int row = quotient(heads, a.inverse_heads), kv_head = heads - row * a.kv_heads;
-  Step::Tapes tapes(a, row, kv_head, lane);
+  Step::CacheRows cache_rows(a, row, kv_head, lane);
   const KeyTable key_table(a.keys.codebook, kv_head, lane);
   const ValueTable value_table(a.values.codebook, kv_head, lane);
 
@@ -223,14 +222,14 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
     value_table.fill(shared, threadIdx.x, threads);
   };
   if (early && warp < warps / 2) fill(Plan::threads / 2);
-  constexpr int own_bytes = Plan::depth * Step::bytes;
+  constexpr int own_bytes = Plan::pipeline_depth * Step::bytes;
   const uint32_t ring = shared_begin + ring_at + warp * own_bytes;
   Step::begin(ring, lane);
 
   if (!a.length) {  // about what this warp will copy first
     const int steps = (a.coded + tokens_of_step - 1) / tokens_of_step;
     const int first = steps >= a.splits * warps ? quotient(steps * split, a.inverse_splits) : split * warps;
-    for (int i = 0; i < Plan::depth; ++i) Step::prefetch(tapes, (first + warp + i * warps) * tokens_of_step, a.coded, lane);
+    for (int i = 0; i < Plan::pipeline_depth; ++i) Step::prefetch(cache_rows, (first + warp + i * warps) * tokens_of_step, a.coded, lane);
   }
   wait_for_grids();
   let_next_grid_begin();
@@ -244,11 +243,11 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
   const int end = many ? quotient(steps * (split + 1), a.inverse_splits) : min(begin + warps, steps);
   int at = begin + warp;
 
-  tapes.end = coded_end;
+  cache_rows.end = coded_end;
   const auto ask = [&] {
 #pragma unroll
-    for (int i = 0; i < Plan::depth - 1; ++i) {
-      if (at + i * warps < end) Step::copy(tapes, (at + i * warps) * tokens_of_step, ring + i * Step::bytes, lane);
+    for (int i = 0; i < Plan::pipeline_depth - 1; ++i) {
+      if (at + i * warps < end) Step::copy(cache_rows, (at + i * warps) * tokens_of_step, ring + i * Step::bytes, lane);
       Step::commit();
     }
   };
@@ -271,11 +270,11 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
       add_floats(a, tokens, row, kv_head, first_column, tile < sink_tiles,
                  tile < sink_tiles ? tile * 16 : near + (tile - sink_tiles) * 16, state);
     if (Values::block > 1 && steps > 0) state.rotate(lane);
-    in_order_of_turns(state, lane);
+    unswizzle(state, lane);
     if constexpr (Values::integers) state.to_integers();
   }
   if (Keys::learned || Values::learned) wait_for_all_copies();
-  // Those that have prepared it do not wait for those that read.
+  // The warps that prepared the queries do not wait for the warps that read them.
   if (steps > 0 && warp < others) {
     asm volatile("bar.sync 1, %0;" ::"r"(32 * others) : "memory");
     if (others < warps) asm volatile("bar.arrive 2, %0;" ::"n"(Plan::threads) : "memory");
@@ -289,8 +288,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
     // Made again: the registers were needed.
     int same_head = kv_head;
     asm volatile("" : "+r"(same_head));
-    Step::Tapes tapes(a, row, same_head, lane);
-    tapes.end = coded_end;
+    Step::CacheRows cache_rows(a, row, same_head, lane);
+    cache_rows.end = coded_end;
     const KeyTable key_table(a.keys.codebook, same_head, lane);
     const ValueTable value_table(a.values.codebook, same_head, lane);
     const Query query(staged, lane);
@@ -303,33 +302,33 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
     shift(-1.0f);
     const Scores scores = {uint32_t(__cvta_generic_to_shared(known)), a.sinks ? tokens.start + a.sinks : 0,
                            tokens.end(a, 0)};
-    uint32_t turn = 0, slot = ring, free = ring + (Plan::depth - 1) * Step::bytes;
+    uint32_t turn = 0, slot = ring, free = ring + (Plan::pipeline_depth - 1) * Step::bytes;
     for (; at < end; at += warps) {
       Step::wait(slot, turn);
       __syncwarp();  // what others copied is there; and the slot of the step before is free
       const int first = at * tokens_of_step;
-      if (at + (Plan::depth - 1) * warps < end)
-        Step::copy(tapes, first + (Plan::depth - 1) * warps * tokens_of_step, free, lane);
+      if (at + (Plan::pipeline_depth - 1) * warps < end)
+        Step::copy(cache_rows, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, free, lane);
       Step::commit();
-      Logits s[Plan::steps];
-      OfValue by[Plan::steps][2];
-      typename Sums::Weights weights[Plan::steps];
-      TokenCodes<Keys> keys[Plan::steps][2];
-      Step::load(keys, tapes, first, slot, lane);
+      Logits s[Plan::step_tiles];
+      OfValue by[Plan::step_tiles][2];
+      typename Sums::Weights weights[Plan::step_tiles];
+      TokenCodes<Keys> keys[Plan::step_tiles][2];
+      Step::load(keys, cache_rows, first, slot, lane);
       if constexpr (Plan::paired) multiply_in_pairs(key_table, keys, query, s);
       else multiply(key_table, keys, query, s);
 #pragma unroll
-      for (int tile = 0; tile < Plan::steps; ++tile) {
+      for (int tile = 0; tile < Plan::step_tiles; ++tile) {
         sums.choose(s[tile]);
-        scores(a, tokens, tapes, slot, tile, first, lane, s[tile], by[tile]);
+        scores(a, tokens, cache_rows, slot, tile, first, lane, s[tile], by[tile]);
       }
-      TokenCodes<Values> values[Plan::steps][4];
-      Step::load(values, tapes, first, slot, lane);
+      TokenCodes<Values> values[Plan::step_tiles][4];
+      Step::load(values, cache_rows, first, slot, lane);
       sums.template weigh<Dtype::FLOAT16>(s, by, weights);
       add_values(value_table, values, weights, sums);
       free = slot;
       slot += Step::bytes;
-      if (slot == ring + Plan::depth * Step::bytes) slot = ring, turn ^= 1;
+      if (slot == ring + Plan::pipeline_depth * Step::bytes) slot = ring, turn ^= 1;
     }
     shift(1.0f);
   };
@@ -340,17 +339,17 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::resident) atte
       attend(paired);
       paired.leave(state, lane);
     }
-  } else if constexpr (Plan::turns == 8) {
-    Alone alone(state, lane);
+  } else if constexpr (Plan::swizzle_orders == 8) {
+    ReplicatedQuery alone(state, lane);
     attend(alone);
     alone.leave(state, lane);
   } else {
     attend(state);
-    in_order_of_turns(state, lane);
-    one_column_each(state);
+    unswizzle(state, lane);
+    reduce_columns(state);
   }
   if constexpr (Values::integers)
     if (busy()) state.from_integers();
-  Step::end(ring, lane);  // warps meet in the place of their slots
+  Step::end(ring, lane);  // the results of the warps overwrite their buffers
   finish(a, state, shared, row, kv_head, first_column, group, split, active, busy(), Values::block > 1 && steps > 0);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launch of attention.cu gets. B rows, H kv heads, `groups` query heads for each, Q queries.
+// Arguments of attention.cu. B rows, H KV heads, `groups` query heads for each, Q queries.
 #pragma once
 #include "primitives/numbers.cuh"
 
@@ -53,7 +53,7 @@ struct Arguments {
   int splits;  // blocks for the tokens of one group of columns, at most
   int table;   // from the pages of a row to those of the next
   uint32_t inverse_across, inverse_heads, inverse_splits, inverse_queries;  // ceil(2^32 / x), 0 for 1: see `quotient`
-  int settled;    // whether the grids before this one leave the codebooks as they are
+  int settled;    // earlier kernels do not write the codebooks
   float scaling;  // of the logits, times log2 e
   float softcap;  // c log2 e
 };

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of warps, then of blocks, to the result.
+// O = R^-1 sum_w sum_w O_w / total: reduction of the warps of a block, then of the blocks of a KV head.
 //
-//     warps of a block     meet in shared memory, [warps][tiles][words][32 lanes] float4
-//     blocks of a group    the last one to arrive adds what all left in global memory, in the order of blocks: the
-//                          result does not depend on timing
+//     warps of a block     add in shared memory, [warps][tiles][words][32 lanes] float4
+//     blocks of a group    write partial results to global memory; the last block to arrive adds them in block order:
+//                          the result does not depend on timing
 //
-// and the sum of rotated values is rotated back once, on its way to the result.
+// The sum of rotated values is rotated back once, when the result is written.
 #pragma once
 #include "kv/attention/attention_floats.cuh"
 
@@ -56,7 +56,7 @@ struct Merged {
   __device__ static float other(float x, int step) { return __shfl_xor_sync(0xffffffff, x, step); }
 };
 
-// Shared memory where warps meet, and what a block leaves in global memory for the others.
+// Layout of the warps' results in shared memory and of a block's results in global memory.
 struct Meeting {
   static constexpr int row = Values::dim + Values::dim / 16 + 4;  // floats of a column; padded, lanes write apart
   static constexpr int most_at = warps * fragments * 16;
@@ -75,7 +75,7 @@ struct Meeting {
         sums(reinterpret_cast<float*>(shared + sums_at)),
         last(reinterpret_cast<uint32_t*>(shared + bytes - 16)) {}
 
-  // What a warp has added up; of one that has nothing, only that.
+  // Write the accumulators of a warp; a warp without tokens writes only that it has none.
   __device__ void leave(State& state, bool busy, int count, int lane, int warp) const {
 #pragma unroll
     for (int n = 0; n < Plan::query_tiles; ++n) {
@@ -99,7 +99,7 @@ struct Meeting {
   }
 };
 
-// One more block has left what it has, and sees what those before it left; the number of those.
+// Count this block as done and acquire the results of earlier blocks. Returns the number of earlier blocks.
 __device__ inline uint32_t arrive(uint32_t* counter) {
   uint32_t before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -122,7 +122,7 @@ struct Item {
 };
 
 // A sum to the result, or to where the others of its columns are.
-__device__ inline void give(const Arguments& a, const Meeting& meeting, const Item& item, Merged& merged, int row,
+__device__ inline void give(const Arguments& a, const Meeting& partial_sums, const Item& item, Merged& merged, int row,
                             int kv_head, int first, int count, bool rotated) {
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
@@ -137,7 +137,7 @@ __device__ inline void give(const Arguments& a, const Meeting& meeting, const It
     }
     const float norm = total > 0.0f ? reciprocal(total) : 0.0f;
     if (rotated) {
-      float* const to = meeting.sums + column * Meeting::row + item.channel + item.channel / 16;
+      float* const to = partial_sums.sums + column * Meeting::row + item.channel + item.channel / 16;
       to[0] = low * norm, to[1] = high * norm;
     } else {
       const int64_t heads = int64_t(a.kv_heads) * a.groups;
@@ -149,7 +149,7 @@ __device__ inline void give(const Arguments& a, const Meeting& meeting, const It
 }
 
 // Columns of the block, rotated back, to the result: warp by warp.
-__device__ inline void rotate_back(const Arguments& a, const Meeting& meeting, int row, int kv_head, int first,
+__device__ inline void rotate_back(const Arguments& a, const Meeting& partial_sums, int row, int kv_head, int first,
                                    int count) {
   const int lane = threadIdx.x % 32;
   for (int column = threadIdx.x / 32; column < count; column += warps) {
@@ -159,7 +159,7 @@ __device__ inline void rotate_back(const Arguments& a, const Meeting& meeting, i
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       const int channel = 32 * i + lane;
-      value[i] = channel < Values::dim ? meeting.sums[column * Meeting::row + channel + channel / 16] : 0.0f;
+      value[i] = channel < Values::dim ? partial_sums.sums[column * Meeting::row + channel + channel / 16] : 0.0f;
     }
     butterflies<Values::block>(value, lane);
     const int64_t heads = int64_t(a.kv_heads) * a.groups;
@@ -176,10 +176,10 @@ __device__ inline void rotate_back(const Arguments& a, const Meeting& meeting, i
 // this block; `busy`: whether this warp had tokens; `rotated`: whether sums are of rotated values.
 __device__ inline void finish(const Arguments& a, State& state, char* shared, int row, int kv_head, int first,
                               int group, int split, int active, bool busy, bool rotated) {
-  const Meeting meeting(shared);
+  const Meeting partial_sums(shared);
   const int count = min(a.groups * a.queries - first, queries_of_block);
   __syncthreads();  // tables and codes are not needed any more
-  meeting.leave(state, busy, count, threadIdx.x % 32, threadIdx.x / 32);
+  partial_sums.leave(state, busy, count, threadIdx.x % 32, threadIdx.x / 32);
   __syncthreads();
   float4* const all = reinterpret_cast<float4*>(a.partial) + int64_t(group) * a.splits * Meeting::left;
   float4* const own = all + int64_t(split) * Meeting::left;
@@ -191,15 +191,15 @@ __device__ inline void finish(const Arguments& a, State& state, char* shared, in
 #pragma unroll
     for (int i = 0; i < warps / sharers; ++i) {
       const int w = i * sharers + part;
-      of[i] = meeting.most[w * pairs_of_block + item.pair];
+      of[i] = partial_sums.most[w * pairs_of_block + item.pair];
       sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (fmaxf(of[i].x, of[i].z) > lowest) sums[i] = meeting.fragment[w * fragments + item.at];
+      if (fmaxf(of[i].x, of[i].z) > lowest) sums[i] = partial_sums.fragment[w * fragments + item.at];
     }
     merged.add(of, sums);
     merged.gather();
     if (part > 0 || !item.exists) continue;
     if (active == 1) {
-      give(a, meeting, item, merged, row, kv_head, first, count, rotated);
+      give(a, partial_sums, item, merged, row, kv_head, first, count, rotated);
     } else {
       __stcg(own + pairs_of_block + item.at, merged.sum);
       if (number % Item::of_pair == 0)
@@ -208,9 +208,9 @@ __device__ inline void finish(const Arguments& a, State& state, char* shared, in
   }
   if (active > 1) {
     __syncthreads();
-    if (threadIdx.x == 0) *meeting.last = arrive(a.arrived + group) == active - 1;
+    if (threadIdx.x == 0) *partial_sums.last = arrive(a.arrived + group) == active - 1;
     __syncthreads();
-    if (!*meeting.last) return;
+    if (!*partial_sums.last) return;
     if (threadIdx.x == 0) a.arrived[group] = 0;
     for (int number = threadIdx.x / sharers; number < items; number += Plan::threads / sharers) {
       const Item item(number);
@@ -230,11 +230,11 @@ __device__ inline void finish(const Arguments& a, State& state, char* shared, in
         merged.add(of, sums);
       }
       merged.gather();
-      if (part == 0 && item.exists) give(a, meeting, item, merged, row, kv_head, first, count, rotated);
+      if (part == 0 && item.exists) give(a, partial_sums, item, merged, row, kv_head, first, count, rotated);
     }
   }
   if (rotated) {
     __syncthreads();
-    rotate_back(a, meeting, row, kv_head, first, count);
+    rotate_back(a, partial_sums, row, kv_head, first, count);
   }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens that are floats: the sinks and the tail of a cache, a tile of 16 at a time.
+// Attention to unquantized tokens: the sinks and the recent tokens of a cache, in tiles of 16.
 #pragma once
 #include "kv/attention/attention_query.cuh"
 
@@ -25,10 +25,10 @@ __device__ inline void add_floats(const Arguments& a, const Tokens& tokens, int 
   const uint16_t* const from[4] = {token(v, first + 2 * t), token(v, first + 2 * t + 1), token(v, first + 2 * t + 8),
                                    token(v, first + 2 * t + 9)};
   constexpr int key_words = Share<Keys, 0>::channels / 2 + Share<Keys, 1>::channels / 2;
-  // All is asked for before anything is needed, if registers suffice; else values once logits are there.
+  // If registers suffice, keys and values are loaded first; else values are loaded after the logits are known.
   constexpr int others = Keys::learned || Values::learned ? 72 : 56;
   constexpr int needed = others + 4 * value_words * (Plan::query_tiles + 1) + key_words * (Plan::query_tiles + 2);
-  constexpr bool early = needed <= at_most(255, 65536 / (Plan::threads * Plan::resident));
+  constexpr bool early = needed <= at_most(255, 65536 / (Plan::threads * Plan::blocks_per_sm));
   uint32_t value[4][value_words], key[2][key_words], query[Plan::query_tiles][key_words];
   const auto load = [&](const uint16_t* token, auto side, uint32_t* word) {
     using Side = decltype(side);
@@ -68,7 +68,7 @@ __device__ inline void add_floats(const Arguments& a, const Tokens& tokens, int 
       for (int half = 0; half < 2; ++half) {
         const int i = first + g + half * 8, at = i + (sinks ? tokens.start : 0);
         const bool there = sinks ? i < a.sinks && at >= 0 && at < min(near, limit) : at >= near && at < limit;
-        const bool seen = there && (!Turns::some || Turns::meet(g, 2 * t + c));
+        const bool seen = there && (!SwizzleColumns::some || SwizzleColumns::meet(g, 2 * t + c));
         any |= seen;
         float logit = (chain[0][n][2 * half + c] + chain[1][n][2 * half + c]) * a.scaling;
         if (Plan::softcapped) logit = capped(logit, a.softcap);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Up to four queries of a kv head: two of the eight columns of a tile are of each, and entries are fragments as they are.
+// Up to four queries per KV head (small GQA groups): each query has two of the eight MMA columns of a tile.
 //
 //     S^T = K q^T      words 4i .. 4i + 3 of one token and lane are a fragment: rows g have the even ones, rows g + 8
 //                      the odd ones. Column 2c has the query's numbers for even words, 2c + 1 those for odd ones:
@@ -14,13 +14,13 @@
 //                          column 2c         w                        0                    sums of channel 0
 //                          column 2c + 1     0                        w                    sums of channel 1
 //
-// Nothing is taken apart or put together, and queries and sums take half as many registers as with a column for each.
+// Entries are fragments without packing or unpacking. Queries and sums take half the registers of one column each.
 #pragma once
 #include "kv/attention/attention_swizzle.cuh"
 
 struct Paired {
   static constexpr int pairs = (value_words + 1) / 2;
-  static constexpr int words_at_a_time = 2;
+  static constexpr int words_per_step = 2;
   using Weights = uint32_t[4];  // fragments: of tokens 2t and 2t + 1, then of those 8 later
 
   float sums[pairs][4];  // of query t: words 2i, 2i + 1, two channels each

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integers of 4 bits with a scale and a zero for each token (QServe's KV4): s (c - z), and no codebook to look up in.
+// 4-bit integers with one scale and zero per token (QServe's KV4): s (c - z), without a codebook lookup.
 //
 //     word        c7 c6 c5 c4 c3 c2 c1 c0     & 0x000f000f    fp16 [c4 c0]      the subnormal numbers c 2^-24
 //                                             & 0x00f000f0    fp16 [c5 c1]      c 2^-20
 //     word >> 8         c7 c6 c5 c4 c3 c2     the same             [c6 c2], [c7 c3]
 //
-// Tensor cores take subnormals as they are, so a code is a number after one AND, and no exponent is put on or taken off.
-// That neighbours in a word are channels 4 apart, and that every second word is 16 times larger, is known to those who
-// made the queries and to those who have the sums. What belongs to a token stays outside of products:
+// Tensor cores accept subnormals, so one AND turns a code into a number; no exponent is added or removed. Adjacent
+// numbers of a word are 4 channels apart, and every second word is 16 times larger: the queries and the final sums are
+// permuted and scaled to match. Scale and zero are applied outside of the products:
 //
 //     <q, s (c - z)> = s (<q, c> - z sum(q))           sum(w s (c - z)) = sum(w s c) - sum(w s z)
 #pragma once
@@ -23,11 +23,11 @@ template <class Side, int Part> struct Words {
   // Channels whose codes are taken apart together; those in a word are `apart`.
   static constexpr int together = Side::integers ? at_most(channels, 8) : 2, apart = at_least(together / 2, 1);
 
-  // Where channel `at` of the share is, in halves.
+  // Position of channel `at` of the share, in fp16 numbers.
   __device__ static constexpr int place(int at) {
     return at / together * together + at % apart * 2 + at % together / apart;
   }
-  // What the numbers of a word are in, times the codes.
+  // Unit of the numbers of a word: number = code * unit.
   __device__ static constexpr float unit(int word) {
     if (!Side::integers) return 1.0f;
     return apart > 1 && word % 2 ? Integers::unit * Integers::more : Integers::unit;

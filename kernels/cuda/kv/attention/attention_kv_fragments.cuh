@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values as the lanes of a warp share them, and codes that a lane has of a token.
+// Keys and values as MMA fragments: channels of each lane, and the codes that it holds of a token.
 //
-// `fused` neighbouring codes are one index, whose entry has `width` numbers. The D channels of a token are a power of
-// two, or two of them (80 = 64 + 16): its parts. Of each, every sharer has neighbouring channels, and so a piece of the
-// canonical stream of codes:
+// `fused` adjacent codes form one index, whose entry has `width` numbers. The D channels of a token are a power of two,
+// or a sum of two (80 = 64 + 16): its parts. In each part every sharer has adjacent channels, so a contiguous piece of
+// the canonical code stream:
 //
 //     keys      4 sharers, lane % 4      tokens g, g + 8 of a tile of 16                   (g = lane / 4, t = lane % 4)
 //     values    8 sharers, lane / 4      tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9
 //
-// which is the order of mma.cuh: nothing has to be exchanged between lanes.
+// This is the fragment order of mma.cuh: lanes exchange nothing.
 #pragma once
 #include "plan.cuh"
 #include "primitives/codes.cuh"
@@ -39,7 +39,7 @@ template <class Side> struct Index {
   static_assert((width == 2 || width == 4) && bits <= 8, "entries are one or two registers");
 };
 
-// What a lane has of part 0 or 1 of a token.
+// Channels and codes of a lane in part 0 or 1 of a token.
 template <class Side, int Part> struct Share {
   static constexpr int high = highest_power(Side::dim);
   static constexpr int size = Part ? Side::dim - high : high;  // channels of the part, or none
@@ -115,7 +115,7 @@ template <class Side> struct TokenCodes {
     });
   }
 
-  // What was copied to `from`.
+  // Load the codes that were copied to `from`.
   __device__ void load(uint32_t from, const char* row, int lane) {
     each_part<Side>([&](auto number) {
       constexpr int p = decltype(number)::value;
@@ -139,7 +139,7 @@ template <class Side> struct TokenCodes {
     });
   }
 
-  // `row`: the codes of the token, as they are stored, in shared memory.
+  // `row`: the codes of the token in shared memory, in stored layout.
   __device__ void load_row(uint32_t row, int lane) {
     each_part<Side>([&](auto number) {
       constexpr int p = decltype(number)::value;

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codebooks learned per kv head and channel group, as tables in shared memory. Every entry is there once:
+// Lookup tables of codebooks learned per KV head and channel group, in shared memory. Every entry is stored once:
 //
 //     index i    [group 0  group 1 ..  128 bytes of groups]  [128 more]      256 bytes from one index to the next
 //
-// The group alone decides the bank, and the lane the group (attention_swizzle.cuh): 32 lanes that look up 4 bytes, or 16
-// that look up 8, touch every bank once. An index and a byte of the lane are an address by one permutation.
+// The group alone selects the bank, and the lane selects the group (attention_swizzle.cuh): 32 lanes with lookups of 4
+// bytes, or 16 lanes with 8 bytes, touch every bank once. One byte permutation of index and lane offset is an address.
 //
-// In global memory panels of 128 bytes lie one after the other, [H][panels][entries][128 bytes], each as it is in shared
-// memory (hf_vq/backends/cuda/kv/codebooks.py says which group is where), and are copied without passing registers.
+// In global memory the table is [H][panels][entries][128 bytes]; each panel of 128 bytes has the layout of shared memory
+// (hf_vq/backends/cuda/kv/codebooks.py orders the groups), and cp.async copies it without passing registers.
 #pragma once
 #include "kv/attention/attention_swizzle.cuh"
 #include "kv/attention/attention_table.cuh"
 
-// Panels of a side; those of values come first, and keys begin beside the last one if there is room.
+// Panels of keys or of values. Values come first; keys begin next to their last panel if there is room.
 template <class Side> constexpr int panels_of = Side::learned ? (2 * Side::dim + 127) / 128 : 0;
 template <class Side> constexpr int learned_offset() {
   if constexpr (Side::sharers == 8 && !Keys::learned) return after_keys<Side>;
@@ -28,7 +28,7 @@ template <class Side> struct LearnedTable {
   static constexpr int offset = learned_offset<Side>();
   static constexpr int bytes = ((first_panel + panels + 1) / 2 - (first_panel + 1) / 2) * entries * stride;
 
-  template <int Part> static constexpr int together() { return in_turn<Side, Part>; }
+  template <int Part> static constexpr int together() { return swizzle_size<Side, Part>; }
 
   __device__ LearnedTable(const uint16_t* codebook, int head, int lane)
       : stored(reinterpret_cast<const char*>(codebook) + int64_t(head) * panels * entries * panel),
@@ -61,11 +61,11 @@ template <class Side> struct LearnedTable {
     for (int k = 0; k < c; ++k)
       load_shared<entry_bytes>(order.address(word[k / 4], k) + shared_begin + place(row / panel) + row % panel,
                                entry + k * words);
-    // What no column knows of the order is undone.
+    // Undo the bits of the order that no column accounts for.
 #pragma unroll
     for (int b = 1; b < c; b *= 2) {
       const int bit = of_values ? 2 * b : b;  // of g
-      if (Turns::known & bit) continue;
+      if (SwizzleColumns::known & bit) continue;
 #pragma unroll
       for (int k = 0; k < c * words; ++k) {
         if (k / words & b) continue;
@@ -86,7 +86,7 @@ template <class Side> struct LearnedTable {
     __device__ Order(int g, int lane) {
 #pragma unroll
       for (int k = 0; k < c; ++k) {
-        const int group = k ^ turn_of<Side, Part>(g), byte = (S::owner(lane) * c + group) * entry_bytes;
+        const int group = k ^ swizzle_order_of<Side, Part>(g), byte = (S::owner(lane) * c + group) * entry_bytes;
         select[k / 4] |= group << k % 4 * 4;
         low[narrow ? k / 4 : k / 2] |= byte << (narrow ? k % 4 : k % 2) * 8;
       }
@@ -103,7 +103,7 @@ template <class Side> struct LearnedTable {
     }
   };
 
-  // Where a panel begins.
+  // Offset of a panel.
   __device__ static constexpr int place(int number) {
     const int at = first_panel + number;
     return offset + at / 2 * entries * stride + at % 2 * panel;

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes and scales on their way: from the tapes to a warp's slots in shared memory, `Plan::depth` of them.
+// Pipelined loads of codes and scales: from the cache to a warp's buffers in shared memory, `Plan::pipeline_depth` of them.
 //
-// A slot holds a step: `Plan::steps` tiles of 16 tokens, which a warp takes together.
+// A buffer holds one step: `Plan::step_tiles` tiles of 16 tokens, which a warp processes in one iteration.
 //
-//     Plan::bulk    a lane each asks for keys, both halves of values, and scales, as they lie side by side; a barrier of
-//                   the slot counts the bytes that came
-//     else          every lane copies what it needs itself, pieces of 32 lanes side by side (GPUs before sm_90)
+//     Plan::bulk    one lane each issues bulk copies of keys, both halves of values, and scales; a barrier per buffer
+//                   counts the bytes that arrived
+//     else          every lane copies its own codes with cp.async, in pieces of 32 contiguous lanes (before sm_90)
 //
-// Which token of a step is which row of a fragment is free. As it is here, no two of the lanes that are served together
-// read the same bank of codes that lie as on the tape, if values from the middle of the step on lie a bit further:
+// The assignment of tokens to fragment rows is free. This one avoids bank conflicts between lanes of one phase that read
+// codes in cache order; the values from the middle of the step on are shifted a little:
 //
 //     keys, rows g, g + 8        lanes 4g .. 4g + 3 have a row, and rows of neighbours differ in the parity of the token
 //     values, k = 2t + j         tokens 2j, 2j + 1 of the first half for t = 0, 1, of the second half for t = 2, 3
 //
-// With pages, a step lies in one of them, which a table names: nothing else is different.
+// In a paged cache, a step is within one page, which the page table names; all else is the same.
 #pragma once
 #include "kv/attention/attention_softmax.cuh"
 #include "primitives/wgmma.cuh"
 
-constexpr int tokens_of_step = 16 * Plan::steps;
+constexpr int tokens_of_step = 16 * Plan::step_tiles;
 static_assert(Plan::page % tokens_of_step == 0, "a step lies in one page");
 
 // Pieces of 16 bytes, in bytes: that hold so many; of rows, wherever they begin.
@@ -36,30 +36,30 @@ struct Step {
   static constexpr int scale_words = numbers == 1 ? tokens_of_step / 2 + 1 : tokens_of_step;  // wherever they begin
   static constexpr int scale_room = Plan::bulk ? 2 * numbers * tokens_of_step + 16 : 4 * scale_words;
 
-  static constexpr int values_at = Plan::bulk ? pieces_of_rows(tokens_of_step, key_row) : Plan::steps * 2 * key_bytes;
-  static constexpr int scales_at = values_at + (Plan::bulk ? stride + apart : Plan::steps * 4 * value_bytes);
+  static constexpr int values_at = Plan::bulk ? pieces_of_rows(tokens_of_step, key_row) : Plan::step_tiles * 2 * key_bytes;
+  static constexpr int scales_at = values_at + (Plan::bulk ? stride + apart : Plan::step_tiles * 4 * value_bytes);
   static constexpr int barrier_at = whole_pieces(scales_at + 2 * scale_room), bytes = barrier_at + 16 * Plan::bulk;
 
   // Token of the key in row `g` or g + 8 of a tile, and of the value at k = 2t + j (j > 1: 2t + 6 + j).
   __device__ static int of_row(int g, int upper, int tile) { return of_value(g / 2, g % 2 + 2 * upper, tile); }
   __device__ static int of_value(int t, int j, int tile) { return t / 2 * half + 8 * tile + 2 * j + ((t + j) & 1); }
 
-  // Lanes that ask for bytes: keys, halves of values, scales of keys, of values.
-  static constexpr int askers = 3 + !Keys::learned + !Values::learned;
+  // Lanes that issue bulk copies: keys, two halves of values, scales of keys, scales of values.
+  static constexpr int copiers = 3 + !Keys::learned + !Values::learned;
 
-  struct Tapes {
+  struct CacheRows {
     const char *keys, *values;  // of the first token
     const uint16_t *key_scale, *value_scale;
     int end;  // of the tokens that may be read
     const int* pages;  // of the row
     int64_t page_bytes;    // from one to the next
 
-    // What an asker copies of a step: `most` rows of `row` bytes, from row number `begin` on, to `to` of a slot. From
-    // pieces of 16 bytes on, `before` bytes earlier.
+    // Bulk copy of a lane in a step: `most` rows of `row` bytes, from row number `begin` on, to offset `to` of a buffer.
+    // It begins `before` bytes earlier, at a multiple of 16 bytes.
     const char* from;
     int row, begin, most, before, to;
 
-    __device__ Tapes(const Arguments& a, int row, int kv_head, int lane) {
+    __device__ CacheRows(const Arguments& a, int row, int kv_head, int lane) {
       const Coded &k = a.keys, &v = a.values;
       if constexpr (Plan::page > 0) pages = a.pages + int64_t(row) * a.table, page_bytes = k.row, row = 0;
       keys = k.codes + row * k.row + kv_head * k.head + k.first * key_row;
@@ -77,7 +77,7 @@ struct Step {
       }
     }
 
-    // Where the page of a token begins, and which token of it that is.
+    // Byte offset of the page of a token, and the token's place in it.
     __device__ int64_t page(int at) const {
       if constexpr (Plan::page > 0) return __ldg(pages + at / at_least(Plan::page, 1)) * page_bytes;
       else return 0;
@@ -97,7 +97,7 @@ struct Step {
     if constexpr (Plan::bulk) {
       if (lane == 0) {
 #pragma unroll
-        for (int i = 0; i < Plan::depth; ++i) barrier_init(ring + i * bytes + barrier_at, askers);
+        for (int i = 0; i < Plan::pipeline_depth; ++i) barrier_init(ring + i * bytes + barrier_at, copiers);
         barriers_are_set();
       }
       __syncwarp();
@@ -108,14 +108,14 @@ struct Step {
   __device__ static void end(uint32_t ring, int lane) {
     if constexpr (Plan::bulk) {
       __syncwarp();  // no lane waits any more
-      if (lane < Plan::depth) barrier_invalidate(ring + lane * bytes + barrier_at);
+      if (lane < Plan::pipeline_depth) barrier_invalidate(ring + lane * bytes + barrier_at);
     }
   }
 
-  // The tokens from `first` on, to the L2 cache: whatever grids before this one still write, it is right there.
-  __device__ static void prefetch(const Tapes& from, int first, int end, int lane) {
+  // L2 prefetch of the tokens from `first` on. It is safe while earlier kernels still write: L2 stays coherent.
+  __device__ static void prefetch(const CacheRows& from, int first, int end, int lane) {
     if constexpr (Plan::bulk) {
-      if (lane < askers) {
+      if (lane < copiers) {
         const int rows = min(end - first - from.begin, from.most);
         if (rows > 0) prefetch_bulk(from.from + int64_t(first) * from.row, whole_pieces(from.before + rows * from.row));
       }
@@ -123,22 +123,22 @@ struct Step {
   }
 
   // The tokens from `first` on, to a slot.
-  __device__ static void copy(const Tapes& from, int first, uint32_t to, int lane) {
+  __device__ static void copy(const CacheRows& from, int first, uint32_t to, int lane) {
     const int64_t page = from.page(first);
     if constexpr (Plan::bulk) {
-      if (lane < askers) {
+      if (lane < copiers) {
         const int rows = min(from.end - first - from.begin, from.most);
-        // What is beyond the tokens that may be read is in the same 16 bytes as one of them.
+        // Bytes beyond the last readable token are in the same 16 bytes as that token.
         const int size = rows > 0 ? whole_pieces(from.before + rows * from.row) : 0;
         barrier_expect(to + barrier_at, size);
         if (rows > 0) copy_bulk(to + from.to, from.from + page + int64_t(from.place(first)) * from.row, size, to + barrier_at);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 2 * Plan::steps; ++i)
+      for (int i = 0; i < 2 * Plan::step_tiles; ++i)
         TokenCodes<Keys>::copy(to + i * key_bytes, from.key(first + of_row(lane / 4, i % 2, i / 2)) + page, lane);
 #pragma unroll
-      for (int i = 0; i < 4 * Plan::steps; ++i)
+      for (int i = 0; i < 4 * Plan::step_tiles; ++i)
         TokenCodes<Values>::copy(to + values_at + i * value_bytes,
                                  from.value(first + of_value(lane % 4, i % 4, i / 4)) + page, lane);
       // Words that hold scales, with at least one that may be read.
@@ -159,27 +159,27 @@ struct Step {
     if constexpr (!Plan::bulk) commit_copies();
   }
 
-  // Until the slot that comes next is full; `turn`: how often all of them have been, modulo 2.
+  // Wait until the next buffer is full. `turn`: parity of the rounds over all buffers.
   __device__ static void wait(uint32_t slot, uint32_t turn) {
     if constexpr (Plan::bulk) barrier_wait(slot + barrier_at, turn);
-    else wait_for_copies<Plan::depth - 2>();
+    else wait_for_copies<Plan::pipeline_depth - 2>();
   }
 
-  // What was copied to a slot.
-  __device__ static void load(TokenCodes<Keys> (&keys)[Plan::steps][2], const Tapes& from, int first, uint32_t slot,
+  // Load the codes of a buffer.
+  __device__ static void load(TokenCodes<Keys> (&keys)[Plan::step_tiles][2], const CacheRows& from, int first, uint32_t slot,
                               int lane) {
 #pragma unroll
-    for (int i = 0; i < 2 * Plan::steps; ++i) {
+    for (int i = 0; i < 2 * Plan::step_tiles; ++i) {
       TokenCodes<Keys>& one = keys[i / 2][i % 2];
       const int token = of_row(lane / 4, i % 2, i / 2);
       if constexpr (Plan::bulk) one.load_row(slot + odd<key_row>(from.keys) + token * key_row, lane);
       else one.load(slot + i * key_bytes, from.key(first + token), lane);
     }
   }
-  __device__ static void load(TokenCodes<Values> (&values)[Plan::steps][4], const Tapes& from, int first,
+  __device__ static void load(TokenCodes<Values> (&values)[Plan::step_tiles][4], const CacheRows& from, int first,
                               uint32_t slot, int lane) {
 #pragma unroll
-    for (int i = 0; i < 4 * Plan::steps; ++i) {
+    for (int i = 0; i < 4 * Plan::step_tiles; ++i) {
       TokenCodes<Values>& one = values[i / 4][i % 4];
       const int token = of_value(lane % 4, i % 4, i / 4), later = lane % 4 / 2;
       if constexpr (Plan::bulk)
@@ -190,14 +190,14 @@ struct Step {
     }
   }
 
-  // What token `i` of a step has beside its codes.
+  // Scale and zero of token `i` of a step.
   struct Numbers {
     float scale, zero;
   };
-  __device__ static Numbers key_numbers(const Tapes& from, uint32_t slot, int i) {
+  __device__ static Numbers key_numbers(const CacheRows& from, uint32_t slot, int i) {
     return numbers_of<Keys>(from.key_scale, slot + scales_at, i);
   }
-  __device__ static Numbers value_numbers(const Tapes& from, uint32_t slot, int i) {
+  __device__ static Numbers value_numbers(const CacheRows& from, uint32_t slot, int i) {
     return numbers_of<Values>(from.value_scale, slot + scales_at + scale_room, i);
   }
 

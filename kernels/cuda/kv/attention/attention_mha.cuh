@@ -1,32 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
-// A query that is alone with its kv head: all eight columns of a tile are its own, one for each order of turns.
+// One query per KV head (MHA, one token): the query is replicated into all eight MMA columns, one per swizzle order.
 //
-//     S^T = K q^T      token g of a tile of 8 is right in column g: the diagonal, one logit in lanes (g, t = g / 2)
-//     O^T = V^T P^T    a lane's entry of a token is a fragment as it is, with its two channels as neighbours in k:
+//     S^T = K q^T      column g is right for token g of a tile of 8: the diagonal, one logit in lanes (g, t = g / 2)
+//     O^T = V^T P^T    an entry that a lane looked up is a B fragment without unpacking; its two channels are
+//                      neighbours in k:
 //
 //         k             channel 0 of token 2t    channel 1 of token 2t    (and of token 2t + 1)
 //         column 2t             w                        0                sums of channel 0 over tokens 2t, 2t + 1
 //         column 2t + 1         0                        w                sums of channel 1
 //
-// so that no entry is taken apart, and words of sums are half as many as without.
+// No entry is split into channels, and the accumulators take half the registers of one column per query.
 #pragma once
 #include "kv/attention/attention_swizzle.cuh"
 
-struct Alone {
+struct ReplicatedQuery {
   static constexpr int pairs = (value_words + 1) / 2;
-  static constexpr int words_at_a_time = 2;
+  static constexpr int words_per_step = 2;
   using Weights = uint32_t[4];  // fragments: of tokens 2t and 2t + 1, then of those 8 later
 
   float sums[pairs][4];  // words 2i, 2i + 1, two channels each, of tokens 2t, 2t + 1 (+ 8)
   float most, total;     // m of these tokens; totals of the lane's own
-  bool odd, mine;        // whether token g is 2t + 1, or one of the two
+  bool odd, mine;        // token g is 2t + 1; token g is 2t or 2t + 1
   uint32_t low, high;    // byte permutations: a half of a word to the half that counts channels of this column
 
-  // Goes on with the sums of floats, which are in column 0.
-  __device__ Alone(const State& state, int lane)
+  // Start from the sums of unquantized tokens, which are in column 0.
+  __device__ ReplicatedQuery(const State& state, int lane)
       : odd(lane / 4 % 2), mine(lane / 8 == lane % 4), low(odd ? 0x1044 : 0x4410), high(odd ? 0x3244 : 0x4432) {
-    static_assert(Plan::turns < 8 || (Share<Values, 0>::channels % 4 == 0 && Share<Values, 1>::channels % 4 == 0),
-                  "words come in pairs");
+    static_assert(
+        Plan::swizzle_orders < 8 || (Share<Values, 0>::channels % 4 == 0 && Share<Values, 1>::channels % 4 == 0),
+        "words come in pairs");
     const bool first = lane % 4 == 0;
 #pragma unroll
     for (int i = 0; i < value_words; ++i)
@@ -38,7 +40,7 @@ struct Alone {
   __device__ float& sum(int word, int channel) { return sums[word / 2][word % 2 * 2 + channel]; }
   __device__ void shift(int, float by, float) { most += by; }
 
-  // The logits of tokens g and g + 8 to where those of column 2t are.
+  // Move the logits of tokens g and g + 8 to the registers of column 2t.
   __device__ void choose(Logits& s) const {
     s[0][0] = odd ? s[0][1] : s[0][0];
     s[0][2] = odd ? s[0][3] : s[0][2];
@@ -76,14 +78,14 @@ struct Alone {
     mma<D>(sums[i / 2], v2[0], v2[1], v3[0], v3[1], weights[2], weights[3]);
   }
 
-  // All of it to column 0 of `state`.
+  // Reduce everything into column 0 of `state`.
   __device__ void leave(State& state, int lane) {
     if constexpr (Values::learned)
       each_part<Values>([&](auto number) {
         constexpr int p = decltype(number)::value, words = Index<Values>::words;
-        const int turn = turn_of<Values, p>(lane % 4 * 2);
+        const int turn = swizzle_order_of<Values, p>(lane % 4 * 2);
 #pragma unroll
-        for (int b = 1; b < in_turn<Values, p>; b *= 2)
+        for (int b = 1; b < swizzle_size<Values, p>; b *= 2)
 #pragma unroll
           for (int i = 0; i < Share<Values, p>::indexes * words; ++i) {
             if (i / words & b) continue;
@@ -106,7 +108,7 @@ struct Alone {
   }
 
  private:
-  // The maximum to a higher one.
+  // Raise the maximum and rescale the sums.
   __device__ void scale(float highest) {
     const float factor = exp2_of(most - highest);
     most = highest, total *= factor;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Queries as fragments of mma.cuh, rotated as the keys were before they were coded.
+// Queries as B fragments (mma.cuh), rotated like the keys before these were encoded.
 //
 //     <q, m + R^-1 k> = <q, m> + <R q, k>          R^-1 = R: Hadamard matrices over blocks of the channels
 //
-// A warp rotates one column at a time, number 32 i + lane in each lane: butterflies over lanes are shuffles. It becomes
-// fp16 with a power of two that brings its largest number near 2^13: sums are float32. In shared memory columns lie as
-// lanes hold them, two steps of 16 channels after the other: [tiles][pairs of steps][32 lanes][8].
+// A warp rotates one column per iteration, number 32 i + lane in each lane: butterflies over lanes are shuffles. The
+// result is fp16, scaled by a power of two that brings its largest number near 2^13; sums are float32. Columns are in
+// shared memory in fragment order, two steps of 16 channels after each other: [tiles][pairs of steps][32 lanes][8].
 #pragma once
 #include "kv/attention/attention_integers.cuh"
 #include "kv/attention/attention_tokens.cuh"
@@ -31,7 +31,7 @@ template <int Block, int N> __device__ inline void butterflies(float (&value)[N]
     }
 }
 
-// What is known of a column, in shared memory.
+// Parameters of a column, in shared memory.
 struct Staged {
   const char* mask;  // of its logits
   float factor;      // of its products
@@ -41,7 +41,7 @@ struct Staged {
 };
 
 struct Query {
-  // Channels of a lane that a product takes: of two keys at a time, or, of one, by both columns of a query.
+  // Channels of a lane in one product: of two keys, or (paired) of one key, split over both columns of a query.
   static constexpr int taken = Plan::paired ? 8 : 4;
   static constexpr int near = Share<Keys, 0>::channels / taken, far = Share<Keys, 1>::channels / taken;
   static constexpr int steps = near + far, pairs = (steps + 1) / 2;
@@ -52,12 +52,12 @@ struct Query {
   uint32_t word[kept][4];
   const char* from;
 
-  // Where a channel of a lane's share is in the words of a key, in halves.
+  // Position of a channel of a lane's share in the words of a key, in fp16 numbers.
   __device__ static int in_words(int at, int part) {
     return part ? Words<Keys, 1>::place(at) : Words<Keys, 0>::place(at);
   }
 
-  // What a number is multiplied by for the word of keys that it meets; the product of both is in one unit.
+  // Factor that brings the products of a number with all words of keys to one unit.
   __device__ static float lowered(int channel) {
     if constexpr (!Keys::integers) return 1.0f;
     const int part = channel >= Share<Keys, 0>::size, within = channel - part * Share<Keys, 0>::size;
@@ -65,7 +65,7 @@ struct Query {
     return Integers::unit / Words<Keys, 0>::unit(in_words(within % share, part) / 2);
   }
 
-  // Where number `channel` of column `column` is, in halves.
+  // Position of number `channel` of column `column`, in fp16 numbers.
   __device__ static int place_of(int column, int channel) {
     const int part = channel >= Share<Keys, 0>::size, within = channel - part * Share<Keys, 0>::size;
     const int share = at_least(part ? Share<Keys, 1>::channels : Share<Keys, 0>::channels, 1), t = within / share;
@@ -73,7 +73,7 @@ struct Query {
       const int at = in_words(within % share, part), step = part * near + at / taken, word = at / 2 % 4;
       return (step / 2 * 32 + (2 * column + word % 2) * 4 + t) * 8 + step % 2 * 4 + word / 2 * 2 + at % 2;
     }
-    const int seen = column % 8 & Turns::known, turn = part ? turn_of<Keys, 1>(seen) : turn_of<Keys, 0>(seen);
+    const int seen = column % 8 & SwizzleColumns::known, turn = part ? swizzle_order_of<Keys, 1>(seen) : swizzle_order_of<Keys, 0>(seen);
     const int at = in_words(within % share, part) ^ turn * Index<Keys>::width, step = part * near + at / 4;
     return ((column / 8 * pairs + step / 2) * 32 + column % 8 * 4 + t) * 8 + step % 2 * 4 + at % 4;
   }
@@ -148,7 +148,7 @@ struct Query {
     }
   }
 
-  // What becomes of columns that were not staged is not used.
+  // The results of columns that were not staged are not used.
   __device__ Query(const char* staged, int lane) : from(staged + lane * 16) {
     if constexpr (Plan::queries_in_registers)
 #pragma unroll

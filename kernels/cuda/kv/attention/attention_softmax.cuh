@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights of keys, online: exponents of 2 below a maximum that is raised seldom.
+// Online softmax over coded tokens: exponents of 2 below a running maximum that is rarely raised.
 //
 // Lane 4 g + t has the logits of tokens g and g + 8 and of columns (queries) 2 t, 2 t + 1 of every tile of 8, as mma.cuh
-// leaves them. A value is scale * entry. The scale multiplies the weight, as a summand of its logarithm, so that what
-// tensor cores get stays in fp16's range whatever the scales are:
+// leaves them. A value is scale * entry. The scale multiplies the weight, as a summand of its logarithm, so that the
+// operands of the tensor cores stay in the range of fp16 for any scale:
 //
 //     w = 2^(s + log2 scale - m)          sum of values += w * entry          sum of weights += w / scale
 //
-// Of integers, sums of w * zero are kept beside them, of weights as tensor cores see them.
+// For integers, sums of w * zero are accumulated as well, with w rounded like the operand of the tensor cores.
 //
-// m is raised, and what was added up so far is lowered, only when an exponent would be more than `slack`: then the
-// lanes need not ask each other for the maximum of a tile.
+// The maximum m is raised, and the sums rescaled, only if an exponent would exceed `slack`: lanes then need no reduction
+// of the maximum per tile.
 #pragma once
 #include "kv/attention/attention_integers.cuh"
 #include "primitives/mma.cuh"
@@ -50,14 +50,14 @@ __device__ inline uint32_t transposed(uint32_t pairs) {
 __device__ inline uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ inline uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-// Of a token's value: what weights are multiplied by besides. (Without defaults: in a local array of arrays, NVRTC and
+// Factors of a token's value, in addition to its weight. (Without defaults: in a local array of arrays, NVRTC and
 // nvcc 13.0 to 13.5 set those of the first array only.)
 struct OfValue {
   float inverse_scale, zero;
 };
 constexpr OfValue of_floats = {1.0f, 0.0f};
 
-// What two weights add to the sums of zeros.
+// Add two weights times a zero to the sums of zeros.
 template <Dtype D> __device__ inline void add_zeros(uint32_t weights, float zero, float& first, float& second) {
   float one, other;
   unpack_pair<D>(weights, one, other);
@@ -65,9 +65,9 @@ template <Dtype D> __device__ inline void add_zeros(uint32_t weights, float zero
 }
 
 using Logits = float[Plan::query_tiles][4];      // of a tile of 16 tokens
-// What a warp has added up. sums[n][i]: rows g and g + 8 are the two channels of the lane's word i.
+// Accumulators of a warp. sums[n][i]: rows g and g + 8 are the two channels of the lane's word i.
 struct State {
-  static constexpr int words_at_a_time = 1;
+  static constexpr int words_per_step = 1;
   using Weights = uint32_t[Plan::query_tiles][2];  // fragments: tokens 2 t, 2 t + 1 (+ 8) of column g
 
   float sums[Plan::query_tiles][value_words][4] = {};
@@ -221,7 +221,7 @@ struct State {
   }
 
  private:
-  // Of half `at` of the lane's words of a part, and column `c`.
+  // Sum of half `at` of the lane's words of a part, in column `c`.
   template <int Part> __device__ float& sum(int n, int at, int c) {
     return sums[n][Share<Values, Part>::first_word + at / 2][at % 2 * 2 + c];
   }

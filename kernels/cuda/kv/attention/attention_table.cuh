@@ -1,27 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codebooks of keys and of values as tables in shared memory: what they make of codes are fragments of mma.cuh.
+// Codebooks of keys and values as lookup tables in shared memory; looked-up entries are fragments of mma.cuh.
 //
-// One codebook for all (`UniversalTable`): as in table.cuh, every entry is there once for each group of banks, so that
-// lanes that look up different entries never meet,
+// One universal codebook (`UniversalTable`): like table.cuh, every entry is replicated for each group of banks, so that
+// lanes with different entries never conflict,
 //
 //     index i    [copy 0 copy 1 .. copy 31]     4-byte entries (two numbers); 8-byte entries: 16 copies
 //
-// and 256 bytes from one index to the next let one byte permutation make an address of a code. Keys and values of one
-// universal codebook share a table; two tables of byte-wide indexes lie interleaved, 128 bytes each.
+// and with 256 bytes per index one byte permutation turns a code into an address. Keys and values with the same codebook
+// share a table; two different tables with byte-wide indices are interleaved, 128 bytes each.
 //
-// A table has
+// Interface of a table:
 //
-//     offset, bytes                   of shared memory: where it begins, and what it takes
-//     together<Part>()                indexes that a lane looks up at a time; divides its indexes of the part
-//     Table(codebook, head, lane)     of this lane; `codebook` as it is stored, for all heads
-//     fill(shared, thread, threads)   by the first `threads` threads; __syncthreads() is left to the caller
-//     look_up<Part>(codes, i, entry)  entries of indexes i .. i + together - 1 of the lane's share of a token (i is a
+//     offset, bytes                   its first byte in shared memory, and its size
+//     together<Part>()                indices of one lookup step of a lane; divides its indices of the part
+//     Table(codebook, head, lane)     view of this lane; `codebook` in stored layout, for all heads
+//     fill(shared, thread, threads)   by the first `threads` threads; the caller calls __syncthreads()
+//     look_up<Part>(codes, i, entry)  entries of indices i .. i + together - 1 of the lane's share of a token (i is a
 //                                     constant once loops are unrolled): `words` registers each, two fp16 a register
-// and whatever the bytes of codes are, it reads nothing but the table.
+//
+// A lookup never reads outside of the table, whatever bytes the codes have.
 #pragma once
 #include "kv/attention/attention_kv_fragments.cuh"
 
-// Where dynamic shared memory begins: a constant costs nothing in an address.
+// First address of dynamic shared memory: as a constant it costs no instruction.
 #if __CUDA_ARCH__ >= 900
 constexpr uint32_t shared_begin = 1024;
 #else
@@ -36,7 +37,7 @@ template <class Side> struct TableFor<true, false, Side> { using Type = LearnedT
 template <class Side> struct TableFor<false, true, Side> { using Type = IntegerTable<Side>; };
 template <class Side> using TableOf = typename TableFor<Side::learned, Side::integers, Side>::Type;
 
-// Where a table begins, if it shares no place with that of the keys.
+// Offset of a table that does not overlap the table of the keys.
 template <class Side, class First = Keys> constexpr int after_keys = TableOf<First>::bytes;
 template <> constexpr int after_keys<Keys> = 0;
 
@@ -48,9 +49,9 @@ template <class Side> struct UniversalTable {
   static constexpr int stride = by_bytes ? 256 : 128;
   static constexpr bool keys_too = of_values && !Keys::learned && !Keys::integers;  // have such a table
   static constexpr bool same = keys_too && Plan::one_codebook;
-  static constexpr bool beside = keys_too && !same && by_bytes && Index<Keys>::bits == 8;
-  static constexpr int offset = beside ? 128 : same ? 0 : after_keys<Side>;
-  static constexpr int bytes = same || beside ? 0 : entries * stride;
+  static constexpr bool next_to_keys = keys_too && !same && by_bytes && Index<Keys>::bits == 8;
+  static constexpr int offset = next_to_keys ? 128 : same ? 0 : after_keys<Side>;
+  static constexpr int bytes = same || next_to_keys ? 0 : entries * stride;
   static constexpr int stored_entries = 1 << Side::entry_bits;
 
   uint32_t copy;  // bytes from an entry to this lane's copy

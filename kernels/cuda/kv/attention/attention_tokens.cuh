@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tokens a query reads as floats, which as codes, and which not at all.
+// Token ranges of a query: unquantized, coded, and masked tokens.
 //
 //     position      0 .. sinks          ..           near                     limit
 //     query i       [  floats  ]  [      codes      ][  floats of the tail   ]            (sinks from `near` on: tail)
 //
-// With pages all tokens are codes, and every row has a length of its own.
-//
 //     near(i) = min(coded, max(tail_start, min(i - window + 1, length - fresh)))      limit(i) = i + 1, or by the mask
+//
+// In a paged cache all tokens are codes, and every row has its own length.
 #pragma once
 #include "kv/attention/attention_arguments.cuh"
 #include "kv/attention/attention_swizzle.cuh"
@@ -14,7 +14,7 @@
 constexpr bool causal = Plan::mask == Mask::NONE;
 constexpr float log2_e = 1.44269504f;
 
-// Of one row of the batch.
+// Token ranges of one row of the batch.
 struct Tokens {
   int total, coded, tail_start, first_slot, start;
 
@@ -44,13 +44,13 @@ struct Tokens {
 // The query that column `c` of a tile of 8 is for, numbered in its tile.
 __device__ inline int query_of(int c) { return Plan::paired ? c / 2 : c; }
 
-// Where a query of a group is: its head and its number.
+// Head and number of a query of a group.
 struct Column {
   int head, query;
   bool exists;
 
   __device__ Column(const Arguments& a, int kv_head, int column) {
-    if (Plan::turns > 1) column %= Turns::queries;
+    if (Plan::swizzle_orders > 1) column %= SwizzleColumns::queries;
     exists = column < a.groups * a.queries;
     column = exists ? column : 0;
     const int in_group = quotient(column, a.inverse_queries);

@@ -59,7 +59,7 @@ def test_the_chosen_plan_can_run_and_none_costs_less(asked):
     assert chosen.tile_rows % chosen.panel_rows == 0 and chosen.tile_columns % chosen.unit == 0
     assert chosen.group % chosen.unit == 0
     assert chosen.shared_bytes <= asked.arch.shared_per_block
-    assert chosen.threads * chosen.resident <= asked.arch.threads_per_sm
+    assert chosen.threads * chosen.blocks_per_sm <= asked.arch.threads_per_sm
     assert 0 < panels(chosen, asked.rows, asked.in_features) < 1 << 31
     # A block has work for more than half of its threads.
     width = min(chosen.tile_columns or asked.in_features, asked.in_features)

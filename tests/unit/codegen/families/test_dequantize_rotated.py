@@ -26,8 +26,8 @@ def test_the_plan_fits(name, arch):
         assert restorable(scheme, columns, Dtype.FLOAT16) is None
         plan = plan_of(scheme, arch, columns)
         most = ARCHES[arch].shared_per_sm
-        assert plan.resident * (plan.shared_bytes + 1024) <= most
-        assert plan.resident * plan.threads <= ARCHES[arch].threads_per_sm
+        assert plan.blocks_per_sm * (plan.shared_bytes + 1024) <= most
+        assert plan.blocks_per_sm * plan.threads <= ARCHES[arch].threads_per_sm
         # What the kernel relies on.
         assert plan.unit == 32 and plan.group % 128 == 0 and plan.block in (1, 128)
         assert plan.unit % (plan.vector_size * plan.fused) == 0
@@ -89,4 +89,4 @@ def test_odd_schemes_compile(spec, arch):
     plan = plan_of(scheme, arch)
     _, found = compile_plan(plan, arch)
     assert (found.stack, found.spilled, found.shared) == (0, 0, 0)
-    assert found.registers * plan.threads * plan.resident <= 65536
+    assert found.registers * plan.threads * plan.blocks_per_sm <= 65536

@@ -35,7 +35,7 @@ def test_a_warp_has_whole_groups_or_whole_turns_of_one(scheme, blocks):
         assert plan.groups_of_warp == 32 // plan.lanes * plan.slots
     assert columns % (plan.group or columns) == 0
     assert columns // scheme.vector_size * scheme.entry_bits % 8 == 0  # rows follow each other
-    assert plan.stages == 1 or columns // scheme.vector_size % 32 == 0
+    assert plan.num_codebooks == 1 or columns // scheme.vector_size % 32 == 0
     assert plan.shared_bytes <= ARCHES["sm_90a"].shared_per_block
 
 
@@ -48,7 +48,7 @@ def test_every_universal_scheme_is_encoded_on_every_gpu(name, columns):
     assert all(encodable(scheme, columns, arch) is None for arch in ARCHES.values())
     plan = encode_plan(scheme, columns, 8, True)
     assert (plan.scope is Scope.E8P) == (scheme.lattice is not None)
-    assert plan.stages == scheme.streams and plan.group == 128
+    assert plan.num_codebooks == scheme.streams and plan.group == 128
 
 
 def test_the_kernel_follows_as_many_as_the_specification():

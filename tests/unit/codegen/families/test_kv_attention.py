@@ -106,7 +106,7 @@ def test_copies_and_columns_of_a_query():
 def test_splits_fill_the_gpu_once():
     asked = problem()
     plan = choose(asked)
-    at_a_time = asked.arch.sms * plan.resident
+    at_a_time = asked.arch.sms * plan.blocks_per_sm
     for groups in (1, 8, 32, 256, 1000):
         count = splits(plan, groups, 1 << 20, asked.arch)
         assert count == 1 or count * groups <= at_a_time < (count + 1) * groups

@@ -13,11 +13,14 @@ LEARNED = ["cq-4", "cq-2", "nomad-4", "nomad-2"]
 @pytest.mark.parametrize(("columns", "turns"), [(1, 8), (2, 4), (3, 2), (4, 2), (5, 1), (12, 1)])
 def test_idle_columns_know_turns(columns, turns):
     plan = choose(problem("cq-4", columns=columns))
-    assert (plan.turns, plan.columns // plan.turns >= min(columns, 8)) == (turns, True)
+    assert (plan.swizzle_orders, plan.columns // plan.swizzle_orders >= min(columns, 8)) == (
+        turns,
+        True,
+    )
 
 
 def test_an_odd_word_is_not_one_of_a_pair():
-    assert choose(problem("cq-4", dim=80, columns=1)).turns == 4
+    assert choose(problem("cq-4", dim=80, columns=1)).swizzle_orders == 4
 
 
 @pytest.mark.parametrize("name", LEARNED)

@@ -67,4 +67,4 @@ def test_it_compiles(arch):
 def check(plan, arch):
     _, found = compile_plan(plan, arch)
     assert (found.stack, found.spilled) == (0, 0)
-    assert found.registers * plan.threads * plan.resident <= 65536
+    assert found.registers * plan.threads * plan.blocks_per_sm <= 65536

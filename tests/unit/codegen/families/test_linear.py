@@ -76,17 +76,17 @@ def test_the_chosen_plan_can_run(asked):
     assert plan.load_bytes in (4, 8, 16)
     assert plan.group == 0 or plan.group % (4 * plan.unit) == 0
     assert plan.group == 0 or not plan.ragged
-    assert warps % plan.split == 0 and warps // plan.split < 16  # barriers
+    assert warps % plan.split_k_warps == 0 and warps // plan.split_k_warps < 16  # barriers
     assert plan.token_tiles * 8 >= asked.tokens
     if plan.scales_together:
         assert asked.in_features // plan.group % 2 == 0
     if plan.single:
         pieces, octets = max(1, plan.unit // 32), min(4, plan.unit // 8)
         chunks = -(-asked.in_features // (4 * plan.unit))
-        share = -(-chunks // (plan.split * plan.steps)) * plan.steps
-        assert 8 * plan.sets >= share * pieces and 8 // pieces % plan.steps == 0
+        share = -(-chunks // (plan.split_k_warps * plan.pipeline_depth)) * plan.pipeline_depth
+        assert 8 * plan.x_sets >= share * pieces and 8 // pieces % plan.pipeline_depth == 0
         assert not plan.rotate or (octets == 4 and pieces == 1)
-    assert plan.resident * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
+    assert plan.blocks_per_sm * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
 
 
 def test_the_catalogue_has_plans_on_a_large_gpu():
@@ -126,8 +126,8 @@ def test_the_model_knows_what_the_measurements_showed():
     asked = problem(WEIGHT_SCHEMES["aqlm-2"], 1, 4096, 14336)
     plan = choose(asked)
     once = dataclasses.replace(plan, replicas=1, interleaved=1)
-    alone = dataclasses.replace(plan, split=1)
-    assert plan.replicas == 8 and plan.split > 1
+    alone = dataclasses.replace(plan, split_k_warps=1)
+    assert plan.replicas == 8 and plan.split_k_warps > 1
     assert cost(once, asked).cycles > 1.2 * cost(plan, asked).cycles
     assert cost(alone, asked).cycles > 1.2 * cost(plan, asked).cycles
 
@@ -176,8 +176,8 @@ def test_a_table_of_another_version_is_not_read(tmp_path):
     assert choose(asked) == last
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1, "sm_90a/132": 3}',
-                                  '{"version": 1, "sm_90a/132": {"a": []}}'])  # fmt: skip
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 2, "sm_90a/132": 3}',
+                                  '{"version": 2, "sm_90a/132": {"a": []}}'])  # fmt: skip
 def test_a_file_that_is_no_table_is_as_good_as_none(tmp_path, text):
     (tmp_path / "tuned.json").write_text(text)
     asked = problem(WEIGHT_SCHEMES["vq-2"], 8, 304, 512)
@@ -188,8 +188,8 @@ def test_knobs_that_cannot_run_are_not_chosen(tmp_path):
     asked = problem(WEIGHT_SCHEMES["vq-2"], 8, 304, 512)
     plan = best(asked, 8)[0]
     for wrong in (
-        {"threads": 4096}, {"unit": 7}, {"split": 5}, {"split": 0}, {"replicas": 3},
-        {"interleaved": 3}, {"rotate": 1}, {"share": 3},
+        {"threads": 4096}, {"unit": 7}, {"split_k_warps": 5}, {"split_k_warps": 0}, {"replicas": 3},
+        {"interleaved": 3}, {"rotate": 1}, {"cluster_size": 3},
     ):  # fmt: skip
         table = {tuned.gpu(asked): {tuned.name(asked): {**tuned.knobs(plan), **wrong}}}
         (tmp_path / "tuned.json").write_text(tuned.text(table))
@@ -216,7 +216,9 @@ def test_the_shipped_table_is_current():
 def of_teams(teams, resident, tokens=1):
     """A plan with so many teams in a block."""
     plan = choose(problem(WEIGHT_SCHEMES["vq-4"], tokens))
-    return dataclasses.replace(plan, threads=32 * teams, split=1, resident=resident, share=1)
+    return dataclasses.replace(
+        plan, threads=32 * teams, split_k_warps=1, blocks_per_sm=resident, cluster_size=1
+    )
 
 
 @pytest.mark.parametrize("tiles", [[896], [896, 896], [256, 64, 64], [1], [5, 1000], [3000], [133]])

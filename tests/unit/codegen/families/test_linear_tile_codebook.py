@@ -56,11 +56,11 @@ def test_the_chosen_plan_can_run(asked):
     assert plan.unit // plan.vector_size * plan.entry_bits % (8 * plan.load_bytes) == 0
     assert plan.load_bytes in (4, 8, 16)
     assert plan.threads % (plan.tile_columns // 2) == 0
-    assert plan.replicas * plan.vector_size == 64 and plan.depth >= 2
-    assert plan.split == 1 or asked.arch.overlaps_launches
-    assert plan.split <= -(-asked.in_features // plan.tile_columns)
-    assert plan.resident * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
-    assert blocks(plan, asked.rows) % plan.split == 0
+    assert plan.replicas * plan.vector_size == 64 and plan.x_stages >= 2
+    assert plan.cluster_size == 1 or asked.arch.overlaps_launches
+    assert plan.cluster_size <= -(-asked.in_features // plan.tile_columns)
+    assert plan.blocks_per_sm * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
+    assert blocks(plan, asked.rows) % plan.cluster_size == 0
     assert cost(plan, asked).cycles > 0
 
 
@@ -70,7 +70,7 @@ def test_the_catalogue_has_plans(tokens):
         for arch in ("sm_80", "sm_90a", "sm_100"):
             plan = choose(problem(GPTVQ, tokens, rows, columns, arch))
             assert plan, (rows, columns, arch)
-            assert plan.split == 1 or arch != "sm_80"
+            assert plan.cluster_size == 1 or arch != "sm_80"
     # With 100 KB of shared memory, inputs of few tokens have a place beside two tables.
     small = choose(problem(GPTVQ, tokens, arch="sm_89"))
     assert (small is None) == (tokens > 32)
@@ -81,7 +81,7 @@ def test_clusters_fit_their_gpu():
     arch = ARCHES["sm_90a"]
     for tokens in (1, 16, 32, 64):
         plan = choose(problem(tokens=tokens))
-        assert -(-4096 // plan.band) <= places(plan.split, plan.resident, arch)
+        assert -(-4096 // plan.band) <= places(plan.cluster_size, plan.blocks_per_sm, arch)
 
 
 def test_who_has_none():

@@ -62,12 +62,12 @@ def test_the_chosen_plan_can_run(asked):
     assert plan.load_bytes in (4, 8, 16)
     assert plan.group == 0 or plan.group % (4 * plan.unit) == 0
     assert plan.threads % 128 == 0 and plan.warpgroups >= 2
-    assert plan.steps * plan.unit // 16 % 2 == 0
+    assert plan.pipeline_depth * plan.unit // 16 % 2 == 0
     assert plan.slot_bytes % 1024 == 0  # whole groups of eight tokens
-    assert plan.resident * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
-    assert plan.depth * plan.slot_bytes + plan.table_bytes <= plan.shared_bytes
+    assert plan.blocks_per_sm * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
+    assert plan.x_stages * plan.slot_bytes + plan.table_bytes <= plan.shared_bytes
     count = blocks(plan, asked.rows, asked.tokens, asked.arch)
-    assert count >= 1 and count % plan.split == 0
+    assert count >= 1 and count % plan.cluster_size == 0
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -68,8 +68,8 @@ def test_the_chosen_plan_can_run(asked):
     # What the kernel relies on.
     assert asked.layout.group_size % plan.unit == 0 and plan.vector_size % 2 == 0
     assert plan.dtype.size == plan.out.size == 2
-    assert plan.resident * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
-    assert plan.resident * plan.threads * registers(plan) <= asked.arch.registers_per_sm
+    assert plan.blocks_per_sm * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
+    assert plan.blocks_per_sm * plan.threads * registers(plan) <= asked.arch.registers_per_sm
     assert blocks(plan, asked.rows) * plan.row_vectors * plan.vector_size >= asked.rows
     assert plan.wide == (asked.tokens > 8)
     assert cost(plan, asked).cycles > 0
@@ -172,4 +172,4 @@ def test_kernels_compile_without_local_memory(arch):
             image, found = compiler.compile_plan(plan, arch)
             assert image.startswith(b"\x7fELF")
             assert (found.stack, found.spilled) == (0, 0), plan
-            assert 0 < found.registers * plan.threads * plan.resident <= 65536, plan
+            assert 0 < found.registers * plan.threads * plan.blocks_per_sm <= 65536, plan

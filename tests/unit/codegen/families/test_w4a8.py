@@ -82,9 +82,9 @@ def test_teams_do_not_wait_for_each_other():
     """Each has a slot until its next one is full."""
     problem = asked(64, 4096, 10240, 32)
     plans = choose_w4a8_wide.candidates(problem)
-    assert any(plan.depth == plan.teams for plan in plans)
+    assert any(plan.x_stages == plan.split_k_warpgroups for plan in plans)
     able = choose_w4a8_wide.best(problem)
-    assert able and all(plan.depth > plan.teams for plan in able)
+    assert able and all(plan.x_stages > plan.split_k_warpgroups for plan in able)
 
 
 def test_buckets_of_tokens():
@@ -155,7 +155,7 @@ def compiled(plan, arch):
     assert image.startswith(b"\x7fELF")
     assert (found.stack, found.spilled) == (0, 0), plan
     assert not found.serialized, plan
-    assert 0 < found.registers * plan.threads * plan.resident <= 65536
+    assert 0 < found.registers * plan.threads * plan.blocks_per_sm <= 65536
 
 
 needs_nvrtc = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())

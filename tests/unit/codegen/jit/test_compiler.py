@@ -42,7 +42,7 @@ def checked(plan, arch):
     image, found = compiler.compile_plan(plan, arch)
     assert image.startswith(b"\x7fELF")
     assert (found.stack, found.spilled, found.shared) == (0, 0, 0), plan
-    assert 0 < found.registers * plan.threads * plan.resident <= 65536
+    assert 0 < found.registers * plan.threads * plan.blocks_per_sm <= 65536
 
 
 @pytest.mark.parametrize("arch", ARCHES)
