@@ -27,7 +27,7 @@ ROWS, TOKENS = 64, 16  # of a block, as in `cutile_kernel`, which cannot be impo
 
 
 def runnable(scheme: VQScheme, in_features: int) -> bool:
-    """Whether the kernel can have rows of this scheme."""
+    """True if the kernel supports rows of this scheme."""
     passes = scheme.stages == "nested" or (scheme.stages == "independent" and scheme.residuals == 1)
     bits = {scheme.entry_bits, scheme.second_bits or scheme.entry_bits}
     return (

@@ -2,7 +2,7 @@
 
     y[m, n] = sum_g scale[n, g] * sum_(j in g) x[m, j] table[code[n, j]]        x rotated before
 
-A block has TM x TN outputs and takes 128 columns at a time: 64 bytes of every row and pass, whose
+A block has TM x TN outputs and takes 128 columns per step: 64 bytes of every row and pass, whose
 lower halves are codes of even columns, the upper ones of odd columns. So x lies in halves, too,
 [2, tokens, in_features / 2], and there are two products on tensor cores. Bytes: the codes once for
 every TM tokens, x once for every TN rows. Bound by gathers, one for each weight: cuTile cannot say
@@ -19,7 +19,7 @@ from typing import Any
 import cuda.tile as ct
 from cuda.tile import compilation
 
-STEP = 128  # columns at a time
+STEP = 128  # columns per step
 TOKENS, ROWS = 16, 64  # of a block
 BYTES = STEP // 2  # of a row and a pass
 

@@ -62,13 +62,13 @@ def compare(answer: Callable[[], Answers]) -> dict[str, Any]:
 
 
 def _attention(query: Tensor, view: KVCacheView, *options: Any) -> Tensor:
-    """The reference of `kv_attention`, of pages `_ROWS` requests at a time."""
+    """The reference of `kv_attention`; pages in batches of `_ROWS` requests."""
     table, length = view.page_table, view.cache_seqlens
     if table is None or length is None:
         return attention_reference.attention(query, view, *options)
     parts = zip(query.split(_ROWS), table.split(_ROWS), length.split(_ROWS), strict=True)
     attend = attention_reference.attention_paged
     return torch.cat([
-        attend(asked, view._replace(page_table=pages, cache_seqlens=lengths), *options)
-        for asked, pages, lengths in parts
+        attend(queries, view._replace(page_table=pages, cache_seqlens=lengths), *options)
+        for queries, pages, lengths in parts
     ])  # fmt: skip

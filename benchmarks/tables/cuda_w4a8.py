@@ -53,7 +53,7 @@ def _whole_rows(rows: Rows, grouped: Rows) -> str:
 
 
 def limits(rows: Rows) -> str:
-    """Speedup over bfloat16 of layers with groups at the shapes of a Llama-3-8B, with the roofline."""
+    """Speedup over bfloat16 of layers with groups, shapes of a Llama-3-8B, with the roofline."""
     return limits_table(_against_dense(rows))
 
 
@@ -66,8 +66,8 @@ def _against_dense(rows: Rows) -> Iterator[Figure]:
                             in_features=shape[1])
         ]  # fmt: skip
         faster = tuple(row["speedup"]["bf16"] for row in found)
-        alone = [pick(rows, **{key: row[key] for key in _LAYER}, tokens=1) for row in found]
-        known = [_ceiling(row, *one[:1]) for row, one in zip(found, alone, strict=True)]
+        single = [pick(rows, **{key: row[key] for key in _LAYER}, tokens=1) for row in found]
+        known = [_ceiling(row, *one[:1]) for row, one in zip(found, single, strict=True)]
         yield Figure(count(tokens), faster, tuple(ceiling for ceiling in known if ceiling))
 
 

@@ -20,7 +20,7 @@ class Packed:
 
     Args:
         members: (names, kind): names apart by spaces, of one kind: a letter of `struct`, or another
-            `Packed` whose members come one after the other.
+            `Packed` whose members come in order.
 
     Attributes:
         names: of all numbers in order, those of a member after its name and a dot.
