@@ -34,15 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
-# Each has the limits, or the instructions, of another one that is compiled for.
-ALIKE_ARCHES = {"sm_86", "sm_89", "sm_100"}
-
-
 @pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Notebooks first (a stable sort): few tests that take long, which one worker would run alone
     at the end. CPU kernels on another instruction set than the best of this machine are slow tests:
-    the same again. So is compiling for one more GPU."""
+    the same again."""
     items.sort(key=lambda item: item.path.name != "test_notebooks.py")
     from hf_vq.backends.cpu import library
 
@@ -51,8 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         if given.get("isa") in others:
             item.add_marker(pytest.mark.slow)
-        if given.get("arch") in ALIKE_ARCHES and item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.alike_arch)
 
 
 @pytest.fixture(autouse=True)

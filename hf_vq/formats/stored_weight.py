@@ -120,11 +120,11 @@ class W4A8Weight(NamedTuple):
 
 def flat(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
     """Stored tensors by key, in the order of `SCHEMA`."""
-    found: list[Tensor | None] = []
-    for suffix in SUFFIXES:
-        found += [tensors.get(f"{field}{suffix}") for field in Pass._fields[:-1]]
-        found.append(rotation_of(tensors, suffix))
-    return tuple(found)
+    get = tensors.get  # every call of a layer of two passes comes here: no loop, no joined names
+    return (
+        get("codes"), get("codebook"), get("scale"), rotation_of(tensors),
+        get("codes_2"), get("codebook_2"), get("scale_2"), rotation_of(tensors, "_2"),
+    )  # fmt: skip
 
 
 def rotation_of(tensors: Mapping[str, Tensor], suffix: str = "") -> Tensor | None:
