@@ -104,6 +104,10 @@ class VQCacheLayer(CacheLayerMixin):
         self._bound: BoundKV | None = None
         self._frozen: list[bool] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but bound kernels, which the next token finds again."""
+        return {**self.__dict__, "_bound": None}
+
     @property
     def where(self) -> str:
         """The layer's name in messages."""
@@ -375,7 +379,7 @@ class VQCacheLayer(CacheLayerMixin):
         return self._held(VALUE) if self.is_initialized else None
 
     def count_fallback(self) -> None:
-        """Record that a handle was decoded because an operation asked for dense numbers.
+        """Record that a lazy tensor was decoded because an operation asked for dense numbers.
 
         Raises:
             VQCacheError: the cache is `strict`.

@@ -75,7 +75,7 @@ def logit_correlation(
         cache.update(k[:, :, :-1], v[:, :, :-1], layer)
     each = {}
     for layer, (q, k, v) in states.items():
-        stored = cache.update(k[:, :, -1:], v[:, :, -1:], layer)[0] * 1.0  # decodes a handle
+        stored = cache.update(k[:, :, -1:], v[:, :, -1:], layer)[0] * 1.0  # decodes a lazy tensor
         if stored.shape[2] != k.shape[2]:
             continue  # a sliding window: its old keys are gone
         old = slice(SINKS, k.shape[2] - NEWEST)

@@ -122,7 +122,7 @@ def flat(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
     """Stored tensors by key, in the order of `SCHEMA`."""
     get = tensors.get  # every call of a layer of two passes comes here: no loop, no joined names
     return (
-        get("codes"), get("codebook"), get("scale"), rotation_of(tensors),
+        tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors),
         get("codes_2"), get("codebook_2"), get("scale_2"), rotation_of(tensors, "_2"),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import dispatch, env
 from ..dispatch import selection
-from ..errors import VQCacheError
+from ..errors import VQBackendError, VQCacheError
 from ..formats.scheme import VQScheme
 from .kv import (
     GROWING,
@@ -72,14 +72,18 @@ def bound_to(known: BoundKV | None, key: Tensor, view: KVCacheView) -> BoundKV:
     ):
         return known
     keys, values = (
-        dispatch.bind(append_problem(key.device, key.dtype, side.scheme, 1, side.dim, side.layout))
+        _bind(append_problem(key.device, key.dtype, side.scheme, 1, side.dim, side.layout))
         for side in (view.key, view.value)
     )
-    attention = dispatch.bind(_attention_problem(key, view))
-    most = dispatch.bucket(view.max_seqlen)
-    return BoundKV(
-        keys or _refuse, values or _refuse, attention or _refuse, most, forced, generation
-    )
+    attention = _bind(_attention_problem(key, view))
+    return BoundKV(keys, values, attention, dispatch.bucket(view.max_seqlen), forced, generation)
+
+
+def _bind(problem: dispatch.Problem) -> dispatch.Bound:
+    try:
+        return dispatch.bind(problem) or _refuse
+    except VQBackendError:  # HF_VQ_BACKEND leaves no entry: the op itself says so, if it is called
+        return _refuse
 
 
 def _refuse(*arguments: Any) -> None:

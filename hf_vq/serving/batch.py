@@ -62,7 +62,7 @@ class Table:
     rows: Tensor | None = None
 
     def slots(self, tokens: int, trash: int) -> Tensor:
-        """Where the new tokens go (`ops.paged`): int64 [requests].
+        """Where the new tokens go (`ops.kv_append`): int64 [requests].
 
         Args:
             tokens: of a page.

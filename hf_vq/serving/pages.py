@@ -270,7 +270,8 @@ class LayerPages:
         """
         keys, values = self.k.read(group), self.v.read(group)
         first, new = group.past, group.new
-        if new == 1 and self.k.side.layout != ROWS and self.v.side.layout != ROWS:
+        blocks = self.k.side.layout != ROWS and self.v.side.layout != ROWS
+        if new == 1 and group.past and blocks:  # a prompt of one token attends to its floats
             first, new = group.length, 0
         recent = (
             self.k.decode(keys, self.mean, first, new, like.dtype),

@@ -46,9 +46,9 @@ MODEL_SHAPES = (
 )  # fmt: skip
 _OTHERS = 3
 LONGEST = 2048  # tokens: beyond, no bucket is looked for
-_MOST_ROWS = 4096  # `cuda_linear._ROWS_OF_A_PLAN`
-_DECIDED = {"vector_size", "entry_bits", "stages", "scope", "fused", "integers", "second_bits",
-            "dtype", "out", "tile_rows"}  # fmt: skip
+_MOST_ROWS = 4096  # `dequantize._ROWS_OF_A_PLAN`
+_DECIDED = {"vector_size", "entry_bits", "num_codebooks", "scope", "fused", "integers",
+            "second_bits", "dtype", "out", "tile_rows"}  # fmt: skip
 _KEYS = ("codes", "codebook", "scale", "signs")
 
 

@@ -1,6 +1,6 @@
 """`kv_append` and `kv_attention` on the CPU: a KV cache by libhf_vq_cpu (`kernels/cpu/api.h`).
 
-Of a static cache `cpu_static` makes a growing one, as a host may read how many tokens there are.
+Of a static cache `kv_static` makes a growing one, as a host may read how many tokens there are.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ...ops.kv import PAGED, STATIC, KVCacheView, KVSide, append_index
 from ...ops.layout import BLOCK_BITS, PLANES, QUADS
 from ...ops.library import parse
 from .. import refusals
-from . import boxed_ops
-from . import kv_static as cpu_static
+from . import boxed_ops, kv_static
 from . import library as native
 
 LARGEST_DIM = 256
@@ -171,7 +170,7 @@ def _append(
 ) -> None:
     if view.memory == STATIC:
         assert key is not None and value is not None
-        return cpu_static.append(key, value, view)
+        return kv_static.append(key, value, view)
     library = native.load()
     assert library is not None
     for x, side in ((key, view.key), (value, view.value)):
@@ -198,7 +197,7 @@ def _attention(
     """Attention over a coded cache; arguments as in `ops.kv_ops`."""
     if view.memory == STATIC:
         options = mask, sink_logits, softmax_scale, softcap
-        return cpu_static.attention(query, view, *options)
+        return kv_static.attention(query, view, *options)
     out = query.new_empty(*query.shape[:3], view.value.dim)
     kept: _Kept = []
     step = step_of(query, out, view, mask, sink_logits, softmax_scale, softcap, kept)

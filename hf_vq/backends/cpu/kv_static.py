@@ -14,7 +14,7 @@ from ...ops.reference import kv_static as static_reference
 
 
 def append(key: Tensor, value: Tensor, view: KVCacheView) -> None:
-    """`ops.static_reference.kv_append`; the codes of a token are those of a growing cache."""
+    """`ops.reference.kv_static.kv_append`; the codes of a token are those of a growing cache."""
     length, leftpad, window = view.cache_seqlens, view.cache_leftpad, view.window
     assert length is not None
     first, new = int(length), key.shape[2]

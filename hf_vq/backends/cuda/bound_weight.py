@@ -42,7 +42,7 @@ class BoundWeight:
     """Launches with one stored weight; of experts, which share one tensor, with all of them.
 
     Attributes:
-        layers: launches of each matrix, by where its tensors are (`cuda_fused`).
+        layers: launches of each matrix, by where its tensors are (`linear.fused`).
         latest: the one of `layers` that ran last.
     """
 

@@ -5,7 +5,7 @@ k_j, v_j  the stored floats    if j is a sink, j > i - window, or j came with th
           m + R^-1(scale codebook[code])       otherwise (m = 0 for values and without a mean)
 o_i = sum_j softmax_j(s_i, sink_logits) v_j
 
-Of a static cache: `static_reference`.
+Of a static cache: `kv_static`.
 """
 
 from __future__ import annotations

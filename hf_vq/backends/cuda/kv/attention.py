@@ -264,7 +264,7 @@ def _check_pages(view: KVCacheView) -> None:
                 f"no kernel reads pages of {tokens} tokens of {side.scheme} with heads of "
                 f"{side.dim}: codes {list(code.shape)}, {list(code.stride())} apart, scales "
                 f"{list(scale.shape)}, {list(scale.stride())} apart, and a codebook "
-                f"{list(side.codebook.shape)}; `cache.pages` lays them out."
+                f"{list(side.codebook.shape)}; `serving.pages` lays them out."
             )
     table, length = view.page_table, view.cache_seqlens
     assert table is not None and length is not None

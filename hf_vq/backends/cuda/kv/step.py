@@ -119,7 +119,7 @@ def _side(
 
 
 def append(key: Tensor, value: Tensor, view: KVCacheView, slot_mapping: None = None) -> None:
-    """`ops.static_reference.kv_append`; the codes of a token are those of a growing cache.
+    """`ops.reference.kv_static.kv_append`; the codes of a token are those of a growing cache.
 
     Raises:
         VQFormatError: shapes, dtypes or memory are not those of a static cache.

@@ -16,7 +16,7 @@ from ....formats.scheme import VQScheme
 from ....ops.library import parse
 from ...cpu import boxed_ops
 from .. import weight_supports
-from ..bound_weight import ATTRIBUTE
+from ..bound_weight import ATTRIBUTE, BoundWeight
 from . import fused
 from .dequantize import stored_sizes
 
@@ -45,7 +45,7 @@ def bind(problem: LinearProblem) -> Bound | None:
     ) -> Tensor | None:
         ordinal, numel = x.get_device(), x.numel()
         # Python launches first: it remembers who wrote the codes, for graphs to come.
-        launched = getattr(codes, ATTRIBUTE, None) is not None
+        launched = type(getattr(codes, ATTRIBUTE, None)) is BoundWeight
         if not launched or ordinal != torch._C._cuda_getDevice() or not numel:
             return None
         launch = launches.get((ordinal, numel))

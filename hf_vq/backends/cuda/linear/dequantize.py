@@ -1,7 +1,7 @@
 """`linear` and `decode` on a GPU: weights as codes, decoded by a generated CUDA kernel.
 
 A linear layer decodes some rows of the weight at a time, rotated back, and cuBLAS multiplies; where
-no kernel rotates them back (`choose_dense.restorable`), its input is rotated. That suits many
+no kernel rotates them back (`dequantize_rotated.restorable`), its input is rotated. That suits many
 tokens; for a few it moves more bytes than a dense layer would.
 """
 
@@ -206,7 +206,7 @@ class DeviceWeight:
     ) -> None:
         """Rows `first`, `first` + 1, .. to `out` [rows, in_features], dense and rotated back.
 
-        Of schemes that are `choose_dense.restorable`.
+        Of schemes that are `dequantize_rotated.restorable`.
 
         Args:
             second: `second_codes` of all rows, where there are two passes.

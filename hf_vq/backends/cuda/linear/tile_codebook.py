@@ -1,6 +1,6 @@
 """`linear` on a GPU for few tokens and codebooks of tiles (linear_tile_codebook.cu).
 
-Launches are prepared here; `cuda_fused` keeps and runs them, as it does those of linear.cu.
+Launches are prepared here; `linear.fused` keeps and runs them, as it does those of linear.cu.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ....errors import VQBackendError
 from ....formats.scheme import VQScheme
 from ....formats.stored_weight import StoredWeight
 from .. import weight_supports
-from . import fused as cuda_fused
+from . import fused
 from .arguments import LinearArguments
 from .dequantize import DTYPES
 
@@ -35,7 +35,7 @@ def _kernel(plan: TilePlan, ordinal: int) -> LoadedKernel:
 @functools.lru_cache(maxsize=4096)
 def _prepare(
     scheme: VQScheme, rows: int, in_features: int, bucket: int, dtype: torch.dtype, ordinal: int
-) -> cuda_fused.Launch:
+) -> fused.Launch:
     arch = device_arch(ordinal)
     problem = LinearProblem(scheme, bucket, rows, in_features, DTYPES[dtype], arch)
     plan = choose(problem)
@@ -51,7 +51,7 @@ def prepare(
     in_features: int,
     dtype: torch.dtype,
     ordinal: int,
-) -> cuda_fused.Launch:
+) -> fused.Launch:
     """How a layer of this size runs a plan: its kernels, loaded, and their sizes."""
     before, block, at_a_time = None, 0, 0
     if scheme.rotation != "none":
@@ -59,9 +59,9 @@ def prepare(
         rotation = rotate_plan(
             DTYPES[dtype], DTYPES[dtype], scheme.block(in_features), signs, False
         )
-        before = cuda_fused.rotator(rotation, ordinal)
+        before = fused.rotator(rotation, ordinal)
         block, at_a_time = rotation.numbers_of_a_block, rotation.blocks_at_a_time
-    return cuda_fused.Launch(
+    return fused.Launch(
         _kernel(plan, ordinal),
         plan.token_tiles,
         (blocks(plan, rows),),
@@ -91,7 +91,7 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
         bucket = token_bucket(min(tokens, MOST_TOKENS))
         launch = _prepare(scheme, rows, in_features, bucket, x.dtype, ordinal)
         for of_x, of_y in parts:
-            cuda_fused.run(of_x, (weight,), (bias,), (of_y,), ordinal, launch)
+            fused.run(of_x, (weight,), (bias,), (of_y,), ordinal, launch)
     return y
 
 

@@ -2,7 +2,7 @@
 
 No dense weight exists.
 
-Launches are prepared here; `cuda_fused` runs them, as it does those for few tokens.
+Launches are prepared here; `linear.fused` runs them, as it does those for few tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ....errors import VQBackendError
 from ....formats.scheme import VQScheme
 from ....formats.stored_weight import StoredWeight
 from .. import weight_supports
-from . import fused as cuda_fused
+from . import fused
 from .arguments import LinearArguments
 from .dequantize import DTYPES
 
@@ -37,7 +37,7 @@ def _kernel(plan: WidePlan, ordinal: int) -> LoadedKernel:
 @functools.lru_cache(maxsize=4096)
 def _prepare(
     scheme: VQScheme, rows: int, in_features: int, tokens: int, dtype: torch.dtype, ordinal: int
-) -> cuda_fused.Launch:
+) -> fused.Launch:
     arch = device_arch(ordinal)
     bucket = token_bucket(tokens)
     problem = LinearProblem(scheme, bucket, rows, in_features, DTYPES[dtype], arch)
@@ -55,7 +55,7 @@ def prepare(
     tokens: int,
     dtype: torch.dtype,
     ordinal: int,
-) -> cuda_fused.Launch:
+) -> fused.Launch:
     """How a layer of this size runs a plan with so many tokens: its kernels, and their sizes."""
     rotation = rotate_plan(
         DTYPES[dtype],
@@ -67,11 +67,11 @@ def prepare(
         True,
     )
     token_tiles = -(-tokens // 8)
-    return cuda_fused.Launch(
+    return fused.Launch(
         _kernel(plan, ordinal),
         token_tiles,
         (blocks(plan, rows, tokens, device_arch(ordinal)),),
-        cuda_fused.rotator(rotation, ordinal),
+        fused.rotator(rotation, ordinal),
         rotation.blocks_at_a_time,
         rotation.numbers_of_a_block,
         8 * token_tiles * in_features,
@@ -93,7 +93,7 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     with torch.cuda.device(ordinal):
         tokens = x.numel() // in_features
         launch = _prepare(scheme, rows, in_features, tokens, x.dtype, ordinal)
-        cuda_fused.run(x, (weight,), (bias,), (y,), ordinal, launch)
+        fused.run(x, (weight,), (bias,), (y,), ordinal, launch)
     return y
 
 

@@ -9,6 +9,7 @@ from hf_vq.cache.token_buffer import CodeBuffer
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops import kv_attention
 from hf_vq.ops.layout import BLOCK, PLANES, QUADS
+from hf_vq.serving import cache as serving
 from hf_vq.serving.batch import Batch
 from hf_vq.serving.pages import LayerPages, PageFormat
 from tests.fixtures.kv.views import append_kv
@@ -53,3 +54,31 @@ def test_attention_is_bit_equal_to_that_over_a_tape(name):
     value = cached.value._replace(codes=tapes[2], scale=tapes[3])
     whole = cached._replace(key=key, value=value)
     assert torch.equal(found, kv_attention(query, whole, softmax_scale=0.2))
+
+
+@pytest.mark.parametrize(("past", "new"), [(0, 1), (0, 5), (7, 1), (7, 3)])
+@pytest.mark.parametrize("tokens", [16, BLOCK])
+def test_short_requests_attend_to_all_their_tokens(tokens, past, new):
+    """A prompt of one token over pages of blocks attended to nothing."""
+    scheme, like = KV_SCHEMES["u4"], torch.empty(1, HEADS, 1, DIM)
+    page = PageFormat.of(scheme, HEADS, DIM, tokens, like)
+    books = universal(scheme.key, like.device), universal(scheme.value, like.device)
+    memory = torch.zeros(3, page.nbytes, dtype=torch.uint8)
+    layer = LayerPages(memory, page, books, torch.randn(HEADS, DIM))
+    query, keys, values = torch.randn(3, 1, HEADS, past + new, DIM).unbind()
+    batch = Batch(tokens, like.device)
+    if past:
+        batch.add(0, past, [1])
+        layer.write(keys[:, :, :past], values[:, :, :past], batch)
+        batch = Batch(tokens, like.device)
+    batch.add(past, new, [1])
+    layer.write(keys[:, :, past:], values[:, :, past:], batch)
+    (group,) = layer.groups(batch)
+    options = {"scaling": None, "softcap": None, "s_aux": None}
+    found = serving._read(torch.nn.Module(), layer, group, query[:, :, past:], options)
+    seen = torch.ones(new, past + new, dtype=torch.bool).tril(past)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query[:, :, past:], keys, values, attn_mask=seen
+    )
+    # Codes of 4 bits lose 8 % of a row (sqrt of .0067): of keys and of values, twice for chance.
+    assert (found - exact).norm() <= 4 * 0.0067**0.5 * exact.norm()

@@ -58,7 +58,7 @@ def test_the_matrix_compiles_into_the_store(arch, tmp_path, capsys):
     assert sum(" tiles" in line for line in lines) >= 2
     assert sum(" vptq" in line for line in lines) >= 10
     assert sum(" w4a8 " in line for line in lines) >= 6
-    assert sum(" w4a8_wide" in line for line in lines) >= (3 if arch == "sm_90a" else 0)
+    assert sum(" w4a8_wgmma" in line for line in lines) >= (3 if arch == "sm_90a" else 0)
     assert sum(" encode" in line for line in lines) == 8
     assert sum(" wide" in line for line in lines) >= (16 if arch == "sm_90a" else 0)
     assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)
@@ -170,7 +170,7 @@ def test_an_unknown_target_is_refused():
 def test_a_key_has_all_that_decides(monkeypatch):
     plan = plan_for(WEIGHT_SCHEMES["vq-4"])
     keys = {compiler.key(plan, "sm_80"), compiler.key(plan, "sm_86")}
-    keys.add(compiler.key(dataclasses.replace(plan, steps=1), "sm_80"))
+    keys.add(compiler.key(dataclasses.replace(plan, pipeline_depth=1), "sm_80"))
     assert compiler.key(plan, "sm_80") in keys
     edited = {**compiler.sources(), "primitives/codes.cuh": "// another"}
     monkeypatch.setattr(compiler, "sources", lambda: edited)
