@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_vq.cache import LazyKV, VQCache, attend
-from hf_vq.errors import VQBackendError, VQCacheError, VQSchemeError
+from hf_vq.errors import VQCacheError, VQSchemeError
 from hf_vq.formats.catalog import KV_SCHEMES, KVScheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
@@ -354,32 +353,6 @@ def test_a_copy_goes_its_own_way(config: LlamaConfig, tokens: Tokens, feed: Feed
     assert same(held(cache), before) and copied.get_seq_length() == 80
     feed(cache, states, 50, 80)
     assert cache.fallbacks == {0: 0, 1: 0}
-
-
-def test_a_pickled_cache_goes_on(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
-    states = tokens(80)
-    cache = VQCache(config, window=4)
-    feed(cache, states, 0, 50)
-    feed(cache, states, 50, 51)  # kernels are bound by now
-    loaded = pickle.loads(pickle.dumps(cache))
-    assert same(held(loaded), held(cache))
-    for found in (loaded, cache):
-        feed(found, states, 51, 80)
-    assert same(held(loaded), held(cache))
-
-
-def test_a_token_that_nothing_is_asked_of_needs_no_kernel(
-    config: LlamaConfig, tokens: Tokens, feed: Feed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states = tokens(40)
-    cache = VQCache(config, window=16)
-    feed(cache, states, 0, 10)
-    monkeypatch.setenv("HF_VQ_BACKEND", "triton")  # has none for caches
-    for position in range(10, 16):
-        feed(cache, states, position, position + 1)
-    assert cache.get_seq_length() == 16
-    with pytest.raises(VQBackendError, match="HF_VQ_BACKEND=triton"):
-        feed(cache, states, 16, 40)
 
 
 def test_reset(config: LlamaConfig, tokens: Tokens, feed: Feed) -> None:
