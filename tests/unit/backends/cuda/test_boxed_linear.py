@@ -4,6 +4,7 @@ Functions of CUDA only tell what they were called with, and memory of the CPU is
 """
 
 import ctypes
+import pickle
 import re
 from types import SimpleNamespace
 
@@ -235,6 +236,8 @@ def test_python_goes_on_where_the_op_refuses(monkeypatch):
     codes = torch.empty(64, 128)
     assert run(x, codes, *[None] * 4) is None and not given  # Python launches first
     bind_weight(codes)
+    loaded = pickle.loads(pickle.dumps(codes))  # nobody launched these
+    assert run(x, loaded, *[None] * 4) is None and not given
     assert [run(x, codes, *[None] * 4) for _ in range(2)] == [None, "y"]
     assert given == [(scheme, 64, 256, 9, torch.float16, 0)]
     elsewhere = SimpleNamespace(**{**vars(x), "get_device": lambda: 1})
