@@ -27,7 +27,7 @@ from typing import IO, NamedTuple
 import hf_vq
 from hf_vq.errors import VQError
 
-LIMIT = 10.0  # seconds of one try; more is a hang
+LIMIT = 10.0  # seconds of one try, without those that it waited for a processor; more is a hang
 MEMORY = 3 << 30  # bytes that a worker may ask for, beyond what it began with
 OURS = str(Path(hf_vq.__file__).parent)
 
@@ -148,7 +148,7 @@ def run(
         for worker in alive:
             if worker.pipe in ready:
                 worker.read(report)
-            elif time.monotonic() - worker.heard > limit:
+            elif worker.silence() > limit:
                 worker.lost(report, "hang")
             if not worker.pid and time.monotonic() < deadline and worker.more(tries):
                 worker.start(deadline, tries)
@@ -167,7 +167,7 @@ class _Worker:
         self.pid = 0
         self.pipe = -1  # where it tells of its tries, a line each
         self.results = b""  # of a line that has no end yet
-        self.heard = 0.0
+        self.heard, self.waited = 0.0, 0.0
         self.done = False
 
     def more(self, tries: int | None) -> bool:
@@ -185,7 +185,15 @@ class _Worker:
                 self._work(results, deadline, tries)
             os._exit(0)
         os.close(writing)
-        self.pid, self.pipe, self.results, self.heard = pid, reading, b"", time.monotonic()
+        self.pid, self.pipe, self.results = pid, reading, b""
+        self.hear()
+
+    def hear(self) -> None:
+        self.heard, self.waited = time.monotonic(), waited(self.pid)
+
+    def silence(self) -> float:
+        """Seconds since a try ended, without those in which others had all processors."""
+        return time.monotonic() - self.heard - (waited(self.pid) - self.waited)
 
     def _work(self, results: IO[str], deadline: float, tries: int | None) -> None:
         os.setpgid(0, 0)
@@ -206,7 +214,8 @@ class _Worker:
         for line in lines:
             number, *found = json.loads(line)
             report.add(number, *found)
-            self.next, self.heard = number + self.step, time.monotonic()
+            self.next = number + self.step
+            self.hear()
 
     def lost(self, report: Report, reason: str) -> None:
         """The worker is gone, or has to go; the try that it was at is what did it."""
@@ -233,6 +242,14 @@ def made(attempt: Try, seed: int, name: str, number: int) -> tuple[str, str, int
     except Exception as error:  # neither refused nor right
         details = "".join(traceback.format_exception(error))
         return f"{type(error).__name__} in the campaign", details, 1
+
+
+def waited(pid: int) -> float:
+    """Seconds that the first thread of a process was ready to run and had no processor."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):  # not Linux, or built without this
+        return 0.0
 
 
 def limit_memory(more: int) -> None:

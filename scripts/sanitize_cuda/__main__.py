@@ -19,14 +19,14 @@ workspace, matrix products of PyTorch are skipped. Results are always compared w
 All tools together have `--seconds`: later cases do not begin, and a case that runs much longer is
 ended. The final table has the number of kernels and problems, of reports, and of omitted cases.
 --out writes it into a record, and keeps the rows of other tools. With --resume, buckets that a
-tool passed are skipped if the record is of the same sources. Exit status 1, and the output of a
+tool passed are skipped if the record is of the same machine code (sources.py). To find the buckets
+takes minutes: --problems keeps them in a file for the next run. Exit status 1, and the output of a
 process, if a tool reports anything, a result is wrong, or a case does not end.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shlex
 import shutil
@@ -49,8 +49,10 @@ import kv
 import torch
 import weights
 from report import Report, Said
+from sources import digests
 
 from hf_vq import paths
+from hf_vq.codegen.jit.device import device_arch
 from hf_vq.evaluation.record import command_line
 
 MAKERS = weights.MAKERS | kv.MAKERS | integers.MAKERS | buckets.MAKERS
@@ -167,16 +169,6 @@ def tool_version() -> str:
     return said.stdout.strip().splitlines()[-1]
 
 
-def sources_of(report: Report) -> str:
-    """A digest of the sources of kernels and of the names and plans of problems."""
-    digest = hashlib.sha256()
-    for path in sorted((paths.kernel_sources() / "cuda").rglob("*.cu*")):
-        digest.update(path.name.encode() + path.read_bytes())
-    for name, plans in report.problems:
-        digest.update(f"{name} {sorted(map(repr, plans))}".encode())
-    return digest.hexdigest()
-
-
 def main() -> int:
     """0 if every tool is silent."""
     began = time.time()
@@ -190,6 +182,7 @@ def main() -> int:
     parser.add_argument(
         "--resume", action="store_true", help="go on with what --out has of buckets"
     )
+    parser.add_argument("--problems", type=Path, help="file of the buckets, made if need be")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
@@ -203,26 +196,31 @@ def main() -> int:
         return 0
     if set(args.tools) != {"none"} and shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is missing: it comes with the CUDA toolkit.")
+    sources: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         report = Report([])
         if "buckets" in args.kernels:
             if args.kernels != ["buckets"]:
                 parser.error("buckets are run alone.")
-            args.found = Path(folder) / "buckets"
+            args.found = args.problems or Path(folder) / "buckets"
             report.problems = buckets.keep(args.found)
             print(f"{len(report.problems)} problems, {time.time() - began:.0f} s", flush=True)
+            sources = digests(report.problems, device_arch(0).name)
             if args.resume:
-                report.resume(args.out, sources_of(report))
+                report.resume(args.out, sources, args.tools)
         args.end = began + args.seconds
         failed = run_tools(args, report)
     print(report.table())
     if args.out:
-        report.write(args.out, *_of_record(parser, args, report))
+        report.write(args.out, *_of_record(parser, args, report, sources))
     return int(failed)
 
 
 def _of_record(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, report: Report
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    report: Report,
+    sources: dict[str, str],
 ) -> tuple[str, dict[str, Any]]:
     """The command that repeats a run, and its settings."""
     options = dict.fromkeys(("tools", "kernels", "processes", "seconds"), "")
@@ -230,7 +228,7 @@ def _of_record(
     command = command_line("python scripts/sanitize_cuda", parser, args, options)
     return command, {
         "sanitizer": tool_version(),
-        "sources": sources_of(report),
+        "sources": sources,
         "processes": args.processes,
         "problems": len(report.problems),
         "kernels": len(frozenset().union(*(plans for _, plans in report.problems))),

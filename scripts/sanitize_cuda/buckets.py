@@ -5,6 +5,7 @@ The parent process finds the cases once and writes them to a file, which its wor
 
 from __future__ import annotations
 
+import hashlib
 import math
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from hf_vq.codegen.plan import Plan
 from tests.buckets.case import Case as Problem
 from tests.buckets.every import CASES, DOMAINS
 
+ROOT = Path(__file__).resolve().parents[2]
 FOUND: list[Path] = []
 """The file, where there is one."""
 SKIPPED: list[bool] = []
@@ -68,17 +70,30 @@ def smallest(arch: Arch) -> list[Problem]:
     return [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
 
 
+def choosers() -> str:
+    """A digest of the code that decides which problems there are, and which plans they launch."""
+    digest = hashlib.sha256()
+    for folder in (ROOT / "tests" / "buckets", ROOT / "hf_vq", Path(__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def keep(path: Path) -> list[tuple[str, frozenset[Plan]]]:
-    """Write the problems of this GPU to a file; the name of each, and the plans it launches."""
+    """Write the problems of this GPU to a file, unless it has them: the name of each, and the plans
+    that it launches."""
     arch = device_arch(0)
-    problems = smallest(arch)
-    path.write_bytes(pickle.dumps(problems))
+    wanted = (choosers(), arch)
+    problems, *known = pickle.loads(path.read_bytes()) if path.exists() else ([],)
+    if known != list(wanted):
+        problems = smallest(arch)
+        path.write_bytes(pickle.dumps((problems, *wanted)))
     return [(problem.name, frozenset(problem.plans(arch))) for problem in problems]
 
 
 def found() -> Iterator[Case]:
     """All problems, the most important first."""
-    problems: list[Problem] = pickle.loads(FOUND[0].read_bytes())
+    problems: list[Problem] = pickle.loads(FOUND[0].read_bytes())[0]
     for problem in problems:
         yield problem.name, partial(run, problem)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,23 +124,33 @@ class Report:
         found.problems += 1
         found.plans |= self.problems[number][1] if self.problems else {number}
 
-    def resume(self, path: Path, sources: str) -> None:
-        """Count what a record says was silent: the same problems of the same sources.
+    def numbers(self) -> dict[str, list[int]]:
+        """Numbers of the problems of each kernel."""
+        found: dict[str, list[int]] = {}
+        for number, (name, _) in enumerate(self.problems):
+            found.setdefault(name.split()[0], []).append(number)
+        return found
+
+    def resume(self, path: Path, sources: Mapping[str, str], tools: Iterable[str]) -> None:
+        """Count what a record says was silent: of kernels whose problems and sources are the same.
 
         Args:
             path: of a record; without it nothing is known.
-            sources: the digest of what kernels are made of, and of the problems.
+            sources: `digests` of the kernels.
+            tools: that will be run; `write` keeps the rows of others.
         """
-        before = read(path) if path.exists() else {}
-        if before.get("settings", {}).get("sources") != sources:
-            return
-        for tool, bits in before["settings"]["silent"].items():
-            done = int(bits, 16)
-            self.silent[tool] = {n for n in range(len(self.problems)) if done >> n & 1}
-            for number in self.silent[tool]:
-                self.reported.add((tool, number))
-                self._ended(tool, self.problems[number][0].split()[0], number)
+        before = read(path) if path.exists() else {"settings": {}}
+        same = _same(before["settings"].get("sources"), sources)
+        for tool in set(tools) & set(before["settings"].get("silent", ())):
+            self.silent[tool] = set()
             self.seconds[tool] = before["results"]["seconds"].get(tool, 0.0)
+            for kernel in same:
+                bits = int(before["settings"]["silent"][tool].get(kernel, "0"), 16)
+                for place, number in enumerate(self.numbers()[kernel]):
+                    if bits >> place & 1:
+                        self.silent[tool].add(number)
+                        self.reported.add((tool, number))
+                        self._ended(tool, kernel, number)
 
     def close(self, tool: str) -> None:
         """All processes of a tool have ended: what none of them told is left out."""
@@ -159,6 +169,16 @@ class Report:
             for (tool, kernel), found in sorted(self.kernels.items())
         ]  # fmt: skip
 
+    def _masks(self) -> dict[str, dict[str, str]]:
+        """By tool and kernel, in hex: bit n is set if the tool was silent in its problem n."""
+        return {
+            tool: {
+                kernel: f"{sum(1 << place for place, n in enumerate(every) if n in silent):x}"
+                for kernel, every in self.numbers().items()
+            }
+            for tool, silent in sorted(self.silent.items())
+        }
+
     def table(self) -> str:
         """The rows as text, and what the tools remarked."""
         rows = [
@@ -173,9 +193,12 @@ class Report:
         return "\n".join([text_table(head, rows), *notes])
 
     def write(self, path: Path, command: str, settings: dict[str, Any]) -> None:
-        """Write the record; rows of other tools, of the same sources on the same machine, stay."""
-        masks = {tool: sum(1 << n for n in done) for tool, done in sorted(self.silent.items())}
-        settings = {**settings, "silent": {tool: f"{mask:x}" for tool, mask in masks.items()}}
+        """Write the record; rows of other tools, of the same sources on the same machine, stay.
+
+        Args:
+            settings: with `sources`, the `digests` of the kernels.
+        """
+        settings = {**settings, "silent": self._masks()}
         results = {"rows": self.rows(), "notes": dict(self.notes), "seconds": self.seconds}
         record = make_record(SUITE, command, settings, results, device="cuda")
         if path.exists():
@@ -188,18 +211,26 @@ def reasons(left: Mapping[str, int]) -> str:
     return ", ".join(f"{count} ({why})" for why, count in sorted(left.items())) or "0"
 
 
+def _same(before: object, now: Mapping[str, str]) -> list[str]:
+    """Kernels with the same digest in both; an older record has one digest of all kernels."""
+    known = before if isinstance(before, dict) else {}
+    return [kernel for kernel, digest in now.items() if known.get(kernel) == digest]
+
+
 def _keep_others(record: dict[str, Any], before: dict[str, Any]) -> None:
-    """Copy the rows of other tools from the previous record."""
-    same = "suite", "machine", "versions"
-    sources = [one["settings"].get("sources") for one in (before, record)]
-    if sources[0] != sources[1] or any(before.get(key) != record[key] for key in same):
+    """Copy the rows of other tools from the previous record: of kernels with the same sources."""
+    same = _same(before["settings"].get("sources"), record["settings"]["sources"])
+    if any(before.get(key) != record[key] for key in ("suite", "machine", "versions")):
         return
     now, was = record["results"], before["results"]
     others = set(was["seconds"]) - set(now["seconds"])
-    now["rows"] = [row for row in was["rows"] if row["tool"] in others] + now["rows"]
+    kept_rows = [row for row in was["rows"] if row["tool"] in others and row["kernel"] in same]
+    others &= {row["tool"] for row in kept_rows}
+    now["rows"] = kept_rows + now["rows"]
     kept = {note: count for note, count in was["notes"].items() if note.split(":")[0] in others}
     now["notes"] = {**kept, **now["notes"]}
     now["seconds"] = {**{tool: was["seconds"][tool] for tool in sorted(others)}, **now["seconds"]}
     for tool in others & set(before["settings"].get("silent", ())):
-        record["settings"]["silent"][tool] = before["settings"]["silent"][tool]
+        masks = before["settings"]["silent"][tool]
+        record["settings"]["silent"][tool] = {kernel: masks[kernel] for kernel in same}
     record["command"] = f"{before['command']}; {record['command']}" if others else record["command"]

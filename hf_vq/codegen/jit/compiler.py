@@ -20,7 +20,7 @@ from .device import checked
 from .kernel_store import Store
 
 FORMAT = 1  # of store entries; raised when options or launching change
-_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
+OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
 SERIALIZED = "wgmma.mma_async instructions are serialized"  # message of the assembler
 _REGISTER_COUNT = b"\x04\x2f\x08\x00"  # EIATTR_REGCOUNT of two words, in .nv.info
 _RESOURCES = {
@@ -88,7 +88,7 @@ def cubin(plan: Plan, arch: str, store: Store) -> bytes:
 
 def key(plan: Plan, arch: str) -> str:
     """sha256, in hex, of everything that determines the machine code."""
-    parts = [str(FORMAT), arch, str(version()), *_OPTIONS, plan.template, render(plan)]
+    parts = [str(FORMAT), arch, str(version()), *OPTIONS, plan.template, render(plan)]
     parts += [text for item in sorted(sources().items()) for text in item]
     parts += [template(plan)] if plan.template_folder else []
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -128,7 +128,7 @@ def compile_plan(plan: Plan, arch: str, macros: Sequence[str] = ()) -> tuple[byt
         {**headers, "plan.cuh": header},
         arch,
         f"{plan}\n{header}",
-        (*_OPTIONS, *(f"--define-macro={name}=1" for name in macros)),
+        (*OPTIONS, *(f"--define-macro={name}=1" for name in macros)),
     )
     found = {}
     for name, pattern in _RESOURCES.items():
@@ -156,7 +156,7 @@ def compile_source(
     headers: dict[str, str],
     arch: str,
     what: str = "",
-    options: Sequence[str] = _OPTIONS,
+    options: Sequence[str] = OPTIONS,
 ) -> tuple[bytes, str]:
     """Machine code of `source`, and the compiler's log.
 

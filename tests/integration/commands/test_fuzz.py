@@ -49,6 +49,19 @@ def test_crashes_hangs_and_findings_are_counted_and_the_run_goes_on():
     assert [number for number, _ in report.findings["hang"]] == [5]
 
 
+def test_a_try_that_waits_for_a_processor_is_no_hang(monkeypatch):
+    campaign = module("campaign")
+
+    def attempt(rng, number):
+        time.sleep(3)
+        return "fine"
+
+    for starved in (True, False):
+        monkeypatch.setattr(campaign, "waited", lambda pid, s=starved: s * time.monotonic())
+        report = campaign.run("test", attempt, 1, 60, 1, 1, limit=1)
+        assert dict(report.outcomes) == ({"fine": 1} if starved else {"hang": 1})
+
+
 def test_a_try_is_decided_by_its_seed_and_number():
     campaign = module("campaign")
     drawn = [campaign.made(lambda rng, number: str(rng.random()), 1, "x", n)[0] for n in (3, 3, 4)]

@@ -172,21 +172,25 @@ def test_products_that_pytorch_leaves_to_cublas_are_not_computed(script, monkeyp
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).item() == 1
 
 
-def test_a_record_keeps_other_tools_of_the_same_revision(script, monkeypatch, tmp_path):
-    path = tmp_path / "record.jsonl"
+def test_a_record_keeps_other_tools_of_the_same_sources(script, monkeypatch, tmp_path):
+    path, sources = tmp_path / "record.jsonl", {"linear": "a"}
     for tool in ("memcheck", "racecheck"):
-        report = script.report.Report([("linear", frozenset({1}))])
+        report = script.report.Report([("linear", frozenset({1})), ("linear", frozenset({2}))])
+        report.resume(path, sources, [tool])
         report.add(tool, script.report.Said("case 0 linear x\nend\n", 0))
         report.seconds[tool] = 1.5
-        report.write(path, f"--tools {tool}", {"sanitizer": "1", "sources": "a"})
+        report.close(tool)
+        report.write(path, f"--tools {tool}", {"sanitizer": "1", "sources": sources})
     record = read(path)
     monkeypatch.setattr(fuzz_tables, "read_record", {script.report.SUITE: record}.get)
-    assert "| racecheck | 1 | 1 | 0 | 0 |" in fuzz_tables.sanitizers()
+    for tool in ("memcheck", "racecheck"):
+        assert f"| {tool} | 1 | 1 | 0 | 1 (no time) |" in fuzz_tables.sanitizers()
+    assert record["settings"]["silent"] == {t: {"linear": "1"} for t in ("memcheck", "racecheck")}
     assert record["complete"] and record["suite"] == script.report.SUITE
     assert [row["tool"] for row in record["results"]["rows"]] == ["memcheck", "racecheck"]
     assert record["command"] == "--tools memcheck; --tools racecheck"
     monkeypatch.setattr(script.report, "make_record", lambda *_, **__: {
-        **record, "settings": {"sources": "b", "silent": {}}, "command": "new",
+        **record, "settings": {"sources": {"linear": "b"}, "silent": {}}, "command": "new",
         "results": {"rows": [], "notes": {}, "seconds": {}},
     })  # fmt: skip
     report.write(path, "", {})
@@ -194,16 +198,76 @@ def test_a_record_keeps_other_tools_of_the_same_revision(script, monkeypatch, tm
 
 
 def test_a_run_goes_on_where_the_last_one_ended(script, monkeypatch, tmp_path):
-    path = tmp_path / "record.jsonl"
+    path, sources = tmp_path / "record.jsonl", {"linear": "a", "vptq": "b"}
     failed, report = run(script, monkeypatch, ["initcheck"], 60, processes=1)
     assert failed and report.silent == {"initcheck": {0, 2, 3, 4, 5}}  # 1 was reported
-    report.write(path, "", {"sanitizer": "1", "sources": "a"})
+    report.write(path, "", {"sanitizer": "1", "sources": sources})
     again = script.report.Report(report.problems)
-    again.resume(path, "b")  # other kernels
-    assert not again.silent and not again.kernels
-    again.resume(path, "a")
+    again.resume(path, dict.fromkeys(sources, "c"), ["initcheck"])  # other kernels
+    again.resume(path, sources, ["memcheck"])
+    assert not any(again.silent.values()) and not again.kernels
+    again.resume(path, {**sources, "linear": "c"}, ["initcheck"])
+    assert again.silent == {"initcheck": {4, 5}}
+    again = script.report.Report(report.problems)
+    again.resume(path, sources, ["initcheck"])
     assert [row["problems"] for row in again.rows()] == [3, 2]
     args = argparse.Namespace(tools=["initcheck"], processes=1, end=time.time() + 60)
     assert script.main.run_tools(args, again)  # 1 is reported again, and nothing else is run
     assert [row["problems"] for row in again.rows()] == [4, 2]
     assert [row["errors"] for row in again.rows()] == [1, 0]
+
+
+def test_comments_and_layout_do_not_count_as_sources(script, monkeypatch):
+    bare = script.sources.without_comments
+    text = '// x\n#define A "//"  /* y\n */ \n\n  int   b = A; // z\n'
+    assert bare(text) == '#define A "//"\nint b = A;'
+    assert bare(text.replace("b", "c")) != bare(text)
+
+
+def test_a_digest_covers_what_decides_machine_code(script, monkeypatch):
+    compiler = script.sources.compiler
+    monkeypatch.setattr(compiler, "version", lambda: (13, 0))
+    problems = [
+        (problem.name, problem.plans(HOPPER))
+        for kernel in ("vptq", "append")
+        for problem in CASES[kernel](HOPPER)[:3]
+    ]
+    first = script.sources.digests(problems, "sm_90a")
+    assert set(first) == {"vptq", "append"}
+    texts = dict(compiler.sources())
+
+    def changed(file, text):
+        monkeypatch.setattr(compiler, "sources", lambda: {**texts, file: text})
+        now = script.sources.digests(problems, "sm_90a")
+        return {kernel for kernel in first if now[kernel] != first[kernel]}
+
+    assert changed("vptq/vptq.cuh", texts["vptq/vptq.cuh"] + "\n// A comment.\n") == set()
+    assert changed("vptq/vptq.cuh", texts["vptq/vptq.cuh"] + "\nint x;\n") == {"vptq"}
+    header = "primitives/numbers.cuh"  # included by all
+    assert changed(header, texts[header] + "\nint x;\n") == {"vptq", "append"}
+    monkeypatch.setattr(compiler, "sources", lambda: texts)
+    assert script.sources.digests(problems, "sm_80") != first
+    monkeypatch.setattr(compiler, "version", lambda: (13, 1))
+    assert script.sources.digests(problems, "sm_90a") != first
+    monkeypatch.undo()
+
+
+def test_buckets_are_found_once(script, monkeypatch, tmp_path):
+    problems, calls = CASES["vptq"](HOPPER)[:4], []
+
+    def find(arch):
+        calls.append(arch)
+        return problems
+
+    monkeypatch.setattr(script.buckets, "smallest", find)
+    monkeypatch.setattr(script.buckets, "device_arch", lambda ordinal: HOPPER)
+    path = tmp_path / "problems"
+    kept = [script.buckets.keep(path) for _ in range(2)]
+    assert calls == [HOPPER] and kept[0] == kept[1]
+    monkeypatch.setattr(script.buckets, "FOUND", [path])
+    assert [name for name, _ in script.buckets.found()] == [name for name, _ in kept[0]]
+    monkeypatch.setattr(script.buckets, "choosers", lambda: "others")
+    script.buckets.keep(path)
+    monkeypatch.setattr(script.buckets, "device_arch", lambda ordinal: named_arch("sm_80"))
+    script.buckets.keep(path)
+    assert len(calls) == 3
