@@ -2,8 +2,9 @@
 
     python scripts/fuzz/soak.py [--seconds 3600] [--device cuda] [--out RECORD]
 
-Models and caches are made and dropped all the time. Every round measures the memory of the process
-and PyTorch's memory of a GPU. The largest of the last tenth of the rounds may exceed the largest
+Models and caches are made and dropped all the time. Every round measures the memory of the process,
+PyTorch's memory of a GPU, and, if nvidia-ml-py is installed, all that the driver has given to the
+process, machine code included. The largest of the last tenth of the rounds may exceed the largest
 of the second tenth by GROWTH, plus the memory that safetensors keeps. Exit status 1 if it exceeds
 that.
 
@@ -22,6 +23,8 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import models
@@ -42,6 +45,20 @@ KINDS = ("vq-4", "qoq-w4a8", "turboquant-4+4", "mixed")
 def resident() -> int:
     """Bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def of_gpu() -> dict[str, int]:
+    """Bytes of the current GPU: of PyTorch's tensors, and of this process as NVML counts them."""
+    found = {"gpu": torch.cuda.memory_allocated()}
+    with suppress(ImportError):
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu):
+            if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                found["gpu_driver"] = process.usedGpuMemory
+    return found
 
 
 def kept_by_safetensors(saved: dict[str, Path]) -> float:
@@ -92,7 +109,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
-    memory: dict[str, list[int]] = {"rss": [], "gpu": []}
+    memory: dict[str, list[int]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         saved = models.checkpoints(Path(folder))
         kept = kept_by_safetensors(saved)
@@ -101,15 +118,15 @@ def main() -> int:
             tokens += round_of(rng, saved, args.device)
             memory["rss"].append(resident())
             if args.device != "cpu":
-                memory["gpu"].append(torch.cuda.memory_allocated())
+                for kind, found in of_gpu().items():
+                    memory[kind].append(found)
     rounds, seconds = len(memory["rss"]), time.monotonic() - start
     row: dict[str, object] = {"rounds": rounds, "tokens": tokens, "seconds": round(seconds, 1)}
     tenth, grown = max(rounds // 10, 1), {}
-    for kind, found in memory.items():
-        if found:
-            row[f"{kind}_begin"] = max(found[tenth : 2 * tenth] or found)
-            row[f"{kind}_end"] = max(found[-tenth:])
-            grown[kind] = int(str(row[f"{kind}_end"])) - int(str(row[f"{kind}_begin"]))
+    for kind, each in memory.items():
+        row[f"{kind}_begin"] = max(each[tenth : 2 * tenth] or each)
+        row[f"{kind}_end"] = max(each[-tenth:])
+        grown[kind] = int(str(row[f"{kind}_end"])) - int(str(row[f"{kind}_begin"]))
     row["rss_kept_by_safetensors"] = round(kept * (rounds - 2 * tenth))
     changes = ", ".join(f"{kind} {bytes_ / 1e6:+.2f} MB" for kind, bytes_ in grown.items())
     print(f"soak: {rounds} models, {tokens} tokens, {seconds:.0f} s: {changes}")
