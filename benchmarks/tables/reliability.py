@@ -121,6 +121,15 @@ def sanitizers() -> str:
     head = ["tool", "kernels", "problems", "errors", "left out"]
     notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
     what = f"Compute-sanitizer: {record['settings']['sanitizer']}."
+    earlier = Counter(
+        (row["revision"][:7], row["tool"])
+        for row in record["results"]["rows"]
+        if row.get("revision") not in (None, record["revision"])
+    )
+    notes += [
+        f"{tool} of {count} of the ops ran at {revision}, on the same kernels."
+        for (revision, tool), count in earlier.items()
+    ]
     return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, source(record)])}"
 
 

@@ -20,8 +20,9 @@ All tools together have `--seconds`: later cases do not begin, and a case that r
 ended. The final table has the number of kernels and problems, of reports, and of omitted cases.
 --out writes it into a record, and keeps the rows of other tools. With --resume, buckets that a
 tool passed are skipped if the record is of the same machine code (sources.py). To find the buckets
-takes minutes: --problems keeps them in a file for the next run. Exit status 1, and the output of a
-process, if a tool reports anything, a result is wrong, or a case does not end.
+takes minutes: --problems keeps them in a file for the next run. --ops limits a run to some ops; the
+record keeps the rows of others. Exit status 1, and the output of a process, if a tool reports
+anything, a result is wrong, or a case does not end.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def run_tools(args: argparse.Namespace, report: Report) -> bool:
             ThreadPoolExecutor(args.processes) as pool,
         ):
             args.claims = Path(claims)
-            for case in report.silent.get(tool, ()):
+            for case in report.left_alone(tool):
                 taken(args.claims, case)
             every = list(pool.map(partial(run_process, tool, args), range(args.processes)))
         wrong = 0
@@ -183,6 +184,7 @@ def main() -> int:
         "--resume", action="store_true", help="go on with what --out has of buckets"
     )
     parser.add_argument("--problems", type=Path, help="file of the buckets, made if need be")
+    parser.add_argument("--ops", nargs="+", help="of buckets, as the table names them")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
@@ -206,6 +208,7 @@ def main() -> int:
             report.problems = buckets.keep(args.found)
             print(f"{len(report.problems)} problems, {time.time() - began:.0f} s", flush=True)
             sources = digests(report.problems, device_arch(0).name)
+            report.ops = frozenset(args.ops or sources)
             if args.resume:
                 report.resume(args.out, sources, args.tools)
         args.end = began + args.seconds
@@ -223,7 +226,7 @@ def _of_record(
     sources: dict[str, str],
 ) -> tuple[str, dict[str, Any]]:
     """The command that repeats a run, and its settings."""
-    options = dict.fromkeys(("tools", "kernels", "processes", "seconds"), "")
+    options = dict.fromkeys(("tools", "kernels", "ops", "processes", "seconds"), "")
     options["options"] = shlex.quote(args.options)
     command = command_line("python scripts/sanitize_cuda", parser, args, options)
     return command, {

@@ -82,9 +82,11 @@ class Report:
 
     Args:
         problems: name and plans of each case, by its number; without any, a case is a plan.
+        ops: first words of the names of problems that are run; None: of all.
     """
 
     problems: list[tuple[str, frozenset[Any]]]
+    ops: frozenset[str] | None = None
     kernels: dict[tuple[str, str], Kernel] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -125,11 +127,18 @@ class Report:
         found.plans |= self.problems[number][1] if self.problems else {number}
 
     def numbers(self) -> dict[str, list[int]]:
-        """Numbers of the problems of each kernel."""
+        """Numbers of the problems of each kernel that is run."""
         found: dict[str, list[int]] = {}
         for number, (name, _) in enumerate(self.problems):
-            found.setdefault(name.split()[0], []).append(number)
+            kernel = name.split()[0]
+            if self.ops is None or kernel in self.ops:
+                found.setdefault(kernel, []).append(number)
         return found
+
+    def left_alone(self, tool: str) -> set[int]:
+        """Problems that need no run: a tool was silent in them, or they are of other ops."""
+        wanted = {number for every in self.numbers().values() for number in every}
+        return set(range(len(self.problems))) - wanted | self.silent.get(tool, set())
 
     def resume(self, path: Path, sources: Mapping[str, str], tools: Iterable[str]) -> None:
         """Count what a record says was silent: of kernels whose problems and sources are the same.
@@ -140,13 +149,14 @@ class Report:
             tools: that will be run; `write` keeps the rows of others.
         """
         before = read(path) if path.exists() else {"settings": {}}
-        same = _same(before["settings"].get("sources"), sources)
+        numbers = self.numbers()
+        same = [op for op in _same(before["settings"].get("sources"), sources) if op in numbers]
         for tool in set(tools) & set(before["settings"].get("silent", ())):
             self.silent[tool] = set()
             self.seconds[tool] = before["results"]["seconds"].get(tool, 0.0)
             for kernel in same:
                 bits = int(before["settings"]["silent"][tool].get(kernel, "0"), 16)
-                for place, number in enumerate(self.numbers()[kernel]):
+                for place, number in enumerate(numbers[kernel]):
                     if bits >> place & 1:
                         self.silent[tool].add(number)
                         self.reported.add((tool, number))
@@ -154,10 +164,11 @@ class Report:
 
     def close(self, tool: str) -> None:
         """All processes of a tool have ended: what none of them told is left out."""
-        for number, (name, _) in enumerate(self.problems):
-            if (tool, number) not in self.reported:
-                found = self.kernels.setdefault((tool, name.split()[0]), Kernel())
-                found.left[TIME] += 1
+        for kernel, every in self.numbers().items():
+            for number in every:
+                if (tool, number) not in self.reported:
+                    found = self.kernels.setdefault((tool, kernel), Kernel())
+                    found.left[TIME] += 1
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each tool and kernel."""
@@ -193,7 +204,8 @@ class Report:
         return "\n".join([text_table(head, rows), *notes])
 
     def write(self, path: Path, command: str, settings: dict[str, Any]) -> None:
-        """Write the record; rows of other tools, of the same sources on the same machine, stay.
+        """Write the record; rows of other tools and ops stay, each with the revision that it is of,
+        if it is of the same sources and the same machine.
 
         Args:
             settings: with `sources`, the `digests` of the kernels.
@@ -218,19 +230,26 @@ def _same(before: object, now: Mapping[str, str]) -> list[str]:
 
 
 def _keep_others(record: dict[str, Any], before: dict[str, Any]) -> None:
-    """Copy the rows of other tools from the previous record: of kernels with the same sources."""
+    """Copy the rows of other tools and ops from the previous record, if their sources are the
+    same."""
     same = _same(before["settings"].get("sources"), record["settings"]["sources"])
     if any(before.get(key) != record[key] for key in ("suite", "machine", "versions")):
         return
     now, was = record["results"], before["results"]
-    others = set(was["seconds"]) - set(now["seconds"])
-    kept_rows = [row for row in was["rows"] if row["tool"] in others and row["kernel"] in same]
-    others &= {row["tool"] for row in kept_rows}
-    now["rows"] = kept_rows + now["rows"]
-    kept = {note: count for note, count in was["notes"].items() if note.split(":")[0] in others}
-    now["notes"] = {**kept, **now["notes"]}
-    now["seconds"] = {**{tool: was["seconds"][tool] for tool in sorted(others)}, **now["seconds"]}
-    for tool in others & set(before["settings"].get("silent", ())):
-        masks = before["settings"]["silent"][tool]
-        record["settings"]["silent"][tool] = {kernel: masks[kernel] for kernel in same}
-    record["command"] = f"{before['command']}; {record['command']}" if others else record["command"]
+    there = {(row["tool"], row["kernel"]) for row in now["rows"]}
+    kept = [
+        {"revision": before["revision"], **row}
+        for row in was["rows"]
+        if row["kernel"] in same and (row["tool"], row["kernel"]) not in there
+    ]
+    now["rows"] = sorted(kept + now["rows"], key=lambda row: (row["tool"], row["kernel"]))
+    tools = {row["tool"] for row in kept}
+    notes = {note: count for note, count in was["notes"].items() if note.split(":")[0] in tools}
+    now["notes"] = {**notes, **now["notes"]}
+    now["seconds"] = {**{tool: was["seconds"][tool] for tool in sorted(tools)}, **now["seconds"]}
+    silent = record["settings"]["silent"]
+    for tool, masks in before["settings"].get("silent", {}).items():
+        others = {op: mask for op, mask in masks.items() if (tool, op) not in there and op in same}
+        if others:
+            silent[tool] = {**others, **silent.get(tool, {})}
+    record["command"] = f"{before['command']}; {record['command']}" if kept else record["command"]

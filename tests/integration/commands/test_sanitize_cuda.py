@@ -271,3 +271,26 @@ def test_buckets_are_found_once(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script.buckets, "device_arch", lambda ordinal: named_arch("sm_80"))
     script.buckets.keep(path)
     assert len(calls) == 3
+
+
+def test_a_run_of_some_ops_keeps_the_rows_of_others(script, monkeypatch, tmp_path):
+    path, sources = tmp_path / "record.jsonl", {"linear": "a", "vptq": "b"}
+    problems = [("linear 2 x 3", frozenset({0})), ("vptq 2 x 3", frozenset({1}))]
+    for op in sources:
+        report = script.report.Report(problems, frozenset({op}))
+        assert report.left_alone("memcheck") == {1 if op == "linear" else 0}
+        report.resume(path, sources, ["memcheck"])
+        number = list(sources).index(op)
+        report.add("memcheck", script.report.Said(f"case {number} {op} x\nend\n", 0))
+        report.seconds["memcheck"] = 1.0
+        report.close("memcheck")
+        report.write(path, op, {"sanitizer": "1", "sources": sources})
+    record = read(path)
+    assert [row["kernel"] for row in record["results"]["rows"]] == ["linear", "vptq"]
+    assert all(row["problems"] == 1 and not row["left"] for row in record["results"]["rows"])
+    assert record["settings"]["silent"]["memcheck"] == {"linear": "1", "vptq": "1"}
+    record["results"]["rows"][0]["revision"] = "0123456789ab"
+    monkeypatch.setattr(fuzz_tables, "read_record", {script.report.SUITE: record}.get)
+    assert "memcheck of 1 of the ops ran at 0123456, on the same kernels." in (
+        fuzz_tables.sanitizers()
+    )
