@@ -42,6 +42,7 @@ _DIGITS = 32  # hexadecimal, 128 bits
 SEGMENT = 1 << 25  # bytes
 _PIECE = 1 << 20  # bytes of one read: fits a core's cache, and locks are rare
 _MOST_THREADS = 16
+_EARLY_THREADS = 2  # until the caller waits: each piece takes Python's lock twice, which it needs
 _SHOWN = 8  # problems in one message
 
 logger = logging.getLogger("hf_vq")
@@ -318,9 +319,14 @@ class _Hashing:
         self._large: dict[tuple[int, str], dict[int, bytes]] = defaultdict(dict)  # by `begin`
         self._lock = threading.Lock()
         most = sum(-(-part.nbytes // SEGMENT) or 1 for h in headers for part in h.parts.values())
-        count = min(_MOST_THREADS, _cores(), most)
-        self._threads = [threading.Thread(target=self._run, name=KEY) for _ in range(count)]
-        for thread in self._threads:
+        self._most = min(_MOST_THREADS, _cores(), most)
+        self._threads: list[threading.Thread] = []
+        self._start(min(_EARLY_THREADS, self._most))
+
+    def _start(self, count: int) -> None:
+        new = [threading.Thread(target=self._run, name=KEY) for _ in range(count)]
+        self._threads += new
+        for thread in new:
             thread.start()
 
     def wait(self) -> list[dict[str, str]]:
@@ -329,6 +335,7 @@ class _Hashing:
         Raises:
             VQFormatError: a file cannot be read.
         """
+        self._start(self._most - len(self._threads))
         for thread in self._threads:
             thread.join()
         if self.failed is not None:

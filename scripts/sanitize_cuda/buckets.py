@@ -84,11 +84,14 @@ def keep(path: Path) -> list[tuple[str, frozenset[Plan]]]:
     that it launches."""
     arch = device_arch(0)
     wanted = (choosers(), arch)
-    problems, *known = pickle.loads(path.read_bytes()) if path.exists() else ([],)
-    if known != list(wanted):
-        problems = smallest(arch)
-        path.write_bytes(pickle.dumps((problems, *wanted)))
-    return [(problem.name, frozenset(problem.plans(arch))) for problem in problems]
+    if path.exists():
+        _, found, *known = pickle.loads(path.read_bytes())
+        if known == list(wanted):
+            return found  # type: ignore[no-any-return]
+    problems = smallest(arch)
+    found = [(problem.name, frozenset(problem.plans(arch))) for problem in problems]
+    path.write_bytes(pickle.dumps((problems, found, *wanted)))
+    return found
 
 
 def found() -> Iterator[Case]:
