@@ -27,30 +27,31 @@ SUBJECTS = {
 
 
 def campaign() -> str:
-    """Tries of every fuzzing subject, and findings."""
-    record = read_record("fuzz")
-    if record is None:
+    """Tries of every fuzzing subject, and findings, in all recorded runs."""
+    records = [record for name in ("fuzz", "fuzz-sequences") if (record := read_record(name))]
+    if not records:
         return 'Not measured yet: `make fuzz SECONDS=36000 ARGS="--out RECORD"`.'
-    found = record["results"]["rows"]
+    found = [row for record in records for row in record["results"]["rows"]]
     faults = ("crashes", "hangs", "findings")
-    shown = {f"all {len(found)} subjects": found}
+    subjects = dict.fromkeys(row["name"] for row in found)
+    shown = {f"all {len(subjects)} subjects": found}
     shown |= {
-        f"of them: {SUBJECTS.get(row['name'], row['name'])}": [row]
-        for row in found
-        if any(row[kind] for kind in faults)
+        f"of them: {SUBJECTS.get(name, name)}": [row for row in found if row["name"] == name]
+        for name in subjects
+        if any(row[kind] for row in found if row["name"] == name for kind in faults)
     }
     rows = [
         [name, *(f"{sum(row[key] for row in some):,}" for key in ("tried", *faults))]
         for name, some in shown.items()
     ]
     head = ["what", "tried", "crashes", "hangs", "other findings"]
-    return f"{markdown_table(head, rows)}\n\n{source(record)}"
+    return f"{markdown_table(head, rows)}\n\n{' '.join(map(source, records))}"
 
 
 def soak() -> str:
-    """Memory at the begin and at the end of a long run."""
-    record = read_record("soak")
-    if record is None:
+    """Memory at the begin and at the end of long runs, without and with a GPU."""
+    records = [record for name in ("soak", "soak-cuda") if (record := read_record(name))]
+    if not records:
         return "Not measured yet: `python scripts/fuzz/soak.py --out RECORD`."
     head = [
         "models",
@@ -63,15 +64,20 @@ def soak() -> str:
     ]
     rows = [
         [
-            f"{row['rounds']:,}", f"{row['tokens']:,}", f"{row['seconds'] / 3600:.1f}", name,
+            f"{row['rounds']:,}", f"{row['tokens']:,}", f"{row['seconds'] / 3600:.2f}", name,
             f"{row[f'{kind}_begin'] / 1e6:.1f}", f"{row[f'{kind}_end'] / 1e6:.1f}",
             f"{row[kept] / 1e6:.1f}" if (kept := f"{kind}_kept_by_safetensors") in row else "-",
         ]
+        for record in records
         for row in record["results"]["rows"]
-        for kind, name in (("rss", "of the process"), ("gpu", "of the GPU"))
+        for kind, name in (
+            ("rss", "of the process"),
+            ("gpu", "of the GPU: tensors"),
+            ("gpu_driver", "of the GPU: all"),
+        )
         if f"{kind}_begin" in row
     ]  # fmt: skip
-    return f"{markdown_table(head, rows)}\n\n{source(record)}"
+    return f"{markdown_table(head, rows)}\n\n{' '.join(map(source, records))}"
 
 
 def sweep() -> str:

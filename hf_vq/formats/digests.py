@@ -207,10 +207,6 @@ class Check:
         self.meanings = meanings(known)
         self._hashing = _Hashing(known, self.meanings, done)
 
-    def __del__(self) -> None:
-        if (hashing := getattr(self, "_hashing", None)) is not None:
-            hashing.stopped = True  # a load that failed needs no digests any more
-
     @property
     def parts(self) -> list[Part]:
         """All tensors."""
@@ -313,7 +309,6 @@ class _Hashing:
         self.found: list[dict[str, str]] = [{} for _ in headers]
         self.failed: Exception | None = None
         self.stopped = False
-        self._owner = threading.current_thread()
         self._left = _segments(headers)
         self._large: dict[tuple[int, str], dict[int, bytes]] = defaultdict(dict)  # by `begin`
         self._lock = threading.Lock()
@@ -329,10 +324,14 @@ class _Hashing:
         # Not before: beside the load of a model on 16 cores, one thread that hashes made both
         # together take longer than one after the other (.34 s instead of .19 s, 2.8 GB).
         threads = [threading.Thread(target=self._run, name=KEY) for _ in range(self._most)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Control-C: a program that ends waits for its threads
+            self.stopped = True
+            raise
         if self.failed is not None:
             raise VQFormatError(f"a file could not be read: {self.failed}. {CURE}")
         return self.found
@@ -367,8 +366,7 @@ class _Hashing:
         file.seek(segment.begin)
         left = segment.end - segment.begin
         while left:
-            # An interpreter that ends waits for its threads.
-            if self.stopped or not self._owner.is_alive():
+            if self.stopped:
                 return False
             count = file.readinto(buffer[:left])  # type: ignore[attr-defined]
             if not count:

@@ -196,21 +196,38 @@ def test_what_is_no_such_file(tmp_path, data):
         Check([tmp_path / "absent"])
 
 
-def test_threads_end_with_the_check_that_started_them(file):
-    """A load that fails, or a program that ends, waits for no digests of a large file."""
+def hashing_threads():
+    return [thread for thread in threading.enumerate() if thread.name == digests.KEY]
+
+
+def test_nothing_is_hashed_before_somebody_asks(file):
+    """Beside a load, it would slow both."""
+    seen = []
+    check = Check([file], meanings, lambda nbytes: seen.append(len(hashing_threads())))
+    assert not hashing_threads()
+    assert check.problems() == check.problems() == []
+    assert min(seen) >= 1 and not hashing_threads()
+
+
+def test_threads_end_when_the_wait_is_interrupted(file, monkeypatch):
+    """A program that ends waits for no digests of a large file."""
     slow, go = threading.Event(), threading.Event()
 
     def done(nbytes):
         slow.set()
         go.wait(60)
 
-    before = threading.active_count()
+    def interrupted(thread):
+        assert slow.wait(60)
+        raise KeyboardInterrupt
+
     check = Check([file], meanings, done)
-    assert slow.wait(60) and threading.active_count() > before
-    threads = check._hashing._threads
-    hashing = check._hashing
-    del check
-    assert hashing.stopped
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            check.problems()
+    assert check._hashing.stopped
+    threads = hashing_threads()
     go.set()
     for thread in threads:
         thread.join(60)
