@@ -18,6 +18,8 @@ changes from token to token, so that float32 would leave errors of a logit.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,12 @@ from .reference.codes import mean_of
 
 SMALLEST_SHARE = 0.02
 """Of what is left to the codes of a head: pairs that hold less together do not turn."""
+TIE = 0.7
+"""A turning mean with so much of the energy of a standing one is taken: it stays right."""
+DIFFERENT = 0.9
+"""Pairs are (2 p, 2 p + 1) if that leaves less than so much of what is left by (p, p + r)."""
+_FEWEST = 16  # tokens that tell one layout of pairs from the other
+_AT_ONCE = 4096  # tokens: what is rotated is a copy
 
 
 def rotated(mean: Tensor, inv_freq: Tensor, interleaved: bool, positions: Tensor) -> Tensor:
@@ -65,34 +73,76 @@ def rotated_key_mean(view: KVCacheView, positions: Tensor) -> Tensor:
 def measure_means(
     keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Decide, pair by pair, which mean leaves less to the codes: a standing or a turning one.
+    """Decide, pair by pair, which mean is taken off the keys: a standing or a turning one.
 
     A mean over tokens takes its squared norm off their mean squared norm, so the larger one is
-    better. If they are as good, the turning one is taken: keys of a model with RoPE go on turning
-    after the tokens that were measured. Pairs that matter little keep the standing one, so that a
-    head that gains nothing has a rotary mean of zeros.
+    better for these tokens. For those that follow, the turning one is better wherever keys do turn,
+    which slow pairs cannot tell, and few tokens only roughly. So
+
+    - a head turns if its pairs that turn by a radian or more say so together, within a tie;
+    - then each pair turns, unless its standing mean is clearly larger;
+    - but pairs that hold next to nothing stand: a head without a constant part costs nothing.
 
     Args:
         keys: [B, H, n, D], the tokens to measure.
-        positions: int64 [n] or [B, n] of these tokens.
+        positions: int64 [n] or [B, n] of these tokens, one after another.
         inv_freq: as of `rotated`.
         interleaved: as of `rotated`.
 
     Returns:
         The mean and the rotary mean, float32 [B, H, 1, D] each.
     """
-    standing = mean_of(keys)
-    turning = mean_of(rotated(keys.float(), inv_freq, interleaved, -positions))
-    count = 2 * len(inv_freq)
-    turning[..., count:] = 0
-    stood, turned = (_pair_energy(mean, count, interleaved) for mean in (standing, turning))
-    energy = mean_of(keys.float().square()).sum(-1, keepdim=True)
-    best = torch.maximum(stood, turned).sum(-1, keepdim=True)
-    best = best + standing[..., count:].square().sum(-1, keepdim=True)
-    least = (energy - best).clamp_min(0) * (SMALLEST_SHARE / max(len(inv_freq), 1))
-    turns = (turned > least) & (turned >= stood - least)
-    turns = torch.nn.functional.pad(_by_channel(turns, interleaved), (0, keys.shape[-1] - count))
-    return standing.masked_fill(turns, 0), turning.masked_fill(~turns, 0)
+    found = _Moments.of(keys, positions, inv_freq, interleaved)
+    stood, turned, pairs = found.stood, found.turned, max(len(inv_freq), 1)
+    share = SMALLEST_SHARE * found.left
+    tell = (inv_freq * keys.shape[2] >= 1).to(stood.dtype)
+    head = _as_good(*((each * tell).sum(-1, keepdim=True) for each in (turned, stood)), share)
+    turns = head & (turned > share / pairs) & _as_good(turned, stood, share / pairs)
+    rest = keys.shape[-1] - 2 * len(inv_freq)
+    turns = torch.nn.functional.pad(_by_channel(turns, interleaved), (0, rest))
+    return found.standing.masked_fill(turns, 0), found.turning.masked_fill(~turns, 0)
+
+
+def pairs_interleave(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> bool:
+    """Whether the keys of a layer turn in pairs (2 p, 2 p + 1), rather than (p, p + r): models have
+    either, and their configs do not say which. Arguments as of `measure_means`."""
+    if keys.shape[2] < _FEWEST:
+        return False
+    halves, neighbours = (
+        _Moments.of(keys, positions, inv_freq, layout).left.sum() for layout in (False, True)
+    )
+    return bool(neighbours < DIFFERENT * halves)
+
+
+class _Moments(NamedTuple):
+    """Of keys [B, H, n, D]: means float32 [B, H, 1, D], their energy in pairs [B, H, 1, r], and the
+    energy [B, H, 1, 1] that the better ones leave to the codes."""
+
+    standing: Tensor
+    turning: Tensor
+    stood: Tensor
+    turned: Tensor
+    left: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool) -> _Moments:
+        standing = turning = energy = torch.zeros((), device=keys.device)
+        for begin in range(0, keys.shape[2], _AT_ONCE):
+            some = keys[:, :, begin : begin + _AT_ONCE].float()
+            at, share = positions[..., begin : begin + _AT_ONCE], some.shape[2] / keys.shape[2]
+            standing = standing + share * mean_of(some)
+            turning = turning + share * mean_of(rotated(some, inv_freq, interleaved, -at))
+            energy = energy + share * mean_of(some.square()).sum(-1, keepdim=True)
+        count = 2 * len(inv_freq)
+        turning[..., count:] = 0
+        stood, turned = (_pair_energy(mean, count, interleaved) for mean in (standing, turning))
+        best = torch.maximum(stood, turned).sum(-1, keepdim=True)
+        best = best + standing[..., count:].square().sum(-1, keepdim=True)
+        return cls(standing, turning, stood, turned, (energy - best).clamp_min(0))
+
+
+def _as_good(turned: Tensor, stood: Tensor, slack: Tensor) -> Tensor:
+    return turned >= TIE * stood - slack
 
 
 def _pair_energy(mean: Tensor, count: int, interleaved: bool) -> Tensor:
