@@ -224,7 +224,7 @@ def _check_pages(query: Tensor, view: KVCacheView, mask: Tensor | None) -> None:
 
 
 def through_tables(
-    keys: VQScheme, values: VQScheme, head_dim: int, page: int, like: Tensor
+    keys: VQScheme, values: VQScheme, head_dim: int, page: int, like: Tensor, turns: bool = False
 ) -> bool:
     """Whether kernels read and write pages where they are, through tables and slots.
 
@@ -233,10 +233,13 @@ def through_tables(
         values: scheme of the values, likewise.
         page: tokens of a page.
         like: decides device and dtype of the queries.
+        turns: keys have a rotary mean.
     """
     names, of = (keys.spec(), values.spec()), (like.device, like.dtype)
     problems: list[dispatch.Problem] = [
-        attention_problem(*of, *names, head_dim, head_dim, 0, 0, memory=PAGED, page_size=page)
+        attention_problem(
+            *of, *names, head_dim, head_dim, 0, 0, memory=PAGED, page_size=page, rotary=turns
+        )
     ]
     problems += [append_problem(*of, name, 1, head_dim, "rows", PAGED, page) for name in names]
     return all(dispatch.select(problem).name != "reference" for problem in problems)

@@ -18,8 +18,6 @@ changes from token to token, so that float32 would leave errors of a logit.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -70,75 +68,105 @@ def rotated_key_mean(view: KVCacheView, positions: Tensor) -> Tensor:
     return rotated(mean, inv_freq, view.rotary_interleaved, positions + view.rotary_start)
 
 
+class KeyMoments:
+    """What decides the means of keys: sums over tokens, which may come in parts.
+
+    Args:
+        inv_freq: as of `rotated`.
+        interleaved: as of `rotated`.
+    """
+
+    def __init__(self, inv_freq: Tensor, interleaved: bool) -> None:
+        self.inv_freq, self.interleaved = inv_freq, interleaved
+        self.tokens = self.span = 0  # of all, and of the longest sequence
+        self._standing = self._turning = self._energy = torch.zeros((), device=inv_freq.device)
+
+    def add(self, keys: Tensor, positions: Tensor) -> KeyMoments:
+        """Count keys [B, H, n, D] at `positions` int64 [n] or [B, n], one after another, too."""
+        count = keys.shape[2]
+        for begin in range(0, count, _AT_ONCE):
+            some, at = keys[:, :, begin : begin + _AT_ONCE].float(), positions[..., begin:]
+            at, number = at[..., :_AT_ONCE], some.shape[2]
+            turned_back = rotated(some, self.inv_freq, self.interleaved, -at)
+            self._standing = self._standing + number * mean_of(some)
+            self._turning = self._turning + number * mean_of(turned_back)
+            squares = mean_of(some.square()).sum(-1, keepdim=True)
+            self._energy = self._energy + number * squares
+        self.tokens, self.span = self.tokens + count, max(self.span, count)
+        return self
+
+    @property
+    def _means(self) -> tuple[Tensor, Tensor]:
+        standing, turning = self._standing / self.tokens, self._turning / self.tokens
+        turning[..., 2 * len(self.inv_freq) :] = 0
+        return standing, turning
+
+    def _energies(self, standing: Tensor, turning: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the means in pairs [B, H, 1, r], and what the better ones leave [B, H, 1, 1]."""
+        count = 2 * len(self.inv_freq)
+        stood, turned = (_pair_energy(x, count, self.interleaved) for x in (standing, turning))
+        best = torch.maximum(stood, turned).sum(-1, keepdim=True)
+        best = best + standing[..., count:].square().sum(-1, keepdim=True)
+        return stood, turned, (self._energy / self.tokens - best).clamp_min(0)
+
+    @property
+    def left(self) -> Tensor:
+        """Mean squared norm of what is left to the codes [B, H, 1, 1]."""
+        return self._energies(*self._means)[2]
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Decide, pair by pair, which mean is taken off the keys: a standing or a turning one.
+
+        A mean over tokens takes its squared norm off their mean squared norm, so the larger one is
+        better for these tokens. For those that follow, the turning one is better wherever keys do
+        turn, which slow pairs cannot tell, and few tokens only roughly. So
+
+        - a head turns if its pairs that turn by a radian or more say so together, within a tie;
+        - then each pair turns, unless its standing mean is clearly larger;
+        - but pairs that hold next to nothing stand: a head without a constant part costs nothing.
+
+        Returns:
+            The mean and the rotary mean, float32 [B, H, 1, D] each.
+        """
+        standing, turning = self._means
+        stood, turned, left = self._energies(standing, turning)
+        share, pairs = SMALLEST_SHARE * left, max(len(self.inv_freq), 1)
+        tell = (self.inv_freq * self.span >= 1).to(stood.dtype)
+        telling, standing_still = ((x * tell).sum(-1, keepdim=True) for x in (turned, stood))
+        head = _as_good(telling, standing_still, share)
+        turns = head & (turned > share / pairs) & _as_good(turned, stood, share / pairs)
+        rest = standing.shape[-1] - 2 * len(self.inv_freq)
+        turns = torch.nn.functional.pad(_by_channel(turns, self.interleaved), (0, rest))
+        return standing.masked_fill(turns, 0), turning.masked_fill(~turns, 0)
+
+
 def measure_means(
     keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Decide, pair by pair, which mean is taken off the keys: a standing or a turning one.
+    """`KeyMoments.means` of keys [B, H, n, D] at `positions` int64 [n] or [B, n]."""
+    return KeyMoments(inv_freq, interleaved).add(keys, positions).means()
 
-    A mean over tokens takes its squared norm off their mean squared norm, so the larger one is
-    better for these tokens. For those that follow, the turning one is better wherever keys do turn,
-    which slow pairs cannot tell, and few tokens only roughly. So
 
-    - a head turns if its pairs that turn by a radian or more say so together, within a tie;
-    - then each pair turns, unless its standing mean is clearly larger;
-    - but pairs that hold next to nothing stand: a head without a constant part costs nothing.
+def interleave(halves: Tensor, neighbours: Tensor, tokens: int) -> bool:
+    """Whether keys turn in pairs (2 p, 2 p + 1), rather than (p, p + r): models have either, and
+    their configs do not say which.
 
     Args:
-        keys: [B, H, n, D], the tokens to measure.
-        positions: int64 [n] or [B, n] of these tokens, one after another.
-        inv_freq: as of `rotated`.
-        interleaved: as of `rotated`.
-
-    Returns:
-        The mean and the rotary mean, float32 [B, H, 1, D] each.
+        halves: what `KeyMoments` of pairs (p, p + r) leave.
+        neighbours: what those of pairs (2 p, 2 p + 1) leave.
+        tokens: that were measured.
     """
-    found = _Moments.of(keys, positions, inv_freq, interleaved)
-    stood, turned, pairs = found.stood, found.turned, max(len(inv_freq), 1)
-    share = SMALLEST_SHARE * found.left
-    tell = (inv_freq * keys.shape[2] >= 1).to(stood.dtype)
-    head = _as_good(*((each * tell).sum(-1, keepdim=True) for each in (turned, stood)), share)
-    turns = head & (turned > share / pairs) & _as_good(turned, stood, share / pairs)
-    rest = keys.shape[-1] - 2 * len(inv_freq)
-    turns = torch.nn.functional.pad(_by_channel(turns, interleaved), (0, rest))
-    return found.standing.masked_fill(turns, 0), found.turning.masked_fill(~turns, 0)
+    return tokens >= _FEWEST and bool(neighbours.sum() < DIFFERENT * halves.sum())
 
 
 def pairs_interleave(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> bool:
-    """Whether the keys of a layer turn in pairs (2 p, 2 p + 1), rather than (p, p + r): models have
-    either, and their configs do not say which. Arguments as of `measure_means`."""
+    """`interleave` of keys; arguments as of `measure_means`."""
     if keys.shape[2] < _FEWEST:
         return False
     halves, neighbours = (
-        _Moments.of(keys, positions, inv_freq, layout).left.sum() for layout in (False, True)
+        KeyMoments(inv_freq, layout).add(keys, positions).left for layout in (False, True)
     )
-    return bool(neighbours < DIFFERENT * halves)
-
-
-class _Moments(NamedTuple):
-    """Of keys [B, H, n, D]: means float32 [B, H, 1, D], their energy in pairs [B, H, 1, r], and the
-    energy [B, H, 1, 1] that the better ones leave to the codes."""
-
-    standing: Tensor
-    turning: Tensor
-    stood: Tensor
-    turned: Tensor
-    left: Tensor
-
-    @classmethod
-    def of(cls, keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool) -> _Moments:
-        standing = turning = energy = torch.zeros((), device=keys.device)
-        for begin in range(0, keys.shape[2], _AT_ONCE):
-            some = keys[:, :, begin : begin + _AT_ONCE].float()
-            at, share = positions[..., begin : begin + _AT_ONCE], some.shape[2] / keys.shape[2]
-            standing = standing + share * mean_of(some)
-            turning = turning + share * mean_of(rotated(some, inv_freq, interleaved, -at))
-            energy = energy + share * mean_of(some.square()).sum(-1, keepdim=True)
-        count = 2 * len(inv_freq)
-        turning[..., count:] = 0
-        stood, turned = (_pair_energy(mean, count, interleaved) for mean in (standing, turning))
-        best = torch.maximum(stood, turned).sum(-1, keepdim=True)
-        best = best + standing[..., count:].square().sum(-1, keepdim=True)
-        return cls(standing, turning, stood, turned, (energy - best).clamp_min(0))
+    return interleave(halves, neighbours, keys.shape[2])
 
 
 def _as_good(turned: Tensor, stood: Tensor, slack: Tensor) -> Tensor:
