@@ -69,7 +69,7 @@ def rotated_key_mean(view: KVCacheView, positions: Tensor) -> Tensor:
 
 
 class KeyMoments:
-    """What decides the means of keys: sums over tokens, which may come in parts.
+    """What decides the means of keys: moments of tokens, which may come in parts.
 
     Args:
         inv_freq: as of `rotated`.
@@ -88,18 +88,20 @@ class KeyMoments:
             some, at = keys[:, :, begin : begin + _AT_ONCE].float(), positions[..., begin:]
             at, number = at[..., :_AT_ONCE], some.shape[2]
             turned_back = rotated(some, self.inv_freq, self.interleaved, -at)
-            self._standing = self._standing + number * mean_of(some)
-            self._turning = self._turning + number * mean_of(turned_back)
             squares = mean_of(some.square()).sum(-1, keepdim=True)
-            self._energy = self._energy + number * squares
-        self.tokens, self.span = self.tokens + count, max(self.span, count)
+            self.tokens += number
+            share = number / self.tokens  # 1 of the first: their mean is not rounded again
+            self._standing = torch.lerp(self._standing, mean_of(some), share)
+            self._turning = torch.lerp(self._turning, mean_of(turned_back), share)
+            self._energy = torch.lerp(self._energy, squares, share)
+        self.span = max(self.span, count)
         return self
 
     @property
     def _means(self) -> tuple[Tensor, Tensor]:
-        standing, turning = self._standing / self.tokens, self._turning / self.tokens
+        turning = self._turning.clone()
         turning[..., 2 * len(self.inv_freq) :] = 0
-        return standing, turning
+        return self._standing, turning
 
     def _energies(self, standing: Tensor, turning: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of the means in pairs [B, H, 1, r], and what the better ones leave [B, H, 1, 1]."""
@@ -107,7 +109,7 @@ class KeyMoments:
         stood, turned = (_pair_energy(x, count, self.interleaved) for x in (standing, turning))
         best = torch.maximum(stood, turned).sum(-1, keepdim=True)
         best = best + standing[..., count:].square().sum(-1, keepdim=True)
-        return stood, turned, (self._energy / self.tokens - best).clamp_min(0)
+        return stood, turned, (self._energy - best).clamp_min(0)
 
     @property
     def left(self) -> Tensor:
