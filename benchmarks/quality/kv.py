@@ -25,7 +25,6 @@ from torch import Tensor
 
 from hf_vq import ops
 from hf_vq.cache.codebooks import KVCodebooks, needs_codebooks
-from hf_vq.cache.kv_side import key_mean
 from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.calibration.text import read_text
 from hf_vq.errors import VQError
@@ -36,6 +35,7 @@ from hf_vq.formats.catalog import kv_scheme, of_layer
 from hf_vq.formats.nearest import nearest_in_groups
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
+from hf_vq.ops.reference.codes import mean_of
 from hf_vq.ops.reference.nomad import quantized_tables, score_tables
 
 from . import baselines
@@ -234,7 +234,7 @@ def round_trip(
     universal = universal_tensor(scheme) if scheme.codebook == "universal" else None
 
     def stored(x: Tensor, layer: int) -> Tensor:
-        mean = key_mean(x[None, :, :known], SINKS)[0] if centre else torch.zeros(())
+        mean = mean_of(x[None, :, SINKS:known])[0] if centre else torch.zeros(())
         if centre and means is not None and (own := means[layer]) is not None:
             mean = own[:, None].to(x.device)
         learned = None if codebooks is None else codebooks[layer]

@@ -4,6 +4,7 @@ None, or the sentence that `explain` prints."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from ..formats.scheme import VQScheme
 
@@ -49,3 +50,8 @@ def mode(scheme: VQScheme) -> str | None:
 def zero(scheme: VQScheme) -> str | None:
     """A reason where rows have a zero point."""
     return "rows have a zero" if scheme.has_zero else None
+
+
+def rotary(problem: Any) -> str | None:
+    """A reason where keys have a rotary mean, which this entry does not add."""
+    return "keys have a rotary mean" if problem.rotary else None

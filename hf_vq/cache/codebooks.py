@@ -5,9 +5,11 @@ kv_codebooks.safetensors, beside a model:
 layers.<i>.key, layers.<i>.value    fp16, of learned schemes: [heads, head_dim / x, entries, x] per
                                     channel group, [1, entries, x] per tensor
 layers.<i>.key_mean                 float32 [heads, head_dim], of centred keys
+layers.<i>.key_rotary_mean          float32 [heads, head_dim], of those that turn; version 2
 metadata["hf_vq_kv"]                JSON: format_version, key_scheme, value_scheme, centre_keys;
                                     lists of schemes, if each layer has one of its own, and then
-                                    sensitivity, see `KVCodebooks`
+                                    sensitivity, see `KVCodebooks`; with rotary means
+                                    rotary_interleaved
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
 from ..formats.tensors import kv_codebook_spec
 from . import safetensors_file
+from .key_means import Calibrated
 
 FILE_NAME = "kv_codebooks.safetensors"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Without rotary means a file is of version 1."""
 KEY = "hf_vq_kv"
-_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(key|value|key_mean)")
+_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(key|value|key_mean|key_rotary_mean)")
+_SIDES = "key", "value", "key_mean", "key_rotary_mean"
 _CURE = "Make the file again with `hf-vq calibrate`"
 
 
@@ -123,6 +128,9 @@ class KVCodebooks:
             None.
         sensitivity: what decided about schemes that differ from layer to layer, for the record: of
             each layer, the divergence that coding its keys alone adds, and its values alone.
+        key_rotary_means: float32 [H, head_dim], what is constant in the keys before they turn with
+            the position (`ops.rotary_mean`), beside `key_means`; None = there is none.
+        rotary_interleaved: keys turn in pairs of channels (2 p, 2 p + 1), else (p, p + r).
 
     Raises:
         VQFormatError: a tensor is missing, too many, of a wrong shape or type, or not finite.
@@ -133,9 +141,11 @@ class KVCodebooks:
     values: list[Tensor | None]
     key_means: list[Tensor | None]
     sensitivity: list[list[float]] | None = None
+    key_rotary_means: list[Tensor | None] | None = None
+    rotary_interleaved: bool = False
 
     def __post_init__(self) -> None:
-        lists = (self.keys, self.values, self.key_means)
+        lists = (self.keys, self.values, self.key_means, self._turning)
         if any(not isinstance(each, list) for each in lists) or len(set(map(len, lists))) != 1:
             raise VQFormatError(
                 "KVCodebooks needs lists of one length, with a tensor or None for each layer."
@@ -144,11 +154,12 @@ class KVCodebooks:
             raise VQFormatError(
                 f"there are {len(self.scheme)} schemes and tensors for {len(self)} layers. {_CURE}."
             )
-        for layer, (key, value, mean) in enumerate(zip(*lists, strict=True)):
+        for layer, (key, value, mean, turning) in enumerate(zip(*lists, strict=True)):
             where, scheme = f"layer {layer}", of_layer(self.scheme, layer)
             _check_codebook(f"{where}, keys", scheme.key, key)
             _check_codebook(f"{where}, values", scheme.value, value)
             _check_mean(where, scheme, key, mean)
+            _check_rotary_mean(where, mean, turning)
             both = learned(scheme.key) and learned(scheme.value)
             if both and (key is None) != (value is None):
                 raise VQFormatError(
@@ -164,6 +175,11 @@ class KVCodebooks:
         if all(part is None for each in lists for part in each):
             raise VQFormatError(f"there is no codebook and no mean for any layer. {_CURE}.")
 
+    @property
+    def _turning(self) -> list[Tensor | None]:
+        absent: list[Tensor | None] = [None] * len(self.keys)
+        return absent if self.key_rotary_means is None else self.key_rotary_means
+
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -172,7 +188,7 @@ class KVCodebooks:
 
     def for_model(
         self, scheme: Allocation, layers: int
-    ) -> tuple[list[Tensor | None], list[tuple[Tensor | None, Tensor | None]]]:
+    ) -> tuple[list[Calibrated | None], list[tuple[Tensor | None, Tensor | None]]]:
         """Means of the keys, and codebooks of keys and of values, for each of a model's layers.
 
         Raises:
@@ -190,11 +206,21 @@ class KVCodebooks:
             )
         more = [None] * (layers - len(self))
         books = zip([*self.keys, *more], [*self.values, *more], strict=True)
-        return [*self.key_means, *more], list(books)
+        return [*self.means, *more], list(books)
+
+    @property
+    def means(self) -> list[Calibrated | None]:
+        """The means of each layer's keys."""
+        return [
+            None if mean is None else Calibrated(mean, turning, self.rotary_interleaved)
+            for mean, turning in zip(self.key_means, self._turning, strict=True)
+        ]
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by the names they have in a file."""
-        sides = {"key": self.keys, "value": self.values, "key_mean": self.key_means}
+        sides = dict(
+            zip(_SIDES, (self.keys, self.values, self.key_means, self._turning), strict=True)
+        )
         return {
             f"layers.{layer}.{side}": part.detach().cpu().contiguous().clone()
             for side, parts in sides.items()
@@ -208,6 +234,7 @@ class KVCodebooks:
         scheme: Allocation,
         tensors: dict[str, Tensor],
         sensitivity: list[list[float]] | None = None,
+        rotary_interleaved: bool = False,
     ) -> KVCodebooks:
         """The inverse of `tensors`, but for layers without any behind the last that has some (with
         a scheme of each layer all are there).
@@ -221,11 +248,13 @@ class KVCodebooks:
         numbers = [int(match[1]) for match in found.values() if match is not None]
         last = max(numbers, default=-1) + 1
         layers = range(max(last, len(scheme)) if isinstance(scheme, tuple) else last)
-        key, value, mean = (
-            [tensors.get(f"layers.{layer}.{side}") for layer in layers]
-            for side in ("key", "value", "key_mean")
+        key, value, mean, turning = (
+            [tensors.get(f"layers.{layer}.{side}") for layer in layers] for side in _SIDES
         )
-        return cls(scheme, key, value, mean, sensitivity)
+        turns = any(part is not None for part in turning)
+        return cls(
+            scheme, key, value, mean, sensitivity, turning if turns else None, rotary_interleaved
+        )
 
     def save(self, path: Path) -> None:
         """Write the file `path`: the old one stays whole until the new one is.
@@ -233,10 +262,12 @@ class KVCodebooks:
         Raises:
             VQCacheError: it cannot be written.
         """
+        turns = self.key_rotary_means is not None
         description = {
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSION if turns else 1,
             **described(self.scheme),
             **({} if self.sensitivity is None else {"sensitivity": self.sensitivity}),
+            **({"rotary_interleaved": self.rotary_interleaved} if turns else {}),
         }
         safetensors_file.write(Path(path), self.tensors(), KEY, description)
 
@@ -251,7 +282,11 @@ class KVCodebooks:
             Path(path), KEY, FORMAT_VERSION, "KV codebooks", "`hf-vq calibrate`"
         )
         try:
-            return cls.from_tensors(scheme_in(description), tensors, description.get("sensitivity"))
+            interleaved = {"rotary_interleaved": False, **description}
+            return cls.from_tensors(
+                scheme_in(description), tensors, description.get("sensitivity"),
+                safetensors_file.typed(interleaved, "rotary_interleaved", bool),
+            )  # fmt: skip
         except KeyError as error:
             raise VQFormatError(f"{path}: its description lacks {error}. {_CURE}.") from None
         except VQError as error:
@@ -337,6 +372,19 @@ def _check_mean(where: str, scheme: KVScheme, key: Tensor | None, mean: Tensor |
             f"{where}: the mean of the keys is float32 [heads, head_dim]; got {got}. {_CURE}."
         )
     _check_finite(f"{where}, mean of the keys", mean)
+
+
+def _check_rotary_mean(where: str, mean: Tensor | None, turning: Tensor | None) -> None:
+    if turning is None:
+        return
+    fits = isinstance(turning, Tensor) and turning.dtype == torch.float32
+    if mean is None or not fits or turning.shape != mean.shape:
+        got = f"{turning.dtype} {list(turning.shape)}" if fits else type(turning).__name__
+        wanted = "none" if mean is None else f"float32 {list(mean.shape)}, as their mean"
+        raise VQFormatError(
+            f"{where}: the rotary mean of the keys must be {wanted}; got {got}. {_CURE}."
+        )
+    _check_finite(f"{where}, rotary mean of the keys", turning)
 
 
 def _check_finite(where: str, tensor: Tensor) -> None:

@@ -1,10 +1,11 @@
 """A cache in one safetensors file.
 
 layers.<i>.{k,v}_{codes,scale,tail,sinks}, layers.<i>.k_mean      coded layers, live tokens only
+layers.<i>.k_rotary_mean, layers.<i>.k_inv_freq                   of keys that turn; version 2
 layers.<i>.keys, layers.<i>.values                                layers in the model's dtype
 codebook.key, codebook.value                                      what the codes mean: universal,
 codebook.<i>.key, codebook.<i>.value                              of layers with their own schemes,
-codebooks.layers.<i>.{key,value,key_mean}                         or learned, see `codebooks`
+codebooks.layers.<i>.{key,value,key_mean,key_rotary_mean}         or learned, see `codebooks`
 metadata["hf_vq_cache"]                                           JSON, see `_description`
 """
 
@@ -22,6 +23,7 @@ from ..errors import VQCacheError, VQError, VQFormatError, shown
 from ..formats.catalog import Allocation
 from . import safetensors_file
 from .codebooks import KVCodebooks, described, learned, scheme_in
+from .key_means import Rotary
 from .kv_side import SideBuffers
 from .layer import VQCacheLayer
 from .safetensors_file import typed
@@ -31,7 +33,8 @@ from .static_layer import VQStaticLayer
 if TYPE_CHECKING:
     from .vq_cache import VQCache
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Where no key turns, a file is of version 1."""
 MOST_SINKS = 1 << 16
 """Of a cache that is read: those of an empty one are allocated by its first update."""
 KEY = "hf_vq_cache"
@@ -59,9 +62,10 @@ def save(cache: VQCache, path: Path) -> None:
             }
     if cache.codebooks is not None:
         tensors |= {_LEARNED + name: part for name, part in cache.codebooks.tensors().items()}
-    options = cache.options
+    options, books = cache.options, cache.codebooks
+    turns = any(name.endswith("rotary_mean") for name in tensors)
     description = {
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION if turns else 1,
         **described(options.scheme),
         "sinks": options.sinks,
         "window": options.window,
@@ -69,6 +73,8 @@ def save(cache: VQCache, path: Path) -> None:
         "quantize_sliding": cache.quantize_sliding,
         "layers": layers,
     }
+    if books is not None and books.key_rotary_means is not None:
+        description["rotary_interleaved"] = books.rotary_interleaved
     safetensors_file.write(path, tensors, KEY, description)
 
 
@@ -87,6 +93,8 @@ def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[st
     if isinstance(layer, VQCacheLayer):
         state.update(first_code=layer.first_code, start=layer._start, frozen=layer._frozen)
         parts = {f"{side}_{name}": tensor for side, name, tensor in _parts(layer)}
+        if "k_rotary_mean" in parts and layer._rotary is not None:
+            state["rotary_interleaved"] = layer._rotary.interleaved
     else:
         parts = {"keys": layer.keys, "values": layer.values}
     for name, part in parts.items():
@@ -119,6 +127,11 @@ def _sides(layer: VQCacheLayer) -> list[tuple[str, SideBuffers]]:
 
 def _parts(layer: VQCacheLayer) -> list[tuple[str, str, Tensor]]:
     parts = [] if layer.k.mean is None else [("k", "mean", layer.k.mean)]
+    if layer.k.rotary_mean is not None and layer._rotary is not None:
+        parts += [
+            ("k", "rotary_mean", layer.k.rotary_mean),
+            ("k", "inv_freq", layer._rotary.inv_freq),
+        ]
     for side, store in (("k", layer.k), ("v", layer.v)):
         parts += [
             (side, "codes", store.codes.rows()),
@@ -144,7 +157,7 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
             _number(description, "window"),
             None if limit is None else _number(description, "max_cache_len"), strict,
             static=False, quantize_sliding=typed(description, "quantize_sliding", bool),
-            codebooks=_learned(scheme, tensors),
+            codebooks=_learned(scheme, tensors, description),
         )  # fmt: skip
         states = typed(description, "layers", list)
         kinds = [state["kind"] for state in states]
@@ -171,11 +184,16 @@ def load(path: Path, config: PreTrainedConfig, device: torch.device, strict: boo
     return cache
 
 
-def _learned(scheme: Allocation, tensors: dict[str, Tensor]) -> KVCodebooks | None:
+def _learned(
+    scheme: Allocation, tensors: dict[str, Tensor], description: dict[str, Any]
+) -> KVCodebooks | None:
     """The learned codebooks among `tensors`, taken out of them."""
     names = [name for name in tensors if name.startswith(_LEARNED)]
     found = {name.removeprefix(_LEARNED): tensors.pop(name) for name in names}
-    return KVCodebooks.from_tensors(scheme, found) if found else None
+    if not found:
+        return None
+    interleaved = typed({"rotary_interleaved": False, **description}, "rotary_interleaved", bool)
+    return KVCodebooks.from_tensors(scheme, found, rotary_interleaved=interleaved)
 
 
 def _number(state: dict[str, Any], name: str, most: int = 1 << 40, where: str = "") -> int:
@@ -269,6 +287,7 @@ class _Reader:
             raise VQFormatError(f"{self.prefix}start or frozen holds a wrong value")
         if layer.k.mean is not None or f"{self.prefix}k_mean" in self.tensors:
             layer.k.mean = self.take("k_mean", torch.float32, batch, heads, 1, layer.k.dim)
+        self._fill_rotary_mean(layer, batch, heads)
         coded = None
         stores = zip("kv", (layer.k, layer.v), (tail_k, tail_v), sinks, strict=True)
         for side, store, tail, held in stores:
@@ -284,6 +303,21 @@ class _Reader:
         if not layer.tail_start <= layer.coded <= length or layer.coded < length - layer.window:
             raise VQFormatError(f"{self.prefix}codes cover {layer.coded} of {length} tokens")
         self._check_codebooks(layer)
+
+    def _fill_rotary_mean(self, layer: VQCacheLayer, batch: int, heads: int) -> None:
+        """The rotary mean and its frequencies, if there are any: they need not be those that the
+        config says of this many tokens."""
+        layer.k.rotary_mean, dim = None, layer.k.dim
+        if f"{self.prefix}k_rotary_mean" not in self.tensors:
+            return
+        inv_freq = self.take("k_inv_freq", torch.float32, None)
+        interleaved = typed(self.state, "rotary_interleaved", bool)
+        if not 0 < 2 * len(inv_freq) <= dim or layer.k.mean is None:
+            raise VQFormatError(
+                f"{self.prefix}k_inv_freq is {list(inv_freq.shape)} for {dim} numbers"
+            )
+        layer.k.rotary_mean = self.take("k_rotary_mean", torch.float32, batch, heads, 1, dim)
+        layer._rotary = Rotary(inv_freq, interleaved)
 
     def _check_codebooks(self, layer: VQCacheLayer) -> None:
         for name, store in _sides(layer):

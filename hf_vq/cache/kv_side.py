@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import VQCacheError
 from ..formats.scheme import VQScheme
-from ..ops.reference.codes import LARGEST_SCALE, mean_of
+from ..ops.reference.codes import LARGEST_SCALE
 from .token_buffer import CodeBuffer, TokenBuffer
 
 LOOKED_AT = 64  # tokens together, by `warn_of_newest`
@@ -103,6 +103,7 @@ class SideBuffers:
         self.codes = CodeBuffer(like, scheme, layout, capacity, limit)
         self.tail = TokenBuffer(like)
         self.sinks = like.new_zeros(batch, heads, sinks, dim)
+        self.rotary_mean: Tensor | None = None  # of keys, see `key_means`; None = 0
         self.mean: Tensor | None = None
         if centred:
             self.mean = like.new_zeros(batch, heads, 1, dim, dtype=torch.float32)
@@ -162,6 +163,7 @@ class SideBuffers:
         self.tail.map(function)
         self.sinks = function(self.sinks)
         self.mean = None if self.mean is None else function(self.mean)
+        self.rotary_mean = None if self.rotary_mean is None else function(self.rotary_mean)
 
     @property
     def nbytes(self) -> int:
@@ -175,24 +177,10 @@ class SideBuffers:
 
     @property
     def _fixed(self) -> int:
-        return self.sinks.nbytes + (0 if self.mean is None else self.mean.nbytes)
+        means = [mean.nbytes for mean in (self.mean, self.rotary_mean) if mean is not None]
+        return self.sinks.nbytes + sum(means)
 
     @property
     def token_bits(self) -> int:
         """Bits of one token's codes and scales, of one head."""
         return 8 * (self.codes.width + 2 * self.codes.scale.shape[3])
-
-
-def key_mean(keys: Tensor, sinks: int) -> Tensor:
-    """The vector that is subtracted from a row's keys before they are coded.
-
-    A constant in all keys of a head shifts all logits of a query alike, so softmax does not see it,
-    but a code would. The sinks are left out: their keys are unlike all others.
-
-    Args:
-        keys: [B, H, n, D], the first tokens of a row, sinks included.
-
-    Returns:
-        [B, H, 1, D] float32.
-    """
-    return mean_of(keys[:, :, sinks:])

@@ -5,11 +5,11 @@
     encoded                     when a token leaves the window of the newest query; once, for ever
     tail of floats              window + SLACK tokens, so that a crop finds its window whole
 
-A token's codes depend on the token and the frozen mean of its row alone, so beams and rejected
+A token's codes depend on the token and the frozen means of its row alone, so beams and rejected
 candidates change nothing. Two things depend on how the tokens arrived:
 
-    the mean                of the prompt if the first update brings it whole, else of half a window
-                            (`_freeze_means`); calibrated `key_means` depend on nothing
+    the means of the keys   of the prompt if the first update brings it whole, else of half a window
+                            (`_freeze_means`); calibrated ones depend on nothing
     a query's own update    is read as floats even beyond the window, so updates of more than
                             `window` tokens (a prompt, large chunks, more than window - 1
                             candidates) read more floats than token by token
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import VQCacheError
@@ -34,7 +35,8 @@ from ..ops import KVCacheView, KVSide, kv_append
 from ..ops.kv_ops import BoundKV, bound_to
 from ..ops.layout import layouts_for
 from .codebooks import codebook_for
-from .kv_side import LOOKED_AT, SideBuffers, check_head_dim, key_mean, problem_with
+from .key_means import Calibrated, Rotary, measure, use_calibrated
+from .kv_side import LOOKED_AT, SideBuffers, check_head_dim, problem_with
 from .lazy_kv import KEY, VALUE, KVUpdate, LazyKV
 from .prompt import Prompt
 from .token_buffer import storing
@@ -48,13 +50,14 @@ def _dense(states: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The options of `VQCache` that a layer needs; see there."""
+    """The options of `VQCache` that a layer needs; see there. Without a `config` no key turns."""
 
     scheme: Allocation
     sinks: int
     window: int
     max_cache_len: int | None = None
     strict: bool = False
+    config: PreTrainedConfig | None = None
 
 
 class VQCacheLayer(CacheLayerMixin):
@@ -64,7 +67,7 @@ class VQCacheLayer(CacheLayerMixin):
         options: shared by all layers.
         prompt: what the cache was told about the prompt; shared by all layers.
         index: number of the layer, for messages.
-        key_mean: calibrated mean [H, D] of this layer's keys; None = measured on the prompt.
+        calibrated: means of this layer's keys; None = measured on the prompt.
         codebooks: of this layer's keys and of its values, if they were learned.
     """
 
@@ -79,14 +82,14 @@ class VQCacheLayer(CacheLayerMixin):
         options: LayerOptions,
         prompt: Prompt,
         index: int,
-        key_mean: Tensor | None = None,
+        calibrated: Calibrated | None = None,
         codebooks: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         self.options, self.prompt, self.index = options, prompt, index
         self.scheme = of_layer(options.scheme, index)
         self.sinks, self.window = options.sinks, options.window
         self.tail_length = self.window + SLACK  # floats kept
-        self.calibrated_mean, self.codebooks = key_mean, codebooks
+        self.calibrated, self.codebooks = calibrated, codebooks
         self.record_past = False
         self.reserve = True  # memory for max_cache_len; that of a file may be any number
         self.fallbacks = 0
@@ -102,6 +105,7 @@ class VQCacheLayer(CacheLayerMixin):
         self._start: list[int] | None = None
         self._start_tensor: Tensor | None = None
         self._bound: BoundKV | None = None
+        self._rotary: Rotary | None = None
         self._frozen: list[bool] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,7 +149,7 @@ class VQCacheLayer(CacheLayerMixin):
         for part, like in sides:
             check_head_dim(part, like.shape[3], self.where)
         layouts = self._layouts(key_states, value_states)
-        centred = scheme.centre_keys or self.calibrated_mean is not None, False
+        centred = scheme.centre_keys or self.calibrated is not None, False
         self.k, self.v = (
             SideBuffers(
                 like, part, codebook_for(part, self.codebooks[index], like, self.where),
@@ -156,8 +160,11 @@ class VQCacheLayer(CacheLayerMixin):
         )  # fmt: skip
         self._set_start(self.prompt.starts_for(key_states.shape[0]))
         self._frozen = [not scheme.centre_keys] * (1 if self._start is None else len(self._start))
-        if self.calibrated_mean is not None:
-            self._use_calibrated_mean(self.calibrated_mean)
+        if centred[0]:
+            self._rotary = Rotary.of(self.options.config, self.index, key_states, self.calibrated)
+        if self.calibrated is not None:
+            use_calibrated(self.k, self.calibrated, self._rotary, self._start_tensor, self.where)
+            self._frozen = [True] * len(self._frozen)
         self._remember_sizes()
 
     def _layouts(self, key_states: Tensor, value_states: Tensor) -> tuple[str, str]:
@@ -175,17 +182,6 @@ class VQCacheLayer(CacheLayerMixin):
         rows = keys.shape[0], keys.shape[1]
         self._sizes = (*rows, self.k.dim), (*rows, self.v.dim)
         self._dtypes = keys.dtype, values.dtype
-
-    def _use_calibrated_mean(self, mean: Tensor) -> None:
-        assert self.k.mean is not None
-        heads, dim = self.k.mean.shape[1], self.k.mean.shape[3]
-        if tuple(mean.shape) != (heads, dim):
-            raise VQCacheError(
-                f"key_means of {self.where} is {list(mean.shape)}, the model's keys need "
-                f"[{heads}, {dim}] (heads, head_dim)."
-            )
-        self.k.mean = mean.to(self.k.mean)[None, :, None].expand_as(self.k.mean).clone()
-        self._frozen = [True] * len(self._frozen)
 
     def _check_states(self, k: Tensor, v: Tensor) -> None:
         of_k, of_v = k.shape, v.shape
@@ -307,25 +303,26 @@ class VQCacheLayer(CacheLayerMixin):
                 self.prompt.warned = store.warn_of_newest(floats, end, name, self.index)
 
     def _freeze_means(self, keys: Tensor, prompt: int) -> None:
-        """Decide the mean of each row whose first token after the sinks is about to be encoded.
+        """Decide the means of each row whose first token after the sinks is about to be encoded.
 
-        It is the mean over the prompt if that is longer than sinks + window, else over the first
-        half of the first window. Neither contains a candidate that can still be rejected (unless
-        window / 2 of them are in flight), so assisted decoding finds the mean of greedy decoding.
+        They are those of the prompt if that is longer than sinks + window, else of the first half
+        of the first window. Neither contains a candidate that can still be rejected (unless
+        window / 2 of them are in flight), so assisted decoding finds the means of greedy decoding.
         """
         starts = [0] if self._start is None else self._start
         origin, end = self.length - keys.shape[2], self.length - self.window
         for row, start in enumerate(starts):
-            first = start + self.sinks
+            first = max(start + self.sinks, origin)
             if self._frozen[row] or end <= first:
                 continue
             last = prompt if prompt > first + self.window else first + max(self.window // 2, 1)
             rows = slice(None) if self._start is None else slice(row, row + 1)
-            assert self.k.mean is not None
-            mean = self.k.mean.clone()
-            known = keys[rows, :, max(start - origin, 0) : last - origin]
-            mean[rows] = key_mean(known, first - max(start, origin))
-            self.k.mean, self._frozen[row] = mean, True
+            tokens = keys[rows, :, first - origin : last - origin]
+            if self._rotary is not None and not any(self._frozen):
+                self._rotary = self._rotary.measured(tokens, first)
+            measure(self.k, self._rotary, rows, tokens, first)
+            self._frozen[row] = True
+        self._bound = None  # other kernels, if keys turn
 
     def _trim(self, keys: Tensor, values: Tensor) -> None:
         """Forget floats that no query will read, unless a crop was announced."""
@@ -355,13 +352,16 @@ class VQCacheLayer(CacheLayerMixin):
         hidden = keys.shape[2] - visible
         if hidden > 0:
             keys, values = keys[:, :, hidden:], values[:, :, hidden:]
+        turning: tuple[Any, ...] = ()
+        if k.rotary_mean is not None and (rotary := self._rotary) is not None:
+            turning = k.rotary_mean, rotary.inv_freq, rotary.interleaved, first
         # By position: names cost more than all the rest.
         return KVCacheView(
             KVSide(of_k.data, of_k.scale, k.codebook, k.mean, k.sinks, keys,
                    of_k.end + leaving - coded, k.spec, of_k.layout),
             KVSide(of_v.data, of_v.scale, v.codebook, v.mean, v.sinks, values,
                    of_v.end + leaving - coded, v.spec, of_v.layout),
-            self._start_tensor, None, None, None, visible, self.window, num_new, coded,
+            self._start_tensor, None, None, None, visible, self.window, num_new, coded, *turning,
         )  # fmt: skip
 
     def _held(self, which: str) -> Tensor:

@@ -26,6 +26,7 @@ from ..ops.kv_ops import BoundKV
 from ..ops.layout import to_rows
 from ..ops.library import without_autocast
 from ..ops.reference.codes import in_dtype
+from ..ops.rotary_mean import rotated_key_mean
 
 KEY, VALUE = "key", "value"
 _HEADS, _UNSQUEEZED, _EXPANDED = "heads", "unsqueezed", "expanded"  # stages of repeat_kv
@@ -88,6 +89,8 @@ def decoded(view: KVCacheView, which: str) -> Tensor:
         scale = side.scale[:, :, side.first : side.first + near]
         rows = decode_kv(codes, scale, side.codebook, scheme, side.dim)
     rows = rows if side.mean is None else rows + side.mean
+    if which == KEY and view.key_rotary_mean is not None:
+        rows = rows + rotated_key_mean(view, torch.arange(near, device=rows.device))
     rows = torch.cat([in_dtype(rows, recent.dtype), recent[:, :, near - start :]], 2)
     if not sinks.shape[2]:
         return rows

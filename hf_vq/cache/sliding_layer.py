@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import VQCacheError
+from .key_means import Calibrated
 from .layer import SLACK, LayerOptions, VQCacheLayer
 from .prompt import Prompt
 
@@ -26,12 +27,12 @@ class VQSlidingCacheLayer(VQCacheLayer):
         options: LayerOptions,
         prompt: Prompt,
         index: int,
-        key_mean: Tensor | None = None,
+        calibrated: Calibrated | None = None,
         codebooks: tuple[Tensor | None, Tensor | None] = (None, None),
         *,
         sliding_window: int,
     ) -> None:
-        super().__init__(options, prompt, index, key_mean, codebooks)
+        super().__init__(options, prompt, index, calibrated, codebooks)
         self.sinks, self.window = 0, min(options.window, sliding_window)
         self.sliding_window, self.past = sliding_window, sliding_window - 1
         self.tail_length = min(self.window + SLACK, max(self.past, self.window))

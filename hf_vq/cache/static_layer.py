@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from ..errors import VQCacheError
 from ..ops import KVCacheView, KVSide, kv_append, kv_attention
 from ..ops.kv import flatten
+from .key_means import Rotary, use_calibrated
 from .layer import SLACK, VQCacheLayer
 from .lazy_kv import KEY, VALUE, CompiledKV
 from .token_buffer import TokenBuffer, storing
@@ -113,7 +114,8 @@ class VQStaticLayer(VQCacheLayer):
         self._set_length()
         if known is not None and self._told != self._frozen:
             known.copy_(torch.tensor(self._frozen, device=self.device)[:, None])
-            self._told = list(self._frozen)
+        self._publish_rotary_mean()
+        self._told = list(self._frozen)
         for side, sinks in ((self.k, static.key.sinks), (self.v, static.value.sinks)):
             if side.sinks is not sinks:
                 side.sinks = sinks.copy_(side.sinks)
@@ -121,6 +123,20 @@ class VQStaticLayer(VQCacheLayer):
         if mean is not None and self.k.mean is not mean:
             assert self.k.mean is not None
             self.k.mean = mean.copy_(self.k.mean)
+
+    def _publish_rotary_mean(self) -> None:
+        """As `_publish`; once it is known that no head turns, the device has no rotary mean."""
+        kept, turning = self._allocated.key_rotary_mean, self.k.rotary_mean
+        if kept is None or self._rotary is None or turning is None:
+            return
+        if turning is not kept:
+            self.k.rotary_mean = kept.copy_(turning)
+        interleaved = self._rotary.interleaved
+        if self.static.rotary_interleaved != interleaved:
+            self.static = self.static._replace(rotary_interleaved=interleaved)
+        if self._told != self._frozen and False not in self._frozen and not kept.any():
+            self.k.rotary_mean = None
+            self.static = self.static._replace(key_rotary_mean=None, rotary_inv_freq=None)
 
     def _set_length(self) -> None:
         assert self.static.cache_seqlens is not None
@@ -136,7 +152,9 @@ class VQStaticLayer(VQCacheLayer):
             side.codes.reserve(limit)
             side.tail = RingBuffer(like, self.window + SLACK)
         batch, heads = key_states.shape[:2]
-        measured = self.k.mean is not None and self.calibrated_mean is None
+        measured = self.k.mean is not None and self.calibrated is None
+        if measured and self._rotary is not None:
+            self.k.rotary_mean = torch.zeros(batch, heads, 1, self.k.dim, device=self.device)
         self._told = list(self._frozen)  # what the device knows of it
         key, value = (
             KVSide(side.codes.data, side.codes.scale[:, :, :limit], side.codebook, side.mean,
@@ -152,6 +170,12 @@ class VQStaticLayer(VQCacheLayer):
             if measured else None,
             max_seqlen=limit, window=self.window, num_new=0, num_coded=0,
         )  # fmt: skip
+        if self.k.rotary_mean is not None and (rotary := self._rotary) is not None:
+            self.static = self.static._replace(
+                key_rotary_mean=self.k.rotary_mean, rotary_inv_freq=rotary.inv_freq,
+                rotary_interleaved=rotary.interleaved,
+            )  # fmt: skip
+        self._allocated = self.static
         for tensor in self._tensors():
             # Without a guard: a new cache has CUDA graphs captured again, and nothing compiled.
             torch._dynamo.mark_static_address(tensor, guard=False)
@@ -163,7 +187,10 @@ class VQStaticLayer(VQCacheLayer):
         for ever, they must not make first where memory belongs to a CUDA graph."""
         static = self.static
         key, value = static.key, static.value
-        written = [key.mean, static.key_mean_known, key.sinks, value.sinks, static.cache_seqlens]
+        written = [
+            key.mean, static.key_mean_known, key.sinks, value.sinks, static.cache_seqlens,
+            static.key_rotary_mean,
+        ]  # fmt: skip
         before = [None if part is None else part.clone() for part in written]
         keys, values = (
             x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (key_states, value_states)
@@ -190,9 +217,11 @@ class VQStaticLayer(VQCacheLayer):
                 tape.begin = tape.end = 0
         if self.static.key_mean_known is not None:
             self._frozen, self._told = [False], [False]
-            for part in (self.static.key_mean_known, self.static.key.mean):
-                assert part is not None
-                part.zero_()
+            self.static = self._allocated
+            self.k.rotary_mean = self.static.key_rotary_mean
+            for part in (self.static.key_mean_known, self.static.key.mean, self.k.rotary_mean):
+                if part is not None:
+                    part.zero_()
         self._set_length()
 
     def _restart(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -209,6 +238,14 @@ class VQStaticLayer(VQCacheLayer):
             self._told = list(self._frozen)
             assert self.static.cache_leftpad is not None
             self.static.cache_leftpad.copy_(torch.tensor(self._start or [0] * batch))
+            if self._rotary is not None:
+                now = Rotary.of(self.options.config, self.index, key_states, self.calibrated)
+                if now is not None:  # of a prompt of another length
+                    self._rotary.inv_freq.copy_(now.inv_freq)
+            if self.calibrated is not None:
+                use_calibrated(
+                    self.k, self.calibrated, self._rotary, self._start_tensor, self.where
+                )
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -238,6 +275,10 @@ class VQStaticLayer(VQCacheLayer):
         return CompiledKV(self.static, num_new, KEY), CompiledKV(self.static, num_new, VALUE)
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        if self._length == 0 and self._rotary is not None and self.calibrated is None:
+            # Compiled steps may be the ones to measure means, in pairs that are known.
+            seen = key_states[:, :, self._sinks_end :]
+            self._rotary = self._rotary.measured(seen, self._sinks_end)
         result = super()._append(key_states, value_states)
         self._publish()
         return result
@@ -326,7 +367,8 @@ class VQStaticLayer(VQCacheLayer):
                 for side in (static.key, static.value)
                 for part in (side.codes, side.scale, side.mean, side.sinks, side.recent)
             ]
-            for part in (*sides, static.cache_leftpad, static.key_mean_known):
+            others = static.cache_leftpad, static.key_mean_known, static.key_rotary_mean
+            for part in (*sides, *others):
                 if part is not None:
                     part.copy_(function(part))
         if self._start is not None:

@@ -30,6 +30,7 @@ from ..formats.catalog import (
     scheme_name,
 )
 from .codebooks import KVCodebooks, cure, find, learned, needs_codebooks, title
+from .key_means import Calibrated
 from .layer import LayerOptions, VQCacheLayer
 from .prompt import Prompt
 from .sliding_layer import VQSlidingCacheLayer
@@ -39,11 +40,12 @@ from .static_layer import VQStaticLayer
 class VQCache(Cache):
     """Keys and values as vector-quantization codes, with sinks and the recent window as floats.
 
-    Keys are centred by a mean that is frozen per row and head, rotated by a Hadamard matrix over
-    head_dim, and coded with a universal codebook and one unbiased fp16 scale |x|^2 / <x, q> per
-    token and head; values likewise, without centring. Codes are written once. Full-attention layers
-    are coded; sliding-window layers stay in the model's dtype unless `quantize_sliding`; Mamba,
-    linear attention and shared layers are those of `DynamicCache`.
+    Keys are centred by means that are frozen per row and head (one of them turns with the position,
+    as rotary embeddings turn the keys), rotated by a Hadamard matrix over head_dim, and coded with
+    a universal codebook and one unbiased fp16 scale |x|^2 / <x, q> per token and head; values
+    likewise, without centring. Codes are written once. Full-attention layers are coded;
+    sliding-window layers stay in the model's dtype unless `quantize_sliding`; Mamba, linear
+    attention and shared layers are those of `DynamicCache`.
 
         model.generate(**inputs, past_key_values=VQCache(model.config))
 
@@ -91,7 +93,7 @@ class VQCache(Cache):
         static: bool | None = None,
         quantize_sliding: bool = False,
         offloading: bool = False,
-        key_means: Sequence[Tensor | None] | None = None,
+        key_means: Sequence[Tensor | Calibrated | None] | None = None,
         codebooks: KVCodebooks | None = None,
     ) -> None:
         patches.apply(patches.CACHE)
@@ -112,7 +114,7 @@ class VQCache(Cache):
         if static is not None and not isinstance(static, bool):
             raise VQCacheError(f"VQCache(static=...) must be True, False or None; got {static!r}.")
         self.options = LayerOptions(
-            _usable(kv_allocation(scheme)), sinks, window, max_cache_len, strict
+            _usable(kv_allocation(scheme)), sinks, window, max_cache_len, strict, config
         )
         self.quantize_sliding = quantize_sliding
         self.prompt = Prompt()
@@ -411,10 +413,10 @@ def _check_count(scheme: Allocation, layers: int) -> None:
 def _calibrated(
     scheme: Allocation,
     layers: int,
-    key_means: Sequence[Tensor | None] | None,
+    key_means: Sequence[Tensor | Calibrated | None] | None,
     codebooks: KVCodebooks | None,
-) -> tuple[Sequence[Tensor | None], Sequence[tuple[Tensor | None, Tensor | None]]]:
-    """Of each layer: the mean of its keys, and the codebooks of its keys and its values."""
+) -> tuple[Sequence[Calibrated | None], Sequence[tuple[Tensor | None, Tensor | None]]]:
+    """Of each layer: the means of its keys, and the codebooks of its keys and its values."""
     means = _checked_means(key_means, layers)
     if codebooks is None:
         if needs_codebooks(scheme):
@@ -440,16 +442,18 @@ def _check_complete(
             )
 
 
-def _checked_means(means: Sequence[Tensor | None] | None, layers: int) -> Sequence[Tensor | None]:
+def _checked_means(
+    means: Sequence[Tensor | Calibrated | None] | None, layers: int
+) -> list[Calibrated | None]:
     if means is None:
         return [None] * layers
     bad = not isinstance(means, Sequence) or len(means) != layers
-    if bad or any(m is not None and not isinstance(m, Tensor) for m in means):
+    if bad or any(m is not None and not isinstance(m, (Tensor, Calibrated)) for m in means):
         raise VQCacheError(
             f"VQCache(key_means=...) must list one tensor [heads, head_dim] or None for each of "
             f"the {layers} layers."
         )
-    return means
+    return [Calibrated(mean) if isinstance(mean, Tensor) else mean for mean in means]
 
 
 def _dense_bytes(layer: Any) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..cache import VQCache
 from ..cache.codebooks import KVCodebooks
+from ..cache.key_means import Calibrated
 from ..errors import VQCacheError, VQCalibrationError, shown
 from ..fit.allocation import allocate
 from ..formats.catalog import KVScheme, kv_scheme
@@ -84,12 +85,12 @@ def allocate_kv(
             "the model without allocate_kv."
         )
     options: dict[str, Any] = {"tokens": tokens, "context": context, "seed": seed}
-    means = calibrate_kv(model, "u4", text, tokenizer, progress=progress, **options).key_means
+    known = calibrate_kv(model, "u4", text, tokenizer, progress=progress, **options)
     was_training = model.training
     model.eval()
     try:
         sequences = sequences_of(model, text, tokenizer, tokens, context, seed, progress)
-        sensitivity = _sensitivity(model, sequences, means, progress)
+        sensitivity = _sensitivity(model, sequences, known.means, progress)
     finally:
         model.train(was_training)
     coded = [layer for layer, costs in enumerate(sensitivity) if costs]
@@ -104,11 +105,16 @@ def allocate_kv(
     for layer in coded:
         schemes[layer] = KVScheme(next(parts), next(parts))
     none: list[Tensor | None] = [None] * len(schemes)
-    return KVCodebooks(tuple(schemes), none, none, means, sensitivity)
+    more: list[Tensor | None] = [None] * (len(schemes) - len(known))
+    turning = known.key_rotary_means
+    return KVCodebooks(
+        tuple(schemes), none, none, [*known.key_means, *more], sensitivity,
+        None if turning is None else [*turning, *more], known.rotary_interleaved,
+    )  # fmt: skip
 
 
 def _sensitivity(
-    model: Any, sequences: Tensor, means: list[Tensor | None], progress: bool
+    model: Any, sequences: Tensor, means: list[Calibrated | None], progress: bool
 ) -> list[list[float]]:
     """Measure the divergence that coding the keys, or the values, of each layer adds.
 
@@ -122,7 +128,7 @@ def _sensitivity(
     exact = KVScheme(_EXACT, _EXACT)
     coded = {layer.index for layer in VQCache(model.config, exact).coded_layers}
     layers = len(VQCache(model.config, exact).layers)
-    means += [None] * (layers - len(means))
+    means = [*means, *[None] * (layers - len(means))]
     units = [(layer, side) for layer in sorted(coded) for side in ("key", "value")]
     total = dict.fromkeys(units, 0.0)
     for ids in sequences:
@@ -146,7 +152,7 @@ def _divergence(
     ids: Tensor,
     wanted: Tensor,
     schemes: tuple[KVScheme, ...],
-    means: list[Tensor | None],
+    means: list[Calibrated | None],
 ) -> float:
     """Mean KL divergence, in nats per token, of predictions with a cache.
 

@@ -2,7 +2,8 @@
 
 The model runs with its own attention, and a recording cache samples the keys (after RoPE) and
 values of its updates. Learned schemes (`nomad-*`, `cq-*`, `learned-*`) get codebooks. Schemes that
-centre keys (`u4`, `u3`, ...) get the mean of each head's keys.
+centre keys (`u4`, `u3`, ...) get the means of each head's keys; one of them turns with the position
+(`ops.rotary_mean`), unless codebooks are learned, which are of keys less one mean.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..cache.codebooks import KVCodebooks, learned, title
+from ..cache.rotary import inverse_frequencies
 from ..errors import VQCacheError, shown
 from ..fit.kv import TokenSample, fit_kv_codebook
 from ..formats.catalog import KVScheme, kv_scheme
 from ..hf.calibration_options import MIN_CONTEXT
+from ..ops.rotary_mean import KeyMoments, interleave
 from .text import bar, context_of, sequences_of
 
 SINKS = 4  # first tokens of a sequence: their keys are outliers, so a cache keeps them as floats
@@ -87,7 +90,9 @@ def calibrate_kv(
     model.eval()
     try:
         sequences = sequences_of(model, text, tokenizer, tokens, context, seed, progress)
-        record = _Record([samples if side else 0 for side in sides], kv.centre_keys, seed)
+        config = model.config if kv.centre_keys and not sides[0] else None
+        sizes = [samples if side else 0 for side in sides]
+        record = _Record(sizes, kv.centre_keys, seed, config)
         for ids in bar(sequences, "recording", progress):
             run_recorded(model, ids, record, fisher)
     finally:
@@ -110,10 +115,12 @@ class _Record:
     Args:
         sizes: numbers of tokens to sample, of keys and of values.
         means: compute the mean of the keys.
+        config: of the model whose keys turn with the position; None = do not look.
     """
 
-    def __init__(self, sizes: Sequence[int], means: bool, seed: int) -> None:
-        self.sizes, self.seed = sizes, seed
+    def __init__(self, sizes: Sequence[int], means: bool, seed: int, config: Any = None) -> None:
+        self.sizes, self.seed, self.config = sizes, seed, config
+        self.moments: dict[int, tuple[KeyMoments, KeyMoments] | None] = {}
         self.wanted = (means or sizes[0] > 0, sizes[1] > 0)
         self.layers: dict[int, tuple[TokenSample, TokenSample]] = {}
 
@@ -126,6 +133,37 @@ class _Record:
         for sample, tokens, wanted in zip(self.layers[layer], states, self.wanted, strict=True):
             if wanted:
                 sample.add(tokens)
+        if layer not in self.moments:
+            self.moments[layer] = self._moments(layer, keys)
+        positions = torch.arange(SINKS, SINKS + keys.shape[2], device=keys.device)
+        for moments in self.moments[layer] or ():
+            moments.add(keys, positions)
+
+    def _moments(self, layer: int, keys: Tensor) -> tuple[KeyMoments, KeyMoments] | None:
+        length, dim = SINKS + keys.shape[2], keys.shape[3]
+        found = inverse_frequencies(self.config, layer, dim, length)
+        if found is None:
+            return None
+        inv_freq = found.to(keys.device)
+        return KeyMoments(inv_freq, False), KeyMoments(inv_freq, True)
+
+    def turning(self) -> tuple[dict[int, tuple[Tensor, Tensor]], bool]:
+        """Mean and rotary mean float32 [H, D] of the layers that turn, and whether neighbouring
+        channels are a pair."""
+        pairs = {layer: each for layer, each in self.moments.items() if each is not None}
+        if not pairs:
+            return {}, False
+        halves, neighbours = (
+            torch.stack([each[i].left.sum().cpu() for each in pairs.values()]) for i in (0, 1)
+        )
+        tokens = min(each[0].tokens for each in pairs.values())
+        interleaved = interleave(halves, neighbours, tokens)
+        found = {}
+        for layer, each in pairs.items():
+            mean, turning = (x.mean(0)[:, 0].cpu() for x in each[interleaved].means())
+            if turning.any():
+                found[layer] = mean, turning
+        return found, interleaved
 
 
 class _RecordingCache(DynamicCache):
@@ -204,6 +242,8 @@ def _fit(
     keys: list[Tensor | None] = [None] * count
     values: list[Tensor | None] = [None] * count
     means: list[Tensor | None] = [None] * count
+    rotary_means: list[Tensor | None] = [None] * count
+    turning, interleaved = record.turning()
     for layer in bar(sorted(record.layers), "fitting", progress):
         samples = record.layers[layer]
         where = f"layer {layer}"
@@ -217,6 +257,8 @@ def _fit(
                     "float32."
                 )
             tokens = None if tokens is None else tokens - mean[:, None]
+            if layer in turning:
+                means[layer], rotary_means[layer] = turning[layer]
         options: dict[str, Any] = {"seed": seed, "device": device}
         if tokens is not None:
             keys[layer] = fit_kv_codebook(
@@ -227,7 +269,10 @@ def _fit(
             values[layer] = fit_kv_codebook(
                 tokens, kv.value, gradients=gradients, where=f"{where}, values", **options
             )
-    return KVCodebooks(kv, keys, values, means)
+    return KVCodebooks(
+        kv, keys, values, means,
+        key_rotary_means=rotary_means if turning else None, rotary_interleaved=interleaved,
+    )  # fmt: skip
 
 
 def _split(sample: TokenSample, fisher: bool) -> tuple[Tensor | None, Tensor | None]:

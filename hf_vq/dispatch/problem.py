@@ -14,6 +14,7 @@ Fields that several types have:
     head_dim          numbers of a key, and of a value where there is no `value_dim`
     memory            of a KV cache: `growing`, `static` (it never moves) or `paged`
     page_size         tokens of a page; 0 = there are none
+    rotary            keys of a KV cache have a rotary mean (`ops.rotary_mean`)
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ class KVAppendProblem(NamedTuple):
     value_layout: str
     memory: str = "growing"
     page_size: int = 0
+    rotary: bool = False
     op: str = "kv_append"
 
     @property
@@ -165,6 +167,7 @@ class KVAttentionProblem(NamedTuple):
     value_layout: str
     memory: str = "growing"
     page_size: int = 0
+    rotary: bool = False
     op: str = "kv_attention"
 
 

@@ -105,6 +105,13 @@ class KVCacheView(NamedTuple):
         window: newest tokens that a query reads as floats.
         num_new: tokens of the newest update, which all queries read as floats; of a growing cache.
         num_coded: tokens that have codes, positions 0 .. num_coded - 1; of a growing cache.
+        key_rotary_mean: float32 [B, H, 1, D] (pages: [1, H, 1, D]), m of `ops.rotary_mean`. R_n m
+            is subtracted from keys before they are coded, and added to what is decoded, like
+            `key.mean`; None = 0.
+        rotary_inv_freq: float32 [r], radians per token of each pair of channels; with
+            `key_rotary_mean`.
+        rotary_interleaved: pairs are channels (2 p, 2 p + 1), else (p, p + r).
+        rotary_start: n of the token at position 0.
     """
 
     key: KVSide
@@ -117,6 +124,10 @@ class KVCacheView(NamedTuple):
     window: int
     num_new: int
     num_coded: int
+    key_rotary_mean: Written | None = None
+    rotary_inv_freq: Tensor | None = None
+    rotary_interleaved: bool = False
+    rotary_start: int = 0
 
     @property
     def memory(self) -> str:

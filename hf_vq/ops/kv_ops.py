@@ -34,6 +34,7 @@ from .library import (
     static_append_problem,
     without_autocast,
 )
+from .rotary_mean import rotated_key_mean
 
 
 class BoundKV(NamedTuple):
@@ -72,9 +73,14 @@ def bound_to(known: BoundKV | None, key: Tensor, view: KVCacheView) -> BoundKV:
     ):
         return known
     keys, values = (
-        _bind(append_problem(key.device, key.dtype, side.scheme, 1, side.dim, side.layout))
+        _bind(
+            append_problem(
+                key.device, key.dtype, side.scheme, 1, side.dim, side.layout,
+                rotary=side is view.key and view.key_rotary_mean is not None,
+            )
+        )
         for side in (view.key, view.value)
-    )
+    )  # fmt: skip
     attention = _bind(_attention_problem(key, view))
     return BoundKV(keys, values, attention, dispatch.bucket(view.max_seqlen), forced, generation)
 
@@ -101,7 +107,8 @@ def kv_append(
 
     growing   the n tokens that end at position `num_coded`, which counts them already; floats are
               left alone. A side whose tensor has no tokens is left alone, too.
-    paged     the tokens at `slot_mapping`
+    paged     the tokens at `slot_mapping`. Where keys have a rotary mean, the caller subtracts it:
+              a slot says nothing of a token's position.
     static    the newest n tokens. Position cache_seqlens + i goes to slot (cache_seqlens + i) %
               slots of the ring, and to the sinks of the rows in which it is one of the first S
               tokens. Then the positions cache_seqlens - window .. cache_seqlens + n - window - 1
@@ -217,7 +224,7 @@ def _check_pages(query: Tensor, view: KVCacheView, mask: Tensor | None) -> None:
 
 
 def through_tables(
-    keys: VQScheme, values: VQScheme, head_dim: int, page: int, like: Tensor
+    keys: VQScheme, values: VQScheme, head_dim: int, page: int, like: Tensor, turns: bool = False
 ) -> bool:
     """Whether kernels read and write pages where they are, through tables and slots.
 
@@ -226,10 +233,13 @@ def through_tables(
         values: scheme of the values, likewise.
         page: tokens of a page.
         like: decides device and dtype of the queries.
+        turns: keys have a rotary mean.
     """
     names, of = (keys.spec(), values.spec()), (like.device, like.dtype)
     problems: list[dispatch.Problem] = [
-        attention_problem(*of, *names, head_dim, head_dim, 0, 0, memory=PAGED, page_size=page)
+        attention_problem(
+            *of, *names, head_dim, head_dim, 0, 0, memory=PAGED, page_size=page, rotary=turns
+        )
     ]
     problems += [append_problem(*of, name, 1, head_dim, "rows", PAGED, page) for name in names]
     return all(dispatch.select(problem).name != "reference" for problem in problems)
@@ -241,6 +251,7 @@ def _append(key: Tensor, value: Tensor, view: KVCacheView, slot_mapping: Tensor 
         problem = static_append_problem(
             key.device, key.dtype, tuple(side.scheme for side in sides), key.shape[2],
             tuple(side.dim for side in sides), tuple(side.layout for side in sides),
+            view.key_rotary_mean is not None,
         )  # fmt: skip
         with without_autocast(key.device):
             dispatch.select(problem).run(key, value, view, None)
@@ -262,10 +273,20 @@ def _append_side(
     if not tokens:
         return
     page = 0 if memory == GROWING else side.codes.shape[2]
-    layout = side.layout
     problem = append_problem(
-        x.device, x.dtype, side.scheme, tokens, x.shape[3], layout, memory, page
+        x.device, x.dtype, side.scheme, tokens, x.shape[3], side.layout, memory, page
     )
+    if is_key and view.key_rotary_mean is not None and memory == GROWING:
+        turning = problem._replace(rotary=True)
+        if dispatch.select(turning).name == "reference":  # another entry needs no help
+            positions = torch.arange(view.num_coded - tokens, view.num_coded, device=x.device)
+            x, view = (
+                x.float() - rotated_key_mean(view, positions),
+                view._replace(key_rotary_mean=None),
+            )
+            problem = problem._replace(dtype="float32")
+        else:
+            problem = turning
     if memory == GROWING:
         bound = dispatch.bind(problem)
         if bound is not None and bound(x, side, append_index(view, side, tokens)) is not None:
@@ -281,7 +302,7 @@ def _attention_problem(query: Tensor, view: KVCacheView) -> dispatch.KVAttention
         query.device, query.dtype, key.scheme, value.scheme, key.recent.shape[3],
         value.recent.shape[3], 0 if paged else query.shape[2],
         0 if paged else 1 << max(view.max_seqlen - 1, 0).bit_length(),
-        key.layout, value.layout, memory, view.page_size,
+        key.layout, value.layout, memory, view.page_size, view.key_rotary_mean is not None,
     )  # fmt: skip
 
 

@@ -134,6 +134,7 @@ def attention_problem(
     value_layout: str = "",
     memory: str = "growing",
     page_size: int = 0,
+    rotary: bool = False,
 ) -> dispatch.KVAttentionProblem:
     """The problem of attention: `queries` of each row over a cache of `length` tokens.
 
@@ -145,7 +146,7 @@ def attention_problem(
     return dispatch.KVAttentionProblem(
         device.type, name_of(dtype), key_scheme, value_scheme,
         dispatch.bucket(queries), dispatch.bucket(length), head_dim, value_dim,
-        key_layout, value_layout, memory, page_size,
+        key_layout, value_layout, memory, page_size, rotary,
     )  # fmt: skip
 
 
@@ -159,11 +160,12 @@ def append_problem(
     layout: str,
     memory: str = "growing",
     page_size: int = 0,
+    rotary: bool = False,
 ) -> dispatch.KVAppendProblem:
     """The problem of encoding `tokens` of each row of the keys, or of the values."""
     return dispatch.KVAppendProblem(
         device.type, name_of(dtype), scheme, "", dispatch.bucket(tokens), head_dim, 0, layout, "",
-        memory, page_size,
+        memory, page_size, rotary,
     )  # fmt: skip
 
 
@@ -174,11 +176,12 @@ def static_append_problem(
     tokens: int,
     dims: tuple[int, ...],
     layouts: tuple[str, ...],
+    rotary: bool = False,
 ) -> dispatch.KVAppendProblem:
     """The problem of writing `tokens` of each row to a static cache; of keys and of values."""
     return dispatch.KVAppendProblem(
         device.type, name_of(dtype), schemes[0], schemes[1], dispatch.bucket(tokens), dims[0],
-        dims[1], layouts[0], layouts[1], "static",
+        dims[1], layouts[0], layouts[1], "static", rotary=rotary,
     )  # fmt: skip
 
 

@@ -61,6 +61,11 @@ class Table:
     longest: int
     rows: Tensor | None = None
 
+    @property
+    def newest(self) -> Tensor:
+        """Position of each new token: int64 [requests]; 0 of no request."""
+        return (self.length - 1).clamp_min(0)
+
     def slots(self, tokens: int, trash: int) -> Tensor:
         """Where the new tokens go (`ops.kv_append`): int64 [requests].
 
@@ -68,7 +73,7 @@ class Table:
             tokens: of a page.
             trash: a slot for those of no request.
         """
-        position = (self.length - 1).clamp_min(0)
+        position = self.newest
         page = self.pages.gather(1, (position // tokens)[:, None])[:, 0]
         return torch.where(self.length > 0, page * tokens + position % tokens, trash)
 
@@ -104,6 +109,12 @@ class Prompts:
         ]
         found = _sent(torch.cat(slots), self.device)[None, None]
         return found // self.tokens, found % self.tokens
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of all their tokens, each in its own request: int64 [total]."""
+        parts = [torch.arange(each.length) for each in self.requests]
+        return _sent(torch.cat(parts), self.device)
 
     @cached_property
     def begins(self) -> tuple[Tensor, Tensor]:
@@ -146,13 +157,19 @@ class Group:
         return page[:, None], (position % self.tokens)[:, None]
 
     @cached_property
-    def mask(self) -> Tensor | None:
-        """bool [requests, 1, 1, length], True = is a token; None where all are."""
+    def shift(self) -> Tensor | None:
+        """Where each request begins int64 [requests]; None where all begin at 0."""
         if all(request.length == self.length for request in self.requests):
             return None
-        lengths = _on(self.device, [request.length for request in self.requests])
+        return _on(self.device, [self.length - request.length for request in self.requests])
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """bool [requests, 1, 1, length], True = is a token; None where all are."""
+        if self.shift is None:
+            return None
         position = torch.arange(self.length, device=self.device)
-        return position >= (self.length - lengths)[:, None, None, None]
+        return position >= self.shift[:, None, None, None]
 
     @cached_property
     def rows(self) -> Tensor:
@@ -199,6 +216,12 @@ class Batch:
         rows = [(page, place + i) for span, page, place in self.spans for i in range(_size(span))]
         page, place = _on(self.device, rows).unbind(1)
         return page, place
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of every new token, in its request: int64 [new tokens]."""
+        parts = [torch.arange(each.past, each.length) for each in self.requests]
+        return _sent(torch.cat(parts), self.device)
 
     def windows(self, window: int) -> list[tuple[slice, Tensor | None]]:
         """What layers of sliding attention read of each request, which lie one after another: at

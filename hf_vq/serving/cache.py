@@ -29,6 +29,7 @@ from transformers.generation.continuous_batching.utils import (
 
 from ..cache import VQCache, VQCacheLayer
 from ..cache.codebooks import codebook_for
+from ..cache.key_means import Rotary
 from ..cache.kv_side import check_head_dim
 from ..errors import VQCacheError
 from ..hf.attention import vq_attention
@@ -181,7 +182,11 @@ class PagedCodes(PagedAttentionCache):
             codebook_for(coded.scheme.value, coded.codebooks[1], like, where),
         )
         memory, page = self.codes.memory_of(index), self.codes.formats[index]
-        return LayerPages(memory, page, books, coded.calibrated_mean)
+        known = coded.calibrated
+        if known is None:
+            return LayerPages(memory, page, books, None)
+        rotary = Rotary.of(self.config, index, like, known)
+        return LayerPages(memory, page, books, known.mean, known.rotary_mean, rotary)
 
     def extend_read_and_write_indices(
         self,
@@ -226,11 +231,12 @@ class PagedCodes(PagedAttentionCache):
         layer = self.layers[index]
         if kwargs.get("block_table") is not None:
             table, slots = self._decoding(index, kwargs)
-            layer.put(key, value, slots)
+            layer.put(key, value, slots, table.newest)
             return _through(layer, table, query, options)
         out = torch.zeros_like(query)  # rows behind those of the batch fill it up, where graphs are
         if self.codes.formats[index].tables:
-            layer.put(key, value, kwargs["write_index"][self.codes.index])
+            slots = kwargs["write_index"][self.codes.index]
+            layer.put(key, value, slots, self.batch.positions)
             ones, prompts = self.batch.table, self.batch.prompts
             if ones is not None:
                 out[:, :, ones.rows] = _through(layer, ones, query[:, :, ones.rows], options)
@@ -326,7 +332,9 @@ def page_formats(
         scheme = _coded(template, index).scheme
         for part in (scheme.key, scheme.value):
             check_head_dim(part, dim, f"layer {index} of the cache")
-        formats[index] = PageFormat.of(scheme, heads, dim, tokens, like)
+        known = _coded(template, index).calibrated
+        turns = known is not None and known.rotary_mean is not None
+        formats[index] = PageFormat.of(scheme, heads, dim, tokens, like, turns)
     return formats
 
 

@@ -1,8 +1,8 @@
-"""The mean of the keys of each layer, before there is a request.
+"""The means of the keys of each layer, before there is a request.
 
-A mean is subtracted from keys before they are coded, and requests share pages, so there is one for
-all: that of `hf-vq calibrate`, or of one sequence of random words. Of these keys are not what they
-are of a text, but their mean is nearly (docs/serving.md), and it costs a single forward.
+Means are subtracted from keys before they are coded, and requests share pages, so they are the same
+for all: those of `hf-vq calibrate`, or of one sequence of random words. Of these keys are not what
+they are of a text, but their means are nearly (docs/serving.md), and it costs a single forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def template_of(model: Any, scheme: Any) -> VQCache:
     missing = [
         index
         for index, layer in layers.items()
-        if layer.scheme.centre_keys and layer.calibrated_mean is None
+        if layer.scheme.centre_keys and layer.calibrated is None
     ]
     if missing:
         config = model.config.get_text_config(decoder=True)
@@ -55,5 +55,5 @@ def template_of(model: Any, scheme: Any) -> VQCache:
                 "is. `hf-vq calibrate --kv` finds it from a text."
             ) from error
         for index in missing:
-            layers[index].calibrated_mean = found.key_means[index]
+            layers[index].calibrated = found.means[index]
     return template

@@ -10,7 +10,8 @@ One layer's page of T tokens, H key/value heads; every part begins at a multiple
 Pages hold codes only, no sinks and no window: every query reads every token as codes, its own
 too, and the layer's mean of the keys is known before the first request. So a token's codes depend
 on the token alone, and what a request gets does not depend on how its prompt was cut, who shares
-its pages, who came before it, or whether it was evicted.
+its pages, who came before it, or whether it was evicted. A rotary mean of the keys (`ops.
+rotary_mean`) turns with the token's position in its request.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ..cache.key_means import Rotary
 from ..formats.catalog import KVScheme
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
@@ -30,6 +33,7 @@ from ..ops.kv_ops import through_tables
 from ..ops.layout import BLOCK, ROWS, block_bytes, layouts_for, to_rows
 from ..ops.library import without_autocast
 from ..ops.reference.codes import in_dtype
+from ..ops.rotary_mean import rotated
 from .batch import Batch, Group, Prompts, Table
 
 ALIGNMENT = 16  # bytes: of the widest load
@@ -94,9 +98,14 @@ class PageFormat:
     tables: bool
 
     @classmethod
-    def of(cls, scheme: KVScheme, heads: int, dim: int, tokens: int, like: Tensor) -> PageFormat:
+    def of(
+        cls, scheme: KVScheme, heads: int, dim: int, tokens: int, like: Tensor, turns: bool = False
+    ) -> PageFormat:
         """The format whose layouts the kernels for `like` (device and dtype of the queries) want;
         rows, where a page is not made of whole blocks.
+
+        Args:
+            turns: keys have a rotary mean.
         """
         layouts = layouts_for(scheme.key, scheme.value, dim, dim, like)
         if tokens % BLOCK or ROWS in layouts:
@@ -104,7 +113,7 @@ class PageFormat:
         keys = PageSide(scheme.key, layouts[0], heads, dim, tokens)
         values = PageSide(scheme.value, layouts[1], heads, dim, tokens)
         rows = layouts == (ROWS, ROWS)
-        tables = rows and through_tables(scheme.key, scheme.value, dim, tokens, like)
+        tables = rows and through_tables(scheme.key, scheme.value, dim, tokens, like, turns)
         return cls(keys, values, tables)
 
     @property
@@ -170,6 +179,8 @@ class LayerPages:
         page: what lies there.
         codebooks: of the keys and of the values.
         mean: of the keys, float32 [H, dim]; None = 0.
+        rotary_mean: of the keys, float32 [H, dim]; None = 0.
+        rotary: how keys turn, where they have a rotary mean.
     """
 
     def __init__(
@@ -178,21 +189,43 @@ class LayerPages:
         page: PageFormat,
         codebooks: tuple[Tensor, Tensor],
         mean: Tensor | None,
+        rotary_mean: Tensor | None = None,
+        rotary: Rotary | None = None,
     ) -> None:
         keys, values = memory.split([sum(page.keys.parts), sum(page.values.parts)], 1)
         self.k = Pages(keys, page.keys, codebooks[0])
         self.v = Pages(values, page.values, codebooks[1])
-        self.mean = None if mean is None else mean.to(memory.device, torch.float32)[None, :, None]
+        self.mean, self.rotary_mean = (
+            None if each is None else each.to(memory.device, torch.float32)[None, :, None]
+            for each in (mean, rotary_mean)
+        )
+        self.rotary = rotary
         self._views: dict[torch.dtype, KVCacheView] = {}
 
-    def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def _turning(self, positions: Tensor) -> Tensor | None:
+        """R_n m of positions int64 [n] or [requests, n]: [1 or requests, H, n, dim]; None = 0."""
+        if self.rotary_mean is None or self.rotary is None:
+            return None
+        return rotated(self.rotary_mean, self.rotary.inv_freq, self.rotary.interleaved, positions)
+
+    def _standing(self, keys: Tensor, positions: Tensor | None) -> Tensor:
+        """Keys [1, H, n, dim] less their rotary mean; those behind `positions` are nobody's."""
+        turning = None if positions is None else self._turning(positions)
+        if turning is None or positions is None:
+            return keys
+        return keys.float() - pad(turning, (0, 0, 0, keys.shape[2] - len(positions)))
+
+    def put(
+        self, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor | None = None
+    ) -> None:
         """Encode keys and values [1, H, n, dim] where they belong, by kernels: as `write`, of pages
         with tables.
 
         Args:
             slots: of the tokens (`ops.kv_append`).
+            positions: of the tokens in their requests, int64 [n]; for keys with a rotary mean.
         """
-        kv_append(keys, values, self._pages(keys), slots)
+        kv_append(self._standing(keys, positions), values, self._pages(keys), slots)
 
     def through(self, table: Table, like: Tensor) -> KVCacheView:
         """What attention reads of requests with one new token each, where it is.
@@ -200,9 +233,19 @@ class LayerPages:
         Args:
             like: a query, decides the dtype.
         """
-        return self._pages(like)._replace(
+        view = self._pages(like)._replace(
             cache_seqlens=table.length, page_table=table.pages, max_seqlen=table.longest
         )
+        return self._turned(view, self.rotary_mean)
+
+    def _turned(self, view: KVCacheView, rotary_mean: Tensor | None) -> KVCacheView:
+        """The view with a rotary mean, which attention adds."""
+        if rotary_mean is None or self.rotary is None:
+            return view
+        return view._replace(
+            key_rotary_mean=rotary_mean, rotary_inv_freq=self.rotary.inv_freq,
+            rotary_interleaved=self.rotary.interleaved,
+        )  # fmt: skip
 
     def _pages(self, like: Tensor) -> KVCacheView:
         """All pages, without a table; made once, as they do not move."""
@@ -234,6 +277,7 @@ class LayerPages:
     def write(self, keys: Tensor, values: Tensor, batch: Batch) -> None:
         """Encode the new tokens of a batch: keys and values [1, H, new tokens, dim]."""
         k, v = self.k, self.v
+        keys = self._standing(keys, batch.positions)
         if k.side.layout != ROWS:
             for rows, number, at in batch.spans:
                 some = keys[:, :, rows], values[:, :, rows]
@@ -252,9 +296,14 @@ class LayerPages:
         """What the codes of prompts say: keys and values [1, H, tokens of all, dim]."""
         keys, values = self.k.read(prompts), self.v.read(prompts)
         return (
-            self.k.decode(keys, self.mean, 0, prompts.total, dtype),
+            self.k.decode(keys, self._mean_at(prompts.positions), 0, prompts.total, dtype),
             self.v.decode(values, None, 0, prompts.total, dtype),
         )
+
+    def _mean_at(self, positions: Tensor) -> Tensor | None:
+        """What was subtracted from the keys at `positions`, as of `_turning`."""
+        turning = self._turning(positions)
+        return self.mean if turning is None or self.mean is None else self.mean + turning
 
     def groups(self, batch: Batch) -> list[Group]:
         """The requests that are read at once: codes in blocks cannot be aligned with each other."""
@@ -273,14 +322,23 @@ class LayerPages:
         blocks = self.k.side.layout != ROWS and self.v.side.layout != ROWS
         if new == 1 and group.past and blocks:  # a prompt of one token attends to its floats
             first, new = group.length, 0
+        positions = torch.arange(first, first + new, device=like.device)
+        if group.shift is not None:
+            positions = positions - group.shift[:, None]
         recent = (
-            self.k.decode(keys, self.mean, first, new, like.dtype),
+            self.k.decode(keys, self._mean_at(positions), first, new, like.dtype),
             self.v.decode(values, None, first, new, like.dtype),
         )
-        view = self._view(keys, values, recent)
+        view, rows = self._view(keys, values, recent), len(recent[0])
         if self.mean is not None:
-            mean = self.mean.expand(len(recent[0]), -1, -1, -1)
+            mean = self.mean.expand(rows, -1, -1, -1)
             view = view._replace(key=view.key._replace(mean=mean))
+        if self.rotary_mean is not None:
+            nowhere = torch.zeros(1, dtype=torch.int64, device=like.device)
+            begins = nowhere if group.shift is None else -group.shift[:, None]
+            turning = self._turning(begins)
+            assert turning is not None
+            view = self._turned(view, turning.expand(rows, -1, -1, -1))
         return view._replace(max_seqlen=first + new, num_new=new, num_coded=first)
 
 

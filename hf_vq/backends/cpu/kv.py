@@ -101,7 +101,7 @@ def _wrong_dtype(dtype: str) -> str | None:
 
 def supports_append(problem: dispatch.KVAppendProblem) -> str | None:
     """None if the library encodes rows in these schemes and layouts, else the reason why not."""
-    reason = _wrong_dtype(problem.dtype) or _paged(problem.memory)
+    reason = refusals.rotary(problem) or _wrong_dtype(problem.dtype) or _paged(problem.memory)
     is_key = problem.memory == STATIC or problem.sides[0][2] != PLANES
     for scheme, dim, layout in problem.sides:
         reason = reason or _objection(parse(scheme), dim, layout, not is_key)
@@ -116,7 +116,8 @@ def supports_attention(problem: dispatch.KVAttentionProblem) -> str | None:
     if not key_layout:
         key_layout, value_layout = _layouts(problem)
     return (
-        _wrong_dtype(problem.dtype)
+        refusals.rotary(problem)
+        or _wrong_dtype(problem.dtype)
         or _paged(problem.memory)
         or _objection(keys, problem.head_dim, key_layout, False)
         or _objection(values, problem.value_dim, value_layout, True)

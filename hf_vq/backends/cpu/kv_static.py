@@ -27,10 +27,8 @@ def append(key: Tensor, value: Tensor, view: KVCacheView) -> None:
         for tokens, side in sides:
             static_reference.remember_sinks(tokens, side.sinks, leftpad, length)
     end, known = first + new - window, view.key_mean_known
-    mean, ring = view.key.mean, view.key.recent
-    if mean is not None and known is not None and end > sinks and not known.all():
-        last = length + (new - window)
-        static_reference.measure_mean(ring, mean, known, leftpad, last, sinks, window)
+    if view.key.mean is not None and known is not None and end > sinks and not known.all():
+        static_reference.measure_mean(view, length + (new - window))
     leaving = max(first - window, 0), min(end, view.max_seqlen)
     for begin, slot, count in _pieces(*leaving, slots):
         keys, values = (side.recent.narrow(2, slot, count) for _, side in sides)

@@ -30,6 +30,7 @@ from ...dispatch import Implementation
 from ...ops.kv import GROWING, KVCacheView, KVSide
 from ...ops.reference import codes as reference
 from ...ops.reference import kv_attention as attention_reference
+from ...ops.rotary_mean import rotated_key_mean
 from .masks import band_rule, capturing, left_padding, remembered
 from .partial_softmax import PLAIN, Maths, Part
 
@@ -103,10 +104,21 @@ class Attention:
             )
             for side in self.sides
         )  # fmt: skip
+        view = self.view._replace(key=key, value=value)
+        if view.key_rotary_mean is not None:
+            view = view._replace(key_rotary_mean=view.key_rotary_mean[row])
         return replace(
-            self, query=self.query[row], view=self.view._replace(key=key, value=value), mask=mask,
-            visible=visible, sinks_at=sinks_at,
-        )  # fmt: skip
+            self, query=self.query[row], view=view, mask=mask, visible=visible, sinks_at=sinks_at
+        )
+
+    def _decoded(self, side: KVSide, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Positions `begin` .. `end` of codes, with their means: [B, H, n, D], rotated."""
+        rows = self.maths.decode(side, begin, end, dtype)
+        if side is not self.view.key or self.view.key_rotary_mean is None:
+            return rows
+        positions = torch.arange(begin, end, device=rows.device)
+        turning = rotated_key_mean(self.view, positions)
+        return (rows + self.maths.rotate(turning, side.parsed)).to(rows.dtype)
 
     def _floats(self, side: KVSide, begin: int, end: int) -> Tensor:
         """Positions `begin` .. `end` of the floats."""
@@ -172,7 +184,7 @@ class Attention:
         query = self.maths.rotate(self.query, self.view.key.parsed)
         parts = []
         for piece in pieces:
-            keys, values = (self.maths.decode(side, *piece, query.dtype) for side in self.sides)
+            keys, values = (self._decoded(side, *piece, query.dtype) for side in self.sides)
             parts.append(self._attend(query, keys, values, self._columns(*piece)))
         return parts
 
@@ -189,7 +201,7 @@ class Attention:
                 # What is rotated may be beyond float16 where the row itself is not.
                 dtype = side.recent.dtype
                 wide = torch.float32 if dtype == torch.float16 else dtype
-                codes = self.maths.decode(side, begin, end, wide)
+                codes = self._decoded(side, begin, end, wide)
                 codes = self.maths.rotate(codes, side.parsed, inverse=True)
                 parts.append(reference.in_dtype(codes, dtype))
             sides.append(torch.cat(parts, 2))
@@ -250,7 +262,9 @@ def attention(
 
 def supports(problem: dispatch.KVAttentionProblem) -> str | None:
     """Whether the cache grows: positions and lengths are numbers of the host."""
-    return None if problem.memory == GROWING else f"the cache is {problem.memory}, not growing"
+    if problem.memory != GROWING:
+        return f"the cache is {problem.memory}, not growing"
+    return None
 
 
 ATTENTION = Implementation(attention, supports)

@@ -282,6 +282,7 @@ def kv_append(
     for x, side in ((key, view.key), (value, view.value)):
         if x is None:
             continue
+        assert view.key_rotary_mean is None or x is not key, "`ops.kv_ops` subtracts it"
         if slot_mapping is None:
             _append(x, side, append_index(view, side, x.shape[2]))
         else:

@@ -2,7 +2,8 @@
 
 s_ij = softmax_scale <q_i, k_j>                softcap: c tanh(s / c)
 k_j, v_j  the stored floats    if j is a sink, j > i - window, or j came with this update
-          m + R^-1(scale codebook[code])       otherwise (m = 0 for values and without a mean)
+          m_j + R^-1(scale codebook[code])     otherwise (0 for values; of keys the mean, and the
+                                               rotary mean at position j: `ops.rotary_mean`)
 o_i = sum_j softmax_j(s_i, sink_logits) v_j
 
 Of a static cache: `kv_static`.
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..kv import KVCacheView, KVSide
 from ..layout import ROWS, to_rows
+from ..rotary_mean import rotated_key_mean
 from . import codes as reference
 
 
@@ -78,9 +80,10 @@ def attention_paged(
 
     first = length[:, None] - query.shape[2]
     last = first + torch.arange(query.shape[2], device=query.device)
-    whole = KVCacheView(
-        copied(view.key), copied(view.value), None, None, None, None, total, 0, 0, total
-    )
+    whole = view._replace(
+        key=copied(view.key), value=copied(view.value), cache_seqlens=None, page_table=None,
+        max_seqlen=total, window=0, num_new=0, num_coded=total,
+    )  # fmt: skip
     causal = (position <= last[..., None])[:, None]
     return attention(query, whole, causal, sink_logits, softmax_scale, softcap)
 
@@ -95,6 +98,8 @@ def outside_window(side: KVSide, view: KVCacheView) -> Tensor:
     scale = side.scale[:, :, side.first : side.first + coded]
     rows = reference.decode_rows(codes, side.codebook, scale, scheme, dim)
     rows = rows if side.mean is None else rows + side.mean.float()
+    if side is view.key and view.key_rotary_mean is not None:
+        rows = rows + rotated_key_mean(view, torch.arange(coded, device=rows.device))
     rows = torch.cat([rows, side.recent[:, :, coded - view.recent_start :].float()], 2)
     if slots == 0:
         return rows

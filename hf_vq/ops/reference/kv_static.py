@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kv import KVCacheView, KVSide
 from ..layout import ROWS, to_rows, write_rows
+from ..rotary_mean import measure_means, rotated_key_mean
 from . import codes as reference
 from .kv_attention import softmax
 
@@ -26,10 +27,9 @@ def kv_append(
         remember_sinks(tokens, side.sinks, leftpad, length)
     mean, known = view.key.mean, view.key_mean_known
     if mean is not None and known is not None:
-        sinks, end = view.key.sinks.shape[2], length + new - window
-        measure_mean(view.key.recent, mean, known, leftpad, end, sinks, window)
+        measure_mean(view, length + new - window)
     for side in (view.key, view.value):
-        _encode(side, newest - window)
+        _encode(side, newest - window, view)
     length += new
 
 
@@ -43,35 +43,38 @@ def remember_sinks(tokens: Tensor, sinks: Tensor, leftpad: Tensor | None, length
     sinks.copy_(torch.where(inside, tokens.gather(2, index), sinks))
 
 
-def measure_mean(
-    recent: Tensor,
-    mean: Tensor,
-    known: Tensor,
-    leftpad: Tensor | None,
-    end: Tensor,
-    sinks: int,
-    window: int,
-) -> None:
-    """Decide the mean of each row whose first token after the sinks lies before `end`."""
+def measure_mean(view: KVCacheView, end: Tensor) -> None:
+    """Decide the means of each row whose first token after the sinks lies before `end`."""
+    recent, leftpad, known = view.key.recent, view.cache_leftpad, view.key_mean_known
+    mean, rotary_mean, inv_freq = view.key.mean, view.key_rotary_mean, view.rotary_inv_freq
+    assert mean is not None and known is not None
     batch, heads, slots, dim = recent.shape
-    first = (end.new_zeros(batch) if leftpad is None else leftpad) + sinks  # [B]
-    count = max(window // 2, 1)
-    index = (first[:, None] + torch.arange(count, device=end.device)) % slots
+    first = (end.new_zeros(batch) if leftpad is None else leftpad) + view.key.sinks.shape[2]  # [B]
+    count = max(view.window // 2, 1)
+    positions = first[:, None] + torch.arange(count, device=end.device)
+    index = positions % slots
     tokens = recent.gather(2, index[:, None, :, None].expand(batch, heads, count, dim))
     now = (end > first)[:, None] & ~known  # [B, H]
-    measured = reference.mean_of(tokens)
+    if rotary_mean is None or inv_freq is None:
+        measured = reference.mean_of(tokens)
+    else:
+        measured, turning = measure_means(
+            tokens, positions + view.rotary_start, inv_freq, view.rotary_interleaved
+        )
+        rotary_mean.copy_(torch.where(now[..., None, None], turning, rotary_mean))
     mean.copy_(torch.where(now[..., None, None], measured, mean))
     known |= now
 
 
-def _encode(side: KVSide, positions: Tensor) -> None:
+def _encode(side: KVSide, positions: Tensor, view: KVCacheView) -> None:
     """Encode the tokens at `positions` [n] of the ring that are positions of the buffer."""
     scheme, capacity = side.parsed, side.scale.shape[2]
     held = to_rows(side.codes, 0, capacity, scheme.entry_bits, side.layout)
     rows = side.recent.index_select(2, positions % side.recent.shape[2]).float()
-    new_codes, new_scale = reference.encode(
-        rows if side.mean is None else rows - side.mean, side.codebook, None, scheme
-    )
+    rows = rows if side.mean is None else rows - side.mean
+    if side is view.key and view.key_rotary_mean is not None:
+        rows = rows - rotated_key_mean(view, positions)
+    new_codes, new_scale = reference.encode(rows, side.codebook, None, scheme)
     # Modulo the capacity all are different, and what is not in the buffer is written as it was.
     index = positions % capacity
     valid = ((positions >= 0) & (positions < capacity))[:, None]
@@ -95,7 +98,7 @@ def attention(
     heads, queries, capacity = key.heads, query.shape[2], key.scale.shape[2]
     j = torch.arange(capacity, device=query.device)
     i = length - queries + torch.arange(queries, device=query.device)[:, None]
-    coded = outside_window(key, view.cache_leftpad, length - view.window)
+    coded = outside_window(key, view, length - view.window)
     near = in_window(key.recent, j, length)
 
     exact = (j > i - view.window) | (j >= length - queries)  # [Q, capacity]
@@ -112,19 +115,21 @@ def attention(
         mask = mask[..., :capacity].float().masked_fill(~held, -torch.inf)
     weights = softmax(scores, mask, softcap, sink_logits).reshape(*grouped.shape[:3], capacity)
 
-    coded = outside_window(value, view.cache_leftpad, length - view.window)
+    coded = outside_window(value, view, length - view.window)
     out = (weights * ~exact) @ coded + (weights * exact) @ in_window(value.recent, j, length)
     return reference.in_dtype(out.reshape(*query.shape[:3], -1), query.dtype)
 
 
-def outside_window(side: KVSide, leftpad: Tensor | None, coded: Tensor) -> Tensor:
+def outside_window(side: KVSide, view: KVCacheView, coded: Tensor) -> Tensor:
     """Keys (or values) as a query sees them outside its window: [B, H, capacity, D] float32, zeros
     from position `coded` on."""
     scheme, (batch, heads, capacity, _), slots = side.parsed, side.scale.shape, side.sinks.shape[2]
     codes = to_rows(side.codes, 0, capacity, scheme.entry_bits, side.layout)
     rows = reference.decode_rows(codes, side.codebook, side.scale, scheme, side.dim)
     rows = rows if side.mean is None else rows + side.mean
-    j = torch.arange(capacity, device=codes.device)
+    j, leftpad = torch.arange(capacity, device=codes.device), view.cache_leftpad
+    if side is view.key and view.key_rotary_mean is not None:
+        rows = rows + rotated_key_mean(view, j)
     rows = torch.where((j < coded)[:, None], rows, 0.0)
     if slots == 0:
         return rows

@@ -20,13 +20,13 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from hf_vq.cache import LazyKV, VQCache, codebooks
-from hf_vq.cache.kv_side import key_mean
 from hf_vq.cache.layer import SLACK
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.hf import attention, enable_cache_backend, generation
 from hf_vq.ops import decode_kv, encode_kv
+from hf_vq.ops.reference.codes import mean_of
 from tests.fixtures.generation import (
     MODELS,
     build,
@@ -111,7 +111,7 @@ def simulation(prompt_length: int, sinks: int, window: int, scheme: str) -> Call
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
     ) -> Any:
         groups, length = q.shape[1] // k.shape[1], q.shape[2]
-        mean = key_mean(k[:, :, :prompt_length], sinks)
+        mean = mean_of(k[:, :, sinks:prompt_length])
         i, j = torch.arange(length)[:, None], torch.arange(length)
         exact = (j < sinks) | (j > i - window) | ((i < prompt_length) & (j < prompt_length))
         far = coded(k, both.key, mean), coded(v, both.value, 0.0)

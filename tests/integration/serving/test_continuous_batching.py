@@ -307,7 +307,7 @@ def test_means_of_random_words_are_nearly_those_of_a_text(tinybooks: Any) -> Non
     of_text = calibrate_kv(model, "u4", ids, tokens=2048, context=512, progress=False).key_means
     template = template_of(model, "u4")
     for layer, wanted in zip(template.layers, of_text, strict=True):
-        left = (layer.calibrated_mean - wanted).square().sum()
+        left = (layer.calibrated.mean - wanted).square().sum()
         assert left < 0.25 * wanted.square().sum()
 
 

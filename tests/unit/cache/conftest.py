@@ -16,9 +16,10 @@ from tests.fixtures.kv.layouts import layouts  # noqa: F401
 
 @pytest.fixture
 def config() -> LlamaConfig:
+    """Of a model whose keys do not turn with the position, as those of `tokens` do not."""
     return LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, no_rope_layers=[0, 0],
     )  # fmt: skip
 
 

@@ -29,7 +29,8 @@ def append(problem: dispatch.KVAppendProblem) -> str | None:
     reason = refusals.dtype(problem.dtype, refusals.FLOATS, "numbers")
     if reason is None and layout != ROWS:
         return f"codes lie in {layout!r}, not {ROWS!r}"
-    return reason or _pages(problem.page_size) or _appendable(scheme, dim)
+    reason = reason or refusals.rotary(problem) or _pages(problem.page_size)
+    return reason or _appendable(scheme, dim)
 
 
 def store(problem: dispatch.KVAppendProblem) -> str | None:
@@ -37,7 +38,8 @@ def store(problem: dispatch.KVAppendProblem) -> str | None:
     if problem.memory != STATIC:
         return "the memory of the cache is not static"
     return (
-        refusals.dtype(problem.dtype, refusals.FLOATS, "numbers")
+        refusals.rotary(problem)
+        or refusals.dtype(problem.dtype, refusals.FLOATS, "numbers")
         or _appendable(problem.key_scheme, problem.head_dim)
         or _appendable(problem.value_scheme, problem.value_dim)
     )
@@ -47,7 +49,7 @@ def attention(problem: dispatch.KVAttentionProblem) -> str | None:
     """Whether attention.cu reads the codes."""
     from ....codegen.families.kv_attention import MOST_QUERIES
 
-    reason = refusals.dtype(problem.dtype, refusals.HALVES, "queries")
+    reason = refusals.rotary(problem) or refusals.dtype(problem.dtype, refusals.HALVES, "queries")
     if reason:
         return reason
     if problem.memory != PAGED and problem.queries > MOST_QUERIES:

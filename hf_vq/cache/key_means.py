@@ -1,0 +1,138 @@
+"""What a layer subtracts from its keys before they are coded: a mean, and a rotary mean.
+
+A constant in all keys of a head shifts all logits of a query alike, so softmax does not see it, but
+a code would have to hold it. What is constant before rotary position embeddings turns with the
+position after them (`ops.rotary_mean`). Both are decided once per row, and never change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..errors import VQCacheError
+from ..ops.reference.codes import mean_of
+from ..ops.rotary_mean import measure_means, pairs_interleave, rotated
+from .kv_side import SideBuffers
+from .rotary import inverse_frequencies
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Means of a layer's keys that are known before the prompt.
+
+    Args:
+        mean: [H, D].
+        rotary_mean: float32 [H, D], at position 0; None = 0.
+        interleaved: as of `ops.rotary_mean.rotated`.
+    """
+
+    mean: Tensor
+    rotary_mean: Tensor | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How the keys of a layer turn.
+
+    Args:
+        inv_freq: float32 [r] on the layer's device, radians per token of each pair of channels.
+        interleaved: pairs are channels (2 p, 2 p + 1), else (p, p + r).
+    """
+
+    inv_freq: Tensor
+    interleaved: bool = False
+
+    @classmethod
+    def of(
+        cls, config: PreTrainedConfig | None, layer: int, keys: Tensor, known: Calibrated | None
+    ) -> Rotary | None:
+        """What a model's config says, and calibrated means; None: keys do not turn.
+
+        Args:
+            config: None = unknown.
+            layer: number of the layer.
+            keys: [B, H, n, D] of the prompt.
+            known: None = nothing is.
+
+        Raises:
+            VQCacheError: a rotary mean is known, but not how keys turn.
+        """
+        found = inverse_frequencies(config, layer, keys.shape[3], keys.shape[2])
+        if found is None and known is not None and known.rotary_mean is not None:
+            raise VQCacheError(
+                f"there is a rotary mean of the keys of layer {layer}, but the config does not say "
+                "how they turn with the position: the codebooks are of another model. Make them "
+                "with `hf-vq calibrate` and this model."
+            )
+        interleaved = known is not None and known.interleaved
+        return None if found is None else cls(found.to(keys.device), interleaved)
+
+    def measured(self, keys: Tensor, first: int) -> Rotary:
+        """The same, with the layout of pairs that keys [B, H, n, D] from position `first` show."""
+        positions = torch.arange(first, first + keys.shape[2], device=keys.device)
+        return Rotary(self.inv_freq, pairs_interleave(keys, positions, self.inv_freq))
+
+
+def measure(
+    side: SideBuffers, rotary: Rotary | None, rows: slice, tokens: Tensor, first: int
+) -> None:
+    """Set the means of some rows.
+
+    Args:
+        side: the keys; its `mean` and `rotary_mean` are replaced, not written to.
+        rotary: None: keys do not turn.
+        rows: of the batch.
+        tokens: keys [rows, H, n, D] of these rows, without sinks: theirs are unlike all others.
+        first: position of the first of them.
+    """
+    assert side.mean is not None
+    mean = side.mean.clone()
+    if rotary is None:
+        mean[rows] = mean_of(tokens)
+        side.mean = mean
+        return
+    positions = torch.arange(first, first + tokens.shape[2], device=tokens.device)
+    mean[rows], turning = measure_means(tokens, positions, rotary.inv_freq, rotary.interleaved)
+    side.mean, before = mean, side.rotary_mean
+    if before is None and not turning.any():  # no layer pays for what no head needs
+        return
+    after = torch.zeros_like(mean) if before is None else before.clone()
+    after[rows] = turning
+    side.rotary_mean = after
+
+
+def use_calibrated(
+    side: SideBuffers, known: Calibrated, rotary: Rotary | None, start: Tensor | None, where: str
+) -> None:
+    """Set the means of all rows to those that are known.
+
+    Args:
+        side: the keys.
+        rotary: how they turn.
+        start: int64 [B], the position of each row's first token, which is turned by nothing; None =
+            all 0.
+        where: the layer, for messages.
+
+    Raises:
+        VQCacheError: they are of other heads.
+    """
+    assert side.mean is not None
+    heads, dim = side.mean.shape[1], side.mean.shape[3]
+    for name, mean in (("key_means", known.mean), ("key_rotary_means", known.rotary_mean)):
+        if mean is not None and tuple(mean.shape) != (heads, dim):
+            raise VQCacheError(
+                f"{name} of {where} is {list(mean.shape)}, the model's keys need "
+                f"[{heads}, {dim}] (heads, head_dim)."
+            )
+    side.mean = known.mean.to(side.mean)[None, :, None].expand_as(side.mean).clone()
+    if known.rotary_mean is None or rotary is None:
+        return
+    turning = known.rotary_mean.to(side.mean)[None, :, None].expand_as(side.mean)
+    if start is not None:
+        turning = rotated(turning, rotary.inv_freq, rotary.interleaved, -start[:, None])
+    side.rotary_mean = turning.clone()

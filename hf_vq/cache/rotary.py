@@ -1,0 +1,77 @@
+"""The frequencies with which a model's rotary position embeddings (RoPE) turn its keys.
+
+A cache is handed keys and nothing else, so that they come from the config of the model, by the
+functions of Transformers. Whether keys do turn like that is measured (`ops.rotary_mean`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+_NOT_LIKE_THAT = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
+
+
+def inverse_frequencies(
+    config: PreTrainedConfig | None, layer: int, head_dim: int, length: int
+) -> Tensor | None:
+    """Radians per token of each pair of channels of a layer's keys: float32 [r], 2 r <= head_dim.
+
+    Args:
+        config: of the model; None = unknown.
+        layer: number of the layer; layers may differ, as in Gemma 3.
+        head_dim: numbers of a key.
+        length: tokens of the prompt, which decide where a model has frequencies for long ones.
+
+    Returns:
+        None where keys do not turn, or nothing says how: layers without RoPE, embeddings that are
+        no `rope_parameters`, and keys whose last channels turn (DeepSeek).
+    """
+    if config is None:
+        return None
+    text = config.get_text_config(decoder=True)
+    if hasattr(text, "qk_rope_head_dim") or not _turns(text, layer):
+        return None
+    try:
+        found = _of_type(text, layer, length)
+    except _NOT_LIKE_THAT:  # a config that means something else by these names
+        return None
+    usable = found.ndim == 1 and 0 < 2 * len(found) <= head_dim and bool(found.isfinite().all())
+    return found.float() if usable else None
+
+
+def _turns(text: Any, layer: int) -> bool:
+    """Whether a layer has RoPE at all: SmolLM3 and Llama 4 leave it out of some."""
+    turning = getattr(text, "no_rope_layers", None)
+    if isinstance(turning, (list, tuple)) and layer < len(turning):
+        return bool(turning[layer])
+    return True
+
+
+def _of_type(text: Any, layer: int, length: int) -> Tensor:
+    """The frequencies that the config's parameters say.
+
+    Raises:
+        KeyError, ...: they are missing, or of a type that Transformers does not have.
+    """
+    parameters: Mapping[str, Any] = text.rope_parameters
+    kinds, options = getattr(text, "layer_types", None) or (), {}
+    if layer < len(kinds) and isinstance(parameters.get(kinds[layer]), Mapping):
+        parameters, options = parameters[kinds[layer]], {"layer_type": kinds[layer]}
+    name = parameters.get("rope_type", "default")
+    with torch.device("cpu"):
+        if name != "default":
+            frequencies: Tensor = ROPE_INIT_FUNCTIONS[name](
+                text, torch.device("cpu"), seq_len=length, **options
+            )[0]
+            return frequencies
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        count = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+        powers = torch.arange(0, count, 2, dtype=torch.int64).float() / count
+        slowest: Tensor = 1.0 / (parameters["rope_theta"] ** powers)
+        return slowest

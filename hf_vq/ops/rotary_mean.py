@@ -1,0 +1,185 @@
+"""A mean of keys that turns with the position, as rotary position embeddings (RoPE) turn the keys.
+
+A key is k_n = R_n (W x + b). Its constant part m = b + mean(W x) turns with the position n, so that
+in fast pairs of channels the mean over positions is nearly 0, and a code would have to hold all of
+R_n m. What is coded is r_n = k_n - mean - R_n m, and q . R_n m is a part of every logit of a coded
+token:
+
+    q . R_n m = sum_p  A_p cos(n f_p) + B_p sin(n f_p)      A_p = q_a m_a + q_b m_b
+                                                            B_p = q_b m_a - q_a m_b
+
+for the pairs p = (a, b) of channels and their frequencies f_p. In a block of tokens that begins at
+position s, A and B turn once by s f_p, and cos(j f_p), sin(j f_p) of j = 0, 1, .. are one small
+table for all blocks, heads and layers.
+
+Angles n f_p are products in float64: they reach 10^5 radians, and the largest means 10^2 times what
+changes from token to token, so that float32 would leave errors of a logit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kv import KVCacheView
+from .reference.codes import mean_of
+
+SMALLEST_SHARE = 0.02
+"""Of what is left to the codes of a head: pairs that hold less together do not turn."""
+TIE = 0.7
+"""A turning mean with so much of the energy of a standing one is taken: it stays right."""
+DIFFERENT = 0.9
+"""Pairs are (2 p, 2 p + 1) if that leaves less than so much of what is left by (p, p + r)."""
+_FEWEST = 16  # tokens that tell one layout of pairs from the other
+_AT_ONCE = 4096  # tokens: what is rotated is a copy
+
+
+def rotated(mean: Tensor, inv_freq: Tensor, interleaved: bool, positions: Tensor) -> Tensor:
+    """R_n `mean` at each position n.
+
+    Args:
+        mean: float32 [B, H, 1 or n, D].
+        inv_freq: [r], radians per token of each pair; 2 r <= D, other channels stay as they are.
+        interleaved: pairs are channels (2 p, 2 p + 1), else (p, p + r).
+        positions: int64 [n], or [B, n] for rows that begin at different places; negative ones turn
+            back.
+
+    Returns:
+        float32 [B, H, n, D].
+    """
+    angles = positions.double()[..., None] * inv_freq.double()  # [.., n, r]
+    angles = angles[:, None] if positions.ndim == 2 else angles
+    cos, sin = angles.cos().float(), angles.sin().float()
+    count = 2 * len(inv_freq)
+    turning, rest = mean[..., :count], mean[..., count:]
+    if interleaved:
+        a, b = turning[..., ::2], turning[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = turning.chunk(2, -1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([turned, rest.expand(*turned.shape[:-1], -1)], -1)
+
+
+def rotated_key_mean(view: KVCacheView, positions: Tensor) -> Tensor:
+    """R_n m of positions [n] or [B, n] of a view that has a rotary mean: float32 [B, H, n, D]."""
+    mean, inv_freq = view.key_rotary_mean, view.rotary_inv_freq
+    assert mean is not None and inv_freq is not None
+    return rotated(mean, inv_freq, view.rotary_interleaved, positions + view.rotary_start)
+
+
+class KeyMoments:
+    """What decides the means of keys: moments of tokens, which may come in parts.
+
+    Args:
+        inv_freq: as of `rotated`.
+        interleaved: as of `rotated`.
+    """
+
+    def __init__(self, inv_freq: Tensor, interleaved: bool) -> None:
+        self.inv_freq, self.interleaved = inv_freq, interleaved
+        self.tokens = self.span = 0  # of all, and of the longest sequence
+        self._standing = self._turning = self._energy = torch.zeros((), device=inv_freq.device)
+
+    def add(self, keys: Tensor, positions: Tensor) -> KeyMoments:
+        """Count keys [B, H, n, D] at `positions` int64 [n] or [B, n], one after another, too."""
+        count = keys.shape[2]
+        for begin in range(0, count, _AT_ONCE):
+            some, at = keys[:, :, begin : begin + _AT_ONCE].float(), positions[..., begin:]
+            at, number = at[..., :_AT_ONCE], some.shape[2]
+            turned_back = rotated(some, self.inv_freq, self.interleaved, -at)
+            squares = mean_of(some.square()).sum(-1, keepdim=True)
+            self.tokens += number
+            share = number / self.tokens  # 1 of the first: their mean is not rounded again
+            self._standing = torch.lerp(self._standing, mean_of(some), share)
+            self._turning = torch.lerp(self._turning, mean_of(turned_back), share)
+            self._energy = torch.lerp(self._energy, squares, share)
+        self.span = max(self.span, count)
+        return self
+
+    @property
+    def _means(self) -> tuple[Tensor, Tensor]:
+        turning = self._turning.clone()
+        turning[..., 2 * len(self.inv_freq) :] = 0
+        return self._standing, turning
+
+    def _energies(self, standing: Tensor, turning: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the means in pairs [B, H, 1, r], and what the better ones leave [B, H, 1, 1]."""
+        count = 2 * len(self.inv_freq)
+        stood, turned = (_pair_energy(x, count, self.interleaved) for x in (standing, turning))
+        best = torch.maximum(stood, turned).sum(-1, keepdim=True)
+        best = best + standing[..., count:].square().sum(-1, keepdim=True)
+        return stood, turned, (self._energy - best).clamp_min(0)
+
+    @property
+    def left(self) -> Tensor:
+        """Mean squared norm of what is left to the codes [B, H, 1, 1]."""
+        return self._energies(*self._means)[2]
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Decide, pair by pair, which mean is taken off the keys: a standing or a turning one.
+
+        A mean over tokens takes its squared norm off their mean squared norm, so the larger one is
+        better for these tokens. For those that follow, the turning one is better wherever keys do
+        turn, which slow pairs cannot tell, and few tokens only roughly. So
+
+        - a head turns if its pairs that turn by a radian or more say so together, within a tie;
+        - then each pair turns, unless its standing mean is clearly larger;
+        - but pairs that hold next to nothing stand: a head without a constant part costs nothing.
+
+        Returns:
+            The mean and the rotary mean, float32 [B, H, 1, D] each.
+        """
+        standing, turning = self._means
+        stood, turned, left = self._energies(standing, turning)
+        share, pairs = SMALLEST_SHARE * left, max(len(self.inv_freq), 1)
+        tell = (self.inv_freq * self.span >= 1).to(stood.dtype)
+        telling, standing_still = ((x * tell).sum(-1, keepdim=True) for x in (turned, stood))
+        head = _as_good(telling, standing_still, share)
+        turns = head & (turned > share / pairs) & _as_good(turned, stood, share / pairs)
+        rest = standing.shape[-1] - 2 * len(self.inv_freq)
+        turns = torch.nn.functional.pad(_by_channel(turns, self.interleaved), (0, rest))
+        return standing.masked_fill(turns, 0), turning.masked_fill(~turns, 0)
+
+
+def measure_means(
+    keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """`KeyMoments.means` of keys [B, H, n, D] at `positions` int64 [n] or [B, n]."""
+    return KeyMoments(inv_freq, interleaved).add(keys, positions).means()
+
+
+def interleave(halves: Tensor, neighbours: Tensor, tokens: int) -> bool:
+    """Whether keys turn in pairs (2 p, 2 p + 1), rather than (p, p + r): models have either, and
+    their configs do not say which.
+
+    Args:
+        halves: what `KeyMoments` of pairs (p, p + r) leave.
+        neighbours: what those of pairs (2 p, 2 p + 1) leave.
+        tokens: that were measured.
+    """
+    return tokens >= _FEWEST and bool(neighbours.sum() < DIFFERENT * halves.sum())
+
+
+def pairs_interleave(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> bool:
+    """`interleave` of keys; arguments as of `measure_means`."""
+    if keys.shape[2] < _FEWEST:
+        return False
+    halves, neighbours = (
+        KeyMoments(inv_freq, layout).add(keys, positions).left for layout in (False, True)
+    )
+    return interleave(halves, neighbours, keys.shape[2])
+
+
+def _as_good(turned: Tensor, stood: Tensor, slack: Tensor) -> Tensor:
+    return turned >= TIE * stood - slack
+
+
+def _pair_energy(mean: Tensor, count: int, interleaved: bool) -> Tensor:
+    squares = mean[..., :count].square()
+    shape = (-1, 2) if interleaved else (2, -1)
+    return squares.unflatten(-1, shape).sum(-1 if interleaved else -2)
+
+
+def _by_channel(pairs: Tensor, interleaved: bool) -> Tensor:
+    return pairs.repeat_interleave(2, -1) if interleaved else torch.cat([pairs, pairs], -1)

@@ -1,0 +1,116 @@
+"""A rotary mean: what is measured, what is coded and what attention adds, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_vq.formats.catalog import KV_SCHEMES
+from hf_vq.formats.shared import universal_tensor
+from hf_vq.ops import KVCacheView, KVSide, kv_append, kv_attention
+from hf_vq.ops.layout import layouts_for
+from hf_vq.ops.rotary_mean import measure_means, rotated
+
+DIM = 64
+INV_FREQ = 10000.0 ** -(torch.arange(0, DIM, 2).double() / DIM).float()
+
+
+def keys_with_bias(
+    tokens: int, bias: float, seed: int = 0, start: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Keys [2, 3, n, D] whose part before RoPE is m [2, 3, 1, D] and noise, and m."""
+    generator = torch.Generator().manual_seed(seed)
+    mean = bias * torch.randn(2, 3, 1, DIM, generator=generator)
+    noise = torch.randn(2, 3, tokens, DIM, generator=generator)
+    return rotated(mean + noise, INV_FREQ, False, start + torch.arange(tokens)), mean
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotated_is_what_complex_numbers_say(interleaved: bool) -> None:
+    mean = torch.randn(1, 2, 1, DIM)
+    positions = torch.tensor([0, 1, 77, 100_003])
+    found = rotated(mean, INV_FREQ[: DIM // 4], interleaved, positions)
+    turning = mean[..., : DIM // 2].double()
+    a, b = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    phase = torch.polar(
+        torch.ones(4, DIM // 4).double(), positions[:, None] * INV_FREQ[: DIM // 4].double()
+    )
+    turned = torch.complex(a, b) * phase
+    parts = (turned.real, turned.imag)
+    expected = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    torch.testing.assert_close(found[..., : DIM // 2].double(), expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(found[..., DIM // 2 :], mean[..., DIM // 2 :].expand(1, 2, 4, -1))
+
+
+def test_a_bias_is_found_and_leaves_only_the_noise() -> None:
+    keys, mean = keys_with_bias(512, 30.0)
+    positions = torch.arange(512)
+    standing, turning = measure_means(keys, positions, INV_FREQ, False)
+    left = keys - standing - rotated(turning, INV_FREQ, False, positions)
+    assert left.square().mean() < 1.1  # the noise has 1
+    assert (turning - mean).abs().max() < 0.5
+    assert (keys - keys.mean(2, keepdim=True)).square().mean() > 100
+
+
+def test_what_stands_still_keeps_the_standing_mean() -> None:
+    """Keys of a model without RoPE, or with another: never worse than the mean."""
+    generator = torch.Generator().manual_seed(1)
+    keys = 30 * torch.randn(2, 3, 1, DIM, generator=generator) + torch.randn(
+        2, 3, 512, DIM, generator=generator
+    )
+    positions = torch.arange(512)
+    standing, turning = measure_means(keys, positions, INV_FREQ, False)
+    left = keys - standing - rotated(turning, INV_FREQ, False, positions)
+    assert left.square().mean() < 1.02 * (keys - keys.mean(2, keepdim=True)).square().mean()
+
+
+def test_nothing_turns_where_nothing_is_gained() -> None:
+    keys, _ = keys_with_bias(512, 0.0)
+    _, turning = measure_means(keys, torch.arange(512), INV_FREQ, False)
+    assert not turning.any()
+
+
+def growing_view(
+    keys: Tensor, values: Tensor, turning: Tensor, coded: int, start: int
+) -> KVCacheView:
+    """A view of a growing cache: `coded` tokens to be appended, and the rest as floats."""
+    scheme = KV_SCHEMES["u4"].key
+    layouts = layouts_for(scheme, scheme, DIM, DIM, keys)
+    from hf_vq.cache.token_buffer import CodeBuffer
+
+    def side(x: Tensor, layout: str, mean: Tensor | None) -> KVSide:
+        buffer = CodeBuffer(x, scheme, layout, 256, None)
+        buffer.reserve(coded)
+        return KVSide(
+            buffer.data, buffer.scale, universal_tensor(scheme), mean, x[:, :, :4], x[:, :, coded:],
+            0, scheme.spec(), layout,
+        )  # fmt: skip
+
+    mean = 0.1 * torch.randn(2, 3, 1, DIM)
+    return KVCacheView(
+        side(keys, layouts[0], mean), side(values, layouts[1], None), None, None, None, None,
+        keys.shape[2], keys.shape[2] - coded, 1, coded, turning, INV_FREQ, False, start,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("start", [0, 1000])
+def test_attention_sees_the_keys_of_a_strong_bias(queries: int, start: int) -> None:
+    """With a bias of 30 and a noise of 1, coded attention is as near as without the bias."""
+    errors = []
+    for bias in (0.0, 30.0):
+        keys, mean = keys_with_bias(200, bias, start=start)
+        values = torch.randn(2, 3, 200, DIM)
+        view = growing_view(keys, values, mean, 160, start)
+        kv_append(keys[:, :, :160], values[:, :, :160], view)
+        query = torch.randn(2, 6, queries, DIM) / (1 + bias)
+        view = view._replace(num_new=queries)
+        found = kv_attention(query, view, softmax_scale=DIM**-0.5)
+        wide = [x.double().repeat_interleave(2, 1) for x in (keys, values)]
+        mask = torch.ones(queries, 200, dtype=torch.bool).tril(200 - queries)
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            query.double(), *wide, attn_mask=mask
+        )
+        errors.append((found - exact).norm() / exact.norm())
+    assert errors[1] < 1.5 * errors[0]
