@@ -64,6 +64,8 @@ struct Step {
     k.c.first = s.k_first;
     v.c.first = s.v_first;
     k.c.count = v.c.count = s.coded;
+    const float sizes[] = {0.5f, 20, 200};
+    if (random_bits() % 2) k.add_rotary(sizes[random_int(0, 2)]);
     step.k = k.c;
     step.v = v.c;
     step.sink_k = sink_k.f;
@@ -183,7 +185,8 @@ struct Step {
       for (int64_t d = 0; d < keys.dim; ++d) {
         const double x = query.at(b, head, q, d);
         s += key[d] * x;
-        sum += (std::fabs(key[d]) + std::fabs(k.mean_of(b, head / group, d))) * std::fabs(x);
+        const double means = std::fabs(k.mean_of(b, head / group, d)) + k.rotary_size(b, head / group, int(d));
+        sum += (std::fabs(key[d]) + means) * std::fabs(x);
       }
       products = std::fmax(products, sum);
       s *= double(step.scaling);
