@@ -38,8 +38,13 @@ void write_turn(const float* inv_freq, const RotaryTable& table, double distance
   }
 }
 
+// One of the two functions of p, at distance number i.
+void write_functions(const RotaryTable& table, int i, int p, int which, double value, float* to) {
+  to[table.functions(i) - table.data + (2 * p + which) * kReach] = float(value);
+}
+
 constexpr int kNodes = 32;
-constexpr double kPi = 3.14159265358979323846, kLeftOut = 0x1p-21;
+constexpr double kPi = 3.14159265358979323846, kLeftOut = 0x1p-17;
 
 // Chebyshev's series of cos u f (even terms) and sin u f (odd ones), from their values at the nodes.
 float write_series(double f, float* series) {
@@ -89,12 +94,11 @@ void hf_vq_rotary_table(const float* inv_freq, int32_t pairs, int32_t interleave
     }
   write_turn(inv_freq, table, kHalf - 0.5, to + table.middle);
   for (int p = 0; p < pairs; ++p) {
-    float* row = to + (table.functions(p) - table.data);
     for (int i = 0; i < kHalf; ++i) {
       double c, s;
       cos_sin(double(inv_freq[p]) * (i + 0.5), c, s);
-      row[i] = float(c);
-      row[kHalf + i] = float(s);
+      write_functions(table, i, p, 0, c, to);
+      write_functions(table, i, p, 1, s, to);
     }
     to[table.terms + p] = write_series(double(inv_freq[p]), to + table.series + p * kSeries);
   }
@@ -102,7 +106,7 @@ void hf_vq_rotary_table(const float* inv_freq, int32_t pairs, int32_t interleave
     const double x = (i + 0.5) / kHalf;
     double before = 1, here = x;
     for (int k = 0; k < kSeries; ++k) {
-      to[table.basis + ((table.lanes / 2 + k / 2) * 2 + k % 2) * kHalf + i] = float(before);
+      write_functions(table, i, table.lanes / 2 + k / 2, k % 2, before, to);
       const double next = 2 * x * here - before;
       before = here;
       here = next;

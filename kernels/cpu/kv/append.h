@@ -65,7 +65,7 @@ inline void add_row(const Append& job, int64_t batch, int64_t head, int64_t t, P
   if (turns(codes)) {
     const RotaryTable table(codes.rotary_table);
     Turn turn;
-    turn_by(table, job.at + t + codes.rotary_start, turn);
+    turn_by(table, job.at + t + codes.rotary_start, 0, turn);
     float* to = piece.turned[piece.last];
     add_turned(table, turn, mean, rotary_mean_of(codes, batch, head), codes.dim, to);
     mean = to;

@@ -53,14 +53,25 @@ inline void choose_functions(const RotaryTable& table, const float* m, Turning& 
   for (int k = 0; k < turning.terms / 2; ++k) turning.function[turning.functions++] = uint8_t(table.lanes / 2 + k);
 }
 
-// (A, B) of each pair, and (B, A): pairs [2][lanes].
-inline void open_pairs(const RotaryTable& table, const float* m, const float* query, float scaling, float* pairs) {
-  memset(pairs, 0, size_t(table.lanes) * 8);
+// (A, B) of each pair, and (B, A), turned from token 0 to the middle of a block whose first token is n = `start`, but for
+// the digits of n that differ from block to block. pairs [2][lanes].
+inline void open_pairs(const RotaryTable& table, const float* m, int64_t start, const float* query, float scaling,
+                       float* pairs) {
+  static_assert(kBlock % kDigitValues == 0);  // the lowest digit is that of `start` in all blocks
   float* swapped = pairs + table.lanes;
+  memset(pairs, 0, size_t(table.lanes) * 8);
   for (int p = 0; p < table.pairs; ++p) {
     const int a = table.first(p), b = table.second(p);
     pairs[2 * p] = swapped[2 * p + 1] = (query[a] * m[a] + query[b] * m[b]) * scaling;
     pairs[2 * p + 1] = swapped[2 * p] = (query[b] * m[a] - query[a] * m[b]) * scaling;
+  }
+  const float* lowest = table.data + table.digit(0, int((start - kFirstToken) & (kDigitValues - 1)));
+  for (const float* by : {lowest, table.data + table.middle}) {
+    for (int i = 0; i < table.lanes; i += kFloats) {
+      const Floats here = load(pairs + i), other = load(swapped + i), c = load(by + i), s = load(by + table.lanes + i);
+      store(pairs + i, fma(here, c, other * s));
+      store(swapped + i, other * c - here * s);
+    }
   }
 }
 
@@ -86,6 +97,7 @@ template <int G>
 void sum_functions(const RotaryTable& table, const Turning& turning, const float* factors, int stride,
                    const float* constant, int from, float* out) {
   constexpr int kCount = kRegisters / (G <= 2 ? 8 : 16);  // vectors whose sums stay in registers
+  static_assert(kReach % (kCount * kFloats) == 0);
   for (int i = from / (kCount * kFloats) * (kCount * kFloats); i < kHalf; i += kCount * kFloats) {
     Floats even[G][kCount], odd[G][kCount];
     for (int g = 0; g < G; ++g)
@@ -93,9 +105,10 @@ void sum_functions(const RotaryTable& table, const Turning& turning, const float
         even[g][v] = splat(constant[g]);
         odd[g][v] = splat(0.0f);
       }
+    const float* functions = table.functions(i);
     for (int j = 0; j < turning.functions; ++j) {
       const int p = turning.function[j];
-      const float *cosine = table.functions(p) + i, *sine = cosine + kHalf, *factor = factors + 2 * p;
+      const float *cosine = functions + 2 * p * kReach, *sine = cosine + kReach, *factor = factors + 2 * p;
       for (int v = 0; v < kCount; ++v) {
         const Floats c = load(cosine + v * kFloats), s = load(sine + v * kFloats);
         for (int g = 0; g < G; ++g) {
@@ -122,8 +135,7 @@ constexpr SumFunctions kSumFunctions[kSharing] = {sum_functions<1>, sum_function
 inline void turn_block(const RotaryTable& table, const Turning& turning, int64_t first, int low, int high, int rows,
                        const float* pairs, const float* constant, float* factors, float* out) {
   Turn turn;
-  turn_by(table, first, turn);
-  turn_on(table.data + table.middle, table.lanes, turn);
+  turn_by(table, first, 1, turn);
   const int stride = table.lanes + kSeries;
   for (int r = 0; r < rows; ++r)
     turn_pairs(table, turning, turn, pairs + r * 2 * table.lanes, factors + r * stride);

@@ -25,14 +25,15 @@ inline void turn_on(const float* by, int lanes, Turn& turn) {
   }
 }
 
-inline void turn_by(const RotaryTable& table, int64_t n, Turn& turn) {
+// The digits of n from `level` on.
+inline void turn_by(const RotaryTable& table, int64_t n, int level, Turn& turn) {
   const int64_t number = n - kFirstToken;
-  const auto digit = [&](int level) {
-    return table.data + table.digit(level, int(number >> level * kDigitBits & (kDigitValues - 1)));
+  const auto digit = [&](int l) {
+    return table.data + table.digit(l, int(number >> l * kDigitBits & (kDigitValues - 1)));
   };
-  memcpy(turn.cosine, digit(0), size_t(table.lanes) * 4);
-  memcpy(turn.sine, digit(0) + table.lanes, size_t(table.lanes) * 4);
-  for (int level = 1; level < kDigits; ++level) turn_on(digit(level), table.lanes, turn);
+  memcpy(turn.cosine, digit(level), size_t(table.lanes) * 4);
+  memcpy(turn.sine, digit(level) + table.lanes, size_t(table.lanes) * 4);
+  while (++level < kDigits) turn_on(digit(level), table.lanes, turn);
 }
 
 inline bool turns(const hf_vq_codes& codes) { return codes.rotary_mean != nullptr; }
