@@ -143,9 +143,11 @@ def _codes(
         kept: takes what has to live until the call is over.
     """
     scheme = side.parsed
-    turning, turns, table, start = view.key_rotary_mean if side is view.key else None, (0, 0), 0, 0
+    turning = view.key_rotary_mean if side is view.key else None
+    turns: tuple[int, ...] = (0, 0)
+    table = start = 0
     if turning is not None:
-        turning, values = _whole(turning), rotary_table.of(view)
+        turning, values = _whole(turning), rotary_table.table_of(view)
         turns, table, start = turning.stride(), values.data_ptr(), view.rotary_start - side.first
         kept += turning, values
     codebook, mean = _whole(side.codebook), None if side.mean is None else _whole(side.mean)
@@ -280,7 +282,7 @@ def bind_append(problem: dispatch.KVAppendProblem) -> dispatch.Bound | None:
         mean = side.mean
         done: Tensor | None = op(
             x, none if mean is None else mean, side.codebook, side.codes, side.scale, shape,
-            view.key_rotary_mean, table(view), at, view.rotary_start - side.first,
+            view.key_rotary_mean, table.of(view), at, view.rotary_start - side.first,
         )  # fmt: skip
         return done
 
@@ -318,7 +320,7 @@ def bind_attention(problem: dispatch.KVAttentionProblem) -> dispatch.Bound | Non
             query, key.sinks, value.sinks, key.codes, key.scale,
             none if key.mean is None else key.mean, value.codes, value.scale, key.recent,
             value.recent, key.codebook, value.codebook, k_shape, v_shape, view.key_rotary_mean,
-            table(view),
+            table.of(view),
             view.max_seqlen - key.recent.shape[2], view.window, view.num_new, view.num_coded,
             key.first, value.first, view.rotary_start - key.first, softmax_scale, softcap,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from ...ops.kv import KVCacheView
 from . import library as native
 
 
-def of(view: KVCacheView) -> Tensor:
+def table_of(view: KVCacheView) -> Tensor:
     """The table of a view's frequencies: all heads and layers with the same ones share it."""
     inv_freq = view.rotary_inv_freq
     assert inv_freq is not None
@@ -36,8 +36,9 @@ class OfLayer:
         self._inv_freq: Tensor | None = None
         self._table: Tensor | None = None
 
-    def __call__(self, view: KVCacheView) -> Tensor | None:
+    def of(self, view: KVCacheView) -> Tensor | None:
+        """The table of a view's frequencies."""
         if view.rotary_inv_freq is not self._inv_freq:
-            self._table = of(view)
+            self._table = table_of(view)
             self._inv_freq = view.rotary_inv_freq
         return self._table

@@ -53,8 +53,8 @@ inline void choose_functions(const RotaryTable& table, const float* m, Turning& 
   for (int k = 0; k < turning.terms / 2; ++k) turning.function[turning.functions++] = uint8_t(table.lanes / 2 + k);
 }
 
-// (A, B) of each pair, and (B, A), turned from token 0 to the middle of a block whose first token is n = `start`, but for
-// the digits of n that differ from block to block. pairs [2][lanes].
+// (A, B) of each pair, and (B, A), turned from token 0 to the middle of a block whose first token is n = `start`, but
+// for the digits of n that differ from block to block. pairs [2][lanes].
 inline void open_pairs(const RotaryTable& table, const float* m, int64_t start, const float* query, float scaling,
                        float* pairs) {
   static_assert(kBlock % kDigitValues == 0);  // the lowest digit is that of `start` in all blocks
@@ -65,8 +65,9 @@ inline void open_pairs(const RotaryTable& table, const float* m, int64_t start, 
     pairs[2 * p] = swapped[2 * p + 1] = (query[a] * m[a] + query[b] * m[b]) * scaling;
     pairs[2 * p + 1] = swapped[2 * p] = (query[b] * m[a] - query[a] * m[b]) * scaling;
   }
-  const float* lowest = table.data + table.digit(0, int((start - kFirstToken) & (kDigitValues - 1)));
-  for (const float* by : {lowest, table.data + table.middle}) {
+  const int64_t lowest = table.digit(0, int((start - kFirstToken) & (kDigitValues - 1)));
+  const float* const turns[] = {table.data + lowest, table.data + table.middle};
+  for (const float* by : turns) {
     for (int i = 0; i < table.lanes; i += kFloats) {
       const Floats here = load(pairs + i), other = load(swapped + i), c = load(by + i), s = load(by + table.lanes + i);
       store(pairs + i, fma(here, c, other * s));
@@ -79,7 +80,8 @@ inline void open_pairs(const RotaryTable& table, const float* m, int64_t start, 
 inline void turn_pairs(const RotaryTable& table, const Turning& turning, const Turn& turn, const float* pairs,
                        float* factors) {
   for (int i = 0; i < table.lanes; i += kFloats)
-    store(factors + i, fma(load(pairs + i), load(turn.cosine + i), load(pairs + table.lanes + i) * load(turn.sine + i)));
+    store(factors + i,
+          fma(load(pairs + i), load(turn.cosine + i), load(pairs + table.lanes + i) * load(turn.sine + i)));
   Floats sums[kSeries / kFloats];
   for (Floats& each : sums) each = splat(0.0f);
   for (int i = 0; i < turning.slow; ++i) {

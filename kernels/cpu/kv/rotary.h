@@ -50,7 +50,8 @@ inline const float* rotary_mean_of(const hf_vq_codes& codes, int64_t batch, int6
 }
 
 // to [dim] <- mean + R_n m
-inline void add_turned(const RotaryTable& table, const Turn& turn, const float* mean, const float* m, int dim, float* to) {
+inline void add_turned(const RotaryTable& table, const Turn& turn, const float* mean, const float* m, int dim,
+                       float* to) {
   for (int i = 0; i < dim; ++i) to[i] = mean[i] + (i < 2 * table.pairs ? 0.0f : m[i]);
   for (int p = 0; p < table.pairs; ++p) {
     const int first = table.first(p), second = table.second(p);

@@ -7,8 +7,9 @@
 //   digits [4][64][2][lanes]  of token n = d0 + 64 d1 + 4096 d2 + 262144 (d3 - 32): (cos, cos), then (sin, -sin), of
 //                             the angle of each digit; the product of the four is that of n, without large angles
 //   middle [2][lanes]         of 127.5: from the first token of a block to its middle
-//   basis [2][lanes / 2 + 8][2][64]  functions of the distance u = .5, 1.5 .. 127.5 to the middle, 64 distances after the
-//                             other: cos u f_p and sin u f_p, then the Chebyshev polynomials T_2k and T_2k+1 of u / 128
+//   basis [2][lanes / 2 + 8][2][64]  functions of the distance u = .5, 1.5 .. 127.5 to the middle, the first 64
+//                             distances and the others: cos u f_p and sin u f_p, then the Chebyshev polynomials
+//                             T_2k and T_2k+1 of u / 128
 //   series [lanes / 2][16]    cos u f_p = sum of the even ones times T_k(u / 128), sin u f_p = sum of the odd ones
 //   terms [lanes / 2]         terms of the series that are needed for an error of 2^-17; 0 = 16 are too few
 #pragma once

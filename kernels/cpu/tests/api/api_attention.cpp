@@ -346,7 +346,8 @@ void check_attention(Step& s, Tally& tally) {
     // Queries and entries have 8 bits, which moves logits and values by up to one percent of the largest.
     that(worst <= (0.03 + last_bit) * s.size && excess <= 0,
          "attention %s %s / %s dim %d %d, coded %d from %d and %d, total %d, tail from %d, sinks %d, window %d, "
-         "fresh %d, queries %d, group %d%s%s%s, %d rotary pairs from %d: error %g, from scalar %g more than allowed, of %g",
+         "fresh %d, queries %d, group %d%s%s%s, %d rotary pairs from %d: error %g, from scalar %g more "
+         "than allowed, of %g",
          isas.names[i], s.k.coding.name, s.v.coding.name, s.k.c.dim, s.v.c.dim, int(s.k.c.count), int(s.k.c.first),
          int(s.v.c.first), int(s.total), int(s.step.tail_start), int(s.sink_k.f.tokens), int(s.step.window),
          int(s.step.fresh), int(s.queries), int(s.group), s.step.mask ? ", mask" : "", s.step.start ? ", start" : "",

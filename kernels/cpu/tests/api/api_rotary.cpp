@@ -50,7 +50,7 @@ void check_table(int pairs, double base) {
     };
     const int terms = int(table.data[table.terms + p]);
     that(terms >= 0 && terms <= kv::kSeries && terms % 2 == 0, "rotary_table: %d terms", terms);
-    that(terms > 0 || f * kv::kHalf > 2, "rotary_table: no series of a pair that turns by %g in a block", f * kv::kHalf);
+    that(terms > 0 || f * kv::kHalf > 2, "rotary_table: no series of a pair that turns by %g", f * kv::kHalf);
     for (int i = 0; i < kv::kHalf; ++i) {
       const double want[2] = {std::cos((i + 0.5) * f), std::sin((i + 0.5) * f)};
       double sums[2] = {0, 0};
@@ -61,8 +61,8 @@ void check_table(int pairs, double base) {
         that(std::fabs(direct - want[which]) <= 2 * kHalfUlp, "rotary_table: function %d of pair %d", which, p);
         // 2^-17 of what is left out, and the roundings of 16 terms whose factors add up to 3 at most.
         if (terms > 0)
-          that(std::fabs(sums[which] - want[which]) <= 0x1p-17 + 6 * kHalfUlp, "rotary_table: series of pair %d is %g, not %g",
-               p, sums[which], want[which]);
+          that(std::fabs(sums[which] - want[which]) <= 0x1p-17 + 6 * kHalfUlp,
+               "rotary_table: series of pair %d is %g, not %g", p, sums[which], want[which]);
       }
     }
   }
