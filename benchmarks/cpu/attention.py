@@ -6,7 +6,8 @@
     step          q K^T, softmax and the values. Baselines: PyTorch's operations one by one (bmm,
                   softmax, bmm: eager attention), its fused SDPA, onnxruntime's GroupQueryAttention
                   with an int8 cache if installed, and, with as many threads, reading the same bytes
-                  and arithmetic alone
+                  and arithmetic alone. Rows `u4 rotary` are of keys with a rotary mean
+                  (hf_vq/ops/rotary_mean.py) of every pair, against the same scheme without one
     prefill       the same for a chunk of a prompt after a cached one
     append        one token's keys and values into the cache, per vector
     append keys   keys only, against a copy into a dense cache and against the 256-entry search of
@@ -45,6 +46,8 @@ from ..timing import Candidate, cold_copies, extrapolated, interleave, speedup, 
 SCHEMES = ("u4", "u3", "u2", "nomad-u4")
 PQ = "cq-4"  # 256 entries of 2 numbers: the codes of the paper's PQ-Attention
 LEARNED = ("nomad-4", PQ)  # of these the keys are of interest; steps are not timed
+ROTARY = "rotary"  # behind the name of a scheme
+ROPE_THETA = 1e6  # of the models whose keys have the largest biases
 CONTEXT = 16384
 HEADS = 8  # key/value heads of a call
 HEAD_DIM = 128
@@ -131,6 +134,13 @@ def _cached(name: str, context: int, fresh: int = 1) -> KVCacheView:
     handle = layer.update(tokens, tokens)[0]
     assert isinstance(handle, LazyKV)
     return handle.update.view
+
+
+def _turning(caches: list[KVCacheView]) -> list[KVCacheView]:
+    """The same caches, whose keys have a rotary mean of every pair."""
+    inv_freq = (ROPE_THETA ** -(torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)).float()
+    mean = torch.randn(1, HEADS, 1, HEAD_DIM)
+    return [c.replace(key_rotary_mean=mean, rotary_inv_freq=inv_freq) for c in caches]
 
 
 def _coded_bytes(cached: KVCacheView, sides: str) -> int:
@@ -295,9 +305,17 @@ def _steps(
     nbytes = {}
     for name in schemes:
         cached = _cached(name, context, queries)
-        nbytes[name] = _coded_bytes(cached, "kv")
-        ours[name] = _stepping(_cold(cached, nbytes[name]), group, queries)
+        nbytes[name] = nbytes[f"{name} {ROTARY}"] = _coded_bytes(cached, "kv")
+        copies = _cold(cached, nbytes[name])
+        ours[name] = _stepping(copies, group, queries)
+        ours[f"{name} {ROTARY}"] = _stepping(_turning(copies), group, queries)
         in_cache |= _in_cache(name, queries, lambda caches: _stepping(caches, group, queries))
+        turning = _in_cache(
+            name, queries, lambda caches: _stepping(_turning(caches), group, queries)
+        )
+        in_cache |= {
+            key.replace(name, f"{name} {ROTARY}", 1): call for key, call in turning.items()
+        }
     size = max(nbytes.values())
     read = reading(size)
     floor = {"arithmetic": arithmetic()} | ({} if read is None else {"read": read})
@@ -323,6 +341,9 @@ def _steps(
                 single[name] = row["us"]
                 if name in ours:
                     row["speedup"] = {peer: speedup(times, seconds[peer]) for peer in peers}
+                    if name.endswith(ROTARY):
+                        plain = name.removesuffix(f" {ROTARY}")
+                        row["speedup"][plain] = speedup(times, seconds[plain])
                     row["us_cached"] = _us_cached(seconds, name, context)
             elif name not in peers:
                 row["scaling"] = single[name] / row["us"]

@@ -16,7 +16,7 @@ Bound = Callable[..., Tensor | None]
 """An op bound to one problem, called without torch's dispatcher; None for unsupported tensors.
 
 linear      (x, codes, codebook, scale, signs, bias) -> y
-kv_append   (x, side, at) -> a tensor without meaning
+kv_append   (x, side, at, view) -> a tensor without meaning
 kv_attention (query, view, softmax_scale, softcap) -> out, without mask, padding and sink_logits
 """
 

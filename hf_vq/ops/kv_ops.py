@@ -45,7 +45,8 @@ class BoundKV(NamedTuple):
         append_key: as `dispatch.Bound` of `kv_append`, like `append_value`.
         attention: as `dispatch.Bound` of `kv_attention`.
         most: tokens of the layer, up to which this is what the table says,
-        forced: while HF_VQ_BACKEND is this,
+        rotary: while its keys have a rotary mean, or have none,
+        forced: HF_VQ_BACKEND is this,
         generation: and nobody changes the table.
     """
 
@@ -53,6 +54,7 @@ class BoundKV(NamedTuple):
     append_value: dispatch.Bound
     attention: dispatch.Bound
     most: int
+    rotary: bool
     forced: str
     generation: int
 
@@ -65,9 +67,11 @@ def bound_to(known: BoundKV | None, key: Tensor, view: KVCacheView) -> BoundKV:
         view: of the layer.
     """
     forced, generation = env.BACKEND.get(), selection.generation
+    rotary = view.key_rotary_mean is not None
     if (
         known is not None
         and view.max_seqlen <= known.most
+        and known.rotary == rotary
         and known.generation == generation
         and known.forced == forced
     ):
@@ -76,18 +80,24 @@ def bound_to(known: BoundKV | None, key: Tensor, view: KVCacheView) -> BoundKV:
         _bind(
             append_problem(
                 key.device, key.dtype, side.scheme, 1, side.dim, side.layout,
-                rotary=side is view.key and view.key_rotary_mean is not None,
+                rotary=rotary and side is view.key,
             )
         )
         for side in (view.key, view.value)
     )  # fmt: skip
     attention = _bind(_attention_problem(key, view))
-    return BoundKV(keys, values, attention, dispatch.bucket(view.max_seqlen), forced, generation)
+    most = dispatch.bucket(view.max_seqlen)
+    return BoundKV(keys, values, attention, most, rotary, forced, generation)
 
 
-def _bind(problem: dispatch.Problem) -> dispatch.Bound:
+def _bind(
+    problem: dispatch.KVAppendProblem | dispatch.KVAttentionProblem,
+) -> dispatch.Bound:
     try:
-        return dispatch.bind(problem) or _refuse
+        if not problem.rotary:
+            return dispatch.bind(problem) or _refuse
+        # A kernel of its own for each layer: it holds the table of the layer's frequencies.
+        return dispatch.select(problem).implementation.bind(problem) or _refuse
     except VQBackendError:  # HF_VQ_BACKEND leaves no entry: the op itself says so, if it is called
         return _refuse
 
@@ -130,9 +140,9 @@ def kv_append(
     """
     if bound is not None and is_plain_eager(key, value):
         before = view.num_coded - 1
-        done = bound.append_key(key, view.key, view.key.first + before)
+        done = bound.append_key(key, view.key, view.key.first + before, view)
         if done is not None:
-            done = bound.append_value(value, view.value, view.value.first + before)
+            done = bound.append_value(value, view.value, view.value.first + before, view)
         if done is not None:
             return
     if view.memory == STATIC:
@@ -289,7 +299,7 @@ def _append_side(
             problem = turning
     if memory == GROWING:
         bound = dispatch.bind(problem)
-        if bound is not None and bound(x, side, append_index(view, side, tokens)) is not None:
+        if bound is not None and bound(x, side, append_index(view, side, tokens), view) is not None:
             return
     with without_autocast(x.device):
         dispatch.select(problem).run(*((x, None) if is_key else (None, x)), view, slot_mapping)

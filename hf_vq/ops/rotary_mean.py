@@ -47,10 +47,20 @@ def rotated(mean: Tensor, inv_freq: Tensor, interleaved: bool, positions: Tensor
     Returns:
         float32 [B, H, n, D].
     """
-    angles = positions.double()[..., None] * inv_freq.double()  # [.., n, r]
+    return turned_by(mean, *cos_sin(inv_freq, positions), interleaved)
+
+
+def cos_sin(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles at `positions` [n] or [B, n]: float32 [n, r] or [B, 1, n, r]
+    each."""
+    angles = positions.double()[..., None] * inv_freq.double()
     angles = angles[:, None] if positions.ndim == 2 else angles
-    cos, sin = angles.cos().float(), angles.sin().float()
-    count = 2 * len(inv_freq)
+    return angles.cos().float(), angles.sin().float()
+
+
+def turned_by(mean: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`rotated` by angles whose cosines and sines are given."""
+    count = 2 * cos.shape[-1]
     turning, rest = mean[..., :count], mean[..., count:]
     if interleaved:
         a, b = turning[..., ::2], turning[..., 1::2]

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 7
+#define HF_VQ_ABI_VERSION 8
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -137,13 +137,22 @@ typedef struct hf_vq_codes {
   uint16_t* scale;           // fp16 [batch, heads, tokens]; NULL: entries have the data's own size
   const uint16_t* codebook;  // fp16 [2^bits, x], or learned [heads, dim / x, 2^bits, x]
   const float* mean;         // [batch, heads, dim], subtracted before coding; NULL = 0
-  int64_t data_stride[2], scale_stride[2], mean_stride[2];
+  const float* rotary_mean;  // [batch, heads, dim]: R_n m is subtracted too (hf_vq/ops/rotary_mean.py); NULL = 0
+  const float* rotary_table;  // of hf_vq_rotary_table, with rotary_mean
+  int64_t data_stride[2], scale_stride[2], mean_stride[2], rotary_stride[2];
   int64_t first;             // index on the tape of the token at position 0
   int64_t count;             // coded tokens from there on
+  int64_t rotary_start;      // n of the token at index 0 of the tape; -2^23 <= n < 2^23
   int32_t layout, x, bits, learned;
   int32_t dim;
   int32_t block;             // size of the Hadamard blocks; 1 = not rotated
 } hf_vq_codes;
+
+// Cosines and sines of frequencies (kv/rotary_table.h draws them): `inv_freq` [pairs], radians per token of the pairs
+// of channels (2 p, 2 p + 1) if interleaved, else (p, p + pairs). `to` has as many floats as the first function says; 0 =
+// there are too many pairs.
+HF_VQ_API int64_t hf_vq_rotary_table_size(int32_t pairs);
+HF_VQ_API void hf_vq_rotary_table(const float* inv_freq, int32_t pairs, int32_t interleaved, float* to);
 
 // HF_VQ_OK if hf_vq_append and hf_vq_attention compute with such codes; their pointers are not read.
 HF_VQ_API int hf_vq_codes_supported(const hf_vq_codes* codes, int values);

@@ -20,7 +20,7 @@ from ...ops.kv import PAGED, STATIC, KVCacheView, KVSide, append_index
 from ...ops.layout import BLOCK_BITS, PLANES, QUADS
 from ...ops.library import parse
 from .. import refusals
-from . import boxed_ops, kv_static
+from . import boxed_ops, kv_static, rotary_table
 from . import library as native
 
 LARGEST_DIM = 256
@@ -28,10 +28,11 @@ VECTOR_SIZES = (1, 2, 4)
 _FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 CODES = Packed([
-    ("data scale codebook mean", POINTER),
+    ("data scale codebook mean rotary_mean rotary_table", POINTER),
     ("data_stride.0 data_stride.1 scale_stride.0 scale_stride.1 mean_stride.0 mean_stride.1",
      INT64),
-    ("first count", INT64), ("layout x bits learned dim block", INT32),
+    ("rotary_stride.0 rotary_stride.1", INT64),
+    ("first count rotary_start", INT64), ("layout x bits learned dim block", INT32),
 ])  # fmt: skip
 FLOATS = Packed([
     ("data", POINTER), ("stride.0 stride.1 stride.2 tokens", INT64), ("dtype", INT32),
@@ -89,7 +90,7 @@ def _objection(scheme: VQScheme, dim: int, layout: str, values: bool) -> str | N
     except VQSchemeError as error:
         return str(error)
     library = native.load()
-    packed = CODES.pack(*(0,) * 12, *shape)
+    packed = CODES.pack(*(0,) * (len(CODES.names) - len(shape)), *shape)
     if library is None or library.hf_vq_codes_supported(packed, int(values)) != native.OK:
         return f"libhf_vq_cpu does not support {scheme.spec()} at head_dim {dim}"
     return None
@@ -101,7 +102,7 @@ def _wrong_dtype(dtype: str) -> str | None:
 
 def supports_append(problem: dispatch.KVAppendProblem) -> str | None:
     """None if the library encodes rows in these schemes and layouts, else the reason why not."""
-    reason = refusals.rotary(problem) or _wrong_dtype(problem.dtype) or _paged(problem.memory)
+    reason = _wrong_dtype(problem.dtype) or _paged(problem.memory)
     is_key = problem.memory == STATIC or problem.sides[0][2] != PLANES
     for scheme, dim, layout in problem.sides:
         reason = reason or _objection(parse(scheme), dim, layout, not is_key)
@@ -116,8 +117,7 @@ def supports_attention(problem: dispatch.KVAttentionProblem) -> str | None:
     if not key_layout:
         key_layout, value_layout = _layouts(problem)
     return (
-        refusals.rotary(problem)
-        or _wrong_dtype(problem.dtype)
+        _wrong_dtype(problem.dtype)
         or _paged(problem.memory)
         or _objection(keys, problem.head_dim, key_layout, False)
         or _objection(values, problem.value_dim, value_layout, True)
@@ -132,14 +132,24 @@ def _layouts(problem: Any) -> tuple[str, str]:
     return key_layout(parse(problem.key_scheme)), PLANES
 
 
-def _codes(side: KVSide, codes: Tensor, kept: _Kept, first: int, count: int) -> tuple[int, ...]:
+def _codes(
+    side: KVSide, view: KVCacheView, codes: Tensor, kept: _Kept, first: int, count: int
+) -> tuple[int, ...]:
     """The fields of `hf_vq_codes`.
 
     Args:
+        view: of `side`.
         codes: `side.codes`, dense.
         kept: takes what has to live until the call is over.
     """
     scheme = side.parsed
+    turning = view.key_rotary_mean if side is view.key else None
+    turns: tuple[int, ...] = (0, 0)
+    table = start = 0
+    if turning is not None:
+        turning, values = _whole(turning), rotary_table.table_of(view)
+        turns, table, start = turning.stride(), values.data_ptr(), view.rotary_start - side.first
+        kept += turning, values
     codebook, mean = _whole(side.codebook), None if side.mean is None else _whole(side.mean)
     kept += codes, codebook, mean
     data, scales = codes.stride(), side.scale.stride()
@@ -147,8 +157,9 @@ def _codes(side: KVSide, codes: Tensor, kept: _Kept, first: int, count: int) -> 
     return (
         codes.data_ptr(), side.scale.data_ptr() if scheme.has_scale else 0, codebook.data_ptr(),
         0 if mean is None else mean.data_ptr(),
-        data[0], data[1], scales[0], scales[1], means[0], means[1], first, count,
-        *_shape(scheme, side.dim, side.layout),
+        0 if turning is None else turning.data_ptr(), table,
+        data[0], data[1], scales[0], scales[1], means[0], means[1], turns[0], turns[1],
+        first, count, start, *_shape(scheme, side.dim, side.layout),
     )  # fmt: skip
 
 
@@ -180,7 +191,7 @@ def _append(
         if side.codes.stride(2) != side.codes.shape[3] or side.codes.stride(3) != 1:
             raise VQBackendError("append needs a buffer whose blocks lie one after another.")
         kept: _Kept = []
-        codes = CODES.pack(*_codes(side, side.codes, kept, 0, 0))
+        codes = CODES.pack(*_codes(side, view, side.codes, kept, 0, 0))
         floats = FLOATS.pack(*_floats(x, kept))
         at = append_index(view, side, x.shape[2])
         native.check(library.hf_vq_append(codes, floats, x.shape[0], x.shape[1], at), "append")
@@ -237,8 +248,8 @@ def step_of(
         masks, mask_dtype = mask.stride()[:3], native.DTYPES[mask.dtype]
     kept += start, nothing, mask
     return STEP.pack(
-        *_codes(key, _whole(key.codes), kept, key.first, view.num_coded),
-        *_codes(value, _whole(value.codes), kept, value.first, view.num_coded),
+        *_codes(key, view, _whole(key.codes), kept, key.first, view.num_coded),
+        *_codes(value, view, _whole(value.codes), kept, value.first, view.num_coded),
         *_floats(key.sinks, kept), *_floats(value.sinks, kept), *_floats(key.recent, kept),
         *_floats(value.recent, kept), *_floats(query, kept),
         out.data_ptr(), *out.stride()[:3],
@@ -257,15 +268,25 @@ def bind_append(problem: dispatch.KVAppendProblem) -> dispatch.Bound | None:
     ((scheme, dim, layout),) = problem.sides
     shape = _shape_tensor(scheme, dim, layout)
     none = torch.empty(0, device="cpu")
+    table = rotary_table.OfLayer()
 
-    def run(x: Tensor, side: KVSide, at: int) -> Tensor | None:
+    def run(x: Tensor, side: KVSide, at: int, view: KVCacheView) -> Tensor | None:
         mean = side.mean
         done: Tensor | None = op(
-            x, none if mean is None else mean, side.codebook, side.codes, side.scale, shape, at
-        )
+            x, none if mean is None else mean, side.codebook, side.codes, side.scale, shape,
+            none, none, at, 0,
+        )  # fmt: skip
         return done
 
-    return run
+    def run_rotary(x: Tensor, side: KVSide, at: int, view: KVCacheView) -> Tensor | None:
+        mean = side.mean
+        done: Tensor | None = op(
+            x, none if mean is None else mean, side.codebook, side.codes, side.scale, shape,
+            view.key_rotary_mean, table.of(view), at, view.rotary_start - side.first,
+        )  # fmt: skip
+        return done
+
+    return run_rotary if problem.rotary else run
 
 
 def bind_attention(problem: dispatch.KVAttentionProblem) -> dispatch.Bound | None:
@@ -276,6 +297,7 @@ def bind_attention(problem: dispatch.KVAttentionProblem) -> dispatch.Bound | Non
     k_shape = _shape_tensor(problem.key_scheme, problem.head_dim, problem.key_layout)
     v_shape = _shape_tensor(problem.value_scheme, problem.value_dim, problem.value_layout)
     none = torch.empty(0, device="cpu")
+    table = rotary_table.OfLayer()
 
     def run(
         query: Tensor, view: KVCacheView, softmax_scale: float, softcap: float
@@ -284,13 +306,27 @@ def bind_attention(problem: dispatch.KVAttentionProblem) -> dispatch.Bound | Non
         out: Tensor | None = op(
             query, key.sinks, value.sinks, key.codes, key.scale,
             none if key.mean is None else key.mean, value.codes, value.scale, key.recent,
-            value.recent, key.codebook, value.codebook, k_shape, v_shape,
+            value.recent, key.codebook, value.codebook, k_shape, v_shape, none, none,
             view.max_seqlen - key.recent.shape[2], view.window, view.num_new, view.num_coded,
-            key.first, value.first, softmax_scale, softcap,
+            key.first, value.first, 0, softmax_scale, softcap,
         )  # fmt: skip
         return out
 
-    return run
+    def run_rotary(
+        query: Tensor, view: KVCacheView, softmax_scale: float, softcap: float
+    ) -> Tensor | None:
+        key, value = view.key, view.value
+        out: Tensor | None = op(
+            query, key.sinks, value.sinks, key.codes, key.scale,
+            none if key.mean is None else key.mean, value.codes, value.scale, key.recent,
+            value.recent, key.codebook, value.codebook, k_shape, v_shape, view.key_rotary_mean,
+            table.of(view),
+            view.max_seqlen - key.recent.shape[2], view.window, view.num_new, view.num_coded,
+            key.first, value.first, view.rotary_start - key.first, softmax_scale, softcap,
+        )  # fmt: skip
+        return out
+
+    return run_rotary if problem.rotary else run
 
 
 def _shape_tensor(scheme: str, dim: int, layout: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import env, paths
 from ...errors import VQBackendError
 
-ABI_VERSION = 7  # HF_VQ_ABI_VERSION of the api.h that this module was written for
+ABI_VERSION = 8  # HF_VQ_ABI_VERSION of the api.h that this module was written for
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 3}
 """torch dtype -> enum hf_vq_dtype."""
@@ -70,6 +70,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("vptq_linear", number, [pointer, pointer, number, size, pointer, number, pointer]),
         ("w4a8_supports", number, [pointer]),
         ("w4a8_linear", number, [pointer, pointer, number, size, pointer, number, pointer]),
+        ("rotary_table_size", size, [ctypes.c_int32]),
+        ("rotary_table", None, [pointer, ctypes.c_int32, ctypes.c_int32, pointer]),
         ("codes_supported", number, [pointer, number]),
         ("append", number, [pointer, pointer, size, size, size]),
         ("attention", number, [pointer]),

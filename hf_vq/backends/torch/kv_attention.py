@@ -30,7 +30,7 @@ from ...dispatch import Implementation
 from ...ops.kv import GROWING, KVCacheView, KVSide
 from ...ops.reference import codes as reference
 from ...ops.reference import kv_attention as attention_reference
-from ...ops.rotary_mean import rotated_key_mean
+from ...ops.rotary_mean import cos_sin, rotated_key_mean, turned_by
 from .masks import band_rule, capturing, left_padding, remembered
 from .partial_softmax import PLAIN, Maths, Part
 
@@ -116,9 +116,21 @@ class Attention:
         rows = self.maths.decode(side, begin, end, dtype)
         if side is not self.view.key or self.view.key_rotary_mean is None:
             return rows
-        positions = torch.arange(begin, end, device=rows.device)
-        turning = rotated_key_mean(self.view, positions)
+        turning = self._turning(begin, end)
         return (rows + self.maths.rotate(turning, side.parsed)).to(rows.dtype)
+
+    def _turning(self, begin: int, end: int) -> Tensor:
+        """R_n m of positions `begin` .. `end`, float32 [B, H, n, D]: turned to the first one, and
+        from there on by angles that are the same for all pieces and layers."""
+        view, count = self.view, end - begin
+        inv_freq = view.rotary_inv_freq
+        assert inv_freq is not None
+        first = rotated_key_mean(view, torch.full((1,), begin, device=inv_freq.device))
+        if capturing(inv_freq):  # what is made now exists once the graph has run
+            cos, sin = _first_angles(inv_freq, count)
+        else:
+            cos, sin = remembered(inv_freq, _first_angles, dispatch.bucket(count))
+        return turned_by(first, cos[:count], sin[:count], view.rotary_interleaved)
 
     def _floats(self, side: KVSide, begin: int, end: int) -> Tensor:
         """Positions `begin` .. `end` of the floats."""
@@ -222,6 +234,10 @@ class Attention:
             else:
                 mask = mask.masked_fill(~rule, -torch.inf)
         return [self._attend(self.query, sides[0], sides[1], mask)]
+
+
+def _first_angles(inv_freq: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return cos_sin(inv_freq, torch.arange(count, device=inv_freq.device))
 
 
 def attention(

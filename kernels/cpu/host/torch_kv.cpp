@@ -57,9 +57,28 @@ bool codes_of(uint64_t data, uint64_t scales, uint64_t book, uint64_t mean, uint
   codes = {static_cast<uint8_t*>(tape.data),
            scaled ? static_cast<uint16_t*>(scale.data) : nullptr,
            static_cast<const uint16_t*>(codebook.data),
-           middle.numel != 0 ? static_cast<const float*>(middle.data) : nullptr,
-           {tape.strides[0], tape.strides[1]}, {scale.strides[0], scale.strides[1]}, {heads * dim, dim},
-           first, count, shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
+           middle.numel != 0 ? static_cast<const float*>(middle.data) : nullptr, nullptr, nullptr,
+           {tape.strides[0], tape.strides[1]}, {scale.strides[0], scale.strides[1]}, {heads * dim, dim}, {0, 0},
+           first, count, 0, shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
+  return true;
+}
+
+// A rotary mean, and the table of its frequencies; `start` is n of the token at index 0 of the tape.
+bool add_rotary(uint64_t mean, uint64_t table, int64_t start, int64_t batch, int64_t heads, hf_vq_codes& codes) {
+  Dense m, values;
+  const int32_t type = torch.floats[HF_VQ_FLOAT32];
+  if (!read(handle(mean), m)) return false;
+  if (m.numel == 0) return true;
+  if (!read(handle(table), values) || m.dtype != type || values.dtype != type || values.numel < 1) return false;
+  const float* numbers = static_cast<const float*>(values.data);
+  if (m.numel != batch * heads * codes.dim || !(numbers[0] >= 0.0f && numbers[0] <= float(codes.dim / 2)) ||
+      values.numel != hf_vq_rotary_table_size(int32_t(numbers[0])))
+    return false;
+  codes.rotary_mean = static_cast<const float*>(m.data);
+  codes.rotary_table = numbers;
+  codes.rotary_stride[0] = heads * codes.dim;
+  codes.rotary_stride[1] = codes.dim;
+  codes.rotary_start = start;
   return true;
 }
 
@@ -69,15 +88,16 @@ float number(uint64_t value) {
   return float(found);
 }
 
-// stack: x, mean, codebook, codes, scale, shape, at
+// stack: x, mean, codebook, codes, scale, shape, rotary_mean, rotary_table, at, rotary_start
 void* append(const uint64_t* stack) {
   Rows x;
   hf_vq_floats floats;
   hf_vq_codes codes;
-  const int64_t at = int64_t(stack[6]);
+  const int64_t at = int64_t(stack[8]);
   if (!read_rows(stack[0], x) || at < 0) return nullptr;
   const int64_t batch = x.sizes[0], heads = x.sizes[1];
   if (!codes_of(stack[3], stack[4], stack[2], stack[1], stack[5], batch, heads, 0, 0, at + x.sizes[2], codes) ||
+      !add_rotary(stack[6], stack[7], int64_t(stack[9]), batch, heads, codes) ||
       !floats_of(x, batch, heads, codes.dim, floats) || hf_vq_append(&codes, &floats, batch, heads, at) != HF_VQ_OK)
     return nullptr;
   void *done, *data;
@@ -86,21 +106,23 @@ void* append(const uint64_t* stack) {
 }
 
 // stack: query, sink_k, sink_v, k_codes, k_scale, k_mean, v_codes, v_scale, tail_k, tail_v, codebook_k, codebook_v,
-// k_shape, v_shape, tail_start, window, fresh, coded, k_first, v_first, scaling, softcap
+// k_shape, v_shape, rotary_mean, rotary_table, tail_start, window, fresh, coded, k_first, v_first, rotary_start, scaling,
+// softcap
 void* attention(const uint64_t* stack) {
   Rows query, sink_k, sink_v, tail_k, tail_v;
   if (!read_rows(stack[0], query) || !read_rows(stack[1], sink_k) || !read_rows(stack[2], sink_v) ||
       !read_rows(stack[8], tail_k) || !read_rows(stack[9], tail_v))
     return nullptr;
   const int64_t batch = query.sizes[0], heads = tail_k.sizes[1], queries = query.sizes[2];
-  const int64_t tail_start = int64_t(stack[14]), coded = int64_t(stack[17]);
+  const int64_t tail_start = int64_t(stack[16]), coded = int64_t(stack[19]);
   hf_vq_attention_step step{};
   if (heads < 1 || query.sizes[1] % heads != 0 || query.numel == 0 || tail_start < 0 ||
       sink_k.sizes[2] != sink_v.sizes[2] || tail_k.sizes[2] != tail_v.sizes[2])
     return nullptr;
-  if (!codes_of(stack[3], stack[4], stack[10], stack[5], stack[12], batch, heads, int64_t(stack[18]), coded, coded,
+  if (!codes_of(stack[3], stack[4], stack[10], stack[5], stack[12], batch, heads, int64_t(stack[20]), coded, coded,
                 step.k) ||
-      !codes_of(stack[6], stack[7], stack[11], 0, stack[13], batch, heads, int64_t(stack[19]), coded, coded, step.v))
+      !codes_of(stack[6], stack[7], stack[11], 0, stack[13], batch, heads, int64_t(stack[21]), coded, coded, step.v) ||
+      !add_rotary(stack[14], stack[15], int64_t(stack[22]), batch, heads, step.k))
     return nullptr;
   const int64_t dim = step.k.dim, value_dim = step.v.dim;
   if (!floats_of(sink_k, batch, heads, dim, step.sink_k) || !floats_of(sink_v, batch, heads, value_dim, step.sink_v) ||
@@ -115,10 +137,10 @@ void* attention(const uint64_t* stack) {
   step.group = query.sizes[1] / heads;
   step.queries = queries;
   step.tail_start = tail_start;
-  step.window = int64_t(stack[15]);
-  step.fresh = int64_t(stack[16]);
-  step.scaling = number(stack[20]);
-  step.softcap = number(stack[21]);
+  step.window = int64_t(stack[17]);
+  step.fresh = int64_t(stack[18]);
+  step.scaling = number(stack[23]);
+  step.softcap = number(stack[24]);
   void* out;
   if (!empty_like(query, value_dim, torch.cpu, 0, &out, &step.out)) return nullptr;
   if (hf_vq_attention(&step) == HF_VQ_OK) return out;
@@ -129,6 +151,6 @@ void* attention(const uint64_t* stack) {
 }  // namespace
 }  // namespace hf_vq
 
-void hf_vq_torch_append(uint64_t* stack, uint64_t, uint64_t) { hf_vq::answer(stack, 6, hf_vq::append(stack)); }
+void hf_vq_torch_append(uint64_t* stack, uint64_t, uint64_t) { hf_vq::answer(stack, 8, hf_vq::append(stack)); }
 
-void hf_vq_torch_attention(uint64_t* stack, uint64_t, uint64_t) { hf_vq::answer(stack, 14, hf_vq::attention(stack)); }
+void hf_vq_torch_attention(uint64_t* stack, uint64_t, uint64_t) { hf_vq::answer(stack, 16, hf_vq::attention(stack)); }

@@ -3,6 +3,8 @@
 //
 //   u = R (x - mean)    codes of u / rms(u)    scale = |u|^2 / <u, chosen entries>, 65504 at most
 //
+// A rotary mean R_n m is added to the mean, row by row.
+//
 // If the sum of squares of a finite row overflows, the row is read again, scaled by a power of two; no code changes.
 //
 // A task owns the tokens of one block of a head, so that no two tasks write into one packet. With few tokens it
@@ -10,6 +12,7 @@
 // of a block, their codes are whole pieces of packets: 64 bytes of a quad, 16 of a plane.
 #pragma once
 #include "encode.h"
+#include "rotary.h"
 #include "../primitives/hadamard.h"
 #include "../kernels.h"
 #include "../host/threads.h"
@@ -49,6 +52,7 @@ struct Piece {
   alignas(64) uint8_t codes[kStrip + kDim * kTogether + kStrip];
   uint8_t* const code = codes + kStrip;  // indexed by code_of(); the padding is read but not used
   uint16_t scale[kTogether];
+  float turned[kTogether][kDim];  // means with R_n m
 };
 
 // The next lane is token t of a head.
@@ -56,8 +60,17 @@ inline void add_row(const Append& job, int64_t batch, int64_t head, int64_t t, P
   static const float zeros[kDim] = {};
   const hf_vq_codes& codes = job.codes;
   piece.from[piece.last] = batch * job.x.stride[0] + head * job.x.stride[1] + t * job.x.stride[2];
-  piece.mean[piece.last++] =
+  const float* mean =
       codes.mean == nullptr ? zeros : codes.mean + batch * codes.mean_stride[0] + head * codes.mean_stride[1];
+  if (turns(codes)) {
+    const RotaryTable table(codes.rotary_table);
+    Turn turn;
+    turn_by(table, job.at + t + codes.rotary_start, 0, turn);
+    float* to = piece.turned[piece.last];
+    add_turned(table, turn, mean, rotary_mean_of(codes, batch, head), codes.dim, to);
+    mean = to;
+  }
+  piece.mean[piece.last++] = mean;
 }
 
 // Load the `count` < kFloats existing numbers at p from number `first` on, and zeros.
@@ -333,7 +346,8 @@ int codes_supported(const hf_vq_codes* codes, int values) {
 
 int append(const hf_vq_codes* codes, const hf_vq_floats* x, int64_t batch, int64_t heads, int64_t at) {
   using namespace kv;
-  if (codes_supported(codes, codes->layout == HF_VQ_PLANES) != HF_VQ_OK) return HF_VQ_UNSUPPORTED;
+  if (codes_supported(codes, codes->layout == HF_VQ_PLANES) != HF_VQ_OK || !rotary_supported(*codes))
+    return HF_VQ_UNSUPPORTED;
   if (x->tokens == 0 || batch == 0 || heads == 0) return HF_VQ_OK;
   Append job(*codes, *x);
   job.batch = batch;

@@ -168,7 +168,7 @@ inline int64_t splits_for(int64_t tasks, int64_t blocks, int64_t workers) {
 inline int prepare(Step& step) {
   const hf_vq_attention_step& ask = step.ask;
   if (codes_supported(&ask.k, 0) != HF_VQ_OK || codes_supported(&ask.v, 1) != HF_VQ_OK) return HF_VQ_UNSUPPORTED;
-  if ((ask.k.first - ask.v.first) % kBlock != 0) return HF_VQ_UNSUPPORTED;
+  if ((ask.k.first - ask.v.first) % kBlock != 0 || !rotary_supported(ask.k)) return HF_VQ_UNSUPPORTED;
   step.key = loops(ask.k);
   step.value = loops(ask.v);
   alignas(64) Components number;

@@ -10,6 +10,7 @@
 #include "attention_floats.h"
 #include "attention_keys.h"
 #include "attention_luts.h"
+#include "attention_rotary.h"
 #include "attention_values.h"
 #include "../primitives/hadamard.h"
 
@@ -73,6 +74,10 @@ struct Desk {
   float* dots;        // learned keys: [dim / x][entries]
   uint8_t* table;     // learned values: [dim / x][x][entries]
   float* units;       // of the values' levels, [value dim]
+  Turning* turning;   // where keys have a rotary mean: what the head sums,
+  float* pairs;       // [rows][2][lanes of the table],
+  float* factors;     // [rows][lanes + kSeries],
+  float* turned;      // [rows][256], the constant and q . R_n m
   int64_t size;
 
   Desk(const hf_vq_attention_step& ask, int count, uint8_t* memory) : size(0) {
@@ -85,6 +90,11 @@ struct Desk {
     dots = take<float>(memory, learned(ask.k) ? key_entries : 0);
     table = take<uint8_t>(memory, learned(ask.v) ? int64_t(ask.v.dim) << ask.v.bits : 0);
     units = take<float>(memory, kDim);
+    const int64_t some = turns(ask.k) ? count : 0, lanes = turns(ask.k) ? RotaryTable(ask.k.rotary_table).lanes : 0;
+    turning = take<Turning>(memory, turns(ask.k));
+    pairs = take<float>(memory, some * 2 * lanes);
+    factors = take<float>(memory, some * (lanes + kSeries));
+    turned = take<float>(memory, some * kBlock);
   }
   static int64_t row_floats(const hf_vq_attention_step& ask) {
     return padded(ask.k.dim) + padded(ask.v.dim) + int64_t(ask.v.dim) * kFloats;
@@ -142,6 +152,11 @@ inline void open_row(const Step& step, const Place& place, const Desk& desk, int
     row.factor = unit * step.key_unit * ask.scaling;
   }
   row.constant *= ask.scaling;
+  if (!turns(k)) return;
+  const RotaryTable table(k.rotary_table);
+  const float* m = rotary_mean_of(k, place.batch, place.head);
+  if (r == 0) choose_functions(table, m, *desk.turning);
+  open_pairs(table, m, k.rotary_start, row.query, ask.scaling, desk.pairs + r * 2 * table.lanes);
 }
 
 // The values' tables, if every head has its own, and what their levels are worth.
@@ -242,11 +257,24 @@ inline void coded_logits(const Step& step, const Place& place, const Desk& desk,
                          int high) {
   alignas(64) float scale[kBlock];
   read_scales(step.ask.k, place, block, low, high, scale);
-  score_block(step, place, desk, rows, block_of(step.ask.k, place, block), low, high);
+  const hf_vq_codes& k = step.ask.k;
+  score_block(step, place, desk, rows, block_of(k, place, block), low, high);
+  if (!turns(k) || desk.turning->functions == 0) {
+    for (int r = 0; r < place.rows; ++r) {
+      float* s = desk.logits + r * kBlock;
+      for (int i = 0; i < kBlock; i += kFloats)
+        store(s + i, fma(load(s + i), splat(rows[r].factor) * load(scale + i), splat(rows[r].constant)));
+    }
+    return;
+  }
+  float constant[kRows];
+  for (int r = 0; r < place.rows; ++r) constant[r] = rows[r].constant;
+  turn_block(RotaryTable(k.rotary_table), *desk.turning, block * kBlock + k.rotary_start, low, high, place.rows,
+             desk.pairs, constant, desk.factors, desk.turned);
   for (int r = 0; r < place.rows; ++r) {
     float* s = desk.logits + r * kBlock;
     for (int i = 0; i < kBlock; i += kFloats)
-      store(s + i, fma(load(s + i), splat(rows[r].factor) * load(scale + i), splat(rows[r].constant)));
+      store(s + i, fma(load(s + i), splat(rows[r].factor) * load(scale + i), load(desk.turned + r * kBlock + i)));
   }
 }
 

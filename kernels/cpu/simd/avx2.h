@@ -196,6 +196,14 @@ inline void store(uint16_t* p, const Sums16& sums) {
 inline Floats load(const float* p) { return {_mm256_loadu_ps(p)}; }
 inline void store(float* p, Floats a) { _mm256_storeu_ps(p, a.v); }
 inline Floats splat(float value) { return {_mm256_set1_ps(value)}; }
+inline Floats splat_2(const float* p) {
+  double both;
+  memcpy(&both, p, 8);
+  return {_mm256_castpd_ps(_mm256_set1_pd(both))};
+}
+inline Floats reverse(Floats a) {
+  return {_mm256_permutevar8x32_ps(a.v, _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0))};
+}
 struct Spread { __m256i lane; };
 inline Spread spread(int count) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

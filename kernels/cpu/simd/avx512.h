@@ -211,6 +211,14 @@ inline void store(uint16_t* p, const Sums16& sums) {
 inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
 inline Floats splat(float value) { return {_mm512_set1_ps(value)}; }
+inline Floats splat_2(const float* p) {
+  double both;
+  memcpy(&both, p, 8);
+  return {_mm512_castpd_ps(_mm512_set1_pd(both))};
+}
+inline Floats reverse(Floats a) {
+  return {_mm512_permutexvar_ps(_mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), a.v)};
+}
 struct Spread { __m512i lane; };
 inline Spread spread(int count) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -165,6 +165,11 @@ inline void store(uint16_t* p, const Sums16& sums) {
 inline Floats load(const float* p) { return {vld1q_f32(p)}; }
 inline void store(float* p, Floats a) { vst1q_f32(p, a.v); }
 inline Floats splat(float value) { return {vdupq_n_f32(value)}; }
+inline Floats splat_2(const float* p) { return {vcombine_f32(vld1_f32(p), vld1_f32(p))}; }
+inline Floats reverse(Floats a) {
+  const float32x4_t swapped = vrev64q_f32(a.v);
+  return {vcombine_f32(vget_high_f32(swapped), vget_low_f32(swapped))};
+}
 struct Spread { uint8x16_t bytes; };
 inline Spread spread(int count) {
   const uint32_t lanes[4] = {0, 1, 2, 3};

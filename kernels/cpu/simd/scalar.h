@@ -188,6 +188,10 @@ inline void store(uint16_t* p, const Sums16& sums) { memcpy(p, sums.v, sizeof su
 inline Floats load(const float* p) { Floats r; memcpy(r.v, p, sizeof r); return r; }
 inline void store(float* p, Floats a) { memcpy(p, a.v, sizeof a); }
 inline Floats splat(float value) { Floats r; for (auto& x : r.v) x = value; return r; }
+// The two numbers at p in turn.
+inline Floats splat_2(const float* p) { Floats r; for (int i = 0; i < kFloats; ++i) r.v[i] = p[i % 2]; return r; }
+// The lanes in reverse order.
+inline Floats reverse(Floats a) { Floats r; for (int i = 0; i < kFloats; ++i) r.v[i] = a.v[kFloats - 1 - i]; return r; }
 
 // `count` numbers at p, each in kFloats / count neighbouring lanes; kFloats numbers at p are read.
 struct Spread { int count; };

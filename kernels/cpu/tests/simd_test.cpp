@@ -369,6 +369,8 @@ void test_arithmetic() {
     unzip(v, w, even, odd);
     const auto both = [&](int i) { return i < kFloats ? a.v[i] : b.v[i - kFloats]; };
     expect(lanes(even), "unzip, even", [&](int i) { return both(2 * i); });
+    expect(lanes(reverse(v)), "reverse", [&](int i) { return a.v[kFloats - 1 - i]; });
+    expect(lanes(splat_2(b.v)), "splat_2", [&](int i) { return b.v[i % 2]; });
     expect(lanes(odd), "unzip, odd", [&](int i) { return both(2 * i + 1); });
     Guarded<float> from(kFloats), to(kFloats);
     fill_random(from.get(), from.bytes());

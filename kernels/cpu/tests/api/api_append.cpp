@@ -49,15 +49,33 @@ void sort_entries(Tape& tape) {
               [](uint16_t a, uint16_t b) { return half_to_float(a) < half_to_float(b); });
 }
 
+// As keys are: what is coded is small beside the means.
+void add_means(const Tape& tape, int64_t at, Rows& x) {
+  const auto mean = Guarded<double>(size_t(x.dim));
+  for (int64_t b = 0; b < tape.batch; ++b)
+    for (int64_t h = 0; h < tape.heads; ++h)
+      for (int64_t t = 0; t < x.f.tokens; ++t) {
+        for (int64_t i = 0; i < x.dim; ++i) mean[size_t(i)] = tape.mean_of(b, h, i);
+        tape.add_turned(b, h, at + t, mean.get());
+        for (int64_t i = 0; i < x.dim; ++i)
+          x.numbers.set(x.index(b, h, t, i), float(x.at(b, h, t, i) + mean[size_t(i)]));
+      }
+}
+
 void check_append(const Coding& coding, int dim, int64_t n, int64_t at, const char* isa, Tally& tally) {
   const int64_t batch = random_int(1, 2), heads = random_int(1, 2);
   Tape tape(coding, batch, heads, at + n + random_int(0, 3), dim, random_bits() % 2);
   if (coding.x == 1 && random_bits() % 2) sort_entries(tape);
   Rows x(random_dtype(), batch, heads, n, dim);
+  const bool rotary = random_bits() % 3 == 0;
+  if (rotary) {
+    tape.add_rotary(random_bits() % 2 ? 0.5f : 20.0f);
+    add_means(tape, at, x);
+  }
   // One row of zeros, one that is not finite, or huge: the memory around it is what counts.
-  const int64_t zero = n > 2 ? random_int(0, n - 1) : -1, wild = n > 2 ? (zero + 1) % n : -1;
-  for (int64_t i = 0; i < dim && zero >= 0; ++i) {
-    x.numbers.set(x.index(0, 0, zero, i), float(tape.mean_of(0, 0, i)));
+  const int64_t some = n > 2 ? random_int(0, n - 1) : -1, zero = rotary ? -1 : some, wild = n > 2 ? (some + 1) % n : -1;
+  for (int64_t i = 0; i < dim && some >= 0; ++i) {
+    if (zero >= 0) x.numbers.set(x.index(0, 0, zero, i), float(tape.mean_of(0, 0, i)));
     const float values[] = {NAN, INFINITY, -INFINITY, 3e38f};
     if (random_bits() % 8 == 0 || i == 3) x.numbers.set(x.index(0, 0, wild, i), values[random_int(0, 3)]);
   }
@@ -75,7 +93,11 @@ void check_append(const Coding& coding, int dim, int64_t n, int64_t at, const ch
         if (n > 20 && t > 4 && t < n - 4 && random_bits() % 16 != 0 && t != zero) continue;
         if (b == 0 && h == 0 && t == wild) continue;
         for (int64_t i = 0; i < dim; ++i)
-          decoded[size_t(i)] = double(float(x.at(b, h, t, i)) - float(tape.mean_of(b, h, i)));
+          decoded[size_t(i)] = 0;
+        tape.add_turned(b, h, at + t, decoded.get());
+        for (int64_t i = 0; i < dim; ++i)
+          decoded[size_t(i)] = rotary ? x.at(b, h, t, i) - tape.mean_of(b, h, i) - decoded[size_t(i)]
+                                      : double(float(x.at(b, h, t, i)) - float(tape.mean_of(b, h, i)));
         check_token(tape, isa, b, h, at + t, decoded.get());
       }
       bool kept = true;
@@ -107,6 +129,7 @@ void check_append(const Coding& coding, int dim, int64_t n, int64_t at, const ch
 // Memory is all that counts here: floats of any bits.
 void check_wild(const Coding& coding, int dim) {
   Tape tape(coding, 1, 2, 300, dim, true);
+  if (random_bits() % 2) tape.add_rotary(1);
   tape.make_wild();
   Rows x(random_dtype(), 1, 2, random_int(1, 300), dim);
   x.numbers.make_wild();

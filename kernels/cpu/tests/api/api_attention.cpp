@@ -64,6 +64,8 @@ struct Step {
     k.c.first = s.k_first;
     v.c.first = s.v_first;
     k.c.count = v.c.count = s.coded;
+    const float sizes[] = {0.5f, 20, 200};
+    if (random_bits() % 2) k.add_rotary(sizes[random_int(0, 2)]);
     step.k = k.c;
     step.v = v.c;
     step.sink_k = sink_k.f;
@@ -183,7 +185,8 @@ struct Step {
       for (int64_t d = 0; d < keys.dim; ++d) {
         const double x = query.at(b, head, q, d);
         s += key[d] * x;
-        sum += (std::fabs(key[d]) + std::fabs(k.mean_of(b, head / group, d))) * std::fabs(x);
+        const double means = std::fabs(k.mean_of(b, head / group, d)) + k.rotary_size(b, head / group, int(d));
+        sum += (std::fabs(key[d]) + means) * std::fabs(x);
       }
       products = std::fmax(products, sum);
       s *= double(step.scaling);
@@ -343,11 +346,12 @@ void check_attention(Step& s, Tally& tally) {
     // Queries and entries have 8 bits, which moves logits and values by up to one percent of the largest.
     that(worst <= (0.03 + last_bit) * s.size && excess <= 0,
          "attention %s %s / %s dim %d %d, coded %d from %d and %d, total %d, tail from %d, sinks %d, window %d, "
-         "fresh %d, queries %d, group %d%s%s%s: error %g, from scalar %g more than allowed, of %g",
+         "fresh %d, queries %d, group %d%s%s%s, %d rotary pairs from %d: error %g, from scalar %g more "
+         "than allowed, of %g",
          isas.names[i], s.k.coding.name, s.v.coding.name, s.k.c.dim, s.v.c.dim, int(s.k.c.count), int(s.k.c.first),
          int(s.v.c.first), int(s.total), int(s.step.tail_start), int(s.sink_k.f.tokens), int(s.step.window),
          int(s.step.fresh), int(s.queries), int(s.group), s.step.mask ? ", mask" : "", s.step.start ? ", start" : "",
-         s.step.s_aux ? ", s_aux" : "", worst, excess, s.size);
+         s.step.s_aux ? ", s_aux" : "", int(s.k.inv_freq.size()), int(s.k.c.rotary_start), worst, excess, s.size);
     if (!compared) first = std::move(got);
     compared = true;
   }

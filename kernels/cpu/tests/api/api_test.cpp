@@ -44,6 +44,8 @@ void open(const char* path) {
   find(handle, "hf_vq_vptq_linear", library.vptq_linear);
   find(handle, "hf_vq_w4a8_supports", library.w4a8_supports);
   find(handle, "hf_vq_w4a8_linear", library.w4a8_linear);
+  find(handle, "hf_vq_rotary_table_size", library.rotary_table_size);
+  find(handle, "hf_vq_rotary_table", library.rotary_table);
   find(handle, "hf_vq_codes_supported", library.codes_supported);
   find(handle, "hf_vq_append", library.append);
   find(handle, "hf_vq_attention", library.attention);
@@ -212,6 +214,7 @@ int main(int count, char** arguments) {
   test_nested();
   test_vptq();
   test_w4a8();
+  test_rotary_table();
   test_append();
   test_attention();
   char names[64] = "";

@@ -24,6 +24,8 @@ struct Library {
   decltype(&hf_vq_vptq_linear) vptq_linear;
   decltype(&hf_vq_w4a8_supports) w4a8_supports;
   decltype(&hf_vq_w4a8_linear) w4a8_linear;
+  decltype(&hf_vq_rotary_table_size) rotary_table_size;
+  decltype(&hf_vq_rotary_table) rotary_table;
   decltype(&hf_vq_codes_supported) codes_supported;
   decltype(&hf_vq_append) append;
   decltype(&hf_vq_attention) attention;
@@ -68,6 +70,7 @@ void test_linear();
 void test_nested();
 void test_vptq();
 void test_w4a8();
+void test_rotary_table();
 void test_append();
 void test_attention();
 

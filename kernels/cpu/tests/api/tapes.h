@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Codes of a KV cache in memory, written code by code in the layout of hf_vq/ops/layout.py; and unquantized tokens.
 #pragma once
+#include <cmath>
+
 #include "arrays.h"
+#include "library.h"
 
 namespace hf_vq::check {
 namespace {
@@ -30,7 +33,8 @@ struct Tape {
   int64_t batch, heads, tokens, vectors, block_bytes;
   Guarded<uint8_t> data;
   Guarded<uint16_t> scale, codebook;
-  Guarded<float> mean;
+  Guarded<float> mean, rotary_mean, rotary_table, inv_freq;
+  bool interleaved = false;
 
   Tape(const Coding& how, int64_t batch_size, int64_t heads_count, int64_t tokens_count, int dim, bool with_mean)
       : coding(how), batch(batch_size), heads(heads_count), tokens(tokens_count) {
@@ -66,11 +70,63 @@ struct Tape {
     c.block = how.learned ? 1 : dim & -dim;
   }
 
+  // A rotary mean of about `size`: of all pairs, of some, or of some heads.
+  void add_rotary(float size) {
+    const int pairs = random_bits() % 2 ? c.dim / 2 : int(random_int(0, c.dim / 2)), which = int(random_int(0, 3));
+    const double bases[] = {1e4, 1e6, 10}, base = bases[random_int(0, 2)];
+    const int64_t starts[] = {0, 1, 77, 65000, 100000, 4000000, -300}, gap = random_int(0, 2);
+    interleaved = random_bits() % 2;
+    inv_freq = Guarded<float>(size_t(pairs));
+    for (int p = 0; p < pairs; ++p) inv_freq[size_t(p)] = float(std::pow(base, -double(p) / pairs));
+    rotary_table = Guarded<float>(size_t(library.rotary_table_size(pairs)));
+    library.rotary_table(inv_freq.get(), pairs, interleaved, rotary_table.get());
+    c.rotary_stride[1] = c.dim + gap;
+    c.rotary_stride[0] = heads * c.rotary_stride[1] + gap;
+    rotary_mean = Guarded<float>(span(c.rotary_stride, c.dim));
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t h = 0; h < heads; ++h) {
+        const bool none = which == 3 && random_bits() % 2;
+        float* m = &rotary_mean[size_t(b * c.rotary_stride[0] + h * c.rotary_stride[1])];
+        for (int i = 0; i < c.dim; ++i) m[i] = 0;
+        for (int p = 0; p < pairs && !none; ++p) {
+          if (which > 0 && random_bits() % 4 != 0) continue;
+          m[first(p)] = random_normal() * size;
+          m[second(p)] = random_normal() * size;
+        }
+      }
+    c.rotary_mean = rotary_mean.get();
+    c.rotary_table = rotary_table.get();
+    c.rotary_start = starts[random_int(0, 6)];
+  }
+  int first(int p) const { return interleaved ? 2 * p : p; }
+  int second(int p) const { return interleaved ? 2 * p + 1 : p + int(inv_freq.size()); }
+
+  // R_n m of a token is added to row [dim].
+  void add_turned(int64_t b, int64_t h, int64_t token, double* row) const {
+    if (c.rotary_mean == nullptr) return;
+    const float* m = c.rotary_mean + b * c.rotary_stride[0] + h * c.rotary_stride[1];
+    for (int p = 0; p < int(inv_freq.size()); ++p) {
+      const double angle = double(token + c.rotary_start) * double(inv_freq[size_t(p)]);
+      const double a = double(m[first(p)]), side = double(m[second(p)]);
+      row[first(p)] += a * std::cos(angle) - side * std::sin(angle);
+      row[second(p)] += side * std::cos(angle) + a * std::sin(angle);
+    }
+  }
+  // What |R_n m| is at most in channel i.
+  double rotary_size(int64_t b, int64_t h, int i) const {
+    if (c.rotary_mean == nullptr) return 0;
+    const float* m = c.rotary_mean + b * c.rotary_stride[0] + h * c.rotary_stride[1];
+    for (int p = 0; p < int(inv_freq.size()); ++p)
+      if (i == first(p) || i == second(p)) return std::hypot(double(m[first(p)]), double(m[second(p)]));
+    return 0;
+  }
+
   // Floats of any bits: NaN, infinity, numbers of any size.
   void make_wild() {
     fill_random(scale.get(), scale.bytes());
     fill_random(codebook.get(), codebook.bytes());
     fill_random(mean.get(), mean.bytes());
+    fill_random(rotary_mean.get(), rotary_mean.bytes());
   }
 
   size_t span(const int64_t* stride, int64_t last) const {
@@ -123,6 +179,7 @@ struct Tape {
       row[i] = entry(h, i / c.x, code(c.data, b, h, token, i / c.x), int(i % c.x)) * scale_of(b, h, token);
     rotate(row);
     for (int64_t i = 0; i < c.dim; ++i) row[i] += mean_of(b, h, i);
+    add_turned(b, h, token, row);
   }
 };
 

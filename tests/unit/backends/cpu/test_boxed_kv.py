@@ -128,9 +128,9 @@ def test_the_ops_refuse_what_does_not_belong_together():
     shape = cpu_attention._shape_tensor(cached.key.scheme, DIM, cached.key.layout)
     x, none = torch.randn(1, 2, 3, DIM), torch.empty(0)
     op, held = boxed_ops.cpu_append(), cached.key.codes.shape[2] * 256
-    assert op(x, none, cached.key.codebook, *tape, shape, held - 3) is not None
+    assert op(x, none, cached.key.codebook, *tape, shape, none, none, held - 3, 0) is not None
     for at in (-1, held - 2):
-        assert op(x, none, cached.key.codebook, *tape, shape, at) is None
-    assert op(x, none, cached.key.codebook, *tape, shape.long(), 0) is None
-    assert op(x[..., :16], none, cached.key.codebook, *tape, shape, 0) is None
-    assert op(none, none, none, none, none, none, 0) is None
+        assert op(x, none, cached.key.codebook, *tape, shape, none, none, at, 0) is None
+    assert op(x, none, cached.key.codebook, *tape, shape.long(), none, none, 0, 0) is None
+    assert op(x[..., :16], none, cached.key.codebook, *tape, shape, none, none, 0, 0) is None
+    assert op(*[none] * 8, 0, 0) is None
