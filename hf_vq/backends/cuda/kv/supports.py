@@ -49,7 +49,7 @@ def attention(problem: dispatch.KVAttentionProblem) -> str | None:
     """Whether attention.cu reads the codes."""
     from ....codegen.families.kv_attention import MOST_QUERIES
 
-    reason = refusals.rotary(problem) or refusals.dtype(problem.dtype, refusals.HALVES, "queries")
+    reason = refusals.dtype(problem.dtype, refusals.HALVES, "queries")
     if reason:
         return reason
     if problem.memory != PAGED and problem.queries > MOST_QUERIES:
@@ -75,8 +75,9 @@ def _attendable(problem: dispatch.KVAttentionProblem, value_dim: int) -> str | N
         attendable(keys, problem.head_dim, "keys")
         or attendable(values, value_dim, "values")
         or misfit(
-            keys, values, problem.head_dim, value_dim, device_arch(torch.cuda.current_device())
-        )
+            keys, values, problem.head_dim, value_dim, device_arch(torch.cuda.current_device()),
+            problem.rotary,
+        )  # fmt: skip
     )
 
 
