@@ -21,6 +21,16 @@ struct RotaryMean {
   int64_t start;          // position of the token at index 0
 };
 
+// Arguments of a kernel, and a rotary mean if the plan has one: without it nothing is added to them.
+template <class Arguments, bool Some> struct WithRotaryMean : Arguments {};
+template <class Arguments> struct WithRotaryMean<Arguments, true> : Arguments {
+  RotaryMean rotary;
+};
+template <class Arguments> __device__ inline const RotaryMean& rotary_of(const Arguments& a) {
+  static_assert(sizeof(WithRotaryMean<Arguments, true>) == sizeof(Arguments) + sizeof(RotaryMean), "one after the other");
+  return static_cast<const WithRotaryMean<Arguments, true>&>(a).rotary;
+}
+
 // The first, or the second, channel of a pair.
 __device__ inline int channel_of(const RotaryMean& mean, int pair, bool second) {
   return mean.interleaved ? 2 * pair + second : pair + (second ? mean.pairs : 0);

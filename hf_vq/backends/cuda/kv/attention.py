@@ -234,7 +234,7 @@ def attention(
                 softcap * _LOG2_E,
             )  # fmt: skip
             if plan.rotary:
-                ROTARY_MEAN.pack_into(prepared.arguments, ARGUMENTS.size, *rotary_mean(view, rows))
+                ROTARY_MEAN.pack_into(prepared.arguments, ARGUMENTS.size, *rotary_mean(view))
             prepared.start(stream, True, groups * count)
     return out
 

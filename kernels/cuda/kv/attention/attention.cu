@@ -201,7 +201,7 @@ struct Scores {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) attention(const Given<Plan::rotary>::Type a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) attention(const WithRotaryMean<Arguments, Plan::rotary> a) {
   extern __shared__ __align__(128) char shared[];
   constexpr int tables = KeyTable::bytes + ValueTable::bytes;
   constexpr int ring_at = tables + Query::bytes + columns_of_block * int(sizeof(Staged));
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const auto fill = [&](int threads) {
     key_table.fill(shared, threadIdx.x, threads);
     value_table.fill(shared, threadIdx.x, threads);
-    if constexpr (Plan::rotary) Rotary::fill(rotary_of(a), shared + rotary_at, threadIdx.x, threads);
+    if constexpr (Plan::rotary) Rotary::fill(rotary_of<Arguments>(a), shared + rotary_at, threadIdx.x, threads);
   };
   if (early && warp < warps / 2) fill(Plan::threads / 2);
   const uint32_t ring = shared_begin + ring_at + warp * own_bytes;
@@ -322,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       uint32_t turning = 0;
       if constexpr (Plan::rotary)
         if (rotary.turning) {
-          if (found == 0) rotary.find(rotary_of(a), first, lane);
+          if (found == 0) rotary.find(rotary_of<Arguments>(a), first, lane);
           turning = rotary.logits(found), found = (found + 1) % Rotary::steps;
         }
       Logits s[Plan::step_tiles];

@@ -24,16 +24,6 @@
 #include "kv/attention/attention_mainloop.cuh"
 #include "primitives/rotary.cuh"
 
-struct ArgumentsAndRotary : Arguments {
-  RotaryMean rotary;
-};
-template <bool Some> struct Given { using Type = Arguments; };
-template <> struct Given<true> { using Type = ArgumentsAndRotary; };
-
-__device__ inline const RotaryMean& rotary_of(const Arguments& a) {
-  return static_cast<const ArgumentsAndRotary&>(a).rotary;
-}
-
 struct Rotary {
   static constexpr int products = (Keys::dim / 2 + 15) / 16, pairs = 16 * products;
   static constexpr int queries = queries_of_block;
