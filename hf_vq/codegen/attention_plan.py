@@ -55,6 +55,7 @@ class AttentionPlan(Plan):
         mask: dtype of the mask, or NONE.
         softcapped: apply logit soft-capping.
         page: tokens of a page of a paged cache; 0 = contiguous cache.
+        rotary: keys have a rotary mean (kernels/cuda/kv/attention/attention_rotary.cuh).
     """
 
     template: ClassVar[str] = "kv/attention/attention"
@@ -84,6 +85,7 @@ class AttentionPlan(Plan):
     mask: Mask
     softcapped: bool
     page: int
+    rotary: bool = False
 
     @property
     def columns(self) -> int:
@@ -163,7 +165,20 @@ class AttentionPlan(Plan):
         meeting = warps * (512 * self.query_tiles * self.value_words + 8 * self.columns)
         meeting += 4 * self.columns * row + 16
         needed = self.table_bytes + queries + warps * self.pipeline_depth * self.step_bytes
-        return max(needed, meeting)
+        return max(needed + self.rotary_bytes, meeting)
+
+    @property
+    def rotary_bytes(self) -> int:
+        """Bytes of what adds the rotary mean: tables, queries, and logits of every warp."""
+        if not self.rotary:
+            return 0
+        products, queries = -(-self.key_dim // 32), self.queries
+        centres = min(8 // queries, 4) if queries < 8 else 1
+        row, tokens = 128 * products + 16, TOKENS * self.step_tiles
+        logits = 2 * centres * tokens * queries * 4
+        own = centres * row + logits if queries > 8 else max(centres * row, logits)
+        shared = 16 + 128 * products + _whole(4 * queries) + queries * row
+        return shared + self.step_tiles * products * 2048 + self.threads // 32 * own
 
 
 def parts(dim: int) -> list[int]:

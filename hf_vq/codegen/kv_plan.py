@@ -28,6 +28,7 @@ class AppendPlan(Plan):
         lanes: lanes of a warp that share a row.
         width: adjacent vectors of a lane; their codes are whole bytes.
         page: tokens of a page of a paged cache; 0 = contiguous cache.
+        rotary: subtract a rotary mean too (kernels/cuda/kv/append_rotary.cuh).
     """
 
     template: ClassVar[str] = "kv/append"
@@ -45,6 +46,7 @@ class AppendPlan(Plan):
     lanes: int
     width: int
     page: int
+    rotary: bool = False
 
     @property
     def shared_search(self) -> bool:

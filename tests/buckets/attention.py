@@ -59,6 +59,7 @@ class AttentionCase:
         dtype: of queries, floats and the result.
         mask: kind of the mask.
         softcapped: whether logits are capped.
+        rotary: whether keys have a rotary mean.
     """
 
     scheme: str
@@ -73,6 +74,7 @@ class AttentionCase:
     dtype: str
     mask: Mask
     softcapped: bool
+    rotary: bool = False
 
     @property
     def name(self) -> str:
@@ -82,6 +84,7 @@ class AttentionCase:
             f"attention {self.scheme} {self.dims[0]}/{self.dims[1]} {self.rows} x {self.heads} x "
             f"{self.share} heads, {self.queries} queries, {self.tokens} tokens, {kind}, "
             f"{self.dtype}, mask {self.mask.value}{', softcap' * self.softcapped}"
+            f"{', rotary mean' * self.rotary}"
         )
 
     def problem(self, arch: Arch) -> AttentionProblem:
@@ -90,7 +93,7 @@ class AttentionCase:
         return AttentionProblem(
             scheme.key, scheme.value, *self.dims, self.share * self.queries, Dtype(self.dtype),
             self.mask, self.softcapped, choose_attention.token_bucket(tokens), arch, self.page,
-            choose_attention.group_bucket(self.rows * self.heads),
+            choose_attention.group_bucket(self.rows * self.heads), self.rotary,
         )  # fmt: skip
 
     def plan(self, arch: Arch) -> AttentionPlan:
@@ -114,6 +117,7 @@ class AttentionCase:
             (asked.groups, asked.tokens, bool(self.page)),
         )
         usual, plain = self.dims == (128, 128), self.mask is Mask.NONE and not self.softcapped
+        plain = plain and not self.rotary
         kernel = kernel_of(plan) if self.dims not in ODD_DIMS else None
         return {
             "each kernel": kernel,
@@ -131,6 +135,7 @@ class AttentionCase:
             "dtype": self.dtype,
             "mask": self.mask,
             "softcapped": self.softcapped,
+            "rotary": self.rotary,
             "block": block,
             "step_tiles": (plan.step_tiles, plan.pipeline_depth),
             "split": count > 1,
@@ -141,7 +146,8 @@ class AttentionCase:
         dtype = DTYPES[self.dtype]
         heads = self.heads * self.share
         query = torch.randn(self.rows, heads, self.queries, self.dims[0], device=device).to(dtype)
-        return query, self._cached(dtype, device), self._mask(device)
+        cached = self._cached(dtype, device)
+        return query, caches.turning(cached) if self.rotary else cached, self._mask(device)
 
     def _cached(self, dtype: torch.dtype, device: torch.device) -> KVCacheView:
         scheme = SCHEMES[self.scheme]
@@ -263,7 +269,9 @@ def _mixed(sizes: Sizes, arch: Arch) -> Iterator[AttentionCase]:
                 if paged and not _has_pages(scheme, dims):
                     continue
                 number += 1
-                yield _dealt(name, dims, columns, count, size, paged, number)
+                case = _dealt(name, dims, columns, count, size, paged, number)
+                rotary = bool(number // 17 % 2) and has_kernel(scheme, dims, arch, True)
+                yield replace(case, rotary=rotary)
 
 
 def sizes() -> Sizes:
@@ -277,12 +285,12 @@ def _chosen(problem: AttentionProblem) -> AttentionPlan | None:
     return choose_attention.choose(problem)
 
 
-def has_kernel(scheme: KVScheme, dims: tuple[int, int], arch: Arch) -> bool:
-    """Whether the backend has a kernel for such a cache."""
+def has_kernel(scheme: KVScheme, dims: tuple[int, int], arch: Arch, rotary: bool = False) -> bool:
+    """Whether the backend has a kernel for such a cache, whose keys have a rotary mean or not."""
     return not (
         attendable(scheme.key, dims[0], "keys")
         or attendable(scheme.value, dims[1], "values")
-        or misfit(scheme.key, scheme.value, *dims, arch)
+        or misfit(scheme.key, scheme.value, *dims, arch, rotary)
     )
 
 

@@ -145,6 +145,39 @@ def pages(
     return layer.through(Table(table, lengths.to(device), longest), like)
 
 
+def turning(cached: KVCacheView) -> KVCacheView:
+    """The same cache with a rotary mean: one pair of channels of a head holds about 200, and the
+    last head nothing; some pairs do not turn, positions go up to 100,000 and more."""
+    (rows, heads, _, dim), device = cached.key.recent.shape, cached.key.codes.device
+    partly, interleaved, start = (int(torch.randint(n, ())) for n in (2, 2, 100_001))
+    pairs = dim // 2 if not partly else max(dim // 8 * 3 // 2, 1)
+    mean = 2 * torch.randn(rows, heads, 1, dim, device=device)
+    mean[..., 1:2] = 200 * torch.rand(rows, heads, 1, 1, device=device)
+    if heads > 1:
+        mean[:, -1] = 0
+    steps = torch.arange(pairs, dtype=torch.float64, device=device) / pairs
+    return cached._replace(
+        key_rotary_mean=mean, rotary_inv_freq=(10_000.0**-steps).float(),
+        rotary_interleaved=bool(interleaved), rotary_start=start,
+    )  # fmt: skip
+
+
+def turned(cached: KVCacheView, tokens: int, rows: slice) -> Tensor | float:
+    """R_n m of the first tokens, by complex numbers: [B, H, n, D] float64; 0 without."""
+    mean, inv_freq = cached.key_rotary_mean, cached.rotary_inv_freq
+    if mean is None or inv_freq is None:
+        return 0.0
+    count = 2 * len(inv_freq)
+    mean = mean[rows if len(mean) > 1 else slice(0, 1)].double()
+    shape = (-1, 2) if cached.rotary_interleaved else (2, -1)
+    one, other = mean[..., :count].unflatten(-1, shape).unbind(-1 if shape[1] == 2 else -2)
+    position = torch.arange(tokens, dtype=torch.float64, device=mean.device) + cached.rotary_start
+    angle = position[:, None] * inv_freq.double()
+    both = torch.complex(one, other) * torch.polar(torch.ones_like(angle), angle)
+    parts = torch.stack([both.real, both.imag], -1 if shape[1] == 2 else -2).flatten(-2)
+    return torch.cat([parts, mean[..., count:].expand(*parts.shape[:-1], -1)], -1)
+
+
 def largest_value(cached: KVCacheView) -> Tensor:
     """Of the floats among the values; of codes, that of their scales."""
     floats = (
@@ -207,6 +240,7 @@ def _of_request(
         return found if side.mean is None else found + side.mean.double()
 
     keys, values = rows(cached.key), rows(cached.value)
+    keys = keys + turned(cached, length, slice(row, row + 1))
     none = keys.new_zeros(1, heads, 0, 1)
     near = torch.zeros(query.shape[2], length, dtype=torch.bool, device=query.device)
     return _attended(query, keys, values, none, none, near, None, softmax_scale, softcap)
@@ -241,6 +275,8 @@ def _of_rows(
         part = _decoded(codes, scale, side.codebook, side.parsed, tail.shape[3])
         if side.mean is not None:
             part = part + side.mean[rows].double()
+        if side is cached.key:
+            part = part + turned(cached, coded, rows)
         part = torch.cat([part, tail[:, :, coded - begin :].double()], 2)
         part[:, :, :sinks] = side.sinks[rows].double()
         far.append(part)

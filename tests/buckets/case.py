@@ -46,13 +46,13 @@ class Case(Protocol):
 
 
 _GIVEN = {"mask": Mask.NONE, "softcapped": False, "page": 0, "centred": False, "aligned": True,
-          "matrices": 1}  # fmt: skip
+          "matrices": 1, "rotary": False}  # fmt: skip
 
 
 def kernel_of(plan: Plan) -> Plan:
     """A plan but for what an op is called with and no chooser decides: dtypes, mask, soft-cap, size
-    of pages, mean, alignment, number of matrices. Each of all others is run; pairs of features meet
-    those (`cover`)."""
+    of pages, means, alignment, number of matrices. Each of all others is run; pairs of features
+    meet those (`cover`)."""
     found: dict[str, Any] = {}
     for field in fields(plan):
         value = getattr(plan, field.name)

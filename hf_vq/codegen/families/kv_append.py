@@ -55,6 +55,7 @@ def append_plan(
     few: bool,
     grid: bool = False,
     page: int = 0,
+    rotary: bool = False,
 ) -> AppendPlan:
     """Plan of an appendable scheme.
 
@@ -65,13 +66,14 @@ def append_plan(
         few: whether rows are so few that threads shall share the search for one.
         grid: whether there is a grid over the plane.
         page: tokens of a page; 0 = a tape. Codebooks per channel group have no pages.
+        rotary: whether a rotary mean is subtracted; not in pages.
     """
     x, bits = scheme.vector_size, scheme.entry_bits
     if not scheme.has_scale:
         resident = 3 if x < 4 else 2  # without local memory
         return AppendPlan(
             _THREADS, resident, dtype, x, bits, dim, 1, centred, aligned, True, False, few, 0,
-            _WARP, _unit(scheme), 0,
+            _WARP, _unit(scheme), 0, rotary,
         )  # fmt: skip
     lanes, width = _few_lanes(dim // x, _unit(scheme)) if few else _many_lanes(scheme, dim)
     cells = CELLS.get(bits, 0) if grid and x == 2 else 0
@@ -79,7 +81,7 @@ def append_plan(
     resident = 3 if cells and numbers <= 16 else 2  # without local memory
     return AppendPlan(
         _THREADS, resident, dtype, x, bits, dim, scheme.block(dim), centred, aligned, False,
-        scheme.has_zero, few, cells, lanes, width, page,
+        scheme.has_zero, few, cells, lanes, width, page, rotary,
     )  # fmt: skip
 
 

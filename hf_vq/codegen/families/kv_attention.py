@@ -70,6 +70,7 @@ class AttentionProblem:
         arch: of the GPU.
         page: tokens of a page, a multiple of `PAGE`; 0 = tapes.
         groups: rows of the batch times kv heads: `FEW` or `MANY` (`group_bucket`).
+        rotary: whether keys have a rotary mean.
     """
 
     key: VQScheme
@@ -84,6 +85,7 @@ class AttentionProblem:
     arch: Arch
     page: int = 0
     groups: int = FEW
+    rotary: bool = False
 
 
 _BLOCKS = ((512, 1), (384, 1), (256, 2), (256, 1), (128, 1))
@@ -125,7 +127,7 @@ def plan_of(
         query_tiles=tiles, swizzle_orders=orders, paired=_pairs(problem), step_tiles=steps,
         pipeline_depth=depth,
         bulk=problem.arch.overlaps_launches, queries_in_registers=tiles == 1,
-        mask=problem.mask, softcapped=problem.softcapped, page=problem.page,
+        mask=problem.mask, softcapped=problem.softcapped, page=problem.page, rotary=problem.rotary,
     )  # fmt: skip
 
 
@@ -155,19 +157,27 @@ def swizzle_orders_of(problem: AttentionProblem) -> int:
     return orders
 
 
-def misfit(key: VQScheme, value: VQScheme, key_dim: int, value_dim: int, arch: Arch) -> str | None:
-    """None if there is a kernel for keys and values together, else why not."""
+def misfit(
+    key: VQScheme, value: VQScheme, key_dim: int, value_dim: int, arch: Arch, rotary: bool = False
+) -> str | None:
+    """None if there is a kernel for keys and values together, else why not.
+
+    Args:
+        rotary: whether keys have a rotary mean.
+    """
     if key.has_zero != value.has_zero and not (key.has_scale and value.has_scale):
         return "keys or values are integers, the others have a codebook per channel group"
     smallest = AttentionProblem(
-        key, value, key_dim, value_dim, 1, Dtype.FLOAT16, Mask.NONE, False, SHORT, arch
-    )
+        key, value, key_dim, value_dim, 1, Dtype.FLOAT16, Mask.NONE, False, SHORT, arch,
+        rotary=rotary,
+    )  # fmt: skip
     least = plan_of(smallest, 128, 1, 1, 2)
     if least.shared_bytes <= arch.shared_per_block:
         return None
+    tables = least.table_bytes + least.rotary_bytes
     return (
-        f"codebooks of keys and values are {least.table_bytes >> 10} KiB of shared memory, "
-        f"a block has {arch.shared_per_block >> 10}"
+        f"codebooks of keys and values{' and a rotary mean' * rotary} are {tables >> 10} KiB of "
+        f"shared memory, a block has {arch.shared_per_block >> 10}"
     )
 
 
@@ -202,6 +212,7 @@ def registers(plan: AttentionPlan) -> int:
     return (
         _REGISTERS + sums + queries + 20 * (plan.step_tiles - 1) * plan.query_tiles
         + 8 * (plan.mask is not Mask.NONE) + 4 * plan.softcapped + 24 * (not plan.bulk)
+        + 16 * plan.rotary
     )  # fmt: skip
 
 

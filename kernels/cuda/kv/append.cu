@@ -37,13 +37,24 @@ struct Place {
   const float* mean;
   uint8_t* codes;
   uint16_t* scale;
+  const Arguments& a;
+  int batch, head;
 
-  __device__ Place(const Arguments& a, int pair) {
-    const int batch = pair / a.heads, head = pair % a.heads;
+  __device__ Place(const Arguments& a, int pair) : a(a), batch(pair / a.heads), head(pair % a.heads) {
     x = a.x + batch * a.x_batch + head * a.x_head;
     mean = Plan::centred ? a.mean + batch * a.mean_batch + head * a.mean_head : nullptr;
     codes = a.codes + batch * a.codes_batch + head * a.codes_head;
     scale = a.scale + batch * a.scale_batch + head * a.scale_head;
+  }
+
+  // The rotary mean of token `token`.
+  __device__ auto turned(int token) const {
+    if constexpr (Plan::rotary) {
+      const RotaryMean& mean = rotary_of(a);
+      return TurnedMean{mean, mean.mean + batch * mean.row + head * mean.head, mean.start + token};
+    } else {
+      return NothingTurns{};
+    }
   }
 };
 
@@ -60,7 +71,7 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
     Mine row;
     const int token = base + team % teams;
     row.template load<Plan::dtype, Plan::aligned, Plan::centred>(place.x + token * a.x_token, place.mean,
-                                                                 token < a.tokens);
+                                                                 place.turned(token), token < a.tokens);
     return row;
   };
   wait_for_grids();
@@ -96,16 +107,18 @@ __device__ inline void learned(const Arguments& a, uint32_t* shared) {
     for (int i = part; i < a.batch * a.tokens; i += a.parts) {
       const Place place(a, i / a.tokens * a.heads + pair);
       const int token = i % a.tokens;
-      groups.encode(place.x + token * a.x_token, place.mean, place.codes + int64_t(token) * Mine::row_bytes);
+      groups.encode(place.x + token * a.x_token, place.mean, place.turned(token),
+                    place.codes + int64_t(token) * Mine::row_bytes);
     }
   } else {
     const Place place(a, pair);
     for (int base = part * Mine::tokens; base < a.tokens; base += a.parts * Mine::tokens)
-      groups.encode_many(place.x, a.x_token, place.mean, place.codes, base, a.tokens);
+      groups.encode_many(place.x, a.x_token, place.mean, [&](int token) { return place.turned(token); }, place.codes,
+                         base, a.tokens);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) append(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) append(const WithRotaryMean<Arguments, Plan::rotary> a) {
   extern __shared__ uint4 shared[];
   if constexpr (Plan::learned) learned(a, reinterpret_cast<uint32_t*>(shared));
   else universal(a, reinterpret_cast<uint32_t*>(shared));

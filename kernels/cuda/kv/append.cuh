@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Encoding of one row of keys or values, the head_dim numbers of one token and head (hf_vq/ops/reference/codes.py):
 //
-//     r = (x - mean) H      s = |r| / sqrt(dim)      code_i = argmax_e 2 <e, r_i / s> - |e|^2      scale = |r|^2 / <r, q>
+//     r = (x - mean - R_n m) H      s = |r| / sqrt(dim)      code_i = argmax_e 2 <e, r_i / s> - |e|^2      scale = |r|^2 / <r, q>
 //
 // A scale is at most 65504. Rows of huge numbers are first multiplied by a power of two, so that the sum of their
 // squares is finite; this changes no code.
@@ -16,6 +16,7 @@
 // lowest first, whichever lanes hold the vectors, and all searches return the same entry.
 #pragma once
 #include "kv/append_nearest.cuh"
+#include "kv/append_rotary.cuh"
 
 constexpr float huge = 144115188075855872.0f;            // 2^57
 constexpr float grow = 4722366482869645213696.0f;         // 2^72
@@ -50,9 +51,9 @@ template <typename S> struct Row {
 
   __device__ bool has(int upper) const { return vectors == lanes * slots || first(upper) < vectors; }
 
-  // x - mean; a row that does not exist is zero. `aligned`: for the widest loads.
-  template <Dtype D, bool aligned, bool centred>
-  __device__ void load(const char* row, const float* mean, bool exists) {
+  // x - mean, and the rotary mean; a row that does not exist is zero. `aligned`: for the widest loads.
+  template <Dtype D, bool aligned, bool centred, class Turned>
+  __device__ void load(const char* row, const float* mean, const Turned& turned, bool exists) {
     lane = threadIdx.x % lanes;
 #pragma unroll
     for (int upper = 0; upper < uppers; ++upper) {
@@ -74,6 +75,13 @@ template <typename S> struct Row {
       }
 #pragma unroll
       for (int i = 0; i < count; ++i) value[upper * width + i / x][i % x] = __fsub_rn(part[i], centre[i]);
+      if constexpr (Turned::some)
+        if (exists && has(upper))
+#pragma unroll
+          for (int i = 0; i < count; ++i) {
+            float& number = value[upper * width + i / x][i % x];
+            number = __fsub_rn(number, turned(at + i));
+          }
     }
   }
 

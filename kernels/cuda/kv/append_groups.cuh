@@ -40,21 +40,23 @@ template <typename S> struct Groups {
     }
   }
 
-  // One token: its row, the head's mean, its codes.
-  __device__ void encode(const char* row, const float* mean, uint8_t* codes) const {
+  // One token: its row, the head's mean, the rotary mean, its codes.
+  template <class Turned>
+  __device__ void encode(const char* row, const float* mean, const Turned& turned, uint8_t* codes) const {
     unsigned long long word = 0;
 #pragma unroll
     for (int i = 0; i < unit; ++i) {
       float w[x];
-      load(row, mean, i, w);
+      load(row, mean, turned, i, w);
       word |= static_cast<unsigned long long>(spread[i].nearest(w)) << i * bits;
     }
     if (threadIdx.x % 32 == 0) store(word, codes);
   }
 
-  // `tokens` tokens from `base` on, of `count` of a head.
-  __device__ void encode_many(const char* rows, int64_t stride, const float* mean, uint8_t* codes, int base,
-                              int count) const {
+  // `tokens` tokens from `base` on, of `count` of a head. `turned(i)`: the rotary mean of token i.
+  template <class Turns>
+  __device__ void encode_many(const char* rows, int64_t stride, const float* mean, const Turns& turned, uint8_t* codes,
+                              int base, int count) const {
     const int first = base + threadIdx.x % 32;
     unsigned long long word[slots] = {};
 #pragma unroll 1
@@ -63,7 +65,8 @@ template <typename S> struct Groups {
       int code[slots];
 #pragma unroll
       for (int slot = 0; slot < slots; ++slot)
-        if (first + slot * 32 < count) load(rows + (first + slot * 32) * stride, mean, i, w[slot]);
+        if (first + slot * 32 < count)
+          load(rows + (first + slot * 32) * stride, mean, turned(first + slot * 32), i, w[slot]);
       const Book book = {tables + i * Book::floats};
       book.search(w, 0, Book::fours, best, code);
       book.pick(w, best, code);
@@ -76,8 +79,9 @@ template <typename S> struct Groups {
   }
 
  private:
-  // 2 (x - mean) of the vector of group `i` of the unit.
-  __device__ void load(const char* row, const float* mean, int i, float (&w)[x]) const {
+  // 2 (x - mean - R_n m) of the vector of group `i` of the unit.
+  template <class Turned>
+  __device__ void load(const char* row, const float* mean, const Turned& turned, int i, float (&w)[x]) const {
     const int first = (mine * unit + i) * x;
     if constexpr (S::aligned) {
       load_floats<S::dtype>(row + first * number, w);
@@ -90,7 +94,11 @@ template <typename S> struct Groups {
       }
     }
 #pragma unroll
-    for (int c = 0; c < x; ++c) w[c] = 2.0f * __fsub_rn(w[c], S::centred ? mean[first + c] : 0.0f);
+    for (int c = 0; c < x; ++c) {
+      w[c] = __fsub_rn(w[c], S::centred ? mean[first + c] : 0.0f);
+      if constexpr (Turned::some) w[c] = __fsub_rn(w[c], turned(first + c));
+      w[c] *= 2.0f;
+    }
   }
 
   __device__ void store(unsigned long long word, uint8_t* codes) const {

@@ -2,7 +2,7 @@
 // One decode step of a static KV cache (hf_vq/ops/kv_ops.py): append new tokens, encode those that leave the window.
 //
 // The kernel writes the new tokens to the ring buffer and the sinks, the codes of the tokens that leave the window, and
-// the key mean when the first token is encoded. It reads the length from device memory and advances it.
+// the key mean, and the rotary mean, when the first token is encoded. It reads the length from device memory and advances it.
 //
 //     position   length - window ..           length ..
 //                leave the window, coded      new: slot position % slots of the ring        slots >= window + new
@@ -40,8 +40,6 @@ struct Arguments {
   int shares;                  // blocks that share the batch, of learned codebooks
 };
 
-constexpr float largest_in_mean = 1267650600228229401496703205376.0f;  // 2^100
-
 template <typename S> struct Head {
   static constexpr int number = size_of<S::dtype>, row_bytes = S::dim * number;
   static_assert(S::dim <= Plan::threads, "a thread copies one number of a token");
@@ -59,6 +57,16 @@ template <typename S> struct Head {
   __device__ char* slot(int position) const { return ring + int64_t(uint32_t(position) % uint32_t(a.slots)) * row_bytes; }
 
   __device__ const float* mean() const { return S::centred ? side.mean + int64_t(pair) * S::dim : nullptr; }
+
+  // The rotary mean of the token at `position`.
+  __device__ auto turned(int position) const {
+    if constexpr (S::rotary) return TurnedMean{rotary_of<Arguments>(a), turning(), rotary_of<Arguments>(a).start + position};
+    else return NothingTurns{};
+  }
+  __device__ float* turning() const {
+    const RotaryMean& mean = rotary_of<Arguments>(a);
+    return const_cast<float*>(mean.mean) + batch * mean.row + pair % a.heads * mean.head;
+  }
 
   __device__ int64_t row(int position) const { return int64_t(pair) * a.capacity + position; }  // of the tape
 
@@ -84,7 +92,15 @@ template <typename S> struct Head {
   __device__ void freeze() const {
     const int first = start + a.sinks;
     const int count = max(a.window / 2, 1);
-    if (threadIdx.x < S::dim) {
+    if constexpr (S::rotary) {
+      if (threadIdx.x < 32)
+        measure_means<S::dim>(rotary_of<Arguments>(a), rotary_of<Arguments>(a).start + first, count, side.mean + int64_t(pair) * S::dim,
+                              turning(), [&](int token, int channel) {
+                                float one[1];
+                                load_floats<S::dtype>(slot(first + token) + channel * number, one);
+                                return one[0];
+                              });
+    } else if (threadIdx.x < S::dim) {
       float sum = 0.0f;
 #pragma unroll 4
       for (int i = 0; i < count; ++i) {
@@ -149,7 +165,8 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
       length = copy(head, block * numbers, min((block + 1) * numbers, S::dim));
       const int first = length - a.window, last = min(first + a.tokens, a.capacity);
       for (int position = max(first, 0); groups.exists && position < last; ++position)
-        groups.encode(head.slot(position), head.mean(), side.codes + head.row(position) * bytes);
+        groups.encode(head.slot(position), head.mean(), head.turned(position),
+                      side.codes + head.row(position) * bytes);
     }
     __syncthreads();
     leave(a, length);
@@ -166,7 +183,8 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     const auto next = [&](int position) {
       Row<S> row;
       const bool exists = position >= 0 && position < last;
-      row.template load<S::dtype, true, S::centred>(head.slot(exists ? position : 0), head.mean(), exists);
+      row.template load<S::dtype, true, S::centred>(head.slot(exists ? position : 0), head.mean(),
+                                                          head.turned(position), exists);
       return row;
     };
     int base = first + team / teams * teams;  // position of the warp
@@ -185,7 +203,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) kv_step(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) kv_step(const WithRotaryMean<Arguments, Plan::keys::rotary> a) {
   extern __shared__ uint4 shared[];
   uint32_t* words = reinterpret_cast<uint32_t*>(shared);
   const int blocks = Plan::keys::learned ? a.heads * a.shares * Groups<Plan::keys>::across : a.pairs;

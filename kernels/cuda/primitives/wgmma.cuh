@@ -13,7 +13,6 @@
 #pragma once
 #include "primitives/numbers.cuh"
 
-using uint64_t = unsigned long long;
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

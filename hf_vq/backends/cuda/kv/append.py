@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ....formats.scheme import VQScheme
 from ....ops.kv import KVCacheView, KVSide, append_index
 from ..linear.dequantize import DTYPES, on_device
 from . import supports
+from .rotary_mean import FIELDS, rotary_mean
 
 FEW_ROWS = 8  # of a multiprocessor: as many blocks share the search for one
 FEW_TOKENS = 32  # of a head, under codebooks per channel group
@@ -59,6 +60,12 @@ class AppendArguments(ctypes.Structure):
         ("parts", ctypes.c_int32),
         ("cells_per_unit", ctypes.c_float),
     ]
+
+
+class RotaryAppendArguments(ctypes.Structure):
+    """The same of keys that have a rotary mean."""
+
+    _fields_ = [*AppendArguments._fields_, *FIELDS]
 
 
 def candidates(codebook: Tensor, cells: int) -> tuple[Tensor, float]:
@@ -135,7 +142,8 @@ def grid_of(codebook: Tensor, scheme: VQScheme) -> tuple[Tensor, float] | None:
 
 @functools.lru_cache(maxsize=256)
 def _appender(plan: AppendPlan, ordinal: int) -> LoadedKernel:
-    return LoadedKernel(plan, AppendArguments, ordinal, default_store())
+    arguments = RotaryAppendArguments if plan.rotary else AppendArguments
+    return LoadedKernel(plan, arguments, ordinal, default_store())
 
 
 class _Shapes(NamedTuple):
@@ -153,6 +161,7 @@ class _Shapes(NamedTuple):
     dtype: torch.dtype
     aligned: bool
     grid: bool
+    rotary: bool
 
 
 @functools.lru_cache(maxsize=4096)  # every layer asks this twice for every token
@@ -167,7 +176,7 @@ def _prepare(shapes: _Shapes, scheme: VQScheme, ordinal: int) -> tuple[Prepared,
     aligned = shapes.aligned and not any(stride % _ALIGNED for stride in x_strides)
     plan = append_plan(
         scheme, dim, DTYPES[shapes.dtype], centred=shapes.mean is not None, aligned=aligned,
-        few=few, grid=shapes.grid,
+        few=few, grid=shapes.grid, rotary=shapes.rotary,
     )  # fmt: skip
     blocks, parts = _blocks(plan, batch, heads, tokens, sms)
     prepared = _appender(plan, ordinal).prepare(
@@ -220,13 +229,22 @@ def append(
             continue
         x = x if x.stride(3) == 1 else x.contiguous()
         if slot_mapping is None:
-            _append(x, side, append_index(view, side, x.shape[2]))
+            rotary: dict[str, Any] = {}
+            if side is view.key and view.key_rotary_mean is not None:
+                begin = view.num_coded - x.shape[2]
+                turning = rotary_mean(view._replace(rotary_start=view.rotary_start + begin))
+                rotary = {name: of for (name, _), of in zip(FIELDS, turning, strict=True)}
+            _append(x, side, append_index(view, side, x.shape[2]), rotary)
         else:
             _append_paged(x, side, slot_mapping)
 
 
-def _append(x: Tensor, side: KVSide, at: int) -> None:
-    """Encode `x` to tokens `at`, `at` + 1, ... of a buffer in rows."""
+def _append(x: Tensor, side: KVSide, at: int, rotary: dict[str, Any]) -> None:
+    """Encode `x` to tokens `at`, `at` + 1, ... of a buffer in rows.
+
+    Args:
+        rotary: members of `RotaryAppendArguments`, of keys with a rotary mean.
+    """
     codes, scale, mean, scheme = side.codes, side.scale, side.mean, side.parsed
     if mean is not None and (mean.stride(3) != 1 or mean.data_ptr() % _ALIGNED):
         mean = mean.clone(memory_format=torch.contiguous_format)
@@ -236,6 +254,7 @@ def _append(x: Tensor, side: KVSide, at: int) -> None:
         x.shape, x.stride(), None if mean is None else mean.shape,
         (0, 0) if mean is None else mean.stride(), codebook.shape, codes.shape, codes.stride(),
         scale.shape, scale.stride(), x.dtype, place % _ALIGNED == 0, grid is not None,
+        bool(rotary),
     )  # fmt: skip
     with on_device(ordinal):
         prepared, width = _prepare(shapes, scheme, ordinal)
@@ -252,7 +271,7 @@ def _append(x: Tensor, side: KVSide, at: int) -> None:
         addresses = {
             "x": place, "mean": None if mean is None else mean.data_ptr(),
             "codebook": codebook.data_ptr(), "codes": buffer + at * width,
-            "scale": scale.data_ptr() + _SCALE * scheme.row_numbers * at,
+            "scale": scale.data_ptr() + _SCALE * scheme.row_numbers * at, **rotary,
         }  # fmt: skip
         _launch(prepared, ordinal, grid, addresses)
 

@@ -31,6 +31,7 @@ from ....ops.kv import KVCacheView
 from ..linear.dequantize import DTYPES, on_device
 from . import supports
 from .codebooks import KEYS, VALUES, tables
+from .rotary_mean import ROTARY_MEAN, rotary_mean
 
 FLOATS = Packed([("at", POINTER), ("row head token", INT64)])
 CODED = Packed([
@@ -47,9 +48,10 @@ ARGUMENTS = Packed([
     ("settled", INT32), ("scaling softcap", FLOAT),
 ])  # fmt: skip
 """Structs of kernels/cuda/kv/attention/attention_arguments.cuh: Floats, Coded, Arguments."""
+_WITH_ROTARY = Packed([("arguments", ARGUMENTS), ("rotary", ROTARY_MEAN)])
 _LOG2_E = math.log2(math.e)
 _USUAL = 4  # times shorter than the longest that there may be, requests usually are
-AttentionArguments = ARGUMENTS.structure()
+AttentionArguments, _RotaryArguments = ARGUMENTS.structure(), _WITH_ROTARY.structure()
 _MASKS = {torch.bool: Mask.BOOL, **{dtype: Mask(kind.value) for dtype, kind in DTYPES.items()}}
 
 
@@ -91,7 +93,8 @@ def _counters(ordinal: int) -> _Counters:
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(plan: AttentionPlan, ordinal: int) -> LoadedKernel:
-    return LoadedKernel(plan, AttentionArguments, ordinal, default_store())
+    arguments = _RotaryArguments if plan.rotary else AttentionArguments
+    return LoadedKernel(plan, arguments, ordinal, default_store())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -107,12 +110,13 @@ def _launch(
     tokens: int,
     page: int,
     groups: int,
+    rotary: bool,
     ordinal: int,
 ) -> tuple[AttentionPlan, Prepared]:
     arch = device_arch(ordinal)
     asked = AttentionProblem(
         key, value, key_dim, value_dim, columns, DTYPES[dtype], mask, softcapped, tokens, arch,
-        page, groups,
+        page, groups, rotary,
     )  # fmt: skip
     plan = choose(asked)
     if plan is None:
@@ -194,7 +198,7 @@ def attention(
             plan, prepared = _launch(
                 key.parsed, value.parsed, key_dim, value_dim, columns, dtype, kind, softcap > 0,
                 token_bucket(coded if table is None else coded // _USUAL), view.page_size,
-                group_bucket(rows * kv_heads), ordinal,
+                group_bucket(rows * kv_heads), view.key_rotary_mean is not None, ordinal,
             )  # fmt: skip
         else:
             prepared = _kernel(plan, ordinal).prepare(1)
@@ -229,6 +233,8 @@ def attention(
                 coded > 0 and _settled(codebooks, stream), softmax_scale * _LOG2_E,
                 softcap * _LOG2_E,
             )  # fmt: skip
+            if plan.rotary:
+                ROTARY_MEAN.pack_into(prepared.arguments, ARGUMENTS.size, *rotary_mean(view))
             prepared.start(stream, True, groups * count)
     return out
 

@@ -21,6 +21,7 @@ from ....ops.reference import kv_static as static_reference
 from ..linear.dequantize import DTYPES
 from . import supports
 from .append import grid_of, shares_of
+from .rotary_mean import FIELDS, rotary_mean
 
 _ALIGNED = 16  # bytes of the widest load
 
@@ -62,20 +63,33 @@ class StoreArguments(ctypes.Structure):
     ]
 
 
+class RotaryStoreArguments(ctypes.Structure):
+    """The same of keys that have a rotary mean."""
+
+    _fields_ = [*StoreArguments._fields_, *FIELDS]
+
+
 @functools.lru_cache(maxsize=256)
 def _storer(
     keys: tuple[VQScheme, int, torch.dtype, bool],
     values: tuple[VQScheme, int, torch.dtype, bool],
     centred: bool,
+    rotary: bool,
     ordinal: int,
 ) -> tuple[LoadedKernel, tuple[int, ...]]:
     """The kernel, and blocks for all learned codebooks of keys and of values; 0 for no such."""
     sides = [
-        append_plan(scheme, dim, DTYPES[dtype], centred=mean, aligned=True, few=True, grid=grid)
-        for (scheme, dim, dtype, grid), mean in ((keys, centred), (values, False))
-    ]
+        append_plan(
+            scheme, dim, DTYPES[dtype], centred=mean, aligned=True, few=True, grid=grid,
+            rotary=turns,
+        )
+        for (scheme, dim, dtype, grid), mean, turns in (
+            (keys, centred, rotary), (values, False, False)
+        )
+    ]  # fmt: skip
     across = tuple(side.blocks_across if side.learned else 0 for side in sides)
-    return LoadedKernel(store_plan(*sides), StoreArguments, ordinal, default_store()), across
+    arguments = RotaryStoreArguments if rotary else StoreArguments
+    return LoadedKernel(store_plan(*sides), arguments, ordinal, default_store()), across
 
 
 def _side(
@@ -151,12 +165,13 @@ def append(key: Tensor, value: Tensor, view: KVCacheView, slot_mapping: None = N
     grids = grid_of(keys.codebook, keys.parsed), grid_of(values.codebook, values.parsed)
     key_side = _side(key, keys, capacity, grids[0])
     value_side = _side(value, values._replace(mean=None), capacity, grids[1])
+    rotary = () if view.key_rotary_mean is None else rotary_mean(view)
     ordinal = key.device.index
     with torch.cuda.device(key.device):
         kernel, across = _storer(
             (keys.parsed, dim, key.dtype, grids[0] is not None),
             (values.parsed, value.shape[3], value.dtype, grids[1] is not None),
-            keys.mean is not None, ordinal,
+            keys.mean is not None, bool(rotary), ordinal,
         )  # fmt: skip
         shares = shares_of(batch, heads * sum(across), device_arch(ordinal).sms)
         kernel(
@@ -175,6 +190,7 @@ def append(key: Tensor, value: Tensor, view: KVCacheView, slot_mapping: None = N
             window,
             capacity,
             shares,
+            *rotary,
             dependent=True,
         )
     return None

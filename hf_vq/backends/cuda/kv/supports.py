@@ -29,8 +29,9 @@ def append(problem: dispatch.KVAppendProblem) -> str | None:
     reason = refusals.dtype(problem.dtype, refusals.FLOATS, "numbers")
     if reason is None and layout != ROWS:
         return f"codes lie in {layout!r}, not {ROWS!r}"
-    reason = reason or refusals.rotary(problem) or _pages(problem.page_size)
-    return reason or _appendable(scheme, dim)
+    if problem.memory == PAGED:
+        reason = reason or refusals.rotary(problem)
+    return reason or _pages(problem.page_size) or _appendable(scheme, dim)
 
 
 def store(problem: dispatch.KVAppendProblem) -> str | None:
@@ -38,8 +39,7 @@ def store(problem: dispatch.KVAppendProblem) -> str | None:
     if problem.memory != STATIC:
         return "the memory of the cache is not static"
     return (
-        refusals.rotary(problem)
-        or refusals.dtype(problem.dtype, refusals.FLOATS, "numbers")
+        refusals.dtype(problem.dtype, refusals.FLOATS, "numbers")
         or _appendable(problem.key_scheme, problem.head_dim)
         or _appendable(problem.value_scheme, problem.value_dim)
     )
@@ -49,7 +49,7 @@ def attention(problem: dispatch.KVAttentionProblem) -> str | None:
     """Whether attention.cu reads the codes."""
     from ....codegen.families.kv_attention import MOST_QUERIES
 
-    reason = refusals.rotary(problem) or refusals.dtype(problem.dtype, refusals.HALVES, "queries")
+    reason = refusals.dtype(problem.dtype, refusals.HALVES, "queries")
     if reason:
         return reason
     if problem.memory != PAGED and problem.queries > MOST_QUERIES:
@@ -75,7 +75,12 @@ def _attendable(problem: dispatch.KVAttentionProblem, value_dim: int) -> str | N
         attendable(keys, problem.head_dim, "keys")
         or attendable(values, value_dim, "values")
         or misfit(
-            keys, values, problem.head_dim, value_dim, device_arch(torch.cuda.current_device())
+            keys,
+            values,
+            problem.head_dim,
+            value_dim,
+            device_arch(torch.cuda.current_device()),
+            problem.rotary,
         )
     )
 

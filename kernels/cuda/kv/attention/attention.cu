@@ -27,6 +27,7 @@
 #include "kv/attention/attention_learned.cuh"
 #include "kv/attention/attention_mainloop.cuh"
 #include "kv/attention/attention_mha.cuh"
+#include "kv/attention/attention_rotary.cuh"
 #include "primitives/pdl.cuh"
 
 using KeyTable = TableOf<Keys>;
@@ -133,9 +134,10 @@ struct Scores {
   uint32_t staged;             // of the lane's first column
   int plain_begin, plain_end;  // tokens that all columns see as codes, and no mask hides
 
-  // Logits of tile number `tile` of the step in `slot`, whose tokens begin at `first`.
+  // Logits of tile number `tile` of the step in `slot`, whose tokens begin at `first`. `rotary`: those of the rotary mean,
+  // or 0.
   __device__ void operator()(const Arguments& a, const Tokens& tokens, const Step::CacheRows& cache_rows, uint32_t slot, int tile,
-                             int first, int lane, Logits& s, OfValue (&by)[2]) const {
+                             int first, int lane, uint32_t rotary, Logits& s, OfValue (&by)[2]) const {
     float of_key[2] = {1.0f, 1.0f}, zero[2] = {}, of_value[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -168,10 +170,12 @@ struct Scores {
           float& logit = s[n][2 * half + c];
           const float product = of_key[half] * __uint_as_float(factor[0]);
           if constexpr (Keys::integers) logit -= zero[half] * __uint_as_float(factor[1]);
-          if constexpr (Plan::softcapped)
-            logit = capped(logit * product + __uint_as_float(shift[0]), a.softcap) + of_value[half];
-          else
-            logit = logit * product + of_value[half];
+          float added = of_value[half];
+          if constexpr (Plan::softcapped) added = __uint_as_float(shift[0]);
+          if constexpr (Plan::rotary)
+            if (rotary) added += Rotary::logit(rotary, Step::of_row(lane / 4, half, tile), Rotary::query_of(n, c, lane));
+          logit = logit * product + added;
+          if constexpr (Plan::softcapped) logit = capped(logit, a.softcap) + of_value[half];
         }
       }
     if (!plain) {
@@ -197,10 +201,11 @@ struct Scores {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) attention(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) attention(const WithRotaryMean<Arguments, Plan::rotary> a) {
   extern __shared__ __align__(128) char shared[];
   constexpr int tables = KeyTable::bytes + ValueTable::bytes;
   constexpr int ring_at = tables + Query::bytes + columns_of_block * int(sizeof(Staged));
+  constexpr int own_bytes = Plan::pipeline_depth * Step::bytes, rotary_at = ring_at + warps * own_bytes;
   char* const staged = shared + tables;
   if (__cvta_generic_to_shared(shared) != shared_begin) __trap();
   // The same in all lanes, and known to be: what is copied whole needs uniform addresses.
@@ -220,9 +225,9 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const auto fill = [&](int threads) {
     key_table.fill(shared, threadIdx.x, threads);
     value_table.fill(shared, threadIdx.x, threads);
+    if constexpr (Plan::rotary) Rotary::fill(rotary_of<Arguments>(a), shared + rotary_at, threadIdx.x, threads);
   };
   if (early && warp < warps / 2) fill(Plan::threads / 2);
-  constexpr int own_bytes = Plan::pipeline_depth * Step::bytes;
   const uint32_t ring = shared_begin + ring_at + warp * own_bytes;
   Step::begin(ring, lane);
 
@@ -256,13 +261,15 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const int near = tokens.near(a, 0), sink_tiles = (a.sinks + 15) / 16;
   const int float_tiles = sink_tiles + (tokens.total - near + 15) / 16;
   const int others = split + active * (warps / 2) < float_tiles ? warps : warps / 2;
-  if (steps > 0 && warp < others)
+  if (steps > 0 && warp < others) {
     Query::stage(a, tokens, row, kv_head, first_column, staged, others, [&] {
       ask();
       if (!early) fill(32 * others);
     });
-  else
+    if constexpr (Plan::rotary) Rotary::stage(a, row, kv_head, first_column, shared + rotary_at, others);
+  } else {
     ask();
+  }
   State state;
   const int first_float = split + active * (warps - 1 - warp);  // warps of the second half, unless all prepare
   if (first_float < float_tiles) {
@@ -302,6 +309,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     shift(-1.0f);
     const Scores scores = {uint32_t(__cvta_generic_to_shared(known)), a.sinks ? tokens.start + a.sinks : 0,
                            tokens.end(a, 0)};
+    const Rotary rotary(shared + rotary_at, warp);
+    int found = 0;  // steps since logits of the rotary mean were found
     uint32_t turn = 0, slot = ring, free = ring + (Plan::pipeline_depth - 1) * Step::bytes;
     for (; at < end; at += warps) {
       Step::wait(slot, turn);
@@ -310,6 +319,12 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       if (at + (Plan::pipeline_depth - 1) * warps < end)
         Step::copy(cache_rows, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, free, lane);
       Step::commit();
+      uint32_t turning = 0;
+      if constexpr (Plan::rotary)
+        if (rotary.turning) {
+          if (found == 0) rotary.find(rotary_of<Arguments>(a), first, lane);
+          turning = rotary.logits(found), found = (found + 1) % Rotary::steps;
+        }
       Logits s[Plan::step_tiles];
       OfValue by[Plan::step_tiles][2];
       typename Sums::Weights weights[Plan::step_tiles];
@@ -320,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
 #pragma unroll
       for (int tile = 0; tile < Plan::step_tiles; ++tile) {
         sums.choose(s[tile]);
-        scores(a, tokens, cache_rows, slot, tile, first, lane, s[tile], by[tile]);
+        scores(a, tokens, cache_rows, slot, tile, first, lane, turning, s[tile], by[tile]);
       }
       TokenCodes<Values> values[Plan::step_tiles][4];
       Step::load(values, cache_rows, first, slot, lane);

@@ -1,14 +1,16 @@
 """Lanes of the append kernel own every vector once; its grid names every entry that is nearest."""
 
+import ctypes
 import dataclasses
+import itertools
 import re
 
 import pytest
 import torch
 
 from hf_vq import paths
-from hf_vq.backends.cuda.kv.append import AppendArguments, candidates
-from hf_vq.backends.cuda.kv.step import StoreArguments
+from hf_vq.backends.cuda.kv.append import AppendArguments, RotaryAppendArguments, candidates
+from hf_vq.backends.cuda.kv.step import RotaryStoreArguments, StoreArguments
 from hf_vq.codegen.families.kv_append import CELLS, HEAD_DIMS, append_plan, appendable, store_plan
 from hf_vq.codegen.jit import compiler
 from hf_vq.codegen.jit.device import ARCHES
@@ -16,6 +18,7 @@ from hf_vq.codegen.kv_plan import AppendPlan, StorePlan
 from hf_vq.codegen.plan import Dtype, render
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.shared import universal_tensor
+from hf_vq.ops.rotary_mean import SMALLEST_SHARE, TIE
 
 SCHEMES = {name: kv.key for name, kv in KV_SCHEMES.items() if name != "cq-1"}
 SCHEMES |= {
@@ -118,6 +121,26 @@ def test_candidates_of_a_cell(name, cells):
         assert not more.any()
 
 
+@pytest.mark.slow
+@NVRTC
+@pytest.mark.parametrize("name", ["u4", "u3", "u2", "nomad-u4", "cq-4", "nomad-2", "qserve-kv4"])
+def test_a_rotary_mean(name):
+    for few, dim in itertools.product((True, False), (64, 256)):
+        plan = append_plan(
+            SCHEMES[name], dim, Dtype.BFLOAT16, centred=True, aligned=True, few=few, grid=True,
+            rotary=True,
+        )  # fmt: skip
+        checked(plan, "sm_90a")
+        if few:
+            values = dataclasses.replace(plan, centred=False, rotary=False)
+            checked(store_plan(plan, values), "sm_80")
+
+
+def test_what_decides_is_that_of_the_specification():
+    text = source("kv/append_rotary.cuh")
+    assert f"smallest_share = {SMALLEST_SHARE}f, tie = {TIE}f;" in text
+
+
 def source(name):
     return (paths.kernel_sources() / "cuda" / name).read_text(encoding="utf-8")
 
@@ -131,6 +154,7 @@ def test_templates_read_every_field_and_no_other():
                 "kv/append_groups.cuh",
                 "kv/append_integers.cuh",
                 "kv/append_nearest.cuh",
+                "kv/append_rotary.cuh",
             ),
         )
     )
@@ -148,6 +172,7 @@ def test_templates_read_every_field_and_no_other():
 def test_arguments_are_those_of_the_source():
     """Names and order; their types are a pointer, or numbers of the named size."""
     sizes = {"int64_t": 8, "int": 4, "float": 4}
+    rotary = "primitives/rotary.cuh"
 
     def members(file, struct):
         body = re.search(rf"struct {struct} {{\n(.*?)}};", source(file), re.DOTALL)[1]
@@ -160,6 +185,13 @@ def test_arguments_are_those_of_the_source():
         return [(name, getattr(arguments, name).size) for name, _ in arguments._fields_]
 
     assert list(members("kv/append.cu", "Arguments")) == mirrored(AppendArguments)
+    turning = [(f"rotary_{name}", size) for name, size in members(rotary, "RotaryMean")]
+    for longer, plain in (
+        (RotaryAppendArguments, AppendArguments), (RotaryStoreArguments, StoreArguments)
+    ):  # fmt: skip
+        assert mirrored(longer) == mirrored(plain) + turning
+        # Where a compiler puts the members of a derived struct.
+        assert longer.rotary_mean.offset == ctypes.sizeof(plain)
     sides = {"keys": "key_", "values": "value_"}
     expected = []
     for name, size in members("kv/kv_step.cu", "Arguments"):

@@ -64,6 +64,40 @@ def test_pages():
     compiles(problem("u2", "sm_80", dim=80, page=64))
 
 
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_rotary_mean_on_every_architecture(arch):
+    for name, columns in (("u4", 4), ("u2", 8)):
+        compiles(problem(name, arch, columns=columns, rotary=True))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("name", ["u3", "k4v2", "qserve-kv4", "cq-4", "cq-2"])
+def test_a_rotary_mean_of_every_scheme(name):
+    compiles(problem(name, columns=1, rotary=True, mask=Mask.BOOL))
+    compiles(problem(name, dim=64, columns=16, rotary=True, softcapped=True))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("dim", [80, 256])
+def test_a_rotary_mean_of_every_head_dim(dim):
+    compiles(problem(dim=dim, rotary=True, softcapped=True, mask=Mask.FLOAT32))
+    compiles(problem(dim=dim, columns=8, rotary=True, page=64))
+
+
+def test_memory_of_a_rotary_mean():
+    """Where there is no room for it, there is a reason; without one a plan is what it was."""
+    u4, largest = KV_SCHEMES["u4"], ARCHES["sm_86"]
+    assert misfit(u4.key, u4.value, 256, 256, largest) is None
+    assert "rotary mean" in misfit(u4.key, u4.value, 256, 256, largest, rotary=True)
+    plain, turning = (choose(problem(rotary=rotary)) for rotary in (False, True))
+    assert plain.rotary_bytes == 0 < turning.rotary_bytes
+    assert turning.shared_bytes - plain.shared_bytes == turning.rotary_bytes
+
+
 def test_explain_names_the_choice(capsys):
     assert main(["explain", "attention", "u4", "--top", "3"]) == 0
     out = capsys.readouterr().out

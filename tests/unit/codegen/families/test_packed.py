@@ -8,6 +8,7 @@ import pytest
 from hf_vq import paths
 from hf_vq.backends.cpu import kv as cpu_attention
 from hf_vq.backends.cuda.kv import attention as cuda_attention
+from hf_vq.backends.cuda.kv.rotary_mean import ROTARY_MEAN
 from hf_vq.codegen.packed import FLOAT, INT32, INT64, POINTER, UINT32, Packed
 
 KINDS = {
@@ -18,11 +19,13 @@ TYPES = {
     UINT32: ctypes.c_uint32, FLOAT: ctypes.c_float,
 }  # fmt: skip
 ATTENTION = ("cuda/kv/attention/attention_arguments.cuh", r"struct {} {{\n(.*?)}};")
+ROTARY = ("cuda/primitives/rotary.cuh", ATTENTION[1])
 API = ("cpu/api.h", r"typedef struct {0} {{\n(.*?)}} {0};")
 STRUCTS = [
     (ATTENTION, "Floats", cuda_attention.FLOATS),
     (ATTENTION, "Coded", cuda_attention.CODED),
     (ATTENTION, "Arguments", cuda_attention.ARGUMENTS),
+    (ROTARY, "RotaryMean", ROTARY_MEAN),
     (API, "hf_vq_floats", cpu_attention.FLOATS),
     (API, "hf_vq_codes", cpu_attention.CODES),
     (API, "hf_vq_attention_step", cpu_attention.STEP),
