@@ -25,7 +25,7 @@ from ..formats.packing import pack_bits, unpack_bits
 from ..formats.scheme import VQScheme
 
 _FACTOR = 128  # a larger Hadamard matrix is applied as H_a (x) H_128
-_MOST_LOG2 = 14.0  # of a diagonal: 2^-14 is the least normal number of fp16
+_MOST_LOG2 = 8.0  # of a diagonal: products with inputs in fp16 stay finite
 
 
 def draw_signs(features: int, seed: int) -> Tensor:
@@ -46,8 +46,8 @@ def _signs(features: int, seed: int) -> Tensor:
 def signed_diagonal(input_scale: Tensor, seed: int) -> Tensor:
     """The diagonal of a `scaled_hadamard` rotation: fp16 [features] on the CPU, sign / s.
 
-    Its signs are those of `draw_signs`. s has a geometric mean of 1 and lies within 2^-14 and 2^14,
-    so that s and 1 / s are normal numbers of fp16.
+    Its signs are those of `draw_signs`. s has a geometric mean of 1 and lies within 2^-8 and 2^8:
+    so fp16 holds 1 / s and its products with inputs, and no input is lost that was thought small.
 
     Args:
         input_scale: s [features], any float dtype and device; positive.

@@ -231,8 +231,8 @@ HF_VQ_API void hf_vq_use_cuda(const hf_vq_cuda* cuda);
 typedef struct hf_vq_cuda_launch {
   int64_t device, dtype;       // of x and y, and torch's number of their type
   int64_t rows, columns, tokens;
-  int64_t codes, codebook, scale, signs;  // numbers that they have; signs 0 = none
-  int64_t codebook_dtype;
+  int64_t codes, codebook, scale, diagonal;  // numbers that they have; diagonal (or bytes of its signs) 0 = none
+  int64_t codebook_dtype, diagonal_dtype;
   int64_t function, blocks, threads, shared_bytes;
   int64_t before;              // the function in front, 0 = none, and all that follows is its
   int64_t before_blocks, before_threads, before_shared_bytes;

@@ -16,7 +16,7 @@ from ...errors import VQBackendError
 from ...formats.packing import packed_size
 from ...formats.scheme import VQScheme
 from ..jit.device import RESERVED_BYTES, Arch
-from ..plan import DecodePlan, Dtype, RotatePlan, Scope
+from ..plan import DecodePlan, Diagonal, Dtype, RotatePlan, Scope
 
 VECTOR_SIZES = (1, 2, 4, 8, 16)
 MOST_STAGES = 4
@@ -93,8 +93,6 @@ def decodable(scheme: VQScheme) -> str | None:
 
 def rotatable(scheme: VQScheme, in_features: int) -> str | None:
     """None if a plan can rotate rows as this scheme says, else the reason why not."""
-    if scheme.is_scaled:
-        return "a diagonal is not multiplied by kernels"
     if scheme.rotation == "qr":
         return "a QR rotation is a matrix product"
     block = scheme.block(in_features)
@@ -243,15 +241,22 @@ def choose(problem: DecodeProblem) -> DecodePlan:
     return min(plans, key=lambda plan: cost(plan, problem).cycles)
 
 
+def diagonal_of(scheme: VQScheme) -> Diagonal:
+    """What a scheme multiplies inputs by before its Hadamard matrix."""
+    if scheme.is_scaled:
+        return Diagonal.HALVES
+    return Diagonal.SIGNS if scheme.rotation == "random_hadamard" else Diagonal.NONE
+
+
 def rotate_plan(
     source: Dtype,
     out: Dtype,
     block: int,
-    signs: bool,
+    diagonal: Diagonal,
     inverse: bool,
     arranged: int = 0,
     swizzled: bool = False,
 ) -> RotatePlan:
     """The plan of a rotation: nothing in it is a matter of choice."""
     threads, resident = (64, 16) if swizzled else (256, 4)  # there are fewer, with more to do
-    return RotatePlan(threads, resident, source, out, block, signs, inverse, arranged, swizzled)
+    return RotatePlan(threads, resident, source, out, block, diagonal, inverse, arranged, swizzled)
