@@ -45,7 +45,7 @@ MODEL_SHAPES = (
     (28672, 8192),
 )  # fmt: skip
 _OTHERS = 3
-# Of the first scheme of each family, scaled: nothing but the reading of x differs, once for each way.
+# Of the first scheme of each family, scaled: only how x, or dense rows, are rotated differs.
 SCALED_SHAPES = ((300, 2048), (4096, 4096))
 LONGEST = 2048  # tokens: beyond, no bucket is looked for
 _MOST_ROWS = 4096  # `dequantize._ROWS_OF_A_PLAN`

@@ -55,8 +55,6 @@ def runnable(scheme: VQScheme, in_features: int) -> str | None:
         return f"its codebook is {scheme.lattice or scheme.codebook}"
     if scheme.vector_size not in VECTOR_SIZES:
         return f"vectors have {scheme.vector_size} weights, not one of {VECTOR_SIZES}"
-    if scheme.is_scaled:
-        return "a diagonal is not multiplied by kernels"
     if reason := refusals.qr(scheme):
         return reason
     if step(scheme, in_features) < _SMALLEST_DOT:

@@ -17,7 +17,8 @@ from hf_vq.backends.cuda.linear import bound as cuda_bound_linear
 from hf_vq.backends.cuda.linear import fused as cuda_fused
 from hf_vq.backends.cuda.linear.arguments import LinearArguments
 from hf_vq.backends.cuda.linear.dequantize import RotateArguments
-from hf_vq.formats import WEIGHT_SCHEMES
+from hf_vq.formats import weight_scheme
+from hf_vq.formats.stored_weight import rotation_of
 from hf_vq.ops.library import linear_problem
 from tests.fixtures import ROOT
 from tests.fixtures.random_weights import random_tensors
@@ -240,7 +241,7 @@ def test_rows_that_are_filled_up_are_not_launched(cuda, prepared):
 
 
 def test_python_goes_on_where_the_op_refuses(monkeypatch):
-    scheme, given, answers = WEIGHT_SCHEMES["vq-4"], [], [None, "y"]
+    scheme, given, answers = weight_scheme("vq-4"), [], [None, "y"]
     asked = linear_problem("linear", torch.empty(9, 256).half(), scheme.spec(), 64)
     monkeypatch.setattr(boxed_ops, "cuda_linear", lambda: lambda *tensors: answers.pop(0))
     monkeypatch.setattr(

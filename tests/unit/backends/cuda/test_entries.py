@@ -324,8 +324,8 @@ def test_what_is_launched_of_two_passes(launched):
 
 @pytest.mark.parametrize("key", ["signs", "diagonal"])
 def test_several_matrices_are_one_launch(launched, monkeypatch, key):
-    """Arguments of the second one are `x_1`, ..; an input is rotated once for those that share their
-    signs or diagonal; one that was written is enough to wait."""
+    """Arguments of the second one are `x_1`, ..; an input is rotated once for those that share
+    their signs or diagonal; one that was written is enough to wait."""
     kernel, before, _ = launched
     scheme = WEIGHT_SCHEMES["vq-4"]
     scheme = scheme if key == "signs" else scheme.scaled()
