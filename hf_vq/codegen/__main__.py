@@ -340,9 +340,9 @@ def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list
             if restorable(scheme, _SHAPE[1], dtype) is None:
                 found.setdefault(dense_plan(decoding), f"dense {name} {dtype.value}")
             block = scheme.block(_SHAPE[1])
-            signs = scheme.rotation == "random_hadamard"
+            diagonal = decode.diagonal_of(scheme)
             if scheme.rotation.endswith("hadamard"):
-                rotation = decode.rotate_plan(dtype, dtype, block, signs, inverse=False)
+                rotation = decode.rotate_plan(dtype, dtype, block, diagonal, inverse=False)
                 found.setdefault(rotation, f"rotate {block} {dtype.value}")
             if dtype is Dtype.FLOAT32:
                 continue
@@ -360,7 +360,7 @@ def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list
                     continue
                 found.setdefault(plan, f"linear {name} {dtype.value} x{tokens}")
                 if tokens > 1:
-                    rotation = decode.rotate_plan(dtype, dtype, block, signs, False, plan.unit)
+                    rotation = decode.rotate_plan(dtype, dtype, block, diagonal, False, plan.unit)
                     found.setdefault(rotation, f"arrange {block} {dtype.value}")
             for tokens in _MANY_TOKENS:
                 many = linear.LinearProblem(scheme, tokens, *_SHAPE, dtype, named_arch(arch))
@@ -368,7 +368,7 @@ def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list
                 if best is not None:
                     found.setdefault(best, f"wide {name} {dtype.value} x{tokens}")
                     rotation = decode.rotate_plan(
-                        dtype, dtype, block, signs, False, best.unit, True
+                        dtype, dtype, block, diagonal, False, best.unit, True
                     )
                     found.setdefault(rotation, f"swizzle {block} {dtype.value}")
     return [(name, plan) for plan, name in found.items()]

@@ -32,6 +32,14 @@ class Scope(enum.Enum):
     E8P = "e8p"
 
 
+class Diagonal(enum.Enum):
+    """What numbers are multiplied by before a Hadamard matrix: nothing, packed signs, fp16."""
+
+    NONE = "none"
+    SIGNS = "signs"
+    HALVES = "halves"
+
+
 @dataclass(frozen=True)
 class Plan:
     """Fields of every plan.
@@ -181,6 +189,7 @@ class LinearPlan(TablePlan):
         ragged: the row is not a whole number of chunks.
         single: there is one token; a warp keeps its columns of x in registers.
         rotate: rotate x in this kernel (Hadamard blocks of 128).
+        scaled: with `rotate`, behind a diagonal in fp16; else behind signs, or nothing.
         prefetch_x: load x after the first chunk of codes; else after `pipeline_depth` chunks.
         x_sets: register sets for the inputs of a warp. One token: eight pieces of x each, of up to
             32 columns of a lane. Several tokens: the scales of eight chunks each.
@@ -201,6 +210,7 @@ class LinearPlan(TablePlan):
     x_sets: int
     cluster_size: int
     matrices: int = 1
+    scaled: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -315,7 +325,7 @@ class DensePlan(TablePlan):
     Args:
         out: dtype of the matrix; not FLOAT32.
         block: numbers of a Hadamard block, up to `LARGEST_BLOCK`; 1 = no rotation.
-        signs: the rotation has random signs.
+        diagonal: what the columns of the rotated rows are multiplied by.
     """
 
     template: ClassVar[str] = "linear/dequantize_rotated"
@@ -323,7 +333,7 @@ class DensePlan(TablePlan):
     UNIT: ClassVar[int] = 32
     out: Dtype
     block: int
-    signs: bool
+    diagonal: Diagonal
 
     @property
     def shared_bytes(self) -> int:
@@ -339,8 +349,8 @@ class RotatePlan(Plan):
         source: dtype of the input.
         out: dtype of the result.
         block: numbers of a Hadamard block, a power of two up to `LARGEST_BLOCK`.
-        signs: apply random signs.
-        inverse: apply the signs after the matrix, not before it.
+        diagonal: what numbers are multiplied by.
+        inverse: multiply by it after the matrix, not before it.
         fragment_unit: if non-zero, write x in the MMA-fragment order that a plan with this `unit`
             reads; 0 keeps row-major order.
         swizzled: the order is that of a `WidePlan` (128-byte swizzle); else of a `LinearPlan`.
@@ -351,7 +361,7 @@ class RotatePlan(Plan):
     source: Dtype
     out: Dtype
     block: int
-    signs: bool
+    diagonal: Diagonal
     inverse: bool
     fragment_unit: int = 0
     swizzled: bool = False

@@ -1,7 +1,7 @@
 """Tensor parallelism: how the stored tensors of a layer are split over ranks.
 
 colwise   out_features are split: rows of codes and scales; everything else is whole everywhere
-rowwise   in_features are split: a slice of every row's codes, scales and signs. The slice must
+rowwise   in_features are split: a slice of every row's codes, scales and signs or diagonal. It must
           hold whole bytes, whole scale groups and whole rotation blocks.
 """
 

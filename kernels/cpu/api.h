@@ -53,6 +53,7 @@ typedef struct hf_vq_matrix {
   const uint16_t* codebook;  // fp16 [stages, 2^bits, x]; e8p [stages, 257, 8]; tile [.., .., 2^bits, x]
   const uint16_t* scale;     // fp16 [out, in / group]
   const uint8_t* signs;      // bit i: input i is negated before the rotation; NULL = none is
+  const uint16_t* diagonal;  // fp16 [in]: what inputs are multiplied by instead of signs; NULL = by none
   int64_t out, in;
   int32_t x, bits, stages;   // VQ<x, bits, stages>
   int32_t scope;             // enum hf_vq_scope
@@ -80,7 +81,7 @@ HF_VQ_API int hf_vq_nested_linear(const hf_vq_matrix* w, const uint8_t* codes_2,
 // float32 or bfloat16 [rows, in]: for many inputs at once a matrix product is faster.
 HF_VQ_API int hf_vq_decode(const hf_vq_matrix* w, int64_t first, int64_t rows, void* dense, int dtype);
 
-// x [rows, in] rotated as hf_vq_linear does it (signs, then Hadamard blocks), as float32 or bfloat16.
+// x [rows, in] rotated as hf_vq_linear does it (signs or diagonal, then Hadamard blocks), as float32 or bfloat16.
 HF_VQ_API int hf_vq_rotate(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, void* rotated,
                            int rotated_dtype);
 
@@ -239,8 +240,8 @@ HF_VQ_API void hf_vq_use_cuda(const hf_vq_cuda* cuda);
 typedef struct hf_vq_cuda_launch {
   int64_t device, dtype;       // of x and y, and torch's number of their type
   int64_t rows, columns, tokens;
-  int64_t codes, codebook, scale, signs;  // numbers that they have; signs 0 = none
-  int64_t codebook_dtype;
+  int64_t codes, codebook, scale, diagonal;  // numbers that they have; diagonal (or bytes of its signs) 0 = none
+  int64_t codebook_dtype, diagonal_dtype;
   int64_t function, blocks, threads, shared_bytes;
   int64_t before;              // the function in front, 0 = none, and all that follows is its
   int64_t before_blocks, before_threads, before_shared_bytes;

@@ -19,11 +19,11 @@ from hf_vq.codegen.families import dequantize_rotated as choose_dense
 from hf_vq.codegen.families import linear as choose_linear
 from hf_vq.codegen.families import linear_tile_codebook as choose_tiles
 from hf_vq.codegen.families import linear_wgmma as choose_wide
-from hf_vq.codegen.families.dequantize import DecodeProblem, rotate_plan
+from hf_vq.codegen.families.dequantize import DecodeProblem, diagonal_of, rotate_plan
 from hf_vq.codegen.families.linear import LinearProblem
 from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import DensePlan, Dtype, LinearPlan, Plan, RotatePlan, WidePlan
-from hf_vq.formats.catalog import WEIGHT_SCHEMES
+from hf_vq.formats.catalog import SCALED, WEIGHT_SCHEMES, weight_scheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.linear import linear
@@ -45,11 +45,13 @@ MODEL_SHAPES = (
     (28672, 8192),
 )  # fmt: skip
 _OTHERS = 3
+# Of the first scheme of each family, scaled: only how x, or dense rows, are rotated differs.
+SCALED_SHAPES = ((300, 2048), (4096, 4096))
 LONGEST = 2048  # tokens: beyond, no bucket is looked for
 _MOST_ROWS = 4096  # `dequantize._ROWS_OF_A_PLAN`
 _DECIDED = {"vector_size", "entry_bits", "num_codebooks", "scope", "fused", "integers",
             "second_bits", "dtype", "out", "tile_rows"}  # fmt: skip
-_KEYS = ("codes", "codebook", "scale", "signs")
+_KEYS = ("codes", "codebook", "scale")
 
 
 @dataclass(frozen=True)
@@ -94,21 +96,21 @@ class LinearCase:
 
     def _before(self, plan: Plan) -> RotatePlan | None:
         """Of the kernel that rotates x, or puts it in order, if there is one."""
-        scheme, dtype = WEIGHT_SCHEMES[self.scheme], Dtype(self.dtype)
-        rotated, signs = scheme.rotation != "none", scheme.rotation == "random_hadamard"
+        scheme, dtype = weight_scheme(self.scheme), Dtype(self.dtype)
+        rotated, diagonal = scheme.rotation != "none", diagonal_of(scheme)
         block = scheme.block(self.columns) if rotated else 1
         if isinstance(plan, WidePlan):
-            return rotate_plan(dtype, dtype, block, signs, False, plan.unit, True)
+            return rotate_plan(dtype, dtype, block, diagonal, False, plan.unit, True)
         if isinstance(plan, LinearPlan) and not plan.single:
-            return rotate_plan(dtype, dtype, block, signs, False, plan.unit)
+            return rotate_plan(dtype, dtype, block, diagonal, False, plan.unit)
         itself = isinstance(plan, DensePlan) or (isinstance(plan, LinearPlan) and plan.rotate)
         if not rotated or itself:
             return None
-        return rotate_plan(dtype, dtype, block, signs, False)
+        return rotate_plan(dtype, dtype, block, diagonal, False)
 
     def features(self, arch: Arch) -> Features:
         """See `Case`."""
-        scheme, dtype = WEIGHT_SCHEMES[self.scheme], Dtype(self.dtype)
+        scheme, dtype = weight_scheme(self.scheme), Dtype(self.dtype)
         way = route(scheme, self.tokens, self.columns, dtype, arch)
         before = self.plans(arch)[1:]
         return {
@@ -124,7 +126,7 @@ class LinearCase:
         """x, and the stored tensors and bias of each matrix."""
         dtype, each = DTYPES[self.dtype], []
         for number, rows in enumerate((self.rows, *self.others)):
-            stored = random_tensors(WEIGHT_SCHEMES[self.scheme], rows, self.columns)
+            stored = random_tensors(weight_scheme(self.scheme), rows, self.columns)
             tensors = {key: tensor.to(device) for key, tensor in stored.items()}
             added = self.bias == (number % 2 == 0) if self.others else self.bias
             bias = torch.randn(rows, device=device).to(dtype) if added else None
@@ -134,11 +136,12 @@ class LinearCase:
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
         """See `Case`."""
         x, each = inputs
-        scheme = WEIGHT_SCHEMES[self.scheme]
+        scheme = weight_scheme(self.scheme)
         if not self.others:
             [(alone, bias)] = each
             return (linear(x, alone, bias, scheme),)
-        stored = ([tensors.get(key) for tensors, _ in each] for key in _KEYS)
+        stored = [[tensors[key] for tensors, _ in each] for key in _KEYS]
+        stored.append([rotation_of(tensors) for tensors, _ in each])
         biases = [bias for _, bias in each]
         return tuple(torch.ops.hf_vq.linears.default(x, *stored, biases, scheme.spec()))
 
@@ -150,7 +153,7 @@ class LinearCase:
             self._check(x, tensors, bias, y)
 
     def _check(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, y: Tensor) -> None:
-        scheme, dtype = WEIGHT_SCHEMES[self.scheme], x.dtype
+        scheme, dtype = weight_scheme(self.scheme), x.dtype
         rotation = rotation_of(tensors)
         rows = rotated_weight(tensors, scheme, self.columns)
         exact = reference.rotate(x.double(), rotation, scheme, False) @ rows.T
@@ -180,7 +183,7 @@ def of_plan(plan: Plan) -> dict[str, Hashable]:
 
 @functools.cache  # asked for again and again: by features, by plans, by tests
 def _plan(case: LinearCase, arch: Arch) -> Plan:
-    scheme, dtype = WEIGHT_SCHEMES[case.scheme], Dtype(case.dtype)
+    scheme, dtype = weight_scheme(case.scheme), Dtype(case.dtype)
     way, bucket = route(scheme, case.tokens, case.columns, dtype, arch)
     if way == "dense":
         restored = choose_dense.restorable(scheme, case.columns, dtype) is None
@@ -265,8 +268,10 @@ def _alone(arch: Arch, family: str) -> Iterator[LinearCase]:
         *((shape, name) for shape in MODEL_SHAPES for name in names
           if len(names) <= 2 or next(more) % _OTHERS == 0),
     ]  # fmt: skip
+    if weight_scheme(names[0]).scaled().is_scaled:
+        layers += [(shape, names[0] + SCALED) for shape in SCALED_SHAPES]
     for (rows, columns), name in layers:
-        scheme = WEIGHT_SCHEMES[name]
+        scheme = weight_scheme(name)
         if runs(scheme, columns) is not None:
             continue
         for smallest, largest in _buckets(scheme, columns, arch).values():
@@ -280,7 +285,7 @@ def _alone(arch: Arch, family: str) -> Iterator[LinearCase]:
 
 def joinable(case: LinearCase, arch: Arch) -> bool:
     """Whether others can be in the same launch."""
-    scheme, dtype = WEIGHT_SCHEMES[case.scheme], Dtype(case.dtype)
+    scheme, dtype = weight_scheme(case.scheme), Dtype(case.dtype)
     way, _ = route(scheme, case.tokens, case.columns, dtype, arch)
     return way == "few" and not scheme.two_passes
 

@@ -23,11 +23,11 @@ from hf_vq.codegen.families.dequantize import rotate_plan
 from hf_vq.codegen.families.encode import encodable, encode_plan
 from hf_vq.codegen.families.kv_prefill import decodable_kv, decode_kv_plan, merge_plan
 from hf_vq.codegen.jit.device import Arch
-from hf_vq.codegen.plan import Dtype, Plan, RotatePlan
+from hf_vq.codegen.plan import Diagonal, Dtype, Plan, RotatePlan
 from hf_vq.formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
-from hf_vq.formats.stored_weight import StoredWeight, flat
+from hf_vq.formats.stored_weight import StoredWeight, flat, rotation_of
 from hf_vq.ops.codes import encode_weight, rotate
 from hf_vq.ops.library import parse
 from hf_vq.ops.reference import codes as reference
@@ -40,6 +40,11 @@ from .case import DTYPES, kv_codebook
 from .cover import Features, covering
 from .linear import of_plan
 
+_ROTATIONS = {
+    Diagonal.NONE: "hadamard",
+    Diagonal.SIGNS: "random_hadamard",
+    Diagonal.HALVES: "scaled_hadamard",
+}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 PARTS = ((0, 2), (1, 1), (3, 2), (13, 3))  # of codes, and of floats
 ENCODED = (  # besides the catalogue: groups of all sizes, and wide vectors
@@ -56,20 +61,20 @@ class RotateCase:
 
     Args:
         block: numbers that are rotated together.
-        signs: whether they have random signs.
+        diagonal: what they are multiplied by.
         inverse: whether it is the inverse.
         dtype: of x.
     """
 
     block: int
-    signs: bool
+    diagonal: Diagonal
     inverse: bool
     dtype: str
 
     @property
     def scheme(self) -> VQScheme:
         """One with this rotation."""
-        kind = "random_hadamard" if self.signs else "hadamard"
+        kind = _ROTATIONS[self.diagonal]
         return VQScheme(1, 4, rotation=kind, rotation_block=self.block, scale_group=0)
 
     @property
@@ -80,32 +85,33 @@ class RotateCase:
     @property
     def name(self) -> str:
         """What it is."""
-        return f"rotate {self.block} {self.dtype} signs {self.signs} inverse {self.inverse}"
+        behind = self.diagonal.value
+        return f"rotate {self.block} {self.dtype} behind {behind} inverse {self.inverse}"
 
     def plans(self, arch: Arch) -> Sequence[RotatePlan]:
         """See `Case`."""
         dtype = Dtype(self.dtype)
-        return (rotate_plan(dtype, dtype, self.block, self.signs, self.inverse),)
+        return (rotate_plan(dtype, dtype, self.block, self.diagonal, self.inverse),)
 
     def features(self, arch: Arch) -> Features:
         """See `Case`."""
         return of_plan(self.plans(arch)[0]) | {"type": self.dtype}
 
     def inputs(self, device: torch.device) -> Any:
-        """x and signs."""
+        """x, and its diagonal or signs."""
         x = torch.randn(37, self.columns, device=device).to(DTYPES[self.dtype])
-        bytes_ = torch.randint(256, (-(-self.columns // 8),), dtype=torch.uint8, device=device)
-        return x, bytes_ if self.signs else None
+        found = rotation_of(random_tensors(self.scheme, 1, self.columns))
+        return x, None if found is None else found.to(device)
 
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
         """See `Case`."""
-        x, signs = inputs
-        return (rotate(x, signs, self.scheme, self.inverse),)
+        x, rotation = inputs
+        return (rotate(x, rotation, self.scheme, self.inverse),)
 
     def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
         """Sums are float32, and the result is rounded once."""
-        x, signs = inputs
-        exact = reference.rotate(x.double(), signs, self.scheme, self.inverse)
+        x, rotation = inputs
+        exact = reference.rotate(x.double(), rotation, self.scheme, self.inverse)
         error = float((found[0].double() - exact).norm() / exact.norm())
         assert error <= torch.finfo(x.dtype).eps + 2.0**-18, f"the error is {error:.2e}"
 
@@ -361,10 +367,10 @@ def domain(arch: Arch) -> tuple[RowsCase, ...]:
 
 def _rotations() -> Iterator[RotateCase]:
     blocks = [1 << i for i in range(1, RotatePlan.LARGEST_BLOCK.bit_length())]
-    for block, signs, inverse, dtype in itertools.product(
-        blocks, (True, False), (True, False), DTYPES
+    for block, diagonal, inverse, dtype in itertools.product(
+        blocks, Diagonal, (True, False), DTYPES
     ):
-        yield RotateCase(block, signs, inverse, dtype)
+        yield RotateCase(block, diagonal, inverse, dtype)
 
 
 def _encoded(arch: Arch) -> Iterator[EncodeCase]:

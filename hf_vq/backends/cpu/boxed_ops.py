@@ -35,7 +35,7 @@ _CUDA_NUMBERS = ("device_type_cuda", "dtype_int8", "dtype_int64")
 _FILE = b"kernels/cpu/host/torch_shim.h"  # torch keeps its address
 
 _SCHEMA = (
-    "(Tensor x, Tensor codes, Tensor codebook, Tensor scale, Tensor signs, Tensor bias, "
+    "(Tensor x, Tensor codes, Tensor codebook, Tensor scale, Tensor rotation, Tensor bias, "
     "Tensor {}) -> Tensor"
 )
 _APPEND = (

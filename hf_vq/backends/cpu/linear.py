@@ -42,6 +42,7 @@ class Matrix(ctypes.Structure):
         ("codebook", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("signs", ctypes.c_void_p),
+        ("diagonal", ctypes.c_void_p),
         ("out", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
         ("x", ctypes.c_int32),
@@ -63,11 +64,12 @@ def matrix(
     codes: int | None = None,
     codebook: int | None = None,
     scale: int | None = None,
-    signs: int | None = None,
+    rotation: int | None = None,
 ) -> Matrix:
     """The description of a matrix whose tensors lie at these addresses."""
     numbers, has_kernel = _shape(scheme.key, out_features, in_features)
-    described = Matrix(codes, codebook, scale, signs, out_features, in_features, *numbers)
+    turned = (None, rotation) if scheme.is_scaled else (rotation, None)
+    described = Matrix(codes, codebook, scale, *turned, out_features, in_features, *numbers)
     described.has_kernel = has_kernel
     return described
 
@@ -77,7 +79,7 @@ def _shape(spec: str, out_features: int, in_features: int) -> tuple[tuple[int, .
     """What all matrices of a shape share: numbers of `hf_vq_matrix`, and whether a kernel
     multiplies with them. Nothing here is of a single tensor, so it does not outlive models."""
     numbers = _numbers(VQScheme.parse(spec), in_features)
-    described = Matrix(None, None, None, None, out_features, in_features, *numbers)
+    described = Matrix(None, None, None, None, None, out_features, in_features, *numbers)
     library = native.load()
     return numbers, bool(
         library and library.hf_vq_linear_supports(ctypes.byref(described)) == native.OK
@@ -123,17 +125,18 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     library = native.load()
     assert library is not None
     (codes, codebook, scale, rotation), _, scheme, in_features = weight
+    turned_by = _HALF if scheme.is_scaled else torch.uint8
     shape, out_features = x.shape, codes.shape[0]
     tokens = x.numel() // in_features
     if not (
         x.is_contiguous() and codes.is_contiguous()
         and codebook.is_contiguous() and codebook.dtype is _HALF
         and scale.is_contiguous() and scale.dtype is _HALF
-        and (rotation is None or rotation.is_contiguous())
+        and (rotation is None or (rotation.is_contiguous() and rotation.dtype is turned_by))
     ):  # fmt: skip
         x, codes = x.contiguous(), codes.contiguous()
         codebook, scale = _half(codebook), _half(scale)
-        rotation = None if rotation is None else rotation.contiguous()
+        rotation = None if rotation is None else rotation.to(turned_by).contiguous()
     stored = matrix(
         scheme, out_features, in_features, codes.data_ptr(), codebook.data_ptr(),
         scale.data_ptr(), None if rotation is None else rotation.data_ptr(),
@@ -178,9 +181,9 @@ def bind(problem: dispatch.LinearProblem) -> dispatch.Bound | None:
         rotation: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor | None:
-        signs = none if rotation is None else rotation
+        turned = none if rotation is None else rotation
         added = none if bias is None else bias
-        y: Tensor | None = op(x, codes, codebook, scale, signs, added, numbers)
+        y: Tensor | None = op(x, codes, codebook, scale, turned, added, numbers)
         return y
 
     return run
@@ -257,7 +260,7 @@ def decode(weight: StoredWeight) -> Tensor:
         if status != native.OK:
             native.check(status, "rotate")
     if rotation is not None:
-        rows *= 1 - 2 * unpack_bits(rotation, 1, length)
+        rows *= rotation if scheme.is_scaled else 1 - 2 * unpack_bits(rotation, 1, length)
     return rows
 
 

@@ -54,10 +54,11 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     out_features = codes.shape[0]
     x, codes, codes_2 = x.contiguous(), codes.contiguous(), second.codes.contiguous()
     table, scale = second.codebook.half().contiguous(), scale.half().contiguous()
-    signs = None if rotation is None else rotation.contiguous()
+    if rotation is not None:
+        rotation = rotation.to(torch.float16 if scheme.is_scaled else torch.uint8).contiguous()
     stored = _first(
         scheme, out_features, in_features, codes.data_ptr(), table.data_ptr(), scale.data_ptr(),
-        None if signs is None else signs.data_ptr(),
+        None if rotation is None else rotation.data_ptr(),
     )  # fmt: skip
     address, bias_dtype = None, 0
     if bias is not None:

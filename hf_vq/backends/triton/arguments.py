@@ -34,9 +34,11 @@ def check(weight: StoredWeight, bias: Tensor | None) -> None:
             f"{len(codes)} rows of {in_features} weights as {scheme.spec()} have codes, codebook "
             f"and scales {expected}; got {shapes}."
         )
-    signs = scheme.rotation == "random_hadamard"
-    if signs and (rotation is None or rotation.numel() != packed_size(in_features, 1)):
-        raise VQFormatError(f"{scheme.spec()} needs a sign for each of {in_features} inputs.")
+    behind = {"random_hadamard": packed_size(in_features, 1), "scaled_hadamard": in_features}
+    count = behind.get(scheme.rotation)
+    if count and (rotation is None or rotation.numel() != count):
+        what = "number" if scheme.is_scaled else "sign"
+        raise VQFormatError(f"{scheme.spec()} needs a {what} for each of {in_features} inputs.")
     if bias is not None and bias.shape != (len(codes),):
         raise VQFormatError(f"{len(codes)} rows need as many biases; got {tuple(bias.shape)}.")
 

@@ -44,7 +44,7 @@ _ADDED = 512  # numbers of a program
 def _rotate(
     out: tl.tensor,
     x: tl.tensor,
-    signs: tl.tensor,
+    diagonal: tl.tensor,
     tokens: tl.tensor,
     in_features: tl.tensor,
     width: tl.tensor,
@@ -55,12 +55,13 @@ def _rotate(
     STEP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     EARLY: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
-    # out[t, place of c] = norm * sum_k x[t, k] s[k] H[k, c],  H[k, c] = (-1)^|k & c| in a block
+    # out[t, place of c] = norm * sum_k x[t, k] d[k] H[k, c],  H[k, c] = (-1)^|k & c| in a block
     #
     # A program: BLOCK_TOKENS x TILE outputs, from all inputs of their rotation blocks, PART at a
-    # time. s[k] H[k, c] is 1, -1 or 0, exact in every dtype, and made where it is used, by integer
-    # operations. Places are those of `_multiply`.
+    # time. Signs d[k] H[k, c] are 1, -1 or 0, exact in every dtype, and made where they are used,
+    # by integer operations; x d of a SCALED scheme is rounded. Places are those of `_multiply`.
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -81,8 +82,11 @@ def _rotate(
         if BLOCK > 16:
             ones ^= ones >> 4
         odd = 0x6996 >> (ones & 15)  # bit 0: whether four bits have an odd number of ones
-        if signs is not None:
-            byte = tl.load(signs + (source >> 3), mask=here, other=0).to(tl.int32)
+        if SCALED:
+            factor = tl.load(diagonal + source, mask=here, other=0.0).to(tl.float32)
+            part = (part.to(tl.float32) * factor[None, :]).to(part.dtype)
+        elif diagonal is not None:
+            byte = tl.load(diagonal + (source >> 3), mask=here, other=0).to(tl.int32)
             odd ^= (byte >> (source & 7))[:, None]
         hadamard = 1.0 - 2.0 * (odd & 1)
         if max(PART, TILE) > BLOCK:
@@ -466,11 +470,14 @@ def _rotated(
     tokens, in_features = x.shape
     block = scheme.block(in_features) if scheme.rotation != "none" else 1
     width = triton.cdiv(in_features, a_step) * a_step
+    diagonal = None
+    if rotation is not None:
+        diagonal = rotation.to(torch.float16 if scheme.is_scaled else torch.uint8).contiguous()
     out = (x.new_empty if width == in_features else x.new_zeros)(tokens, width)
     _rotate[(triton.cdiv(tokens, _SMALLEST_DOT), triton.cdiv(in_features, _TILE))](
         out,
         x,
-        rotation.contiguous() if rotation is not None else None,
+        diagonal,
         tokens,
         in_features,
         width,
@@ -481,6 +488,7 @@ def _rotated(
         STEP=a_step,
         BLOCK_TOKENS=_SMALLEST_DOT,
         EARLY=early,
+        SCALED=scheme.is_scaled,
     )
     return out
 

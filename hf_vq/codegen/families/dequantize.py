@@ -16,7 +16,7 @@ from ...errors import VQBackendError
 from ...formats.packing import packed_size
 from ...formats.scheme import VQScheme
 from ..jit.device import RESERVED_BYTES, Arch
-from ..plan import DecodePlan, Dtype, RotatePlan, Scope
+from ..plan import DecodePlan, Diagonal, Dtype, RotatePlan, Scope
 
 VECTOR_SIZES = (1, 2, 4, 8, 16)
 MOST_STAGES = 4
@@ -241,15 +241,22 @@ def choose(problem: DecodeProblem) -> DecodePlan:
     return min(plans, key=lambda plan: cost(plan, problem).cycles)
 
 
+def diagonal_of(scheme: VQScheme) -> Diagonal:
+    """What a scheme multiplies inputs by before its Hadamard matrix."""
+    if scheme.is_scaled:
+        return Diagonal.HALVES
+    return Diagonal.SIGNS if scheme.rotation == "random_hadamard" else Diagonal.NONE
+
+
 def rotate_plan(
     source: Dtype,
     out: Dtype,
     block: int,
-    signs: bool,
+    diagonal: Diagonal,
     inverse: bool,
     arranged: int = 0,
     swizzled: bool = False,
 ) -> RotatePlan:
     """The plan of a rotation: nothing in it is a matter of choice."""
     threads, resident = (64, 16) if swizzled else (256, 4)  # there are fewer, with more to do
-    return RotatePlan(threads, resident, source, out, block, signs, inverse, arranged, swizzled)
+    return RotatePlan(threads, resident, source, out, block, diagonal, inverse, arranged, swizzled)

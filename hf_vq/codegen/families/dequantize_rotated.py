@@ -10,7 +10,7 @@ import functools
 from ...formats.scheme import VQScheme
 from ..jit.device import Arch
 from ..plan import DensePlan, Dtype, Scope
-from .dequantize import DecodeProblem
+from .dequantize import DecodeProblem, diagonal_of
 from .linear import fusable
 from .table_layout import LARGEST_INDEX, copies, fused, load_bytes, second_load_bytes, tables
 
@@ -72,7 +72,7 @@ def dense_plan(problem: DecodeProblem) -> DensePlan:
         load_bytes=load_bytes(scheme, DensePlan.UNIT, columns),
         out=problem.out,
         block=scheme.block(columns),
-        signs=scheme.rotation == "random_hadamard",
+        diagonal=diagonal_of(scheme),
         second_bits=scheme.second_bits,
         second_load_bytes=second_load_bytes(scheme, DensePlan.UNIT, columns),
     )

@@ -170,6 +170,7 @@ def _plan(problem: LinearProblem, chosen: dict[str, int]) -> LinearPlan:
         ragged=columns % (4 * unit) > 0,
         single=single,
         rotate=bool(chosen["rotate"]),
+        scaled=bool(chosen["rotate"]) and scheme.is_scaled,
         prefetch_x=bool(chosen["prefetch_x"]),
         x_sets=x_sets_of(columns, unit, parts, steps, single),
         cluster_size=chosen["cluster_size"],

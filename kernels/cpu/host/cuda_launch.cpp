@@ -2,7 +2,7 @@
 // hf_vq::cuda_linear: launch of kernels/cuda/linear/linear.cu without Python.
 //
 // Python prepared the launch before (hf_vq_cuda_launch). This code checks the tensors against it and fills in addresses.
-// The stack holds x, codes, codebook, scale, signs, bias (no elements = none) and the launch.
+// The stack holds x, codes, codebook, scale, diagonal or signs, bias (no elements = none) and the launch.
 #include "torch_shim.h"
 
 namespace hf_vq {
@@ -14,13 +14,13 @@ constexpr int64_t kWord = 4, kAligned = 16;  // bytes: codes are read by whole w
 hf_vq_cuda cuda{};
 
 struct LinearArguments {  // struct Arguments of linear.cu
-  const void *codes, *codebook, *scale, *signs, *x, *bias;
+  const void *codes, *codebook, *scale, *diagonal, *x, *bias;
   void* y;
   int32_t rows, columns, tokens, blocks;
 };
 
 struct RotateArguments {  // struct Arguments of rotate.cu
-  const void *x, *signs;
+  const void *x, *diagonal;
   void* y;
   uint32_t blocks, across, token_tiles;
 };
@@ -47,7 +47,7 @@ void* linear(const uint64_t* stack) {
   Dense tensors[kTensors];
   for (int i = 0; i < kTensors; ++i)
     if (!read(handle(stack[i]), tensors[i])) return nullptr;
-  const auto& [x, codes, codebook, scale, signs, bias, launch_tensor] = tensors;
+  const auto& [x, codes, codebook, scale, diagonal, bias, launch_tensor] = tensors;
   constexpr int64_t fields = sizeof(hf_vq_cuda_launch) / sizeof(int64_t);
   if (launch_tensor.dtype != cuda.int64 || launch_tensor.numel != fields) return nullptr;
   const auto& launch = *static_cast<const hf_vq_cuda_launch*>(launch_tensor.data);
@@ -57,7 +57,7 @@ void* linear(const uint64_t* stack) {
   const int32_t dtype = int32_t(launch.dtype), half = torch.floats[HF_VQ_FLOAT16];
   if (!suits(x, launch.tokens * launch.columns, dtype) || !suits(codes, launch.codes, torch.uint8) ||
       !suits(codebook, launch.codebook, int32_t(launch.codebook_dtype)) || !suits(scale, launch.scale, half) ||
-      (launch.signs > 0 && !suits(signs, launch.signs, torch.uint8)) ||
+      (launch.diagonal > 0 && !suits(diagonal, launch.diagonal, int32_t(launch.diagonal_dtype))) ||
       (bias.numel > 0 && (bias.numel != launch.rows || bias.dtype != dtype)))
     return nullptr;
   if (x.dim < 1 || x.dim > kMostDims || x.sizes[x.dim - 1] != launch.columns || codes.dim != 2 ||
@@ -72,7 +72,7 @@ void* linear(const uint64_t* stack) {
   void *y, *to, *between = nullptr, *arranged = nullptr;
   const int32_t device = int32_t(launch.device);
   if (!empty_like(x, launch.rows, cuda.type, device, &y, &to)) return nullptr;
-  const void* turned = launch.signs > 0 ? signs.data : nullptr;
+  const void* turned = launch.diagonal > 0 ? diagonal.data : nullptr;
   bool done = true;
   if (launch.before != 0) {
     int64_t size[] = {launch.arranged}, stride[] = {1};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // hf_vq_linear as a boxed kernel of torch's dispatcher: no Python runs between the call and the matrix product.
-// The stack holds x, codes, codebook, scale, signs, bias (no elements = none) and a tensor int32 [8],
-// the last fields of hf_vq_matrix.
+// The stack holds x, codes, codebook, scale, rotation (signs uint8 or a diagonal fp16), bias (no elements = none) and a
+// tensor int32 [8], the last fields of hf_vq_matrix.
 #include "torch_shim.h"
 
 namespace hf_vq {
@@ -17,7 +17,7 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // True if the tensors have the sizes of the matrix.
 bool sizes_match(const hf_vq_matrix& w, const Dense& codes, const Dense& codebook, const Dense& scale,
-                 const Dense& signs, const Dense& bias) {
+                 const Dense& rotation, const Dense& bias) {
   if (w.x < 1 || w.bits < 1 || w.stages < 1 || w.group < 1 || w.in < 1 || w.in % w.x != 0 || w.in % w.group != 0)
     return false;
   int64_t halves = (int64_t(w.stages) << w.bits) * w.x;
@@ -27,7 +27,8 @@ bool sizes_match(const hf_vq_matrix& w, const Dense& codes, const Dense& codeboo
     halves *= divide_up(w.out, w.tile_rows) * divide_up(w.in, w.tile_columns);
   }
   return codes.sizes[1] == divide_up(w.in / w.x * w.bits, 8) * w.stages && codebook.numel == halves &&
-         scale.numel == w.out * (w.in / w.group) && (signs.numel == 0 || signs.numel == divide_up(w.in, 8)) &&
+         scale.numel == w.out * (w.in / w.group) &&
+         (rotation.numel == 0 || rotation.numel == (w.diagonal ? w.in : divide_up(w.in, 8))) &&
          (bias.numel == 0 || bias.numel == w.out);
 }
 
@@ -36,11 +37,11 @@ void* linear(const uint64_t* stack) {
   Dense tensors[kTensors];
   for (int i = 0; i < kTensors; ++i)
     if (!read(handle(stack[i]), tensors[i])) return nullptr;
-  const auto& [x, codes, codebook, scale, signs, bias, matrix] = tensors;
+  const auto& [x, codes, codebook, scale, rotation, bias, matrix] = tensors;
   const int dtype = float_type(x.dtype), bias_dtype = float_type(bias.dtype);
   const int32_t half = torch.floats[HF_VQ_FLOAT16];
   if (dtype < 0 || bias_dtype < 0 || codes.dtype != torch.uint8 || codebook.dtype != half || scale.dtype != half ||
-      (signs.numel > 0 && signs.dtype != torch.uint8))
+      (rotation.numel > 0 && rotation.dtype != torch.uint8 && rotation.dtype != half))
     return nullptr;
   if (x.dim < 1 || x.dim > kMostDims || x.numel == 0 || codes.dim != 2 || matrix.dtype != torch.int32 ||
       matrix.numel != kNumbers)
@@ -48,13 +49,15 @@ void* linear(const uint64_t* stack) {
 
   const int64_t last = x.dim - 1;
   const int32_t* number = static_cast<const int32_t*>(matrix.data);
+  const bool turned = rotation.numel > 0, scaled = turned && rotation.dtype == half;
   const hf_vq_matrix w{static_cast<const uint8_t*>(codes.data),
                        static_cast<const uint16_t*>(codebook.data),
                        static_cast<const uint16_t*>(scale.data),
-                       signs.numel > 0 ? static_cast<const uint8_t*>(signs.data) : nullptr,
+                       turned && !scaled ? static_cast<const uint8_t*>(rotation.data) : nullptr,
+                       scaled ? static_cast<const uint16_t*>(rotation.data) : nullptr,
                        codes.sizes[0], x.sizes[last],
                        number[0], number[1], number[2], number[3], number[4], number[5], number[6], number[7]};
-  if (!sizes_match(w, codes, codebook, scale, signs, bias)) return nullptr;
+  if (!sizes_match(w, codes, codebook, scale, rotation, bias)) return nullptr;
   const void* added = bias.numel > 0 ? bias.data : nullptr;
 
   void *y, *data;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Inputs of a linear layer in the format of its kernels: rotated, quantized to 8 bits, in the order of codes.
 //
-//     u = H (x * signs)                                per block of the row
+//     u = H (x * d)                                    per block of the row; d are signs, or a diagonal in fp16
 //     scale[g] = max |u| / 127,  number = round(u / scale[g])      per span g of columns
 //
 // A span has one scale: it is a scale group of the weights, or 128 columns of a larger group. A step is one
@@ -54,7 +54,14 @@ struct Activations {
   float* scale;      // [rows, scales]
 };
 
-// u[0..in) = x[row] * signs, rotated.
+// u[i] *= d[i], i < n.
+inline void multiply_halves(const uint16_t* d, int64_t n, float* u) {
+  int64_t i = 0;
+  for (; i + kFloats <= n; i += kFloats) store(u + i, load(u + i) * load_half(d + i));
+  for (int rest = int(n - i); rest > 0; --rest, ++i) u[i] *= half_to_float(d[i]);
+}
+
+// u[0..in) = x[row] * d, rotated.
 inline void rotate_row(const hf_vq_matrix& w, const void* x, int dtype, int64_t row, float* u) {
   read_floats(x, dtype, row * w.in, w.in, u);
   if (w.signs != nullptr) {
@@ -69,6 +76,7 @@ inline void rotate_row(const hf_vq_matrix& w, const void* x, int dtype, int64_t 
     for (; i < w.in; ++i)
       if (w.signs[i / 8] >> (i % 8) & 1) u[i] = -u[i];
   }
+  if (w.diagonal != nullptr) multiply_halves(w.diagonal, w.in, u);
   hadamard_blocks(u, w.in, w.block);
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Codes to a dense 16-bit matrix in the original basis (rotated back):
 //
-//     out[o, :] = scale[o, g] (W'[o, :] H) * s      W' = entries of the codebook, H = Hadamard matrices, of 1 .. 128
+//     out[o, :] = scale[o, g] (W'[o, :] H) * d      W' = entries of the codebook, H = Hadamard matrices, of 1 .. 128
 //
 // Tile of a warp: 16 rows of 128 columns per iteration, always the same columns. A lane looks up 32 adjacent columns of
 // two rows, like linear_wgmma.cu. A Hadamard matrix is a product of one 2 x 2 matrix per bit of the column number, and
@@ -13,7 +13,8 @@
 //     mma n    3 2   -   1   -  -  0            bits of k and n that a block does not mix must be equal
 //     store    .  lane  lane   .  .  .          16 bytes, of two lanes 32
 //
-// The random sign of a column is applied to a column of the Hadamard matrix. Without a rotation, the matrix is a
+// The random sign of a column, or its number d, is applied to a column of the Hadamard matrix, which fp16 holds exactly.
+// Without a rotation, the matrix is a
 // permutation that moves numbers to the place where they are stored.
 //
 // Bytes: the output once, codes and scales once, tables once per block. Bottleneck: writing the output.
@@ -27,7 +28,7 @@ struct Arguments : SecondCodes<Table::nested> {
   const uint32_t* codes;     // uint8 [rows, stages * stream_bytes]
   const uint16_t* codebook;  // fp16 or int8 [stages, entries, x]
   const uint16_t* scale;     // fp16 [rows, columns / group]
-  const uint8_t* signs;      // bit 1 = negative [columns / 8]; not read without signs
+  const void* diagonal;      // fp16 [columns], or signs, bit 1 = negative [columns / 8]; not read without
   uint16_t* out;             // [rows, columns] of Plan::out
   int rows;
   int columns;
@@ -86,14 +87,31 @@ struct Matrix {
         const int from = column_of_k(lane % 4 * 2 + 8 * half);
         plain[half] = entry(from, to) | entry(from + 1, to) << 16;
       }
-      uint32_t signs = 0;
-      if constexpr (Plan::signs)
-        signs = __ldg(reinterpret_cast<const uint32_t*>(a.signs) + at * 4 + to / 32) >> to % 32;
+      if constexpr (Plan::diagonal == Diagonal::HALVES) {
+        // Bits 2 and 1 choose a word of 16 bytes, bit 0 its half.
+        const uint16_t* first = static_cast<const uint16_t*>(a.diagonal) + at * chunk + (to & ~7);
 #pragma unroll
-      for (int f = 0; f < 8; ++f) {
-        const uint32_t flip = (signs >> ((f & 3) * 2 + (f & 4) * 4) & 1) * 0x80008000u;
+        for (int f = 0; f < 8; f += 4) {
+          uint32_t word[4];
+          load_words<16>(first + f * 4, word);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) b[f][tile][half] = plain[half] ^ flip;
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t both = __byte_perm(word[i], 0, to & 1 ? 0x3232 : 0x1010);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              b[f + i][tile][half] = multiply_pair<Plan::dtype>(plain[half], both);
+          }
+        }
+      } else {
+        uint32_t signs = 0;
+        if constexpr (Plan::diagonal == Diagonal::SIGNS)
+          signs = __ldg(static_cast<const uint32_t*>(a.diagonal) + at * 4 + to / 32) >> to % 32;
+#pragma unroll
+        for (int f = 0; f < 8; ++f) {
+          const uint32_t flip = (signs >> ((f & 3) * 2 + (f & 4) * 4) & 1) * 0x80008000u;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) b[f][tile][half] = plain[half] ^ flip;
+        }
       }
     }
   }

@@ -37,7 +37,7 @@ struct Arguments : SecondCodes<Table::nested> {
   const uint32_t* codes;     // uint8 [rows, stages * stream_bytes]
   const uint16_t* codebook;  // fp16 or int8 [stages, entries, x]
   const uint16_t* scale;     // fp16 [rows, columns / group]
-  const uint8_t* signs;      // bit 1 = negative [ceil(columns / 8)]; read where x is rotated here
+  const void* diagonal;      // fp16 [columns], or signs, bit 1 = negative [ceil(columns / 8)]; read where x is rotated here
   const uint16_t* x;         // of Plan::dtype: one token, or in the order of `Inputs`
   const uint16_t* bias;      // [rows] of Plan::dtype, or null
   uint16_t* y;               // [tokens, rows] of Plan::dtype
@@ -48,7 +48,7 @@ struct Arguments : SecondCodes<Table::nested> {
 };
 
 // Matrices with the same x; the blocks of a launch are divided among them. Blocks of different matrices share nothing:
-// codebooks and signs may differ.
+// codebooks and diagonals may differ.
 struct AllArguments {
   Arguments of[Plan::matrices];
 };
@@ -232,13 +232,31 @@ struct Pieces {
 #endif
   }
 
+  // The diagonal comes to L2 while tables are filled.
+  __device__ static void prefetch_diagonal(const Arguments& a, int first, int end, int lane) {
+    const int at = first + lane / 4;
+    if (at < end) prefetch_line(static_cast<const uint16_t*>(a.diagonal) + column(at, lane));
+  }
+
   __device__ void rotate(const Arguments& a, int first, int end, int lane) {
     const int at = first + lane / 4;
-    uint32_t negative = 0, rotated[4 * piece];
-    if (a.signs && at < end)
+    uint32_t rotated[4 * piece];
+    if constexpr (Plan::scaled) {
+      if (at < end) {
+        uint32_t diagonal[4 * piece];
+        load_words<16 * piece>(static_cast<const uint16_t*>(a.diagonal) + column(at, lane), diagonal);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) negative |= uint32_t(__ldg(a.signs + column(at, lane) / 8 + i)) << 8 * i;
-    rotate_blocks<Plan::dtype>(word, negative, rotated, lane);
+        for (int i = 0; i < 4 * piece; ++i) word[i] = times_halves<Plan::dtype>(word[i], diagonal[i]);
+      }
+    } else {
+      uint32_t negative = 0;
+      if (a.diagonal && at < end)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          negative |= uint32_t(__ldg(static_cast<const uint8_t*>(a.diagonal) + column(at, lane) / 8 + i)) << 8 * i;
+      flip_signs(word, negative);
+    }
+    rotate_blocks<Plan::dtype>(word, rotated, lane);
 #pragma unroll
     for (int i = 0; i < 4 * piece; ++i) word[i] = rotated[i];
   }
@@ -454,6 +472,9 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
 #if !WITHOUT_TABLES
   table.begin_fill(batch);
 #endif
+  if constexpr (Plan::scaled)
+#pragma unroll
+    for (int set = 0; set < Plan::x_sets; ++set) Pieces::prefetch_diagonal(a, piece_of(set), end * pieces, lane);
   // One token: the tiles of the last iteration are spread over all blocks.
   int tile = Plan::single ? team * blocks + block : block / Plan::cluster_size * teams + team;
   if (tile < tiles) enter(tile, Plan::prefetch_x ? 1 : Plan::pipeline_depth);

@@ -32,7 +32,7 @@ struct Arguments {
   const uint32_t* codes;     // uint8 [rows, stream_bytes]
   const uint16_t* codebook;  // fp16 [tile rows, tile columns, entries, x]
   const uint16_t* scale;     // fp16 [rows]
-  const uint8_t* signs;      // not read: x is rotated
+  const void* diagonal;      // not read: x is rotated
   const uint16_t* x;         // [tokens, columns] of Plan::dtype
   const uint16_t* bias;      // [rows] of Plan::dtype, or null
   uint16_t* y;               // [tokens, rows] of Plan::dtype

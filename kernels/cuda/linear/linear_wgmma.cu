@@ -33,7 +33,7 @@ struct Arguments {
   const uint32_t* codes;     // uint8 [rows, stages * stream_bytes]
   const uint16_t* codebook;  // fp16 or int8 [stages, entries, x]
   const uint16_t* scale;     // fp16 [rows, columns / group]
-  const uint8_t* signs;      // not read: x is rotated
+  const void* diagonal;      // not read: x is rotated
   const uint16_t* x;         // of Plan::dtype, [columns / 64][8 * ceil(tokens / 8)][64] (rotate.cu, `swizzled`)
   const uint16_t* bias;      // [rows] of Plan::dtype, or null
   uint16_t* y;               // [tokens, rows] of Plan::dtype

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows times block-diagonal Hadamard matrices, with or without random signs, or the inverse:
+// Rows times block-diagonal Hadamard matrices, behind signs, a diagonal or nothing, or the inverse:
 //
-//     y = (x * s) H        inverse: y = (x H) * s        H = 1 / sqrt(B) [[1, 1], [1, -1]] (x) .. (x) [[1, 1], [1, -1]]
+//     y = (x * d) H        inverse: y = (x H) * d        H = 1 / sqrt(B) [[1, 1], [1, -1]] (x) .. (x) [[1, 1], [1, -1]]
 //
 // `lanes` threads of one warp own a block of B numbers, `each` numbers per thread, in chunks of at most 8:
 //
@@ -17,7 +17,7 @@
 
 struct Arguments {
   const void* x;         // [rows, columns] of Plan::source, at a multiple of 16
-  const uint8_t* signs;  // bit 1 = negative [ceil(columns / 8)]; not read without signs
+  const void* diagonal;  // fp16 [columns], or signs, bit 1 = negative [ceil(columns / 8)]; not read without
   void* y;               // [rows, columns] of Plan::out; may be x
   uint32_t blocks;       // rows * columns / B
   uint32_t across;       // columns / B
@@ -36,14 +36,21 @@ constexpr int each = width * chunks;
 
 constexpr float size_of_entry = inverse_root(B);
 
-__device__ inline void flip(float (&value)[each], const Arguments& a, uint32_t block, int lane) {
+__device__ inline void multiply(float (&value)[each], const Arguments& a, uint32_t block, int lane) {
 #pragma unroll
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const uint32_t column = block % a.across * B + (chunk * lanes + lane) * width;
-    const uint32_t bits = __ldg(a.signs + column / 8) >> column % 8;
+    if constexpr (Plan::diagonal == Diagonal::SIGNS) {
+      const uint32_t bits = __ldg(static_cast<const uint8_t*>(a.diagonal) + column / 8) >> column % 8;
 #pragma unroll
-    for (int i = 0; i < width; ++i)
-      if (bits >> i & 1) value[chunk * width + i] = -value[chunk * width + i];
+      for (int i = 0; i < width; ++i)
+        if (bits >> i & 1) value[chunk * width + i] = -value[chunk * width + i];
+    } else if constexpr (Plan::diagonal == Diagonal::HALVES) {
+      float factor[width];
+      load_floats<Dtype::FLOAT16>(static_cast<const uint16_t*>(a.diagonal) + column, factor);
+#pragma unroll
+      for (int i = 0; i < width; ++i) value[chunk * width + i] *= factor[i];
+    }
   }
 }
 
@@ -147,11 +154,11 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
 #pragma unroll
       for (int i = 0; i < width; ++i) value[chunk * width + i] = part[i];
     }
-    if constexpr (Plan::signs && !Plan::inverse) flip(value, a, block, lane);
+    if constexpr (!Plan::inverse) multiply(value, a, block, lane);
   }
   if constexpr (Plan::block > 1) transform(value, lane);
   if (!exists && !Plan::swizzled) return;
-  if constexpr (Plan::signs && Plan::inverse) flip(value, a, block, lane);
+  if constexpr (Plan::inverse) multiply(value, a, block, lane);
   if constexpr (whole_chunk) {
     store_chunk<Plan::out>(a, block / a.across, block % a.across * B, lane, exists, value);
     return;

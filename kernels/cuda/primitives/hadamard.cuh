@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hadamard blocks of 128 numbers in registers: y = (x * s) H_128 / sqrt(128).
+// Hadamard blocks of 128 numbers in registers: y = (x * d) H_128 / sqrt(128), d signs or fp16.
 //
 // Four lanes own a block: lane 4 g + t has numbers 32 t .. of block g. H_128 is a product of one 2 x 2 matrix per bit of
 // the position of a number:
@@ -19,15 +19,28 @@ template <Dtype D> __device__ inline uint32_t hadamard_pair(int k, int column) {
   return one ^ first << 15 | (one ^ second << 15) << 16;
 }
 
-// A lane's 32 numbers, two in each of 16 words, which are changed. Bit i of `negative` is 1 where s of number i is -1.
-template <Dtype D>
-__device__ inline void rotate_blocks(uint32_t* word, uint32_t negative, uint32_t* rotated, int lane) {
-  const int g = lane / 4, t = lane % 4;
+// Negate number i of a lane's 32, two in each of 16 words, where bit i of `negative` is 1.
+__device__ inline void flip_signs(uint32_t* word, uint32_t negative) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const uint32_t bits = negative >> 2 * i;
     word[i] ^= (bits & 1) << 15 | (bits & 2) << 30;
   }
+}
+
+// Two numbers times two of fp16, rounded once.
+template <Dtype D> __device__ inline uint32_t times_halves(uint32_t word, uint32_t halves) {
+  if constexpr (D == Dtype::FLOAT16) return multiply_pair<D>(word, halves);
+  float first, second, a, b;
+  unpack_pair<D>(word, first, second);
+  unpack_pair<Dtype::FLOAT16>(halves, a, b);
+  return pack_pair<D>(first * a, second * b);
+}
+
+// A lane's 32 numbers, two in each of 16 words.
+template <Dtype D>
+__device__ inline void rotate_blocks(const uint32_t* word, uint32_t* rotated, int lane) {
+  const int g = lane / 4, t = lane % 4;
   constexpr float norm = 0.08838834764831845f;
 #pragma unroll
   for (int upper = 0; upper < 2; ++upper) {  // bit 4

@@ -12,6 +12,7 @@ using uint32_t = unsigned int;
 
 enum class Dtype { FLOAT32, FLOAT16, BFLOAT16 };
 enum class Scope { SHARED, TILE, E8P };  // weights that share a codebook: all, a tile; or the E8P lattice
+enum class Diagonal { NONE, SIGNS, HALVES };  // what inputs are multiplied by: bits (1 = negative), or fp16
 enum class Mask { NONE, BOOL, FLOAT32, FLOAT16, BFLOAT16 };  // of attention; none is causal
 enum class Source { TOKENS, NORM, GATED };  // of inputs that are rounded: memory, RMSNorm, SiLU of one times another
 

@@ -6,7 +6,7 @@ import torch
 from hf_vq import ops
 from hf_vq.backends.cuda.linear import fused as cuda_fused
 from hf_vq.formats import weight_scheme
-from hf_vq.formats.stored_weight import flat
+from hf_vq.formats.stored_weight import flat, rotation_of
 from hf_vq.nn import VQLinear
 from tests.fixtures.cuda_layers import poison, stored
 from tests.fixtures.random_weights import random_tensors
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-KEYS = ("codes", "codebook", "scale", "signs")
+KEYS = ("codes", "codebook", "scale")
 
 
 def matrices(name, rows, columns):
@@ -25,8 +25,9 @@ def matrices(name, rows, columns):
 
 
 def several(x, each, bias, scheme):
-    given = ([tensors.get(key) for tensors in each] for key in KEYS)
-    return torch.ops.hf_vq.linears.default(x, *given, bias, scheme.spec())
+    given = [[tensors[key] for tensors in each] for key in KEYS]
+    rotations = [rotation_of(tensors) for tensors in each]
+    return torch.ops.hf_vq.linears.default(x, *given, rotations, bias, scheme.spec())
 
 
 def exact(x, tensors, bias, scheme):
@@ -37,9 +38,11 @@ def exact(x, tensors, bias, scheme):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 5, 16, 33])
 @pytest.mark.parametrize("rows", [(130, 7), (16, 4096, 33), (256, 256, 256, 1)])
-@pytest.mark.parametrize("name", ["vq-4", "quip-sharp-2", "aqlm-2", "turboquant-3"])
+@pytest.mark.parametrize(
+    "name", ["vq-4", "vq-4-scaled", "quip-sharp-2", "aqlm-2", "turboquant-3"]
+)
 def test_several_matrices(name, rows, tokens, dtype):
-    """Signs and learned codebooks differ. At most twice the error of a launch for each."""
+    """Signs, diagonals and learned codebooks differ. At most twice the error of a launch for each."""
     scheme, each = matrices(name, rows, 1152)
     x = torch.randn(tokens, 1152, device="cuda", dtype=dtype)
     bias = [torch.randn(rows[0], device="cuda", dtype=dtype), *[None] * (len(rows) - 1)]
@@ -61,11 +64,11 @@ def test_weights_that_were_just_written():
     expected = [several(x, other, [None] * 3, scheme) for other in versions]
     has = [0, 0, 0]
     for tensors, others in zip(each, versions[0], strict=True):
-        for key in KEYS:
+        for key in (*KEYS, "signs"):
             tensors[key].copy_(others[key])
     for turn in range(40):
         written, has[turn % 3] = turn % 3, turn // 2 % 3
-        for key in KEYS:
+        for key in (*KEYS, "signs"):
             each[written][key].copy_(versions[has[written]][written][key])
         for _ in range(2):
             found = several(x, each, [None] * 3, scheme)
@@ -96,7 +99,7 @@ class Gated(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # the first one of inductor
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # of inductor
-@pytest.mark.parametrize(("name", "tokens"), [("vq-4", 1), ("aqlm-2", 9)])
+@pytest.mark.parametrize(("name", "tokens"), [("vq-4", 1), ("vq-4-scaled", 1), ("aqlm-2", 9)])
 def test_a_compiled_model(name, tokens, monkeypatch):
     """One launch for both, in a CUDA graph too, which reads what is written to weights later."""
     calls = []

@@ -59,6 +59,12 @@ ODD = [  # spec, out_features, in_features
     ("vq16x8r2-tensor-int7-g0-random_hadamard256", 130, 768),
     ("vq8x16r1-tensor-int7-g0-none", 300, 512),  # not in shared memory
     ("vq4x2r1-tensor-int7-g16-none", 5, 48),
+    ("vq2x8r1-universal-g128-scaled_hadamard128", 130, 1152),  # x is rotated in the fused kernel
+    ("vq8x16r1-e8p-g128-scaled_hadamard128", 130, 1152),
+    ("vq1x4r1-universal-g128-scaled_hadamard128", 4096, 4096),
+    ("vq4x8r1-universal-g32-scaled_hadamard32", 33, 288),
+    ("vq2x8r1-universal-g0-scaled_hadamard0", 31, 1024),
+    ("vq16x9r4-tensor-g128-scaled_hadamard256", 300, 768),
 ]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 130, 1152) for name in CATALOGUE] + ODD
 ROTATED_BACK = [  # blocks of other sizes, fewer rows than a tile, more columns than warps
@@ -68,6 +74,8 @@ ROTATED_BACK = [  # blocks of other sizes, fewer rows than a tile, more columns 
     ("vq1x2r4-tensor-g128-hadamard16", 300, 256),
     ("vq4x8r1-tensor-g512-random_hadamard64", 31, 1536),
     ("vq2x8r1-tensor-g0-random_hadamard128", 3, 300 * 1024),
+    ("vq2x8r1-universal-g256-scaled_hadamard32", 600, 1280),
+    ("vq8x8r4-tensor-g128-scaled_hadamard8", 17, 640),
 ]
 
 
@@ -242,14 +250,15 @@ def test_every_kind_of_plan(name, tokens, rows, columns):
         assert y[tokens:].isnan().all()
 
 
-def test_weights_that_were_just_written(monkeypatch):
+@pytest.mark.parametrize("name", ["vq-4", "vq-4-scaled"])
+def test_weights_that_were_just_written(name):
     """A kernel begins before the one before it has ended, and must not read old codes."""
-    scheme, tensors = stored(weight_scheme("vq-4").spec(), 4096, 4096)
-    others = [stored(weight_scheme("vq-4").spec(), 4096, 4096)[1] for _ in range(4)]
+    scheme, tensors = stored(weight_scheme(name).spec(), 4096, 4096)
+    others = [stored(weight_scheme(name).spec(), 4096, 4096)[1] for _ in range(4)]
     x = torch.randn(1, 4096, device="cuda", dtype=torch.float16)
     exact = [ops.linear(x, other, None, scheme) for other in others]
     for turn in range(40):
-        for key in ("codes", "scale", "signs"):
+        for key in ("codes", "scale", "diagonal" if scheme.is_scaled else "signs"):
             tensors[key].copy_(others[turn % 4][key])
         y = ops.linear(x, tensors, None, scheme)
         again = ops.linear(x, tensors, None, scheme)
@@ -323,11 +332,9 @@ def test_many_rows_are_decoded_some_at_a_time(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [4, 16, 32, 128, 256, 512, 1024])
 def test_rotations(block, dtype):
-    for kind in ("hadamard", "random_hadamard"):
-        scheme = VQScheme(1, 4, rotation=kind, rotation_block=0, scale_group=0)
-        columns = 3 * block
-        signs = torch.randint(256, (-(-columns // 8),), dtype=torch.uint8, device="cuda")
-        rotation = signs if kind == "random_hadamard" else None
+    for kind in ("hadamard", "random_hadamard", "scaled_hadamard"):
+        scheme, columns = VQScheme(1, 4, rotation=kind, rotation_block=0, scale_group=0), 3 * block
+        rotation = rotation_of(stored(scheme.spec(), 1, columns)[1])
         x = torch.randn(37, columns, device="cuda").to(dtype)
         for inverse in (False, True):
             y = torch.full((38, columns), float("nan"), device="cuda")
@@ -341,16 +348,17 @@ def test_rotations(block, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inverse", [False, True])
-def test_rotate_as_an_op(dtype, inverse):
+@pytest.mark.parametrize("name", ["vq-4", "vq-4-scaled"])
+def test_rotate_as_an_op(name, dtype, inverse):
     """Also rows that do not lie side by side, or nowhere."""
-    scheme = weight_scheme("vq-4")
-    signs = torch.randint(256, (32,), dtype=torch.uint8, device="cuda")
+    scheme = weight_scheme(name)
+    rotation = rotation_of(stored(scheme.spec(), 1, 256)[1])
     wide = torch.randn(5, 3, 300, device="cuda").to(dtype)
     for x in (wide[..., 3:259], wide[:, :0, :256], wide[:, :, :256].transpose(0, 1)):
         asked = dispatch.RotateProblem("cuda", str(dtype)[6:], scheme.spec(), 16, 256)
         assert dispatch.select(asked).name == "cuda.rotate"
-        y = ops.rotate(x, signs, scheme, inverse)
-        exact = reference.rotate(x.double(), signs, scheme, inverse)
+        y = ops.rotate(x, rotation, scheme, inverse)
+        exact = reference.rotate(x.double(), rotation, scheme, inverse)
         assert y.shape == x.shape and y.dtype == dtype
         # A sum of 128 terms in 7 roundings of float32, rounded once.
         bound = (torch.finfo(torch.float32).eps * 8 + torch.finfo(dtype).eps) * exact.norm()

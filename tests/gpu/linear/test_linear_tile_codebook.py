@@ -42,6 +42,7 @@ CASES = [  # spec, out_features, in_features
     ("vq4x4r1-tile64x128-g0-none", 129, 256),
     ("vq4x8r1-tile256x256-g0-random_hadamard128", 200, 1024),
     ("vq4x8r1-tile256x256-g0-hadamard0", 77, 256),
+    ("vq4x8r1-tile256x256-g0-scaled_hadamard128", 200, 1024),
 ]
 
 

@@ -40,6 +40,9 @@ ODD = [  # spec, out_features, in_features
     ("vq8x8r3-tensor-g128-none", 1, 384),
     ("vq16x8r1-tensor-g0-none", 65, 256),
     ("vq1x2r2-tensor-g128-none", 200, 256),
+    ("vq2x8r1-universal-g128-scaled_hadamard128", 333, 1152),
+    ("vq2x8r1-universal-g64-scaled_hadamard64", 31, 192),
+    ("vq8x16r1-e8p-g128-scaled_hadamard128", 333, 1152),
 ]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 333, 1152) for name in NAMES] + ODD
 

@@ -37,6 +37,8 @@ ODD = [
     ("vq1x4+2r2-universal-g64-hadamard64-nested", 33, 1088),
     ("vq1x4r2-universal-g256-random_hadamard32-nested", 300, 768),
     ("vq1x2+4r2-universal-g128-none-nested", 5, 1152),
+    ("vq1x4+2r2-universal-g128-scaled_hadamard128-nested", 130, 1152),
+    ("vq1x4r2-universal-g128-scaled_hadamard128-nested", 300, 1024),
     ("vq1x4+1r2-universal-g0-random_hadamard0-nested", 130, 1024),
 ]
 CASES = [(weight_scheme(name).spec(), 130, 1152) for name in NESTED] + ODD

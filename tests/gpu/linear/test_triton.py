@@ -31,6 +31,8 @@ ODD = [  # spec, out_features, in_features
     ("vq1x3r1-tensor-g0-none", 7, 77),
     ("vq1x4r1-universal-g16-hadamard0", 127, 176),
     ("vq1x4r1-universal-g0-hadamard0", 1, 52),
+    ("vq2x8r1-universal-g128-scaled_hadamard128", 33, 384),
+    ("vq4x8r1-universal-g32-scaled_hadamard32", 65, 288),
     ("vq1x16r1-tensor-g256-none", 3, 512),
     ("vq2x11r1-tensor-g0-none", 33, 130),
     ("vq2x8r1-universal-g0-random_hadamard0", 31, 2048),

@@ -30,6 +30,10 @@ def layer(scheme, inputs=512, outputs=256):
         (weight_scheme("vq-4"), 512, "rowwise", None),
         (weight_scheme("vq-3"), 512, "rowwise", None),
         (weight_scheme("turboquant-4+4"), 512, "rowwise", None),
+        (weight_scheme("vq-4-scaled"), 512, "colwise", None),
+        (weight_scheme("vq-4-scaled"), 512, "rowwise", None),
+        (weight_scheme("vq-4-scaled"), 384, "rowwise", "scale groups of 128"),
+        (VQScheme(2, 8, scale_group=16).scaled(), 128, "rowwise", "rotation blocks of 128"),
         (weight_scheme("vq-4"), 384, "rowwise", "scale groups of 128"),
         (VQScheme(2, 8, rotation_block=16), 528, "colwise", None),
         (weight_scheme("quip-sharp-4"), 512, "colwise", None),
@@ -66,6 +70,12 @@ def test_what_is_whole_everywhere():
         "vq_signs",
     ]
     assert [n for n in names if whole_everywhere(module, n, "rowwise")] == ["vq_codebook"]
+    # Diagonals as signs: a device that has some inputs has their numbers.
+    module = layer(VQScheme(1, 4, residuals=2, stages="rerotated").scaled())
+    names = module._parameters
+    diagonals = ["vq_diagonal", "vq_diagonal_2"]
+    assert [n for n in names if whole_everywhere(module, n, "colwise")] == diagonals
+    assert not [n for n in names if whole_everywhere(module, n, "rowwise")]
     for scheme, whole in ((QoQScheme(128), ["vq_scale"]), (QoQScheme(), ["vq_scale", "vq_zero"])):
         module = layer(scheme)
         names = module._parameters
@@ -81,7 +91,7 @@ def test_what_is_whole_everywhere():
     not hasattr(HfQuantizer, "update_parallel_plan"), reason="needs Transformers 5.23"
 )
 def test_two_processes(quantized, dense, tmp_path):
-    scheme = VQScheme(2, 8, scale_group=16, rotation_block=16)
+    scheme = VQScheme(2, 8, scale_group=16, rotation_block=16).scaled()
     arguments = [
         quantized("llama", scheme),
         quantized("llama", VQScheme(2, 4, residuals=2, scale_group=16, rotation_block=16)),

@@ -10,6 +10,7 @@ from hf_vq.codegen.families.dequantize import rotate_plan
 from hf_vq.codegen.kv_plan import DecodeKVPlan
 from hf_vq.codegen.plan import (
     DecodePlan,
+    Diagonal,
     Dtype,
     EncodePlan,
     LinearPlan,
@@ -39,7 +40,7 @@ DECODE_KV = DecodeKVPlan(
     threads=256, blocks_per_sm=4, out=Dtype.BFLOAT16, vector_size=2, entry_bits=8, dim=128,
     slice=64, tokens=1024, pipeline_depth=4, learned=True, scaled=False, zero=False,
 )  # fmt: skip
-ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, True, False)
+ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, Diagonal.SIGNS, False)
 
 
 def source(name):
@@ -130,7 +131,7 @@ def test_tables():
 
 @pytest.mark.parametrize("block", [2**i for i in range(11)])
 def test_rotation_blocks_are_dealt_to_whole_warps(block):
-    plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, block, True, False)
+    plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, block, Diagonal.SIGNS, False)
     each = 32 if block == 128 else 8  # numbers of a lane (rotate.cu)
     assert plan.blocks_at_a_time * min(32, max(1, block // each)) == plan.threads
     assert block <= RotatePlan.LARGEST_BLOCK

@@ -14,7 +14,7 @@ class LinearArguments(ctypes.Structure):
         ("codes", ctypes.c_void_p),
         ("codebook", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
-        ("signs", ctypes.c_void_p),
+        ("diagonal", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("y", ctypes.c_void_p),

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from ....codegen.families.linear import token_bucket
 from ....dispatch import Bound, Implementation, LinearProblem
-from ....formats.packing import packed_size
 from ....formats.scheme import VQScheme
 from ....ops.library import parse
 from ...cpu import boxed_ops
 from .. import weight_supports
 from ..bound_weight import ATTRIBUTE, BoundWeight
 from . import fused
-from .dequantize import stored_sizes
+from .dequantize import diagonal_size, stored_sizes
 
-FIELDS = ("device", "dtype", "rows", "columns", "tokens", "codes", "codebook", "scale", "signs",
-          "codebook_dtype", "function", "blocks", "threads", "shared_bytes", "before",
-          "before_blocks", "before_threads", "before_shared_bytes", "rotations", "across",
-          "token_tiles", "arranged")  # fmt: skip
+FIELDS = ("device", "dtype", "rows", "columns", "tokens", "codes", "codebook", "scale",
+          "diagonal", "codebook_dtype", "diagonal_dtype", "function", "blocks", "threads",
+          "shared_bytes", "before", "before_blocks", "before_threads", "before_shared_bytes",
+          "rotations", "across", "token_tiles", "arranged")  # fmt: skip
 """Fields of hf_vq_cuda_launch (kernels/cpu/api.h), in their order."""
 
 
@@ -40,7 +39,7 @@ def bind(problem: LinearProblem) -> Bound | None:
         codes: Tensor,
         codebook: Tensor,
         scale: Tensor,
-        signs: Tensor | None,
+        rotation: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor | None:
         ordinal, numel = x.get_device(), x.numel()
@@ -53,8 +52,8 @@ def bind(problem: LinearProblem) -> Bound | None:
             tokens = numel // in_features
             launch = prepared(scheme, problem.out_features, in_features, tokens, x.dtype, ordinal)
             launches[ordinal, numel] = launch
-        signs, added = none if signs is None else signs, none if bias is None else bias
-        y: Tensor | None = op(x, codes, codebook, scale, signs, added, launch)
+        diagonal, added = none if rotation is None else rotation, none if bias is None else bias
+        y: Tensor | None = op(x, codes, codebook, scale, diagonal, added, launch)
         return y
 
     return run
@@ -74,7 +73,7 @@ def prepared(
     if launch.ragged:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     codes, codebook, scale = stored_sizes(scheme, rows, in_features)
-    signed = scheme.rotation == "random_hadamard"
+    diagonal, diagonal_dtype = diagonal_size(scheme, in_features)
     kernel, before = launch.kernel, launch.before
     values = {
         "device": ordinal,
@@ -85,7 +84,8 @@ def prepared(
         "codes": codes,
         "codebook": codebook,
         "scale": scale,
-        "signs": packed_size(in_features, 1) if signed else 0,
+        "diagonal": diagonal,
+        "diagonal_dtype": boxed_ops.number_of(diagonal_dtype),
         "codebook_dtype": boxed_ops.number_of(
             torch.int8 if scheme.largest_entry else torch.float16
         ),

@@ -19,6 +19,7 @@ from ....codegen.families.dequantize import (
     LARGEST_PANEL,
     DecodeProblem,
     choose,
+    diagonal_of,
     panels,
     rotate_plan,
 )
@@ -26,7 +27,7 @@ from ....codegen.families.dequantize_rotated import blocks, dense_plan, restorab
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
 from ....codegen.jit.launch import LoadedKernel
-from ....codegen.plan import DecodePlan, DensePlan, Dtype, RotatePlan
+from ....codegen.plan import DecodePlan, DensePlan, Diagonal, Dtype, RotatePlan
 from ....dispatch import Implementation, bucket
 from ....errors import VQBackendError, VQFormatError
 from ....formats.packing import packed_size
@@ -66,7 +67,7 @@ class DenseArguments(ctypes.Structure):
         ("codes", ctypes.c_void_p),
         ("codebook", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
-        ("signs", ctypes.c_void_p),
+        ("diagonal", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
@@ -84,7 +85,7 @@ class RotateArguments(ctypes.Structure):
 
     _fields_ = [
         ("x", ctypes.c_void_p),
-        ("signs", ctypes.c_void_p),
+        ("diagonal", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("blocks", ctypes.c_uint32),
         ("across", ctypes.c_uint32),
@@ -112,9 +113,14 @@ def _restorer(
 
 @functools.lru_cache(maxsize=1024)
 def _rotator(
-    source: torch.dtype, out: torch.dtype, block: int, signs: bool, inverse: bool, ordinal: int
+    source: torch.dtype,
+    out: torch.dtype,
+    block: int,
+    diagonal: Diagonal,
+    inverse: bool,
+    ordinal: int,
 ) -> tuple[LoadedKernel, RotatePlan]:
-    plan = rotate_plan(DTYPES[source], DTYPES[out], block, signs, inverse)
+    plan = rotate_plan(DTYPES[source], DTYPES[out], block, diagonal, inverse)
     return _kernel(plan, RotateArguments, ordinal), plan
 
 
@@ -212,8 +218,7 @@ class DeviceWeight:
             second: `second_codes` of all rows, where there are two passes.
         """
         columns, ordinal = self.in_features, out.device.index
-        needs_signs(rotation, self.scheme, columns)
-        signs = None if rotation is None else _ready(rotation, torch.uint8)
+        diagonal = ready_diagonal(rotation, self.scheme, columns)
         kernel, plan = _restorer(self.scheme, columns, out.dtype, ordinal)
         two = () if second is None else (second.data_ptr() + first * second.shape[1],)
         kernel(
@@ -223,7 +228,7 @@ class DeviceWeight:
             self.codes.data_ptr() + first * (self.codes.numel() // self.rows),
             self.codebook.data_ptr(),
             self.scale.data_ptr() + first * (self.scale.numel() // self.rows) * _SCALE,
-            None if signs is None else signs.data_ptr(),
+            None if diagonal is None else diagonal.data_ptr(),
             out.data_ptr(),
             out.shape[0],
             columns,
@@ -266,17 +271,34 @@ def second_codes(second: Residual | None, x: Tensor, rows: int, scheme: VQScheme
     return _ready(codes, torch.uint8)
 
 
-def needs_signs(rotation: Tensor | None, scheme: VQScheme, in_features: int) -> bool:
-    """Whether a rotation has random signs.
+def ready_diagonal(
+    rotation: Tensor | None, scheme: VQScheme, in_features: int, bytewise: bool = False
+) -> Tensor | None:
+    """The signs or the diagonal in front of a rotation as kernels read it; None without.
+
+    Args:
+        bytewise: signs are read byte by byte, wherever they lie, as those of experts may.
 
     Raises:
-        VQFormatError: they are not there.
+        VQFormatError: it is not there, or of another size.
     """
-    if scheme.rotation != "random_hadamard":
-        return False
-    if rotation is None or rotation.numel() != packed_size(in_features, 1):
-        raise VQFormatError(f"{scheme.spec()} needs a sign for each of {in_features} inputs.")
-    return True
+    if diagonal_of(scheme) is Diagonal.NONE:
+        return None
+    count, dtype = diagonal_size(scheme, in_features)
+    if rotation is None or rotation.numel() != count:
+        what = "number" if scheme.is_scaled else "sign"
+        raise VQFormatError(f"{scheme.spec()} needs a {what} for each of {in_features} inputs.")
+    if bytewise and not scheme.is_scaled:
+        return rotation.to(dtype).contiguous()
+    return _ready(rotation, dtype)
+
+
+def diagonal_size(scheme: VQScheme, in_features: int) -> tuple[int, torch.dtype]:
+    """Numbers, and their type, of the signs or the diagonal in front of a rotation."""
+    kind = diagonal_of(scheme)
+    if kind is Diagonal.HALVES:
+        return in_features, torch.float16
+    return packed_size(in_features, 1) if kind is Diagonal.SIGNS else 0, torch.uint8
 
 
 def _rotate(
@@ -284,15 +306,14 @@ def _rotate(
 ) -> None:
     """`x` [rows, in_features], rotated by a Hadamard matrix, to `out`, which may be `x`."""
     block, ordinal = scheme.block(x.shape[-1]), x.device.index
-    signs = needs_signs(rotation, scheme, x.shape[-1])
+    diagonal = ready_diagonal(rotation, scheme, x.shape[-1])
     count = x.numel() // block
-    kernel, plan = _rotator(x.dtype, out.dtype, block, signs, inverse, ordinal)
-    packed = None if rotation is None else _ready(rotation, torch.uint8)
+    kernel, plan = _rotator(x.dtype, out.dtype, block, diagonal_of(scheme), inverse, ordinal)
     kernel(
         _blocks(-(-count // plan.blocks_at_a_time)),
         torch._C._cuda_getCurrentRawStream(ordinal),
         x.data_ptr(),
-        None if packed is None else packed.data_ptr(),
+        None if diagonal is None else diagonal.data_ptr(),
         out.data_ptr(),
         count,
         x.shape[-1] // block,
@@ -305,13 +326,14 @@ def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool) 
     """`ops.reference.rotate`, summed in float32 and rounded once.
 
     Raises:
-        VQFormatError: the signs are not where `x` is.
+        VQFormatError: the signs or the diagonal are not where `x` is.
     """
     if scheme.rotation == "none":
         return x
     if rotation is not None and rotation.device != x.device:
+        what = "diagonal" if scheme.is_scaled else "signs"
         raise VQFormatError(
-            f"the input is on {x.device}, but the signs of its rotation on {rotation.device}: "
+            f"the input is on {x.device}, but the {what} of its rotation on {rotation.device}: "
             "move the layer, or let accelerate do it."
         )
     rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....codegen import tuned
-from ....codegen.families.dequantize import rotate_plan
+from ....codegen.families.dequantize import diagonal_of, rotate_plan
 from ....codegen.families.linear import TILE_ROWS, LinearProblem, blocks_of, choose, token_bucket
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
@@ -26,7 +26,14 @@ from ....formats.scheme import VQScheme
 from ....formats.stored_weight import StoredWeight
 from ..bound_weight import ATTRIBUTE, State, bind_weight, bound_weight, is_settled, state
 from .arguments import field_of, grouped_arguments
-from .dequantize import DTYPES, DeviceWeight, RotateArguments, needs_signs, on_device, second_codes
+from .dequantize import (
+    DTYPES,
+    DeviceWeight,
+    RotateArguments,
+    on_device,
+    ready_diagonal,
+    second_codes,
+)
 
 
 @dataclass(eq=False)
@@ -54,13 +61,13 @@ _MOST_CALLS = 16  # that a layer keeps: prompts have many lengths
 class _Layer:
     """Launches of one matrix, and what they were prepared for. It keeps no tensor alive."""
 
-    def __init__(self, stored: DeviceWeight, signs: Tensor | None, keepers: Keepers) -> None:
+    def __init__(self, stored: DeviceWeight, diagonal: Tensor | None, keepers: Keepers) -> None:
         self.scheme, self.rows, self.in_features = stored.scheme, stored.rows, stored.in_features
         given = (stored.codes, stored.codebook, stored.scale)
         self.addresses = tuple(tensor.data_ptr() for tensor in given)
         self.shapes = tuple(tensor.shape for tensor in given)
-        self.signs = None if signs is None else signs.data_ptr()
-        self.signs_bytes = 0 if signs is None else signs.numel()
+        self.diagonal = None if diagonal is None else diagonal.data_ptr()  # or its signs
+        self.diagonal_size = 0 if diagonal is None else diagonal.numel()
         self.device = stored.codes.device
         self.keepers = tuple(map(weakref.ref, keepers))
         self.last: State | None = None  # `state` at the last launch
@@ -103,9 +110,11 @@ class _Layer:
             and self.scheme is weight.scheme
             and self.in_features == weight.in_features
             and (
-                self.signs is None
+                self.diagonal is None
                 if rotation is None
-                else (self.signs == rotation.data_ptr() and self.signs_bytes == rotation.numel())
+                else (
+                    self.diagonal == rotation.data_ptr() and self.diagonal_size == rotation.numel()
+                )
             )
         )
 
@@ -130,7 +139,8 @@ class _Call:
                 raise VQFormatError(_elsewhere(x, "codes", layer.device))
             codes, codebook, scale = layer.addresses
             fixed = {
-                "codes": codes, "codebook": codebook, "scale": scale, "signs": layer.signs,
+                "codes": codes, "codebook": codebook, "scale": scale,
+                "diagonal": layer.diagonal,
                 "rows": layer.rows, "columns": in_features, "tokens": x.numel() // in_features,
                 "blocks": blocks,
             }  # fmt: skip
@@ -139,7 +149,7 @@ class _Call:
             if launch.before is not None:
                 count = x.numel() // launch.rotation_block
                 rotation = launch.before.prepare(
-                    -(-count // launch.blocks_at_a_time), signs=layer.signs, blocks=count,
+                    -(-count // launch.blocks_at_a_time), diagonal=layer.diagonal, blocks=count,
                     across=in_features // launch.rotation_block, token_tiles=launch.token_tiles,
                 )  # fmt: skip
                 self.before.append(rotation)
@@ -202,19 +212,20 @@ def _layer(x: Tensor, weight: StoredWeight, tensors: Read) -> tuple[_Layer, obje
             known.latest = layer
             return layer, None
     for name, tensor in zip(
-        ("codes", "codebook", "scale", "signs"), (*tensors, rotation), strict=True
+        ("codes", "codebook", "scale", "diagonal" if scheme.is_scaled else "signs"),
+        (*tensors, rotation),
+        strict=True,
     ):
         if tensor is not None and tensor.device != x.device:
             raise VQFormatError(_elsewhere(x, name, tensor.device))
-    needs_signs(rotation, scheme, weight.in_features)
+    diagonal = ready_diagonal(rotation, scheme, weight.in_features, bytewise=True)
     stored = DeviceWeight(codes, codebook, scale, scheme, weight.in_features)
-    signs = None if rotation is None else rotation.to(torch.uint8).contiguous()
-    layer = _Layer(stored, signs, keepers)
-    same = signs is None or (rotation is not None and signs.data_ptr() == rotation.data_ptr())
+    layer = _Layer(stored, diagonal, keepers)
+    same = diagonal is None or diagonal is rotation
     if same and not stored.copied:  # a copy does not follow what is written to its original
         known = bind_weight(keepers[0])
         known.layers[places] = known.latest = layer
-    return layer, (stored, signs)
+    return layer, (stored, diagonal)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -278,7 +289,7 @@ def prepare(
             DTYPES[dtype],
             DTYPES[dtype],
             scheme.block(in_features) if rotated else 1,
-            scheme.rotation == "random_hadamard",
+            diagonal_of(scheme),
             False,
             0 if plan.single else plan.unit,
         )
@@ -348,11 +359,11 @@ def run(
     call = _call(first, tuple(layers[1:]), x, scheme, ordinal, launch)
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
     x = _readable(x)
-    inputs: dict[int | None, Tensor] = {}  # by their signs
+    inputs: dict[int | None, Tensor] = {}  # by their diagonal
     added = list(biases)
     for i, layer in enumerate(layers):
-        if layer.signs not in inputs:
-            inputs[layer.signs] = call.input(x, i, stream, overlap)
+        if layer.diagonal not in inputs:
+            inputs[layer.diagonal] = call.input(x, i, stream, overlap)
         if (bias := added[i]) is not None:
             added[i] = layer.added(bias, x)
     kernel, settled = call.kernel, overlap and not copied
@@ -364,7 +375,7 @@ def run(
         for i, layer in enumerate(layers):
             of_x, of_bias, of_y = call.changing[i]
             bias = added[i]
-            setattr(arguments, of_x, inputs[layer.signs].data_ptr())
+            setattr(arguments, of_x, inputs[layer.diagonal].data_ptr())
             setattr(arguments, of_bias, None if bias is None else bias.data_ptr())
             setattr(arguments, of_y, outputs[i].data_ptr())
             now = _state(reads[i], second, stream)

@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ....codegen.families.dequantize import rotate_plan
+from ....codegen.families.dequantize import diagonal_of, rotate_plan
 from ....codegen.families.linear import LinearProblem, token_bucket
 from ....codegen.families.linear_tile_codebook import MOST_TOKENS, blocks, choose
 from ....codegen.jit.device import device_arch
@@ -55,9 +55,8 @@ def prepare(
     """How a layer of this size runs a plan: its kernels, loaded, and their sizes."""
     before, block, at_a_time = None, 0, 0
     if scheme.rotation != "none":
-        signs = scheme.rotation == "random_hadamard"
         rotation = rotate_plan(
-            DTYPES[dtype], DTYPES[dtype], scheme.block(in_features), signs, False
+            DTYPES[dtype], DTYPES[dtype], scheme.block(in_features), diagonal_of(scheme), False
         )
         before = fused.rotator(rotation, ordinal)
         block, at_a_time = rotation.numbers_of_a_block, rotation.blocks_at_a_time

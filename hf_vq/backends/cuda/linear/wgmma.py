@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ....codegen.families.dequantize import rotate_plan
+from ....codegen.families.dequantize import diagonal_of, rotate_plan
 from ....codegen.families.linear import LinearProblem
 from ....codegen.families.linear_wgmma import blocks, choose, token_bucket
 from ....codegen.jit.device import device_arch
@@ -61,7 +61,7 @@ def prepare(
         DTYPES[dtype],
         DTYPES[dtype],
         scheme.block(in_features) if scheme.rotation != "none" else 1,
-        scheme.rotation == "random_hadamard",
+        diagonal_of(scheme),
         False,
         plan.unit,
         True,

@@ -36,7 +36,7 @@ bool in_catalogue(const hf_vq_matrix& w) {
 struct Matrix {
   hf_vq_matrix w{};
   Guarded<uint8_t> codes, signs;
-  Guarded<uint16_t> codebook, scale;
+  Guarded<uint16_t> codebook, scale, diagonal;
   int64_t stream = 0;  // bytes of a row of one stage
 
   Matrix(const Family& f, int64_t out, int64_t in, bool rotated, bool whole_rows) {
@@ -60,7 +60,11 @@ struct Matrix {
     if (f.scope == HF_VQ_TILE)
       tables = size_t((out + w.tile_rows - 1) / w.tile_rows * ((in + w.tile_columns - 1) / w.tile_columns));
     codebook = f.scope == HF_VQ_E8P ? patterns(tables) : random_halves((tables * size_t(f.x)) << f.bits, 1, false);
-    if (rotated && random_bits() % 4 != 0) {
+    const uint64_t kind = rotated ? random_bits() % 4 : 0;  // before the rotation: nothing, a diagonal, or (twice) signs
+    if (kind == 1) {
+      diagonal = random_halves(size_t(in), 1, false);
+      w.diagonal = diagonal.get();
+    } else if (kind > 1) {
       signs = Guarded<uint8_t>(size_t(in + 7) / 8);
       fill_random(signs.get(), signs.bytes());
       w.signs = signs.get();
@@ -149,7 +153,8 @@ struct Matrix {
   void rotate(const Numbers& x, int64_t row, double* to) const {
     for (int64_t i = 0; i < w.in; ++i) {
       const bool negative = w.signs != nullptr && signs[size_t(i / 8)] >> i % 8 & 1;
-      to[i] = double(x[size_t(row * w.in + i)]) * (negative ? -1 : 1);
+      const double factor = w.diagonal != nullptr ? double(half_to_float(diagonal[size_t(i)])) : negative ? -1 : 1;
+      to[i] = double(x[size_t(row * w.in + i)]) * factor;
     }
     for (int64_t i = 0; i < w.in; i += w.block) plain_hadamard(to + i, w.block);
   }

@@ -13,7 +13,7 @@ constexpr int kEntries = 256, kSpan = 128;
 struct Matrix {
   hf_vq_matrix w{};
   Guarded<uint8_t> first, second, signs;
-  Guarded<uint16_t> codebook, scale;
+  Guarded<uint16_t> codebook, scale, diagonal;
 
   Matrix(int64_t out, int64_t in, bool rotated, bool whole_rows) {
     w.out = out;
@@ -29,7 +29,10 @@ struct Matrix {
     }
     codebook = random_halves(kEntries, 1, false);
     scale = random_halves(size_t(out * (in / w.group)), 0.1f, true);
-    if (rotated) {
+    if (rotated && random_bits() % 2 != 0) {
+      diagonal = random_halves(size_t(in), 1, false);
+      w.diagonal = diagonal.get();
+    } else if (rotated) {
       signs = Guarded<uint8_t>(size_t(in / 8));
       fill_random(signs.get(), signs.bytes());
       w.signs = signs.get();
@@ -47,7 +50,7 @@ struct Matrix {
   }
 };
 
-// x * signs, each block times the Hadamard matrix over its root.
+// x * signs or x * diagonal, each block times the Hadamard matrix over its root.
 void rotated(const hf_vq_matrix& w, const Numbers& x, int64_t row, double* u) {
   for (int64_t begin = 0; begin < w.in; begin += w.block)
     for (int64_t i = 0; i < w.block; ++i) {
@@ -55,7 +58,8 @@ void rotated(const hf_vq_matrix& w, const Numbers& x, int64_t row, double* u) {
       for (int64_t j = 0; j < w.block; ++j) {
         const bool negated = w.signs != nullptr && (w.signs[(begin + j) / 8] >> ((begin + j) % 8) & 1) != 0;
         const bool odd = __builtin_parityll(uint64_t(i & j)) != 0;
-        const double value = double(x[size_t(row * w.in + begin + j)]);
+        const double factor = w.diagonal != nullptr ? double(half_to_float(w.diagonal[begin + j])) : 1;
+        const double value = factor * double(x[size_t(row * w.in + begin + j)]);
         total += negated != odd ? -value : value;
       }
       u[begin + i] = total / std::sqrt(double(w.block));

@@ -29,7 +29,10 @@ PACKAGE = Path(ops.__file__).parents[1]
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
-SCHEMES = ["vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "aqlm-2", "gptvq-2"]
+SCHEMES = [
+    "vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-2", "aqlm-2", "gptvq-2", "vq-4-scaled",
+    "vq-2-scaled", "quip-sharp-2-scaled",
+]  # fmt: skip
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -158,9 +161,15 @@ def test_a_layer_finds_its_kernel_once(tokens, most):
     assert called[0] == "forward" and len(called) <= most, called
 
 
-@pytest.mark.parametrize("moved", ["vq_signs", "vq_scale", "vq_codebook", "bias"])
-def test_the_layer_finds_tensors_wherever_they_are(moved):
-    scheme, tensors = stored()
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [
+        *(("vq-4", moved) for moved in ("vq_signs", "vq_scale", "vq_codebook", "bias")),
+        ("vq-4-scaled", "vq_diagonal"),
+    ],
+)
+def test_the_layer_finds_tensors_wherever_they_are(name, moved):
+    scheme, tensors = stored(name)
     layer = VQLinear(256, 24, True, scheme)
     for key, tensor in tensors.items():
         getattr(layer, layer.attributes[key]).data = tensor.clone()
@@ -206,9 +215,10 @@ def test_codes_without_a_kernel_have_no_shorter_way(name):
     assert ops.linear(x, tensors, None, scheme).isfinite().all()
 
 
-def test_the_op_is_given_something_else():
+@pytest.mark.parametrize("name", ["vq-4", "vq-4-scaled"])
+def test_the_op_is_given_something_else(name):
     """Whatever it gets it gives y or None: the kernel itself refuses what it does not know."""
-    op, (scheme, tensors) = boxed_ops.cpu_linear(), stored()
+    op, (scheme, tensors) = boxed_ops.cpu_linear(), stored(name)
     x, none = torch.randn(1, 256), torch.empty(0)
     four = [tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors)]
     numbers = torch.tensor(cpu_linear._numbers(scheme, 256), dtype=torch.int32)
@@ -221,6 +231,7 @@ def test_the_op_is_given_something_else():
     assert op(torch.tensor(1.0), *four, none, numbers) is None
     assert op(torch.randn(1, 512), *four, none, numbers) is None
     assert op(x, *four, torch.zeros(23), numbers) is None
+    assert op(x, *four[:3], torch.ones(256), none, numbers) is None
     for i, part in enumerate(four):
         shorter = [*four[:i], part[..., :-1].contiguous(), *four[i + 1 :]]
         assert op(x, *shorter, none, numbers) is None

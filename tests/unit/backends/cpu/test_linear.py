@@ -19,17 +19,18 @@ from hf_vq.backends.cpu import linear as cpu_linear
 from hf_vq.env import CPU_ISA
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.formats.stored_weight import Pass, StoredWeight
+from hf_vq.formats.stored_weight import Pass, StoredWeight, rotation_of
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.ops.library import linear_problem
 from hf_vq.ops.reference import codes as reference
+from tests.fixtures.random_weights import with_diagonal
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
 EPS = torch.finfo(torch.float32).eps
 SCHEMES = [
     "vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-4", "quip-sharp-2", "aqlm-3", "aqlm-2",
-    "gptvq-2",
+    "gptvq-2", "vq-4-scaled", "quip-sharp-2-scaled",
 ]  # fmt: skip
 OTHERS = [
     "vq2x8r1-universal-g16-hadamard64",
@@ -39,6 +40,10 @@ OTHERS = [
     "vq8x8r1-tile100x512-g64-random_hadamard32",
     "vq1x4r3-tensor-g64-none",
     "vq8x12r1-tensor-g64-hadamard128",
+    "vq4x8r1-universal-g512-scaled_hadamard0",
+    "vq8x8r1-tile100x512-g64-scaled_hadamard32",
+    "vq1x4r3-tensor-g64-scaled_hadamard16",
+    "vq8x8r1-tensor-g0-scaled_hadamard16",
 ]
 SHAPES = [(1, 48), (3, 80), (5, 288), (100, 896), (300, 1024), (3, 11008)]
 CASES = [(name, shape) for name in SCHEMES for shape in SHAPES]
@@ -73,10 +78,8 @@ def stored(name, out_features, in_features):
 
 
 def description(scheme, tensors, in_features):
-    addresses = [
-        tensors[key].data_ptr() if key in tensors else None
-        for key in ("codes", "codebook", "scale", "signs")
-    ]
+    first = (tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors))
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in first]
     return cpu_linear.matrix(scheme, len(tensors["codes"]), in_features, *addresses)
 
 
@@ -275,7 +278,9 @@ def test_integer_entries_are_numbers_like_others(name, isa):
 # What linear_luts.h computes; kernels/cpu/tests does on any processor with AVX-512.
 @pytest.mark.parametrize("out_features", [2048, 2311])
 @pytest.mark.parametrize("in_features", [48, 288, 1216, 4608])
-@pytest.mark.parametrize("name", ["aqlm-2", "vq8x8r1-tensor-g0-hadamard16"])
+@pytest.mark.parametrize(
+    "name", ["aqlm-2", "vq8x8r1-tensor-g0-hadamard16", "vq8x8r1-tensor-g0-scaled_hadamard16"]
+)
 @pytest.mark.parametrize("isa", ["zen4", "avx512"])
 def test_one_token_by_tables_of_products(isa, name, in_features, out_features):
     if isa not in library.isas():
@@ -331,8 +336,9 @@ def test_decode_is_the_reference(isa, name, shape):
     scheme, tensors = stored(name, *shape)
     rows = cpu_linear.decode(StoredWeight.of(tensors, scheme, shape[1]))
     truth = reference.decode(StoredWeight.of(tensors, scheme, shape[1]))
-    # Every number is a sum of `block` numbers in either, and of the stages.
-    size = truth.norm(dim=-1, keepdim=True)
+    # Every number is a sum of `block` numbers in either, and of the stages; then it is multiplied.
+    diagonal = tensors.get("diagonal", torch.ones(shape[1])).float()
+    size = (truth / diagonal).norm(dim=-1, keepdim=True) * diagonal.abs()
     assert ((rows - truth).abs() <= 4 * EPS * scheme.block(shape[1]) ** 0.5 * size).all()
 
 
@@ -353,6 +359,9 @@ def test_decode_keeps_leading_dimensions():
         ("gptvq-2", True),
         ("vq8x16r1-tensor-g0-none", True),
         ("turboquant-8", False),
+        ("vq-4-scaled", True),
+        ("turboquant-8-scaled", False),
+        ("vq16x4r1-tensor-g0-scaled_hadamard16", True),
     ],
 )
 def test_product_with_the_decoded_weight(isa, name, many, dtype, monkeypatch):
@@ -365,9 +374,34 @@ def test_product_with_the_decoded_weight(isa, name, many, dtype, monkeypatch):
     assert y.dtype == dtype and not y._is_view()
     weight = reference.decode(StoredWeight.of(tensors, scheme, 512)).double()
     exact = x.double() @ weight.T + bias.double()
-    same = (x @ weight.to(dtype).T + bias.to(dtype)).double()
-    eps = EPS * x.double().norm() * weight.norm()
+    diagonal = tensors.get("diagonal", torch.ones(512)).double()
+    u, rows = (x.double() * diagonal).to(dtype), (weight / diagonal).to(dtype)
+    same = (u @ rows.T + bias.to(dtype)).double()
+    eps = EPS * u.double().norm() * rows.double().norm()
     assert (y.double() - exact).norm() <= 2 * (same - exact).norm() + eps
+
+
+@pytest.mark.parametrize("name", ["vq-4-scaled", "quip-sharp-2-scaled", "turboquant-8-scaled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_diagonal_of_signs_gives_the_same_bits_as_signs(isa, name, dtype):
+    scheme, plain = weight_scheme(name), weight_scheme(name).unscaled()
+    for tokens, columns in ((1, 288), (5, 512), (200, 512)):
+        _, tensors = stored(plain.spec(), 100, columns)
+        scaled = with_diagonal(tensors, columns)
+        x = torch.randn(tokens, columns).to(dtype)
+        by_signs = ops.linear(x, tensors, None, plain)
+        assert torch.equal(ops.linear(x, scaled, None, scheme), by_signs)
+        decoded = ops.decode_weight(scaled, scheme, columns)
+        assert torch.equal(decoded, ops.decode_weight(tensors, plain, columns))
+
+
+def test_a_diagonal_of_another_dtype_is_read_as_it_is_stored():
+    scheme, tensors = stored("vq-4-scaled", 24, 256)
+    for tokens in (1, 200):
+        x = torch.randn(tokens, 256)
+        expected = ops.linear(x, tensors, None, scheme)
+        wide = {**tensors, "diagonal": tensors["diagonal"].float()}
+        assert torch.equal(ops.linear(x, wide, None, scheme), expected)
 
 
 def test_op_takes_any_strides_and_shapes():

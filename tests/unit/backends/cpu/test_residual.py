@@ -12,7 +12,7 @@ from hf_vq.backends.cpu import library
 from hf_vq.backends.cpu import residual as cpu_nested
 from hf_vq.env import CPU_ISA
 from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.formats.stored_weight import StoredWeight
+from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.random_weights import random_tensors
 
@@ -35,7 +35,9 @@ def problem(spec, tokens=1, rows=64, columns=256, dtype="bfloat16"):
     return dispatch.LinearProblem("cpu", dtype, spec, tokens, rows, columns)
 
 
-@pytest.mark.parametrize("scheme", [NESTED, PLAIN], ids=lambda scheme: scheme.spec())
+@pytest.mark.parametrize(
+    "scheme", [NESTED, NESTED.scaled(), PLAIN], ids=lambda scheme: scheme.spec()
+)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 128), (7, 384), (130, 1024)])
 @pytest.mark.parametrize("tokens", [1, 4])
 @torch.no_grad()
@@ -44,7 +46,7 @@ def test_it_is_the_product(isa, scheme, rows, columns, tokens):
     x, weight = torch.randn(tokens, columns), StoredWeight.of(tensors, scheme, columns)
     y = cpu_nested.linear(x, weight, bias)
     exact = reference.decode(weight).double() @ x.double().T + bias[:, None]
-    u = ops.rotate(x, tensors.get("signs"), scheme).double()  # what is rounded
+    u = ops.rotate(x, rotation_of(tensors), scheme).double()  # what is rounded
     w = reference.decode_nested(
         *(tensors[key] for key in ("codes", "codes_2", "codebook_2", "scale")), scheme, columns
     ).double()

@@ -17,7 +17,8 @@ from hf_vq.backends.cuda.linear import bound as cuda_bound_linear
 from hf_vq.backends.cuda.linear import fused as cuda_fused
 from hf_vq.backends.cuda.linear.arguments import LinearArguments
 from hf_vq.backends.cuda.linear.dequantize import RotateArguments
-from hf_vq.formats import WEIGHT_SCHEMES
+from hf_vq.formats import weight_scheme
+from hf_vq.formats.stored_weight import rotation_of
 from hf_vq.ops.library import linear_problem
 from tests.fixtures import ROOT
 from tests.fixtures.random_weights import random_tensors
@@ -122,7 +123,7 @@ def cuda():
 
 def layer(rows=64, columns=256, tokens=9, name="vq-4", before=True):
     """Tensors, and a launch of them for so many tokens."""
-    scheme = WEIGHT_SCHEMES[name]
+    scheme = weight_scheme(name)
     tensors = random_tensors(scheme, rows, columns)
     kernel, rotation = (
         SimpleNamespace(function=address, shared=shared, plan=SimpleNamespace(threads=threads))
@@ -143,13 +144,14 @@ def prepared(monkeypatch):
     return prepare
 
 
+@pytest.mark.parametrize("name", ["vq-4", "vq-4-scaled"])
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_what_is_launched(cuda, prepared, before, with_bias):
-    scheme, tensors, launch = layer(before=before)
+def test_what_is_launched(cuda, prepared, before, with_bias, name):
+    scheme, tensors, launch = layer(before=before, name=name)
     x, none = torch.randn(3, 3, 256).half(), torch.empty(0)
     bias = torch.randn(64).half() if with_bias else none
-    four = [tensors[key] for key in ("codes", "codebook", "scale", "signs")]
+    four = [*(tensors[key] for key in ("codes", "codebook", "scale")), rotation_of(tensors)]
     y = cuda.op(x, *four, bias, prepared(scheme, 64, 256, 9, launch))
     assert (y.shape, y.dtype, y.is_contiguous()) == ((3, 3, 64), torch.float16, True)
     *rotation, (function, blocks, threads, shared, values) = cuda.launches
@@ -160,7 +162,7 @@ def test_what_is_launched(cuda, prepared, before, with_bias):
         count = 9 * 256 // 128
         assert (function, blocks, threads, shared) == (BEFORE, -(-count // 16), 256, 0)
         assert turned == {
-            "x": x.data_ptr(), "signs": four[3].data_ptr(), "y": turned["y"],
+            "x": x.data_ptr(), "diagonal": four[3].data_ptr(), "y": turned["y"],
             "blocks": count, "across": 2, "token_tiles": 2,
         }  # fmt: skip
         given = turned["y"]
@@ -168,7 +170,8 @@ def test_what_is_launched(cuda, prepared, before, with_bias):
     else:
         assert not rotation
     assert values == {
-        **{key: tensors[key].data_ptr() for key in ("codes", "codebook", "scale", "signs")},
+        **{key: tensor.data_ptr() for key, tensor in
+           zip(("codes", "codebook", "scale", "diagonal"), four, strict=True)},
         "x": given, "bias": bias.data_ptr() if with_bias else None, "y": y.data_ptr(),
         "rows": 64, "columns": 256, "tokens": 9, "blocks": 3,
     }  # fmt: skip
@@ -180,6 +183,20 @@ def test_a_lattice_and_integers(cuda, prepared):
         x, none = torch.randn(9, 256).half(), torch.empty(0)
         four = [tensors.get(key, none) for key in ("codes", "codebook", "scale", "signs")]
         assert cuda.op(x, *four, none, prepared(scheme, 64, 256, 9, launch)) is not None
+
+
+def test_a_diagonal_that_python_has_to_convert(cuda, prepared):
+    scheme, tensors, launch = layer(name="vq-4-scaled")
+    x, none, ready = (
+        torch.randn(9, 256).half(),
+        torch.empty(0),
+        prepared(scheme, 64, 256, 9, launch),
+    )
+    three, diagonal = [tensors[key] for key in ("codes", "codebook", "scale")], tensors["diagonal"]
+    assert cuda.op(x, *three, diagonal, none, ready) is not None
+    odd = torch.empty(257).half()[1:].copy_(diagonal)
+    for wrong in (none, diagonal[:-1], diagonal.float(), odd, torch.zeros(32, dtype=torch.uint8)):
+        assert cuda.op(x, *three, wrong, none, ready) is None
 
 
 def test_what_python_has_to_do(cuda, prepared):
@@ -224,7 +241,7 @@ def test_rows_that_are_filled_up_are_not_launched(cuda, prepared):
 
 
 def test_python_goes_on_where_the_op_refuses(monkeypatch):
-    scheme, given, answers = WEIGHT_SCHEMES["vq-4"], [], [None, "y"]
+    scheme, given, answers = weight_scheme("vq-4"), [], [None, "y"]
     asked = linear_problem("linear", torch.empty(9, 256).half(), scheme.spec(), 64)
     monkeypatch.setattr(boxed_ops, "cuda_linear", lambda: lambda *tensors: answers.pop(0))
     monkeypatch.setattr(

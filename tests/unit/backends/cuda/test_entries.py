@@ -18,7 +18,7 @@ from hf_vq.backends.cuda.linear import fused as cuda_fused
 from hf_vq.codegen.jit import compiler, device
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
-from hf_vq.formats.stored_weight import Pass, StoredWeight
+from hf_vq.formats.stored_weight import Pass, StoredWeight, rotation_of
 from tests.fixtures.random_weights import random_tensors
 
 ADDED = "vq1x4r2-universal-g128-random_hadamard128"
@@ -209,6 +209,8 @@ def test_experts_share_one_tensor_and_have_a_layer_each():
     ("key", "change", "message"),
     [
         ("signs", lambda t: t[:-1], "a sign for each"),
+        ("diagonal", lambda t: t[:-1], "a number for each"),
+        ("diagonal", lambda t: t.to("meta"), "the diagonal of the weight on meta"),
         ("codes", lambda t: t[:, :-1], "64 rows of 256 weights"),
         ("codes", lambda t: t.to("meta"), "the codes of the weight on meta"),
         ("scale", lambda t: t.to("meta"), "the scale of the weight on meta"),
@@ -216,6 +218,7 @@ def test_experts_share_one_tensor_and_have_a_layer_each():
 )
 def test_tensors_that_do_not_belong_together(key, change, message):
     scheme = WEIGHT_SCHEMES["vq-4"]
+    scheme = scheme.scaled() if key == "diagonal" else scheme
     tensors = random_tensors(scheme, 64, 256)
     tensors[key] = change(tensors[key])
     weight = StoredWeight.of(tensors, scheme, 256)
@@ -251,12 +254,14 @@ def launched(monkeypatch):
     return kernel, before, stream
 
 
-def test_what_is_launched(launched):
+@pytest.mark.parametrize(
+    "scheme", [WEIGHT_SCHEMES["vq-4"], WEIGHT_SCHEMES["vq-4"].scaled()], ids=str
+)
+def test_what_is_launched(launched, scheme):
     kernel, before, stream = launched
-    scheme = WEIGHT_SCHEMES["vq-4"]
     tensors = random_tensors(scheme, 64, 256)
     x, y = torch.randn(9, 256).half(), torch.empty(9, 64).half()
-    given = [tensors[key] for key in ("codes", "codebook", "scale", "signs")]
+    given = [*(tensors[key] for key in ("codes", "codebook", "scale")), rotation_of(tensors)]
     weight = StoredWeight.of(tensors, scheme, 256)
 
     def dependent(overlap=True):
@@ -266,14 +271,14 @@ def test_what_is_launched(launched):
     assert not dependent()  # who knows what wrote these codes just before
     blocks, at, values, _ = kernel.calls[0]
     assert (blocks, at) == (3, 7)
-    names = ("codes", "codebook", "scale", "signs")
+    names = ("codes", "codebook", "scale", "diagonal")
     rotated = before.calls[0][2]
     assert values == {
         **{name: tensor.data_ptr() for name, tensor in zip(names, given, strict=True)},
         "x": rotated["y"], "bias": None, "y": y.data_ptr(), "rows": 64, "columns": 256, "tokens": 9,
         "blocks": 3,
     }  # fmt: skip
-    assert rotated["x"] == x.data_ptr() and rotated["signs"] == tensors["signs"].data_ptr()
+    assert rotated["x"] == x.data_ptr() and rotated["diagonal"] == given[3].data_ptr()
     assert (rotated["blocks"], rotated["across"], rotated["token_tiles"]) == (9 * 256 // 128, 2, 2)
     assert before.calls[0][0] == 2
     assert dependent() and not dependent(overlap=False) and dependent()
@@ -317,15 +322,17 @@ def test_what_is_launched_of_two_passes(launched):
     assert not kernel.calls[-1][-1]
 
 
-def test_several_matrices_are_one_launch(launched, monkeypatch):
-    """Arguments of the second one are `x_1`, ..; an input is rotated once for equal signs; one that
-    was written is enough to wait."""
+@pytest.mark.parametrize("key", ["signs", "diagonal"])
+def test_several_matrices_are_one_launch(launched, monkeypatch, key):
+    """Arguments of the second one are `x_1`, ..; an input is rotated once for those that share
+    their signs or diagonal; one that was written is enough to wait."""
     kernel, before, _ = launched
     scheme = WEIGHT_SCHEMES["vq-4"]
+    scheme = scheme if key == "signs" else scheme.scaled()
     launch = cuda_fused.Launch(kernel, 2, (3, 4, 5), before, 16, 128, 2 * 8 * 256, False)
     monkeypatch.setattr(cuda_fused, "prepared", lambda *asked: launch)
     each = [random_tensors(scheme, 64, 256) for _ in range(3)]
-    each[1]["signs"] = each[0]["signs"]
+    each[1][key] = each[0][key]
     weights = [StoredWeight.of(tensors, scheme, 256) for tensors in each]
     x, biases = torch.randn(9, 256).half(), [None, torch.randn(64).half(), None]
     outputs = [torch.empty(9, 64).half() for _ in each]
@@ -341,9 +348,10 @@ def test_several_matrices_are_one_launch(launched, monkeypatch):
         None, biases[1].data_ptr(), None,
     ]  # fmt: skip
     for i, tensors in enumerate(each):
-        for key in ("codes", "codebook", "scale", "signs"):
-            name = f"{key}_{i}" if i else key
-            assert values[name] == tensors[key].data_ptr()
+        given = {**tensors, "diagonal": tensors[key]}
+        for field in ("codes", "codebook", "scale", "diagonal"):
+            name = f"{field}_{i}" if i else field
+            assert values[name] == given[field].data_ptr()
     each[2]["scale"].add_(0)
     cuda_fused.run(x, weights, biases, outputs, 0)
     assert not kernel.calls[-1][-1]

@@ -36,9 +36,10 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = ("tokens", "rows", "in_features", "width", "second_width", "group", "steps")
     numbers = dict.fromkeys(names, "i32")
-    tensors = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "scale": "*fp16", "signs": "*u8"}
+    tensors = {"x": "*bf16", "out": "*bf16", "bias": "*bf16", "scale": "*fp16", "diagonal": "*u8"}
     signature = numbers | tensors | {"codes": "*u8", "codebook": "*i32", "norm": "fp32"}
-    rotation = {"BLOCK": 128, "TILE": 32, "PART": 128, "STEP": 128, "BLOCK_TOKENS": 16}
+    rotation = {"BLOCK": 128, "TILE": 32, "PART": 128, "STEP": 128, "BLOCK_TOKENS": 16,
+                "SCALED": False}  # fmt: skip
     product = {"CODES": 2, "VECTOR": 2, "BITS": 12, "SECOND_BITS": 0, "TABLE": False, "STEP": 128,
                "WHOLE": False, "BLOCK_TOKENS": 16}  # fmt: skip
     product["second"] = None
@@ -51,6 +52,7 @@ def test_kernels_compile(backend, arch, warp, tmp_path, monkeypatch):
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     for kernel, constants, more in (
         (triton_linear._rotate, rotation, {}),
+        (triton_linear._rotate, rotation | {"SCALED": True}, {"diagonal": "*fp16"}),
         (triton_linear._multiply, product | config.kwargs, {}),
         (triton_linear._multiply, nested | config.kwargs, words),
         (triton_linear._add, {"BLOCK": 512}, {"numel": "i32", "splits": "i32", "parts": "*fp32"}),

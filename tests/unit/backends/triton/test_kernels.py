@@ -12,7 +12,7 @@ import torch
 
 from hf_vq.backends.triton import supports as row
 from hf_vq.errors import VQFormatError
-from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
+from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
 from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.reference import codes as reference
 from tests.fixtures.random_weights import random_tensors
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # an interpreter runs the kernels
 pytest.importorskip("triton", "3.7", reason="needs Triton 3.7 or later: hf-vq[triton]")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CATALOGUE = ("vq-4", "vq-2", "turboquant-4", "turboquant-4+4")
+CATALOGUE = ("vq-4", "vq-2", "turboquant-4", "turboquant-4+4", "vq-4-scaled")
 ODD = [  # spec, out_features, in_features
     (WEIGHT_SCHEMES["vq-3"].spec(), 37, 128),
     (WEIGHT_SCHEMES["turboquant-2"].spec(), 2, 384),
@@ -45,8 +45,11 @@ ODD = [  # spec, out_features, in_features
     ("vq2x8r1-universal-g0-random_hadamard0", 5, 256),
     ("vq4x13r1-tensor-g64-none", 40, 192),
     ("vq4x8r1-universal-g128-random_hadamard32", 65, 384),
+    ("vq4x8r1-universal-g128-scaled_hadamard32", 65, 384),
+    ("vq1x3+1r2-universal-g32-scaled_hadamard32-nested", 33, 160),
+    ("vq2x8r1-universal-g0-scaled_hadamard0", 5, 256),
 ]
-CASES = [(WEIGHT_SCHEMES[name].spec(), 37, 256, d) for name in CATALOGUE for d in DTYPES]
+CASES = [(weight_scheme(name).spec(), 37, 256, d) for name in CATALOGUE for d in DTYPES]
 CASES += [(*case, DTYPES[i % 3]) for i, case in enumerate(ODD)]
 
 

@@ -8,11 +8,12 @@ from hf_vq import paths
 from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.families import linear as choose_linear
 from hf_vq.codegen.families.dequantize import DecodeProblem, choose, rotate_plan
+from hf_vq.codegen.families.dequantize_rotated import dense_plan
 from hf_vq.codegen.families.encode import encodable, encode_plan
 from hf_vq.codegen.jit import compiler
 from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.jit.kernel_store import Store
-from hf_vq.codegen.plan import Dtype
+from hf_vq.codegen.plan import Diagonal, Dtype
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 
@@ -105,9 +106,38 @@ def test_odd_schemes_encoded(spec, columns, candidates, refit):
     checked(encode_plan(scheme, columns, candidates, refit), "sm_80")
 
 
+@pytest.mark.parametrize("diagonal", Diagonal)
 @pytest.mark.parametrize("block", [1, 2, 4, 8, 32, 256, 512, 1024])
-def test_rotations(block):
-    checked(rotate_plan(Dtype.BFLOAT16, Dtype.FLOAT32, block, True, False), "sm_80")
+def test_rotations(block, diagonal):
+    for inverse in (False, True):
+        checked(rotate_plan(Dtype.BFLOAT16, Dtype.FLOAT32, block, diagonal, inverse), "sm_80")
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_scaled_schemes_compile(arch, tmp_path, capsys):
+    names = ["vq-4-scaled", "vq-2-scaled", "turboquant-8-scaled", "quip-sharp-2-scaled"]
+    start = ["compile", "--arches", arch, "--store", str(tmp_path), "--schemes"]
+    assert main([*start, *names]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for kind in (" linear", " dense", " rotate", " arrange"):
+        assert sum(kind in line for line in lines) >= 2
+    assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT16, Dtype.BFLOAT16])
+@pytest.mark.parametrize("name", ["vq-4", "turboquant-4+4", "quip-sharp-2"])
+def test_a_diagonal_takes_no_more_registers_than_signs(name, dtype):
+    plain, arch = WEIGHT_SCHEMES[name], ARCHES["sm_90a"]
+    found = []
+    for scheme in (plain, plain.scaled()):
+        few = choose_linear.LinearProblem(scheme, 1, 4096, 4096, dtype, arch)
+        dense = dense_plan(DecodeProblem(scheme, 4096, 4096, dtype, arch))
+        plans = (choose_linear.choose(few), dense)
+        assert plans[0].rotate and plans[0].scaled == scheme.is_scaled
+        found.append([compiler.compile_plan(plan, "sm_90a")[1] for plan in plans])
+    for signs, diagonal in zip(*found, strict=True):
+        assert diagonal.registers <= signs.registers
+        assert (diagonal.stack, diagonal.spilled) == (0, 0)
 
 
 def test_an_error_shows_the_line_and_the_plan(monkeypatch):
@@ -119,7 +149,7 @@ def test_an_error_shows_the_line_and_the_plan(monkeypatch):
     line = next(
         n for n, text in enumerate(broken["linear/rotate.cu"].splitlines(), 1) if "from()" in text
     )
-    plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, 128, True, False)
+    plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, 128, Diagonal.SIGNS, False)
     with pytest.raises(VQBackendError) as error:
         compiler.compile_plan(plan, "sm_80")
     message = str(error.value)
@@ -162,7 +192,7 @@ def test_several_matrices_in_one_launch(tokens, matrices):
 
 
 def test_an_unknown_target_is_refused():
-    plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, 128, True, False)
+    plan = rotate_plan(Dtype.FLOAT16, Dtype.FLOAT16, 128, Diagonal.SIGNS, False)
     with pytest.raises(VQBackendError, match="sm_999"):
         compiler.compile_plan(plan, "sm_999")
 
