@@ -1,13 +1,15 @@
-"""Calibration options of `VQConfig`: names, defaults and the candidate schemes of a layer.
+"""Calibration options of `VQConfig`: names, defaults, checks, and the schemes a layer may get.
 
 The calibration itself is in `hf_vq/calibration`, a layer above this one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 from ..errors import VQConfigError, shown
+from ..fit.ldlq import DAMPING
 from ..formats.catalog import LinearScheme, weight_scheme
 from ..formats.qoq import QoQScheme
 
@@ -26,6 +28,11 @@ EQUIVALENT_TRANSFORMS = ("rotate", "smooth_attention", "smooth_outputs", "reorde
 TRANSFORMS = (*EQUIVALENT_TRANSFORMS, "clip", "feedback")
 """All transforms. `clip` searches clipping ranges by output error, `feedback` feeds rounding errors
 back as GPTQ does (`fit/qoq_calibrated.py`)."""
+
+TOKENS = 1 << 17
+"""Tokens to calibrate on, unless `tokens` says so."""
+
+FINETUNE = ("block", "model")
 
 
 def checked_transforms(given: object, scheme: QoQScheme) -> dict[str, bool]:
@@ -59,3 +66,88 @@ def choices(config: VQConfig, layer: str) -> list[LinearScheme]:
     if layer in (config.layers or {}) and config.target_bits is not None:
         return [config.scheme_of(layer)]
     return [weight_scheme(name) for name in config.candidates or ()]
+
+
+def check_calibration(calibration: object) -> dict[str, Any] | None:
+    """Check the calibration options and fill in defaults; None stays None."""
+    if calibration is None:
+        return None
+    given = {"text": calibration} if isinstance(calibration, (str, os.PathLike)) else calibration
+    if not isinstance(given, dict):
+        raise VQConfigError(
+            f"calibration must be a text file, a data set, 'model' or a dict; got {shown(given)}."
+        )
+    known = ("text", "tokens", "context", "damping", "finetune", "move_codes", "transforms",
+             "device", "resume")  # fmt: skip
+    if unknown := sorted(map(str, set(given) - set(known))):
+        raise VQConfigError(
+            f"calibration has no option {', '.join(map(repr, unknown))}. Known: {', '.join(known)}."
+        )
+    found = {"tokens": TOKENS, "context": None, "damping": DAMPING, **given}
+    for name in ("text", "device", "resume"):
+        if name in found or name == "text":
+            found[name] = _check_name(f"calibration[{name!r}]", found.get(name))
+    check_int("calibration['tokens']", found["tokens"], MIN_CONTEXT, 2**31)
+    if found["context"] is not None:
+        check_int("calibration['context']", found["context"], MIN_CONTEXT, 2**31)
+    if found.get("finetune") is None:
+        found.pop("finetune", None)
+    elif found["finetune"] not in FINETUNE:
+        raise VQConfigError(
+            f"calibration['finetune'] must be 'block' or 'model'; got {shown(found['finetune'])}."
+        )
+    if "move_codes" in found and (
+        not isinstance(found["move_codes"], bool) or "finetune" not in found
+    ):
+        raise VQConfigError(
+            "calibration['move_codes'] must be true or false, together with 'finetune'; got "
+            f"{shown(found['move_codes'])}."
+        )
+    damping = found["damping"]
+    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 < damping <= 1:
+        raise VQConfigError(
+            f"calibration['damping'] must be above 0 and at most 1; got {shown(damping)}."
+        )
+    return found
+
+
+def with_transforms(
+    options: dict[str, Any], schemes: list[LinearScheme], recorded: bool
+) -> dict[str, Any]:
+    """Complete `transforms` if a layer may get a QoQ scheme, else check that there are none.
+
+    Args:
+        recorded: the model is already quantized; transforms that it does not name were not made.
+    """
+    found, given = dict(options), options.get("transforms")
+    scheme = next((scheme for scheme in schemes if isinstance(scheme, QoQScheme)), None)
+    if scheme is not None:
+        if "finetune" in options:
+            raise VQConfigError(
+                f"calibration['finetune'] moves codebooks, and {scheme.spec()} has none: leave it "
+                "out."
+            )
+        if recorded and given is None:
+            return found
+        return {**found, "transforms": checked_transforms(given, scheme)}
+    if given is not None:
+        raise VQConfigError(
+            "calibration['transforms'] need a QoQ scheme: give them with a scheme such as "
+            "'qoq-w4a8-g128'."
+        )
+    found.pop("transforms", None)
+    return found
+
+
+def check_int(name: str, value: object, low: int, high: int) -> int:
+    """Return an integer argument that is in [low, high]; else raise VQConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise VQConfigError(f"{name} must be an integer in [{low}, {high}]; got {shown(value)}.")
+    return value
+
+
+def _check_name(name: str, value: object) -> str:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text:
+        raise VQConfigError(f"{name} must be a name or a path; got {shown(value)}.")
+    return text
