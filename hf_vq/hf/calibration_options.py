@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ..errors import VQConfigError, shown
 from ..fit.ldlq import DAMPING
 from ..formats.catalog import LinearScheme, weight_scheme
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 
 OWN_WORDS = "model"
 """Value of `text` that means: calibrate on text that the model generates."""
+
+RANDOM = "random"
+"""Value of `activations` that means: read random tokens."""
+
+TOKEN_IDS = "token ids"
+"""What a record calls tokens that were given as such."""
 
 MIN_CONTEXT = 16
 """Smallest `context`, in tokens of a sequence."""
@@ -137,6 +145,31 @@ def with_transforms(
         )
     found.pop("transforms", None)
     return found
+
+
+def check_activations(activations: object) -> str | list[Any] | None:
+    """Check `activations`; token ids become lists, so that a config is JSON.
+
+    Raises:
+        VQConfigError: it is neither a name nor integers [tokens] or [sequences, tokens].
+    """
+    if activations is None:
+        return None
+    if isinstance(activations, (str, os.PathLike)):
+        return _check_name("activations", activations)
+    given = activations.tolist() if isinstance(activations, Tensor) else activations
+    listed = list(given) if isinstance(given, (list, tuple)) else []
+    nested = all(isinstance(row, (list, tuple)) for row in listed)
+    rows = [list(row) for row in listed] if nested else [listed]
+    tokens = [token for row in rows for token in row]
+    whole = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
+    if not whole or len({*map(len, rows)}) > 1 or len(tokens) < MIN_CONTEXT:
+        raise VQConfigError(
+            f"activations must be {OWN_WORDS!r}, {RANDOM!r}, a text file, a data set, None, or "
+            f"token ids [tokens] or [sequences, tokens], {MIN_CONTEXT} at least; got "
+            f"{shown(activations)}."
+        )
+    return rows
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int:
