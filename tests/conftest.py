@@ -140,14 +140,16 @@ def quantized(
     from transformers import AutoModelForCausalLM
 
     from hf_vq import VQConfig
+    from tests.fixtures.random_weights import scaled_models
 
     folders: dict[tuple[str, str], Path] = {}
 
     def find(name: str = "llama", scheme: str = "vq-4") -> Path:
         if (name, scheme) not in folders:
-            model = AutoModelForCausalLM.from_pretrained(
-                dense(name), quantization_config=VQConfig(scheme)
-            )
+            with scaled_models():
+                model = AutoModelForCausalLM.from_pretrained(
+                    dense(name), quantization_config=VQConfig(scheme)
+                )
             folder = tmp_path_factory.mktemp(f"{name}-{scheme}") / "model"
             model.save_pretrained(folder)
             folders[name, scheme] = folder

@@ -36,6 +36,8 @@ def no_plan(plan: object | None, tokens: int) -> str | None:
 
 def qr(scheme: VQScheme) -> str | None:
     """A reason where a rotation is a dense matrix."""
+    if scheme.is_scaled:
+        return "a diagonal is not multiplied by kernels"
     return "a QR rotation is a matrix product" if scheme.rotation == "qr" else None
 
 

@@ -391,7 +391,7 @@ def _check_usable(scheme: KVScheme) -> None:
             "a codebook of integers": part.largest_entry > 0,
             "residual stages": part.residuals != 1,
             "a lattice": part.lattice is not None,
-            f"a stored rotation ({part.rotation})": part.rotation in ("random_hadamard", "qr"),
+            f"a stored rotation ({part.rotation})": part.rotation not in ("none", "hadamard"),
         }
         for what, wrong in problem.items():
             if wrong:

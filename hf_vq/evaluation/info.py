@@ -48,6 +48,7 @@ def describe(model: str) -> dict[str, Any]:
         "quant_method": quantization.get("quant_method") if quantization else None,
         "scheme": None if scheme is None else shown,
         "spec": None if scheme is None else shown if layouts else scheme.spec(),
+        "activation_aware": stored is not None and any(s.is_scaled for s in stored.schemes()),
         "layers": quantization.get("layers") if is_vq else None,
         "format_version": quantization.get("format_version") if is_vq else None,
         "bits_per_weight": round(storage.bits_per_weight, 4),
@@ -76,6 +77,7 @@ def show(found: dict[str, Any]) -> str:
     else:
         lines += [
             f"scheme            {found['scheme']}  ({found['spec']})",
+            *(["inputs            scaled: activation-aware"] if found["activation_aware"] else []),
             f"format version    {found['format_version']}",
             f"bits per weight   {found['bits_per_weight']:.4g} (quantized layers)",
         ]

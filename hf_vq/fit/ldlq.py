@@ -42,7 +42,7 @@ class Feedback:
     Args:
         moments: H [in, in], the mean of x x^T; any float dtype, not changed.
         scheme: its rotation turns inputs as it turns weights.
-        rotation: packed signs or matrix of that rotation.
+        rotation: packed signs, diagonal or matrix of that rotation.
         damping: see `DAMPING`.
         where: name of a layer, for errors.
 
@@ -102,6 +102,7 @@ class Feedback:
     def _turned(self) -> Tensor:
         if isinstance(self.scheme, QoQScheme):  # which does not rotate
             return self.moments.to(torch.float64, copy=True)
+        # With x' = x D R, H' = R^T D H D R: what divided weights are multiplied with.
         turned = rotate(self.moments.double(), self.scheme, self.rotation)
         return rotate(turned.T.contiguous(), self.scheme, self.rotation).contiguous()
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import VQConfigError, VQFormatError, shown
+from ..errors import VQCalibrationError, VQConfigError, VQFormatError, shown
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..formats.shared import second_universal_tensor, universal_tensor
 from ..formats.stored_weight import rotation_of
 from ..formats.tensors import tensor_specs
-from ..ops import decode_weight, rotate
-from ..transforms import draw_signs, qr_matrix
+from ..ops import decode_weight, rotate_weight
+from ..transforms import draw_signs, qr_matrix, signed_diagonal
 from .frequency import by_frequency
 from .joint import fit_jointly
 from .ldlq import Feedback
@@ -56,6 +56,7 @@ def fit_weight(
     feedback: Feedback | None = None,
     clips: tuple[float, ...] = CLIPS,
     in_turn: bool = True,
+    input_scale: Tensor | None = None,
 ) -> FittedWeight:
     """Codes, scales and (for learned codebooks) entries of `weight` [out, in].
 
@@ -67,9 +68,13 @@ def fit_weight(
         feedback: what calibration says of the inputs; None fits without data.
         clips: with it, parts of a range that QoQ tries.
         in_turn: with it, whether weights of QoQ make up for the errors of those before them.
+        input_scale: [in], positive, of a scaled scheme and of no other: what each input is divided
+            by and its weights are multiplied by before they are rotated. Its geometric mean is
+            taken out; what is left is stored in fp16 (`transforms.signed_diagonal`).
 
     Raises:
         VQSchemeError: the dimensions do not fit the scheme.
+        VQCalibrationError: `input_scale` is missing, not wanted, or not [in] positive numbers.
         VQFormatError: the weight is not a finite matrix, or too large or small for fp16 scales.
         VQConfigError: unknown `search`.
     """
@@ -79,17 +84,18 @@ def fit_weight(
         raise VQFormatError(
             f"{where} must be a float matrix [out, in]; got {weight.dtype} {list(weight.shape)}."
         )
+    _check_input_scale(input_scale, scheme, weight.shape[1], where)
     if isinstance(scheme, QoQScheme):
         return FittedWeight(*fit_qoq(weight, scheme, where, feedback, clips, in_turn))
     specs = tensor_specs(scheme, weight.shape[0], weight.shape[1], seed=seed, where=where)
-    tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device)
+    tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device, input_scale)
     nested = scheme.stages == "nested"
     coded = scheme.merged() if nested else scheme.first_pass()
     # Of two passes that add up only the last can make up for errors: those of the first are it.
     adds_up = scheme.two_passes and not nested
     fitter = RowFitter(coded, weight.shape[1], search, where)
     universal = tensors.get("codebook_2" if nested else "codebook")
-    rotation = tensors.get("signs", tensors.get("rotation"))
+    rotation = rotation_of(tensors)
     fitted = _fit(weight, rotation, universal, fitter, seed, None if adds_up else feedback)
     tensors.update(split_codes(fitted, scheme, weight.shape[1]) if nested else fitted)
     fitter.check(weight, tensors["scale"])
@@ -107,9 +113,17 @@ def fit_weight(
 
 
 def fixed_tensors(
-    scheme: LinearScheme, in_features: int, seed: int, device: torch.device | str = "cpu"
+    scheme: LinearScheme,
+    in_features: int,
+    seed: int,
+    device: torch.device | str = "cpu",
+    input_scale: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors that no weight decides, by key: signs or rotation, universal codebooks."""
+    """The tensors that no weight decides, by key: signs, diagonal or rotation, universal codebooks.
+
+    Args:
+        input_scale: as of `fit_weight`; without it, diagonals are left out.
+    """
     tensors: dict[str, Tensor] = {}
     if isinstance(scheme, QoQScheme):
         return tensors
@@ -118,6 +132,8 @@ def fixed_tensors(
             continue
         if scheme.rotation == "random_hadamard":
             tensors[f"signs{suffix}"] = draw_signs(in_features, pass_seed)
+        elif scheme.is_scaled and input_scale is not None:
+            tensors[f"diagonal{suffix}"] = signed_diagonal(input_scale, pass_seed)
         elif scheme.rotation == "qr":
             tensors[f"rotation{suffix}"] = qr_matrix(scheme.block(in_features), pass_seed)
     if scheme.codebook == "universal":
@@ -127,6 +143,29 @@ def fixed_tensors(
     for key, tensor in tensors.items():
         tensors[key] = tensor.to(device)
     return tensors
+
+
+def _check_input_scale(
+    input_scale: Tensor | None, scheme: LinearScheme, in_features: int, where: str
+) -> None:
+    wanted = scheme.is_scaled
+    if (input_scale is not None) != wanted:
+        raise VQCalibrationError(
+            f"{where}: {scheme.spec()} needs statistics of the layer's inputs (input_scale of "
+            "fit_weight); without them, choose the scheme's plain form."
+            if wanted
+            else f"{where}: {scheme.spec()} has no diagonal, so input_scale is not wanted; choose "
+            "the scheme's scaled form."
+        )
+    if input_scale is None:
+        return
+    right = input_scale.is_floating_point() and tuple(input_scale.shape) == (in_features,)
+    if not right or not bool((input_scale.isfinite() & (input_scale > 0)).all()):
+        raise VQCalibrationError(
+            f"{where}: input_scale must be {in_features} positive, finite floats; got "
+            f"{input_scale.dtype} {list(input_scale.shape)}"
+            + (f" from {input_scale.min():g} to {input_scale.max():g}." if right else ".")
+        )
 
 
 def _fit(
@@ -141,7 +180,7 @@ def _fit(
     scheme = fitter.scheme
 
     def rows(first: int, last: int) -> Tensor:
-        return rotate(weight[first:last].float(), rotation, scheme)
+        return rotate_weight(weight[first:last].float(), rotation, scheme)
 
     if scheme.codebook == "tile":
         bands = (rows(i, i + scheme.tile[0]) for i in range(0, len(weight), scheme.tile[0]))
@@ -189,7 +228,7 @@ def _second_pass(
         feedback = feedback.turned_by(rotation)
     for chunk, stored in _chunks(weight, tensors, scheme):
         residual = chunk - decode_weight(_only_first(stored), first, weight.shape[1])
-        rows = rotate(residual, rotation, scheme)
+        rows = rotate_weight(residual, rotation, scheme)
         fitted = again.fit(rows, tensors["codebook_2"], feedback=feedback)
         parts.append({f"{key}_2": tensor for key, tensor in fitted.items()})
     return _joined(parts)
@@ -203,19 +242,28 @@ def _errors(
     weight: Tensor, tensors: dict[str, Tensor], scheme: VQScheme, feedback: Feedback | None
 ) -> tuple[float, float, float]:
     """Squared error over squared norm: of the weights; of the outputs (nan without feedback); of
-    what was minimised, which is the former without feedback, and both, as damped, with it."""
-    sums = [[0.0, 0.0], [0.0, 0.0]]  # of errors and weights: squares; outputs
+    what was minimised: squares of the weights as they are rotated without feedback, and both, as
+    damped, with it."""
+    diagonal = tensors.get("diagonal")
+    sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]  # of errors and weights: squares; outputs; rotated
     for chunk, stored in _chunks(weight, tensors, scheme):
         decoded = decode_weight(stored, scheme, weight.shape[1])
         for found, values in zip(sums, (chunk - decoded, chunk), strict=True):
-            found[0] += float(values.square().sum(dtype=torch.float64))
+            found[0] += _energy(values)
             found[1] += 0.0 if feedback is None else feedback.energy(values)
-    (error, output), (energy, whole) = sums
+            found[2] += 0.0 if diagonal is None else _energy(values / diagonal.float())
+    (error, output, scaled), (energy, whole, most) = sums
     relative_error = error / energy if energy else 0.0
+    if diagonal is None:
+        scaled, most = error, energy
     if feedback is None:
-        return relative_error, math.nan, relative_error
-    cost, most = output + feedback.ridge * error, whole + feedback.ridge * energy
-    return relative_error, output / whole if whole else 0.0, cost / most if most else 0.0
+        return relative_error, math.nan, scaled / most if most else 0.0
+    scaled, most = output + feedback.ridge * scaled, whole + feedback.ridge * most
+    return relative_error, output / whole if whole else 0.0, scaled / most if most else 0.0
+
+
+def _energy(values: Tensor) -> float:
+    return float(values.square().sum(dtype=torch.float64))
 
 
 def _chunks(

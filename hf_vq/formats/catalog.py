@@ -47,6 +47,9 @@ WEIGHT_SCHEMES: dict[str, VQScheme] = {
 }
 """Weight schemes with codebooks by name (the papers of each: docs/architecture.md)."""
 
+SCALED = "-scaled"
+"""At the end of the name of a rotated scheme: the same, activation-aware (`VQScheme.scaled`)."""
+
 QOQ_SCHEMES: dict[str, QoQScheme] = {
     scheme.spec(): scheme for scheme in (QoQScheme(), QoQScheme(group=128))
 }
@@ -141,8 +144,12 @@ def weight_scheme(scheme: str | dict[str, Any] | VQScheme) -> VQScheme:
     Raises:
         VQSchemeError: no such scheme; the message lists the names.
     """
-    if isinstance(scheme, str) and scheme in WEIGHT_SCHEMES:
-        return WEIGHT_SCHEMES[scheme]
+    if isinstance(scheme, str):
+        named = WEIGHT_SCHEMES.get(scheme)
+        if named is None and scheme.endswith(SCALED):
+            named = _scaled(scheme.removesuffix(SCALED))
+        if named is not None:
+            return named
     if isinstance(scheme, dict):
         scheme = VQScheme.from_dict(scheme)
     elif isinstance(scheme, str) and scheme.startswith("vq") and "x" in scheme:
@@ -152,6 +159,13 @@ def weight_scheme(scheme: str | dict[str, Any] | VQScheme) -> VQScheme:
     if scheme.has_zero:
         raise VQSchemeError(f"{scheme.spec()} is for keys and values; choose vq-4 for weights.")
     return _available(scheme)
+
+
+def _scaled(name: str) -> VQScheme | None:
+    """The scaled scheme of a plain one's name; None where that has no random signs."""
+    plain = WEIGHT_SCHEMES.get(name)
+    found = None if plain is None else plain.scaled()
+    return found if found is not None and found.is_scaled else None
 
 
 def linear_scheme(scheme: str | dict[str, Any] | LinearScheme) -> LinearScheme:
@@ -219,6 +233,9 @@ def scheme_name(scheme: LinearScheme | Allocation) -> str | None:
     """The catalogue name of a scheme, None if it has none."""
     if isinstance(scheme, QoQScheme):
         return scheme.spec()
+    if isinstance(scheme, VQScheme) and scheme.is_scaled:
+        name = scheme_name(scheme.unscaled())
+        return name and name + SCALED
     weights = isinstance(scheme, VQScheme)
     known: dict[str, Any] = WEIGHT_SCHEMES if weights else KV_SCHEMES | TURBOQUANT_KV_SCHEMES
     return next((name for name, candidate in known.items() if candidate == scheme), None)

@@ -102,6 +102,14 @@ class QoQScheme:
         """Itself: there is one pass."""
         return self
 
+    is_scaled = False  # nothing is rotated
+
+    def scaled(self) -> QoQScheme:
+        """Itself: see `VQScheme.scaled`."""
+        return self
+
+    unscaled = scaled
+
     def group_of(self, in_features: int, where: str = "the tensor") -> int:
         """Weights of a group in rows of `in_features`; the whole row without groups.
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import VQSchemeError, shown
 
 CODEBOOKS = ("universal", "tensor", "tile", "channel_group", "integers")
-ROTATIONS = ("none", "hadamard", "random_hadamard", "qr")
+ROTATIONS = ("none", "hadamard", "random_hadamard", "scaled_hadamard", "qr")
 STAGES = ("independent", "rerotated", "shared", "nested")
 CODEBOOK_BITS = (16, 7)
 MODES = ("unbiased", "norm_corrected", "mse", "product")
@@ -32,7 +32,8 @@ _LIMITS = {
 _SPEC = re.compile(
     r"vq(?P<x>\d+)x(?P<y>\d+)(\+(?P<second>\d+))?r(?P<z>\d+)-(?P<codebook>universal|e8p|tensor|integers|channel_group"
     r"|tile(?P<rows>\d+)x(?P<columns>\d+))(-int(?P<bits>7))?-g(?P<group>\d+)"
-    r"-(?P<rotation>none|hadamard|random_hadamard|qr)(?P<block>\d+)?(-(?P<stages>rerotated|shared|nested))?"
+    r"-(?P<rotation>none|hadamard|random_hadamard|scaled_hadamard|qr)(?P<block>\d+)?"
+    r"(-(?P<stages>rerotated|shared|nested))?"
     r"(-(?P<mode>norm_corrected|mse|product))?"
 )
 
@@ -53,7 +54,9 @@ class VQScheme:
         lattice: `"e8p"` for the structured 2^16-entry codebook of QuIP#, else None.
         tile: rows and columns of a tile; only read when `codebook == "tile"`.
         scale_group: weights along in_features that share one fp16 scale; 0 = the whole row.
-        rotation: `none`, `hadamard`, `random_hadamard` (with stored signs) or `qr`.
+        rotation: `none`, `hadamard`, `random_hadamard` (with stored signs), `scaled_hadamard` (with
+            a stored number in the place of each sign: weights of inputs that are large are stored
+            more precisely) or `qr`.
         rotation_block: size of the rotation; 0 = the whole row.
         codebook_bits: of a number of the codebook: 16 for fp16, or 7 for integers, stored as int8.
             Their size is in the rows' scales. Half as many bytes are looked up on a GPU
@@ -152,7 +155,7 @@ class VQScheme:
             and second
             and self.second_bits != 16,
             "rerotated stages need a random rotation": self.stages == "rerotated"
-            and self.rotation not in ("random_hadamard", "qr"),
+            and self.rotation not in ("random_hadamard", "scaled_hadamard", "qr"),
             f"mode {self.mode!r} is for rows with a universal codebook, one stage and one scale": (
                 self.mode != "unbiased"
                 and (self.codebook, self.residuals, self.scale_group) != ("universal", 1, 0)
@@ -227,6 +230,23 @@ class VQScheme:
         return replace(
             self, entry_bits=entry_bits, residuals=1, stages="independent", second_bits=0
         )
+
+    @property
+    def is_scaled(self) -> bool:
+        """True if a number for each input is stored in the place of a sign."""
+        return self.rotation == "scaled_hadamard"
+
+    def scaled(self) -> VQScheme:
+        """The same with a number for each input in the place of a random sign; itself where there
+        are no random signs."""
+        return self._rotated_by("scaled_hadamard", instead_of="random_hadamard")
+
+    def unscaled(self) -> VQScheme:
+        """The inverse of `scaled`."""
+        return self._rotated_by("random_hadamard", instead_of="scaled_hadamard")
+
+    def _rotated_by(self, rotation: str, instead_of: str) -> VQScheme:
+        return replace(self, rotation=rotation) if self.rotation == instead_of else self
 
     def spec(self) -> str:
         """One line that says the whole scheme; `VQScheme.parse` is its exact inverse."""
@@ -325,8 +345,8 @@ class VQScheme:
 
     def bits(self, in_features: int | None = None, out_features: int | None = None) -> float:
         """Nominal bits per weight: codes and fp16 scales; with both dimensions of a matrix given,
-        also its learned codebooks (universal ones are stored once per checkpoint, those of a KV
-        cache once per model)."""
+        also its learned codebooks and diagonal (universal codebooks are stored once per checkpoint,
+        those of a KV cache once per model)."""
         group = self.scale_group if in_features is None else self.group(in_features)
         group = group if self.has_scale else 0
         scales = 2 if self.stages in ("rerotated", "shared") else max(self.row_numbers, 1)
@@ -341,6 +361,8 @@ class VQScheme:
                 )
             stored = 8 if self.largest_entry else 16
             bits += stored * books * self.entries * self.vector_size / (in_features * out_features)
+        if out_features and self.is_scaled:
+            bits += 16 * (2 if self.stages == "rerotated" else 1) / out_features
         return bits
 
 

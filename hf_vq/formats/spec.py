@@ -16,12 +16,14 @@ class TensorSpec:
 
     Args:
         largest: absolute value of its integers; 0 = any.
+        invertible: none of its numbers is zero.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     shared_name: str | None = None
     largest: int = 0
+    invertible: bool = False
 
 
 def validate_tensor(key: str, tensor: Tensor, spec: TensorSpec, where: str) -> None:
@@ -45,6 +47,11 @@ def validate_tensor(key: str, tensor: Tensor, spec: TensorSpec, where: str) -> N
         raise VQFormatError(
             f"{where}: {key} holds integers beyond {spec.largest}. The checkpoint is corrupted; "
             "download it again."
+        )
+    if spec.invertible and not tensor.is_meta and not bool(tensor.all()):
+        raise VQFormatError(
+            f"{where}: {key} holds a zero, by which a column of the weight is lost. The checkpoint "
+            "is corrupted; download it again."
         )
 
 

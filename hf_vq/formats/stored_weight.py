@@ -27,7 +27,8 @@ class Pass(NamedTuple):
         codes: uint8 [..., bytes], a row for each output.
         codebook: of the codes.
         scale: fp16 [..., groups].
-        rotation: packed signs, or the matrix of a QR rotation; None without.
+        rotation: uint8 packed signs, fp16 [in_features] a diagonal, or fp16 [block, block] the
+            matrix of a QR rotation, as the scheme says; None without.
     """
 
     codes: Tensor
@@ -128,13 +129,19 @@ def flat(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
 
 
 def rotation_of(tensors: Mapping[str, Tensor], suffix: str = "") -> Tensor | None:
-    """The rotation of a pass: packed signs, a QR matrix, or None."""
-    signs = tensors.get(f"signs{suffix}")
-    return tensors.get(f"rotation{suffix}") if signs is None else signs
+    """The rotation of a pass: packed signs, a diagonal, a QR matrix, or None."""
+    for key in _ROTATIONS[suffix]:
+        if key in tensors:
+            return tensors[key]
+    return None
 
 
 SUFFIXES = ("", "_2")
 """Of the keys of a pass."""
+
+_ROTATIONS = {
+    suffix: [f"{k}{suffix}" for k in ("signs", "diagonal", "rotation")] for suffix in SUFFIXES
+}
 
 _COUNT = len(Pass._fields)
 _OPTIONAL = ("rotation", "step")

@@ -5,11 +5,12 @@
     codebook   fp16  [z, 2^y, x]                E8P: [z, 257, 8]; tile: [tile rows, columns, 2^y, x]
                int8  the same shapes            where codebook_bits is 7
     signs      uint8 [ceil(in / 8)]             random_hadamard: bit 1 = the input is negated
+    diagonal   fp16  [in]                       scaled_hadamard: what the input is multiplied by
     rotation   fp16  [block, block]             qr
     codes_2, codebook_2         the second pass; a nested one's codebook is indexed by both codes,
                                 [1, 2^(y + y_2), 1] at (first code << y_2) | second code
     scale_2                     of shared and rerotated stages
-    signs_2, rotation_2         of rerotated stages
+    signs_2, diagonal_2, rotation_2     of rerotated stages
 
 A KV cache has no matrix: its rows are tokens [batch, heads, tokens, head_dim], coded one by one as
 they come. With a universal codebook, or one per tensor (keys or values of a layer), a row has one
@@ -137,6 +138,9 @@ def _rotation_specs(
 ) -> dict[str, TensorSpec]:
     if scheme.rotation == "random_hadamard":
         return {f"signs{suffix}": TensorSpec((packed_size(in_features, 1),), torch.uint8)}
+    if scheme.is_scaled:
+        diagonal = TensorSpec((in_features,), torch.float16, invertible=True)
+        return {f"diagonal{suffix}": diagonal}
     if scheme.rotation == "qr":
         name = f"vq_rotation.qr{block}_seed{seed}"
         return {f"rotation{suffix}": TensorSpec((block, block), torch.float16, name)}

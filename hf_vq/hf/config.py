@@ -28,7 +28,7 @@ from .calibration_options import (
 from .module_patterns import check_pattern, matches
 
 QUANT_METHOD = "vq"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """The newest that is read. 1 has one scheme; 2 has `layers` or `layouts`; 3 has QoQ's format."""
 
 CANDIDATES = ("vq-2", "vq-3", "vq-4")
@@ -253,8 +253,12 @@ class VQConfig(QuantizationConfigMixin):
 
     def _raise_version(self, least: int) -> None:
         """Raise `format_version` so that versions that cannot read this config refuse it."""
-        newer = any(isinstance(scheme, QoQScheme) for scheme in self.schemes())
-        self.format_version = max(self.format_version, 3 if newer else least)
+        schemes = self.schemes()
+        if any(scheme.is_scaled for scheme in schemes):
+            least = 4
+        elif any(isinstance(scheme, QoQScheme) for scheme in schemes):
+            least = 3
+        self.format_version = max(self.format_version, least)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A field, as of a dict; `from_pretrained(config=model.config)` calls it."""

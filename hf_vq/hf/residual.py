@@ -130,10 +130,12 @@ def _one_pass(scheme: LinearScheme, bits: int | None) -> VQScheme:
 def _merged(
     module: VQLinear | VQExperts, scheme: VQScheme, seed: int, where: str
 ) -> VQLinear | VQExperts:
-    """Make a module of one pass that encodes the sum of both passes."""
+    """Make a module of one pass that encodes the sum of both passes, behind the same diagonal."""
 
-    def fitted(matrix: Tensor) -> dict[str, Tensor]:
-        return fit_weight(matrix, scheme, seed=seed, where=where).tensors
+    def fitted(matrix: Tensor, before: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = before.get("diagonal")
+        scale = None if found is None else 1 / found.abs().float()
+        return fit_weight(matrix, scheme, seed=seed, where=where, input_scale=scale).tensors
 
     new: VQLinear | VQExperts
     if isinstance(module, VQLinear):
@@ -142,14 +144,17 @@ def _merged(
             *sizes, bias is not None, scheme, seed=seed, where=where, source=module.source
         )
         new.input_parts = module.input_parts
-        new.assign(fitted(module.decoded()), bias)
+        new.assign(fitted(module.decoded(), module.tensors()), bias)
     else:
         kept = {n: p for n, p in module._parameters.items() if n not in module.specs}
         experts = {name: module.decoded(name) for name in module.weights()}
         new = VQExperts(module.restored(torch.float32), scheme, seed=seed, where=where)
         new._parameters.update(kept)
         for name, dense in experts.items():
-            found = [fitted(matrix) for matrix in new.matrices(name, dense)]
+            found = [
+                fitted(matrix, module.tensors(name, expert))
+                for expert, matrix in enumerate(new.matrices(name, dense))
+            ]
             new.assign(name, {key: torch.stack([one[key] for one in found]) for key in found[0]})
     home = next(new.parameters(recurse=False)).device
     for name in new.shared_names():

@@ -94,8 +94,9 @@ class VQLinear(QuantizedModule, nn.Linear):
         for key, spec in found.items():
             self.attributes[key] = attribute_of(key)
             self.register(self.attributes[key], spec)
-        self._signed = "signs" in found
-        if self.op == "linear" and set(found) <= {"codebook", "scale", "signs"}:
+        rotations = [key for key in found if key in ("signs", "diagonal")]
+        self._rotation = attribute_of(rotations[0]) if rotations else ""
+        if self.op == "linear" and set(found) <= {"codebook", "scale", "signs", "diagonal"}:
             self._bound = ops.BoundLinear(self.spec)
 
     @classmethod
@@ -149,12 +150,12 @@ class VQLinear(QuantizedModule, nn.Linear):
         codebook = buffers.get("vq_codebook")
         if codebook is None:
             codebook = parameters.get("vq_codebook")
-        signs = parameters.get("vq_signs")
+        rotation = parameters.get(self._rotation)
         usual = codes is not None and scale is not None and codebook is not None
         # A tool that shards or parametrizes modules keeps some tensors elsewhere.
-        if not usual or "bias" not in parameters or (signs is not None) != self._signed:
+        if not usual or "bias" not in parameters or (rotation is None) == bool(self._rotation):
             return self._checked(x)
-        y: Tensor | None = self._bound(x, (codes, codebook, scale, signs), parameters["bias"])
+        y: Tensor | None = self._bound(x, (codes, codebook, scale, rotation), parameters["bias"])
         return self._checked(x) if y is None else y
 
     def _checked(self, x: Tensor) -> Tensor:

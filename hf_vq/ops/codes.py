@@ -91,6 +91,14 @@ def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool =
     return rotated.clone() if rotated is x else rotated
 
 
+def rotate_weight(weight: Tensor, rotation: Tensor | None, scheme: VQScheme) -> Tensor:
+    """Rotate the rows of a weight [out, in] float32, so that their products with rotated inputs are
+    those of before: `rotate(inverse=True)` undoes it (see `transforms.rotate`)."""
+    if scheme.is_scaled and rotation is not None:
+        weight = weight / rotation.float().square()  # which `rotate` multiplies by once
+    return rotate(weight, rotation, scheme)
+
+
 def _decode(*arguments: Any) -> Tensor:
     *tensors, spec, length = arguments
     return run_decode(StoredWeight.of_flat(tensors, parse(spec), length))

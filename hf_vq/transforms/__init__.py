@@ -1,7 +1,7 @@
 """Invertible maps around a tensor."""
 
 from .hadamard import hadamard
-from .rotation import draw_signs, qr_matrix, rotate
+from .rotation import draw_signs, qr_matrix, rotate, signed_diagonal
 from .smoothing import output_factors, partners, smoothing_factors
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "partners",
     "qr_matrix",
     "rotate",
+    "signed_diagonal",
     "smoothing_factors",
 ]

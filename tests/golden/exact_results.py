@@ -28,6 +28,7 @@ from hf_vq.formats import (
     pack_bits,
     tensor_specs,
 )
+from hf_vq.formats.stored_weight import rotation_of
 from hf_vq.nn import VQLinear, W4A8Linear
 from tests.golden.seeded import seeded_bytes, seeded_integers, seeded_scales, tensor_row
 from tests.golden.stored_caches import CASES as KV_CASES
@@ -46,6 +47,13 @@ LINEARS = [
     "vq1x2+4r2-universal-g64-random_hadamard64-nested",
     "vq1x4r2-universal-g64-random_hadamard64-rerotated",
     "vq1x3+2r2-universal-g64-random_hadamard64-shared",
+    "vq2x8r1-universal-g64-scaled_hadamard64",
+    "vq4x8r1-universal-g64-scaled_hadamard64",
+    "vq8x16r1-e8p-g64-scaled_hadamard64",
+    "vq1x4r1-universal-g64-scaled_hadamard64",
+    "vq1x4r2-universal-g64-scaled_hadamard64-nested",
+    "vq1x4r2-universal-g64-scaled_hadamard64-rerotated",
+    "vq1x3+2r2-universal-g64-scaled_hadamard64-shared",
     "vq8x12r2-tensor-g0-none",
     "vq8x8r2-tensor-g0-none",
     "vq8x12r2-tensor-int7-g0-none",
@@ -86,6 +94,9 @@ def stored(spec: str) -> dict[str, Tensor]:
                 tensors[key] = seeded_integers(name, low, high, *shape).to(found.dtype)
         elif key.startswith("scale"):
             tensors[key] = seeded_scales(name, *shape)
+        elif key.startswith("diagonal"):
+            sign = 1 - 2 * seeded_integers(f"{name} signs", 0, 1, *shape)
+            tensors[key] = sign * torch.exp2(seeded_integers(name, -2, 2, *shape).float()).half()
         elif key.startswith("codebook"):
             if "e8p" not in spec:  # its entries are halves and quarters as it is
                 most = 1 if found.largest else 15
@@ -118,7 +129,11 @@ def inputs_of(spec: str, tokens: int) -> Tensor:
     scheme = linear_scheme(spec)
     if isinstance(scheme, QoQScheme) or scheme.rotation == "none":
         return rotated
-    return ops.rotate(rotated, stored(spec).get("signs"), scheme, inverse=True)
+    rotation = rotation_of(stored(spec))
+    if scheme.is_scaled:
+        rotated = ops.rotate(rotated, rotation, scheme, inverse=True)
+        return rotated / rotation.float().square()  # what `rotate` multiplies by is undone
+    return ops.rotate(rotated, rotation, scheme, inverse=True)
 
 
 def linear_results(spec: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 import hf_vq
 from hf_vq import VQConfig
 from hf_vq.formats import QOQ_SCHEMES, WEIGHT_SCHEMES
+from tests.fixtures.random_weights import scaled_models
 from tests.golden.recorded import OLDER
 from tests.golden.seeded import (
     seeded_bytes,
@@ -69,6 +70,19 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         )
         for stages in ("rerotated", "shared")
     },
+    **{
+        f"{name}-scaled": ("llama", {"scheme": f"{name}-scaled"})
+        for name in ("vq-4", "quip-sharp-2", "turboquant-4+2")
+    },
+    "vq-4-scaled, experts": ("moe", {"scheme": "vq-4-scaled", "modules_to_not_convert": _EXPERTS}),
+    "vq-4, vq-2-scaled in a layer": (
+        "llama",
+        {"scheme": "vq-4", "layers": {"q_proj": "vq-2-scaled"}},
+    ),
+    "turboquant rerotated 4+4, scaled": (
+        "llama",
+        {"scheme": "vq1x4r2-universal-g128-scaled_hadamard128-rerotated"},
+    ),
     "hadamard of the whole row": ("llama", {"scheme": "vq2x8r1-universal-g0-hadamard0"}),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -198,7 +212,8 @@ def saved_case(name: str, dense: Path, work: Path) -> Path:
         dense: folder of `save_dense` of the case's model.
     """
     options = {"modules_to_not_convert": _SKIPS, **CASES[name][1]}
-    model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=VQConfig(**options))
+    with scaled_models():
+        model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=VQConfig(**options))
     model.save_pretrained(work / "fitted")
     config = json.loads((work / "fitted" / "config.json").read_text(encoding="utf-8"))
     provenance = config["quantization_config"]["provenance"]
@@ -252,7 +267,7 @@ def _seeded_like(key: str, tensor: Tensor) -> Tensor:
         return seeded_integers(key, 1, 8, *shape).to(tensor.dtype)
     if attribute == "vq_zero":  # of a group at most that of the least step
         return seeded_integers(key, 0, 7, *shape).to(tensor.dtype)
-    if attribute.startswith("vq_scale"):
+    if attribute.startswith("vq_scale") or "diagonal" in attribute:
         return seeded_scales(key, *shape).to(tensor.dtype)
     if tensor.dtype == torch.int8:
         return seeded_integers(key, -63, 63, *shape).to(torch.int8)

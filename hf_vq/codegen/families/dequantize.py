@@ -93,6 +93,8 @@ def decodable(scheme: VQScheme) -> str | None:
 
 def rotatable(scheme: VQScheme, in_features: int) -> str | None:
     """None if a plan can rotate rows as this scheme says, else the reason why not."""
+    if scheme.is_scaled:
+        return "a diagonal is not multiplied by kernels"
     if scheme.rotation == "qr":
         return "a QR rotation is a matrix product"
     block = scheme.block(in_features)

@@ -31,6 +31,8 @@ def restorable(scheme: VQScheme, in_features: int, out: Dtype) -> str | None:
     entry, index_bits, books = tables(scheme)
     if index_bits > LARGEST_INDEX or books * entry << index_bits > _LARGEST_TABLES:
         return "its codebooks do not fit into shared memory"
+    if scheme.is_scaled:
+        return "a diagonal is not multiplied by kernels"
     if scheme.rotation == "qr":
         return "a QR rotation is a matrix product"
     block, group = scheme.block(in_features), scheme.group(in_features)

@@ -100,7 +100,11 @@ def _schemes(model: Any) -> str:
     if config.layouts:
         return f"as published: {config.scheme_name}"
     counts = Counter(module.scheme for module in vq_modules(model).values())
-    shown = {s: f"`{scheme_name(s) or s.spec()}`, {s.notation()}" for s in counts}
+    shown = {
+        s: f"`{scheme_name(s) or s.spec()}`, {s.notation()}"
+        + (", activation-aware" if s.is_scaled else "")
+        for s in counts
+    }
     if len(counts) == 1:
         return next(iter(shown.values()))
     return "; ".join(f"{shown[s]}, in {count} layers" for s, count in counts.most_common())

@@ -25,6 +25,8 @@ SCHEMES = (
     "turboquant-4+2",
     "vq1x3r2-universal-g32-random_hadamard32-shared",
     "vq1x4+1r2-universal-g32-qr32-rerotated",
+    "vq1x3r2-universal-g32-scaled_hadamard32-rerotated",
+    "turboquant-4+2-scaled",
 )
 
 
@@ -371,10 +373,7 @@ def test_merged_passes(quantized, tmp_path, name, scheme):
     for layer, module in merged.items():
         assert not module.scheme.two_passes and module.scheme.entry_bits == bits
         for weight in module.weights():
-            dense, old = (
-                one.decoded(weight) if hasattr(one, "num_experts") else one.decoded()
-                for one in (module, before[layer])
-            )
+            dense, old = (as_rounded(one, weight) for one in (module, before[layer]))
             # Half of Lloyd-Max's distortion of so many bits, which a search of scales improves.
             error = (dense - old).square().sum() / old.square().sum()
             assert error < 3 * 4.0**-bits
@@ -384,6 +383,14 @@ def test_merged_passes(quantized, tmp_path, name, scheme):
     assert not any(info[key] for key in CLEAN)
     assert_same_state(model, again)
     assert torch.equal(logits(model), logits(again))
+
+
+def as_rounded(module, weight):
+    """The dense rows of a module, divided by the diagonal of a scaled scheme as they are stored."""
+    if not hasattr(module, "num_experts"):
+        return module.decoded() / module.tensors().get("diagonal", 1)
+    dense = enumerate(module.matrices(weight, module.decoded(weight)))
+    return torch.stack([m / module.tensors(weight, i).get("diagonal", 1) for i, m in dense])
 
 
 def test_what_cannot_be_merged(quantized):

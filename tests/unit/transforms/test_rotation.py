@@ -68,5 +68,5 @@ def test_qr_is_a_rotation_of_its_seed():
 
 @pytest.mark.parametrize("kind", ["random_hadamard", "qr"])
 def test_a_missing_rotation_is_an_error(kind):
-    with pytest.raises(VQSchemeError, match="stored signs or matrix"):
+    with pytest.raises(VQSchemeError, match="stored signs, diagonal or matrix"):
         rotate(torch.randn(2, 128), scheme(kind))
