@@ -20,6 +20,7 @@ from transformers.utils import logging
 from ..errors import VQCalibrationError
 from ..fit import FittedWeight, fixed_tensors
 from ..fit.block_ldlq import BlockFeedback
+from ..fit.input_scale import input_scale
 from ..formats.catalog import LinearScheme
 from ..formats.scheme import VQScheme
 from ..formats.stored_weight import rotation_of
@@ -30,7 +31,7 @@ from .blocks import Blocks, WholeModel, find_blocks
 from .hessians import Listener, Site
 from .offload import free_memory
 from .targets import Target, decode_target, fit_target, replace_layers, targets_of
-from .text import find_text, sequences_of, tokenizer_of
+from .text import context_of, find_text, sequences_of, tokenizer_of
 
 logger = logging.get_logger("hf_vq")
 
@@ -206,10 +207,13 @@ class ActivationPass:
     def _fit(self, target: Target, module: nn.Module, known: _Known | None) -> FittedWeight:
         """Encode one dense tensor."""
 
-        def known_of(index: int) -> dict[str, Any]:
-            return {} if known is None else known.of(target, index)
+        scheme = self.schemes[target.layer]
+        nothing = {"input_scale": torch.ones(target.shape[1])} if scheme.is_scaled else {}
 
-        return fit_target(target, module, self.schemes[target.layer], self.config, known_of)
+        def known_of(index: int) -> Mapping[str, Any]:
+            return nothing if known is None else known.of(target, index)
+
+        return fit_target(target, module, scheme, self.config, known_of)
 
     def _width(self, in_features: int) -> int:
         """Inputs of a block of H: the largest block of a rotation of rows of this size."""
@@ -220,7 +224,8 @@ class ActivationPass:
         """Token ids [sequences, tokens]."""
         if not isinstance(self.given, str):
             return torch.atleast_2d(torch.as_tensor(self.given))
-        seed, context = self.config.seed, _CONTEXT.get(self.given, _CONTEXT_OF_TEXT)
+        seed, longest = self.config.seed, context_of(model, None)
+        context = min(_CONTEXT.get(self.given, _CONTEXT_OF_TEXT), longest)
         if self.given == OWN_WORDS:
             offloaded = any(parameter.is_meta for parameter in model.parameters())
             try:
@@ -232,7 +237,8 @@ class ActivationPass:
         if self.facts["text"] == RANDOM:
             size = model.get_input_embeddings().num_embeddings
             generator = torch.Generator().manual_seed(seed)
-            return torch.randint(size, (1, _CONTEXT[RANDOM]), generator=generator)
+            context = min(_CONTEXT[RANDOM], longest)
+            return torch.randint(size, (TOKENS // context, context), generator=generator)
         tokenizer = tokenizer_of(model, self.files)
         return sequences_of(model, self.text, tokenizer, TOKENS, context, seed, progress=True)
 
@@ -248,20 +254,30 @@ class _Known:
         owner: ActivationPass,
     ) -> None:
         self.site, self.targets, self.layers, self.owner = site, targets, layers, owner
-        self._made: dict[tuple[str, int], BlockFeedback] = {}
+        self._made: dict[tuple[str, int], dict[str, Any]] = {}
 
     def of(self, target: Target, index: int) -> dict[str, Any]:
-        """Those of one matrix."""
+        """Those of one matrix; equal for layers of the site with equal schemes."""
         scheme = self.owner.schemes[target.layer]
         assert isinstance(scheme, VQScheme)
         key = (scheme.spec(), index)
         if key not in self._made:
             self._made.clear()
             hessian = self.site.hessian(index if target.fused else 0)
-            fixed = fixed_tensors(scheme, target.shape[1], self.owner.config.seed, hessian.device)
+            found: dict[str, Any] = {}
+            if scheme.is_scaled:
+                found["input_scale"] = self._input_scale(hessian, index)
+            seed, device = self.owner.config.seed, hessian.device
+            fixed = fixed_tensors(scheme, target.shape[1], seed, device, **found)
             rotation = rotation_of(fixed)
-            self._made[key] = BlockFeedback(hessian, scheme, rotation, where=target.name)
-        return {"feedback": self._made[key]}
+            found["feedback"] = BlockFeedback(hessian, scheme, rotation, where=target.name)
+            self._made[key] = found
+        return self._made[key]
+
+    def _input_scale(self, hessian: Tensor, index: int) -> Tensor:
+        """One for all layers of the site, so that kernels rotate their input once."""
+        matrices = [one.matrices(self.layers[one.layer])[index] for one in self.targets]
+        return input_scale(hessian.diagonal(dim1=-2, dim2=-1).flatten(), matrices)
 
 
 def _usable(scheme: LinearScheme) -> bool:

@@ -156,8 +156,8 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(f"search must be one of {known}; got {shown(search)}.")
         self.search = search
         self.calibration = check_calibration(calibration)
-        known = calibration is None and (provenance is None or _stored)
-        if known and activations is not None:  # else they were not, or will not be, used
+        # Of a model that is quantized already, what the file names; with calibration, nothing.
+        if calibration is None and activations is not None and (provenance is None or _stored):
             self.activations = check_activations(activations)
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
