@@ -138,7 +138,7 @@ class ActivationPass:
             progress.close()
         for name, reason in fallbacks.items():
             logger.warning("hf_vq: %s %s", name, reason)
-        self.config.activations = self.facts["text"]
+        self.config.activations = None  # from here on, the provenance says it
         return {**self.facts, "tokens": sequences.numel(), "seed": self.config.seed,
                 "fallbacks": fallbacks}  # fmt: skip
 

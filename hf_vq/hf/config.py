@@ -244,6 +244,8 @@ class VQConfig(QuantizationConfigMixin):
         """The config as stored in config.json, without `pass2`: a placement is not stored."""
         found: dict[str, Any] = super().to_dict()
         found.pop("pass2", None)
+        if found.get("activations") is None:  # older versions do not know it
+            found.pop("activations", None)
         return found
 
     def use(self, layers: dict[str, str]) -> None:
