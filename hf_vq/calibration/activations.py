@@ -84,6 +84,7 @@ class ActivationPass:
         start = f"{self.prefix}." if self.prefix else ""
         self.schemes = {name: usable[name] for name in usable if name.startswith(start)}
         self.names = set(self.schemes)
+        self._failed = ""  # why the model cannot run
         self.targets: dict[str, Target] = {}
         for name, layer in model.named_modules():
             for target in targets_of(name, layer) if name in self.names else []:
@@ -146,7 +147,7 @@ class ActivationPass:
         if self.prefix:
             try:
                 return Blocks(model, self.prefix, sequences)
-            except VQCalibrationError as error:
+            except Exception as error:  # of its forward, too: what cannot run at all, says so below
                 logger.info("hf_vq: %s The model is run at once instead.", error)
         return WholeModel(model, sequences)
 
@@ -163,26 +164,45 @@ class ActivationPass:
         layers = {target.layer: model.get_submodule(target.layer) for target in targets}
         fitted: dict[str, FittedWeight] = {}
         with blocks.on(index, None) as device:
-            listener = Listener(block=self._width)
-            for hidden in blocks.hidden:
-                with listener.listening(layers):
-                    blocks.run(index, hidden, device)
-            for site in listener.sites:
+            for site in self._heard(blocks, index, layers, device):
                 self._site(site, layers, fitted, progress, fallbacks)
                 site.release()
             for target in targets:
                 if target.name not in fitted:
-                    fallbacks[target.name] = "got no token: quantized without activations"
+                    if not self._failed:
+                        fallbacks[target.name] = "got no token: quantized without activations"
                     progress.start(target.name)
                     fitted[target.name] = self._fit(target, layers[target.layer], None)
                     progress.done()
                 scheme = self.schemes[target.layer]
                 one, module = fitted[target.name], layers[target.layer]
                 decode_target(target, module, one, scheme, self.config.seed)
-            if index + 1 < len(blocks):
+            if index + 1 < len(blocks) and not self._failed:
                 for row, hidden in enumerate(blocks.hidden):
                     blocks.hidden[row] = blocks.run(index, hidden, device)
         return fitted
+
+    def _heard(
+        self,
+        blocks: Blocks | WholeModel,
+        index: int,
+        layers: Mapping[str, nn.Module],
+        device: torch.device,
+    ) -> list[Site]:
+        """What the layers of one block read; nothing where the model cannot run."""
+        listener = Listener(block=self._width)
+        try:
+            for hidden in blocks.hidden if not self._failed else ():
+                with listener.listening(layers):
+                    blocks.run(index, hidden, device)
+        except Exception as error:  # a default must not forbid what works without it
+            self._failed = f"{type(error).__name__}: {error}"
+            logger.warning(
+                "hf_vq: the model cannot run, so its layers are quantized without activations "
+                "from %s on: %s", next(iter(layers), "here"), self._failed,
+            )  # fmt: skip
+            return []
+        return listener.sites
 
     def _site(
         self,
@@ -231,8 +251,8 @@ class ActivationPass:
             try:
                 if not offloaded:  # every token would load the whole model
                     return sequences_of(model, None, None, TOKENS, context, seed, progress=True)
-            except VQCalibrationError as error:
-                logger.info("hf_vq: %s Random tokens are read instead.", error)
+            except Exception as error:  # an encoder, a model without a head, ..: any of its own
+                logger.info("hf_vq: no text of the model: %s Random tokens are read.", error)
             self.facts = {"text": RANDOM}
         if self.facts["text"] == RANDOM:
             size = model.get_input_embeddings().num_embeddings

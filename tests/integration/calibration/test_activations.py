@@ -193,6 +193,17 @@ def test_models_without_token_ids_are_quantized_as_they_are_read(tmp_path, said)
     assert "activations" not in {**found.to_dict(), **found.provenance}
 
 
+def test_a_model_that_cannot_run_is_told(dense, said, monkeypatch):
+    def fail(self, index, *args):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(activations.Blocks, "run", fail)
+    found = load(dense("llama")).state_dict()
+    assert len(said) == 1 and "from model.layers.0" in said[0] and "no such thing" in said[0]
+    expected = load(dense("llama"), activations=None).state_dict()
+    assert all(torch.equal(expected[key], tensor) for key, tensor in found.items())
+
+
 def test_too_little_memory_is_told(dense, said, monkeypatch):
     monkeypatch.setattr(activations, "free_memory", lambda device_map: 1000)
     streamed = load(dense("llama")).state_dict()
