@@ -148,7 +148,7 @@ def quantized(
         if (name, scheme) not in folders:
             with scaled_models():
                 model = AutoModelForCausalLM.from_pretrained(
-                    dense(name), quantization_config=VQConfig(scheme)
+                    dense(name), quantization_config=VQConfig(scheme, activations=None)
                 )
             folder = tmp_path_factory.mktemp(f"{name}-{scheme}") / "model"
             model.save_pretrained(folder)

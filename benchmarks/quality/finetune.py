@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_vq.calibration import finetune
-from hf_vq.hf.config import FINETUNE
+from hf_vq.hf.calibration_options import FINETUNE
 
 from . import weights
 from .weights import FINETUNED as SCHEMES

@@ -84,15 +84,8 @@ class Blocks:
     @contextmanager
     def on(self, index: int, device: torch.device | None) -> Iterator[torch.device]:
         """Keep block `index` in memory, on `device` (None: its own device); yields the device."""
-        block = self.blocks[index]
-        home = place_of(block)
-        device = home if device is None else device
-        with in_memory(block, device):
-            block.to(device)
-            try:
-                yield device
-            finally:
-                block.to(home)
+        with _kept(self.blocks[index], device) as place:
+            yield place
 
     def run(
         self,
@@ -182,6 +175,55 @@ class Blocks:
             f"{type(self.model).__name__} {what} ({self.prefix}), so its blocks cannot be "
             "calibrated one by one. Quantize it without calibration."
         )
+
+
+class WholeModel:
+    """A model that is run as one block, for statistics: its blocks cannot be run one by one.
+
+    Attributes:
+        hidden: token ids of each sequence, [1, tokens] each.
+    """
+
+    def __init__(self, model: Any, sequences: Tensor) -> None:
+        self.model = model
+        self.hidden: list[Tensor] = [ids[None] for ids in sequences]
+
+    def __len__(self) -> int:
+        return 1
+
+    def targets(self, index: int, targets: Iterable[Target]) -> list[Target]:
+        """Select all dense tensors."""
+        return list(targets)
+
+    @contextmanager
+    def on(self, index: int, device: torch.device | None) -> Iterator[torch.device]:
+        """Keep the model in memory, on `device` (None: its own device); yields the device."""
+        with _kept(self.model, device) as place:
+            yield place
+
+    def run(self, index: int, hidden: Tensor, device: torch.device) -> Tensor:
+        """Run the model on one sequence; returns the token ids."""
+        ids, known = hidden.to(device), inspect.signature(self.model.forward).parameters
+        options: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
+        if "decoder_input_ids" in known:
+            options["decoder_input_ids"] = ids
+        self.model(input_ids=ids, **options)
+        return hidden
+
+
+@contextmanager
+def _kept(block: nn.Module, device: torch.device | None) -> Iterator[torch.device]:
+    """Keep a module in memory, on `device` (None: its own device); yields the device."""
+    home = place_of(block)
+    device = home if device is None else device
+    with in_memory(block, device):
+        if device != home:
+            block.to(device)
+        try:
+            yield device
+        finally:
+            if device != home:
+                block.to(home)
 
 
 class _Call:

@@ -29,7 +29,7 @@ class Site:
     Args:
         layers: names of their tensors (`targets.Target`); only inputs of the first are summed.
         total: sum of x x^T [experts or 1, in, in], float32: the damping of H is far above its
-            rounding.
+            rounding. Or that of blocks of inputs, [experts or 1, blocks, size, size].
         tokens: number of inputs x of each expert.
     """
 
@@ -40,11 +40,16 @@ class Site:
     def add(self, x: Tensor, expert: int = 0) -> None:
         """Add inputs [..., in] to the sum."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
-        self.total[expert].addmm_(rows.T, rows)
+        if self.total.ndim == 4:
+            blocks = rows.unflatten(1, (-1, self.total.shape[-1])).transpose(0, 1)
+            self.total[expert].baddbmm_(blocks.transpose(1, 2), blocks)
+        else:
+            self.total[expert].addmm_(rows.T, rows)
         self.tokens[expert] += len(rows)
 
     def hessian(self, expert: int = 0) -> Tensor:
-        """H [in, in], float32; the H of one of several experts is shrunk towards the pooled H."""
+        """H [in, in] or [blocks, size, size], float32; the H of one of several experts is shrunk
+        towards the pooled H."""
         if len(self.total) == 1:
             return self.total[0] / self.tokens[0]
         prior = SHRINKAGE * self.total.shape[-1]
@@ -57,7 +62,7 @@ class Site:
 
     @cached_property
     def pooled(self) -> Tensor:
-        """H [in, in] of the inputs of all experts; cached, so read it after the last `add`."""
+        """H of the inputs of all experts; cached, so read it after the last `add`."""
         return self.total.sum(0) / sum(self.tokens)
 
 
@@ -66,13 +71,15 @@ class Listener:
 
     Args:
         gradients: also record the gradients of their outputs.
+        block: size of the blocks of H that are summed, by number of inputs; None = all of H.
 
     Attributes:
         sites: in the order of the first call; a layer without a token has no site.
         weights: sum of the squared gradients of each output [experts * out], by tensor.
     """
 
-    def __init__(self, gradients: bool = False) -> None:
+    def __init__(self, gradients: bool = False, block: Callable[[int], int] | None = None) -> None:
+        self.block = block
         self.sites: list[Site] = []
         self.weights: dict[str, Tensor] = {}
         self.gradients = gradients
@@ -122,7 +129,11 @@ class Listener:
 
     def _new(self, name: str, x: Tensor, experts: int) -> Site:
         size = x.shape[-1]
-        total = torch.zeros(experts, size, size, dtype=torch.float32, device=x.device)
+        shape: tuple[int, ...] = (experts, size, size)
+        if self.block is not None:
+            block = self.block(size)
+            shape = (experts, size // block, block, block)
+        total = torch.zeros(shape, dtype=torch.float32, device=x.device)
         self.sites.append(Site([name], total, [0] * experts))
         return self.sites[-1]
 

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,25 +21,24 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..errors import VQCalibrationError
-from ..fit import FittedWeight, fit_weight, fixed_tensors
+from ..fit import FittedWeight
 from ..fit.qoq_calibrated import CLIPS
 from ..formats.catalog import LinearScheme, linear_scheme
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
-from ..hf.calibration_options import OWN_WORDS, choices
+from ..hf.calibration_options import choices
 from ..hf.config import VQConfig
 from ..hf.quantize_op import Progress
-from ..ops import decode_weight
 from .blocks import Blocks, find_blocks
 from .distributed import ProcessGroup
+from .equivalent_transforms.qoq import BY_BLOCK, Trial, transform_model
 from .finetune import ENTRY_STEP, TunedBlock, tune_block, tune_model
 from .hessians import Listener, Site
 from .ldlq_groups import LdlqGroups
 from .offload import weight_of
-from .qoq import BY_BLOCK, Trial, transform_model
 from .resume import CodedBlock, ResumeFolder, open_resume_folder
-from .targets import Target, replace, targets_of
-from .text import context_of, find_text, sequences_of
+from .targets import Target, decode_target, fit_target, replace_layers, targets_of
+from .text import context_of, find_text, sequences_of, tokenizer_of
 from .weight_allocation import allocation, measure_costs
 
 logger = logging.get_logger("hf_vq")
@@ -60,6 +58,7 @@ class WeightCalibration:
         files: files of the weights; the tokenizer is in the same folder.
 
     Attributes:
+        kind: name of its facts in config.json.
         names: layers of `schemes` that are in a block; this calibration encodes only them.
 
     Raises:
@@ -67,6 +66,8 @@ class WeightCalibration:
         VQSchemeError: a layer's size does not fit the scheme; the message names the layer.
         VQConfigError: experts in an unknown layout.
     """
+
+    kind = "calibration"
 
     def __init__(
         self,
@@ -316,44 +317,24 @@ class WeightCalibration:
         clips: tuple[float, ...] = CLIPS,
     ) -> FittedWeight:
         """Encode one dense tensor; codes of experts are stacked."""
-        config, scheme = self.config, self.schemes[target.layer]
         transforms = self.options.get("transforms") or {}
-        clips = clips if transforms.get("clip", True) else CLIPS[:1]
-        found = []
-        for index, matrix in enumerate(target.matrices(module)):
-            feedback = None if ldlq_groups is None else ldlq_groups.of(target, index)
-            fitted = fit_weight(
-                matrix,
-                scheme,
-                seed=config.seed,
-                where=target.name,
-                search=config.search,
-                feedback=feedback,
-                clips=clips,
-                in_turn=transforms.get("feedback", True),
-            )
-            norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
-            energy = 0.0 if feedback is None else feedback.energy(matrix)
-            found.append((fitted, norm, energy))
-        return found[0][0] if not target.fused else _stacked(found)
+        return fit_target(
+            target,
+            module,
+            self.schemes[target.layer],
+            self.config,
+            lambda index: {"feedback": ldlq_groups and ldlq_groups.of(target, index)},
+            clips=clips if transforms.get("clip", True) else CLIPS[:1],
+            in_turn=transforms.get("feedback", True),
+        )
 
     def _decode(self, target: Target, module: nn.Module, fitted: FittedWeight) -> None:
-        """Overwrite the matrices of a dense tensor with their decoded values."""
-        scheme, size = self.schemes[target.layer], target.shape[1]
-        for index, matrix in enumerate(target.matrices(module)):
-            fixed = fixed_tensors(scheme, size, self.config.seed, matrix.device)
-            own = _expert_tensors(fitted.tensors, index) if target.fused else fitted.tensors
-            here = {key: tensor.to(matrix.device) for key, tensor in own.items()}
-            matrix.copy_(decode_weight({**fixed, **here}, scheme, size))
+        decode_target(target, module, fitted, self.schemes[target.layer], self.config.seed)
 
     def _replace(self, model: Any, done: CodedBlock) -> None:
         """Replace the layers of a block by VQ modules."""
-        layers: dict[str, list[Target]] = {}
-        for name in done.fitted:
-            layers.setdefault(self.targets[name].layer, []).append(self.targets[name])
-        tensors = {name: fitted.tensors for name, fitted in done.fitted.items()}
-        for layer, targets in layers.items():
-            replace(model, targets, tensors, self.schemes[layer], self.config.seed)
+        targets = [self.targets[name] for name in done.fitted]
+        replace_layers(model, targets, done.fitted, self.schemes, self.config.seed)
 
     @property
     def _device(self) -> torch.device | None:
@@ -363,28 +344,9 @@ class WeightCalibration:
 
     def _sequences(self, model: Any) -> Tensor:
         tokens, context = self.options["tokens"], context_of(model, self.options["context"])
-        tokenizer = None if self.text is None else self._tokenizer(model)
+        tokenizer = None if self.text is None else tokenizer_of(model, self.files)
         context, seed = min(context, tokens), self.config.seed
         return sequences_of(model, self.text, tokenizer, tokens, context, seed, progress=True)
-
-    def _tokenizer(self, model: Any) -> Any:
-        """Load the tokenizer from the revision and folder of the weights, or the folder above."""
-        from transformers import AutoTokenizer  # imports much
-
-        source = model.config.name_or_path
-        commit = getattr(model.config, "_commit_hash", None)
-        options = {} if commit is None else {"revision": commit}
-        inner = subfolder(source, self.files)
-        for folder in dict.fromkeys([inner, ""]):
-            try:
-                return AutoTokenizer.from_pretrained(source, subfolder=folder, **options)
-            except (OSError, ValueError) as error:
-                problem = error
-        what = next(iter(str(problem).splitlines()), type(problem).__name__)
-        raise VQCalibrationError(
-            f"calibration needs the tokenizer of {source}: {what}. Save one in the model's folder, "
-            f"or calibrate on text that the model generates: text={OWN_WORDS!r}."
-        ) from problem
 
     def _identity(self, model: Any) -> dict[str, Any]:
         """Everything that decides the result, as JSON; of each weight a digest of some numbers."""
@@ -403,43 +365,8 @@ class WeightCalibration:
         return {**recipe, **options, **self.facts, **layers, "weights": digest.hexdigest()}
 
 
-def _stacked(found: list[tuple[FittedWeight, float, float]]) -> FittedWeight:
-    """Stack the codes of experts.
-
-    Args:
-        found: codes, squared norm of the weights and of the outputs of each expert.
-    """
-    fitted, norms, energies = zip(*found, strict=True)
-    tensors = {key: torch.stack([f.tensors[key] for f in fitted]) for key in fitted[0].tensors}
-    relative = sum(f.relative_error * norm for f, norm in zip(fitted, norms, strict=True))
-    output = sum(f.output_error * each for f, each in zip(fitted, energies, strict=True))
-    whole, total_energy = sum(norms), sum(energies)
-    return FittedWeight(
-        tensors,
-        relative / whole if whole else 0.0,
-        output / total_energy if total_energy else math.nan,
-    )
-
-
-def _expert_tensors(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
-    return {key: tensor[index] for key, tensor in tensors.items()}
-
-
 def _rounded(number: float) -> float:
     return float(f"{number:.4g}")
-
-
-def subfolder(source: str, files: Sequence[str]) -> str:
-    """Folder of the weights inside of a model's directory or repository; "" = the top."""
-    if not files:
-        return ""
-    folder = Path(files[0]).parent
-    if Path(source).is_dir():
-        inside = folder.relative_to(source).parts if folder.is_relative_to(source) else ()
-        return "/".join(inside)
-    names = folder.parts
-    cached = "snapshots" in names  # of the Hub's cache: snapshots/REVISION/FOLDER
-    return "/".join(names[names.index("snapshots") + 2 :]) if cached else ""
 
 
 @contextmanager

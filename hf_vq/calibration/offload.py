@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,3 +104,34 @@ def take_place(hook: Any, new: nn.Module, gone: list[str]) -> None:
         skip_keys=hook.skip_keys,
     )
     add_hook_to_module(new, again)
+
+
+def free_memory(device_map: Any) -> int | None:
+    """Free bytes where `from_pretrained` puts a model; None if that cannot be known.
+
+    Args:
+        device_map: as given to `from_pretrained`. Of a map that names places of modules, nothing
+            is said: its author has chosen.
+    """
+    places = device_map
+    if isinstance(places, dict):
+        if set(places) != {""}:
+            return None
+        places = places[""]
+    if places in ("auto", "balanced", "balanced_low_0", "sequential"):
+        if torch.cuda.is_available():
+            return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        places = "cpu"
+    if places == "disk":
+        return None
+    place = torch.get_default_device() if places is None else torch.device(places)
+    if place.type == "cuda":
+        return torch.cuda.mem_get_info(place)[0]
+    if place.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        return 1024 * int(found["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return None

@@ -1,13 +1,17 @@
-"""Dense tensors to encode: weights of linear layers, and fused tensors of experts."""
+"""Dense tensors to encode: weights of linear layers, and fused tensors of experts. Encode them,
+decode them in place, and put VQ modules into the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..fit import FittedWeight, fit_weight, fixed_tensors
 from ..formats.catalog import LinearScheme
 from ..formats.spec import TensorSpec
 from ..formats.tensors import tensor_specs
@@ -16,7 +20,11 @@ from ..nn.accelerate_hooks import hook_of
 from ..nn.experts import VQExperts, holds_experts, projections_of
 from ..nn.linear import VQLinear
 from ..nn.replace import linear_class
+from ..ops import decode_weight
 from .offload import take_place
+
+if TYPE_CHECKING:
+    from ..hf.config import VQConfig
 
 
 @dataclass(frozen=True)
@@ -131,3 +139,90 @@ def replace(
     else:
         take_place(hook, new, [target.weight for target in listed])
     model.set_submodule(name, new)
+
+
+def fit_target(
+    target: Target,
+    module: nn.Module,
+    scheme: LinearScheme,
+    config: VQConfig,
+    known_of: Callable[[int], Mapping[str, Any]],
+    **options: Any,
+) -> FittedWeight:
+    """Encode one dense tensor of a layer; codes of experts are stacked.
+
+    Args:
+        known_of: arguments of `fit_weight` that say what is known of the inputs of a matrix, by its
+            index: `feedback`, `input_scale`.
+        options: more arguments of `fit_weight`.
+    """
+    found = []
+    for index, matrix in enumerate(target.matrices(module)):
+        known = known_of(index)
+        fitted = fit_weight(
+            matrix,
+            scheme,
+            seed=config.seed,
+            where=target.name,
+            search=config.search,
+            **known,
+            **options,
+        )
+        norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
+        feedback = known.get("feedback")
+        energy = 0.0 if feedback is None else feedback.energy(matrix)
+        found.append((fitted, norm, energy))
+    return found[0][0] if not target.fused else _stacked(found)
+
+
+def decode_target(
+    target: Target, module: nn.Module, fitted: FittedWeight, scheme: LinearScheme, seed: int
+) -> None:
+    """Overwrite the matrices of a dense tensor with their decoded values."""
+    for index, matrix in enumerate(target.matrices(module)):
+        fixed = fixed_tensors(scheme, target.shape[1], seed, matrix.device)
+        own = fitted.tensors
+        if target.fused:
+            own = {key: tensor[index] for key, tensor in own.items()}
+        here = {key: tensor.to(matrix.device) for key, tensor in own.items()}
+        matrix.copy_(decode_weight({**fixed, **here}, scheme, target.shape[1]))
+
+
+def replace_layers(
+    model: Any,
+    targets: Iterable[Target],
+    fitted: Mapping[str, FittedWeight],
+    schemes: Mapping[str, LinearScheme],
+    seed: int,
+) -> None:
+    """Replace layers by VQ modules.
+
+    Args:
+        targets: all dense tensors of these layers.
+        fitted: codes of each, by name.
+        schemes: scheme of each layer, by name.
+    """
+    layers: dict[str, list[Target]] = {}
+    for target in targets:
+        layers.setdefault(target.layer, []).append(target)
+    tensors = {name: one.tensors for name, one in fitted.items()}
+    for layer, listed in layers.items():
+        replace(model, listed, tensors, schemes[layer], seed)
+
+
+def _stacked(found: list[tuple[FittedWeight, float, float]]) -> FittedWeight:
+    """Stack the codes of experts.
+
+    Args:
+        found: codes, squared norm of the weights and of the outputs of each expert.
+    """
+    fitted, norms, energies = zip(*found, strict=True)
+    tensors = {key: torch.stack([f.tensors[key] for f in fitted]) for key in fitted[0].tensors}
+    relative = sum(f.relative_error * norm for f, norm in zip(fitted, norms, strict=True))
+    output = sum(f.output_error * each for f, each in zip(fitted, energies, strict=True))
+    whole, total_energy = sum(norms), sum(energies)
+    return FittedWeight(
+        tensors,
+        relative / whole if whole else 0.0,
+        output / total_energy if total_energy else math.nan,
+    )

@@ -233,3 +233,36 @@ def _as_list(token: Any) -> list[int]:
 def bar(items: Any, label: str, progress: bool) -> Any:
     """Wrap `items` in a progress bar if `progress` is True."""
     return logging.tqdm(items, desc=label, leave=False) if progress else items
+
+
+def tokenizer_of(model: Any, files: Sequence[str]) -> Any:
+    """Load the tokenizer from the revision and folder of the weights, or the folder above."""
+    from transformers import AutoTokenizer  # imports much
+
+    source = model.config.name_or_path
+    commit = getattr(model.config, "_commit_hash", None)
+    options = {} if commit is None else {"revision": commit}
+    inner = subfolder(source, files)
+    for folder in dict.fromkeys([inner, ""]):
+        try:
+            return AutoTokenizer.from_pretrained(source, subfolder=folder, **options)
+        except (OSError, ValueError) as error:
+            problem = error
+    what = next(iter(str(problem).splitlines()), type(problem).__name__)
+    raise VQCalibrationError(
+        f"calibration needs the tokenizer of {source}: {what}. Save one in the model's folder, "
+        f"or calibrate on text that the model generates: text={OWN_WORDS!r}."
+    ) from problem
+
+
+def subfolder(source: str, files: Sequence[str]) -> str:
+    """Folder of the weights inside of a model's directory or repository; "" = the top."""
+    if not files:
+        return ""
+    folder = Path(files[0]).parent
+    if Path(source).is_dir():
+        inside = folder.relative_to(source).parts if folder.is_relative_to(source) else ()
+        return "/".join(inside)
+    names = folder.parts
+    cached = "snapshots" in names  # of the Hub's cache: snapshots/REVISION/FOLDER
+    return "/".join(names[names.index("snapshots") + 2 :]) if cached else ""

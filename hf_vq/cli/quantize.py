@@ -15,6 +15,12 @@ def add_quantize(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument("model", metavar="MODEL", help="directory or Hub id of the original")
     verb.add_argument("out", metavar="OUT", help="directory to write; must not hold anything yet")
     verb.add_argument("--scheme", default="vq-4", help="name or spec string (default: %(default)s)")
+    verb.add_argument(
+        "--activations", metavar="A", default="model",
+        help="tokens that show which weights matter: model (the model's own words), random, a "
+        "UTF-8 file, a data set NAME[:CONFIG[:SPLIT]], or none (default: %(default)s)",
+    )  # fmt: skip
+    verb.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     add_skip(verb)
     add_loading(verb)
     verb.add_argument("--push-to", metavar="REPO", help="also push to this Hub repository")
@@ -39,7 +45,8 @@ def add_convert(verbs: Any) -> argparse.ArgumentParser:
 
 
 def _quantize(args: argparse.Namespace) -> None:
-    model, tokenizer = quantized(args)
+    activations = None if args.activations == "none" else args.activations
+    model, tokenizer = quantized(args, seed=args.seed, activations=activations)
     if args.push_to:
         model.push_to_hub(args.push_to)
         if tokenizer is not None:

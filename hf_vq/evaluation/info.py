@@ -97,14 +97,13 @@ def show(found: dict[str, Any]) -> str:
 
 def summary(found: dict[str, Any], config: VQConfig) -> str:
     """One line on a model that was just quantized as `config` says."""
-    what, nominal = config.scheme_name, f" ({config.vq_scheme.bits():g} nominal)"
+    what = config.scheme_name
     if config.layers or config.target_bits is not None:
         what = ", ".join(dict.fromkeys(scheme_name(s) or s.spec() for s in config.schemes()))
-        nominal = ""
     if config.target_bits is not None:
         what += f" for {config.target_bits:g} bits"
     return (
-        f"{what}: {found['bits_per_weight']:.3f} bits per quantized weight{nominal}, "
+        f"{what}: {found['bits_per_weight']:.3f} bits per quantized weight, "
         f"{found['bits_per_parameter']:.3f} per parameter, {found['bytes'] / 1e6:.2f} MB"
     )
 

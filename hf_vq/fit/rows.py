@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from ..ops.reference.encode_weight import (
     refitted,
     root_mean_square,
 )
+from .block_ldlq import BlockFeedback, ldlq_blocks
 from .ldlq import Feedback, ldlq_rows
 
 SEARCHES = ("search", "least_squares", "norm")
@@ -55,7 +57,7 @@ class RowFitter:
         rows: Tensor,
         codebook: Tensor,
         step: float = 1.0,
-        feedback: Feedback | None = None,
+        feedback: Feedback | BlockFeedback | None = None,
     ) -> dict[str, Tensor]:
         """Stored `codes` [n, bytes] and `scale` [n, groups] of float32 `rows` [n, in].
 
@@ -63,14 +65,17 @@ class RowFitter:
             step: what 1 in the codebook is for rows whose root mean square is 1.
             feedback: what calibration says of the inputs of these rows.
         """
-        if feedback is not None:
-            search, refit = self.search == "search", self.search != "norm"
+        refit = self.search != "norm"
+        if isinstance(feedback, Feedback):
+            search = self.search == "search"
             found = ldlq_rows(rows, codebook, self.scheme, feedback, search=search, refit=refit)
             return self.pack(*found)
         searched = SCALAR_FACTORS if self.scheme.vector_size == 1 else FACTORS
         tried = searched if self.search == "search" else (1.0,)
         factors = tuple(step * factor for factor in tried)
-        refit = self.search != "norm"
+        if feedback is not None:
+            options: dict[str, Any] = {"factors": factors, "refit": refit}
+            return self.pack(*ldlq_blocks(rows, codebook, self.scheme, feedback, **options))
         codes, scale = encode_weight(rows, codebook, self.scheme, factors, refit)
         return {"codes": codes, "scale": scale}
 

@@ -24,6 +24,7 @@ _GPU_SCORES = 1 << 25  # scores per matrix product on a GPU, 128 MB: a launch co
 _SCORES = 1 << 20  # scores per matrix product of several codebooks
 _CELLS = 128
 _FEW = 1 << 18  # vectors for which a GPU needs no grid, whose steps wait for it
+_FEW_ON_CPU = 512  # vectors for which the grid's many small steps take longer than all entries
 _MIN_GRID = 64  # a grid pays when the codebook will be searched often; learned ones are not
 
 
@@ -55,6 +56,8 @@ class NearestEntry:
             few = vectors.is_cuda and len(vectors) <= _FEW
             if few or (vectors.is_cuda and torch.cuda.is_current_stream_capturing()):
                 return self._compare(vectors)
+            if not vectors.is_cuda and len(vectors) <= _FEW_ON_CPU:
+                return self._brute(vectors)
             inside = self._grid.index(vectors)
             outside = (inside < 0).nonzero()[:, 0]
             if len(outside):

@@ -1,13 +1,17 @@
-"""Calibration options of `VQConfig`: names, defaults and the candidate schemes of a layer.
+"""Calibration options of `VQConfig`: names, defaults, checks, and the schemes a layer may get.
 
 The calibration itself is in `hf_vq/calibration`, a layer above this one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from ..errors import VQConfigError, shown
+from ..fit.ldlq import DAMPING
 from ..formats.catalog import LinearScheme, weight_scheme
 from ..formats.qoq import QoQScheme
 
@@ -16,6 +20,12 @@ if TYPE_CHECKING:
 
 OWN_WORDS = "model"
 """Value of `text` that means: calibrate on text that the model generates."""
+
+RANDOM = "random"
+"""Value of `activations` that means: read random tokens."""
+
+TOKEN_IDS = "token ids"
+"""What a record calls tokens that were given as such."""
 
 MIN_CONTEXT = 16
 """Smallest `context`, in tokens of a sequence."""
@@ -26,6 +36,11 @@ EQUIVALENT_TRANSFORMS = ("rotate", "smooth_attention", "smooth_outputs", "reorde
 TRANSFORMS = (*EQUIVALENT_TRANSFORMS, "clip", "feedback")
 """All transforms. `clip` searches clipping ranges by output error, `feedback` feeds rounding errors
 back as GPTQ does (`fit/qoq_calibrated.py`)."""
+
+TOKENS = 1 << 17
+"""Tokens to calibrate on, unless `tokens` says so."""
+
+FINETUNE = ("block", "model")
 
 
 def checked_transforms(given: object, scheme: QoQScheme) -> dict[str, bool]:
@@ -59,3 +74,113 @@ def choices(config: VQConfig, layer: str) -> list[LinearScheme]:
     if layer in (config.layers or {}) and config.target_bits is not None:
         return [config.scheme_of(layer)]
     return [weight_scheme(name) for name in config.candidates or ()]
+
+
+def check_calibration(calibration: object) -> dict[str, Any] | None:
+    """Check the calibration options and fill in defaults; None stays None."""
+    if calibration is None:
+        return None
+    given = {"text": calibration} if isinstance(calibration, (str, os.PathLike)) else calibration
+    if not isinstance(given, dict):
+        raise VQConfigError(
+            f"calibration must be a text file, a data set, 'model' or a dict; got {shown(given)}."
+        )
+    known = ("text", "tokens", "context", "damping", "finetune", "move_codes", "transforms",
+             "device", "resume")  # fmt: skip
+    if unknown := sorted(map(str, set(given) - set(known))):
+        raise VQConfigError(
+            f"calibration has no option {', '.join(map(repr, unknown))}. Known: {', '.join(known)}."
+        )
+    found = {"tokens": TOKENS, "context": None, "damping": DAMPING, **given}
+    for name in ("text", "device", "resume"):
+        if name in found or name == "text":
+            found[name] = _check_name(f"calibration[{name!r}]", found.get(name))
+    check_int("calibration['tokens']", found["tokens"], MIN_CONTEXT, 2**31)
+    if found["context"] is not None:
+        check_int("calibration['context']", found["context"], MIN_CONTEXT, 2**31)
+    if found.get("finetune") is None:
+        found.pop("finetune", None)
+    elif found["finetune"] not in FINETUNE:
+        raise VQConfigError(
+            f"calibration['finetune'] must be 'block' or 'model'; got {shown(found['finetune'])}."
+        )
+    if "move_codes" in found and (
+        not isinstance(found["move_codes"], bool) or "finetune" not in found
+    ):
+        raise VQConfigError(
+            "calibration['move_codes'] must be true or false, together with 'finetune'; got "
+            f"{shown(found['move_codes'])}."
+        )
+    damping = found["damping"]
+    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 < damping <= 1:
+        raise VQConfigError(
+            f"calibration['damping'] must be above 0 and at most 1; got {shown(damping)}."
+        )
+    return found
+
+
+def with_transforms(
+    options: dict[str, Any], schemes: list[LinearScheme], recorded: bool
+) -> dict[str, Any]:
+    """Complete `transforms` if a layer may get a QoQ scheme, else check that there are none.
+
+    Args:
+        recorded: the model is already quantized; transforms that it does not name were not made.
+    """
+    found, given = dict(options), options.get("transforms")
+    scheme = next((scheme for scheme in schemes if isinstance(scheme, QoQScheme)), None)
+    if scheme is not None:
+        if "finetune" in options:
+            raise VQConfigError(
+                f"calibration['finetune'] moves codebooks, and {scheme.spec()} has none: leave it "
+                "out."
+            )
+        if recorded and given is None:
+            return found
+        return {**found, "transforms": checked_transforms(given, scheme)}
+    if given is not None:
+        raise VQConfigError(
+            "calibration['transforms'] need a QoQ scheme: give them with a scheme such as "
+            "'qoq-w4a8-g128'."
+        )
+    found.pop("transforms", None)
+    return found
+
+
+def check_activations(activations: object) -> str | list[Any] | None:
+    """Check `activations`; token ids become lists, so that a config is JSON.
+
+    Raises:
+        VQConfigError: it is neither a name nor integers [tokens] or [sequences, tokens].
+    """
+    if activations is None:
+        return None
+    if isinstance(activations, (str, os.PathLike)):
+        return _check_name("activations", activations)
+    given = activations.tolist() if isinstance(activations, Tensor) else activations
+    listed = list(given) if isinstance(given, (list, tuple)) else []
+    nested = all(isinstance(row, (list, tuple)) for row in listed)
+    rows = [list(row) for row in listed] if nested else [listed]
+    tokens = [token for row in rows for token in row]
+    whole = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
+    if not whole or len({*map(len, rows)}) > 1 or len(tokens) < MIN_CONTEXT:
+        raise VQConfigError(
+            f"activations must be {OWN_WORDS!r}, {RANDOM!r}, a text file, a data set, None, or "
+            f"token ids [tokens] or [sequences, tokens], {MIN_CONTEXT} at least; got "
+            f"{shown(activations)}."
+        )
+    return rows
+
+
+def check_int(name: str, value: object, low: int, high: int) -> int:
+    """Return an integer argument that is in [low, high]; else raise VQConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise VQConfigError(f"{name} must be an integer in [{low}, {high}]; got {shown(value)}.")
+    return value
+
+
+def _check_name(name: str, value: object) -> str:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text:
+        raise VQConfigError(f"{name} must be a name or a path; got {shown(value)}.")
+    return text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import patches
 from ..errors import VQConfigError, shown
-from ..fit.ldlq import DAMPING
 from ..fit.rows import SEARCHES
 from ..formats.catalog import LinearScheme, linear_scheme, scheme_name
 from ..formats.integers import KINDS
@@ -20,7 +18,13 @@ from ..formats.published import Layout, layout_from_dict
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..nn.residual_offload import POLICIES
-from .calibration_options import MIN_CONTEXT, OWN_WORDS, checked_transforms
+from .calibration_options import (
+    OWN_WORDS,
+    check_activations,
+    check_calibration,
+    check_int,
+    with_transforms,
+)
 from .module_patterns import check_pattern, matches
 
 QUANT_METHOD = "vq"
@@ -29,9 +33,7 @@ FORMAT_VERSION = 4
 
 CANDIDATES = ("vq-2", "vq-3", "vq-4")
 _LARGEST_SEED = 2**31 - 1
-FINETUNE = ("block", "model")
-_ADVISE_CALIBRATION = 2.5  # bits per weight
-CALIBRATION_TOKENS = 1 << 17
+_ADVISE = {False: 3.5, True: 2.5}  # bits per weight, without and with activations
 
 
 class VQConfig(QuantizationConfigMixin):
@@ -65,6 +67,13 @@ class VQConfig(QuantizationConfigMixin):
             QoQ, names and booleans (docs/qserve.md); `device` that computes the blocks, of which it
             holds one; `resume`, a folder for intermediate results, to continue after an
             interruption.
+        activations: tokens whose inputs of layers say which weights matter, for a third to a
+            quarter of the loss on models with large activations, in seconds: `"model"` for 1,024
+            tokens that the model writes, `"random"`, a text or data set as in `calibration`, or
+            token ids [tokens] or [sequences, tokens]. The dense model has to fit into memory; where
+            it does not, or cannot run, the log says so, and layers are quantized as with None: one
+            by one while they are read. Without effect with `calibration`, on schemes that learn
+            codebooks or do not rotate, and on layers outside of the model's blocks.
         pass2: placement of the second pass of two-pass schemes: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or as {entry: policy}.
             The first entry that matches counts; other layers are resident. It may be given with a
@@ -88,6 +97,7 @@ class VQConfig(QuantizationConfigMixin):
     target_bits: float | None = None
     candidates: list[str] | None = None
     layouts: dict[str, dict[str, Any]] | None = None
+    activations: str | list[list[int]] | None = None
     pass2: str | dict[str, str] | None = None
     embeddings: str | None = None
 
@@ -104,6 +114,7 @@ class VQConfig(QuantizationConfigMixin):
         seed: int = 0,
         search: str = "search",
         calibration: str | dict[str, Any] | None = None,
+        activations: Any = OWN_WORDS,
         pass2: str | dict[str, str] | None = None,
         embeddings: str | None = None,
         layouts: dict[str, dict[str, Any]] | None = None,
@@ -119,7 +130,7 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(
                 f"VQConfig has no argument {', '.join(map(repr, sorted(unknown)))}. Known: scheme, "
                 "bits, layers, target_bits, candidates, modules_to_not_convert, seed, search, "
-                "calibration, pass2, embeddings. If config.json holds it, "
+                "calibration, activations, pass2, embeddings. If config.json holds it, "
                 "a newer hf_vq wrote the file: pip install -U hf_vq."
             )
         if quant_method != QUANT_METHOD:
@@ -139,12 +150,15 @@ class VQConfig(QuantizationConfigMixin):
         # Entries of a file are compared as names, never as patterns: a regex can take hours.
         check_entry = _as_name if _stored else check_pattern
         self.modules_to_not_convert = _check_skips(modules_to_not_convert, check_entry)
-        self.seed = _check_int("seed", seed, 0, _LARGEST_SEED)
+        self.seed = check_int("seed", seed, 0, _LARGEST_SEED)
         if search not in SEARCHES:
             known = ", ".join(SEARCHES)
             raise VQConfigError(f"search must be one of {known}; got {shown(search)}.")
         self.search = search
-        self.calibration = _check_calibration(calibration)
+        self.calibration = check_calibration(calibration)
+        # Of a model that is quantized already, what the file names; with calibration, nothing.
+        if calibration is None and activations is not None and (provenance is None or _stored):
+            self.activations = check_activations(activations)
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
         if layers is not None:
@@ -162,11 +176,11 @@ class VQConfig(QuantizationConfigMixin):
         self._raise_version(1)
         if self.calibration is not None:
             recorded = provenance is not None
-            self.calibration = _with_transforms(self.calibration, self.schemes(), recorded)
+            self.calibration = with_transforms(self.calibration, self.schemes(), recorded)
         self.provenance = _check_provenance(provenance)
         data_free = provenance is None and calibration is None
-        if data_free and self.vq_scheme.bits() < _ADVISE_CALIBRATION:
-            _warn_once(self.scheme_name)
+        if data_free and self.vq_scheme.bits() < _ADVISE[self.activations is not None]:
+            _warn_once(self.scheme_name, self.activations is not None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         patches.apply(patches.CONFIG)  # a config may come from another process
@@ -230,6 +244,8 @@ class VQConfig(QuantizationConfigMixin):
         """The config as stored in config.json, without `pass2`: a placement is not stored."""
         found: dict[str, Any] = super().to_dict()
         found.pop("pass2", None)
+        if found.get("activations") is None:  # older versions do not know it
+            found.pop("activations", None)
         return found
 
     def use(self, layers: dict[str, str]) -> None:
@@ -272,7 +288,9 @@ class VQConfig(QuantizationConfigMixin):
                 "it when the model is loaded: "
                 'from_pretrained(..., quantization_config=VQConfig(pass2="offload")).'
             )
-        return super().from_dict({**config_dict, "_stored": True}, return_unused_kwargs, **kwargs)
+        return super().from_dict(
+            {"activations": None, **config_dict, "_stored": True}, return_unused_kwargs, **kwargs
+        )
 
 
 _warned: set[str] = set()
@@ -283,12 +301,13 @@ def with_loading_attributes(kinds: tuple[type, ...]) -> tuple[type, ...]:
     return (*kinds, VQConfig)
 
 
-def _warn_once(name: str) -> None:
+def _warn_once(name: str, activations: bool) -> None:
     if name not in _warned:
         _warned.add(name)
+        without = "calibration" if activations else "activations or calibration"
         warnings.warn(
-            f"{name} loses much quality without calibration data: give a text, "
-            'VQConfig(..., calibration="text.txt"), or use vq-3 or vq-4.',
+            f"{name} loses much quality without {without}: hf-vq calibrate MODEL OUT --scheme "
+            f"{name}, or VQConfig({name!r}, calibration={OWN_WORDS!r}). Or use more bits.",
             stacklevel=4,
         )
 
@@ -298,20 +317,14 @@ def _check_scheme(
 ) -> LinearScheme:
     if bits is None:
         return linear_scheme("vq-4" if scheme is None else scheme)
-    short = linear_scheme(f"vq-{_check_int('bits', bits, 2, 4)}")
+    short = linear_scheme(f"vq-{check_int('bits', bits, 2, 4)}")
     if scheme is not None and linear_scheme(scheme) != short:
         raise VQConfigError(f"VQConfig got both scheme={shown(scheme)} and bits={bits}: give one.")
     return short
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise VQConfigError(f"{name} must be an integer in [{low}, {high}]; got {shown(value)}.")
-    return value
-
-
 def _check_version(version: object) -> None:
-    if _check_int("format_version", version, 1, 2**31) > FORMAT_VERSION:
+    if check_int("format_version", version, 1, 2**31) > FORMAT_VERSION:
         raise VQConfigError(
             f"format_version {version} is newer than this hf_vq reads ({FORMAT_VERSION}): "
             "pip install -U hf_vq."
@@ -403,88 +416,10 @@ def _below(target: float, candidates: list[str]) -> str:
     return max(within, key=lambda name: linear_scheme(name).bits())
 
 
-def _check_calibration(calibration: object) -> dict[str, Any] | None:
-    """Check the calibration options and fill in defaults; None stays None."""
-    if calibration is None:
-        return None
-    given = {"text": calibration} if isinstance(calibration, (str, os.PathLike)) else calibration
-    if not isinstance(given, dict):
-        raise VQConfigError(
-            f"calibration must be a text file, a data set, 'model' or a dict; got {shown(given)}."
-        )
-    known = ("text", "tokens", "context", "damping", "finetune", "move_codes", "transforms",
-             "device", "resume")  # fmt: skip
-    if unknown := sorted(map(str, set(given) - set(known))):
-        raise VQConfigError(
-            f"calibration has no option {', '.join(map(repr, unknown))}. Known: {', '.join(known)}."
-        )
-    found = {"tokens": CALIBRATION_TOKENS, "context": None, "damping": DAMPING, **given}
-    for name in ("text", "device", "resume"):
-        if name in found or name == "text":
-            found[name] = _check_name(f"calibration[{name!r}]", found.get(name))
-    _check_int("calibration['tokens']", found["tokens"], MIN_CONTEXT, 2**31)
-    if found["context"] is not None:
-        _check_int("calibration['context']", found["context"], MIN_CONTEXT, 2**31)
-    if found.get("finetune") is None:
-        found.pop("finetune", None)
-    elif found["finetune"] not in FINETUNE:
-        raise VQConfigError(
-            f"calibration['finetune'] must be 'block' or 'model'; got {shown(found['finetune'])}."
-        )
-    if "move_codes" in found and (
-        not isinstance(found["move_codes"], bool) or "finetune" not in found
-    ):
-        raise VQConfigError(
-            "calibration['move_codes'] must be true or false, together with 'finetune'; got "
-            f"{shown(found['move_codes'])}."
-        )
-    damping = found["damping"]
-    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 < damping <= 1:
-        raise VQConfigError(
-            f"calibration['damping'] must be above 0 and at most 1; got {shown(damping)}."
-        )
-    return found
-
-
-def _with_transforms(
-    options: dict[str, Any], schemes: list[LinearScheme], recorded: bool
-) -> dict[str, Any]:
-    """Complete `transforms` if a layer may get a QoQ scheme, else check that there are none.
-
-    Args:
-        recorded: the model is already quantized; transforms that it does not name were not made.
-    """
-    found, given = dict(options), options.get("transforms")
-    scheme = next((scheme for scheme in schemes if isinstance(scheme, QoQScheme)), None)
-    if scheme is not None:
-        if "finetune" in options:
-            raise VQConfigError(
-                f"calibration['finetune'] moves codebooks, and {scheme.spec()} has none: leave it "
-                "out."
-            )
-        if recorded and given is None:
-            return found
-        return {**found, "transforms": checked_transforms(given, scheme)}
-    if given is not None:
-        raise VQConfigError(
-            "calibration['transforms'] need a QoQ scheme: give them with a scheme such as "
-            "'qoq-w4a8-g128'."
-        )
-    found.pop("transforms", None)
-    return found
-
-
 def _check_layouts(layouts: object) -> dict[str, dict[str, Any]]:
     if not isinstance(layouts, dict):
         raise VQConfigError(f"layouts must be a dict by layer; got {shown(layouts)}.")
     return {str(name): layout_from_dict(layout).to_dict() for name, layout in layouts.items()}
-
-
-def _check_name(name: str, value: object) -> str:
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(text, str) or not text:
-        raise VQConfigError(f"{name} must be a name or a path; got {shown(value)}.")
-    return text
 
 
 def _check_provenance(provenance: object) -> dict[str, Any] | None:

@@ -44,7 +44,8 @@ from .tensor_parallel import ranks, split_plan
 logger = logging.get_logger("hf_vq")
 
 _CALIBRATION = "calibration.layerwise:WeightCalibration"
-"""Named by a string and imported only if a user requests calibration: it is a layer above."""
+_ACTIVATIONS = "calibration.activations:ActivationPass"
+"""Named by strings and imported only when a model is quantized: they are a layer above."""
 
 
 class VQHfQuantizer(HfQuantizer):
@@ -106,6 +107,9 @@ class VQHfQuantizer(HfQuantizer):
             self._check_what_comes_last(model, wanted)
         if config.calibration is not None and not self.pre_quantized and wanted:
             self._calibration = load(_CALIBRATION)(model, wanted, config, checkpoint_files or [])
+        elif config.activations is not None and not self.pre_quantized and wanted:
+            self._calibration = self._activation_pass(model, wanted, checkpoint_files or [], kwargs)
+        if self._calibration is not None:
             for name in self._calibration.names:  # their weights are loaded dense
                 del wanted[name]
         if self.pre_quantized:
@@ -135,6 +139,19 @@ class VQHfQuantizer(HfQuantizer):
             total = sum(len(module.weights()) for module in modules.values())
             self.progress = Progress(f"Quantizing to {config.scheme_name}", total)
         return model
+
+    def _activation_pass(
+        self, model: Any, wanted: Mapping[str, LinearScheme], files: list[str], loading: Any
+    ) -> Any:
+        """The pass over tokens before layers are encoded; None where the model cannot run."""
+        config, kind = self.quantization_config, load(_ACTIVATIONS)
+        why = kind.obstacle(model, wanted, loading.get("device_map"))
+        if why is None:
+            return kind(model, wanted, config, files)
+        config.activations = None
+        if why:
+            logger.warning("hf_vq: the layers are quantized without activations: %s.", why)
+        return None
 
     def _check_what_comes_last(self, model: Any, wanted: Mapping[str, LinearScheme]) -> None:
         """Raise now if a step that follows the encoding of all layers cannot be done."""
@@ -315,6 +332,7 @@ class VQHfQuantizer(HfQuantizer):
         calibrated = None
         if self._calibration is not None:
             calibrated = self._calibration.run(model, self.errors)
+            calibrated = {self._calibration.kind: calibrated}
             shared = stored_files.packaged(vq_modules(model).values(), config.seed)
             self._calibration = None
         if self._checkpoint is None:

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from ...formats.catalog import scheme_name
 from ...nn.replace import vq_modules
 from ...paths import card_template
-from ..calibration_options import OWN_WORDS
+from ..calibration_options import OWN_WORDS, RANDOM
 from .headers import storage
 
 CARD = "README.md"
@@ -80,6 +80,7 @@ def model_card(model: Any) -> str:
         megabytes=bits / 8e6,
         errors=errors,
         mean_error=sum(errors.values()) / len(errors) if errors else 0.0,
+        activations=_activations(provenance),
         calibration=_calibration(config),
         version=provenance.get("hf_vq", ""),
         evaluation=evaluation,
@@ -125,6 +126,15 @@ def _results(evaluation: dict[str, Any]) -> list[EvalResult]:
         )
         for key, name in names.items()
     ]
+
+
+def _activations(provenance: dict[str, Any]) -> str | None:
+    """The tokens that the layers' inputs are of; None where none were read."""
+    facts = provenance.get("activations")
+    if not facts:
+        return None
+    words, text = {OWN_WORDS: "that the model wrote", RANDOM: "drawn at random"}, facts["text"]
+    return f"{facts['tokens']:,} tokens {words.get(text, f'of `{text}`')}"
 
 
 def _calibration(config: Any) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ def record(
     Args:
         errors: squared error over squared norm of each quantized tensor, by name.
         shared: the codebooks and rotations that layers share, by name.
-        calibrated: facts of a calibration (`WeightCalibration.run`).
+        calibrated: facts of a calibration or of a pass over activations, under the name of either.
     """
     from ... import __version__
 
@@ -38,7 +38,7 @@ def record(
         "relative_error": dict(errors),
         "codebooks": {name: digest(tensor) for name, tensor in sorted(shared.items())},
     }
-    return found if calibrated is None else {**found, "calibration": calibrated}
+    return {**found, **(calibrated or {})}
 
 
 def origin(model: Any, published: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from hf_vq.calibration import layerwise, ldlq_groups
 from hf_vq.calibration.blocks import Blocks, find_blocks
 from hf_vq.calibration.hessians import Listener
-from hf_vq.calibration.layerwise import subfolder
-from hf_vq.calibration.text import find_text, sample_text, sequences_of, spread
+from hf_vq.calibration.text import find_text, sample_text, sequences_of, spread, subfolder
 from hf_vq.errors import VQCalibrationError, VQConfigError, VQError
 from hf_vq.fit.ldlq import Feedback
 from hf_vq.formats.hidden import lock

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_vq.calibration.blocks import Blocks
-from hf_vq.calibration.qoq import Trial
+from hf_vq.calibration.equivalent_transforms.qoq import Trial
 from hf_vq.calibration.resume import ResumeFolder
 from hf_vq.errors import VQCalibrationError, VQConfigError
 from hf_vq.fit import FittedWeight
@@ -100,7 +100,7 @@ def test_interrupted_it_goes_on_to_the_same_codes(calibrate, tmp_path, monkeypat
     monkeypatch.setattr(ResumeFolder, "save_block", keep)
     assert (tmp_path / "largest.safetensors").exists()
     # The second time nothing is looked for in the text again.
-    monkeypatch.setattr("hf_vq.calibration.qoq.largest_inputs", None)
+    monkeypatch.setattr("hf_vq.calibration.equivalent_transforms.qoq.largest_inputs", None)
     again = calibrate(resume=str(tmp_path)).state_dict()
     assert whole.keys() == again.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
     with pytest.raises(VQCalibrationError, match=r"something else \(transforms differ\)"):

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor, device, nn
 
-from ..fit import FittedWeight
-from ..fit.qoq_calibrated import CLIPS
-from ..formats.catalog import LinearScheme
-from ..hf.calibration_options import EQUIVALENT_TRANSFORMS
-from .blocks import Blocks
-from .equivalent_transforms.apply import apply_transforms, layers_to_record
-from .equivalent_transforms.largest_inputs import largest_inputs
-from .resume import ResumeFolder
+from ...fit import FittedWeight
+from ...fit.qoq_calibrated import CLIPS
+from ...formats.catalog import LinearScheme
+from ...hf.calibration_options import EQUIVALENT_TRANSFORMS
+from ..blocks import Blocks
+from ..resume import ResumeFolder
+from .apply import apply_transforms, layers_to_record
+from .largest_inputs import largest_inputs
 
 BY_BLOCK = ("q_proj", "k_proj")
 """Layers in front of a softmax: the least error of their outputs is not that of attention."""

@@ -1,0 +1,164 @@
+"""Block-LDLQ inside the blocks of a rotation, for statistics of few tokens.
+
+    min over codes  sum over blocks b  tr( E_b H_b E_b^T ),     E = W - Q
+
+`ldlq` passes errors on through a whole row, by moments H [in, in] that need many thousand tokens:
+with few it fits their noise. The moments of a block of 128 inputs follow from a thousand. And no
+block waits for another: all blocks of a matrix are rounded at once.
+
+            block 0          block 1          block 2
+    row   |>>>>>>>>>>>>>>>>|>>>>>>>>>>>>>>>>|>>>>>>>>>>>>>>>>|      > errors passed on
+           step 0, 1, 2 ..  step 0, 1, 2 ..  step 0, 1, 2 ..
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import VQCalibrationError
+from ..formats.scheme import VQScheme
+from ..ops import encode_weight
+from ..ops.reference.encode_weight import Assigner
+from ..transforms import rotate
+
+DAMPING = 0.1
+"""Added to the diagonal of rotated moments, in units of its mean."""
+
+CORRELATION = 0.5
+"""Factor of the moments between different inputs: half of what few tokens show is chance."""
+
+_PANEL = 32  # columns between two matrix products that pass errors on
+
+
+class BlockFeedback:
+    """What the inputs of a layer say about its weights, for each block of the rotation.
+
+    Args:
+        moments: H of each block of inputs [blocks, size, size]; `size` is the rotation's block or a
+            multiple of it.
+        scheme: its rotation turns inputs; it must have one.
+        rotation: packed signs, diagonal or matrix of that rotation.
+        where: name of a layer, for errors.
+
+    Attributes:
+        upper: U of each block with (rotated H)^-1 = U^T U, [blocks, size, size] float32. A block
+            has the size of the rotation's, or of a group with one scale if that is less.
+
+    Raises:
+        VQCalibrationError: the moments are not finite.
+    """
+
+    ridge = 0.0  # the damping is in the energy
+
+    def __init__(
+        self, moments: Tensor, scheme: VQScheme, rotation: Tensor | None, *, where: str = "layer"
+    ) -> None:
+        if not bool(moments.isfinite().all()):
+            raise VQCalibrationError(
+                f"the inputs of {where} hold NaN or infinity. Load the model in bfloat16 or "
+                "float32, or quantize it with VQConfig(activations=None)."
+            )
+        self.scheme, self.where, self._given = scheme, where, moments
+        in_features = moments.shape[0] * moments.shape[1]
+        blocks = _diagonal_blocks(moments.double(), scheme.block(in_features))
+        own = torch.diag_embed(blocks.diagonal(dim1=1, dim2=2))
+        blocks = CORRELATION * blocks + (1 - CORRELATION) * own
+        turn = self._rotation(in_features, rotation, moments.device)
+        turned = turn.transpose(1, 2) @ blocks @ turn
+        mean = turned.diagonal(dim1=1, dim2=2).mean(1)
+        # A block whose inputs are all zero is rounded as if they were anything.
+        ridge = torch.where(mean > 0, DAMPING * mean, 1.0)
+        eye = torch.eye(turned.shape[1], dtype=turned.dtype, device=turned.device)
+        turned = (turned + ridge[:, None, None] * eye) / (mean + ridge)[:, None, None]
+        turned = _diagonal_blocks(turned, min(len(eye), scheme.group(in_features)))
+        # With columns in reverse order, H = M M^T has a lower M, so U = M^-1 in this order.
+        lower = torch.linalg.cholesky(turned.flip(1, 2))
+        eye = eye[: turned.shape[1], : turned.shape[1]].expand_as(turned)
+        self.upper = torch.linalg.solve_triangular(lower, eye, upper=False).flip(1, 2).float()
+        # Of rows that are not rotated: |w'|^2 of the rotated ones is |w / d|^2.
+        divided = ridge[:, None] / turn.square().sum(2)
+        self._damped = (blocks + torch.diag_embed(divided)).float()
+
+    def turned_by(self, rotation: Tensor | None) -> BlockFeedback:
+        """What the same inputs say about weights with another rotation of the same kind."""
+        return BlockFeedback(self._given, self.scheme, rotation, where=self.where)
+
+    def energy(self, rows: Tensor) -> float:
+        """tr(A H A^T) of rows A [n, in], not rotated, with H as damped and without what is outside
+        of the blocks: what they make of the inputs, squared."""
+        parts = rows.float().unflatten(1, (len(self._damped), -1)).transpose(0, 1)
+        return float(((parts @ self._damped) * parts).sum(dtype=torch.float64))
+
+    def _rotation(self, in_features: int, rotation: Tensor | None, device: torch.device) -> Tensor:
+        """R of each block, x' = x R: [blocks, size, size]."""
+        block = self.scheme.block(in_features)
+        unit = torch.eye(block, dtype=torch.float64, device=device)
+        turned = rotate(unit.repeat(1, in_features // block), self.scheme, rotation)
+        return turned.unflatten(1, (-1, block)).transpose(0, 1)
+
+
+def _diagonal_blocks(moments: Tensor, size: int) -> Tensor:
+    """The blocks [.., size, size] on the diagonals of larger ones [blocks, n, n]."""
+    count = moments.shape[1] // size
+    tiles = moments.unflatten(2, (count, size)).unflatten(1, (count, size))  # [b, i, s, j, s]
+    return tiles.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
+
+
+def ldlq_blocks(
+    rows: Tensor,
+    codebook: Tensor,
+    scheme: VQScheme,
+    feedback: BlockFeedback,
+    *,
+    factors: tuple[float, ...],
+    refit: bool,
+) -> tuple[Tensor, Tensor]:
+    """Codes int64 [n, vectors, z] and scales fp16 [n, groups] of rotated rows [n, in] float32.
+
+    Args:
+        factors: candidates of a scale, in units of the group's root mean square; chosen before any
+            error is passed on.
+        refit: move every scale to the least weighted error of the codes found.
+    """
+    upper, assigner = feedback.upper, Assigner(codebook, scheme)
+    count, size = upper.shape[:2]
+    _, scale = encode_weight(rows, codebook, scheme, factors, refit)
+    columns = rows.unflatten(1, (count, size)).permute(1, 2, 0).contiguous()  # [blocks, size, n]
+    each = count // scale.shape[1]  # blocks of a group
+    spread = scale.float().T.repeat_interleave(each, 0)[:, None]  # [blocks, 1, n]
+    eye = torch.eye(size, dtype=upper.dtype, device=upper.device).expand_as(upper)
+    whiten = torch.linalg.solve_triangular(upper, eye, upper=True).transpose(1, 2).contiguous()
+    codes, entries = _round(columns, spread, upper, whiten, assigner)
+    if refit:
+        target, chosen = whiten @ columns, whiten @ entries
+        along, energy = (
+            (left * chosen).sum(1).unflatten(0, (-1, each)).sum(1).T for left in (target, chosen)
+        )
+        fitted = (along / energy.clamp_min(1e-30)).half()
+        keep = (fitted > 0) & scale.isfinite()
+        scale = torch.where(keep, fitted, scale)
+    return codes, scale
+
+
+def _round(
+    columns: Tensor, scale: Tensor, upper: Tensor, whiten: Tensor, assigner: Assigner
+) -> tuple[Tensor, Tensor]:
+    """Codes [n, vectors, z], and their entries [blocks, size, n], of columns of that shape."""
+    (count, size, n), width = columns.shape, assigner.vector_size
+    unit, left = scale.clamp_min(1e-30), columns.clone()
+    entries, errors, codes = torch.empty_like(left), torch.empty_like(left), []
+    for panel in range(0, size, _PANEL):
+        end = min(panel + _PANEL, size)
+        for first in range(panel, end, width):
+            block, later = slice(first, first + width), slice(first + width, end)
+            vectors = (left[:, block] / unit).transpose(1, 2).reshape(-1, width)
+            codes.append(assigner.codes(vectors))
+            found = assigner.entries(codes[-1]).reshape(count, n, width).transpose(1, 2)
+            entries[:, block] = found
+            errors[:, block] = whiten[:, block, block] @ (left[:, block] - found * scale)
+            left[:, later] -= upper[:, block, later].transpose(1, 2) @ errors[:, block]
+        done, rest = slice(panel, end), slice(end, None)
+        left[:, rest] -= upper[:, done, rest].transpose(1, 2) @ errors[:, done]
+    steps = torch.stack(codes, 1).unflatten(0, (count, n))  # [blocks, n, vectors of a block, z]
+    return steps.permute(1, 0, 2, 3).flatten(1, 2), entries

@@ -1,0 +1,255 @@
+"""`VQConfig(activations=...)`: what it gains, where it works, what is recorded, what is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    LlamaConfig,
+    T5Config,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_vq.calibration import activations, offload
+from hf_vq.errors import VQConfigError, VQError
+from hf_vq.hf import VQConfig
+from hf_vq.hf.quantizer import logger
+from tests.fixtures.calibration import logits, written
+from tests.fixtures.tiny_models import CONFIGS, tokens
+
+LOAD = AutoModelForCausalLM.from_pretrained
+pytestmark = pytest.mark.filterwarnings("ignore:vq-3 loses much quality")
+MASSIVE = 7  # a channel of the MLP
+
+
+def load(folder, scheme="vq-3", **options):
+    return LOAD(folder, quantization_config=VQConfig(scheme, **options))
+
+
+@pytest.fixture(scope="module")
+def massive(tmp_path_factory):
+    """A model with a channel in front of down_proj that is 200 times as large as the others, as
+    SmolLM2 has one: its weights there are as much smaller."""
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, bos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2 if parameter.ndim == 2 else 1)
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight[MASSIVE] *= 200
+            layer.mlp.down_proj.weight[:, MASSIVE] /= 200
+    folder = tmp_path_factory.mktemp("massive")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Lines of the log."""
+    lines = []
+    monkeypatch.setattr(logger, "warning", lambda line, *args: lines.append(line % args))
+    return lines
+
+
+def divergence(model, original, ids):
+    exact, found = (logits(one, ids).log_softmax(-1) for one in (original, model))
+    return float((exact.exp() * (exact - found)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("scheme", ["vq-3", "vq-3-scaled"])
+def test_a_massive_channel_is_spared(massive, scheme):
+    original = LOAD(massive)
+    ids = written(original)
+    plain = divergence(load(massive, activations=None), original, ids)
+    for given in ("model", "random", tokens(8, 32)):
+        assert divergence(load(massive, scheme, activations=given), original, ids) < 0.4 * plain
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_models_come_closer_and_come_back(name, dense, tmp_path):
+    original, ids = LOAD(dense(name)), tokens(4, 48)
+    plain, model = load(dense(name), activations=None), load(dense(name))
+    errors = [(logits(one, ids) - logits(original, ids)).square().mean() for one in (model, plain)]
+    assert errors[0] < errors[1]
+    model.save_pretrained(tmp_path)
+    again, state = LOAD(tmp_path), model.state_dict()
+    assert state.keys() == again.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(state[key], tensor) for key, tensor in again.state_dict().items())
+
+
+def test_what_is_recorded(dense, tmp_path):
+    config = VQConfig("vq-3", seed=4)
+    model = LOAD(dense("llama"), quantization_config=config)
+    assert config.provenance is None and config.activations == "model", "the user's is left alone"
+    found = model.config.quantization_config
+    about = {"text": "model", "tokens": 1024, "seed": 4, "fallbacks": {}}
+    assert found.provenance["activations"] == about and found.format_version == 1
+    assert "activations" not in found.to_dict(), "older versions read the file"
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    del stored["provenance"]["digests"]  # of the files
+    assert VQConfig.from_dict(stored).to_dict() == found.to_dict()
+    assert "1,024 tokens that the model wrote" in (tmp_path / "README.md").read_text()
+    streamed = load(dense("llama"), activations=None).config.quantization_config
+    assert "activations" not in {**streamed.to_dict(), **streamed.provenance}
+
+
+def test_equal_seeds_give_equal_codes(dense):
+    one, same, other = (load(dense("llama"), seed=seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(one[key], same[key]) for key in one)
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert not torch.equal(one[name], other[name])
+
+
+def test_layers_with_one_input_share_a_diagonal(massive):
+    layer = load(massive, "vq-3-scaled").model.layers[0]
+    rows = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+    assert all(torch.equal(one.vq_diagonal, rows[0].vq_diagonal) for one in rows)
+    assert not torch.equal(layer.mlp.gate_proj.vq_diagonal, rows[0].vq_diagonal)
+
+
+def test_a_text_is_read(dense, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("one two three " * 400)
+    ids = list(range(3, 90)) * 20
+
+    class Tokenizer:
+        bos_token_id = None
+
+        def __call__(self, *_, **__):
+            return type("Found", (), {"input_ids": ids})
+
+    monkeypatch.setattr(activations, "tokenizer_of", lambda *_: Tokenizer())
+    found = load(dense("llama"), activations=text).config.quantization_config
+    about = found.provenance["activations"]
+    assert about["text"] == "text.txt" and about["tokens"] == 1024
+    assert str(tmp_path) not in json.dumps(found.to_dict())
+    with pytest.raises(VQError, match="no file"):
+        load(dense("llama"), activations=str(tmp_path / "nothing.txt"))
+
+
+@pytest.mark.parametrize(
+    "given", [5, [], [1] * 8, [[1] * 16, [2] * 17], [0.5] * 32, torch.rand(32)]
+)
+def test_other_activations_are_refused(given):
+    with pytest.raises(VQConfigError, match="activations must be"):
+        VQConfig(activations=given)
+
+
+ENCODERS = {
+    "bert": (
+        AutoModelForMaskedLM,
+        lambda: BertConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=96, max_position_embeddings=64,
+        ),
+    ),
+    "t5": (
+        AutoModelForSeq2SeqLM,
+        lambda: T5Config(
+            d_model=64, d_ff=96, d_kv=16, num_layers=2, num_heads=4, vocab_size=96,
+            decoder_start_token_id=0,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_models_that_write_nothing_read_random_tokens(name, tmp_path, said):
+    kind, config = ENCODERS[name]
+    kind.from_config(config()).save_pretrained(tmp_path)
+    model = kind.from_pretrained(tmp_path, quantization_config=VQConfig())
+    about = model.config.quantization_config.provenance["activations"]
+    assert about["text"] == "random" and not about["fallbacks"] and not said
+    plain = kind.from_pretrained(tmp_path, quantization_config=VQConfig(activations=None))
+    inputs = {"input_ids": tokens(4, 32)} | ({"labels": tokens(4, 32)} if name == "t5" else {})
+    with torch.no_grad():
+        exact = kind.from_pretrained(tmp_path)(**inputs).logits
+        errors = [float((one(**inputs).logits - exact).square().mean()) for one in (model, plain)]
+    assert errors[0] < errors[1]
+
+
+def test_models_without_token_ids_are_quantized_as_they_are_read(tmp_path, said):
+    config = ViTConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        image_size=32, patch_size=16,
+    )  # fmt: skip
+    ViTForImageClassification(config).save_pretrained(tmp_path)
+    model = ViTForImageClassification.from_pretrained(tmp_path, quantization_config=VQConfig())
+    assert said == [
+        "hf_vq: the layers are quantized without activations: ViTForImageClassification does not "
+        "read token ids."
+    ]
+    found = model.config.quantization_config
+    assert "activations" not in {**found.to_dict(), **found.provenance}
+
+
+def test_a_model_that_cannot_run_is_told(dense, said, monkeypatch):
+    def fail(self, index, *args):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(activations.Blocks, "run", fail)
+    found = load(dense("llama")).state_dict()
+    assert len(said) == 1 and "from model.layers.0" in said[0] and "no such thing" in said[0]
+    expected = load(dense("llama"), activations=None).state_dict()
+    assert all(torch.equal(expected[key], tensor) for key, tensor in found.items())
+
+
+def test_too_little_memory_is_told(dense, said, monkeypatch):
+    monkeypatch.setattr(activations, "free_memory", lambda device_map: 1000)
+    streamed = load(dense("llama")).state_dict()
+    assert len(said) == 1 and "0.0 GB are free; quantize it once on a machine with more" in said[0]
+    expected = load(dense("llama"), activations=None).state_dict()
+    assert all(torch.equal(expected[key], tensor) for key, tensor in streamed.items())
+
+
+def test_free_memory_is_that_of_the_place():
+    everywhere = offload.free_memory(None)
+    assert everywhere is None or everywhere > 1 << 20
+    assert offload.free_memory({"model": 0, "lm_head": "cpu"}) is None
+    assert offload.free_memory("meta") is None
+    here = offload.free_memory({"": "cpu"})
+    assert (here is None) == (everywhere is None)
+
+
+def test_inputs_that_are_not_finite_fall_back(dense, tmp_path, said):
+    model = LOAD(dense("llama"))
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    found = load(tmp_path).config.quantization_config.provenance["activations"]
+    assert found["text"] == "random"
+    names = {f"model.layers.1.self_attn.{one}_proj" for one in "qkv"}
+    assert names <= set(found["fallbacks"]) and len(said) == len(found["fallbacks"])
+    assert not any("layers.0" in name for name in found["fallbacks"])
+
+
+def test_offloaded_weights_are_read_block_by_block(dense, tmp_path):
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu",
+              "lm_head": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}  # fmt: skip
+    config = VQConfig("vq-3", activations="random")
+    here = LOAD(dense("llama"), quantization_config=config)
+    there = LOAD(
+        dense("llama"), quantization_config=config, device_map=places, offload_folder=tmp_path
+    )
+    ids = tokens()
+    torch.testing.assert_close(logits(there, ids), logits(here, ids))
+
+
+def test_recipes_and_schemes_without_a_rotation(dense):
+    layers = {"down_proj": "vq-4", "layers.1.self_attn.v_proj": "gptvq-2"}
+    model = load(dense("llama"), layers=layers)
+    found = model.config.quantization_config.provenance
+    assert set(found["relative_error"]) == {
+        name for name, module in model.named_modules() if hasattr(module, "scheme")
+    }
+    assert found["activations"]["fallbacks"] == {}
