@@ -38,11 +38,9 @@ def exact(x, tensors, bias, scheme):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 5, 16, 33])
 @pytest.mark.parametrize("rows", [(130, 7), (16, 4096, 33), (256, 256, 256, 1)])
-@pytest.mark.parametrize(
-    "name", ["vq-4", "vq-4-scaled", "quip-sharp-2", "aqlm-2", "turboquant-3"]
-)
+@pytest.mark.parametrize("name", ["vq-4", "vq-4-scaled", "quip-sharp-2", "aqlm-2", "turboquant-3"])
 def test_several_matrices(name, rows, tokens, dtype):
-    """Signs, diagonals and learned codebooks differ. At most twice the error of a launch for each."""
+    """Diagonals and learned codebooks differ. At most twice the error of a launch for each."""
     scheme, each = matrices(name, rows, 1152)
     x = torch.randn(tokens, 1152, device="cuda", dtype=dtype)
     bias = [torch.randn(rows[0], device="cuda", dtype=dtype), *[None] * (len(rows) - 1)]
