@@ -13,10 +13,9 @@ from hf_vq.cache.rotary import inverse_frequencies
 from tests.fixtures.generation import MLA, SMALL
 
 LONG = {"rope_theta": 5e5, "original_max_position_embeddings": 32}
-FACTORS = {
-    "short_factor": [1.0 + i / 8 for i in range(8)],
-    "long_factor": [2.0 + i for i in range(8)],
-}
+SHORT = [1.0 + i / 8 for i in range(8)]
+FACTORS = {"short_factor": SHORT, "long_factor": [2 * x for x in SHORT]}
+BANDS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("qwen2", {"rope_type": "default", "rope_theta": 1e6}),
     "linear": ("llama", {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
