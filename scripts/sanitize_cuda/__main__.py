@@ -143,7 +143,7 @@ def run_tools(args: argparse.Namespace, report: Report) -> bool:
             ThreadPoolExecutor(args.processes) as pool,
         ):
             args.claims = Path(claims)
-            for case in report.left_alone(tool):
+            for case in report.passed_over(tool):
                 taken(args.claims, case)
             every = list(pool.map(partial(run_process, tool, args), range(args.processes)))
         wrong = 0

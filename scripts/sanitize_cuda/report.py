@@ -135,7 +135,7 @@ class Report:
                 found.setdefault(kernel, []).append(number)
         return found
 
-    def left_alone(self, tool: str) -> set[int]:
+    def passed_over(self, tool: str) -> set[int]:
         """Problems that need no run: a tool was silent in them, or they are of other ops."""
         wanted = {number for every in self.numbers().values() for number in every}
         return set(range(len(self.problems))) - wanted | self.silent.get(tool, set())
