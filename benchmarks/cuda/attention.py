@@ -2,6 +2,7 @@
 
     decode   attention of one token, against the fastest attention of PyTorch over a cache in
              bfloat16 (cuDNN, flash, memory-efficient and math are tried)
+    rotary   the same with a rotary mean of the keys, and with one of zeros, against none
     store    append of one token to a static cache, against the copies of `StaticCache`
     memory   bytes that the allocator gives per token
 
@@ -34,6 +35,8 @@ from ..timing import Candidate, speedup, summary
 from .timing import cold_copies, interleave_graphs
 
 SCHEMES = ("u4", "u3", "u2", "k4v2", "cq-4", "cq-2", "nomad-u4", "qserve-kv4")
+TURNING = {"rotary mean": 30.0, "rotary mean of zeros": 0.0}  # sizes of its numbers
+TURNING_SCHEMES = ("u4", "u3", "u2")
 MEMORY = 4.6e12  # bytes that an H200 reads in a second, at best
 _COPIES = 64  # at most: short caches then lie in L2, for all candidates alike
 _COMPILING = 16  # kernels compiled in parallel
@@ -119,13 +122,16 @@ def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[s
         candidates, 2 * case.batch * case.kv_heads * case.context * HEAD_DIM * _DTYPE.itemsize
     )
     kernels: dict[str, str] = {}
+    turning: dict[str, Candidate] = {}  # by name of a scheme, a space, and what is timed
     for name in schemes:
         cached = coded_cache(name, *case[1:], _DTYPE)
         kernels[name], nbytes[name] = _kernel(query, cached), bytes_read(cached)
         if kernels[name] != _REFERENCE:
             candidates[name] = _attending(query, cached, nbytes[name])
-    _compile(candidates[name] for name in kernels if name in candidates)
-    seconds = interleave_graphs(candidates, rounds)
+            turning.update(_turning(name, query, cached, nbytes[name]))
+    _compile([candidates[name] for name in kernels if name in candidates] + list(turning.values()))
+    every = interleave_graphs({**candidates, **turning}, rounds)
+    seconds = {name: every[name] for name in candidates}
     best = min((name for name in seconds if name not in kernels), key=lambda n: median(seconds[n]))
     found = []
     for name in (*seconds, *(name for name in kernels if name not in seconds)):
@@ -138,7 +144,27 @@ def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[s
             if name in seconds:
                 row |= {"peer": best, "speedup": speedup(seconds[name], seconds[best])}
         found.append(row)
+    for both, times in every.items():
+        if both not in turning:
+            continue
+        name, _, mean = both.partition(" ")
+        row = {"what": "rotary", "name": name, "mean": mean, **case._asdict()}
+        found.append({**row, **summary(times), "of_plain": speedup(seconds[name], times)})
     return found
+
+
+def _turning(
+    name: str, query: Tensor, cached: KVCacheView, nbytes: int
+) -> Iterator[tuple[str, Candidate]]:
+    """Attention with a rotary mean, where a kernel adds it and tokens have codes."""
+    if name not in TURNING_SCHEMES or cached.num_coded <= SINKS:
+        return
+    inv_freq = 10_000.0 ** -(torch.arange(HEAD_DIM // 2, device="cuda") / (HEAD_DIM // 2))
+    some = torch.randn(*cached.key.recent.shape[:2], 1, HEAD_DIM, device="cuda")
+    for mean, size in TURNING.items():
+        turning = cached._replace(key_rotary_mean=size * some, rotary_inv_freq=inv_freq)
+        if _kernel(query, turning) == _kernel(query, cached):
+            yield f"{name} {mean}", _attending(query, turning, nbytes)
 
 
 def _kernel(query: Tensor, cached: KVCacheView) -> str:
@@ -146,6 +172,7 @@ def _kernel(query: Tensor, cached: KVCacheView) -> str:
     problem = attention_problem(
         query.device, query.dtype, cached.key.scheme, cached.value.scheme, HEAD_DIM, HEAD_DIM,
         1, cached.max_seqlen, cached.key.layout, cached.value.layout,
+        rotary=cached.key_rotary_mean is not None,
     )  # fmt: skip
     return dispatch.select(problem).name
 

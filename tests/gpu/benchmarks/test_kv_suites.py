@@ -24,6 +24,11 @@ def test_cuda_attention():
             best = min(rows[peer]["us"] for peer in peers)
             assert rows[rows[name]["peer"]]["us"] == best and rows[name]["speedup"] > 0
             assert 0 < rows[name]["of_memory"] < 1
+    turning = [row for row in found if row["what"] == "rotary"]
+    assert {(row["name"], row["mean"]) for row in turning} == {
+        ("u4", mean) for mean in cuda_attention.TURNING
+    }
+    assert all(row["of_plain"] > 0 for row in turning)
     stores = [row for row in found if row["what"] == "store"]
     assert {row["name"] for row in stores} == {"bf16", "u4", "cq-2"}
     memory = {row["name"]: row["smaller"] for row in found if row["what"] == "memory"}
