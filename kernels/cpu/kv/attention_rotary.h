@@ -10,7 +10,8 @@
 // so that a pair takes one product for a token, not two. Pairs that turn slowly share Chebyshev's series: all of
 // them together take as many products as half of its terms, after one product per block, pair and 16 terms.
 //
-// Bytes: the functions of the pairs, 1 KB each, from the second cache at most. Bottleneck: fused multiply-adds.
+// Bytes: the functions of the pairs, 1 KB each, from the second cache at most. Bottleneck: fused multiply-adds. With a
+// base of 10^6 and every pair turning, 15 sums for a token instead of 64 (dim 64), 22 instead of 128 (dim 128).
 #pragma once
 #include "attention_keys.h"
 #include "rotary.h"

@@ -16,7 +16,7 @@ struct Turn {
   alignas(64) float sine[kTurnLanes];
 };
 
-// turn <- the turn by two angles, one after the other.
+// turn <- the turn by both angles.
 inline void turn_on(const float* by, int lanes, Turn& turn) {
   for (int i = 0; i < lanes; i += kFloats) {
     const Floats c = load(turn.cosine + i), s = load(turn.sine + i), other = load(by + i), side = load(by + lanes + i);

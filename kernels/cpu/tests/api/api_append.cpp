@@ -49,7 +49,7 @@ void sort_entries(Tape& tape) {
               [](uint16_t a, uint16_t b) { return half_to_float(a) < half_to_float(b); });
 }
 
-// As keys are: what is coded is small beside the means.
+// As keys are: what is coded is small next to the means.
 void add_means(const Tape& tape, int64_t at, Rows& x) {
   const auto mean = Guarded<double>(size_t(x.dim));
   for (int64_t b = 0; b < tape.batch; ++b)
