@@ -17,7 +17,7 @@ from ..errors import VQCacheError
 from ..ops.reference.codes import mean_of
 from ..ops.rotary_mean import measure_means, pairs_interleave, rotated
 from .kv_side import SideBuffers
-from .rotary import inverse_frequencies
+from .rotary import DEVICES, inverse_frequencies
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Rotary:
     ) -> Rotary | None:
         """What a model's config says, and calibrated means; None: keys do not turn.
 
+        On a device that is none of `rotary.DEVICES` only calibrated rotary means are used.
+
         Args:
             config: None = unknown.
             layer: number of the layer.
@@ -62,8 +64,11 @@ class Rotary:
         Raises:
             VQCacheError: a rotary mean is known, but not how keys turn.
         """
+        turns = known is not None and known.rotary_mean is not None
+        if keys.device.type not in DEVICES and not turns:
+            return None
         found = inverse_frequencies(config, layer, keys.shape[3], keys.shape[2])
-        if found is None and known is not None and known.rotary_mean is not None:
+        if found is None and turns:
             raise VQCacheError(
                 f"there is a rotary mean of the keys of layer {layer}, but the config does not say "
                 "how they turn with the position: the codebooks are of another model. Make them "

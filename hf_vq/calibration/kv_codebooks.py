@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..cache.codebooks import KVCodebooks, learned, title
-from ..cache.rotary import inverse_frequencies
+from ..cache.rotary import DEVICES, inverse_frequencies
 from ..errors import VQCacheError, shown
 from ..fit.kv import TokenSample, fit_kv_codebook
 from ..formats.catalog import KVScheme, kv_scheme
@@ -142,7 +142,7 @@ class _Record:
     def _moments(self, layer: int, keys: Tensor) -> tuple[KeyMoments, KeyMoments] | None:
         length, dim = SINKS + keys.shape[2], keys.shape[3]
         found = inverse_frequencies(self.config, layer, dim, length)
-        if found is None:
+        if found is None or keys.device.type not in DEVICES:
             return None
         inv_freq = found.to(keys.device)
         return KeyMoments(inv_freq, False), KeyMoments(inv_freq, True)

@@ -220,7 +220,8 @@ class Batch:
     @cached_property
     def positions(self) -> Tensor:
         """Position of every new token, in its request: int64 [new tokens]."""
-        parts = [torch.arange(each.past, each.length) for each in self.requests]
+        none = torch.empty(0, dtype=torch.int64)
+        parts = [none, *(torch.arange(each.past, each.length) for each in self.requests)]
         return _sent(torch.cat(parts), self.device)
 
     def windows(self, window: int) -> list[tuple[slice, Tensor | None]]:

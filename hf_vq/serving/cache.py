@@ -236,7 +236,7 @@ class PagedCodes(PagedAttentionCache):
         out = torch.zeros_like(query)  # rows behind those of the batch fill it up, where graphs are
         if self.codes.formats[index].tables:
             slots = kwargs["write_index"][self.codes.index]
-            layer.put(key, value, slots, self.batch.positions)
+            layer.put(key, value, slots, self.batch.positions if layer.turns else None)
             ones, prompts = self.batch.table, self.batch.prompts
             if ones is not None:
                 out[:, :, ones.rows] = _through(layer, ones, query[:, :, ones.rows], options)

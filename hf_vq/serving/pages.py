@@ -202,6 +202,11 @@ class LayerPages:
         self.rotary = rotary
         self._views: dict[torch.dtype, KVCacheView] = {}
 
+    @property
+    def turns(self) -> bool:
+        """Whether keys have a rotary mean."""
+        return self.rotary_mean is not None and self.rotary is not None
+
     def _turning(self, positions: Tensor) -> Tensor | None:
         """R_n m of positions int64 [n] or [requests, n]: [1 or requests, H, n, dim]; None = 0."""
         if self.rotary_mean is None or self.rotary is None:
@@ -277,7 +282,7 @@ class LayerPages:
     def write(self, keys: Tensor, values: Tensor, batch: Batch) -> None:
         """Encode the new tokens of a batch: keys and values [1, H, new tokens, dim]."""
         k, v = self.k, self.v
-        keys = self._standing(keys, batch.positions)
+        keys = self._standing(keys, batch.positions if self.turns else None)
         if k.side.layout != ROWS:
             for rows, number, at in batch.spans:
                 some = keys[:, :, rows], values[:, :, rows]
