@@ -45,7 +45,8 @@ def campaign() -> str:
         for name, some in shown.items()
     ]
     head = ["what", "tried", "crashes", "hangs", "other findings"]
-    return f"{markdown_table(head, rows)}\n\n{' '.join(map(source, records))}"
+    more = "".join(f" And `{record['command']}`." for record in records[1:])
+    return f"{markdown_table(head, rows)}\n\n{source(records[0])}{more}"
 
 
 def soak() -> str:
@@ -71,9 +72,8 @@ def soak() -> str:
         for record in records
         for row in record["results"]["rows"]
         for kind, name in (
-            ("rss", "of the process"),
-            ("gpu", "of the GPU: tensors"),
-            ("gpu_driver", "of the GPU: all"),
+            ("rss", "process"),
+            ("gpu_driver", "GPU"),
         )
         if f"{kind}_begin" in row
     ]  # fmt: skip
@@ -126,16 +126,13 @@ def sanitizers() -> str:
         rows.append([tool, *(f"{count:,}" for count in sums), why])
     head = ["tool", "kernels", "problems", "errors", "left out"]
     notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
-    what = f"Compute-sanitizer: {record['settings']['sanitizer']}."
+    what = f"Compute-sanitizer: {record['settings']['sanitizer'].partition(' (')[0]}."
     earlier = Counter(
-        (row["revision"][:7], row["tool"])
+        row["revision"][:7]
         for row in record["results"]["rows"]
         if row.get("revision") not in (None, record["revision"])
     )
-    notes += [
-        f"{tool} of {count} of the ops ran at {revision}, on the same kernels."
-        for (revision, tool), count in earlier.items()
-    ]
+    notes += [f"{some} pairs of tool and op ran at {rev}." for rev, some in earlier.items()]
     return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, source(record)])}"
 
 

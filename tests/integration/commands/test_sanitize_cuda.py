@@ -291,6 +291,4 @@ def test_a_run_of_some_ops_keeps_the_rows_of_others(script, monkeypatch, tmp_pat
     assert record["settings"]["silent"]["memcheck"] == {"linear": "1", "vptq": "1"}
     record["results"]["rows"][0]["revision"] = "0123456789ab"
     monkeypatch.setattr(fuzz_tables, "read_record", {script.report.SUITE: record}.get)
-    assert "memcheck of 1 of the ops ran at 0123456, on the same kernels." in (
-        fuzz_tables.sanitizers()
-    )
+    assert "1 pairs of tool and op ran at 0123456." in (fuzz_tables.sanitizers())
