@@ -173,7 +173,9 @@ def test_models_that_write_nothing_read_random_tokens(name, tmp_path, said):
     plain = kind.from_pretrained(tmp_path, quantization_config=VQConfig(activations=None))
     state, streamed = model.state_dict(), plain.state_dict()
     codes = [key for key in about_codes(model) if torch.equal(state[key], streamed[key])]
-    assert state.keys() == streamed.keys() and not codes, "every layer was heard"
+    assert state.keys() == streamed.keys()
+    outside = ["cls.predictions.transform.dense.weight"] if name == "bert" else []
+    assert codes == outside, "every layer of a block was heard"
 
 
 def about_codes(model):
