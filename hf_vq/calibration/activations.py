@@ -36,7 +36,7 @@ from .text import context_of, find_text, sample_text, sequences_of, tokenizer_of
 logger = logging.get_logger("hf_vq")
 
 TOKENS = 1024
-_CONTEXT = 64  # of own words and random tokens: first tokens are a kind of their own
+_CONTEXT = 64  # of own words and random tokens: first tokens are special
 _CONTEXT_OF_TEXT = 256
 _ROOM = 1.15  # for activations and codes, in units of the dense model
 _CHARACTERS = 12  # of a data set for every token
@@ -189,7 +189,7 @@ class ActivationPass:
         layers: Mapping[str, nn.Module],
         device: torch.device,
     ) -> list[Site]:
-        """What the layers of one block read; nothing where the model cannot run."""
+        """Inputs of the layers of one block; nothing where the model cannot run."""
         listener = Listener(block=self._width)
         try:
             for hidden in blocks.hidden if not self._failed else ():
@@ -257,7 +257,7 @@ class ActivationPass:
                     return sample_text(
                         model, count, context, seed=seed, progress=True, random_starts=count // 2
                     )
-            except Exception as error:  # an encoder, a model without a head, ..: any of its own
+            except Exception as error:  # an encoder, a model without a head, ..
                 logger.info("hf_vq: no text of the model: %s Random tokens are read.", error)
             self.facts = {"text": RANDOM}
         if self.facts["text"] == RANDOM:
@@ -282,7 +282,7 @@ class _Known:
         self._made: dict[tuple[str, int], dict[str, Any]] = {}
 
     def of(self, target: Target, index: int) -> dict[str, Any]:
-        """Those of one matrix; equal for layers of the site with equal schemes."""
+        """Arguments for one matrix; equal for layers of the site with equal schemes."""
         scheme = self.owner.schemes[target.layer]
         assert isinstance(scheme, VQScheme)
         key = (scheme.spec(), index)
