@@ -9,6 +9,7 @@ is recorded is of that second file, so that no fit decides about it.
 import hashlib
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -213,9 +214,10 @@ def saved_case(name: str, dense: Path, work: Path) -> Path:
     """
     options = {"modules_to_not_convert": _SKIPS, **CASES[name][1]}
     with scaled_models():
-        model = AutoModelForCausalLM.from_pretrained(
-            dense, quantization_config=VQConfig(activations=None, **options)
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*loses much quality")
+            asked = VQConfig(activations=None, **options)
+        model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=asked)
     model.save_pretrained(work / "fitted")
     config = json.loads((work / "fitted" / "config.json").read_text(encoding="utf-8"))
     provenance = config["quantization_config"]["provenance"]
