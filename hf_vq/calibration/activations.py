@@ -31,12 +31,12 @@ from .blocks import Blocks, WholeModel, find_blocks
 from .hessians import Listener, Site
 from .offload import free_memory
 from .targets import Target, decode_target, fit_target, replace_layers, targets_of
-from .text import context_of, find_text, sequences_of, tokenizer_of
+from .text import context_of, find_text, sample_text, sequences_of, tokenizer_of
 
 logger = logging.get_logger("hf_vq")
 
 TOKENS = 1024
-_CONTEXT = {OWN_WORDS: 64, RANDOM: 1024}
+_CONTEXT = 64  # of own words and random tokens: first tokens are special
 _CONTEXT_OF_TEXT = 256
 _ROOM = 1.15  # for activations and codes, in units of the dense model
 _CHARACTERS = 12  # of a data set for every token
@@ -189,7 +189,7 @@ class ActivationPass:
         layers: Mapping[str, nn.Module],
         device: torch.device,
     ) -> list[Site]:
-        """What the layers of one block read; nothing where the model cannot run."""
+        """Inputs of the layers of one block; nothing where the model cannot run."""
         listener = Listener(block=self._width)
         try:
             for hidden in blocks.hidden if not self._failed else ():
@@ -245,19 +245,24 @@ class ActivationPass:
         if not isinstance(self.given, str):
             return torch.atleast_2d(torch.as_tensor(self.given))
         seed, longest = self.config.seed, context_of(model, None)
-        context = min(_CONTEXT.get(self.given, _CONTEXT_OF_TEXT), longest)
+        drawn = self.given in (OWN_WORDS, RANDOM)
+        context = min(_CONTEXT if drawn else _CONTEXT_OF_TEXT, longest)
         if self.given == OWN_WORDS:
             offloaded = any(parameter.is_meta for parameter in model.parameters())
             try:
                 if not offloaded:  # every token would load the whole model
-                    return sequences_of(model, None, None, TOKENS, context, seed, progress=True)
-            except Exception as error:  # an encoder, a model without a head, ..: any of its own
+                    # The first token of a text may have inputs like no other's, and which of
+                    # them are large can depend on it: Qwen2.5's differ behind its own first token.
+                    count = TOKENS // context
+                    return sample_text(
+                        model, count, context, seed=seed, progress=True, random_starts=count // 2
+                    )
+            except Exception as error:  # an encoder, a model without a head, ..
                 logger.info("hf_vq: no text of the model: %s Random tokens are read.", error)
             self.facts = {"text": RANDOM}
         if self.facts["text"] == RANDOM:
             size = model.get_input_embeddings().num_embeddings
             generator = torch.Generator().manual_seed(seed)
-            context = min(_CONTEXT[RANDOM], longest)
             return torch.randint(size, (TOKENS // context, context), generator=generator)
         tokenizer = tokenizer_of(model, self.files)
         return sequences_of(model, self.text, tokenizer, TOKENS, context, seed, progress=True)
@@ -277,7 +282,7 @@ class _Known:
         self._made: dict[tuple[str, int], dict[str, Any]] = {}
 
     def of(self, target: Target, index: int) -> dict[str, Any]:
-        """Those of one matrix; equal for layers of the site with equal schemes."""
+        """Arguments for one matrix; equal for layers of the site with equal schemes."""
         scheme = self.owner.schemes[target.layer]
         assert isinstance(scheme, VQScheme)
         key = (scheme.spec(), index)

@@ -179,9 +179,18 @@ def _too_short(have: int, need: int) -> VQCalibrationError:
 
 
 def sample_text(
-    model: Any, count: int, length: int, *, seed: int = 0, progress: bool = False
+    model: Any,
+    count: int,
+    length: int,
+    *,
+    seed: int = 0,
+    progress: bool = False,
+    random_starts: int = 0,
 ) -> Tensor:
     """Sample token ids [count, length] from the model, from its first token on.
+
+    Args:
+        random_starts: sequences, the last ones, that begin with a random token instead.
 
     Raises:
         VQCalibrationError: the model has no token that begins a text, or its logits are not
@@ -200,19 +209,20 @@ def sample_text(
     if first is None:
         raise VQCalibrationError("the model has no first token to write text from; give it a text.")
     generator = torch.Generator().manual_seed(seed)
+    starts = torch.full((count, 1), first)
+    if random_starts:
+        size = model.get_input_embeddings().num_embeddings
+        starts[-random_starts:] = torch.randint(size, (random_starts, 1), generator=generator)
     at_once = max(1, _WRITTEN_AT_ONCE // length)  # a cache of keys and values for each
-    written = [
-        _written(model, first, min(at_once, count - done), length, generator, progress)
-        for done in range(0, count, at_once)
-    ]
+    written = [_written(model, some, length, generator, progress) for some in starts.split(at_once)]
     return torch.cat(written)
 
 
 def _written(
-    model: Any, first: int, count: int, length: int, generator: torch.Generator, progress: bool
+    model: Any, starts: Tensor, length: int, generator: torch.Generator, progress: bool
 ) -> Tensor:
     cache, place = DynamicCache(config=model.config), place_of(model)
-    written = [torch.full((count, 1), first)]
+    written = [starts]
     for _ in bar(range(length - 1), "writing text", progress):
         token = written[-1].to(place)
         logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1]

@@ -9,6 +9,7 @@ is recorded is of that second file, so that no fit decides about it.
 import hashlib
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,10 @@ def saved_case(name: str, dense: Path, work: Path) -> Path:
     """
     options = {"modules_to_not_convert": _SKIPS, **CASES[name][1]}
     with scaled_models():
-        model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=VQConfig(**options))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*loses much quality")
+            asked = VQConfig(activations=None, **options)
+        model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=asked)
     model.save_pretrained(work / "fitted")
     config = json.loads((work / "fitted" / "config.json").read_text(encoding="utf-8"))
     provenance = config["quantization_config"]["provenance"]
@@ -236,7 +240,7 @@ def saved_layout(method: str, dense: Path, work: Path) -> Path:
     del tensors[f"{layer}.weight"]
     tensors |= {f"{layer}.{attribute}": tensor for attribute, tensor in own.items()}
     config = json.loads((dense / "config.json").read_text(encoding="utf-8"))
-    about = VQConfig(layouts={layer: layout}).to_dict()
+    about = VQConfig(layouts={layer: layout}, activations=None).to_dict()
     others = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
     skips = ["lm_head", *(name for name in others if name != layer)]
     config["quantization_config"] = {**about, "modules_to_not_convert": skips}

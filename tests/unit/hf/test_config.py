@@ -84,7 +84,7 @@ def test_it_lives_in_a_model_config(tmp_path):
         ({"modules_to_not_convert": [""]}, "list of names"),
         ({"modules_to_not_convert": ["("]}, "regular expression"),
         ({"quant_method": "gptq"}, "another library"),
-        ({"format_version": 4}, "pip install -U hf_vq"),
+        ({"format_version": 5}, "pip install -U hf_vq"),
         ({"format_version": "1"}, "format_version must be an integer"),
         ({"provenance": "me"}, "provenance must be a dict"),
         ({"provenance": {"relative_error": [1]}}, "relative_error"),
@@ -129,12 +129,16 @@ def test_a_newer_file_says_so_before_its_new_fields_are_read():
 
 def test_two_bits_advise_calibration_once(monkeypatch, recwarn):
     monkeypatch.setattr(module, "_warned", set())
-    VQConfig("vq-2")
-    VQConfig("vq-2")
+    for options in ({}, {}, {"activations": None}, {"calibration": "model"}):
+        VQConfig("vq-2", **options)
     VQConfig("vq-3")
+    VQConfig("vq-4", activations=None)
+    VQConfig("vq-3", activations=None)
+    cure = "hf-vq calibrate MODEL OUT --scheme {0}, or VQConfig('{0}', calibration='model'). Or use"
     assert [str(warning.message) for warning in recwarn if "calibrat" in str(warning.message)] == [
-        "vq-2 loses much quality without calibration data: give a text, "
-        'VQConfig(..., calibration="text.txt"), or use vq-3 or vq-4.'
+        f"vq-2 loses much quality without calibration: {cure.format('vq-2')} more bits.",
+        "vq-3 loses much quality without activations or calibration: "
+        f"{cure.format('vq-3')} more bits.",
     ]
 
 
