@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DEVICES = ("cpu",)
-"""Types of devices on which rotary means are measured. On an H200, attention of one token takes 1.24
-to 1.49 times as long with them (4 query heads for each key/value head)."""
+"""Types of devices on which rotary means are measured. On an H200, attention of one token takes
+1.24 to 1.49 times as long with them (4 query heads for each key/value head)."""
 _NOT_LIKE_THAT = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
 
 
