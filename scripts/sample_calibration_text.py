@@ -2,13 +2,19 @@
 
     python scripts/sample_calibration_text.py sample PARTS smollm2 MODEL_DIR --seconds 1200
     python scripts/sample_calibration_text.py sample PARTS qwen MODEL_DIR --seconds 1200
+    python scripts/sample_calibration_text.py sample PARTS tinybooks MODEL_DIR --seconds 300
     python scripts/sample_calibration_text.py pack PARTS      # at most 1 MB, every kind in turn
 
 Every document is a prompt of this file and what the model makes of it at temperature 1, of all
 tokens. SmolLM2-135M-Instruct writes prose, answers and explanations; Qwen2.5-Coder-0.5B-Instruct
-writes code, mathematics and other languages (both Apache-2.0, so the text may be shipped). A batch
-is seeded by its number, and kept in a file of its own: a stopped run goes on. The packed file, and
-not this script, is the definition of the text: another version of PyTorch samples other words.
+writes code, mathematics and other languages (both Apache-2.0, so the text may be shipped);
+tinybooks-17m, which is of this project, writes stories. A batch is seeded by its number, and kept
+in a file of its own: a stopped run goes on. `pack` fills what is missing to 1 MB with the code, the
+documents and the demo's text of this project. The packed file, and not this script, is the
+definition of the text: another version of PyTorch samples other words.
+
+The file of today: 16 documents each of SmolLM2's prose and answers (batches 0 and 1), stories, and
+the rest of this project; see the line that `pack` prints.
 """
 
 from __future__ import annotations
@@ -77,14 +83,24 @@ FOREIGN = (
     "Напиши короткий текст на тему «{topic}».", "Escreva um texto curto sobre {topic}.",
     "{topic}에 대해 짧은 글을 써 주세요.", "اكتب نصا قصيرا عن {topic}.",
 )  # fmt: skip
-KINDS = {"smollm2": ("prose", "chat"), "qwen": ("code", "foreign", "math")}
+KINDS = {"smollm2": ("prose", "chat"), "qwen": ("code", "foreign", "math"), "tinybooks": ("story",)}
+OWN = ("hf_vq/**/*.py", "kernels/**/*.[ch]*", "docs/**/*.md", "tests/models/*.txt")
+"""Files of this project that fill what is missing, in pieces of PIECE characters."""
+PIECE = 2000
 
 
 def prompts(kind: str, count: int, seed: int) -> list[str]:
     """Prompts of a kind: forms and subjects by chance."""
     chance = random.Random(f"{kind} {seed}")
     topics, subjects = (text.replace("\n", "|").split("|") for text in (TOPICS, SUBJECTS))
-    forms = {"prose": PROSE, "chat": CHAT, "code": CODE, "math": MATH, "foreign": FOREIGN}[kind]
+    forms = {
+        "prose": PROSE,
+        "chat": CHAT,
+        "code": CODE,
+        "math": MATH,
+        "story": PROSE,
+        "foreign": FOREIGN,
+    }[kind]
     found = []
     for _ in range(count):
         topic = chance.choice(topics)
@@ -124,7 +140,7 @@ def documents(model: Any, tokenizer: Any, kind: str, batch: list[str], seed: int
     import torch
 
     asked = batch
-    if kind != "prose":
+    if kind not in ("prose", "story"):
         asked = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": one}], tokenize=False, add_generation_prompt=True
@@ -142,8 +158,19 @@ def documents(model: Any, tokenizer: Any, kind: str, batch: list[str], seed: int
     answers = tokenizer.batch_decode(
         written[:, inputs.input_ids.shape[1] :], skip_special_tokens=True
     )
-    join = "" if kind == "prose" else "\n\n"
+    join = "" if kind in ("prose", "story") else "\n\n"
     return [(one + join + answer).strip() for one, answer in zip(batch, answers, strict=True)]
+
+
+def own_pieces() -> list[str]:
+    """The code and the documents of this project, in pieces."""
+    root = Path(__file__).parents[1]
+    found = []
+    for pattern in OWN:
+        for path in sorted(root.glob(pattern)):
+            text = path.read_text(encoding="utf-8").strip()
+            found += [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+    return found
 
 
 def pack(folder: Path) -> None:
@@ -151,6 +178,12 @@ def pack(folder: Path) -> None:
     kinds: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*.json")):
         kinds.setdefault(path.name.partition("-")[0], []).extend(json.loads(path.read_text()))
+    missing = MOST - sum(len(t.encode()) + 2 for texts in kinds.values() for t in texts)
+    own = own_pieces()
+    random.Random(0).shuffle(own)
+    while missing > 0 and own:
+        kinds.setdefault("own", []).append(own.pop())
+        missing -= len(kinds["own"][-1].encode()) + 2
     # In proportion to their number, so that all kinds last to the end.
     order = sorted(
         ((index + 0.5) / len(texts), kind, text)
@@ -159,7 +192,6 @@ def pack(folder: Path) -> None:
     )
     text = "\n\n".join(document for _, _, document in order)
     data = text.encode()[:MOST].decode(errors="ignore").encode()
-    OUT.parent.mkdir(exist_ok=True)
     OUT.write_bytes(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
     sizes = {kind: sum(len(t.encode()) for t in texts) for kind, texts in kinds.items()}
     print(f"{len(data)} bytes of text, {OUT.stat().st_size} compressed; sampled: {sizes}")

@@ -20,6 +20,9 @@ SHRINKAGE = 0.5
 """Weight of the pooled Hessian in each expert's, in tokens per input feature: an expert with few
 tokens is calibrated on the tokens of the other experts, too."""
 
+HELD_OUT = 1 / 8
+"""Part of a sequence, at its end, that chooses the damping and that errors are reported on."""
+
 
 @dataclass
 class Site:
@@ -31,15 +34,24 @@ class Site:
         total: sum of x x^T [experts or 1, in, in], float32: the damping of H is far above its
             rounding.
         tokens: number of inputs x of each expert.
+        held_out: sum of x x^T [in, in] of inputs that are not in `total`; None = all are.
+        held_tokens: number of those.
     """
 
     layers: list[str]
     total: Tensor
     tokens: list[int]
+    held_out: Tensor | None = None
+    held_tokens: int = 0
 
     def add(self, x: Tensor, expert: int = 0) -> None:
-        """Add inputs [..., in] to the sum."""
+        """Add inputs [..., in] to the sum; with `held_out`, the last HELD_OUT of them to that."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
+        if self.held_out is not None:
+            count = int(HELD_OUT * len(rows))
+            rows, held = rows[: len(rows) - count], rows[len(rows) - count :]
+            self.held_out.addmm_(held.T, held)
+            self.held_tokens += count
         self.total[expert].addmm_(rows.T, rows)
         self.tokens[expert] += len(rows)
 
@@ -50,9 +62,13 @@ class Site:
         prior = SHRINKAGE * self.total.shape[-1]
         return (self.total[expert] + prior * self.pooled) / (self.tokens[expert] + prior)
 
+    def held_hessian(self) -> Tensor | None:
+        """The same of the held-out inputs; None if there are none."""
+        return None if not self.held_tokens else self.held_out / self.held_tokens  # type: ignore
+
     def release(self) -> None:
         """Free the memory; the site cannot be used afterwards."""
-        self.total = torch.empty(0)
+        self.total, self.held_out = torch.empty(0), None
         self.__dict__.pop("pooled", None)
 
     @cached_property
@@ -66,16 +82,17 @@ class Listener:
 
     Args:
         gradients: also record the gradients of their outputs.
+        hold_out: keep a part of the inputs of layers that are not experts apart (HELD_OUT).
 
     Attributes:
         sites: in the order of the first call; a layer without a token has no site.
         weights: sum of the squared gradients of each output [experts * out], by tensor.
     """
 
-    def __init__(self, gradients: bool = False) -> None:
+    def __init__(self, gradients: bool = False, hold_out: bool = False) -> None:
         self.sites: list[Site] = []
         self.weights: dict[str, Tensor] = {}
-        self.gradients = gradients
+        self.gradients, self.hold_out = gradients, hold_out
         self._site: dict[str, Site] = {}  # by layer
         # Inputs of this pass. They stay alive, so identity tells whether two layers share one.
         self._recorded: list[tuple[Tensor, Site]] = []
@@ -112,7 +129,9 @@ class Listener:
         site = self._site.get(name)
         if site is None:
             site = next((site for recorded, site in self._recorded if recorded is x), None)
-            site = self._new(name, x, 1) if site is None else site
+            if site is None:
+                site = self._new(name, x, 1)
+                site.held_out = torch.zeros_like(site.total[0]) if self.hold_out else None
             if name not in site.layers:
                 site.layers.append(name)
             self._site[name] = site

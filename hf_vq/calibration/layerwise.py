@@ -27,7 +27,7 @@ from ..fit.qoq_calibrated import CLIPS
 from ..formats.catalog import LinearScheme, linear_scheme
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
-from ..hf.calibration_options import OWN_WORDS, choices
+from ..hf.calibration_options import CPU_TOKENS, OWN_WORDS, TOKENS, choices
 from ..hf.config import VQConfig
 from ..hf.quantize_op import Progress
 from ..ops import decode_weight
@@ -36,7 +36,7 @@ from .distributed import ProcessGroup
 from .finetune import ENTRY_STEP, TunedBlock, tune_block, tune_model
 from .hessians import Listener, Site
 from .ldlq_groups import LdlqGroups
-from .offload import weight_of
+from .offload import place_of, weight_of
 from .qoq import BY_BLOCK, Trial, transform_model
 from .resume import CodedBlock, ResumeFolder, open_resume_folder
 from .targets import Target, replace, targets_of
@@ -79,7 +79,7 @@ class WeightCalibration:
         self.files = files
         self.config, self.options = config, config.calibration
         self.text, self.facts = find_text(
-            self.options["text"], self.options["tokens"] * _CHARACTERS
+            self.options["text"], (self.options["tokens"] or TOKENS) * _CHARACTERS
         )
         _check_device(self.options.get("device"))
         self.prefix = find_blocks(model, schemes)
@@ -112,6 +112,9 @@ class WeightCalibration:
             VQConfigError: no choice of the candidate schemes reaches `target_bits`.
         """
         facts: dict[str, Any] = {"output_error": {}, "fallbacks": {}}
+        if self.options["tokens"] is None:
+            where = self._device or place_of(model)
+            self.options["tokens"] = CPU_TOKENS if where.type == "cpu" else TOKENS
         resume, self.processes = self.options.get("resume"), ProcessGroup()
         if self.processes.size > 1 and self.options.get("finetune"):
             raise VQCalibrationError(
@@ -223,7 +226,7 @@ class WeightCalibration:
         layers = {target.layer: model.get_submodule(target.layer) for target in targets}
         done = CodedBlock()
         with blocks.on(index, self._device) as device:
-            listener = Listener()
+            listener = Listener(hold_out=True)
             for hidden in blocks.hidden:
                 with listener.listening(layers):
                     blocks.run(index, hidden, device)
@@ -271,7 +274,7 @@ class WeightCalibration:
         progress: Progress,
     ) -> None:
         """Encode all layers that read the same tensor; adds the codes to `done`."""
-        ldlq_groups = LdlqGroups(site, self.schemes, self.config.seed, self.options["damping"])
+        ldlq_groups = LdlqGroups(site, self.schemes, self.config.seed, self.options.get("damping"))
         for name in site.layers:
             progress.start(name)
             target = self.targets[name]
@@ -321,7 +324,7 @@ class WeightCalibration:
         clips = clips if transforms.get("clip", True) else CLIPS[:1]
         found = []
         for index, matrix in enumerate(target.matrices(module)):
-            feedback = None if ldlq_groups is None else ldlq_groups.of(target, index)
+            feedback = None if ldlq_groups is None else ldlq_groups.of(target, matrix, index)
             fitted = fit_weight(
                 matrix,
                 scheme,
@@ -333,7 +336,7 @@ class WeightCalibration:
                 in_turn=transforms.get("feedback", True),
             )
             norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
-            energy = 0.0 if feedback is None else feedback.energy(matrix)
+            energy = 0.0 if feedback is None else feedback.reported_energy(matrix)
             found.append((fitted, norm, energy))
         return found[0][0] if not target.fused else _stacked(found)
 

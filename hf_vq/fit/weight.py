@@ -202,19 +202,24 @@ def _only_first(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 def _errors(
     weight: Tensor, tensors: dict[str, Tensor], scheme: VQScheme, feedback: Feedback | None
 ) -> tuple[float, float, float]:
-    """Squared error over squared norm: of the weights; of the outputs (nan without feedback); of
-    what was minimised, which is the former without feedback, and both, as damped, with it."""
-    sums = [[0.0, 0.0], [0.0, 0.0]]  # of errors and weights: squares; outputs
+    """Squared error over squared norm: of the weights; of the outputs (nan without feedback), on
+    held-out inputs if there are any; of what was minimised, which is the first without feedback,
+    and the first two on the inputs that were seen, as damped, with it."""
+    sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]  # of errors and weights: squares; outputs; held out
     for chunk, stored in _chunks(weight, tensors, scheme):
         decoded = decode_weight(stored, scheme, weight.shape[1])
         for found, values in zip(sums, (chunk - decoded, chunk), strict=True):
             found[0] += float(values.square().sum(dtype=torch.float64))
             found[1] += 0.0 if feedback is None else feedback.energy(values)
-    (error, output), (energy, whole) = sums
+            if feedback is not None and feedback.held_out is not None:
+                found[2] += feedback.reported_energy(values)
+    (error, output, unseen), (energy, whole, all_unseen) = sums
     relative_error = error / energy if energy else 0.0
     if feedback is None:
         return relative_error, math.nan, relative_error
     cost, most = output + feedback.ridge * error, whole + feedback.ridge * energy
+    if feedback.held_out is not None:
+        output, whole = unseen, all_unseen
     return relative_error, output / whole if whole else 0.0, cost / most if most else 0.0
 
 

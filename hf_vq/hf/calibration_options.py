@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 OWN_WORDS = "model"
 """Value of `text` that means: calibrate on text that the model generates."""
 
+SHIPPED = "default"
+"""Value of `text` that means: calibrate on the text that is shipped with the package."""
+
+TOKENS, CPU_TOKENS = 1 << 17, 1 << 14
+"""Default of `tokens`: on a GPU, and on a CPU, where more take hours."""
+
 MIN_CONTEXT = 16
 """Smallest `context`, in tokens of a sequence."""
 

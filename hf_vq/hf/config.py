@@ -12,7 +12,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import patches
 from ..errors import VQConfigError, shown
-from ..fit.ldlq import DAMPING
 from ..fit.rows import SEARCHES
 from ..formats.catalog import LinearScheme, linear_scheme, scheme_name
 from ..formats.integers import KINDS
@@ -31,7 +30,6 @@ CANDIDATES = ("vq-2", "vq-3", "vq-4")
 _LARGEST_SEED = 2**31 - 1
 FINETUNE = ("block", "model")
 _ADVISE_CALIBRATION = 2.5  # bits per weight
-CALIBRATION_TOKENS = 1 << 17
 
 
 class VQConfig(QuantizationConfigMixin):
@@ -57,14 +55,15 @@ class VQConfig(QuantizationConfigMixin):
         seed: seed of the rotations and of k-means.
         search: method that finds a group's scale: `search`, `least_squares` or `norm`.
         calibration: a text to calibrate on, for about half the loss: a UTF-8 file, a data set as
-            `NAME[:CONFIG[:SPLIT]]` (needs the package `datasets`), or `"model"` for text that the
-            model generates. Or a dict with the text as `text` and any of: `tokens`, number of
-            tokens to run; `context`, tokens of a sequence (None = 2048, or the model's maximum);
-            `damping` of the Hessians; `finetune`, "block" or "model", which trains scales, learned
-            codebooks, norms and biases, and codes unless `move_codes` is false; `transforms` of
-            QoQ, names and booleans (docs/qserve.md); `device` that computes the blocks, of which it
-            holds one; `resume`, a folder for intermediate results, to continue after an
-            interruption.
+            `NAME[:CONFIG[:SPLIT]]` (needs the package `datasets`), `"default"` for a mixed text
+            that comes with the package, or `"model"` for text that the model generates. Or a dict
+            with the text as `text` and any of: `tokens`, number of tokens to run (None = 131,072,
+            on a CPU 16,384); `context`, tokens of a sequence (None = 2048, or the model's maximum);
+            `damping` of the Hessians (None = chosen for each layer by held-out tokens); `finetune`,
+            "block" or "model", which trains scales, learned codebooks, norms and biases, and codes
+            unless `move_codes` is false; `transforms` of QoQ, names and booleans (docs/qserve.md);
+            `device` that computes the blocks, of which it holds one; `resume`, a folder for
+            intermediate results, to continue after an interruption.
         pass2: placement of the second pass of two-pass schemes: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or as {entry: policy}.
             The first entry that matches counts; other layers are resident. It may be given with a
@@ -414,11 +413,12 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
         raise VQConfigError(
             f"calibration has no option {', '.join(map(repr, unknown))}. Known: {', '.join(known)}."
         )
-    found = {"tokens": CALIBRATION_TOKENS, "context": None, "damping": DAMPING, **given}
+    found = {"tokens": None, "context": None, **given}
     for name in ("text", "device", "resume"):
         if name in found or name == "text":
             found[name] = _check_name(f"calibration[{name!r}]", found.get(name))
-    _check_int("calibration['tokens']", found["tokens"], MIN_CONTEXT, 2**31)
+    if found["tokens"] is not None:
+        _check_int("calibration['tokens']", found["tokens"], MIN_CONTEXT, 2**31)
     if found["context"] is not None:
         _check_int("calibration['context']", found["context"], MIN_CONTEXT, 2**31)
     if found.get("finetune") is None:
@@ -434,8 +434,11 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
             "calibration['move_codes'] must be true or false, together with 'finetune'; got "
             f"{shown(found['move_codes'])}."
         )
-    damping = found["damping"]
-    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 < damping <= 1:
+    if found.get("damping") is None:
+        found.pop("damping", None)
+    damping = found.get("damping")
+    number = isinstance(damping, (int, float)) and not isinstance(damping, bool)
+    if damping is not None and not (number and 0 < damping <= 1):
         raise VQConfigError(
             f"calibration['damping'] must be above 0 and at most 1; got {shown(damping)}."
         )

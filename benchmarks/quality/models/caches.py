@@ -38,7 +38,7 @@ class CacheRow:
     bits: Callable[[Any], float]
 
 
-class SimulatedLayer(DynamicLayer):  # type: ignore[misc]
+class SimulatedLayer(DynamicLayer):
     """Keys and values as floats, of which those that a cache would hold as codes are read rounded:
     all but SINKS first and WINDOW newest tokens. A group of tokens is rounded when it is whole.
 
@@ -86,27 +86,35 @@ def _simulated(
     return cache
 
 
+def _own(scheme: str, config: Any) -> VQCache:
+    return VQCache(config, scheme, SINKS, WINDOW)
+
+
+def _own_bits(cache: VQCache) -> float:
+    return float(cache.bits_per_element)
+
+
+def _constant(bits: float, cache: Any) -> float:
+    return bits
+
+
 def _fp8(x: Tensor) -> Tensor:
     return x.to(torch.float8_e4m3fn).float()
 
 
 def rows() -> list[CacheRow]:
     """Every row of KV caches, in the order of the table."""
-    found = [
-        CacheRow(
-            name, "scheme", lambda config, name=name: VQCache(config, name, SINKS, WINDOW),
-            lambda cache: float(cache.bits_per_element),
-        )
-        for name in SCHEMES
-    ]  # fmt: skip
-    found.append(CacheRow("fp8-e4m3", "peer", partial(_simulated, _fp8, _fp8, 1), lambda _: 8.0))
+    found = [CacheRow(name, "scheme", partial(_own, name), _own_bits) for name in SCHEMES]
+    found.append(
+        CacheRow("fp8-e4m3", "peer", partial(_simulated, _fp8, _fp8, 1), partial(_constant, 8.0))
+    )
     for bits in (4, 2):
         keys = partial(baselines.per_channel, bits=bits, tokens=_KIVI_GROUP)
         values = partial(baselines.asymmetric, bits=bits, group=_KIVI_GROUP)
         stored = bits + 32 / _KIVI_GROUP
         found.append(
             CacheRow(f"kivi-{bits}-g32", "peer", partial(_simulated, keys, values, _KIVI_GROUP),
-                     lambda _, stored=stored: stored)
+                     partial(_constant, stored))
         )  # fmt: skip
     for name, peer in libraries.CACHE_PEERS.items():
         new = partial(libraries.quantized_cache, peer)

@@ -25,7 +25,9 @@ _SHOWN = {
 def add_verb(verbs: Any) -> None:
     """Add the suite to the parser of `python -m benchmarks`."""
     parser = verbs.add_parser(NAME, help=(suite.__doc__ or "").splitlines()[0])
-    usual = {name: field.default for name, field in Options.__dataclass_fields__.items()}
+    usual: dict[str, Any] = {
+        name: field.default for name, field in Options.__dataclass_fields__.items()
+    }
     parser.add_argument("models", nargs="+", metavar="MODEL_DIR", help="unquantized models")
     add = parser.add_argument
     add("--text", type=Path, required=True, metavar="TEXT", help="UTF-8 text file")

@@ -159,7 +159,8 @@ class ModelSuite:
 
     def _cache(self, name: str) -> Iterator[dict[str, Any]]:
         options, row = self.options, next(row for row in caches.rows() if row.name == name)
-        length, made = options.kv_prompt + options.kv_scored, []
+        length = options.kv_prompt + options.kv_scored
+        made: list[Any] = []
         passages = texts.natural(self.tokenizer, options.text, length * options.kv_passages, length)
 
         def new_cache() -> Any:
