@@ -9,7 +9,7 @@ Every document is a prompt of this file and what the model makes of it at temper
 tokens. SmolLM2-135M-Instruct writes prose, answers and explanations; Qwen2.5-Coder-0.5B-Instruct
 writes code, mathematics and other languages (both Apache-2.0, so the text may be shipped);
 tinybooks-17m, which is of this project, writes stories. A batch is seeded by its number, and kept
-in a file of its own: a stopped run goes on. `pack` fills what is missing to 1 MB with the code, the
+in its own file: a stopped run goes on. `pack` fills what is missing to 1 MB with the code, the
 documents and the demo's text of this project. The packed file, and not this script, is the
 definition of the text: another version of PyTorch samples other words.
 
@@ -52,7 +52,7 @@ PROSE = (
     "The history of {topic} begins", "Review: a new book about {topic}.\n\n",
     "Chapter 3\n\nNobody in the house had ever cared about {topic}, until",
     "Scientists said on Tuesday that {topic}", "Dear editor,\n\nyour article about {topic}",
-    "In 1953, {topic}", "\"What do you know about {topic}?\" she asked.\n\n",
+    "In 1953, {topic}", "\"What do you know about {topic}?\" she requested.\n\n",
 )  # fmt: skip
 CHAT = (
     "Explain {topic} to a child.", "Write a short story about {topic}.",
@@ -139,15 +139,15 @@ def documents(model: Any, tokenizer: Any, kind: str, batch: list[str], seed: int
     """The prompts with what the model makes of them."""
     import torch
 
-    asked = batch
+    requested = batch
     if kind not in ("prose", "story"):
-        asked = [
+        requested = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": one}], tokenize=False, add_generation_prompt=True
             )
             for one in batch
         ]
-    inputs = tokenizer(asked, return_tensors="pt", padding=True, add_special_tokens=False)
+    inputs = tokenizer(requested, return_tensors="pt", padding=True, add_special_tokens=False)
     inputs = inputs.to(model.device)
     torch.manual_seed(seed)
     with torch.no_grad():

@@ -96,8 +96,8 @@ class ProcessGroup:
             return list(sites)
         own = {site.layers[0]: site for site in sites}
         found: dict[str, Site] = {}
-        about = [(site.layers, site.total.shape, site.tokens, site.held_tokens) for site in sites]
-        for layers, shape, tokens, held in (
+        about = [(site.layers, site.total.shape, site.tokens, site.unseen_tokens) for site in sites]
+        for layers, shape, tokens, unseen_tokens in (
             entry for one in self.all_gather(about) for entry in one
         ):
             site = found.get(layers[0])
@@ -107,16 +107,16 @@ class ProcessGroup:
                 mine = own.get(layers[0])
                 empty.total = torch.zeros(shape, device=device) if mine is None else mine.total
                 if len(tokens) == 1:
-                    empty.held_out = None if mine is None else mine.held_out
-                    if empty.held_out is None:
-                        empty.held_out = torch.zeros(shape[1:], device=device)
+                    empty.unseen = None if mine is None else mine.unseen
+                    if empty.unseen is None:
+                        empty.unseen = torch.zeros(shape[1:], device=device)
             site.layers = list(dict.fromkeys([*site.layers, *layers]))
             site.tokens = [a + b for a, b in zip(site.tokens, tokens, strict=True)]
-            site.held_tokens += held
+            site.unseen_tokens += unseen_tokens
         for site in found.values():
             site.total = self._sum(site.total)
-            if site.held_out is not None:
-                site.held_out = self._sum(site.held_out)
+            if site.unseen is not None:
+                site.unseen = self._sum(site.unseen)
         return list(found.values())
 
     @staticmethod

@@ -34,24 +34,24 @@ class Site:
         total: sum of x x^T [experts or 1, in, in], float32: the damping of H is far above its
             rounding.
         tokens: number of inputs x of each expert.
-        held_out: sum of x x^T [in, in] of inputs that are not in `total`; None = all are.
-        held_tokens: number of those.
+        unseen: sum of x x^T [in, in] of inputs that are not in `total`; None = all are.
+        unseen_tokens: number of those.
     """
 
     layers: list[str]
     total: Tensor
     tokens: list[int]
-    held_out: Tensor | None = None
-    held_tokens: int = 0
+    unseen: Tensor | None = None
+    unseen_tokens: int = 0
 
     def add(self, x: Tensor, expert: int = 0) -> None:
-        """Add inputs [..., in] to the sum; with `held_out`, the last HELD_OUT of them to that."""
+        """Add inputs [..., in] to the sum; with `unseen`, the last HELD_OUT of them to that."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
-        if self.held_out is not None:
+        if self.unseen is not None:
             count = int(HELD_OUT * len(rows))
-            rows, held = rows[: len(rows) - count], rows[len(rows) - count :]
-            self.held_out.addmm_(held.T, held)
-            self.held_tokens += count
+            rows, unseen = rows[: len(rows) - count], rows[len(rows) - count :]
+            self.unseen.addmm_(unseen.T, unseen)
+            self.unseen_tokens += count
         self.total[expert].addmm_(rows.T, rows)
         self.tokens[expert] += len(rows)
 
@@ -62,13 +62,13 @@ class Site:
         prior = SHRINKAGE * self.total.shape[-1]
         return (self.total[expert] + prior * self.pooled) / (self.tokens[expert] + prior)
 
-    def held_hessian(self) -> Tensor | None:
+    def unseen_hessian(self) -> Tensor | None:
         """The same of the held-out inputs; None if there are none."""
-        return None if not self.held_tokens else self.held_out / self.held_tokens  # type: ignore
+        return None if not self.unseen_tokens else self.unseen / self.unseen_tokens  # type: ignore
 
     def release(self) -> None:
         """Free the memory; the site cannot be used afterwards."""
-        self.total, self.held_out = torch.empty(0), None
+        self.total, self.unseen = torch.empty(0), None
         self.__dict__.pop("pooled", None)
 
     @cached_property
@@ -131,7 +131,7 @@ class Listener:
             site = next((site for recorded, site in self._recorded if recorded is x), None)
             if site is None:
                 site = self._new(name, x, 1)
-                site.held_out = torch.zeros_like(site.total[0]) if self.hold_out else None
+                site.unseen = torch.zeros_like(site.total[0]) if self.hold_out else None
             if name not in site.layers:
                 site.layers.append(name)
             self._site[name] = site

@@ -57,7 +57,7 @@ class LdlqGroups:
             where = f"{target.name}[{expert}]" if target.fused else target.name
             self._found[key] = Feedback(
                 hessian, scheme, rotation_of(fixed), damping=damping, where=where,
-                held_out=self.site.held_hessian(),
+                unseen=self.site.unseen_hessian(),
             )  # fmt: skip
         found = self._found[key]
         if found.damping > damping:

@@ -43,7 +43,7 @@ def choose(
         fit: encodes rows.
     """
     universal = isinstance(scheme, VQScheme) and scheme.codebook == "universal"
-    if not universal or feedback(DAMPING).held_out is None:
+    if not universal or feedback(DAMPING).unseen is None:
         return DAMPING
     count = min(ROWS, len(weight))
     rows = weight[torch.arange(count, device=weight.device) * len(weight) // count]

@@ -45,7 +45,7 @@ class Feedback:
         rotation: packed signs or matrix of that rotation.
         damping: see `DAMPING`.
         where: name of a layer, for errors.
-        held_out: the mean of x x^T of other inputs, to report errors on; None reports on `moments`.
+        unseen: the mean of x x^T of other inputs, to report errors on; None reports on `moments`.
 
     Attributes:
         damping: what was needed: the one asked for, or 10 or 100 times as much.
@@ -63,7 +63,7 @@ class Feedback:
         *,
         damping: float = DAMPING,
         where: str = "the layer",
-        held_out: Tensor | None = None,
+        unseen: Tensor | None = None,
     ) -> None:
         if not bool(moments.isfinite().all()):
             raise VQCalibrationError(
@@ -71,7 +71,7 @@ class Feedback:
                 "model in bfloat16 or float32."
             )
         self.moments, self.scheme, self.where = moments, scheme, where
-        self.rotation, self.held_out = rotation, held_out
+        self.rotation, self.unseen = rotation, unseen
         turned = self._turned()
         diagonal = turned.diagonal().clone()
         mean = float(diagonal.mean())
@@ -94,7 +94,7 @@ class Feedback:
         """What the same inputs say about weights with another rotation of the same kind."""
         return Feedback(
             self.moments, self.scheme, rotation, damping=self.damping, where=self.where,
-            held_out=self.held_out,
+            unseen=self.unseen,
         )  # fmt: skip
 
     @cached_property
@@ -116,7 +116,7 @@ class Feedback:
 
     def reported_energy(self, rows: Tensor) -> float:
         """The same on held-out inputs, if there are any."""
-        return _energy(rows, self.moments if self.held_out is None else self.held_out)
+        return _energy(rows, self.moments if self.unseen is None else self.unseen)
 
 
 def _energy(rows: Tensor, moments: Tensor) -> float:

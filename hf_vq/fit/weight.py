@@ -211,14 +211,14 @@ def _errors(
         for found, values in zip(sums, (chunk - decoded, chunk), strict=True):
             found[0] += float(values.square().sum(dtype=torch.float64))
             found[1] += 0.0 if feedback is None else feedback.energy(values)
-            if feedback is not None and feedback.held_out is not None:
+            if feedback is not None and feedback.unseen is not None:
                 found[2] += feedback.reported_energy(values)
     (error, output, unseen), (energy, whole, all_unseen) = sums
     relative_error = error / energy if energy else 0.0
     if feedback is None:
         return relative_error, math.nan, relative_error
     cost, most = output + feedback.ridge * error, whole + feedback.ridge * energy
-    if feedback.held_out is not None:
+    if feedback.unseen is not None:
         output, whole = unseen, all_unseen
     return relative_error, output / whole if whole else 0.0, cost / most if most else 0.0
 

@@ -434,11 +434,9 @@ def _check_calibration(calibration: object) -> dict[str, Any] | None:
             "calibration['move_codes'] must be true or false, together with 'finetune'; got "
             f"{shown(found['move_codes'])}."
         )
-    if found.get("damping") is None:
+    if (damping := found.get("damping")) is None:
         found.pop("damping", None)
-    damping = found.get("damping")
-    number = isinstance(damping, (int, float)) and not isinstance(damping, bool)
-    if damping is not None and not (number and 0 < damping <= 1):
+    elif isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 < damping <= 1:
         raise VQConfigError(
             f"calibration['damping'] must be above 0 and at most 1; got {shown(damping)}."
         )

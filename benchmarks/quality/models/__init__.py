@@ -1,1 +1,1 @@
-"""Suite `quality-models`: weights and KV caches of any model beside other methods, in one run."""
+"""Suite `quality-models`: weights and KV caches of any model, with other methods in one run."""

@@ -66,14 +66,14 @@ def measure(
 def _answered(
     model: Any, prompt: list[int], answer: list[int], new_cache: Callable[[], Any] | None
 ) -> tuple[bool, float]:
-    """Whether every token of the answer is the likeliest, and its mean log-probability."""
+    """True if every token of the answer is the likeliest; and its mean log-probability."""
     from transformers.cache_utils import DynamicCache
 
     cache = DynamicCache(config=model.config) if new_cache is None else new_cache()
     ids = torch.tensor([prompt], device=model.device)
     logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     right, total = True, 0.0
-    for token in answer:  # one at a time, as a cache meets them
+    for token in answer:  # one by one, as a cache meets them
         log_p = logits[0, -1].float().log_softmax(-1)
         right &= int(log_p.argmax()) == token
         total += float(log_p[token])

@@ -1,6 +1,6 @@
-"""Suite `quality-models`: weights, KV caches and passkeys on any models, with other methods beside.
+"""Suite `quality-models`: weights, KV caches and passkeys on any models, next to other methods.
 
-A model's rows are a record of their own, `quality-models-NAME.jsonl`. Every row names the revision
+Each model has its record, `quality-models-NAME.jsonl`. Every row names the revision
 that it was measured at. `--resume` keeps the rows of this revision and of the same texts, and
 measures the others; a row whose package is not installed says so.
 """
@@ -37,7 +37,7 @@ KV_CHUNK = 8  # tokens of a step that reads the cache
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and on what; as the command line names it."""
+    """Options of the suite, as the command line names them."""
 
     text: Path
     rows: tuple[str, ...] = ("*",)

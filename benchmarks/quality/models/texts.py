@@ -1,4 +1,4 @@
-"""What a model is measured on: passages of a text, and its own answers to prompts."""
+"""Texts that a model is measured on: passages of a text, and its own answers to prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Passages:
     skip: int | tuple[int, ...] = 0
 
     def facts(self) -> dict[str, Any]:
-        """What a record says of them; the digest is of the token ids."""
+        """Facts of them for a record; the digest is of the token ids."""
         digest = hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()[:16]
         skip = [self.skip] * len(self.ids) if isinstance(self.skip, int) else list(self.skip)
         count, context = self.ids.shape
@@ -86,17 +86,17 @@ def _answers(
 ) -> list[dict[str, Any]]:
     if tokenizer.chat_template is None:
         raise VQError("the tokenizer has no chat template: leave --prompts out for this model.")
-    asked = []
+    requested = []
     for line in prompts.read_text(encoding="utf-8").splitlines():
-        turns = [{"role": "user", "content": json.loads(line)["turns"][0]}]
-        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        messages = [{"role": "user", "content": json.loads(line)["turns"][0]}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         if len(ids) <= context // 2:
-            asked.append(list(ids))
+            requested.append(list(ids))
     ends = model.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends])
     found: list[dict[str, Any]] = []
-    for first in range(0, len(asked), _BATCH):
-        batch = asked[first : first + _BATCH]
+    for first in range(0, len(requested), _BATCH):
+        batch = requested[first : first + _BATCH]
         longest = max(map(len, batch))
         ids = torch.zeros(len(batch), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -116,6 +116,6 @@ def _answers(
         if len(found) >= count:
             return found[:count]
     raise VQError(
-        f"{len(found)} of {len(asked)} answers are long enough for sequences of {context} tokens, "
+        f"{len(found)} of {len(requested)} answers reach {context} tokens with their prompts, "
         f"{count} are needed: use a shorter --chat-context or fewer --chat-tokens."
     )

@@ -97,7 +97,7 @@ def test_only_answers_are_scored(tiny_model, tmp_path):
         assert len(reference[row].probabilities) == 47 - skip
         ends = tokenizer(asked[row] + ": ", add_special_tokens=False).input_ids
         assert found.ids[row, : skip + 1].tolist() == ends
-    with pytest.raises(VQError, match="answers are long enough"):
+    with pytest.raises(VQError, match="answers reach"):
         texts.chat(*arguments[:5], 48 * 4, 48)
 
 

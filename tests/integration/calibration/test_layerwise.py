@@ -477,4 +477,4 @@ def test_errors_are_those_of_tokens_that_were_not_seen(dense):
     (site,) = listener.sites
     first, last = (torch.cat([x[part] for x in seen]) for part in (slice(0, 14), slice(14, 16)))
     torch.testing.assert_close(site.hessian(), first.T @ first / len(first))
-    torch.testing.assert_close(site.held_hessian(), last.T @ last / len(last))
+    torch.testing.assert_close(site.unseen_hessian(), last.T @ last / len(last))

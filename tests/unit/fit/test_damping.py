@@ -27,8 +27,8 @@ def feedback_on(seen, unseen):
     rotation = rotation_of(fixed_tensors(SCHEME, SIZE, 0))
 
     def of(damping):
-        held_out = None if unseen is None else moments(unseen)
-        return Feedback(moments(seen), SCHEME, rotation, damping=damping, held_out=held_out)
+        other = None if unseen is None else moments(unseen)
+        return Feedback(moments(seen), SCHEME, rotation, damping=damping, unseen=other)
 
     return of
 
