@@ -16,6 +16,7 @@ from hf_vq.evaluation.record import Recorder, command_line
 
 from . import stale, suites
 from .cuda import generate_kv, tune
+from .quality.models import command as quality_models
 from .records import RESULTS, path_of
 from .tables import pages
 
@@ -82,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         suite.add_argument("--out", type=Path, help="record (default: in results)")
         suite.add_argument("--revision", help="of the source (default: git is asked)")
         suite.set_defaults(parser=suite)
+    quality_models.add_verb(verbs)
     tuning = verbs.add_parser("cuda-tune", help=(tune.__doc__ or "").splitlines()[0])
     tuning.add_argument("--tokens", type=int, nargs="+", default=list(tune.TOKENS))
     tuning.add_argument("--schemes", nargs="+", default=list(tune.SCHEMES), metavar="SCHEME")
@@ -106,6 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.suite in suites.TIMED:
             return _time(args)
+        if args.suite == quality_models.NAME:
+            return quality_models.measure(args)
         if args.suite == "cuda-tune":
             return _tune(args)
         if args.suite == "stale":

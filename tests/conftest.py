@@ -91,6 +91,22 @@ def eval_text(tinybooks: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def massive_twin(tmp_path_factory: pytest.TempPathFactory, tinybooks: Path) -> Path:
+    """The embedded model with massive channels before its linear layers: the same function."""
+    from tests.fixtures.models import outlier_twins
+
+    return outlier_twins.massive_twin(tinybooks, tmp_path_factory.mktemp("massive"))
+
+
+@pytest.fixture(scope="session")
+def key_bias_twin(tmp_path_factory: pytest.TempPathFactory, tinybooks: Path) -> Path:
+    """The embedded model as a Qwen2 with a large key bias."""
+    from tests.fixtures.models import outlier_twins
+
+    return outlier_twins.key_bias_twin(tinybooks, tmp_path_factory.mktemp("key_bias"))
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, tinybooks: Path) -> Path:
     """A random two-layer Llama with the embedded model's tokenizer: suites run on it in seconds."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM

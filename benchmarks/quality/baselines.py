@@ -24,6 +24,18 @@ def round_to_nearest(weight: Tensor, bits: int = 4, group: int = 128) -> Tensor:
     return rounded.reshape(weight.shape)
 
 
+def searched_integers(weight: Tensor, bits: int, group: int) -> Tensor:
+    """Asymmetric integers, an fp16 minimum and step per group of a row, with the range of least
+    squared error among seven clippings; the last group of a row may be shorter."""
+    found = torch.empty_like(weight, dtype=torch.float32)
+    for first in range(0, weight.shape[1], group):
+        rows = weight[:, first : first + group].float()
+        low, step = (x[:, None] for x in _clipped_range(rows, bits))
+        codes = ((rows - low) / step).round().clamp(0, 2**bits - 1)
+        found[:, first : first + group] = codes * step + low
+    return found
+
+
 def nf4(weight: Tensor, group: int = 64) -> Tensor:
     """NormalFloat 4 with one absolute maximum per group (QLoRA; bitsandbytes' default)."""
     levels = torch.tensor(_NF4, device=weight.device)
@@ -87,6 +99,30 @@ def gptq(weight: Tensor, moments: Tensor, bits: int, group: int = 128) -> Tensor
             errors[:, column - first] = error
         left[:, part.stop :] -= errors @ upper[part, part.stop :]
     return rounded
+
+
+def awq(weight: Tensor, moments: Tensor, bits: int, group: int = 128) -> Tensor:
+    """AWQ (arXiv 2306.00978): integers of W s, divided by s again, with s_i = rms(x_i)^a.
+
+    The exponent a of 0, .05 .. 1 costs least in output error, by H. The paper has the mean of
+    |x_i|, one a for all layers with the same input, and folds s into what makes x: so this is at
+    least as good as its own.
+
+    Args:
+        weight: [out, in].
+        moments: H [in, in], the mean of x x^T.
+    """
+    strength, best = moments.diagonal().clamp(min=1e-20).sqrt().float(), torch.inf
+    found = weight.float()
+    for step in range(21):
+        s = strength ** (step / 20)
+        s = s / (s.amax() * s.amin()).sqrt()
+        rounded = searched_integers(weight.float() * s, bits, group) / s
+        error = rounded - weight.float()
+        cost = float((error @ moments.float()).mul_(error).sum(dtype=torch.float64))
+        if cost < best:
+            found, best = rounded, cost
+    return found
 
 
 def _clipped_range(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:

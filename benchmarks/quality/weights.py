@@ -147,14 +147,14 @@ def _gptq_rows(
     original: Any, name: str, sequences: Tensor, reference: Reference
 ) -> Iterator[dict[str, Any]]:
     (stored, bits), model, start = GPTQ[name], copy.deepcopy(original), time.perf_counter()
-    _quantize_blocks(model, sequences, partial(baselines.gptq, bits=bits))
+    quantize_blocks(model, sequences, partial(baselines.gptq, bits=bits))
     seconds = time.perf_counter() - start
     found = score(model_forward(model), reference, BATCH).to_dict()
     yield _row(name, "baseline", stored, seconds, found)
 
 
 @torch.no_grad()
-def _quantize_blocks(
+def quantize_blocks(
     model: Any, sequences: Tensor, quantize: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
     """Quantize the linear layers of a model's blocks, each given the second moments of its inputs

@@ -230,7 +230,7 @@ class ActivationPass:
         scheme = self.schemes[target.layer]
         nothing = {"input_scale": torch.ones(target.shape[1])} if scheme.is_scaled else {}
 
-        def known_of(index: int) -> Mapping[str, Any]:
+        def known_of(matrix: Tensor, index: int) -> Mapping[str, Any]:
             return nothing if known is None else known.of(target, index)
 
         return fit_target(target, module, scheme, self.config, known_of)

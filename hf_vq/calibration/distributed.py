@@ -96,18 +96,27 @@ class ProcessGroup:
             return list(sites)
         own = {site.layers[0]: site for site in sites}
         found: dict[str, Site] = {}
-        about = [(site.layers, site.total.shape, site.tokens) for site in sites]
-        for layers, shape, tokens in (entry for one in self.all_gather(about) for entry in one):
+        about = [(site.layers, site.total.shape, site.tokens, site.unseen_tokens) for site in sites]
+        for layers, shape, tokens, unseen_tokens in (
+            entry for one in self.all_gather(about) for entry in one
+        ):
             site = found.get(layers[0])
             if site is None:
                 empty = Site([], torch.zeros(0), [0] * len(tokens))
                 site = found[layers[0]] = empty
                 mine = own.get(layers[0])
                 empty.total = torch.zeros(shape, device=device) if mine is None else mine.total
+                if len(tokens) == 1:
+                    empty.unseen = None if mine is None else mine.unseen
+                    if empty.unseen is None:
+                        empty.unseen = torch.zeros(shape[1:], device=device)
             site.layers = list(dict.fromkeys([*site.layers, *layers]))
             site.tokens = [a + b for a, b in zip(site.tokens, tokens, strict=True)]
+            site.unseen_tokens += unseen_tokens
         for site in found.values():
             site.total = self._sum(site.total)
+            if site.unseen is not None:
+                site.unseen = self._sum(site.unseen)
         return list(found.values())
 
     @staticmethod

@@ -20,6 +20,9 @@ SHRINKAGE = 0.5
 """Weight of the pooled Hessian in each expert's, in tokens per input feature: an expert with few
 tokens is calibrated on the tokens of the other experts, too."""
 
+HELD_OUT = 1 / 8
+"""Part of a sequence, at its end, that chooses the damping and that errors are reported on."""
+
 
 @dataclass
 class Site:
@@ -31,15 +34,24 @@ class Site:
         total: sum of x x^T [experts or 1, in, in], float32: the damping of H is far above its
             rounding. Or that of blocks of inputs, [experts or 1, blocks, size, size].
         tokens: number of inputs x of each expert.
+        unseen: sum of x x^T [in, in] of inputs that are not in `total`; None = all are.
+        unseen_tokens: number of those.
     """
 
     layers: list[str]
     total: Tensor
     tokens: list[int]
+    unseen: Tensor | None = None
+    unseen_tokens: int = 0
 
     def add(self, x: Tensor, expert: int = 0) -> None:
-        """Add inputs [..., in] to the sum."""
+        """Add inputs [..., in] to the sum; with `unseen`, the last HELD_OUT of them to that."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
+        if self.unseen is not None:
+            count = int(HELD_OUT * len(rows))
+            rows, unseen = rows[: len(rows) - count], rows[len(rows) - count :]
+            self.unseen.addmm_(unseen.T, unseen)
+            self.unseen_tokens += count
         if self.total.ndim == 4:
             blocks = rows.unflatten(1, (-1, self.total.shape[-1])).transpose(0, 1)
             self.total[expert].baddbmm_(blocks.transpose(1, 2), blocks)
@@ -55,9 +67,13 @@ class Site:
         prior = SHRINKAGE * self.total.shape[-1]
         return (self.total[expert] + prior * self.pooled) / (self.tokens[expert] + prior)
 
+    def unseen_hessian(self) -> Tensor | None:
+        """The same of the held-out inputs; None if there are none."""
+        return None if not self.unseen_tokens else self.unseen / self.unseen_tokens  # type: ignore
+
     def release(self) -> None:
         """Free the memory; the site cannot be used afterwards."""
-        self.total = torch.empty(0)
+        self.total, self.unseen = torch.empty(0), None
         self.__dict__.pop("pooled", None)
 
     @cached_property
@@ -72,17 +88,23 @@ class Listener:
     Args:
         gradients: also record the gradients of their outputs.
         block: size of the blocks of H that are summed, by number of inputs; None = all of H.
+        hold_out: keep a part of the inputs of layers that are not experts apart (HELD_OUT).
 
     Attributes:
         sites: in the order of the first call; a layer without a token has no site.
         weights: sum of the squared gradients of each output [experts * out], by tensor.
     """
 
-    def __init__(self, gradients: bool = False, block: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        gradients: bool = False,
+        block: Callable[[int], int] | None = None,
+        hold_out: bool = False,
+    ) -> None:
         self.block = block
         self.sites: list[Site] = []
         self.weights: dict[str, Tensor] = {}
-        self.gradients = gradients
+        self.gradients, self.hold_out = gradients, hold_out
         self._site: dict[str, Site] = {}  # by layer
         # Inputs of this pass. They stay alive, so identity tells whether two layers share one.
         self._recorded: list[tuple[Tensor, Site]] = []
@@ -119,7 +141,9 @@ class Listener:
         site = self._site.get(name)
         if site is None:
             site = next((site for recorded, site in self._recorded if recorded is x), None)
-            site = self._new(name, x, 1) if site is None else site
+            if site is None:
+                site = self._new(name, x, 1)
+                site.unseen = torch.zeros_like(site.total[0]) if self.hold_out else None
             if name not in site.layers:
                 site.layers.append(name)
             self._site[name] = site

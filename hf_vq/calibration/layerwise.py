@@ -26,7 +26,7 @@ from ..fit.qoq_calibrated import CLIPS
 from ..formats.catalog import LinearScheme, linear_scheme
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
-from ..hf.calibration_options import choices
+from ..hf.calibration_options import CPU_TOKENS, TOKENS, choices
 from ..hf.config import VQConfig
 from ..hf.quantize_op import Progress
 from .blocks import Blocks, find_blocks
@@ -35,7 +35,7 @@ from .equivalent_transforms.qoq import BY_BLOCK, Trial, transform_model
 from .finetune import ENTRY_STEP, TunedBlock, tune_block, tune_model
 from .hessians import Listener, Site
 from .ldlq_groups import LdlqGroups
-from .offload import weight_of
+from .offload import place_of, weight_of
 from .resume import CodedBlock, ResumeFolder, open_resume_folder
 from .targets import Target, decode_target, fit_target, replace_layers, targets_of
 from .text import context_of, find_text, sequences_of, tokenizer_of
@@ -80,7 +80,7 @@ class WeightCalibration:
         self.files = files
         self.config, self.options = config, config.calibration
         self.text, self.facts = find_text(
-            self.options["text"], self.options["tokens"] * _CHARACTERS
+            self.options["text"], (self.options["tokens"] or TOKENS) * _CHARACTERS
         )
         _check_device(self.options.get("device"))
         self.prefix = find_blocks(model, schemes)
@@ -113,6 +113,9 @@ class WeightCalibration:
             VQConfigError: no choice of the candidate schemes reaches `target_bits`.
         """
         facts: dict[str, Any] = {"output_error": {}, "fallbacks": {}}
+        if self.options["tokens"] is None:
+            where = self._device or place_of(model)
+            self.options["tokens"] = CPU_TOKENS if where.type == "cpu" else TOKENS
         resume, self.processes = self.options.get("resume"), ProcessGroup()
         if self.processes.size > 1 and self.options.get("finetune"):
             raise VQCalibrationError(
@@ -224,7 +227,7 @@ class WeightCalibration:
         layers = {target.layer: model.get_submodule(target.layer) for target in targets}
         done = CodedBlock()
         with blocks.on(index, self._device) as device:
-            listener = Listener()
+            listener = Listener(hold_out=True)
             for hidden in blocks.hidden:
                 with listener.listening(layers):
                     blocks.run(index, hidden, device)
@@ -272,7 +275,7 @@ class WeightCalibration:
         progress: Progress,
     ) -> None:
         """Encode all layers that read the same tensor; adds the codes to `done`."""
-        ldlq_groups = LdlqGroups(site, self.schemes, self.config.seed, self.options["damping"])
+        ldlq_groups = LdlqGroups(site, self.schemes, self.config.seed, self.options.get("damping"))
         for name in site.layers:
             progress.start(name)
             target = self.targets[name]
@@ -323,7 +326,9 @@ class WeightCalibration:
             module,
             self.schemes[target.layer],
             self.config,
-            lambda index: {"feedback": ldlq_groups and ldlq_groups.of(target, index)},
+            lambda matrix, index: {
+                "feedback": ldlq_groups and ldlq_groups.of(target, matrix, index)
+            },
             clips=clips if transforms.get("clip", True) else CLIPS[:1],
             in_turn=transforms.get("feedback", True),
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..fit import fixed_tensors
+from torch import Tensor
+
+from ..fit import FittedWeight, damping, fit_weight, fixed_tensors
 from ..fit.ldlq import Feedback
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
@@ -14,24 +16,39 @@ from .targets import Target
 
 
 class LdlqGroups:
-    """Feedback matrices of the layers of a site, one for each rotation and expert."""
+    """Feedback matrices of the layers of a site, one for each rotation, expert and damping.
+
+    Args:
+        damping: of all; None chooses it for each matrix on held-out inputs.
+    """
 
     def __init__(
-        self, site: Site, schemes: Mapping[str, LinearScheme], seed: int, damping: float
+        self, site: Site, schemes: Mapping[str, LinearScheme], seed: int, damping: float | None
     ) -> None:
         self.site, self.schemes, self.seed, self.damping = site, schemes, seed, damping
-        self.most = 0.0  # largest damping that a factorization needed
-        self._found: dict[tuple[str, int, int], Feedback] = {}
+        self.raised: dict[str, float] = {}  # dampings that a factorization needed, by tensor
+        self._found: dict[tuple[str, int, int, float], Feedback] = {}
 
-    def of(self, target: Target, expert: int = 0) -> Feedback:
-        """The feedback of one matrix."""
+    def of(self, target: Target, matrix: Tensor, expert: int = 0) -> Feedback:
+        """The feedback of one matrix [out, in]."""
+        if self.damping is not None:
+            return self._with(target, expert, self.damping)
+        scheme = self.schemes[target.layer]
+
+        def fit(rows: Tensor, feedback: Feedback) -> FittedWeight:
+            return fit_weight(rows, scheme, seed=self.seed, where=target.name, feedback=feedback)
+
+        chosen = damping.choose(matrix, scheme, lambda one: self._with(target, expert, one), fit)
+        return self._with(target, expert, chosen)
+
+    def _with(self, target: Target, expert: int, damping: float) -> Feedback:
         scheme = self.schemes[target.layer]
         rotation = (
             ("none", 0)
             if isinstance(scheme, QoQScheme)
             else (scheme.rotation, scheme.rotation_block)
         )
-        key = (*rotation, expert)
+        key = (*rotation, expert, damping)
         if key not in self._found:
             if len(self.site.tokens) > 1:
                 self._found.clear()  # else the Hessians of all experts are in memory twice
@@ -39,10 +56,13 @@ class LdlqGroups:
             fixed = fixed_tensors(scheme, len(hessian), self.seed, hessian.device)
             where = f"{target.name}[{expert}]" if target.fused else target.name
             self._found[key] = Feedback(
-                hessian, scheme, rotation_of(fixed), damping=self.damping, where=where
-            )
-            self.most = max(self.most, self._found[key].damping)
-        return self._found[key]
+                hessian, scheme, rotation_of(fixed), damping=damping, where=where,
+                unseen=self.site.unseen_hessian(),
+            )  # fmt: skip
+        found = self._found[key]
+        if found.damping > damping:
+            self.raised[target.name] = max(self.raised.get(target.name, 0.0), found.damping)
+        return found
 
     def fallbacks(self, target: Target) -> dict[str, str]:
         """Deviations from the requested calibration of one dense tensor, by its name."""
@@ -53,6 +73,6 @@ class LdlqGroups:
                 f"has experts without a token ({', '.join(none)}): calibrated on the inputs of the "
                 "other experts"
             )
-        if self.most > self.damping:
-            reasons.append(f"was calibrated with a damping of {self.most:g}")
+        if target.name in self.raised:
+            reasons.append(f"was calibrated with a damping of {self.raised[target.name]:g}")
         return {target.name: "; it ".join(reasons)} if reasons else {}

@@ -146,19 +146,19 @@ def fit_target(
     module: nn.Module,
     scheme: LinearScheme,
     config: VQConfig,
-    known_of: Callable[[int], Mapping[str, Any]],
+    known_of: Callable[[Tensor, int], Mapping[str, Any]],
     **options: Any,
 ) -> FittedWeight:
     """Encode one dense tensor of a layer; codes of experts are stacked.
 
     Args:
-        known_of: arguments of `fit_weight` that say what is known of the inputs of a matrix, by its
-            index: `feedback`, `input_scale`.
+        known_of: arguments of `fit_weight` that say what is known of the inputs of a matrix [out,
+            in] and its index: `feedback`, `input_scale`.
         options: more arguments of `fit_weight`.
     """
     found = []
     for index, matrix in enumerate(target.matrices(module)):
-        known = known_of(index)
+        known = known_of(matrix, index)
         fitted = fit_weight(
             matrix,
             scheme,
@@ -170,7 +170,7 @@ def fit_target(
         )
         norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
         feedback = known.get("feedback")
-        energy = 0.0 if feedback is None else feedback.energy(matrix)
+        energy = 0.0 if feedback is None else feedback.reported_energy(matrix)
         found.append((fitted, norm, energy))
     return found[0][0] if not target.fused else _stacked(found)
 

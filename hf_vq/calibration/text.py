@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,11 +15,12 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from ..errors import VQCalibrationError, VQError
-from ..hf.calibration_options import MIN_CONTEXT, OWN_WORDS
+from ..hf.calibration_options import MIN_CONTEXT, OWN_WORDS, SHIPPED
 from .offload import place_of
 
 CONTEXT = 2048
 _WRITTEN_AT_ONCE = 1 << 15  # tokens of a batch of generated sequences
+_SHIPPED = Path(__file__).parent / "data" / "default.txt.xz"  # made by scripts/
 _DOCUMENTS = 1 << 16  # most documents of a data set that are read
 
 
@@ -44,7 +46,7 @@ def find_text(source: str, characters: int) -> tuple[str | None, dict[str, str]]
 
     Args:
         source: a UTF-8 file, `NAME[:CONFIG[:SPLIT]]` of a data set with a column `text` (needs the
-            package `datasets`), or `OWN_WORDS`.
+            package `datasets`), `SHIPPED`, or `OWN_WORDS`.
         characters: number of characters to read from a data set; a file is read whole.
 
     Returns:
@@ -57,7 +59,9 @@ def find_text(source: str, characters: int) -> tuple[str | None, dict[str, str]]
     if source == OWN_WORDS:
         return None, {"text": OWN_WORDS}
     path = Path(source).expanduser()
-    if path.exists():
+    if source == SHIPPED:
+        text, name = lzma.decompress(_SHIPPED.read_bytes()).decode(), SHIPPED
+    elif path.exists():
         text, name = read_text(path), path.name
     else:
         text, name = _data_set_text(source, characters), source

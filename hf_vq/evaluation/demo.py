@@ -154,7 +154,7 @@ def _one_scheme(
     reloaded = load_model(saved)
     new_cache = cache_factory(reloaded, "u4")
     plain = score(model_forward(reloaded), reference, BATCH)
-    with_cache = model_forward(reloaded, new_cache, prompt=reference.skip, chunk=CHUNK)
+    with_cache = model_forward(reloaded, new_cache, prompt=reference.skip[0], chunk=CHUNK)
     cached = score(with_cache, reference, len(reference.sequences))  # weights are decoded per step
     stored = reloaded.config.quantization_config.vq_scheme
     storage = file_storage(read_headers(saved), lambda layer: stored)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,16 +66,21 @@ class Reference:
     Args:
         forward: the original.
         sequences: token ids [sequences, tokens].
-        skip: predictions at the start of each sequence that are not scored.
+        skip: predictions at the start of each sequence that are not scored; for all, or for each.
         keep_bytes: what does not fit is computed again.
     """
 
     def __init__(
-        self, forward: Forward, sequences: Tensor, *, skip: int = 0, keep_bytes: int = 2 << 30
+        self,
+        forward: Forward,
+        sequences: Tensor,
+        *,
+        skip: int | Sequence[int] = 0,
+        keep_bytes: int = 2 << 30,
     ) -> None:
         self.forward = forward
         self.sequences = sequences
-        self.skip = skip
+        self.skip = [skip] * len(sequences) if isinstance(skip, int) else list(skip)
         self._room = keep_bytes
         self._kept: dict[int, _Row] = {}
 
@@ -83,7 +88,7 @@ class Reference:
         row = self._kept.get(index)
         if row is None:
             ids = self.sequences[index]
-            logits = self.forward(ids[None])[0, self.skip :]
+            logits = self.forward(ids[None])[0, self.skip[index] :]
             log_p = logits.log_softmax(-1)
             p = log_p.exp()
             negative_entropy = torch.einsum("tv,tv->t", p, log_p)
@@ -115,7 +120,7 @@ def score(forward: Forward, reference: Reference, batch: int = 1) -> Score:
             start = time.perf_counter()
             several = forward(reference.sequences[index : index + batch])
             seconds += time.perf_counter() - start
-        log_q = several[index % batch, reference.skip :].log_softmax(-1)
+        log_q = several[index % batch, reference.skip[index] :].log_softmax(-1)
         if log_q.shape != row.probabilities.shape:
             raise VQError(
                 f"the model predicts {log_q.shape[-1]} tokens, the reference "

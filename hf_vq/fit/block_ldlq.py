@@ -50,6 +50,7 @@ class BlockFeedback:
     """
 
     ridge = 0.0  # the damping is in the energy
+    unseen = None  # no inputs are held out
 
     def __init__(
         self, moments: Tensor, scheme: VQScheme, rotation: Tensor | None, *, where: str = "layer"
@@ -89,6 +90,10 @@ class BlockFeedback:
         of the blocks: what they make of the inputs, squared."""
         parts = rows.float().unflatten(1, (len(self._damped), -1)).transpose(0, 1)
         return float(((parts @ self._damped) * parts).sum(dtype=torch.float64))
+
+    def reported_energy(self, rows: Tensor) -> float:
+        """`energy`, as there are no inputs that were not seen."""
+        return self.energy(rows)
 
     def _rotation(self, in_features: int, rotation: Tensor | None, device: torch.device) -> Tensor:
         """R of each block, x' = x R: [blocks, size, size]."""

@@ -45,6 +45,7 @@ class Feedback:
         rotation: packed signs, diagonal or matrix of that rotation.
         damping: see `DAMPING`.
         where: name of a layer, for errors.
+        unseen: the mean of x x^T of other inputs, to report errors on; None reports on `moments`.
 
     Attributes:
         damping: what was needed: the one asked for, or 10 or 100 times as much.
@@ -62,6 +63,7 @@ class Feedback:
         *,
         damping: float = DAMPING,
         where: str = "the layer",
+        unseen: Tensor | None = None,
     ) -> None:
         if not bool(moments.isfinite().all()):
             raise VQCalibrationError(
@@ -69,7 +71,7 @@ class Feedback:
                 "model in bfloat16 or float32."
             )
         self.moments, self.scheme, self.where = moments, scheme, where
-        self.rotation = rotation
+        self.rotation, self.unseen = rotation, unseen
         turned = self._turned()
         diagonal = turned.diagonal().clone()
         mean = float(diagonal.mean())
@@ -90,7 +92,10 @@ class Feedback:
 
     def turned_by(self, rotation: Tensor | None) -> Feedback:
         """What the same inputs say about weights with another rotation of the same kind."""
-        return Feedback(self.moments, self.scheme, rotation, damping=self.damping, where=self.where)
+        return Feedback(
+            self.moments, self.scheme, rotation, damping=self.damping, where=self.where,
+            unseen=self.unseen,
+        )  # fmt: skip
 
     @cached_property
     def damped(self) -> Tensor:
@@ -108,9 +113,17 @@ class Feedback:
 
     def energy(self, rows: Tensor) -> float:
         """tr(A H A^T) of rows A [n, in], not rotated: what they make of the inputs, squared."""
-        rows = rows.float()
-        found = float((rows @ self.moments.float()).mul_(rows).sum(dtype=torch.float64))
-        return max(found, 0.0)  # rounding may leave less of rows that no input meets
+        return _energy(rows, self.moments)
+
+    def reported_energy(self, rows: Tensor) -> float:
+        """The same on held-out inputs, if there are any."""
+        return _energy(rows, self.moments if self.unseen is None else self.unseen)
+
+
+def _energy(rows: Tensor, moments: Tensor) -> float:
+    rows = rows.float()
+    found = float((rows @ moments.float()).mul_(rows).sum(dtype=torch.float64))
+    return max(found, 0.0)  # rounding may leave less of rows that no input meets
 
 
 def _upper_of_inverse(matrix: Tensor) -> Tensor | None:

@@ -46,7 +46,7 @@ def fit_qoq(
         left = decode(parts[-1], scheme, rows.shape[1]) - rows
         for index, values in enumerate((left, rows)):
             sums[index] += float(values.square().sum(dtype=torch.float64))
-            sums[index + 2] += 0.0 if feedback is None else feedback.energy(values)
+            sums[index + 2] += 0.0 if feedback is None else feedback.reported_energy(values)
     error, energy, output, whole = sums
     if error > 0.9 * energy:
         raise VQFormatError(

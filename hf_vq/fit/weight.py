@@ -241,24 +241,29 @@ def _only_first(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 def _errors(
     weight: Tensor, tensors: dict[str, Tensor], scheme: VQScheme, feedback: Feedback | None
 ) -> tuple[float, float, float]:
-    """Squared error over squared norm: of the weights; of the outputs (nan without feedback); of
-    what was minimised: squares of the weights as they are rotated without feedback, and both, as
-    damped, with it."""
+    """Squared error over squared norm: of the weights; of the outputs (nan without feedback), on
+    held-out inputs if there are any; of what was minimised: squares of the weights as they are
+    rotated without feedback, and both, on the inputs that were seen, as damped, with it."""
     diagonal = tensors.get("diagonal")
-    sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]  # of errors and weights: squares; outputs; rotated
+    # Of errors and weights: squares; outputs; squares as rotated; outputs of held-out inputs.
+    sums = [[0.0] * 4, [0.0] * 4]
     for chunk, stored in _chunks(weight, tensors, scheme):
         decoded = decode_weight(stored, scheme, weight.shape[1])
         for found, values in zip(sums, (chunk - decoded, chunk), strict=True):
             found[0] += _energy(values)
             found[1] += 0.0 if feedback is None else feedback.energy(values)
             found[2] += 0.0 if diagonal is None else _energy(values / diagonal.float())
-    (error, output, scaled), (energy, whole, most) = sums
+            if feedback is not None and feedback.unseen is not None:
+                found[3] += feedback.reported_energy(values)
+    (error, output, scaled, unseen), (energy, whole, most, all_unseen) = sums
     relative_error = error / energy if energy else 0.0
     if diagonal is None:
         scaled, most = error, energy
     if feedback is None:
         return relative_error, math.nan, scaled / most if most else 0.0
     scaled, most = output + feedback.ridge * scaled, whole + feedback.ridge * most
+    if feedback.unseen is not None:
+        output, whole = unseen, all_unseen
     return relative_error, output / whole if whole else 0.0, scaled / most if most else 0.0
 
 

@@ -27,6 +27,12 @@ RANDOM = "random"
 TOKEN_IDS = "token ids"
 """What a record calls tokens that were given as such."""
 
+SHIPPED = "default"
+"""Value of `text` that means: calibrate on the text that is shipped with the package."""
+
+TOKENS, CPU_TOKENS = 1 << 17, 1 << 14
+"""Default of `tokens`: on a GPU, and on a CPU, where more take hours."""
+
 MIN_CONTEXT = 16
 """Smallest `context`, in tokens of a sequence."""
 
@@ -91,11 +97,12 @@ def check_calibration(calibration: object) -> dict[str, Any] | None:
         raise VQConfigError(
             f"calibration has no option {', '.join(map(repr, unknown))}. Known: {', '.join(known)}."
         )
-    found = {"tokens": TOKENS, "context": None, "damping": DAMPING, **given}
+    found = {"tokens": None, "context": None, **given}
     for name in ("text", "device", "resume"):
         if name in found or name == "text":
             found[name] = _check_name(f"calibration[{name!r}]", found.get(name))
-    check_int("calibration['tokens']", found["tokens"], MIN_CONTEXT, 2**31)
+    if found["tokens"] is not None:
+        check_int("calibration['tokens']", found["tokens"], MIN_CONTEXT, 2**31)
     if found["context"] is not None:
         check_int("calibration['context']", found["context"], MIN_CONTEXT, 2**31)
     if found.get("finetune") is None:
@@ -111,8 +118,9 @@ def check_calibration(calibration: object) -> dict[str, Any] | None:
             "calibration['move_codes'] must be true or false, together with 'finetune'; got "
             f"{shown(found['move_codes'])}."
         )
-    damping = found["damping"]
-    if isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 < damping <= 1:
+    if (damping := found.get("damping")) is None:
+        found.pop("damping", None)
+    elif isinstance(damping, bool) or not isinstance(damping, (int, float)) or not 0 < damping <= 1:
         raise VQConfigError(
             f"calibration['damping'] must be above 0 and at most 1; got {shown(damping)}."
         )

@@ -59,14 +59,15 @@ class VQConfig(QuantizationConfigMixin):
         seed: seed of the rotations and of k-means.
         search: method that finds a group's scale: `search`, `least_squares` or `norm`.
         calibration: a text to calibrate on, for about half the loss: a UTF-8 file, a data set as
-            `NAME[:CONFIG[:SPLIT]]` (needs the package `datasets`), or `"model"` for text that the
-            model generates. Or a dict with the text as `text` and any of: `tokens`, number of
-            tokens to run; `context`, tokens of a sequence (None = 2048, or the model's maximum);
-            `damping` of the Hessians; `finetune`, "block" or "model", which trains scales, learned
-            codebooks, norms and biases, and codes unless `move_codes` is false; `transforms` of
-            QoQ, names and booleans (docs/qserve.md); `device` that computes the blocks, of which it
-            holds one; `resume`, a folder for intermediate results, to continue after an
-            interruption.
+            `NAME[:CONFIG[:SPLIT]]` (needs the package `datasets`), `"default"` for a mixed text
+            that comes with the package, or `"model"` for text that the model generates. Or a dict
+            with the text as `text` and any of: `tokens`, number of tokens to run (None = 131,072,
+            on a CPU 16,384); `context`, tokens of a sequence (None = 2048, or the model's maximum);
+            `damping` of the Hessians (None = chosen for each layer by held-out tokens); `finetune`,
+            "block" or "model", which trains scales, learned codebooks, norms and biases, and codes
+            unless `move_codes` is false; `transforms` of QoQ, names and booleans (docs/qserve.md);
+            `device` that computes the blocks, of which it holds one; `resume`, a folder for
+            intermediate results, to continue after an interruption.
         activations: tokens whose inputs of layers say which weights matter, for a third to a
             quarter of the loss on models with large activations, in seconds: `"model"` for 1,024
             tokens that the model writes, `"random"`, a text or data set as in `calibration`, or

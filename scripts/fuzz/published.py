@@ -19,7 +19,7 @@ from mutations import change_json_file, change_safetensors
 
 from hf_vq.interop.convert import convert
 from tests.fixtures import published_models as make
-from tests.fixtures.published_turboquant import make_turboquant
+from tests.fixtures.models.published_turboquant import make_turboquant
 
 KINDS: dict[str, Any] = {
     "aqlm": lambda to: make.make_aqlm(to, shards=3),

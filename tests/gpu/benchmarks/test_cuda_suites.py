@@ -21,7 +21,7 @@ from hf_vq.codegen.families.linear import LinearProblem, choose
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import weight_scheme
-from tests.fixtures.small_llama import small_llama
+from tests.fixtures.models.small_llama import small_llama
 
 
 @pytest.mark.gpu

@@ -26,8 +26,8 @@ from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Dtype
 from hf_vq.errors import VQBackendError
 from hf_vq.formats import weight_scheme
+from tests.fixtures.models.small_llama import small_llama
 from tests.fixtures.random_weights import random_tensors
-from tests.fixtures.small_llama import small_llama
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

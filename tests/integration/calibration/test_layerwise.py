@@ -1,6 +1,7 @@
 """Calibration of weights: what is heard, in which order, what is kept on disk, what is refused."""
 
 import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from hf_vq.errors import VQCalibrationError, VQConfigError, VQError
 from hf_vq.fit.ldlq import Feedback
 from hf_vq.formats.hidden import lock
 from hf_vq.hf import VQConfig
+from hf_vq.hf.calibration_options import CPU_TOKENS, TOKENS
 from tests.fixtures import PROCESSES, ROOT
 from tests.fixtures.calibration import CALIBRATION, logits, written
 from tests.fixtures.tiny_models import CONFIGS
@@ -47,7 +49,7 @@ def test_what_is_recorded(calibrate, dense, tmp_path):
     model = calibrate(config=config)
     assert config.provenance is None and "resume" in config.calibration, "the user's is left alone"
     found = model.config.quantization_config
-    assert found.calibration == {"text": "model", "tokens": 256, "context": 32, "damping": 0.01}
+    assert found.calibration == {"text": "model", "tokens": 256, "context": 32}
     about = found.provenance["calibration"]
     assert about["fallbacks"] == {} and about["output_error"].keys() == set(
         found.provenance["relative_error"]
@@ -438,3 +440,40 @@ def test_wrong_options_are_refused(calibration, message):
 def test_two_bits_with_a_text_are_not_warned_about(recwarn, tmp_path):
     config = VQConfig("vq-2", calibration=tmp_path / "text.txt")
     assert not recwarn.list and config.calibration["text"] == str(tmp_path / "text.txt")
+
+
+def test_the_shipped_text_is_long_and_mixed_and_named():
+    """Enough for the default of a GPU, also where a token has four characters."""
+    text, facts = find_text("default", 1)
+    assert len(text) > 4 * TOKENS
+    assert facts["text"] == "default"
+    assert len(lzma.compress(text.encode())) < 400_000
+
+
+def test_a_cpu_runs_fewer_tokens_unless_told(dense, monkeypatch):
+    asked = []
+
+    def sequences(model, text, tokenizer, tokens, *rest, **options):
+        asked.append(tokens)
+        return sequences_of(model, None, tokenizer, 64, 32, 0, False)
+
+    monkeypatch.setattr(layerwise, "sequences_of", sequences)
+    config = VQConfig("vq-3", calibration="model")
+    model = AutoModelForCausalLM.from_pretrained(dense("llama"), quantization_config=config)
+    assert asked == [CPU_TOKENS]
+    assert model.config.quantization_config.calibration["tokens"] == CPU_TOKENS
+
+
+def test_errors_are_those_of_tokens_that_were_not_seen(dense):
+    """The end of each sequence is heard apart, and nothing of it is in H."""
+    layer, seen = torch.nn.Linear(8, 4), []
+    listener = Listener(hold_out=True)
+    for _ in range(3):
+        x = torch.randn(1, 16, 8)
+        with listener.listening({"layer": layer}):
+            layer(x)
+        seen.append(x[0])
+    (site,) = listener.sites
+    first, last = (torch.cat([x[part] for x in seen]) for part in (slice(0, 14), slice(14, 16)))
+    torch.testing.assert_close(site.hessian(), first.T @ first / len(first))
+    torch.testing.assert_close(site.unseen_hessian(), last.T @ last / len(last))

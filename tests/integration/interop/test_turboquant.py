@@ -16,8 +16,8 @@ from hf_vq.formats.published import TurboquantLayout
 from hf_vq.interop.convert import convert
 from hf_vq.nn.published import PublishedLinear
 from hf_vq.nn.replace import vq_modules
+from tests.fixtures.models.published_turboquant import make_turboquant, turboquant_pass
 from tests.fixtures.published_models import dense_twin
-from tests.fixtures.published_turboquant import make_turboquant, turboquant_pass
 from tests.fixtures.tiny_models import tokens
 
 LOAD = AutoModelForCausalLM.from_pretrained
