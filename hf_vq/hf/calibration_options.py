@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import VQConfigError, shown
-from ..fit.ldlq import DAMPING
 from ..formats.catalog import LinearScheme, weight_scheme
 from ..formats.qoq import QoQScheme
 

@@ -68,13 +68,13 @@ class VQConfig(QuantizationConfigMixin):
             unless `move_codes` is false; `transforms` of QoQ, names and booleans (docs/qserve.md);
             `device` that computes the blocks, of which it holds one; `resume`, a folder for
             intermediate results, to continue after an interruption.
-        activations: tokens whose inputs of layers say which weights matter, for a third to a
-            quarter of the loss on models with large activations, in seconds: `"model"` for 1,024
+        activations: tokens whose inputs of layers say which weights matter. `"model"` for 1,024
             tokens that the model writes, `"random"`, a text or data set as in `calibration`, or
-            token ids [tokens] or [sequences, tokens]. The dense model has to fit into memory; where
-            it does not, or cannot run, the log says so, and layers are quantized as with None: one
-            by one while they are read. Without effect with `calibration`, on schemes that learn
-            codebooks or do not rotate, and on layers outside of the model's blocks.
+            token ids [tokens] or [sequences, tokens]. Some models lose less so and some more
+            (docs/weights.md). The dense model has to fit into memory; where it does not, or cannot
+            run, the log says so, and layers are quantized as with None: one by one while they are
+            read. Without effect with `calibration`, on schemes that learn codebooks or do not
+            rotate, and on layers outside of the model's blocks.
         pass2: placement of the second pass of two-pass schemes: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or as {entry: policy}.
             The first entry that matches counts; other layers are resident. It may be given with a
@@ -115,7 +115,7 @@ class VQConfig(QuantizationConfigMixin):
         seed: int = 0,
         search: str = "search",
         calibration: str | dict[str, Any] | None = None,
-        activations: Any = OWN_WORDS,
+        activations: Any = None,
         pass2: str | dict[str, str] | None = None,
         embeddings: str | None = None,
         layouts: dict[str, dict[str, Any]] | None = None,

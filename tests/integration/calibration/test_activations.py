@@ -28,6 +28,7 @@ MASSIVE = 7  # a channel of the MLP
 
 
 def load(folder, scheme="vq-3", **options):
+    options.setdefault("activations", "model")
     return LOAD(folder, quantization_config=VQConfig(scheme, **options))
 
 
@@ -87,7 +88,7 @@ def test_models_come_closer_and_come_back(name, dense, tmp_path):
 
 
 def test_what_is_recorded(dense, tmp_path):
-    config = VQConfig("vq-3", seed=4)
+    config = VQConfig("vq-3", seed=4, activations="model")
     model = LOAD(dense("llama"), quantization_config=config)
     assert config.provenance is None and config.activations == "model", "the user's is left alone"
     found = model.config.quantization_config
@@ -167,7 +168,7 @@ ENCODERS = {
 def test_models_that_write_nothing_read_random_tokens(name, tmp_path, said):
     kind, config = ENCODERS[name]
     kind.from_config(config()).save_pretrained(tmp_path)
-    model = kind.from_pretrained(tmp_path, quantization_config=VQConfig())
+    model = kind.from_pretrained(tmp_path, quantization_config=VQConfig(activations="model"))
     about = model.config.quantization_config.provenance["activations"]
     assert about["text"] == "random" and not about["fallbacks"] and not said
     plain = kind.from_pretrained(tmp_path, quantization_config=VQConfig(activations=None))
@@ -189,7 +190,9 @@ def test_models_without_token_ids_are_quantized_as_they_are_read(tmp_path, said)
         image_size=32, patch_size=16,
     )  # fmt: skip
     ViTForImageClassification(config).save_pretrained(tmp_path)
-    model = ViTForImageClassification.from_pretrained(tmp_path, quantization_config=VQConfig())
+    model = ViTForImageClassification.from_pretrained(
+        tmp_path, quantization_config=VQConfig(activations="model")
+    )
     assert said == [
         "hf_vq: the layers are quantized without activations: ViTForImageClassification does not "
         "read token ids."

@@ -129,11 +129,11 @@ def test_a_newer_file_says_so_before_its_new_fields_are_read():
 
 def test_two_bits_advise_calibration_once(monkeypatch, recwarn):
     monkeypatch.setattr(module, "_warned", set())
-    for options in ({}, {}, {"activations": None}, {"calibration": "model"}):
+    for options in ({"activations": "model"}, {}, {"calibration": "model"}):
         VQConfig("vq-2", **options)
+    VQConfig("vq-3", activations="model")
+    VQConfig("vq-4")
     VQConfig("vq-3")
-    VQConfig("vq-4", activations=None)
-    VQConfig("vq-3", activations=None)
     cure = "hf-vq calibrate MODEL OUT --scheme {0}, or VQConfig('{0}', calibration='model'). Or use"
     assert [str(warning.message) for warning in recwarn if "calibrat" in str(warning.message)] == [
         f"vq-2 loses much quality without calibration: {cure.format('vq-2')} more bits.",
