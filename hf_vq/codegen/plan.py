@@ -33,7 +33,7 @@ class Scope(enum.Enum):
 
 
 class Diagonal(enum.Enum):
-    """What numbers are multiplied by before a Hadamard matrix: nothing, packed signs, fp16."""
+    """Numbers that inputs are multiplied by before a Hadamard matrix: none, packed signs, fp16."""
 
     NONE = "none"
     SIGNS = "signs"

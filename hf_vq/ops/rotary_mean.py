@@ -26,6 +26,8 @@ from .reference.codes import mean_of
 
 SMALLEST_SHARE = 0.02
 """Of what is left to the codes of a head: pairs that hold less together do not turn."""
+NOISE = 3.0
+"""The mean of n tokens holds 1 / n of their energy by chance: pairs below so much of it stand."""
 TIE = 0.7
 """A turning mean with so much of the energy of a standing one is taken: it stays right."""
 DIFFERENT = 0.9
@@ -146,7 +148,9 @@ class KeyMoments:
         tell = (self.inv_freq * self.span >= 1).to(stood.dtype)
         telling, standing_still = ((x * tell).sum(-1, keepdim=True) for x in (turned, stood))
         head = _as_good(telling, standing_still, share)
-        turns = head & (turned > share / pairs) & _as_good(turned, stood, share / pairs)
+        chance = left * (NOISE / (self.tokens * pairs))
+        holds = turned > torch.maximum(share / pairs, chance)
+        turns = head & holds & _as_good(turned, stood, share / pairs)
         rest = standing.shape[-1] - 2 * len(self.inv_freq)
         turns = torch.nn.functional.pad(_by_channel(turns, self.interleaved), (0, rest))
         return standing.masked_fill(turns, 0), turning.masked_fill(~turns, 0)

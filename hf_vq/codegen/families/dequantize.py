@@ -242,7 +242,7 @@ def choose(problem: DecodeProblem) -> DecodePlan:
 
 
 def diagonal_of(scheme: VQScheme) -> Diagonal:
-    """What a scheme multiplies inputs by before its Hadamard matrix."""
+    """Numbers that a scheme multiplies inputs by before its Hadamard matrix."""
     if scheme.is_scaled:
         return Diagonal.HALVES
     return Diagonal.SIGNS if scheme.rotation == "random_hadamard" else Diagonal.NONE

@@ -30,7 +30,8 @@ struct TurnedMean {
   }
 };
 
-constexpr float smallest_share = 0.02f, tie = 0.7f;      // SMALLEST_SHARE and TIE of hf_vq/ops/rotary_mean.py
+// SMALLEST_SHARE, TIE and NOISE of hf_vq/ops/rotary_mean.py
+constexpr float smallest_share = 0.02f, tie = 0.7f, noise = 3.0f;
 constexpr float largest_in_mean = 1267650600228229401496703205376.0f;  // 2^100
 
 __device__ inline float in_mean(float x) { return fabsf(x) <= largest_in_mean ? x : 0.0f; }
@@ -89,14 +90,14 @@ __device__ inline void measure_means(const RotaryMean& mean, int64_t position, i
   }
   const float left = fmaxf(of_warp(energy) * share_of_token - of_warp(best), 0.0f), share = smallest_share * left;
   const bool head = of_warp(told[0]) >= tie * of_warp(told[1]) - share;
-  const float least = share / max(mean.pairs, 1);
+  const float least = share / max(mean.pairs, 1), chance = left * noise * share_of_token / max(mean.pairs, 1);
 #pragma unroll
   for (int i = 0; i < each; ++i) {
     const int pair = 32 * i + lane;
     if (pair >= mean.pairs) continue;
     const float moved = turned[i][0] * turned[i][0] + turned[i][1] * turned[i][1];
     const float fixed = stood[i][0] * stood[i][0] + stood[i][1] * stood[i][1];
-    const bool turns = head && moved > least && moved >= tie * fixed - least;
+    const bool turns = head && moved > fmaxf(least, chance) && moved >= tie * fixed - least;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int channel = channel_of(mean, pair, c);

@@ -61,10 +61,8 @@ ODD = [  # spec, out_features, in_features
     ("vq4x2r1-tensor-int7-g16-none", 5, 48),
     ("vq2x8r1-universal-g128-scaled_hadamard128", 130, 1152),  # x is rotated in the fused kernel
     ("vq8x16r1-e8p-g128-scaled_hadamard128", 130, 1152),
-    ("vq1x4r1-universal-g128-scaled_hadamard128", 4096, 4096),
     ("vq4x8r1-universal-g32-scaled_hadamard32", 33, 288),
     ("vq2x8r1-universal-g0-scaled_hadamard0", 31, 1024),
-    ("vq16x9r4-tensor-g128-scaled_hadamard256", 300, 768),
 ]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 130, 1152) for name in CATALOGUE] + ODD
 ROTATED_BACK = [  # blocks of other sizes, fewer rows than a tile, more columns than warps
@@ -75,7 +73,6 @@ ROTATED_BACK = [  # blocks of other sizes, fewer rows than a tile, more columns 
     ("vq4x8r1-tensor-g512-random_hadamard64", 31, 1536),
     ("vq2x8r1-tensor-g0-random_hadamard128", 3, 300 * 1024),
     ("vq2x8r1-universal-g256-scaled_hadamard32", 600, 1280),
-    ("vq8x8r4-tensor-g128-scaled_hadamard8", 17, 640),
 ]
 
 

@@ -168,7 +168,7 @@ def test_cpu_attention(monkeypatch):
     )
     rows = {}
     both = [row for row in results["rows"] if row["threads"] == 2]
-    assert {row["name"] for row in both} == {"u4", "read", "arithmetic"}
+    assert {row["name"] for row in both} == {"u4", "u4 rotary", "read", "arithmetic"}
     assert all(row["scaling"] > 0 for row in both)
     for row in (row for row in results["rows"] if row["threads"] == 1):
         rows.setdefault(row["what"], {})[row["name"]] = row
