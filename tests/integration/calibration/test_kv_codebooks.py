@@ -89,8 +89,11 @@ def test_universal_schemes_get_means_only(load):
     found = calibrate_kv(model, "u4", ids, **SMALL)
     assert found.keys == found.values == [None, None]
     for layer, (keys, _) in exact_states(model, ids).items():
-        assert found.key_means[layer].dtype == torch.float32
-        torch.testing.assert_close(found.key_means[layer], keys.mean(1), atol=1e-5, rtol=1e-5)
+        mean, turning = found.key_means[layer], (found.key_rotary_means or [None] * 2)[layer]
+        assert mean.dtype == torch.float32
+        stands = torch.ones_like(mean, dtype=torch.bool) if turning is None else turning == 0
+        assert stands.any() and not mean[~stands].any()
+        torch.testing.assert_close(mean[stands], keys.mean(1)[stands], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

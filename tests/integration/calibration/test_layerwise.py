@@ -82,7 +82,7 @@ def test_moments_are_those_of_quantized_blocks(calibrate, dense, monkeypatch):
     layer = model.model.layers[1].self_attn.k_proj
     layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
     logits(model, written(AutoModelForCausalLM.from_pretrained(dense("llama"))))
-    x = torch.cat(inputs)
+    x = torch.cat([part[: len(part) - len(part) // 8] for part in inputs])  # others are held out
     torch.testing.assert_close(
         heard["model.layers.1.self_attn.q_proj"], x.T @ x / len(x), atol=1e-5, rtol=1e-4
     )
