@@ -178,7 +178,14 @@ def test_codes_are_those_of_what_is_left(scheme: str, shape: tuple[Any, ...]) ->
     for t in range(24):
         kv_append(keys[:, :, t : t + 1], keys[:, :, :0], view._replace(num_coded=t + 1))
     alone = to_rows(key.codes, 0, 24, key.parsed.entry_bits, key.layout)
-    assert (alone != codes).float().mean() < 0.01  # ties: sums differ in order on some processors
+    if key.parsed.codebook == "universal":
+        assert torch.equal(alone, codes)
+    # Of entries of a learned codebook that are as near, to float32, any is right.
+    found = reference.decode_rows(alone, key.codebook, key.scale[:, :, :24], key.parsed, dim)
+    apart = (found - rows).square().sum(-1) - (decoded - rows).square().sum(-1)
+    moved = (found - decoded).abs().sum(-1)
+    assert (apart.abs() <= 2.0**-20 * rows.square().sum(-1) + 4e-5 * size * moved).all()
+    assert torch.equal(key.scale[:, :, :24].nan_to_num(), scale.nan_to_num())
 
 
 def test_zeros_change_nothing() -> None:
