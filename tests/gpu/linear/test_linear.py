@@ -27,7 +27,7 @@ from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.library import linear_problem
 from hf_vq.ops.reference import codes as reference
-from tests.fixtures.cuda_layers import poison, stored
+from tests.fixtures.cuda_layers import ODD, ROTATED_BACK, poison, stored
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,44 +36,7 @@ pytestmark = [
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CATALOGUE = [name for name in WEIGHT_SCHEMES if not decodable(WEIGHT_SCHEMES[name])]
-ODD = [  # spec, out_features, in_features
-    ("vq1x3r1-tensor-g0-none", 7, 77),
-    ("vq1x16r4-tensor-g0-none", 65, 256),
-    ("vq1x4r1-universal-g16-hadamard0", 127, 176),
-    ("vq2x5r3-tensor-g16-none", 9, 48),
-    ("vq2x8r1-universal-g0-random_hadamard0", 31, 1024),
-    ("vq4x7r2-tensor-g4-none", 33, 52),
-    ("vq4x8r1-universal-g32-random_hadamard32", 1, 96),
-    ("vq8x13r3-tensor-g64-none", 65, 320),
-    ("vq8x16r1-tensor-g0-none", 300, 512),
-    ("vq16x1r1-tensor-g0-none", 5, 112),
-    ("vq16x9r4-tensor-g128-random_hadamard256", 300, 768),
-    ("vq4x8r1-tile24x20-g0-none", 50, 92),
-    ("vq8x12r1-tile1x8-g0-none", 3, 40),
-    ("vq1x2r1-tile300x7-g0-none", 301, 23),
-    ("vq2x8r1-tensor-g32-none", 130, 1152),  # one octet a chunk
-    ("vq2x8r1-tensor-g0-none", 130, 1160),  # and not a multiple of 16 columns
-    ("vq8x8r1-tensor-int7-g256-none", 65, 768),  # integers
-    ("vq4x8r3-tensor-int7-g64-none", 33, 1152),  # half an octet, an odd stage
-    ("vq4x4r4-tensor-int7-g0-hadamard128", 7, 640),  # two codes are one index
-    ("vq16x8r2-tensor-int7-g0-random_hadamard256", 130, 768),
-    ("vq8x16r1-tensor-int7-g0-none", 300, 512),  # not in shared memory
-    ("vq4x2r1-tensor-int7-g16-none", 5, 48),
-    ("vq2x8r1-universal-g128-scaled_hadamard128", 130, 1152),  # x is rotated in the fused kernel
-    ("vq8x16r1-e8p-g128-scaled_hadamard128", 130, 1152),
-    ("vq4x8r1-universal-g32-scaled_hadamard32", 33, 288),
-    ("vq2x8r1-universal-g0-scaled_hadamard0", 31, 1024),
-]
 CASES = [(WEIGHT_SCHEMES[name].spec(), 130, 1152) for name in CATALOGUE] + ODD
-ROTATED_BACK = [  # blocks of other sizes, fewer rows than a tile, more columns than warps
-    ("vq2x8r1-universal-g256-random_hadamard32", 600, 1280),
-    ("vq4x8r2-tensor-g0-hadamard4", 1, 128),
-    ("vq8x8r4-tensor-g128-random_hadamard8", 17, 640),
-    ("vq1x2r4-tensor-g128-hadamard16", 300, 256),
-    ("vq4x8r1-tensor-g512-random_hadamard64", 31, 1536),
-    ("vq2x8r1-tensor-g0-random_hadamard128", 3, 300 * 1024),
-    ("vq2x8r1-universal-g256-scaled_hadamard32", 600, 1280),
-]
 
 
 def double_weight(tensors, scheme, in_features):
