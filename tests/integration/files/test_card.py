@@ -79,7 +79,11 @@ def test_a_local_source_is_no_base_model(quantized):
 @pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
 def test_filled_cards_have_the_words_of_the_template(path):
     """Both ways: no line of the template is missing in a card, and a card has no other lines."""
-    lines = paths.card_template().read_text("utf-8").splitlines()
+    template = paths.card_template().read_text("utf-8")
+    # These models were calibrated, which takes no activations.
+    template, count = re.subn(r"{% if activations %}.*?{% endif %}\n", "", template, flags=re.S)
+    assert count == 1
+    lines = template.splitlines()
     patterns = {
         ".+".join(re.escape(part) for part in re.split(r"{{.*?}}", line))
         for line in lines
@@ -93,8 +97,7 @@ def test_filled_cards_have_the_words_of_the_template(path):
     assert len(anything) == 1 and is_ours(card)
     others = [line for line, by in matched.items() if by <= anything]
     assert len(others) == 1 and is_ours(others[0])
-    of_activations = {p for p in patterns if "which" in p and "matter" in p}  # a row of other cards
-    assert set().union(*matched.values()) | of_activations == patterns
+    assert set().union(*matched.values()) == patterns
 
 
 FOUND = {"model": "base", "text": "t.txt", "text_sha256": "0a", "tokens": 2048, "context": 128}
