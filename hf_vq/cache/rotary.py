@@ -16,8 +16,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DEVICES: tuple[str, ...] = ()
 """Types of devices on which rotary means are measured: none yet. Continuous batching does not give
-the text of single requests with them, and on an H200 attention of one token takes 1.24 to 1.49
-times as long (4 query heads for each key/value head). Calibrated ones are used everywhere."""
+the text of single requests with them, and attention takes longer. Those of a file are used
+everywhere."""
 _NOT_LIKE_THAT = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
 
 
