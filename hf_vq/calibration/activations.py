@@ -249,8 +249,9 @@ class ActivationPass:
         context = min(_CONTEXT if drawn else _CONTEXT_OF_TEXT, longest)
         if self.given == OWN_WORDS:
             offloaded = any(parameter.is_meta for parameter in model.parameters())
+            why = "its weights are offloaded, and each token would load them all"
             try:
-                if not offloaded:  # every token would load the whole model
+                if not offloaded:
                     # The first token of a text may have inputs like no other's, and which of
                     # them are large can depend on it: Qwen2.5's differ behind its own first token.
                     count = TOKENS // context
@@ -258,7 +259,8 @@ class ActivationPass:
                         model, count, context, seed=seed, progress=True, random_starts=count // 2
                     )
             except Exception as error:  # an encoder, a model without a head, ..
-                logger.info("hf_vq: no text of the model: %s Random tokens are read.", error)
+                why = f"{type(error).__name__}: {error}"
+            logger.warning("hf_vq: random tokens are read, not the model's own words: %s", why)
             self.facts = {"text": RANDOM}
         if self.facts["text"] == RANDOM:
             size = model.get_input_embeddings().num_embeddings

@@ -15,7 +15,7 @@ from .problem import Problem
 Bound = Callable[..., Tensor | None]
 """An op bound to one problem, called without torch's dispatcher; None for unsupported tensors.
 
-linear      (x, codes, codebook, scale, signs, bias) -> y
+linear      (x, codes, codebook, scale, rotation, bias) -> y
 kv_append   (x, side, at, view) -> a tensor without meaning
 kv_attention (query, view, softmax_scale, softcap) -> out, without mask, padding and sink_logits
 """

@@ -73,8 +73,8 @@ class VQConfig(QuantizationConfigMixin):
             token ids [tokens] or [sequences, tokens]. Some models lose less so and some more
             (docs/weights.md). The dense model has to fit into memory; where it does not, or cannot
             run, the log says so, and layers are quantized as with None: one by one while they are
-            read. Without effect with `calibration`, on schemes that learn codebooks or do not
-            rotate, and on layers outside of the model's blocks.
+            read. Not together with `calibration`; without effect on schemes that learn codebooks or
+            do not rotate, and on layers outside of the model's blocks.
         pass2: placement of the second pass of two-pass schemes: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or as {entry: policy}.
             The first entry that matches counts; other layers are resident. It may be given with a
@@ -158,7 +158,12 @@ class VQConfig(QuantizationConfigMixin):
         self.search = search
         self.calibration = check_calibration(calibration)
         # Of a model that is quantized already, what the file names; with calibration, nothing.
-        if calibration is None and activations is not None and (provenance is None or _stored):
+        if activations is not None and calibration is not None:
+            raise VQConfigError(
+                "calibration and activations both read the inputs of the layers, and calibration "
+                "does more: leave activations out."
+            )
+        if activations is not None and (provenance is None or _stored):
             self.activations = check_activations(activations)
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
@@ -289,9 +294,7 @@ class VQConfig(QuantizationConfigMixin):
                 "it when the model is loaded: "
                 'from_pretrained(..., quantization_config=VQConfig(pass2="offload")).'
             )
-        return super().from_dict(
-            {"activations": None, **config_dict, "_stored": True}, return_unused_kwargs, **kwargs
-        )
+        return super().from_dict({**config_dict, "_stored": True}, return_unused_kwargs, **kwargs)
 
 
 _warned: set[str] = set()

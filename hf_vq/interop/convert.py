@@ -131,8 +131,7 @@ def _unread(source: str, method: str) -> VQConfigError:
 def _check_requantize(config: VQConfig) -> None:
     """Raise if a config sets more than a scheme, `seed` and `search`."""
     plain = VQConfig(config.vq_scheme, seed=config.seed, search=config.search, provenance={})
-    # Written, not requested; or a default for models that run.
-    options = set(vars(config)) - {"format_version", "provenance", "activations"}
+    options = set(vars(config)) - {"format_version", "provenance"}  # written, not requested
     if more := sorted(name for name in options if getattr(config, name) != getattr(plain, name)):
         raise VQConfigError(
             f"requantize takes a scheme, seed and search; got {', '.join(more)} too. Leave that "

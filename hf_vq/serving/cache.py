@@ -231,7 +231,7 @@ class PagedCodes(PagedAttentionCache):
         layer = self.layers[index]
         if kwargs.get("block_table") is not None:
             table, slots = self._decoding(index, kwargs)
-            layer.put(key, value, slots, table.newest)
+            layer.put(key, value, slots, table.newest if layer.turns else None)
             return _through(layer, table, query, options)
         out = torch.zeros_like(query)  # rows behind those of the batch fill it up, where graphs are
         if self.codes.formats[index].tables:

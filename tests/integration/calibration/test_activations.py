@@ -138,6 +138,12 @@ def test_a_text_is_read(dense, tmp_path, monkeypatch):
         load(dense("llama"), activations=str(tmp_path / "nothing.txt"))
 
 
+def test_not_together_with_calibration():
+    for options in ({"calibration": "model"}, {"target_bits": 3.0}):
+        with pytest.raises(VQConfigError, match="leave activations out"):
+            VQConfig(activations="random", **options)
+
+
 @pytest.mark.parametrize(
     "given", [5, [], [1] * 8, [[1] * 16, [2] * 17], [0.5] * 32, torch.rand(32)]
 )
@@ -170,7 +176,8 @@ def test_models_that_write_nothing_read_random_tokens(name, tmp_path, said):
     kind.from_config(config()).save_pretrained(tmp_path)
     model = kind.from_pretrained(tmp_path, quantization_config=VQConfig(activations="model"))
     about = model.config.quantization_config.provenance["activations"]
-    assert about["text"] == "random" and not about["fallbacks"] and not said
+    assert about["text"] == "random" and not about["fallbacks"]
+    assert len(said) == 1 and "random tokens are read, not the model's own words" in said[0]
     plain = kind.from_pretrained(tmp_path, quantization_config=VQConfig(activations=None))
     state, streamed = model.state_dict(), plain.state_dict()
     codes = [key for key in about_codes(model) if torch.equal(state[key], streamed[key])]
@@ -237,7 +244,8 @@ def test_inputs_that_are_not_finite_fall_back(dense, tmp_path, said):
     found = load(tmp_path).config.quantization_config.provenance["activations"]
     assert found["text"] == "random"
     names = {f"model.layers.1.self_attn.{one}_proj" for one in "qkv"}
-    assert names <= set(found["fallbacks"]) and len(said) == len(found["fallbacks"])
+    assert names <= set(found["fallbacks"])
+    assert len(said) == 1 + len(found["fallbacks"]) and "own words" in said[0]
     assert not any("layers.0" in name for name in found["fallbacks"])
 
 
