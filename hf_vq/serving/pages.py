@@ -17,6 +17,7 @@ rotary_mean`) turns with the token's position in its request.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -301,13 +302,14 @@ class LayerPages:
         """What the codes of prompts say: keys and values [1, H, tokens of all, dim]."""
         keys, values = self.k.read(prompts), self.v.read(prompts)
         return (
-            self.k.decode(keys, self._mean_at(prompts.positions), 0, prompts.total, dtype),
+            self.k.decode(keys, self._mean_at(lambda: prompts.positions), 0, prompts.total, dtype),
             self.v.decode(values, None, 0, prompts.total, dtype),
         )
 
-    def _mean_at(self, positions: Tensor) -> Tensor | None:
-        """What was subtracted from the keys at `positions`, as of `_turning`."""
-        turning = self._turning(positions)
+    def _mean_at(self, positions: Callable[[], Tensor]) -> Tensor | None:
+        """Mean that was subtracted from keys at positions, as of `_turning`; these are made only
+        for keys that turn."""
+        turning = self._turning(positions()) if self.turns else None
         return self.mean if turning is None or self.mean is None else self.mean + turning
 
     def groups(self, batch: Batch) -> list[Group]:
@@ -327,9 +329,11 @@ class LayerPages:
         blocks = self.k.side.layout != ROWS and self.v.side.layout != ROWS
         if new == 1 and group.past and blocks:  # a prompt of one token attends to its floats
             first, new = group.length, 0
-        positions = torch.arange(first, first + new, device=like.device)
-        if group.shift is not None:
-            positions = positions - group.shift[:, None]
+
+        def positions() -> Tensor:
+            found = torch.arange(first, first + new, device=like.device)
+            return found if group.shift is None else found - group.shift[:, None]
+
         recent = (
             self.k.decode(keys, self._mean_at(positions), first, new, like.dtype),
             self.v.decode(values, None, first, new, like.dtype),

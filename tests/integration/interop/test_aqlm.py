@@ -335,6 +335,7 @@ def test_requantize(tmp_path, capsys):
         {"target_bits": 3.0},
         {"calibration": {"text": "model", "finetune": "block"}},
         {"pass2": "offload"},
+        {"activations": "model"},
         {"modules_to_not_convert": ["down_proj"]},
     ],
 )
