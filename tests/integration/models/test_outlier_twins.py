@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_vq.cache.kv_side import key_mean
 from hf_vq.evaluation.kv_stress import SINKS, attention_states
 from hf_vq.fit import fit_weight, fixed_tensors
 from hf_vq.formats.catalog import kv_scheme, linear_scheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops import decode_kv, decode_weight, encode_kv
+from hf_vq.ops.reference.codes import mean_of
 from tests.fixtures.models.outlier_twins import MASSIVE, input_energies, text_ids
 
 
@@ -103,7 +103,7 @@ def keys_of(model: Any, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for _, keys, _ in attention_states(model, ids).values():
         cos, sin = model.model.rotary_emb(keys, position)
         turned_back, _ = apply_rotary_pos_emb(keys, keys, cos, -sin)
-        mean = key_mean(turned_back, SINKS).expand_as(keys)
+        mean = mean_of(turned_back[:, :, SINKS:]).expand_as(keys)
         yield keys, apply_rotary_pos_emb(mean, mean, cos, sin)[0]
 
 
@@ -123,8 +123,8 @@ def test_coded_keys_lose_to_a_bias_that_turns_unless_it_is_turned_with(
     for (keys, _), (twin, constant) in zip(
         keys_of(original, ids), keys_of(biased, ids), strict=True
     ):
-        plain = coding_error(keys - key_mean(keys, SINKS), scheme)
-        assert coding_error(twin - key_mean(twin, SINKS), scheme) > 5 * plain
+        plain = coding_error(keys - mean_of(keys[:, :, SINKS:]), scheme)
+        assert coding_error(twin - mean_of(twin[:, :, SINKS:]), scheme) > 5 * plain
         assert coding_error(twin - constant, scheme) < 2 * plain
 
 
@@ -132,7 +132,9 @@ def test_key_channels_stand_out(original, massive, ids):
     """In every head a channel that no mean takes off."""
 
     def least(model: Any) -> float:
-        energies = [(k - key_mean(k, SINKS)).square().mean((0, 2)) for k, _ in keys_of(model, ids)]
+        energies = [
+            (k - mean_of(k[:, :, SINKS:])).square().mean((0, 2)) for k, _ in keys_of(model, ids)
+        ]
         return min(float((e.amax(1) / e.median(1).values).min()) for e in energies)
 
     assert least(massive) > 5 * least(original)
