@@ -133,7 +133,10 @@ def replace(
         else:
             new.assign(fitted[target.name], dense.bias)  # type: ignore[arg-type]
     new.train(dense.training)
-    new.set_shared(packaged([new], seed))
+    shared = packaged([new], seed)
+    if hook is not None:  # which moves a tensor of two names, as experts have, under one of them
+        shared = {key: tensor.to(hook.execution_device) for key, tensor in shared.items()}
+    new.set_shared(shared)
     if hook is None:
         new.to(device)
     else:

@@ -60,7 +60,8 @@ def test_integers_give_the_logits_of_the_reference(dense, monkeypatch, scheme):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 @pytest.mark.parametrize("below", ["cpu", "disk"])
-def test_offload_from_the_gpu(dense, quantized, tmp_path, name, below):
+@pytest.mark.parametrize("activations", [None, "random"])
+def test_offload_from_the_gpu(dense, quantized, tmp_path, name, below, activations):
     place = {
         "device_map": {
             "model.embed_tokens": 0, "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0,
@@ -72,7 +73,8 @@ def test_offload_from_the_gpu(dense, quantized, tmp_path, name, below):
     experts = [m for n, m in vq_modules(stored).items() if ".1." in n]
     assert all(p.is_meta for m in experts for n, p in m.named_parameters() if n in m.specs)
     assert torch.equal(logits(stored), logits(LOAD(quantized(name), device_map="cuda")))
-    flying = LOAD(dense(name), quantization_config=VQConfig(), **place)
+    config = VQConfig(activations=activations)
+    flying = LOAD(dense(name), quantization_config=config, **place)
     flying.save_pretrained(tmp_path / "flying")
     whole = LOAD(tmp_path / "flying", device_map="cuda")
     assert torch.equal(logits(flying), logits(whole))
