@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
+from importlib.machinery import PathFinder
 from typing import Any
 
 # Events.
@@ -39,6 +40,7 @@ class Patch:
         why: what does not work without it.
         fills: a slot that is filled only if it is None and its module is imported; of several with
             one replacement the first that is free.
+        waits: nothing is imported for it; if its module is not, it is made when that is.
     """
 
     target: str
@@ -46,6 +48,7 @@ class Patch:
     events: tuple[str, ...]
     why: str
     fills: bool = False
+    waits: bool = False
 
 
 TABLE = (
@@ -82,6 +85,14 @@ TABLE = (
         "options of a VQConfig that is given for a stored model, such as pass2; the tuple has no "
         "function that adds to it",
     ),
+    Patch(
+        "peft.tuners.tuners_utils:BaseTuner.inject_adapter",
+        "hf_vq.interop.adapters:decoding_for_adapters",
+        (BACKEND,),
+        "adapters that merge into codes, or read the dense weight; PEFT's backends for quantized "
+        "layers are an if-chain, which LoRA, LoHa, IA3 and others do not ask",
+        waits=True,
+    ),
     *(
         Patch(
             f"torch._inductor.config:post_grad_custom_{slot}_pass",
@@ -103,8 +114,9 @@ MODEL_METHODS = {
     "get_compiled_call": "hf_vq.capture: decoding steps replay CUDA graphs",
 }
 """Methods that `override` replaces on one model, never on its class. In addition, hf_vq gives norms
-and activations in front of W4A8 layers a new `forward` (hf/fused_activations.py) and renames
-offloaded codes in accelerate's map of a model (hf/quantize_op.py)."""
+and activations in front of W4A8 layers a new `forward` (hf/fused_activations.py), PEFT's adapters
+on codes new methods (interop/adapters.py), and renames offloaded codes in accelerate's map of a
+model (hf/quantize_op.py)."""
 
 
 @dataclass
@@ -128,7 +140,10 @@ def apply(event: str) -> None:
     with _lock:
         for patch in TABLE:
             if event in patch.events:
-                (_fill if patch.fills else _replace)(patch)
+                if patch.waits and patch.target.partition(":")[0] not in sys.modules:
+                    _wait()
+                else:
+                    (_fill if patch.fills else _replace)(patch)
         if event != TRACE:  # torch._inductor.config.patch empties slots again
             _happened.add(event)
 
@@ -147,6 +162,7 @@ def undo() -> None:
     """
     with _lock:
         _happened.clear()
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _AfterImport]
         for target, made in reversed(list(_made.items())):
             found = getattr(made.owner, made.name, None)
             inherited = made.before is _ABSENT
@@ -203,6 +219,34 @@ def restore(model: Any, *methods: str) -> None:
     """Give a model the methods of its class back."""
     for method in methods:
         model.__dict__.pop(method, None)
+
+
+class _AfterImport:
+    """A finder on `sys.meta_path`: a module for which patches wait gets them when it has run."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        """Find a module as the finders after this one do (`importlib.abc.MetaPathFinder`)."""
+        waiting = [p for p in TABLE if p.waits and p.target.partition(":")[0] == name]
+        spec = PathFinder.find_spec(name, path) if waiting else None
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_patch(module: Any) -> None:
+            run(module)
+            with _lock:
+                if _AfterImport in sys.meta_path:  # not undone since
+                    for patch in waiting:
+                        _replace(patch)
+
+        spec.loader.exec_module = run_and_patch  # type: ignore[method-assign]
+        return spec
+
+
+def _wait() -> None:
+    if _AfterImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AfterImport)
 
 
 def _get(path: str) -> Any:

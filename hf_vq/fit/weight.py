@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,7 @@ def fit_weight(
     clips: tuple[float, ...] = CLIPS,
     in_turn: bool = True,
     input_scale: Tensor | None = None,
+    fixed: Mapping[str, Tensor] | None = None,
 ) -> FittedWeight:
     """Codes, scales and (for learned codebooks) entries of `weight` [out, in].
 
@@ -71,6 +72,8 @@ def fit_weight(
         input_scale: [in], positive, of a scaled scheme and of no other: what each input is divided
             by and its weights are multiplied by before they are rotated. Its geometric mean is
             taken out; what is left is stored in fp16 (`transforms.signed_diagonal`).
+        fixed: what `fixed_tensors` would make, on the weight's device: those of a layer that is
+            encoded again. Then `seed` is of k-means only, and `input_scale` is not wanted.
 
     Raises:
         VQSchemeError: the dimensions do not fit the scheme.
@@ -84,11 +87,14 @@ def fit_weight(
         raise VQFormatError(
             f"{where} must be a float matrix [out, in]; got {weight.dtype} {list(weight.shape)}."
         )
-    _check_input_scale(input_scale, scheme, weight.shape[1], where)
+    if fixed is None:
+        _check_input_scale(input_scale, scheme, weight.shape[1], where)
     if isinstance(scheme, QoQScheme):
         return FittedWeight(*fit_qoq(weight, scheme, where, feedback, clips, in_turn))
     specs = tensor_specs(scheme, weight.shape[0], weight.shape[1], seed=seed, where=where)
-    tensors = fixed_tensors(scheme, weight.shape[1], seed, weight.device, input_scale)
+    if fixed is None:
+        fixed = fixed_tensors(scheme, weight.shape[1], seed, weight.device, input_scale)
+    tensors = dict(fixed)
     nested = scheme.stages == "nested"
     coded = scheme.merged() if nested else scheme.first_pass()
     # Of two passes that add up only the last can make up for errors: those of the first are it.

@@ -350,6 +350,9 @@ class VQHfQuantizer(HfQuantizer):
         self._checkpoint = self._model = None
         fuse_inputs(model)
         install_saving(model)
+        # PEFT's prepare_model_for_kbit_training knows libraries by name. To this name it turns
+        # checkpointing on, and leaves the dtype of scales alone. Nobody else reads it.
+        model.hqq_quantized = True
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, Any]:
@@ -380,6 +383,7 @@ class VQHfQuantizer(HfQuantizer):
         restore_modules(model, kind)
         restore_embedding(model, kind)
         remove_saving(model)
+        vars(model).pop("hqq_quantized", None)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

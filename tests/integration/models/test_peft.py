@@ -1,4 +1,4 @@
-"""LoRA adapters on a quantized model: train, save, load, with no hook of ours."""
+"""LoRA adapters on a quantized model: train, save, load; `test_peft_merging` has the rest."""
 
 import pytest
 import torch
@@ -47,9 +47,3 @@ def test_lora(quantized, tmp_path, name, dtype):
         other.save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-
-
-def test_merging_is_refused_by_peft(quantized):
-    model = peft.get_peft_model(LOAD(quantized()), peft.LoraConfig(target_modules=["q_proj"], r=2))
-    with pytest.raises(RuntimeError):
-        model.merge_and_unload()

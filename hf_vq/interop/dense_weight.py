@@ -1,0 +1,175 @@
+"""The dense weight of a `VQLinear` in place of its codes, for code that reads or changes it.
+
+layer.weight   codes uint8 --decode--> W float32 [out, in] --changed by others--> W'
+                 ^                                                                |
+                 +--------------- encode: same scheme, same rotation -------------+
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import VQBackendError, VQFormatError
+from ..fit import fit_weight
+from ..formats.qoq import QoQScheme
+from ..nn.accelerate_hooks import hook_of
+from ..nn.linear import VQLinear
+from ..nn.published import PublishedLinear
+
+_VIEW = "_dense_view"  # attribute of a layer that shows its dense weight
+_FIXED = ("signs", "diagonal", "rotation")  # keys of what no weight decides, with their suffixes
+_swapping = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Result W" of encoding a changed weight W' = W + D again.
+
+    Args:
+        error: |W" - W'|^2 / |W'|^2.
+        kept: <W" - W, D> / <D, D>, the part of the change that is left: 1 if all of it, 0 if each
+            weight was rounded to the code that it had.
+    """
+
+    error: float
+    kept: float
+
+
+class _View:
+    """Dense weight of a layer that is viewed; decoded when it is first asked for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.depth, self.encode, self.dtype = 0, False, dtype
+        self.dense: nn.Parameter | None = None
+
+    def weight(self, layer: VQLinear) -> nn.Parameter:
+        if self.dense is None:
+            if layer._parameters["weight"].is_meta:  # type: ignore[union-attr]
+                raise VQBackendError(
+                    f"{layer.where} is offloaded, and this adapter reads its weight. Load the "
+                    "model without offloading."
+                )
+            self.dense = nn.Parameter(layer.decoded(self.dtype).detach(), requires_grad=False)
+        return self.dense
+
+
+class _ShowsDense:
+    """Mixed into the class of a layer while it is viewed. The codes stay its parameter."""
+
+    @property
+    def weight(self) -> Any:
+        view: _View = self.__dict__[_VIEW]
+        return view.weight(self)  # type: ignore[arg-type]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self.__dict__[_VIEW].dense = value
+        else:
+            super().__setattr__(name, value)
+
+
+_classes: dict[type[VQLinear], type[VQLinear]] = {}  # that show, by those that do not
+
+
+def _showing(kind: type[VQLinear]) -> type[VQLinear]:
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (_ShowsDense, kind), {"__module__": kind.__module__})
+    return _classes[kind]
+
+
+def viewed(layer: VQLinear) -> bool:
+    """True if `layer.weight` is dense now."""
+    return _VIEW in layer.__dict__
+
+
+@contextmanager
+def dense_weight(
+    layer: VQLinear, *, encode: bool = False, dtype: torch.dtype = torch.float32
+) -> Iterator[list[Encoded]]:
+    """Let `layer.weight` be the dense weight, `dtype` [out_features, in_features], within.
+
+    Views nest: the outermost one restores the codes. If an exception leaves it, they are those from
+    before.
+
+    Args:
+        encode: at the end, encode what was changed.
+        dtype: of an outermost view; float32 if it is to be encoded.
+
+    Yields:
+        A list that says afterwards how it was encoded, if anything changed.
+
+    Raises:
+        VQBackendError: the weight is read, but offloaded; or changed, and a pass is offloaded.
+        VQFormatError: the changed weight cannot be encoded.
+    """
+    with _swapping:
+        view: _View = layer.__dict__.setdefault(_VIEW, _View(dtype))
+        view.depth += 1
+        view.encode |= encode
+        if view.depth == 1:
+            layer.__class__ = _showing(type(layer))
+    encoded: list[Encoded] = []
+    done = False
+    try:
+        yield encoded
+        done = True
+    finally:
+        with _swapping:
+            view.depth -= 1
+            last = view.depth == 0
+            if last:
+                layer.__class__ = type(layer).__mro__[2]
+                del layer.__dict__[_VIEW]
+    if done and last and view.encode and view.dense is not None:
+        dense, before = view.dense.detach(), layer.decoded().detach()
+        if not torch.equal(dense, before):
+            error = encode_again(layer, dense)
+            change = (dense - before).double()
+            left = (layer.decoded().detach() - before).double()
+            kept = float((left * change).sum() / change.square().sum())
+            encoded.append(Encoded(error, kept))
+
+
+def encode_again(layer: VQLinear, dense: Tensor) -> float:
+    """Store another matrix [out_features, in_features] in a layer; return its relative error.
+
+    Scheme and rotation, with its diagonal, stay. Learned codebooks are fitted anew. Inputs of
+    calibration are not known any more, so weights are fitted as without it.
+
+    Raises:
+        VQBackendError: codes, or those of the second pass, are offloaded.
+        VQFormatError: nothing is fitted to the layer's layout, or the matrix is not finite.
+    """
+    hook = hook_of(layer)
+    if layer.second is not None or (hook is not None and hook.offload):
+        raise VQBackendError(
+            f"{layer.where} cannot be encoded again: it is offloaded. Load the model without "
+            'offloading, and with VQConfig(pass2="resident").'
+        )
+    if isinstance(layer, PublishedLinear):
+        raise VQFormatError(
+            f"{layer.where}: {layer.layout.name()} is read, not made, so no adapter is merged into "
+            "it. Keep the adapter unmerged, or make a model that can be encoded: hf-vq "
+            "convert --requantize vq-4."
+        )
+    found = fit_weight(dense, layer.scheme, where=layer.where, fixed=_fixed(layer))
+    layer.assign(found.tensors, layer.bias)
+    return found.relative_error
+
+
+def _fixed(layer: VQLinear) -> dict[str, Tensor] | None:
+    """The tensors by key that stay as they are (`fit.fixed_tensors`)."""
+    scheme = layer.scheme
+    if isinstance(scheme, QoQScheme):
+        return None
+    kept = [*_FIXED, *(f"{key}_2" for key in _FIXED), "codebook_2"]
+    if scheme.codebook == "universal":
+        kept.append("codebook")
+    return {key: layer.stored(name) for key, name in layer.attributes.items() if key in kept}
