@@ -38,8 +38,8 @@ def check_embedding(model: Any, kind: str) -> None:
 
 def restore_embedding(model: Any, dtype: torch.dtype) -> None:
     """Restore the dense embedding, and the output head if it is tied."""
-    old = model.get_input_embeddings()
-    if not isinstance(old, VQEmbedding):
+    old = next((m for m in model.modules() if isinstance(m, VQEmbedding)), None)
+    if old is None:  # a model may have no input embeddings at all
         return
     weight = nn.Parameter(old.decoded(dtype))
     with torch.device("meta"):

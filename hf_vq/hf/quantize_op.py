@@ -79,6 +79,8 @@ class Quantize(ConversionOps):
     Args:
         config: scheme, seed and search.
         wanted: whether a parameter's name is to be quantized.
+        leave_dense: puts a head that has another size back, and returns True; False if the layer
+            is no head. Transformers then raises its error, or ignores the size if it was told to.
         progress: shown to the user.
         errors: filled with the relative error of each quantized tensor, by name.
     """
@@ -87,10 +89,11 @@ class Quantize(ConversionOps):
         self,
         config: VQConfig,
         wanted: Callable[[nn.Module, str], bool],
+        leave_dense: Callable[[nn.Module, str], bool],
         progress: Progress,
         errors: dict[str, float],
     ) -> None:
-        self.config, self.wanted = config, wanted
+        self.config, self.wanted, self.leave_dense = config, wanted, leave_dense
         self.progress, self.errors = progress, errors
 
     def convert(
@@ -126,6 +129,9 @@ class Quantize(ConversionOps):
         module: VQLinear | VQExperts = model.get_submodule(prefix)
         expected = getattr(module, attribute).shape
         if dense.shape != expected:
+            if self.leave_dense(model, prefix):
+                yield name, dense
+                return
             raise VQFormatError(
                 f"the checkpoint's {name} has shape {list(dense.shape)}; {type(model).__name__} "
                 f"expects {list(expected)}. Its config.json does not belong to it."

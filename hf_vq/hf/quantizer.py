@@ -24,18 +24,27 @@ from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
 from ..nn.quantized_module import QuantizedModule
-from ..nn.replace import candidates, linear_class, replace_modules, restore_modules, vq_modules
+from ..nn.replace import (
+    candidates,
+    convertible,
+    linear_class,
+    replace_modules,
+    restore_modules,
+    vq_modules,
+)
 from .calibration_options import choices
 from .checkpoint import headers as stored_files
 from .checkpoint.atomic_dir import check_whole
 from .checkpoint.conversions import dense_conversions, renamer
 from .checkpoint.expert_names import list_stored_experts
 from .checkpoint.integrity import check, is_variant, take_record
+from .checkpoint.new_parts import is_new, is_outside
 from .checkpoint.provenance import record
 from .checkpoint.save import install_saving, remove_saving
 from .config import QUANT_METHOD, VQConfig
 from .embeddings import check_embedding, replace_embedding, restore_embedding
 from .fused_activations import fuse_inputs, separate_inputs
+from .left_dense import leave_misfits, task_heads
 from .module_patterns import check_entries, check_pass2, matches
 from .quantize_op import Progress, Quantize, bytes_per_weight, settle
 from .residual import leave_out_pass2, place_pass2
@@ -72,6 +81,7 @@ class VQHfQuantizer(HfQuantizer):
         self._model: Any = None
         self._calibration: Any = None
         self._cut: list[str] = []  # layers whose second pass is left out
+        self._heads: dict[str, Any] = {}  # layers that may turn out to be new, as they were
         self._recorded = take_record(self.quantization_config)
         self._check: digests.Check | None = None
 
@@ -116,6 +126,9 @@ class VQHfQuantizer(HfQuantizer):
             self._place_published(model, wanted)
             if config.embeddings is not None:
                 replace_embedding(model, config.embeddings)
+        if not self.pre_quantized:
+            maybe = {n for n in wanted if is_new(model, n) or is_outside(model, n)}
+            self._heads = {n: m for n, m in candidates(model) if n in maybe and convertible(m)}
         modules = replace_modules(
             model, wanted.get, seed=config.seed, keep_dense=not self.pre_quantized
         )
@@ -208,7 +221,25 @@ class VQHfQuantizer(HfQuantizer):
             if config.target_bits is None:
                 requested = {name: s for name, s in requested.items() if s != config.vq_scheme}
             config.use({name: scheme.spec() for name, scheme in requested.items()})
-        return wanted
+        schemes = {name: tuple(choices(config, name)) or (s,) for name, s in wanted.items()}
+        named = [name for name in wanted if config.asked_of(name) is not None]
+        misfits = leave_misfits(model, schemes, named)
+        config.modules_to_not_convert = sorted({*config.modules_to_not_convert, *misfits})
+        return {name: scheme for name, scheme in wanted.items() if name not in misfits}
+
+    def _leave_dense(self, model: Any, name: str) -> bool:
+        """Put a head back as it was: the checkpoint lacks its weight, or has another size. False
+        if the layer is none."""
+        dense = self._heads.pop(name, None)
+        if dense is None:
+            return False
+        layer, config = model.get_submodule(name), self.quantization_config
+        dense._parameters.update({key: layer._parameters[key] for key in dense._parameters})
+        model.set_submodule(name, dense.train(layer.training))
+        config.modules_to_not_convert = sorted({*(config.modules_to_not_convert or ()), name})
+        if name in (config.layers or {}):
+            config.use({n: s for n, s in (config.layers or {}).items() if n != name})
+        return True
 
     def _wanted_stored(self, model: Any) -> dict[str, LinearScheme]:
         """Schemes of the layers whose codes the checkpoint holds, or should hold, by name."""
@@ -217,7 +248,6 @@ class VQHfQuantizer(HfQuantizer):
         recorded = set((config.provenance or {}).get("relative_error", {}))
         recorded |= {name.rpartition(".")[0] for name in recorded}  # experts: one for each tensor
         defaults = self._default_skips(model)
-        headless = model.base_model is model
         wanted = {}
         for name, _ in candidates(model):
             # The file may have been written by the model with a head, or by the one without.
@@ -225,9 +255,10 @@ class VQHfQuantizer(HfQuantizer):
             if names & skipped:
                 continue
             optional = any(matches(name, entry) for entry in defaults)
-            new_head = not headless and not name.startswith(prefix)
             # A head without tensors in the file is new: Transformers initializes it.
-            known = names & recorded or not (optional or new_head)
+            known = names & recorded or not (
+                optional or is_outside(model, name) or is_new(model, name)
+            )
             if known or self._in_file(name, prefix, codes=optional):
                 scheme = config.stored_scheme(*names)
                 if scheme.two_passes and config.pass2_of(name) == "absent":
@@ -245,14 +276,17 @@ class VQHfQuantizer(HfQuantizer):
     def _default_skips(self, model: Any) -> list[str]:
         kept = list(model._keep_in_fp32_modules or ())
         skips: list[str] = self.get_modules_to_not_convert(model, None, kept)
-        return skips
+        return [*skips, *task_heads(model)]
 
     def _watch_missing(self, model: Any) -> None:
         """Check for missing tensors just before Transformers fills them with random numbers."""
         original = model.mark_tied_weights_as_initialized
 
         def checked(loading_info: Any) -> Any:
-            self._unloaded(model, set(loading_info.missing_and_mismatched()))
+            unloaded = set(loading_info.missing_and_mismatched())
+            for name in [n for n in self._heads if f"{n}.weight" in unloaded and is_new(model, n)]:
+                self._leave_dense(model, name)
+            self._unloaded(model, unloaded)
             if self.pre_quantized:
                 files = self._checkpoint.files if self._checkpoint else ["the checkpoint"]
                 stored_files.check_dense(model, loading_info.missing_keys, ", ".join(files))
@@ -293,7 +327,11 @@ class VQHfQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> Quantize:
         """The operation of one dense tensor."""
         return Quantize(
-            self.quantization_config, self.param_needs_quantization, self.progress, self.errors
+            self.quantization_config,
+            self.param_needs_quantization,
+            self._leave_dense,
+            self.progress,
+            self.errors,
         )
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
@@ -348,6 +386,7 @@ class VQHfQuantizer(HfQuantizer):
         used = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = dense_conversions(used, model, reverse=True)
         self._checkpoint = self._model = None
+        self._heads = {}
         fuse_inputs(model)
         install_saving(model)
         # PEFT's prepare_model_for_kbit_training knows libraries by name. To this name it turns

@@ -148,7 +148,7 @@ def _merged(
     else:
         kept = {n: p for n, p in module._parameters.items() if n not in module.specs}
         experts = {name: module.decoded(name) for name in module.weights()}
-        new = VQExperts(module.restored(torch.float32), scheme, seed=seed, where=where)
+        new = type(module)(module.restored(torch.float32), scheme, seed=seed, where=where)
         new._parameters.update(kept)
         for name, dense in experts.items():
             found = [

@@ -32,6 +32,16 @@ class Projection:
     attributes: dict[str, str]
 
 
+@dataclass(frozen=True)
+class ExpertLayout:
+    """How a module of Transformers keeps its experts: names of the two fused tensors, and flags."""
+
+    names: tuple[str, str]
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+
+
 class VQExperts(QuantizedModule):
     """Experts whose `[experts, out, in]` (transposed: `[experts, in, out]`) tensors are codes.
 
@@ -55,16 +65,15 @@ class VQExperts(QuantizedModule):
         self, experts: nn.Module, scheme: LinearScheme, *, seed: int = 0, where: str = "the experts"
     ) -> None:
         super().__init__()
-        names = projections_of(experts, where)
+        layout = self.layout_of(experts, where)
         self.scheme, self.spec = scheme, scheme.spec()
         self.op = "w4a8_linear" if isinstance(scheme, QoQScheme) else "linear"
         self.specs = {}
         self.num_experts = int(experts.num_experts)  # type: ignore[arg-type]
-        self.has_gate = bool(experts.has_gate)
-        self.has_bias = bool(experts.has_bias)
-        self.is_transposed = bool(experts.is_transposed)
+        self.has_gate, self.has_bias = layout.has_gate, layout.has_bias
+        self.is_transposed = layout.is_transposed
         self.projections: dict[str, Projection] = {}
-        for name in names:
+        for name in layout.names:
             weight = experts._parameters.pop(name)
             assert weight is not None
             rows, columns = weight.shape[-2:]
@@ -81,6 +90,17 @@ class VQExperts(QuantizedModule):
         self._parameters.update(experts._parameters)
         self._buffers.update(experts._buffers)
         self._modules.update(experts._modules)
+
+    @classmethod
+    def layout_of(cls, experts: nn.Module, where: str) -> ExpertLayout:
+        """The layout of the module to replace.
+
+        Raises:
+            VQConfigError: it is not known.
+        """
+        names = projections_of(experts, where)
+        has_gate, has_bias, is_transposed, _ = (bool(getattr(experts, flag)) for flag in FLAGS)
+        return ExpertLayout(names, has_gate, has_bias, is_transposed)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum over the chosen experts.
@@ -181,6 +201,39 @@ class VQExperts(QuantizedModule):
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return f"{self.num_experts} experts, {self.scheme.spec()}"
+
+
+class VQSortedExperts(VQExperts):
+    """Experts that get all tokens of the first expert, then all of the second, as in Llama 4.
+
+    The router multiplies the inputs of experts that a token did not choose by zero. They are left
+    out: without biases, their outputs are zero.
+    """
+
+    @classmethod
+    def layout_of(cls, experts: nn.Module, where: str) -> ExpertLayout:
+        """See `VQExperts`."""
+        return ExpertLayout(("gate_up_proj", "down_proj"), True, False, True)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """[experts * tokens, hidden] -> [experts * tokens, hidden]."""
+        x = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
+        result = torch.zeros_like(x)
+        for index, own in enumerate(x):
+            chosen = (own != 0).any(-1).nonzero()[:, 0]
+            if len(chosen):
+                result[index, chosen] = self.expert(index, own[chosen], len(own) == 1)
+        return result.view_as(hidden_states)
+
+    def expert(self, index: int, x: Tensor, one_token: bool = False) -> Tensor:
+        """See `VQExperts`."""
+        gate, up = self.project("gate_up_proj", index, x, one_token).chunk(2, dim=-1)
+        return self.project("down_proj", index, up * self._source[0].act_fn(gate), one_token)
+
+
+def expert_class(experts: nn.Module) -> type[VQExperts]:
+    """The class that replaces a module for which `holds_experts` is true."""
+    return VQSortedExperts if type(experts).__name__ == "Llama4TextExperts" else VQExperts
 
 
 def routed(

@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
-from .experts import VQExperts, holds_experts
+from ..formats.tensors import tensor_specs
+from .experts import VQExperts, expert_class, holds_experts
 from .linear import VQLinear
 from .w4a8_linear import W4A8Linear
 
 
 def convertible(module: nn.Module) -> bool:
-    """Whether `module` is a linear layer: `nn.Linear` with its own forward, or GPT-2's `Conv1D`."""
-    if isinstance(module, nn.Linear):
-        # A subclass with a forward of its own, or one that other code reads, may do anything.
-        return type(module) is nn.Linear or (
-            type(module).forward is nn.Linear.forward
-            and not isinstance(module, VQLinear)
-            and not type(module).__module__.startswith("torch.")
-        )
+    """Whether `module` is a linear layer: an `nn.Linear` that computes x W^T + b, or GPT-2's
+    `Conv1D`."""
     kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    if not isinstance(module, nn.Linear):
+        return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    if kind is nn.Linear:
+        return True
+    # Other code may read the weight of PyTorch's own subclasses.
+    if isinstance(module, VQLinear) or kind.__module__.startswith("torch."):
+        return False
+    return kind.forward is nn.Linear.forward or _computes_product(module)
+
+
+def _computes_product(layer: nn.Linear) -> bool:
+    """Whether the forward of a subclass, such as Falcon's, is x W^T + b: try it on a small copy."""
+    if set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
+        return False
+    small = copy.copy(layer)
+    random = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=random, dtype=torch.float64, device="cpu")
+        for shape in ((2, 4, 5), (3, 5), (3,))
+    )
+    given = bias if layer.bias is not None else None
+    small.__dict__ |= {"in_features": 5, "out_features": 3, "training": False}
+    small._parameters = {"weight": nn.Parameter(weight), "bias": None}
+    if given is not None:
+        small._parameters["bias"] = nn.Parameter(given)
+    try:
+        with torch.no_grad():
+            for size in (1e-3, 1.0, 1e3):  # a layer that clips or rounds its inputs is found
+                found = type(layer).forward(small, x * size)
+                torch.testing.assert_close(found, functional.linear(x * size, weight, given))
+    except Exception:  # whatever it needs, it is no plain product
+        return False
+    return True
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -37,6 +66,25 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def linear_class(scheme: LinearScheme) -> type[VQLinear]:
     """The class of a linear layer that is stored by a scheme."""
     return W4A8Linear if isinstance(scheme, QoQScheme) else VQLinear
+
+
+def check_fits(module: nn.Module, scheme: LinearScheme, *, where: str) -> None:
+    """Raise if a scheme cannot store a candidate.
+
+    Raises:
+        VQSchemeError: a size does not fit the scheme.
+        VQConfigError: experts in an unknown layout.
+    """
+    if not holds_experts(module):
+        rows, columns = module.weight.shape  # type: ignore[misc]
+        sizes = {where: (rows, columns) if isinstance(module, nn.Linear) else (columns, rows)}
+    else:
+        layout, sizes = expert_class(module).layout_of(module, where), {}
+        for name in layout.names:
+            rows, columns = getattr(module, name).shape[-2:]
+            sizes[f"{where}.{name}"] = (columns, rows) if layout.is_transposed else (rows, columns)
+    for name, (out_features, in_features) in sizes.items():
+        tensor_specs(scheme, out_features, in_features, seed=0, where=name)
 
 
 def replace_modules(
@@ -68,7 +116,7 @@ def replace_modules(
         dense = dict(module._parameters)
         with torch.device("meta"):
             if holds_experts(module):
-                new = VQExperts(module, scheme, seed=seed, where=name)
+                new = expert_class(module)(module, scheme, seed=seed, where=name)
             else:
                 new = linear_class(scheme).replacing(module, scheme, seed=seed, where=name)
         if keep_dense:

@@ -26,6 +26,7 @@ from ...nn.linear import VQLinear, attribute_of
 from ...nn.published import PublishedLinear
 from ...nn.quantized_module import QuantizedModule, digest
 from ...nn.replace import vq_modules
+from .new_parts import is_new
 
 CURE = "Download or copy the checkpoint again, or quantize the model again."
 DTYPES = {
@@ -273,7 +274,7 @@ def check_dense(model: Any, absent: Iterable[str], where: str) -> None:
     """Raise if the files lack a dense parameter of a quantized model: embeddings, norms, a head.
 
     Skipped are parameters that are tied to one that was found, those that the model's class allows
-    to be missing, and a new head: outside of the base model, in another class than was saved.
+    to be missing, and parts that are new (`new_parts.is_new`).
 
     Args:
         model: the model that Transformers loads.
@@ -289,14 +290,10 @@ def check_dense(model: Any, absent: Iterable[str], where: str) -> None:
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         ties.setdefault(source, {source}).add(target)
     tied = {name for group in ties.values() if group - absent for name in group}
-    named = model.config.architectures
-    saved = named if isinstance(named, list) else ()
-    headless = model.base_model is model
-    new_head = not headless and type(model).__name__ not in saved
     for name in sorted(absent - tied):
         if name not in parameters or any(pattern.search(name) for pattern in ignored):
             continue
-        if not (new_head and not name.startswith(f"{model.base_model_prefix}.")):
+        if not is_new(model, name):
             raise missing(name, where)
 
 

@@ -220,7 +220,7 @@ def test_a_layer_outside_the_base_model_is_not_taken_for_a_new_head(tmp_path):
 
 def test_dimensions_that_cannot_be_packed(tmp_path):
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(hidden_size=60, intermediate_size=128, vocab_size=50, **sizes)
+    config = LlamaConfig(hidden_size=60, intermediate_size=60, vocab_size=50, **sizes)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(VQSchemeError, match=r"layers\.0.*60.*modules_to_not_convert"):
         LOAD(tmp_path, quantization_config=VQConfig())

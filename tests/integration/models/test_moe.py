@@ -17,6 +17,7 @@ from hf_vq.formats.catalog import weight_scheme
 from hf_vq.hf import VQConfig
 from hf_vq.hf.checkpoint.headers import packaged
 from hf_vq.nn import VQExperts, replace_modules
+from hf_vq.nn.experts import VQSortedExperts
 from tests.fixtures.tiny_models import tokens
 
 LOAD = AutoModelForCausalLM.from_pretrained
@@ -135,19 +136,25 @@ def test_experts_can_be_left_out(dense, tmp_path):
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
 
 
-def test_an_unknown_layout_is_refused(tmp_path):
+def test_llama4(tmp_path):
     config = Llama4TextConfig(
         hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_local_experts=2,
         vocab_size=64, interleave_moe_layer_step=1,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    where = r"model\.layers\.0\.feed_forward\.experts"
-    with pytest.raises(VQConfigError, match=rf"{where}.*modules_to_not_convert=\['{where}'\]"):
-        LOAD(tmp_path, quantization_config=VQConfig())
-    skip = ["model.layers.0.feed_forward.experts"]
-    model = LOAD(tmp_path, quantization_config=VQConfig(modules_to_not_convert=skip))
-    assert model(tokens() % 64).logits.isfinite().all()
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    model = LOAD(tmp_path / "dense", quantization_config=VQConfig())
+    assert sum(isinstance(module, VQSortedExperts) for module in model.modules()) == 1
+    model.save_pretrained(tmp_path / "vq")
+    again = LOAD(tmp_path / "vq")
+    ids = tokens() % 64
+    expected = model(ids).logits
+    assert torch.equal(again(ids).logits, expected)
+    dense = again.dequantize()
+    assert type(dense.model.layers[0].feed_forward.experts).__name__ == "Llama4TextExperts"
+    torch.testing.assert_close(dense(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    one = ids[:, :1]
+    torch.testing.assert_close(dense(one).logits, model(one).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_below_one_another_are_refused():

@@ -1,0 +1,229 @@
+"""Layers that stay dense although nobody named them: what does not fit, and heads that are new."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    FalconConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+)
+
+from hf_vq.errors import VQFormatError, VQSchemeError
+from hf_vq.hf import VQConfig
+from hf_vq.nn import VQLinear
+from hf_vq.nn.replace import convertible, vq_modules
+from tests.fixtures.checkpoints import LOAD, assert_same_state
+from tests.fixtures.tiny_models import tokens
+
+DOWN = "model.layers.0.mlp.down_proj"
+BERT = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.fixture
+def odd(tmp_path):
+    """A Llama whose down projections have rows of 100 weights, 4 x 25."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=100, vocab_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "odd")
+    return tmp_path / "odd"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "vq-4"},
+        {"scheme": "vq-2"},
+        {"scheme": "turboquant-4"},
+        {"scheme": "quip-sharp-2"},
+        {"scheme": "qoq-w4a8-g128"},
+        {"target_bits": 3},
+    ],
+    ids=lambda options: str(next(iter(options.values()))),
+)
+def test_what_does_not_fit_stays_dense(odd, tmp_path, caplog, options):
+    with caplog.at_level(logging.WARNING, "hf_vq"):
+        model = LOAD(odd, quantization_config=VQConfig(**options))
+    (line,) = [r.getMessage() for r in caplog.records if "stay dense" in r.getMessage()]
+    assert "2 of 14 layers" in line and "model.layers.*.mlp.down_proj [64, 100] (2)" in line
+    assert type(model.get_submodule(DOWN)) is nn.Linear and len(vq_modules(model)) == 12
+    model.save_pretrained(tmp_path / "vq")
+    caplog.clear()
+    again = LOAD(tmp_path / "vq")
+    assert "stay dense" not in caplog.text
+    assert_same_state(model, again)
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
+def test_a_layer_that_is_named_must_fit(odd):
+    with pytest.raises(VQSchemeError, match="down_proj"):
+        LOAD(odd, quantization_config=VQConfig(layers={"down_proj": "vq-3"}))
+
+
+def test_nothing_is_said_of_layers_that_were_left_out(odd, caplog):
+    LOAD(odd, quantization_config=VQConfig(modules_to_not_convert=["down_proj"]))
+    assert "stay dense" not in caplog.text
+
+
+def test_experts_in_an_unknown_layout_stay_dense(dense, caplog, monkeypatch):
+    monkeypatch.setattr("hf_vq.nn.experts.FLAGS", ("unheard_of",))
+    model = LOAD(dense("qwen3-moe"), quantization_config=VQConfig())
+    assert "mlp.experts" in caplog.text and vq_modules(model)
+    assert model(tokens()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_falcon(tmp_path, bias):
+    config = FalconConfig(
+        hidden_size=64, vocab_size=96, num_hidden_layers=1, num_attention_heads=2, bias=bias
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    model = LOAD(tmp_path / "dense", quantization_config=VQConfig())
+    assert len(vq_modules(model)) == 4
+    model.save_pretrained(tmp_path / "vq")
+    again = LOAD(tmp_path / "vq")
+    expected = model(tokens()).logits
+    assert torch.equal(again(tokens()).logits, expected)
+    torch.testing.assert_close(again.dequantize()(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+class Product(nn.Linear):
+    def forward(self, x):
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Doubles(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Clips(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.clamp(-100, 100))
+
+
+class Rounds(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.to(torch.bfloat16).to(x.dtype))
+
+
+class Routes(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class HasMore(Product):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.more = nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize("kind", [Product, Doubles, Clips, Rounds, Routes, HasMore])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_subclasses_of_linear(kind, bias, device):
+    with torch.device(device):
+        layer = kind(16, 8, bias)
+        before = dict(layer._parameters)
+        assert convertible(layer) == (kind is Product)
+    assert layer._parameters == before and (layer.in_features, layer.out_features) == (16, 8)
+
+
+def dense_bert(folder, kind=BertForMaskedLM, **more):
+    kind(BertConfig(**BERT, **more)).save_pretrained(folder)
+    return folder
+
+
+def test_a_new_head_is_initialized_and_stays_dense(tmp_path):
+    folder = dense_bert(tmp_path / "dense")
+    load = BertForSequenceClassification.from_pretrained
+    model, info = load(folder, quantization_config=VQConfig(), output_loading_info=True)
+    assert {"classifier.weight", "bert.pooler.dense.weight"} <= set(info["missing_keys"])
+    for name in ("classifier", "bert.pooler.dense"):
+        layer = model.get_submodule(name)
+        assert type(layer) is nn.Linear and 0 < layer.weight.std() < 0.1
+        assert name in model.config.quantization_config.modules_to_not_convert
+    assert len(vq_modules(model)) == 6
+    model.save_pretrained(tmp_path / "vq")
+    assert torch.equal(load(tmp_path / "vq")(tokens()).logits, model(tokens()).logits)
+
+
+def test_a_quantized_model_gets_a_new_head(tmp_path):
+    folder = dense_bert(tmp_path / "dense")
+    quantized = BertForMaskedLM.from_pretrained(folder, quantization_config=VQConfig())
+    quantized.save_pretrained(tmp_path / "vq")
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "vq")
+    assert type(model.bert.pooler.dense) is nn.Linear and len(vq_modules(model)) == 6
+    assert model(tokens()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_another_number_of_labels(tmp_path, quantized):
+    load = BertForSequenceClassification.from_pretrained
+    folder = dense_bert(tmp_path / "dense", BertForSequenceClassification, num_labels=3)
+    options = {"quantization_config": VQConfig(), "num_labels": 5}
+    if quantized:
+        load(folder, quantization_config=VQConfig()).save_pretrained(tmp_path / "vq")
+        folder = tmp_path / "vq"
+        options.pop("quantization_config")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(folder, **options)
+    model = load(folder, **options, ignore_mismatched_sizes=True)
+    assert type(model.classifier) is nn.Linear and len(vq_modules(model)) == 7
+    assert model(tokens()).logits.shape[-1] == 5 and model(tokens()).logits.isfinite().all()
+
+
+def test_another_size_of_a_layer_behind_the_base_model(tmp_path):
+    folder = dense_bert(tmp_path / "dense")
+    config = VQConfig(layers={"cls.predictions.transform.dense": "vq-3"})
+    model = BertForMaskedLM.from_pretrained(folder, quantization_config=config)
+    assert isinstance(model.cls.predictions.transform.dense, VQLinear)
+
+
+def test_a_classifier_stays_dense(tmp_path):
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, vocab_size=96, num_hidden_layers=1,
+        num_attention_heads=2, num_labels=16, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    model = LlamaForSequenceClassification.from_pretrained(tmp_path, quantization_config=VQConfig())
+    assert type(model.score) is nn.Linear and len(vq_modules(model)) == 7
+
+
+def test_a_layer_of_a_block_is_no_new_part(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = dense_bert(tmp_path / "dense") / "model.safetensors"
+    name = "bert.encoder.layer.0.output.dense.weight"
+    kept = {key: tensor for key, tensor in load_file(file).items() if key != name}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(VQFormatError, match=r"output\.dense"):
+        BertForSequenceClassification.from_pretrained(
+            tmp_path / "dense", quantization_config=VQConfig()
+        )
+
+
+def test_a_model_without_input_embeddings_is_dequantized(tmp_path):
+    config = Wav2Vec2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        conv_dim=(16, 16), conv_kernel=(3, 3), conv_stride=(2, 2), num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, vocab_size=32,
+    )  # fmt: skip
+    Wav2Vec2ForCTC(config).save_pretrained(tmp_path)
+    model = Wav2Vec2ForCTC.from_pretrained(tmp_path, quantization_config=VQConfig()).eval()
+    sound = torch.randn(1, 400)
+    expected = model(sound).logits
+    torch.testing.assert_close(model.dequantize()(sound).logits, expected, rtol=1e-4, atol=1e-4)
