@@ -283,10 +283,12 @@ class VQHfQuantizer(HfQuantizer):
         original = model.mark_tied_weights_as_initialized
 
         def checked(loading_info: Any) -> Any:
-            unloaded = set(loading_info.missing_and_mismatched())
+            unloaded = loading_info.missing_and_mismatched()
             for name in [n for n in self._heads if f"{n}.weight" in unloaded and is_new(model, n)]:
+                codes = {f"{name}.{attribute}" for attribute in model.get_submodule(name).specs}
                 self._leave_dense(model, name)
-            self._unloaded(model, unloaded)
+                loading_info.missing_keys -= codes - {f"{name}.weight"}
+            self._unloaded(model, loading_info.missing_and_mismatched())
             if self.pre_quantized:
                 files = self._checkpoint.files if self._checkpoint else ["the checkpoint"]
                 stored_files.check_dense(model, loading_info.missing_keys, ", ".join(files))

@@ -84,6 +84,7 @@ def test_experts_in_an_unknown_layout_stay_dense(dense, caplog, monkeypatch):
     assert model(tokens()).logits.isfinite().all()
 
 
+@pytest.mark.usefixtures("reference_kernels")
 @pytest.mark.parametrize("bias", [False, True])
 def test_falcon(tmp_path, bias):
     config = FalconConfig(
@@ -216,6 +217,7 @@ def test_a_layer_of_a_block_is_no_new_part(tmp_path):
         )
 
 
+@pytest.mark.usefixtures("reference_kernels")
 def test_a_model_without_input_embeddings_is_dequantized(tmp_path):
     config = Wav2Vec2Config(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,

@@ -136,6 +136,7 @@ def test_experts_can_be_left_out(dense, tmp_path):
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
 
 
+@pytest.mark.usefixtures("reference_kernels")
 def test_llama4(tmp_path):
     config = Llama4TextConfig(
         hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=1,
