@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import VQBackendError, VQFormatError
 from ..fit import fit_weight
+from ..fit.small_change import decoded, fit_small_change, part_left
 from ..formats.qoq import QoQScheme
 from ..nn.accelerate_hooks import hook_of
 from ..nn.linear import VQLinear
@@ -25,6 +26,10 @@ from ..nn.published import PublishedLinear
 
 _VIEW = "_dense_view"  # attribute of a layer that shows its dense weight
 _FIXED = ("signs", "diagonal", "rotation")  # keys of what no weight decides, with their suffixes
+_ENOUGH = 0.9
+"""Part of a change that rounding to nearest must leave, if the change is smaller than the weight;
+otherwise errors are fed back, which is slower and adds to the error of the weights."""
+
 _swapping = threading.Lock()
 
 
@@ -34,8 +39,7 @@ class Encoded:
 
     Args:
         error: |W" - W'|^2 / |W'|^2.
-        kept: <W" - W, D> / <D, D>, the part of the change that is left: 1 if all of it, 0 if each
-            weight was rounded to the code that it had.
+        kept: the part of the change that is left (`fit.small_change.part_left`).
     """
 
     error: float
@@ -128,17 +132,13 @@ def dense_weight(
                 layer.__class__ = type(layer).__mro__[2]
                 del layer.__dict__[_VIEW]
     if done and last and view.encode and view.dense is not None:
-        dense, before = view.dense.detach(), layer.decoded().detach()
-        if not torch.equal(dense, before):
-            error = encode_again(layer, dense)
-            change = (dense - before).double()
-            left = (layer.decoded().detach() - before).double()
-            kept = float((left * change).sum() / change.square().sum())
-            encoded.append(Encoded(error, kept))
+        dense = view.dense.detach()
+        if not torch.equal(dense, layer.decoded()):
+            encoded.append(encode_again(layer, dense))
 
 
-def encode_again(layer: VQLinear, dense: Tensor) -> float:
-    """Store another matrix [out_features, in_features] in a layer; return its relative error.
+def encode_again(layer: VQLinear, dense: Tensor) -> Encoded:
+    """Store another matrix [out_features, in_features] in a layer.
 
     Scheme and rotation, with its diagonal, stay. Learned codebooks are fitted anew. Inputs of
     calibration are not known any more, so weights are fitted as without it.
@@ -159,9 +159,21 @@ def encode_again(layer: VQLinear, dense: Tensor) -> float:
             "it. Keep the adapter unmerged, or make a model that can be encoded: hf-vq "
             "convert --requantize vq-4."
         )
-    found = fit_weight(dense, layer.scheme, where=layer.where, fixed=_fixed(layer))
-    layer.assign(found.tensors, layer.bias)
-    return found.relative_error
+    scheme, before = layer.scheme, layer.decoded().detach()
+    shared = {
+        key: layer.stored(name)
+        for key, name in layer.attributes.items()
+        if layer.specs[name].shared_name is not None
+    }
+    found = fit_weight(dense, scheme, where=layer.where, fixed=_fixed(layer)).tensors
+    after = decoded({**shared, **found}, scheme, layer.in_features)
+    is_small = bool((dense - before).norm() < dense.norm())
+    if is_small and part_left(after, before, dense) < _ENOUGH:
+        found |= fit_small_change(dense, dense - before, {**shared, **found}, scheme, layer.where)
+        after = decoded({**shared, **found}, scheme, layer.in_features)
+    layer.assign(found, layer.bias)
+    error = (after - dense).square().sum(dtype=torch.float64) / dense.square().sum()
+    return Encoded(float(error), part_left(after, before, dense))
 
 
 def _fixed(layer: VQLinear) -> dict[str, Tensor] | None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_vq import VQConfig
 from hf_vq.errors import VQBackendError
-from hf_vq.fit import fit_weight
+from hf_vq.fit.small_change import part_left
 from hf_vq.nn import VQLinear
 from tests.fixtures.tiny_models import tokens
 
@@ -56,6 +56,7 @@ METHODS = {
     "gralora": ("GraloraConfig", {"r": 4}),
     "waveft": ("WaveFTConfig", {"n_frequency": 20}),
 }
+OWN = 0.01  # relative squared error of vq-4
 CHANGE_THE_BASE = ("pissa", "olora")  # when they are made
 
 
@@ -144,13 +145,14 @@ def test_method(quantized, tmp_path, monkeypatch, method, dtype):
 
     layers = adapted(model)
     assert len(layers) == 4
-    expected = {}
+    expected, start = {}, {}
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setenv("HF_VQ_BACKEND", "reference")
         for name, layer in layers.items():
             twin = dense_twin(layer)
             x = torch.randn(3, twin.base_layer.in_features)
             torch.testing.assert_close(layer(x), twin(x), rtol=1e-4, atol=1e-5)
+            start[name] = twin.base_layer.weight.detach().clone()
             twin.merge()
             expected[name] = twin.base_layer.weight.detach()
 
@@ -163,8 +165,8 @@ def test_method(quantized, tmp_path, monkeypatch, method, dtype):
         for name, layer in layers.items():
             base_layer, wanted = layer.base_layer, expected[name]
             found = (base_layer.decoded() - wanted).square().sum() / wanted.square().sum()
-            fitted = fit_weight(wanted, base_layer.scheme, seed=0)
-            assert found <= 1.001 * fitted.relative_error + 1e-9
+            assert found <= 2 * OWN  # besides the error that the codes have anyway
+            assert part_left(base_layer.decoded(), start[name], wanted) > 0.85
         merged = logits(model)
         model.unmerge_adapter()
         assert same(stored(model), with_adapter)

@@ -19,16 +19,12 @@ KINDS = [*WEIGHT_SCHEMES, *QOQ_SCHEMES, *SCALED_SCHEMES, REROTATED, SHARED]
 def test_a_layer_is_encoded_again(name):
     """As its matrix would be from the start, behind the rotation that it has."""
     scheme = linear_scheme(name)
-    layer = linear_class(scheme)(256, 64, True, scheme)
-    layer.assign(fit(torch.randn(64, 256), scheme).tensors, layer.bias)
-    universal = fixed_tensors(scheme, 256, 0)
+    layer = layer_of(name, torch.randn(64, 256), bias=True)
     keys = {attribute: key for key, attribute in layer.attributes.items()}
-    shared = {one: universal[keys[name]] for name, one in layer.shared_names().items()}
-    layer.set_shared(shared)
     bias = layer.bias
     fixed = {key: getattr(layer, key).clone() for key in keys if key[3:].startswith(FIXED)}
     dense = torch.randn(64, 256)
-    error = encode_again(layer, dense)
+    error = encode_again(layer, dense).error
     assert all(torch.equal(getattr(layer, key), tensor) for key, tensor in fixed.items())
     found = (layer.decoded() - dense).square().sum() / dense.square().sum()
     assert float(found) == pytest.approx(error, rel=1e-4) and layer.bias is bias
@@ -38,12 +34,30 @@ def test_a_layer_is_encoded_again(name):
             assert torch.equal(now.reshape(tensor.shape), tensor) and not now.requires_grad
 
 
-def layer_of(scheme="vq-4"):
-    found = linear_scheme(scheme)
-    layer = VQLinear(256, 64, False, found, where="model.layer")
-    layer.assign(fit(torch.randn(64, 256), found).tensors, None)
-    layer.set_shared({name: fixed_tensors(found, 256, 0)["codebook"]
-                      for name in layer.shared_names().values()})  # fmt: skip
+@pytest.mark.parametrize("name", KINDS)
+def test_a_small_change_is_not_lost(name):
+    """An adapter's change, a fraction of a step: what it adds to outputs is still added. Rounded to
+    nearest, at most a tenth of it would be left of most schemes."""
+    scheme = linear_scheme(name)
+    torch.manual_seed(3)
+    layer = layer_of(name, torch.randn(64, 256))
+    before, reads = layer.decoded(), torch.randn(4, 256)
+    change = 0.015 * torch.randn(64, 4) @ reads
+    found = encode_again(layer, before + change)
+    left = layer.decoded() - before
+    wrong = float(((left - change) @ reads.T).norm() / (change @ reads.T).norm())
+    bits = scheme.bits(256)
+    assert wrong < (0.3 if bits > 2.9 else 0.9 if bits > 1.9 else 1.0)
+
+
+def layer_of(name="vq-4", weight=None, bias=False):
+    scheme = linear_scheme(name)
+    layer = linear_class(scheme)(256, 64, bias, scheme, where="model.layer")
+    weight = torch.randn(64, 256) if weight is None else weight
+    layer.assign(fit(weight, scheme).tensors, layer.bias)
+    universal = fixed_tensors(scheme, 256, 0)
+    keys = {attribute: key for key, attribute in layer.attributes.items()}
+    layer.set_shared({one: universal[keys[n]] for n, one in layer.shared_names().items()})
     return layer
 
 
