@@ -81,7 +81,7 @@ class VQHfQuantizer(HfQuantizer):
         self._model: Any = None
         self._calibration: Any = None
         self._cut: list[str] = []  # layers whose second pass is left out
-        self._heads: dict[str, Any] = {}  # layers that may turn out to be new, as they were
+        self._heads: dict[str, Any] = {}  # dense layers that may turn out to be new
         self._recorded = take_record(self.quantization_config)
         self._check: digests.Check | None = None
 
@@ -228,7 +228,7 @@ class VQHfQuantizer(HfQuantizer):
         return {name: scheme for name, scheme in wanted.items() if name not in misfits}
 
     def _leave_dense(self, model: Any, name: str) -> bool:
-        """Put a head back as it was: the checkpoint lacks its weight, or has another size. False
+        """Put the dense layer of a head back: the checkpoint lacks its weight, or has another size. False
         if the layer is none."""
         dense = self._heads.pop(name, None)
         if dense is None:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ..errors import VQBackendError, VQFormatError
 from ..fit import fit_weight
-from ..fit.small_change import decoded, fit_small_change, part_left
 from ..formats.qoq import QoQScheme
 from ..nn.accelerate_hooks import hook_of
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
+from .small_change import decoded, fit_small_change, part_left
 
 _VIEW = "_dense_view"  # attribute of a layer that shows its dense weight
 _FIXED = ("signs", "diagonal", "rotation")  # keys of what no weight decides, with their suffixes
@@ -39,7 +39,7 @@ class Encoded:
 
     Args:
         error: |W" - W'|^2 / |W'|^2.
-        kept: the part of the change that is left (`fit.small_change.part_left`).
+        kept: the part of the change that is left (`small_change.part_left`).
     """
 
     error: float

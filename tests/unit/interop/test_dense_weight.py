@@ -43,11 +43,11 @@ def test_a_small_change_is_not_lost(name):
     layer = layer_of(name, torch.randn(64, 256))
     before, reads = layer.decoded(), torch.randn(4, 256)
     change = 0.015 * torch.randn(64, 4) @ reads
-    found = encode_again(layer, before + change)
+    encode_again(layer, before + change)
     left = layer.decoded() - before
     wrong = float(((left - change) @ reads.T).norm() / (change @ reads.T).norm())
     bits = scheme.bits(256)
-    assert wrong < (0.3 if bits > 2.9 else 0.9 if bits > 1.9 else 1.0)
+    assert wrong < (0.4 if bits > 2.9 else 0.9 if bits > 1.9 else 1.0)
 
 
 def layer_of(name="vq-4", weight=None, bias=False):

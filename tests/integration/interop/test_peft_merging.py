@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_vq import VQConfig
 from hf_vq.errors import VQBackendError
-from hf_vq.fit.small_change import part_left
+from hf_vq.interop.small_change import part_left
 from hf_vq.nn import VQLinear
 from tests.fixtures.tiny_models import tokens
 
@@ -57,6 +57,7 @@ METHODS = {
     "waveft": ("WaveFTConfig", {"n_frequency": 20}),
 }
 OWN = 0.01  # relative squared error of vq-4
+FULL_RANK = ("hira", "c3a")  # no direction has room for what another one needs
 CHANGE_THE_BASE = ("pissa", "olora")  # when they are made
 
 
@@ -166,7 +167,8 @@ def test_method(quantized, tmp_path, monkeypatch, method, dtype):
             base_layer, wanted = layer.base_layer, expected[name]
             found = (base_layer.decoded() - wanted).square().sum() / wanted.square().sum()
             assert found <= 2 * OWN  # besides the error that the codes have anyway
-            assert part_left(base_layer.decoded(), start[name], wanted) > 0.85
+            left = part_left(base_layer.decoded(), start[name], wanted)
+            assert left > (0.1 if method in FULL_RANK else 0.85)
         merged = logits(model)
         model.unmerge_adapter()
         assert same(stored(model), with_adapter)

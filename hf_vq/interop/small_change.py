@@ -15,16 +15,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..fit.ldlq import Feedback, ldlq_rows
+from ..fit.passes import split_codes
+from ..fit.qoq import fit_qoq
+from ..fit.rows import RowFitter
 from ..formats import qoq
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..formats.stored_weight import rotation_of
 from ..ops import decode_weight, rotate_weight
-from .ldlq import Feedback, ldlq_rows
-from .passes import split_codes
-from .qoq import fit_qoq
-from .rows import RowFitter
 
 _CHUNK = 1 << 21  # weights held at once in float32
 
