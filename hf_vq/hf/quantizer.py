@@ -228,8 +228,8 @@ class VQHfQuantizer(HfQuantizer):
         return {name: scheme for name, scheme in wanted.items() if name not in misfits}
 
     def _leave_dense(self, model: Any, name: str) -> bool:
-        """Put the dense layer of a head back: the checkpoint lacks its weight, or has another size. False
-        if the layer is none."""
+        """Put the dense layer of a head back: the checkpoint lacks its weight, or has another size.
+        False if the layer is none."""
         dense = self._heads.pop(name, None)
         if dense is None:
             return False

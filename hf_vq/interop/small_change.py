@@ -59,7 +59,7 @@ def fit_small_change(
         return fit_qoq(weight, scheme, where, feedback, clips=(1.0,))[0]
     adds_up = scheme.two_passes and scheme.stages != "nested"
     if adds_up and scheme.stages == "rerotated":
-        feedback = feedback.turned_by(rotation_of(dict(tensors), "_2"))
+        feedback = feedback.rotated_by(rotation_of(dict(tensors), "_2"))
     height = scheme.tile[0] if scheme.codebook == "tile" else len(weight)
     if not weight.is_cuda and scheme.codebook != "tile":
         height = max(1, _CHUNK // weight.shape[1])
@@ -81,8 +81,8 @@ def _only(
     nested = scheme.stages == "nested"
     coded = scheme.merged() if nested else scheme.first_pass()
     book = tensors["codebook_2" if nested else "codebook"]
-    turned = rotate_weight(rows, rotation_of(tensors), scheme)
-    codes, _ = ldlq_rows(turned, book, coded, feedback, scales=tensors["scale"])
+    rotated = rotate_weight(rows, rotation_of(tensors), scheme)
+    codes, _ = ldlq_rows(rotated, book, coded, feedback, scales=tensors["scale"])
     packed = RowFitter(coded, rows.shape[1], "norm", where).pack(codes, tensors["scale"])
     return split_codes(packed, scheme, rows.shape[1]) if nested else packed
 
@@ -95,8 +95,8 @@ def _second(
     rest = rows - decode_weight(first, scheme.first_pass(), rows.shape[1])
     rotation = rotation_of(tensors, "_2" if scheme.stages == "rerotated" else "")
     coded, scales = scheme.second_pass(), tensors["scale_2"]
-    turned = rotate_weight(rest, rotation, scheme)
-    codes, _ = ldlq_rows(turned, tensors["codebook_2"], coded, feedback, scales=scales)
+    rotated = rotate_weight(rest, rotation, scheme)
+    codes, _ = ldlq_rows(rotated, tensors["codebook_2"], coded, feedback, scales=scales)
     packed = RowFitter(coded, rows.shape[1], "norm", where).pack(codes, scales)
     return {f"{key}_2": tensor for key, tensor in packed.items()}
 

@@ -168,7 +168,7 @@ def test_method(quantized, tmp_path, monkeypatch, method, dtype):
             found = (base_layer.decoded() - wanted).square().sum() / wanted.square().sum()
             assert found <= 2 * OWN  # besides the error that the codes have anyway
             left = part_left(base_layer.decoded(), start[name], wanted)
-            assert left > (0.1 if method in FULL_RANK else 0.85)
+            assert left > 0.85 or method in FULL_RANK
         merged = logits(model)
         model.unmerge_adapter()
         assert same(stored(model), with_adapter)
