@@ -59,7 +59,7 @@ def fit_small_change(
         return fit_qoq(weight, scheme, where, feedback, clips=(1.0,))[0]
     adds_up = scheme.two_passes and scheme.stages != "nested"
     if adds_up and scheme.stages == "rerotated":
-        feedback = feedback.rotated_by(rotation_of(dict(tensors), "_2"))
+        feedback = feedback.turned_by(rotation_of(dict(tensors), "_2"))
     height = scheme.tile[0] if scheme.codebook == "tile" else len(weight)
     if not weight.is_cuda and scheme.codebook != "tile":
         height = max(1, _CHUNK // weight.shape[1])
