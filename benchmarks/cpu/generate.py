@@ -25,6 +25,7 @@ from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_vq import VQCache
+from hf_vq.cache.argument import CACHE
 from hf_vq.errors import VQError
 from hf_vq.formats.catalog import kv_scheme
 from hf_vq.nn import VQLinear
@@ -178,7 +179,7 @@ def _cache(name: str, config: Any) -> Cache:
 def _token_seconds(model: LlamaForCausalLM, cache: Cache, context: int, tokens: int) -> list[float]:
     prompt, clock = torch.randint(100, 1000, (1, context + 1)), TokenClock()
     model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache,
+        prompt, attention_mask=torch.ones_like(prompt), **{CACHE: cache},
         max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock,
     )  # fmt: skip
     return clock.seconds

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from hf_vq import VQCache, capture
+from hf_vq.cache.argument import cache_argument
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.stored_weight import flat
 from hf_vq.nn import VQLinear
@@ -213,7 +214,7 @@ def _generate(model: LlamaForCausalLM, cache: VQCache | None) -> float:
     options: dict[str, Any] = {"cache_implementation": "static"}
     if cache is not None:
         cache.reset()
-        options = {"past_key_values": cache}
+        options = {cache_argument(model): cache}
     model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS,
         min_new_tokens=TOKENS, do_sample=False, streamer=clock,
@@ -302,12 +303,14 @@ def _part(kernel: str) -> str:
 def _eager_graph(model: LlamaForCausalLM) -> float:
     """Milliseconds of one forward as eager code launches it, without the host."""
     cache = StaticCache(config=model.config, max_cache_len=PROMPT + TOKENS)
-    model(_prompt(model), past_key_values=cache, use_cache=True)
+    model(_prompt(model), **{cache_argument(model): cache}, use_cache=True)
     token = torch.zeros(1, 1, dtype=torch.long, device="cuda")
     position = torch.full((1, 1), PROMPT, device="cuda")
 
     def step(i: int) -> Tensor:
-        found = model(token, past_key_values=cache, position_ids=position, use_cache=True)
+        found = model(
+            token, **{cache_argument(model): cache}, position_ids=position, use_cache=True
+        )
         logits: Tensor = found.logits
         return logits
 

@@ -20,6 +20,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCac
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from hf_vq import VQCache, capture
+from hf_vq.cache.argument import CACHE, cache_argument
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import kv_scheme
 
@@ -241,7 +242,7 @@ def _generate(model: LlamaForCausalLM, cache: Cache, batch: int) -> list[float]:
     clock, length = TokenClock(), int(cache.get_seq_length())
     prompt = torch.randint(model.config.vocab_size, (batch, length + 1), device="cuda")
     model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache,
+        prompt, attention_mask=torch.ones_like(prompt), **{CACHE: cache},
         max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, streamer=clock,
         compile_config=CompileConfig(fullgraph=True),
     )  # fmt: skip
@@ -254,7 +255,9 @@ def _eager_graph(model: LlamaForCausalLM, cache: Cache, batch: int) -> float:
     position = torch.full((batch, 1), int(cache.get_seq_length()), device="cuda")
 
     def step(i: int) -> Tensor:
-        found = model(token, past_key_values=cache, position_ids=position, use_cache=True)
+        found = model(
+            token, **{cache_argument(model): cache}, position_ids=position, use_cache=True
+        )
         logits: Tensor = found.logits
         return logits
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..cache import VQCache
+from ..cache.argument import cache_argument
 from ..cache.codebooks import KVCodebooks
 from ..cache.key_means import Calibrated
 from ..errors import VQCacheError, VQCalibrationError, shown
@@ -164,7 +165,7 @@ def _divergence(
     cache = VQCache(model.config, schemes, window=WINDOW, key_means=means, static=False)
     total = 0.0
     for piece, target in zip(ids.split(WINDOW, 1), wanted.split(WINDOW, 1), strict=True):
-        found = model(piece, past_key_values=cache, use_cache=True).logits
+        found = model(piece, **{cache_argument(model): cache}, use_cache=True).logits
         ours, theirs = (logits.float().log_softmax(-1) for logits in (found, target))
         total += float((theirs.exp() * (theirs - ours)).sum(dtype=torch.float64))
     if total != total:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from ..cache.argument import cache_argument
 from ..cache.codebooks import KVCodebooks, learned, title
 from ..cache.rotary import DEVICES, inverse_frequencies
 from ..errors import VQCacheError, shown
@@ -220,13 +221,13 @@ def run_recorded(model: Any, ids: Tensor, listener: Listener, fisher: bool = Fal
     # The logits of a whole sequence can be larger than all keys and values.
     options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     cache = _RecordingCache(model.config, listener)
-    model(ids[None].to(model.device), past_key_values=cache, use_cache=True, **options)
+    model(ids[None].to(model.device), **{cache_argument(model): cache}, use_cache=True, **options)
 
 
 @torch.enable_grad()
 def _run_backwards(model: Any, ids: Tensor, listener: Listener) -> None:
     ids, cache = ids[None].to(model.device), _DifferentiatedCache(model.config)
-    logits = model(ids, past_key_values=cache, use_cache=True).logits
+    logits = model(ids, **{cache_argument(model): cache}, use_cache=True).logits
     loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
     zeros = [zero for pair in cache.zeros.values() for zero in pair]
     gradients = iter(torch.autograd.grad(loss, zeros))
@@ -293,7 +294,7 @@ def checked_context(model: Any, context: int | None) -> int:
         VQCalibrationError: `context` is more than the model reads.
     """
     generates = getattr(model, "can_generate", lambda: False)()
-    if not generates or model.config.is_encoder_decoder or not _takes(model, "past_key_values"):
+    if not generates or model.config.is_encoder_decoder or not _takes(model, cache_argument(model)):
         raise _no_cache(model)
     if context is not None:
         check_number("context", context, MIN_CONTEXT)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
+from ..cache.argument import cache_argument
 from ..errors import VQCalibrationError, VQError
 from ..hf.calibration_options import MIN_CONTEXT, OWN_WORDS, SHIPPED
 from .offload import place_of
@@ -229,7 +230,7 @@ def _written(
     written = [starts]
     for _ in bar(range(length - 1), "writing text", progress):
         token = written[-1].to(place)
-        logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = model(token, **{cache_argument(model): cache}, use_cache=True).logits[:, -1]
         chances = logits.float().softmax(-1).cpu()
         if not bool(chances.isfinite().all()):
             raise VQCalibrationError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..cache.argument import CACHE, cache_argument
 from ..errors import VQError
 from ..formats.catalog import kv_scheme
 from ..hf.checkpoint.save import check_card, save_evaluation
@@ -219,14 +220,14 @@ def generation_speed(
     ids = prompt[None].to(model.device)
     options: dict[str, Any] = {}
     if new_cache is not None:
-        options["past_key_values"] = new_cache()
+        options[cache_argument(model)] = new_cache()
     state = model(ids, use_cache=True, **options)
     start = math.nan
     for step in range(count + 1):
         if step == 1:  # the first step is a warm-up
             start = time.perf_counter()
         token = state.logits[:, -1:].argmax(-1)
-        state = model(token, past_key_values=state.past_key_values, use_cache=True)
+        state = model(token, **{cache_argument(model): state.get(CACHE)}, use_cache=True)
     return count / max(time.perf_counter() - start, 1e-9)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.argument import cache_argument
 from ..errors import VQError
 
 Forward = Callable[[Tensor], Tensor]
@@ -175,7 +176,7 @@ def model_forward(
             return whole
         cache = new_cache()
         steps = [
-            model(piece, past_key_values=cache, use_cache=True).logits.float()
+            model(piece, **{cache_argument(model): cache}, use_cache=True).logits.float()
             for piece in (ids[:, :prompt], *ids[:, prompt:].split(chunk, dim=1))
         ]
         return torch.cat(steps, 1)[:, :-1]

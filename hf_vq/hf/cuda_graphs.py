@@ -26,11 +26,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
 from .. import patches
+from ..cache.argument import CACHE
 from ..cache.static_layer import VQStaticLayer
 from ..errors import VQBackendError
 
 _ATTRIBUTE = "_hf_vq_captured"
-_CACHE = "past_key_values"
 _KEPT = 4  # graphs of a model
 
 Inputs = dict[str, Any]
@@ -145,7 +145,7 @@ class _Graph:
         leaves, self.structure = _leaves(inputs)
         self.inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         own = tree_unflatten(self.inputs, self.structure)
-        cache = inputs[_CACHE]
+        cache = inputs[CACHE]
         # Kernels read tables that live as long as the codebooks they were made of.
         coded = [layer for layer in cache.layers if isinstance(layer, VQStaticLayer)]
         self.codebooks = [(layer.k.codebook, layer.v.codebook) for layer in coded]
@@ -155,9 +155,9 @@ class _Graph:
             self.graph, captured.pool, captured.stream, capture_error_mode="thread_local"
         )
         with _one_at_a_time, torch.cuda.device(captured.device), recording:
-            out = captured.compiled(**own, **{_CACHE: cache})
+            out = captured.compiled(**own, **{CACHE: cache})
         self.kind = type(out)
-        self.out = {name: x for name, x in out.items() if name != _CACHE}
+        self.out = {name: x for name, x in out.items() if name != CACHE}
 
     def takes(self, inputs: Inputs) -> bool:
         """True if `inputs` differ from the captured ones in values only."""
@@ -170,12 +170,12 @@ class _Graph:
             if isinstance(x, Tensor):
                 own.copy_(x)
         self.graph.replay()
-        cache = inputs[_CACHE]
+        cache = inputs[CACHE]
         for layer in cache.layers:
             if isinstance(layer, VQStaticLayer):
                 layer.stale = True
         out = tree_map_only(Tensor, Tensor.clone, self.out)  # the next replay overwrites it
-        return self.kind(**out, **{_CACHE: cache})
+        return self.kind(**out, **{CACHE: cache})
 
 
 class _Decoding:
@@ -194,8 +194,8 @@ class _Decoding:
         captured = self.captured
         if not (captured.whole and _repeats(inputs)):
             return self.compiled(**inputs)
-        if inputs[_CACHE] is not self.cache:
-            self._begin(inputs[_CACHE])
+        if inputs[CACHE] is not self.cache:
+            self._begin(inputs[CACHE])
         with captured.lock:
             if self.settled and self.graph is None:
                 graph = captured.graphs.get(self.key)
@@ -229,7 +229,7 @@ class _Decoding:
 def _repeats(inputs: Inputs) -> bool:
     """True if every step launches the same kernels: one token per sequence, and a static cache,
     which counts its tokens on the GPU."""
-    tokens, cache = inputs.get("input_ids"), inputs.get(_CACHE)
+    tokens, cache = inputs.get("input_ids"), inputs.get(CACHE)
     if tokens is None or tokens.shape[1] != 1 or not isinstance(cache, Cache):
         return False
     plain = (bool, int, float, str, type(None))
@@ -240,7 +240,7 @@ def _repeats(inputs: Inputs) -> bool:
 
 def _leaves(inputs: Inputs) -> tuple[list[Any], TreeSpec]:
     """All inputs but the cache; some models take a dict of masks."""
-    return tree_flatten({name: x for name, x in inputs.items() if name != _CACHE})
+    return tree_flatten({name: x for name, x in inputs.items() if name != CACHE})
 
 
 def _on_gpu(x: Any) -> bool:

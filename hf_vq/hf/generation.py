@@ -21,6 +21,7 @@ from transformers.generation import GenerationMode
 
 from .. import patches
 from ..cache import VQCache
+from ..cache.argument import CACHE
 from ..errors import VQCacheError
 
 BACKEND = "vq"
@@ -77,7 +78,7 @@ def tell_the_prompt(prepare: Any) -> Any:
             # Transformers before 5.20 takes the backend's name out of the user's own dict.
             generation_config.cache_config = dict(options)
         result = prepare(self, generation_config, model_kwargs, *args, **kwargs)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if isinstance(cache, VQCache):
             if self.config.is_encoder_decoder:
                 raise VQCacheError(

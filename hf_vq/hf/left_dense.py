@@ -1,10 +1,14 @@
-"""Layers that stay dense without being named: task heads, and what a scheme does not fit."""
+"""Layers that stay dense without being named: heads, and what codes cannot replace."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -17,6 +21,11 @@ from .checkpoint.new_parts import is_outside
 
 logger = logging.get_logger("hf_vq")
 
+_NOT_FORWARD = ("__init__", "_init", "init", "reset", "tie", "_tie", "set_", "resize", "_resize")
+_RARE = ("pretraining_tp",)  # conditions under which other code than usual runs
+_NEVER = ("_is_quantized",)  # conditions that hold for a quantized model
+_TRAINS_ALL = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")  # kernels for all weights
+
 
 def task_heads(model: Any) -> list[str]:
     """Names of the linear layers behind the base model that compute one output for each label."""
@@ -28,6 +37,74 @@ def task_heads(model: Any) -> list[str]:
         and module.out_features == labels
         and is_outside(model, name)
     ]
+
+
+def weights_read(model: nn.Module) -> list[str]:
+    """Names of the linear layers whose `weight`, or its dtype, the code of the model reads: Mamba's
+    `dt_proj`, T5's `wo`. It would find codes."""
+    found: dict[str, None] = {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        start = f"{name}." if name else ""
+        for owner, path in _reads(type(module)):  # type: ignore[arg-type]
+            if owner == "self":
+                found[start + path] = None
+            else:
+                inside = (n for n in modules if n.startswith(start) and n.endswith(f".{path}"))
+                found |= dict.fromkeys(inside)
+    return [name for name in found if isinstance(modules.get(name), nn.Linear)]
+
+
+@cache
+def _reads(kind: Hashable) -> tuple[tuple[str, str], ...]:
+    """Whose layer's weight the methods of a class read: "self" or another name, and the path."""
+    found = _Reads()
+    for base in kind.__mro__:  # type: ignore[attr-defined]
+        if base.__module__.startswith(("torch.", "builtins", "transformers.modeling_utils")):
+            continue
+        for name, method in vars(base).items():
+            if not inspect.isfunction(method) or name.startswith(_NOT_FORWARD):
+                continue
+            try:
+                source = inspect.getsource(method)
+            except (OSError, TypeError):  # made at run time
+                continue
+            if ".weight" in source:
+                found.visit(ast.parse(textwrap.dedent(source)))
+    return tuple(found.paths)
+
+
+class _Reads(ast.NodeVisitor):
+    """Collects `x` of every `x.weight` that is read, but for its device."""
+
+    def __init__(self) -> None:
+        self.paths: dict[tuple[str, str], None] = {}
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Take the path of a layer: `self.blocks[0].up` is ("self", "blocks.0.up")."""
+        inner = node.value
+        if node.attr == "device" and isinstance(inner, ast.Attribute) and inner.attr == "weight":
+            return
+        if node.attr == "weight" and isinstance(node.ctx, ast.Load):
+            path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", ast.unparse(inner))
+            owner, _, rest = path.partition(".")
+            if rest and re.fullmatch(r"[\w.]+", path):
+                self.paths[owner, rest] = None
+        self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        """Leave out branches that do not run."""
+        test = ast.unparse(node.test)
+        self.visit(node.test)
+        for condition, branch in ((_RARE, node.body), (_NEVER, node.orelse)):
+            if not any(word in test for word in condition):
+                for statement in branch:
+                    self.visit(statement)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Leave out kernels that take all weights of a layer: only training calls them."""
+        if not ast.unparse(node.func).endswith(_TRAINS_ALL):
+            self.generic_visit(node)
 
 
 def leave_misfits(

@@ -44,7 +44,7 @@ from .checkpoint.save import install_saving, remove_saving
 from .config import QUANT_METHOD, VQConfig
 from .embeddings import check_embedding, replace_embedding, restore_embedding
 from .fused_activations import fuse_inputs, separate_inputs
-from .left_dense import leave_misfits, task_heads
+from .left_dense import leave_misfits, task_heads, weights_read
 from .module_patterns import check_entries, check_pass2, matches
 from .quantize_op import Progress, Quantize, bytes_per_weight, settle
 from .residual import leave_out_pass2, place_pass2
@@ -276,7 +276,7 @@ class VQHfQuantizer(HfQuantizer):
     def _default_skips(self, model: Any) -> list[str]:
         kept = list(model._keep_in_fp32_modules or ())
         skips: list[str] = self.get_modules_to_not_convert(model, None, kept)
-        return [*skips, *task_heads(model)]
+        return [*skips, *task_heads(model), *weights_read(model)]
 
     def _watch_missing(self, model: Any) -> None:
         """Check for missing tensors just before Transformers fills them with random numbers."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..errors import VQSchemeError
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from ..formats.tensors import tensor_specs
@@ -84,6 +85,8 @@ def check_fits(module: nn.Module, scheme: LinearScheme, *, where: str) -> None:
             rows, columns = getattr(module, name).shape[-2:]
             sizes[f"{where}.{name}"] = (columns, rows) if layout.is_transposed else (rows, columns)
     for name, (out_features, in_features) in sizes.items():
+        if not out_features * in_features:
+            raise VQSchemeError(f"{name} has no weights. Add it to modules_to_not_convert.")
         tensor_specs(scheme, out_features, in_features, seed=0, where=name)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_vq.cache.argument import cache_argument
 from hf_vq.errors import VQError
 
 FACT = "\nThe pass key is {}. Remember it. {} is the pass key.\n"
@@ -71,12 +72,12 @@ def _answered(
 
     cache = DynamicCache(config=model.config) if new_cache is None else new_cache()
     ids = torch.tensor([prompt], device=model.device)
-    logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits = model(ids, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1).logits
     right, total = True, 0.0
     for token in answer:  # one by one, as a cache meets them
         log_p = logits[0, -1].float().log_softmax(-1)
         right &= int(log_p.argmax()) == token
         total += float(log_p[token])
         step = torch.tensor([[token]], device=model.device)
-        logits = model(step, past_key_values=cache, use_cache=True).logits
+        logits = model(step, **{cache_argument(model): cache}, use_cache=True).logits
     return right, total / len(answer)

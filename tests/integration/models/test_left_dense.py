@@ -14,12 +14,14 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MambaConfig,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
 
 from hf_vq.errors import VQFormatError, VQSchemeError
 from hf_vq.hf import VQConfig
+from hf_vq.hf.left_dense import weights_read
 from hf_vq.nn import VQLinear
 from hf_vq.nn.replace import convertible, vq_modules
 from tests.fixtures.checkpoints import LOAD, assert_same_state
@@ -215,6 +217,47 @@ def test_a_layer_of_a_block_is_no_new_part(tmp_path):
         BertForSequenceClassification.from_pretrained(
             tmp_path / "dense", quantization_config=VQConfig()
         )
+
+
+@pytest.mark.usefixtures("reference_kernels")
+def test_a_weight_that_the_model_reads_stays_dense(tmp_path):
+    """Mamba multiplies by `dt_proj.weight` itself."""
+    config = MambaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=96, time_step_rank=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    model = LOAD(tmp_path / "dense", quantization_config=VQConfig())
+    assert len(vq_modules(model)) == 3
+    assert type(model.backbone.layers[0].mixer.dt_proj) is nn.Linear
+    model.save_pretrained(tmp_path / "vq")
+    again = LOAD(tmp_path / "vq")
+    expected = model(tokens()).logits
+    assert torch.equal(again(tokens()).logits, expected)
+    torch.testing.assert_close(again.dequantize()(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+class Reads(nn.Module):
+    """Reads weights, or their dtype, of its own layers and of those further down."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(16, 16) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(16, 16), "down": nn.Linear(16, 16)}) for _ in range(2)
+        )
+        nn.init.zeros_(self.d.weight)
+
+    def forward(self, x):
+        x = self.b(self.a(x).to(self.a.weight.dtype)).to(self.b.weight.device)
+        x = self.c(x) @ self.blocks[0].up.weight
+        for block in self.blocks:
+            x = x + block.down.weight.sum() + block["up"](x)
+        return self.d(x)
+
+
+def test_what_counts_as_reading_a_weight():
+    model = nn.ModuleDict({"inner": Reads()})
+    assert weights_read(model) == [
+        "inner.a", "inner.blocks.0.up", "inner.blocks.0.down", "inner.blocks.1.down"
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("reference_kernels")

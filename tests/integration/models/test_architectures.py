@@ -1,0 +1,28 @@
+"""Some classes of `scripts/check_architectures`, which checks all that Transformers can build."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "check_architectures"
+CLASSES = (
+    "BloomForCausalLM", "FalconForCausalLM", "MambaForCausalLM", "RwkvForCausalLM",
+    "LongT5ForConditionalGeneration", "SwitchTransformersForConditionalGeneration",
+    "Llama4ForConditionalGeneration", "WavLMForCTC",
+    "ViTForImageClassification", "RobertaForSequenceClassification",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_some_classes(tmp_path, monkeypatch, capsys):
+    record = tmp_path / "record.jsonl"
+    arguments = ["--out", str(record), "--processes", "1", "--only", *CLASSES]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    assert {row["class"]: row["outcome"] for row in rows} == dict.fromkeys(CLASSES, "run")
+    assert all(0 < row["change"] < 0.5 for row in rows), rows
+    assert '"run": 10' in capsys.readouterr().out
