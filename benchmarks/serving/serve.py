@@ -127,7 +127,7 @@ def run(
         VQBackendError: this Transformers cannot hold codes in pages.
     """
     if problem := objection():
-        raise VQBackendError(f"the suite serve needs a newer Transformers: {problem}.")
+        raise VQBackendError(f"the suite serve needs another release of Transformers: {problem}.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     case = CASES[device]
     requests = tuple(requests or case.requests)

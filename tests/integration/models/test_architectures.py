@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "check_architectures"
 CLASSES = (
     "BloomForCausalLM", "FalconForCausalLM", "MambaForCausalLM", "RwkvForCausalLM",
     "LongT5ForConditionalGeneration", "SwitchTransformersForConditionalGeneration",
-    "Llama4ForConditionalGeneration", "WavLMForCTC",
+    "Llama4ForCausalLM", "WavLMForCTC",
     "ViTForImageClassification", "RobertaForSequenceClassification",
 )  # fmt: skip
 
