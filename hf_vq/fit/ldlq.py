@@ -161,16 +161,17 @@ def ldlq_rows(
     tiled = scheme.codebook == "tile"
     assigners = [Assigner(b, scheme) for b in (codebook[:, None] if tiled else codebook[None])]
     width = scheme.tile[1] if tiled else rows.shape[1]
-    size = scheme.group(rows.shape[1])
+    group_size = scheme.group(rows.shape[1])
+    size = min(group_size, width)  # a group may be wider than a tile
     columns = rows.T.contiguous()  # [in, n]: a block of columns is one piece of memory
     codes, found_scales = [], []
-    for index, first in enumerate(range(0, len(columns), size)):
+    for first in range(0, len(columns), size):
         part, later = slice(first, first + size), slice(first + size, None)
         group = _Group(columns[part], upper[part, part], assigners[first // width])
         if scales is None:
             found, scale, errors = group.fit(FACTORS if search else (1.0,), refit)
         else:
-            found, scale, errors = group.rounded(scales[:, index])
+            found, scale, errors = group.rounded(scales[:, first // group_size])
         codes.append(found)
         found_scales.append(scale)
         columns[later].addmm_(upper[part, later].T, errors, alpha=-1)
