@@ -24,7 +24,7 @@ logger = logging.get_logger("hf_vq")
 _NOT_FORWARD = ("__init__", "_init", "init", "reset", "tie", "_tie", "set_", "resize", "_resize")
 _RARE = ("pretraining_tp",)  # conditions under which other code than usual runs
 _NEVER = ("_is_quantized",)  # conditions that hold for a quantized model
-_TRAINS_ALL = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")  # kernels for all weights
+_TRAINS_ALL = ("mamba_inner_fn", "split_conv1d_scan_combined")  # kernels for all weights
 
 
 def task_heads(model: Any) -> list[str]:
@@ -66,11 +66,12 @@ def _reads(kind: Hashable) -> tuple[tuple[str, str], ...]:
             if not inspect.isfunction(method) or name.startswith(_NOT_FORWARD):
                 continue
             try:
-                source = inspect.getsource(method)
-            except (OSError, TypeError):  # made at run time
+                source = textwrap.dedent(inspect.getsource(method))
+                tree = ast.parse(source) if ".weight" in source else None
+            except (OSError, TypeError, SyntaxError):  # made at run time
                 continue
-            if ".weight" in source:
-                found.visit(ast.parse(textwrap.dedent(source)))
+            if tree is not None:
+                found.visit(tree)
     return tuple(found.paths)
 
 
