@@ -137,9 +137,11 @@ class VQHfQuantizer(HfQuantizer):
                 f"{type(model).__name__} has no layer to quantize: all are in "
                 f"modules_to_not_convert={config.modules_to_not_convert} or of unknown kinds."
             )
-        for module in vq_modules(model).values():
+        for name, module in vq_modules(model).items():
             # Their tensors come from a file or from quantization, never from a random generator.
             module._is_hf_initialized = True  # type: ignore[assignment]
+            if isinstance(module, VQExperts):  # some models initialize experts from outside
+                model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
         # hf_vq, not Transformers, reads the tensors that layers share.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         ignored.add(r"(^|\.)vq_(codebook|rotation)\.[^.]+$")
