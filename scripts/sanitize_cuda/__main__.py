@@ -8,7 +8,7 @@
 Problems are small, but every loop has several iterations, rows and tokens do not fill their tiles,
 and the plans cover every value of every field. `buckets` are the cases of tests.buckets, run
 through public ops: for every plan, the smallest problem that launches it. Parallel processes claim
-cases.
+cases, and share the GPUs of the machine, which must be equal.
 
 Without a tool ("none"), processes compile kernels into the store (HF_VQ_STORE); the first tool
 does so, too. Memcheck and racecheck check only our kernels. Under racecheck, which fails with an
@@ -109,11 +109,19 @@ def command_of(tool: str, args: argparse.Namespace, part: int) -> list[str]:
     return ["compute-sanitizer", "--tool", tool, *options, *shlex.split(args.options), *command]
 
 
+def gpu_of(part: int) -> str:
+    """The GPU of a process, as CUDA_VISIBLE_DEVICES names it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    return gpus[part % len(gpus)]
+
+
 def run_process(tool: str, args: argparse.Namespace, part: int) -> list[Said]:
     """Run processes in sequence and return their output; each continues where one ended."""
     every = []
     # Without its own pool of memory, an address beyond a tensor is one that nobody allocated.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = gpu_of(part)
     while True:
         process = subprocess.Popen(
             command_of(tool, args, part), env=environment, stdout=subprocess.PIPE,

@@ -205,7 +205,7 @@ class Report:
 
     def write(self, path: Path, command: str, settings: dict[str, Any]) -> None:
         """Write the record; rows of other tools and ops stay, each with the revision that it is of,
-        if it is of the same sources and the same machine.
+        if it is of the same sources, versions and model of GPU.
 
         Args:
             settings: with `sources`, the `digests` of the kernels.
@@ -233,7 +233,8 @@ def _keep_others(record: dict[str, Any], before: dict[str, Any]) -> None:
     """Copy the rows of other tools and ops from the previous record, if their sources are the
     same."""
     same = _same(before["settings"].get("sources"), record["settings"]["sources"])
-    if any(before.get(key) != record[key] for key in ("suite", "machine", "versions")):
+    ran = [(one["suite"], one["machine"].get("gpu"), one["versions"]) for one in (before, record)]
+    if ran[0] != ran[1]:
         return
     now, was = record["results"], before["results"]
     there = {(row["tool"], row["kernel"]) for row in now["rows"]}
