@@ -110,10 +110,10 @@ def command_of(tool: str, args: argparse.Namespace, part: int) -> list[str]:
 
 
 def gpu_of(part: int) -> str:
-    """The GPU of a process, as CUDA_VISIBLE_DEVICES names it."""
+    """The GPU of a process, as CUDA_VISIBLE_DEVICES names it; empty where there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    return gpus[part % len(gpus)]
+    return gpus[part % len(gpus)] if gpus else ""
 
 
 def run_process(tool: str, args: argparse.Namespace, part: int) -> list[Said]:
