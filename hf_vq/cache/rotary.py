@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-DEVICES: tuple[str, ...] = ()
+DEVICES: tuple[str, ...] = ("cpu",)
 """Types of devices on which rotary means are measured: none yet. Continuous batching does not give
 the text of single requests with them, and attention takes longer. Those of a file are used
 everywhere."""

@@ -21,8 +21,10 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 from hf_vq import VQCache
+from hf_vq.cache.key_means import Calibrated
 from hf_vq.cache.layer import SLACK
 from hf_vq.errors import VQCacheError
+from hf_vq.ops.rotary_mean import rotated
 
 SCHEMES = ("u4", "u3", "u2", "k4v2", "nomad-u4", "qserve-kv4", "turboquant-4", "turboquant-3-prod")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -138,7 +140,7 @@ class Life:
     def seen(self, side: str) -> Tensor:
         """Expected keys or values for a query after the last token."""
         true = self.expected_rows()["kv".index(side)]
-        coded = torch.stack([self.coded(side, row, true[row]) for row in range(self.batch)])
+        coded = torch.stack([self.coded(side, row, true[row], 0) for row in range(self.batch)])
         position = torch.arange(true.shape[2])
         exact = (position < self.sinks) | (position > len(position) - 1 - max(self.window, 1))
         return torch.where(exact[:, None], true, coded)
@@ -188,7 +190,7 @@ class Life:
                 f"{side} of row {row} at {position[wrong].tolist()[:8]} of {at + len(position)}; "
                 f"{self.said}",
             )
-        coded = self.coded(side, row, true)
+        coded = self.coded(side, row, true, at)
         near = (rows.double() - true.double()).norm(dim=-1)
         allowed = (coded.double() - true.double()).norm(dim=-1) * TIE + 1e-6
         equal = (rows == coded).all(-1).all(0)
@@ -200,14 +202,25 @@ class Life:
                 f"{self.said}",
             )
 
-    def coded(self, side: str, row: int, true: Tensor) -> Tensor:
-        """Encode and decode rows [H, n, D] with a new cache that quantizes all of them."""
-        mean = self.layer.k.mean
-        means = None if mean is None else [mean[row if mean.shape[0] > 1 else 0, :, 0].float()]
-        cache = VQCache(self.plain, self.scheme, 0, 0, key_means=means, static=False)
+    def coded(self, side: str, row: int, true: Tensor, at: int) -> Tensor:
+        """Encode and decode rows [H, n, D] at positions `at` and on with a new cache that quantizes
+        all of them, and has the same means."""
+        cache = VQCache(self.plain, self.scheme, 0, 0, key_means=self.known(row, at), static=False)
         cache.update(true[None], true[None], 0)
         layer = cache.coded_layers[0]
         return (layer.keys if side == "k" else layer.values).decode()[0]
+
+    def known(self, row: int, at: int) -> list[Calibrated] | None:
+        """Means of the keys of a row, as of a sequence that begins at position `at`."""
+        mean, turning, rotary = self.layer.k.mean, self.layer.k.rotary_mean, self.layer._rotary
+        if mean is None:
+            return None
+        if turning is None or rotary is None:
+            return [Calibrated(mean[row, :, 0])]
+        moved = rotated(
+            turning[row, None], rotary.inv_freq, rotary.interleaved, torch.tensor([at])
+        )
+        return [Calibrated(mean[row, :, 0], moved[0, :, 0], rotary.interleaved)]
 
     def step(self) -> None:
         """One call that changes rows or length."""

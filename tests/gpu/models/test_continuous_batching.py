@@ -84,11 +84,10 @@ def serve(
 def check(model: Any, prompt: list[int], result: Any, scheme: str, cache: Any) -> None:
     """The probabilities of a request's tokens are those of plain decoding of the same codes, and
     no other token is likelier by more than both may differ."""
-    means = {index: layer.mean for index, layer in cache.layers.items()}
     assert result.error is None and len(result.generated_tokens) == NEW
     whole = torch.tensor([prompt + result.generated_tokens], device="cuda")
     with torch.no_grad():
-        logits = model(whole, past_key_values=Decoded(model.config, scheme, means)).logits
+        logits = model(whole, past_key_values=Decoded(model.config, scheme, cache.layers)).logits
     expected = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
     chosen = expected.gather(1, whole[0, len(prompt) :, None])[:, 0]
     assert (torch.tensor(result.logprobs) - chosen.cpu()).abs().max() < 0.05

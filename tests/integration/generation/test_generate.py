@@ -26,7 +26,7 @@ from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.hf import attention, enable_cache_backend, generation
 from hf_vq.ops import decode_kv, encode_kv
-from hf_vq.ops.reference.codes import mean_of
+from hf_vq.ops.rotary_mean import measure_means, rotated
 from tests.fixtures.generation import (
     MODELS,
     build,
@@ -98,8 +98,14 @@ def test_quantized_sliding_layers(name: str) -> None:
         assert set(cache.fallbacks.values()) == {0} and len(cache.coded_layers) == 2
 
 
-def simulation(prompt_length: int, sinks: int, window: int, scheme: str) -> Callable[..., Any]:
-    """Attention over a whole sequence whose tokens after the prompt came one by one."""
+def simulation(
+    prompt_length: int, sinks: int, window: int, scheme: str, inv_freq: Tensor
+) -> Callable[..., Any]:
+    """Attention over a whole sequence whose tokens after the prompt came one by one.
+
+    Args:
+        inv_freq: of the model's rotary embeddings [r].
+    """
     both = KV_SCHEMES[scheme]
 
     def coded(x: Tensor, part: Any, mean: Any) -> Tensor:
@@ -111,7 +117,9 @@ def simulation(prompt_length: int, sinks: int, window: int, scheme: str) -> Call
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
     ) -> Any:
         groups, length = q.shape[1] // k.shape[1], q.shape[2]
-        mean = mean_of(k[:, :, sinks:prompt_length])
+        seen = torch.arange(sinks, prompt_length)
+        standing, turning = measure_means(k[:, :, seen], seen, inv_freq, False)
+        mean = standing + rotated(turning, inv_freq, False, torch.arange(length))
         i, j = torch.arange(length)[:, None], torch.arange(length)
         exact = (j < sinks) | (j > i - window) | ((i < prompt_length) & (j < prompt_length))
         far = coded(k, both.key, mean), coded(v, both.value, 0.0)
@@ -140,7 +148,9 @@ def test_steps_equal_the_whole_sequence(name: str, scheme: str) -> None:
     plain = steps(DynamicCache(config=model.config))
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
-        AttentionInterface.register("simulation", simulation(length, sinks, window, scheme))
+        inv_freq = model.model.rotary_emb.inv_freq
+        run = simulation(length, sinks, window, scheme, inv_freq)
+        AttentionInterface.register("simulation", run)
         AttentionMaskInterface.register("simulation", sdpa_mask)
         model.set_attn_implementation("simulation")
         simulated = model(ids, use_cache=False).logits

@@ -15,6 +15,7 @@ from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.hf import enable_cache_backend
+from hf_vq.ops.rotary_mean import rotated
 from hf_vq.serving import continuous_batching as paged
 from tests.fixtures.continuous_batching import (
     MARKS,
@@ -43,13 +44,12 @@ def alone(
 ) -> list[list[int]]:
     """What greedy decoding of each prompt alone says behind `found`, which is `found` if that is
     what it finds: a token's codes do not depend on the tokens that come with it."""
-    means = {index: layer.mean for index, layer in cache.layers.items()}
     expected = []
     for prompt, tokens in zip(prompts, found, strict=True):
         assert len(tokens) == NEW
         whole = torch.tensor([[*prompt, *tokens[:-1]]])
         with torch.no_grad():
-            past = Decoded(model.config, scheme, means)
+            past = Decoded(model.config, scheme, cache.layers)
             logits = model(whole, past_key_values=past).logits
         expected.append(logits[0, len(prompt) - 1 :].argmax(-1).tolist())
     return expected
@@ -100,12 +100,11 @@ def test_probabilities_are_those_of_codes_and_not_of_floats(name: str) -> None:
         names = manager.add_requests(prompts)
         results = [manager.get_result(timeout=120) for _ in prompts]
         cache = manager.batch_processor.cache
-    means = {index: layer.mean for index, layer in cache.layers.items()}
     for result in results:
         ids = torch.tensor([prompts[names.index(result.request_id)]])
         whole = torch.cat([ids, torch.tensor([result.generated_tokens])], 1)
         logprobs = []
-        for past in (Decoded(model.config, "u2", means), DynamicCache(config=model.config)):
+        for past in (Decoded(model.config, "u2", cache.layers), DynamicCache(config=model.config)):
             with torch.no_grad():
                 logits = model(whole, past_key_values=past).logits[0, ids.shape[1] - 1 : -1]
             every = logits.float().log_softmax(-1)
@@ -300,15 +299,20 @@ def test_calibrated_means_are_found(tmp_path: Any) -> None:
 
 
 def test_means_of_random_words_are_nearly_those_of_a_text(tinybooks: Any) -> None:
-    """What is left of the mean is a small part of it; of a constant, nothing would be."""
+    """What is left of the means, over positions, is a small part of them; of a constant, nothing
+    would be."""
     model = AutoModelForCausalLM.from_pretrained(tinybooks).eval()
     text = (tinybooks.parent / "tinybooks-5m-eval.txt").read_text(encoding="utf-8")
     ids = AutoTokenizer.from_pretrained(tinybooks)(text).input_ids
-    of_text = calibrate_kv(model, "u4", ids, tokens=2048, context=512, progress=False).key_means
-    template = template_of(model, "u4")
-    for layer, wanted in zip(template.layers, of_text, strict=True):
-        left = (layer.calibrated.mean - wanted).square().sum()
-        assert left < 0.25 * wanted.square().sum()
+    of_text = calibrate_kv(model, "u4", ids, tokens=2048, context=512, progress=False).means
+    inv_freq = model.model.rotary_emb.inv_freq
+    template, positions = template_of(model, "u4"), torch.arange(0, 512, 7)
+    for layer, known in zip(template.layers, of_text, strict=True):
+        wanted, found = (
+            means.mean[:, None] + rotated(means.rotary_mean[:, None], inv_freq, False, positions)
+            for means in (known, layer.calibrated)
+        )
+        assert (found - wanted).square().sum() < 0.25 * wanted.square().sum()
 
 
 @pytest.mark.parametrize(
