@@ -205,13 +205,3 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
         return done.stdout
 
     return run
-
-
-@pytest.fixture
-def rotary_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure rotary means of keys, which is not the default."""
-    from hf_vq.cache import key_means
-    from hf_vq.calibration import kv_codebooks
-
-    for module in (key_means, kv_codebooks):
-        monkeypatch.setattr(module, "DEVICES", ("cpu",))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hf_vq import ops
 from hf_vq.cache.codebooks import KVCodebooks, needs_codebooks
+from hf_vq.cache.key_means import Calibrated, Rotary
 from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.calibration.text import read_text
 from hf_vq.errors import VQError
@@ -36,6 +37,7 @@ from hf_vq.formats.nearest import nearest_in_groups
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.reference.codes import mean_of
+from hf_vq.ops.rotary_mean import measure_means, rotated
 from hf_vq.ops.reference.nomad import quantized_tables, score_tables
 
 from . import baselines
@@ -88,7 +90,8 @@ def run(
     def candidates() -> Iterator[Candidate]:
         if with_baselines:
             yield from _baselines(head_dim)
-        yield from _schemes([name for name in schemes if name not in learned], head_dim)
+        universal = [name for name in schemes if name not in learned]
+        yield from _schemes(universal, head_dim, model.config)
         known = "" if calibration is None else read_text(calibration)
         for name in learned:
             codebooks = calibrate_kv(
@@ -152,15 +155,15 @@ class Candidate:
     scores: Callable[[Tensor, int], Scores] = dot_products
 
 
-def _schemes(names: Sequence[str], head_dim: int) -> Iterator[Candidate]:
+def _schemes(names: Sequence[str], head_dim: int, config: Any) -> Iterator[Candidate]:
     for name in names:
         scheme = kv_scheme(name)
         bits = (stored_bits(scheme.key, head_dim) + stored_bits(scheme.value, head_dim)) / 2
-        keys = round_trip(scheme.key, centre=scheme.centre_keys)
+        keys = round_trip(scheme.key, centre=scheme.centre_keys, config=config)
         values = round_trip(scheme.value, centre=False)
         short = None
         if scheme.centre_keys:
-            short = round_trip(scheme.key, centre=True, known=SINKS + WINDOW // 2)
+            short = round_trip(scheme.key, centre=True, known=SINKS + WINDOW // 2, config=config)
         yield Candidate(name, "scheme", bits, keys, values, short)
 
 
@@ -220,23 +223,24 @@ def round_trip(
     centre: bool,
     known: int | None = None,
     codebooks: Sequence[Tensor | None] | None = None,
-    means: Sequence[Tensor | None] | None = None,
+    means: Sequence[Calibrated | None] | None = None,
+    config: Any = None,
 ) -> RoundTrip:
     """Store and read back [kv heads, tokens, head_dim] the way `VQCache` does.
 
     Args:
         scheme: of keys or of values.
-        centre: take off the mean over the first `known` tokens without the sinks.
+        centre: take off the means over the first `known` tokens without the sinks.
         known: None = all tokens.
         codebooks: of each layer; None, or None for a layer = the universal one.
-        means: calibrated ones of each layer [kv heads, head_dim], to take off instead.
+        means: calibrated ones of each layer, to take off instead.
+        config: of the model, whose keys may turn; None = they do not.
     """
     universal = universal_tensor(scheme) if scheme.codebook == "universal" else None
 
     def stored(x: Tensor, layer: int) -> Tensor:
-        mean = mean_of(x[None, :, SINKS:known])[0] if centre else torch.zeros(())
-        if centre and means is not None and (own := means[layer]) is not None:
-            mean = own[:, None].to(x.device)
+        calibrated = None if means is None else means[layer]
+        mean = means_of(x, layer, known, calibrated, config) if centre else torch.zeros(())
         learned = None if codebooks is None else codebooks[layer]
         codebook = universal if learned is None else learned
         assert codebook is not None, f"no codebook for layer {layer}"
@@ -245,6 +249,33 @@ def round_trip(
         return ops.decode_kv(codes, scale, codebook, scheme, x.shape[-1]) + mean
 
     return stored
+
+
+def means_of(
+    keys: Tensor, layer: int, known: int | None, calibrated: Calibrated | None, config: Any
+) -> Tensor:
+    """What `VQCache` takes off keys [kv heads, tokens, head_dim]: [kv heads, 1 or tokens, head_dim].
+
+    Arguments as of `round_trip`.
+    """
+    positions, seen = torch.arange(keys.shape[1], device=keys.device), slice(SINKS, known)
+    prompt = keys[None, :, seen]
+    rotary = Rotary.of(config, layer, prompt, calibrated)
+    turning: Tensor | None = None
+    if calibrated is not None:
+        mean, turning = calibrated.mean, calibrated.rotary_mean
+        mean = mean[None, :, None].to(keys)
+        turning = None if turning is None else turning[None, :, None].to(keys)
+    elif rotary is None:
+        mean = mean_of(prompt)
+    else:
+        rotary = rotary.measured(prompt, SINKS)
+        mean, turning = measure_means(
+            prompt, positions[seen], rotary.inv_freq, rotary.interleaved
+        )
+    if rotary is None or turning is None:
+        return mean[0]
+    return (mean + rotated(turning, rotary.inv_freq, rotary.interleaved, positions))[0]
 
 
 def table_scores(k_stored: Tensor, codebook: Tensor) -> Scores:

@@ -130,9 +130,12 @@ class _Calibrated:
         layers = range(len(books))
         schemes = [of_layer(books.scheme, layer) for layer in layers]
         keys = [
-            round_trip(s.key, centre=s.centre_keys, codebooks=books.keys, means=books.key_means)
+            round_trip(
+                s.key, centre=s.centre_keys, codebooks=books.keys, means=books.means,
+                config=self.model.config,
+            )
             for s in schemes
-        ]
+        ]  # fmt: skip
         values = [round_trip(s.value, centre=False, codebooks=books.values) for s in schemes]
         bits = [
             stored_bits(part, self.head_dim, side[layer])

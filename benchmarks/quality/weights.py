@@ -193,7 +193,7 @@ def _scheme_rows(
     yield _row(name, kind, stored, seconds, found)
     if kind == "calibrated" and name == CACHED:
         scheme = kv_scheme(CACHE)
-        keys = round_trip(scheme.key, centre=scheme.centre_keys)
+        keys = round_trip(scheme.key, centre=scheme.centre_keys, config=model.config)
         cache = Simulation(keys, round_trip(scheme.value, centre=False), WINDOW, SINKS)
         with simulate(model, cache):
             found = score(model_forward(model), reference).to_dict()

@@ -159,8 +159,15 @@ class KeyMoments:
 def measure_means(
     keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """`KeyMoments.means` of keys [B, H, n, D] at `positions` int64 [n] or [B, n]."""
-    return KeyMoments(inv_freq, interleaved).add(keys, positions).means()
+    """`KeyMoments.means` of keys [B, H, n, D] at `positions` int64 [n] or [B, n].
+
+    The mean of a head that does not turn is `mean_of` its keys, to the last bit.
+    """
+    standing, turning = KeyMoments(inv_freq, interleaved).add(keys, positions).means()
+    if keys.shape[2] > _AT_ONCE:  # moments in parts are rounded more often
+        stands = ~turning.any(-1, keepdim=True)
+        standing = torch.where(stands, mean_of(keys), standing)
+    return standing, turning
 
 
 def interleave(halves: Tensor, neighbours: Tensor, tokens: int) -> bool:

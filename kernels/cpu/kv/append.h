@@ -62,12 +62,13 @@ inline void add_row(const Append& job, int64_t batch, int64_t head, int64_t t, P
   piece.from[piece.last] = batch * job.x.stride[0] + head * job.x.stride[1] + t * job.x.stride[2];
   const float* mean =
       codes.mean == nullptr ? zeros : codes.mean + batch * codes.mean_stride[0] + head * codes.mean_stride[1];
-  if (turns(codes)) {
+  const float* m = turns(codes) ? rotary_mean_of(codes, batch, head) : zeros;
+  if (m != zeros && any_turns(m, codes.dim)) {
     const RotaryTable table(codes.rotary_table);
     Turn turn;
     turn_by(table, job.at + t + codes.rotary_start, 0, turn);
     float* to = piece.turned[piece.last];
-    add_turned(table, turn, mean, rotary_mean_of(codes, batch, head), codes.dim, to);
+    add_turned(table, turn, mean, m, codes.dim, to);
     mean = to;
   }
   piece.mean[piece.last++] = mean;

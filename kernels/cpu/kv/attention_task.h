@@ -156,6 +156,7 @@ inline void open_row(const Step& step, const Place& place, const Desk& desk, int
   const RotaryTable table(k.rotary_table);
   const float* m = rotary_mean_of(k, place.batch, place.head);
   if (r == 0) choose_functions(table, m, *desk.turning);
+  if (desk.turning->functions == 0) return;
   open_pairs(table, m, k.rotary_start, row.query, ask.scaling, desk.pairs + r * 2 * table.lanes);
 }
 

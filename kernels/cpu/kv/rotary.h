@@ -49,6 +49,13 @@ inline const float* rotary_mean_of(const hf_vq_codes& codes, int64_t batch, int6
   return codes.rotary_mean + batch * codes.rotary_stride[0] + head * codes.rotary_stride[1];
 }
 
+// Whether a head turns at all: others have zeros.
+inline bool any_turns(const float* m, int dim) {
+  int i = 0;
+  while (i < dim && m[i] == 0.0f) ++i;
+  return i < dim;
+}
+
 // to [dim] <- mean + R_n m
 inline void add_turned(const RotaryTable& table, const Turn& turn, const float* mean, const float* m, int dim,
                        float* to) {

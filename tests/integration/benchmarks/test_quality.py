@@ -21,6 +21,7 @@ from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.reference.codes import mean_of
 from hf_vq.ops.reference.nomad import look_up, quantized_tables, score_tables
+from hf_vq.ops.rotary_mean import rotated
 
 
 def as_it_is(x, layer):
@@ -65,21 +66,30 @@ def test_keys_are_stored_as_the_cache_stores_them():
     assert torch.equal(quality_kv.round_trip(scheme, centre=True)(k, 0), expected)
 
 
+@pytest.mark.parametrize("turning", [False, True])
 @pytest.mark.parametrize("prompt", ["whole text", "short"])
-def test_keys_are_centred_as_the_cache_centres_them(prompt):
+def test_keys_are_centred_as_the_cache_centres_them(prompt, turning):
     """The two cases stand for a prompt that is the whole sequence, and for one in the window."""
     window, sinks = quality_kv.WINDOW, quality_kv.SINKS
     k, v = torch.randn(2, 1, 2, 150, 32) + 2
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, head_dim=32, hidden_size=64)
+    if turning:
+        inv_freq = 10000.0 ** -(torch.arange(0, 32, 2) / 32)
+        k = k + rotated(30 * torch.randn(1, 2, 1, 32), inv_freq, False, torch.arange(150))
     cache = VQCache(config, "u4", window=window, sinks=sinks)
     first = 150 if prompt == "whole text" else 20
     for at in [slice(0, first), *(slice(i, i + 1) for i in range(first, 150))]:
         cache.update(k[:, :, at], v[:, :, at], 0)
     known = sinks + window // 2 if prompt == "short" else None
-    stored = quality_kv.round_trip(KV_SCHEMES["u4"].key, centre=True, known=known)(k[0], 0)
+    round_trip = quality_kv.round_trip(
+        KV_SCHEMES["u4"].key, centre=True, known=known, config=config
+    )
+    stored = round_trip(k[0], 0)
+    assert (cache.layers[0].k.rotary_mean is not None) == turning
     coded = slice(sinks, 150 - window)
     held = cache.layers[0].keys.clone()[0]
-    torch.testing.assert_close(held[:, coded], stored[:, coded], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(held[:, coded], stored[:, coded], atol=2e-3, rtol=1e-3)
+    assert (held - k[0])[:, coded].abs().mean() < 0.15
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from hf_vq import VQCache
 from hf_vq.calibration.kv_codebooks import calibrate_kv
 from tests.fixtures.generation import SMALL
 
-pytestmark = pytest.mark.usefixtures("rotary_means")
-
 SIZES = {**SMALL, "head_dim": 32, "attention_bias": True}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LLAMA3 = {

@@ -23,8 +23,6 @@ from hf_vq.ops import kv_append
 from hf_vq.ops.rotary_mean import rotated
 from tests.fixtures.kv.turning import DIM, HEADS, INV_FREQ, turning_config, turning_tokens
 
-pytestmark = pytest.mark.usefixtures("rotary_means")
-
 SMALL = 0.15
 """Mean error of a number of a key: 4 bits of a noise of 1, and floats of the window. With one mean
 the codes of a bias of 30 give three times as much, and more."""

@@ -10,6 +10,7 @@ from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops import KVCacheView, KVSide, kv_append, kv_attention
 from hf_vq.ops.layout import layouts_for
+from hf_vq.ops.reference.codes import mean_of
 from hf_vq.ops.rotary_mean import measure_means, rotated
 
 DIM = 64
@@ -65,10 +66,12 @@ def test_what_stands_still_keeps_the_standing_mean() -> None:
     assert left.square().mean() < 1.02 * (keys - keys.mean(2, keepdim=True)).square().mean()
 
 
-def test_nothing_turns_where_nothing_is_gained() -> None:
-    keys, _ = keys_with_bias(512, 0.0)
-    _, turning = measure_means(keys, torch.arange(512), INV_FREQ, False)
-    assert not turning.any()
+@pytest.mark.parametrize("tokens", [512, 5000])
+def test_nothing_turns_where_nothing_is_gained(tokens: int) -> None:
+    """Then the mean is that of the keys, bit for bit."""
+    keys, _ = keys_with_bias(tokens, 0.0)
+    standing, turning = measure_means(keys, torch.arange(tokens), INV_FREQ, False)
+    assert not turning.any() and torch.equal(standing, mean_of(keys))
 
 
 def growing_view(
