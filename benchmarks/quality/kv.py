@@ -37,8 +37,8 @@ from hf_vq.formats.nearest import nearest_in_groups
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.reference.codes import mean_of
-from hf_vq.ops.rotary_mean import measure_means, rotated
 from hf_vq.ops.reference.nomad import quantized_tables, score_tables
+from hf_vq.ops.rotary_mean import measure_means, rotated
 
 from . import baselines
 from .banded import RoundTrip, Scores, Simulation, dot_products, simulate
@@ -254,7 +254,7 @@ def round_trip(
 def means_of(
     keys: Tensor, layer: int, known: int | None, calibrated: Calibrated | None, config: Any
 ) -> Tensor:
-    """What `VQCache` takes off keys [kv heads, tokens, head_dim]: [kv heads, 1 or tokens, head_dim].
+    """What `VQCache` takes off keys [kv heads, tokens, head_dim]: the same, or one for all tokens.
 
     Arguments as of `round_trip`.
     """
@@ -270,9 +270,7 @@ def means_of(
         mean = mean_of(prompt)
     else:
         rotary = rotary.measured(prompt, SINKS)
-        mean, turning = measure_means(
-            prompt, positions[seen], rotary.inv_freq, rotary.interleaved
-        )
+        mean, turning = measure_means(prompt, positions[seen], rotary.inv_freq, rotary.interleaved)
     if rotary is None or turning is None:
         return mean[0]
     return (mean + rotated(turning, rotary.inv_freq, rotary.interleaved, positions))[0]

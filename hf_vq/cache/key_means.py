@@ -17,7 +17,7 @@ from ..errors import VQCacheError
 from ..ops.reference.codes import mean_of
 from ..ops.rotary_mean import measure_means, pairs_interleave, rotated
 from .kv_side import SideBuffers
-from .rotary import DEVICES, inverse_frequencies
+from .rotary import inverse_frequencies, measured_on
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Rotary:
             VQCacheError: a rotary mean is known, but not how keys turn.
         """
         turns = known is not None and known.rotary_mean is not None
-        if keys.device.type not in DEVICES and not turns:
+        if not turns and not measured_on(keys.device):
             return None
         found = inverse_frequencies(config, layer, keys.shape[3], keys.shape[2])
         if found is None and turns:

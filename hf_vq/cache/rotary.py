@@ -15,10 +15,14 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DEVICES: tuple[str, ...] = ("cpu",)
-"""Types of devices on which rotary means are measured. On a GPU the attention of one token would
-take 1.24 to 1.49 times as long (an H200, 4 query heads for each key/value head). Those of a file
-are used everywhere."""
+"""Types of devices on which rotary means are measured. On a GPU attention takes much longer with
+them. Those of a file are used everywhere."""
 _NOT_LIKE_THAT = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
+
+
+def measured_on(device: torch.device) -> bool:
+    """Whether rotary means of keys are measured on a device."""
+    return device.type in DEVICES
 
 
 def inverse_frequencies(

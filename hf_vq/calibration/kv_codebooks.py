@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.argument import cache_argument
 from ..cache.codebooks import KVCodebooks, learned, title
-from ..cache.rotary import DEVICES, inverse_frequencies
+from ..cache.rotary import inverse_frequencies, measured_on
 from ..errors import VQCacheError, shown
 from ..fit.kv import TokenSample, fit_kv_codebook
 from ..formats.catalog import KVScheme, kv_scheme
@@ -143,7 +143,7 @@ class _Record:
     def _moments(self, layer: int, keys: Tensor) -> tuple[KeyMoments, KeyMoments] | None:
         length, dim = SINKS + keys.shape[2], keys.shape[3]
         found = inverse_frequencies(self.config, layer, dim, length)
-        if found is None or keys.device.type not in DEVICES:
+        if found is None or not measured_on(keys.device):
             return None
         inv_freq = found.to(keys.device)
         return KeyMoments(inv_freq, False), KeyMoments(inv_freq, True)

@@ -217,9 +217,7 @@ class Life:
             return None
         if turning is None or rotary is None:
             return [Calibrated(mean[row, :, 0])]
-        moved = rotated(
-            turning[row, None], rotary.inv_freq, rotary.interleaved, torch.tensor([at])
-        )
+        moved = rotated(turning[row, None], rotary.inv_freq, rotary.interleaved, torch.tensor([at]))
         return [Calibrated(mean[row, :, 0], moved[0, :, 0], rotary.interleaved)]
 
     def step(self) -> None:

@@ -87,6 +87,12 @@ def build(name: str, dtype: torch.dtype = torch.float16) -> Pair:
     return Pair(model, gpu, {"quantize_sliding": "layer_types" in fields})
 
 
+@pytest.fixture(autouse=True)
+def _same_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU would measure rotary means: here it does as a GPU does."""
+    monkeypatch.setattr("hf_vq.cache.rotary.DEVICES", ())
+
+
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     """Every (op, entry) that the dispatch table chose for a tensor on the GPU; no reference row."""
