@@ -27,7 +27,8 @@ from .reference.codes import mean_of
 SMALLEST_SHARE = 0.02
 """Of what is left to the codes of a head: pairs that hold less together do not turn."""
 NOISE = 3.0
-"""The mean of n tokens holds 1 / n of their energy by chance: pairs below so much of it stand."""
+"""The mean of n tokens holds by chance 1 / (n - 1) of what it leaves: heads, and pairs, below so
+much of it stand."""
 TIE = 0.7
 """A turning mean with so much of the energy of a standing one is taken: it stays right."""
 DIFFERENT = 0.9
@@ -135,7 +136,8 @@ class KeyMoments:
         better for these tokens. For those that follow, the turning one is better wherever keys do
         turn, which slow pairs cannot tell, and few tokens only roughly. So
 
-        - a head turns if its pairs that turn by a radian or more say so together, within a tie;
+        - a head turns if its mean is more than chance, and if its pairs that turn by a radian or
+          more say so together, within a tie;
         - then each pair turns, unless its standing mean is clearly larger;
         - but pairs that hold next to nothing stand: a head without a constant part costs nothing.
 
@@ -147,9 +149,10 @@ class KeyMoments:
         share, pairs = SMALLEST_SHARE * left, max(len(self.inv_freq), 1)
         tell = (self.inv_freq * self.span >= 1).to(stood.dtype)
         telling, standing_still = ((x * tell).sum(-1, keepdim=True) for x in (turned, stood))
-        head = _as_good(telling, standing_still, share)
-        chance = left * (NOISE / (self.tokens * pairs))
-        holds = turned > torch.maximum(share / pairs, chance)
+        least = torch.maximum(share, left * (NOISE / max(self.tokens - 1, 1)))
+        head = (turned.sum(-1, keepdim=True) > least) & _as_good(telling, standing_still, share)
+        head = head & (self.tokens > 1)
+        holds = turned > least / pairs
         turns = head & holds & _as_good(turned, stood, share / pairs)
         rest = standing.shape[-1] - 2 * len(self.inv_freq)
         turns = torch.nn.functional.pad(_by_channel(turns, self.interleaved), (0, rest))

@@ -51,7 +51,8 @@ __device__ inline void measure_means(const RotaryMean& mean, int64_t position, i
   const int lane = threadIdx.x % 32;
   const float share_of_token = 1.0f / count;
   float stood[each][2], turned[each][2];  // means of pairs
-  float energy = 0.0f, best = 0.0f, told[2] = {};  // by pairs that turn by a radian or more: turned, stood
+  float energy = 0.0f, best = 0.0f, all = 0.0f;  // all: turned
+  float told[2] = {};                             // by pairs that turn by a radian or more: turned, stood
 #pragma unroll
   for (int i = 0; i < each; ++i) {
     const int pair = 32 * i + lane;
@@ -75,7 +76,7 @@ __device__ inline void measure_means(const RotaryMean& mean, int64_t position, i
       stood[i][c] *= share_of_token, turned[i][c] *= share_of_token;
       squares[0] += turned[i][c] * turned[i][c], squares[1] += stood[i][c] * stood[i][c];
     }
-    best += fmaxf(squares[0], squares[1]);
+    best += fmaxf(squares[0], squares[1]), all += squares[0];
     if (inv_freq * count >= 1.0f) told[0] += squares[0], told[1] += squares[1];
   }
   for (int channel = 2 * mean.pairs + lane; channel < Dim; channel += 32) {
@@ -89,15 +90,15 @@ __device__ inline void measure_means(const RotaryMean& mean, int64_t position, i
     standing[channel] = sum, m[channel] = 0.0f;
   }
   const float left = fmaxf(of_warp(energy) * share_of_token - of_warp(best), 0.0f), share = smallest_share * left;
-  const bool head = of_warp(told[0]) >= tie * of_warp(told[1]) - share;
-  const float least = share / max(mean.pairs, 1), chance = left * noise * share_of_token / max(mean.pairs, 1);
+  const float least = fmaxf(share, left * noise / max(count - 1, 1)), of_pair = 1.0f / max(mean.pairs, 1);
+  const bool some = of_warp(all) > least && count > 1, head = of_warp(told[0]) >= tie * of_warp(told[1]) - share;
 #pragma unroll
   for (int i = 0; i < each; ++i) {
     const int pair = 32 * i + lane;
     if (pair >= mean.pairs) continue;
     const float moved = turned[i][0] * turned[i][0] + turned[i][1] * turned[i][1];
     const float fixed = stood[i][0] * stood[i][0] + stood[i][1] * stood[i][1];
-    const bool turns = head && moved > fmaxf(least, chance) && moved >= tie * fixed - least;
+    const bool turns = some && head && moved > least * of_pair && moved >= tie * fixed - share * of_pair;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int channel = channel_of(mean, pair, c);

@@ -66,7 +66,7 @@ def test_what_stands_still_keeps_the_standing_mean() -> None:
     assert left.square().mean() < 1.02 * (keys - keys.mean(2, keepdim=True)).square().mean()
 
 
-@pytest.mark.parametrize("tokens", [512, 5000])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 28, 512, 5000])
 def test_nothing_turns_where_nothing_is_gained(tokens: int) -> None:
     """Then the mean is that of the keys, bit for bit."""
     keys, _ = keys_with_bias(tokens, 0.0)
