@@ -254,7 +254,7 @@ def round_trip(
 def means_of(
     keys: Tensor, layer: int, known: int | None, calibrated: Calibrated | None, config: Any
 ) -> Tensor:
-    """What `VQCache` takes off keys [kv heads, tokens, head_dim]: the same, or one for all tokens.
+    """The means that `VQCache` takes off keys [kv heads, tokens, head_dim]: one, or for each token.
 
     Arguments as of `round_trip`.
     """
