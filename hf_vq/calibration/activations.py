@@ -241,9 +241,10 @@ class ActivationPass:
         return max(scheme.block(in_features) for scheme in schemes)
 
     def _sequences(self, model: Any) -> Tensor:
-        """Token ids [sequences, tokens]."""
+        """Token ids [sequences, tokens], two sequences at least: one half judges the other."""
         if not isinstance(self.given, str):
-            return torch.atleast_2d(torch.as_tensor(self.given))
+            ids = torch.atleast_2d(torch.as_tensor(self.given))
+            return ids if len(ids) > 1 else ids[:, : ids.shape[1] // 2 * 2].reshape(2, -1)
         seed, longest = self.config.seed, context_of(model, None)
         drawn = self.given in (OWN_WORDS, RANDOM)
         context = min(_CONTEXT if drawn else _CONTEXT_OF_TEXT, longest)
@@ -293,7 +294,7 @@ class _Known:
             hessian = self.site.hessian(index if target.fused else 0)
             found: dict[str, Any] = {}
             if scheme.is_scaled:
-                found["input_scale"] = self._input_scale(hessian, index)
+                found["input_scale"] = self._input_scale(hessian.sum(0), index)
             seed, device = self.owner.config.seed, hessian.device
             fixed = fixed_tensors(scheme, target.shape[1], seed, device, **found)
             rotation = rotation_of(fixed)

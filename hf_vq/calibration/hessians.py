@@ -32,7 +32,8 @@ class Site:
     Args:
         layers: names of their tensors (`targets.Target`); only inputs of the first are summed.
         total: sum of x x^T [experts or 1, in, in], float32: the damping of H is far above its
-            rounding. Or that of blocks of inputs, [experts or 1, blocks, size, size].
+            rounding. Or that of blocks of inputs, of every second pass and of the others,
+            [experts or 1, 2, blocks, size, size].
         tokens: number of inputs x of each expert.
         unseen: sum of x x^T [in, in] of inputs that are not in `total`; None = all are.
         unseen_tokens: number of those.
@@ -44,24 +45,28 @@ class Site:
     unseen: Tensor | None = None
     unseen_tokens: int = 0
 
-    def add(self, x: Tensor, expert: int = 0) -> None:
-        """Add inputs [..., in] to the sum; with `unseen`, the last HELD_OUT of them to that."""
+    def add(self, x: Tensor, expert: int = 0, half: int = 0) -> None:
+        """Add inputs [..., in] to the sum; with `unseen`, the last HELD_OUT of them to that.
+
+        Args:
+            half: of sums of blocks, the one that this pass is of.
+        """
         rows = x.detach().reshape(-1, x.shape[-1]).float()
         if self.unseen is not None:
             count = int(HELD_OUT * len(rows))
             rows, unseen = rows[: len(rows) - count], rows[len(rows) - count :]
             self.unseen.addmm_(unseen.T, unseen)
             self.unseen_tokens += count
-        if self.total.ndim == 4:
+        if self.total.ndim == 5:
             blocks = rows.unflatten(1, (-1, self.total.shape[-1])).transpose(0, 1)
-            self.total[expert].baddbmm_(blocks.transpose(1, 2), blocks)
+            self.total[expert, half].baddbmm_(blocks.transpose(1, 2), blocks)
         else:
             self.total[expert].addmm_(rows.T, rows)
         self.tokens[expert] += len(rows)
 
     def hessian(self, expert: int = 0) -> Tensor:
-        """H [in, in] or [blocks, size, size], float32; the H of one of several experts is shrunk
-        towards the pooled H."""
+        """H [in, in], or its two parts [2, blocks, size, size], float32; the H of one of several
+        experts is shrunk towards the pooled H."""
         if len(self.total) == 1:
             return self.total[0] / self.tokens[0]
         prior = SHRINKAGE * self.total.shape[-1]
@@ -87,7 +92,8 @@ class Listener:
 
     Args:
         gradients: also record the gradients of their outputs.
-        block: size of the blocks of H that are summed, by number of inputs; None = all of H.
+        block: size of the blocks of H that are summed, by number of inputs, in two halves of the
+            passes; None = all of H.
         hold_out: keep a part of the inputs of layers that are not experts apart (HELD_OUT).
 
     Attributes:
@@ -106,6 +112,7 @@ class Listener:
         self.weights: dict[str, Tensor] = {}
         self.gradients, self.hold_out = gradients, hold_out
         self._site: dict[str, Site] = {}  # by layer
+        self._half = 1  # of this pass
         # Inputs of this pass. They stay alive, so identity tells whether two layers share one.
         self._recorded: list[tuple[Tensor, Site]] = []
 
@@ -117,6 +124,7 @@ class Listener:
             layers: linear layers, or modules of fused experts. The experts are then computed in
                 a loop, whatever implementation the model uses.
         """
+        self._half = 1 - self._half
         with ExitStack() as stack:
             for name, layer in layers.items():
                 if holds_experts(layer):
@@ -149,14 +157,14 @@ class Listener:
             self._site[name] = site
         if site.layers[0] == name:
             self._recorded.append((x, site))
-            site.add(x)
+            site.add(x, half=self._half)
 
     def _new(self, name: str, x: Tensor, experts: int) -> Site:
         size = x.shape[-1]
         shape: tuple[int, ...] = (experts, size, size)
         if self.block is not None:
             block = self.block(size)
-            shape = (experts, size // block, block, block)
+            shape = (experts, 2, size // block, block, block)
         total = torch.zeros(shape, dtype=torch.float32, device=x.device)
         self.sites.append(Site([name], total, [0] * experts))
         return self.sites[-1]
@@ -169,7 +177,7 @@ class Listener:
             name = f"{layer}.{weight}"
             if name not in self._site:
                 self._site[name] = self._new(name, x, count)
-            self._site[name].add(x, index)
+            self._site[name].add(x, index, self._half)
             matrix = getattr(experts, weight)[index]
             bias = getattr(experts, f"{weight}_bias")[index] if experts.has_bias else None
             y = F.linear(x, matrix.T if experts.is_transposed else matrix, bias)

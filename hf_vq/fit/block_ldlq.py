@@ -22,8 +22,12 @@ from ..ops import encode_weight
 from ..ops.reference.encode_weight import Assigner
 from ..transforms import rotate
 
-DAMPING = 0.1
-"""Added to the diagonal of rotated moments, in units of its mean."""
+DAMPINGS = (0.1, 0.3, 1.0, 10.0)
+"""Candidates of what is added to the diagonal of rotated moments, in units of its mean. With the
+last, almost nothing is passed on, as in rounding to nearest."""
+
+DAMPING = DAMPINGS[1]
+"""The one of moments that are not in halves."""
 
 CORRELATION = 0.5
 """Factor of the moments between different inputs: half of what few tokens show is chance."""
@@ -36,12 +40,15 @@ class BlockFeedback:
 
     Args:
         moments: H of each block of inputs [blocks, size, size]; `size` is the rotation's block or a
-            multiple of it.
+            multiple of it. Or of two halves of the inputs, [2, blocks, size, size], whose sum is H:
+            then the damping of each block is the one of DAMPINGS that is best for both halves, each
+            rounded with what the other one shows.
         scheme: its rotation turns inputs; it must have one.
         rotation: packed signs, diagonal or matrix of that rotation.
         where: name of a layer, for errors.
 
     Attributes:
+        damping: of each block of the rotation [blocks].
         upper: U of each block with (rotated H)^-1 = U^T U, [blocks, size, size] float32. A block
             has the size of the rotation's, or of a group with one scale if that is less.
 
@@ -61,25 +68,54 @@ class BlockFeedback:
                 "float32, or quantize it with VQConfig(activations=None)."
             )
         self.scheme, self.where, self._given = scheme, where, moments
-        in_features = moments.shape[0] * moments.shape[1]
-        blocks = _diagonal_blocks(moments.double(), scheme.block(in_features))
-        own = torch.diag_embed(blocks.diagonal(dim1=1, dim2=2))
-        blocks = CORRELATION * blocks + (1 - CORRELATION) * own
-        turn = self._rotation(in_features, rotation, moments.device)
-        turned = turn.transpose(1, 2) @ blocks @ turn
+        *_, count, size, _ = moments.shape
+        self._in_features = count * size
+        self._turn = self._rotation(rotation, moments.device)
+        parts = moments.double() if moments.ndim == 4 else moments[None].double()
+        halves = [_diagonal_blocks(part, scheme.block(self._in_features)) for part in parts]
+        blocks = _shrunk(torch.stack(halves).sum(0))
+        self.damping = torch.full_like(blocks[:, 0, 0], DAMPING)
+        if len(halves) == 2:
+            self.damping = self._chosen(halves[0], halves[1])
+        ridge, upper = self._upper(blocks, self.damping)
+        self.upper = upper.float()
+        # Of rows that are not rotated: |w'|^2 of the rotated ones is |w / d|^2.
+        divided = ridge[:, None] / self._turn.square().sum(2)
+        self._damped = (blocks + torch.diag_embed(divided)).float()
+
+    def _upper(self, blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to the diagonal of each block [blocks], and U of each."""
+        turned = self._turn.transpose(1, 2) @ blocks @ self._turn
         mean = turned.diagonal(dim1=1, dim2=2).mean(1)
         # A block whose inputs are all zero is rounded as if they were anything.
-        ridge = torch.where(mean > 0, DAMPING * mean, 1.0)
+        ridge = torch.where(mean > 0, damping * mean, 1.0)
         eye = torch.eye(turned.shape[1], dtype=turned.dtype, device=turned.device)
         turned = (turned + ridge[:, None, None] * eye) / (mean + ridge)[:, None, None]
-        turned = _diagonal_blocks(turned, min(len(eye), scheme.group(in_features)))
+        turned = self._with_one_scale(turned)
         # With columns in reverse order, H = M M^T has a lower M, so U = M^-1 in this order.
         lower = torch.linalg.cholesky(turned.flip(1, 2))
         eye = eye[: turned.shape[1], : turned.shape[1]].expand_as(turned)
-        self.upper = torch.linalg.solve_triangular(lower, eye, upper=False).flip(1, 2).float()
-        # Of rows that are not rotated: |w'|^2 of the rotated ones is |w / d|^2.
-        divided = ridge[:, None] / turn.square().sum(2)
-        self._damped = (blocks + torch.diag_embed(divided)).float()
+        return ridge, torch.linalg.solve_triangular(lower, eye, upper=False).flip(1, 2)
+
+    def _chosen(self, one: Tensor, other: Tensor) -> Tensor:
+        """The damping of each block [blocks].
+
+        Errors of rounding are alike in all columns and independent. Passed on by U with a diagonal
+        of ones, they make tr(U H U^T) of inputs with second moments H.
+        """
+        costs = torch.zeros(len(DAMPINGS), len(one), dtype=one.dtype, device=one.device)
+        for seen, unseen in ((_shrunk(one), other), (_shrunk(other), one)):
+            turned = self._with_one_scale(self._turn.transpose(1, 2) @ unseen @ self._turn)
+            for cost, damping in zip(costs, DAMPINGS, strict=True):
+                _, upper = self._upper(seen, torch.full_like(cost, damping))
+                unit = upper / upper.diagonal(dim1=1, dim2=2)[:, :, None]
+                made = ((unit @ turned) * unit).sum((1, 2))
+                cost += made.unflatten(0, (len(one), -1)).sum(1)
+        return torch.tensor(DAMPINGS, dtype=one.dtype, device=one.device)[costs.argmin(0)]
+
+    def _with_one_scale(self, turned: Tensor) -> Tensor:
+        """The diagonal blocks of rotated moments whose columns share a scale."""
+        return _diagonal_blocks(turned, min(turned.shape[1], self.scheme.group(self._in_features)))
 
     def turned_by(self, rotation: Tensor | None) -> BlockFeedback:
         """What the same inputs say about weights with another rotation of the same kind."""
@@ -95,12 +131,18 @@ class BlockFeedback:
         """`energy`, as there are no inputs that were not seen."""
         return self.energy(rows)
 
-    def _rotation(self, in_features: int, rotation: Tensor | None, device: torch.device) -> Tensor:
+    def _rotation(self, rotation: Tensor | None, device: torch.device) -> Tensor:
         """R of each block, x' = x R: [blocks, size, size]."""
-        block = self.scheme.block(in_features)
+        block = self.scheme.block(self._in_features)
         unit = torch.eye(block, dtype=torch.float64, device=device)
-        turned = rotate(unit.repeat(1, in_features // block), self.scheme, rotation)
+        turned = rotate(unit.repeat(1, self._in_features // block), self.scheme, rotation)
         return turned.unflatten(1, (-1, block)).transpose(0, 1)
+
+
+def _shrunk(blocks: Tensor) -> Tensor:
+    """The same with CORRELATION between different inputs."""
+    own = torch.diag_embed(blocks.diagonal(dim1=1, dim2=2))
+    return CORRELATION * blocks + (1 - CORRELATION) * own
 
 
 def _diagonal_blocks(moments: Tensor, size: int) -> Tensor:

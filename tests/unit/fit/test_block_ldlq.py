@@ -5,7 +5,7 @@ import torch
 
 from hf_vq.errors import VQCalibrationError
 from hf_vq.fit import fit_weight, fixed_tensors
-from hf_vq.fit.block_ldlq import CORRELATION, DAMPING, BlockFeedback, ldlq_blocks
+from hf_vq.fit.block_ldlq import CORRELATION, DAMPING, DAMPINGS, BlockFeedback, ldlq_blocks
 from hf_vq.fit.input_scale import input_scale
 from hf_vq.fit.ldlq import Feedback, ldlq_rows
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
@@ -127,3 +127,32 @@ def test_the_scale_is_that_of_the_exponents_and_survives_zeros():
     h[3], weights[0][:, 5], weights[1][:, 5] = 0, 0, 0
     found = input_scale(h, weights)
     assert bool((found.isfinite() & (found > 0)).all())
+
+
+def halves_of(x, block=128):
+    """H of two halves of inputs [tokens, in], as the sum of which H is given."""
+    parts = torch.stack(x.chunk(2)).unflatten(2, (-1, block)).transpose(1, 2)
+    return parts.transpose(2, 3) @ parts / len(x)
+
+
+def test_halves_that_agree_choose_little_damping_and_those_that_do_not_much():
+    scheme = weight_scheme("vq-3")
+    fixed = rotation_of(fixed_tensors(scheme, 256, 0))
+    directions = torch.randn(4, 256)
+    few = torch.randn(4096, 4) @ directions + 0.05 * torch.randn(4096, 256)  # four are enough
+    agree = BlockFeedback(halves_of(few), scheme, fixed)
+    assert agree.damping.unique().tolist() == [DAMPINGS[0]]
+    nothing = BlockFeedback(halves_of(torch.randn(48, 256)), scheme, fixed)
+    assert nothing.damping.min() >= 1
+
+
+def test_few_inputs_in_halves_lose_nothing_on_other_inputs():
+    """24 inputs of 128 numbers that are all alike say nothing; without halves they are believed."""
+    scheme, weight, errors = weight_scheme("vq-3"), torch.randn(256, 256), {}
+    fixed, seen = rotation_of(fixed_tensors(scheme, 256, 0)), torch.randn(24, 256)
+    halves, other = halves_of(seen), torch.randn(4096, 256)
+    for name, given in (("halves", halves), ("one", halves.sum(0)), ("none", None)):
+        feedback = None if given is None else BlockFeedback(given, scheme, fixed)
+        fitted = fit_weight(weight, scheme, feedback=feedback)
+        errors[name] = error(other, weight, fitted, scheme)
+    assert errors["halves"] < 1.03 * errors["none"] < errors["one"]
