@@ -32,7 +32,7 @@ from ..nn.replace import (
     restore_modules,
     vq_modules,
 )
-from .calibration_options import choices
+from .calibration_options import AUTO, OWN_WORDS, choices
 from .checkpoint import headers as stored_files
 from .checkpoint.atomic_dir import check_whole
 from .checkpoint.conversions import dense_conversions, renamer
@@ -160,7 +160,12 @@ class VQHfQuantizer(HfQuantizer):
     ) -> Any:
         """The pass over tokens before layers are encoded; None where the model cannot run."""
         config, kind = self.quantization_config, load(_ACTIVATIONS)
-        why = kind.obstacle(model, wanted, loading.get("device_map"))
+        places, usual = loading.get("device_map"), config.activations == AUTO
+        on_disk = "disk" in (places.values() if isinstance(places, dict) else (places,))
+        why = "weights on a disk are read once" if usual and on_disk else None
+        if usual:
+            config.activations = OWN_WORDS
+        why = why or kind.obstacle(model, wanted, places)
         if why is None:
             return kind(model, wanted, config, files)
         config.activations = None

@@ -25,6 +25,8 @@ from .ggml import TYPES, Ggml
 
 SCHEMES = ("vq-4", "turboquant-4", "vq-3", "turboquant-3", "vq-2", "turboquant-2")
 CALIBRATED = ("vq-4", "vq-3", "vq-2")
+STREAMED = ("vq-4", "vq-3", "vq-2")
+"""Schemes that are also measured without activations."""
 IMATRIX = ("q4_k", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs")
 
 SAME, PARTLY = "same", "partly"
@@ -118,12 +120,15 @@ class WeightRow:
         return self.quantize(job), time.perf_counter() - start
 
 
-def _scheme(name: str, calibrated: bool, job: Job) -> Quantized:
-    if calibrated:
-        job.text()
-    config = VQConfig(name, calibration=job.calibration if calibrated else None)
+def _scheme(name: str, job: Job, **options: Any) -> Quantized:
+    config = VQConfig(name, **options)
     model = load_model(job.model_dir, dtype=torch.float32, config=config, device_map=job.device)
     return Quantized(model, model_storage(model).bits_per_weight)
+
+
+def _calibrated(name: str, job: Job) -> Quantized:
+    job.text()
+    return _scheme(name, job, calibration=job.calibration)
 
 
 def _elementwise(
@@ -180,9 +185,13 @@ def _library(peer: libraries.Peer, job: Job) -> Quantized:
 
 def rows() -> list[WeightRow]:
     """Every row of weights, in the order of the table."""
-    found = [WeightRow(name, "scheme", partial(_scheme, name, False)) for name in SCHEMES]
+    found = [WeightRow(name, "scheme", partial(_scheme, name)) for name in SCHEMES]
     found += [
-        WeightRow(f"{name}-calibrated", "calibrated", partial(_scheme, name, True))
+        WeightRow(f"{name}-streamed", "scheme", partial(_scheme, name, activations=None))
+        for name in STREAMED
+    ]
+    found += [
+        WeightRow(f"{name}-calibrated", "calibrated", partial(_calibrated, name))
         for name in CALIBRATED
     ]
     # bitsandbytes stores an fp32 absolute maximum for 64 weights.
