@@ -159,8 +159,8 @@ class VQConfig(QuantizationConfigMixin):
         self.search = search
         self.calibration = check_calibration(calibration)
         # Of a model that is quantized already, what the file names; with calibration, nothing.
-        known = calibration is not None or provenance is not None or bool(layouts)
-        if known and isinstance(activations, str) and activations == AUTO:
+        settled = calibration is not None or provenance is not None or bool(layouts)
+        if settled and isinstance(activations, str) and activations == AUTO:
             activations = None
         if activations is not None and calibration is not None:
             raise VQConfigError(
@@ -169,7 +169,7 @@ class VQConfig(QuantizationConfigMixin):
             )
         if activations is not None and (provenance is None or _stored):
             self.activations = check_activations(activations)
-        elif not known:
+        elif not settled:
             self.activations = None  # in `__dict__`: it is not the default
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
@@ -256,8 +256,8 @@ class VQConfig(QuantizationConfigMixin):
         """The config as stored in config.json, without `pass2`: a placement is not stored."""
         found: dict[str, Any] = super().to_dict()
         found.pop("pass2", None)
-        known = self.calibration is not None or self.provenance is not None or bool(self.layouts)
-        if self.activations == (None if known else AUTO):  # older versions do not know the key
+        settled = self.calibration is not None or self.provenance is not None or bool(self.layouts)
+        if self.activations == (None if settled else AUTO):  # older versions do not know the key
             found.pop("activations", None)
         return found
 
