@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 OWN_WORDS = "model"
 """Value of `text` that means: calibrate on text that the model generates."""
 
-AUTO = "auto"
-"""Value of `activations` that means: OWN_WORDS, where the model can run and is not calibrated."""
-
 RANDOM = "random"
 """Value of `activations` that means: read random tokens."""
 
@@ -175,8 +172,8 @@ def check_activations(activations: object) -> str | list[Any] | None:
     whole = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
     if not whole or len({*map(len, rows)}) > 1 or len(tokens) < MIN_CONTEXT:
         raise VQConfigError(
-            f"activations must be {AUTO!r}, {OWN_WORDS!r}, {RANDOM!r}, a text file, a data set, "
-            f"None, or token ids [tokens] or [sequences, tokens], {MIN_CONTEXT} at least; got "
+            f"activations must be {OWN_WORDS!r}, {RANDOM!r}, a text file, a data set, None, or "
+            f"token ids [tokens] or [sequences, tokens], {MIN_CONTEXT} at least; got "
             f"{shown(activations)}."
         )
     return rows

@@ -19,7 +19,6 @@ from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..nn.residual_offload import POLICIES
 from .calibration_options import (
-    AUTO,
     OWN_WORDS,
     check_activations,
     check_calibration,
@@ -69,13 +68,13 @@ class VQConfig(QuantizationConfigMixin):
             unless `move_codes` is false; `transforms` of QoQ, names and booleans (docs/qserve.md);
             `device` that computes the blocks, of which it holds one; `resume`, a folder for
             intermediate results, to continue after an interruption.
-        activations: tokens whose inputs of layers say which weights matter (docs/weights.md):
-            `"model"` for 1,024 tokens that the model writes, `"random"`, a text or data set as in
-            `calibration`, or token ids [tokens] or [sequences, tokens]. The dense model has to fit
-            into memory; where it does not, or cannot run, the log says so, and layers are quantized
-            as with None: one by one while they are read. `"auto"` is `"model"`, and None with
-            `calibration` or weights on a disk. Without effect on schemes that learn codebooks or do
-            not rotate, and on layers outside of the model's blocks.
+        activations: tokens whose inputs of layers say which weights matter. `"model"` for 1,024
+            tokens that the model writes, `"random"`, a text or data set as in `calibration`, or
+            token ids [tokens] or [sequences, tokens]. See
+            docs/weights.md. The dense model has to fit into memory; where it does not, or cannot
+            run, the log says so, and layers are quantized as with None: one by one while they are
+            read. Not together with `calibration`; without effect on schemes that learn codebooks or
+            do not rotate, and on layers outside of the model's blocks.
         pass2: placement of the second pass of two-pass schemes: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or as {entry: policy}.
             The first entry that matches counts; other layers are resident. It may be given with a
@@ -116,7 +115,7 @@ class VQConfig(QuantizationConfigMixin):
         seed: int = 0,
         search: str = "search",
         calibration: str | dict[str, Any] | None = None,
-        activations: Any = AUTO,
+        activations: Any = None,
         pass2: str | dict[str, str] | None = None,
         embeddings: str | None = None,
         layouts: dict[str, dict[str, Any]] | None = None,
@@ -159,9 +158,6 @@ class VQConfig(QuantizationConfigMixin):
         self.search = search
         self.calibration = check_calibration(calibration)
         # Of a model that is quantized already, what the file names; with calibration, nothing.
-        settled = calibration is not None or provenance is not None or bool(layouts)
-        if settled and isinstance(activations, str) and activations == AUTO:
-            activations = None
         if activations is not None and calibration is not None:
             raise VQConfigError(
                 "calibration and activations both read the inputs of the layers, and calibration "
@@ -169,8 +165,6 @@ class VQConfig(QuantizationConfigMixin):
             )
         if activations is not None and (provenance is None or _stored):
             self.activations = check_activations(activations)
-        elif not settled:
-            self.activations = None  # in `__dict__`: it is not the default
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
         if layers is not None:
@@ -256,8 +250,7 @@ class VQConfig(QuantizationConfigMixin):
         """The config as stored in config.json, without `pass2`: a placement is not stored."""
         found: dict[str, Any] = super().to_dict()
         found.pop("pass2", None)
-        settled = self.calibration is not None or self.provenance is not None or bool(self.layouts)
-        if self.activations == (None if settled else AUTO):  # older versions do not know the key
+        if found.get("activations") is None:  # older versions do not know it
             found.pop("activations", None)
         return found
 

@@ -32,7 +32,7 @@ from ..nn.replace import (
     restore_modules,
     vq_modules,
 )
-from .calibration_options import AUTO, OWN_WORDS, choices
+from .calibration_options import choices
 from .checkpoint import headers as stored_files
 from .checkpoint.atomic_dir import check_whole
 from .checkpoint.conversions import dense_conversions, renamer
@@ -118,7 +118,8 @@ class VQHfQuantizer(HfQuantizer):
         if config.calibration is not None and not self.pre_quantized and wanted:
             self._calibration = load(_CALIBRATION)(model, wanted, config, checkpoint_files or [])
         elif config.activations is not None and not self.pre_quantized and wanted:
-            self._calibration = self._activation_pass(model, wanted, checkpoint_files or [], kwargs)
+            read = {n: scheme for n, scheme in wanted.items() if not is_new(model, n)}
+            self._calibration = self._activation_pass(model, read, checkpoint_files or [], kwargs)
         if self._calibration is not None:
             for name in self._calibration.names:  # their weights are loaded dense
                 del wanted[name]
@@ -160,12 +161,7 @@ class VQHfQuantizer(HfQuantizer):
     ) -> Any:
         """The pass over tokens before layers are encoded; None where the model cannot run."""
         config, kind = self.quantization_config, load(_ACTIVATIONS)
-        places, usual = loading.get("device_map"), config.activations == AUTO
-        on_disk = "disk" in (places.values() if isinstance(places, dict) else (places,))
-        why = "weights on a disk are read once" if usual and on_disk else None
-        if usual:
-            config.activations = OWN_WORDS
-        why = why or kind.obstacle(model, wanted, places)
+        why = kind.obstacle(model, wanted, loading.get("device_map"))
         if why is None:
             return kind(model, wanted, config, files)
         config.activations = None
@@ -308,8 +304,10 @@ class VQHfQuantizer(HfQuantizer):
         stored_files.check_values(model)
 
     def _unloaded(self, model: Any, unloaded: set[str]) -> None:
-        """Raise if the checkpoint has no tensor for a parameter of a VQ module."""
-        stored_files.check_loaded(model, unloaded, self.pre_quantized)
+        """Raise if the checkpoint has no tensor for what is codes or becomes codes."""
+        targets = () if self._calibration is None else self._calibration.targets.values()
+        dense = [f"{target.layer}.{target.weight}" for target in targets]
+        stored_files.check_loaded(model, unloaded, self.pre_quantized, dense)
 
     def update_weight_conversions(self, weight_conversions: Any, *args: Any) -> Any:
         """Exempt codes from Transformers' conversions, and verify the checkpoint's headers."""

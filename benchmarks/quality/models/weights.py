@@ -25,8 +25,7 @@ from .ggml import TYPES, Ggml
 
 SCHEMES = ("vq-4", "turboquant-4", "vq-3", "turboquant-3", "vq-2", "turboquant-2")
 CALIBRATED = ("vq-4", "vq-3", "vq-2")
-STREAMED = ("vq-4", "vq-3", "vq-2")
-"""Schemes that are also measured without activations."""
+WITH_ACTIVATIONS = ("vq-4", "vq-3", "vq-2")
 IMATRIX = ("q4_k", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs")
 
 SAME, PARTLY = "same", "partly"
@@ -187,8 +186,8 @@ def rows() -> list[WeightRow]:
     """Every row of weights, in the order of the table."""
     found = [WeightRow(name, "scheme", partial(_scheme, name)) for name in SCHEMES]
     found += [
-        WeightRow(f"{name}-streamed", "scheme", partial(_scheme, name, activations=None))
-        for name in STREAMED
+        WeightRow(f"{name}-activations", "scheme", partial(_scheme, name, activations="model"))
+        for name in WITH_ACTIVATIONS
     ]
     found += [
         WeightRow(f"{name}-calibrated", "calibrated", partial(_calibrated, name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -249,8 +249,13 @@ def missing(name: str, where: str) -> VQFormatError:
     )
 
 
-def check_loaded(model: nn.Module, unloaded: Iterable[str], pre_quantized: bool) -> None:
+def check_loaded(
+    model: nn.Module, unloaded: Iterable[str], pre_quantized: bool, dense: Collection[str] = ()
+) -> None:
     """Stop when the loader found no tensor for a parameter of a VQ module.
+
+    Args:
+        dense: names of weights that become codes when all is loaded.
 
     Raises:
         VQFormatError: names the parameter.
@@ -260,7 +265,7 @@ def check_loaded(model: nn.Module, unloaded: Iterable[str], pre_quantized: bool)
     for name in sorted(unloaded):
         prefix, _, attribute = name.rpartition(".")
         module = modules.get(prefix)
-        if module is None or attribute not in module._parameters:
+        if name not in dense and (module is None or attribute not in module._parameters):
             continue
         if pre_quantized:
             raise missing(name, "the checkpoint")

@@ -208,23 +208,6 @@ def test_models_without_token_ids_are_quantized_as_they_are_read(tmp_path, said)
     assert "activations" not in {**found.to_dict(), **found.provenance}
 
 
-def test_it_is_the_default_but_of_weights_on_a_disk(dense, tmp_path, said):
-    usual = LOAD(dense("llama"), quantization_config=VQConfig("vq-3"))
-    about = usual.config.quantization_config.provenance["activations"]
-    assert about["text"] == "model" and not said
-    state, asked = usual.state_dict(), load(dense("llama")).state_dict()
-    assert all(torch.equal(state[key], asked[key]) for key in state)
-    places = {"": "cpu", "model.layers.1": "disk"}
-    there = LOAD(
-        dense("llama"), quantization_config=VQConfig("vq-3"), device_map=places,
-        offload_folder=tmp_path,
-    )  # fmt: skip
-    assert "activations" not in there.config.quantization_config.provenance
-    assert said == [
-        "hf_vq: the layers are quantized without activations: weights on a disk are read once."
-    ]
-
-
 def test_a_model_that_cannot_run_is_told(dense, said, monkeypatch):
     def fail(self, index, *args):
         raise ValueError("no such thing")

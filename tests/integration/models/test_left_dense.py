@@ -206,7 +206,8 @@ def test_a_classifier_stays_dense(tmp_path):
     assert type(model.score) is nn.Linear and len(vq_modules(model)) == 7
 
 
-def test_a_layer_of_a_block_is_no_new_part(tmp_path):
+@pytest.mark.parametrize("activations", [None, "random"])
+def test_a_layer_of_a_block_is_no_new_part(tmp_path, activations):
     from safetensors.torch import load_file, save_file
 
     file = dense_bert(tmp_path / "dense") / "model.safetensors"
@@ -215,7 +216,7 @@ def test_a_layer_of_a_block_is_no_new_part(tmp_path):
     save_file(kept, file, metadata={"format": "pt"})
     with pytest.raises(VQFormatError, match=r"output\.dense"):
         BertForSequenceClassification.from_pretrained(
-            tmp_path / "dense", quantization_config=VQConfig()
+            tmp_path / "dense", quantization_config=VQConfig(activations=activations)
         )
 
 
