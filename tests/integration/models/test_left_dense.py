@@ -150,10 +150,12 @@ def dense_bert(folder, kind=BertForMaskedLM, **more):
     return folder
 
 
-def test_a_new_head_is_initialized_and_stays_dense(tmp_path):
+@pytest.mark.parametrize("activations", [None, "random"])
+def test_a_new_head_is_initialized_and_stays_dense(tmp_path, activations):
     folder = dense_bert(tmp_path / "dense")
     load = BertForSequenceClassification.from_pretrained
-    model, info = load(folder, quantization_config=VQConfig(), output_loading_info=True)
+    config = VQConfig(activations=activations)
+    model, info = load(folder, quantization_config=config, output_loading_info=True)
     assert {"classifier.weight", "bert.pooler.dense.weight"} <= set(info["missing_keys"])
     for name in ("classifier", "bert.pooler.dense"):
         layer = model.get_submodule(name)
