@@ -82,6 +82,12 @@ FUSED_INPUTS = Variable(
     "computes it.",
     flag,
 )
+NATIVE_STEP = Variable(
+    "HF_VQ_NATIVE_STEP",
+    True,
+    "`0`: on a CPU, a token of `generate` is computed layer by layer in PyTorch.",
+    flag,
+)
 NO_NATIVE = Variable(
     "HF_VQ_NO_NATIVE",
     False,
@@ -107,6 +113,7 @@ VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (
     BACKEND,
     CPU_ISA,
     FUSED_INPUTS,
+    NATIVE_STEP,
     NO_NATIVE,
     STORE,
     VERIFY,

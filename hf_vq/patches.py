@@ -112,6 +112,7 @@ MODEL_METHODS = {
     "mark_tied_weights_as_initialized": "while a model is loaded: a missing tensor is an error, "
     "not random numbers",
     "get_compiled_call": "hf_vq.capture: decoding steps replay CUDA graphs",
+    "forward": "on a CPU, a decoding step over a VQCache is one call of libhf_vq_cpu",
 }
 """Methods that `override` replaces on one model, never on its class. In addition, hf_vq gives norms
 and activations in front of W4A8 layers a new `forward` (hf/fused_activations.py), PEFT's adapters

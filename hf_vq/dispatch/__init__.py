@@ -28,12 +28,13 @@ from .selection import (
     select,
     using,
 )
-from .table import ALLOCATORS, ENTRIES
+from .table import ALLOCATORS, ENTRIES, STEPS
 
 __all__ = [
     "ALLOCATORS",
     "ENTRIES",
     "PROBLEMS",
+    "STEPS",
     "AnyLinearProblem",
     "Bound",
     "DecodeProblem",

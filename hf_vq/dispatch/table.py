@@ -66,3 +66,6 @@ ENTRIES: tuple[Entry, ...] = (
 ALLOCATORS = {"cpu": "backends.cpu.library:allocate"}
 """Allocators of the blocks of codes of a KV cache, zeros uint8 [shape], by device type; on other
 devices torch allocates them. The CPU's uses huge pages, which PyTorch cannot request."""
+
+STEPS = {"cpu": "backends.cpu.step:CompiledStep"}
+"""What runs an `ops.program.Program`, by device type; it may refuse with a VQBackendError."""

@@ -23,6 +23,7 @@ from .. import patches
 from ..cache import VQCache
 from ..cache.argument import CACHE
 from ..errors import VQCacheError
+from . import step
 
 BACKEND = "vq"
 _OPTIONS = [
@@ -99,6 +100,8 @@ def tell_the_prompt(prepare: Any) -> Any:
             if not getattr(generation_config, "is_assistant", False):
                 own.stop_past_recording()
             _check_candidates(generation_config, own)
+            if own is cache:
+                step.install(self, own)
         return result
 
     return wrapped

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 8
+#define HF_VQ_ABI_VERSION 9
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -17,7 +17,7 @@
 #endif
 
 enum hf_vq_status { HF_VQ_OK = 0, HF_VQ_NO_MEMORY = 1, HF_VQ_UNSUPPORTED = 2 };
-enum hf_vq_dtype { HF_VQ_FLOAT32 = 0, HF_VQ_FLOAT16 = 1, HF_VQ_BFLOAT16 = 2, HF_VQ_BOOL = 3 };
+enum hf_vq_dtype { HF_VQ_FLOAT32 = 0, HF_VQ_FLOAT16 = 1, HF_VQ_BFLOAT16 = 2, HF_VQ_BOOL = 3, HF_VQ_INT8 = 4 };
 
 // -- the library ---------------------------------------------------------------------------------
 
@@ -188,6 +188,61 @@ typedef struct hf_vq_attention_step {
 } hf_vq_attention_step;
 
 HF_VQ_API int hf_vq_attention(const hf_vq_attention_step* step);
+
+// -- a decoding step ----------------------------------------------------------------------------
+
+// One token of one sequence as a program: hf_vq/ops/program.py says what instructions mean, and who makes them.
+enum hf_vq_op {
+  HF_VQ_COPY, HF_VQ_NEGATE, HF_VQ_ABS, HF_VQ_SQUARE, HF_VQ_CUBE, HF_VQ_SQRT, HF_VQ_RSQRT, HF_VQ_RECIPROCAL,
+  HF_VQ_EXP, HF_VQ_TANH, HF_VQ_SIGMOID, HF_VQ_SILU, HF_VQ_GELU, HF_VQ_GELU_TANH, HF_VQ_RELU, HF_VQ_COS, HF_VQ_SIN,
+  HF_VQ_ADD, HF_VQ_SUBTRACT, HF_VQ_MULTIPLY, HF_VQ_DIVIDE, HF_VQ_MAXIMUM, HF_VQ_MINIMUM,
+  HF_VQ_MEAN, HF_VQ_RMS_NORM, HF_VQ_LAYER_NORM, HF_VQ_LOOK_UP, HF_VQ_DENSE, HF_VQ_CODES, HF_VQ_ATTENTION,
+  HF_VQ_NUM_OPS
+};
+
+// Numbers that an instruction reads or writes: number [i, j, k] lies at data + i stride[0] + j stride[1] + k stride[2].
+typedef struct hf_vq_operand {
+  void* data;                // NULL = none
+  int64_t stride[3];         // 0: the same number again
+  int32_t dtype;
+} hf_vq_operand;
+
+typedef struct hf_vq_instruction {
+  hf_vq_operand y, a, b, c;  // y is float32, but of HF_VQ_COPY, which writes any
+  int64_t size[3];           // of y
+  void* detail;              // hf_vq_dense, hf_vq_matrix or hf_vq_token, by the op
+  float number;              // in the place of b; epsilon of a norm
+  int32_t op;                // enum hf_vq_op
+  int32_t rounded;           // the float type to which results are rounded
+} hf_vq_instruction;
+
+// A dense matrix [out, in]: multiplied, or rows of it looked up.
+typedef struct hf_vq_dense {
+  const void* data;
+  int64_t out, in, out_stride, in_stride;  // one of the strides is 1
+  int32_t dtype;             // a float type, or HF_VQ_INT8: rows of hf_vq/formats/integers.py, out_stride bytes apart
+} hf_vq_dense;
+
+// A layer of a growing cache, of one sequence, that takes one token.
+typedef struct hf_vq_token {
+  hf_vq_codes k, v;          // `first` and `count` are not read
+  hf_vq_floats sink_k, sink_v;
+  hf_vq_floats tail_k, tail_v;  // the memory of the tails, from index 0 on
+  int64_t heads, group;
+  int64_t length;            // tokens before this one
+  int64_t coded;             // of those
+  int64_t begin, end;        // of the tails
+  int64_t k_end, v_end;      // index on the tape after the last code
+  int64_t window, keep;      // floats that a query reads, and that a tail holds
+  float scaling, softcap;
+} hf_vq_token;
+
+// HF_VQ_OK if hf_vq_step runs these instructions: it looks at all but the numbers behind pointers.
+HF_VQ_API int hf_vq_step_supports(const hf_vq_instruction* program, int64_t count);
+
+// Run them in order. If all ran, each hf_vq_token counts one more token: length, end, and coded, k_end, v_end where one
+// left the window; begin keeps `keep` floats. Else no token counts.
+HF_VQ_API int hf_vq_step(const hf_vq_instruction* program, int64_t count);
 
 // -- torch's dispatcher --------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ struct Kernels {
   int (*codes_supported)(const hf_vq_codes*, int);
   int (*append)(const hf_vq_codes*, const hf_vq_floats*, int64_t, int64_t, int64_t);
   int (*attention)(const hf_vq_attention_step*);
+  int (*step_supports)(const hf_vq_instruction*, int64_t);
+  int (*step)(const hf_vq_instruction*, int64_t);
   int (*coded_scores)(const hf_vq_attention_step*, float*);
   int64_t (*read_memory)(const void*, int64_t);
   int (*dense_scores)(const void*, int, const float*, int64_t, int64_t, float*);

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import env, paths
 from ...errors import VQBackendError
 
-ABI_VERSION = 8  # HF_VQ_ABI_VERSION of the api.h that this module was written for
+ABI_VERSION = 9  # HF_VQ_ABI_VERSION of the api.h that this module was written for
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 3}
 """torch dtype -> enum hf_vq_dtype."""
@@ -75,6 +75,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("codes_supported", number, [pointer, number]),
         ("append", number, [pointer, pointer, size, size, size]),
         ("attention", number, [pointer]),
+        ("step_supports", number, [pointer, size]),
+        ("step", number, [pointer, size]),
         ("coded_scores", number, [pointer, pointer]),
         ("use_torch", None, [pointer]),
         ("torch_linear", None, [pointer, ctypes.c_uint64, ctypes.c_uint64]),

@@ -177,6 +177,12 @@ int hf_vq_append(const hf_vq_codes* codes, const hf_vq_floats* x, int64_t batch,
 
 int hf_vq_attention(const hf_vq_attention_step* step) { return hf_vq::kernels().attention(step); }
 
+int hf_vq_step_supports(const hf_vq_instruction* program, int64_t count) {
+  return hf_vq::kernels().step_supports(program, count);
+}
+
+int hf_vq_step(const hf_vq_instruction* program, int64_t count) { return hf_vq::kernels().step(program, count); }
+
 int hf_vq_coded_scores(const hf_vq_attention_step* step, float* score) { return hf_vq::kernels().coded_scores(step, score); }
 
 int64_t hf_vq_read_memory(const void* memory, int64_t bytes) { return hf_vq::kernels().read_memory(memory, bytes); }

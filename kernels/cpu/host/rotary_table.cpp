@@ -1,31 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// hf_vq_rotary_table: the array that kv/rotary_table.h draws, in float64. The library is linked with no libm, and so
-// its cosines are here.
+// hf_vq_rotary_table: the array that kv/rotary_table.h draws, in float64.
 #include "../kv/rotary_table.h"
+#include "../primitives/cos_sin.h"
 
 #include <string.h>
 
 namespace hf_vq {
 namespace {
 namespace kv {
-
-// cos and sin of |x| < 2^40, to 1e-8: multiples of pi / 2 are taken off in three parts, of 33 bits but for the last.
-void cos_sin(double x, double& cosine, double& sine) {
-  const double scaled = x * 0.63661977236758134308;
-  const int64_t n = int64_t(scaled < 0 ? scaled - 0.5 : scaled + 0.5);
-  const double k = double(n);
-  const double r = ((x - k * 1.57079632673412561417) - k * 6.07710050630396597660e-11) - k * 2.02226624879595063154e-21;
-  const double z = r * r;
-  double c = 1, s = 1;  // Taylor's series up to r^18 and r^19, |r| < .79
-  for (int i = 18; i > 0; i -= 2) {
-    c = 1 - c * z / double(i * (i - 1));
-    s = 1 - s * z / double(i * (i + 1));
-  }
-  s *= r;
-  const double turned[4][2] = {{c, s}, {-s, c}, {-c, -s}, {s, -c}};
-  cosine = turned[n & 3][0];
-  sine = turned[n & 3][1];
-}
 
 // The (cos, cos), (sin, -sin) of `distance` tokens, for each pair.
 void write_turn(const float* inv_freq, const RotaryTable& table, double distance, float* to) {
@@ -81,6 +63,7 @@ int64_t hf_vq_rotary_table_size(int32_t pairs) {
 }
 
 void hf_vq_rotary_table(const float* inv_freq, int32_t pairs, int32_t interleaved, float* to) {
+  using namespace hf_vq;
   using namespace hf_vq::kv;
   const RotaryTable table(to, pairs, interleaved != 0);
   memset(to, 0, size_t(table.size) * sizeof(float));

@@ -284,6 +284,13 @@ inline Floats load_bfloat(const uint16_t* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
 }
+inline Floats round_bfloat(Floats a) {
+  const __m256i bits = _mm256_castps_si256(a.v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256 kept = _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(int(0xffff0000))));
+  return {_mm256_blendv_ps(kept, a.v, _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q))};
+}
 inline Floats load_halves(const uint16_t* first, const uint16_t*) { return load_half(first); }
 inline Floats load_bfloats(const uint16_t* first, const uint16_t*) { return load_bfloat(first); }
 

@@ -280,6 +280,13 @@ inline Floats load_bfloat(const uint16_t* p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+inline Floats round_bfloat(Floats a) {
+  const __m512i bits = _mm512_castps_si512(a.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i kept = _mm512_and_si512(up, _mm512_set1_epi32(int(0xffff0000)));
+  return {_mm512_mask_mov_ps(_mm512_castsi512_ps(kept), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
+}
 // Sixteen numbers of 16 bits, eight from each address.
 inline __m256i two_eights(const uint16_t* first, const uint16_t* second) {
   const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(first)));

@@ -232,6 +232,12 @@ inline Floats load_unsigned(const uint16_t* p) { return {vcvtq_f32_u32(vmovl_u16
 inline Floats load_bfloat(const uint16_t* p) {
   return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16))};
 }
+inline Floats round_bfloat(Floats a) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(a.v), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint32x4_t up = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  const float32x4_t kept = vreinterpretq_f32_u32(vandq_u32(up, vdupq_n_u32(0xffff0000)));
+  return {vbslq_f32(vceqq_f32(a.v, a.v), kept, a.v)};
+}
 inline Floats load_halves(const uint16_t* first, const uint16_t*) { return load_half(first); }
 inline Floats load_bfloats(const uint16_t* first, const uint16_t*) { return load_bfloat(first); }
 

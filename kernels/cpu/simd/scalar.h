@@ -304,6 +304,11 @@ inline Floats load_bfloat(const uint16_t* p) {
   }
   return r;
 }
+// The nearest numbers of bf16, ties to even.
+inline Floats round_bfloat(Floats a) {
+  for (auto& x : a.v) x = bfloat_to_float(float_to_bfloat(x));
+  return a;
+}
 inline Floats load_bfloats(const uint16_t* first, const uint16_t*) { return load_bfloat(first); }
 
 }  // namespace

@@ -6,11 +6,12 @@
 #include "../kernels.h"
 #include "../linear/linear.h"
 #include "../linear/linear_nested.h"
+#include "../step/step.h"
 #include "../vptq/vptq.h"
 #include "../w4a8/w4a8.h"
 #include "../kv/baselines.h"
 
 #define HF_VQ_KERNELS(isa) \
   {isa, linear_supports, linear, nested_supports, nested_linear, decode, rotate, vptq_supports, vptq_linear, \
-   w4a8_supports, w4a8_linear, codes_supported, append, attention, coded_scores, \
+   w4a8_supports, w4a8_linear, codes_supported, append, attention, step_supports, run_step, coded_scores, \
    read_memory, dense_scores, table_scores}

@@ -362,6 +362,7 @@ void test_arithmetic() {
     store_half(halves.get(), v);
     for (int i = 0; i < kFloats; ++i)  // a NaN may have any payload
       that(same(half_to_float(halves[size_t(i)]), half_to_float(float_to_half(a.v[i]))), "store_half");
+    expect(lanes(round_bfloat(v)), "round_bfloat", [&](int i) { return bfloat_to_float(float_to_bfloat(a.v[i])); });
     int lane = 0;
     while (lane < kFloats && !(a.v[lane] >= b.v[lane])) ++lane;
     that(first_at_least(v, w) == lane, "first_at_least: %d, not %d", first_at_least(v, w), lane);

@@ -1,0 +1,312 @@
+"""`CompiledStep`: an `ops.program.Program` as libhf_vq_cpu runs it, with one call for a token."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...codegen.packed import FLOAT, INT32, INT64, POINTER, Packed
+from ...errors import VQBackendError
+from ...formats.scheme import VQScheme
+from ...ops.kv import KVCacheView
+from ...ops.program import (
+    OPS,
+    POSITION,
+    TOKEN,
+    Attention,
+    Codes,
+    Dense,
+    Instruction,
+    Operand,
+    Program,
+    flat,
+    merged,
+)
+from . import kv
+from . import library as native
+from .linear import matrix
+
+OPERAND = Packed([("data", POINTER), ("stride.0 stride.1 stride.2", INT64), ("dtype", INT32)])
+INSTRUCTION = Packed([
+    ("y a b c", OPERAND), ("size.0 size.1 size.2", INT64), ("detail", POINTER), ("number", FLOAT),
+    ("op rounded", INT32),
+])  # fmt: skip
+DENSE = Packed([("data", POINTER), ("out in out_stride in_stride", INT64), ("dtype", INT32)])
+LAYER = Packed([
+    ("k v", kv.CODES), ("sink_k sink_v tail_k tail_v", kv.FLOATS),
+    ("heads group length coded begin end k_end v_end window keep", INT64),
+    ("scaling softcap", FLOAT),
+])  # fmt: skip
+"""Structs of kernels/cpu/api.h: hf_vq_operand, hf_vq_instruction, hf_vq_dense, hf_vq_token."""
+
+_INT8 = 4  # enum hf_vq_dtype
+_NUMBER = {op: number for number, op in enumerate(OPS)}
+_NOTHING = (0, 0, 0, 0, 0)
+_LINE = 16  # numbers of a cache line: buffers begin at one
+_WHOLE_ROWS = {"dense", "codes"}
+
+
+class CompiledStep:
+    """A program with its buffers. One thread at a time.
+
+    Args:
+        program: whose tensors it keeps, and reads where they lie.
+        layers: how many the cache has.
+
+    Raises:
+        VQBackendError: the library is missing, or cannot run an instruction.
+    """
+
+    def __init__(self, program: Program, layers: int) -> None:
+        library = native.load()
+        if library is None:
+            raise VQBackendError(native.why_not())
+        self.program, self._run = program, library.hf_vq_step
+        self._supports = library.hf_vq_step_supports
+        self._places, size = _place(program)
+        self._memory = torch.full((size,), math.nan, dtype=torch.float32)
+        self._layers = [ctypes.create_string_buffer(LAYER.size) for _ in range(layers)]
+        self._kept: list[Any] = [[] for _ in range(layers)]
+        self._shape: dict[int, tuple[int, float, float]] = {}
+        self._details: list[Any] = []
+        shown = Operand(program.logits.shape, _dense_stride(program.logits.shape))
+        last = Instruction("copy", shown, (program.logits,), torch.float32)
+        packed = [self._packed(each) for each in (*program.instructions, last)]
+        self._count = len(packed)
+        self._code = ctypes.create_string_buffer(b"".join(packed), INSTRUCTION.size * self._count)
+        self._address = ctypes.addressof(self._code)
+        base, place = self._memory.data_ptr(), self._places
+        self._token = ctypes.c_float.from_address(base + 4 * place[TOKEN])
+        self._position = ctypes.c_float.from_address(base + 4 * place[POSITION])
+        # The last instruction writes the logits into a tensor of the caller's.
+        first = self._address + INSTRUCTION.size * (self._count - 1)
+        self._out = ctypes.c_void_p.from_address(first)
+        dtype = ctypes.c_int32.from_address(first + OPERAND.size - 8)
+        dtype.value = native.DTYPES[program.dtype]
+
+    # -- compiling -------------------------------------------------------------------------------
+
+    def _packed(self, one: Instruction) -> bytes:
+        result, operands = one.result, one.operands
+        if one.op in _WHOLE_ROWS:
+            size, strides = _row(result, one)
+            of_row = [strides, _row(operands[0], one)[1]]
+            of_row += [_row(each, one)[1] for each in operands[1:]]
+        elif one.op == "attention":
+            size, of_row = _rows(result), [_row_strides(each) for each in (result, *operands)]
+        elif one.op == "look_up":
+            size, of_row = (1, 1, math.prod(result.shape)), [(0, 0, 1), (0, 0, 1)]
+        else:
+            size, of_row = _elements(result, operands, one)
+        fields = [*self._operand(result, of_row[0])]
+        places = list(operands)
+        if one.op == "dense" or one.op == "codes":  # the bias is c
+            places = [operands[0], None, *operands[1:]]  # type: ignore[list-item]
+            of_row = [of_row[0], of_row[1], (0, 0, 0), *of_row[2:]]
+        for index in range(3):
+            there = index < len(places) and places[index] is not None
+            fields += self._operand(places[index], of_row[1 + index]) if there else _NOTHING
+        detail = self._detail(one)
+        return INSTRUCTION.pack(
+            *fields, *size, detail, one.number, _NUMBER[one.op], native.DTYPES[one.rounded]
+        )
+
+    def _operand(self, x: Operand, stride: Sequence[int]) -> tuple[int, ...]:
+        if x.tensor is None:
+            at = 0 if x.buffer < 0 else self._memory.data_ptr() + 4 * (
+                self._places[x.buffer] + x.offset
+            )
+            return at or self._memory.data_ptr(), *stride, 0
+        if x.tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise VQBackendError(f"an operand is {x.tensor.dtype}")
+        return x.tensor.data_ptr(), *stride, native.DTYPES[x.tensor.dtype]
+
+    def _detail(self, one: Instruction) -> int:
+        detail = one.detail
+        if detail is None:
+            return 0
+        if isinstance(detail, Attention):
+            heads = one.operands[1].shape[1]
+            group = one.operands[0].shape[1] // heads
+            self._shape[detail.layer] = group, detail.scaling, detail.softcap
+            return ctypes.addressof(self._layers[detail.layer])
+        made: Any
+        if isinstance(detail, Codes):
+            codes, book, scale, rotation, spec, columns = detail
+            scheme = VQScheme.parse(spec)
+            made = matrix(
+                scheme, codes.shape[0], columns, codes.data_ptr(), book.data_ptr(),
+                scale.data_ptr(), None if rotation is None else rotation.data_ptr(),
+            )  # fmt: skip
+            if not made.has_kernel:
+                raise VQBackendError(f"{scheme.notation()} has no kernel that multiplies with it")
+        else:
+            made = ctypes.create_string_buffer(_dense(detail), DENSE.size)
+        self._details.append(made)
+        return ctypes.addressof(made)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def bind(
+        self, layer: int, view: KVCacheView, counts: tuple[int, ...]
+    ) -> None:
+        """Let the next token of a layer go to a place.
+
+        Args:
+            layer: its number.
+            view: `recent` are the whole memories of the tails.
+            counts: length, coded, begin, end, key_end, value_end, window, keep.
+        """
+        if layer not in self._shape:
+            return
+        group, scaling, softcap = self._shape[layer]
+        kept: list[Tensor | None] = []
+        key, value = view.key, view.value
+        LAYER.pack_into(
+            self._layers[layer], 0,
+            *kv._codes(key, view, key.codes, kept, 0, 0),
+            *kv._codes(value, view, value.codes, kept, 0, 0),
+            *kv._floats(key.sinks, kept), *kv._floats(value.sinks, kept),
+            *kv._floats(key.recent, kept), *kv._floats(value.recent, kept),
+            key.heads, group, *counts, scaling, softcap,
+        )  # fmt: skip
+        self._kept[layer] = kept
+
+    def check(self) -> None:
+        """Ask the library whether it runs the program, after all layers were bound.
+
+        Raises:
+            VQBackendError: it does not; names the instruction.
+        """
+        out = torch.empty(self.program.logits.shape, dtype=self.program.dtype)
+        self._out.value = out.data_ptr()
+        for index in range(self._count):
+            at = self._address + INSTRUCTION.size * index
+            if self._supports(at, 1) != native.OK:
+                op = (*self.program.instructions, None)[index]
+                raise VQBackendError(f"the library does not run {op and op.op}")
+
+    def run(self, token: int, position: int, out: Tensor) -> None:
+        """Run the program: the token is written to all layers, its logits to `out`.
+
+        Raises:
+            VQBackendError: the library refused; no layer counts the token.
+        """
+        self._token.value, self._position.value = token, position
+        self._out.value = out.data_ptr()
+        status = self._run(self._address, self._count)
+        if status != native.OK:
+            native.check(status, "step")
+
+    def run_one(self, index: int, inputs: Sequence[Tensor | None]) -> Tensor:
+        """Run one instruction on numbers that are given, for comparisons.
+
+        Args:
+            inputs: float32, one for each operand; None for tensors of the model.
+
+        Returns:
+            float32 [shape of the result].
+        """
+        one = self.program.instructions[index]
+        for operand, numbers in zip(one.operands, inputs, strict=True):
+            if operand.tensor is None and numbers is not None:
+                once = tuple(slice(1) if step == 0 else slice(None) for step in operand.stride)
+                self._numbers(operand)[once].copy_(numbers[once])
+        native.check(self._run(self._address + INSTRUCTION.size * index, 1), "step")
+        return self._numbers(one.result).clone()
+
+    def _numbers(self, x: Operand) -> Tensor:
+        return self._memory.as_strided(x.shape, x.stride, self._places[x.buffer] + x.offset)
+
+
+def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _dense(detail: Dense) -> bytes:
+    tensor, kind, columns = detail
+    if kind:
+        return DENSE.pack(tensor.data_ptr(), len(tensor), columns, tensor.stride(0), 1, _INT8)
+    rows, columns = tensor.shape
+    outer, inner = tensor.stride()
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise VQBackendError(f"a matrix is {tensor.dtype}")
+    if rows == 1 or columns == 1:  # one of the strides says nothing
+        outer, inner = (max(columns, 1), 1) if columns == 1 and rows == 1 else (outer, inner)
+        outer, inner = (outer, 1) if columns == 1 else (outer, inner)
+    if inner != 1 and outer != 1:
+        raise VQBackendError("a matrix has gaps between its numbers")
+    return DENSE.pack(tensor.data_ptr(), rows, columns, outer, inner, native.DTYPES[tensor.dtype])
+
+
+def _row(x: Operand, one: Instruction) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    found = flat(x)
+    if found is None or (found[1] != 1 and found[0] > 1 and x.tensor is None):
+        raise VQBackendError(f"an operand of {one.op} has gaps")
+    return (1, 1, found[0]), (0, 0, found[1] if found[0] > 1 else 1)
+
+
+def _rows(x: Operand) -> tuple[int, int, int]:
+    _, heads, dim = x.shape
+    return 1, heads, dim
+
+
+def _row_strides(x: Operand) -> tuple[int, int, int]:
+    return 0, x.stride[1], x.stride[2]
+
+
+def _elements(
+    result: Operand, operands: tuple[Operand, ...], one: Instruction
+) -> tuple[tuple[int, int, int], list[tuple[int, ...]]]:
+    """Sizes and strides of what is read element by element, or along the last dimension."""
+    shape, strides = operands[0].shape, [each.stride for each in (result, *operands)]
+    along = one.op in ("mean", "rms_norm", "layer_norm")
+    if along:  # the last dimension stays what it is
+        last = [stride[-1] for stride in strides]
+        sizes, merged_ = merged(shape[:-1], tuple(stride[:-1] for stride in strides))
+        sizes = (*sizes, shape[-1])
+        merged_ = tuple((*m, end) for m, end in zip(merged_, last, strict=True))
+    else:
+        sizes, merged_ = merged(shape, tuple(strides))
+    if len(sizes) > 3:
+        raise VQBackendError(f"{one.op} has {len(sizes)} dimensions")
+    missing = 3 - len(sizes)
+    full = (1,) * missing + sizes
+    padded = [(0,) * missing + each for each in merged_]
+    return (full[0], full[1], full[2]), padded
+
+
+def _place(program: Program) -> tuple[list[int], int]:
+    """Where each buffer begins, and how many numbers all take: one that is read for the last time
+    leaves its place to those that come."""
+    last: dict[int, int] = {TOKEN: -1, POSITION: -1}
+    for index, one in enumerate(program.instructions):
+        for x in (one.result, *one.operands):
+            if x.buffer >= 0:
+                last[x.buffer] = index
+    kept = {TOKEN, POSITION, program.logits.buffer}
+    places, size, free = [-1] * len(program.buffers), 0, {}  # type: ignore[var-annotated]
+
+    def take(buffer: int) -> None:
+        nonlocal size
+        room = -(-max(program.buffers[buffer], 1) // _LINE) * _LINE
+        if free.get(room):
+            places[buffer] = free[room].pop()
+        else:
+            places[buffer], size = size, size + room
+
+    take(TOKEN)
+    take(POSITION)
+    for index, one in enumerate(program.instructions):
+        if places[one.result.buffer] < 0:
+            take(one.result.buffer)
+        for buffer in {x.buffer for x in (one.result, *one.operands) if x.buffer >= 0}:
+            if last[buffer] == index and buffer not in kept:
+                room = -(-max(program.buffers[buffer], 1) // _LINE) * _LINE
+                free.setdefault(room, []).append(places[buffer])
+    return places, size

@@ -1,0 +1,131 @@
+"""The next token of a layer, written by a decoding step that is not PyTorch's (`hf.step`).
+
+    ready       the layer takes one token as `VQCacheLayer.update` would, with room for it
+    slot        where: tensors and counts, for the library
+    advance     what `update` counts and looks at, after the library wrote the token
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..ops import KVCacheView, KVSide
+from .kv_side import SideBuffers
+from .layer import VQCacheLayer
+
+
+class Slot(NamedTuple):
+    """Where the next token of a layer goes.
+
+    Args:
+        view: of the layer; `recent` are the whole memories of the tails, [1, H, room, D].
+        length: tokens before.
+        coded: position after the last coded one.
+        begin: index of the first float in the tails.
+        end: index after the last one.
+        key_end: index after the last code of the keys; likewise `value_end`.
+        window: floats that a query reads.
+        keep: floats that a tail holds.
+    """
+
+    view: KVCacheView
+    length: int
+    coded: int
+    begin: int
+    end: int
+    key_end: int
+    value_end: int
+    window: int
+    keep: int
+
+
+def refusal(layer: object) -> str | None:
+    """Why a layer takes no token this way now, or None."""
+    if type(layer) is not VQCacheLayer:
+        return f"a layer of the cache is a {type(layer).__name__}"
+    if not layer.is_initialized:
+        return "the cache is empty"
+    if layer._start is not None:
+        return "rows of the cache are padded"
+    if layer.k.sinks.shape[0] != 1:
+        return "the cache holds several rows"
+    if layer.device.type != "cpu":
+        return f"the cache is on {layer.device}"
+    if not (layer.k.has_scale and layer.v.has_scale):
+        return "codes without scales are looked at one by one"
+    return None
+
+
+def ready(layer: VQCacheLayer) -> bool:
+    """Make room for a token; False if `update` has to take it (the first ones of a prompt, one that
+    decides means, one beyond `max_cache_len`, and while floats are kept for a crop)."""
+    limit = layer.options.max_cache_len
+    leaving = layer.length + 1 - layer.window - layer.coded
+    if (
+        layer.record_past
+        or layer.length < max(layer._sinks_end, 1)
+        or leaving > 1
+        or (leaving > 0 and False in layer._frozen)
+        or (limit is not None and layer.length >= limit)
+        or len(layer.k.tail) != len(layer.v.tail)
+        or len(layer.k.tail) < min(layer.window, layer.length)
+    ):
+        return False
+    for side in (layer.k, layer.v):
+        tail, codes = side.tail, side.codes
+        if tail.end + 1 > tail.data.shape[2] or tail.data.is_inference():
+            tail._move(len(tail) + 1)
+        if leaving > 0 and (codes.end + 1 > codes.scale.shape[2] or codes.data.is_inference()):
+            codes.reserve(1)
+    return layer.k.tail.begin == layer.v.tail.begin
+
+
+def slot(layer: VQCacheLayer) -> Slot:
+    """Where the next token of a layer that is `ready` goes."""
+    k, v, rotary = layer.k, layer.v, layer._rotary
+    turning: tuple[object, ...] = ()
+    if k.rotary_mean is not None and rotary is not None:
+        turning = k.rotary_mean, rotary.inv_freq, rotary.interleaved, 0
+    view = KVCacheView(
+        _side(k, k.codes.end - layer.coded), _side(v, v.codes.end - layer.coded),
+        None, None, None, None, layer.length + 1, layer.window, 1, layer.coded, *turning,
+    )  # fmt: skip
+    return Slot(
+        view, layer.length, layer.coded, k.tail.begin, k.tail.end, k.codes.end, v.codes.end,
+        layer.window, layer.tail_length,
+    )  # fmt: skip
+
+
+def _side(side: SideBuffers, first: int) -> KVSide:
+    codes = side.codes
+    return KVSide(
+        codes.data, codes.scale, side.codebook, side.mean, side.sinks, side.tail.data, first,
+        side.spec, codes.layout,
+    )  # fmt: skip
+
+
+def memories(layer: VQCacheLayer) -> tuple[Tensor | None, ...]:
+    """The tensors of a `slot`: while they are the same objects, so are their addresses."""
+    k, v = layer.k, layer.v
+    return (
+        k.tail.data, v.tail.data, k.codes.data, v.codes.data, k.sinks, v.sinks, k.mean,
+        k.rotary_mean,
+    )  # fmt: skip
+
+
+def advance(layer: VQCacheLayer) -> None:
+    """Count a token that was written to the `slot`."""
+    layer.length += 1
+    k, v = layer.k, layer.v
+    k.tail.end += 1
+    v.tail.end += 1
+    if layer.length - layer.window > layer.first_code + k.codes.end - k.codes.begin:
+        k.codes.end += 1
+        v.codes.end += 1
+        layer.look_at_newest()
+    gone = k.tail.end - k.tail.begin - layer.tail_length
+    if gone > 0:
+        k.tail.begin += gone
+        v.tail.begin += gone

@@ -1,0 +1,254 @@
+"""`install`: `model.forward` runs the decoding steps that are programs, and the model the others.
+
+A step is a program if one token comes for one sequence, a growing `VQCache` holds its past, nothing
+but logits is asked for, and the model is as it was when it was traced. The first such step of a
+model traces it, on a cache of random tokens; whatever does not hold runs the model, as always.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ... import dispatch, env, patches
+from ...cache import VQCache
+from ...cache.argument import CACHE
+from ...cache.next_token import advance, memories, ready, refusal, slot
+from ...dispatch.entry import load
+from ...errors import VQBackendError
+from ...ops.library import autocasts, is_plain_eager
+from .snapshot import Snapshot, problem
+from .trace import Refused, Step, trace
+from .verify import compare, difference
+
+_ATTRIBUTE = "_hf_vq_step"
+_KEPT = 4  # programs of a model
+_FAR = 1000  # a position to look at beside those of the prompt
+_CHECKED = 128  # tokens of a window that the prompt of a trace fills
+_ASKED = {"input_ids", CACHE, "position_ids", "attention_mask", "use_cache", "return_dict",
+          "logits_to_keep", "cache_position"}  # fmt: skip
+
+
+class Forward:
+    """The `forward` of one model, which pickles and copies with it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.model).forward.__get__(self.model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        if not torch.compiler.is_compiling() and not args:
+            out = _step(model, kwargs)
+            if out is not None:
+                return out
+        return type(model).forward(model, *args, **kwargs)
+
+
+def install(model: PreTrainedModel, cache: VQCache) -> None:
+    """Let a model on a CPU run its decoding steps over such a cache as programs."""
+    if env.NATIVE_STEP.get() and "forward" not in model.__dict__ and model.device.type == "cpu":
+        patches.override(model, "forward", Forward(model))
+
+
+def why_not(model: PreTrainedModel, cache: VQCache) -> str | None:
+    """Why the decoding steps of a model over a cache run in PyTorch, or None. It traces them."""
+    if not env.NATIVE_STEP.get():
+        return f"{env.NATIVE_STEP.name}=0"
+    if not isinstance(model, PreTrainedModel):
+        return "it is not a whole model of Transformers"
+    own = model.__dict__.get("forward")
+    if own is not None and type(own) is not Forward:
+        return "the forward of the model was replaced"
+    found = _steps_of(model).find(model, cache)
+    return found if isinstance(found, str) else None
+
+
+class _Native:
+    """A program that was verified, bound to the cache that it ran on last."""
+
+    def __init__(self, step: Step, compiled: Any) -> None:
+        self.kind, self.logits, self.dtype = step.kind, step.logits, step.program.dtype
+        self.compiled, self.layers = compiled, sorted(step.slots)
+        self.cache: Any = lambda: None  # a weak reference
+        self.bound: list[tuple[Any, int, tuple[Tensor | None, ...]]] = []
+        self.lock = threading.Lock()
+
+    def run(self, cache: VQCache, token: int, position: int) -> Any:
+        """The model's output for a token; None if the cache has to take it from the model."""
+        with self.lock:
+            layers = [cache.layers[index] for index in self.layers]
+            known = self.cache() is cache and len(self.bound) == len(layers)
+            for number, layer in enumerate(layers):
+                if (not known and refusal(layer)) or not ready(layer):
+                    self.bound = []
+                    return None
+                if known:
+                    owner, length, tensors = self.bound[number]
+                    if (
+                        owner is layer and length == layer.length
+                        and all(map(_is, tensors, memories(layer)))
+                    ):  # fmt: skip
+                        continue
+                place = slot(layer)
+                self.compiled.bind(self.layers[number], place.view, place[1:])
+            out = torch.empty(self.logits, dtype=self.dtype)
+            self.bound = []
+            self.compiled.run(token, position, out)
+            for layer in layers:
+                advance(layer)
+            self.bound = [(layer, layer.length, memories(layer)) for layer in layers]
+            self.cache = weakref.ref(cache)
+        return self.kind(logits=out, **{CACHE: cache})
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+class _Steps:
+    """The programs of a model, while it stays as it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.snapshot: Snapshot | None = None
+        self.found: OrderedDict[Any, _Native | str] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        """A copy of a model, or one from a file, is traced anew."""
+        return type(None), ()
+
+    def find(self, model: PreTrainedModel, cache: VQCache) -> _Native | str:
+        """The program for a cache, or why there is none."""
+        snapshot = self.snapshot
+        if snapshot is None or not snapshot.is_current():
+            reason = problem(model)
+            if reason is not None:
+                return reason
+            with self.lock:
+                self.found.clear()
+                self.snapshot = Snapshot(model)
+        key = _kind_of(model, cache)
+        found = self.found.get(key)
+        if found is None:
+            with self.lock:
+                found = self.found[key] = _made(model, cache)
+                if len(self.found) > _KEPT:
+                    self.found.popitem(last=False)
+        return found
+
+
+def _steps_of(model: PreTrainedModel) -> _Steps:
+    steps = model.__dict__.get(_ATTRIBUTE)
+    if steps is None:
+        steps = model.__dict__[_ATTRIBUTE] = _Steps(model)
+    return steps
+
+
+def _kind_of(model: PreTrainedModel, cache: VQCache) -> tuple[Any, ...]:
+    """What a program depends on beside the model."""
+    options = cache.options
+    return (
+        model.config._attn_implementation, options.scheme, options.sinks, options.window,
+        cache.quantize_sliding, env.BACKEND.get(), dispatch.selection.generation, id(cache.codebooks),
+    )  # fmt: skip
+
+
+def _step(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
+    """The output of a step that is a program, or None."""
+    cache, ids = inputs.get(CACHE), inputs.get("input_ids")
+    if type(cache) is not VQCache or ids is None or ids.shape != (1, 1):
+        return None
+    if torch.is_grad_enabled() or not is_plain_eager(ids) or autocasts(ids.device):
+        return None
+    if not env.NATIVE_STEP.get() or cache.offloading or not _plain(inputs):
+        return None
+    length = int(cache.get_seq_length())
+    position = inputs.get("position_ids")
+    if length == 0 or (position is not None and position.shape != (1, 1)):
+        return None
+    mask = inputs.get("attention_mask")
+    if mask is not None and (mask.shape != (1, length + 1) or not bool(mask.all())):
+        return None
+    found = _steps_of(model).find(model, cache)
+    if isinstance(found, str):
+        return None
+    where = length if position is None else int(position.item())
+    return found.run(cache, int(ids.item()), where)
+
+
+def _plain(inputs: dict[str, Any]) -> bool:
+    """Whether logits of the token are all that is asked for."""
+    for name, value in inputs.items():
+        if name not in _ASKED and value is not None and value is not False:
+            return False
+    keep = inputs.get("logits_to_keep", 0)
+    return (
+        inputs.get("return_dict") is True
+        and inputs.get("use_cache") in (None, True)
+        and isinstance(keep, int)
+        and keep in (0, 1)
+    )
+
+
+# -- tracing -------------------------------------------------------------------------------------
+
+
+def _made(model: PreTrainedModel, cache: VQCache) -> _Native | str:
+    """A program for a cache, verified; or why there is none."""
+    forced = env.BACKEND.get()
+    if forced:
+        return f"HF_VQ_BACKEND={forced}"
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return "the model takes no position_ids"
+    try:
+        with torch.no_grad(), torch.inference_mode(False):
+            return _traced(model, cache)
+    except (Refused, VQBackendError) as error:
+        return str(error)
+
+
+def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
+    tokens = cache.options.sinks + min(cache.options.window, _CHECKED) + 3
+    words = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, words, (1, tokens + 2), generator=generator)
+    own = _like(cache, model)
+    for layer in own.layers:
+        if problem := refusal(layer):
+            if "empty" not in problem:
+                raise Refused(problem)
+    type(model).forward(model, input_ids=prompt[:, :-2], use_cache=True, **{CACHE: own})
+    one, other = (int(token) for token in prompt[0, -2:])
+    step = trace(model, own, one, None)
+    compiled = load(dispatch.STEPS["cpu"])(step.program, len(own.layers))
+    compare(step, compiled)
+    again = trace(model, own, other, _FAR)
+    reason = difference(step.program, again.program)
+    if reason is not None:
+        raise Refused(reason)
+    compare(again, compiled)
+    return _Native(step, compiled)
+
+
+def _like(cache: VQCache, model: PreTrainedModel) -> VQCache:
+    """An empty cache of the same kind."""
+    options = cache.options
+    means = None
+    if cache.codebooks is None:
+        means = [getattr(layer, "calibrated", None) for layer in cache.layers]
+    return VQCache(
+        model.config, options.scheme, options.sinks, options.window, strict=options.strict,
+        static=False, quantize_sliding=cache.quantize_sliding, key_means=means,
+        codebooks=cache.codebooks,
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""`Snapshot`: whether a model is still the one that was traced.
+
+Asked at every token, so all loops are those of C: over dicts that modules own for their life, and
+over the tensors in them.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import attrgetter, is_
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_version, _training = attrgetter("_version"), attrgetter("training")
+_address = Tensor.data_ptr
+
+
+def problem(model: nn.Module) -> str | None:
+    """Why a model cannot be traced, as long as it stays as it is; or None."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.startswith("peft."):
+            return f"{name} is an adapter of PEFT"
+        if module is not model and "forward" in module.__dict__:
+            return f"the forward of {name} was replaced"
+        if module is not model and any(getattr(module, hooks) for hooks in _HOOKS):
+            return f"{name} has hooks"
+        if module.training:
+            return f"{name or 'the model'} is in training mode"
+    if any(tensor.device.type != "cpu" for tensor in chain(model.parameters(), model.buffers())):
+        return "parts of the model are not on the CPU"
+    return None
+
+
+class Snapshot:
+    """Modules, hooks, and the tensors of a model as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._owners = [module.__dict__ for module in modules[1:]]
+        self._modules = modules
+        self._hooks = [getattr(module, hooks) for module in modules[1:] for hooks in _HOOKS]
+        self._children = [module._modules for module in modules]
+        self._tensors_of = [d for m in modules for d in (m._parameters, m._buffers) if d]
+        self._child_list = [*chain.from_iterable(map(dict.values, self._children))]
+        self._tensors = [*chain.from_iterable(map(dict.values, self._tensors_of))]
+        self._held = [tensor for tensor in self._tensors if tensor is not None]
+        self._versioned = [tensor for tensor in self._held if not tensor.is_inference()]
+        self._versions = [*map(_version, self._versioned)]
+        self._addresses = [*map(_address, self._held)]
+
+    def is_current(self) -> bool:
+        """Whether nothing was replaced, moved, written to, hooked or put into training mode."""
+        tensors = [*chain.from_iterable(map(dict.values, self._tensors_of))]
+        return (
+            not any(self._hooks)
+            and not torch_module._global_forward_hooks
+            and not torch_module._global_forward_pre_hooks
+            and len(tensors) == len(self._tensors)
+            and all(map(is_, tensors, self._tensors))
+            and [*chain.from_iterable(map(dict.values, self._children))] == self._child_list
+            and [*map(_version, self._versioned)] == self._versions
+            and [*map(_address, self._held)] == self._addresses
+            and not any(map(_training, self._modules))
+            and not any("forward" in owner for owner in self._owners)
+        )

@@ -1,0 +1,151 @@
+"""`Program`: the decoding step of one token as instructions over buffers of float32 numbers.
+
+`hf.step` makes it of a model; a backend runs it (`dispatch.table.STEPS`). Nothing of it is of one
+token: its buffers are numbered, and the layers of the cache too.
+
+    operand      numbers [shape] of a buffer, or of a tensor of the model, at offset and strides
+    instruction  result = op(operands), rounded to the float type that the model computes in there
+
+Ops, and what they take beside operands of the result's shape:
+
+    copy negate abs square cube sqrt rsqrt reciprocal exp tanh sigmoid silu gelu gelu_tanh relu cos
+    sin                               one
+    add subtract multiply divide maximum minimum       two, or one and `number`
+    mean                              over the last dimension, which the result has not
+    rms_norm layer_norm               a row, weight and bias; epsilon is `number`
+    look_up                           row number `operand` of `Dense`
+    dense codes                       the product of a `Dense` or a `Codes` with a row, plus a bias
+    attention                         query, key, value [1, heads, dim] of the token in a layer
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OPS = (
+    "copy", "negate", "abs", "square", "cube", "sqrt", "rsqrt", "reciprocal", "exp", "tanh",
+    "sigmoid", "silu", "gelu", "gelu_tanh", "relu", "cos", "sin", "add", "subtract", "multiply",
+    "divide", "maximum", "minimum", "mean", "rms_norm", "layer_norm", "look_up", "dense", "codes",
+    "attention",
+)  # fmt: skip
+
+
+class Operand(NamedTuple):
+    """Numbers that an instruction reads or writes.
+
+    Args:
+        shape: of what is read.
+        stride: in numbers; 0 = the same number again.
+        offset: of the first number, in the buffer; 0 of a tensor.
+        buffer: its number; -1 = `tensor`.
+        tensor: of the model, kept and read where it lies.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    buffer: int = -1
+    tensor: Tensor | None = None
+
+
+class Dense(NamedTuple):
+    """A matrix.
+
+    Args:
+        tensor: [out, in] floats of any strides; with `kind`, uint8 rows (`formats.integers`).
+        kind: `int8`, or empty.
+        columns: `in`.
+    """
+
+    tensor: Tensor
+    kind: str
+    columns: int
+
+
+class Codes(NamedTuple):
+    """A matrix as codes: the tensors of a `Pass`, and its scheme."""
+
+    codes: Tensor
+    codebook: Tensor
+    scale: Tensor
+    rotation: Tensor | None
+    spec: str
+    in_features: int
+
+
+class Attention(NamedTuple):
+    """Attention of one token over a layer of the cache, which takes the token first."""
+
+    layer: int
+    scaling: float
+    softcap: float
+
+
+class Instruction(NamedTuple):
+    """result = op(operands)."""
+
+    op: str
+    result: Operand
+    operands: tuple[Operand, ...]
+    rounded: torch.dtype
+    number: float = 0.0
+    detail: Dense | Codes | Attention | None = None
+
+
+class Program(NamedTuple):
+    """A decoding step.
+
+    Args:
+        instructions: in order.
+        buffers: numbers of each. Number 0 is the token, number 1 its position.
+        logits: [vocabulary], the result.
+        dtype: of the logits.
+    """
+
+    instructions: tuple[Instruction, ...]
+    buffers: tuple[int, ...]
+    logits: Operand
+    dtype: torch.dtype
+
+
+TOKEN, POSITION = 0, 1
+
+
+def flat(operand: Operand) -> tuple[int, int, int] | None:
+    """(size, stride, offset) of an operand whose numbers lie at equal distances, else None."""
+    size, stride = 1, 1
+    for length, step in reversed(list(zip(operand.shape, operand.stride, strict=True))):
+        if length == 1:
+            continue
+        if size == 1:
+            stride = step
+        elif step != stride * size:
+            return None
+        size *= length
+    return size, stride, operand.offset
+
+
+def merged(
+    shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """A shape and the strides of several operands with as few dimensions as possible.
+
+    >>> merged((1, 4, 1, 64), ((256, 64, 64, 1), (0, 0, 0, 1)))
+    ((4, 64), ((64, 1), (0, 1)))
+    """
+    kept: list[tuple[int, list[int]]] = []
+    for axis, length in enumerate(shape):
+        steps = [stride[axis] for stride in strides]
+        if length == 1:
+            continue
+        if kept and all(
+            outer == inner * length for outer, inner in zip(kept[-1][1], steps, strict=True)
+        ):
+            kept[-1] = kept[-1][0] * length, steps
+        else:
+            kept.append((length, steps))
+    sizes = tuple(length for length, _ in kept)
+    return sizes, tuple(tuple(steps[i] for _, steps in kept) for i in range(len(strides)))

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+// y = W x + bias of one x, W dense: a head, and layers that were not quantized.
+//
+//   in_stride 1    a sum along each of kRows rows at once, which share what they multiply with
+//   out_stride 1   (GPT-2's Conv1D) x[i] times row i of the transposed matrix, added in registers
+//   int8           x is hi + lo / 128 in units of its largest / 127; both halves are 8-bit products, exact in 32 bits
+//
+// Bytes: W once. Bottleneck: memory.
+#pragma once
+#include "../host/threads.h"
+#include "../linear/activations.h"
+#include "elementwise.h"
+
+namespace hf_vq {
+namespace {
+namespace step {
+
+constexpr int kRows = 4;
+constexpr int64_t kWorth = 64 << 10;      // bytes of W worth a thread
+constexpr int64_t kBytesAhead = 1024;     // between a read and its prefetch
+
+struct DenseCall {
+  const hf_vq_instruction* p;
+  const hf_vq_dense* w;
+  const float* x;
+  const uint8_t *high, *low;  // of int8
+  float unit;                 // of `low`
+  int64_t whole;              // columns in whole vectors
+};
+
+inline void put(const DenseCall& call, int64_t row, float sum) {
+  const hf_vq_instruction& p = *call.p;
+  if (p.c.data != nullptr) sum += read_float(p.c.data, p.c.dtype, row * p.c.stride[2]);
+  static_cast<float*>(p.y.data)[row] = sum;
+}
+
+template <int Dtype, int Rows> inline void sum_rows(const DenseCall& call, int64_t row) {
+  const hf_vq_dense& w = *call.w;
+  Floats sums[Rows][2];
+  for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = splat(0.0f);
+  int64_t k = 0;
+  for (; k + 2 * kFloats <= w.in; k += 2 * kFloats) {
+    const Floats x0 = load(call.x + k), x1 = load(call.x + k + kFloats);
+    for (int r = 0; r < Rows; ++r) {
+      const int64_t at = (row + r) * w.out_stride + k;
+      sums[r][0] = fma(load_floats<Dtype>(w.data, at), x0, sums[r][0]);
+      sums[r][1] = fma(load_floats<Dtype>(w.data, at + kFloats), x1, sums[r][1]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    float total = sum(sums[r][0] + sums[r][1]);
+    for (int64_t i = k; i < w.in; ++i) total += read_float(w.data, Dtype, (row + r) * w.out_stride + i) * call.x[i];
+    put(call, row + r, total);
+  }
+}
+
+template <int Dtype> void run_rows(int64_t first, int64_t last, void* context) {
+  const DenseCall& call = *static_cast<DenseCall*>(context);
+  for (; first + kRows <= last; first += kRows) sum_rows<Dtype, kRows>(call, first);
+  for (; first < last; ++first) sum_rows<Dtype, 1>(call, first);
+}
+
+template <int Dtype> void run_columns(int64_t first, int64_t last, void* context) {
+  const DenseCall& call = *static_cast<DenseCall*>(context);
+  const hf_vq_dense& w = *call.w;
+  float total[kRows * kFloats];
+  for (int64_t unit = first; unit < last; ++unit) {
+    const int64_t o = unit * kRows * kFloats, n = w.out - o < kRows * kFloats ? w.out - o : kRows * kFloats;
+    if (n == kRows * kFloats) {
+      Floats sums[kRows];
+      for (Floats& each : sums) each = splat(0.0f);
+      for (int64_t i = 0; i < w.in; ++i)
+        for (int r = 0; r < kRows; ++r)
+          sums[r] = fma(splat(call.x[i]), load_floats<Dtype>(w.data, i * w.in_stride + o + r * kFloats), sums[r]);
+      for (int r = 0; r < kRows; ++r) store(total + r * kFloats, sums[r]);
+    } else {
+      for (int64_t r = 0; r < n; ++r) {
+        total[r] = 0.0f;
+        for (int64_t i = 0; i < w.in; ++i) total[r] += call.x[i] * read_float(w.data, Dtype, i * w.in_stride + o + r);
+      }
+    }
+    for (int64_t r = 0; r < n; ++r) put(call, o + r, total[r]);
+  }
+}
+
+inline void run_int8(int64_t first, int64_t last, void* context) {
+  const DenseCall& call = *static_cast<DenseCall*>(context);
+  const hf_vq_dense& w = *call.w;
+  const Bytes bias = splat_byte(kLevelBias);
+  Ints start_high = zero_ints(), start_low = zero_ints();
+  if (kLevelBias != 0) {
+    for (int64_t k = 0; k < call.whole; k += kBytes) {
+      start_high = dot(start_high, bias, load_bytes(call.high + k));
+      start_low = dot(start_low, bias, load_bytes(call.low + k));
+    }
+    start_high = zero_ints() - start_high;
+    start_low = zero_ints() - start_low;
+  }
+  for (int64_t row = first; row < last; ++row) {
+    const uint8_t* codes = static_cast<const uint8_t*>(w.data) + row * w.out_stride;
+    Ints high = start_high, low = start_low;
+    for (int64_t k = 0; k < call.whole; k += kBytes) {
+      const Bytes level = load_bytes(codes + k) ^ bias;
+      high = dot(high, level, load_bytes(call.high + k));
+      low = dot(low, level, load_bytes(call.low + k));
+      __builtin_prefetch(codes + k + kBytesAhead, 0, 1);
+    }
+    int32_t upper = sum(high), lower = sum(low);
+    for (int64_t k = call.whole; k < w.in; ++k) {
+      upper += int8_t(codes[k]) * int8_t(call.high[k]);
+      lower += int8_t(codes[k]) * int8_t(call.low[k]);
+    }
+    uint16_t scale;
+    memcpy(&scale, codes + w.in, 2);
+    put(call, row, (float(upper) * 128.0f + float(lower)) * call.unit * half_to_float(scale));
+  }
+}
+
+// x[k] = (128 high[k] + low[k]) unit, both in [-127, 127]; the unit is returned.
+inline float split_input(const float* x, int64_t n, uint8_t* high, uint8_t* low) {
+  float most = 0.0f, check = 0.0f;
+  for (int64_t k = 0; k < n; ++k) {
+    const float size = x[k] < 0 ? -x[k] : x[k];
+    most = size > most ? size : most;
+    check += x[k] * 0.0f;
+  }
+  const float unit = most / 16319.0f, inverse = most > 1e-30f ? 1.0f / unit : 0.0f;  // 127 * 128 + 63
+  for (int64_t k = 0; k < n; ++k) {
+    const float number = x[k] * inverse;
+    const int32_t whole = number == number ? int32_t(number < 0 ? number - 0.5f : number + 0.5f) : 0;
+    const int32_t upper = (whole + 64 + (1 << 20)) / 128 - (1 << 13);
+    high[k] = uint8_t(int8_t(upper));
+    low[k] = uint8_t(int8_t(whole - 128 * upper));
+  }
+  return unit + check;  // NaN stays
+}
+
+inline int run_dense(const hf_vq_instruction& p) {
+  const hf_vq_dense& w = *static_cast<const hf_vq_dense*>(p.detail);
+  DenseCall call{&p, &w, static_cast<const float*>(p.a.data), nullptr, nullptr, 0.0f, w.in / kBytes * kBytes};
+  const int64_t row_bytes = w.dtype == HF_VQ_INT8 ? w.in : w.in * (w.dtype == HF_VQ_FLOAT32 ? 4 : 2);
+  const int64_t grain = divide_up(divide_up(kWorth, row_bytes), kRows) * kRows;
+  if (w.dtype == HF_VQ_INT8) {
+    const Scratch<uint8_t> halves{size_t(2 * w.in)};
+    if (!halves) return HF_VQ_NO_MEMORY;
+    call.high = halves.get();
+    call.low = halves.get() + w.in;
+    call.unit = split_input(call.x, w.in, halves.get(), halves.get() + w.in);
+    parallel_for(w.out, grain, run_int8, &call);
+  } else if (w.in_stride == 1) {
+    const auto run = w.dtype == HF_VQ_FLOAT32   ? run_rows<HF_VQ_FLOAT32>
+                     : w.dtype == HF_VQ_FLOAT16 ? run_rows<HF_VQ_FLOAT16>
+                                                : run_rows<HF_VQ_BFLOAT16>;
+    parallel_for(w.out, grain, run, &call);
+  } else {
+    const auto run = w.dtype == HF_VQ_FLOAT32   ? run_columns<HF_VQ_FLOAT32>
+                     : w.dtype == HF_VQ_FLOAT16 ? run_columns<HF_VQ_FLOAT16>
+                                                : run_columns<HF_VQ_BFLOAT16>;
+    const int64_t unit = kRows * kFloats;
+    parallel_for(divide_up(w.out, unit), divide_up(grain, unit), run, &call);
+  }
+  round_row(static_cast<float*>(p.y.data), w.out, p.rounded);
+  return HF_VQ_OK;
+}
+
+// y = row number a of the matrix
+inline int look_up(const hf_vq_instruction& p) {
+  const hf_vq_dense& w = *static_cast<const hf_vq_dense*>(p.detail);
+  const float number = *static_cast<const float*>(p.a.data);
+  if (!(number >= 0.0f && number < float(w.out))) return HF_VQ_UNSUPPORTED;
+  const int64_t row = int64_t(number);
+  float* y = static_cast<float*>(p.y.data);
+  if (w.dtype == HF_VQ_INT8) {
+    const uint8_t* codes = static_cast<const uint8_t*>(w.data) + row * w.out_stride;
+    uint16_t scale;
+    memcpy(&scale, codes + w.in, 2);
+    for (int64_t k = 0; k < w.in; ++k) y[k] = float(int8_t(codes[k])) * half_to_float(scale);
+  } else if (w.in_stride == 1) {
+    read_floats(w.data, w.dtype, row * w.out_stride, w.in, y);
+  } else {
+    for (int64_t k = 0; k < w.in; ++k) y[k] = read_float(w.data, w.dtype, row * w.out_stride + k * w.in_stride);
+  }
+  round_row(y, w.in, p.rounded);
+  return HF_VQ_OK;
+}
+
+}  // namespace step
+}  // namespace
+}  // namespace hf_vq
