@@ -1,15 +1,13 @@
 """The next token of a layer, written by a decoding step that is not PyTorch's (`hf.step`).
 
-    ready       the layer takes one token as `VQCacheLayer.update` would, with room for it
-    slot        where: tensors and counts, for the library
-    advance     what `update` counts and looks at, after the library wrote the token
+    ready      the layer takes one token as `VQCacheLayer.update` would, with room for it
+    slot       where: tensors and counts, for the library
+    Places     whether they still hold for the one after, and what `update` counts and looks at
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-from torch import Tensor
 
 from ..ops import KVCacheView, KVSide
 from .kv_side import SideBuffers
@@ -106,26 +104,46 @@ def _side(side: SideBuffers, first: int) -> KVSide:
     )  # fmt: skip
 
 
-def memories(layer: VQCacheLayer) -> tuple[Tensor | None, ...]:
-    """The tensors of a `slot`: while they are the same objects, so are their addresses."""
-    k, v = layer.k, layer.v
-    return (
-        k.tail.data, v.tail.data, k.codes.data, v.codes.data, k.sinks, v.sinks, k.mean,
-        k.rotary_mean,
-    )  # fmt: skip
+class Places:
+    """Where a layer writes, as long as nobody but `advance` touches it."""
 
+    def __init__(self, layer: VQCacheLayer) -> None:
+        k, v = layer.k, layer.v
+        self.layer, self.mean, self.sinks = layer, k.mean, k.sinks
+        self.k_tail, self.v_tail = k.tail.data, v.tail.data
+        self.k_codes, self.v_codes = k.codes.data, v.codes.data
+        self.room, self.code_room = self.k_tail.shape[2], k.codes.scale.shape[2]
+        limit = layer.options.max_cache_len
+        self.end = 0 if False in layer._frozen else layer.length + self.room
+        self.end = self.end if limit is None else min(self.end, limit)
+        self.length = layer.length
 
-def advance(layer: VQCacheLayer) -> None:
-    """Count a token that was written to the `slot`."""
-    layer.length += 1
-    k, v = layer.k, layer.v
-    k.tail.end += 1
-    v.tail.end += 1
-    if layer.length - layer.window > layer.first_code + k.codes.end - k.codes.begin:
-        k.codes.end += 1
-        v.codes.end += 1
-        layer.look_at_newest()
-    gone = k.tail.end - k.tail.begin - layer.tail_length
-    if gone > 0:
-        k.tail.begin += gone
-        v.tail.begin += gone
+    def hold(self) -> bool:
+        """Whether the next token may go there, as the last one did."""
+        layer, k, v = self.layer, self.layer.k, self.layer.v
+        k_tail, k_codes = k.tail, k.codes
+        return (
+            layer.length == self.length < self.end
+            and k_tail.end < self.room and k_codes.end < self.code_room
+            and k_tail.data is self.k_tail and v.tail.data is self.v_tail
+            and k_codes.data is self.k_codes and v.codes.data is self.v_codes
+            and k.mean is self.mean and k.sinks is self.sinks
+            and not layer.record_past
+        )  # fmt: skip
+
+    def advance(self) -> None:
+        """Count a token that was written."""
+        layer = self.layer
+        k, v = layer.k, layer.v
+        k_tail, v_tail, k_codes = k.tail, v.tail, k.codes
+        layer.length = self.length = length = self.length + 1
+        k_tail.end += 1
+        v_tail.end += 1
+        if length - layer.window > layer.first_code + k_codes.end - k_codes.begin:
+            k_codes.end += 1
+            v.codes.end += 1
+            layer.look_at_newest()
+        gone = k_tail.end - k_tail.begin - layer.tail_length
+        if gone > 0:
+            k_tail.begin += gone
+            v_tail.begin += gone

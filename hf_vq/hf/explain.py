@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .. import dispatch
 from ..cache import VQCache, VQCacheLayer
@@ -18,6 +19,7 @@ from ..nn.replace import vq_modules
 from ..ops.kv import GROWING, STATIC
 from ..ops.layout import layouts_for
 from ..ops.library import append_problem, attention_problem, static_append_problem
+from . import step
 
 SIZES = {
     "kv_append": ("num_new", "head_dim"),
@@ -47,9 +49,18 @@ class Row:
 
 
 class Explanation(list[Row]):
-    """The rows of `explain`; printing it shows a table."""
+    """The rows of `explain`; printing it shows a table.
+
+    Attributes:
+        step: how a decoding step over the cache runs on a CPU; empty elsewhere.
+    """
+
+    step = ""
 
     def __str__(self) -> str:
+        return "\n".join(filter(None, (self._table(), self.step)))
+
+    def _table(self) -> str:
         if not self:
             return "no VQ layer here"
         lines = [("layers", "op", "size", "kernel", "not used, because")]
@@ -88,7 +99,8 @@ def explain(
         cache: explain the ops of its layers, too: `kv_attention` over codes (size: tokens in the
             cache x head_dim) and `kv_append` of keys and of values (new tokens x head_dim); for a
             compiled cache also both of its static memory. An empty cache has the head sizes of the
-            config.
+            config. On a CPU it also says whether decoding steps are one call of the library, for
+            which it runs the model on some random tokens.
     """
     dtype = dtype or getattr(model, "dtype", None) or torch.get_default_dtype()
     names: dict[Problem, list[str]] = {}
@@ -98,10 +110,16 @@ def explain(
     for layer in [] if cache is None else cache.coded_layers:
         for problem in _cache_problems(layer, model, tokens, dtype):
             names.setdefault(problem, []).append(f"cache.layers.{layer.index}")
-    return Explanation(
+    found = Explanation(
         Row(tuple(layers), problem, tuple(dispatch.explain(problem)))
         for problem, layers in names.items()
     )
+    if tokens == 1 and isinstance(model, PreTrainedModel) and type(cache) is VQCache:
+        if model.device.type == "cpu":
+            reason = step.why_not(model, cache)
+            how = "one call of libhf_vq_cpu" if reason is None else f"PyTorch, because {reason}"
+            found.step = f"decoding step: {how}"
+    return found
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, VQLinear | VQExperts]]:

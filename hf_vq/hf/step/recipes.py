@@ -84,7 +84,7 @@ def _cat(to: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     parts, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     to.live(out)
     at = 0
-    for part in parts:
+    for part in (each for each in parts if each.numel()):
         to.emit("copy", out.narrow(dim, at, part.shape[dim]), (part,))
         at += part.shape[dim]
 

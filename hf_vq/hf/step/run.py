@@ -14,13 +14,12 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import dispatch, env, patches
 from ...cache import VQCache
 from ...cache.argument import CACHE
-from ...cache.next_token import advance, memories, ready, refusal, slot
+from ...cache.next_token import Places, ready, refusal, slot
 from ...dispatch.entry import load
 from ...errors import VQBackendError
 from ...ops.library import autocasts, is_plain_eager
@@ -81,39 +80,41 @@ class _Native:
         self.kind, self.logits, self.dtype = step.kind, step.logits, step.program.dtype
         self.compiled, self.layers = compiled, sorted(step.slots)
         self.cache: Any = lambda: None  # a weak reference
-        self.bound: list[tuple[Any, int, tuple[Tensor | None, ...]]] = []
+        self.places: list[Places] = []  # of its layers, empty where they have to be found again
         self.lock = threading.Lock()
+
+    def continues(self, cache: VQCache) -> bool:
+        """Whether the cache took its last token here."""
+        places = self.places
+        return (
+            len(places) > 0 and self.cache() is cache
+            and places[0].length == cache.layers[self.layers[0]].length
+        )  # fmt: skip
 
     def run(self, cache: VQCache, token: int, position: int) -> Any:
         """The model's output for a token; None if the cache has to take it from the model."""
         with self.lock:
-            layers = [cache.layers[index] for index in self.layers]
-            known = self.cache() is cache and len(self.bound) == len(layers)
-            for number, layer in enumerate(layers):
-                if (not known and refusal(layer)) or not ready(layer):
-                    self.bound = []
-                    return None
-                if known:
-                    owner, length, tensors = self.bound[number]
-                    if (
-                        owner is layer and length == layer.length
-                        and all(map(_is, tensors, memories(layer)))
-                    ):  # fmt: skip
+            places = self.places if self.cache() is cache else []
+            self.places = []
+            layers = cache.layers
+            for number, index in enumerate(self.layers):
+                layer: Any = layers[index]
+                if number < len(places) and places[number].layer is layer:
+                    if places[number].hold():
                         continue
+                elif refusal(layer):
+                    return None
+                if not ready(layer):
+                    return None
                 place = slot(layer)
-                self.compiled.bind(self.layers[number], place.view, place[1:])
+                self.compiled.bind(index, place.view, place[1:])
+                places[number : number + 1] = [Places(layer)]
             out = torch.empty(self.logits, dtype=self.dtype)
-            self.bound = []
             self.compiled.run(token, position, out)
-            for layer in layers:
-                advance(layer)
-            self.bound = [(layer, layer.length, memories(layer)) for layer in layers]
-            self.cache = weakref.ref(cache)
+            for each in places:
+                each.advance()
+            self.places, self.cache = places, weakref.ref(cache)
         return self.kind(logits=out, **{CACHE: cache})
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
 
 
 class _Steps:
@@ -128,10 +129,15 @@ class _Steps:
         """A copy of a model, or one from a file, is traced anew."""
         return type(None), ()
 
+    def continue_on(self, cache: VQCache) -> bool:
+        """Whether the last token of a cache was a step of one of these programs."""
+        found = next(reversed(self.found.values()), None) if self.found else None
+        return isinstance(found, _Native) and found.continues(cache)
+
     def find(self, model: PreTrainedModel, cache: VQCache) -> _Native | str:
         """The program for a cache, or why there is none."""
         snapshot = self.snapshot
-        if snapshot is None or not snapshot.is_current():
+        if snapshot is None or not snapshot.is_current(whole=not self.continue_on(cache)):
             reason = problem(model)
             if reason is not None:
                 return reason
@@ -142,7 +148,8 @@ class _Steps:
         found = self.found.get(key)
         if found is None:
             with self.lock:
-                found = self.found[key] = _made(model, cache)
+                found = _made(model, cache)
+                self.found[key] = found
                 if len(self.found) > _KEPT:
                     self.found.popitem(last=False)
         return found

@@ -3,7 +3,7 @@
 //
 //   in_stride 1    a sum along each of kRows rows at once, which share what they multiply with
 //   out_stride 1   (GPT-2's Conv1D) x[i] times row i of the transposed matrix, added in registers
-//   int8           x is hi + lo / 128 in units of its largest / 127; both halves are 8-bit products, exact in 32 bits
+//   int8           x is hi + lo / 128 in units of its largest / 127; both halves are sums of 8-bit products, exact in 32 bits
 //
 // Bytes: W once. Bottleneck: memory.
 #pragma once
@@ -36,6 +36,7 @@ inline void put(const DenseCall& call, int64_t row, float sum) {
 
 template <int Dtype, int Rows> inline void sum_rows(const DenseCall& call, int64_t row) {
   const hf_vq_dense& w = *call.w;
+  const int64_t ahead = Rows * w.out_stride;  // the next rows: those that follow each other are found late
   Floats sums[Rows][2];
   for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = splat(0.0f);
   int64_t k = 0;
@@ -45,6 +46,7 @@ template <int Dtype, int Rows> inline void sum_rows(const DenseCall& call, int64
       const int64_t at = (row + r) * w.out_stride + k;
       sums[r][0] = fma(load_floats<Dtype>(w.data, at), x0, sums[r][0]);
       sums[r][1] = fma(load_floats<Dtype>(w.data, at + kFloats), x1, sums[r][1]);
+      __builtin_prefetch(static_cast<const char*>(w.data) + (at + ahead) * bytes_of(Dtype), 0, 1);
     }
   }
   for (int r = 0; r < Rows; ++r) {
@@ -105,14 +107,12 @@ inline void run_int8(int64_t first, int64_t last, void* context) {
       low = dot(low, level, load_bytes(call.low + k));
       __builtin_prefetch(codes + k + kBytesAhead, 0, 1);
     }
-    int32_t upper = sum(high), lower = sum(low);
-    for (int64_t k = call.whole; k < w.in; ++k) {
-      upper += int8_t(codes[k]) * int8_t(call.high[k]);
-      lower += int8_t(codes[k]) * int8_t(call.low[k]);
-    }
+    float total = sum(fma(to_floats(high), splat(128.0f), to_floats(low)));
+    for (int64_t k = call.whole; k < w.in; ++k)
+      total += float(int8_t(codes[k])) * (float(int8_t(call.high[k])) * 128.0f + float(int8_t(call.low[k])));
     uint16_t scale;
     memcpy(&scale, codes + w.in, 2);
-    put(call, row, (float(upper) * 128.0f + float(lower)) * call.unit * half_to_float(scale));
+    put(call, row, total * call.unit * half_to_float(scale));
   }
 }
 

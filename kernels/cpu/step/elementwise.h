@@ -18,6 +18,8 @@ namespace step {
 
 constexpr int64_t kChunk = 256;
 
+inline int64_t bytes_of(int dtype) { return dtype == HF_VQ_FLOAT32 ? 4 : 2; }
+
 inline Floats negative(Floats a) { return splat(0.0f) - a; }
 
 // e^x; of NaN, NaN.

@@ -16,8 +16,6 @@ namespace step {
 // 1 if a token leaves the window.
 inline int64_t leaving(const hf_vq_token& t) { return t.length + 1 - t.window - t.coded > 0 ? 1 : 0; }
 
-inline int64_t bytes_of(int dtype) { return dtype == HF_VQ_FLOAT32 ? 4 : 2; }
-
 inline const void* at(const hf_vq_floats& x, int64_t token) {
   return static_cast<const char*>(x.data) + token * x.stride[2] * bytes_of(x.dtype);
 }

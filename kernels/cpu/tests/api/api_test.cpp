@@ -49,6 +49,8 @@ void open(const char* path) {
   find(handle, "hf_vq_codes_supported", library.codes_supported);
   find(handle, "hf_vq_append", library.append);
   find(handle, "hf_vq_attention", library.attention);
+  find(handle, "hf_vq_step_supports", library.step_supports);
+  find(handle, "hf_vq_step", library.step);
   find(handle, "hf_vq_coded_scores", library.coded_scores);
   find(handle, "hf_vq_read_memory", library.read_memory);
   find(handle, "hf_vq_dense_scores", library.dense_scores);
@@ -217,6 +219,7 @@ int main(int count, char** arguments) {
   test_rotary_table();
   test_append();
   test_attention();
+  test_step();
   char names[64] = "";
   for (int i = 0; i < isas.count; ++i) strcat(strcat(names, i > 0 ? " " : ""), isas.names[i]);
   return finish("api_test", names);

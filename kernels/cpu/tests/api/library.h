@@ -29,6 +29,8 @@ struct Library {
   decltype(&hf_vq_codes_supported) codes_supported;
   decltype(&hf_vq_append) append;
   decltype(&hf_vq_attention) attention;
+  decltype(&hf_vq_step_supports) step_supports;
+  decltype(&hf_vq_step) step;
   decltype(&hf_vq_coded_scores) coded_scores;
   decltype(&hf_vq_read_memory) read_memory;
   decltype(&hf_vq_dense_scores) dense_scores;
@@ -73,5 +75,6 @@ void test_w4a8();
 void test_rotary_table();
 void test_append();
 void test_attention();
+void test_step();
 
 }  // namespace hf_vq::check

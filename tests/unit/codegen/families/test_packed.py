@@ -7,6 +7,7 @@ import pytest
 
 from hf_vq import paths
 from hf_vq.backends.cpu import kv as cpu_attention
+from hf_vq.backends.cpu import step as cpu_step
 from hf_vq.backends.cuda.kv import attention as cuda_attention
 from hf_vq.backends.cuda.kv.rotary_mean import ROTARY_MEAN
 from hf_vq.codegen.packed import FLOAT, INT32, INT64, POINTER, UINT32, Packed
@@ -29,6 +30,10 @@ STRUCTS = [
     (API, "hf_vq_floats", cpu_attention.FLOATS),
     (API, "hf_vq_codes", cpu_attention.CODES),
     (API, "hf_vq_attention_step", cpu_attention.STEP),
+    (API, "hf_vq_operand", cpu_step.OPERAND),
+    (API, "hf_vq_instruction", cpu_step.INSTRUCTION),
+    (API, "hf_vq_dense", cpu_step.DENSE),
+    (API, "hf_vq_token", cpu_step.LAYER),
 ]
 
 

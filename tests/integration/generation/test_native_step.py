@@ -1,0 +1,380 @@
+"""Decoding steps of `generate` as one call of libhf_vq_cpu: numbers, texts, caches, fallbacks."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
+
+import hf_vq
+from hf_vq import VQCache, VQConfig
+from hf_vq.backends.cpu import library
+from hf_vq.hf.step import run, why_not
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 2048,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+FULL = {"head_dim": 16, "layer_types": ["full_attention"] * 2}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "llama-biases": lambda: LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
+    "gemma2": lambda: Gemma2Config(**SIZES, **FULL),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, **FULL),
+    "phi3": lambda: Phi3Config(**SIZES),
+    "olmo2": lambda: Olmo2Config(**SIZES),
+    "smollm3": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0]),
+    "gpt-neox": lambda: GPTNeoXConfig(
+        **{name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    ),
+    "gpt2": lambda: GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, n_positions=2048, vocab_size=96, bos_token_id=0,
+        eos_token_id=1,
+    ),
+    "mistral-sliding": lambda: MistralConfig(**SIZES, sliding_window=128),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+}  # fmt: skip
+COVERED = [name for name in CONFIGS if name not in ("mistral-sliding", "qwen3-moe")]
+
+
+def tiny(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How many steps ran as programs."""
+    counted = []
+    plain = run._Native.run
+
+    def counting(*args):
+        out = plain(*args)
+        counted.append(out is not None)
+        return out
+
+    monkeypatch.setattr(run._Native, "run", counting)
+    return counted
+
+
+def prompt(length=80, rows=1, seed=1, words=96):
+    return torch.randint(3, words, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(monkeypatch, on, model, ids, new=200, scheme="u4", **options):
+    """Tokens, logits [new, rows, words] and the cache of `generate`."""
+    monkeypatch.setenv("HF_VQ_NATIVE_STEP", str(int(on)))
+    cache = options.pop("cache", None) or VQCache(model.config, scheme)
+    options = {"do_sample": False, **options}
+    torch.manual_seed(5)
+    out = model.generate(
+        ids, max_new_tokens=new, min_new_tokens=new, past_key_values=cache, output_logits=True,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits).float(), cache
+
+
+def same_text(first, second, start):
+    """Equal, or different from a token on whose logits are nearly a tie."""
+    (one, logits, _), (other, _, _) = first, second
+    differ = (one != other).any(0).nonzero()
+    if len(differ) == 0:
+        return True
+    best = logits[differ[0].item() - start, 0].topk(2).values
+    return bool(best[0] - best[1] <= 1e-2 * logits.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", COVERED)
+def test_text_of_each_architecture(name, dtype, steps, monkeypatch):
+    model, ids = tiny(name, dtype), prompt()
+    assert why_not(model, VQCache(model.config)) is None
+    first = generate(monkeypatch, True, model, ids)
+    # Each token but the first, and but that which decides the means of the keys.
+    assert steps.count(True) >= 198
+    second = generate(monkeypatch, False, model, ids)
+    assert same_text(second, first, ids.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "gpt2"])
+def test_logits_are_as_exact_as_those_of_pytorch(name, dtype, steps, monkeypatch):
+    """err <= 2 * err(the same in PyTorch) + eps against float64, while all tokens are floats."""
+    model, ids, more = tiny(name, dtype), prompt(20), prompt(40, seed=2)
+    exact = copy.deepcopy(model).double()
+    found = {}
+    for which, net in (("native", model), ("torch", model), ("exact", exact)):
+        monkeypatch.setenv("HF_VQ_NATIVE_STEP", str(int(which == "native")))
+        cache = DynamicCache() if which == "exact" else VQCache(net.config)
+        run.install(net, cache) if which == "native" else None
+        with torch.no_grad():
+            net(ids, past_key_values=cache, use_cache=True)
+            outs = [
+                net(
+                    input_ids=more[:, i : i + 1], past_key_values=cache, use_cache=True,
+                    return_dict=True,
+                ).logits
+                for i in range(more.shape[1])
+            ]  # fmt: skip
+        found[which] = torch.cat(outs, 1).double()
+    assert steps == [True] * more.shape[1]
+    errors = {key: (found[key] - found["exact"]).abs().max() for key in ("native", "torch")}
+    eps = torch.finfo(dtype).eps * found["exact"].abs().max()
+    assert errors["native"] <= 2 * errors["torch"] + eps
+
+
+@pytest.mark.parametrize("scheme", ["u4", "nomad-u4", "u3", "u2", "k4v2"])
+def test_text_of_a_real_model_over_each_cache(scheme, tinybooks, steps, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(tinybooks).eval()
+    for seed in (1, 2):
+        ids = prompt(90, seed=seed, words=8000)
+        first = generate(monkeypatch, True, model, ids, scheme=scheme)
+        second = generate(monkeypatch, False, model, ids, scheme=scheme)
+        assert same_text(second, first, 90)
+        if bool((first[0] == second[0]).all()):
+            assert_same_cache(first[2], second[2])
+    assert steps.count(True) >= 396
+
+
+def assert_same_cache(first, second):
+    for a, b in zip(first.layers, second.layers, strict=True):
+        assert (a.length, a.coded, a.tail_start) == (b.length, b.coded, b.tail_start)
+        for one, other in ((a.k, b.k), (a.v, b.v)):
+            assert len(one.codes) == len(other.codes)
+            same = (one.codes.rows() == other.codes.rows()).float().mean()
+            assert same > 0.98, same  # a number between two entries may go to either
+            torch.testing.assert_close(
+                one.tail.view().float(), other.tail.view().float(), rtol=0.05, atol=0.05
+            )
+
+
+@pytest.mark.parametrize("scheme", ["vq-4", "turboquant-4"])
+def test_layers_of_codes(scheme, tmp_path, steps, monkeypatch):
+    tiny("qwen2", torch.bfloat16).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=VQConfig(scheme, embeddings="int8")
+    ).eval()
+    ids = prompt()
+    first = generate(monkeypatch, True, model, ids)
+    assert steps.count(True) >= 198
+    assert same_text(generate(monkeypatch, False, model, ids), first, 80)
+
+
+@pytest.mark.parametrize("isa", library.isas())
+def test_every_instruction_set(isa, steps, monkeypatch):
+    model, ids = tiny("qwen3", torch.bfloat16), prompt()
+    library.use_isa(isa)
+    try:
+        first = generate(monkeypatch, True, model, ids, 60)
+        second = generate(monkeypatch, False, model, ids, 60)
+    finally:
+        library.use_isa("")
+    assert steps.count(True) >= 58
+    assert same_text(second, first, 80)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads(threads, tinybooks, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(tinybooks).eval()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ids = prompt(90, words=8000)
+        first = generate(monkeypatch, True, model, ids, 40)
+        assert same_text(generate(monkeypatch, False, model, ids, 40), first, 90)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_k": 20},
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 3},
+        {"attention_mask": torch.tensor([[0] * 5 + [1] * 75])},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_modes_of_generate(options, monkeypatch):
+    model, ids = tiny("llama"), prompt()
+    if "prompt_lookup_num_tokens" in options:
+        ids = ids[:, :20].repeat(1, 4)
+    first = generate(monkeypatch, True, model, ids, 60, **options)
+    second = generate(monkeypatch, False, model, ids, 60, **options)
+    assert torch.equal(first[0], second[0])
+
+
+def test_several_rows(steps, monkeypatch):
+    model, ids = tiny("llama"), prompt(rows=2)
+    first = generate(monkeypatch, True, model, ids, 20)
+    assert torch.equal(first[0], generate(monkeypatch, False, model, ids, 20)[0])
+    assert steps == []
+
+
+def test_cache_goes_on_after_steps(steps, tmp_path, monkeypatch):
+    """Cropped, saved, copied and reordered, it is the cache that it would have been."""
+    model, ids = tiny("llama"), prompt()
+    found = []
+    for on in (True, False):
+        sequence, _, cache = generate(monkeypatch, on, model, ids, 100)
+        cache.crop(-10)
+        cache.save(tmp_path / f"{on}.safetensors")
+        loaded = VQCache.load(tmp_path / f"{on}.safetensors", model.config)
+        ends = [sequence[:, : cache.get_seq_length() + 1]] * 3
+        caches = [copy.deepcopy(cache), loaded, cache]
+        caches[0].reorder_cache(torch.tensor([0]))
+        found.append([generate(monkeypatch, on, model, end, 30, cache=each)[0]
+                      for end, each in zip(ends, caches, strict=True)])  # fmt: skip
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_two_caches_in_turns(steps, monkeypatch):
+    """A program forgets the cache that it ran on when another one comes."""
+    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
+    model, ids = tiny("llama"), prompt()
+    caches = [VQCache(model.config) for _ in range(2)]
+    run.install(model, caches[0])
+    outs = []
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, past_key_values=cache, use_cache=True)
+        for token in prompt(10, seed=3)[0]:
+            outs.append([
+                model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True,
+                      return_dict=True).logits
+                for cache in caches
+            ])  # fmt: skip
+    assert steps.count(True) >= 18
+    assert all(torch.equal(one, other) for one, other in outs)
+
+
+def test_weights_that_change_are_seen(steps, monkeypatch):
+    model, ids = tiny("llama"), prompt()
+    generate(monkeypatch, True, model, ids, 10)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(-1)
+    in_place = generate(monkeypatch, True, model, ids, 20)
+    assert torch.equal(in_place[0], generate(monkeypatch, False, model, ids, 20)[0])
+    model.model.layers[0].mlp.up_proj.weight.data = torch.randn(96, 64)
+    moved = generate(monkeypatch, True, model, ids, 20)
+    assert torch.equal(moved[0], generate(monkeypatch, False, model, ids, 20)[0])
+    model.model.layers[0].mlp.down_proj = torch.nn.Linear(96, 64, bias=True).eval()
+    other = generate(monkeypatch, True, model, ids, 20)
+    assert torch.equal(other[0], generate(monkeypatch, False, model, ids, 20)[0])
+    assert steps.count(True) >= 60
+
+
+def test_a_model_that_is_cast_between_two_tokens(steps, monkeypatch):
+    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
+    model, cache, ids = tiny("llama"), None, prompt()
+    cache = VQCache(model.config)
+    run.install(model, cache)
+    inputs = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        model(**inputs, return_dict=True)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        out = model(**inputs, return_dict=True)
+    assert len(steps) >= 2 and not out.logits.any()
+
+
+def test_hooks_and_outputs_run_the_model(steps, monkeypatch):
+    model, ids, seen = tiny("llama"), prompt(), []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: seen.append(1))
+    generate(monkeypatch, True, model, ids, 10)
+    assert len(seen) == 10 and steps == []
+    assert "has hooks" in why_not(model, VQCache(model.config))
+    hook.remove()
+    assert why_not(model, VQCache(model.config)) is None
+    out = generate(monkeypatch, True, model, ids, 5, output_hidden_states=True)
+    assert out and steps == []
+    generate(monkeypatch, True, model, ids, 5)
+    assert steps.count(True) >= 3
+
+
+def test_reasons(monkeypatch):
+    model = tiny("llama")
+    cache = VQCache(model.config)
+    assert why_not(model.train(), cache) == "the model is in training mode"
+    model.eval()
+    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "0")
+    assert why_not(model, cache) == "HF_VQ_NATIVE_STEP=0"
+    monkeypatch.delenv("HF_VQ_NATIVE_STEP")
+    sliding = tiny("mistral-sliding")
+    assert "DynamicSlidingWindowLayer" in why_not(sliding, VQCache(sliding.config))
+    assert "no instruction computes aten." in why_not(tiny("qwen3-moe"), cache)
+    monkeypatch.setenv("HF_VQ_BACKEND", "reference")
+    assert why_not(model, cache) == "HF_VQ_BACKEND=reference"
+
+
+def test_explain_says_how_a_token_runs(monkeypatch):
+    model = tiny("llama")
+    cache = VQCache(model.config)
+    assert str(hf_vq.explain(model, cache=cache)).endswith(
+        "decoding step: one call of libhf_vq_cpu"
+    )
+    assert "decoding step" not in str(hf_vq.explain(model))
+    model.train()
+    shown = str(hf_vq.explain(model, cache=cache))
+    assert "decoding step: PyTorch, because the model is in training mode" in shown
+
+
+def test_a_copy_has_its_own_steps(monkeypatch):
+    model, ids = tiny("llama"), prompt()
+    first = generate(monkeypatch, True, model, ids, 20)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.forward.model is other
+        assert torch.equal(generate(monkeypatch, True, other, ids, 20)[0], first[0])
+
+
+def test_a_model_that_looks_at_the_position_is_refused(monkeypatch):
+    """What depends on a token in Python cannot be a program."""
+    model = tiny("llama")
+    layer = model.model.layers[0]
+    plain = type(layer).forward
+
+    class Odd(type(layer)):
+        def forward(self, x, *args, position_ids=None, past_key_values=None, **kwargs):
+            length = float(past_key_values.get_seq_length())
+            return plain(
+                self, x * (1 + length), *args, position_ids=position_ids,
+                past_key_values=past_key_values, **kwargs,
+            )  # fmt: skip
+
+    layer.__class__ = Odd
+    assert "depends on the token's position" in why_not(model, VQCache(model.config))
