@@ -1,8 +1,8 @@
 """The next token of a layer, written by a decoding step that is not PyTorch's (`hf.step`).
 
-    ready      the layer takes one token as `VQCacheLayer.update` would, with room for it
-    slot       where: tensors and counts, for the library
-    Places     whether they still hold for the one after, and what `update` counts and looks at
+ready      the layer takes one token as `VQCacheLayer.update` would, with room for it
+slot       where: tensors and counts, for the library
+Places     whether they still hold for the one after, and what `update` counts and looks at
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import NamedTuple
 from ..ops import KVCacheView, KVSide
 from .kv_side import SideBuffers
 from .layer import VQCacheLayer
+
+EMPTY = "the cache is empty"
 
 
 class Slot(NamedTuple):
@@ -44,7 +46,7 @@ def refusal(layer: object) -> str | None:
     if type(layer) is not VQCacheLayer:
         return f"a layer of the cache is a {type(layer).__name__}"
     if not layer.is_initialized:
-        return "the cache is empty"
+        return EMPTY
     if layer._start is not None:
         return "rows of the cache are padded"
     if layer.k.sinks.shape[0] != 1:

@@ -114,11 +114,11 @@ def explain(
         Row(tuple(layers), problem, tuple(dispatch.explain(problem)))
         for problem, layers in names.items()
     )
-    if tokens == 1 and isinstance(model, PreTrainedModel) and type(cache) is VQCache:
-        if model.device.type == "cpu":
-            reason = step.why_not(model, cache)
-            how = "one call of libhf_vq_cpu" if reason is None else f"PyTorch, because {reason}"
-            found.step = f"decoding step: {how}"
+    whole = isinstance(model, PreTrainedModel) and model.device.type == "cpu"
+    if tokens == 1 and whole and type(cache) is VQCache:
+        reason = step.why_not(model, cache)  # type: ignore[arg-type]
+        how = "one call of libhf_vq_cpu" if reason is None else f"PyTorch, because {reason}"
+        found.step = f"decoding step: {how}"
     return found
 
 

@@ -118,8 +118,10 @@ class CompiledStep:
 
     def _operand(self, x: Operand, stride: Sequence[int]) -> tuple[int, ...]:
         if x.tensor is None:
-            at = 0 if x.buffer < 0 else self._memory.data_ptr() + 4 * (
-                self._places[x.buffer] + x.offset
+            at = (
+                0
+                if x.buffer < 0
+                else self._memory.data_ptr() + 4 * (self._places[x.buffer] + x.offset)
             )
             return at or self._memory.data_ptr(), *stride, 0
         if x.tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -152,9 +154,7 @@ class CompiledStep:
 
     # -- running ---------------------------------------------------------------------------------
 
-    def bind(
-        self, layer: int, view: KVCacheView, counts: tuple[int, ...]
-    ) -> None:
+    def bind(self, layer: int, view: KVCacheView, counts: tuple[int, ...]) -> None:
         """Let the next token of a layer go to a place.
 
         Args:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ... import dispatch, env, patches
 from ...cache import VQCache
 from ...cache.argument import CACHE
-from ...cache.next_token import Places, ready, refusal, slot
+from ...cache.next_token import EMPTY, Places, ready, refusal, slot
 from ...dispatch.entry import load
 from ...errors import VQBackendError
 from ...ops.library import autocasts, is_plain_eager
@@ -46,6 +46,7 @@ class Forward:
         return inspect.signature(type(self.model).forward.__get__(self.model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A step as a program, or what the model's class does."""
         model = self.model
         if not torch.compiler.is_compiling() and not args:
             out = _step(model, kwargs)
@@ -167,7 +168,8 @@ def _kind_of(model: PreTrainedModel, cache: VQCache) -> tuple[Any, ...]:
     options = cache.options
     return (
         model.config._attn_implementation, options.scheme, options.sinks, options.window,
-        cache.quantize_sliding, env.BACKEND.get(), dispatch.selection.generation, id(cache.codebooks),
+        cache.quantize_sliding, id(cache.codebooks), env.BACKEND.get(),
+        dispatch.selection.generation,
     )  # fmt: skip
 
 
@@ -232,9 +234,9 @@ def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
     prompt = torch.randint(0, words, (1, tokens + 2), generator=generator)
     own = _like(cache, model)
     for layer in own.layers:
-        if problem := refusal(layer):
-            if "empty" not in problem:
-                raise Refused(problem)
+        reason = refusal(layer)
+        if reason is not None and reason != EMPTY:
+            raise Refused(reason)
     type(model).forward(model, input_ids=prompt[:, :-2], use_cache=True, **{CACHE: own})
     one, other = (int(token) for token in prompt[0, -2:])
     step = trace(model, own, one, None)

@@ -92,8 +92,10 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         results = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
-        if not func._schema.is_mutable and results and all(
-            x.numel() == 0 or self.is_live(x) for x in results
+        if (
+            not func._schema.is_mutable
+            and results
+            and all(x.numel() == 0 or self.is_live(x) for x in results)
         ):
             self.kept += results  # views
             return out

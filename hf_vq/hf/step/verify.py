@@ -1,9 +1,9 @@
 """Whether a traced step is right: for every token, and in every number.
 
-    difference   two traces, of other tokens at other positions, are one program: nothing in it was
-                 taken from the token, its position or the length of the cache
-    compare      each instruction, given what PyTorch gave its own ops, computes what they computed,
-                 to two units in the last place of their type
+difference   two traces, of other tokens at other positions, are one program: nothing in it was
+             taken from the token, its position or the length of the cache
+compare      each instruction, given what PyTorch gave its own ops, computes what they computed,
+             to two units in the last place of their type
 """
 
 from __future__ import annotations
