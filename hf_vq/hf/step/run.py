@@ -30,16 +30,28 @@ from .verify import compare, difference
 _ATTRIBUTE = "_hf_vq_step"
 _KEPT = 4  # programs of a model
 _FAR = 1000  # a position to look at beside those of the prompt
+_WORTH = 8  # tokens that a model computes before its step is traced
 _CHECKED = 128  # tokens of a window that the prompt of a trace fills
 _ASKED = {"input_ids", CACHE, "position_ids", "attention_mask", "use_cache", "return_dict",
           "logits_to_keep", "cache_position"}  # fmt: skip
 
 
 class Forward:
-    """The `forward` of one model, which pickles and copies with it."""
+    """The `forward` of one model, which pickles and copies with it, and does not keep it alive."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        self._model = weakref.ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._model = weakref.ref(state["model"])
+
+    @property
+    def model(self) -> Any:
+        """Whose it is."""
+        return self._model()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -125,6 +137,7 @@ class _Steps:
         self.snapshot: Snapshot | None = None
         self.found: OrderedDict[Any, _Native | str] = OrderedDict()
         self.lock = threading.Lock()
+        self.computed = 0  # tokens without a program
 
     def __reduce__(self) -> Any:
         """A copy of a model, or one from a file, is traced anew."""
@@ -135,8 +148,12 @@ class _Steps:
         found = next(reversed(self.found.values()), None) if self.found else None
         return isinstance(found, _Native) and found.continues(cache)
 
-    def find(self, model: PreTrainedModel, cache: VQCache) -> _Native | str:
-        """The program for a cache, or why there is none."""
+    def find(self, model: PreTrainedModel, cache: VQCache, asked: bool = True) -> _Native | str:
+        """The program for a cache, or why there is none.
+
+        Args:
+            asked: trace at once; else tracing waits for some tokens, as it takes longer than they.
+        """
         snapshot = self.snapshot
         if snapshot is None or not snapshot.is_current(whole=not self.continue_on(cache)):
             reason = problem(model)
@@ -148,6 +165,9 @@ class _Steps:
         key = _kind_of(model, cache)
         found = self.found.get(key)
         if found is None:
+            self.computed += 1
+            if not asked and self.computed <= _WORTH:
+                return "too few tokens were computed so far"
             with self.lock:
                 found = _made(model, cache)
                 self.found[key] = found
@@ -189,7 +209,7 @@ def _step(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
     mask = inputs.get("attention_mask")
     if mask is not None and (mask.shape != (1, length + 1) or not bool(mask.all())):
         return None
-    found = _steps_of(model).find(model, cache)
+    found = _steps_of(model).find(model, cache, asked=False)
     if isinstance(found, str):
         return None
     where = length if position is None else int(position.item())
@@ -225,6 +245,8 @@ def _made(model: PreTrainedModel, cache: VQCache) -> _Native | str:
             return _traced(model, cache)
     except (Refused, VQBackendError) as error:
         return str(error)
+    except Exception as error:  # the model is run in a way that its author did not expect
+        return f"tracing it raised {type(error).__name__}: {error}"
 
 
 def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
@@ -242,7 +264,8 @@ def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
     step = trace(model, own, one, None)
     compiled = load(dispatch.STEPS["cpu"])(step.program, len(own.layers))
     compare(step, compiled)
-    again = trace(model, own, other, _FAR)
+    limit = getattr(model.config, "max_position_embeddings", None) or _FAR + 1
+    again = trace(model, own, other, min(_FAR, limit - 1))
     reason = difference(step.program, again.program)
     if reason is not None:
         raise Refused(reason)

@@ -41,9 +41,9 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._owners = [module.__dict__ for module in modules[1:]]
-        self._modules = modules
-        self._hooks = [getattr(module, hooks) for module in modules[1:] for hooks in _HOOKS]
+        self._modules = modules[1:]  # the model itself would live as long as what it holds
+        self._owners = [module.__dict__ for module in self._modules]
+        self._hooks = [getattr(module, hooks) for module in self._modules for hooks in _HOOKS]
         self._children = [module._modules for module in modules]
         self._tensors_of = [d for m in modules for d in (m._parameters, m._buffers) if d]
         self._child_list = [*chain.from_iterable(map(dict.values, self._children))]

@@ -11,6 +11,7 @@ An op on something live becomes an instruction, by `recipes`; one that has none 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -262,10 +263,12 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
 @contextmanager
 def _whole_embeddings(model: PreTrainedModel, recorder: Recorder) -> Iterator[None]:
     """Rows of integers are looked up, and multiplied, without decoding all of them."""
-    changed = []
+    changed, tracing = [], threading.get_ident()
 
     def look_up(module: VQEmbedding) -> Callable[[Tensor], Tensor]:
         def forward(ids: Tensor) -> Tensor:
+            if threading.get_ident() != tracing:
+                return VQEmbedding.forward(module, ids)
             with _disable_current_modes():
                 out = VQEmbedding.forward(module, ids)
                 _integers("look_up", module, ids, out, recorder)
@@ -275,6 +278,8 @@ def _whole_embeddings(model: PreTrainedModel, recorder: Recorder) -> Iterator[No
 
     def product(module: VQTiedHead) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
+            if threading.get_ident() != tracing:
+                return VQTiedHead.forward(module, x)
             with _disable_current_modes():
                 out = VQTiedHead.forward(module, x)
                 _integers("dense", module, x, out, recorder)

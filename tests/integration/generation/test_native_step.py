@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -96,6 +97,8 @@ def generate(monkeypatch, on, model, ids, new, scheme="u4", **options):
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", str(int(on)))
     cache = options.pop("cache", None) or VQCache(model.config, scheme)
     options = {"do_sample": False, **options}
+    if on:
+        why_not(model, cache)  # traces it now; else some tokens pass before
     torch.manual_seed(5)
     out = model.generate(
         ids, max_new_tokens=new, min_new_tokens=new, past_key_values=cache, output_logits=True,
@@ -135,7 +138,9 @@ def test_logits_are_as_exact_as_those_of_pytorch(name, dtype, steps, monkeypatch
     for which, net in (("native", model), ("torch", model), ("exact", exact)):
         monkeypatch.setenv("HF_VQ_NATIVE_STEP", str(int(which == "native")))
         cache = DynamicCache() if which == "exact" else VQCache(net.config)
-        run.install(net, cache) if which == "native" else None
+        if which == "native":
+            run.install(net, cache)
+            why_not(net, cache)
         with torch.no_grad():
             net(ids, past_key_values=cache, use_cache=True)
             outs = [
@@ -266,6 +271,7 @@ def test_two_caches_in_turns(steps, monkeypatch):
     model, ids = tiny("llama"), prompt()
     caches = [VQCache(model.config) for _ in range(2)]
     run.install(model, caches[0])
+    why_not(model, caches[0])
     outs = []
     with torch.no_grad():
         for cache in caches:
@@ -301,6 +307,7 @@ def test_a_model_that_is_cast_between_two_tokens(steps, monkeypatch):
     model, cache, ids = tiny("llama"), None, prompt()
     cache = VQCache(model.config)
     run.install(model, cache)
+    why_not(model, cache)
     inputs = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
@@ -324,6 +331,23 @@ def test_hooks_and_outputs_run_the_model(steps, monkeypatch):
     assert out and steps == []
     generate(monkeypatch, True, model, ids, 5)
     assert steps.count(True) >= 3
+
+
+def test_a_program_is_made_after_some_tokens(steps, monkeypatch):
+    model, ids = tiny("llama"), prompt()
+    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
+    options = {"do_sample": False, "min_new_tokens": 30, "max_new_tokens": 30}
+    out = model.generate(ids, past_key_values=VQCache(model.config), **options)
+    assert len(steps) == 29 - run._WORTH
+    assert torch.equal(out, generate(monkeypatch, False, model, ids, 30)[0])
+
+
+def test_a_model_is_freed_with_its_last_reference(monkeypatch):
+    model = tiny("llama")
+    generate(monkeypatch, True, model, prompt(), 5)
+    known = weakref.ref(model)
+    del model
+    assert known() is None
 
 
 def test_reasons(monkeypatch):
