@@ -84,8 +84,8 @@ FUSED_INPUTS = Variable(
 )
 NATIVE_STEP = Variable(
     "HF_VQ_NATIVE_STEP",
-    True,
-    "`0`: on a CPU, a token of `generate` is computed layer by layer in PyTorch.",
+    False,
+    "`1`: on a CPU, a token of `generate` over a `VQCache` is one call of the library.",
     flag,
 )
 NO_NATIVE = Variable(

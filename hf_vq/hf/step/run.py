@@ -76,7 +76,7 @@ def install(model: PreTrainedModel, cache: VQCache) -> None:
 def why_not(model: PreTrainedModel, cache: VQCache) -> str | None:
     """Why the decoding steps of a model over a cache run in PyTorch, or None. It traces them."""
     if not env.NATIVE_STEP.get():
-        return f"{env.NATIVE_STEP.name}=0"
+        return f"{env.NATIVE_STEP.name} is not 1"
     if not isinstance(model, PreTrainedModel):
         return "it is not a whole model of Transformers"
     own = model.__dict__.get("forward")

@@ -73,6 +73,11 @@ def tiny(name, dtype=torch.float32):
     return model
 
 
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
+
+
 @pytest.fixture
 def steps(monkeypatch):
     """How many steps ran as programs."""
@@ -356,8 +361,8 @@ def test_reasons(monkeypatch):
     assert why_not(model.train(), cache) == "the model is in training mode"
     model.eval()
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", "0")
-    assert why_not(model, cache) == "HF_VQ_NATIVE_STEP=0"
-    monkeypatch.delenv("HF_VQ_NATIVE_STEP")
+    assert why_not(model, cache) == "HF_VQ_NATIVE_STEP is not 1"
+    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
     sliding = tiny("mistral-sliding")
     assert "DynamicSlidingWindowLayer" in why_not(sliding, VQCache(sliding.config))
     assert "no instruction computes aten." in why_not(tiny("qwen3-moe"), cache)
