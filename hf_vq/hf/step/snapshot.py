@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import chain
 from operator import attrgetter, is_
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -45,9 +46,11 @@ class Snapshot:
         self._owners = [module.__dict__ for module in self._modules]
         self._hooks = [getattr(module, hooks) for module in self._modules for hooks in _HOOKS]
         self._children = [module._modules for module in modules]
-        self._tensors_of = [d for m in modules for d in (m._parameters, m._buffers) if d]
+        self._tensors_of: list[dict[str, Any]] = [
+            d for m in modules for d in (m._parameters, m._buffers) if d
+        ]
         self._child_list = [*chain.from_iterable(map(dict.values, self._children))]
-        self._tensors = [*chain.from_iterable(map(dict.values, self._tensors_of))]
+        self._tensors: list[Any] = [*chain.from_iterable(map(dict.values, self._tensors_of))]
         held = [tensor for tensor in self._tensors if tensor is not None]
         self._all = _Tensors(held)
         self._some = _Tensors(held[:: max(len(held) // _SOME, 1)])
@@ -58,7 +61,7 @@ class Snapshot:
         Args:
             whole: look at what was written to in all tensors, not in some.
         """
-        tensors = [*chain.from_iterable(map(dict.values, self._tensors_of))]
+        tensors: list[Any] = [*chain.from_iterable(map(dict.values, self._tensors_of))]
         return (
             not any(self._hooks)
             and not torch_module._global_forward_hooks
