@@ -7,7 +7,7 @@ Places     whether they still hold for the one after, and what `update` counts a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..ops import KVCacheView, KVSide
 from .kv_side import SideBuffers
@@ -85,7 +85,7 @@ def ready(layer: VQCacheLayer) -> bool:
 def slot(layer: VQCacheLayer) -> Slot:
     """Where the next token of a layer that is `ready` goes."""
     k, v, rotary = layer.k, layer.v, layer._rotary
-    turning: tuple[object, ...] = ()
+    turning: tuple[Any, ...] = ()
     if k.rotary_mean is not None and rotary is not None:
         turning = k.rotary_mean, rotary.inv_freq, rotary.interleaved, 0
     view = KVCacheView(

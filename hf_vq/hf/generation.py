@@ -100,8 +100,8 @@ def tell_the_prompt(prepare: Any) -> Any:
             if not getattr(generation_config, "is_assistant", False):
                 own.stop_past_recording()
             _check_candidates(generation_config, own)
-            if own is cache:
-                step.install(self, own)
+            if cache is own:
+                step.install(self)
         return result
 
     return wrapped

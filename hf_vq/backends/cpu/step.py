@@ -93,6 +93,7 @@ class CompiledStep:
 
     def _packed(self, one: Instruction) -> bytes:
         result, operands = one.result, one.operands
+        of_row: list[tuple[int, ...]]
         if one.op in _WHOLE_ROWS:
             size, strides = _row(result, one)
             of_row = [strides, _row(operands[0], one)[1]]

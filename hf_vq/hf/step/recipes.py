@@ -198,8 +198,9 @@ def _codes(to: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     row = out.view(-1)
     if not to.is_live(out):
         to.live(out)
-    held = [None if each is None else each.detach() for each in (codes, codebook, scale, rotation)]
-    detail = Codes(*held, spec, x.shape[-1])  # type: ignore[arg-type]
+    turned = None if rotation is None else rotation.detach()
+    stored = codes.detach(), codebook.detach(), scale.detach(), turned
+    detail = Codes(*stored, spec, x.shape[-1])
     operands = (x.view(-1),) if bias is None else (x.view(-1), bias)
     to.emit("codes", row, operands, detail=detail)
 

@@ -67,8 +67,8 @@ class Forward:
         return type(model).forward(model, *args, **kwargs)
 
 
-def install(model: PreTrainedModel, cache: VQCache) -> None:
-    """Let a model on a CPU run its decoding steps over such a cache as programs."""
+def install(model: PreTrainedModel) -> None:
+    """Let a model on a CPU run its decoding steps over a `VQCache` as programs."""
     if env.NATIVE_STEP.get() and "forward" not in model.__dict__ and model.device.type == "cpu":
         patches.override(model, "forward", Forward(model))
 

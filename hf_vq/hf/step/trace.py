@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
     """The instructions of a step while it runs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.instructions: list[Instruction] = []
         self.numbers: list[Numbers] = []
         self.sizes: list[int] = []
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
         if self.is_live(x):
             self._check(x)
             buffer = self.buffers[x.untyped_storage().data_ptr()]
-            return Operand(shape, stride, x.storage_offset(), buffer)
+            return Operand(shape, stride, int(x.storage_offset()), buffer)
         self.kept.append(x)
         return Operand(shape, stride, 0, -1, x.detach())
 
@@ -289,7 +289,7 @@ def _whole_embeddings(model: PreTrainedModel, recorder: Recorder) -> Iterator[No
 
     try:
         for module in model.modules():
-            makes: Any = {VQEmbedding: look_up, VQTiedHead: product}.get(type(module))  # type: ignore[call-overload]
+            makes: Any = {VQEmbedding: look_up, VQTiedHead: product}.get(type(module))
             if makes is not None and "forward" not in module.__dict__:
                 module.__dict__["forward"] = makes(module)
                 changed.append(module)

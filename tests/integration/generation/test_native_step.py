@@ -144,7 +144,7 @@ def test_logits_are_as_exact_as_those_of_pytorch(name, dtype, steps, monkeypatch
         monkeypatch.setenv("HF_VQ_NATIVE_STEP", str(int(which == "native")))
         cache = DynamicCache() if which == "exact" else VQCache(net.config)
         if which == "native":
-            run.install(net, cache)
+            run.install(net)
             why_not(net, cache)
         with torch.no_grad():
             net(ids, past_key_values=cache, use_cache=True)
@@ -275,7 +275,7 @@ def test_two_caches_in_turns(steps, monkeypatch):
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
     model, ids = tiny("llama"), prompt()
     caches = [VQCache(model.config) for _ in range(2)]
-    run.install(model, caches[0])
+    run.install(model)
     why_not(model, caches[0])
     outs = []
     with torch.no_grad():
@@ -311,7 +311,7 @@ def test_a_model_that_is_cast_between_two_tokens(steps, monkeypatch):
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
     model, cache, ids = tiny("llama"), None, prompt()
     cache = VQCache(model.config)
-    run.install(model, cache)
+    run.install(model)
     why_not(model, cache)
     inputs = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
     with torch.no_grad():
