@@ -13,8 +13,6 @@ from ..ops import KVCacheView, KVSide
 from .kv_side import SideBuffers
 from .layer import VQCacheLayer
 
-EMPTY = "the cache is empty"
-
 
 class Slot(NamedTuple):
     """Where the next token of a layer goes.
@@ -46,7 +44,7 @@ def refusal(layer: object) -> str | None:
     if type(layer) is not VQCacheLayer:
         return f"a layer of the cache is a {type(layer).__name__}"
     if not layer.is_initialized:
-        return EMPTY
+        return "the cache is empty"
     if layer._start is not None:
         return "rows of the cache are padded"
     if layer.k.sinks.shape[0] != 1:

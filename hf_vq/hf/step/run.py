@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ... import dispatch, env, patches
-from ...cache import VQCache
+from ...cache import VQCache, VQCacheLayer
 from ...cache.argument import CACHE
-from ...cache.next_token import EMPTY, Places, ready, refusal, slot
+from ...cache.next_token import Places, ready, refusal, slot
 from ...dispatch.entry import load
 from ...errors import VQBackendError
 from ...ops.library import autocasts, is_plain_eager
@@ -254,11 +254,10 @@ def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
     words = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, words, (1, tokens + 2), generator=generator)
+    for layer in cache.layers:
+        if type(layer) is not VQCacheLayer:
+            raise Refused(f"a layer of the cache is a {type(layer).__name__}")
     own = _like(cache, model)
-    for layer in own.layers:
-        reason = refusal(layer)
-        if reason is not None and reason != EMPTY:
-            raise Refused(reason)
     type(model).forward(model, input_ids=prompt[:, :-2], use_cache=True, **{CACHE: own})
     one, other = (int(token) for token in prompt[0, -2:])
     step = trace(model, own, one, None)

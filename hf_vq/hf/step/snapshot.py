@@ -28,13 +28,22 @@ def problem(model: nn.Module) -> str | None:
             return f"{name} is an adapter of PEFT"
         if module is not model and "forward" in module.__dict__:
             return f"the forward of {name} was replaced"
-        if module is not model and any(getattr(module, hooks) for hooks in _HOOKS):
+        if module is not model and any(map(_does_something, _hooks_of(module))):
             return f"{name} has hooks"
         if module.training:
             return f"{name or 'the model'} is in training mode"
     if any(tensor.device.type != "cpu" for tensor in chain(model.parameters(), model.buffers())):
         return "parts of the model are not on the CPU"
     return None
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    return [hook for name in _HOOKS for hook in getattr(module, name).values()]
+
+
+def _does_something(hook: Any) -> bool:
+    """Whether a hook is not Transformers' own, which stays after a call with hidden states."""
+    return getattr(hook, "__name__", "") != "output_capturing_hook"
 
 
 class Snapshot:
@@ -45,6 +54,7 @@ class Snapshot:
         self._modules = modules[1:]  # the model itself would live as long as what it holds
         self._owners = [module.__dict__ for module in self._modules]
         self._hooks = [getattr(module, hooks) for module in self._modules for hooks in _HOOKS]
+        self._hook_list = [*chain.from_iterable(map(dict.values, self._hooks))]
         self._children = [module._modules for module in modules]
         self._tensors_of: list[dict[str, Any]] = [
             d for m in modules for d in (m._parameters, m._buffers) if d
@@ -63,7 +73,7 @@ class Snapshot:
         """
         tensors: list[Any] = [*chain.from_iterable(map(dict.values, self._tensors_of))]
         return (
-            not any(self._hooks)
+            [*chain.from_iterable(map(dict.values, self._hooks))] == self._hook_list
             and not torch_module._global_forward_hooks
             and not torch_module._global_forward_pre_hooks
             and len(tensors) == len(self._tensors)

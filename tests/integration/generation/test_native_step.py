@@ -56,12 +56,12 @@ CONFIGS = {
         n_embd=64, n_layer=2, n_head=4, n_positions=2048, vocab_size=96, bos_token_id=0,
         eos_token_id=1,
     ),
-    "mistral-sliding": lambda: MistralConfig(**SIZES, sliding_window=128),
+    "gemma2-sliding": lambda: Gemma2Config(**SIZES, head_dim=16, sliding_window=32),
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
 }  # fmt: skip
-COVERED = [name for name in CONFIGS if name not in ("mistral-sliding", "qwen3-moe")]
+COVERED = [name for name in CONFIGS if name not in ("gemma2-sliding", "qwen3-moe")]
 
 
 def tiny(name, dtype=torch.float32):
@@ -363,7 +363,7 @@ def test_reasons(monkeypatch):
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", "0")
     assert why_not(model, cache) == "HF_VQ_NATIVE_STEP is not 1"
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
-    sliding = tiny("mistral-sliding")
+    sliding = tiny("gemma2-sliding")
     assert "DynamicSlidingWindowLayer" in why_not(sliding, VQCache(sliding.config))
     assert "no instruction computes aten." in why_not(tiny("qwen3-moe"), cache)
     monkeypatch.setenv("HF_VQ_BACKEND", "reference")
