@@ -296,7 +296,7 @@ class VQCacheLayer(CacheLayerMixin):
         self._look_at(keys, values, end)
 
     def _look_at(self, keys: Tensor, values: Tensor, end: int) -> None:
-        """Warn of tokens that ended up without a right code: those before position `end`."""
+        """Warn of tokens before position `end` that have no right code."""
         due = keys.shape[2] > 1 or end % LOOKED_AT == 0
         if not due and self.k.has_scale and self.v.has_scale:
             return
@@ -305,14 +305,6 @@ class VQCacheLayer(CacheLayerMixin):
         for name, store, floats in (("keys", self.k, keys), ("values", self.v, values)):
             if (due or not store.has_scale) and not self.prompt.warned:
                 self.prompt.warned = store.warn_of_newest(floats, end, name, self.index)
-
-    def look_at_newest(self) -> None:
-        """`_look_at` the token that left the window last, which another than `update` encoded."""
-        end = self.length - self.window
-        if end % LOOKED_AT == 0:
-            newest = (s.tail.data[:, :, s.tail.end - self.window - 1 :] for s in (self.k, self.v))
-            keys, values = (floats[:, :, :1] for floats in newest)
-            self._look_at(keys, values, end)
 
     def _freeze_means(self, keys: Tensor, prompt: int) -> None:
         """Decide the means of each row whose first token after the sinks is about to be encoded.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..ops import KVCacheView, KVSide
-from .kv_side import SideBuffers
+from .kv_side import LOOKED_AT, SideBuffers
 from .layer import VQCacheLayer
 
 
@@ -142,8 +142,17 @@ class Places:
         if length - layer.window > layer.first_code + k_codes.end - k_codes.begin:
             k_codes.end += 1
             v.codes.end += 1
-            layer.look_at_newest()
+            _look_at_newest(layer)
         gone = k_tail.end - k_tail.begin - layer.tail_length
         if gone > 0:
             k_tail.begin += gone
             v_tail.begin += gone
+
+
+def _look_at_newest(layer: VQCacheLayer) -> None:
+    """Warn of the token that left the window last, if it has no right code."""
+    end = layer.length - layer.window
+    if end % LOOKED_AT == 0:
+        at = layer.k.tail.end - layer.window - 1
+        keys, values = (side.tail.data.narrow(2, at, 1) for side in (layer.k, layer.v))
+        layer._look_at(keys, values, end)

@@ -267,8 +267,8 @@ def test_methods_of_models():
     assert model.save_pretrained() == "ours" and Model().save_pretrained() == "plain"
     patches.restore(model, "save_pretrained", "push_to_hub")
     assert model.save_pretrained() == "plain"
-    with pytest.raises(KeyError, match="forward is not in MODEL_METHODS"):
-        patches.override(model, "forward", lambda: None)
+    with pytest.raises(KeyError, match="eval is not in MODEL_METHODS"):
+        patches.override(model, "eval", lambda: None)
 
 
 EVENTS = """

@@ -1,4 +1,4 @@
-"""What PyTorch's ops are as instructions: one recipe for each that decoding steps use.
+"""PyTorch's ops as instructions: one recipe for each that decoding steps use.
 
 A recipe gets the recorder, the arguments of a call and its result, and refuses what its instruction
 does not do.
@@ -186,20 +186,20 @@ def _codes(to: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     if any(each is not None for each in second):
         raise Refused(f"two passes of codes ({spec}) have no instruction")
     scheme = VQScheme.parse(spec)
-    turned_by = torch.float16 if scheme.is_scaled else torch.uint8
+    rotation_dtype = torch.float16 if scheme.is_scaled else torch.uint8
     plain = (
         codes.ndim == 2 and codes.is_contiguous() and codebook.is_contiguous()
         and codebook.dtype is torch.float16 and scale.is_contiguous()
         and scale.dtype is torch.float16
-        and (rotation is None or (rotation.is_contiguous() and rotation.dtype is turned_by))
+        and (rotation is None or (rotation.is_contiguous() and rotation.dtype is rotation_dtype))
     )  # fmt: skip
     if not plain or x.numel() != x.shape[-1]:
         raise Refused("codes that are not stored as their scheme says")
     row = out.view(-1)
     if not to.is_live(out):
         to.live(out)
-    turned = None if rotation is None else rotation.detach()
-    stored = codes.detach(), codebook.detach(), scale.detach(), turned
+    signs = None if rotation is None else rotation.detach()
+    stored = codes.detach(), codebook.detach(), scale.detach(), signs
     detail = Codes(*stored, spec, x.shape[-1])
     operands = (x.view(-1),) if bias is None else (x.view(-1), bias)
     to.emit("codes", row, operands, detail=detail)

@@ -29,7 +29,7 @@ from .verify import compare, difference
 
 _ATTRIBUTE = "_hf_vq_step"
 _KEPT = 4  # programs of a model
-_FAR = 1000  # a position to look at beside those of the prompt
+_FAR = 1000  # a position to look at next to those of the prompt
 _WORTH = 8  # tokens that a model computes before its step is traced
 _CHECKED = 128  # tokens of a window that the prompt of a trace fills
 _ASKED = {"input_ids", CACHE, "position_ids", "attention_mask", "use_cache", "return_dict",
@@ -97,7 +97,7 @@ class _Native:
         self.lock = threading.Lock()
 
     def continues(self, cache: VQCache) -> bool:
-        """Whether the cache took its last token here."""
+        """True if the cache took its last token here."""
         places = self.places
         return (
             len(places) > 0 and self.cache() is cache
@@ -131,7 +131,7 @@ class _Native:
 
 
 class _Steps:
-    """The programs of a model, while it stays as it is."""
+    """The programs of a model, while it stays unchanged."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.snapshot: Snapshot | None = None
@@ -144,15 +144,15 @@ class _Steps:
         return type(None), ()
 
     def continue_on(self, cache: VQCache) -> bool:
-        """Whether the last token of a cache was a step of one of these programs."""
+        """True if the last token of a cache was a step of one of these programs."""
         found = next(reversed(self.found.values()), None) if self.found else None
         return isinstance(found, _Native) and found.continues(cache)
 
-    def find(self, model: PreTrainedModel, cache: VQCache, asked: bool = True) -> _Native | str:
+    def find(self, model: PreTrainedModel, cache: VQCache, at_once: bool = True) -> _Native | str:
         """The program for a cache, or why there is none.
 
         Args:
-            asked: trace at once; else tracing waits for some tokens, as it takes longer than they.
+            at_once: trace now; else tracing waits for some tokens, as it takes longer than they.
         """
         snapshot = self.snapshot
         if snapshot is None or not snapshot.is_current(whole=not self.continue_on(cache)):
@@ -166,7 +166,7 @@ class _Steps:
         found = self.found.get(key)
         if found is None:
             self.computed += 1
-            if not asked and self.computed <= _WORTH:
+            if not at_once and self.computed <= _WORTH:
                 return "too few tokens were computed so far"
             with self.lock:
                 found = _made(model, cache)
@@ -184,7 +184,7 @@ def _steps_of(model: PreTrainedModel) -> _Steps:
 
 
 def _kind_of(model: PreTrainedModel, cache: VQCache) -> tuple[Any, ...]:
-    """What a program depends on beside the model."""
+    """Key of a program, next to the model."""
     options = cache.options
     return (
         model.config._attn_implementation, options.scheme, options.sinks, options.window,
@@ -209,7 +209,7 @@ def _step(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
     mask = inputs.get("attention_mask")
     if mask is not None and (mask.shape != (1, length + 1) or not bool(mask.all())):
         return None
-    found = _steps_of(model).find(model, cache, asked=False)
+    found = _steps_of(model).find(model, cache, at_once=False)
     if isinstance(found, str):
         return None
     where = length if position is None else int(position.item())
@@ -217,7 +217,7 @@ def _step(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
 
 
 def _plain(inputs: dict[str, Any]) -> bool:
-    """Whether logits of the token are all that is asked for."""
+    """True if logits of the token are all that is asked for."""
     for name, value in inputs.items():
         if name not in _ASKED and value is not None and value is not False:
             return False

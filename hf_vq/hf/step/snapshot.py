@@ -21,7 +21,7 @@ _SOME = 16  # tensors
 
 
 def problem(model: nn.Module) -> str | None:
-    """Why a model cannot be traced, as long as it stays as it is; or None."""
+    """Why a model cannot be traced, as long as it stays unchanged; or None."""
     for name, module in model.named_modules():
         kind = type(module)
         if kind.__module__.startswith("peft."):
@@ -42,7 +42,7 @@ def _hooks_of(module: nn.Module) -> list[Any]:
 
 
 def _does_something(hook: Any) -> bool:
-    """Whether a hook is not Transformers' own, which stays after a call with hidden states."""
+    """True if a hook is not Transformers' own, which stays after a call with hidden states."""
     return getattr(hook, "__name__", "") != "output_capturing_hook"
 
 
@@ -61,12 +61,12 @@ class Snapshot:
         ]
         self._child_list = [*chain.from_iterable(map(dict.values, self._children))]
         self._tensors: list[Any] = [*chain.from_iterable(map(dict.values, self._tensors_of))]
-        held = [tensor for tensor in self._tensors if tensor is not None]
-        self._all = _Tensors(held)
-        self._some = _Tensors(held[:: max(len(held) // _SOME, 1)])
+        present = [tensor for tensor in self._tensors if tensor is not None]
+        self._all = _Tensors(present)
+        self._some = _Tensors(present[:: max(len(present) // _SOME, 1)])
 
     def is_current(self, whole: bool = True) -> bool:
-        """Whether nothing was replaced, moved, written to, hooked or put into training mode.
+        """True if nothing was replaced, moved, written to, hooked or put into training mode.
 
         Args:
             whole: look at what was written to in all tensors, not in some.
@@ -89,12 +89,12 @@ class _Tensors:
     """Addresses and versions of tensors."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._held = list({id(tensor): tensor for tensor in tensors}.values())
-        self._versioned = [tensor for tensor in self._held if not tensor.is_inference()]
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._versions = [*map(_version, self._versioned)]
-        self._addresses = [*map(_address, self._held)]
+        self._addresses = [*map(_address, self._tensors)]
 
     def are_current(self) -> bool:
         return [*map(_version, self._versioned)] == self._versions and (
-            [*map(_address, self._held)] == self._addresses
+            [*map(_address, self._tensors)] == self._addresses
         )

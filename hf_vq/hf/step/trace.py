@@ -37,7 +37,7 @@ class Refused(Exception):
 
 
 class Numbers(NamedTuple):
-    """What PyTorch computed for an instruction: float32, None for operands that are constants."""
+    """Numbers that PyTorch computed for an instruction: float32, None for operands that are constants."""
 
     inputs: tuple[Tensor | None, ...]
     result: Tensor
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def is_live(self, x: Tensor) -> bool:
-        """Whether it is a buffer."""
+        """True if it is a buffer."""
         return x.numel() > 0 and x.untyped_storage().data_ptr() in self.buffers
 
     def _check(self, x: Tensor) -> None:
@@ -249,7 +249,7 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
     logits = out.get("logits")
     others = {name for name, x in out.items() if x is not None} - {"logits", CACHE}
     if others or logits is None or not recorder.is_live(logits):
-        raise Refused(f"the model returns {sorted(others)} beside logits")
+        raise Refused(f"the model returns {sorted(others)} next to logits")
     if logits.shape[:2] != (1, 1) or not logits.dtype.is_floating_point:
         raise Refused(f"the logits are {list(logits.shape)}")
     if recorder.written:

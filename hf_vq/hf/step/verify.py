@@ -1,4 +1,4 @@
-"""Whether a traced step is right: for every token, and in every number.
+"""Verification of a traced step: for every token, and in every number.
 
 difference   two traces, of other tokens at other positions, are one program: nothing in it was
              taken from the token, its position or the length of the cache
@@ -20,7 +20,7 @@ _SUMS = 2e-5  # of the largest result: sums in float32 have another order
 
 
 def difference(first: Program, second: Program) -> str | None:
-    """What two programs differ in, or None."""
+    """The first thing in which two programs differ, or None."""
     if len(first.instructions) != len(second.instructions) or first.buffers != second.buffers:
         return "the model computes another thing at every token"
     for a, b in zip(first.instructions, second.instructions, strict=True):

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Instructions of hf_vq_step one by one, against double. That of attention is hf_vq_append and hf_vq_attention, which
-// have tests of their own; tests/integration/generation/test_native_step.py compares it with what a cache does.
+// Instructions of hf_vq_step one by one, against double. That of attention is hf_vq_append and hf_vq_attention, which have
+// separate tests; tests/integration/generation/test_native_step.py compares it with what a cache does.
 #include <cmath>
 
 #include "arrays.h"
