@@ -287,22 +287,20 @@ class VQCacheLayer(CacheLayerMixin):
             leaving: how many they are.
             bound: the layer's kernels.
         """
-        codes, end = self.k.codes, self.length - self.window
-        at = keys.shape[2] - self.window - leaving
+        codes, at = self.k.codes, keys.shape[2] - self.window - leaving
         keys, values = keys.narrow(2, at, leaving), values.narrow(2, at, leaving)
         kv_append(keys, values, view, None, bound if leaving == 1 else None)
         codes.end += leaving
         self.v.codes.end += leaving
-        self._look_at(keys, values, end)
+        self._look_at(keys, values, self.length - self.window)
 
     def _look_at(self, keys: Tensor, values: Tensor, end: int) -> None:
         """Warn of tokens before position `end` that have no right code."""
         due = keys.shape[2] > 1 or end % LOOKED_AT == 0
-        if not due and self.k.has_scale and self.v.has_scale:
+        idle = not due and self.k.has_scale and self.v.has_scale
+        if idle or self.prompt.warned or self.device.type != "cpu":  # a GPU would have to wait
             return
-        if self.prompt.warned or self.device.type != "cpu":  # a GPU would have to wait
-            return
-        for name, store, floats in (("keys", self.k, keys), ("values", self.v, values)):
+        for name, store, floats in ("keys", self.k, keys), ("values", self.v, values):
             if (due or not store.has_scale) and not self.prompt.warned:
                 self.prompt.warned = store.warn_of_newest(floats, end, name, self.index)
 

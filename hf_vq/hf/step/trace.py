@@ -37,7 +37,7 @@ class Refused(Exception):
 
 
 class Numbers(NamedTuple):
-    """Numbers that PyTorch computed for an instruction: float32, None for operands that are constants."""
+    """Float32 numbers that PyTorch computed for an instruction; None for constant operands."""
 
     inputs: tuple[Tensor | None, ...]
     result: Tensor
