@@ -6,14 +6,16 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 
 TARGET = "transformers.quantizers.auto"
+DIFFUSERS = "diffusers.quantizers.auto"  # has tables of the same names
 TABLES = ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
 
 
 class _Lazy:
-    """The entry "vq" of a table of Transformers, until hf_vq is imported and enters its own."""
+    """The entry "vq" of a table, until hf_vq is imported and enters its own."""
 
-    def __init__(self, table):
-        self._table = table  # by name: a copy of the table finds what is in Transformers' own
+    def __init__(self, table, target=TARGET):
+        self._table = table  # by name: a copy of the table finds what is in the library's own
+        self._target = target
 
     def __getattr__(self, name):
         if name.startswith("_"):  # copy, pickle and inspect ask for these
@@ -23,23 +25,29 @@ class _Lazy:
     def __call__(self, *args, **kwargs):
         return self._entry("__call__")(*args, **kwargs)
 
+    def __instancecheck__(self, value):  # diffusers compares a config with the types of a table
+        return "hf_vq" in sys.modules and isinstance(value, self._entry("__instancecheck__"))
+
     def _entry(self, name):
         import hf_vq  # noqa: F401  registers "vq"; does nothing while that import runs
 
-        found = getattr(sys.modules[TARGET], self._table)["vq"]
+        found = getattr(sys.modules[self._target], self._table)["vq"]
         if type(found) is _Lazy:
             raise AttributeError(f"hf_vq is not imported yet: it has no {name}")
         return found
 
 
 class _Finder:
-    """Fills the tables when Transformers makes them, and is gone then."""
+    """Fills the tables when a library makes them, and is gone then."""
+
+    def __init__(self, target=TARGET):
+        self.target = target
 
     def find_spec(self, name, path=None, target=None):
-        with suppress(Exception):  # Transformers then behaves as if hf_vq were not installed
-            if module := sys.modules.get(TARGET):  # imported before torch, or importing it now
+        with suppress(Exception):  # the library then behaves as if hf_vq were not installed
+            if module := sys.modules.get(self.target):  # imported before torch, or importing it now
                 self.fill(module, complete=not module.__spec__._initializing)
-            elif name == TARGET and (spec := PathFinder.find_spec(name, path)):
+            elif name == self.target and (spec := PathFinder.find_spec(name, path)):
                 run = spec.loader.exec_module
                 spec.loader.exec_module = lambda module: (run(module), self.fill(module))
                 return spec
@@ -50,13 +58,16 @@ class _Finder:
             return
         for name, table in tables.items():
             if type(table) is dict:
-                table.setdefault("vq", _Lazy(name))
+                table.setdefault("vq", _Lazy(name, self.target))
         # Not in place: it would have the loop that called us, or another thread's, skip a finder.
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
 
 def hook():  # noqa: D103
     if os.environ.get("HF_VQ_AUTOLOAD", "1").strip().lower() not in ("0", "false", "no", "off"):
-        finder = _Finder()
-        sys.meta_path.insert(0, finder)
-        finder.find_spec("")
+        finders = [_Finder()]
+        if PathFinder.find_spec("diffusers"):  # else nothing would ever take that finder away
+            finders.append(_Finder(DIFFUSERS))
+        for finder in finders:
+            sys.meta_path.insert(0, finder)
+            finder.find_spec("")

@@ -297,6 +297,13 @@ class VQConfig(QuantizationConfigMixin):
         return super().from_dict({**config_dict, "_stored": True}, return_unused_kwargs, **kwargs)
 
 
+def quantization_of(model: Any) -> VQConfig:
+    """The config of a quantized model: of one of Transformers in its config, else its own."""
+    own = vars(model).get("quantization_config")
+    found: VQConfig = model.config.quantization_config if own is None else own
+    return found
+
+
 _warned: set[str] = set()
 
 

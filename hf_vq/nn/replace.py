@@ -90,6 +90,24 @@ def check_fits(module: nn.Module, scheme: LinearScheme, *, where: str) -> None:
         tensor_specs(scheme, out_features, in_features, seed=0, where=name)
 
 
+def replacement(
+    module: nn.Module, scheme: LinearScheme, *, seed: int = 0, where: str
+) -> VQLinear | VQExperts:
+    """An empty VQ module, on the meta device, for a candidate; experts give up their parameters.
+
+    Raises:
+        VQSchemeError: a size does not fit the scheme; the message names the layer.
+        VQConfigError: experts in an unknown layout.
+    """
+    new: VQLinear | VQExperts
+    with torch.device("meta"):
+        if holds_experts(module):
+            new = expert_class(module)(module, scheme, seed=seed, where=where)
+        else:
+            new = linear_class(scheme).replacing(module, scheme, seed=seed, where=where)
+    return new.train(module.training)
+
+
 def replace_modules(
     model: nn.Module,
     scheme_of: Callable[[str], LinearScheme | None],
@@ -115,17 +133,11 @@ def replace_modules(
         scheme = scheme_of(name)
         if scheme is None:
             continue
-        new: VQLinear | VQExperts
         dense = dict(module._parameters)
-        with torch.device("meta"):
-            if holds_experts(module):
-                new = expert_class(module)(module, scheme, seed=seed, where=name)
-            else:
-                new = linear_class(scheme).replacing(module, scheme, seed=seed, where=name)
+        new = replacement(module, scheme, seed=seed, where=name)
         if keep_dense:
             for weight in new.weights():
                 new.register_parameter(weight, dense[weight])
-        new.train(module.training)
         model.set_submodule(name, new)
         replaced[name] = new
     return replaced

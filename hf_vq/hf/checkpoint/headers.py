@@ -164,6 +164,20 @@ def shared_specs(model: nn.Module) -> dict[str, TensorSpec]:
     }
 
 
+def stored_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors to write for a model with this state dict: stored dtypes, and each tensor that
+    layers share once."""
+    found = dict(state)
+    for prefix, module in vq_modules(model).items():
+        for attribute, spec in module.specs.items():
+            if spec.shared_name is None:
+                name = f"{prefix}.{attribute}"
+                found[name] = found[name].to(spec.dtype)
+            else:
+                found[spec.shared_name] = module.stored(attribute).cpu()
+    return found
+
+
 def packaged(modules: Iterable[VQLinear | VQExperts], seed: int) -> dict[str, Tensor]:
     """The shared tensors that modules need, from the package instead of a checkpoint."""
     found: dict[str, Tensor] = {}

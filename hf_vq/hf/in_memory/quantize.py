@@ -1,0 +1,214 @@
+"""`hf_vq.quantize_model` and `hf_vq.dequantize`, for any module that is in memory."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ... import patches
+from ...errors import VQConfigError, VQError
+from ...nn.experts import holds_experts
+from ...nn.replace import candidates, convertible, restore_modules, vq_modules
+from ..checkpoint import headers as stored_files
+from ..checkpoint.provenance import record
+from ..config import VQConfig, quantization_of
+from ..fused_activations import fuse_inputs, separate_inputs
+from ..left_dense import choose_layers, weights_read
+from ..module_patterns import check_pass2
+from ..quantize_op import Progress
+from ..quantizer import VQHfQuantizer
+from ..residual import place_pass2
+from .encode import encode_layers, leave_fast_path, nothing_to_quantize, share
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_NEED_A_LANGUAGE_MODEL = ("calibration", "activations", "target_bits", "embeddings")
+
+
+def quantize_model(model: Module, config: VQConfig | None = None) -> Module:
+    """Quantize the linear layers of a module that is in memory, in place.
+
+    The result is that of `from_pretrained(..., quantization_config=config)`, bit for bit, without
+    a file to load: for a model with a merged adapter, one that was read from a GGUF file, a model
+    of timm, or a module of yours. Layers are encoded on the device where their weights are. Models
+    of Transformers and diffusers keep their `save_pretrained`; others have `save_quantized`.
+
+    Args:
+        model: of Transformers, or any other module that holds linear layers.
+        config: what to quantize and how; None is `VQConfig()`. `calibration`, `activations`,
+            `target_bits` and `embeddings` need a model of Transformers.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        VQConfigError: the model is quantized already, is not whole in memory, holds adapters, or
+            has no layer to quantize; or the config needs another kind of model.
+        VQSchemeError: no layer fits its scheme, or one that `layers` names does not.
+        VQFormatError: a weight is not finite. Layers before it are codes then.
+    """
+    config = VQConfig() if config is None else config
+    if not isinstance(config, VQConfig):
+        raise VQConfigError(
+            f"quantize_model needs a VQConfig; got {type(config).__name__}. Write "
+            'hf_vq.quantize_model(model, VQConfig("vq-4")).'
+        )
+    _check(model)
+    patches.apply(patches.BACKEND)
+    if isinstance(model, PreTrainedModel):
+        with _evaluating(model):
+            VQHfQuantizer(config, pre_quantized=False).quantize(model)
+    elif _is_of_diffusers(model):
+        from .diffusers_quantizer import VQDiffusersQuantizer
+
+        VQDiffusersQuantizer(config, pre_quantized=False).quantize(model)
+    else:
+        _quantize_module(model, copy.deepcopy(config))
+    return model
+
+
+def dequantize(model: Module, dtype: torch.dtype | None = None) -> Module:
+    """Put dense layers back, in place.
+
+    Args:
+        dtype: of their weights; None is the model's.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        VQConfigError: hf_vq did not quantize the model, or its codes are offloaded.
+    """
+    if getattr(model, "hf_quantizer", None) is not None:
+        whole: Any = model
+        whole.dequantize(*([] if dtype is None else [dtype]))
+        return model
+    if not vq_modules(model):
+        raise VQConfigError(f"{type(model).__name__} holds no layers of hf_vq.")
+    if dtype is None:
+        provenance = quantization_of(model).provenance or {}
+        dtype = getattr(torch, provenance.get("dtype", "float32"))
+    for part in _pretrained_parts(model).values():
+        patches.restore(part, "save_pretrained")
+    separate_inputs(model)
+    restore_modules(model, dtype)
+    del model.quantization_config
+    return model
+
+
+def prepare(model: nn.Module, config: VQConfig) -> None:
+    """Give a module whose layers hold all their tensors what it needs to run and to be saved."""
+    leave_fast_path(model)
+    fuse_inputs(model)
+    model.quantization_config = config
+    for name, part in _pretrained_parts(model).items():
+        patches.override(part, "save_pretrained", partial(_refuse_to_save, name))
+
+
+def _quantize_module(model: nn.Module, config: VQConfig) -> None:
+    for option in _NEED_A_LANGUAGE_MODEL:
+        if getattr(config, option) is not None:
+            raise VQConfigError(
+                f"{option} needs a model of Transformers, and {type(model).__name__} is none: "
+                f"leave it out."
+            )
+    if config.leaves_out_second_passes():
+        raise VQConfigError('pass2="absent" is for loading: leave it out.')
+    config.provenance = None
+    wanted = choose_layers(model, config, [*_sharing(model), *weights_read(model)])
+    if not wanted:
+        raise nothing_to_quantize(model, config)
+    two = [name for name, scheme in wanted.items() if scheme.two_passes]
+    check_pass2(config.pass2, two, model, config.scheme_name)
+    kinds = Counter(next(model.get_submodule(name).parameters()).dtype for name in wanted)
+    dtype = str(kinds.most_common(1)[0][0]).removeprefix("torch.")
+    errors: dict[str, float] = {}
+    encode_layers(model, wanted, config, Progress("", 0), errors)
+    shared = stored_files.packaged(vq_modules(model).values(), config.seed)
+    share(model, shared)
+    stored_files.check_values(model)
+    config.provenance = record(model, errors, shared, {"dtype": dtype})
+    prepare(model, config)
+    if config.pass2 is not None:
+        place_pass2(model, config.pass2)
+
+
+def _check(model: nn.Module) -> None:
+    """Raise if a module cannot be quantized in place."""
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise VQConfigError(
+            f"quantize_model needs an nn.Module; got {kind}. Of a pipeline, give one of its models."
+        )
+    other = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    if vq_modules(model) or other is not None:
+        method = getattr(other, "quant_method", "vq")
+        raise VQConfigError(
+            f"{kind} is quantized already, by {getattr(method, 'value', method)}: load the "
+            "original, or dequantize it first."
+        )
+    if convertible(model) or holds_experts(model):
+        raise VQConfigError(
+            f"{kind} is itself a layer, and cannot be replaced in place: give the module that "
+            "holds it, for example torch.nn.Sequential(layer)."
+        )
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is not None and any(isinstance(m, tuners.BaseTunerLayer) for m in model.modules()):
+        raise VQConfigError(
+            f"{kind} holds adapters of PEFT: merge them first (merge_and_unload), or quantize the "
+            "model and add adapters then."
+        )
+
+
+def _is_of_diffusers(model: nn.Module) -> bool:
+    library = sys.modules.get("diffusers.models.modeling_utils")
+    return library is not None and isinstance(model, library.ModelMixin)
+
+
+def _sharing(model: nn.Module) -> list[str]:
+    """Names of the linear layers whose weight other modules have, too, such as a tied head."""
+    owners: dict[int, list[str]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(model.get_parameter(name)), []).append(name)
+    tied = {
+        name.rpartition(".")[0] for names in owners.values() if len(names) > 1 for name in names
+    }
+    return [name for name, _ in candidates(model) if name in tied]
+
+
+def _pretrained_parts(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """The models of Transformers inside of a module, by name, whose layers are codes."""
+    return {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, PreTrainedModel) and vq_modules(part)
+    }
+
+
+def _refuse_to_save(name: str, *arguments: Any, **options: Any) -> None:
+    raise VQError(
+        f"{name} was quantized as a part of another module, and its config.json would not say so: "
+        "save the whole with hf_vq.save_quantized, or quantize the part by itself: "
+        f"hf_vq.quantize_model(model.{name})."
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a model without dropout, and leave its modules in the mode that they had."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for name, module in model.named_modules():
+            module.training = modes.get(name, module.training)
