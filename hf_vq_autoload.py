@@ -1,4 +1,4 @@
-"""A bare `from_pretrained` loads a VQ model: `import torch` runs `hook`, "vq" imports hf_vq."""
+"""A bare `from_pretrained` loads a VQ model: `import torch` runs `hook`, `METHODS` import hf_vq."""
 
 import os
 import sys
@@ -7,15 +7,14 @@ from importlib.machinery import PathFinder
 
 TARGET = "transformers.quantizers.auto"
 DIFFUSERS = "diffusers.quantizers.auto"  # has tables of the same names
-TABLES = ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
+METHODS, TABLES = ("hf_vq", "vq"), ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
 
 
 class _Lazy:
-    """The entry "vq" of a table, until hf_vq is imported and enters its own."""
+    """The entry of a table, until hf_vq is imported and enters its own."""
 
     def __init__(self, table, target=TARGET):
-        self._table = table  # by name: a copy of the table finds what is in the library's own
-        self._target = target
+        self._table, self._target = table, target  # names: a copied table finds the library's own
 
     def __getattr__(self, name):
         if name.startswith("_"):  # copy, pickle and inspect ask for these
@@ -29,7 +28,7 @@ class _Lazy:
         return "hf_vq" in sys.modules and isinstance(value, self._entry("__instancecheck__"))
 
     def _entry(self, name):
-        import hf_vq  # noqa: F401  registers "vq"; does nothing while that import runs
+        import hf_vq  # noqa: F401  registers both; does nothing while that import runs
 
         found = getattr(sys.modules[self._target], self._table)["vq"]
         if type(found) is _Lazy:
@@ -44,7 +43,7 @@ class _Finder:
         self.target = target
 
     def find_spec(self, name, path=None, target=None):
-        with suppress(Exception):  # the library then behaves as if hf_vq were not installed
+        with suppress(Exception):  # it then behaves as if hf_vq were not installed
             if module := sys.modules.get(self.target):  # imported before torch, or importing it now
                 self.fill(module, complete=not module.__spec__._initializing)
             elif name == self.target and (spec := PathFinder.find_spec(name, path)):
@@ -57,17 +56,14 @@ class _Finder:
         if not complete and None in tables.values():
             return
         for name, table in tables.items():
-            if type(table) is dict:
-                table.setdefault("vq", _Lazy(name, self.target))
+            for method in METHODS if type(table) is dict else ():
+                table.setdefault(method, _Lazy(name, self.target))
         # Not in place: it would have the loop that called us, or another thread's, skip a finder.
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
 
 def hook():  # noqa: D103
     if os.environ.get("HF_VQ_AUTOLOAD", "1").strip().lower() not in ("0", "false", "no", "off"):
-        finders = [_Finder()]
-        if PathFinder.find_spec("diffusers"):  # else nothing would ever take that finder away
-            finders.append(_Finder(DIFFUSERS))
-        for finder in finders:
-            sys.meta_path.insert(0, finder)
+        for target in (TARGET, DIFFUSERS) if PathFinder.find_spec("diffusers") else (TARGET,):
+            sys.meta_path.insert(0, finder := _Finder(target))
             finder.find_spec("")

@@ -4,9 +4,8 @@
 time, and `undo` puts back what was there. Modules are named by strings and imported when they are
 needed, so any layer can call this one.
 
-Public registries are not patches: `import hf_vq` adds "vq" to the quantizers, the attention
-functions and the mask functions of Transformers, and to the quantizers of diffusers once that is
-imported (`when_imported`).
+Public registries are not patches: `import hf_vq` adds its quantizer, attention and mask to those of
+Transformers, and its quantizer to those of diffusers once that is imported (`when_imported`).
 """
 
 from __future__ import annotations

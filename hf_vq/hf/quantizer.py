@@ -1,4 +1,4 @@
-"""The quantizer that Transformers calls while it loads a model with `quant_method: "vq"`."""
+"""The quantizer that Transformers calls while it loads a model with `quant_method: "hf_vq"`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ from .checkpoint.integrity import check, is_variant, take_record
 from .checkpoint.new_parts import is_new, is_outside
 from .checkpoint.provenance import record
 from .checkpoint.save import install_saving, remove_saving
-from .config import QUANT_METHOD, VQConfig
+from .config import QUANT_METHODS, VQConfig
 from .embeddings import check_embedding, replace_embedding, restore_embedding
+from .explain import warn_of_slow_layers
 from .fused_activations import fuse_inputs, separate_inputs
 from .in_memory.encode import encode_layers, nothing_to_quantize
 from .left_dense import choose_layers, task_heads, weights_read
@@ -392,6 +393,7 @@ class VQHfQuantizer(HfQuantizer):
         self._checkpoint = self._model = None
         self._heads = {}
         fuse_inputs(model)
+        warn_of_slow_layers(model)
         install_saving(model)
         # PEFT's prepare_model_for_kbit_training knows libraries by name. To this name it turns
         # checkpointing on, and leaves the dtype of scales alone. Nobody else reads it.
@@ -442,14 +444,15 @@ def _is_offloaded(module: torch.nn.Module) -> bool:
 
 
 def register() -> None:
-    """Tell Transformers, and diffusers once imported, about `quant_method: "vq"`; may be called
+    """Tell Transformers, and diffusers once imported, about `quant_method: "hf_vq"`; may be called
     again, e.g. after a reload."""
     for table, add, kind in (
         (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.register_quantization_config, VQConfig),
         (auto.AUTO_QUANTIZER_MAPPING, auto.register_quantizer, VQHfQuantizer),
     ):
-        table.pop(QUANT_METHOD, None)  # of hf_vq_autoload, or of an earlier call
-        add(QUANT_METHOD)(kind)
+        for method in QUANT_METHODS:
+            table.pop(method, None)  # of hf_vq_autoload, or of an earlier call
+            add(method)(kind)
     patches.when_imported("diffusers.quantizers.auto", _register_with_diffusers)
 
 

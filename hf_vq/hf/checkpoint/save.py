@@ -21,7 +21,7 @@ from transformers.utils.hub import hf_api
 from ... import patches
 from ...errors import VQError
 from ...formats.hidden import hidden_file
-from ..config import QUANT_METHOD
+from ..config import QUANT_METHODS
 from .atomic_dir import replacing
 from .card import CARD, is_ours, model_card
 from .integrity import record
@@ -107,7 +107,7 @@ def check_card(folder: str | os.PathLike[str]) -> None:
         config = json.loads((Path(folder) / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         config = {}
-    if (config.get("quantization_config") or {}).get("quant_method") != QUANT_METHOD:
+    if (config.get("quantization_config") or {}).get("quant_method") not in QUANT_METHODS:
         raise VQError(f"{folder} is not the folder of a model that hf_vq quantized.")
     card = Path(folder) / CARD
     if card.is_file() and not is_ours(card.read_text(encoding="utf-8", errors="replace")):

@@ -1,4 +1,4 @@
-"""The quantizer that diffusers calls while it loads a model with `quant_method: "vq"`.
+"""The quantizer that diffusers calls while it loads a model with `quant_method: "hf_vq"`.
 
 Imported when `diffusers.quantizers.auto` has been (`quantizer.register`), so it imports no more of
 diffusers. diffusers hands each tensor of a file to its model: a dense weight becomes codes at that
@@ -23,7 +23,8 @@ from ...nn.quantized_module import QuantizedModule
 from ...nn.replace import candidates, convertible, replace_modules, restore_modules, vq_modules
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
-from ..config import QUANT_METHOD, VQConfig
+from ..config import QUANT_METHOD, QUANT_METHODS, VQConfig
+from ..explain import warn_of_slow_layers
 from ..fused_activations import fuse_inputs, separate_inputs
 from ..left_dense import choose_layers, weights_read
 from ..quantize_op import Progress
@@ -185,6 +186,7 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
         self._checkpoint, self._wanted = None, {}
         leave_fast_path(model)
         fuse_inputs(model)
+        warn_of_slow_layers(model)
         model.register_to_config(quantization_config=config)
         return model
 
@@ -215,8 +217,9 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
 
 
 def register() -> None:
-    """Tell diffusers about `quant_method: "vq"`."""
+    """Tell diffusers about `quant_method: "hf_vq"`."""
     from diffusers.quantizers import auto
 
-    auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = VQDiffusersQuantizer
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = VQConfig
+    for method in QUANT_METHODS:
+        auto.AUTO_QUANTIZER_MAPPING[method] = VQDiffusersQuantizer
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = VQConfig

@@ -20,7 +20,8 @@ from ...nn.experts import holds_experts
 from ...nn.replace import candidates, convertible, restore_modules, vq_modules
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
-from ..config import VQConfig, quantization_of
+from ..config import QUANT_METHOD, VQConfig, quantization_of
+from ..explain import warn_of_slow_layers
 from ..fused_activations import fuse_inputs, separate_inputs
 from ..left_dense import choose_layers, weights_read
 from ..module_patterns import check_pass2
@@ -109,6 +110,7 @@ def prepare(model: nn.Module, config: VQConfig) -> None:
     """Give a module whose layers hold all their tensors what it needs to run and to be saved."""
     leave_fast_path(model)
     fuse_inputs(model)
+    warn_of_slow_layers(model)
     model.quantization_config = config
     for name, part in _pretrained_parts(model).items():
         patches.override(part, "save_pretrained", partial(_refuse_to_save, name))
@@ -151,7 +153,7 @@ def _check(model: nn.Module) -> None:
         )
     other = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     if vq_modules(model) or other is not None:
-        method = getattr(other, "quant_method", "vq")
+        method = getattr(other, "quant_method", QUANT_METHOD)
         raise VQConfigError(
             f"{kind} is quantized already, by {getattr(method, 'value', method)}: load the "
             "original, or dequantize it first."

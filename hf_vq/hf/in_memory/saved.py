@@ -22,11 +22,12 @@ from ... import env
 from ...errors import VQConfigError
 from ...formats import digests
 from ...formats.catalog import LinearScheme
+from ...nn.quantized_module import QuantizedModule
 from ...nn.replace import candidates, replace_modules, vq_modules
 from ..checkpoint import headers as stored_files
 from ..checkpoint.atomic_dir import check_whole, replacing
 from ..checkpoint.integrity import check, record, take_record
-from ..config import QUANT_METHOD, VQConfig, quantization_of
+from ..config import QUANT_METHODS, VQConfig, quantization_of
 from ..residual import place_pass2
 from .encode import share
 from .quantize import prepare
@@ -124,7 +125,7 @@ def _read_config(folder: Path) -> VQConfig:
     try:
         found = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         quantization = found["quantization_config"]
-        if quantization["quant_method"] != QUANT_METHOD:
+        if quantization["quant_method"] not in QUANT_METHODS:
             raise KeyError("quant_method")
     except (OSError, ValueError, KeyError, TypeError):
         raise VQConfigError(
@@ -197,11 +198,13 @@ def _fill(model: nn.Module, before: dict[str, Any], checkpoint: stored_files.Che
             (owner._parameters if attribute in owner._parameters else owner._buffers)[attribute] = (
                 tensor
             )
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
+    for name, module in model.named_modules():
+        buffers = module.named_buffers(recurse=False)
+        meta = [key for key, buffer in buffers if buffer.is_meta]
+        if meta and not isinstance(module, QuantizedModule):
             raise VQConfigError(
-                f"the buffer {name} is not stored, and is on the meta device: build the module on "
-                "a real one."
+                f"the buffer {name}.{meta[0]} is not stored, and is on the meta device: build the "
+                "module on a real one."
             )
 
 

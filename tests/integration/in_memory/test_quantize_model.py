@@ -79,27 +79,6 @@ def test_a_model_without_a_checkpoint(name, tmp_path):
         assert torch.equal(LOAD(tmp_path)(tokens()).logits, before)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script`:DeprecationWarning",
-    "ignore::UserWarning:peft",
-    "ignore:.*is_gradient_checkpointing:FutureWarning",
-)
-def test_a_merged_adapter_is_part_of_the_codes(dense):
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(target_modules="all-linear", r=4)
-    adapted = peft.get_peft_model(LOAD(dense("llama")), lora)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter)
-    with pytest.raises(VQConfigError, match="merge them first"):
-        hf_vq.quantize_model(adapted)
-    with torch.no_grad():
-        before = adapted(tokens()).logits
-        merged = hf_vq.quantize_model(adapted.merge_and_unload(), VQConfig("turboquant-8"))
-        error = (merged(tokens()).logits - before).norm() / before.norm()
-    assert vq_modules(merged) and error < 0.05
-
-
 def test_an_error_leaves_layers_whole(dense):
     model = LOAD(dense("qwen3-moe"))
     model.model.layers[1].mlp.experts.gate_up_proj.data[1, 2, 3] = float("nan")
@@ -111,7 +90,7 @@ def test_an_error_leaves_layers_whole(dense):
 
 def test_what_is_refused(dense, quantized):
     for model, reason in (
-        (LOAD(quantized("llama")), "quantized already, by vq"),
+        (LOAD(quantized("llama")), "quantized already, by hf_vq"),
         (nn.Linear(64, 64), "is itself a layer"),
         (nn.Sequential(nn.Conv2d(3, 3, 3)), "no layer to quantize"),
         (nn.Sequential(nn.Linear(64, 64, device="meta")), r"0\.weight is not in memory"),
