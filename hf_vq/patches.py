@@ -107,6 +107,7 @@ TABLE = (
 
 MODEL_METHODS = {
     "save_pretrained": "all files or none, with digests and a model card",
+    "num_parameters": "counts the weights that codes stand for, not bytes of codes",
     "push_to_hub": "all files or none, with digests and a model card",
     "resize_token_embeddings": "refuses to resize an embedding of integers",
     "mark_tied_weights_as_initialized": "while a model is loaded: a missing tensor is an error, "

@@ -22,13 +22,19 @@ def equal_states(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(tensor, second[key]) and tensor.dtype == second[key].dtype, key
 
 
+def count_parameters(model) -> list[int]:
+    return [model.num_parameters(exclude_embeddings=without) for without in (False, True)]
+
+
 def as_loaded(folder, tmp_path, **options) -> nn.Module:
     """Quantize in memory and while loading; compare, and reload what the first one saved."""
     loaded = LOAD(folder, quantization_config=VQConfig(**options))
     model = LOAD(folder)
+    counts = count_parameters(model)
     assert hf_vq.quantize_model(model, VQConfig(**options)) is model
     equal_states(model, loaded)
     assert model.config.quantization_config.to_dict() == loaded.config.quantization_config.to_dict()
+    assert count_parameters(model) == count_parameters(loaded) == counts
     with torch.no_grad():
         before = model(tokens()).logits
         assert torch.equal(before, loaded(tokens()).logits)
