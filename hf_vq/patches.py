@@ -225,11 +225,12 @@ def restore(model: Any, *methods: str) -> None:
 
 
 def when_imported(module: str, register: Callable[[], None]) -> None:
-    """Call `register` when a module of another library is imported, or now if it has been."""
+    """Call `register` when a module of another library is imported, or now if it has been; never
+    if the library is not installed."""
     with _lock:
         if module in sys.modules:
             register()
-        else:
+        elif PathFinder.find_spec(module.partition(".")[0]) is not None:
             _waiting[module] = register
             _wait()
 
