@@ -43,7 +43,7 @@ _TRAINS_ALL = ("mamba_inner_fn", "split_conv1d_scan_combined")  # kernels for al
 
 
 def choose_layers(
-    model: nn.Module, config: VQConfig, defaults: Iterable[str]
+    model: nn.Module, config: VQConfig, defaults: Iterable[str], exact: Iterable[str] = ()
 ) -> dict[str, LinearScheme]:
     """Schemes of the layers to quantize, by name.
 
@@ -51,6 +51,7 @@ def choose_layers(
 
     Args:
         defaults: entries as in `modules_to_not_convert`, of layers that stay dense in any case.
+        exact: names of more such layers.
 
     Raises:
         VQConfigError: an entry of `config` matches no layer, or experts in an unknown layout.
@@ -60,8 +61,8 @@ def choose_layers(
     entries = config.modules_to_not_convert or []
     modules = [name for name, _ in model.named_modules() if name]
     check_entries("modules_to_not_convert", entries, modules, model)
-    skips = [*entries, *defaults]
-    left = [name for name in names if any(matches(name, entry) for entry in skips)]
+    skips, kept = [*entries, *defaults], set(exact)
+    left = [n for n in names if n in kept or any(matches(n, entry) for entry in skips)]
     config.modules_to_not_convert = sorted({*entries, *left})
     wanted = {name: config.scheme_of(name) for name in names if name not in left}
     if config.layers is not None:
@@ -187,8 +188,8 @@ def leave_misfits(
         share = sum(sizes[name] for name in why) / sum(sizes.values())
         logger.warning(
             "hf_vq: %d of %d layers (%.1f %% of their weights) stay dense, because the scheme does "
-            "not fit them: %s. To be silent about them, add them to "
-            "VQConfig(modules_to_not_convert=[...]).",
+            "not fit them, or they have hooks or parts that codes would lose: %s. To be silent "
+            "about them, add them to VQConfig(modules_to_not_convert=[...]).",
             len(why), len(wanted), 100 * share, _listed(why, modules),
         )  # fmt: skip
     return list(why)

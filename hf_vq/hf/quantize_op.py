@@ -164,7 +164,8 @@ def encode(
         found = fit_weight(
             matrix, module.scheme, seed=config.seed, where=where, search=config.search
         )
-        norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
+        kind = torch.promote_types(matrix.dtype, torch.float32)
+        norm = float(torch.linalg.vector_norm(matrix, dtype=kind)) ** 2
         error, energy = error + found.relative_error * norm, energy + norm
         fitted.append(found.tensors)
     return fitted, float(f"{error / energy if energy else 0.0:.4g}")

@@ -158,8 +158,8 @@ class VQHfQuantizer(HfQuantizer):
     ) -> dict[str, LinearScheme]:
         """Schemes of the layers to encode without data, by name; prepares the calibration, or the
         pass over tokens, that encodes the others."""
-        config = self.quantization_config
-        wanted = choose_layers(model, config, self._default_skips(model))
+        config, exact = self.quantization_config, [*task_heads(model), *weights_read(model)]
+        wanted = choose_layers(model, config, self._patterns_left(model), exact)
         if not wanted:
             return wanted
         self._check_what_comes_last(model, wanted)
@@ -277,10 +277,13 @@ class VQHfQuantizer(HfQuantizer):
         starts = tuple(f"{start}{name}.{'vq_' if codes else ''}" for start in ("", prefix))
         return any(entry.startswith(starts) for entry in self._checkpoint.entries)
 
-    def _default_skips(self, model: Any) -> list[str]:
+    def _patterns_left(self, model: Any) -> list[str]:
         kept = list(model._keep_in_fp32_modules or ())
         skips: list[str] = self.get_modules_to_not_convert(model, None, kept)
-        return [*skips, *task_heads(model), *weights_read(model)]
+        return skips
+
+    def _default_skips(self, model: Any) -> list[str]:
+        return [*self._patterns_left(model), *task_heads(model), *weights_read(model)]
 
     def _watch_missing(self, model: Any) -> None:
         """Check for missing tensors just before Transformers fills them with random numbers."""

@@ -9,13 +9,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..errors import VQSchemeError
+from ..errors import VQConfigError, VQSchemeError
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from ..formats.tensors import tensor_specs
 from .experts import VQExperts, expert_class, holds_experts
 from .linear import VQLinear
 from .w4a8_linear import W4A8Linear
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARTS = ("_parameters", "_buffers", "_modules")
 
 
 def convertible(module: nn.Module) -> bool:
@@ -69,13 +72,47 @@ def linear_class(scheme: LinearScheme) -> type[VQLinear]:
     return W4A8Linear if isinstance(scheme, QoQScheme) else VQLinear
 
 
+def left_out(module: nn.Module) -> str | None:
+    """What a VQ module in the place of a candidate would leave out without a word; None if nothing.
+
+    accelerate's hook moves to the new module, and is none of these.
+    """
+    own, kept = vars(module), {"weight", "bias"}
+    if any(own[kind] for kind in _HOOKS):
+        return "hooks"
+    if "forward" in own and "_hf_hook" not in own:
+        return "a replaced forward"
+    if holds_experts(module):
+        return None
+    more = [name for part in _PARTS for name in own[part] if name not in kept]
+    if more:
+        return f"{more[0]!r} beside its weight and bias"
+    return None if "weight" in module._parameters else "a weight that is computed"
+
+
+def weight_names(module: nn.Module, where: str) -> list[str]:
+    """Names of the parameters of a candidate that become codes.
+
+    Raises:
+        VQConfigError: experts in an unknown layout.
+    """
+    if not holds_experts(module):
+        return ["weight"]
+    return list(expert_class(module).layout_of(module, where).names)
+
+
 def check_fits(module: nn.Module, scheme: LinearScheme, *, where: str) -> None:
-    """Raise if a scheme cannot store a candidate.
+    """Raise if a scheme cannot store a candidate, or codes are not all that it is.
 
     Raises:
         VQSchemeError: a size does not fit the scheme.
-        VQConfigError: experts in an unknown layout.
+        VQConfigError: experts in an unknown layout, or a layer with hooks or parts of its own.
     """
+    if (what := left_out(module)) is not None:
+        raise VQConfigError(
+            f"{where} has {what}, which codes in its place would lose. Quantize first and add it "
+            "then, or leave the layer in modules_to_not_convert."
+        )
     if not holds_experts(module):
         rows, columns = module.weight.shape  # type: ignore[misc]
         sizes = {where: (rows, columns) if isinstance(module, nn.Linear) else (columns, rows)}

@@ -178,9 +178,12 @@ def stored_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
     return found
 
 
-def packaged(modules: Iterable[VQLinear | VQExperts], seed: int) -> dict[str, Tensor]:
-    """The shared tensors that modules need, from the package instead of a checkpoint."""
-    found: dict[str, Tensor] = {}
+def packaged(
+    modules: Iterable[VQLinear | VQExperts], seed: int, known: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The shared tensors that modules need, from the package instead of a checkpoint, and those
+    that are known."""
+    found = dict(known or {})
     for module in modules:
         for part in module.projections.values() if isinstance(module, VQExperts) else [module]:
             names = {key: module.specs[name].shared_name for key, name in part.attributes.items()}

@@ -20,7 +20,7 @@ from ...errors import VQConfigError, VQFormatError
 from ...formats import digests
 from ...formats.catalog import LinearScheme
 from ...nn.quantized_module import QuantizedModule
-from ...nn.replace import candidates, convertible, replace_modules, restore_modules, vq_modules
+from ...nn.replace import candidates, convertible, replace_modules, restore_modules
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
 from ..config import QUANT_METHOD, QUANT_METHODS, VQConfig
@@ -28,7 +28,15 @@ from ..explain import warn_of_slow_layers
 from ..fused_activations import fuse_inputs, separate_inputs
 from ..left_dense import choose_layers, weights_read
 from ..quantize_op import Progress
-from .encode import encode_layer, leave_fast_path, nothing_to_quantize, share
+from .encode import (
+    check_weights,
+    dense_dtype,
+    encode_layer,
+    leave_fast_path,
+    nothing_to_quantize,
+    restore_fast_path,
+    share,
+)
 
 
 class Method(str):
@@ -46,6 +54,7 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
     use_keep_in_fp32_modules = True
     requires_calibration = False
     required_packages = None
+    dense_dtype: torch.dtype | None = None  # that `hf_vq.dequantize` asks for
 
     def __init__(self, quantization_config: VQConfig, **kwargs: Any) -> None:
         patches.apply(patches.BACKEND)
@@ -55,6 +64,7 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
         self.errors: dict[str, float] = {}
         self.progress = Progress("", 0)
         self._wanted: Mapping[str, LinearScheme] = {}  # to encode
+        self._shared: dict[str, Tensor] = {}  # tensors that encoded layers share
         self._dtype = torch.float32  # of dense weights
         self._checkpoint: stored_files.Checkpoint | None = None
         self._model: Any = None
@@ -94,9 +104,9 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
     ) -> Any:
         config, self._model = self.quantization_config, model
         if self._checkpoint is None:
-            defaults = [*(keep_in_fp32_modules or []), *weights_read(model)]
-            defaults += [name for name, layer in candidates(model) if not convertible(layer)]
-            self._wanted = choose_layers(model, config, defaults)
+            exact = weights_read(model)
+            exact += [name for name, layer in candidates(model) if not convertible(layer)]
+            self._wanted = choose_layers(model, config, keep_in_fp32_modules or [], exact)
             if not self._wanted:
                 raise nothing_to_quantize(model, config)
             self.progress = Progress(f"Quantizing to {config.scheme_name}", len(self._wanted))
@@ -147,7 +157,8 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
         layer.weight = nn.Parameter(param_value.to(target_device), requires_grad=False)
         try:
             scheme = self._wanted[prefix]
-            encode_layer(model, prefix, scheme, self.quantization_config, self.errors)
+            config = self.quantization_config
+            encode_layer(model, prefix, scheme, config, self.errors, self._shared)
         except BaseException:
             self.progress.close()
             raise
@@ -157,6 +168,7 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
         """Quantize a model whose weights are in memory, in place: `hf_vq.quantize_model`."""
         kept = model._keep_in_fp32_modules or []
         self.preprocess_model(model, keep_in_fp32_modules=[kept] if type(kept) is str else kept)
+        check_weights(model, self._wanted)
         for name in self._wanted:
             weight = model.get_submodule(name).weight
             self.create_quantized_param(model, weight.data, f"{name}.weight", weight.device)
@@ -177,13 +189,13 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
             specs = stored_files.shared_specs(model)
             shared = self._checkpoint.shared(specs, config.provenance or {})
         else:
-            shared = stored_files.packaged(vq_modules(model).values(), config.seed)
+            shared = self._shared
         share(model, shared)
         if self._checkpoint is None:
             stored_files.check_values(model)
             dtype = str(self._dtype).removeprefix("torch.")
             config.provenance = record(model, self.errors, shared, {"dtype": dtype})
-        self._checkpoint, self._wanted = None, {}
+        self._checkpoint, self._wanted, self._shared = None, {}, {}
         leave_fast_path(model)
         fuse_inputs(model)
         warn_of_slow_layers(model)
@@ -199,8 +211,8 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
 
     def _dequantize(self, model: Any) -> Any:
         separate_inputs(model)
-        provenance = self.quantization_config.provenance or {}
-        restore_modules(model, getattr(torch, provenance.get("dtype", "float32")))
+        restore_modules(model, self.dense_dtype or dense_dtype(model))
+        restore_fast_path(model)
         config = {key: value for key, value in model.config.items() if key != "quantization_config"}
         model._internal_dict = type(model.config)(config)  # it is frozen
         return model

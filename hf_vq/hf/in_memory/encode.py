@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import TransformerEncoderLayer
+from torch.nn import TransformerEncoder, TransformerEncoderLayer
 
 from ...errors import VQConfigError
+from ...fit.rows import not_finite
 from ...formats.catalog import LinearScheme
 from ...nn.linear import VQLinear
 from ...nn.quantized_module import QuantizedModule
-from ...nn.replace import replacement, vq_modules
-from ..config import VQConfig
+from ...nn.replace import replacement, vq_modules, weight_names
+from ..checkpoint import headers as stored_files
+from ..config import VQConfig, quantization_of
 from ..embeddings import put_module
 from ..quantize_op import Progress, encode
+
+# Attributes of PyTorch's encoders that keep what `leave_fast_path` replaced.
+_ACTIVATION, _NESTED = "_vq_activation_relu_or_gelu", "_vq_use_nested_tensor"
 
 
 @torch.no_grad()
@@ -25,31 +31,34 @@ def encode_layers(
     config: VQConfig,
     progress: Progress,
     errors: dict[str, float],
-) -> None:
+) -> dict[str, Tensor]:
     """Encode layers where they are, and free each dense weight before the next.
 
-    After an error or an interruption, the layers before it are codes, and the others are dense.
-    Codes lack the tensors that layers share: see `QuantizedModule.set_shared`.
+    After an interruption, the layers before it are codes, the others are dense, and all run.
 
     Args:
         schemes: of the layers to encode, by name.
         errors: filled with the relative error of each quantized tensor, by name.
 
+    Returns:
+        The tensors that layers share, by name.
+
     Raises:
         VQConfigError: a weight is not in memory; nothing has changed then.
-        VQFormatError: a weight is not finite; names the layer.
+        VQFormatError: a weight is not finite; names it, and nothing has changed then.
     """
-    for name in schemes:
-        _check_whole(model.get_submodule(name), name)
+    check_weights(model, schemes)
     progress.label = f"Quantizing to {config.scheme_name}"
     progress.total = len(schemes)
+    shared: dict[str, Tensor] = {}
     try:
         for name, scheme in schemes.items():
             progress.start(name)
-            encode_layer(model, name, scheme, config, errors)
+            encode_layer(model, name, scheme, config, errors, shared)
             progress.done()
     finally:
         progress.close()
+    return shared
 
 
 def encode_layer(
@@ -58,8 +67,13 @@ def encode_layer(
     scheme: LinearScheme,
     config: VQConfig,
     errors: dict[str, float],
+    shared: dict[str, Tensor],
 ) -> None:
-    """Encode one layer; see `encode_layers`."""
+    """Encode one layer, whole: an error leaves it dense. See `encode_layers`.
+
+    Args:
+        shared: filled with the tensors that layers share, by name.
+    """
     layer = model.get_submodule(name)
     dense = dict(layer._parameters)
     try:
@@ -73,12 +87,14 @@ def encode_layer(
                 new.assign(fitted[0], layer.bias)  # type: ignore[arg-type]
             else:
                 new.assign(weight, {key: _stack(fitted, key) for key in fitted[0]})
+        shared.update(stored_files.packaged([new], config.seed, shared))
+        _go_where_codes_are(new)
+        new.set_shared(shared)
+        new._is_hf_initialized = True  # type: ignore[assignment]
+        put_module(model, layer, new)
     except BaseException:
         layer._parameters.update(dense)  # experts give theirs up
         raise
-    _go_where_codes_are(new)
-    put_module(model, layer, new)
-    new._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def share(model: nn.Module, shared: Mapping[str, Tensor]) -> None:
@@ -98,29 +114,78 @@ def _stack(fitted: list[dict[str, Tensor]], key: str) -> Tensor:
     return torch.stack([tensors[key] for tensors in fitted])
 
 
-def _check_whole(layer: nn.Module, name: str) -> None:
-    """Raise if a weight of a layer is not here as one tensor of numbers."""
-    for attribute, tensor in layer.named_parameters(recurse=False):
-        if tensor.is_meta:
-            raise VQConfigError(
-                f"{name}.{attribute} is not in memory: the model is offloaded or was never loaded. "
-                "Load it whole, or pass quantization_config to from_pretrained."
-            )
-        if type(tensor.data) is not torch.Tensor:
-            raise VQConfigError(
-                f"{name}.{attribute} is a {type(tensor.data).__name__}, which cannot be encoded: "
-                "quantize the model before it is sharded or wrapped."
-            )
+def check_weights(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise if weights of layers are not here as tensors of finite numbers.
+
+    Raises:
+        VQConfigError: one is not in memory, or no plain tensor.
+        VQFormatError: one is not finite.
+    """
+    layers = {name: model.get_submodule(name) for name in names}
+    for name, layer in layers.items():
+        for attribute, tensor in layer.named_parameters(recurse=False):
+            if tensor.is_meta:
+                raise VQConfigError(
+                    f"{name}.{attribute} is not in memory: the model is offloaded or was never "
+                    "loaded. Load it whole, or pass quantization_config to from_pretrained."
+                )
+            if type(tensor.data) is not torch.Tensor:
+                raise VQConfigError(
+                    f"{name}.{attribute} is a {type(tensor.data).__name__}, which cannot be "
+                    "encoded: quantize the model before it is sharded or wrapped."
+                )
+    for name, layer in layers.items():
+        for attribute in weight_names(layer, name):
+            weight = layer.get_parameter(attribute).detach()
+            weight = weight if weight.dtype.itemsize > 1 else weight.float()
+            extremes = torch.stack(weight.aminmax())
+            if not bool(extremes.isfinite().all()):  # they are NaN where one number is
+                raise not_finite(name if attribute == "weight" else f"{name}.{attribute}")
 
 
 def leave_fast_path(model: nn.Module) -> None:
     """Let PyTorch's own encoder layers call their linear layers, where these hold codes: in
-    evaluation they would hand the weights to one kernel."""
+    evaluation they would hand the weights to one kernel, padded inputs as a nested tensor."""
     for module in model.modules():
-        if isinstance(module, TransformerEncoderLayer) and any(
-            isinstance(child, VQLinear) for child in module.children()
-        ):
+        if isinstance(module, TransformerEncoderLayer) and _has_codes(module):
+            vars(module).setdefault(_ACTIVATION, module.activation_relu_or_gelu)
             module.activation_relu_or_gelu = 0
+        elif isinstance(module, TransformerEncoder) and any(map(_has_codes, module.layers)):
+            vars(module).setdefault(_NESTED, module.use_nested_tensor)
+            module.use_nested_tensor = False
+
+
+def restore_fast_path(model: nn.Module) -> None:
+    """Undo `leave_fast_path`."""
+    for module in model.modules():
+        for kept, name in (
+            (_ACTIVATION, "activation_relu_or_gelu"),
+            (_NESTED, "use_nested_tensor"),
+        ):
+            if kept in vars(module):
+                setattr(module, name, vars(module).pop(kept))
+
+
+def _has_codes(layer: nn.Module) -> bool:
+    return any(isinstance(child, VQLinear) for child in layer.children())
+
+
+def dense_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype that most of a quantized model's dense numbers have; where it has none, that of the
+    weights that became codes."""
+    counts: Counter[torch.dtype] = Counter()
+    for module in model.modules():
+        specs = module.specs if isinstance(module, QuantizedModule) else {}
+        for name, tensor in module.named_parameters(recurse=False):
+            if name not in specs and tensor.is_floating_point():
+                counts[tensor.dtype] += tensor.numel()
+    if counts:
+        return counts.most_common(1)[0][0]
+    try:
+        found = getattr(torch, str((quantization_of(model).provenance or {}).get("dtype")), None)
+    except VQConfigError:  # encoding was interrupted
+        found = None
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
 
 
 def nothing_to_quantize(model: nn.Module, config: VQConfig) -> VQConfigError:

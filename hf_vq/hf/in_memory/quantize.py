@@ -20,7 +20,7 @@ from ...nn.experts import holds_experts
 from ...nn.replace import candidates, convertible, restore_modules, vq_modules
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
-from ..config import QUANT_METHOD, VQConfig, quantization_of
+from ..config import QUANT_METHOD, VQConfig
 from ..explain import warn_of_slow_layers
 from ..fused_activations import fuse_inputs, separate_inputs
 from ..left_dense import choose_layers, weights_read
@@ -28,7 +28,13 @@ from ..module_patterns import check_pass2
 from ..quantize_op import Progress
 from ..quantizer import VQHfQuantizer
 from ..residual import place_pass2
-from .encode import encode_layers, leave_fast_path, nothing_to_quantize, share
+from .encode import (
+    dense_dtype,
+    encode_layers,
+    leave_fast_path,
+    nothing_to_quantize,
+    restore_fast_path,
+)
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -40,8 +46,9 @@ def quantize_model(model: Module, config: VQConfig | None = None) -> Module:
 
     The result is that of `from_pretrained(..., quantization_config=config)`, bit for bit, without
     a file to load: for a model with a merged adapter, one that was read from a GGUF file, a model
-    of timm, or a module of yours. Layers are encoded on the device where their weights are. Models
-    of Transformers and diffusers keep their `save_pretrained`; others have `save_quantized`.
+    of timm, or a module of yours. Layers are encoded on the device where their weights are. After
+    Ctrl-C, those before it are codes, and `dequantize` makes them dense again. Models of
+    Transformers and diffusers keep their `save_pretrained`; others have `save_quantized`.
 
     Args:
         model: of Transformers, or any other module that holds linear layers.
@@ -55,7 +62,7 @@ def quantize_model(model: Module, config: VQConfig | None = None) -> Module:
         VQConfigError: the model is quantized already, is not whole in memory, holds adapters, or
             has no layer to quantize; or the config needs another kind of model.
         VQSchemeError: no layer fits its scheme, or one that `layers` names does not.
-        VQFormatError: a weight is not finite. Layers before it are codes then.
+        VQFormatError: a weight is not finite. The model is unchanged then.
     """
     config = VQConfig() if config is None else config
     if not isinstance(config, VQConfig):
@@ -89,20 +96,22 @@ def dequantize(model: Module, dtype: torch.dtype | None = None) -> Module:
     Raises:
         VQConfigError: hf_vq did not quantize the model, or its codes are offloaded.
     """
+    whole: Any = model
     if getattr(model, "hf_quantizer", None) is not None:
-        whole: Any = model
-        whole.dequantize(*([] if dtype is None else [dtype]))
+        if _is_of_diffusers(model):  # its method takes no dtype
+            whole.hf_quantizer.dense_dtype = dtype
+            whole.dequantize()
+        else:
+            whole.dequantize(*([] if dtype is None else [dtype]))
         return model
     if not vq_modules(model):
         raise VQConfigError(f"{type(model).__name__} holds no layers of hf_vq.")
-    if dtype is None:
-        provenance = quantization_of(model).provenance or {}
-        dtype = getattr(torch, provenance.get("dtype", "float32"))
     for part in _pretrained_parts(model).values():
         patches.restore(part, "save_pretrained")
     separate_inputs(model)
-    restore_modules(model, dtype)
-    del model.quantization_config
+    restore_modules(model, dtype or dense_dtype(model))
+    restore_fast_path(model)
+    vars(model).pop("quantization_config", None)  # an interrupted model has none
     return model
 
 
@@ -126,7 +135,7 @@ def _quantize_module(model: nn.Module, config: VQConfig) -> None:
     if config.leaves_out_second_passes():
         raise VQConfigError('pass2="absent" is for loading: leave it out.')
     config.provenance = None
-    wanted = choose_layers(model, config, [*_sharing(model), *weights_read(model)])
+    wanted = choose_layers(model, config, [], [*_sharing(model), *weights_read(model)])
     if not wanted:
         raise nothing_to_quantize(model, config)
     two = [name for name, scheme in wanted.items() if scheme.two_passes]
@@ -134,9 +143,7 @@ def _quantize_module(model: nn.Module, config: VQConfig) -> None:
     kinds = Counter(next(model.get_submodule(name).parameters()).dtype for name in wanted)
     dtype = str(kinds.most_common(1)[0][0]).removeprefix("torch.")
     errors: dict[str, float] = {}
-    encode_layers(model, wanted, config, Progress("", 0), errors)
-    shared = stored_files.packaged(vq_modules(model).values(), config.seed)
-    share(model, shared)
+    shared = encode_layers(model, wanted, config, Progress("", 0), errors)
     stored_files.check_values(model)
     config.provenance = record(model, errors, shared, {"dtype": dtype})
     prepare(model, config)
@@ -178,13 +185,21 @@ def _is_of_diffusers(model: nn.Module) -> bool:
 
 def _sharing(model: nn.Module) -> list[str]:
     """Names of the linear layers whose weight other modules have, too, such as a tied head."""
-    owners: dict[int, list[str]] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(model.get_parameter(name)), []).append(name)
-    tied = {
-        name.rpartition(".")[0] for names in owners.values() if len(names) > 1 for name in names
-    }
-    return [name for name, _ in candidates(model) if name in tied]
+    owners = Counter(
+        id(parameter)
+        for module in model.modules()  # each once, under however many names
+        for parameter in {id(p): p for p in module._parameters.values()}.values()
+        if parameter is not None
+    )
+    return [
+        name
+        for name, layer in candidates(model)
+        if any(
+            owners[id(parameter)] > 1
+            for key, parameter in layer._parameters.items()
+            if key != "bias" and parameter is not None
+        )
+    ]
 
 
 def _pretrained_parts(model: nn.Module) -> dict[str, PreTrainedModel]:
@@ -197,10 +212,11 @@ def _pretrained_parts(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def _refuse_to_save(name: str, *arguments: Any, **options: Any) -> None:
+    steps = (f".{step}" if step.isidentifier() else f"[{step}]" for step in name.split("."))
     raise VQError(
         f"{name} was quantized as a part of another module, and its config.json would not say so: "
         "save the whole with hf_vq.save_quantized, or quantize the part by itself: "
-        f"hf_vq.quantize_model(model.{name})."
+        f"hf_vq.quantize_model(model{''.join(steps)})."
     )
 
 
