@@ -112,6 +112,7 @@ MODEL_METHODS = {
     "resize_token_embeddings": "refuses to resize an embedding of integers",
     "mark_tied_weights_as_initialized": "while a model is loaded: a missing tensor is an error, "
     "not random numbers",
+    "fuse_qkv_projections": "of diffusers: codes of several layers do not become those of one",
     "get_compiled_call": "hf_vq.capture: decoding steps replay CUDA graphs",
 }
 """Methods that `override` replaces on one model, never on its class. In addition, hf_vq gives norms

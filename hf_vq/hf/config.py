@@ -319,10 +319,29 @@ class VQConfig(QuantizationConfigMixin):
 
 
 def quantization_of(model: Any) -> VQConfig:
-    """The config of a quantized model: of one of Transformers in its config, else its own."""
-    own = vars(model).get("quantization_config")
-    found: VQConfig = model.config.quantization_config if own is None else own
+    """The config of a quantized model: of one of Transformers in its config, else its own.
+
+    Raises:
+        VQConfigError: the model was not quantized as a whole; names the part that was.
+    """
+    found = _config_of(model)
+    if found is None:
+        part = quantized_part(model)
+        cure = "give the whole" if part is None else f"give its part {part}"
+        raise VQConfigError(f"hf_vq did not quantize this {type(model).__name__} itself: {cure}.")
     return found
+
+
+def quantized_part(model: Any) -> str | None:
+    """Name of the first module inside of a model that was quantized by itself; None if none was."""
+    return next((n for n, part in model.named_modules() if n and _config_of(part)), None)
+
+
+def _config_of(model: Any) -> VQConfig | None:
+    found = vars(model).get("quantization_config")
+    if found is None:
+        found = getattr(getattr(model, "config", None), "quantization_config", None)
+    return found if isinstance(found, VQConfig) else None
 
 
 _warned: set[str] = set()

@@ -35,7 +35,7 @@ _NOT_FORWARD = (
     "set_",
     "resize",
     "_resize",
-    "fuse",
+    "fuse_projections",
 )
 _RARE = ("pretraining_tp",)  # conditions under which other code than usual runs
 _NEVER = ("_is_quantized",)  # conditions that hold for a quantized model

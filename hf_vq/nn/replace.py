@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -113,18 +113,33 @@ def check_fits(module: nn.Module, scheme: LinearScheme, *, where: str) -> None:
             f"{where} has {what}, which codes in its place would lose. Quantize first and add it "
             "then, or leave the layer in modules_to_not_convert."
         )
-    if not holds_experts(module):
-        rows, columns = module.weight.shape  # type: ignore[misc]
-        sizes = {where: (rows, columns) if isinstance(module, nn.Linear) else (columns, rows)}
-    else:
-        layout, sizes = expert_class(module).layout_of(module, where), {}
-        for name in layout.names:
-            rows, columns = getattr(module, name).shape[-2:]
-            sizes[f"{where}.{name}"] = (columns, rows) if layout.is_transposed else (rows, columns)
-    for name, (out_features, in_features) in sizes.items():
+    for name, (out_features, in_features) in _sizes(module, where).items():
         if not out_features * in_features:
             raise VQSchemeError(f"{name} has no weights. Add it to modules_to_not_convert.")
         tensor_specs(scheme, out_features, in_features, seed=0, where=name)
+
+
+def shared_names(model: nn.Module, schemes: Mapping[str, LinearScheme], seed: int) -> set[str]:
+    """Names in a checkpoint of the tensors that layers with these schemes share."""
+    return {
+        spec.shared_name
+        for layer, scheme in schemes.items()
+        for name, (rows, columns) in _sizes(model.get_submodule(layer), layer).items()
+        for spec in tensor_specs(scheme, rows, columns, seed=seed, where=name).values()
+        if spec.shared_name is not None
+    }
+
+
+def _sizes(module: nn.Module, where: str) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each matrix of a candidate, by name."""
+    if not holds_experts(module):
+        rows, columns = module.weight.shape  # type: ignore[misc]
+        return {where: (rows, columns) if isinstance(module, nn.Linear) else (columns, rows)}
+    layout, sizes = expert_class(module).layout_of(module, where), {}
+    for name in layout.names:
+        rows, columns = getattr(module, name).shape[-2:]
+        sizes[f"{where}.{name}"] = (columns, rows) if layout.is_transposed else (rows, columns)
+    return sizes
 
 
 def replacement(

@@ -26,7 +26,8 @@ def record(
     Args:
         errors: squared error over squared norm of each quantized tensor, by name.
         shared: the codebooks and rotations that layers share, by name.
-        more: facts of a calibration or of a pass over activations, under the name of either, ..
+        more: facts of a calibration or of a pass over activations, under its name, or the `dtype`
+            of the weights.
     """
     from ... import __version__
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ... import patches
 from ...errors import VQConfigError, VQFormatError
-from ...formats import digests
 from ...formats.catalog import LinearScheme
 from ...nn.quantized_module import QuantizedModule
 from ...nn.replace import candidates, convertible, replace_modules, restore_modules
@@ -81,7 +80,12 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
         return False
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raise if weights would be offloaded before they are codes."""
+        """Raise if weights would be offloaded before they are codes, or could not be saved."""
+        if not hasattr(DiffusersQuantizer, "get_state_dict_and_metadata"):
+            raise VQConfigError(
+                "this version of diffusers does not let a quantizer say what is saved: update it; "
+                "0.42.1 does."
+            )
         places = set(device_map.values()) if isinstance(device_map, dict) else set()
         if "disk" in places and not self.pre_quantized:
             raise VQConfigError(
@@ -111,11 +115,7 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
                 raise nothing_to_quantize(model, config)
             self.progress = Progress(f"Quantizing to {config.scheme_name}", len(self._wanted))
             return model
-        owners = {
-            name.rpartition(".")[0]
-            for name in self._checkpoint.entries
-            if name.rpartition(".")[2].startswith("vq_")
-        }
+        owners = stored_files.coded_layers(model, self._checkpoint)
         schemes = {name: config.stored_scheme(name) for name, _ in candidates(model)}
         wanted = {name: scheme for name, scheme in schemes.items() if name in owners}
         replace_modules(model, wanted.get, seed=config.seed)
@@ -200,17 +200,19 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
         fuse_inputs(model)
         warn_of_slow_layers(model)
         model.register_to_config(quantization_config=config)
+        if hasattr(model, "fuse_qkv_projections"):
+            patches.override(model, "fuse_qkv_projections", _refuse_to_fuse)
         return model
 
     def get_state_dict_and_metadata(
         self, state_dict: Mapping[str, Tensor], **kwargs: Any
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to save, each that layers share once, and metadata of the file."""
-        state = stored_files.stored_state(self._model, state_dict)
-        return state, digests.room(state)
+        return stored_files.stored_state(self._model, state_dict), {}
 
     def _dequantize(self, model: Any) -> Any:
         separate_inputs(model)
+        patches.restore(model, "fuse_qkv_projections")
         restore_modules(model, self.dense_dtype or dense_dtype(model))
         restore_fast_path(model)
         config = {key: value for key, value in model.config.items() if key != "quantization_config"}
@@ -226,6 +228,13 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
     def is_trainable(self) -> bool:
         """True: adapters can be trained on a quantized model."""
         return True
+
+
+def _refuse_to_fuse() -> None:
+    raise VQConfigError(
+        "codes of projections cannot be fused into those of one: call fuse_qkv_projections before "
+        "hf_vq.quantize_model, or leave it out."
+    )
 
 
 def register() -> None:

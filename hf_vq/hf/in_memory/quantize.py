@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from ... import patches
 from ...errors import VQConfigError, VQError
 from ...nn.experts import holds_experts
-from ...nn.replace import candidates, convertible, restore_modules, vq_modules
+from ...nn.replace import candidates, convertible, restore_modules, shared_names, vq_modules
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
-from ..config import QUANT_METHOD, VQConfig
+from ..config import QUANT_METHOD, VQConfig, quantization_of, quantized_part
 from ..explain import warn_of_slow_layers
 from ..fused_activations import fuse_inputs, separate_inputs
 from ..left_dense import choose_layers, weights_read
@@ -75,7 +75,7 @@ def quantize_model(model: Module, config: VQConfig | None = None) -> Module:
     if isinstance(model, PreTrainedModel):
         with _evaluating(model):
             VQHfQuantizer(config, pre_quantized=False).quantize(model)
-    elif _is_of_diffusers(model):
+    elif is_of_diffusers(model):
         from .diffusers_quantizer import VQDiffusersQuantizer
 
         VQDiffusersQuantizer(config, pre_quantized=False).quantize(model)
@@ -98,7 +98,7 @@ def dequantize(model: Module, dtype: torch.dtype | None = None) -> Module:
     """
     whole: Any = model
     if getattr(model, "hf_quantizer", None) is not None:
-        if _is_of_diffusers(model):  # its method takes no dtype
+        if is_of_diffusers(model):  # its method takes no dtype
             whole.hf_quantizer.dense_dtype = dtype
             whole.dequantize()
         else:
@@ -106,7 +106,9 @@ def dequantize(model: Module, dtype: torch.dtype | None = None) -> Module:
         return model
     if not vq_modules(model):
         raise VQConfigError(f"{type(model).__name__} holds no layers of hf_vq.")
-    for part in _pretrained_parts(model).values():
+    if "quantization_config" not in vars(model) and quantized_part(model) is not None:
+        quantization_of(model)
+    for part in _parts_with_files(model).values():
         patches.restore(part, "save_pretrained")
     separate_inputs(model)
     restore_modules(model, dtype or dense_dtype(model))
@@ -121,7 +123,7 @@ def prepare(model: nn.Module, config: VQConfig) -> None:
     fuse_inputs(model)
     warn_of_slow_layers(model)
     model.quantization_config = config
-    for name, part in _pretrained_parts(model).items():
+    for name, part in _parts_with_files(model).items():
         patches.override(part, "save_pretrained", partial(_refuse_to_save, name))
 
 
@@ -138,6 +140,12 @@ def _quantize_module(model: nn.Module, config: VQConfig) -> None:
     wanted = choose_layers(model, config, [], [*_sharing(model), *weights_read(model)])
     if not wanted:
         raise nothing_to_quantize(model, config)
+    names = model.state_dict(keep_vars=True)
+    if taken := sorted(shared_names(model, wanted, config.seed) & set(names)):
+        raise VQConfigError(
+            f"{type(model).__name__}.{taken[0]} has the name of a tensor that codes share: rename "
+            "it."
+        )
     two = [name for name, scheme in wanted.items() if scheme.two_passes]
     check_pass2(config.pass2, two, model, config.scheme_name)
     kinds = Counter(next(model.get_submodule(name).parameters()).dtype for name in wanted)
@@ -178,7 +186,8 @@ def _check(model: nn.Module) -> None:
         )
 
 
-def _is_of_diffusers(model: nn.Module) -> bool:
+def is_of_diffusers(model: nn.Module) -> bool:
+    """Whether a module is a model of diffusers."""
     library = sys.modules.get("diffusers.models.modeling_utils")
     return library is not None and isinstance(model, library.ModelMixin)
 
@@ -202,16 +211,19 @@ def _sharing(model: nn.Module) -> list[str]:
     ]
 
 
-def _pretrained_parts(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """The models of Transformers inside of a module, by name, whose layers are codes."""
+def _parts_with_files(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules inside of one, and itself, that hold codes and have a `save_pretrained`, which
+    would not know what layers share."""
     return {
         name: part
         for name, part in model.named_modules()
-        if isinstance(part, PreTrainedModel) and vq_modules(part)
+        if callable(getattr(type(part), "save_pretrained", None)) and vq_modules(part)
     }
 
 
 def _refuse_to_save(name: str, *arguments: Any, **options: Any) -> None:
+    if not name:
+        raise VQError("save_pretrained of this class does not know codes: hf_vq.save_quantized.")
     steps = (f".{step}" if step.isidentifier() else f"[{step}]" for step in name.split("."))
     raise VQError(
         f"{name} was quantized as a part of another module, and its config.json would not say so: "

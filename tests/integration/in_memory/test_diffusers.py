@@ -190,3 +190,28 @@ def test_pipelines_of_others_work_where_hf_vq_is_not_imported(run_python):
         "except ValueError: print('hf_vq' in sys.modules)"
     )
     assert run_python(code).split()[-1] == "False"
+
+
+def test_dequantize_to_a_dtype_and_fused_projections(folder, monkeypatch):
+    model = hf_vq.quantize_model(load(folder))
+    with pytest.raises(VQConfigError, match="cannot be fused"):
+        model.fuse_qkv_projections()
+    dense = hf_vq.dequantize(model, torch.float16)
+    assert dense.time_embedding.linear_1.weight.dtype == torch.float16
+    dense.float().fuse_qkv_projections()
+    with torch.device("meta"):
+        empty = unet()
+    with pytest.raises(VQConfigError, match="is not in memory"):
+        hf_vq.quantize_model(empty)
+    base = diffusers.quantizers.base.DiffusersQuantizer
+    monkeypatch.delattr(base, "get_state_dict_and_metadata")
+    with pytest.raises(VQConfigError, match="update it"):
+        load(folder, quantization_config=VQConfig())
+
+
+def test_files_have_no_room_for_digests_that_nothing_fills(folder, tmp_path):
+    from safetensors import safe_open
+
+    load(folder, quantization_config=VQConfig()).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "diffusion_pytorch_model.safetensors", "pt") as file:
+        assert set(file.metadata()) == {"format"}

@@ -137,3 +137,14 @@ def test_float64():
     hf_vq.quantize_model(model)
     assert (model(x) - before).norm() < 0.5 * before.norm()
     assert hf_vq.dequantize(model)[0].weight.dtype == torch.float64
+
+
+def test_calls_for_a_wrapper_or_a_part_name_what_was_quantized(tmp_path):
+    inner = hf_vq.quantize_model(two())
+    for call in (hf_vq.dequantize, lambda model: hf_vq.save_quantized(model, tmp_path)):
+        with pytest.raises(VQConfigError, match="give its part inner"):
+            call(nn.ModuleDict({"inner": inner}))
+    assert vq_modules(inner)
+    whole = hf_vq.quantize_model(nn.ModuleDict({"inner": two()}))
+    with pytest.raises(VQConfigError, match="give the whole"):
+        hf_vq.save_quantized(whole["inner"], tmp_path)
