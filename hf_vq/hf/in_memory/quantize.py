@@ -38,7 +38,8 @@ from .encode import (
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_NEED_A_LANGUAGE_MODEL = ("calibration", "activations", "target_bits", "embeddings")
+# target_bits sets calibration, too: the error names what was given.
+_NEED_A_LANGUAGE_MODEL = ("target_bits", "calibration", "activations", "embeddings")
 
 
 def quantize_model(model: Module, config: VQConfig | None = None) -> Module:

@@ -107,7 +107,7 @@ def test_what_is_refused(dense, quantized):
     for options, reason in (
         ({"calibration": "default"}, "calibration needs a model of Transformers"),
         ({"activations": "random"}, "activations needs a model of Transformers"),
-        ({"target_bits": 3}, "calibration needs a model of Transformers"),
+        ({"target_bits": 3}, "target_bits needs a model of Transformers"),
         ({"embeddings": "int8"}, "embeddings needs a model of Transformers"),
         ({"pass2": "offload"}, "has one pass"),
         ({"layers": {"blocks": "vq-3"}}, "'blocks' matches no module"),
