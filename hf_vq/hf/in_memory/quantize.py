@@ -188,7 +188,7 @@ def _check(model: nn.Module) -> None:
 
 
 def is_of_diffusers(model: nn.Module) -> bool:
-    """Whether a module is a model of diffusers."""
+    """True for a model of diffusers."""
     library = sys.modules.get("diffusers.models.modeling_utils")
     return library is not None and isinstance(model, library.ModelMixin)
 

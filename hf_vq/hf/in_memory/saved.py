@@ -103,7 +103,7 @@ def load_quantized(model: Module, folder: str | os.PathLike[str]) -> Module:
 
 
 def _has_its_own_files(model: nn.Module) -> bool:
-    """Whether `save_pretrained` of a model stores codes."""
+    """True if `save_pretrained` of a model stores codes."""
     return isinstance(model, PreTrainedModel) or is_of_diffusers(model)
 
 
