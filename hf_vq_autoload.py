@@ -1,4 +1,4 @@
-"""A bare `from_pretrained` loads a VQ model: `import torch` runs `hook`, "vq" imports hf_vq."""
+"""A bare `from_pretrained` loads a VQ model: `import torch` runs `hook`, `METHODS` import hf_vq."""
 
 import os
 import sys
@@ -6,14 +6,15 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 
 TARGET = "transformers.quantizers.auto"
-TABLES = ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
+DIFFUSERS = "diffusers.quantizers.auto"  # has tables of the same names
+METHODS, TABLES = ("hf_vq", "vq"), ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
 
 
 class _Lazy:
-    """The entry "vq" of a table of Transformers, until hf_vq is imported and enters its own."""
+    """The entry of a table, until hf_vq is imported and enters its own."""
 
-    def __init__(self, table):
-        self._table = table  # by name: a copy of the table finds what is in Transformers' own
+    def __init__(self, table, target=TARGET):
+        self._table, self._target = table, target  # names: a copied table finds the library's own
 
     def __getattr__(self, name):
         if name.startswith("_"):  # copy, pickle and inspect ask for these
@@ -23,23 +24,29 @@ class _Lazy:
     def __call__(self, *args, **kwargs):
         return self._entry("__call__")(*args, **kwargs)
 
-    def _entry(self, name):
-        import hf_vq  # noqa: F401  registers "vq"; does nothing while that import runs
+    def __instancecheck__(self, value):  # diffusers compares a config with the types of a table
+        return "hf_vq" in sys.modules and isinstance(value, self._entry("__instancecheck__"))
 
-        found = getattr(sys.modules[TARGET], self._table)["vq"]
+    def _entry(self, name):
+        import hf_vq  # noqa: F401  registers both; does nothing while that import runs
+
+        found = getattr(sys.modules[self._target], self._table)["vq"]
         if type(found) is _Lazy:
             raise AttributeError(f"hf_vq is not imported yet: it has no {name}")
         return found
 
 
 class _Finder:
-    """Fills the tables when Transformers makes them, and is gone then."""
+    """Fills the tables when a library makes them, and is gone then."""
+
+    def __init__(self, target=TARGET):
+        self.target = target
 
     def find_spec(self, name, path=None, target=None):
-        with suppress(Exception):  # Transformers then behaves as if hf_vq were not installed
-            if module := sys.modules.get(TARGET):  # imported before torch, or importing it now
+        with suppress(Exception):  # it then behaves as if hf_vq were not installed
+            if module := sys.modules.get(self.target):  # imported before torch, or importing it now
                 self.fill(module, complete=not module.__spec__._initializing)
-            elif name == TARGET and (spec := PathFinder.find_spec(name, path)):
+            elif name == self.target and (spec := PathFinder.find_spec(name, path)):
                 run = spec.loader.exec_module
                 spec.loader.exec_module = lambda module: (run(module), self.fill(module))
                 return spec
@@ -49,14 +56,14 @@ class _Finder:
         if not complete and None in tables.values():
             return
         for name, table in tables.items():
-            if type(table) is dict:
-                table.setdefault("vq", _Lazy(name))
+            for method in METHODS if type(table) is dict else ():
+                table.setdefault(method, _Lazy(name, self.target))
         # Not in place: it would have the loop that called us, or another thread's, skip a finder.
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
 
 def hook():  # noqa: D103
     if os.environ.get("HF_VQ_AUTOLOAD", "1").strip().lower() not in ("0", "false", "no", "off"):
-        finder = _Finder()
-        sys.meta_path.insert(0, finder)
-        finder.find_spec("")
+        for target in (TARGET, DIFFUSERS) if PathFinder.find_spec("diffusers") else (TARGET,):
+            sys.meta_path.insert(0, finder := _Finder(target))
+            finder.find_spec("")

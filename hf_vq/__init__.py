@@ -21,10 +21,14 @@ from .formats import KVScheme, QoQScheme, VQScheme
 from .hf import (
     VQConfig,
     capture,
+    dequantize,
     enable_cache_backend,
     explain,
+    load_quantized,
     merge_passes,
     place_pass2,
+    quantize_model,
+    save_quantized,
 )
 from .hf import attention as _attention
 from .hf import quantizer as _quantizer
@@ -53,10 +57,14 @@ __all__ = [
     "allocate_kv",
     "calibrate_kv",
     "capture",
+    "dequantize",
     "enable_cache_backend",
     "explain",
+    "load_quantized",
     "merge_passes",
     "place_pass2",
+    "quantize_model",
     "release",
+    "save_quantized",
     "smooth_attention",
 ]

@@ -4,8 +4,8 @@
 time, and `undo` puts back what was there. Modules are named by strings and imported when they are
 needed, so any layer can call this one.
 
-Public registries are not patches: `import hf_vq` adds "vq" to the quantizers, the attention
-functions and the mask functions of Transformers.
+Public registries are not patches: `import hf_vq` adds its quantizer, attention and mask to those of
+Transformers, and its quantizer to those of diffusers once that is imported (`when_imported`).
 """
 
 from __future__ import annotations
@@ -107,10 +107,12 @@ TABLE = (
 
 MODEL_METHODS = {
     "save_pretrained": "all files or none, with digests and a model card",
+    "num_parameters": "counts the weights that codes stand for, not bytes of codes",
     "push_to_hub": "all files or none, with digests and a model card",
     "resize_token_embeddings": "refuses to resize an embedding of integers",
     "mark_tied_weights_as_initialized": "while a model is loaded: a missing tensor is an error, "
     "not random numbers",
+    "fuse_qkv_projections": "of diffusers: codes of several layers do not become those of one",
     "get_compiled_call": "hf_vq.capture: decoding steps replay CUDA graphs",
     "forward": "on a CPU, a decoding step over a VQCache is one call of libhf_vq_cpu",
 }
@@ -132,6 +134,7 @@ _lock = threading.RLock()
 _made: dict[str, _Made] = {}  # by target
 _happened: set[str] = set()
 _entries: dict[tuple[str, str], tuple[Any, Any]] = {}  # of registries: before, after
+_waiting: dict[str, Callable[[], None]] = {}  # by module: what registers hf_vq there
 
 
 def apply(event: str) -> None:
@@ -163,7 +166,8 @@ def undo() -> None:
     """
     with _lock:
         _happened.clear()
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _AfterImport]
+        if not _waiting:
+            sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _AfterImport]
         for target, made in reversed(list(_made.items())):
             found = getattr(made.owner, made.name, None)
             inherited = made.before is _ABSENT
@@ -222,6 +226,17 @@ def restore(model: Any, *methods: str) -> None:
         model.__dict__.pop(method, None)
 
 
+def when_imported(module: str, register: Callable[[], None]) -> None:
+    """Call `register` when a module of another library is imported, or now if it has been; never
+    if the library is not installed."""
+    with _lock:
+        if module in sys.modules:
+            register()
+        elif PathFinder.find_spec(module.partition(".")[0]) is not None:
+            _waiting[module] = register
+            _wait()
+
+
 class _AfterImport:
     """A finder on `sys.meta_path`: a module for which patches wait gets them when it has run."""
 
@@ -229,7 +244,7 @@ class _AfterImport:
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         """Find a module as the finders after this one do (`importlib.abc.MetaPathFinder`)."""
         waiting = [p for p in TABLE if p.waits and p.target.partition(":")[0] == name]
-        spec = PathFinder.find_spec(name, path) if waiting else None
+        spec = PathFinder.find_spec(name, path) if waiting or name in _waiting else None
         if spec is None or spec.loader is None:
             return None
         run = spec.loader.exec_module
@@ -237,9 +252,11 @@ class _AfterImport:
         def run_and_patch(module: Any) -> None:
             run(module)
             with _lock:
-                if _AfterImport in sys.meta_path:  # not undone since
-                    for patch in waiting:
+                for patch in waiting:
+                    if _happened.intersection(patch.events):  # not undone since
                         _replace(patch)
+                if register := _waiting.pop(name, None):
+                    register()
 
         spec.loader.exec_module = run_and_patch  # type: ignore[method-assign]
         return spec

@@ -37,9 +37,11 @@ def _kv_attention(query: Tensor, view: KVCacheView, *options: Any) -> Tensor:
     return run(query, view, *options)
 
 
-LINEAR = Implementation(reference.linear)
-W4A8_LINEAR = Implementation(w4a8.reference, fused=fused_inputs.reference)
-PUBLISHED_LINEAR = Implementation(published.reference, note=_decoded)
+LINEAR = Implementation(reference.linear, is_slow=lambda problem: True)
+W4A8_LINEAR = Implementation(
+    w4a8.reference, fused=fused_inputs.reference, is_slow=lambda problem: True
+)
+PUBLISHED_LINEAR = Implementation(published.reference, note=_decoded, is_slow=lambda problem: True)
 DECODE = Implementation(reference.decode)
 ENCODE = Implementation(reference.encode)
 ENCODE_WEIGHT = Implementation(encode_weight.encode_weight)

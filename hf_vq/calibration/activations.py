@@ -95,15 +95,15 @@ class ActivationPass:
     def obstacle(
         model: Any, schemes: Mapping[str, LinearScheme], device_map: Any = None
     ) -> str | None:
-        """Why `model`, whose weights are not loaded yet, cannot have this pass; None if it can, ""
-        if no scheme could use it."""
+        """Why `model` cannot have this pass; None if it can, "" if no scheme could use it."""
         if not any(map(_usable, schemes.values())):
             return ""
         if getattr(model, "main_input_name", "") != "input_ids":
             return f"{type(model).__name__} does not read token ids"
         need = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+        loaded = not any(tensor.is_meta for tensor in model.parameters())
         have = free_memory(device_map)
-        if have is not None and need * _ROOM > have:
+        if have is not None and need * (_ROOM - loaded) > have:
             return (
                 f"the dense model takes {need / 1e9:.1f} GB, and {have / 1e9:.1f} GB are free; "
                 "quantize it once on a machine with more, and save it"

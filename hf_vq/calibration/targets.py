@@ -18,8 +18,7 @@ from ..formats.tensors import tensor_specs
 from ..hf.checkpoint.headers import packaged
 from ..nn.accelerate_hooks import hook_of
 from ..nn.experts import VQExperts, holds_experts, projections_of
-from ..nn.linear import VQLinear
-from ..nn.replace import linear_class
+from ..nn.replace import replacement
 from ..ops import decode_weight
 from .offload import take_place
 
@@ -121,18 +120,12 @@ def replace(
     name = listed[0].layer
     dense = model.get_submodule(name)
     hook, device = hook_of(dense), dense.get_parameter(listed[0].weight).device
-    new: VQLinear | VQExperts
-    with torch.device("meta"):
-        if holds_experts(dense):
-            new = VQExperts(dense, scheme, seed=seed, where=name)
-        else:
-            new = linear_class(scheme).replacing(dense, scheme, seed=seed, where=name)
+    new = replacement(dense, scheme, seed=seed, where=name)
     for target in listed:
         if isinstance(new, VQExperts):
             new.assign(target.weight, fitted[target.name])
         else:
             new.assign(fitted[target.name], dense.bias)  # type: ignore[arg-type]
-    new.train(dense.training)
     shared = packaged([new], seed)
     if hook is not None:  # which moves a tensor of two names, as experts have, under one of them
         shared = {key: tensor.to(hook.execution_device) for key, tensor in shared.items()}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from importlib import metadata
 
 from ..errors import VQError
-from . import calibrate, evaluate, quantize, show, verify
+from . import calibrate, chat, evaluate, quantize, show, verify
 from .arguments import unfinished
 
 
@@ -20,23 +22,36 @@ def build_parser() -> argparse.ArgumentParser:
         prog="hf-vq",
         description="Vector quantization of weights and KV cache for Hugging Face Transformers.",
     )
-    from .. import __version__
-
-    parser.add_argument("--version", action="version", version=f"hf-vq {__version__}")
+    parser.add_argument("--version", action="version", version=f"hf-vq {_version()}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for add in (
         quantize.add_quantize, calibrate.add_calibrate, quantize.add_convert, evaluate.add_eval,
-        show.add_info, show.add_explain, verify.add_verify, show.add_demo,
+        chat.add_chat, show.add_info, show.add_explain, verify.add_verify, show.add_demo,
     ):  # fmt: skip
         verb = add(verbs)
         verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one verb; returns the exit status."""
+def _version() -> str:
+    """The version, without an import of the package, which takes seconds."""
+    try:
+        return metadata.version("hf-vq")
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        from .. import __version__
+
+        return __version__
+
+
+def main(argv: list[str] | None = None, *, before: Callable[[], object] = lambda: None) -> int:
+    """Run one verb; returns the exit status.
+
+    Args:
+        before: is called when the arguments are known to be right.
+    """
     args = build_parser().parse_args(argv)
     try:
+        before()
         return args.run(args) or 0
     except VQError as error:
         if args.debug:

@@ -51,6 +51,8 @@ class Implementation:
         grouped: runs several linear layers with one input (the op `hf_vq::linears`).
         fused: kernels for quantized inputs of a W4A8 layer.
         note: (problem) -> remark of `explain` on a problem that it supports, but runs slowly.
+        is_slow: (problem of one token) -> True if a dense layer would take less time: the weight is
+            decoded at every call.
     """
 
     run: Callable[..., Any]
@@ -60,6 +62,7 @@ class Implementation:
     grouped: Callable[..., list[Tensor]] | None = None
     fused: Fused | None = None
     note: Callable[[Any], str | None] = lambda problem: None
+    is_slow: Callable[[Any], bool] = lambda problem: False
 
 
 @dataclass(frozen=True)

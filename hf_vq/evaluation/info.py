@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import VQFormatError
 from ..formats.catalog import LinearScheme, linear_scheme, scheme_name
-from ..hf.config import VQConfig
+from ..hf.config import QUANT_METHODS, VQConfig
 from .storage import Kind, file_storage, kind_of, read_config, read_headers
 from .text_tables import significant, text_table
 
@@ -22,7 +22,7 @@ def describe(model: str) -> dict[str, Any]:
     """
     config = read_config(model)
     quantization = config.get("quantization_config") or {}
-    is_vq = isinstance(quantization, dict) and quantization.get("quant_method") == "vq"
+    is_vq = isinstance(quantization, dict) and quantization.get("quant_method") in QUANT_METHODS
     stored = VQConfig.from_dict(quantization) if is_vq else None
     scheme = None if stored is None else stored.vq_scheme
     layouts = {} if stored is None else stored.published_layouts

@@ -23,6 +23,14 @@ from .ldlq import Feedback, ldlq_rows
 SEARCHES = ("search", "least_squares", "norm")
 
 
+def not_finite(where: str) -> VQFormatError:
+    """The error of a weight with numbers that are not finite."""
+    return VQFormatError(
+        f"{where} holds NaN or infinity, so it cannot be quantized. Check the checkpoint, or add "
+        "the module to VQConfig(modules_to_not_convert=[...])."
+    )
+
+
 class RowFitter:
     """Fits rows of `in_features` weights; one fp16 scale per group of a row.
 
@@ -89,10 +97,7 @@ class RowFitter:
         if bool(scale.isfinite().all()):
             return
         if not bool(weight.isfinite().all()):
-            raise VQFormatError(
-                f"{self.where} holds NaN or infinity, so it cannot be quantized. Check the "
-                "checkpoint, or add the module to VQConfig(modules_to_not_convert=[...])."
-            )
+            raise not_finite(self.where)
         raise VQFormatError(
             f"{self.where} has weights too large for fp16 scales. "
             "Add the module to VQConfig(modules_to_not_convert=[...])."

@@ -10,6 +10,8 @@ changed: it may run with a `VQCache` in one thread and without one in another.
     flash            of padding; None is causal where flash would compute in the query's dtype
     eager            additive; None is all      if it equals `vq` on random numbers and no
                                                 attention weights are requested
+    flex             a block mask               never: it gets decoded keys, as its compiler cannot
+                                                trace a tensor that decodes itself
     all others       unknown                    never: they decode the codes
 
 Dropout, a position bias and gradients need decoded keys in all of them.
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..cache import LazyKV, is_coded
@@ -58,6 +61,8 @@ def choose_by_cache(get_interface: Callable[..., Attention]) -> Callable[..., At
             return _sdpa
         if found is flash_attention_forward:
             return _flash
+        if found is flex_attention_forward:
+            return _flex
         return functools.partial(_eager, found) if found is default else found
 
     return chosen
@@ -108,6 +113,16 @@ def _flash(*args: Any, **kwargs: Any) -> Result:
             if out is not None:
                 return out, None
     result: Result = flash_attention_forward(*args, **kwargs)
+    return result
+
+
+def _flex(*args: Any, **kwargs: Any) -> Result:
+    """`flex_attention_forward` with decoded keys and values."""
+    call = _on_codes(args, kwargs)
+    if call is not None and type(call[0][2]) is LazyKV:
+        (module, query, key, value, mask), kwargs = call
+        args = module, query, key.decode(), value.decode(), mask
+    result: Result = flex_attention_forward(*args, **kwargs)
     return result
 
 

@@ -6,11 +6,12 @@ The calibration itself is in `hf_vq/calibration`, a layer above this one.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..errors import VQConfigError, shown
+from ..errors import VQCalibrationError, VQConfigError, shown
 from ..formats.catalog import LinearScheme, weight_scheme
 from ..formats.qoq import QoQScheme
 
@@ -44,6 +45,8 @@ back as GPTQ does (`fit/qoq_calibrated.py`)."""
 
 TOKENS = 1 << 17
 """Tokens to calibrate on, unless `tokens` says so."""
+
+_TEXTS = (".txt", ".md", ".rst", ".json", ".jsonl", ".csv", ".xml", ".html")  # suffixes of files
 
 FINETUNE = ("block", "model")
 
@@ -177,6 +180,25 @@ def check_activations(activations: object) -> str | list[Any] | None:
             f"{shown(activations)}."
         )
     return rows
+
+
+def check_text(source: object) -> None:
+    """Raise if a text is named like a file, and there is none: a data set has another name.
+
+    Raises:
+        VQCalibrationError: there is no such file.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return
+    path = Path(source)
+    is_path = (
+        path.is_absolute() or path.suffix in _TEXTS or os.fspath(source).startswith((".", "~"))
+    )
+    if is_path and not path.expanduser().exists():
+        raise VQCalibrationError(
+            f"the text {shown(str(path))} does not exist. Give a UTF-8 file, a data set as "
+            f"NAME[:CONFIG[:SPLIT]], {SHIPPED!r} for the text of the package, or {OWN_WORDS!r}."
+        )
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int:

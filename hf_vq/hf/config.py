@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,16 +24,27 @@ from .calibration_options import (
     check_activations,
     check_calibration,
     check_int,
+    check_text,
     with_transforms,
 )
 from .module_patterns import check_pattern, matches
 
-QUANT_METHOD = "vq"
+QUANT_METHOD = "hf_vq"
+"""The only word of a checkpoint that Transformers shows to people without the package."""
+
+QUANT_METHODS = (QUANT_METHOD, "vq")
+"""Methods that are read; "vq" is that of files from before 27 November 2026."""
+
 FORMAT_VERSION = 4
 """The newest that is read. 1 has one scheme; 2 has `layers` or `layouts`; 3 has QoQ's format."""
 
 CANDIDATES = ("vq-2", "vq-3", "vq-4")
+_OF_BITS = (
+    "turboquant-1", "vq-2", "vq-3", "vq-4",
+    *(f"turboquant-{bits}" for bits in (5, 6, 7, 8)),
+)  # fmt: skip
 _LARGEST_SEED = 2**31 - 1
+_MOST_BITS = 16
 _ADVISE = {False: 3.5, True: 2.5}  # bits per weight, without and with activations
 
 
@@ -44,7 +56,8 @@ class VQConfig(QuantizationConfigMixin):
     Args:
         scheme: a name (`WEIGHT_SCHEMES` and `QOQ_SCHEMES` of `hf_vq.formats.catalog`), a spec
             string, a dict of fields, a `VQScheme` or a `QoQScheme`; None is `vq-4`.
-        bits: 4, 3 or 2, short for the schemes `vq-4`, `vq-3` and `vq-2`.
+        bits: 2, 3 or 4, short for the schemes `vq-2`, `vq-3` and `vq-4`; 1 and 5 to 8 for
+            `turboquant-1` and so on.
         layers: other schemes for some layers, {entry: scheme}; an entry is one as in
             `modules_to_not_convert`, and the first that matches counts. Of a quantized model, the
             layers' full names and spec strings.
@@ -84,7 +97,7 @@ class VQConfig(QuantizationConfigMixin):
             it reads the same integers.
         layouts: storage of layers that another project quantized and no scheme can store, by name;
             written by `hf_vq.adopt` and `hf-vq convert`.
-        quant_method: always `vq`.
+        quant_method: `hf_vq`, or `vq` in older files.
         format_version: version of the storage format.
         provenance: written by hf_vq: versions, the error of every layer, hashes of the codebooks.
 
@@ -127,6 +140,11 @@ class VQConfig(QuantizationConfigMixin):
     ) -> None:
         patches.apply(patches.CONFIG)
         _check_version(format_version)
+        if foreign := [name for name in unknown if name.startswith(("load_in_", "bnb_"))]:
+            raise VQConfigError(
+                f"{foreign[0]} is an argument of BitsAndBytesConfig. Write VQConfig(bits=4), or "
+                'VQConfig("vq-4").'
+            )
         if unknown:
             raise VQConfigError(
                 f"VQConfig has no argument {', '.join(map(repr, sorted(unknown)))}. Known: scheme, "
@@ -134,14 +152,14 @@ class VQConfig(QuantizationConfigMixin):
                 "calibration, activations, pass2, embeddings. If config.json holds it, "
                 "a newer hf_vq wrote the file: pip install -U hf_vq."
             )
-        if quant_method != QUANT_METHOD:
+        if quant_method not in QUANT_METHODS:
             raise VQConfigError(
                 f"quant_method must be {QUANT_METHOD!r}; got {shown(quant_method)}. "
                 "The checkpoint belongs to another library."
             )
         if target_bits is not None:
             self.candidates = _check_candidates(candidates)
-            self.target_bits = _check_target(target_bits, self.candidates)
+            self.target_bits = _check_target(target_bits, self.candidates, _stored)
             calibration = OWN_WORDS if calibration is None else calibration
             if scheme is None and bits is None:
                 scheme = _below(self.target_bits, self.candidates)
@@ -157,6 +175,9 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(f"search must be one of {known}; got {shown(search)}.")
         self.search = search
         self.calibration = check_calibration(calibration)
+        if provenance is None and not _stored:  # else it is the name of a text, kept as a record
+            check_text((self.calibration or {}).get("text"))
+            check_text(activations)
         # Of a model that is quantized already, what the file names; with calibration, nothing.
         if activations is not None and calibration is not None:
             raise VQConfigError(
@@ -297,6 +318,32 @@ class VQConfig(QuantizationConfigMixin):
         return super().from_dict({**config_dict, "_stored": True}, return_unused_kwargs, **kwargs)
 
 
+def quantization_of(model: Any) -> VQConfig:
+    """The config of a quantized model: of one of Transformers in its config, else its own.
+
+    Raises:
+        VQConfigError: the model was not quantized as a whole; names the part that was.
+    """
+    found = _config_of(model)
+    if found is None:
+        part = quantized_part(model)
+        cure = "give the whole" if part is None else f"give its part {part}"
+        raise VQConfigError(f"hf_vq did not quantize this {type(model).__name__} itself: {cure}.")
+    return found
+
+
+def quantized_part(model: Any) -> str | None:
+    """Name of the first module inside of a model that was quantized by itself; None if none was."""
+    return next((n for n, part in model.named_modules() if n and _config_of(part)), None)
+
+
+def _config_of(model: Any) -> VQConfig | None:
+    found = vars(model).get("quantization_config")
+    if found is None:
+        found = getattr(getattr(model, "config", None), "quantization_config", None)
+    return found if isinstance(found, VQConfig) else None
+
+
 _warned: set[str] = set()
 
 
@@ -321,7 +368,9 @@ def _check_scheme(
 ) -> LinearScheme:
     if bits is None:
         return linear_scheme("vq-4" if scheme is None else scheme)
-    short = linear_scheme(f"vq-{check_int('bits', bits, 2, 4)}")
+    if isinstance(bits, str) and (number := re.fullmatch(r"(?:int|fp)?(\d)[-_ ]?(?:bits?)?", bits)):
+        raise VQConfigError(f"bits must be an integer: write bits={number[1]}; got {shown(bits)}.")
+    short = linear_scheme(_OF_BITS[check_int("bits", bits, 1, len(_OF_BITS)) - 1])
     if scheme is not None and linear_scheme(scheme) != short:
         raise VQConfigError(f"VQConfig got both scheme={shown(scheme)} and bits={bits}: give one.")
     return short
@@ -402,14 +451,21 @@ def _check_candidates(candidates: object) -> list[str]:
     return [scheme_name(scheme) or scheme.spec() for scheme in schemes]
 
 
-def _check_target(target: object, candidates: list[str]) -> float:
+def _check_target(target: object, candidates: list[str], stored: bool) -> float:
     least = min(linear_scheme(name).bits() for name in candidates)
     if isinstance(target, bool) or not isinstance(target, (int, float)):
         raise VQConfigError(f"target_bits must be a number; got {shown(target)}.")
-    if not least <= target <= 16:
+    most = max(linear_scheme(name).bits() for name in candidates)
+    if not least <= target <= _MOST_BITS:
         raise VQConfigError(
             f"target_bits must be at least {least:g}, the least that {', '.join(candidates)} "
-            f"store, and at most 16; got {shown(target)}. Give other candidates."
+            f"store, and at most {_MOST_BITS}; got {shown(target)}. Give other candidates."
+        )
+    if target >= most and not stored:
+        top = max(candidates, key=lambda name: linear_scheme(name).bits())
+        raise VQConfigError(
+            f"target_bits={target:g} leaves nothing to choose: {top} has the most bits of the "
+            f"candidates, {most:g}. Write VQConfig({top!r}), or give candidates with more."
         )
     return float(target)
 

@@ -1,4 +1,7 @@
-"""`hf_vq.explain`: which kernel runs for each layer and its cache, and why not a faster one."""
+"""`hf_vq.explain`: which kernel runs for each layer and its cache, and why not a faster one.
+
+`warn_of_slow_layers` says once that layers are slower than dense ones.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from .. import dispatch
+from .. import dispatch, env
 from ..cache import VQCache, VQCacheLayer
 from ..dispatch import Problem, Verdict, bucket
+from ..formats.catalog import linear_scheme, scheme_name
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.replace import vq_modules
@@ -20,6 +25,10 @@ from ..ops.kv import GROWING, STATIC
 from ..ops.layout import layouts_for
 from ..ops.library import append_problem, attention_problem, static_append_problem
 from . import step
+
+logger = logging.get_logger("hf_vq")
+
+_FAST = ("vq-2", "vq-3", "vq-4", "turboquant-4", "turboquant-4+4")  # have kernels on most devices
 
 SIZES = {
     "kv_append": ("num_new", "head_dim"),
@@ -47,6 +56,14 @@ class Row:
         """Name of the entry that runs, or `none`."""
         return next((v.entry.name for v in self.verdicts if v.chosen), "none")
 
+    @property
+    def is_slow(self) -> bool:
+        """True if the problem is one token, and a dense layer would take less time."""
+        chosen = next((v.entry for v in self.verdicts if v.chosen), None)
+        if chosen is None or getattr(self.problem, "tokens", 0) != 1:
+            return False
+        return chosen.implementation.is_slow(self.problem)
+
 
 class Explanation(list[Row]):
     """The rows of `explain`; printing it shows a table.
@@ -56,6 +73,23 @@ class Explanation(list[Row]):
     """
 
     step = ""
+
+    @property
+    def summary(self) -> str:
+        """One sentence on the layers."""
+        layers = [row for row in self if row.problem.op.endswith("linear")]
+        total = sum(len(row.layers) for row in layers)
+        slow = [row for row in layers if row.is_slow]
+        if not slow:
+            return f"All {total} layers run on their codes." if total else "No layer holds codes."
+        count, device = sum(len(row.layers) for row in slow), slow[0].problem.device
+        names = ", ".join(dict.fromkeys(map(_name, slow)))
+        cures = [cure for row in slow if (cure := _faster(row.problem))]
+        cure = f" {' and '.join(dict.fromkeys(cures))} would not." if cures else ""
+        return (
+            f"{count} of {total} layers decode their weight at every call, and are slower than "
+            f"dense ones on {device}: {names}.{cure}"
+        )
 
     def __str__(self) -> str:
         return "\n".join(filter(None, (self._table(), self.step)))
@@ -75,7 +109,7 @@ class Explanation(list[Row]):
             size = " x ".join(str(getattr(row.problem, name)) for name in names)
             lines.append((shown, row.problem.op, size, row.kernel, "; ".join(reasons)))
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        return "\n".join(
+        return f"{self.summary}\n\n" + "\n".join(
             "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4]])
             for line in lines
         )
@@ -120,6 +154,36 @@ def explain(
         how = "one call of libhf_vq_cpu" if reason is None else f"PyTorch, because {reason}"
         found.step = f"decoding step: {how}"
     return found
+
+
+def _name(row: Row) -> str:
+    spec = getattr(row.problem, "scheme", None)
+    return "codes of another project" if spec is None else scheme_name(linear_scheme(spec)) or spec
+
+
+def _faster(problem: Any) -> str | None:
+    """The scheme of the most similar size whose layers would not be slow; None if none is known."""
+    if not isinstance(problem, dispatch.LinearProblem):
+        return None
+    bits = linear_scheme(problem.scheme).bits()
+    for name in sorted(_FAST, key=lambda name: abs(linear_scheme(name).bits() - bits)):
+        same = problem._replace(scheme=linear_scheme(name).spec())
+        if not dispatch.select(same).implementation.is_slow(same):
+            return name
+    return None
+
+
+_warned: set[str] = set()
+
+
+def warn_of_slow_layers(model: nn.Module) -> None:
+    """Say once that layers of a model are slower, where they are, than dense ones would be."""
+    if env.BACKEND.get():  # somebody chose the kernels
+        return
+    found = explain(model)
+    if any(row.is_slow for row in found) and found.summary not in _warned:
+        _warned.add(found.summary)
+        logger.warning("hf_vq: %s", found.summary)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, VQLinear | VQExperts]]:

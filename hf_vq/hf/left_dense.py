@@ -1,4 +1,5 @@
-"""Layers that stay dense without being named: heads, and what codes cannot replace."""
+"""The layers of a dense model that become codes, and those that stay dense without being named:
+heads, and what codes cannot replace."""
 
 from __future__ import annotations
 
@@ -17,14 +18,64 @@ from transformers.utils import logging
 from ..errors import VQConfigError, VQSchemeError
 from ..formats.catalog import LinearScheme
 from ..nn.replace import candidates, check_fits
+from .calibration_options import choices
 from .checkpoint.new_parts import is_outside
+from .config import VQConfig
+from .module_patterns import check_entries, matches
 
 logger = logging.get_logger("hf_vq")
 
-_NOT_FORWARD = ("__init__", "_init", "init", "reset", "tie", "_tie", "set_", "resize", "_resize")
+_NOT_FORWARD = (
+    "__init__",
+    "_init",
+    "init",
+    "reset",
+    "tie",
+    "_tie",
+    "set_",
+    "resize",
+    "_resize",
+    "fuse_projections",
+)
 _RARE = ("pretraining_tp",)  # conditions under which other code than usual runs
 _NEVER = ("_is_quantized",)  # conditions that hold for a quantized model
 _TRAINS_ALL = ("mamba_inner_fn", "split_conv1d_scan_combined")  # kernels for all weights
+
+
+def choose_layers(
+    model: nn.Module, config: VQConfig, defaults: Iterable[str], exact: Iterable[str] = ()
+) -> dict[str, LinearScheme]:
+    """Schemes of the layers to quantize, by name.
+
+    Writes the layers that stay dense, and those with another scheme than the default, to `config`.
+
+    Args:
+        defaults: entries as in `modules_to_not_convert`, of layers that stay dense in any case.
+        exact: names of more such layers.
+
+    Raises:
+        VQConfigError: an entry of `config` matches no layer, or experts in an unknown layout.
+        VQSchemeError: no layer fits its scheme, or one that `layers` names does not.
+    """
+    names = [name for name, _ in candidates(model)]
+    entries = config.modules_to_not_convert or []
+    modules = [name for name, _ in model.named_modules() if name]
+    check_entries("modules_to_not_convert", entries, modules, model)
+    skips, kept = [*entries, *defaults], set(exact)
+    left = [n for n in names if n in kept or any(matches(n, entry) for entry in skips)]
+    config.modules_to_not_convert = sorted({*entries, *left})
+    wanted = {name: config.scheme_of(name) for name in names if name not in left}
+    if config.layers is not None:
+        check_entries("layers", config.layers, list(wanted), model)
+        requested = {name: scheme for name in wanted if (scheme := config.asked_of(name))}
+        if config.target_bits is None:
+            requested = {name: s for name, s in requested.items() if s != config.vq_scheme}
+        config.use({name: scheme.spec() for name, scheme in requested.items()})
+    schemes = {name: tuple(choices(config, name)) or (s,) for name, s in wanted.items()}
+    named = [name for name in wanted if config.asked_of(name) is not None]
+    misfits = leave_misfits(model, schemes, named)
+    config.modules_to_not_convert = sorted({*config.modules_to_not_convert, *misfits})
+    return {name: scheme for name, scheme in wanted.items() if name not in misfits}
 
 
 def task_heads(model: Any) -> list[str]:
@@ -137,8 +188,8 @@ def leave_misfits(
         share = sum(sizes[name] for name in why) / sum(sizes.values())
         logger.warning(
             "hf_vq: %d of %d layers (%.1f %% of their weights) stay dense, because the scheme does "
-            "not fit them: %s. To be silent about them, add them to "
-            "VQConfig(modules_to_not_convert=[...]).",
+            "not fit them, or they have hooks or parts that codes would lose: %s. To be silent "
+            "about them, add them to VQConfig(modules_to_not_convert=[...]).",
             len(why), len(wanted), 100 * share, _listed(why, modules),
         )  # fmt: skip
     return list(why)

@@ -138,29 +138,43 @@ class Quantize(ConversionOps):
             )
         self.progress.start(prefix)
         shown = name if isinstance(module, VQExperts) else prefix
-        fitted, error, energy = [], 0.0, 0.0
-        for matrix in module.matrices(attribute, dense):
-            found = fit_weight(
-                matrix,
-                module.scheme,
-                seed=self.config.seed,
-                where=shown,
-                search=self.config.search,
-            )
-            norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
-            error, energy = error + found.relative_error * norm, energy + norm
-            fitted.append(found.tensors)
-        self.errors[shown] = float(f"{error / energy if energy else 0.0:.4g}")
+        fitted, self.errors[shown] = encode(module, attribute, dense, self.config, shown)
         for stored, tensor in module.begin_load(attribute, fitted).items():
             kept = nn.Parameter(tensor.contiguous(), requires_grad=False)
             yield f"{prefix}.{stored}", kept
         self.progress.done()
 
 
+def encode(
+    module: VQLinear | VQExperts, weight: str, dense: Tensor, config: VQConfig, where: str
+) -> tuple[list[dict[str, Tensor]], float]:
+    """Encode one dense tensor of a layer without data.
+
+    Args:
+        module: the empty module that will store it.
+        weight: name of the tensor in the layer.
+        where: name of the layer, for errors.
+
+    Returns:
+        The stored tensors by key of each of its matrices, and the relative error of all together:
+        squared error over squared norm.
+    """
+    fitted, error, energy = [], 0.0, 0.0
+    for matrix in module.matrices(weight, dense):
+        found = fit_weight(
+            matrix, module.scheme, seed=config.seed, where=where, search=config.search
+        )
+        kind = torch.promote_types(matrix.dtype, torch.float32)
+        norm = float(torch.linalg.vector_norm(matrix, dtype=kind)) ** 2
+        error, energy = error + found.relative_error * norm, energy + norm
+        fitted.append(found.tensors)
+    return fitted, float(f"{error / energy if energy else 0.0:.4g}")
+
+
 def settle(model: nn.Module) -> None:
     """Give the codes of a model that was just quantized their name, offloaded ones too."""
     for prefix, module in vq_modules(model).items():
-        if not isinstance(module, VQLinear):
+        if not isinstance(module, VQLinear) or LOADING not in module._parameters:
             continue
         module.finish_load()
         if (hook := hook_of(module)) is not None:

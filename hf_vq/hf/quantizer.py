@@ -1,4 +1,4 @@
-"""The quantizer that Transformers calls while it loads a model with `quant_method: "vq"`."""
+"""The quantizer that Transformers calls while it loads a model with `quant_method: "hf_vq"`."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ from ..nn.replace import (
 from .calibration_options import choices
 from .checkpoint import headers as stored_files
 from .checkpoint.atomic_dir import check_whole
-from .checkpoint.conversions import dense_conversions, renamer
+from .checkpoint.conversions import conversions_of, dense_conversions, renamer
 from .checkpoint.expert_names import list_stored_experts
 from .checkpoint.integrity import check, is_variant, take_record
 from .checkpoint.new_parts import is_new, is_outside
 from .checkpoint.provenance import record
 from .checkpoint.save import install_saving, remove_saving
-from .config import QUANT_METHOD, VQConfig
+from .config import QUANT_METHODS, VQConfig
 from .embeddings import check_embedding, replace_embedding, restore_embedding
+from .explain import warn_of_slow_layers
 from .fused_activations import fuse_inputs, separate_inputs
-from .left_dense import leave_misfits, task_heads, weights_read
-from .module_patterns import check_entries, check_pass2, matches
+from .in_memory.encode import encode_layers, nothing_to_quantize
+from .left_dense import choose_layers, task_heads, weights_read
+from .module_patterns import check_pass2, matches
 from .quantize_op import Progress, Quantize, bytes_per_weight, settle
 from .residual import leave_out_pass2, place_pass2
 from .tensor_parallel import ranks, split_plan
@@ -89,16 +91,8 @@ class VQHfQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
         config = self.quantization_config
-        if not self.pre_quantized and config.leaves_out_second_passes():
-            raise VQConfigError(
-                'pass2="absent" is for a model that was saved with two passes. To quantize with '
-                "one pass, use the scheme turboquant-4."
-            )
-        if not self.pre_quantized and ranks(model) > 1:
-            raise VQConfigError(
-                "a model cannot be quantized while it is split over devices: quantize and save it "
-                "on one device first, then load the result with tensor parallelism."
-            )
+        if not self.pre_quantized:
+            self._check_dense(model)
         if ranks(model) > 1 and not hasattr(HfQuantizer, "update_parallel_plan"):
             raise VQConfigError("tensor parallelism needs a newer Transformers: 5.23 or later.")
         for folder in {os.path.dirname(file) for file in checkpoint_files or []}:
@@ -112,17 +106,10 @@ class VQHfQuantizer(HfQuantizer):
                     self._recorded = None
             integers = [n for n, e in self._checkpoint.entries.items() if not e.is_float]
             list_stored_experts(model, integers, self._expert)
-        wanted = self._wanted_stored(model) if self.pre_quantized else self._wanted_dense(model)
-        if wanted and not self.pre_quantized:
-            self._check_what_comes_last(model, wanted)
-        if config.calibration is not None and not self.pre_quantized and wanted:
-            self._calibration = load(_CALIBRATION)(model, wanted, config, checkpoint_files or [])
-        elif config.activations is not None and not self.pre_quantized and wanted:
-            read = {n: scheme for n, scheme in wanted.items() if not is_new(model, n)}
-            self._calibration = self._activation_pass(model, read, checkpoint_files or [], kwargs)
-        if self._calibration is not None:
-            for name in self._calibration.names:  # their weights are loaded dense
-                del wanted[name]
+        if self.pre_quantized:
+            wanted = self._wanted_stored(model)
+        else:
+            wanted = self._wanted_dense(model, checkpoint_files or [], kwargs.get("device_map"))
         if self.pre_quantized:
             self._place_published(model, wanted)
             if config.embeddings is not None:
@@ -134,10 +121,7 @@ class VQHfQuantizer(HfQuantizer):
             model, wanted.get, seed=config.seed, keep_dense=not self.pre_quantized
         )
         if not modules and self._calibration is None and not vq_modules(model):
-            raise VQConfigError(
-                f"{type(model).__name__} has no layer to quantize: all are in "
-                f"modules_to_not_convert={config.modules_to_not_convert} or of unknown kinds."
-            )
+            raise nothing_to_quantize(model, config)
         for name, module in vq_modules(model).items():
             # Their tensors come from a file or from quantization, never from a random generator.
             module._is_hf_initialized = True  # type: ignore[assignment]
@@ -156,18 +140,62 @@ class VQHfQuantizer(HfQuantizer):
             self.progress = Progress(f"Quantizing to {config.scheme_name}", total)
         return model
 
+    def _check_dense(self, model: Any) -> None:
+        """Raise if a dense model cannot be quantized with these options."""
+        if self.quantization_config.leaves_out_second_passes():
+            raise VQConfigError(
+                'pass2="absent" is for a model that was saved with two passes. To quantize with '
+                "one pass, use the scheme turboquant-4."
+            )
+        if ranks(model) > 1:
+            raise VQConfigError(
+                "a model cannot be quantized while it is split over devices: quantize and save it "
+                "on one device first, then load the result with tensor parallelism."
+            )
+
+    def _wanted_dense(
+        self, model: Any, files: list[str], device_map: Any
+    ) -> dict[str, LinearScheme]:
+        """Schemes of the layers to encode without data, by name; prepares the calibration, or the
+        pass over tokens, that encodes the others."""
+        config, exact = self.quantization_config, [*task_heads(model), *weights_read(model)]
+        wanted = choose_layers(model, config, self._patterns_left(model), exact)
+        if not wanted:
+            return wanted
+        self._check_what_comes_last(model, wanted)
+        if config.calibration is not None:
+            self._calibration = load(_CALIBRATION)(model, wanted, config, files)
+        elif config.activations is not None:
+            read = {name: s for name, s in wanted.items() if not files or not is_new(model, name)}
+            self._calibration = self._activation_pass(model, read, files, device_map)
+        names = () if self._calibration is None else self._calibration.names
+        return {name: scheme for name, scheme in wanted.items() if name not in names}
+
     def _activation_pass(
-        self, model: Any, wanted: Mapping[str, LinearScheme], files: list[str], loading: Any
+        self, model: Any, wanted: Mapping[str, LinearScheme], files: list[str], device_map: Any
     ) -> Any:
         """The pass over tokens before layers are encoded; None where the model cannot run."""
         config, kind = self.quantization_config, load(_ACTIVATIONS)
-        why = kind.obstacle(model, wanted, loading.get("device_map"))
+        why = kind.obstacle(model, wanted, device_map)
         if why is None:
             return kind(model, wanted, config, files)
         config.activations = None
         if why:
             logger.warning("hf_vq: the layers are quantized without activations: %s.", why)
         return None
+
+    def quantize(self, model: Any) -> None:
+        """Quantize a model whose weights are in memory, in place: `hf_vq.quantize_model`."""
+        self._check_dense(model)
+        wanted = self._wanted_dense(model, [], getattr(model, "hf_device_map", None))
+        if not wanted and self._calibration is None:
+            raise nothing_to_quantize(model, self.quantization_config)
+        encode_layers(model, wanted, self.quantization_config, self.progress, self.errors)
+        model.is_quantized, model.hf_quantizer = True, self
+        model.quantization_method = self.quantization_config.quant_method
+        for plan in (model.tp_plan, model.ep_plan):
+            self.update_parallel_plan(model, plan)
+        self.postprocess_model(model)
 
     def _check_what_comes_last(self, model: Any, wanted: Mapping[str, LinearScheme]) -> None:
         """Raise now if a step that follows the encoding of all layers cannot be done."""
@@ -203,32 +231,6 @@ class VQHfQuantizer(HfQuantizer):
                 with torch.device("meta"):
                     new = PublishedLinear(layout, size, source.bias is not None, **about)
                 model.set_submodule(name, new.train(source.training))
-
-    def _wanted_dense(self, model: Any) -> dict[str, LinearScheme]:
-        """Schemes of the layers to quantize, by name.
-
-        Writes the skipped layers and those with another scheme than the default to the config.
-        """
-        config = self.quantization_config
-        names = [name for name, _ in candidates(model)]
-        entries = config.modules_to_not_convert or []
-        modules = [name for name, _ in model.named_modules() if name]
-        check_entries("modules_to_not_convert", entries, modules, model)
-        skips = [*entries, *self._default_skips(model)]
-        left = [name for name in names if any(matches(name, entry) for entry in skips)]
-        config.modules_to_not_convert = sorted({*entries, *left})
-        wanted = {name: config.scheme_of(name) for name in names if name not in left}
-        if config.layers is not None:
-            check_entries("layers", config.layers, list(wanted), model)
-            requested = {name: scheme for name in wanted if (scheme := config.asked_of(name))}
-            if config.target_bits is None:
-                requested = {name: s for name, s in requested.items() if s != config.vq_scheme}
-            config.use({name: scheme.spec() for name, scheme in requested.items()})
-        schemes = {name: tuple(choices(config, name)) or (s,) for name, s in wanted.items()}
-        named = [name for name in wanted if config.asked_of(name) is not None]
-        misfits = leave_misfits(model, schemes, named)
-        config.modules_to_not_convert = sorted({*config.modules_to_not_convert, *misfits})
-        return {name: scheme for name, scheme in wanted.items() if name not in misfits}
 
     def _leave_dense(self, model: Any, name: str) -> bool:
         """Put the dense layer of a head back: the checkpoint lacks its weight, or has another size.
@@ -276,10 +278,13 @@ class VQHfQuantizer(HfQuantizer):
         starts = tuple(f"{start}{name}.{'vq_' if codes else ''}" for start in ("", prefix))
         return any(entry.startswith(starts) for entry in self._checkpoint.entries)
 
-    def _default_skips(self, model: Any) -> list[str]:
+    def _patterns_left(self, model: Any) -> list[str]:
         kept = list(model._keep_in_fp32_modules or ())
         skips: list[str] = self.get_modules_to_not_convert(model, None, kept)
-        return [*skips, *task_heads(model), *weights_read(model)]
+        return skips
+
+    def _default_skips(self, model: Any) -> list[str]:
+        return [*self._patterns_left(model), *task_heads(model), *weights_read(model)]
 
     def _watch_missing(self, model: Any) -> None:
         """Check for missing tensors just before Transformers fills them with random numbers."""
@@ -390,11 +395,11 @@ class VQHfQuantizer(HfQuantizer):
             leave_out_pass2(model, self._cut)
         if config.pass2 is not None:
             place_pass2(model, config.pass2)
-        used = getattr(model, "_weight_conversions", None) or []
-        model._weight_conversions = dense_conversions(used, model, reverse=True)
+        model._weight_conversions = dense_conversions(conversions_of(model), model, reverse=True)
         self._checkpoint = self._model = None
         self._heads = {}
         fuse_inputs(model)
+        warn_of_slow_layers(model)
         install_saving(model)
         # PEFT's prepare_model_for_kbit_training knows libraries by name. To this name it turns
         # checkpointing on, and leaves the dtype of scales alone. Nobody else reads it.
@@ -405,14 +410,7 @@ class VQHfQuantizer(HfQuantizer):
         """The state dict to save, with each tensor that layers share once, and its metadata."""
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}
-        state: dict[str, Tensor] = dict(model.state_dict())
-        for prefix, module in vq_modules(model).items():
-            for attribute, spec in module.specs.items():
-                if spec.shared_name is None:
-                    name = f"{prefix}.{attribute}"
-                    state[name] = state[name].to(spec.dtype)
-                else:
-                    state[spec.shared_name] = module.stored(attribute).cpu()
+        state = stored_files.stored_state(model, model.state_dict())
         return state, digests.room(state)  # for what `save_pretrained` writes there
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
@@ -452,10 +450,19 @@ def _is_offloaded(module: torch.nn.Module) -> bool:
 
 
 def register() -> None:
-    """Tell Transformers about `quant_method: "vq"`; may be called again, e.g. after a reload."""
+    """Tell Transformers, and diffusers once imported, about `quant_method: "hf_vq"`; may be called
+    again, e.g. after a reload."""
     for table, add, kind in (
         (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.register_quantization_config, VQConfig),
         (auto.AUTO_QUANTIZER_MAPPING, auto.register_quantizer, VQHfQuantizer),
     ):
-        table.pop(QUANT_METHOD, None)  # of hf_vq_autoload, or of an earlier call
-        add(QUANT_METHOD)(kind)
+        for method in QUANT_METHODS:
+            table.pop(method, None)  # of hf_vq_autoload, or of an earlier call
+            add(method)(kind)
+    patches.when_imported("diffusers.quantizers.auto", _register_with_diffusers)
+
+
+def _register_with_diffusers() -> None:
+    from .in_memory.diffusers_quantizer import register
+
+    register()

@@ -19,7 +19,7 @@ from ..nn.quantized_module import digest
 from ..nn.replace import vq_modules
 from ..nn.residual_offload import place
 from .checkpoint import headers as stored_files
-from .config import VQConfig
+from .config import VQConfig, quantization_of
 from .embeddings import put_module
 from .module_patterns import check_entries
 from .tensor_parallel import ranks
@@ -36,7 +36,7 @@ def place_pass2(model: Any, pass2: str | dict[str, str] | None) -> None:
     Raises:
         VQConfigError: an unknown policy, an entry without layers, or a model without second passes.
     """
-    config: VQConfig = model.config.quantization_config
+    config = quantization_of(model)
     requested = VQConfig(config.vq_scheme, pass2=pass2, provenance={})
     if requested.leaves_out_second_passes():
         raise VQConfigError(
@@ -76,7 +76,7 @@ def leave_out_pass2(model: Any, layers: list[str]) -> None:
     Raises:
         VQConfigError: there are none.
     """
-    config: VQConfig = model.config.quantization_config
+    config = quantization_of(model)
     if not layers:
         raise VQConfigError(
             f"no layer of {type(model).__name__} that pass2 names has a second pass to leave out."
@@ -98,7 +98,7 @@ def merge_passes(model: Any, bits: int | None = None) -> None:
     Raises:
         VQConfigError: no layer has two passes, a layer is offloaded, or bits are not 1 to 8.
     """
-    config: VQConfig = model.config.quantization_config
+    config = quantization_of(model)
     modules = _two_passes(model)
     if not modules:
         raise VQConfigError(f"no layer of {type(model).__name__} has two passes to merge.")
@@ -165,7 +165,7 @@ def _merged(
 def describe(model: Any, changed: list[str]) -> None:
     """Record the present schemes of a model's layers in the config, and drop the measured errors of
     the changed ones."""
-    config: VQConfig = model.config.quantization_config
+    config = quantization_of(model)
     schemes = {name: module.scheme for name, module in _of_schemes(model).items()}
     if config.vq_scheme not in schemes.values() and changed:
         config.scheme = schemes[changed[0]].to_dict()

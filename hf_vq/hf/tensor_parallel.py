@@ -27,7 +27,7 @@ _CURE = 'Load it with device_map="auto", or on one device.'
 
 def ranks(model: Any) -> int:
     """Number of devices that will share each layer."""
-    config = getattr(model.config, "distributed_config", None)
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
     return int(getattr(config, "tp_size", None) or 1)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ..errors import VQSchemeError
+from ..errors import VQConfigError, VQSchemeError
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from ..formats.tensors import tensor_specs
 from .experts import VQExperts, expert_class, holds_experts
 from .linear import VQLinear
 from .w4a8_linear import W4A8Linear
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARTS = ("_parameters", "_buffers", "_modules")
 
 
 def convertible(module: nn.Module) -> bool:
@@ -69,25 +72,92 @@ def linear_class(scheme: LinearScheme) -> type[VQLinear]:
     return W4A8Linear if isinstance(scheme, QoQScheme) else VQLinear
 
 
-def check_fits(module: nn.Module, scheme: LinearScheme, *, where: str) -> None:
-    """Raise if a scheme cannot store a candidate.
+def left_out(module: nn.Module) -> str | None:
+    """What a VQ module in the place of a candidate would leave out without a word; None if nothing.
+
+    accelerate's hook moves to the new module, and is none of these.
+    """
+    own, kept = vars(module), {"weight", "bias"}
+    if any(own[kind] for kind in _HOOKS):
+        return "hooks"
+    if "forward" in own and "_hf_hook" not in own:
+        return "a replaced forward"
+    if holds_experts(module):
+        return None
+    more = [name for part in _PARTS for name in own[part] if name not in kept]
+    if more:
+        return f"{more[0]!r} beside its weight and bias"
+    return None if "weight" in module._parameters else "a weight that is computed"
+
+
+def weight_names(module: nn.Module, where: str) -> list[str]:
+    """Names of the parameters of a candidate that become codes.
 
     Raises:
-        VQSchemeError: a size does not fit the scheme.
         VQConfigError: experts in an unknown layout.
     """
     if not holds_experts(module):
-        rows, columns = module.weight.shape  # type: ignore[misc]
-        sizes = {where: (rows, columns) if isinstance(module, nn.Linear) else (columns, rows)}
-    else:
-        layout, sizes = expert_class(module).layout_of(module, where), {}
-        for name in layout.names:
-            rows, columns = getattr(module, name).shape[-2:]
-            sizes[f"{where}.{name}"] = (columns, rows) if layout.is_transposed else (rows, columns)
-    for name, (out_features, in_features) in sizes.items():
+        return ["weight"]
+    return list(expert_class(module).layout_of(module, where).names)
+
+
+def check_fits(module: nn.Module, scheme: LinearScheme, *, where: str) -> None:
+    """Raise if a scheme cannot store a candidate, or codes are not all that it is.
+
+    Raises:
+        VQSchemeError: a size does not fit the scheme.
+        VQConfigError: experts in an unknown layout, or a layer with hooks or parts of its own.
+    """
+    if (what := left_out(module)) is not None:
+        raise VQConfigError(
+            f"{where} has {what}, which codes in its place would lose. Quantize first and add it "
+            "then, or leave the layer in modules_to_not_convert."
+        )
+    for name, (out_features, in_features) in _sizes(module, where).items():
         if not out_features * in_features:
             raise VQSchemeError(f"{name} has no weights. Add it to modules_to_not_convert.")
         tensor_specs(scheme, out_features, in_features, seed=0, where=name)
+
+
+def shared_names(model: nn.Module, schemes: Mapping[str, LinearScheme], seed: int) -> set[str]:
+    """Names in a checkpoint of the tensors that layers with these schemes share."""
+    return {
+        spec.shared_name
+        for layer, scheme in schemes.items()
+        for name, (rows, columns) in _sizes(model.get_submodule(layer), layer).items()
+        for spec in tensor_specs(scheme, rows, columns, seed=seed, where=name).values()
+        if spec.shared_name is not None
+    }
+
+
+def _sizes(module: nn.Module, where: str) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each matrix of a candidate, by name."""
+    if not holds_experts(module):
+        rows, columns = module.weight.shape  # type: ignore[misc]
+        return {where: (rows, columns) if isinstance(module, nn.Linear) else (columns, rows)}
+    layout, sizes = expert_class(module).layout_of(module, where), {}
+    for name in layout.names:
+        rows, columns = getattr(module, name).shape[-2:]
+        sizes[f"{where}.{name}"] = (columns, rows) if layout.is_transposed else (rows, columns)
+    return sizes
+
+
+def replacement(
+    module: nn.Module, scheme: LinearScheme, *, seed: int = 0, where: str
+) -> VQLinear | VQExperts:
+    """An empty VQ module, on the meta device, for a candidate; experts give up their parameters.
+
+    Raises:
+        VQSchemeError: a size does not fit the scheme; the message names the layer.
+        VQConfigError: experts in an unknown layout.
+    """
+    new: VQLinear | VQExperts
+    with torch.device("meta"):
+        if holds_experts(module):
+            new = expert_class(module)(module, scheme, seed=seed, where=where)
+        else:
+            new = linear_class(scheme).replacing(module, scheme, seed=seed, where=where)
+    return new.train(module.training)
 
 
 def replace_modules(
@@ -115,17 +185,11 @@ def replace_modules(
         scheme = scheme_of(name)
         if scheme is None:
             continue
-        new: VQLinear | VQExperts
         dense = dict(module._parameters)
-        with torch.device("meta"):
-            if holds_experts(module):
-                new = expert_class(module)(module, scheme, seed=seed, where=name)
-            else:
-                new = linear_class(scheme).replacing(module, scheme, seed=seed, where=name)
+        new = replacement(module, scheme, seed=seed, where=name)
         if keep_dense:
             for weight in new.weights():
                 new.register_parameter(weight, dense[weight])
-        new.train(module.training)
         model.set_submodule(name, new)
         replaced[name] = new
     return replaced

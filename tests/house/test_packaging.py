@@ -42,7 +42,7 @@ def test_kernels_is_never_our_import_name():
 def test_entry_points(installed):
     found = {(point.group, point.name): point.value for point in installed.entry_points}
     assert found == {
-        ("console_scripts", "hf-vq"): "hf_vq.cli:main",
+        ("console_scripts", "hf-vq"): "hf_vq_cli:main",
         ("torch.backends", "hf_vq"): "hf_vq_autoload:hook",
     }
 

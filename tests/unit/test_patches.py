@@ -17,7 +17,9 @@ LIBRARIES = ("transformers", "accelerate", "torch", "peft", "huggingface_hub", "
 ADDED = [
     "transformers.masking_utils.AttentionMaskInterface._global_mapping['vq']",
     "transformers.modeling_utils.AttentionInterface._global_mapping['vq']",
+    "transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING['hf_vq']",
     "transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING['vq']",
+    "transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING['hf_vq']",
     "transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING['vq']",
 ]
 

@@ -267,7 +267,7 @@ def decode(weight: StoredWeight) -> Tensor:
 def note(problem: dispatch.LinearProblem) -> str | None:
     """What to say of codes whose rows are decoded at every call."""
     scheme = VQScheme.parse(problem.scheme)
-    if matrix(scheme, problem.out_features, problem.in_features).has_kernel:
+    if not is_slow(problem):
         return None
     return (
         f"{scheme.notation()} has no kernel that multiplies with codes: its rows are decoded, "
@@ -275,5 +275,11 @@ def note(problem: dispatch.LinearProblem) -> str | None:
     )
 
 
-LINEAR = Implementation(linear, supports, bind, grouped=grouped, note=note)
+def is_slow(problem: dispatch.LinearProblem) -> bool:
+    """True if no kernel multiplies with the codes."""
+    scheme = VQScheme.parse(problem.scheme)
+    return not matrix(scheme, problem.out_features, problem.in_features).has_kernel
+
+
+LINEAR = Implementation(linear, supports, bind, grouped=grouped, note=note, is_slow=is_slow)
 DECODE = Implementation(decode, supports_decode)

@@ -212,6 +212,9 @@ def linear_many(x: Tensor, weight: PublishedWeight, bias: Tensor | None) -> Tens
 
 
 LINEAR = Implementation(
-    linear_few, weight_supports.vptq_linear, note=weight_supports.vptq_slower_than_dense
+    linear_few,
+    weight_supports.vptq_linear,
+    note=weight_supports.vptq_slower_than_dense,
+    is_slow=lambda problem: weight_supports.vptq_slower_than_dense(problem) is not None,
 )
 DECODED = Implementation(linear_many, weight_supports.vptq_decoded)

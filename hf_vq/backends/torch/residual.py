@@ -58,6 +58,12 @@ def note(problem: Split) -> str:
     return f"codes are merged at every call for {names}" if nested else f"passes run by {names}"
 
 
+def is_slow(problem: dispatch.LinearProblem) -> bool:
+    """True if a pass is, or if codes are merged at every call."""
+    nested = VQScheme.parse(problem.scheme).stages == "nested"
+    return nested or any(dispatch.select(one).implementation.is_slow(one) for one in asked(problem))
+
+
 def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.reference.linear`); each of passes that add up is rounded to x's dtype."""
     *before, last = split(weight)
@@ -115,5 +121,5 @@ def _byte_codes(codes: Tensor, bits: int, length: int) -> Tensor:
     return torch.stack(each, -1).flatten(-2)[..., :length]
 
 
-LINEAR = Implementation(linear, supports, note=note)
+LINEAR = Implementation(linear, supports, note=note, is_slow=is_slow)
 DECODE = Implementation(decode, supports, note=note)

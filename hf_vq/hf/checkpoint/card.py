@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
 
 from ...formats.catalog import scheme_name
@@ -18,6 +19,15 @@ from .headers import storage
 
 CARD = "README.md"
 _MARKER = "<!-- Written by hf_vq. Delete this line to keep your own text: hf_vq then leaves it. -->"
+_TASKS = {
+    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation",
+    "ForMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForImageClassification": "image-classification",
+}  # fmt: skip
+"""The Hub's name of what a model is for, by the end of its class's name, where that says it."""
+
 _TAGS = ["hf_vq", "vq", "vector-quantization"]
 
 
@@ -63,6 +73,10 @@ def model_card(model: Any) -> str:
         # The Hub shows it next to a model; by its specification, results need a name.
         data.model_name = f"{evaluation['model']} ({config.scheme_name})"
         data.eval_results = _results(evaluation)
+    if task := next((t for end, t in _TASKS.items() if type(model).__name__.endswith(end)), None):
+        data.pipeline_tag = task
+    for key, value in _facts(model).items():
+        data[key] = value
     if base:
         data["base_model_relation"] = "quantized"
     errors = {name: 100 * e for name, e in provenance.get("relative_error", {}).items()}
@@ -85,6 +99,17 @@ def model_card(model: Any) -> str:
         version=provenance.get("hf_vq", ""),
         evaluation=evaluation,
     )
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    """License and language, from the card of the folder that a model was loaded from."""
+    card = Path(getattr(model.config, "name_or_path", None) or "") / CARD
+    try:
+        found = ModelCard.load(card).data if card.is_file() else ModelCardData()
+    except Exception:  # somebody wrote it: YAML that cannot be parsed, another encoding, ..
+        return {}
+    known = {key: found.get(key) for key in ("license", "license_name", "license_link", "language")}
+    return {key: value for key, value in known.items() if value}
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ...nn.replace import vq_modules
@@ -22,6 +23,16 @@ def stored_names(model: Any) -> list[str]:
         for prefix, module in vq_modules(model).items()
         for name in module._parameters
     ]
+
+
+def conversions_of(model: Any) -> list[Any]:
+    """The conversions by which a model was loaded; for one that was made in memory, those that
+    saving would revert."""
+    found = getattr(model, "_weight_conversions", None)
+    if found is None:
+        made = get_model_conversion_mapping(model, add_legacy=False)
+        found = [c for c in made if type(c).__name__ != "PrefixChange"]
+    return list(found)
 
 
 def dense_conversions(

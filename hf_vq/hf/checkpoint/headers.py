@@ -164,9 +164,36 @@ def shared_specs(model: nn.Module) -> dict[str, TensorSpec]:
     }
 
 
-def packaged(modules: Iterable[VQLinear | VQExperts], seed: int) -> dict[str, Tensor]:
-    """The shared tensors that modules need, from the package instead of a checkpoint."""
-    found: dict[str, Tensor] = {}
+def coded_layers(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
+    """Names of the modules of a dense model whose codes a checkpoint holds."""
+    own = set(model.state_dict(keep_vars=True))  # may begin with vq_, too
+    return {
+        name.rpartition(".")[0]
+        for name in checkpoint.entries
+        if name.rpartition(".")[2].startswith("vq_") and name not in own
+    }
+
+
+def stored_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors to write for a model with this state dict: stored dtypes, and each tensor that
+    layers share once."""
+    found = dict(state)
+    for prefix, module in vq_modules(model).items():
+        for attribute, spec in module.specs.items():
+            if spec.shared_name is None:
+                name = f"{prefix}.{attribute}"
+                found[name] = found[name].to(spec.dtype)
+            else:
+                found[spec.shared_name] = module.stored(attribute).cpu()
+    return found
+
+
+def packaged(
+    modules: Iterable[VQLinear | VQExperts], seed: int, known: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The shared tensors that modules need, from the package instead of a checkpoint, and those
+    that are known."""
+    found = dict(known or {})
     for module in modules:
         for part in module.projections.values() if isinstance(module, VQExperts) else [module]:
             names = {key: module.specs[name].shared_name for key, name in part.attributes.items()}
@@ -234,8 +261,11 @@ def _check_expected(
     for owner in (prefix, prefix.removeprefix(base), base + prefix):
         if owner not in modules:
             continue
-        if isinstance(modules[owner], QuantizedModule) and attribute in modules[owner]._parameters:
+        module = modules[owner]
+        if attribute in module._parameters:
             return
+        if attribute in module._buffers and not isinstance(module, QuantizedModule):
+            return  # a name of the model's own code
         raise VQFormatError(
             f"{entry.file} holds {entry.name}, which the scheme and the skipped modules of its "
             f"config.json leave no use for: it was edited or belongs to another file. {CURE}"

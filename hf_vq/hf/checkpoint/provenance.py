@@ -19,14 +19,15 @@ def record(
     model: Any,
     errors: dict[str, float],
     shared: Mapping[str, Tensor],
-    calibrated: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The provenance of a model that was just quantized.
 
     Args:
         errors: squared error over squared norm of each quantized tensor, by name.
         shared: the codebooks and rotations that layers share, by name.
-        calibrated: facts of a calibration or of a pass over activations, under the name of either.
+        more: facts of a calibration or of a pass over activations, under its name, or the `dtype`
+            of the weights.
     """
     from ... import __version__
 
@@ -38,7 +39,7 @@ def record(
         "relative_error": dict(errors),
         "codebooks": {name: digest(tensor) for name, tensor in sorted(shared.items())},
     }
-    return {**found, **(calibrated or {})}
+    return {**found, **(more or {})}
 
 
 def origin(model: Any, published: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def _is_short(value: object) -> bool:
 
 
 def _repository(model: Any) -> str | None:
-    """The Hub's name of what a model was loaded from; None for a folder."""
-    source = getattr(model.config, "name_or_path", None) or ""
+    """The Hub's name of what a model was loaded from; None for a folder, or another module."""
+    source = getattr(getattr(model, "config", None), "name_or_path", None) or ""
     is_repository = bool(_REPOSITORY.fullmatch(source)) and not os.path.exists(source)
     return source if is_repository else None

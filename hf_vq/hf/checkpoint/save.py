@@ -21,21 +21,42 @@ from transformers.utils.hub import hf_api
 from ... import patches
 from ...errors import VQError
 from ...formats.hidden import hidden_file
-from ..config import QUANT_METHOD
+from ...nn.embedding import VQEmbedding
+from ...nn.replace import vq_modules
+from ..config import QUANT_METHODS
 from .atomic_dir import replacing
 from .card import CARD, is_ours, model_card
 from .integrity import record
 
 
 def install_saving(model: Any) -> None:
-    """Give one model our `save_pretrained` and `push_to_hub`; its copies and pickles keep them."""
+    """Give one model our `save_pretrained`, `push_to_hub` and `num_parameters`; its copies and
+    pickles keep them."""
+    patches.override(model, "num_parameters", partial(num_parameters, model))
     patches.override(model, "save_pretrained", partial(save_pretrained, model))
     patches.override(model, "push_to_hub", partial(push_to_hub, model))
 
 
 def remove_saving(model: Any) -> None:
     """Give a model its own methods back."""
-    patches.restore(model, "save_pretrained", "push_to_hub")
+    patches.restore(model, "num_parameters", "save_pretrained", "push_to_hub")
+
+
+def num_parameters(
+    self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """Count the parameters as `PreTrainedModel.num_parameters` does (same arguments), of the dense
+    model: bytes of codes and their scales are no parameters."""
+    count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
+    if only_trainable:  # codes do not train
+        return count
+    for module in vq_modules(self).values():
+        stored = (module._parameters[name] for name in module.specs if name in module._parameters)
+        count += module.weight_count() - sum(t.numel() for t in stored if t is not None)
+    for module in self.modules():
+        if isinstance(module, VQEmbedding) and not exclude_embeddings:
+            count += module.num_embeddings * module.embedding_dim - module.weight.numel()
+    return count
 
 
 def save_pretrained(
@@ -107,7 +128,7 @@ def check_card(folder: str | os.PathLike[str]) -> None:
         config = json.loads((Path(folder) / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         config = {}
-    if (config.get("quantization_config") or {}).get("quant_method") != QUANT_METHOD:
+    if (config.get("quantization_config") or {}).get("quant_method") not in QUANT_METHODS:
         raise VQError(f"{folder} is not the folder of a model that hf_vq quantized.")
     card = Path(folder) / CARD
     if card.is_file() and not is_ours(card.read_text(encoding="utf-8", errors="replace")):

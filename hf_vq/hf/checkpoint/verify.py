@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME
 from ...cache import codebooks, file, safetensors_file
 from ...errors import VQConfigError, VQFormatError
 from ...formats import digests
-from ..config import QUANT_METHOD, VQConfig
+from ..config import QUANT_METHODS, VQConfig
 from .integrity import RECORD, checkpoints, meanings
 
 _INDEX = re.compile(r"model\.safetensors\.index(?:\.(?P<variant>.+))?\.json")
@@ -97,7 +97,7 @@ class Verification:
 
 def _of_folder(folder: Path) -> Iterator[_Files]:
     quantization = _read(folder / CONFIG_NAME).get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != QUANT_METHOD:
+    if not isinstance(quantization, dict) or quantization.get("quant_method") not in QUANT_METHODS:
         raise VQConfigError(f"{folder} is not the folder of a model that hf_vq quantized.")
     config = VQConfig.from_dict(quantization)
     recorded = (config.provenance or {}).get(RECORD)

@@ -2,16 +2,17 @@
 
 import json
 import re
+import shutil
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 import transformers
-from huggingface_hub import ModelCard, errors
+from huggingface_hub import ModelCard, ModelCardData, errors
 from transformers import AutoModelForCausalLM
 from transformers.utils.hub import hf_api
 
-from hf_vq import paths
+from hf_vq import VQConfig, paths
 from hf_vq.errors import VQError
 from hf_vq.hf.checkpoint.card import CARD, is_ours, loading_class
 from hf_vq.hf.checkpoint.save import save_evaluation
@@ -35,7 +36,8 @@ def test_what_it_says(model, tmp_path):
     data = card.data.to_dict()
     assert data["base_model"] == "someone/base"
     assert data["base_model_relation"] == "quantized"
-    assert data["library_name"] == "transformers"
+    assert data["library_name"] == "transformers" and data["pipeline_tag"] == "text-generation"
+    assert "license" not in data, "of a model whose license nobody knows"
     assert {"hf_vq", "vq", "mine"} <= set(data["tags"])
     text = card.text
     assert 'AutoModelForCausalLM.from_pretrained("<this repository>")' in text
@@ -65,6 +67,20 @@ def test_the_class_that_loads():
         ):
             assert loading_class(getattr(transformers, name)(config)) == loader
         assert loading_class(Mine(llama)) == "AutoModel"
+
+
+def test_license_and_language_are_those_of_the_original(dense, tmp_path):
+    folder = tmp_path / "dense"
+    shutil.copytree(dense("llama"), folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=VQConfig())
+    facts = {"license": "other", "license_name": "mine", "language": ["en", "de"]}
+    ModelCard(f"---\n{ModelCardData(**facts).to_yaml()}\n---\nwords").save(folder / CARD)
+    model.save_pretrained(tmp_path / "saved")
+    data = ModelCard.load(tmp_path / "saved" / CARD).data.to_dict()
+    assert facts.items() <= data.items()
+    (folder / CARD).write_text("---\n: [\n---\n")  # no card that can be read
+    model.save_pretrained(tmp_path / "again")
+    assert "license" not in ModelCard.load(tmp_path / "again" / CARD).data.to_dict()
 
 
 def test_a_local_source_is_no_base_model(quantized):

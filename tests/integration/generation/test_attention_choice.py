@@ -201,6 +201,26 @@ def test_other_implementations_are_asked_themselves() -> None:
     assert "LazyKV" in seen
 
 
+def test_flex_attention_gets_decoded_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compiler cannot trace a tensor that decodes itself, and says so only after minutes."""
+    seen: list[Any] = []
+
+    def flex(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        seen.extend([type(key), type(value)])
+        return eager_attention_forward(module, query, key, value, mask, **kwargs)
+
+    model = build("gqa", "sdpa")
+    ids = prompt(30)
+    wanted = greedy(model, ids, VQCache(model.config, window=8))
+    monkeypatch.setattr(attention_choice, "flex_attention_forward", flex)
+    with implementation("flex_attention", flex):
+        model.set_attn_implementation("flex_attention")
+        AttentionMaskInterface._global_mapping["flex_attention"] = eager_mask
+        cache = VQCache(model.config, window=8)
+        assert torch.equal(greedy(model, ids, cache), wanted)
+    assert set(seen) == {Tensor} and min(cache.fallbacks.values()) > 0
+
+
 def test_other_caches_and_no_cache_are_as_before() -> None:
     """Bit by bit, with the patches and without."""
     results = []

@@ -1,12 +1,17 @@
 """`hf_vq.explain` of a cache: what its layers ask of the dispatch table."""
 
 import re
+import sys
 
 import torch
 from transformers import AutoModelForCausalLM
 
+import hf_vq
 from hf_vq import VQCache, dispatch, explain
+from hf_vq.backends.cpu import library
+from hf_vq.dispatch import Entry, Implementation
 from hf_vq.formats import kv_scheme
+from hf_vq.formats.catalog import weight_scheme
 from tests.fixtures.tiny_models import CONFIGS
 
 
@@ -56,3 +61,39 @@ def test_layers_that_are_not_coded_ask_nothing():
         if row.problem.op == "kv_attention"
     }
     assert sizes == {1: ("cache.layers.0",), 1024: ("cache.layers.1",)}
+
+
+def quantized(scheme):
+    layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 128))
+    return hf_vq.quantize_model(layers, hf_vq.VQConfig(scheme))
+
+
+def test_layers_that_are_slower_than_dense_ones_are_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(sys.modules["hf_vq.hf.explain"], "_warned", set())
+    decodes = Entry("mine", "linear", Implementation(lambda: None, is_slow=of_three))
+    others = [entry for entry in dispatch.ENTRIES if entry.op != "linear"]
+    with dispatch.using([decodes, *others]), caplog.at_level("WARNING", "hf_vq"):
+        model = quantized("turboquant-3")
+        quantized("turboquant-3")
+        quantized("vq-4")
+        summary = explain(model).summary
+        long = explain(model, tokens=64).summary
+    assert summary == (
+        "2 of 2 layers decode their weight at every call, and are slower than dense ones on cpu: "
+        "turboquant-3. vq-3 would not."
+    )
+    assert [record.getMessage() for record in caplog.records] == [f"hf_vq: {summary}"]
+    assert long == "All 2 layers run on their codes."
+    assert str(explain(model)).splitlines()[0] == explain(model).summary
+    assert explain(torch.nn.Linear(2, 2)).summary == "No layer holds codes."
+
+
+def of_three(problem):
+    return problem.scheme == weight_scheme("turboquant-3").spec()
+
+
+def test_which_entries_are_slow():
+    """The reference always, two passes by their slowest, CPU codes without a kernel."""
+    for scheme, slow in (("vq-4", False), ("turboquant-4+4", False), ("turboquant-2+2", True)):
+        slow |= library.load() is None  # built without: the reference runs all
+        assert {row.is_slow for row in explain(quantized(scheme))} == {slow}, scheme

@@ -69,7 +69,7 @@ def test_round_trip(tmp_path, variant):
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "converted")]) == 0
     for folder in ("saved", "converted"):
         again = LOAD(tmp_path / folder)
-        assert again.config.quantization_config.quant_method == "vq"
+        assert again.config.quantization_config.quant_method == "hf_vq"
         with torch.no_grad():
             assert torch.equal(again(tokens()).logits, logits)
         assert main(["info", str(tmp_path / folder)]) == 0

@@ -269,7 +269,7 @@ def test_sizes_are_known_before_loading(dense, quantized):
             seen["planned"] = compute_module_sizes(self._model, self)[0][""]
             return super().update_weight_conversions(conversions, *arguments)
 
-    auto.AUTO_QUANTIZER_MAPPING["vq"] = Watching
+    auto.AUTO_QUANTIZER_MAPPING["hf_vq"] = Watching
     try:
         for name in ("llama", "gpt-oss"):
             for model in (
@@ -296,7 +296,7 @@ def test_it_compiles_and_trains_adapters_and_can_be_saved(quantized):
 
 def test_registering_twice():
     register()
-    assert auto.AUTO_QUANTIZER_MAPPING["vq"] is VQHfQuantizer
+    assert auto.AUTO_QUANTIZER_MAPPING["hf_vq"] is VQHfQuantizer
 
 
 def test_passing_a_config_to_a_quantized_model_keeps_the_files_one(quantized):

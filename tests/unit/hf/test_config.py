@@ -6,7 +6,7 @@ import re
 import pytest
 from transformers import LlamaConfig
 
-from hf_vq.errors import VQConfigError, VQError, VQSchemeError
+from hf_vq.errors import VQCalibrationError, VQConfigError, VQError, VQSchemeError
 from hf_vq.formats import VQScheme
 from hf_vq.formats.catalog import WEIGHT_SCHEMES, weight_scheme
 from hf_vq.hf import VQConfig
@@ -27,11 +27,11 @@ def test_every_form_of_a_scheme_is_the_same(name):
         assert config.scheme_name == name
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_bits_are_short_for_a_scheme(bits):
-    config = VQConfig(bits=bits)
-    assert config.scheme_name == f"vq-{bits}"
-    assert VQConfig(f"vq-{bits}", bits=bits).to_dict() == config.to_dict()
+    config, name = VQConfig(bits=bits), f"{'vq' if bits in (2, 3, 4) else 'turboquant'}-{bits}"
+    assert config.scheme_name == name and round(config.vq_scheme.bits()) == bits
+    assert VQConfig(name, bits=bits).to_dict() == config.to_dict()
     assert VQConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
@@ -50,7 +50,7 @@ def test_it_lives_in_a_model_config(tmp_path):
     config = LlamaConfig(quantization_config=VQConfig("vq-3", seed=3))
     config.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert stored["quant_method"] == "vq" and stored["format_version"] == 1
+    assert stored["quant_method"] == "hf_vq" and stored["format_version"] == 1
     assert VQScheme.from_dict(stored["scheme"]) == weight_scheme("vq-3")
     again = LlamaConfig.from_pretrained(tmp_path)
     assert VQConfig.from_dict(again.quantization_config).to_dict() == stored
@@ -67,7 +67,10 @@ def test_it_lives_in_a_model_config(tmp_path):
         ({"scheme": {"vector_size": 2, "entry_bits": 8, "colour": 1}}, "colour"),
         ({"scheme": {"vector_size": 2, "entry_bits": 8.0}}, "integer in"),
         ({"bits": "4"}, "bits must be an integer"),
-        ({"bits": 5}, "bits must be an integer in"),
+        ({"bits": 9}, "bits must be an integer in"),
+        ({"bits": "4bit"}, "write bits=4"),
+        ({"load_in_4bit": True}, "argument of BitsAndBytesConfig. Write VQConfig(bits=4)"),
+        ({"bnb_4bit_quant_type": "nf4"}, "argument of BitsAndBytesConfig"),
         ({"bits": True}, "bits must be an integer"),
         ({"scheme": "vq-3", "bits": 4}, "give one"),
         ({"scheme": "vq-4", "bits": 3}, "give one"),
@@ -162,8 +165,8 @@ def test_target_bits_need_no_more_than_a_number():
     assert config.scheme_name == "vq-2", "of the layers that no block holds"
     assert VQConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
     spec = weight_scheme("vq-3").spec()
-    named = VQConfig(target_bits=4, candidates=[spec, "vq-3", "turboquant-5"], calibration="a.txt")
-    assert named.candidates == ["vq-3", "turboquant-5"] and named.calibration["text"] == "a.txt"
+    named = VQConfig(target_bits=4, candidates=[spec, "vq-3", "turboquant-5"], calibration="a:b")
+    assert named.candidates == ["vq-3", "turboquant-5"] and named.calibration["text"] == "a:b"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +179,7 @@ def test_target_bits_need_no_more_than_a_number():
         ({"target_bits": "3"}, "target_bits must be a number"),
         ({"target_bits": 2}, "at least 2.125, the least that vq-2, vq-3, vq-4 store"),
         ({"target_bits": float("nan")}, "at least 2.125"),
+        ({"target_bits": 9}, "vq-4 has the most bits of the candidates, 4.125"),
         ({"target_bits": 3, "candidates": ["vq-2"]}, "a list of two schemes or more"),
         (
             {"target_bits": 3, "candidates": ["vq-2", "gptvq-2"]},
@@ -187,3 +191,16 @@ def test_target_bits_need_no_more_than_a_number():
 def test_bad_layers_and_targets(arguments, says):
     with pytest.raises((VQConfigError, VQSchemeError), match=re.escape(says)):
         VQConfig(**arguments)
+
+
+@pytest.mark.parametrize("argument", ["calibration", "activations"])
+def test_a_missing_text_is_said_at_once(argument, tmp_path):
+    for name in ("nofile.txt", str(tmp_path / "none"), "./none", tmp_path / "none"):
+        with pytest.raises(VQCalibrationError, match="does not exist"):
+            VQConfig("vq-3", **{argument: name})
+    (tmp_path / "text.txt").write_text("words")
+    for name in ("wikitext:wikitext-2-raw-v1:train", "org/set", str(tmp_path / "text.txt")):
+        VQConfig("vq-3", **{argument: name})
+    saved = VQConfig("vq-3", calibration=str(tmp_path / "text.txt"), provenance={}).to_dict()
+    (tmp_path / "text.txt").unlink()
+    VQConfig.from_dict(saved)  # a record needs no file

@@ -116,4 +116,5 @@ LINEAR = Implementation(
     bind,
     grouped=fused.grouped,
     note=weight_supports.slower_than_dense,
+    is_slow=lambda problem: weight_supports.slower_than_dense(problem) is not None,
 )
