@@ -300,6 +300,7 @@ def test_each_event_makes_what_it_needs(run_python):
     assert run_python(EVENTS).splitlines() == list(map(str, seen))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by aqlm
 def test_every_entry_of_the_table_is_there():
     """Under the names that the table has: another Transformers fails here first."""
     for patch in patches.TABLE:
