@@ -125,7 +125,8 @@ class VQStaticLayer(VQCacheLayer):
             self.k.mean = mean.copy_(self.k.mean)
 
     def _publish_rotary_mean(self) -> None:
-        """As `_publish`; once it is known that no head turns, the device has no rotary mean."""
+        """As `_publish`. Where no head turns, a GPU then has no rotary mean, whose attention takes
+        longer; on a CPU zeros cost nothing, and what was compiled for one prompt runs all."""
         kept, turning = self._allocated.key_rotary_mean, self.k.rotary_mean
         if kept is None or self._rotary is None or turning is None:
             return
@@ -134,7 +135,8 @@ class VQStaticLayer(VQCacheLayer):
         interleaved = self._rotary.interleaved
         if self.static.rotary_interleaved != interleaved:
             self.static = self.static._replace(rotary_interleaved=interleaved)
-        if self._told != self._frozen and False not in self._frozen and not kept.any():
+        known = self._told != self._frozen and False not in self._frozen
+        if known and self.device.type != "cpu" and not kept.any():
             self.k.rotary_mean = None
             self.static = self.static._replace(key_rotary_mean=None, rotary_inv_freq=None)
 

@@ -196,8 +196,9 @@ def check_text(source: object) -> None:
     )
     if is_path and not path.expanduser().exists():
         raise VQCalibrationError(
-            f"the text {shown(str(path))} does not exist. Give a UTF-8 file, a data set as "
-            f"NAME[:CONFIG[:SPLIT]], {SHIPPED!r} for the text of the package, or {OWN_WORDS!r}."
+            f"the text {shown(str(path))} is no file. Give a UTF-8 file, {SHIPPED!r} for the text "
+            f"of the package, {OWN_WORDS!r}, or a data set as NAME[:CONFIG[:SPLIT]], after pip "
+            "install datasets."
         )
 
 

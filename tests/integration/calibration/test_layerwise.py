@@ -438,6 +438,7 @@ def test_wrong_options_are_refused(calibration, message):
 
 
 def test_two_bits_with_a_text_are_not_warned_about(recwarn, tmp_path):
+    (tmp_path / "text.txt").touch()
     config = VQConfig("vq-2", calibration=tmp_path / "text.txt")
     assert not recwarn.list and config.calibration["text"] == str(tmp_path / "text.txt")
 
