@@ -31,7 +31,13 @@ from tests.fixtures.generation import build
 
 pytestmark = MARKS
 
-enable_cache_backend()
+
+@pytest.fixture(autouse=True)
+def cache_backend():
+    """Other tests of the process may have undone the patches."""
+    enable_cache_backend()
+
+
 if paged.objection() is None:
     from hf_vq.serving.key_means import template_of
     from hf_vq.serving.manager import PagedManager
