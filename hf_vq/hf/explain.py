@@ -226,17 +226,17 @@ def _cache_problems(
     num_cached, limit = layer.length + tokens, layer.get_max_length()
     num_cached = min(num_cached, limit - 1 + tokens) if layer.is_sliding else max(num_cached, limit)
 
-    turns = layer.is_initialized and layer.k.rotary_mean is not None
+    rotary = layer.is_initialized and layer.k.rotary_mean is not None
 
     def attention(memory: str) -> Problem:
         return attention_problem(
-            device, dtype, *specs, *dims, tokens, num_cached, *layouts, memory=memory, rotary=turns
+            device, dtype, *specs, *dims, tokens, num_cached, *layouts, memory=memory, rotary=rotary
         )  # fmt: skip
 
     yield attention(GROWING)
-    sides = zip(specs, dims, layouts, (turns, False), strict=True)
-    for spec, dim, layout, turned in dict.fromkeys(sides):
-        yield append_problem(device, dtype, spec, tokens, dim, layout, rotary=turned)
+    sides = zip(specs, dims, layouts, (rotary, False), strict=True)
+    for spec, dim, layout, with_mean in dict.fromkeys(sides):
+        yield append_problem(device, dtype, spec, tokens, dim, layout, rotary=with_mean)
     if layer.is_compileable:
         yield attention(STATIC)
-        yield static_append_problem(device, dtype, specs, tokens, dims, layouts, turns)
+        yield static_append_problem(device, dtype, specs, tokens, dims, layouts, rotary)
