@@ -116,14 +116,20 @@ class Places:
         limit = layer.options.max_cache_len
         self.end = 0 if False in layer._frozen else layer.length + self.room
         self.end = self.end if limit is None else min(self.end, limit)
-        self.length = layer.length
+        self.length, self.counts = layer.length, self._counted()
+
+    def _counted(self) -> tuple[int, ...]:
+        """Where the floats and codes of the layer begin and end."""
+        k, v = self.layer.k, self.layer.v
+        parts = k.tail, v.tail, k.codes, v.codes
+        return tuple(n for part in parts for n in (part.begin, part.end))
 
     def hold(self) -> bool:
         """Whether the next token may go there, as the last one did."""
         layer, k, v = self.layer, self.layer.k, self.layer.v
         k_tail, k_codes = k.tail, k.codes
         return (
-            layer.length == self.length < self.end
+            layer.length == self.length < self.end and self._counted() == self.counts
             and k_tail.end < self.room and k_codes.end < self.code_room
             and k_tail.data is self.k_tail and v.tail.data is self.v_tail
             and k_codes.data is self.k_codes and v.codes.data is self.v_codes
@@ -147,6 +153,7 @@ class Places:
         if gone > 0:
             k_tail.begin += gone
             v_tail.begin += gone
+        self.counts = self._counted()
 
 
 def _look_at_newest(layer: VQCacheLayer) -> None:

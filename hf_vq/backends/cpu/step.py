@@ -72,7 +72,7 @@ class CompiledStep:
         self._memory = torch.full((size,), math.nan, dtype=torch.float32)
         self._layers = [ctypes.create_string_buffer(LAYER.size) for _ in range(layers)]
         self._kept: list[Any] = [[] for _ in range(layers)]
-        self._shape: dict[int, tuple[int, float, float]] = {}
+        self._shape: dict[int, tuple[tuple[int, int, int], int, float, float]] = {}
         self._details: list[Any] = []
         shown = Operand(program.logits.shape, _dense_stride(program.logits.shape))
         last = Instruction("copy", shown, (program.logits,), torch.float32)
@@ -134,9 +134,9 @@ class CompiledStep:
         if detail is None:
             return 0
         if isinstance(detail, Attention):
-            heads = one.operands[1].shape[1]
-            group = one.operands[0].shape[1] // heads
-            self._shape[detail.layer] = group, detail.scaling, detail.softcap
+            query, key, value = (operand.shape for operand in one.operands)
+            sizes, group = (key[1], key[2], value[2]), query[1] // key[1]
+            self._shape[detail.layer] = sizes, group, detail.scaling, detail.softcap
             return ctypes.addressof(self._layers[detail.layer])
         made: Any
         if isinstance(detail, Codes):
@@ -155,8 +155,8 @@ class CompiledStep:
 
     # -- running ---------------------------------------------------------------------------------
 
-    def bind(self, layer: int, view: KVCacheView, counts: tuple[int, ...]) -> None:
-        """Let the next token of a layer go to a place.
+    def bind(self, layer: int, view: KVCacheView, counts: tuple[int, ...]) -> bool:
+        """Let the next token of a layer go to a place; False if its heads are not the program's.
 
         Args:
             layer: its number.
@@ -164,10 +164,12 @@ class CompiledStep:
             counts: length, coded, begin, end, key_end, value_end, window, keep.
         """
         if layer not in self._shape:
-            return
-        group, scaling, softcap = self._shape[layer]
+            return False
+        sizes, group, scaling, softcap = self._shape[layer]
         kept: list[Tensor | None] = []
         key, value = view.key, view.value
+        if (key.heads, key.dim, value.dim) != sizes or value.heads != key.heads:
+            return False
         LAYER.pack_into(
             self._layers[layer], 0,
             *kv._codes(key, view, key.codes, kept, 0, 0),
@@ -177,6 +179,7 @@ class CompiledStep:
             key.heads, group, *counts, scaling, softcap,
         )  # fmt: skip
         self._kept[layer] = kept
+        return True
 
     def check(self) -> None:
         """Ask the library whether it runs the program, after all layers were bound.

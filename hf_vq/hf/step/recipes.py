@@ -119,7 +119,7 @@ def _embedding(to: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out:
     weight, ids = args[:2]
     if ids.numel() != 1 or to.is_live(weight):
         raise Refused("an embedding of several tokens")
-    to.emit("look_up", out, (ids,), detail=Dense(weight.detach(), "", weight.shape[1]))
+    to.emit("look_up", out, (ids,), detail=Dense(to.constant(weight), "", weight.shape[1]))
 
 
 def _product(
@@ -133,7 +133,7 @@ def _product(
     if not to.is_live(whole):
         to.live(whole)
     operands = (x,) if bias is None else (x, bias)
-    to.emit("dense", result, operands, detail=Dense(weight.detach(), "", weight.shape[1]))
+    to.emit("dense", result, operands, detail=Dense(to.constant(weight), "", weight.shape[1]))
 
 
 def _matrix_product(to: Recorder, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -30,6 +30,7 @@ from .verify import compare, difference
 _ATTRIBUTE = "_hf_vq_step"
 _KEPT = 4  # programs of a model
 _FAR = 1000  # a position to look at next to those of the prompt
+_CHANGES = 3  # tokens in a row: a model that writes to itself is not traced again
 _WORTH = 8  # tokens that a model computes before its step is traced
 _CHECKED = 128  # tokens of a window that the prompt of a trace fills
 _ASKED = {"input_ids", CACHE, "position_ids", "attention_mask", "use_cache", "return_dict",
@@ -96,14 +97,6 @@ class _Native:
         self.places: list[Places] = []  # of its layers, empty where they have to be found again
         self.lock = threading.Lock()
 
-    def continues(self, cache: VQCache) -> bool:
-        """True if the cache took its last token here."""
-        places = self.places
-        return (
-            len(places) > 0 and self.cache() is cache
-            and places[0].length == cache.layers[self.layers[0]].length
-        )  # fmt: skip
-
     def run(self, cache: VQCache, token: int, position: int) -> Any:
         """The model's output for a token; None if the cache has to take it from the model."""
         with self.lock:
@@ -120,7 +113,8 @@ class _Native:
                 if not ready(layer):
                     return None
                 place = slot(layer)
-                self.compiled.bind(index, place.view, place[1:])
+                if not self.compiled.bind(index, place.view, place[1:]):
+                    return None  # PyTorch says what does not fit
                 places[number : number + 1] = [Places(layer)]
             out = torch.empty(self.logits, dtype=self.dtype)
             self.compiled.run(token, position, out)
@@ -138,15 +132,11 @@ class _Steps:
         self.found: OrderedDict[Any, _Native | str] = OrderedDict()
         self.lock = threading.Lock()
         self.computed = 0  # tokens without a program
+        self.changes = 0  # of the model, from one token to the next
 
     def __reduce__(self) -> Any:
         """A copy of a model, or one from a file, is traced anew."""
         return type(None), ()
-
-    def continue_on(self, cache: VQCache) -> bool:
-        """True if the last token of a cache was a step of one of these programs."""
-        found = next(reversed(self.found.values()), None) if self.found else None
-        return isinstance(found, _Native) and found.continues(cache)
 
     def find(self, model: PreTrainedModel, cache: VQCache, at_once: bool = True) -> _Native | str:
         """The program for a cache, or why there is none.
@@ -155,13 +145,18 @@ class _Steps:
             at_once: trace now; else tracing waits for some tokens, as it takes longer than they.
         """
         snapshot = self.snapshot
-        if snapshot is None or not snapshot.is_current(whole=not self.continue_on(cache)):
+        if snapshot is None or not snapshot.is_current():
             reason = problem(model)
             if reason is not None:
                 return reason
             with self.lock:
                 self.found.clear()
                 self.snapshot = Snapshot(model)
+                self.changes += 1
+        else:
+            self.changes = 0
+        if not at_once and self.changes > _CHANGES:
+            return "the model changes again and again"
         key = _kind_of(model, cache)
         found = self.found.get(key)
         if found is None:
@@ -169,7 +164,7 @@ class _Steps:
             if not at_once and self.computed <= _WORTH:
                 return "too few tokens were computed so far"
             with self.lock:
-                found = _made(model, cache)
+                found = self.found.get(key) or _made(model, cache)
                 self.found[key] = found
                 if len(self.found) > _KEPT:
                     self.found.popitem(last=False)
@@ -202,9 +197,12 @@ def _step(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
         return None
     if not env.NATIVE_STEP.get() or cache.offloading or not _plain(inputs):
         return None
-    length = int(cache.get_seq_length())
+    length, token = int(cache.get_seq_length()), int(ids.item())
     position = inputs.get("position_ids")
-    if length == 0 or (position is not None and position.shape != (1, 1)):
+    # Without positions a model counts in its own way, of a token that it does not know it says so.
+    if length == 0 or position is None or position.shape != (1, 1):
+        return None
+    if not 0 <= token < model.get_input_embeddings().num_embeddings:
         return None
     mask = inputs.get("attention_mask")
     if mask is not None and (mask.shape != (1, length + 1) or not bool(mask.all())):
@@ -212,8 +210,7 @@ def _step(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
     found = _steps_of(model).find(model, cache, at_once=False)
     if isinstance(found, str):
         return None
-    where = length if position is None else int(position.item())
-    return found.run(cache, int(ids.item()), where)
+    return found.run(cache, token, int(position.item()))
 
 
 def _plain(inputs: dict[str, Any]) -> bool:

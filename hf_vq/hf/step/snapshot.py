@@ -1,8 +1,7 @@
 """`Snapshot`: whether a model is still the one that was traced.
 
 Asked at every token, so all loops are those of C: over dicts that modules own for their life, and
-over the tensors in them. Addresses and versions of all tensors are compared after each prompt; from
-one token to the next those of some, which tell of a model that was moved, loaded or trained.
+over the tensors and plain values in them.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_version, _training = attrgetter("_version"), attrgetter("training")
+_version, _forward = attrgetter("_version"), attrgetter("forward")
 _address = Tensor.data_ptr
-_SOME = 16  # tensors
+_PLAIN = (bool, int, float, str)
 
 
 def problem(model: nn.Module) -> str | None:
@@ -49,7 +49,7 @@ def _does_something(hook: Any) -> bool:
 class Snapshot:
     """Modules, hooks, and the tensors of a model as they are now."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         modules = list(model.modules())
         self._modules = modules[1:]  # the model itself would live as long as what it holds
         self._owners = [module.__dict__ for module in self._modules]
@@ -61,16 +61,24 @@ class Snapshot:
         ]
         self._child_list = [*chain.from_iterable(map(dict.values, self._children))]
         self._tensors: list[Any] = [*chain.from_iterable(map(dict.values, self._tensors_of))]
-        present = [tensor for tensor in self._tensors if tensor is not None]
-        self._all = _Tensors(present)
-        self._some = _Tensors(present[:: max(len(present) // _SOME, 1)])
+        present = {id(tensor): tensor for tensor in self._tensors if tensor is not None}
+        self._held = list(present.values())
+        self._versioned = [tensor for tensor in self._held if not tensor.is_inference()]
+        self._versions = [*map(_version, self._versioned)]
+        self._addresses = [*map(_address, self._held)]
+        plain = [
+            (owner, key, value)
+            for owner in (*self._owners, vars(model.config))
+            for key, value in owner.items()
+            if type(value) in _PLAIN
+        ]
+        self._plain = [owner for owner, _, _ in plain], [key for _, key, _ in plain]
+        self._values = [value for _, _, value in plain]
+        self._kinds = [*{type(module): None for module in modules}]
+        self._forwards = [*map(_forward, self._kinds)]
 
-    def is_current(self, whole: bool = True) -> bool:
-        """True if nothing was replaced, moved, written to, hooked or put into training mode.
-
-        Args:
-            whole: look at what was written to in all tensors, not in some.
-        """
+    def is_current(self) -> bool:
+        """True if nothing was replaced, moved, written to, hooked or put into training mode."""
         tensors: list[Any] = [*chain.from_iterable(map(dict.values, self._tensors_of))]
         return (
             [*chain.from_iterable(map(dict.values, self._hooks))] == self._hook_list
@@ -79,22 +87,9 @@ class Snapshot:
             and len(tensors) == len(self._tensors)
             and all(map(is_, tensors, self._tensors))
             and [*chain.from_iterable(map(dict.values, self._children))] == self._child_list
-            and (self._all if whole else self._some).are_current()
-            and not any(map(_training, self._modules))
+            and [*map(_version, self._versioned)] == self._versions
+            and [*map(_address, self._held)] == self._addresses
+            and [*map(dict.get, *self._plain)] == self._values  # `training`, too
+            and [*map(_forward, self._kinds)] == self._forwards
             and not any("forward" in owner for owner in self._owners)
-        )
-
-
-class _Tensors:
-    """Addresses and versions of tensors."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._versions = [*map(_version, self._versioned)]
-        self._addresses = [*map(_address, self._tensors)]
-
-    def are_current(self) -> bool:
-        return [*map(_version, self._versioned)] == self._versions and (
-            [*map(_address, self._tensors)] == self._addresses
         )

@@ -72,8 +72,10 @@ class _Written(NamedTuple):
 class Recorder(TorchDispatchMode):
     """The instructions of a step while it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        stored = [*model.parameters(), *model.buffers()]
+        self.stored = {tensor.untyped_storage().data_ptr() for tensor in stored}
         self.instructions: list[Instruction] = []
         self.numbers: list[Numbers] = []
         self.sizes: list[int] = []
@@ -134,8 +136,14 @@ class Recorder(TorchDispatchMode):
             self._check(x)
             buffer = self.buffers[x.untyped_storage().data_ptr()]
             return Operand(shape, stride, int(x.storage_offset()), buffer)
+        return Operand(shape, stride, 0, -1, self.constant(x))
+
+    def constant(self, x: Tensor) -> Tensor:
+        """A tensor that no token changes: the model's, or a small one that it computes of those."""
+        if x.numel() > LARGEST_CONSTANT and x.untyped_storage().data_ptr() not in self.stored:
+            raise Refused("the model computes a large weight at every token")
         self.kept.append(x)
-        return Operand(shape, stride, 0, -1, x.detach())
+        return x.detach()
 
     def dense(self, x: Tensor) -> Tensor:
         """The numbers of a tensor now."""
@@ -230,7 +238,7 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
     Raises:
         Refused: the step is no program.
     """
-    recorder, slots = Recorder(), {}  # type: ignore[var-annotated]
+    recorder, slots = Recorder(model), {}  # type: ignore[var-annotated]
     ids = torch.tensor([[token]])
     where = torch.tensor([[cache.get_seq_length() if position is None else position]])
     assert recorder.live(ids) == TOKEN and recorder.live(where) == POSITION

@@ -45,9 +45,21 @@ inline Floats erf_of(Floats x) {
   return where_less(x, splat(0.0f), negative(y), y);
 }
 
+// Of infinity 1; of NaN, NaN.
+inline Floats tanh_any(Floats x) {
+  const Floats most = splat(20.0f), least = splat(-20.0f);
+  return kv::tanh_of(where_less(most, x, most, where_less(x, least, least, x)));
+}
+
+// The larger one; NaN if one of them is.
+inline Floats max_any(Floats a, Floats b) {
+  const Floats half = splat(0.5f), both = a * half + b * half;  // of equal numbers, or NaN
+  return where_less(a, b, b, where_less(b, a, a, both));
+}
+
 inline Floats gelu_tanh_of(Floats x) {
   const Floats inner = splat(0.7978845608f) * fma(splat(0.044715f) * x * x, x, x);
-  return splat(0.5f) * x * (splat(1.0f) + kv::tanh_of(inner));
+  return splat(0.5f) * x * (splat(1.0f) + tanh_any(inner));
 }
 
 inline Floats turn_of(Floats x, bool sine) {
@@ -55,8 +67,9 @@ inline Floats turn_of(Floats x, bool sine) {
   store(lane, x);
   for (float& each : lane) {
     double c, s;
-    cos_sin(each > -1e12f && each < 1e12f ? double(each) : 0.0, c, s);
-    each = float(sine ? s : c);
+    const bool known = each > -1e12f && each < 1e12f;
+    cos_sin(known ? double(each) : 0.0, c, s);
+    each = known ? float(sine ? s : c) : kv::kInfinity - kv::kInfinity;
   }
   return load(lane);
 }
@@ -71,7 +84,7 @@ template <int Op> inline Floats compute(Floats a, Floats b) {
   if constexpr (Op == HF_VQ_RSQRT) return splat(1.0f) / sqrt(a);
   if constexpr (Op == HF_VQ_RECIPROCAL) return splat(1.0f) / a;
   if constexpr (Op == HF_VQ_EXP) return exp_any(a);
-  if constexpr (Op == HF_VQ_TANH) return kv::tanh_of(a);
+  if constexpr (Op == HF_VQ_TANH) return tanh_any(a);
   if constexpr (Op == HF_VQ_SIGMOID) return sigmoid_of(a);
   if constexpr (Op == HF_VQ_SILU) return a * sigmoid_of(a);
   if constexpr (Op == HF_VQ_GELU) return splat(0.5f) * a * (splat(1.0f) + erf_of(a * splat(0.70710678f)));
@@ -83,8 +96,8 @@ template <int Op> inline Floats compute(Floats a, Floats b) {
   if constexpr (Op == HF_VQ_SUBTRACT) return a - b;
   if constexpr (Op == HF_VQ_MULTIPLY) return a * b;
   if constexpr (Op == HF_VQ_DIVIDE) return a / b;
-  if constexpr (Op == HF_VQ_MAXIMUM) return max(a, b);
-  if constexpr (Op == HF_VQ_MINIMUM) return min(a, b);
+  if constexpr (Op == HF_VQ_MAXIMUM) return max_any(a, b);
+  if constexpr (Op == HF_VQ_MINIMUM) return negative(max_any(negative(a), negative(b)));
 }
 
 inline Floats rounded_to(Floats a, int dtype) {

@@ -92,8 +92,7 @@ int step_supports(const hf_vq_instruction* program, int64_t count) {
 
 int run_step(const hf_vq_instruction* program, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
-    if (program[i].op == HF_VQ_ATTENTION && !step::fits(*static_cast<const hf_vq_token*>(program[i].detail)))
-      return HF_VQ_UNSUPPORTED;
+    if (program[i].op == HF_VQ_ATTENTION && step::attention_fits(program[i]) != HF_VQ_OK) return HF_VQ_UNSUPPORTED;
   for (int64_t i = 0; i < count; ++i) {
     const int status = step::run(program[i]);
     if (status != HF_VQ_OK) return status;

@@ -97,6 +97,33 @@ def prompt(length=80, rows=1, seed=1, words=96):
     return torch.randint(3, words, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def token_inputs(cache, token):
+    """Inputs of a decoding step, as `generate` gives them."""
+    return {
+        "input_ids": torch.as_tensor(token).view(1, 1), "past_key_values": cache,
+        "position_ids": torch.tensor([[cache.get_seq_length()]]), "use_cache": True,
+        "return_dict": True,
+    }  # fmt: skip
+
+
+def prompted(model, ids=None, cache=None):
+    """A cache that holds a prompt, of a model whose step was traced."""
+    cache = VQCache(model.config) if cache is None else cache
+    run.install(model)
+    assert why_not(model, VQCache(model.config)) is None
+    with torch.no_grad():
+        model(prompt() if ids is None else ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def both(model, cache, token):
+    """Logits of a token by a step of the library, and by PyTorch over a copy of the cache."""
+    other = copy.deepcopy(cache)
+    with torch.no_grad():
+        out = type(model).forward(model, **token_inputs(other, token)).logits
+        return model(**token_inputs(cache, token)).logits, out
+
+
 def generate(monkeypatch, on, model, ids, new, scheme="u4", **options):
     """Tokens, logits [new, rows, words] and the cache of `generate`."""
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", str(int(on)))
@@ -148,13 +175,7 @@ def test_logits_are_as_exact_as_those_of_pytorch(name, dtype, steps, monkeypatch
             why_not(net, cache)
         with torch.no_grad():
             net(ids, past_key_values=cache, use_cache=True)
-            outs = [
-                net(
-                    input_ids=more[:, i : i + 1], past_key_values=cache, use_cache=True,
-                    return_dict=True,
-                ).logits
-                for i in range(more.shape[1])
-            ]  # fmt: skip
+            outs = [net(**token_inputs(cache, token)).logits for token in more[0]]
         found[which] = torch.cat(outs, 1).double()
     assert steps == [True] * more.shape[1]
     errors = {key: (found[key] - found["exact"]).abs().max() for key in ("native", "torch")}
@@ -282,11 +303,7 @@ def test_two_caches_in_turns(steps, monkeypatch):
         for cache in caches:
             model(ids, past_key_values=cache, use_cache=True)
         for token in prompt(10, seed=3)[0]:
-            outs.append([
-                model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True,
-                      return_dict=True).logits
-                for cache in caches
-            ])  # fmt: skip
+            outs.append([model(**token_inputs(cache, token)).logits for cache in caches])
     assert steps.count(True) >= 18
     assert all(torch.equal(one, other) for one, other in outs)
 
@@ -308,20 +325,85 @@ def test_weights_that_change_are_seen(steps, monkeypatch):
 
 
 def test_weights_that_change_between_two_tokens_are_seen(steps, monkeypatch):
-    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
-    model, ids = tiny("llama"), prompt()
-    cache = VQCache(model.config)
-    run.install(model)
-    why_not(model, cache)
-    inputs = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
+    """Of any one tensor, value or class."""
+    model = tiny("gemma2")
+    cache = prompted(model)
+    layer = model.model.layers[1]
+    changes = [
+        lambda: layer.mlp.down_proj.weight.data.copy_(torch.randn(64, 96)),
+        lambda: setattr(layer.mlp.down_proj.weight, "data", torch.randn(64, 96)),
+        lambda: layer.input_layernorm.weight.detach().add_(3),
+        lambda: setattr(layer.self_attn, "scaling", 0.01),
+        lambda: setattr(model.config, "final_logit_softcapping", 0.1),
+        lambda: monkeypatch.setattr(type(layer.mlp), "forward", lambda self, x: -x),
+    ]
+    for number, change in enumerate(changes):
+        model.forward(**token_inputs(cache, 5))
+        change()
+        for _ in range(run._WORTH + 2):
+            found, wanted = both(model, cache, 7)
+            assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max(), number
+    assert steps.count(True) > len(changes)
+
+
+def test_a_deep_crop_is_seen(steps):
+    """The length is the same again, and the floats lie elsewhere."""
+    model = tiny("llama")
+    cache = prompted(model, prompt(200))
+    assert both(model, cache, 5) and steps[-1]
+    cache.crop(cache.get_seq_length() - 100)
     with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
-        model(**inputs, return_dict=True)
+        for size in (32, 32, 32, 4):
+            model(prompt(size, seed=size), past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 201
+    found, wanted = both(model, cache, 7)
+    assert steps[-1] and (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_a_cache_of_another_model_is_refused_as_ever(steps):
+    """The memory of a program has no room for its heads."""
+    sizes = {**SIZES, "num_key_value_heads": 1}
+    model, other = AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval(), tiny("llama")
+    cache = prompted(other)
+    prompted(model)
+    with torch.no_grad(), pytest.raises((hf_vq.errors.VQError, RuntimeError)):
+        model(**token_inputs(cache, 5))
+    assert steps == [False]
+
+
+def test_what_only_the_model_knows_is_left_to_it(steps):
+    """Positions that nobody gave, and tokens that it does not have."""
+    model = tiny("llama")
+    cache = prompted(model)
+    with torch.no_grad():
+        model(**{**token_inputs(cache, 5), "position_ids": None})
+        with pytest.raises(IndexError):
+            model(**token_inputs(cache, 96))
+    assert steps == []
+
+
+def test_a_model_that_changes_at_every_token_is_traced_no_more(steps, monkeypatch):
+    model, traced = tiny("llama"), []
+    cache = prompted(model)
+    made = run._made
+    monkeypatch.setattr(run, "_made", lambda *args: traced.append(1) or made(*args))
+    for _ in range(30):
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        out = model(**inputs, return_dict=True)
-    assert steps[0] and not out.logits.any()
+            model.model.norm.weight.mul_(1.01)
+            model(**token_inputs(cache, 5))
+    assert len(traced) <= run._CHANGES
+
+
+def test_weights_that_are_computed_at_every_token_are_not_kept():
+    model = tiny("llama")
+    linear = torch.nn.Linear(64, 96 * 256, bias=False)  # more than a program keeps
+
+    class Sum(torch.nn.Linear):
+        def forward(self, x):
+            return torch.nn.functional.linear(x, linear.weight * 2)[..., :96]
+
+    model.model.layers[0].mlp.up_proj.__class__ = Sum
+    assert "large weight" in why_not(model.eval(), VQCache(model.config))
 
 
 def test_hooks_and_outputs_run_the_model(steps, monkeypatch):
