@@ -58,6 +58,11 @@ class Forward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(type(self.model).forward.__get__(self.model))
 
+    @property
+    def __code__(self) -> Any:
+        """Of the class's `forward`: torch.export looks for it."""
+        return type(self.model).forward.__code__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A step as a program, or what the model's class does."""
         model = self.model
