@@ -83,11 +83,11 @@ class VQConfig(QuantizationConfigMixin):
             intermediate results, to continue after an interruption.
         activations: tokens whose inputs of layers say which weights matter. `"model"` for 1,024
             tokens that the model writes, `"random"`, a text or data set as in `calibration`, or
-            token ids [tokens] or [sequences, tokens]. See
-            docs/weights.md. The dense model has to fit into memory; where it does not, or cannot
-            run, the log says so, and layers are quantized as with None: one by one while they are
-            read. Not together with `calibration`; without effect on schemes that learn codebooks or
-            do not rotate, and on layers outside of the model's blocks.
+            token ids [tokens] or [sequences, tokens] (docs/weights.md). The dense model has to fit
+            into memory; where it does not, or cannot run, the log says so, and layers are quantized
+            as with None: one by one while they are read. Not together with `calibration`; without
+            effect on schemes that learn codebooks or do not rotate, and on layers outside of the
+            model's blocks.
         pass2: placement of the second pass of two-pass schemes: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or as {entry: policy}.
             The first entry that matches counts; other layers are resident. It may be given with a

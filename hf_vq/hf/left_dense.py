@@ -26,17 +26,9 @@ from .module_patterns import check_entries, matches
 logger = logging.get_logger("hf_vq")
 
 _NOT_FORWARD = (
-    "__init__",
-    "_init",
-    "init",
-    "reset",
-    "tie",
-    "_tie",
-    "set_",
-    "resize",
-    "_resize",
+    "__init__", "_init", "init", "reset", "tie", "_tie", "set_", "resize", "_resize",
     "fuse_projections",
-)
+)  # fmt: skip
 _RARE = ("pretraining_tp",)  # conditions under which other code than usual runs
 _NEVER = ("_is_quantized",)  # conditions that hold for a quantized model
 _TRAINS_ALL = ("mamba_inner_fn", "split_conv1d_scan_combined")  # kernels for all weights

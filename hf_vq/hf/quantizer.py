@@ -108,13 +108,11 @@ class VQHfQuantizer(HfQuantizer):
             list_stored_experts(model, integers, self._expert)
         if self.pre_quantized:
             wanted = self._wanted_stored(model)
-        else:
-            wanted = self._wanted_dense(model, checkpoint_files or [], kwargs.get("device_map"))
-        if self.pre_quantized:
             self._place_published(model, wanted)
             if config.embeddings is not None:
                 replace_embedding(model, config.embeddings)
-        if not self.pre_quantized:
+        else:
+            wanted = self._wanted_dense(model, checkpoint_files or [], kwargs.get("device_map"))
             maybe = {n for n in wanted if is_new(model, n) or is_outside(model, n)}
             self._heads = {n: m for n, m in candidates(model) if n in maybe and convertible(m)}
         modules = replace_modules(

@@ -119,12 +119,10 @@ class CompiledStep:
 
     def _operand(self, x: Operand, stride: Sequence[int]) -> tuple[int, ...]:
         if x.tensor is None:
-            at = (
-                0
-                if x.buffer < 0
-                else self._memory.data_ptr() + 4 * (self._places[x.buffer] + x.offset)
-            )
-            return at or self._memory.data_ptr(), *stride, 0
+            place = (
+                0 if x.buffer < 0 else self._places[x.buffer] + x.offset
+            )  # `run` knows that of 0
+            return self._memory.data_ptr() + 4 * place, *stride, 0
         if x.tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise VQBackendError(f"an operand is {x.tensor.dtype}")
         return x.tensor.data_ptr(), *stride, native.DTYPES[x.tensor.dtype]
@@ -240,9 +238,7 @@ def _dense(detail: Dense) -> bytes:
     outer, inner = tensor.stride()
     if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise VQBackendError(f"a matrix is {tensor.dtype}")
-    if rows == 1 or columns == 1:  # one of the strides says nothing
-        outer, inner = (max(columns, 1), 1) if columns == 1 and rows == 1 else (outer, inner)
-        outer, inner = (outer, 1) if columns == 1 else (outer, inner)
+    inner = 1 if columns == 1 else inner  # it says nothing
     if inner != 1 and outer != 1:
         raise VQBackendError("a matrix has gaps between its numbers")
     return DENSE.pack(tensor.data_ptr(), rows, columns, outer, inner, native.DTYPES[tensor.dtype])

@@ -60,7 +60,7 @@ class Forward:
 
     @property
     def __code__(self) -> Any:
-        """Of the class's `forward`: torch.export looks for it."""
+        """The code of the class's `forward`, for torch.export."""
         return type(self.model).forward.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,8 +95,10 @@ def why_not(model: PreTrainedModel, cache: VQCache) -> str | None:
 class _Native:
     """A program that was verified, bound to the cache that it ran on last."""
 
-    def __init__(self, step: Step, compiled: Any) -> None:
-        self.kind, self.logits, self.dtype = step.kind, step.logits, step.program.dtype
+    def __init__(self, step: Step, compiled: Any, words: int) -> None:
+        self.words, self.kind, self.logits, self.dtype = (
+            words, step.kind, step.logits, step.program.dtype
+        )  # fmt: skip
         self.compiled, self.layers = compiled, sorted(step.slots)
         self.cache: Any = lambda: None  # a weak reference
         self.places: list[Places] = []  # of its layers, empty where they have to be found again
@@ -104,6 +106,8 @@ class _Native:
 
     def run(self, cache: VQCache, token: int, position: int) -> Any:
         """The model's output for a token; None if the cache has to take it from the model."""
+        if not 0 <= token < self.words:
+            return None  # the model's error
         with self.lock:
             places = self.places if self.cache() is cache else []
             self.places = []
@@ -204,10 +208,8 @@ def _step(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
         return None
     length, token = int(cache.get_seq_length()), int(ids.item())
     position = inputs.get("position_ids")
-    # Without positions a model counts in its own way, of a token that it does not know it says so.
+    # Without positions a model counts in its own way.
     if length == 0 or position is None or position.shape != (1, 1):
-        return None
-    if not 0 <= token < model.get_input_embeddings().num_embeddings:
         return None
     mask = inputs.get("attention_mask")
     if mask is not None and (mask.shape != (1, length + 1) or not bool(mask.all())):
@@ -271,7 +273,7 @@ def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
     if reason is not None:
         raise Refused(reason)
     compare(again, compiled)
-    return _Native(step, compiled)
+    return _Native(step, compiled, words)
 
 
 def _like(cache: VQCache, model: PreTrainedModel) -> VQCache:

@@ -62,10 +62,10 @@ class Snapshot:
         self._child_list = [*chain.from_iterable(map(dict.values, self._children))]
         self._tensors: list[Any] = [*chain.from_iterable(map(dict.values, self._tensors_of))]
         present = {id(tensor): tensor for tensor in self._tensors if tensor is not None}
-        self._held = list(present.values())
-        self._versioned = [tensor for tensor in self._held if not tensor.is_inference()]
+        self._present = list(present.values())
+        self._versioned = [tensor for tensor in self._present if not tensor.is_inference()]
         self._versions = [*map(_version, self._versioned)]
-        self._addresses = [*map(_address, self._held)]
+        self._addresses = [*map(_address, self._present)]
         plain = [
             (owner, key, value)
             for owner in (*self._owners, vars(model.config))
@@ -88,7 +88,7 @@ class Snapshot:
             and all(map(is_, tensors, self._tensors))
             and [*chain.from_iterable(map(dict.values, self._children))] == self._child_list
             and [*map(_version, self._versioned)] == self._versions
-            and [*map(_address, self._held)] == self._addresses
+            and [*map(_address, self._present)] == self._addresses
             and [*map(dict.get, *self._plain)] == self._values  # `training`, too
             and [*map(_forward, self._kinds)] == self._forwards
             and not any("forward" in owner for owner in self._owners)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
@@ -273,33 +273,23 @@ def _whole_embeddings(model: PreTrainedModel, recorder: Recorder) -> Iterator[No
     """Rows of integers are looked up, and multiplied, without decoding all of them."""
     changed, tracing = [], threading.get_ident()
 
-    def look_up(module: VQEmbedding) -> Callable[[Tensor], Tensor]:
-        def forward(ids: Tensor) -> Tensor:
-            if threading.get_ident() != tracing:
-                return VQEmbedding.forward(module, ids)
-            with _disable_current_modes():
-                out = VQEmbedding.forward(module, ids)
-                _integers("look_up", module, ids, out, recorder)
-            return out
-
-        return forward
-
-    def product(module: VQTiedHead) -> Callable[[Tensor], Tensor]:
+    def recorded(module: nn.Module, op: str) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
+            plain: Any = type(module).forward
             if threading.get_ident() != tracing:
-                return VQTiedHead.forward(module, x)
+                return plain(module, x)
             with _disable_current_modes():
-                out = VQTiedHead.forward(module, x)
-                _integers("dense", module, x, out, recorder)
+                out: Tensor = plain(module, x)
+                _integers(op, module, x, out, recorder)
             return out
 
         return forward
 
     try:
         for module in model.modules():
-            makes: Any = {VQEmbedding: look_up, VQTiedHead: product}.get(type(module))
-            if makes is not None and "forward" not in module.__dict__:
-                module.__dict__["forward"] = makes(module)
+            op = {VQEmbedding: "look_up", VQTiedHead: "dense"}.get(type(module))
+            if op is not None and "forward" not in module.__dict__:
+                module.__dict__["forward"] = recorded(module, op)
                 changed.append(module)
         yield
     finally:

@@ -97,9 +97,7 @@ def test_chat(talker, capsys, monkeypatch, kv):
         answers.append(tokenizer.decode(out[0, prompt.input_ids.shape[1] :], True))
         text += f" {answers[-1]}\n"
     shown = capsys.readouterr().out
-    if kv == "none":
-        assert shown.split() == " ".join(answers).split()
-    assert len(shown.split("\n")) >= 3
+    assert shown.split() == " ".join(answers).split()  # all tokens are in the window of u4
 
 
 def test_a_dense_model_is_quantized_for_a_chat(talker, capsys, monkeypatch):
