@@ -65,6 +65,17 @@ def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_VQ_BACKEND", "reference")
 
 
+@pytest.fixture
+def restored_patches() -> Iterator[None]:
+    """For tests that undo the patches of other libraries: make again those that were made."""
+    from hf_vq import patches
+
+    happened = tuple(patches._happened)
+    yield
+    for event in happened:
+        patches.apply(event)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_progress_bars() -> None:
     from transformers.utils import logging

@@ -228,6 +228,7 @@ def test_slots(library, monkeypatch):
     patches.apply(patches.TRACE)  # not imported: nobody compiles
 
 
+@pytest.mark.usefixtures("restored_patches")
 def test_slots_of_inductor_are_emptied_again():
     import torch._inductor.config as config
 

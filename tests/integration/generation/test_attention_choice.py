@@ -221,6 +221,7 @@ def test_flex_attention_gets_decoded_keys(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(seen) == {Tensor} and min(cache.fallbacks.values()) > 0
 
 
+@pytest.mark.usefixtures("restored_patches")
 def test_other_caches_and_no_cache_are_as_before() -> None:
     """Bit by bit, with the patches and without."""
     results = []
@@ -232,7 +233,6 @@ def test_other_caches_and_no_cache_are_as_before() -> None:
                 out = model(ids, past_key_values=DynamicCache(config=model.config))
                 results.append((out.logits, model(ids, use_cache=False).logits))
         assert all(map(torch.equal, results[-1], results[-2]))
-    hf_vq.enable_cache_backend()  # as other tests expect
 
 
 def test_one_model_with_and_without_codes_in_two_threads() -> None:

@@ -14,7 +14,6 @@ from hf_vq.cache.codebooks import KVCodebooks
 from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
-from hf_vq.hf import enable_cache_backend
 from hf_vq.ops.rotary_mean import rotated
 from hf_vq.serving import continuous_batching as paged
 from tests.fixtures.continuous_batching import (
@@ -30,12 +29,6 @@ from tests.fixtures.continuous_batching import (
 from tests.fixtures.generation import build
 
 pytestmark = MARKS
-
-
-@pytest.fixture(autouse=True)
-def cache_backend():
-    """Other tests of the process may have undone the patches."""
-    enable_cache_backend()
 
 
 if paged.objection() is None:

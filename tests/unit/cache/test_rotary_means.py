@@ -59,13 +59,17 @@ def test_codes_of_a_strong_bias(sizes: tuple[int, ...], interleaved: bool) -> No
     assert standing.layers[0].k.rotary_mean is None and error(held(standing), states[0]) > 3 * SMALL
 
 
-def test_keys_that_stand_still_cost_nothing() -> None:
+def test_keys_that_stand_still_have_no_rotary_mean() -> None:
+    """A static cache on a CPU keeps zeros, for what was compiled for keys that turn."""
     keys = 3 * torch.randn(2, HEADS, 1, DIM) + torch.randn(2, HEADS, 300, DIM)
-    for static in (False, True):
-        cache = VQCache(turning_config(), max_cache_len=400, static=static)
+    growing, static = (
+        VQCache(turning_config(), max_cache_len=400, static=static) for static in (False, True)
+    )
+    for cache in (growing, static):
         cache.update(keys, keys, 0)
-        assert cache.layers[0].k.rotary_mean is None
-        assert not static or cache.layers[0].static.key_rotary_mean is None
+    assert growing.layers[0].k.rotary_mean is None
+    kept = static.layers[0].static.key_rotary_mean
+    assert kept is static.layers[0].k.rotary_mean and not kept.any()
 
 
 def test_left_padding_turns_each_row_in_its_own_frame() -> None:
