@@ -3,10 +3,12 @@
 import os
 import sys
 from contextlib import suppress
+from functools import wraps
 from importlib.machinery import PathFinder
 
 TARGET = "transformers.quantizers.auto"
 DIFFUSERS = "diffusers.quantizers.auto"  # has tables of the same names
+ACCELERATE, DISPATCH = "accelerate.big_modeling", "load_checkpoint_and_dispatch"
 METHODS, TABLES = ("hf_vq", "vq"), ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
 
 
@@ -36,8 +38,23 @@ class _Lazy:
         return found
 
 
+def _for_codes(load):
+    """accelerate's loader: into a dense model of a checkpoint of codes, it would fit no tensor."""
+
+    @wraps(load)
+    def load_or_replace(model, checkpoint, *args, **kwargs):
+        found = getattr(getattr(model, "config", None), "quantization_config", None)
+        if getattr(found, "get", {}.get)("quant_method") not in METHODS:
+            return load(model, checkpoint, *args, **kwargs)
+        from hf_vq.hf.checkpoint.dispatched import load_and_dispatch
+
+        return load_and_dispatch(model, checkpoint, *args, **kwargs)
+
+    return load_or_replace
+
+
 class _Finder:
-    """Fills the tables when a library makes them, and is gone then."""
+    """Fills the tables, or wraps the loader, when a library makes them, and is gone then."""
 
     def __init__(self, target=TARGET):
         self.target = target
@@ -52,10 +69,13 @@ class _Finder:
                 return spec
 
     def fill(self, module, complete=True):
-        tables = {name: getattr(module, name, None) for name in TABLES}
-        if not complete and None in tables.values():
+        names = (DISPATCH,) if self.target == ACCELERATE else TABLES
+        found = {name: getattr(module, name, None) for name in names}
+        if not complete and None in found.values():
             return
-        for name, table in tables.items():
+        for name, table in found.items():
+            if callable(table):
+                setattr(module, name, _for_codes(table))
             for method in METHODS if type(table) is dict else ():
                 table.setdefault(method, _Lazy(name, self.target))
         # Not in place: it would have the loop that called us, or another thread's, skip a finder.
@@ -64,6 +84,7 @@ class _Finder:
 
 def hook():  # noqa: D103
     if os.environ.get("HF_VQ_AUTOLOAD", "1").strip().lower() not in ("0", "false", "no", "off"):
-        for target in (TARGET, DIFFUSERS) if PathFinder.find_spec("diffusers") else (TARGET,):
+        more = (DIFFUSERS,) if PathFinder.find_spec("diffusers") else ()
+        for target in (TARGET, ACCELERATE, *more):
             sys.meta_path.insert(0, finder := _Finder(target))
             finder.find_spec("")

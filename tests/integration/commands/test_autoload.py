@@ -8,8 +8,12 @@ import types
 from importlib import metadata
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import hf_vq_autoload
+from hf_vq import VQConfig, VQConfigError
+from tests.fixtures.tiny_models import save_tiny
 
 LOOK = """
 import sys
@@ -62,15 +66,17 @@ def test_importing_hf_vq_oneself_still_works(run_python):
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("value", "found"), [("0", []), ("1", ["transformers.quantizers.auto"])])
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [("0", []), ("1", [hf_vq_autoload.ACCELERATE, *WAITS, hf_vq_autoload.TARGET])],
+)
 def test_it_can_be_turned_off(run_python, value, found):
     code = (
         "import torch, sys\n"
         "ours = [f for f in sys.meta_path if type(f).__module__ == 'hf_vq_autoload']\n"
         "print(*sorted({f.target for f in ours}))"
     )
-    waiting = [*WAITS, *found] if found else []
-    assert run_python(code, HF_VQ_AUTOLOAD=value).split() == waiting
+    assert run_python(code, HF_VQ_AUTOLOAD=value).split() == found
 
 
 @pytest.mark.usefixtures("installed")
@@ -185,3 +191,58 @@ def test_removal_skips_no_other_finder(monkeypatch):
     assert importlib.util.find_spec("a_module_that_is_not_there") is None
     assert asked == ["a_module_that_is_not_there"]
     assert type(sys.meta_path[0]) is Next
+
+
+DISPATCH = """
+import sys
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+from transformers import AutoConfig, AutoModelForCausalLM
+with init_empty_weights():
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({folder!r}))
+assert "hf_vq" not in sys.modules
+on_cpu = ("model.embed_tokens", "model.rotary_emb", "model.layers.1", "model.norm", "lm_head")
+places = {{"model.layers.0": "disk", **dict.fromkeys(on_cpu, "cpu")}}
+for file, at in (("/model.safetensors", None), ("", places)):
+    model = load_checkpoint_and_dispatch(
+        model, {folder!r} + file, device_map=at, offload_folder={folder!r} + "-offloaded"
+    )
+    print(model.quantization_method, getattr(model, "hf_device_map", None) == at)
+print(*map(float, model(model.dummy_inputs["input_ids"] % 96).logits.flatten()[:9]))
+"""
+
+
+@pytest.mark.usefixtures("installed")
+def test_load_checkpoint_and_dispatch_of_accelerate(run_python, tmp_path):
+    """Break 17 of a survey: `from_config` makes dense layers, which codes do not fit."""
+    model = AutoModelForCausalLM.from_pretrained(
+        save_tiny("llama", tmp_path / "dense"), quantization_config=VQConfig()
+    )
+    model.save_pretrained(tmp_path / "vq")
+    loaded, again, logits = run_python(DISPATCH.format(folder=str(tmp_path / "vq"))).splitlines()
+    assert loaded == again == "hf_vq True"
+    with torch.no_grad():
+        wanted = model(model.dummy_inputs["input_ids"] % 96).logits.flatten()[:9]
+    assert list(map(float, logits.split())) == wanted.tolist()
+
+
+def test_a_dense_model_goes_to_accelerate_itself():
+    asked = []
+
+    def load(model, checkpoint, **options):
+        asked.append((model, checkpoint, options))
+        return "loaded"
+
+    module = types.SimpleNamespace(load_checkpoint_and_dispatch=load)
+    hf_vq_autoload._Finder(hf_vq_autoload.ACCELERATE).fill(module)
+    other = types.SimpleNamespace(config=types.SimpleNamespace(quantization_config=object()))
+    for model in (torch.nn.Linear(2, 2), other):
+        assert module.load_checkpoint_and_dispatch(model, "here", device_map="auto") == "loaded"
+        assert asked.pop() == (model, "here", {"device_map": "auto"})
+
+
+def test_a_model_without_from_pretrained_names_the_cure():
+    module = torch.nn.Linear(2, 2)
+    module.config = types.SimpleNamespace(quantization_config={"quant_method": "hf_vq"})
+    wrapped = hf_vq_autoload._for_codes(lambda *given: None)
+    with pytest.raises(VQConfigError, match=r"hf_vq\.load_quantized"):
+        wrapped(module, "here")
