@@ -26,8 +26,8 @@ from ..errors import VQCalibrationError
 from ..fit import fixed_tensors
 from ..formats.scheme import VQScheme
 from ..formats.stored_weight import StoredWeight, rotation_of
-from ..hf.quantize_op import Progress
 from ..ops.reference import codes as reference
+from ..progress import Progress
 from .blocks import Blocks
 from .resume import CodedBlock, ResumeFolder
 from .straight_through import MovingCodes, movable

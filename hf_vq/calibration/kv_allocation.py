@@ -27,8 +27,9 @@ from ..fit.allocation import allocate
 from ..formats.catalog import KVScheme, kv_scheme
 from ..formats.scheme import VQScheme
 from ..formats.universal import universal_mse
+from ..progress import bar
 from .kv_codebooks import calibrate_kv, check_number, checked_context
-from .text import bar, sequences_of
+from .text import sequences_of
 
 TOKENS = 4096
 WINDOW = 64  # exact tokens of the measured cache; sensitivities depend on it

@@ -25,7 +25,8 @@ from ..fit.kv import TokenSample, fit_kv_codebook
 from ..formats.catalog import KVScheme, kv_scheme
 from ..hf.calibration_options import MIN_CONTEXT
 from ..ops.rotary_mean import KeyMoments, interleave
-from .text import bar, context_of, sequences_of
+from ..progress import bar
+from .text import context_of, sequences_of
 
 SINKS = 4  # first tokens of a sequence: their keys are outliers, so a cache keeps them as floats
 TOKENS = 8192

@@ -28,7 +28,7 @@ from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..hf.calibration_options import CPU_TOKENS, TOKENS, choices
 from ..hf.config import VQConfig
-from ..hf.quantize_op import Progress
+from ..progress import Progress
 from .blocks import Blocks, find_blocks
 from .distributed import ProcessGroup
 from .equivalent_transforms.qoq import BY_BLOCK, Trial, transform_model

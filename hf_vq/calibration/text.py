@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
-from transformers.utils import logging
 
 from ..cache.argument import cache_argument
 from ..errors import VQCalibrationError, VQError
 from ..hf.calibration_options import MIN_CONTEXT, OWN_WORDS, SHIPPED
+from ..progress import bar
 from .offload import place_of
 
 CONTEXT = 2048
@@ -243,11 +243,6 @@ def _written(
 
 def _as_list(token: Any) -> list[int]:
     return [token] if isinstance(token, int) else list(token or [])
-
-
-def bar(items: Any, label: str, progress: bool) -> Any:
-    """Wrap `items` in a progress bar if `progress` is True."""
-    return logging.tqdm(items, desc=label, leave=False) if progress else items
 
 
 def tokenizer_of(model: Any, files: Sequence[str]) -> Any:

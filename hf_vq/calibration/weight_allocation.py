@@ -31,7 +31,7 @@ from ..formats.stored_weight import rotation_of
 from ..hf.calibration_options import choices
 from ..hf.checkpoint.headers import shared_specs, storage
 from ..hf.config import VQConfig
-from ..hf.quantize_op import Progress
+from ..progress import Progress
 from .blocks import Blocks
 from .hessians import Listener, Site
 from .targets import Target

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from ..cache.codebooks import needs_codebooks
-from ..calibration.text import bar, read_text
+from ..calibration.text import read_text
 from ..errors import VQError
 from ..formats.catalog import kv_scheme, weight_scheme
 from ..hf.config import VQConfig
+from ..progress import bar
 from .evaluate import BATCH, CHUNK, MOST_TOKENS, cache_factory, prompt_length, shown_name
 from .kv_stress import SHORTEST, CopyProbe, attention_states, logit_correlation
 from .libraries import (

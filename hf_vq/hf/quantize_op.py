@@ -2,58 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
-from transformers.utils import logging
 
 from ..errors import VQFormatError
 from ..fit import fit_weight
+from ..formats.catalog import LinearScheme, scheme_name
+from ..formats.scheme import VQScheme
 from ..nn.accelerate_hooks import hook_of
 from ..nn.experts import VQExperts
 from ..nn.linear import LOADING, VQLinear
 from ..nn.replace import vq_modules
+from ..progress import Progress as Progress
 
 if TYPE_CHECKING:
     from .config import VQConfig
-
-
-class Progress:
-    """A bar that names the layer being quantized; silent where Transformers' bars are.
-
-    Args:
-        label: what is done.
-        total: number of dense tensors.
-    """
-
-    def __init__(self, label: str, total: int) -> None:
-        self.label, self.total, self.before = label, total, 0
-        self._bar: Any = None
-
-    def skip(self, count: int) -> None:
-        """Count tensors that were done before: they say nothing of the time left."""
-        self.before += count
-
-    def start(self, name: str) -> None:
-        """Say which tensor comes next."""
-        if self._bar is None:
-            self._bar = logging.tqdm(
-                total=self.total, initial=self.before, desc=self.label, leave=False
-            )
-        self._bar.set_postfix_str(name)
-
-    def done(self) -> None:
-        """Count one tensor."""
-        self._bar.update(1)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
 
 class Deferred(dict[str, Any]):
@@ -136,13 +103,23 @@ class Quantize(ConversionOps):
                 f"the checkpoint's {name} has shape {list(dense.shape)}; {type(model).__name__} "
                 f"expects {list(expected)}. Its config.json does not belong to it."
             )
-        self.progress.start(prefix)
+        self.progress.start(prefix, dense.numel())
         shown = name if isinstance(module, VQExperts) else prefix
         fitted, self.errors[shown] = encode(module, attribute, dense, self.config, shown)
         for stored, tensor in module.begin_load(attribute, fitted).items():
             kept = nn.Parameter(tensor.contiguous(), requires_grad=False)
             yield f"{prefix}.{stored}", kept
         self.progress.done()
+
+
+def advice(schemes: Iterable[LinearScheme]) -> str:
+    """What to say where the schemes of layers take long: those that learn codebooks do."""
+    slow = [s for s in schemes if isinstance(s, VQScheme) and s.codebook != "universal"]
+    if not slow:
+        return ""
+    fast = f"vq-{min(max(int(slow[0].bits()), 2), 4)}"
+    name = scheme_name(slow[0]) or slow[0].spec()
+    return f"{name} learns codebooks for every layer; {fast} has ready ones, and is far faster."
 
 
 def encode(

@@ -32,6 +32,7 @@ from ..nn.replace import (
     restore_modules,
     vq_modules,
 )
+from ..progress import Progress
 from .calibration_options import choices
 from .checkpoint import headers as stored_files
 from .checkpoint.atomic_dir import check_whole
@@ -48,7 +49,7 @@ from .fused_activations import fuse_inputs, separate_inputs
 from .in_memory.encode import encode_layers, nothing_to_quantize
 from .left_dense import choose_layers, task_heads, weights_read
 from .module_patterns import check_pass2, matches
-from .quantize_op import Progress, Quantize, bytes_per_weight, settle
+from .quantize_op import Quantize, advice, bytes_per_weight, settle
 from .residual import leave_out_pass2, place_pass2
 from .tensor_parallel import ranks, split_plan
 
@@ -134,8 +135,13 @@ class VQHfQuantizer(HfQuantizer):
         self._watch_missing(model)
         self._model = model
         if not self.pre_quantized:
-            total = sum(len(module.weights()) for module in modules.values())
-            self.progress = Progress(f"Quantizing to {config.scheme_name}", total)
+            label, slow = f"Quantizing to {config.scheme_name}", advice(wanted.values())
+            total = sum(module.weight_count() for module in modules.values())
+            self.progress = Progress(label, total, slow)
+            if self._calibration is None:
+                self.progress.replace_loaders_bar()
+            else:  # a layer or two outside of the blocks
+                self.progress.total = 0
         return model
 
     def _check_dense(self, model: Any) -> None:

@@ -37,11 +37,11 @@ from ..hf.checkpoint.atomic_dir import replacing
 from ..hf.checkpoint.headers import Checkpoint
 from ..hf.checkpoint.integrity import record
 from ..hf.config import VQConfig
-from ..hf.quantize_op import Progress
 from ..nn.experts import holds_experts
 from ..nn.linear import attribute_of
 from ..nn.replace import convertible
 from ..ops.reference import codes as reference
+from ..progress import Progress
 from ..transforms import rotate
 from . import turboquant
 from .pickled import PickledCheckpoint, pickled_files, published_config

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import VQCalibrationError
+from ...progress import bar
 from ..kv_codebooks import run_recorded
-from ..text import bar
 from .smooth_attention import Largest
 
 TOKENS = 1 << 14  # a maximum over more hardly grows

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from ...errors import VQCalibrationError
 from ...hf.calibration_options import MIN_CONTEXT
+from ...progress import bar
 from ...transforms.smoothing import ALPHA, PAIRINGS, partners, smoothing_factors
 from ..kv_codebooks import TOKENS, check_number, checked_context, run_recorded
-from ..text import bar, sequences_of
+from ..text import sequences_of
 
 _PROBE = 64  # tokens on which the logits must be equal
 

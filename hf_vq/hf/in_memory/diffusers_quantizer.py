@@ -20,13 +20,14 @@ from ...errors import VQConfigError, VQFormatError
 from ...formats.catalog import LinearScheme
 from ...nn.quantized_module import QuantizedModule
 from ...nn.replace import candidates, convertible, replace_modules, restore_modules
+from ...progress import Progress
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
 from ..config import QUANT_METHOD, QUANT_METHODS, VQConfig
 from ..explain import warn_of_slow_layers
 from ..fused_activations import fuse_inputs, separate_inputs
 from ..left_dense import choose_layers, weights_read
-from ..quantize_op import Progress
+from ..quantize_op import advice
 from .encode import (
     check_weights,
     dense_dtype,
@@ -113,7 +114,9 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
             self._wanted = choose_layers(model, config, keep_in_fp32_modules or [], exact)
             if not self._wanted:
                 raise nothing_to_quantize(model, config)
-            self.progress = Progress(f"Quantizing to {config.scheme_name}", len(self._wanted))
+            total = sum(model.get_submodule(name).weight.numel() for name in self._wanted)
+            label, slow = f"Quantizing to {config.scheme_name}", advice(self._wanted.values())
+            self.progress = Progress(label, total, slow)
             return model
         owners = stored_files.coded_layers(model, self._checkpoint)
         schemes = {name: config.stored_scheme(name) for name, _ in candidates(model)}
@@ -152,7 +155,7 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
                 stored.to(target_device), requires_grad=False
             )
             return
-        self.progress.start(prefix)
+        self.progress.start(prefix, param_value.numel())
         self._dtype = param_value.dtype
         layer.weight = nn.Parameter(param_value.to(target_device), requires_grad=False)
         try:

@@ -15,10 +15,11 @@ from ...formats.catalog import LinearScheme
 from ...nn.linear import VQLinear
 from ...nn.quantized_module import QuantizedModule
 from ...nn.replace import replacement, vq_modules, weight_names
+from ...progress import Progress
 from ..checkpoint import headers as stored_files
 from ..config import VQConfig, quantization_of
 from ..embeddings import put_module
-from ..quantize_op import Progress, encode
+from ..quantize_op import advice, encode
 
 # Attributes of PyTorch's encoders that keep what `leave_fast_path` replaced.
 _ACTIVATION, _NESTED = "_vq_activation_relu_or_gelu", "_vq_use_nested_tensor"
@@ -49,11 +50,12 @@ def encode_layers(
     """
     check_weights(model, schemes)
     progress.label = f"Quantizing to {config.scheme_name}"
-    progress.total = len(schemes)
+    sizes = {name: _weights(model.get_submodule(name), name) for name in schemes}
+    progress.total, progress.advice = sum(sizes.values()), advice(schemes.values())
     shared: dict[str, Tensor] = {}
     try:
         for name, scheme in schemes.items():
-            progress.start(name)
+            progress.start(name, sizes[name])
             encode_layer(model, name, scheme, config, errors, shared)
             progress.done()
     finally:
@@ -108,6 +110,10 @@ def _go_where_codes_are(module: QuantizedModule) -> None:
     home = module.get_parameter(next(iter(module.specs))).device
     for attribute in module.shared_names():
         module._buffers[attribute] = torch.empty(0, device=home)
+
+
+def _weights(layer: nn.Module, where: str) -> int:
+    return sum(layer.get_parameter(name).numel() for name in weight_names(layer, where))
 
 
 def _stack(fitted: list[dict[str, Tensor]], key: str) -> Tensor:

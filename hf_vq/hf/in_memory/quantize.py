@@ -18,6 +18,7 @@ from ... import patches
 from ...errors import VQConfigError, VQError
 from ...nn.experts import holds_experts
 from ...nn.replace import candidates, convertible, restore_modules, shared_names, vq_modules
+from ...progress import Progress
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
 from ..config import QUANT_METHOD, VQConfig, quantization_of, quantized_part
@@ -25,7 +26,6 @@ from ..explain import warn_of_slow_layers
 from ..fused_activations import fuse_inputs, separate_inputs
 from ..left_dense import choose_layers, weights_read
 from ..module_patterns import check_pass2
-from ..quantize_op import Progress
 from ..quantizer import VQHfQuantizer
 from ..residual import place_pass2
 from .encode import (
