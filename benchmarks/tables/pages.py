@@ -28,6 +28,7 @@ from ..records import read_record
 from ..serving import serve
 from . import (
     api,
+    architectures,
     cpu,
     cpu_limits,
     cuda,
@@ -382,6 +383,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:sweep": reliability.sweep,
     "results:digests": reliability.digests,
     "results:sanitizers": reliability.sanitizers,
+    "results:architectures": architectures.table,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..errors import VQFormatError
 from ..formats.catalog import LinearScheme, linear_scheme, scheme_name
+from ..hf.checkpoint import by_layer
 from ..hf.config import QUANT_METHODS, VQConfig
 from .storage import Kind, file_storage, kind_of, read_config, read_headers
 from .text_tables import significant, text_table
@@ -34,7 +36,7 @@ def describe(model: str) -> dict[str, Any]:
             f"the config.json of {model} says scheme {scheme.spec()}, but no file holds codes; "
             "download or save the model again."
         )
-    provenance = dict(quantization.get("provenance") or {}) if is_vq else {}
+    provenance = whole_provenance(model, quantization.get("provenance") or {}) if is_vq else {}
     errors = provenance.pop("relative_error", {})
     calibration = {**(quantization.get("calibration") or {}), **provenance.pop("calibration", {})}
     output_errors = calibration.pop("output_error", {})
@@ -62,6 +64,25 @@ def describe(model: str) -> dict[str, Any]:
         "output_error": mean_errors(output_errors),
         "provenance": provenance,
     }
+
+
+def whole_provenance(model: str, stored: dict[str, Any]) -> dict[str, Any]:
+    """The provenance of a model directory or Hub repository, with that of single layers.
+
+    Args:
+        stored: what config.json has.
+    """
+    if by_layer.DIGEST not in stored:
+        return dict(stored)
+    path: Path | None = Path(model) / by_layer.FILE
+    if not Path(model).is_dir():
+        from huggingface_hub import errors, hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(model, by_layer.FILE))
+        except (errors.HfHubHTTPError, OSError):
+            path = None
+    return by_layer.joined(stored, path)
 
 
 def _finder(config: VQConfig) -> Callable[[str], LinearScheme]:

@@ -27,6 +27,7 @@ from .calibration_options import (
     check_text,
     with_transforms,
 )
+from .checkpoint.by_layer import short
 from .module_patterns import check_pattern, matches
 
 QUANT_METHOD = "hf_vq"
@@ -39,12 +40,8 @@ FORMAT_VERSION = 4
 """The newest that is read. 1 has one scheme; 2 has `layers` or `layouts`; 3 has QoQ's format."""
 
 CANDIDATES = ("vq-2", "vq-3", "vq-4")
-_OF_BITS = (
-    "turboquant-1", "vq-2", "vq-3", "vq-4",
-    *(f"turboquant-{bits}" for bits in (5, 6, 7, 8)),
-)  # fmt: skip
-_LARGEST_SEED = 2**31 - 1
-_MOST_BITS = 16
+_OF_BITS = ("turboquant-1", *CANDIDATES, *(f"turboquant-{bits}" for bits in (5, 6, 7, 8)))
+_LARGEST_SEED, _MOST_BITS = 2**31 - 1, 16
 _ADVISE = {False: 3.5, True: 2.5}  # bits per weight, without and with activations
 
 
@@ -114,6 +111,7 @@ class VQConfig(QuantizationConfigMixin):
     activations: str | list[list[int]] | None = None
     pass2: str | dict[str, str] | None = None
     embeddings: str | None = None
+    one_file: bool = False  # diffusers saves config.json alone
 
     # config.json stores `__dict__`, and loading passes it back as these arguments.
     def __init__(
@@ -268,9 +266,11 @@ class VQConfig(QuantizationConfigMixin):
         return {} if self.pass2 is None else {"pass2": self.pass2}
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as stored in config.json, without `pass2`: a placement is not stored."""
+        """The config as stored in config.json: without `pass2` and errors of single layers."""
         found: dict[str, Any] = super().to_dict()
         found.pop("pass2", None)
+        if not found.pop("one_file", False) and self.provenance:
+            found["provenance"] = short(found["provenance"])
         if found.get("activations") is None:  # older versions do not know it
             found.pop("activations", None)
         return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from ..nn.replace import (
 )
 from ..progress import Progress
 from .calibration_options import choices
+from .checkpoint import by_layer
 from .checkpoint import headers as stored_files
 from .checkpoint.atomic_dir import check_whole
 from .checkpoint.conversions import conversions_of, dense_conversions, renamer
@@ -96,8 +96,11 @@ class VQHfQuantizer(HfQuantizer):
             self._check_dense(model)
         if ranks(model) > 1 and not hasattr(HfQuantizer, "update_parallel_plan"):
             raise VQConfigError("tensor parallelism needs a newer Transformers: 5.23 or later.")
-        for folder in {os.path.dirname(file) for file in checkpoint_files or []}:
-            check_whole(Path(folder))
+        for folder in {Path(file).parent for file in checkpoint_files or []}:
+            check_whole(folder)
+            if config.provenance and by_layer.DIGEST in config.provenance:
+                path = by_layer.find(folder, model.config)
+                config.provenance = by_layer.joined(config.provenance, path)
         files = [file for file in checkpoint_files or [] if file.endswith(".safetensors")]
         if self.pre_quantized and files:
             self._checkpoint = stored_files.Checkpoint(files)

@@ -307,7 +307,7 @@ class _Conversion:
             path.write_text(json.dumps(found, indent=2, sort_keys=True), encoding="utf-8")
         whole = {**config, "quantization_config": self.ours.to_dict()}
         (self.work / "config.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
-        record(self.work)
+        record(self.work, provenance=self.ours.provenance or {})
 
 
 def _file_name(number: int, count: int) -> str:

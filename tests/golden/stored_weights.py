@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 import hf_vq
 from hf_vq import VQConfig
 from hf_vq.formats import QOQ_SCHEMES, WEIGHT_SCHEMES
+from hf_vq.hf.checkpoint import by_layer
 from tests.fixtures.random_weights import scaled_models
 from tests.golden.recorded import OLDER
 from tests.golden.seeded import (
@@ -173,11 +174,7 @@ _USUAL_LINES = """
 "base_model": null,
 "codebooks": {
 },
-"hf_vq": "VERSION",
-"relative_error": {
-"model.layers.0.mlp.down_proj": 0.001,
-"model.layers.0.self_attn.k_proj": 0.002,
-"model.layers.0.self_attn.q_proj": 0.003
+"hf_vq": "VERSION"
 }
 "quant_method": "vq",
 "scheme": {
@@ -221,8 +218,9 @@ def saved_case(name: str, dense: Path, work: Path) -> Path:
     model.save_pretrained(work / "fitted")
     config = json.loads((work / "fitted" / "config.json").read_text(encoding="utf-8"))
     provenance = config["quantization_config"]["provenance"]
-    provenance.pop("digests")
-    errors = provenance["relative_error"]
+    for digest in ("digests", by_layer.DIGEST):
+        provenance.pop(digest)
+    errors = json.loads((work / "fitted" / by_layer.FILE).read_text())["relative_error"]
     provenance["relative_error"] = {layer: i / 1000 for i, layer in enumerate(sorted(errors), 1)}
     tensors = load_file(work / "fitted" / "model.safetensors")
     for key, tensor in tensors.items():

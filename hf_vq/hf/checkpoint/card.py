@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from jinja2 import Environment, StrictUndefined, Template
 
 from ...formats.catalog import scheme_name
@@ -28,6 +28,7 @@ _TASKS = {
 }  # fmt: skip
 """The Hub's name of what a model is for, by the end of its class's name, where that says it."""
 
+_TOKENIZER = "tokenizer_config.json"
 _TAGS = ["hf_vq", "vq", "vector-quantization"]
 
 
@@ -57,10 +58,13 @@ def _auto_classes() -> list[str]:
     return sorted(autos, key=lambda name: (name == "AutoModelForPreTraining", name))
 
 
-def model_card(model: Any) -> str:
+def model_card(model: Any, folder: Path | None = None) -> str:
     """The text of a quantized model's `README.md`: how it was made and loads, what was measured.
 
     Its words are those of `model_cards/template.md.j2`.
+
+    Args:
+        folder: where the model is saved: it may hold a tokenizer.
     """
     config = model.config.quantization_config
     provenance = config.provenance or {}
@@ -88,6 +92,7 @@ def model_card(model: Any) -> str:
         name=name or kind,
         source=f"[{base}](https://huggingface.co/{base})" if base else name or f"a `{kind}`",
         loader=loading_class(model),
+        chats=data.pipeline_tag == "text-generation" and _has_chat_template(model, folder),
         schemes=_schemes(model),
         bits_per_weight=bits / weights,
         weights=weights,
@@ -110,6 +115,28 @@ def _facts(model: Any) -> dict[str, Any]:
         return {}
     known = {key: found.get(key) for key in ("license", "license_name", "license_link", "language")}
     return {key: value for key, value in known.items() if value}
+
+
+def _has_chat_template(model: Any, folder: Path | None) -> bool:
+    """True if the tokenizer of a model has one: in the folder of it, or of what it was loaded from,
+    or in the cache of the Hub."""
+    source = getattr(model.config, "name_or_path", None) or ""
+    folders = [place for place in (folder, Path(source)) if place is not None and place.is_dir()]
+    found = {
+        name: [place / name for place in folders] for name in ("chat_template.jinja", _TOKENIZER)
+    }
+    if source and not Path(source).exists():
+        commit = getattr(model.config, "_commit_hash", None)
+        for name, paths in found.items():
+            cached = try_to_load_from_cache(source, name, revision=commit)
+            paths += [Path(cached)] if isinstance(cached, str) else []
+    template, tokenizer = found.values()
+    if any(path.is_file() for path in template):
+        return True
+    texts = (
+        path.read_text(encoding="utf-8", errors="replace") for path in tokenizer if path.is_file()
+    )
+    return any('"chat_template": ' in text for text in texts)
 
 
 @functools.cache
@@ -167,7 +194,7 @@ def _calibration(config: Any) -> dict[str, Any] | None:
     facts = (config.provenance or {}).get("calibration")
     if not facts:
         return None
-    options, errors = config.calibration, facts["output_error"].values()
+    options, errors = config.calibration, facts.get("output_error", {}).values()
     own = options["text"] == OWN_WORDS
     return {
         "text": "text that the model generates" if own else f"`{options['text']}`",

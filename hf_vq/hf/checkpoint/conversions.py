@@ -38,7 +38,8 @@ def conversions_of(model: Any) -> list[Any]:
 def dense_conversions(
     conversions: Iterable[Any], model: Any, *, reverse: bool = False
 ) -> list[Any]:
-    """The conversions that do not touch the parameters of VQ modules.
+    """The conversions that do not touch the parameters of VQ modules, or rename them so that the
+    names come back.
 
     Args:
         reverse: they will be reverted, to save the model.
@@ -56,8 +57,20 @@ def dense_conversions(
                     continue  # it cannot be reverted, with or without codes
             if any(candidate.rename_source_key(name)[1] is not None for name in names):
                 continue
+        elif type(conversion) is WeightRenaming and not _is_undone(candidate, names):
+            continue
         kept.append(conversion)
     return kept
+
+
+def _is_undone(renaming: WeightRenaming, names: Iterable[str]) -> bool:
+    """True if stored names come back after saving, which reverts a renaming, and loading. One from
+    `gate` to `gate.weight` leaves `gate.vq_scale` alone, and then makes it `gate.weight.vq_scale`.
+    """
+    back = renaming.reverse_transform()
+    return all(
+        renaming.rename_source_key(back.rename_source_key(name)[0])[0] == name for name in names
+    )
 
 
 def renamer(conversions: Iterable[Any], model: Any) -> Callable[[str], str]:

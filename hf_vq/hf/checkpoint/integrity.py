@@ -21,6 +21,7 @@ from ...formats import digests
 from ...formats.catalog import LinearScheme
 from ...formats.qoq import QoQScheme
 from ..config import VQConfig
+from . import by_layer
 
 RECORD = "digests"  # in `provenance`: the digest of all digests
 
@@ -96,11 +97,14 @@ def _ends(name: str) -> list[str]:
     return [".".join(parts[first:]) for first in range(len(parts))]
 
 
-def record(folder: Path, variant: str | None = None) -> None:
+def record(
+    folder: Path, variant: str | None = None, provenance: Mapping[str, Any] | None = None
+) -> None:
     """Write the digests of a model that was just saved: of its tensors into its files of weights,
-    and that of all digests into its config.json.
+    and that of all digests into its config.json. Write what the provenance has for each layer.
 
     Args:
+        provenance: of the model, whole; None leaves that file as it is.
         variant: `save_pretrained`'s. Files of several share a config.json, which then says nothing.
     """
     files = checkpoints(folder).get(variant or "", [])
@@ -110,11 +114,13 @@ def record(folder: Path, variant: str | None = None) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     quantization = config["quantization_config"]
     root = digests.record(files, partial(meanings, VQConfig.from_dict(quantization)))
-    provenance = dict(quantization.get("provenance") or {})
-    provenance.pop(RECORD, None)
+    stored = dict(quantization.get("provenance") or {})
+    stored.pop(RECORD, None)
     if not variant:
-        provenance[RECORD] = root
-    quantization["provenance"] = provenance
+        stored[RECORD] = root
+    if provenance is not None:
+        stored[by_layer.DIGEST] = by_layer.write(folder, provenance)
+    quantization["provenance"] = stored
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -86,7 +86,8 @@ def save_pretrained(
             kwargs["token"] = hub["token"]
         save(self, folder, **arguments, **kwargs)
         if writes:
-            record(folder, kwargs.get("variant"))
+            quantization = self.config.quantization_config
+            record(folder, kwargs.get("variant"), quantization.provenance or {})
             _write_card(self, folder, target)
     if push_to_hub and writes:
         repo = hub.pop("repo_id", None) or target.resolve().name
@@ -115,7 +116,7 @@ def save_evaluation(model: Any, folder: str | os.PathLike[str], found: dict[str,
     }
     config["quantization_config"].setdefault("provenance", {})["evaluation"] = found
     _replace(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    _replace(Path(folder) / CARD, model_card(model))
+    _replace(Path(folder) / CARD, model_card(model, Path(folder)))
 
 
 def check_card(folder: str | os.PathLike[str]) -> None:
@@ -196,4 +197,4 @@ def _remote_card_is_foreign(repo_id: str, token: Any, revision: str | None) -> b
 def _write_card(model: Any, folder: Path, target: Path) -> None:
     old = target / CARD
     if not old.exists() or is_ours(old.read_text(encoding="utf-8", errors="replace")):
-        (folder / CARD).write_text(model_card(model), encoding="utf-8")
+        (folder / CARD).write_text(model_card(model, target), encoding="utf-8")

@@ -16,6 +16,7 @@ from ...cache import codebooks, file, safetensors_file
 from ...errors import VQConfigError, VQFormatError
 from ...formats import digests
 from ..config import QUANT_METHODS, VQConfig
+from . import by_layer
 from .integrity import RECORD, checkpoints, meanings
 
 _INDEX = re.compile(r"model\.safetensors\.index(?:\.(?P<variant>.+))?\.json")
@@ -47,6 +48,7 @@ class _Files:
     expected: bool = False
     recorded: str | None = None
     missing: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # of files without tensors
 
 
 class Verification:
@@ -77,6 +79,7 @@ class Verification:
         found = Found()
         for group in self._groups:
             found.problems += [f"{name} is missing" for name in group.missing]
+            found.problems += group.problems
             if not group.paths:
                 continue
             try:
@@ -115,6 +118,8 @@ def _of_folder(folder: Path) -> Iterator[_Files]:
             recorded=None if variant else recorded,
             missing=tuple(f"{folder / name}" for name in lost),
         )
+    if (why := by_layer.problem(folder / by_layer.FILE, config.provenance or {})) is not None:
+        yield _Files([], problems=(why,))
     if (folder / codebooks.FILE_NAME).is_file():
         yield _of_file(folder / codebooks.FILE_NAME)
 

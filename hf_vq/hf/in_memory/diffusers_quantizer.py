@@ -60,7 +60,7 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
         patches.apply(patches.BACKEND)
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         config: VQConfig = self.quantization_config
-        config.quant_method = Method(QUANT_METHOD)
+        config.quant_method, config.one_file = Method(QUANT_METHOD), True
         self.errors: dict[str, float] = {}
         self.progress = Progress("", 0)
         self._wanted: Mapping[str, LinearScheme] = {}  # to encode

@@ -26,6 +26,7 @@ from ...errors import VQConfigError
 from ...formats import digests
 from ...formats.catalog import LinearScheme
 from ...nn.replace import candidates, left_out, replace_modules, shared_names, vq_modules
+from ..checkpoint import by_layer
 from ..checkpoint import headers as stored_files
 from ..checkpoint.atomic_dir import check_whole, replacing
 from ..checkpoint.integrity import check, record, take_record
@@ -53,12 +54,13 @@ def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     if not vq_modules(model):
         raise VQConfigError(f"{type(model).__name__} is not quantized: quantize_model comes first.")
     state = _state(model)
+    quantization = quantization_of(model)
     with replacing(Path(folder)) as work:
-        config = {"quantization_config": quantization_of(model).to_dict()}
+        config = {"quantization_config": quantization.to_dict()}
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (work / CONFIG_NAME).write_text(text, encoding="utf-8")
         save_file(state, work / SAFE_WEIGHTS_NAME, metadata=digests.room(state))
-        record(work)
+        record(work, provenance=quantization.provenance or {})
 
 
 def load_quantized(model: Module, folder: str | os.PathLike[str]) -> Module:
@@ -84,6 +86,7 @@ def load_quantized(model: Module, folder: str | os.PathLike[str]) -> Module:
     if vq_modules(model):
         raise VQConfigError(f"{type(model).__name__} is quantized already: build it anew.")
     recorded = take_record(config)
+    config.provenance = by_layer.joined(config.provenance or {}, source / by_layer.FILE)
     file = str(source / SAFE_WEIGHTS_NAME)
     checkpoint = stored_files.Checkpoint([file])
     running = check(config, [file]) if env.VERIFY.get() else None

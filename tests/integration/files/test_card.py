@@ -9,16 +9,18 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard, ModelCardData, errors
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import hf_api
 
 from hf_vq import VQConfig, paths
 from hf_vq.errors import VQError
+from hf_vq.hf.checkpoint import by_layer
 from hf_vq.hf.checkpoint.card import CARD, is_ours, loading_class
 from hf_vq.hf.checkpoint.save import save_evaluation
 from tests.fixtures import ROOT
 
 LOAD = AutoModelForCausalLM.from_pretrained
+FILES = {CARD, "config.json", "generation_config.json", "model.safetensors", by_layer.FILE}
 CARDS = sorted((ROOT / "model_cards").glob("*.md"))
 
 
@@ -43,7 +45,10 @@ def test_what_it_says(model, tmp_path):
     assert 'AutoModelForCausalLM.from_pretrained("<this repository>")' in text
     stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["provenance"]
     assert f"{stored['bits_per_weight']:.3f}" in text and "`vq-4`, VQ<2,8,1>" in text
-    for layer, error in stored["relative_error"].items():
+    assert "relative_error" not in stored
+    errors = json.loads((tmp_path / "hf_vq_provenance.json").read_text())["relative_error"]
+    assert len(errors) == 14
+    for layer, error in errors.items():
         assert f"| `{layer}` | {100 * error:.3g} % |" in text
 
 
@@ -96,9 +101,10 @@ def test_a_local_source_is_no_base_model(quantized):
 def test_filled_cards_have_the_words_of_the_template(path):
     """Both ways: no line of the template is missing in a card, and a card has no other lines."""
     template = paths.card_template().read_text("utf-8")
-    # These models were calibrated, which takes no activations.
-    template, count = re.subn(r"{% if activations %}.*?{% endif %}\n", "", template, flags=re.S)
-    assert count == 1
+    # These models were calibrated, which takes no activations, and do not chat.
+    absent = r"{% if (activations|chats) %}.*?{% endif %}\n"
+    template, count = re.subn(absent, "", template, flags=re.S)
+    assert count == 2
     lines = template.splitlines()
     patterns = {
         ".+".join(re.escape(part) for part in re.split(r"{{.*?}}", line))
@@ -116,6 +122,33 @@ def test_filled_cards_have_the_words_of_the_template(path):
     assert set().union(*matched.values()) == patterns
 
 
+TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("where", ["source", "target", "cache"])
+def test_a_chat_example_that_runs(tinybooks, tmp_path, monkeypatch, capsys, where):
+    """Where the tokenizer has a chat template, the card shows how to use it."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(tinybooks, source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = LOAD(source, quantization_config=VQConfig(activations=None))
+    model.save_pretrained(target)
+    assert "apply_chat_template" not in (target / CARD).read_text()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(target if where == "target" else source)
+    if where == "cache":
+        model.config.name_or_path = "someone/base"
+        monkeypatch.setattr(
+            "hf_vq.hf.checkpoint.card.try_to_load_from_cache",
+            lambda _, name, **of: str(source / name),
+        )
+    model.save_pretrained(target)
+    (example,) = re.findall(r"```python\n(.*?)```", (target / CARD).read_text(), re.S)
+    tokenizer.save_pretrained(target)
+    exec(example.replace("<this repository>", str(target)).replace("=200", "=3"), {})
+    assert capsys.readouterr().out.strip()
+
+
 FOUND = {"model": "base", "text": "t.txt", "text_sha256": "0a", "tokens": 2048, "context": 128}
 FOUND |= {"perplexity": 21.5, "change": 1.25, "change_se": 0.1, "kld": 0.0125, "kld_se": 0.0003}
 FOUND |= {"kld_p99": 0.123, "top1": 91.5, "top1_se": 0.2, "hf_vq": "9", "date": "2026-01-01"}
@@ -130,9 +163,7 @@ def test_what_was_measured_is_kept(model, tmp_path):
     after = json.loads((first / "config.json").read_text())
     assert after["quantization_config"]["provenance"].pop("evaluation") == FOUND
     assert after == before and (first / "model.safetensors").read_bytes() == weights
-    assert sorted(path.name for path in first.iterdir()) == sorted(
-        [CARD, "config.json", "generation_config.json", "model.safetensors"]
-    )
+    assert {path.name for path in first.iterdir()} == FILES
     LOAD(first).save_pretrained(second)
     for folder in (first, second):
         card = ModelCard.load(folder / CARD)
@@ -165,7 +196,7 @@ def test_a_card_written_by_a_person_stays(model, tmp_path):
 
 def test_push_to_hub(model, hub, tmp_path):
     model.push_to_hub("me/x", tags=["mine"])
-    assert set(hub.files) == {CARD, "config.json", "generation_config.json", "model.safetensors"}
+    assert set(hub.files) == FILES
     assert len(hub.commits) == 1
     card = ModelCard(hub.files[CARD].decode())
     assert card.data.to_dict()["base_model_relation"] == "quantized"
@@ -180,7 +211,7 @@ def test_push_to_hub_while_saving(model, hub, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old.txt").write_text("not to be pushed")
     model.save_pretrained(tmp_path / "out", push_to_hub=True, commit_message="one")
-    assert set(hub.files) == {CARD, "config.json", "generation_config.json", "model.safetensors"}
+    assert set(hub.files) == FILES
     assert is_ours(hub.files[CARD].decode())
     model.save_pretrained(tmp_path / "out", push_to_hub=True, repo_id="me/x")
     assert len(hub.commits) == 2
@@ -189,9 +220,7 @@ def test_push_to_hub_while_saving(model, hub, tmp_path):
 def test_a_remote_card_written_by_a_person_stays(model, hub):
     hub.files[CARD] = b"---\nlicense: mit\n---\nMy own words."
     model.push_to_hub("me/x")
-    assert [sorted(commit) for commit in hub.commits] == [
-        ["config.json", "generation_config.json", "model.safetensors"]
-    ]
+    assert [set(commit) for commit in hub.commits] == [FILES - {CARD}]
     assert b"My own words" in hub.files[CARD]
 
 

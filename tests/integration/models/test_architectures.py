@@ -1,11 +1,12 @@
 """Some classes of `scripts/check_architectures`, which checks all that Transformers can build."""
 
-import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+
+from hf_vq.evaluation.record import read
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "check_architectures"
 CLASSES = (
@@ -22,7 +23,7 @@ def test_some_classes(tmp_path, monkeypatch, capsys):
     arguments = ["--out", str(record), "--processes", "1", "--only", *CLASSES]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
     runpy.run_path(str(SCRIPT), run_name="__main__")
-    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    rows = read(record)["results"]["rows"]
     assert {row["class"]: row["outcome"] for row in rows} == dict.fromkeys(CLASSES, "run")
     assert all(0 < row["change"] < 0.5 for row in rows), rows
     assert '"run": 11' in capsys.readouterr().out
