@@ -28,11 +28,14 @@ from transformers.utils import logging
 
 from ..errors import VQBackendError
 from ..nn.embedding import VQEmbedding, VQTiedHead
+from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
+from ..nn.quantized_module import QuantizedModule
 from .dense_weight import Encoded, dense_weight, viewed
 
 logger = logging.get_logger("hf_vq")
 
+_CODED = (VQLinear, VQExperts, VQEmbedding, VQTiedHead)
 _STATE = "_codes_before_merging"  # attribute of an adapter's layer
 _collected: ContextVar[dict[str, Encoded] | None] = ContextVar("_collected", default=None)
 
@@ -55,9 +58,12 @@ def decoding_for_adapters(inject: Callable[..., Any]) -> Callable[..., Any]:
     loaded, or added as a second one."""
 
     @wraps(inject)
-    def inject_adapter(tuner: Any, model: nn.Module, *args: Any, **options: Any) -> Any:
-        if not any(isinstance(m, (VQLinear, VQEmbedding, VQTiedHead)) for m in model.modules()):
-            return inject(tuner, model, *args, **options)
+    def inject_adapter(
+        tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **options: Any
+    ) -> Any:
+        if not any(isinstance(module, _CODED) for module in model.modules()):
+            return inject(tuner, model, adapter_name, *args, **options)
+        _check(model, tuner.peft_config[adapter_name])
         names: dict[str, Callable[..., Any]] = {
             "merge_adapter": _merge_all,
             "merge_and_unload": _merge_all,
@@ -68,11 +74,41 @@ def decoding_for_adapters(inject: Callable[..., Any]) -> Callable[..., Any]:
                 tuner.__dict__[name] = partial(function, tuner, name)
         try:
             with _in_one_line("adapters were made"):
-                return inject(tuner, model, *args, **options)
+                return inject(tuner, model, adapter_name, *args, **options)
         finally:
             del tuner.__dict__["_create_and_replace"]
 
     return inject_adapter
+
+
+def _check(model: nn.Module, config: Any) -> None:
+    """Raise if a config asks to train what is stored as codes; PEFT would skip it without a word,
+    or fail on its dtype."""
+    tokens = getattr(config, "trainable_token_indices", None) or {}
+    embeddings = [n for n, module in model.named_modules() if isinstance(module, VQEmbedding)]
+    rows = list(tokens) if isinstance(tokens, dict) else embeddings
+    asked = {
+        "target_parameters": getattr(config, "target_parameters", None) or [],
+        "modules_to_save": getattr(config, "modules_to_save", None) or [],
+        "trainable_token_indices": rows if tokens else [],
+    }
+    for name, module in model.named_modules():
+        if not isinstance(module, _CODED):
+            continue
+        weights = module.weights() if isinstance(module, QuantizedModule) else ["weight"]
+        for option, entries in asked.items():
+            ends = [f"{name}.{w}" for w in weights] if option == "target_parameters" else [name]
+            found = [e for e in entries for end in ends if f".{end}".endswith(f".{e}")]
+            if found and not (option == "trainable_token_indices" and isinstance(module, VQLinear)):
+                last = name.rpartition(".")[2]
+                cure = f"leave it dense: VQConfig(modules_to_not_convert=[{last!r}])"
+                if isinstance(module, (VQEmbedding, VQTiedHead)):
+                    cure = "quantize without embeddings"
+                elif isinstance(module, VQLinear):
+                    cure = f"use target_modules, or {cure}"
+                raise VQBackendError(
+                    f"{option} names codes ({ends[0]}), which do not train: {cure}."
+                )
 
 
 def _made(
@@ -87,11 +123,6 @@ def _made(
     if not isinstance(base, (VQLinear, VQEmbedding, VQTiedHead)):
         create()
         return
-    if options.get("parameter_name") is not None:
-        raise VQBackendError(
-            f"target_parameters names codes ({options['parameter_name']} of "
-            f"{type(base).__name__}), which do not train. Use target_modules."
-        )
     if not isinstance(base, VQLinear) or _needs_no_weight(config):
         create()
     else:

@@ -167,13 +167,15 @@ def _check(model: nn.Module) -> None:
         raise VQConfigError(
             f"quantize_model needs an nn.Module; got {kind}. Of a pipeline, give one of its models."
         )
-    other = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-    if vq_modules(model) or other is not None:
-        method = getattr(other, "quant_method", QUANT_METHOD)
-        raise VQConfigError(
-            f"{kind} is quantized already, by {getattr(method, 'value', method)}: load the "
-            "original, or dequantize it first."
-        )
+    loader = getattr(model, "hf_quantizer", None)
+    found = getattr(getattr(loader, "quantization_config", None), "quant_method", QUANT_METHOD)
+    method = str(getattr(found, "value", found))
+    # Read from a GGUF file, a model is dense unless its layers are in `packed_modules`.
+    if vq_modules(model) or (loader and (method != "gguf" or getattr(loader, "packed_modules", 0))):
+        cure = "load the original, or dequantize it first"
+        if method == "gguf":
+            cure = "load it with quantization_config=GgufConfig(dequantize=True)"
+        raise VQConfigError(f"{kind} is quantized already, by {method}: {cure}.")
     if convertible(model) or holds_experts(model):
         raise VQConfigError(
             f"{kind} is itself a layer, and cannot be replaced in place: give the module that "

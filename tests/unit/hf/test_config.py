@@ -37,7 +37,7 @@ def test_bits_are_short_for_a_scheme(bits):
 
 def test_what_is_kept_is_json_and_comes_back():
     config = VQConfig(
-        "vq-3", modules_to_not_convert=["a", "b"], seed=7, provenance={"relative_error": {"x": 0.1}}
+        "vq-3", modules_to_not_convert=["a", "b"], seed=7, provenance={"base_model": "a/b"}
     )
     for _ in range(3):
         kept = json.loads(json.dumps(config.to_dict()))
