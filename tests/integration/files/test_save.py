@@ -55,7 +55,7 @@ def test_other_files_stay(saved, quantized):
     after = contents(saved)
     assert after.keys() == before.keys()
     assert [name for name in after if after[name] != before[name]] == [
-        "README.md", "config.json", "model.safetensors",
+        "README.md", "config.json", "hf_vq_provenance.json", "model.safetensors",
     ]  # fmt: skip
     assert (saved / "notes.txt").stat().st_ino == inode  # linked, not copied
     assert os.listdir(saved.parent) == ["model"]
