@@ -27,7 +27,7 @@ logger = logging.get_logger("hf_vq")
 
 _NOT_FORWARD = (
     "__init__", "_init", "init", "reset", "tie", "_tie", "set_", "resize", "_resize",
-    "fuse_projections",
+    "fuse_projections", "fix_init", "load", "_load",
 )  # fmt: skip
 _RARE = ("pretraining_tp",)  # conditions under which other code than usual runs
 _NEVER = ("_is_quantized",)  # conditions that hold for a quantized model
