@@ -167,7 +167,10 @@ def read_config(model: str) -> dict[str, Any]:
             path = Path(hf_hub_download(model, "config.json"))
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise VQError(f"cannot read the config.json of {model}: {first_line(error)}") from None
+        place = "" if Path(model).exists() else "There is no such folder, and of the Hub: "
+        raise VQError(
+            f"cannot read the config.json of {model}. {place}{first_line(error)}"
+        ) from None
     return config
 
 

@@ -88,6 +88,10 @@ def convert(source: str, out: str, *, requantize: VQConfig | None = None) -> dic
         published = published_config(config, checkpoint)
     method = published.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:
+        if method is None:
+            raise VQConfigError(
+                f"{source} is not quantized, so there is nothing to convert: hf-vq quantize."
+            )
         raise _unread(source, repr(method))
     model = _empty(folder)
     if method == TurboquantLayout.method:

@@ -123,7 +123,7 @@ def test_hostile_pickles_are_refused_and_not_run(tmp_path):
     file.write_bytes(b"")
     refused("is damaged")
     torch.save({"model.norm.weight": torch.ones(128)}, file)
-    with pytest.raises(VQConfigError, match="its quantization is None"):
+    with pytest.raises(VQConfigError, match="is not quantized, so there is nothing to convert"):
         convert(str(tmp_path / "in"), out)
 
 
