@@ -18,7 +18,7 @@ _BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
 
 
 class Progress:
-    """What is done, and the time left; silent where Transformers' bars are.
+    """Show what is done, and the time left; silent where Transformers' bars are.
 
     Without a terminal it is a line for each tenth, and at most one a second.
 
@@ -82,7 +82,7 @@ class Progress:
         self._bar, self._began = None, 0.0
 
     def replace_loaders_bar(self) -> None:
-        """Have Transformers not show its bar of the next load beside this one."""
+        """Have Transformers not show its bar of the next load next to this one."""
         install = getattr(logging, "set_tqdm_hook", None)
         if install is None:  # Transformers 5.17
             return

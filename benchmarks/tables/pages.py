@@ -28,7 +28,6 @@ from ..records import read_record
 from ..serving import serve
 from . import (
     api,
-    architectures,
     cpu,
     cpu_limits,
     cuda,
@@ -383,7 +382,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:sweep": reliability.sweep,
     "results:digests": reliability.digests,
     "results:sanitizers": reliability.sanitizers,
-    "results:architectures": architectures.table,
+    "results:architectures": reliability.architectures,
     "schemes:weights": weight_schemes_table,
     "schemes:kv": kv_schemes_table,
     "env": env.table,

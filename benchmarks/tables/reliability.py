@@ -1,5 +1,5 @@
 """Tables of the records of `make fuzz`, `scripts/fuzz/soak.py`, `scripts/sweep_attention_cuda.py`,
-`scripts/sanitize_cuda` and `scripts/time_digests.py`."""
+`scripts/sanitize_cuda`, `scripts/time_digests.py` and `scripts/check_architectures`."""
 
 from __future__ import annotations
 
@@ -150,3 +150,30 @@ def digests() -> str:
     ]  # fmt: skip
     head = ["loaded to", "GB", "`HF_VQ_VERIFY=0`, s", "with digests, s", "reading every byte, s"]
     return f"{markdown_table(head, rows)}\n\n{source(record)}"
+
+
+def architectures() -> str:
+    """Classes of Transformers that run, by the Auto class that makes them, and those that fail."""
+    record = read_record("architectures")
+    if record is None:
+        return "Not measured yet: `scripts/check_architectures --out RECORD`."
+    rows = record["results"]["rows"]
+    count = Counter(row["outcome"].partition(":")[0] for row in rows)
+    built = len(rows) - count["not built"]
+    counted: dict[str, Counter[bool]] = {}
+    for row in rows:
+        for auto in row["auto"] if row["outcome"] != "not built" else ():
+            name = auto.removeprefix("AutoModelFor")
+            counted.setdefault(name, Counter())[row["outcome"] == "run"] += 1
+    by_auto = ", ".join(f"`{name}` {of[True]}/{of.total()}" for name, of in counted.items())
+    failed = [row for row in rows if row["outcome"].startswith("failed")]
+    bad = "; ".join(f"`{row['class']}` ({row['outcome']}: {row['why']})" for row in failed)
+    sentences = [
+        f"Of {len(rows)} classes, {built} could be made tiny: {count['run']} run,",
+        f"{count['stored']} were only loaded (no inputs known),",
+        f"{count['no linear layer']} have no linear layer.",
+        f"These fail: {bad}." if bad else "None fails.",
+        f"By `AutoModelFor...`, run/built: {by_auto}.",
+        source(record),
+    ]
+    return " ".join(sentences)

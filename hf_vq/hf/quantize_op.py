@@ -113,7 +113,7 @@ class Quantize(ConversionOps):
 
 
 def advice(schemes: Iterable[LinearScheme]) -> str:
-    """What to say where the schemes of layers take long: those that learn codebooks do."""
+    """Advice where the schemes of layers take long: those that learn codebooks do."""
     slow = [s for s in schemes if isinstance(s, VQScheme) and s.codebook != "universal"]
     if not slow:
         return ""

@@ -87,7 +87,7 @@ def _check(model: nn.Module, config: Any) -> None:
     tokens = getattr(config, "trainable_token_indices", None) or {}
     embeddings = [n for n, module in model.named_modules() if isinstance(module, VQEmbedding)]
     rows = list(tokens) if isinstance(tokens, dict) else embeddings
-    asked = {
+    requested = {
         "target_parameters": getattr(config, "target_parameters", None) or [],
         "modules_to_save": getattr(config, "modules_to_save", None) or [],
         "trainable_token_indices": rows if tokens else [],
@@ -96,7 +96,7 @@ def _check(model: nn.Module, config: Any) -> None:
         if not isinstance(module, _CODED):
             continue
         weights = module.weights() if isinstance(module, QuantizedModule) else ["weight"]
-        for option, entries in asked.items():
+        for option, entries in requested.items():
             ends = [f"{name}.{w}" for w in weights] if option == "target_parameters" else [name]
             found = [e for e in entries for end in ends if f".{end}".endswith(f".{e}")]
             if found and not (option == "trainable_token_indices" and isinstance(module, VQLinear)):

@@ -28,7 +28,7 @@ _OF_CALIBRATION = ("output_error", "fallbacks")
 
 
 def short(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json keeps; a save adds the digest of the file that it writes."""
+    """The part that config.json keeps; a save adds the digest of the file that it writes."""
     found = {key: value for key, value in provenance.items() if key not in (_ERRORS, DIGEST)}
     if isinstance(found.get(_CALIBRATION), dict):
         facts = found[_CALIBRATION].items()
@@ -68,7 +68,7 @@ def joined(provenance: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
 
 
 def problem(path: Path, provenance: Mapping[str, Any]) -> str | None:
-    """What is wrong with the file; None if it is what was saved, or never was."""
+    """The fault of the file; None if it is what was saved, or never was."""
     if DIGEST not in provenance:
         return None
     try:

@@ -27,7 +27,7 @@ def load_and_dispatch(
     """Load the model as its class's `from_pretrained` does: verified, and with equal arguments.
 
     Args:
-        model: of `from_config`, with the checkpoint's config; it stays as it is.
+        model: of `from_config`, with the checkpoint's config; it stays empty.
         checkpoint: the folder, or its file of weights or index.
         others: accelerate's other arguments. How blocks are split, and what hooks skip, the class
             of the model says.

@@ -104,7 +104,7 @@ def record(
     and that of all digests into its config.json. Write what the provenance has for each layer.
 
     Args:
-        provenance: of the model, whole; None leaves that file as it is.
+        provenance: of the model, whole; None leaves that file alone.
         variant: `save_pretrained`'s. Files of several share a config.json, which then says nothing.
     """
     files = checkpoints(folder).get(variant or "", [])
