@@ -116,7 +116,7 @@ class VQLinearMethod(layers.LinearMethodBase):
                 )
             modules[matrix.name] = matrix.module
             for attribute in matrix.module._parameters:
-                if attribute != "bias":
+                if attribute not in ("bias", "weight"):  # vLLM's adapters ask a weight's device
                     layer._parameters.pop(attribute, None)
         self.matrices = []
         coded = {name: part for name, part in modules.items() if isinstance(part, VQLinear)}

@@ -6,14 +6,17 @@ import json
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from hf_vq import VQConfig
 from tests.fixtures import ROOT
@@ -75,9 +78,38 @@ def test_compiled(tmp_path: Path) -> None:
     assert served(folder) == expected(folder)
 
 
-def test_a_file_that_was_changed(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+def test_adapters(tmp_path: Path) -> None:
+    """LoRA beside codes, as PEFT writes it."""
+    folder, adapter, rank = quantized(tmp_path / "model"), tmp_path / "adapter", 8
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tensors, about = {}, {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none",
+                          "target_modules": ["q_proj", "down_proj"]}  # fmt: skip
+    for name, layer in model.named_modules():
+        if name.endswith(("q_proj", "down_proj")):
+            down = torch.randn(rank, layer.in_features) / layer.in_features**0.5
+            up = torch.randn(layer.out_features, rank) / 4
+            start = f"base_model.model.{name}.lora_"
+            tensors |= {f"{start}A.weight": down, f"{start}B.weight": up}
+            layer.register_forward_hook(lambda _, x, y, a=down, b=up: y + x[0] @ a.T @ b.T)
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps(about))
+    llm = LLM(str(folder), enable_lora=True, max_lora_rank=rank, enforce_eager=True, **OPTIONS)
+    sampling, request = (
+        SamplingParams(temperature=0, max_tokens=NEW),
+        LoRARequest("a", 1, str(adapter)),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        wanted = model.generate(ids, max_new_tokens=NEW, do_sample=False)[
+            0, ids.shape[1] :
+        ].tolist()
+        answer = llm.generate([prompt], sampling, lora_request=request)[0]
+        assert list(answer.outputs[0].token_ids) == wanted
 
+
+def test_a_file_that_was_changed(tmp_path: Path) -> None:
     folder = quantized(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.self_attn.o_proj.vq_signs"]
