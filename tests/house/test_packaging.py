@@ -44,6 +44,7 @@ def test_entry_points(installed):
     assert found == {
         ("console_scripts", "hf-vq"): "hf_vq_cli:main",
         ("torch.backends", "hf_vq"): "hf_vq_autoload:hook",
+        ("vllm.general_plugins", "hf_vq"): "hf_vq.vllm:register",
     }
 
 

@@ -332,13 +332,18 @@ def check_dense(model: Any, absent: Iterable[str], where: str) -> None:
             raise missing(name, where)
 
 
-def check_values(model: nn.Module) -> None:
+def check_values(model: nn.Module, where: str = "") -> None:
     """Check the stored float tensors of a loaded model that are in memory.
+
+    Args:
+        model: or a module of it.
+        where: name of the module in its model, for errors.
 
     Raises:
         VQFormatError: names the first that is wrong or not finite.
     """
-    for prefix, module in vq_modules(model).items():
+    for name, module in vq_modules(model).items():
+        prefix = name if not where else f"{where}.{name}" if name else where
         for attribute, spec in module.specs.items():
             tensor: Tensor = getattr(module, attribute)
             validate_tensor(attribute, tensor, spec, prefix)

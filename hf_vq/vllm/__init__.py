@@ -1,0 +1,13 @@
+"""A plugin of vLLM: models with codes, served by an unpatched vLLM.
+
+    vllm serve OUT          # OUT: written by `save_pretrained`, `hf-vq quantize` or `calibrate`
+
+vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its
+processes. The rest of this folder is imported when a model with codes is loaded.
+"""
+
+from __future__ import annotations
+
+from .config import register
+
+__all__ = ["register"]

