@@ -1,6 +1,6 @@
 # make demo    quantize the embedded model, reload it, generate, print one table (MODEL=, SCHEME=)
 # make test    run the tests (ARGS= goes to pytest)
-# make vllm    run the tests of the plugin of vLLM, in an environment of their own (.venv-vllm)
+# make vllm    run the tests of the plugin of vLLM, in a separate environment (.venv-vllm)
 # make quick   run the fast unit tests and those of the house
 # make native  run the C++ tests of kernels/cpu: sanitizers here, other processors under qemu
 # make fuzz    attack files, caches, kernels and saves at random (SECONDS=60 SEED=1; `make native` first)

@@ -1,4 +1,4 @@
-"""What vLLM asks about a checkpoint of hf_vq: which layers hold codes, and how they are run."""
+"""The config of a checkpoint for vLLM: which layers hold codes, and the method of each layer."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ class VQQuantizationConfig(QuantizationConfig):
         }
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How a layer is loaded and run; None for layers that vLLM need not ask about.
+        """The method that loads and runs a layer; None for layers that vLLM need not ask about.
 
         Raises:
             VQConfigError: it holds codes, and this plugin cannot run it.
         """
         if isinstance(layer, VocabParallelEmbedding):
-            # A tied head has no tensor of its own in the files; some models name no embedding.
+            # A tied head has no tensor in the files; some models name no embedding.
             head = isinstance(layer, ParallelLMHead)
             coded = prefix in self.coded or (self.tied if head else not prefix)
             kind = self.config.embeddings

@@ -1,8 +1,8 @@
 """Linear layers of vLLM whose weights are codes.
 
 vLLM stacks matrices that read one input (Q, K, V; gate, up) in one layer, and splits layers over
-ranks. Two matrices may have different schemes, scales and rotations, so each becomes a `VQLinear`
-of its own; neighbours that agree become one.
+ranks. Two matrices may have different schemes, scales and rotations, so each becomes one
+`VQLinear`; neighbours that agree are joined.
 
     q_proj.weight .vq_scale .vq_signs -> VQLinear |
     k_proj ..                         -> VQLinear |-> one VQLinear, if they agree
@@ -32,7 +32,7 @@ _QKV = {"q": 0, "k": 1, "v": 2}
 
 
 class VQLinearMethod(layers.LinearMethodBase):
-    """Loads and runs one linear layer of vLLM; each layer has a method of its own.
+    """Loads and runs one linear layer of vLLM; each layer has a separate method.
 
     Args:
         config: gives the scheme of each stored layer.

@@ -20,7 +20,7 @@ from ..nn.replace import linear_class
 
 @dataclass(frozen=True)
 class Ranks:
-    """How a layer is split.
+    """The ranks that share a layer.
 
     Args:
         rank: this one.
@@ -125,7 +125,7 @@ def join(parts: Sequence[nn.Linear], shared: Mapping[str, Tensor], seed: int) ->
 
 
 def _agree(one: nn.Linear, other: nn.Linear) -> bool:
-    """Whether rows of both can be rows of one matrix: one scheme, one rotation, one codebook."""
+    """True if rows of both can be rows of one matrix: one scheme, one rotation, one codebook."""
     if not (isinstance(one, VQLinear) and isinstance(other, VQLinear)):
         return False
     if isinstance(one, PublishedLinear) or isinstance(other, PublishedLinear):
