@@ -84,8 +84,9 @@ FUSED_INPUTS = Variable(
 )
 NATIVE_STEP = Variable(
     "HF_VQ_NATIVE_STEP",
-    False,
-    "`1`: on a CPU, a token of `generate` over a `VQCache` is one call of the library.",
+    True,
+    "`0`: on a CPU, no token of `generate` over a `VQCache` is one call of the library; PyTorch "
+    "computes all.",
     flag,
 )
 NO_NATIVE = Variable(

@@ -101,7 +101,7 @@ def tell_the_prompt(prepare: Any) -> Any:
                 own.stop_past_recording()
             _check_candidates(generation_config, own)
             if cache is own:
-                step.install(self)
+                step.install(self, generation_config.max_length or 0)
         return result
 
     return wrapped

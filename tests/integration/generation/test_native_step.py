@@ -26,7 +26,7 @@ from transformers import (
 import hf_vq
 from hf_vq import VQCache, VQConfig
 from hf_vq.backends.cpu import library
-from hf_vq.hf.step import run, why_not
+from hf_vq.hf.step import run, snapshot, why_not
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
@@ -55,6 +55,12 @@ CONFIGS = {
     "gpt2": lambda: GPT2Config(
         n_embd=64, n_layer=2, n_head=4, n_positions=2048, vocab_size=96, bos_token_id=0,
         eos_token_id=1,
+    ),
+    "gemma3-sliding": lambda: Gemma3TextConfig(
+        **SIZES, head_dim=16, sliding_window=32, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "qwen2-sliding": lambda: Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=40, max_window_layers=1
     ),
     "gemma2-sliding": lambda: Gemma2Config(**SIZES, head_dim=16, sliding_window=32),
     "qwen3-moe": lambda: Qwen3MoeConfig(
@@ -109,7 +115,7 @@ def token_inputs(cache, token):
 def prompted(model, ids=None, cache=None):
     """A cache that holds a prompt, of a model whose step was traced."""
     cache = VQCache(model.config) if cache is None else cache
-    run.install(model)
+    run.install(model, 0)
     assert why_not(model, VQCache(model.config)) is None
     with torch.no_grad():
         model(prompt() if ids is None else ids, past_key_values=cache, use_cache=True)
@@ -171,7 +177,7 @@ def test_logits_are_as_exact_as_those_of_pytorch(name, dtype, steps, monkeypatch
         monkeypatch.setenv("HF_VQ_NATIVE_STEP", str(int(which == "native")))
         cache = DynamicCache() if which == "exact" else VQCache(net.config)
         if which == "native":
-            run.install(net)
+            run.install(net, 0)
             why_not(net, cache)
         with torch.no_grad():
             net(ids, past_key_values=cache, use_cache=True)
@@ -296,7 +302,7 @@ def test_two_caches_in_turns(steps, monkeypatch):
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
     model, ids = tiny("llama"), prompt()
     caches = [VQCache(model.config) for _ in range(2)]
-    run.install(model)
+    run.install(model, 0)
     why_not(model, caches[0])
     outs = []
     with torch.no_grad():
@@ -333,16 +339,24 @@ def test_weights_that_change_between_two_tokens_are_seen(steps, monkeypatch):
         lambda: layer.mlp.down_proj.weight.data.copy_(torch.randn(64, 96)),
         lambda: setattr(layer.mlp.down_proj.weight, "data", torch.randn(64, 96)),
         lambda: layer.input_layernorm.weight.detach().add_(3),
+        lambda: layer.input_layernorm.weight.data.add_(-1),  # 1 + weight is what it computes with
+        lambda: model.model.norm.weight.data.uniform_(-1, 1),
+        lambda: model.model.rotary_emb.inv_freq.mul_(0.9),
         lambda: setattr(layer.self_attn, "scaling", 0.01),
         lambda: setattr(model.config, "final_logit_softcapping", 0.1),
+        lambda: setattr(layer.mlp, "act_fn", torch.nn.ReLU().eval()),
         lambda: monkeypatch.setattr(type(layer.mlp), "forward", lambda self, x: -x),
     ]
     for number, change in enumerate(changes):
         model.forward(**token_inputs(cache, 5))
         change()
-        for _ in range(run._WORTH + 2):
+        run._steps_of(model).changes = 0
+        for at_once in (False, True):
+            if at_once:
+                assert why_not(model, cache) is None
             found, wanted = both(model, cache, 7)
             assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max(), number
+            assert steps[-1] or not at_once
     assert steps.count(True) > len(changes)
 
 
@@ -382,16 +396,67 @@ def test_what_only_the_model_knows_is_left_to_it(steps):
     assert steps == [False]
 
 
-def test_a_model_that_changes_at_every_token_is_traced_no_more(steps, monkeypatch):
+def test_a_model_that_changes_again_and_again_is_traced_no_more(steps, monkeypatch):
     model, traced = tiny("llama"), []
     cache = prompted(model)
     made = run._made
     monkeypatch.setattr(run, "_made", lambda *args: traced.append(1) or made(*args))
-    for _ in range(30):
+    for number in range(1000):
         with torch.no_grad():
-            model.model.norm.weight.mul_(1.01)
+            if number % 30 == 0:
+                model.config.hidden_act = str(number)
+            run._steps_of(model).end = 10_000
             model(**token_inputs(cache, 5))
-    assert len(traced) <= run._CHANGES
+    assert 1 <= len(traced) <= run._CHANGES + 1
+    assert why_not(model, cache) == "the model changes again and again"
+
+
+def test_configs_inside_of_configs_are_seen():
+    model = tiny("llama")
+    model.config.text_config = LlamaConfig(rope_parameters={"rope_theta": 5.0, "rope_type": "x"})
+    taken = snapshot.Snapshot(model)
+    inner = model.config.text_config
+    changes = [
+        lambda: setattr(inner, "hidden_act", "relu"),
+        lambda: inner.rope_parameters.update(rope_theta=6.0),
+        lambda: setattr(model.config, "rope_parameters", dict(model.config.rope_parameters)),
+        lambda: setattr(model, "vocab_size", 5),
+    ]
+    for change in changes:
+        assert taken.is_current(model)
+        change()
+        assert not taken.is_current(model)
+        taken = snapshot.Snapshot(model)
+
+
+def test_a_refusal_is_remembered_until_generate_is_called_again(steps, monkeypatch):
+    model, asked = tiny("qwen3-moe"), []
+    cache = VQCache(model.config)
+    run.install(model, 10_000)
+    problem = run.problem
+    monkeypatch.setattr(run, "problem", lambda model: asked.append(1) or problem(model))
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache, use_cache=True)
+        for expected in (1, 1, 2):
+            if expected == 2:
+                model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+                run.install(model, 10_000)
+            for _ in range(run._WAIT + 5):
+                model(**token_inputs(cache, 5))
+            assert len(asked) == expected
+    assert steps == []
+
+
+def test_a_program_that_is_slower_than_the_model_is_dropped(steps, monkeypatch):
+    model = tiny("llama")
+    cache = prompted(model)
+    run.install(model, 10_000)
+    run._steps_of(model).least = 0.0  # PyTorch takes no time
+    with torch.no_grad():
+        for _ in range(20):
+            model(**token_inputs(cache, 5))
+    assert steps == [True] * run._TIMED
+    assert "a token as one call took" in why_not(model, cache)
 
 
 def test_weights_that_are_computed_at_every_token_are_not_kept():
@@ -403,6 +468,7 @@ def test_weights_that_are_computed_at_every_token_are_not_kept():
             return torch.nn.functional.linear(x, linear.weight * 2)[..., :96]
 
     model.model.layers[0].mlp.up_proj.__class__ = Sum
+    model.more = linear
     assert "large weight" in why_not(model.eval(), VQCache(model.config))
 
 
@@ -420,13 +486,22 @@ def test_hooks_and_outputs_run_the_model(steps, monkeypatch):
     assert steps.count(True) >= 3
 
 
-def test_a_program_is_made_after_some_tokens(steps, monkeypatch):
+@pytest.mark.parametrize("new", [20, run._WAIT + run._PAYS - 2, run._WAIT + run._PAYS + 1])
+def test_a_program_is_made_where_it_pays(new, steps, monkeypatch):
     model, ids = tiny("llama"), prompt()
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
-    options = {"do_sample": False, "min_new_tokens": 30, "max_new_tokens": 30}
+    options = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new}
     out = model.generate(ids, past_key_values=VQCache(model.config), **options)
-    assert len(steps) == 29 - run._WORTH
-    assert torch.equal(out, generate(monkeypatch, False, model, ids, 30)[0])
+    assert len(steps) == max(0, new - 1 - run._WAIT) * (new > run._WAIT + run._PAYS)
+    assert torch.equal(out, generate(monkeypatch, False, model, ids, new)[0])
+
+
+def test_many_short_calls_make_a_program(steps):
+    model, ids = tiny("llama"), prompt()
+    for _ in range(20):
+        model.generate(ids, past_key_values=VQCache(model.config), max_new_tokens=11,
+                       min_new_tokens=11, do_sample=False)  # fmt: skip
+    assert len(steps) == 200 - run._SURELY
 
 
 def test_a_model_is_freed_with_its_last_reference(monkeypatch):
@@ -443,10 +518,13 @@ def test_reasons(monkeypatch):
     assert why_not(model.train(), cache) == "the model is in training mode"
     model.eval()
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", "0")
-    assert why_not(model, cache) == "HF_VQ_NATIVE_STEP is not 1"
+    assert why_not(model, cache) == "HF_VQ_NATIVE_STEP is 0"
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
     sliding = tiny("gemma2-sliding")
-    assert "DynamicSlidingWindowLayer" in why_not(sliding, VQCache(sliding.config))
+    assert "product of several rows" in why_not(sliding, VQCache(sliding.config))
+    coded = tiny("gemma3-sliding")
+    reason = why_not(coded, VQCache(coded.config, quantize_sliding=True))
+    assert reason == "a layer of the cache is a VQSlidingCacheLayer"
     assert "no instruction computes aten." in why_not(tiny("qwen3-moe"), cache)
     monkeypatch.setenv("HF_VQ_BACKEND", "reference")
     assert why_not(model, cache) == "HF_VQ_BACKEND=reference"
@@ -488,3 +566,80 @@ def test_a_model_that_looks_at_the_position_is_refused(monkeypatch):
 
     layer.__class__ = Odd
     assert "depends on the token's position" in why_not(model, VQCache(model.config))
+
+
+def test_a_mask_that_hides_tokens_later_is_refused():
+    """It hides nothing at the length of the trace."""
+    model = tiny("llama")
+    layer = model.model.layers[0]
+    plain = type(layer).forward
+
+    class Windowed(type(layer)):
+        def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
+            length = past_key_values.get_seq_length() + x.shape[1]
+            mask = torch.arange(length)[None, None, None] >= length - 500
+            return plain(self, x, mask, past_key_values=past_key_values, **kwargs)
+
+    layer.__class__ = Windowed
+    assert why_not(model, VQCache(model.config)) == "attention with a mask has no instruction"
+
+
+def test_a_tensor_that_is_no_part_of_the_model_is_refused():
+    model = tiny("llama")
+    layer = model.model.layers[0].mlp
+    plain = type(layer).forward
+    factor = torch.ones(64)
+    layer.__class__ = type(
+        "Odd", (type(layer),), {"forward": lambda self, x: plain(self, x * factor)}
+    )
+    assert "no parameter and no buffer" in why_not(model, VQCache(model.config))
+
+
+@pytest.mark.parametrize("length", [10, 31, 32, 90])
+def test_windows_that_are_not_full_and_full_ones(length, steps):
+    """Each token writes what PyTorch would have written, and the views stay right for others."""
+    model = tiny("gemma3-sliding")
+    cache = prompted(model, prompt(length))
+    for token in prompt(100, seed=4)[0]:
+        found, wanted = both(model, cache, token)
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert steps.count(True) >= 95  # PyTorch decides means
+    layer = cache.layers[0]
+    assert layer.keys.shape == layer.values.shape == (1, 2, 31, 16)
+    assert layer.get_seq_length() == cache.get_seq_length() == length + 100
+
+
+def test_windows_that_others_change(steps, tmp_path):
+    """Crops, steps of PyTorch in between, copies, recording and files."""
+    model = tiny("gemma3-sliding")
+    cache = prompted(model, prompt(20))
+
+    def step(number):
+        found, wanted = both(model, cache, number + 5)
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+    def by_pytorch():
+        with torch.no_grad():
+            type(model).forward(model, **token_inputs(cache, 9))
+
+    changes = [
+        lambda: cache.crop(-3), by_pytorch, lambda: copy.deepcopy(cache),
+        lambda: cache.reorder_cache(torch.tensor([0])),
+        lambda: [layer.keys.mul_(0.5) for layer in cache.layers if layer.is_sliding],
+        lambda: pickle.loads(pickle.dumps(cache)), cache.activate_past_recording, by_pytorch,
+        lambda: (cache.crop(-1), cache.stop_past_recording()),
+    ]  # fmt: skip
+    for number, change in enumerate(changes):
+        step(number)
+        change()
+        for more in range(4):
+            step(number + more)
+    assert steps.count(True) > 30 and steps[-1]
+
+
+def test_a_window_over_several_memories(steps, monkeypatch):
+    model, ids = tiny("qwen2-sliding"), prompt()
+    cache = VQCache(model.config, quantize_sliding=False)
+    first = generate(monkeypatch, True, model, ids, 300, cache=cache)
+    assert steps.count(True) >= 298
+    assert same_text(generate(monkeypatch, False, model, ids, 300), first, 80)
