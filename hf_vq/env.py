@@ -22,6 +22,15 @@ def flag(text: str) -> bool:
     raise ValueError("expected 0 or 1")
 
 
+def choice(text: str) -> str:
+    """Read `auto`, or a flag as `1` or `0`; anything else raises ValueError."""
+    word = text.strip().lower()
+    try:
+        return word if word == "auto" else str(int(flag(word)))
+    except ValueError:
+        raise ValueError("expected auto, 0 or 1") from None
+
+
 @functools.cache
 def _key(name: str) -> object:
     return os.environ.encodekey(name)
@@ -84,10 +93,10 @@ FUSED_INPUTS = Variable(
 )
 NATIVE_STEP = Variable(
     "HF_VQ_NATIVE_STEP",
-    True,
-    "`0`: on a CPU, no token of `generate` over a `VQCache` is one call of the library; PyTorch "
-    "computes all.",
-    flag,
+    "auto",
+    "On a CPU, whether a token of `generate` over a `VQCache` is one call of the library: `auto` = "
+    "in calls for 128 new tokens or more, `1` = always, `0` = never.",
+    choice,
 )
 NO_NATIVE = Variable(
     "HF_VQ_NO_NATIVE",

@@ -7,8 +7,8 @@ model traces it, on a cache of random tokens; whatever does not hold runs the mo
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
 import threading
 import time
 import weakref
@@ -33,9 +33,8 @@ from .verify import compare, difference
 _ATTRIBUTE = "_hf_vq_step"
 _KEPT = 4  # programs of a model
 _POSITION = 1000  # to look at next to those of the prompt
-_WAIT, _PAYS = 24, 64  # tokens before a step is traced, and those that have to come to pay for it
-_SURELY = 128  # tokens after which it is traced in any case
-_TIMED = 8  # tokens of a program, then its time is compared with PyTorch's
+_PAYS = 128  # tokens: a step is traced, and run as a program, in calls of `generate` for as many
+_TIMED = 2  # steps of a program, and of PyTorch, that are compared
 _CHANGES = 3  # programs in a row that were of no use: no more are made
 _CHANGING = "the model changes again and again"
 _SINKS, _WINDOW = 4, 4  # at most, of the cache that a step is traced on
@@ -76,32 +75,30 @@ class Forward:
             return type(model).forward(model, *args, **kwargs)
         cache, steps = kwargs[CACHE], _steps_of(model)
         found = steps.ready(model, cache)
-        started = time.perf_counter()
         out = None if found is None else found.run(cache, kwargs)
-        if out is None:
-            out = type(model).forward(model, **kwargs)
-            steps.computed += 1
-            steps.least = min(steps.least, time.perf_counter() - started)
-        return out
+        return type(model).forward(model, **kwargs) if out is None else out
 
 
-def install(model: PreTrainedModel, end: int) -> None:
+def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
     """Let a model on a CPU run its decoding steps over a `VQCache` as programs.
 
+    Whether it does depends on nothing that happened before: the same call gives the same tokens.
+
     Args:
-        end: tokens that `generate`, which calls this, will have at most.
+        cache: of a call of `generate`.
+        new: tokens that it makes at most.
     """
-    if not env.NATIVE_STEP.get() or model.device.type != "cpu":
+    if env.NATIVE_STEP.get() == "0" or model.device.type != "cpu":
         return
     if "forward" not in model.__dict__:
         patches.override(model, "forward", Forward(model))
     if type(model.__dict__["forward"]) is Forward:
-        _steps_of(model).begin(end)
+        _steps_of(model).begin(cache, new >= _PAYS)
 
 
 def why_not(model: PreTrainedModel, cache: VQCache) -> str | None:
     """Why the decoding steps of a model over a cache run in PyTorch, or None. It traces them."""
-    if not env.NATIVE_STEP.get():
+    if env.NATIVE_STEP.get() == "0":
         return f"{env.NATIVE_STEP.name} is 0"
     if not isinstance(model, PreTrainedModel):
         return "it is not a whole model of Transformers"
@@ -122,15 +119,13 @@ class _Native:
         )  # fmt: skip
         self.compiled, self.layers = compiled, sorted(step.slots)
         self.cache: Any = lambda: None  # a weak reference
-        self.places: list[
-            Places | WindowPlaces
-        ] = []  # of its layers, empty where they have to be found again
+        # Of its layers, empty where they have to be found again.
+        self.places: list[Places | WindowPlaces] = []
         self.lock = threading.Lock()
-        self.runs, self.least = 0, math.inf  # seconds of a token
+        self.runs = 0
 
     def run(self, cache: VQCache, inputs: dict[str, Any]) -> Any:
         """The model's output for a token; None if the cache has to take it from the model."""
-        started = time.perf_counter()
         token, position = int(inputs["input_ids"].item()), int(inputs["position_ids"].item())
         if not 0 <= token < self.words:
             return None  # the model's error
@@ -156,7 +151,6 @@ class _Native:
                     self.compiled.forget(index)
             self.places, self.cache = places, weakref.ref(cache)
             self.runs += 1
-            self.least = min(self.least, time.perf_counter() - started)
         return self.kind(logits=out, **{CACHE: cache})
 
 
@@ -168,22 +162,22 @@ class _Steps:
         self.found: OrderedDict[Any, _Native | str] = OrderedDict()
         self.refused: dict[Any, str] = {}  # until `generate` is called again
         self.lock = threading.Lock()
-        self.computed = 0  # tokens that PyTorch computed of the model as it is
-        self.end = 0  # tokens that `generate` will have at most
-        self.least = math.inf  # seconds of a token in PyTorch, since `generate` was called
+        self.long: weakref.WeakSet[VQCache] = weakref.WeakSet()  # caches of calls that pay for it
         self.changes = 0  # programs in a row that a change of the model ended before they paid
 
     def __reduce__(self) -> Any:
         """A copy of a model, or one from a file, is traced anew."""
         return type(None), ()
 
-    def begin(self, end: int) -> None:
-        """`generate` was called, and will have a number of tokens at most."""
-        self.end, self.least = end, math.inf
+    def begin(self, cache: VQCache, pays: bool) -> None:
+        """`generate` was called."""
+        (self.long.add if pays else self.long.discard)(cache)
         self.refused.clear()
 
     def ready(self, model: PreTrainedModel, cache: VQCache) -> _Native | None:
-        """The program for the next token of a cache, if there is one, or if it pays to make it."""
+        """The program for the next token of a cache, or None."""
+        if cache not in self.long and env.NATIVE_STEP.get() != "1":
+            return None
         key = _kind_of(model, cache)
         if key in self.refused:
             return None
@@ -191,12 +185,7 @@ class _Steps:
             self._compare(model)
         found = self.found.get(key)
         if found is None:
-            if not self._pays(int(cache.get_seq_length())):
-                return None
             found = _CHANGING if self.changes > _CHANGES else self.find(model, cache)
-        elif isinstance(found, _Native) and found.runs == _TIMED and found.least > self.least:
-            times = f"{1e3 * found.least:.3g} ms, in PyTorch {1e3 * self.least:.3g} ms"
-            found = self.found[key] = f"a token as one call took {times}"
         if isinstance(found, _Native):
             return found
         self.refused[key] = found
@@ -226,12 +215,7 @@ class _Steps:
             runs = [each.runs for each in self.found.values() if isinstance(each, _Native)]
             self.changes = self.changes + 1 if max(runs, default=_PAYS) < _PAYS else 0
             self.found.clear()
-            self.snapshot, self.computed = None, 0
-
-    def _pays(self, length: int) -> bool:
-        """Whether a step should be traced now."""
-        soon = self.computed >= _WAIT and self.end - length >= _PAYS
-        return soon or self.computed >= _SURELY
+            self.snapshot = None
 
 
 def _steps_of(model: PreTrainedModel) -> _Steps:
@@ -256,9 +240,11 @@ def _is_step(inputs: dict[str, Any]) -> bool:
     cache, ids = inputs.get(CACHE), inputs.get("input_ids")
     if type(cache) is not VQCache or ids is None or ids.shape != (1, 1):
         return False
+    if ids.device.type != "cpu":
+        return False
     if torch.is_grad_enabled() or not is_plain_eager(ids) or autocasts(ids.device):
         return False
-    if not env.NATIVE_STEP.get() or cache.offloading or not _plain(inputs):
+    if env.NATIVE_STEP.get() == "0" or cache.offloading or not _plain(inputs):
         return False
     length, position = int(cache.get_seq_length()), inputs.get("position_ids")
     # Without positions a model counts in its own way.
@@ -295,7 +281,7 @@ def _made(model: PreTrainedModel, cache: VQCache) -> _Native | str:
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "the model takes no position_ids"
     try:
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), torch.inference_mode(False), torch.random.fork_rng(devices=[]):
             return _traced(model, cache)
     except (Refused, VQBackendError) as error:
         return str(error)
@@ -324,7 +310,31 @@ def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
     if reason is not None:
         raise Refused(reason)
     compare(again, compiled)
-    return _Native(step, compiled, words)
+    found = _Native(step, compiled, words)
+    _race(found, model, own)
+    return found
+
+
+def _race(found: _Native, model: PreTrainedModel, own: VQCache) -> None:
+    """Refuse a program that takes longer than the model; the cache takes some tokens."""
+    least: dict[Any, float] = {}
+    for run in (functools.partial(type(model).forward, model), functools.partial(_of, found)):
+        for _ in range(_TIMED):
+            where = torch.tensor([[own.get_seq_length()]])
+            inputs = {"input_ids": torch.tensor([[0]]), CACHE: own, "position_ids": where}
+            started = time.thread_time()  # of this thread, which does all but a share of products
+            run(**inputs, use_cache=True, return_dict=True)
+            taken = time.thread_time() - started
+            least[run] = min(least.get(run, taken), taken)
+    in_pytorch, as_program = least.values()
+    if as_program > in_pytorch:
+        times = f"{1e3 * as_program:.3g} ms, in PyTorch {1e3 * in_pytorch:.3g} ms"
+        raise Refused(f"a token as one call takes {times}")
+
+
+def _of(found: _Native, **inputs: Any) -> None:
+    if found.run(inputs[CACHE], inputs) is None:
+        raise Refused("the cache takes no token")
 
 
 def _like(cache: VQCache, model: PreTrainedModel) -> VQCache:
