@@ -93,9 +93,9 @@ FUSED_INPUTS = Variable(
 )
 NATIVE_STEP = Variable(
     "HF_VQ_NATIVE_STEP",
-    "auto",
-    "On a CPU, whether a token of `generate` over a `VQCache` is one call of the library: `auto` = "
-    "in calls for 128 new tokens or more, `1` = always, `0` = never.",
+    "0",
+    "`1`: on a CPU, a token of `generate` over a `VQCache` is one call of the library; `auto`: in "
+    "calls for 128 new tokens or more.",
     choice,
 )
 NO_NATIVE = Variable(

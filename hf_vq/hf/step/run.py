@@ -7,10 +7,8 @@ model traces it, on a cache of random tokens; whatever does not hold runs the mo
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -34,7 +32,6 @@ _ATTRIBUTE = "_hf_vq_step"
 _KEPT = 4  # programs of a model
 _POSITION = 1000  # to look at next to those of the prompt
 _PAYS = 128  # tokens: a step is traced, and run as a program, in calls of `generate` for as many
-_TIMED = 2  # steps of a program, and of PyTorch, that are compared
 _CHANGES = 3  # programs in a row that were of no use: no more are made
 _CHANGING = "the model changes again and again"
 _SINKS, _WINDOW = 4, 4  # at most, of the cache that a step is traced on
@@ -88,12 +85,18 @@ def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
         cache: of a call of `generate`.
         new: tokens that it makes at most.
     """
-    if env.NATIVE_STEP.get() == "0" or model.device.type != "cpu":
-        return
-    if "forward" not in model.__dict__:
+    wanted = env.NATIVE_STEP.get()
+    pays = wanted == "1" or (wanted == "auto" and new >= _PAYS)
+    if pays and "forward" not in model.__dict__ and model.device.type == "cpu":
         patches.override(model, "forward", Forward(model))
-    if type(model.__dict__["forward"]) is Forward:
-        _steps_of(model).begin(cache, new >= _PAYS)
+    if type(model.__dict__.get("forward")) is Forward:
+        _steps_of(model).begin(cache, pays)
+
+
+def when() -> str:
+    """In which calls of `generate` the decoding steps of a model run as programs."""
+    wanted = env.NATIVE_STEP.get()
+    return "" if wanted == "1" else f", in calls for {_PAYS} new tokens or more"
 
 
 def why_not(model: PreTrainedModel, cache: VQCache) -> str | None:
@@ -310,31 +313,7 @@ def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
     if reason is not None:
         raise Refused(reason)
     compare(again, compiled)
-    found = _Native(step, compiled, words)
-    _race(found, model, own)
-    return found
-
-
-def _race(found: _Native, model: PreTrainedModel, own: VQCache) -> None:
-    """Refuse a program that takes longer than the model; the cache takes some tokens."""
-    least: dict[Any, float] = {}
-    for run in (functools.partial(type(model).forward, model), functools.partial(_of, found)):
-        for _ in range(_TIMED):
-            where = torch.tensor([[own.get_seq_length()]])
-            inputs = {"input_ids": torch.tensor([[0]]), CACHE: own, "position_ids": where}
-            started = time.thread_time()  # of this thread, which does all but a share of products
-            run(**inputs, use_cache=True, return_dict=True)
-            taken = time.thread_time() - started
-            least[run] = min(least.get(run, taken), taken)
-    in_pytorch, as_program = least.values()
-    if as_program > in_pytorch:
-        times = f"{1e3 * as_program:.3g} ms, in PyTorch {1e3 * in_pytorch:.3g} ms"
-        raise Refused(f"a token as one call takes {times}")
-
-
-def _of(found: _Native, **inputs: Any) -> None:
-    if found.run(inputs[CACHE], inputs) is None:
-        raise Refused("the cache takes no token")
+    return _Native(step, compiled, words)
 
 
 def _like(cache: VQCache, model: PreTrainedModel) -> VQCache:

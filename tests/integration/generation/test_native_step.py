@@ -23,7 +23,10 @@ from tests.fixtures.native_steps import (
     token_inputs,
 )
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
+pytestmark = [
+    pytest.mark.skipif(library.load() is None, reason=library.why_not()),
+    pytest.mark.usefixtures("long_calls"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
