@@ -208,6 +208,7 @@ def test_a_cache_of_another_model_is_refused_as_ever(steps):
     model, other = AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval(), tiny("llama")
     cache = prompted(other)
     prompted(model)
+    run.install(model, cache, run._PAYS)
     with torch.no_grad(), pytest.raises((hf_vq.errors.VQError, RuntimeError)):
         model(**token_inputs(cache, 5))
     assert steps == [False]
