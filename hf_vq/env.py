@@ -94,8 +94,8 @@ FUSED_INPUTS = Variable(
 NATIVE_STEP = Variable(
     "HF_VQ_NATIVE_STEP",
     "0",
-    "`1`: on a CPU, a token of `generate` over a `VQCache` is one call of the library; `auto`: in "
-    "calls for 128 new tokens or more.",
+    "`1`: on a CPU, a token of `generate` over a `VQCache` is one call of the library; `auto`: "
+    "from 128 new tokens on.",
     choice,
 )
 NO_NATIVE = Variable(

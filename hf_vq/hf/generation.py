@@ -108,7 +108,7 @@ def tell_the_prompt(prepare: Any) -> Any:
 
 
 def _new_tokens(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
-    """How many tokens `generate` makes at most."""
+    """Count the tokens that `generate` makes at most."""
     if generation_config.max_new_tokens is not None:
         return int(generation_config.max_new_tokens)
     mask = model_kwargs.get("attention_mask")

@@ -129,7 +129,7 @@ def _configs_of(modules: list[nn.Module]) -> Iterator[PreTrainedConfig]:
 
 
 def _attributes(owner: nn.Module | PreTrainedConfig) -> Iterator[tuple[str, Any]]:
-    """What a forward may read of a module or a config, next to tensors and modules."""
+    """Attributes that a forward may read of a module or a config, next to tensors and modules."""
     if type(owner).__module__.startswith(_OURS):  # all else in it is as it was made
         yield "training", owner.training
         return

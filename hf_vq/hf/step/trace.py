@@ -353,13 +353,13 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
     def update(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         return recorder.update(cache, slots, keys, values, layer)
 
-    told: dict[str, Any] = {"update": update}
+    claims: dict[str, Any] = {"update": update}
     if position is not None:
-        told |= {
+        claims |= {
             "get_seq_length": lambda *args, **kwargs: FAR,
             "get_mask_sizes": lambda queries, layer, **kwargs: _far(cache, int(queries), layer),
         }
-    cache.__dict__.update(told)
+    cache.__dict__.update(claims)
     try:
         with (
             torch.no_grad(), _whole_embeddings(model, recorder), recorder,
@@ -367,7 +367,7 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
         ):  # fmt: skip
             out = type(model).forward(model, **inputs)
     finally:
-        for name in told:
+        for name in claims:
             del cache.__dict__[name]
     logits = out.get("logits")
     others = {name for name, x in out.items() if x is not None} - {"logits", CACHE}
@@ -386,8 +386,8 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
 def _far(cache: VQCache, queries: int, layer: int) -> tuple[int, int]:
     """`get_mask_sizes` of a layer that holds `FAR` tokens, or the last ones of them."""
     own: Any = cache.layers[layer]
-    held = own.sliding_window - 1 if own.is_sliding else FAR
-    return held + queries, FAR - held
+    past = own.sliding_window - 1 if own.is_sliding else FAR
+    return past + queries, FAR - past
 
 
 @contextmanager
