@@ -22,6 +22,15 @@ def flag(text: str) -> bool:
     raise ValueError("expected 0 or 1")
 
 
+def choice(text: str) -> str:
+    """Read `auto`, or a flag as `1` or `0`; anything else raises ValueError."""
+    word = text.strip().lower()
+    try:
+        return word if word == "auto" else str(int(flag(word)))
+    except ValueError:
+        raise ValueError("expected auto, 0 or 1") from None
+
+
 @functools.cache
 def _key(name: str) -> object:
     return os.environ.encodekey(name)
@@ -84,9 +93,10 @@ FUSED_INPUTS = Variable(
 )
 NATIVE_STEP = Variable(
     "HF_VQ_NATIVE_STEP",
-    False,
-    "`1`: on a CPU, a token of `generate` over a `VQCache` is one call of the library.",
-    flag,
+    "0",
+    "`1`: on a CPU, a token of `generate` over a `VQCache` is one call of the library; `auto`: "
+    "from 128 new tokens on.",
+    choice,
 )
 NO_NATIVE = Variable(
     "HF_VQ_NO_NATIVE",

@@ -1,17 +1,27 @@
 """The next token of a layer, written by a decoding step that is not PyTorch's (`hf.step`).
 
-ready      the layer takes one token as `VQCacheLayer.update` would, with room for it
-slot       where: tensors and counts, for the library
-Places     whether they still hold for the one after, and what `update` counts and looks at
+refusal         why a layer takes no token this way
+take            where its next token goes: tensors and counts, for the library; and
+Places          whether they still hold for the one after, and what `update` counts and looks at
+WindowPlaces    the same of a sliding-window layer of floats, which Transformers made
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from ..formats.catalog import kv_allocation
 from ..ops import KVCacheView, KVSide
 from .kv_side import LOOKED_AT, SideBuffers
-from .layer import VQCacheLayer
+from .layer import LayerOptions, VQCacheLayer
+from .prompt import Prompt
+
+_MORE = 64  # tokens that the memory of a window has room for, or a quarter of what it holds
+_ALL = 1 << 40  # floats that a query of a window reads: no token becomes a code
 
 
 class Slot(NamedTuple):
@@ -41,6 +51,8 @@ class Slot(NamedTuple):
 
 def refusal(layer: object) -> str | None:
     """Why a layer takes no token this way now, or None."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        return _refusal_of_window(layer)
     if type(layer) is not VQCacheLayer:
         return f"a layer of the cache is a {type(layer).__name__}"
     if not layer.is_initialized:
@@ -56,7 +68,31 @@ def refusal(layer: object) -> str | None:
     return None
 
 
-def ready(layer: VQCacheLayer) -> bool:
+def _refusal_of_window(layer: DynamicSlidingWindowLayer) -> str | None:
+    if not layer.is_initialized or layer.cumulative_length == 0:
+        return "the cache is empty"
+    if layer.keys.shape[0] != 1:
+        return "the cache holds several rows"
+    if layer.keys.device.type != "cpu":
+        return f"the cache is on {layer.keys.device}"
+    held = min(layer.cumulative_length, layer.sliding_window - 1)
+    if layer.record_past or layer.keys.shape[2] != held or layer.values.shape[2] != held:
+        return "a layer keeps tokens beyond its window"
+    return None
+
+
+def take(layer: Any) -> tuple[Slot, Places | WindowPlaces] | None:
+    """Where the next token of a layer that is not refused goes, and what counts it; None if
+    `update` has to take that one."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        if _refusal_of_window(layer):
+            return None
+        window = WindowPlaces(layer)
+        return window.slot(), window
+    return (_slot(layer), Places(layer)) if _ready(layer) else None
+
+
+def _ready(layer: VQCacheLayer) -> bool:
     """Make room for a token; False if `update` has to take it (the first ones of a prompt, one that
     decides means, one beyond `max_cache_len`, and while floats are kept for a crop)."""
     limit = layer.options.max_cache_len
@@ -80,8 +116,8 @@ def ready(layer: VQCacheLayer) -> bool:
     return layer.k.tail.begin == layer.v.tail.begin
 
 
-def slot(layer: VQCacheLayer) -> Slot:
-    """Where the next token of a layer that is `ready` goes."""
+def _slot(layer: VQCacheLayer) -> Slot:
+    """Where the next token of a layer that is ready goes."""
     k, v, rotary = layer.k, layer.v, layer._rotary
     turning: tuple[Any, ...] = ()
     if k.rotary_mean is not None and rotary is not None:
@@ -97,6 +133,7 @@ def slot(layer: VQCacheLayer) -> Slot:
 
 
 def _side(side: SideBuffers, first: int) -> KVSide:
+    """Keys or values whose first code has this index on the tape, and the whole tail."""
     codes = side.codes
     return KVSide(
         codes.data, codes.scale, side.codebook, side.mean, side.sinks, side.tail.data, first,
@@ -137,8 +174,8 @@ class Places:
             and not layer.record_past
         )  # fmt: skip
 
-    def advance(self) -> None:
-        """Count a token that was written."""
+    def advance(self) -> bool:
+        """Count a token that was written; False: the library counts what leaves the window."""
         layer = self.layer
         k, v = layer.k, layer.v
         k_tail, v_tail, k_codes = k.tail, v.tail, k.codes
@@ -154,6 +191,7 @@ class Places:
             k_tail.begin += gone
             v_tail.begin += gone
         self.counts = self._counted()
+        return False
 
 
 def _look_at_newest(layer: VQCacheLayer) -> None:
@@ -163,3 +201,63 @@ def _look_at_newest(layer: VQCacheLayer) -> None:
         at = layer.k.tail.end - layer.window - 1
         keys, values = (side.tail.data.narrow(2, at, 1) for side in (layer.k, layer.v))
         layer._look_at(keys, values, end)
+
+
+class WindowPlaces:
+    """Where a sliding-window layer writes, as long as nobody but `advance` touches it.
+
+        keys, values    [begin ..  end | room)    a window of a memory, which moves along it
+
+    Transformers makes new tensors of the whole window at every token. Here the token is written
+    behind the others, and the layer's tensors become views that begin one token later.
+    """
+
+    def __init__(self, layer: DynamicSlidingWindowLayer) -> None:
+        self.layer, self.length = layer, layer.cumulative_length
+        self.last = layer.sliding_window - 1  # tokens that the next query sees
+        self.begin, self.end = 0, layer.keys.shape[2]
+        self.room = self.end + max(_MORE, self.end // 4)
+        self.memory = _with_room(layer.keys, self.room), _with_room(layer.values, self.room)
+        self._show()
+
+    def _show(self) -> None:
+        held = self.end - self.begin
+        self.keys, self.values = (each.narrow(2, self.begin, held) for each in self.memory)
+        self.layer.keys, self.layer.values = self.keys, self.values
+
+    def slot(self) -> Slot:
+        """Where the next token goes; positions count from the first one that is held."""
+        held = self.end - self.begin
+        empty = VQCacheLayer(LayerOptions(kv_allocation("u4"), 0, 0), Prompt(), 0)
+        empty.lazy_initialization(self.keys, self.values)
+        key, value = (
+            _side(side, 0)._replace(recent=memory)
+            for side, memory in zip((empty.k, empty.v), self.memory, strict=True)
+        )
+        view = KVCacheView(key, value, None, None, None, None, held + 1, _ALL, 1, 0)
+        return Slot(view, held, 0, self.begin, self.end, 0, 0, _ALL, _ALL)
+
+    def hold(self) -> bool:
+        """Whether the next token may go there, as the last one did."""
+        layer = self.layer
+        return (
+            layer.keys is self.keys and layer.values is self.values and self.end < self.room
+            and layer.cumulative_length == self.length and not layer.record_past
+        )  # fmt: skip
+
+    def advance(self) -> bool:
+        """Count a token that was written; True if the window leaves one behind."""
+        self.length += 1
+        self.layer.cumulative_length = self.length
+        self.end += 1
+        full = self.end - self.begin > self.last
+        self.begin += full
+        self._show()
+        return full
+
+
+def _with_room(x: Tensor, tokens: int) -> Tensor:
+    """x [1, H, n, D] in a memory for some tokens."""
+    memory = torch.empty(*x.shape[:2], tokens, x.shape[3], dtype=x.dtype)
+    memory[:, :, : x.shape[2]] = x
+    return memory

@@ -39,6 +39,16 @@ class Packed:
         packed = struct.Struct(f"@{self.format}")
         self.size, self.pack, self.pack_into = packed.size, packed.pack, packed.pack_into
 
+    def offset(self, name: str) -> int:
+        """Bytes before a member."""
+        before = ""
+        for each, kind in self.members:
+            inner = kind if isinstance(kind, str) else kind.format
+            if each == name:
+                return struct.calcsize(f"@{before}0{inner[0]}")
+            before += inner
+        raise KeyError(name)
+
     def structure(self) -> type[ctypes.Structure]:
         """The struct as bytes, for `launch.LoadedKernel`."""
         fields: Any = [("packed", ctypes.c_char * self.size)]

@@ -151,7 +151,8 @@ def explain(
     whole = isinstance(model, PreTrainedModel) and model.device.type == "cpu"
     if tokens == 1 and whole and type(cache) is VQCache:
         reason = step.why_not(model, cache)
-        how = "one call of libhf_vq_cpu" if reason is None else f"PyTorch, because {reason}"
+        one_call = f"one call of libhf_vq_cpu{step.when()}"
+        how = one_call if reason is None else f"PyTorch, because {reason}"
         found.step = f"decoding step: {how}"
     return found
 

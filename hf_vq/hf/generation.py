@@ -100,11 +100,22 @@ def tell_the_prompt(prepare: Any) -> Any:
             if not getattr(generation_config, "is_assistant", False):
                 own.stop_past_recording()
             _check_candidates(generation_config, own)
-            if cache is own:
-                step.install(self)
+            if isinstance(cache, VQCache):
+                step.install(self, cache, _new_tokens(generation_config, model_kwargs))
         return result
 
     return wrapped
+
+
+def _new_tokens(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
+    """Count the tokens that `generate` makes at most."""
+    if generation_config.max_new_tokens is not None:
+        return int(generation_config.max_new_tokens)
+    mask = model_kwargs.get("attention_mask")
+    prompt = getattr(generation_config, "_mask_length", None)
+    if mask is not None and mask.ndim == 2:
+        prompt = mask.shape[1]
+    return int(generation_config.max_length or 0) - (prompt or 0)
 
 
 def _decide(

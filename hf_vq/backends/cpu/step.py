@@ -71,6 +71,10 @@ class CompiledStep:
         self._places, size = _place(program)
         self._memory = torch.full((size,), math.nan, dtype=torch.float32)
         self._layers = [ctypes.create_string_buffer(LAYER.size) for _ in range(layers)]
+        self._counts = [
+            [ctypes.c_int64.from_buffer(each, LAYER.offset(name)) for name in ("length", "begin")]
+            for each in self._layers
+        ]
         self._kept: list[Any] = [[] for _ in range(layers)]
         self._shape: dict[int, tuple[tuple[int, int, int], int, float, float]] = {}
         self._details: list[Any] = []
@@ -178,6 +182,12 @@ class CompiledStep:
         )  # fmt: skip
         self._kept[layer] = kept
         return True
+
+    def forget(self, layer: int) -> None:
+        """Let a layer without codes begin one token later."""
+        length, begin = self._counts[layer]
+        length.value -= 1
+        begin.value += 1
 
     def check(self) -> None:
         """Ask the library whether it runs the program, after all layers were bound.

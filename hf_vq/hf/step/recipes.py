@@ -15,7 +15,7 @@ from torch import Tensor
 from ...formats.scheme import VQScheme
 from ...ops.kv import NUM_ARGUMENTS, unflatten
 from ...ops.program import Codes, Dense
-from .trace import Recorder, Refused
+from .trace import Recorder, Refused, check_mask
 
 Recipe = Callable[[Recorder, tuple[Any, ...], dict[str, Any], Any], None]
 
@@ -198,8 +198,8 @@ def _codes(to: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     row = out.view(-1)
     if not to.is_live(out):
         to.live(out)
-    signs = None if rotation is None else rotation.detach()
-    stored = codes.detach(), codebook.detach(), scale.detach(), signs
+    signs = None if rotation is None else to.constant(rotation)
+    stored = to.constant(codes), to.constant(codebook), to.constant(scale), signs
     detail = Codes(*stored, spec, x.shape[-1])
     operands = (x.view(-1),) if bias is None else (x.view(-1), bias)
     to.emit("codes", row, operands, detail=detail)
@@ -211,10 +211,7 @@ def _attention(to: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out:
     mask, sink_logits, scaling, softcap = args[1 + NUM_ARGUMENTS :]
     if sink_logits is not None:
         raise Refused("attention with sink logits has no instruction")
-    if mask is not None:
-        hidden = (not mask.all()) if mask.dtype == torch.bool else bool((mask != 0).any())
-        if hidden:
-            raise Refused("attention with a mask has no instruction")
+    check_mask(mask)
     to.attend(query, view.key.recent, scaling, softcap, out)
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ... import dispatch, env, patches
 from ...cache import VQCache, VQCacheLayer
 from ...cache.argument import CACHE
-from ...cache.next_token import Places, ready, refusal, slot
+from ...cache.next_token import Places, WindowPlaces, refusal, take
 from ...dispatch.entry import load
 from ...errors import VQBackendError
 from ...ops.library import autocasts, is_plain_eager
@@ -29,10 +30,11 @@ from .verify import compare, difference
 
 _ATTRIBUTE = "_hf_vq_step"
 _KEPT = 4  # programs of a model
-_FAR = 1000  # a position to look at next to those of the prompt
-_CHANGES = 3  # tokens in a row: a model that writes to itself is not traced again
-_WORTH = 8  # tokens that a model computes before its step is traced
-_CHECKED = 128  # tokens of a window that the prompt of a trace fills
+_POSITION = 1000  # to look at next to those of the prompt
+_PAYS = 128  # tokens: a step is traced, and run as a program, in calls of `generate` for as many
+_CHANGES = 3  # programs in a row that were of no use: no more are made
+_CHANGING = "the model changes again and again"
+_SINKS, _WINDOW = 4, 4  # at most, of the cache that a step is traced on
 _ASKED = {"input_ids", CACHE, "position_ids", "attention_mask", "use_cache", "return_dict",
           "logits_to_keep", "cache_position"}  # fmt: skip
 
@@ -66,29 +68,48 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A step as a program, or what the model's class does."""
         model = self.model
-        if not torch.compiler.is_compiling() and not args:
-            out = _step(model, kwargs)
-            if out is not None:
-                return out
-        return type(model).forward(model, *args, **kwargs)
+        if torch.compiler.is_compiling() or args or not _is_step(kwargs):
+            return type(model).forward(model, *args, **kwargs)
+        cache, steps = kwargs[CACHE], _steps_of(model)
+        found = steps.ready(model, cache)
+        out = None if found is None else found.run(cache, kwargs)
+        return type(model).forward(model, **kwargs) if out is None else out
 
 
-def install(model: PreTrainedModel) -> None:
-    """Let a model on a CPU run its decoding steps over a `VQCache` as programs."""
-    if env.NATIVE_STEP.get() and "forward" not in model.__dict__ and model.device.type == "cpu":
+def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
+    """Let a model on a CPU run its decoding steps over a `VQCache` as programs.
+
+    Whether it does depends on nothing that happened before: the same call gives the same tokens.
+
+    Args:
+        cache: of a call of `generate`.
+        new: tokens that it makes at most.
+    """
+    wanted = env.NATIVE_STEP.get()
+    pays = wanted == "1" or (wanted == "auto" and new >= _PAYS)
+    if pays and "forward" not in model.__dict__ and model.device.type == "cpu":
         patches.override(model, "forward", Forward(model))
+    if type(model.__dict__.get("forward")) is Forward:
+        _steps_of(model).begin(cache, pays)
+
+
+def when() -> str:
+    """In which calls of `generate` the decoding steps of a model run as programs."""
+    wanted = env.NATIVE_STEP.get()
+    return "" if wanted == "1" else f", in calls for {_PAYS} new tokens or more"
 
 
 def why_not(model: PreTrainedModel, cache: VQCache) -> str | None:
     """Why the decoding steps of a model over a cache run in PyTorch, or None. It traces them."""
-    if not env.NATIVE_STEP.get():
-        return f"{env.NATIVE_STEP.name} is not 1"
+    if env.NATIVE_STEP.get() == "0":
+        return f"{env.NATIVE_STEP.name} is 0"
     if not isinstance(model, PreTrainedModel):
         return "it is not a whole model of Transformers"
     own = model.__dict__.get("forward")
     if own is not None and type(own) is not Forward:
         return "the forward of the model was replaced"
-    found = _steps_of(model).find(model, cache)
+    steps = _steps_of(model)
+    found = _CHANGING if steps.changes > _CHANGES else steps.find(model, cache)
     return found if isinstance(found, str) else None
 
 
@@ -101,11 +122,14 @@ class _Native:
         )  # fmt: skip
         self.compiled, self.layers = compiled, sorted(step.slots)
         self.cache: Any = lambda: None  # a weak reference
-        self.places: list[Places] = []  # of its layers, empty where they have to be found again
+        # Of its layers, empty where they have to be found again.
+        self.places: list[Places | WindowPlaces] = []
         self.lock = threading.Lock()
+        self.runs = 0
 
-    def run(self, cache: VQCache, token: int, position: int) -> Any:
+    def run(self, cache: VQCache, inputs: dict[str, Any]) -> Any:
         """The model's output for a token; None if the cache has to take it from the model."""
+        token, position = int(inputs["input_ids"].item()), int(inputs["position_ids"].item())
         if not 0 <= token < self.words:
             return None  # the model's error
         with self.lock:
@@ -119,71 +143,88 @@ class _Native:
                         continue
                 elif refusal(layer):
                     return None
-                if not ready(layer):
-                    return None
-                place = slot(layer)
-                if not self.compiled.bind(index, place.view, place[1:]):
+                taken = take(layer)
+                if taken is None or not self.compiled.bind(index, taken[0].view, taken[0][1:]):
                     return None  # PyTorch says what does not fit
-                places[number : number + 1] = [Places(layer)]
+                places[number : number + 1] = [taken[1]]
             out = torch.empty(self.logits, dtype=self.dtype)
             self.compiled.run(token, position, out)
-            for each in places:
-                each.advance()
+            for index, each in zip(self.layers, places, strict=True):
+                if each.advance():
+                    self.compiled.forget(index)
             self.places, self.cache = places, weakref.ref(cache)
+            self.runs += 1
         return self.kind(logits=out, **{CACHE: cache})
 
 
 class _Steps:
-    """The programs of a model, while it stays unchanged."""
+    """The programs of a model, while it stays unchanged, and when to make one."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self) -> None:
         self.snapshot: Snapshot | None = None
         self.found: OrderedDict[Any, _Native | str] = OrderedDict()
+        self.refused: dict[Any, str] = {}  # until `generate` is called again
         self.lock = threading.Lock()
-        self.computed = 0  # tokens without a program
-        self.changes = 0  # of the model, from one token to the next
+        self.long: weakref.WeakSet[VQCache] = weakref.WeakSet()  # caches of calls that pay for it
+        self.changes = 0  # programs in a row that a change of the model ended before they paid
 
     def __reduce__(self) -> Any:
         """A copy of a model, or one from a file, is traced anew."""
         return type(None), ()
 
-    def find(self, model: PreTrainedModel, cache: VQCache, at_once: bool = True) -> _Native | str:
-        """The program for a cache, or why there is none.
+    def begin(self, cache: VQCache, pays: bool) -> None:
+        """`generate` was called."""
+        (self.long.add if pays else self.long.discard)(cache)
+        self.refused.clear()
 
-        Args:
-            at_once: trace now; else tracing waits for some tokens, as it takes longer than they.
-        """
-        snapshot = self.snapshot
-        if snapshot is None or not snapshot.is_current():
-            reason = problem(model)
-            if reason is not None:
-                return reason
-            with self.lock:
-                self.found.clear()
-                self.snapshot = Snapshot(model)
-                self.changes += 1
-        else:
-            self.changes = 0
-        if not at_once and self.changes > _CHANGES:
-            return "the model changes again and again"
+    def ready(self, model: PreTrainedModel, cache: VQCache) -> _Native | None:
+        """The program for the next token of a cache, or None."""
+        if cache not in self.long and env.NATIVE_STEP.get() != "1":
+            return None
         key = _kind_of(model, cache)
+        if key in self.refused:
+            return None
+        if self.found:
+            self._compare(model)
         found = self.found.get(key)
         if found is None:
-            self.computed += 1
-            if not at_once and self.computed <= _WORTH:
-                return "too few tokens were computed so far"
-            with self.lock:
-                found = self.found.get(key) or _made(model, cache)
-                self.found[key] = found
-                if len(self.found) > _KEPT:
-                    self.found.popitem(last=False)
+            found = _CHANGING if self.changes > _CHANGES else self.find(model, cache)
+        if isinstance(found, _Native):
+            return found
+        self.refused[key] = found
+        return None
+
+    def find(self, model: PreTrainedModel, cache: VQCache) -> _Native | str:
+        """The program for a cache, which is made now, or why there is none."""
+        self._compare(model)
+        if self.snapshot is None and (reason := problem(model)) is not None:
+            return reason
+        key = _kind_of(model, cache)
+        with self.lock:
+            self.snapshot = self.snapshot or Snapshot(model)
+            found = self.found[key] = self.found.get(key) or _made(model, cache)
+            if len(self.found) > _KEPT:
+                self.found.popitem(last=False)
         return found
+
+    def _compare(self, model: PreTrainedModel) -> None:
+        """Forget all programs if the model is not the one that they were made of."""
+        snapshot = self.snapshot
+        if snapshot is None or snapshot.is_current(model):
+            return
+        with self.lock:  # while another thread traces, modules have other methods
+            if self.snapshot is None or self.snapshot.is_current(model):
+                return
+            runs = [each.runs for each in self.found.values() if isinstance(each, _Native)]
+            self.changes = self.changes + 1 if max(runs, default=_PAYS) < _PAYS else 0
+            self.found.clear()
+            self.snapshot = None
 
 
 def _steps_of(model: PreTrainedModel) -> _Steps:
     steps = model.__dict__.get(_ATTRIBUTE)
     if steps is None:
-        steps = model.__dict__[_ATTRIBUTE] = _Steps(model)
+        steps = model.__dict__[_ATTRIBUTE] = _Steps()
     return steps
 
 
@@ -197,27 +238,25 @@ def _kind_of(model: PreTrainedModel, cache: VQCache) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _step(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
-    """The output of a step that is a program, or None."""
+def _is_step(inputs: dict[str, Any]) -> bool:
+    """True if the inputs of a model are those of a step that may be a program."""
     cache, ids = inputs.get(CACHE), inputs.get("input_ids")
     if type(cache) is not VQCache or ids is None or ids.shape != (1, 1):
-        return None
+        return False
+    if ids.device.type != "cpu":
+        return False
     if torch.is_grad_enabled() or not is_plain_eager(ids) or autocasts(ids.device):
-        return None
-    if not env.NATIVE_STEP.get() or cache.offloading or not _plain(inputs):
-        return None
-    length, token = int(cache.get_seq_length()), int(ids.item())
-    position = inputs.get("position_ids")
+        return False
+    if env.NATIVE_STEP.get() == "0" or cache.offloading or not _plain(inputs):
+        return False
+    length, position = int(cache.get_seq_length()), inputs.get("position_ids")
     # Without positions a model counts in its own way.
     if length == 0 or position is None or position.shape != (1, 1):
-        return None
+        return False
     mask = inputs.get("attention_mask")
-    if mask is not None and (mask.shape != (1, length + 1) or not bool(mask.all())):
-        return None
-    found = _steps_of(model).find(model, cache, at_once=False)
-    if isinstance(found, str):
-        return None
-    return found.run(cache, token, int(position.item()))
+    if not isinstance(mask, torch.Tensor):
+        return mask is None
+    return mask.shape == (1, length + 1) and bool(mask.all())
 
 
 def _plain(inputs: dict[str, Any]) -> bool:
@@ -245,7 +284,7 @@ def _made(model: PreTrainedModel, cache: VQCache) -> _Native | str:
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "the model takes no position_ids"
     try:
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), torch.inference_mode(False), torch.random.fork_rng(devices=[]):
             return _traced(model, cache)
     except (Refused, VQBackendError) as error:
         return str(error)
@@ -254,21 +293,22 @@ def _made(model: PreTrainedModel, cache: VQCache) -> _Native | str:
 
 
 def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
-    tokens = cache.options.sinks + min(cache.options.window, _CHECKED) + 3
+    own = _like(cache, model)
+    tokens = own.options.sinks + own.options.window + 3
     words = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, words, (1, tokens + 2), generator=generator)
     for layer in cache.layers:
-        if type(layer) is not VQCacheLayer:
+        if type(layer) not in (VQCacheLayer, DynamicSlidingWindowLayer):
             raise Refused(f"a layer of the cache is a {type(layer).__name__}")
-    own = _like(cache, model)
     type(model).forward(model, input_ids=prompt[:, :-2], use_cache=True, **{CACHE: own})
     one, other = (int(token) for token in prompt[0, -2:])
     step = trace(model, own, one, None)
     compiled = load(dispatch.STEPS["cpu"])(step.program, len(own.layers))
     compare(step, compiled)
-    limit = getattr(model.config, "max_position_embeddings", None) or _FAR + 1
-    again = trace(model, own, other, min(_FAR, limit - 1))
+    text = model.config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None) or _POSITION + 1
+    again = trace(model, own, other, min(_POSITION, limit - 1))
     reason = difference(step.program, again.program)
     if reason is not None:
         raise Refused(reason)
@@ -277,13 +317,14 @@ def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
 
 
 def _like(cache: VQCache, model: PreTrainedModel) -> VQCache:
-    """An empty cache of the same kind."""
+    """An empty cache of the same kind, for a few tokens."""
     options = cache.options
     means = None
     if cache.codebooks is None:
         means = [getattr(layer, "calibrated", None) for layer in cache.layers]
     return VQCache(
-        model.config, options.scheme, options.sinks, options.window, strict=options.strict,
+        model.config, options.scheme, min(options.sinks, _SINKS), min(options.window, _WINDOW),
+        strict=options.strict,
         static=False, quantize_sliding=cache.quantize_sliding, key_means=means,
         codebooks=cache.codebooks,
     )  # fmt: skip

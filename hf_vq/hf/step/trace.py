@@ -2,11 +2,13 @@
 
 PyTorch computes the step, and a dispatch mode looks on. Tensors are found by their memory:
 
-    live        made of the token or its position: a buffer of the program
-    a view      of live memory: the same buffer, at another offset and other strides
-    others      constants: parameters, and what the model computes from them alone
+    live        made of the token, its position or a parameter: a buffer of the program
+    stored      a parameter or a buffer of the model: read where it lies, at every token
+    a view      of one of these: the same memory, at another offset and other strides
+    fresh       made of plain numbers alone (`torch.full`): a constant
 
-An op on something live becomes an instruction, by `recipes`; one that has none refuses the model.
+An op on something live or stored becomes an instruction, by `recipes`; one that has none refuses
+the model, and so does a tensor that is nothing of these.
 """
 
 from __future__ import annotations
@@ -18,17 +20,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from ...cache import VQCache
+from ...cache import VQCache, VQCacheLayer
 from ...cache.argument import CACHE
-from ...cache.next_token import Slot, ready, refusal, slot
+from ...cache.next_token import Slot, refusal, take
 from ...nn.embedding import VQEmbedding, VQTiedHead
 from ...ops.program import POSITION, TOKEN, Attention, Dense, Instruction, Operand, Program
 
-LARGEST_CONSTANT = 1 << 20  # numbers that a model may compute from its parameters at every token
+LARGEST = 1 << 20  # numbers that a model may compute from its parameters at every token
+FAR = 1 << 20  # tokens that the cache seems to hold, where masks of windows and of chunks hide some
+_LIFT, _CLONE = torch.ops.aten.lift_fresh.default, torch.ops.aten.clone.default
 _TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
 
 
@@ -37,10 +43,17 @@ class Refused(Exception):
 
 
 class Numbers(NamedTuple):
-    """Float32 numbers that PyTorch computed for an instruction; None for constant operands."""
+    """Float32 numbers that PyTorch computed for an instruction.
+
+    Args:
+        inputs: None for constant operands.
+        result: that it had.
+        rounded: what PyTorch may have rounded off in between.
+    """
 
     inputs: tuple[Tensor | None, ...]
     result: Tensor
+    rounded: float = 0.0
 
 
 class Step(NamedTuple):
@@ -61,6 +74,10 @@ class Step(NamedTuple):
     logits: torch.Size
 
 
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
 class _Written(NamedTuple):
     """Keys and values of a layer that wait for their query."""
 
@@ -75,14 +92,15 @@ class Recorder(TorchDispatchMode):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         stored = [*model.parameters(), *model.buffers()]
-        self.stored = {tensor.untyped_storage().data_ptr() for tensor in stored}
+        self.stored = {_memory(tensor) for tensor in stored if tensor.numel()}
+        self.fresh: set[int] = set()
         self.instructions: list[Instruction] = []
         self.numbers: list[Numbers] = []
         self.sizes: list[int] = []
         self.buffers: dict[int, int] = {}  # by address of the memory
         self.kept: list[Tensor] = []  # so that no address is used twice
         self.written: dict[int, _Written] = {}
-        self.layers: dict[int, int] = {}  # by address of the keys' tail
+        self.layers: dict[int, int] = {}  # by address of keys and values that attention reads
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -91,20 +109,30 @@ class Recorder(TorchDispatchMode):
 
         kwargs = kwargs or {}
         given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        if not any(self.is_live(x) for x in given):
-            return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        results = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
-        if (
-            not func._schema.is_mutable
-            and results
-            and all(x.numel() == 0 or self.is_live(x) for x in results)
-        ):
+        results = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor) and x.numel() > 0]
+        if len(given) == 1 and (layer := self.layers.get(_memory(given[0]))) is not None:
+            if func is not _CLONE and _memory(out) != _memory(given[0]):
+                raise Refused("the model computes with keys or values of older tokens")
+            self.layers[_memory(out)] = layer  # heads that are repeated for groups of queries
+            self.kept.append(out)
+            return out
+        if not any(self.is_live(x) or self.is_stored(x) for x in given):
+            if func is not _LIFT:  # of a tensor that was made of Python's numbers just now
+                for x in given:
+                    self.constant(x)
+            self.fresh.update(_memory(x) for x in results)
+            self.kept += results
+            return out
+        of_before = all(self.is_live(x) or self.is_stored(x) for x in results)
+        if not func._schema.is_mutable and of_before and isinstance(out, Tensor | list | tuple):
             self.kept += results  # views
             return out
         recipe = RECIPES.get(str(func))
         if recipe is None:
             raise Refused(f"no instruction computes {func}")
+        if not any(self.is_live(x) for x in given) and sum(x.numel() for x in results) > LARGEST:
+            raise Refused("the model computes a large weight at every token")
         recipe(self, args, kwargs, out)
         return out
 
@@ -115,13 +143,17 @@ class Recorder(TorchDispatchMode):
         self._check(x)
         number = len(self.sizes)
         self.sizes.append(x.untyped_storage().nbytes() // x.element_size())
-        self.buffers[x.untyped_storage().data_ptr()] = number
+        self.buffers[_memory(x)] = number
         self.kept.append(x)
         return number
 
     def is_live(self, x: Tensor) -> bool:
         """True if it is a buffer."""
-        return x.numel() > 0 and x.untyped_storage().data_ptr() in self.buffers
+        return x.numel() > 0 and _memory(x) in self.buffers
+
+    def is_stored(self, x: Tensor) -> bool:
+        """True if it is a parameter or a buffer of the model, or a view of one."""
+        return _memory(x) in self.stored
 
     def _check(self, x: Tensor) -> None:
         if x.dtype not in _TYPES:
@@ -134,14 +166,14 @@ class Recorder(TorchDispatchMode):
         shape, stride = tuple(x.shape), tuple(x.stride())
         if self.is_live(x):
             self._check(x)
-            buffer = self.buffers[x.untyped_storage().data_ptr()]
+            buffer = self.buffers[_memory(x)]
             return Operand(shape, stride, int(x.storage_offset()), buffer)
         return Operand(shape, stride, 0, -1, self.constant(x))
 
     def constant(self, x: Tensor) -> Tensor:
-        """A tensor that no token changes: the model's, or a small one that it computes of those."""
-        if x.numel() > LARGEST_CONSTANT and x.untyped_storage().data_ptr() not in self.stored:
-            raise Refused("the model computes a large weight at every token")
+        """A tensor that no token changes: the model's, or one that is made of plain numbers."""
+        if x.numel() and not (self.is_stored(x) or _memory(x) in self.fresh):
+            raise Refused("the model reads a tensor that is no parameter and no buffer of it")
         self.kept.append(x)
         return x.detach()
 
@@ -172,14 +204,15 @@ class Recorder(TorchDispatchMode):
         inputs: tuple[Tensor | None, ...],
         number: float = 0.0,
         detail: Any = None,
+        rounded: float = 0.0,
     ) -> None:
         """The same with operands that were found before."""
         if not self.is_live(result):
             self.live(result)
         y = self.operand(result)
-        rounded = result.dtype if result.dtype.is_floating_point else torch.float32
-        self.instructions.append(Instruction(op, y, operands, rounded, float(number), detail))
-        self.numbers.append(Numbers(inputs, self.dense(result)))
+        dtype = result.dtype if result.dtype.is_floating_point else torch.float32
+        self.instructions.append(Instruction(op, y, operands, dtype, float(number), detail))
+        self.numbers.append(Numbers(inputs, self.dense(result), rounded))
 
     # -- the cache -------------------------------------------------------------------------------
 
@@ -189,12 +222,12 @@ class Recorder(TorchDispatchMode):
         """`VQCache.update` of a token: its keys and values wait for the attention."""
         with _disable_current_modes():
             own: Any = cache.layers[layer]
-            problem = refusal(own) or (None if ready(own) else "the cache is not ready")
-            if problem:
-                raise Refused(problem)
+            taken = None if refusal(own) else take(own)
+            if taken is None:
+                raise Refused(refusal(own) or "the cache is not ready")
             if layer in slots:
                 raise Refused("a layer of the cache is updated twice")
-            slots[layer] = slot(own)
+            slots[layer] = taken[0]
             if not (self.is_live(keys) and self.is_live(values)):
                 raise Refused("keys or values are not made of the token")
             if keys.shape[0] != 1 or keys.shape[2] != 1:
@@ -204,26 +237,97 @@ class Recorder(TorchDispatchMode):
                 self.operand(rows[0]), self.operand(rows[1]),
                 (self.dense(rows[0]), self.dense(rows[1])),
             )  # fmt: skip
-            self.layers[own.k.tail.data.untyped_storage().data_ptr()] = layer
-            return type(cache).update(cache, keys, values, layer)
+            read = type(cache).update(cache, keys, values, layer)
+            parts = (own.k.tail.data,) if isinstance(own, VQCacheLayer) else read
+            self.layers |= {_memory(part): layer for part in parts}
+            self.kept += parts
+            return read
 
     def attend(
-        self, query: Tensor, tail: Tensor, scaling: float, softcap: float, out: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        scaling: float,
+        softcap: float,
+        out: Tensor,
+        rounded: float = 0.0,
     ) -> None:
-        """Attention of the token in the layer that has this tail."""
-        layer = self.layers.get(tail.untyped_storage().data_ptr())
+        """Attention of the token in the layer that has these keys."""
+        layer = self.layers.get(_memory(key))
         if layer is None or layer not in self.written:
             raise Refused("attention reads a layer that another one has written")
-        key, value, numbers = self.written.pop(layer)
+        key_row, value_row, numbers = self.written.pop(layer)
         self.live(out)
-        rows = query.transpose(1, 2)[0]  # [1, heads, dim]
+        rows = self._rows(query)
         self.add(
             "attention",
-            out.transpose(1, 2)[0],
-            (self.operand(rows), key, value),
+            self._rows(out),
+            (self.operand(rows), key_row, value_row),
             (self.dense(rows), *numbers),
             detail=Attention(layer, scaling, softcap),
+            rounded=rounded,
         )
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """[1, heads, dim] of [1, heads, 1, dim], or of groups of heads as [1, ., group, dim]."""
+        rows = x.transpose(1, 2)[0] if x.shape[2] == 1 else x.reshape(1, -1, x.shape[3])
+        if _memory(rows) != _memory(x):
+            raise Refused("query heads lie apart")
+        return rows
+
+
+class _WindowAttention(TorchFunctionMode):
+    """`scaled_dot_product_attention` over a layer of floats, as an instruction."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        run = self._attend if func is functional.scaled_dot_product_attention else func
+        return run(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        recorder, layers = self.recorder, self.recorder.layers
+        layer = layers.get(_memory(key))
+        if layer is None:
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
+        if layers.get(_memory(value)) != layer or dropout_p or is_causal:
+            raise Refused("attention reads other values than those of its keys")
+        with _disable_current_modes():
+            check_mask(attn_mask)
+            out = functional.scaled_dot_product_attention(
+                query, key, value, scale=scale, enable_gqa=enable_gqa
+            ).contiguous()
+            # Weights have the type of the values in PyTorch: sum_j |w_j - rounded w_j| |v_j|
+            eps = 0.0 if out.dtype is torch.float32 else torch.finfo(out.dtype).eps
+            rounded = eps * float(value.abs().max())
+            scaling = query.shape[-1] ** -0.5 if scale is None else float(scale)
+            recorder.attend(query, key, scaling, 0.0, out, rounded)
+        return out
+
+
+def check_mask(mask: Tensor | None) -> None:
+    """Refuse a mask that hides something from the token."""
+    if mask is not None:
+        hidden = (not mask.all()) if mask.dtype == torch.bool else bool((mask != 0).any())
+        if hidden:
+            raise Refused("attention with a mask has no instruction")
 
 
 def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | None) -> Step:
@@ -233,7 +337,8 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
         model: in eval mode.
         cache: that a prompt has filled.
         token: its number.
-        position: of the token; None = the one after those in the cache.
+        position: of the token; None = the one after those in the cache. With a position the model
+            is told that the cache holds `FAR` tokens.
 
     Raises:
         Refused: the step is no program.
@@ -248,12 +353,22 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
     def update(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         return recorder.update(cache, slots, keys, values, layer)
 
-    cache.__dict__["update"] = update
+    claims: dict[str, Any] = {"update": update}
+    if position is not None:
+        claims |= {
+            "get_seq_length": lambda *args, **kwargs: FAR,
+            "get_mask_sizes": lambda queries, layer, **kwargs: _far(cache, int(queries), layer),
+        }
+    cache.__dict__.update(claims)
     try:
-        with torch.no_grad(), _whole_embeddings(model, recorder), recorder:
+        with (
+            torch.no_grad(), _whole_embeddings(model, recorder), recorder,
+            _WindowAttention(recorder),
+        ):  # fmt: skip
             out = type(model).forward(model, **inputs)
     finally:
-        del cache.__dict__["update"]
+        for name in claims:
+            del cache.__dict__[name]
     logits = out.get("logits")
     others = {name for name, x in out.items() if x is not None} - {"logits", CACHE}
     if others or logits is None or not recorder.is_live(logits):
@@ -266,6 +381,13 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
         tuple(recorder.instructions), tuple(recorder.sizes), recorder.operand(logits), logits.dtype
     )
     return Step(program, recorder.numbers, slots, type(out), logits.shape)
+
+
+def _far(cache: VQCache, queries: int, layer: int) -> tuple[int, int]:
+    """`get_mask_sizes` of a layer that holds `FAR` tokens, or the last ones of them."""
+    own: Any = cache.layers[layer]
+    past = own.sliding_window - 1 if own.is_sliding else FAR
+    return past + queries, FAR - past
 
 
 @contextmanager

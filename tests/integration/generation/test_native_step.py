@@ -1,152 +1,32 @@
-"""Decoding steps of `generate` as one call of libhf_vq_cpu: numbers, texts, caches, fallbacks."""
+"""Decoding steps of `generate` as one call of libhf_vq_cpu: numbers, texts and caches."""
 
 import copy
 import pickle
-import weakref
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import hf_vq
 from hf_vq import VQCache, VQConfig
 from hf_vq.backends.cpu import library
 from hf_vq.hf.step import run, why_not
+from tests.fixtures.native_steps import (
+    COVERED,
+    SIZES,
+    both,
+    generate,
+    prompt,
+    prompted,
+    same_text,
+    tiny,
+    token_inputs,
+)
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
-
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 2048,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}  # fmt: skip
-FULL = {"head_dim": 16, "layer_types": ["full_attention"] * 2}
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "llama-biases": lambda: LlamaConfig(
-        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
-    ),
-    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
-    "gemma2": lambda: Gemma2Config(**SIZES, **FULL),
-    "gemma3": lambda: Gemma3TextConfig(**SIZES, **FULL),
-    "phi3": lambda: Phi3Config(**SIZES),
-    "olmo2": lambda: Olmo2Config(**SIZES),
-    "smollm3": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0]),
-    "gpt-neox": lambda: GPTNeoXConfig(
-        **{name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
-    ),
-    "gpt2": lambda: GPT2Config(
-        n_embd=64, n_layer=2, n_head=4, n_positions=2048, vocab_size=96, bos_token_id=0,
-        eos_token_id=1,
-    ),
-    "gemma2-sliding": lambda: Gemma2Config(**SIZES, head_dim=16, sliding_window=32),
-    "qwen3-moe": lambda: Qwen3MoeConfig(
-        **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-    ),
-}  # fmt: skip
-COVERED = [name for name in CONFIGS if name not in ("gemma2-sliding", "qwen3-moe")]
-
-
-def tiny(name, dtype=torch.float32):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
-
-
-@pytest.fixture
-def steps(monkeypatch):
-    """How many steps ran as programs."""
-    counted = []
-    plain = run._Native.run
-
-    def counting(*args):
-        out = plain(*args)
-        counted.append(out is not None)
-        return out
-
-    monkeypatch.setattr(run._Native, "run", counting)
-    return counted
-
-
-def prompt(length=80, rows=1, seed=1, words=96):
-    return torch.randint(3, words, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def token_inputs(cache, token):
-    """Inputs of a decoding step, as `generate` gives them."""
-    return {
-        "input_ids": torch.as_tensor(token).view(1, 1), "past_key_values": cache,
-        "position_ids": torch.tensor([[cache.get_seq_length()]]), "use_cache": True,
-        "return_dict": True,
-    }  # fmt: skip
-
-
-def prompted(model, ids=None, cache=None):
-    """A cache that holds a prompt, of a model whose step was traced."""
-    cache = VQCache(model.config) if cache is None else cache
-    run.install(model)
-    assert why_not(model, VQCache(model.config)) is None
-    with torch.no_grad():
-        model(prompt() if ids is None else ids, past_key_values=cache, use_cache=True)
-    return cache
-
-
-def both(model, cache, token):
-    """Logits of a token by a step of the library, and by PyTorch over a copy of the cache."""
-    other = copy.deepcopy(cache)
-    with torch.no_grad():
-        out = type(model).forward(model, **token_inputs(other, token)).logits
-        return model(**token_inputs(cache, token)).logits, out
-
-
-def generate(monkeypatch, on, model, ids, new, scheme="u4", **options):
-    """Tokens, logits [new, rows, words] and the cache of `generate`."""
-    monkeypatch.setenv("HF_VQ_NATIVE_STEP", str(int(on)))
-    cache = options.pop("cache", None) or VQCache(model.config, scheme)
-    options = {"do_sample": False, **options}
-    if on:
-        why_not(model, cache)  # traces it now; else some tokens pass before
-    torch.manual_seed(5)
-    out = model.generate(
-        ids, max_new_tokens=new, min_new_tokens=new, past_key_values=cache, output_logits=True,
-        return_dict_in_generate=True, **options,
-    )  # fmt: skip
-    return out.sequences, torch.stack(out.logits).float(), cache
-
-
-def same_text(first, second, start):
-    """Equal, or different from a token on whose logits are nearly a tie."""
-    (one, logits, _), (other, _, _) = first, second
-    differ = (one != other).any(0).nonzero()
-    if len(differ) == 0:
-        return True
-    best = logits[differ[0].item() - start, 0].topk(2).values
-    return bool(best[0] - best[1] <= 1e-2 * logits.abs().max())
+pytestmark = [
+    pytest.mark.skipif(library.load() is None, reason=library.why_not()),
+    pytest.mark.usefixtures("long_calls"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -171,7 +51,7 @@ def test_logits_are_as_exact_as_those_of_pytorch(name, dtype, steps, monkeypatch
         monkeypatch.setenv("HF_VQ_NATIVE_STEP", str(int(which == "native")))
         cache = DynamicCache() if which == "exact" else VQCache(net.config)
         if which == "native":
-            run.install(net)
+            run.install(net, cache, 0)
             why_not(net, cache)
         with torch.no_grad():
             net(ids, past_key_values=cache, use_cache=True)
@@ -296,7 +176,7 @@ def test_two_caches_in_turns(steps, monkeypatch):
     monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
     model, ids = tiny("llama"), prompt()
     caches = [VQCache(model.config) for _ in range(2)]
-    run.install(model)
+    run.install(model, caches[0], 0)
     why_not(model, caches[0])
     outs = []
     with torch.no_grad():
@@ -306,44 +186,6 @@ def test_two_caches_in_turns(steps, monkeypatch):
             outs.append([model(**token_inputs(cache, token)).logits for cache in caches])
     assert steps.count(True) >= 18
     assert all(torch.equal(one, other) for one, other in outs)
-
-
-def test_weights_that_change_are_seen(steps, monkeypatch):
-    model, ids = tiny("llama"), prompt()
-    generate(monkeypatch, True, model, ids, 10)
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(-1)
-    in_place = generate(monkeypatch, True, model, ids, 20)
-    assert torch.equal(in_place[0], generate(monkeypatch, False, model, ids, 20)[0])
-    model.model.layers[0].mlp.up_proj.weight.data = torch.randn(96, 64)
-    moved = generate(monkeypatch, True, model, ids, 20)
-    assert torch.equal(moved[0], generate(monkeypatch, False, model, ids, 20)[0])
-    model.model.layers[0].mlp.down_proj = torch.nn.Linear(96, 64, bias=True).eval()
-    other = generate(monkeypatch, True, model, ids, 20)
-    assert torch.equal(other[0], generate(monkeypatch, False, model, ids, 20)[0])
-    assert steps.count(True) >= 60
-
-
-def test_weights_that_change_between_two_tokens_are_seen(steps, monkeypatch):
-    """Of any one tensor, value or class."""
-    model = tiny("gemma2")
-    cache = prompted(model)
-    layer = model.model.layers[1]
-    changes = [
-        lambda: layer.mlp.down_proj.weight.data.copy_(torch.randn(64, 96)),
-        lambda: setattr(layer.mlp.down_proj.weight, "data", torch.randn(64, 96)),
-        lambda: layer.input_layernorm.weight.detach().add_(3),
-        lambda: setattr(layer.self_attn, "scaling", 0.01),
-        lambda: setattr(model.config, "final_logit_softcapping", 0.1),
-        lambda: monkeypatch.setattr(type(layer.mlp), "forward", lambda self, x: -x),
-    ]
-    for number, change in enumerate(changes):
-        model.forward(**token_inputs(cache, 5))
-        change()
-        for _ in range(run._WORTH + 2):
-            found, wanted = both(model, cache, 7)
-            assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max(), number
-    assert steps.count(True) > len(changes)
 
 
 def test_a_deep_crop_is_seen(steps):
@@ -366,6 +208,7 @@ def test_a_cache_of_another_model_is_refused_as_ever(steps):
     model, other = AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval(), tiny("llama")
     cache = prompted(other)
     prompted(model)
+    run.install(model, cache, run._PAYS)
     with torch.no_grad(), pytest.raises((hf_vq.errors.VQError, RuntimeError)):
         model(**token_inputs(cache, 5))
     assert steps == [False]
@@ -382,109 +225,51 @@ def test_what_only_the_model_knows_is_left_to_it(steps):
     assert steps == [False]
 
 
-def test_a_model_that_changes_at_every_token_is_traced_no_more(steps, monkeypatch):
-    model, traced = tiny("llama"), []
-    cache = prompted(model)
-    made = run._made
-    monkeypatch.setattr(run, "_made", lambda *args: traced.append(1) or made(*args))
-    for _ in range(30):
+@pytest.mark.parametrize("length", [10, 31, 32, 90])
+def test_windows_that_are_not_full_and_full_ones(length, steps):
+    """Each token writes what PyTorch would have written, and the views stay right for others."""
+    model = tiny("gemma3-sliding")
+    cache = prompted(model, prompt(length))
+    for token in prompt(100, seed=4)[0]:
+        found, wanted = both(model, cache, token)
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert steps.count(True) >= 95  # PyTorch decides means
+    layer = cache.layers[0]
+    assert layer.keys.shape == layer.values.shape == (1, 2, 31, 16)
+    assert layer.get_seq_length() == cache.get_seq_length() == length + 100
+
+
+def test_windows_that_others_change(steps, tmp_path):
+    """Crops, steps of PyTorch in between, copies, recording and files."""
+    model = tiny("gemma3-sliding")
+    cache = prompted(model, prompt(20))
+
+    def step(number):
+        found, wanted = both(model, cache, number + 5)
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+    def by_pytorch():
         with torch.no_grad():
-            model.model.norm.weight.mul_(1.01)
-            model(**token_inputs(cache, 5))
-    assert len(traced) <= run._CHANGES
+            type(model).forward(model, **token_inputs(cache, 9))
+
+    changes = [
+        lambda: cache.crop(-3), by_pytorch, lambda: copy.deepcopy(cache),
+        lambda: cache.reorder_cache(torch.tensor([0])),
+        lambda: [layer.keys.mul_(0.5) for layer in cache.layers if layer.is_sliding],
+        lambda: pickle.loads(pickle.dumps(cache)), cache.activate_past_recording, by_pytorch,
+        lambda: (cache.crop(-1), cache.stop_past_recording()),
+    ]  # fmt: skip
+    for number, change in enumerate(changes):
+        step(number)
+        change()
+        for more in range(4):
+            step(number + more)
+    assert steps.count(True) > 30 and steps[-1]
 
 
-def test_weights_that_are_computed_at_every_token_are_not_kept():
-    model = tiny("llama")
-    linear = torch.nn.Linear(64, 96 * 256, bias=False)  # more than a program keeps
-
-    class Sum(torch.nn.Linear):
-        def forward(self, x):
-            return torch.nn.functional.linear(x, linear.weight * 2)[..., :96]
-
-    model.model.layers[0].mlp.up_proj.__class__ = Sum
-    assert "large weight" in why_not(model.eval(), VQCache(model.config))
-
-
-def test_hooks_and_outputs_run_the_model(steps, monkeypatch):
-    model, ids, seen = tiny("llama"), prompt(), []
-    hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: seen.append(1))
-    generate(monkeypatch, True, model, ids, 10)
-    assert len(seen) == 10 and steps == []
-    assert "has hooks" in why_not(model, VQCache(model.config))
-    hook.remove()
-    assert why_not(model, VQCache(model.config)) is None
-    out = generate(monkeypatch, True, model, ids, 5, output_hidden_states=True)
-    assert out and steps == []
-    generate(monkeypatch, True, model, ids, 5)
-    assert steps.count(True) >= 3
-
-
-def test_a_program_is_made_after_some_tokens(steps, monkeypatch):
-    model, ids = tiny("llama"), prompt()
-    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
-    options = {"do_sample": False, "min_new_tokens": 30, "max_new_tokens": 30}
-    out = model.generate(ids, past_key_values=VQCache(model.config), **options)
-    assert len(steps) == 29 - run._WORTH
-    assert torch.equal(out, generate(monkeypatch, False, model, ids, 30)[0])
-
-
-def test_a_model_is_freed_with_its_last_reference(monkeypatch):
-    model = tiny("llama")
-    generate(monkeypatch, True, model, prompt(), 5)
-    known = weakref.ref(model)
-    del model
-    assert known() is None
-
-
-def test_reasons(monkeypatch):
-    model = tiny("llama")
-    cache = VQCache(model.config)
-    assert why_not(model.train(), cache) == "the model is in training mode"
-    model.eval()
-    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "0")
-    assert why_not(model, cache) == "HF_VQ_NATIVE_STEP is not 1"
-    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
-    sliding = tiny("gemma2-sliding")
-    assert "DynamicSlidingWindowLayer" in why_not(sliding, VQCache(sliding.config))
-    assert "no instruction computes aten." in why_not(tiny("qwen3-moe"), cache)
-    monkeypatch.setenv("HF_VQ_BACKEND", "reference")
-    assert why_not(model, cache) == "HF_VQ_BACKEND=reference"
-
-
-def test_explain_says_how_a_token_runs(monkeypatch):
-    model = tiny("llama")
-    cache = VQCache(model.config)
-    assert str(hf_vq.explain(model, cache=cache)).endswith(
-        "decoding step: one call of libhf_vq_cpu"
-    )
-    assert "decoding step" not in str(hf_vq.explain(model))
-    model.train()
-    shown = str(hf_vq.explain(model, cache=cache))
-    assert "decoding step: PyTorch, because the model is in training mode" in shown
-
-
-def test_a_copy_has_its_own_steps(monkeypatch):
-    model, ids = tiny("llama"), prompt()
-    first = generate(monkeypatch, True, model, ids, 20)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.forward.model is other
-        assert torch.equal(generate(monkeypatch, True, other, ids, 20)[0], first[0])
-
-
-def test_a_model_that_looks_at_the_position_is_refused(monkeypatch):
-    """What depends on a token in Python cannot be a program."""
-    model = tiny("llama")
-    layer = model.model.layers[0]
-    plain = type(layer).forward
-
-    class Odd(type(layer)):
-        def forward(self, x, *args, position_ids=None, past_key_values=None, **kwargs):
-            length = float(past_key_values.get_seq_length())
-            return plain(
-                self, x * (1 + length), *args, position_ids=position_ids,
-                past_key_values=past_key_values, **kwargs,
-            )  # fmt: skip
-
-    layer.__class__ = Odd
-    assert "depends on the token's position" in why_not(model, VQCache(model.config))
+def test_a_window_over_several_memories(steps, monkeypatch):
+    model, ids = tiny("qwen2-sliding"), prompt()
+    cache = VQCache(model.config, quantize_sliding=False)
+    first = generate(monkeypatch, True, model, ids, 300, cache=cache)
+    assert steps.count(True) >= 298
+    assert same_text(generate(monkeypatch, False, model, ids, 300), first, 80)

@@ -1,0 +1,270 @@
+"""When a decoding step is one call of libhf_vq_cpu: models that change, refusals, reasons, cost."""
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import hf_vq
+from hf_vq import VQCache
+from hf_vq.backends.cpu import library
+from hf_vq.hf.step import run, snapshot, why_not
+from tests.fixtures.native_steps import (
+    both,
+    generate,
+    prompt,
+    prompted,
+    tiny,
+    token_inputs,
+)
+
+pytestmark = [
+    pytest.mark.skipif(library.load() is None, reason=library.why_not()),
+    pytest.mark.usefixtures("long_calls"),
+]
+
+
+def test_weights_that_change_are_seen(steps, monkeypatch):
+    model, ids = tiny("llama"), prompt()
+    generate(monkeypatch, True, model, ids, 10)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(-1)
+    in_place = generate(monkeypatch, True, model, ids, 20)
+    assert torch.equal(in_place[0], generate(monkeypatch, False, model, ids, 20)[0])
+    model.model.layers[0].mlp.up_proj.weight.data = torch.randn(96, 64)
+    moved = generate(monkeypatch, True, model, ids, 20)
+    assert torch.equal(moved[0], generate(monkeypatch, False, model, ids, 20)[0])
+    model.model.layers[0].mlp.down_proj = torch.nn.Linear(96, 64, bias=True).eval()
+    other = generate(monkeypatch, True, model, ids, 20)
+    assert torch.equal(other[0], generate(monkeypatch, False, model, ids, 20)[0])
+    assert steps.count(True) >= 60
+
+
+def test_weights_that_change_between_two_tokens_are_seen(steps, monkeypatch):
+    """Of any one tensor, value or class."""
+    model = tiny("gemma2")
+    cache = prompted(model)
+    layer = model.model.layers[1]
+    changes = [
+        lambda: layer.mlp.down_proj.weight.data.copy_(torch.randn(64, 96)),
+        lambda: setattr(layer.mlp.down_proj.weight, "data", torch.randn(64, 96)),
+        lambda: layer.input_layernorm.weight.detach().add_(3),
+        lambda: layer.input_layernorm.weight.data.add_(-1),  # 1 + weight is what it computes with
+        lambda: model.model.norm.weight.data.uniform_(-1, 1),
+        lambda: model.model.rotary_emb.inv_freq.mul_(0.9),
+        lambda: setattr(layer.self_attn, "scaling", 0.01),
+        lambda: setattr(model.config, "final_logit_softcapping", 0.1),
+        lambda: setattr(layer.mlp, "act_fn", torch.nn.ReLU().eval()),
+        lambda: monkeypatch.setattr(type(layer.mlp), "forward", lambda self, x: -x),
+    ]
+    for number, change in enumerate(changes):
+        model.forward(**token_inputs(cache, 5))
+        change()
+        run._steps_of(model).changes = 0
+        for at_once in (False, True):
+            if at_once:
+                assert why_not(model, cache) is None
+            found, wanted = both(model, cache, 7)
+            assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max(), number
+            assert steps[-1] or not at_once
+    assert steps.count(True) > len(changes)
+
+
+def test_a_model_that_changes_again_and_again_is_traced_no_more(steps, monkeypatch):
+    model, traced = tiny("llama"), []
+    cache = prompted(model)
+    made = run._made
+    monkeypatch.setattr(run, "_made", lambda *args: traced.append(1) or made(*args))
+    with torch.no_grad():
+        for number in range(20):
+            model.config.hidden_act = str(number // 2)
+            model(**token_inputs(cache, 5))
+    assert 1 <= len(traced) <= run._CHANGES + 1
+    assert why_not(model, cache) == "the model changes again and again"
+
+
+def test_configs_inside_of_configs_are_seen():
+    model = tiny("llama")
+    model.config.text_config = LlamaConfig(rope_parameters={"rope_theta": 5.0, "rope_type": "x"})
+    taken = snapshot.Snapshot(model)
+    inner = model.config.text_config
+    changes = [
+        lambda: setattr(inner, "hidden_act", "relu"),
+        lambda: inner.rope_parameters.update(rope_theta=6.0),
+        lambda: setattr(model.config, "rope_parameters", dict(model.config.rope_parameters)),
+        lambda: setattr(model, "vocab_size", 5),
+    ]
+    for change in changes:
+        assert taken.is_current(model)
+        change()
+        assert not taken.is_current(model)
+        taken = snapshot.Snapshot(model)
+
+
+def test_a_refusal_is_remembered_until_generate_is_called_again(steps, monkeypatch):
+    model, asked = tiny("qwen3-moe"), []
+    cache = VQCache(model.config)
+    run.install(model, cache, run._PAYS)
+    problem = run.problem
+    monkeypatch.setattr(run, "problem", lambda model: asked.append(1) or problem(model))
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache, use_cache=True)
+        for expected in (1, 1, 2):
+            if expected == 2:
+                model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+                run.install(model, cache, run._PAYS)
+            for _ in range(5):
+                model(**token_inputs(cache, 5))
+            assert len(asked) == expected
+    assert steps == []
+
+
+def test_weights_that_are_computed_at_every_token_are_not_kept():
+    model = tiny("llama")
+    linear = torch.nn.Linear(64, 96 * 256, bias=False)  # more than a program keeps
+
+    class Sum(torch.nn.Linear):
+        def forward(self, x):
+            return torch.nn.functional.linear(x, linear.weight * 2)[..., :96]
+
+    model.model.layers[0].mlp.up_proj.__class__ = Sum
+    model.more = linear
+    assert "large weight" in why_not(model.eval(), VQCache(model.config))
+
+
+def test_hooks_and_outputs_run_the_model(steps, monkeypatch):
+    model, ids, seen = tiny("llama"), prompt(), []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: seen.append(1))
+    generate(monkeypatch, True, model, ids, 10)
+    assert len(seen) == 10 and steps == []
+    assert "has hooks" in why_not(model, VQCache(model.config))
+    hook.remove()
+    assert why_not(model, VQCache(model.config)) is None
+    out = generate(monkeypatch, True, model, ids, 5, output_hidden_states=True)
+    assert out and steps == []
+    generate(monkeypatch, True, model, ids, 5)
+    assert steps.count(True) >= 3
+
+
+@pytest.mark.parametrize("new", [run._PAYS - 1, run._PAYS])
+@pytest.mark.parametrize("limit", ["max_new_tokens", "max_length"])
+def test_long_calls_run_as_programs(new, limit, steps):
+    """Short ones do not, also where there is a program: equal calls give equal tokens."""
+    model, ids = tiny("llama"), prompt()
+    length = {limit: new if limit == "max_new_tokens" else new + ids.shape[1]}
+    options = {"do_sample": False, "min_new_tokens": new, **length}
+    for _ in range(2):
+        steps.clear()
+        model.generate(ids, past_key_values=VQCache(model.config), **options)
+        assert len(steps) == (new - 1 if new >= run._PAYS else 0)
+
+
+def test_a_model_is_freed_with_its_last_reference(monkeypatch):
+    model = tiny("llama")
+    generate(monkeypatch, True, model, prompt(), 5)
+    known = weakref.ref(model)
+    del model
+    assert known() is None
+
+
+def test_reasons(monkeypatch):
+    model = tiny("llama")
+    cache = VQCache(model.config)
+    assert why_not(model.train(), cache) == "the model is in training mode"
+    model.eval()
+    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "0")
+    assert why_not(model, cache) == "HF_VQ_NATIVE_STEP is 0"
+    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
+    sliding = tiny("gemma2-sliding")
+    assert "product of several rows" in why_not(sliding, VQCache(sliding.config))
+    coded = tiny("gemma3-sliding")
+    reason = why_not(coded, VQCache(coded.config, quantize_sliding=True))
+    assert reason == "a layer of the cache is a VQSlidingCacheLayer"
+    assert "no instruction computes aten." in why_not(tiny("qwen3-moe"), cache)
+    monkeypatch.setenv("HF_VQ_BACKEND", "reference")
+    assert why_not(model, cache) == "HF_VQ_BACKEND=reference"
+
+
+def test_explain_says_how_a_token_runs(monkeypatch):
+    model = tiny("llama")
+    cache = VQCache(model.config)
+    assert str(hf_vq.explain(model, cache=cache)).endswith(
+        "decoding step: one call of libhf_vq_cpu, in calls for 128 new tokens or more"
+    )
+    monkeypatch.setenv("HF_VQ_NATIVE_STEP", "1")
+    assert str(hf_vq.explain(model, cache=cache)).endswith("one call of libhf_vq_cpu")
+    assert "decoding step" not in str(hf_vq.explain(model))
+    model.train()
+    shown = str(hf_vq.explain(model, cache=cache))
+    assert "decoding step: PyTorch, because the model is in training mode" in shown
+
+
+def test_a_copy_has_its_own_steps(monkeypatch):
+    model, ids = tiny("llama"), prompt()
+    first = generate(monkeypatch, True, model, ids, 20)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.forward.model is other
+        assert torch.equal(generate(monkeypatch, True, other, ids, 20)[0], first[0])
+
+
+def test_a_model_that_looks_at_the_position_is_refused(monkeypatch):
+    """What depends on a token in Python cannot be a program."""
+    model = tiny("llama")
+    layer = model.model.layers[0]
+    plain = type(layer).forward
+
+    class Odd(type(layer)):
+        def forward(self, x, *args, position_ids=None, past_key_values=None, **kwargs):
+            length = float(past_key_values.get_seq_length())
+            return plain(
+                self, x * (1 + length), *args, position_ids=position_ids,
+                past_key_values=past_key_values, **kwargs,
+            )  # fmt: skip
+
+    layer.__class__ = Odd
+    assert "depends on the token's position" in why_not(model, VQCache(model.config))
+
+
+def test_a_mask_that_hides_tokens_later_is_refused():
+    """It hides nothing at the length of the trace."""
+    model = tiny("llama")
+    layer = model.model.layers[0]
+    plain = type(layer).forward
+
+    class Windowed(type(layer)):
+        def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
+            length = past_key_values.get_seq_length() + x.shape[1]
+            mask = torch.arange(length)[None, None, None] >= length - 500
+            return plain(self, x, mask, past_key_values=past_key_values, **kwargs)
+
+    layer.__class__ = Windowed
+    assert why_not(model, VQCache(model.config)) == "attention with a mask has no instruction"
+
+
+def test_tracing_draws_no_random_numbers_of_others(monkeypatch):
+    model = tiny("llama")
+    plain = type(model).forward
+
+    class Drawing(type(model)):
+        def forward(self, *args, position_ids=None, **kwargs):
+            torch.rand(3)
+            return plain(self, *args, position_ids=position_ids, **kwargs)
+
+    model.__class__ = Drawing
+    before = torch.get_rng_state()
+    why_not(model, VQCache(model.config))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_tensor_that_is_no_part_of_the_model_is_refused():
+    model = tiny("llama")
+    layer = model.model.layers[0].mlp
+    plain = type(layer).forward
+    factor = torch.ones(64)
+    layer.__class__ = type(
+        "Odd", (type(layer),), {"forward": lambda self, x: plain(self, x * factor)}
+    )
+    assert "no parameter and no buffer" in why_not(model, VQCache(model.config))
