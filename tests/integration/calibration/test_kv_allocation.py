@@ -81,6 +81,7 @@ def test_it_costs_less_than_the_same_bits_everywhere(model):
 def test_a_list_of_names(model):
     """As a saved generation config holds it."""
     config = {"backend": "vq", "scheme": ["u2", "k4v2"], "window": 8}
+    hf_vq.enable_cache_backend()
     out = model.generate(
         tokens(1, 20), max_new_tokens=3, do_sample=False, cache_implementation="quantized",
         cache_config=config, return_dict_in_generate=True,
