@@ -134,7 +134,7 @@ def _loaded(dense: str, folder: str, name: str, dense_layer: int) -> list[dict[s
     """Memory while a model is quantized on the way to the GPU, and while the result is loaded."""
     from hf_vq.hf.config import VQConfig
 
-    model, row = _peak(dense, quantization_config=VQConfig(name))
+    model, row = _peak(dense, quantization_config=VQConfig(name, activations=None))
     model.save_pretrained(folder)
     layer = _bytes(model.model.layers[0])
     del model

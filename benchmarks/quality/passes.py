@@ -54,7 +54,7 @@ def run(
 
 
 def _rows(model_dir: str, name: str, reference: Reference) -> Iterator[dict[str, Any]]:
-    model = load_model(model_dir, dtype=torch.float32, config=VQConfig(name))
+    model = load_model(model_dir, dtype=torch.float32, config=VQConfig(name, activations=None))
     yield _row(name, model, reference)
     if model.config.quantization_config.vq_scheme.two_passes:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
 """Suite `quality-weights`: what each weight scheme costs in quality, against int4, NF4 and GPTQ.
 
-Every scheme is quantized the way a user does it, `from_pretrained(..., VQConfig(scheme))`, in
-float32, and predicts the same text as the original; then once more calibrated on another text, as
-GPTQ is. Calibrated weights of 4 bits are measured with the default KV cache too (`banded`). Those
-that are fine-tuned are of the suite `quality-finetune`.
+Every scheme is quantized while it is read, `VQConfig(scheme, activations=None)`, in float32, and
+predicts the same text as the original; then once more calibrated on another text, as GPTQ is.
+Calibrated weights of 4 bits are measured with the default KV cache too (`banded`). Those that are
+fine-tuned are of the suite `quality-finetune`.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _scheme_rows(
 ) -> Iterator[dict[str, Any]]:
     argument, _, bits = name.partition("=")  # as in target_bits=3, or the name of a scheme
     requested: dict[str, Any] = {argument: float(bits)} if bits else {"scheme": name}
-    config = VQConfig(**requested, calibration=calibration)
+    config = VQConfig(**requested, calibration=calibration, activations=None)
     start = time.perf_counter()
     model = load(config=config)
     seconds = time.perf_counter() - start

@@ -10,28 +10,49 @@ that the model writes itself, so that no text is needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.accelerate import infer_auto_device_map
 from transformers.utils import logging
 
-from ..errors import VQCalibrationError
+from ..errors import VQCalibrationError, VQConfigError, VQFormatError
 from ..fit import FittedWeight, fixed_tensors
 from ..fit.block_ldlq import BlockFeedback
 from ..fit.input_scale import input_scale
 from ..formats.catalog import LinearScheme
 from ..formats.scheme import VQScheme
 from ..formats.stored_weight import rotation_of
-from ..hf.calibration_options import OWN_WORDS, RANDOM, TOKEN_IDS
+from ..hf.calibration_options import (
+    AUTO,
+    OWN_WORDS,
+    RANDOM,
+    TOKEN_IDS,
+    leave_out_activations,
+    reads_activations,
+)
+from ..hf.checkpoint.headers import absent_dense
+from ..hf.checkpoint.new_parts import is_new, is_outside
 from ..hf.config import VQConfig
-from ..hf.quantize_op import Progress
+from ..nn.experts import holds_experts
+from ..progress import Progress
 from .blocks import Blocks, WholeModel, find_blocks
+from .distributed import ProcessGroup, launched_processes
 from .hessians import Listener, Site
-from .offload import free_memory
-from .targets import Target, decode_target, fit_target, replace_layers, targets_of
-from .text import context_of, find_text, sample_text, sequences_of, tokenizer_of
+from .offload import is_offloaded, shortage, too_little
+from .targets import Target, decoded, fit_target, replace_layers, targets_of
+from .text import (
+    context_of,
+    find_text,
+    halved_batches,
+    sample_text,
+    sequences_of,
+    tokenizer_of,
+)
 
 logger = logging.get_logger("hf_vq")
 
@@ -40,6 +61,28 @@ _CONTEXT = 64  # of own words and random tokens: first tokens are special
 _CONTEXT_OF_TEXT = 256
 _ROOM = 1.15  # for activations and codes, in units of the dense model
 _CHARACTERS = 12  # of a data set for every token
+_AT_ONCE = 512  # tokens of a batch
+
+
+@dataclass
+class _Encoded:
+    """Codes of the tensors of one block, by name.
+
+    Args:
+        codes: of all of them.
+        fallbacks: why some were encoded without data.
+    """
+
+    codes: dict[str, FittedWeight] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(default_factory=dict)
+
+    def sendable(self) -> _Encoded:
+        """The same with tensors of the CPU: a pickled tensor names the sender's device."""
+        codes = {
+            name: replace(one, tensors={key: t.cpu() for key, t in one.tensors.items()})
+            for name, one in self.codes.items()
+        }
+        return _Encoded(codes, self.fallbacks)
 
 
 class ActivationPass:
@@ -53,7 +96,11 @@ class ActivationPass:
 
     Attributes:
         kind: name of its facts in config.json.
-        names: layers of `schemes` that this pass encodes.
+        schemes: of the layers that this pass encodes, by name.
+        names: of these layers.
+        is_automatic: nobody asked for it, so whatever fails must leave data-free codes.
+        failed: why layers are encoded without data from here on; "" while they are not.
+        can_write: False if the weights of the model's head were not in the checkpoint.
 
     Raises:
         VQError: the text does not exist.
@@ -69,8 +116,10 @@ class ActivationPass:
         files: Sequence[str] = (),
     ) -> None:
         assert config.activations is not None
-        self.files, self.config, self.given = files, config, config.activations
-        usable = {name: scheme for name, scheme in schemes.items() if _usable(scheme)}
+        self.is_automatic = config.activations == AUTO
+        self.files, self.config = files, config
+        self.given = OWN_WORDS if self.is_automatic else config.activations
+        usable = {name: scheme for name, scheme in schemes.items() if reads_activations(scheme)}
         self.text: str | None = None
         self.facts: dict[str, Any] = {"text": TOKEN_IDS}
         if self.given == RANDOM:
@@ -82,105 +131,213 @@ class ActivationPass:
         except VQCalibrationError:
             self.prefix = ""  # the model is run as a whole
         start = f"{self.prefix}." if self.prefix else ""
-        self.schemes = {name: usable[name] for name in usable if name.startswith(start)}
-        self.names = set(self.schemes)
-        self._failed = ""  # why the model cannot run
+        self.schemes: dict[str, LinearScheme] = {}
+        self.failed, self.can_write = "", True
         self.targets: dict[str, Target] = {}
-        for name, layer in model.named_modules():
-            for target in targets_of(name, layer) if name in self.names else []:
-                self.targets[target.name] = target
-                target.specs(self.schemes[name])
+        for name in usable:
+            if name.startswith(start):
+                try:
+                    found = targets_of(name, model.get_submodule(name))
+                except VQConfigError:  # experts of another kind, as Llama 4's: encoded while read
+                    continue
+                self.schemes[name] = usable[name]
+                self.targets |= {target.name: target for target in found}
+        self.names = set(self.schemes)
 
     @staticmethod
     def obstacle(
-        model: Any, schemes: Mapping[str, LinearScheme], device_map: Any = None
+        model: Any,
+        schemes: Mapping[str, LinearScheme],
+        device_map: Any = None,
+        *,
+        is_automatic: bool = False,
     ) -> str | None:
-        """Why `model` cannot have this pass; None if it can, "" if no scheme could use it."""
-        if not any(map(_usable, schemes.values())):
+        """Why `model` cannot have this pass; None if it can, "" if no scheme could use it.
+
+        Args:
+            device_map: as given to `from_pretrained`; of names such as "auto", `too_large` judges.
+            is_automatic: nobody asked for the pass.
+        """
+        if not any(map(reads_activations, schemes.values())):
             return ""
         if getattr(model, "main_input_name", "") != "input_ids":
             return f"{type(model).__name__} does not read token ids"
-        need = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-        loaded = not any(tensor.is_meta for tensor in model.parameters())
-        have = free_memory(device_map)
-        if have is not None and need * (_ROOM - loaded) > have:
+        if is_automatic and launched_processes() > 1:
             return (
-                f"the dense model takes {need / 1e9:.1f} GB, and {have / 1e9:.1f} GB are free; "
-                "quantize it once on a machine with more, and save it"
+                "several processes load the model, and must find the same codes; quantize it once "
+                f"in one process and save it, or give activations={OWN_WORDS!r} after "
+                "torch.distributed has started in all of them"
             )
-        return None
+        if is_automatic and is_offloaded(device_map):
+            return (
+                "weights are offloaded, and the dense model would be read twice; quantize it once "
+                f"without offloading and save it, or give activations={RANDOM!r}"
+            )
+        return shortage(model, device_map, _ROOM)
+
+    def too_large(self, model: Any, max_memory: Mapping[Any, int]) -> str | None:
+        """Why a dense model does not fit into the memory of places, or only in part; None if it
+        does.
+
+        Args:
+            max_memory: bytes by place, as Transformers makes a map of places from.
+        """
+        far = {place: size for place, size in max_memory.items() if place not in ("cpu", "disk")}
+        have = int(sum(far.values()) if far else max_memory.get("cpu", 0))
+        need = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+        if _ROOM * need > have:
+            return too_little(need, have)
+        if not self.is_automatic:
+            return None
+        classes = model._no_split_modules
+        places = infer_auto_device_map(model, dict(max_memory), classes)  # of the dense model
+        return self.obstacle(model, self.schemes, places, is_automatic=True)
+
+    def check_missing(self, model: Any, missing: Iterable[str]) -> None:
+        """Keep the pass from reading numbers that are in no file.
+
+        Args:
+            missing: names of the parameters that were not found, or have another shape.
+
+        Raises:
+            VQFormatError: somebody asked for the pass, and it would read them.
+        """
+        absent = absent_dense(model, missing)
+        head = model.get_output_embeddings()
+        heads = {name for name, module in model.named_modules() if module is head}
+        self.can_write = not any(name.rpartition(".")[0] in heads for name in absent)
+        coded = {f"{target.layer}.{target.weight}" for target in self.targets.values()}
+        read = [n for n in absent if not (n in coded or is_outside(model, n) or is_new(model, n))]
+        if read and not self.is_automatic:
+            raise VQFormatError(
+                f"the checkpoint lacks {read[0]}, or has it in another shape, so activations would "
+                "be of random numbers: VQConfig(activations=None) quantizes without them."
+            )
+        if read:
+            self.failed = f"the checkpoint lacks {read[0]}"
 
     @torch.no_grad()
     def run(self, model: Any, errors: dict[str, float]) -> dict[str, Any]:
         """Replace the layers by VQ modules.
+
+        An interruption leaves every layer whole, as codes or dense. Several processes of a group
+        get the codes of the first.
 
         Args:
             model: a model with its weights in memory or offloaded by accelerate.
             errors: receives the relative error of each layer's weights, by name.
 
         Returns:
-            Facts about the pass for config.json.
+            Facts about the pass for config.json: `layers` is the number of tensors whose codes know
+            their inputs, `fallbacks` says why others do not, `failed` why none do from there on.
 
         Raises:
             VQCalibrationError: the text is too short.
         """
-        sequences = self._sequences(model)
-        fallbacks: dict[str, str] = {}
+        group = ProcessGroup()
+        sequences = torch.empty(0, 0)
+        if group.rank == 0 and not self.failed:
+            sequences = self._sequences_or_none(model)
         blocks = self._blocks(model, sequences)
         progress = Progress(f"Quantizing to {self.config.scheme_name}", len(self.targets))
+        fallbacks: dict[str, str] = {}
         try:
-            for index in range(len(blocks)):
-                fitted = self._block(model, blocks, index, progress, fallbacks)
-                targets = [self.targets[name] for name in fitted]
-                replace_layers(model, targets, fitted, self.schemes, self.config.seed)
-                for name, one in fitted.items():
+            for index in range(group.broadcast(lambda: len(blocks))):
+                done = group.broadcast(partial(self._sent, group, blocks, index, progress))
+                targets = [self.targets[name] for name in done.codes]
+                replace_layers(model, targets, done.codes, self.schemes, self.config.seed)
+                fallbacks |= done.fallbacks
+                for name, one in done.codes.items():
                     errors[name] = float(f"{one.relative_error:.4g}")
         finally:
             progress.close()
-        for name, reason in fallbacks.items():
-            logger.warning("hf_vq: %s %s", name, reason)
+        self.failed, self.facts, count = group.broadcast(
+            lambda: (self.failed, self.facts, sequences.numel())
+        )
+        return self._facts_of(fallbacks, count)
+
+    def _facts_of(self, fallbacks: dict[str, str], tokens: int) -> dict[str, Any]:
+        """Log in one line what fell back, and return facts about the pass."""
+        heard, why = len(self.targets) - len(fallbacks), self.failed
+        others = {name: reason for name, reason in fallbacks.items() if reason != why}
+        if others and not why:
+            why = f"{next(iter(others))} {next(iter(others.values()))}"
+        if fallbacks:
+            logger.warning(
+                "hf_vq: %d of %d tensors are quantized without activations: %s.",
+                len(fallbacks), len(self.targets), why.rstrip("."),
+            )  # fmt: skip
+        if not heard:
+            leave_out_activations(self.config)
         self.config.activations = None  # from here on, the provenance says it
-        return {**self.facts, "tokens": sequences.numel(), "seed": self.config.seed,
-                "fallbacks": fallbacks}  # fmt: skip
+        found: dict[str, Any] = {"layers": heard, "fallbacks": others}
+        found |= {"failed": self.failed} if self.failed else {}
+        read = {**self.facts, "tokens": tokens, "seed": self.config.seed}
+        return {**read, **found} if heard else found
 
     def _blocks(self, model: Any, sequences: Tensor) -> Blocks | WholeModel:
-        if self.prefix:
+        batches = halved_batches(sequences, _AT_ONCE)
+        if self.prefix and batches:
             try:
-                return Blocks(model, self.prefix, sequences)
+                return Blocks(model, self.prefix, batches)
             except Exception as error:  # of its forward, too: what cannot run at all, says so below
                 logger.info("hf_vq: %s The model is run at once instead.", error)
-        return WholeModel(model, sequences)
+        return WholeModel(model, batches)
 
-    def _block(
-        self,
-        model: Any,
-        blocks: Blocks | WholeModel,
-        index: int,
-        progress: Progress,
-        fallbacks: dict[str, str],
-    ) -> dict[str, FittedWeight]:
-        """Encode one block, and run it for the next; returns codes by tensor."""
+    def _sent(
+        self, group: ProcessGroup, blocks: Blocks | WholeModel, index: int, progress: Progress
+    ) -> _Encoded:
+        done = self._block(blocks, index, progress)
+        return done if group.size == 1 else done.sendable()
+
+    def _block(self, blocks: Blocks | WholeModel, index: int, progress: Progress) -> _Encoded:
+        """Encode one block, and run it with these codes for the next."""
         targets = blocks.targets(index, self.targets.values())
-        layers = {target.layer: model.get_submodule(target.layer) for target in targets}
-        fitted: dict[str, FittedWeight] = {}
+        layers = {target.layer: blocks.model.get_submodule(target.layer) for target in targets}
+        done = _Encoded()
         with blocks.on(index, None) as device:
-            for site in self._heard(blocks, index, layers, device):
-                self._site(site, layers, fitted, progress, fallbacks)
+            for site in self._heard(blocks, index, layers, device, done.fallbacks):
+                self._site(site, layers, done, progress)
                 site.release()
             for target in targets:
-                if target.name not in fitted:
-                    if not self._failed:
-                        fallbacks[target.name] = "got no token: quantized without activations"
+                if target.name not in done.codes:
+                    why = self.failed or "got no token"
+                    done.fallbacks.setdefault(target.name, why)
                     progress.start(target.name)
-                    fitted[target.name] = self._fit(target, layers[target.layer], None)
+                    done.codes[target.name] = self._fit(target, layers[target.layer], None)
                     progress.done()
-                scheme = self.schemes[target.layer]
-                one, module = fitted[target.name], layers[target.layer]
-                decode_target(target, module, one, scheme, self.config.seed)
-            if index + 1 < len(blocks) and not self._failed:
-                for row, hidden in enumerate(blocks.hidden):
-                    blocks.hidden[row] = blocks.run(index, hidden, device)
-        return fitted
+            if index + 1 < len(blocks) and not self.failed:
+                self._pass_on(blocks, index, layers, done, device)
+        return done
+
+    def _pass_on(
+        self,
+        blocks: Blocks | WholeModel,
+        index: int,
+        layers: Mapping[str, nn.Module],
+        done: _Encoded,
+        device: torch.device,
+    ) -> None:
+        """Replace the inputs of a block by its outputs with codes; the layers stay unchanged, so
+        that an interruption leaves a whole model."""
+        assert isinstance(blocks, Blocks)
+        start, seed = f"{blocks.prefix}.{index}.", self.config.seed
+        tensors = {}
+        for name, one in done.codes.items():
+            target = self.targets[name]
+            weight = f"{target.layer}.{target.weight}".removeprefix(start)
+            scheme = self.schemes[target.layer]
+            tensors[weight] = decoded(target, layers[target.layer], one, scheme, seed)
+        try:
+            for row, hidden in enumerate(blocks.hidden):
+                blocks.hidden[row] = blocks.run(index, hidden, device, tensors)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """From here on, layers are encoded without data: a pass must not forbid what works without
+        it."""
+        self.failed = f"the model cannot run ({_shown(error)})"
 
     def _heard(
         self,
@@ -188,29 +345,36 @@ class ActivationPass:
         index: int,
         layers: Mapping[str, nn.Module],
         device: torch.device,
+        fallbacks: dict[str, str],
     ) -> list[Site]:
-        """Inputs of the layers of one block; nothing where the model cannot run."""
-        listener = Listener(block=self._width)
-        try:
-            for hidden in blocks.hidden if not self._failed else ():
-                with listener.listening(layers):
-                    blocks.run(index, hidden, device)
-        except Exception as error:  # a default must not forbid what works without it
-            self._failed = f"{type(error).__name__}: {error}"
-            logger.warning(
-                "hf_vq: the model cannot run, so its layers are quantized without activations "
-                "from %s on: %s", next(iter(layers), "here"), self._failed,
-            )  # fmt: skip
-            return []
-        return listener.sites
+        """Inputs of the layers of one block; nothing where the model cannot run.
+
+        Args:
+            fallbacks: receives tensors of experts that are called in an unknown way.
+        """
+        plain = {name: layer for name, layer in layers.items() if not holds_experts(layer)}
+        for heard in (layers, plain) if len(plain) < len(layers) else (layers,):
+            listener = Listener(block=self._width)
+            try:
+                for hidden in blocks.hidden if not self.failed else ():
+                    with listener.listening(heard):
+                        blocks.run(index, hidden, device)
+            except Exception as error:
+                problem = error
+                continue
+            for name, target in self.targets.items():
+                if target.layer in layers and target.layer not in heard:
+                    fallbacks[name] = f"cannot be listened to ({_shown(problem)})"
+            return listener.sites
+        self._fail(problem)
+        return []
 
     def _site(
         self,
         site: Site,
         layers: Mapping[str, nn.Module],
-        fitted: dict[str, FittedWeight],
+        done: _Encoded,
         progress: Progress,
-        fallbacks: dict[str, str],
     ) -> None:
         """Encode the layers that read the same tensor."""
         known = _Known(site, [self.targets[name] for name in site.layers], layers, self)
@@ -218,10 +382,10 @@ class ActivationPass:
             progress.start(name)
             target = self.targets[name]
             try:
-                fitted[name] = self._fit(target, layers[target.layer], known)
-            except VQCalibrationError as error:
-                fallbacks[name] = f"was quantized without activations: {error}"
-                fitted[name] = self._fit(target, layers[target.layer], None)
+                done.codes[name] = self._fit(target, layers[target.layer], known)
+            except Exception as error:  # of the statistics: without them, it may work
+                done.fallbacks[name] = f"has inputs that do not help ({error})"
+                done.codes[name] = self._fit(target, layers[target.layer], None)
             progress.done()
 
     def _fit(self, target: Target, module: nn.Module, known: _Known | None) -> FittedWeight:
@@ -240,6 +404,17 @@ class ActivationPass:
         schemes = {s for s in self.schemes.values() if isinstance(s, VQScheme)}
         return max(scheme.block(in_features) for scheme in schemes)
 
+    def _sequences_or_none(self, model: Any) -> Tensor:
+        """Token ids [sequences, tokens]; none where a model that was given no text has no tokens
+        either."""
+        if not isinstance(self.given, str) or self.text is not None:
+            return self._sequences(model)
+        try:
+            return self._sequences(model)
+        except Exception as error:
+            self._fail(error)
+            return torch.empty(0, 0)
+
     def _sequences(self, model: Any) -> Tensor:
         """Token ids [sequences, tokens], two sequences at least: one half judges the other."""
         if not isinstance(self.given, str):
@@ -249,18 +424,17 @@ class ActivationPass:
         drawn = self.given in (OWN_WORDS, RANDOM)
         context = min(_CONTEXT if drawn else _CONTEXT_OF_TEXT, longest)
         if self.given == OWN_WORDS:
-            offloaded = any(parameter.is_meta for parameter in model.parameters())
-            why = "its weights are offloaded, and each token would load them all"
+            why = self._writes_nothing(model)
             try:
-                if not offloaded:
+                if why is None:
                     # The first token of a text may have inputs like no other's, and which of
                     # them are large can depend on it: Qwen2.5's differ behind its own first token.
                     count = TOKENS // context
                     return sample_text(
                         model, count, context, seed=seed, progress=True, random_starts=count // 2
                     )
-            except Exception as error:  # an encoder, a model without a head, ..
-                why = f"{type(error).__name__}: {error}"
+            except Exception as error:
+                why = _shown(error)
             logger.warning("hf_vq: random tokens are read, not the model's own words: %s", why)
             self.facts = {"text": RANDOM}
         if self.facts["text"] == RANDOM:
@@ -269,6 +443,14 @@ class ActivationPass:
             return torch.randint(size, (TOKENS // context, context), generator=generator)
         tokenizer = tokenizer_of(model, self.files)
         return sequences_of(model, self.text, tokenizer, TOKENS, context, seed, progress=True)
+
+    def _writes_nothing(self, model: Any) -> str | None:
+        """Why a model cannot write its own words; None if it may."""
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return "its weights are offloaded, and each token would load them all."
+        if not model.can_generate() or model.config.is_encoder_decoder:
+            return f"{type(model).__name__} writes no text."
+        return None if self.can_write else "its output head is not in the checkpoint."
 
 
 class _Known:
@@ -308,10 +490,5 @@ class _Known:
         return input_scale(hessian.diagonal(dim1=-2, dim2=-1).flatten(), matrices)
 
 
-def _usable(scheme: LinearScheme) -> bool:
-    """True for a scheme that rotates, and whose codebook no weight decides."""
-    return (
-        isinstance(scheme, VQScheme)
-        and scheme.codebook == "universal"
-        and scheme.rotation != "none"
-    )
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -49,16 +49,17 @@ class Blocks:
 
     Args:
         prefix: name of their list in `model`.
-        sequences: token ids [sequences, tokens] to embed.
+        sequences: token ids [sequences, tokens] to embed, in order; or batches of them
+            [some, tokens], all of one size.
 
     Attributes:
-        hidden: input of the first block for each sequence, [1, tokens, hidden] each.
+        hidden: input of the first block for each sequence, [1, tokens, hidden] each, or batch.
 
     Raises:
         VQCalibrationError: the model calls its blocks in an unsupported way.
     """
 
-    def __init__(self, model: Any, prefix: str, sequences: Tensor) -> None:
+    def __init__(self, model: Any, prefix: str, sequences: Iterable[Tensor]) -> None:
         self.model, self.prefix = model, prefix
         self.blocks: list[nn.Module] = list(model.get_submodule(prefix))
         self.hidden: list[Tensor] = []
@@ -66,7 +67,7 @@ class Blocks:
         self._tail: tuple[Any, ...] | None = None  # a block's outputs after the hidden states
         self._in_tuple = False
         for ids in sequences:
-            calls = self._pass(ids[None].to(place_of(model)))
+            calls = self._pass(torch.atleast_2d(ids).to(place_of(model)))
             self.hidden.append(calls[0].hidden)
             if self._calls:
                 self._check_same(calls)
@@ -181,12 +182,12 @@ class WholeModel:
     """A model that is run as one block, for statistics: its blocks cannot be run one by one.
 
     Attributes:
-        hidden: token ids of each sequence, [1, tokens] each.
+        hidden: token ids of each batch, [sequences, tokens] each.
     """
 
-    def __init__(self, model: Any, sequences: Tensor) -> None:
+    def __init__(self, model: Any, batches: Iterable[Tensor]) -> None:
         self.model = model
-        self.hidden: list[Tensor] = [ids[None] for ids in sequences]
+        self.hidden: list[Tensor] = list(batches)
 
     def __len__(self) -> int:
         return 1
@@ -202,7 +203,7 @@ class WholeModel:
             yield place
 
     def run(self, index: int, hidden: Tensor, device: torch.device) -> Tensor:
-        """Run the model on one sequence; returns the token ids."""
+        """Run the model on one batch; returns the token ids."""
         ids, known = hidden.to(device), inspect.signature(self.model.forward).parameters
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
         if "decoder_input_ids" in known:

@@ -43,6 +43,11 @@ def launched() -> Iterator[int]:
         dist.destroy_process_group()
 
 
+def launched_processes() -> int:
+    """Processes that run this program together, whether torch.distributed has started or not."""
+    return max(int(os.environ.get("WORLD_SIZE", "1")), ProcessGroup().size)
+
+
 class ProcessGroup:
     """The default process group of torch.distributed; a single process if there is none.
 

@@ -7,6 +7,8 @@ the block must stay in memory meanwhile. Its codes replace its weights in the of
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,10 @@ from torch import Tensor, nn
 
 from ..errors import VQCalibrationError
 from ..nn.accelerate_hooks import hook_of
+
+_NAMES = ("auto", "balanced", "balanced_low_0", "sequential")  # of ways to make a `device_map`
+_FILES_2 = ("memory.max", "memory.current", "inactive_file")  # of control groups: limit, use, and
+_FILES_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")  # files in it
 
 
 def weight_of(module: nn.Module, name: str) -> Tensor:
@@ -106,32 +112,105 @@ def take_place(hook: Any, new: nn.Module, gone: list[str]) -> None:
     add_hook_to_module(new, again)
 
 
-def free_memory(device_map: Any) -> int | None:
-    """Free bytes where `from_pretrained` puts a model; None if that cannot be known.
+def is_offloaded(device_map: Any) -> bool:
+    """True for a `device_map` that keeps weights where they are not computed: on a disk, or in the
+    memory of the CPU while other modules are on another device."""
+    places = set(map(str, device_map.values() if isinstance(device_map, dict) else [device_map]))
+    return "disk" in places or ("cpu" in places and len(places) > 1)
+
+
+def shortage(model: nn.Module, device_map: Any, room: float) -> str | None:
+    """Say why a dense model does not fit; None if it does, or that cannot be known.
 
     Args:
-        device_map: as given to `from_pretrained`. Of a map that names places of modules, nothing
-            is said: its author has chosen.
+        device_map: as given to `from_pretrained`. Of a name such as "auto", nothing is said.
+        room: bytes that a model needs to load and run, over those of its weights.
     """
-    places = device_map
-    if isinstance(places, dict):
-        if set(places) != {""}:
-            return None
-        places = places[""]
-    if places in ("auto", "balanced", "balanced_low_0", "sequential"):
-        if torch.cuda.is_available():
-            return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
-        places = "cpu"
-    if places == "disk":
+    need: Counter[str] = Counter()
+    for name, tensor in model.named_parameters():
+        place = _place(name, device_map) if tensor.is_meta else str(tensor.device)
+        if place is not None:
+            size = tensor.numel() * tensor.element_size()
+            need[place] += int(size * (room - (not tensor.is_meta)))
+    for place, size in need.items():
+        have = free_memory(place)
+        if have is not None and size > have:
+            return too_little(size, have)
+    return None
+
+
+def too_little(need: int, have: int) -> str:
+    """The sentence about a dense model that does not fit into memory."""
+    return (
+        f"the dense model takes {need / 1e9:.1f} GB, and {have / 1e9:.1f} GB are free; quantize it "
+        "once on a machine with more, and save it"
+    )
+
+
+def _place(name: str, device_map: Any) -> str | None:
+    """Device of a parameter; None where it cannot be known."""
+    if device_map is None:
+        return str(torch.get_default_device())
+    if not isinstance(device_map, dict):
+        return None if device_map in _NAMES else str(device_map)
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    place = device_map.get(name)
+    if isinstance(place, int):
+        return f"cuda:{place}"
+    return None if place is None or str(place) == "disk" else str(place)
+
+
+def free_memory(place: str) -> int | None:
+    """Free bytes of a device; None if that cannot be known. Processes of one machine share its
+    memory."""
+    device = torch.device(place)
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    if device.type != "cpu":
         return None
-    place = torch.get_default_device() if places is None else torch.device(places)
-    if place.type == "cuda":
-        return torch.cuda.mem_get_info(place)[0]
-    if place.type != "cpu":
-        return None
+    found = [size for size in (_available(), _of_control_groups()) if size is not None]
+    return min(found) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if found else None
+
+
+def _available() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found = dict(line.split(":", 1) for line in lines)
         return 1024 * int(found["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
         return None
+
+
+def _of_control_groups(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Bytes that containers and services leave this process; None without a limit.
+
+    The limit of every group above counts: https://docs.kernel.org/admin-guide/cgroup-v2.html
+    (memory.max), and cgroup-v1/memory.html.
+    """
+    found = []
+    try:
+        lines = groups.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if not kinds:
+            top, (limit, used, cached) = root, _FILES_2
+        elif "memory" in kinds.split(","):
+            top, (limit, used, cached) = root / "memory", _FILES_1
+        else:
+            continue
+        own = top / path.lstrip("/")
+        for group in (own, *own.parents[: len(own.parts) - len(top.parts)]):
+            try:
+                most, now = (int((group / file).read_text()) for file in (limit, used))
+                lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+                stat = dict(line.split() for line in lines)
+            except (OSError, ValueError):  # "max": no limit
+                continue
+            found.append(max(0, most - now + int(stat.get(cached, 0))))  # files are given up
+    return min(found, default=None)

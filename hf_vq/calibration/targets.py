@@ -53,7 +53,10 @@ class Target:
 
     def matrices(self, module: nn.Module) -> list[Tensor]:
         """Views [out, in] of the tensor's matrices."""
-        dense = module.get_parameter(self.weight)
+        return self.matrices_of(module.get_parameter(self.weight))
+
+    def matrices_of(self, dense: Tensor) -> list[Tensor]:
+        """The same of another tensor of this kind."""
         listed = list(dense) if dense.ndim == 3 else [dense]
         return [matrix.T for matrix in listed] if self.transposed else listed
 
@@ -110,7 +113,7 @@ def replace(
     scheme: LinearScheme,
     seed: int,
 ) -> None:
-    """Replace one layer by a VQ module.
+    """Replace one layer by a VQ module, whole: an interruption leaves it dense.
 
     Args:
         targets: all dense tensors of the layer.
@@ -120,21 +123,26 @@ def replace(
     name = listed[0].layer
     dense = model.get_submodule(name)
     hook, device = hook_of(dense), dense.get_parameter(listed[0].weight).device
-    new = replacement(dense, scheme, seed=seed, where=name)
-    for target in listed:
-        if isinstance(new, VQExperts):
-            new.assign(target.weight, fitted[target.name])
+    before = dict(dense._parameters)
+    try:
+        new = replacement(dense, scheme, seed=seed, where=name)
+        for target in listed:
+            if isinstance(new, VQExperts):
+                new.assign(target.weight, fitted[target.name])
+            else:
+                new.assign(fitted[target.name], dense.bias)  # type: ignore[arg-type]
+        shared = packaged([new], seed)
+        if hook is not None:  # which moves a tensor of two names, as experts have, under one
+            shared = {key: tensor.to(hook.execution_device) for key, tensor in shared.items()}
+        new.set_shared(shared)
+        if hook is None:
+            new.to(device)
         else:
-            new.assign(fitted[target.name], dense.bias)  # type: ignore[arg-type]
-    shared = packaged([new], seed)
-    if hook is not None:  # which moves a tensor of two names, as experts have, under one of them
-        shared = {key: tensor.to(hook.execution_device) for key, tensor in shared.items()}
-    new.set_shared(shared)
-    if hook is None:
-        new.to(device)
-    else:
-        take_place(hook, new, [target.weight for target in listed])
-    model.set_submodule(name, new)
+            take_place(hook, new, [target.weight for target in listed])
+        model.set_submodule(name, new)
+    except BaseException:
+        dense._parameters.update(before)  # experts give theirs up
+        raise
 
 
 def fit_target(
@@ -171,11 +179,26 @@ def fit_target(
     return found[0][0] if not target.fused else _stacked(found)
 
 
+def decoded(
+    target: Target, module: nn.Module, fitted: FittedWeight, scheme: LinearScheme, seed: int
+) -> Tensor:
+    """A dense tensor with the numbers that its codes stand for, as the module stores it."""
+    new = torch.empty_like(module.get_parameter(target.weight))
+    _decode(target, target.matrices_of(new), fitted, scheme, seed)
+    return new
+
+
 def decode_target(
     target: Target, module: nn.Module, fitted: FittedWeight, scheme: LinearScheme, seed: int
 ) -> None:
     """Overwrite the matrices of a dense tensor with their decoded values."""
-    for index, matrix in enumerate(target.matrices(module)):
+    _decode(target, target.matrices(module), fitted, scheme, seed)
+
+
+def _decode(
+    target: Target, matrices: list[Tensor], fitted: FittedWeight, scheme: LinearScheme, seed: int
+) -> None:
+    for index, matrix in enumerate(matrices):
         fixed = fixed_tensors(scheme, target.shape[1], seed, matrix.device)
         own = fitted.tensors
         if target.fused:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import lzma
+import math
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,11 @@ def context_of(model: Any, context: int | None) -> int:
     """
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:  # XLNet says -1: there is none
+        longest = None
     if context is None:
         return min(CONTEXT, longest or CONTEXT)
-    if longest and context > longest:
+    if longest is not None and context > longest:
         raise VQCalibrationError(
             f"context={context} is more than the {longest} tokens the model reads: give fewer."
         )
@@ -174,6 +177,22 @@ def context_of(model: Any, context: int | None) -> int:
 def spread(length: int, count: int) -> Tensor:
     """Choose `count` integers below `length` at equal distances."""
     return torch.arange(count) * (length - 1) // max(count - 1, 1)
+
+
+def halved_batches(sequences: Tensor, tokens: int) -> list[Tensor]:
+    """Batches [some sequences, tokens] of one size: the first is of one half of the sequences, the
+    second of the other half, and so on.
+
+    Args:
+        tokens: most tokens of a batch, if that is a sequence or more.
+    """
+    if not len(sequences):
+        return []
+    halves, most = (sequences[::2], sequences[1::2]), max(1, tokens // sequences.shape[1])
+    size = math.gcd(*map(len, halves))
+    size = next(n for n in range(min(size, most), 0, -1) if size % n == 0)
+    pairs = zip_longest(*(half.split(size) for half in halves))
+    return [batch for pair in pairs for batch in pair if batch is not None]
 
 
 def _too_short(have: int, need: int) -> VQCalibrationError:

@@ -16,9 +16,10 @@ def add_quantize(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument("out", metavar="OUT", help="directory to write; must not hold anything yet")
     verb.add_argument("--scheme", default="vq-4", help="name or spec string (default: %(default)s)")
     verb.add_argument(
-        "--activations", metavar="A", default="none",
+        "--activations", metavar="A", default="auto",
         help="tokens that show which weights matter: model (the model's own words), random, a "
-        "UTF-8 file, a data set NAME[:CONFIG[:SPLIT]], or none (default: %(default)s)",
+        "UTF-8 file, a data set NAME[:CONFIG[:SPLIT]], none, or auto: model where that is possible "
+        "(default: %(default)s)",
     )  # fmt: skip
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     add_skip(verb)

@@ -232,7 +232,7 @@ class Comparison:
                 "context": self.job.context,
             }
         with warnings.catch_warnings():  # that 2 bits without data lose much is what rows show
-            warnings.filterwarnings("ignore", message=".*without calibration data.*")
+            warnings.filterwarnings("ignore", message=".* loses much quality ")
             config = VQConfig(one.name, calibration=calibration)
         return load_model(
             self.model, dtype=self.job.dtype, config=config, device_map=self.job.device_map

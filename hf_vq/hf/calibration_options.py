@@ -6,6 +6,7 @@ The calibration itself is in `hf_vq/calibration`, a layer above this one.
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,16 @@ from torch import Tensor
 from ..errors import VQCalibrationError, VQConfigError, shown
 from ..formats.catalog import LinearScheme, weight_scheme
 from ..formats.qoq import QoQScheme
+from ..formats.scheme import VQScheme
 
 if TYPE_CHECKING:
     from .config import VQConfig
 
 OWN_WORDS = "model"
 """Value of `text` that means: calibrate on text that the model generates."""
+
+AUTO = "auto"
+"""Value of `activations` that means: OWN_WORDS where the model can run once, else None."""
 
 RANDOM = "random"
 """Value of `activations` that means: read random tokens."""
@@ -49,6 +54,9 @@ TOKENS = 1 << 17
 _TEXTS = (".txt", ".md", ".rst", ".json", ".jsonl", ".csv", ".xml", ".html")  # suffixes of files
 
 FINETUNE = ("block", "model")
+
+_ADVISE = {False: 3.5, True: 2.5}  # bits per weight, without and with activations
+_advised: set[str] = set()
 
 
 def checked_transforms(given: object, scheme: QoQScheme) -> dict[str, bool]:
@@ -157,6 +165,15 @@ def with_transforms(
     return found
 
 
+def reads_activations(scheme: LinearScheme) -> bool:
+    """True for a scheme that rotates, and whose codebook no weight decides: `activations` help."""
+    return (
+        isinstance(scheme, VQScheme)
+        and scheme.codebook == "universal"
+        and scheme.rotation != "none"
+    )
+
+
 def check_activations(activations: object) -> str | list[Any] | None:
     """Check `activations`; token ids become lists, so that a config is JSON.
 
@@ -175,11 +192,31 @@ def check_activations(activations: object) -> str | list[Any] | None:
     whole = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
     if not whole or len({*map(len, rows)}) > 1 or len(tokens) < MIN_CONTEXT:
         raise VQConfigError(
-            f"activations must be {OWN_WORDS!r}, {RANDOM!r}, a text file, a data set, None, or "
-            f"token ids [tokens] or [sequences, tokens], {MIN_CONTEXT} at least; got "
+            f"activations must be {AUTO!r}, {OWN_WORDS!r}, {RANDOM!r}, a text file, a data set, "
+            f"None, or token ids [tokens] or [sequences, tokens], {MIN_CONTEXT} at least; got "
             f"{shown(activations)}."
         )
     return rows
+
+
+def leave_out_activations(config: VQConfig) -> None:
+    """Quantize without data, and advise calibration where that loses much quality."""
+    config.activations = None
+    advise_calibration(config)
+
+
+def advise_calibration(config: VQConfig) -> None:
+    """Warn, once for each scheme, if a model loses much quality without calibration."""
+    scheme, name = config.vq_scheme, config.scheme_name
+    reads = config.activations is not None and reads_activations(scheme)
+    if scheme.bits() < _ADVISE[reads] and name not in _advised:
+        _advised.add(name)
+        without = "calibration" if reads else "activations or calibration"
+        warnings.warn(
+            f"{name} loses much quality without {without}: hf-vq calibrate MODEL OUT --scheme "
+            f"{name}, or VQConfig({name!r}, calibration={OWN_WORDS!r}). Or use more bits.",
+            stacklevel=3,
+        )
 
 
 def check_text(source: object) -> None:

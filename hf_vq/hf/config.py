@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,9 @@ from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..nn.residual_offload import POLICIES
 from .calibration_options import (
+    AUTO,
     OWN_WORDS,
+    advise_calibration,
     check_activations,
     check_calibration,
     check_int,
@@ -42,7 +43,6 @@ FORMAT_VERSION = 4
 CANDIDATES = ("vq-2", "vq-3", "vq-4")
 _OF_BITS = ("turboquant-1", *CANDIDATES, *(f"turboquant-{bits}" for bits in (5, 6, 7, 8)))
 _LARGEST_SEED, _MOST_BITS = 2**31 - 1, 16
-_ADVISE = {False: 3.5, True: 2.5}  # bits per weight, without and with activations
 
 
 class VQConfig(QuantizationConfigMixin):
@@ -78,13 +78,13 @@ class VQConfig(QuantizationConfigMixin):
             unless `move_codes` is false; `transforms` of QoQ, names and booleans (docs/qserve.md);
             `device` that computes the blocks, of which it holds one; `resume`, a folder for
             intermediate results, to continue after an interruption.
-        activations: tokens whose inputs of layers say which weights matter. `"model"` for 1,024
-            tokens that the model writes, `"random"`, a text or data set as in `calibration`, or
-            token ids [tokens] or [sequences, tokens] (docs/weights.md). The dense model has to fit
-            into memory; where it does not, or cannot run, the log says so, and layers are quantized
-            as with None: one by one while they are read. Not together with `calibration`; without
-            effect on schemes that learn codebooks or do not rotate, and on layers outside of the
-            model's blocks.
+        activations: tokens whose inputs of layers say which weights matter (docs/weights.md):
+            `"model"` for 1,024 tokens that the model writes, `"random"`, a text or data set as in
+            `calibration`, or token ids [tokens] or [sequences, tokens]. The dense model is held in
+            memory and runs once; without effect on schemes that learn codebooks or do not rotate,
+            and on layers outside of the model's blocks. `"auto"` is `"model"` where the model can
+            run once, and None with `calibration`; else one line of the log says why not. None
+            quantizes each tensor without data as soon as it is read.
         pass2: placement of the second pass of two-pass schemes: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or as {entry: policy}.
             The first entry that matches counts; other layers are resident. It may be given with a
@@ -108,7 +108,7 @@ class VQConfig(QuantizationConfigMixin):
     target_bits: float | None = None
     candidates: list[str] | None = None
     layouts: dict[str, dict[str, Any]] | None = None
-    activations: str | list[list[int]] | None = None
+    activations: str | list[Any] | None = None
     pass2: str | dict[str, str] | None = None
     embeddings: str | None = None
     one_file: bool = False  # diffusers saves config.json alone
@@ -126,7 +126,7 @@ class VQConfig(QuantizationConfigMixin):
         seed: int = 0,
         search: str = "search",
         calibration: str | dict[str, Any] | None = None,
-        activations: Any = None,
+        activations: Any = AUTO,
         pass2: str | dict[str, str] | None = None,
         embeddings: str | None = None,
         layouts: dict[str, dict[str, Any]] | None = None,
@@ -176,13 +176,16 @@ class VQConfig(QuantizationConfigMixin):
         if provenance is None and not _stored:  # else it is the name of a text, kept as a record
             check_text((self.calibration or {}).get("text"))
             check_text(activations)
-        # Of a model that is quantized already, what the file names; with calibration, nothing.
+        # Calibrated or quantized already: only a file may still name activations.
+        settled = calibration is not None or provenance is not None or bool(layouts)
+        if settled and isinstance(activations, str) and activations == AUTO:
+            activations = None
         if activations is not None and calibration is not None:
             raise VQConfigError(
                 "calibration and activations both read the inputs of the layers, and calibration "
                 "does more: leave activations out."
             )
-        if activations is not None and (provenance is None or _stored):
+        if not settled or (_stored and activations is not None):
             self.activations = check_activations(activations)
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
@@ -203,9 +206,8 @@ class VQConfig(QuantizationConfigMixin):
             recorded = provenance is not None
             self.calibration = with_transforms(self.calibration, self.schemes(), recorded)
         self.provenance = _check_provenance(provenance)
-        data_free = provenance is None and calibration is None
-        if data_free and self.vq_scheme.bits() < _ADVISE[self.activations is not None]:
-            _warn_once(self.scheme_name, self.activations is not None)
+        if provenance is None and calibration is None:
+            advise_calibration(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         patches.apply(patches.CONFIG)  # a config may come from another process
@@ -271,7 +273,8 @@ class VQConfig(QuantizationConfigMixin):
         found.pop("pass2", None)
         if not found.pop("one_file", False) and self.provenance:
             found["provenance"] = short(found["provenance"])
-        if found.get("activations") is None:  # older versions do not know it
+        settled = self.calibration is not None or self.provenance is not None or bool(self.layouts)
+        if self.activations == (None if settled else AUTO):  # older versions do not know it
             found.pop("activations", None)
         return found
 
@@ -344,23 +347,9 @@ def _config_of(model: Any) -> VQConfig | None:
     return found if isinstance(found, VQConfig) else None
 
 
-_warned: set[str] = set()
-
-
 def with_loading_attributes(kinds: tuple[type, ...]) -> tuple[type, ...]:
     """Add VQConfig to the types whose `get_loading_attributes` Transformers reads (a patch)."""
     return (*kinds, VQConfig)
-
-
-def _warn_once(name: str, activations: bool) -> None:
-    if name not in _warned:
-        _warned.add(name)
-        without = "calibration" if activations else "activations or calibration"
-        warnings.warn(
-            f"{name} loses much quality without {without}: hf-vq calibrate MODEL OUT --scheme "
-            f"{name}, or VQConfig({name!r}, calibration={OWN_WORDS!r}). Or use more bits.",
-            stacklevel=4,
-        )
 
 
 def _check_scheme(

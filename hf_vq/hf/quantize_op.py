@@ -17,7 +17,7 @@ from ..nn.accelerate_hooks import hook_of
 from ..nn.experts import VQExperts
 from ..nn.linear import LOADING, VQLinear
 from ..nn.replace import vq_modules
-from ..progress import Progress as Progress
+from ..progress import Progress
 
 if TYPE_CHECKING:
     from .config import VQConfig

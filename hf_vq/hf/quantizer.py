@@ -32,7 +32,7 @@ from ..nn.replace import (
     vq_modules,
 )
 from ..progress import Progress
-from .calibration_options import choices
+from .calibration_options import AUTO, choices, leave_out_activations
 from .checkpoint import by_layer
 from .checkpoint import headers as stored_files
 from .checkpoint.atomic_dir import check_whole
@@ -46,7 +46,7 @@ from .config import QUANT_METHODS, VQConfig
 from .embeddings import check_embedding, replace_embedding, restore_embedding
 from .explain import warn_of_slow_layers
 from .fused_activations import fuse_inputs, separate_inputs
-from .in_memory.encode import encode_layers, nothing_to_quantize
+from .in_memory.encode import check_weights, encode_layers, nothing_to_quantize
 from .left_dense import choose_layers, task_heads, weights_read
 from .module_patterns import check_pass2, matches
 from .quantize_op import Quantize, advice, bytes_per_weight, settle
@@ -119,16 +119,9 @@ class VQHfQuantizer(HfQuantizer):
             wanted = self._wanted_dense(model, checkpoint_files or [], kwargs.get("device_map"))
             maybe = {n for n in wanted if is_new(model, n) or is_outside(model, n)}
             self._heads = {n: m for n, m in candidates(model) if n in maybe and convertible(m)}
-        modules = replace_modules(
-            model, wanted.get, seed=config.seed, keep_dense=not self.pre_quantized
-        )
-        if not modules and self._calibration is None and not vq_modules(model):
+        self._put_empty_modules(model, wanted)
+        if self._calibration is None and not vq_modules(model):
             raise nothing_to_quantize(model, config)
-        for name, module in vq_modules(model).items():
-            # Their tensors come from a file or from quantization, never from a random generator.
-            module._is_hf_initialized = True  # type: ignore[assignment]
-            if isinstance(module, VQExperts):  # some models initialize experts from outside
-                model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
         # hf_vq, not Transformers, reads the tensors that layers share.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         ignored.add(r"(^|\.)vq_(codebook|rotation)\.[^.]+$")
@@ -137,6 +130,19 @@ class VQHfQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = ignored
         self._watch_missing(model)
         self._model = model
+        return model
+
+    def _put_empty_modules(self, model: Any, wanted: Mapping[str, LinearScheme]) -> None:
+        """Replace layers by modules that are filled while files are read."""
+        config = self.quantization_config
+        with torch.device("meta"):
+            replace_modules(model, wanted.get, seed=config.seed, keep_dense=not self.pre_quantized)
+        modules = vq_modules(model)
+        for name, module in modules.items():
+            # Their tensors come from a file or from quantization, never from a random generator.
+            module._is_hf_initialized = True  # type: ignore[assignment]
+            if isinstance(module, VQExperts):  # some models initialize experts from outside
+                model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
         if not self.pre_quantized:
             label, slow = f"Quantizing to {config.scheme_name}", advice(wanted.values())
             total = sum(module.weight_count() for module in modules.values())
@@ -145,7 +151,6 @@ class VQHfQuantizer(HfQuantizer):
                 self.progress.replace_loaders_bar()
             else:  # a layer or two outside of the blocks
                 self.progress.total = 0
-        return model
 
     def _check_dense(self, model: Any) -> None:
         """Raise if a dense model cannot be quantized with these options."""
@@ -183,13 +188,36 @@ class VQHfQuantizer(HfQuantizer):
     ) -> Any:
         """The pass over tokens before layers are encoded; None where the model cannot run."""
         config, kind = self.quantization_config, load(_ACTIVATIONS)
-        why = kind.obstacle(model, wanted, device_map)
-        if why is None:
-            return kind(model, wanted, config, files)
-        config.activations = None
+        is_automatic = config.activations == AUTO
+        why = kind.obstacle(model, wanted, device_map, is_automatic=is_automatic)
+        found = kind(model, wanted, config, files) if why is None else None
+        if found is not None and found.names:
+            return found
+        self._leave_out_activations(why)
+        return None
+
+    def _leave_out_activations(self, why: str | None) -> None:
+        leave_out_activations(self.quantization_config)
         if why:
             logger.warning("hf_vq: the layers are quantized without activations: %s.", why)
-        return None
+
+    def _read_without_activations(self, why: str | None) -> None:
+        """Encode the layers of the pass while they are read, after all, if there is a reason."""
+        if why is not None:
+            schemes, self._calibration = self._calibration.schemes, None
+            self._leave_out_activations(why)
+            self._put_empty_modules(self._model, schemes)
+
+    def _has_pass(self) -> bool:
+        return getattr(self._calibration, "kind", "") == "activations"
+
+    def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
+        """Judge whether the dense model fits into what `device_map` and `max_memory` leave, before
+        Transformers makes a map of places from it."""
+        if self._model is not None and self._has_pass():
+            why = self._calibration.too_large(self._model, max_memory)
+            self._read_without_activations(why)
+        return max_memory
 
     def quantize(self, model: Any) -> None:
         """Quantize a model whose weights are in memory, in place: `hf_vq.quantize_model`."""
@@ -197,6 +225,7 @@ class VQHfQuantizer(HfQuantizer):
         wanted = self._wanted_dense(model, [], getattr(model, "hf_device_map", None))
         if not wanted and self._calibration is None:
             raise nothing_to_quantize(model, self.quantization_config)
+        check_weights(model, [*wanted, *(self._calibration.names if self._calibration else ())])
         encode_layers(model, wanted, self.quantization_config, self.progress, self.errors)
         model.is_quantized, model.hf_quantizer = True, self
         model.quantization_method = self.quantization_config.quant_method
@@ -299,6 +328,8 @@ class VQHfQuantizer(HfQuantizer):
 
         def checked(loading_info: Any) -> Any:
             unloaded = loading_info.missing_and_mismatched()
+            if self._has_pass():
+                self._calibration.check_missing(model, unloaded)
             for name in [n for n in self._heads if f"{n}.weight" in unloaded and is_new(model, n)]:
                 codes = {f"{name}.{attribute}" for attribute in model.get_submodule(name).specs}
                 self._leave_dense(model, name)

@@ -10,6 +10,7 @@ file and decodes it: every weight must equal that of the published formula, bit 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -33,6 +34,7 @@ from ..formats.published.layout import CURE
 from ..formats.qoq import QoQScheme
 from ..formats.spec import is_finite
 from ..formats.tensors import tensor_specs
+from ..hf.calibration_options import AUTO, leave_out_activations
 from ..hf.checkpoint.atomic_dir import replacing
 from ..hf.checkpoint.headers import Checkpoint
 from ..hf.checkpoint.integrity import record
@@ -136,6 +138,9 @@ def _check_requantize(config: VQConfig) -> None:
     """Raise if a config sets more than a scheme, `seed` and `search`."""
     plain = VQConfig(config.vq_scheme, seed=config.seed, search=config.search, provenance={})
     options = set(vars(config)) - {"format_version", "provenance"}  # written, not requested
+    if config.activations == AUTO:  # weights are read one by one, without data
+        options.discard("activations")
+        leave_out_activations(copy.deepcopy(config))
     if more := sorted(name for name in options if getattr(config, name) != getattr(plain, name)):
         raise VQConfigError(
             f"requantize takes a scheme, seed and search; got {', '.join(more)} too. Leave that "

@@ -184,7 +184,9 @@ def _library(peer: libraries.Peer, job: Job) -> Quantized:
 
 def rows() -> list[WeightRow]:
     """Every row of weights, in the order of the table."""
-    found = [WeightRow(name, "scheme", partial(_scheme, name)) for name in SCHEMES]
+    found = [
+        WeightRow(name, "scheme", partial(_scheme, name, activations=None)) for name in SCHEMES
+    ]
     found += [
         WeightRow(f"{name}-activations", "scheme", partial(_scheme, name, activations="model"))
         for name in WITH_ACTIVATIONS

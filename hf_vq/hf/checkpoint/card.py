@@ -181,12 +181,15 @@ def _results(evaluation: dict[str, Any]) -> list[EvalResult]:
 
 
 def _activations(provenance: dict[str, Any]) -> str | None:
-    """The tokens that the layers' inputs are of; None where none were read."""
-    facts = provenance.get("activations")
-    if not facts:
+    """The tokens that the layers' inputs are of, and how many tensors know them if some do not;
+    None where none were read, or none helped."""
+    facts, count = provenance.get("activations"), len(provenance.get("relative_error", {}))
+    if not facts or not facts.get("layers", count):  # older files do not say how many
         return None
     words, text = {OWN_WORDS: "that the model wrote", RANDOM: "drawn at random"}, facts["text"]
-    return f"{facts['tokens']:,} tokens {words.get(text, f'of `{text}`')}"
+    tokens = f"{facts['tokens']:,} tokens {words.get(text, f'of `{text}`')}"
+    fell_back = "failed" in facts or ("layers" in facts and facts["fallbacks"])
+    return f"{tokens}, in {facts['layers']} of {count} tensors" if fell_back else tokens
 
 
 def _calibration(config: Any) -> dict[str, Any] | None:

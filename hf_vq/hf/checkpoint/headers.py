@@ -308,8 +308,7 @@ def check_loaded(
 def check_dense(model: Any, absent: Iterable[str], where: str) -> None:
     """Raise if the files lack a dense parameter of a quantized model: embeddings, norms, a head.
 
-    Skipped are parameters that are tied to one that was found, those that the model's class allows
-    to be missing, and parts that are new (`new_parts.is_new`).
+    Skipped are those that `absent_dense` skips, and parts that are new (`new_parts.is_new`).
 
     Args:
         model: the model that Transformers loads.
@@ -319,17 +318,25 @@ def check_dense(model: Any, absent: Iterable[str], where: str) -> None:
     Raises:
         VQFormatError: names the parameter.
     """
+    for name in absent_dense(model, absent):
+        if not is_new(model, name):
+            raise missing(name, where)
+
+
+def absent_dense(model: Any, absent: Iterable[str]) -> list[str]:
+    """Names of parameters that are in no file, of those of `absent`: not those that are tied to one
+    that was found, nor those that the model's class allows to be missing."""
     absent, parameters = set(absent), dict(model.named_parameters(remove_duplicate=False))
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     ties: dict[str, set[str]] = {}
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         ties.setdefault(source, {source}).add(target)
     tied = {name for group in ties.values() if group - absent for name in group}
-    for name in sorted(absent - tied):
-        if name not in parameters or any(pattern.search(name) for pattern in ignored):
-            continue
-        if not is_new(model, name):
-            raise missing(name, where)
+    return [
+        name
+        for name in sorted(absent - tied)
+        if name in parameters and not any(pattern.search(name) for pattern in ignored)
+    ]
 
 
 def check_values(model: nn.Module, where: str = "") -> None:

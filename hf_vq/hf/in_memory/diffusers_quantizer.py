@@ -33,6 +33,7 @@ from .encode import (
     dense_dtype,
     encode_layer,
     leave_fast_path,
+    leave_out_automatic,
     nothing_to_quantize,
     restore_fast_path,
     share,
@@ -71,6 +72,7 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
         if self.pre_quantized:
             return
         config.provenance = None
+        leave_out_automatic(config, "a model of diffusers does not read token ids")
         for option in ("calibration", "activations", "target_bits", "embeddings", "pass2"):
             if getattr(config, option) is not None:
                 raise VQConfigError(f"{option} is not for models of diffusers: leave it out.")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.nn import TransformerEncoder, TransformerEncoderLayer
+from transformers.utils import logging
 
 from ...errors import VQConfigError
 from ...fit.rows import not_finite
@@ -16,10 +17,13 @@ from ...nn.linear import VQLinear
 from ...nn.quantized_module import QuantizedModule
 from ...nn.replace import replacement, vq_modules, weight_names
 from ...progress import Progress
+from ..calibration_options import AUTO, leave_out_activations
 from ..checkpoint import headers as stored_files
 from ..config import VQConfig, quantization_of
 from ..embeddings import put_module
 from ..quantize_op import advice, encode
+
+logger = logging.get_logger("hf_vq")
 
 # Attributes of PyTorch's encoders that keep what `leave_fast_path` replaced.
 _ACTIVATION, _NESTED = "_vq_activation_relu_or_gelu", "_vq_use_nested_tensor"
@@ -192,6 +196,13 @@ def dense_dtype(model: nn.Module) -> torch.dtype:
     except VQConfigError:  # encoding was interrupted
         found = None
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+
+
+def leave_out_automatic(config: VQConfig, why: str) -> None:
+    """Quantize without activations, for a reason, unless somebody asked for them."""
+    if config.activations == AUTO:
+        leave_out_activations(config)
+        logger.warning_once(f"hf_vq: the layers are quantized without activations: {why}.")
 
 
 def nothing_to_quantize(model: nn.Module, config: VQConfig) -> VQConfigError:

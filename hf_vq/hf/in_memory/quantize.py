@@ -32,6 +32,7 @@ from .encode import (
     dense_dtype,
     encode_layers,
     leave_fast_path,
+    leave_out_automatic,
     nothing_to_quantize,
     restore_fast_path,
 )
@@ -54,7 +55,8 @@ def quantize_model(model: Module, config: VQConfig | None = None) -> Module:
     Args:
         model: of Transformers, or any other module that holds linear layers.
         config: what to quantize and how; None is `VQConfig()`. `calibration`, `activations`,
-            `target_bits` and `embeddings` need a model of Transformers.
+            `target_bits` and `embeddings` need a model of Transformers; others are quantized
+            without data.
 
     Returns:
         The model itself.
@@ -129,6 +131,7 @@ def prepare(model: nn.Module, config: VQConfig) -> None:
 
 
 def _quantize_module(model: nn.Module, config: VQConfig) -> None:
+    leave_out_automatic(config, f"{type(model).__name__} is no model of Transformers")
     for option in _NEED_A_LANGUAGE_MODEL:
         if getattr(config, option) is not None:
             raise VQConfigError(

@@ -92,7 +92,7 @@ def test_what_is_recorded(dense, tmp_path):
     model = LOAD(dense("llama"), quantization_config=config)
     assert config.provenance is None and config.activations == "model", "the user's is left alone"
     found = model.config.quantization_config
-    about = {"text": "model", "tokens": 1024, "seed": 4, "fallbacks": {}}
+    about = {"text": "model", "tokens": 1024, "seed": 4, "layers": 14, "fallbacks": {}}
     assert found.provenance["activations"] == about and found.format_version == 1
     assert "activations" not in found.to_dict(), "older versions read the file"
     model.save_pretrained(tmp_path)
@@ -208,19 +208,8 @@ def test_models_without_token_ids_are_quantized_as_they_are_read(tmp_path, said)
     assert "activations" not in {**found.to_dict(), **found.provenance}
 
 
-def test_a_model_that_cannot_run_is_told(dense, said, monkeypatch):
-    def fail(self, index, *args):
-        raise ValueError("no such thing")
-
-    monkeypatch.setattr(activations.Blocks, "run", fail)
-    found = load(dense("llama")).state_dict()
-    assert len(said) == 1 and "from model.layers.0" in said[0] and "no such thing" in said[0]
-    expected = load(dense("llama"), activations=None).state_dict()
-    assert all(torch.equal(expected[key], tensor) for key, tensor in found.items())
-
-
 def test_too_little_memory_is_told(dense, said, monkeypatch):
-    monkeypatch.setattr(activations, "free_memory", lambda device_map: 1000)
+    monkeypatch.setattr(offload, "free_memory", lambda place: 1000)
     streamed = load(dense("llama")).state_dict()
     assert len(said) == 1 and "0.0 GB are free; quantize it once on a machine with more" in said[0]
     expected = load(dense("llama"), activations=None).state_dict()
@@ -228,12 +217,9 @@ def test_too_little_memory_is_told(dense, said, monkeypatch):
 
 
 def test_free_memory_is_that_of_the_place():
-    everywhere = offload.free_memory(None)
+    everywhere = offload.free_memory("cpu")
     assert everywhere is None or everywhere > 1 << 20
-    assert offload.free_memory({"model": 0, "lm_head": "cpu"}) is None
     assert offload.free_memory("meta") is None
-    here = offload.free_memory({"": "cpu"})
-    assert (here is None) == (everywhere is None)
 
 
 def test_inputs_that_are_not_finite_fall_back(dense, tmp_path, said):
@@ -245,7 +231,7 @@ def test_inputs_that_are_not_finite_fall_back(dense, tmp_path, said):
     assert found["text"] == "random"
     names = {f"model.layers.1.self_attn.{one}_proj" for one in "qkv"}
     assert names <= set(found["fallbacks"])
-    assert len(said) == 1 + len(found["fallbacks"]) and "own words" in said[0]
+    assert len(said) == 2 and "own words" in said[0] and "NaN or infinity" in said[1]
     assert not any("layers.0" in name for name in found["fallbacks"])
 
 

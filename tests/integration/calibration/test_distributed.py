@@ -31,6 +31,9 @@ def test_two_processes_find_what_one_finds(dense, tmp_path):
     load = AutoModelForCausalLM.from_pretrained
     whole, resumed = (load(tmp_path / name).state_dict() for name in ("whole", "resumed"))
     assert all(torch.equal(part, resumed[key]) for key, part in whole.items())
+    one, other = (torch.load(tmp_path / f"activations-{rank}") for rank in (0, 1))
+    assert all(torch.equal(part, other[0][key]) for key, part in one[0].items())
+    assert one[1] == other[1] and one[1]["activations"]["layers"] == 14
     for name, source, skip in (("whole", "llama", ATTENTION), ("experts", "gpt-oss", EXPERTS)):
         together = load(tmp_path / name).config.quantization_config
         config = VQConfig(

@@ -212,7 +212,8 @@ def test_a_base_model_and_one_with_a_head_read_each_other(dense, quantized, tmp_
     headed, info = LOAD(tmp_path / "base", output_loading_info=True)
     assert info["missing_keys"] == {"lm_head.weight"}
     assert_same_state(headed.model, whole.model)
-    small = AutoModel.from_pretrained(dense("llama"), quantization_config=VQConfig())
+    config = VQConfig(activations=None)
+    small = AutoModel.from_pretrained(dense("llama"), quantization_config=config)
     small.save_pretrained(tmp_path / "small")
     assert_same_state(LOAD(tmp_path / "small").model, whole.model)
 
@@ -273,7 +274,7 @@ def test_sizes_are_known_before_loading(dense, quantized):
     try:
         for name in ("llama", "gpt-oss"):
             for model in (
-                LOAD(dense(name), quantization_config=VQConfig("vq-3")),
+                LOAD(dense(name), quantization_config=VQConfig("vq-3", activations=None)),
                 LOAD(quantized(name, "vq-3")),
             ):
                 # Buffers that are shared are planned once per layer.
@@ -321,13 +322,13 @@ def test_interrupting(dense, tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "_shows_bars", lambda: True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        LOAD(dense("llama"), quantization_config=VQConfig())
+        LOAD(dense("llama"), quantization_config=VQConfig(activations=None))
     assert len(calls) == 3 and list(tmp_path.iterdir()) == []
     (bar,) = Bar.quantizing()
     total = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64)  # weights
     assert (bar.total, bar.closed) == (total, 1) and 0 < bar.count < total
     monkeypatch.setattr(quantize_op, "fit_weight", fit)
-    LOAD(dense("llama"), quantization_config=VQConfig(search="norm"))
+    LOAD(dense("llama"), quantization_config=VQConfig(search="norm", activations=None))
     _, bar = Bar.quantizing()
     assert (bar.total, bar.count, bar.closed) == (total, total, 1)
     assert "model.layers.1.mlp.down_proj" in bar.names and "vq-4" in bar.label

@@ -9,13 +9,13 @@ from transformers import LlamaConfig
 from hf_vq.errors import VQCalibrationError, VQConfigError, VQError, VQSchemeError
 from hf_vq.formats import VQScheme
 from hf_vq.formats.catalog import WEIGHT_SCHEMES, weight_scheme
-from hf_vq.hf import VQConfig
+from hf_vq.hf import VQConfig, calibration_options
 from hf_vq.hf import config as module
 
 
 @pytest.fixture(autouse=True)
 def _advice_was_given(monkeypatch):
-    monkeypatch.setattr(module, "_warned", set(WEIGHT_SCHEMES))
+    monkeypatch.setattr(calibration_options, "_advised", set(WEIGHT_SCHEMES))
 
 
 @pytest.mark.parametrize("name", WEIGHT_SCHEMES)
@@ -131,18 +131,32 @@ def test_a_newer_file_says_so_before_its_new_fields_are_read():
 
 
 def test_two_bits_advise_calibration_once(monkeypatch, recwarn):
-    monkeypatch.setattr(module, "_warned", set())
-    for options in ({"activations": "model"}, {}, {"calibration": "model"}):
+    monkeypatch.setattr(calibration_options, "_advised", set())
+    for options in ({}, {}, {"activations": None}, {"calibration": "model"}):
         VQConfig("vq-2", **options)
-    VQConfig("vq-3", activations="model")
-    VQConfig("vq-4")
     VQConfig("vq-3")
+    VQConfig("vq-4", activations=None)
+    VQConfig("vq-3", activations=None)
     cure = "hf-vq calibrate MODEL OUT --scheme {0}, or VQConfig('{0}', calibration='model'). Or use"
     assert [str(warning.message) for warning in recwarn if "calibrat" in str(warning.message)] == [
         f"vq-2 loses much quality without calibration: {cure.format('vq-2')} more bits.",
         "vq-3 loses much quality without activations or calibration: "
         f"{cure.format('vq-3')} more bits.",
     ]
+
+
+def test_activations_are_written_only_where_they_are_not_usual():
+    for given, written in (("auto", {}), (None, {"activations": None}), ("random", None)):
+        config = VQConfig(activations=given)
+        found = config.to_dict()
+        kept = {key: found[key] for key in ("activations",) if key in found}
+        assert kept == ({"activations": given} if written is None else written)
+        assert VQConfig.from_dict(found).activations == config.activations == given
+        config.provenance = {}  # it was quantized
+        config.activations = None
+        assert "activations" not in config.to_dict()
+    for options in ({"calibration": "model"}, {"target_bits": 3.0}):
+        assert VQConfig(**options).activations is None
 
 
 def test_layers_are_written_only_where_they_are_used():
