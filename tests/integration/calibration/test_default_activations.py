@@ -23,10 +23,10 @@ from hf_vq.calibration.text import context_of, halved_batches
 from hf_vq.errors import VQFormatError
 from hf_vq.hf import VQConfig, calibration_options
 from hf_vq.hf.in_memory import encode
-from hf_vq.hf.quantize_op import Progress
 from hf_vq.hf.quantizer import logger
 from hf_vq.nn.experts import VQSortedExperts
 from hf_vq.nn.replace import vq_modules
+from hf_vq.progress import Progress
 from tests.fixtures.calibration import logits
 from tests.fixtures.tiny_models import tokens
 
@@ -89,13 +89,14 @@ def test_it_is_the_default(dense, said):
 def test_an_interrupted_call_leaves_whole_layers(dense, done, monkeypatch):
     original, ids, counted = LOAD(dense("llama")), tokens(), []
 
-    def interrupt(self: Progress) -> None:
-        counted.append(self)
-        if len(counted) > done:
-            raise KeyboardInterrupt
+    class Interrupted(Progress):
+        def done(self) -> None:
+            counted.append(self)
+            if len(counted) > done:
+                raise KeyboardInterrupt
 
     model = LOAD(dense("llama"))
-    monkeypatch.setattr(Progress, "done", interrupt)
+    monkeypatch.setattr(activations, "Progress", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         hf_vq.quantize_model(model, VQConfig(**FAST))
     monkeypatch.undo()

@@ -7,8 +7,8 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 
 import hf_vq
 from hf_vq import VQConfig, VQConfigError, VQFormatError
-from hf_vq.hf.quantize_op import Progress
 from hf_vq.nn.replace import vq_modules
+from hf_vq.progress import Progress
 
 
 class WithScale(nn.Linear):
