@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from transformers.utils import logging
 
 from ..errors import VQCalibrationError, VQConfigError, shown
 from ..formats.catalog import LinearScheme, weight_scheme
@@ -19,6 +20,8 @@ from ..formats.scheme import VQScheme
 
 if TYPE_CHECKING:
     from .config import VQConfig
+
+logger = logging.get_logger("hf_vq")
 
 OWN_WORDS = "model"
 """Value of `text` that means: calibrate on text that the model generates."""
@@ -199,10 +202,12 @@ def check_activations(activations: object) -> str | list[Any] | None:
     return rows
 
 
-def leave_out_activations(config: VQConfig) -> None:
-    """Quantize without data, and advise calibration where that loses much quality."""
+def leave_out_activations(config: VQConfig, why: str | None = None) -> None:
+    """Quantize without data, say why, and advise calibration where that loses much quality."""
     config.activations = None
     advise_calibration(config)
+    if why:
+        logger.warning("hf_vq: the layers are quantized without activations: %s.", why)
 
 
 def advise_calibration(config: VQConfig) -> None:

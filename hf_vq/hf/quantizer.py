@@ -144,13 +144,12 @@ class VQHfQuantizer(HfQuantizer):
             if isinstance(module, VQExperts):  # some models initialize experts from outside
                 model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
         if not self.pre_quantized:
-            label, slow = f"Quantizing to {config.scheme_name}", advice(wanted.values())
-            total = sum(module.weight_count() for module in modules.values())
-            self.progress = Progress(label, total, slow)
-            if self._calibration is None:
+            streamed = self._calibration is None  # else a layer or two outside of the blocks
+            total = sum(module.weight_count() for module in modules.values()) if streamed else 0
+            label = f"Quantizing to {config.scheme_name}"
+            self.progress = Progress(label, total, advice(wanted.values()))
+            if streamed:
                 self.progress.replace_loaders_bar()
-            else:  # a layer or two outside of the blocks
-                self.progress.total = 0
 
     def _check_dense(self, model: Any) -> None:
         """Raise if a dense model cannot be quantized with these options."""
@@ -193,19 +192,14 @@ class VQHfQuantizer(HfQuantizer):
         found = kind(model, wanted, config, files) if why is None else None
         if found is not None and found.names:
             return found
-        self._leave_out_activations(why)
+        leave_out_activations(config, why)
         return None
-
-    def _leave_out_activations(self, why: str | None) -> None:
-        leave_out_activations(self.quantization_config)
-        if why:
-            logger.warning("hf_vq: the layers are quantized without activations: %s.", why)
 
     def _read_without_activations(self, why: str | None) -> None:
         """Encode the layers of the pass while they are read, after all, if there is a reason."""
         if why is not None:
             schemes, self._calibration = self._calibration.schemes, None
-            self._leave_out_activations(why)
+            leave_out_activations(self.quantization_config, why)
             self._put_empty_modules(self._model, schemes)
 
     def _has_pass(self) -> bool:

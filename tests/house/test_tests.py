@@ -16,6 +16,7 @@ FOLDERS = {
     "models",
     "native",
     "unit",
+    "vllm",
 }
 MARKED = re.compile(r"\bmark\.gpu\b")
 

@@ -15,7 +15,7 @@ from hf_vq.errors import VQConfigError, VQFormatError
 from hf_vq.formats.catalog import QOQ_SCHEMES, WEIGHT_SCHEMES
 from tests.fixtures import ROOT
 from tests.fixtures.random_weights import SCALED_SCHEMES
-from tests.fixtures.vllm_layers import (
+from tests.vllm.layers import (
     HIDDEN,
     SIZES,
     block,
