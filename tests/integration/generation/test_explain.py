@@ -65,7 +65,7 @@ def test_layers_that_are_not_coded_ask_nothing():
 
 def quantized(scheme):
     layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 128))
-    return hf_vq.quantize_model(layers, hf_vq.VQConfig(scheme))
+    return hf_vq.quantize_model(layers, hf_vq.VQConfig(scheme, activations=None))
 
 
 def test_layers_that_are_slower_than_dense_ones_are_said_once(caplog, monkeypatch):

@@ -43,12 +43,21 @@ def test_a_terminal_shows_one_bar_while_a_model_is_quantized(dense):
     """Break of a survey: Transformers' bar and ours took turns."""
     folder = dense("llama")
     with stderr(terminal=True) as stream:
-        LOAD(folder, quantization_config=VQConfig())
+        LOAD(folder, quantization_config=VQConfig(activations=None))
         shown = stream.getvalue()
         LOAD(folder)
     assert "Loading weights" not in shown and "Quantizing to vq-4:   0%" in shown
     assert "\n" not in shown  # tqdm goes up and down lines where there are two bars
     assert "Loading weights: 100%" in stream.getvalue()
+
+
+def test_a_pass_over_tokens_shows_its_bars_after_the_loader(dense):
+    with stderr(terminal=True) as stream:
+        LOAD(dense("llama"), quantization_config=VQConfig())
+    shown = stream.getvalue()
+    ends = [shown.rindex(label) for label in ("Loading weights", "writing text", "Quantizing")]
+    starts = [shown.index(label) for label in ("writing text", "Quantizing to vq-4:   0%")]
+    assert ends[0] < starts[0] < ends[1] < starts[1] < ends[2]
 
 
 def test_a_load_that_failed_takes_no_bar_of_the_next():
