@@ -1,6 +1,8 @@
 """Published checkpoints: loaded, generated from, saved in our format, converted, refused."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -348,6 +350,12 @@ def test_requantize_takes_no_more_than_it_does(tmp_path, more):
 
 def test_what_convert_does_not_read(tmp_path, dense, capsys):
     assert main(["convert", str(dense("llama")), str(tmp_path / "out")]) == 2
+    assert "not quantized, so there is nothing to convert" in capsys.readouterr().err
+    (tmp_path / "gptq").mkdir()
+    shutil.copy(Path(dense("llama")) / "model.safetensors", tmp_path / "gptq")
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "gptq" / "config.json").write_text(json.dumps(config))
+    assert main(["convert", str(tmp_path / "gptq"), str(tmp_path / "out")]) == 2
     assert "hf-vq convert reads aqlm, vptq, higgs" in capsys.readouterr().err
     (tmp_path / "quip").mkdir()
     (tmp_path / "quip" / "config.json").write_text('{"quip_params": {"codebook": "E8P12"}}')

@@ -19,7 +19,7 @@ PROMPT, CHUNK, CHUNKS = 96, 16, 6
 
 @pytest.fixture(scope="module")
 def model(tinybooks):
-    config = VQConfig("vq-4")
+    config = VQConfig("vq-4", activations=None)
     return AutoModelForCausalLM.from_pretrained(tinybooks, quantization_config=config).eval()
 
 
