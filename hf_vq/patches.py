@@ -6,6 +6,10 @@ needed, so any layer can call this one.
 
 Public registries are not patches: `import hf_vq` adds its quantizer, attention and mask to those of
 Transformers, and its quantizer to those of diffusers once that is imported (`when_imported`).
+
+One wrapper is not here, because it must work where hf_vq is not imported: `hf_vq_autoload` wraps
+accelerate's `load_checkpoint_and_dispatch`, which else fails for models of codes (HF_VQ_AUTOLOAD=0
+leaves it out; `undo` does not).
 """
 
 from __future__ import annotations

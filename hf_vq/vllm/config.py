@@ -25,6 +25,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from ..errors import VQConfigError, VQFormatError
+from ..hf.checkpoint.headers import CURE
 from ..hf.config import QUANT_METHODS, VQConfig
 from .embedding import VQEmbeddingMethod
 from .linear import VQLinearMethod
@@ -95,7 +96,10 @@ class VQQuantizationConfig(QuantizationConfig):
         self.coded = {name: name for name in layers_with_codes(headers)}
         self.tied = bool(getattr(hf_config, "tie_word_embeddings", False))
         if not self.coded:
-            raise VQFormatError(f"{model_name}: no safetensors file with codes was found.")
+            raise VQFormatError(
+                f"{model_name}: no safetensors file with codes was found, and its config.json says "
+                f"that there are some. {CURE}"
+            )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Rename layers as vLLM's model calls them."""
@@ -117,7 +121,11 @@ class VQQuantizationConfig(QuantizationConfig):
             return VQEmbeddingMethod(kind, prefix) if coded and kind is not None else None
         if isinstance(layer, RoutedExperts):
             if any(name.startswith(f"{prefix}.") for name in self.coded):
-                raise VQConfigError(f"{prefix}: experts with codes cannot be served by vLLM yet.")
+                raise VQConfigError(
+                    f"{prefix}: experts with codes cannot be served by vLLM yet. Serve the model "
+                    "with Transformers, or quantize it again with "
+                    'VQConfig(modules_to_not_convert=["experts"]).'
+                )
             return None
         if not isinstance(layer, layers.LinearBase):
             return None

@@ -78,8 +78,9 @@ class StoredMatrix:
         """
         own: Any = getattr(self.module, attribute, None)
         whole: Any = getattr(self.whole, attribute, None)
-        floats = own is not None and own.is_floating_point() and stored.is_floating_point()
-        if own is None or stored.shape != whole.shape or not (floats or stored.dtype == own.dtype):
+        # vLLM's dtype is the user's choice; that of codes and scales is the file's.
+        casts = not isinstance(self.module, VQLinear) and stored.is_floating_point()
+        if own is None or stored.shape != whole.shape or not (casts or stored.dtype == own.dtype):
             found = "no such tensor" if own is None else f"{own.dtype} {list(whole.shape)}"
             raise VQFormatError(
                 f"{self.name}.{attribute} is {stored.dtype} {list(stored.shape)}; its scheme has "

@@ -69,7 +69,7 @@ def test_dense_matrices_beside_codes() -> None:
         torch.testing.assert_close(made["qkv_proj"](x)[0], wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("change", ["shape", "dtype", "missing", "unknown", "infinite"])
+@pytest.mark.parametrize("change", ["shape", "dtype", "float", "missing", "unknown", "infinite"])
 def test_wrong_files_are_refused(change: str) -> None:
     stored = {"down_proj": matrices("vq-4")["down_proj"]}
     made = {"down_proj": block(quantization("vq-4", SIZES))["down_proj"]}
@@ -79,6 +79,8 @@ def test_wrong_files_are_refused(change: str) -> None:
         parameters["vq_scale"] = nn.Parameter(torch.ones(HIDDEN, 3).half(), False)
     elif change == "dtype":
         parameters["weight"] = nn.Parameter(parameters["weight"].to(torch.int16), False)
+    elif change == "float":
+        parameters["vq_scale"] = nn.Parameter(parameters["vq_scale"].bfloat16(), False)
     elif change == "missing":
         del parameters["vq_signs"]
         wanted = "lacks vq_signs of down_proj"
