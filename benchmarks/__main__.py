@@ -18,6 +18,7 @@ from . import stale, suites
 from .cuda import generate_kv, tune
 from .quality.models import command as quality_models
 from .records import RESULTS, path_of
+from .serving import serve
 from .tables import pages
 
 
@@ -53,8 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--gguf", type=Path, help="folder with kv16-Q4_0.gguf and others")
             suite.add_argument("--llama-contexts", type=int, nargs="+",
                                default=list(module.CONTEXTS), help="at which it runs")  # fmt: skip
-        elif name == "serve":
-            suite.add_argument("--pairs", nargs="+", metavar="WEIGHTS/PAGES", type=module.pair,
+        elif name.startswith("serve"):
+            suite.add_argument("--pairs", nargs="+", metavar="WEIGHTS/KV", type=serve.pair,
                                help="schemes, or dense and floats")  # fmt: skip
             suite.add_argument("--requests", type=int, nargs="+",
                                help="at once; 0 = as many as fit into --memory-gb")  # fmt: skip
@@ -78,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
             suite.add_argument("--threads", type=int, nargs="+", default=[1, 2])
             if name == "cpu-linear":
                 suite.add_argument("--ggml", type=Path, help="folder of llama.cpp's libraries")
-        if name != "serve":
+        if not name.startswith("serve"):
             suite.add_argument("--rounds", type=int, help="interleaved rounds")
         suite.add_argument("--out", type=Path, help="record (default: in results)")
         suite.add_argument("--revision", help="of the source (default: git is asked)")

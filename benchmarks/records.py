@@ -8,7 +8,11 @@ from typing import Any
 from hf_vq.evaluation.record import read
 
 RESULTS = Path(__file__).with_name("results")
-_FOLDERS = ("cpu", "cuda", "quality")  # by the first word of a suite; "serve" is in "serving"
+_FOLDERS = (
+    "cpu",
+    "cuda",
+    "quality",
+)  # by the first word of a suite; "serve" and "serve-vllm" are in "serving"
 
 
 def path_of(suite: str) -> Path:

@@ -27,6 +27,7 @@ TIMED = {
     "cuda-w4a8": "cuda.w4a8",
     "cuda-w4a8-block": "cuda.w4a8_block",
     "serve": "serving.serve",
+    "serve-vllm": "serving.vllm_engine",
 }
 """Suites of times."""
 

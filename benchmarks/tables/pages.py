@@ -25,7 +25,7 @@ from hf_vq.formats.scheme import VQScheme
 from ..cpu import load as cpu_load
 from ..cuda import w4a8_block as cuda_w4a8_block
 from ..records import read_record
-from ..serving import serve
+from ..serving import serve, vllm_engine
 from . import (
     api,
     cpu,
@@ -368,6 +368,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-w4a8-limits": partial(_timed_table, "cuda-w4a8", cuda_w4a8.limits),
     "results:cuda-w4a8-block": partial(_timed_table, "cuda-w4a8-block", cuda_w4a8_block.table),
     "results:serve": partial(_timed_table, "serve", serve.table),
+    "results:serve-vllm": partial(_timed_table, "serve-vllm", vllm_engine.table),
     "results:serve-cpu": partial(
         _timed_table,
         "serve-cpu",

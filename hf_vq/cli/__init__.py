@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 from ..errors import VQError
-from . import calibrate, chat, evaluate, quantize, show, verify
+from . import calibrate, chat, evaluate, export, quantize, show, verify
 from .arguments import unfinished
 
 
@@ -25,8 +25,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hf-vq {_version()}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for add in (
-        quantize.add_quantize, calibrate.add_calibrate, quantize.add_convert, evaluate.add_eval,
-        chat.add_chat, show.add_info, show.add_explain, verify.add_verify, show.add_demo,
+        quantize.add_quantize, calibrate.add_calibrate, quantize.add_convert, export.add_export,
+        evaluate.add_eval, chat.add_chat, show.add_info, show.add_explain, verify.add_verify,
+        show.add_demo,
     ):  # fmt: skip
         verb = add(verbs)
         verb.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -51,7 +51,7 @@ from .left_dense import choose_layers, task_heads, weights_read
 from .module_patterns import check_pass2, matches
 from .quantize_op import Quantize, advice, bytes_per_weight, settle
 from .residual import leave_out_pass2, place_pass2
-from .tensor_parallel import ranks, split_plan
+from .tensor_parallel import CAN_SPLIT, ranks, split_plan
 
 logger = logging.get_logger("hf_vq")
 
@@ -94,7 +94,7 @@ class VQHfQuantizer(HfQuantizer):
         config = self.quantization_config
         if not self.pre_quantized:
             self._check_dense(model)
-        if ranks(model) > 1 and not hasattr(HfQuantizer, "update_parallel_plan"):
+        if ranks(model) > 1 and not CAN_SPLIT:
             raise VQConfigError("tensor parallelism needs a newer Transformers: 5.23 or later.")
         for folder in {Path(file).parent for file in checkpoint_files or []}:
             check_whole(folder)
@@ -223,7 +223,7 @@ class VQHfQuantizer(HfQuantizer):
         encode_layers(model, wanted, self.quantization_config, self.progress, self.errors)
         model.is_quantized, model.hf_quantizer = True, self
         model.quantization_method = self.quantization_config.quant_method
-        for plan in (model.tp_plan, model.ep_plan):
+        for plan in (model.tp_plan, model.ep_plan) if CAN_SPLIT else ():
             self.update_parallel_plan(model, plan)
         self.postprocess_model(model)
 

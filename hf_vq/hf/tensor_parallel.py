@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.quantizers import HfQuantizer
+
 from ..errors import VQConfigError, VQSchemeError
 from ..formats.catalog import LinearScheme
 from ..formats.packing import packed_size
@@ -18,6 +20,9 @@ from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
 from ..nn.replace import vq_modules
+
+CAN_SPLIT = hasattr(HfQuantizer, "update_parallel_plan")
+"""Whether this Transformers asks how the stored tensors are split: 5.23 and later."""
 
 _SPLIT_BY_ROW = ("weight", "vq_scale", "vq_codes_2", "vq_scale_2", "vq_step", "vq_zero", "bias")
 _COLWISE = ("colwise", "colwise_rep", "colwise_gather_output")

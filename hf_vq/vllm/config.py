@@ -103,9 +103,7 @@ class VQQuantizationConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Rename layers as vLLM's model calls them."""
-        self.coded = {
-            hf_to_vllm_mapper.map_name(name) or name: stored for name, stored in self.coded.items()
-        }
+        self.coded = hf_to_vllm_mapper.apply_dict(self.coded)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method that loads and runs a layer; None for layers that vLLM need not ask about.

@@ -21,6 +21,7 @@ from hf_vq.cli import build_parser, main
 from hf_vq.evaluation import demo
 from hf_vq.evaluation.storage import Entry, file_storage, model_storage
 from hf_vq.formats import KV_SCHEMES, VQScheme
+from hf_vq.nn.replace import vq_modules
 from tests.fixtures import ROOT
 
 
@@ -61,6 +62,23 @@ def test_quantize_saves_what_loads(quantized, original, capsys):
     assert (quantized / "tokenizer.json").is_file()
     leftovers = {path.name for path in original.parent.iterdir()}
     assert leftovers == {"original", "quantized"}
+
+
+def test_export_saves_the_decoded_weights(quantized, original, tmp_path, capsys):
+    out = tmp_path / "dense"
+    assert main(["export", str(quantized), str(out)]) == 0
+    assert f"in float32 in {out}" in capsys.readouterr().out
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert (out / "tokenizer.json").is_file()
+    plain = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    coded = AutoModelForCausalLM.from_pretrained(quantized).dequantize()
+    assert not any(plain[1].values()) and not vq_modules(plain[0])
+    for name, tensor in coded.state_dict().items():
+        assert torch.equal(plain[0].state_dict()[name], tensor), name
+    assert main(["export", str(quantized), str(out)]) == 2  # OUT exists
+    assert main(["export", str(original), str(tmp_path / "again")]) == 2
+    assert "there is nothing to decode" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
 
 
 def test_quantize_prints_bits_and_errors(original, tmp_path, capsys):

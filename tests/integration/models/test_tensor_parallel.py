@@ -6,12 +6,11 @@ import sys
 
 import pytest
 import torch
-from transformers.quantizers import HfQuantizer
 
 from hf_vq.errors import VQConfigError
 from hf_vq.formats import QoQScheme, VQScheme
 from hf_vq.formats.catalog import weight_scheme
-from hf_vq.hf.tensor_parallel import check_split, whole_everywhere
+from hf_vq.hf.tensor_parallel import CAN_SPLIT, check_split, whole_everywhere
 from hf_vq.nn.replace import linear_class
 from tests.fixtures import PROCESSES, ROOT
 
@@ -87,9 +86,7 @@ def test_what_is_whole_everywhere():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")
-@pytest.mark.skipif(
-    not hasattr(HfQuantizer, "update_parallel_plan"), reason="needs Transformers 5.23"
-)
+@pytest.mark.skipif(not CAN_SPLIT, reason="needs Transformers 5.23")
 def test_two_processes(quantized, dense, tmp_path):
     scheme = VQScheme(2, 8, scale_group=16, rotation_block=16).scaled()
     arguments = [
