@@ -298,11 +298,9 @@ def compare_table(what: str) -> str:
     return f"{picture}{markdown_table(head, cells)}\n\n{notes}{source(record)}"
 
 
-def _timed_table(
-    suite: str, table: Callable[[list[dict[str, Any]]], str], how: str | None = None
-) -> str:
+def _timed_table(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> str:
     if read_record(suite) is None:
-        return f"Not measured yet: `python -m benchmarks {how or suite}`."
+        return f"Not measured yet: `python -m benchmarks {suite}`."
     record = _record(suite)
     return table(record["results"]["rows"]) + "\n\n" + source(record)
 
@@ -369,12 +367,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-w4a8-block": partial(_timed_table, "cuda-w4a8-block", cuda_w4a8_block.table),
     "results:serve": partial(_timed_table, "serve", serve.table),
     "results:serve-vllm": partial(_timed_table, "serve-vllm", vllm_engine.table),
-    "results:serve-cpu": partial(
-        _timed_table,
-        "serve-cpu",
-        serve.table,
-        "serve --out benchmarks/results/serving/serve-cpu.jsonl",
-    ),
     "results:cuda-attention-short": partial(_table_of, "cuda-attention", kv.short),
     "results:cuda-store": partial(_table_of, "cuda-attention", kv.store),
     **{f"results:{name}": partial(_timed_table, *of) for name, of in kv.TABLES.items()},
