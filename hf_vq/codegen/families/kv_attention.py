@@ -212,7 +212,7 @@ def registers(plan: AttentionPlan) -> int:
     return (
         _REGISTERS + sums + queries + 20 * (plan.step_tiles - 1) * plan.query_tiles
         + 8 * (plan.mask is not Mask.NONE) + 4 * plan.softcapped + 24 * (not plan.bulk)
-        + 16 * plan.rotary
+        + (24 if plan.key_dim > 64 else 16) * plan.rotary
     )  # fmt: skip
 
 

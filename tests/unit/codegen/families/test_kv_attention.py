@@ -82,6 +82,16 @@ def test_a_rotary_mean_of_every_scheme(name):
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.parametrize("name", ["u4", "u3"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_a_rotary_mean_of_few_tokens(name, dim):
+    """Their plans have one tile in a step, and more threads."""
+    for dtype in (Dtype.FLOAT16, Dtype.BFLOAT16):
+        compiles(problem(name, dim=dim, rotary=True, tokens=SHORT, dtype=dtype))
+
+
+@pytest.mark.slow
+@needs_compiler
 @pytest.mark.parametrize("dim", [80, 256])
 def test_a_rotary_mean_of_every_head_dim(dim):
     compiles(problem(dim=dim, rotary=True, softcapped=True, mask=Mask.FLOAT32))
