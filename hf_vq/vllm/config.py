@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,10 +29,12 @@ from ..errors import VQConfigError, VQFormatError
 from ..hf.checkpoint.headers import CURE
 from ..hf.config import QUANT_METHODS, VQConfig
 from .embedding import VQEmbeddingMethod
+from .experts import VQExpertsMethod
 from .linear import VQLinearMethod
 
 _SHARED = ("vq_codebook.", "vq_rotation.")
 """Top-level tensors that layers share. They do not depend on the model: the package has them."""
+_EXPERTS = re.compile(r"\.experts\.(vq_\w+)$")
 
 
 class VQQuantizationConfig(QuantizationConfig):
@@ -80,9 +83,14 @@ class VQQuantizationConfig(QuantizationConfig):
         return []
 
     @staticmethod
-    def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Leave out the tensors that layers share."""
-        return WeightsMapper(orig_to_new_prefix=dict.fromkeys(_SHARED))
+    def get_cache_scale_mapper() -> WeightsMapper:
+        """See `QuantizationConfig`. Leave out the tensors that layers share, too, and name experts'
+        codes as vLLM's parameters. Only newer vLLM than 0.26 has an interface for that alone."""
+        own = WeightsMapper(
+            orig_to_new_regex={_EXPERTS: r".experts.routed_experts.\1"},
+            orig_to_new_prefix=dict.fromkeys(_SHARED),
+        )
+        return QuantizationConfig.get_cache_scale_mapper() | own
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -120,11 +128,11 @@ class VQQuantizationConfig(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             if any(name.startswith(f"{prefix}.") for name in self.coded):
                 raise VQConfigError(
-                    f"{prefix}: experts with codes cannot be served by vLLM yet. Serve the model "
-                    "with Transformers, or quantize it again with "
-                    'VQConfig(modules_to_not_convert=["experts"]).'
+                    f"{prefix}: vLLM cannot serve experts that a checkpoint stores one by one. "
+                    "Serve the model with Transformers."
                 )
-            return None
+            coded = self.coded.get(prefix)
+            return None if coded is None else VQExpertsMethod(layer, self.config, coded)
         if not isinstance(layer, layers.LinearBase):
             return None
         names = self._unfused(prefix)
