@@ -28,6 +28,7 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from ..errors import VQConfigError, VQFormatError
 from ..hf.checkpoint.headers import CURE
 from ..hf.config import QUANT_METHODS, VQConfig
+from . import on_the_fly
 from .embedding import VQEmbeddingMethod
 from .experts import VQExpertsMethod
 from .linear import VQLinearMethod
@@ -38,31 +39,38 @@ _EXPERTS = re.compile(r"\.experts\.(vq_\w+)$")
 
 
 class VQQuantizationConfig(QuantizationConfig):
-    """The `quantization_config` of a checkpoint, for vLLM.
+    """The `quantization_config` of a checkpoint, for vLLM; or of a model to quantize.
 
     Args:
-        config: as in config.json.
+        config: as in config.json; without it, the layers of a dense model become codes.
 
     Attributes:
         coded: names of the layers with codes, by vLLM's name of the layer.
+        is_dense: whether the files hold no codes, and layers are to be quantized.
     """
 
     packed_modules_mapping: dict[str, list[str]]
 
-    def __init__(self, config: VQConfig) -> None:
+    def __init__(self, config: VQConfig | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.is_dense = config is None
+        self.config = on_the_fly.requested({}) if config is None else config
         self.coded: dict[str, str] = {}
         self.tied = False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VQQuantizationConfig:
-        """See `QuantizationConfig`.
+        """See `QuantizationConfig`. Options that no checkpoint recorded are the user's, of
+        `--hf-overrides`.
 
         Raises:
             VQConfigError: an option that this version does not know.
         """
-        return cls(VQConfig.from_dict(config))
+        if "format_version" in config:
+            return cls(VQConfig.from_dict(config))
+        found = cls(on_the_fly.requested(config))
+        found.is_dense = True
+        return found
 
     def get_name(self) -> str:
         """The name in config.json."""
@@ -98,8 +106,11 @@ class VQQuantizationConfig(QuantizationConfig):
         """Read the headers of the files for the names of the layers with codes.
 
         Raises:
-            VQFormatError: there are none.
+            VQFormatError: there are none, where config.json says otherwise.
         """
+        if self.is_dense:
+            on_the_fly.announce(self.config)
+            return
         headers = get_safetensors_params_metadata(model_name, revision=revision)
         self.coded = {name: name for name in layers_with_codes(headers)}
         self.tied = bool(getattr(hf_config, "tie_word_embeddings", False))
@@ -131,11 +142,15 @@ class VQQuantizationConfig(QuantizationConfig):
                     f"{prefix}: vLLM cannot serve experts that a checkpoint stores one by one. "
                     "Serve the model with Transformers."
                 )
+            if self.is_dense:
+                return on_the_fly.experts_method(self.config, layer, prefix)
             coded = self.coded.get(prefix)
             return None if coded is None else VQExpertsMethod(layer, self.config, coded)
         if not isinstance(layer, layers.LinearBase):
             return None
         names = self._unfused(prefix)
+        if self.is_dense:
+            return on_the_fly.linear_method(self.config, names)
         if not any(name in self.coded for name in names):
             return layers.UnquantizedLinearMethod()
         stored = {self.coded.get(name, name): name in self.coded for name in names}

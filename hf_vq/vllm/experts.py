@@ -248,9 +248,15 @@ class VQExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for attribute in (*module._parameters, *_BIASES):
             layer._parameters.pop(attribute, None)
         self.missing = set()
-        finish(module, self.moe.tp_rank, self.config.seed)
+        module.set_shared(packaged([module], self.config.seed))
+        self.finish_biases(module)
         if not self.dummy:
             check_values(module, self.name)
+
+    def finish_biases(self, module: VQExperts) -> None:
+        """Keep the bias of what ranks add up on the first of them."""
+        if self.moe.tp_rank and module.has_bias:
+            module.get_parameter("down_proj_bias").data.zero_()
 
     def apply(
         self,
@@ -276,13 +282,6 @@ class VQExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
 
 _CURE = "Serve it with --enable-expert-parallel, which gives each rank whole experts."
-
-
-def finish(module: VQExperts, tp_rank: int, seed: int) -> None:
-    """Add the tensors that layers share; keep the bias of a sum over ranks on the first one."""
-    module.set_shared(packaged([module], seed))
-    if tp_rank and module.has_bias:
-        module._parameters["down_proj_bias"].data.zero_()  # type: ignore[union-attr]
 
 
 def compute(layer: Any, moe: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:

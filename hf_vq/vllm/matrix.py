@@ -18,7 +18,7 @@ from ..nn.published import PublishedLinear
 from ..nn.replace import linear_class
 
 
-CURE_OF_SPLIT = "Serve it with fewer ranks (--tensor-parallel-size), or several with pipelines."
+CURE_OF_SPLIT = "Serve it with fewer ranks (--tensor-parallel-size), or with --pipeline-parallel-size."
 
 
 @dataclass(frozen=True)
