@@ -86,9 +86,7 @@ def whole_everywhere(module: VQLinear, attribute: str, style: str) -> bool:
     return attribute.startswith("vq_codebook") or attribute == "vq_rotation"
 
 
-def check_split(
-    module: VQLinear, name: str, style: str, size: int, cure: str = _CURE
-) -> None:
+def check_split(module: VQLinear, name: str, style: str, size: int, cure: str = _CURE) -> None:
     """Raise if `size` ranks cannot each hold their part of a layer.
 
     Args:

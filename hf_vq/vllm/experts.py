@@ -24,10 +24,11 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ..errors import VQConfigError, VQFormatError
-from ..hf.checkpoint.headers import CURE, check_values, packaged
+from ..hf.checkpoint.headers import CURE, check_values
 from ..hf.config import VQConfig
 from ..nn.experts import VQExperts
 from ..nn.replace import linear_class
+from .linear import shared_tensors
 from .matrix import Ranks, part_of_rank, pieces
 
 _BIASES = {"w13_bias": 0, "w2_bias": 1}
@@ -110,7 +111,7 @@ class DenseExperts(nn.Module):
         return _ACTIVATIONS[self.activation](x)
 
 
-class VQExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
+class VQExpertsMethod(FusedMoEMethodBase):
     """Loads and runs the experts of one layer; each layer has a separate method.
 
     Args:
@@ -226,9 +227,7 @@ class VQExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             stored = stored[self.local]
         projection = next(name for name in self.names if name in attribute)
         shape = (len(stored), *whole.shape[1:])
-        own.data.copy_(
-            part_of_rank(stored, own.shape, shape, self.rows, self.ranks[projection])
-        )
+        own.data.copy_(part_of_rank(stored, own.shape, shape, self.rows, self.ranks[projection]))
         self.missing.discard(attribute)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -248,7 +247,7 @@ class VQExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for attribute in (*module._parameters, *_BIASES):
             layer._parameters.pop(attribute, None)
         self.missing = set()
-        module.set_shared(packaged([module], self.config.seed))
+        module.set_shared(shared_tensors([module], self.config))
         self.finish_biases(module)
         if not self.dummy:
             check_values(module, self.name)

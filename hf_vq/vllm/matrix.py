@@ -17,8 +17,9 @@ from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
 from ..nn.replace import linear_class
 
-
-CURE_OF_SPLIT = "Serve it with fewer ranks (--tensor-parallel-size), or with --pipeline-parallel-size."
+CURE_OF_SPLIT = (
+    "Serve it with fewer ranks (--tensor-parallel-size), or with --pipeline-parallel-size."
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class StoredMatrix:
         """
         own: Any = getattr(self.module, attribute, None)
         whole: Any = getattr(self.whole, attribute, None)
+        if stored.ndim == 2 and stored.stride(0) == 1 < stored.stride(1):
+            stored = stored.T  # vLLM transposes what it takes for weights of GPT-2's Conv1D
         # vLLM's dtype is the user's choice; that of codes and scales is the file's.
         casts = not isinstance(self.module, VQLinear) and stored.is_floating_point()
         if own is None or stored.shape != whole.shape or not (casts or stored.dtype == own.dtype):

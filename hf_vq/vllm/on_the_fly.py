@@ -24,7 +24,6 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from ..errors import VQConfigError, VQFormatError, VQSchemeError
 from ..formats.catalog import LinearScheme
-from ..hf.checkpoint.headers import packaged
 from ..hf.config import VQConfig
 from ..hf.module_patterns import matches
 from ..hf.quantize_op import encode
@@ -32,7 +31,7 @@ from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.replace import linear_class
 from .experts import DenseExperts, VQExpertsMethod
-from .linear import VQLinearMethod
+from .linear import VQLinearMethod, shared_tensors
 
 logger = logging.get_logger("hf_vq")
 
@@ -153,9 +152,7 @@ class EncodedLinearMethod(VQLinearMethod):
             return
         empty = torch.empty(sum(sizes), columns, dtype=params_dtype, device="meta")
         loader = extra_weight_attrs.get("weight_loader")
-        weight = ModelWeightParameter(
-            data=empty, input_dim=1, output_dim=0, weight_loader=loader
-        )
+        weight = ModelWeightParameter(data=empty, input_dim=1, output_dim=0, weight_loader=loader)
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
 
@@ -182,7 +179,7 @@ class EncodedLinearMethod(VQLinearMethod):
             if isinstance(part, VQLinear):
                 fitted, _ = encode(part, "weight", dense, self.config, part.where)
                 part.assign(fitted[0], None)
-                part.set_shared(_shared([part], self.config.seed, dense.device))
+                part.set_shared(_shared(part, self.config, dense.device))
             else:
                 part.weight = nn.Parameter(dense.clone(), requires_grad=False)
         layer.vq_parts = nn.ModuleList(self.parts)
@@ -226,7 +223,7 @@ class EncodedExpertsMethod(VQExpertsMethod):
         loader = {"weight_loader": extra_weight_attrs["weight_loader"]}
         for name, of_vllm in zip(self.module.projections, _NAMES, strict=True):
             part = self.module.projections[name]
-            shapes = {"weight": (part.out_features, part.in_features)}
+            shapes: dict[str, tuple[int, ...]] = {"weight": (part.out_features, part.in_features)}
             if self.module.has_bias:
                 shapes["bias"] = (part.out_features,)
             for kind, shape in shapes.items():
@@ -251,7 +248,7 @@ class EncodedExpertsMethod(VQExpertsMethod):
                 module._parameters[f"{name}_bias"] = layer._parameters.pop(f"{of_vllm}_bias")
             device = dense.device
             del dense
-        module.set_shared(_shared([module], self.config.seed, device))
+        module.set_shared(_shared(module, self.config, device))
         self.finish_biases(module)
         layer.vq_experts = module
 
@@ -260,11 +257,9 @@ _NAMES = ("w13", "w2")
 """vLLM's names of the two projections."""
 
 
-def _shared(
-    modules: list[Any], seed: int, device: torch.device
-) -> dict[str, Tensor]:
+def _shared(module: Any, config: VQConfig, device: torch.device) -> dict[str, Tensor]:
     """The tensors that layers share, on a device."""
-    return {name: tensor.to(device) for name, tensor in packaged(modules, seed).items()}
+    return {name: tensor.to(device) for name, tensor in shared_tensors([module], config).items()}
 
 
 def _check_loaded(layer: Any, name: str, dummy: bool) -> None:
