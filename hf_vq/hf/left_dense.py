@@ -49,11 +49,12 @@ def choose_layers(
         VQConfigError: an entry of `config` matches no layer, or experts in an unknown layout.
         VQSchemeError: no layer fits its scheme, or one that `layers` names does not.
     """
-    names = [name for name, _ in candidates(model)]
+    found = list(candidates(model))
+    names = [name for name, _ in found]
     entries = config.modules_to_not_convert or []
     modules = [name for name, _ in model.named_modules() if name]
     check_entries("modules_to_not_convert", entries, modules, model)
-    skips, kept = [*entries, *defaults], set(exact)
+    skips, kept = [*entries, *defaults], {*exact, *gates(found)}
     left = [n for n in names if n in kept or any(matches(n, entry) for entry in skips)]
     config.modules_to_not_convert = sorted({*entries, *left})
     wanted = {name: config.scheme_of(name) for name in names if name not in left}
@@ -68,6 +69,12 @@ def choose_layers(
     misfits = leave_misfits(model, schemes, named)
     config.modules_to_not_convert = sorted({*config.modules_to_not_convert, *misfits})
     return {name: scheme for name, scheme in wanted.items() if name not in misfits}
+
+
+def gates(layers: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Names of the linear layers with one output, as gates of shared experts: codes would save
+    nothing, and other engines keep them dense."""
+    return [name for name, layer in layers if getattr(layer, "out_features", 0) == 1]
 
 
 def task_heads(model: Any) -> list[str]:

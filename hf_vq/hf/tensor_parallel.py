@@ -86,8 +86,11 @@ def whole_everywhere(module: VQLinear, attribute: str, style: str) -> bool:
     return attribute.startswith("vq_codebook") or attribute == "vq_rotation"
 
 
-def check_split(module: VQLinear, name: str, style: str, size: int) -> None:
+def check_split(module: VQLinear, name: str, style: str, size: int, cure: str = _CURE) -> None:
     """Raise if `size` ranks cannot each hold their part of a layer.
+
+    Args:
+        cure: what to do instead, for the error.
 
     Raises:
         VQConfigError: says what does not divide.
@@ -101,7 +104,7 @@ def check_split(module: VQLinear, name: str, style: str, size: int) -> None:
     elif style in _ROWWISE:
         problem = _rowwise_problem(scheme, module.in_features, size)
     if problem:
-        raise VQConfigError(f"{name} cannot be split over {size} devices: {problem}. {_CURE}")
+        raise VQConfigError(f"{name} cannot be split over {size} devices: {problem}. {cure}")
 
 
 def _rowwise_problem(scheme: LinearScheme, whole: int, size: int) -> str | None:

@@ -114,18 +114,45 @@ class VQExperts(QuantizedModule):
         expert = partial(self.expert, one_token=one_token)
         return routed(hidden_states, top_k_index, top_k_weights, self.num_experts, expert)
 
-    def expert(self, index: int, x: Tensor, one_token: bool = False) -> Tensor:
+    def forward_unsynchronized(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """`forward` by kernels that only shapes decide, for CUDA graphs.
+
+        Few tokens copy the codes of each chosen expert; else all experts compute all tokens.
+        """
+        known = top_k_index < self.num_experts
+        index = torch.where(known, top_k_index, 0)
+        weights = torch.where(known, top_k_weights, 0)
+        if index.numel() < self.num_experts:
+            slots = [
+                self.expert(expert, x[None], one_token=len(index) == 1)
+                for x, chosen in zip(hidden_states, index, strict=True)
+                for expert in chosen.split(1)
+            ]
+            y = torch.cat(slots).view(*index.shape, -1) * weights[..., None]
+            return y.to(hidden_states.dtype).sum(1)
+        result = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            weight = torch.where(index == expert, weights, 0).sum(-1, keepdim=True)
+            weighted = self.expert(expert, hidden_states, len(index) == 1) * weight
+            # The output of an expert that a token did not choose may be infinite.
+            result += torch.where(weight != 0, weighted, 0).to(result.dtype)
+        return result
+
+    def expert(self, index: int | Tensor, x: Tensor, one_token: bool = False) -> Tensor:
         """One expert's output [tokens, hidden] for its tokens `x` [tokens, hidden].
 
         Args:
+            index: of the expert, or a tensor [1] of it, which is not read on the host.
             one_token: all experts together have one token.
         """
         project = partial(self.project, one_token=one_token)
         return expert_output(self._source[0], tuple(self.projections), index, x, project)
 
-    def project(self, name: str, index: int, x: Tensor, one_token: bool = False) -> Tensor:
+    def project(self, name: str, index: Any, x: Tensor, one_token: bool = False) -> Tensor:
         """x W^T + b of one expert and one projection."""
-        bias = getattr(self, f"{name}_bias")[index] if self.has_bias else None
+        bias = _of_expert(getattr(self, f"{name}_bias"), index) if self.has_bias else None
         if self.second is None:
             multiply = ops.w4a8_linear if self.op == "w4a8_linear" else ops.linear
             return multiply(x, self.tensors(name, index), bias, self.spec)
@@ -135,10 +162,10 @@ class VQExperts(QuantizedModule):
         with self.second.of_expert(name, index).lent(self, x) as tensors:
             return ops.linear(x, tensors, bias, self.spec)
 
-    def tensors(self, name: str, index: int) -> dict[str, Tensor]:
+    def tensors(self, name: str, index: int | Tensor) -> dict[str, Tensor]:
         """The stored tensors of one expert's matrix by key (`formats.tensor_specs`)."""
         return {
-            key: tensor if self.specs[attribute].shared_name else tensor[index]
+            key: tensor if self.specs[attribute].shared_name else _of_expert(tensor, index)
             for key, attribute in self.projections[name].attributes.items()
             if (tensor := getattr(self, attribute)) is not None
         }
@@ -225,7 +252,7 @@ class VQSortedExperts(VQExperts):
                 result[index, chosen] = self.expert(index, own[chosen], len(own) == 1)
         return result.view_as(hidden_states)
 
-    def expert(self, index: int, x: Tensor, one_token: bool = False) -> Tensor:
+    def expert(self, index: int | Tensor, x: Tensor, one_token: bool = False) -> Tensor:
         """See `VQExperts`."""
         gate, up = self.project("gate_up_proj", index, x, one_token).chunk(2, dim=-1)
         return self.project("down_proj", index, up * self._source[0].act_fn(gate), one_token)
@@ -254,12 +281,16 @@ def routed(
     return result
 
 
+def _of_expert(tensor: Tensor, index: int | Tensor) -> Tensor:
+    return tensor.index_select(0, index)[0] if isinstance(index, Tensor) else tensor[index]
+
+
 def expert_output(
     experts: Any,
     names: tuple[str, ...],
-    index: int,
+    index: Any,
     x: Tensor,
-    project: Callable[[str, int, Tensor], Tensor],
+    project: Callable[[str, Any, Tensor], Tensor],
 ) -> Tensor:
     """One expert of a module of Transformers: its gate, activation and norm between two
     projections, `project(name, index, x)`."""

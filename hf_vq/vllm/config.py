@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,42 +26,55 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
+from .. import env
 from ..errors import VQConfigError, VQFormatError
+from ..hf.checkpoint import integrity
 from ..hf.checkpoint.headers import CURE
 from ..hf.config import QUANT_METHODS, VQConfig
+from . import on_the_fly
 from .embedding import VQEmbeddingMethod
+from .experts import VQExpertsMethod
 from .linear import VQLinearMethod
 
-_SHARED = ("vq_codebook.", "vq_rotation.")
-"""Top-level tensors that layers share. They do not depend on the model: the package has them."""
+_SHARED = re.compile(r"^(?:transformer\.)?vq_(?:codebook|rotation)\.")
+"""Top-level tensors that layers share. They do not depend on the model: the package has them.
+vLLM's GPT-2 puts its prefix before all names."""
+_EXPERTS = re.compile(r"\.experts\.(vq_\w+)$")
 
 
 class VQQuantizationConfig(QuantizationConfig):
-    """The `quantization_config` of a checkpoint, for vLLM.
+    """The `quantization_config` of a checkpoint, for vLLM; or of a model to quantize.
 
     Args:
-        config: as in config.json.
+        config: as in config.json; without it, the layers of a dense model become codes.
 
     Attributes:
         coded: names of the layers with codes, by vLLM's name of the layer.
+        is_dense: whether the files hold no codes, and layers are to be quantized.
     """
 
     packed_modules_mapping: dict[str, list[str]]
 
-    def __init__(self, config: VQConfig) -> None:
+    def __init__(self, config: VQConfig | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.is_dense = config is None
+        self.config = on_the_fly.requested({}) if config is None else config
         self.coded: dict[str, str] = {}
         self.tied = False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VQQuantizationConfig:
-        """See `QuantizationConfig`.
+        """See `QuantizationConfig`. Options that no checkpoint recorded are the user's, of
+        `--hf-overrides`.
 
         Raises:
             VQConfigError: an option that this version does not know.
         """
-        return cls(VQConfig.from_dict(config))
+        if "format_version" in config:
+            return cls(VQConfig.from_dict(config))
+        found = cls(on_the_fly.requested(config))
+        found.is_dense = True
+        return found
 
     def get_name(self) -> str:
         """The name in config.json."""
@@ -80,9 +95,11 @@ class VQQuantizationConfig(QuantizationConfig):
         return []
 
     @staticmethod
-    def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Leave out the tensors that layers share."""
-        return WeightsMapper(orig_to_new_prefix=dict.fromkeys(_SHARED))
+    def get_cache_scale_mapper() -> WeightsMapper:
+        """See `QuantizationConfig`. Leave out the tensors that layers share, too, and name experts'
+        codes as vLLM's parameters. Only newer vLLM than 0.26 has an interface for that alone."""
+        own = {_SHARED: None, _EXPERTS: r".experts.routed_experts.\1"}
+        return QuantizationConfig.get_cache_scale_mapper() | WeightsMapper(orig_to_new_regex=own)
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -90,8 +107,13 @@ class VQQuantizationConfig(QuantizationConfig):
         """Read the headers of the files for the names of the layers with codes.
 
         Raises:
-            VQFormatError: there are none.
+            VQFormatError: there are none, where config.json says otherwise; or the files of a
+                folder changed since they were written.
         """
+        if self.is_dense:
+            on_the_fly.announce(self.config)
+            return
+        self._check_digests(Path(model_name))
         headers = get_safetensors_params_metadata(model_name, revision=revision)
         self.coded = {name: name for name in layers_with_codes(headers)}
         self.tied = bool(getattr(hf_config, "tie_word_embeddings", False))
@@ -100,6 +122,13 @@ class VQQuantizationConfig(QuantizationConfig):
                 f"{model_name}: no safetensors file with codes was found, and its config.json says "
                 f"that there are some. {CURE}"
             )
+
+    def _check_digests(self, folder: Path) -> None:
+        """Compare files with their digests. vLLM downloads others later, and tells nobody."""
+        recorded = integrity.take_record(self.config)
+        if folder.is_dir() and env.VERIFY.get():
+            files = integrity.checkpoints(folder).get("", [])
+            integrity.check(self.config, files).finish(recorded is not None, recorded)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Rename layers as vLLM's model calls them."""
@@ -120,18 +149,22 @@ class VQQuantizationConfig(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             if any(name.startswith(f"{prefix}.") for name in self.coded):
                 raise VQConfigError(
-                    f"{prefix}: experts with codes cannot be served by vLLM yet. Serve the model "
-                    "with Transformers, or quantize it again with "
-                    'VQConfig(modules_to_not_convert=["experts"]).'
+                    f"{prefix}: vLLM cannot serve experts that a checkpoint stores one by one. "
+                    "Serve the model with Transformers."
                 )
-            return None
+            if self.is_dense:
+                return on_the_fly.experts_method(self.config, layer, prefix)
+            stored = self.coded.get(prefix)
+            return None if stored is None else VQExpertsMethod(layer, self.config, stored)
         if not isinstance(layer, layers.LinearBase):
             return None
         names = self._unfused(prefix)
+        if self.is_dense:
+            return on_the_fly.linear_method(self.config, names)
         if not any(name in self.coded for name in names):
             return layers.UnquantizedLinearMethod()
-        stored = {self.coded.get(name, name): name in self.coded for name in names}
-        return VQLinearMethod(self.config, stored)
+        matrices = {self.coded.get(name, name): name in self.coded for name in names}
+        return VQLinearMethod(self.config, matrices)
 
     def _unfused(self, prefix: str) -> list[str]:
         """Names of the matrices that vLLM stacks in one layer; the layer's own name where the
@@ -148,7 +181,7 @@ def layers_with_codes(headers: Mapping[str, Mapping[str, Any]]) -> list[str]:
         headers: dtype of each tensor in the files, by name, as safetensors writes it.
     """
     integers = [name for name, entry in headers.items() if entry.get("dtype") in ("U8", "I8")]
-    return sorted({name.rpartition(".")[0] for name in integers if not name.startswith(_SHARED)})
+    return sorted({name.rpartition(".")[0] for name in integers if not _SHARED.search(name)})
 
 
 def register() -> None:

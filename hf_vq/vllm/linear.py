@@ -11,7 +11,7 @@ ranks. Two matrices may have different schemes, scales and rotations, so each be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers import linear as layers
 
 from ..errors import VQConfigError, VQFormatError
-from ..hf.checkpoint.headers import CURE, check_values, packaged
+from ..hf.checkpoint.headers import CURE, check_recorded, check_values, packaged
 from ..hf.config import VQConfig
 from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
@@ -120,7 +120,7 @@ class VQLinearMethod(layers.LinearMethodBase):
                     layer._parameters.pop(attribute, None)
         self.matrices = []
         coded = {name: part for name, part in modules.items() if isinstance(part, VQLinear)}
-        shared = packaged(coded.values(), self.config.seed)
+        shared = shared_tensors(coded.values(), self.config)
         for name, part in coded.items():
             part.set_shared(shared)
             if not self.dummy:
@@ -132,6 +132,17 @@ class VQLinearMethod(layers.LinearMethodBase):
         parts = [part(x) for part in layer.vq_parts]
         y: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return y if bias is None else y + bias
+
+
+def shared_tensors(modules: Iterable[Any], config: VQConfig) -> dict[str, Tensor]:
+    """The tensors that layers share, which the package has.
+
+    Raises:
+        VQFormatError: one is not that of the config's checkpoint.
+    """
+    found = packaged(modules, config.seed)
+    check_recorded(found, config.provenance or {})
+    return found
 
 
 def _stored_rows(layer: Any, output_size: int) -> list[int]:

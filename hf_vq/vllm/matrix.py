@@ -17,6 +17,10 @@ from ..nn.linear import VQLinear
 from ..nn.published import PublishedLinear
 from ..nn.replace import linear_class
 
+CURE_OF_SPLIT = (
+    "Serve it with fewer ranks (--tensor-parallel-size), or with --pipeline-parallel-size."
+)
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -32,8 +36,13 @@ class Ranks:
     size: int
     by_column: bool
 
-    def check(self, whole: nn.Linear, name: str) -> None:
+    def check(self, whole: nn.Linear, name: str, cure: str = CURE_OF_SPLIT) -> None:
         """Raise if codes cannot be split like that.
+
+        Args:
+            whole: the layer before it is split.
+            name: of the layer, for errors.
+            cure: what to do instead.
 
         Raises:
             VQConfigError: says what does not divide.
@@ -44,7 +53,7 @@ class Ranks:
             raise VQConfigError(
                 f"{name}: a layer of {whole.layout.name()} cannot be split over {self.size} ranks."
             )
-        check_split(whole, name, "rowwise" if self.by_column else "colwise", self.size)
+        check_split(whole, name, "rowwise" if self.by_column else "colwise", self.size, cure)
 
 
 @dataclass
@@ -78,6 +87,8 @@ class StoredMatrix:
         """
         own: Any = getattr(self.module, attribute, None)
         whole: Any = getattr(self.whole, attribute, None)
+        if stored.ndim == 2 and stored.stride(0) == 1 < stored.stride(1):
+            stored = stored.T  # vLLM transposes what it takes for weights of GPT-2's Conv1D
         # vLLM's dtype is the user's choice; that of codes and scales is the file's.
         casts = not isinstance(self.module, VQLinear) and stored.is_floating_point()
         if own is None or stored.shape != whole.shape or not (casts or stored.dtype == own.dtype):
@@ -86,15 +97,31 @@ class StoredMatrix:
                 f"{self.name}.{attribute} is {stored.dtype} {list(stored.shape)}; its scheme has "
                 f"{found}. {CURE}"
             )
-        split = [d for d in range(own.ndim) if own.shape[d] != whole.shape[d]]
-        for dim in split:
-            if self.ranks.by_column:
-                size = own.shape[dim]
-                stored = stored.narrow(dim, self.ranks.rank * size, size)
-            else:
-                stored = torch.cat([stored.narrow(dim, *piece) for piece in self.rows], dim)
-        own.data.copy_(stored)
+        own.data.copy_(part_of_rank(stored, own.shape, whole.shape, self.rows, self.ranks))
         self.missing.discard(attribute)
+
+
+def part_of_rank(
+    stored: Tensor,
+    own: Sequence[int],
+    whole: Sequence[int],
+    rows: Sequence[tuple[int, int]],
+    ranks: Ranks,
+) -> Tensor:
+    """One rank's part of a stored tensor, in the dimensions where its shape is another.
+
+    Args:
+        stored: of the shape `whole`.
+        own: shape on this rank.
+        rows: see `StoredMatrix`.
+        ranks: how it is split.
+    """
+    for dim in (d for d, size in enumerate(own) if size != whole[d]):
+        if ranks.by_column:
+            stored = stored.narrow(dim, ranks.rank * own[dim], own[dim])
+        else:
+            stored = torch.cat([stored.narrow(dim, *piece) for piece in rows], dim)
+    return stored
 
 
 def pieces(own: Sequence[int], whole: Sequence[int], ranks: Ranks) -> list[tuple[int, int]]:

@@ -73,9 +73,13 @@ def predicted(folder: Path, prompt: str, tokens: list[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def compare(folder: Path, **options: Any) -> None:
+def compare(folder: Path, reference: Path | None = None, **options: Any) -> None:
     """Check the greedy tokens of vLLM, one prompt at a time: products of several tokens round
-    otherwise. Where both programs predict a tie, up to what they differ by, either may be taken."""
+    otherwise. Where both programs predict a tie, up to what they differ by, either may be taken.
+
+    Args:
+        reference: what Transformers loads, if another checkpoint.
+    """
     llm = LLM(str(folder), **{**OPTIONS, **options})
     sampling = SamplingParams(temperature=0, max_tokens=NEW, logprobs=0)
     for prompt in PROMPTS:
@@ -84,7 +88,7 @@ def compare(folder: Path, **options: Any) -> None:
         theirs = torch.tensor(
             [at[t].logprob for at, t in zip(answer.logprobs, tokens, strict=True)]
         )
-        ours = predicted(folder, prompt, tokens)
+        ours = predicted(reference or folder, prompt, tokens)
         chosen = ours[torch.arange(len(tokens)), torch.tensor(tokens)]
         difference = (chosen - theirs).abs().max()
         assert difference < ROUNDING
@@ -142,11 +146,18 @@ def test_adapters(tmp_path: Path) -> None:
         assert list(answer.outputs[0].token_ids) == wanted
 
 
-def test_a_file_that_was_changed(tmp_path: Path) -> None:
+def test_a_file_that_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = quantized(tmp_path)
-    tensors = load_file(folder / "model.safetensors")
+    file = folder / "model.safetensors"
+    written = file.read_bytes()
+    file.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
+    with pytest.raises(Exception, match="is not what was saved"):
+        LLM(str(folder), enforce_eager=True, **OPTIONS)
+    file.write_bytes(written)
+    tensors = load_file(file)
     del tensors["model.layers.0.self_attn.o_proj.vq_signs"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, file, {"format": "pt"})
+    monkeypatch.setenv("HF_VQ_VERIFY", "0")
     with pytest.raises(Exception, match=r"lacks vq_signs of model\.layers\.0\.self_attn\.o_proj"):
         LLM(str(folder), enforce_eager=True, **OPTIONS)
 

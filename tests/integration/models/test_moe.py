@@ -99,6 +99,10 @@ def test_every_layout(has_gate, has_bias, is_transposed, is_concatenated, has_po
     exact = copy.deepcopy(kept).double()(x.double(), index, weights.double())
     allowed = 2 * (kept(x, index, weights) - exact).abs().max() + 1e-5 * exact.abs().max()
     assert (module(x, index, weights) - exact).abs().max() <= allowed
+    # All experts, and one token whose fewer slots copy the codes of each.
+    for rows in (slice(None), slice(1)):
+        y = module.forward_unsynchronized(x[rows], index[rows], weights[rows])
+        assert (y - exact[rows]).abs().max() <= allowed
     restored = module.restored(torch.float32)
     assert type(restored) is type(kept)
     assert torch.equal(restored(x, index, weights), kept(x, index, weights))
@@ -109,6 +113,10 @@ def test_an_expert_of_another_rank_is_skipped(quantized):
     x, weights = torch.randn(2, 64), torch.ones(2, 2)
     some = experts(x, torch.tensor([[1, 4], [4, 4]]), weights)
     assert torch.equal(some[0], experts.expert(1, x[:1])[0]) and not some[1].any()
+    for rows in (slice(None), slice(1)):
+        index = torch.tensor([[1, 4], [4, 4]])[rows]
+        y = experts.forward_unsynchronized(x[rows], index, weights[rows])
+        torch.testing.assert_close(y, some[rows])
 
 
 def test_names_do_not_start_with_a_parameters_name(quantized):
