@@ -27,6 +27,7 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from ..errors import VQConfigError, VQFormatError
 from ..hf.checkpoint.headers import CURE
 from ..hf.config import QUANT_METHODS, VQConfig
+from . import kv_cache
 from .embedding import VQEmbeddingMethod
 from .linear import VQLinearMethod
 
@@ -152,7 +153,9 @@ def layers_with_codes(headers: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def register() -> None:
-    """Make `quant_method: "hf_vq"` known to vLLM; may be called again."""
+    """Make `quant_method: "hf_vq"`, and a KV cache that is asked for, known to vLLM; may be called
+    again."""
+    kv_cache.register()
     for name in QUANT_METHODS:
         if name not in QUANTIZATION_METHODS:
             register_quantization_config(name)(VQQuantizationConfig)
