@@ -192,11 +192,11 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
         self._pages: tuple[tuple[int, torch.Size], LayerPages] | None = None
 
     def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self, layer: Any, key: Tensor, value: Tensor, blocks: Tensor, slot_mapping: Tensor
     ) -> None:
         """Encode new keys and values [tokens, H, D] to slots int64 [tokens]; those below 0 are
         nobody's."""
-        pages = self._pages_of(layer, kv_cache)
+        pages = self._pages_of(layer, blocks)
         count = slot_mapping.shape[0]
         positions = None
         if pages.turns:
@@ -209,7 +209,7 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
         if len(kept) < count:
             keys, values, slot_mapping = keys[:, :, kept], values[:, :, kept], slot_mapping[kept]
             positions = None if positions is None else positions[kept[kept < len(positions)]]
-        slots = Slots(slot_mapping, kv_cache.shape[2], key.device, positions)
+        slots = Slots(slot_mapping, blocks.shape[2], key.device, positions)
         pages.write(keys, values, slots)
 
     def forward(
@@ -218,7 +218,7 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        kv_cache: Tensor,
+        blocks: Tensor,
         attn_metadata: VQMetadata | None,
         output: Tensor,
         output_scale: Tensor | None = None,
@@ -233,7 +233,7 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
             if query.is_cuda:
                 torch.empty(DECODED_BYTES, dtype=torch.uint8, device=query.device)
             return output.zero_()
-        pages, step = self._pages_of(layer, kv_cache), attn_metadata
+        pages, step = self._pages_of(layer, blocks), attn_metadata
         query = query[: step.tokens]
         asked = query.transpose(0, 1)[None]  # [1, Hq, tokens, D]
         if step.batch is not None:

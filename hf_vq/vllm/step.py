@@ -121,11 +121,12 @@ class VQMetadata(AttentionMetadata):
 
 
 def newest_of(tokens: int, seq_lens: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-    """Request, and position in it, of the first `tokens` tokens of a batch: int64 [tokens] each.
-    The host waits for nothing."""
+    """Request, and position in it, of the first `tokens` tokens of a batch: int64 [tokens] each; of
+    those that fill it up, any. The host waits for nothing."""
     token = torch.arange(tokens, device=begins.device)
     row = torch.searchsorted(begins[1:], token, right=True).clamp_max_(len(seq_lens) - 1)
-    return row, (seq_lens[row] - begins[row + 1] + token).long()
+    length = seq_lens[row]
+    return row, torch.minimum(length - begins[row + 1] + token, length - 1).long()
 
 
 class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
@@ -159,9 +160,7 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         if not self.tables:
             made.batch = self._batch(given)
             return made
-        decodes, prompts, rows, _ = split_decodes_and_prefills(
-            given, decode_threshold=threshold
-        )
+        decodes, prompts, rows, _ = split_decodes_and_prefills(given, decode_threshold=threshold)
         if rows:
             made.direct = rows == decodes and (threshold == 1 or given.max_query_len == 1)
             made.table = self._table(given, decodes, rows, made.direct, given.max_seq_len)
