@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ from .linear import VQLinearMethod
 
 _SHARED = ("vq_codebook.", "vq_rotation.")
 """Top-level tensors that layers share. They do not depend on the model: the package has them."""
+_OF_KV_CACHE = re.compile(r"^layers\.\d+\.(key|value|key_mean|key_rotary_mean)$")
+"""Tensors of kv_codebooks.safetensors, which vLLM takes for weights."""
 
 
 class VQQuantizationConfig(QuantizationConfig):
@@ -82,8 +85,10 @@ class VQQuantizationConfig(QuantizationConfig):
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Leave out the tensors that layers share."""
-        return WeightsMapper(orig_to_new_prefix=dict.fromkeys(_SHARED))
+        """Leave out the tensors that layers share, and those of a KV cache."""
+        return WeightsMapper(
+            orig_to_new_regex={_OF_KV_CACHE: None}, orig_to_new_prefix=dict.fromkeys(_SHARED)
+        )
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None

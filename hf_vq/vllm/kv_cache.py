@@ -9,6 +9,7 @@ Nothing of a block depends on a prompt: the mean of the keys is that of `hf-vq c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache, wraps
@@ -37,6 +38,9 @@ logger = init_logger(__name__)
 SCHEMES = ("u4", "u3", "u2", "qserve-kv4")
 DTYPES = {f"vq_{name}": name for name in SCHEMES}
 """Scheme of each `--kv-cache-dtype` that vLLM takes from 0.33 on."""
+FOLDER = "kv"
+"""Of a model, where kv_codebooks.safetensors may be, too: vLLM takes all files beside dense weights
+for weights."""
 _CURE = f"Set {env.VLLM_KV.name} to {', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}"
 _chosen: list[KVScheme] = []  # that of the model which this process loads
 
@@ -194,11 +198,11 @@ def means_of(
 
 @lru_cache(maxsize=2)
 def _codebooks(model: str, revision: str | None) -> KVCodebooks | None:
-    path = find(model, revision)
+    path = find(model, revision) or find(os.path.join(model, FOLDER))
     if path is not None:
         return KVCodebooks.load(path)
     logger.warning(
         "%s has no kv_codebooks.safetensors: keys are coded without a mean, which costs quality. "
-        "`hf-vq calibrate` finds it.", model,
+        "`hf-vq calibrate %s %s --kv u4` makes it.", model, model, os.path.join(model, FOLDER),
     )  # fmt: skip
     return None
