@@ -120,7 +120,7 @@ VERIFY = Variable(
 VLLM_KV = Variable(
     "HF_VQ_VLLM_KV",
     "",
-    "Scheme of vLLM's KV cache: `u4`, `u3`, `u2` or `qserve-kv4` ([vLLM](vllm.md#kv-cache)).",
+    "[vLLM's KV cache](vllm.md#kv-cache): `u4`, `u3`, `u2` or `qserve-kv4`.",
     str.strip,
 )
 

@@ -90,6 +90,8 @@ class VQQuantizationConfig(QuantizationConfig):
             orig_to_new_regex={_OF_KV_CACHE: None}, orig_to_new_prefix=dict.fromkeys(_SHARED)
         )
 
+    get_cache_scale_mapper = get_checkpoint_weight_mapper  # what vLLM asked for before
+
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:

@@ -124,6 +124,8 @@ def test_calibrated_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert books.key_rotary_means is not None
         where.mkdir(exist_ok=True)
         books.save(where / FILE_NAME)
+        if folder == codes:  # its kernels round inputs to 8 bits, of a batch otherwise
+            monkeypatch.setenv("HF_VQ_BACKEND", "reference")
         llm = engine(folder, scheme, monkeypatch)
         compare(folder, scheme, llm)
         del llm
