@@ -33,7 +33,7 @@ try:
 except ImportError:  # before 0.33
     register_kv_cache_dtype = None
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.hf_vq")  # where vLLM's handlers are
 
 SCHEMES = ("u4", "u3", "u2", "qserve-kv4")
 DTYPES = {f"vq_{name}": name for name in SCHEMES}
@@ -54,6 +54,10 @@ def register() -> None:
     asked = env.VLLM_KV.get()
     if asked:
         scheme_of("auto")
+        logger.info(
+            "%s=%s: KV caches are codes, on a GPU with --attention-backend CUSTOM.",
+            env.VLLM_KV.name, asked,
+        )  # fmt: skip
         _register(AttentionBackendEnum.CPU_ATTN, "VQCPUAttentionBackend")
     if asked or register_kv_cache_dtype is not None:
         _register(AttentionBackendEnum.CUSTOM, "VQAttentionBackend")

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1 import kv_cache_interface
+from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from hf_vq import patches
 from hf_vq.cache.codebooks import universal
 from hf_vq.cache.key_means import Calibrated
 from hf_vq.errors import VQConfigError
@@ -356,3 +359,28 @@ def test_blocks_that_kernels_do_not_read(means: Any, monkeypatch: pytest.MonkeyP
     server = Server("u4", 17)
     with pytest.raises(VQConfigError, match=r"layers\.3.*--block-size"):
         server.impl._pages_of(server.layer, server.memory)
+
+
+def test_before_backends_say_what_a_block_holds(
+    means: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The patch for vLLM 0.26: layers with codes say it in the terms of TurboQuant."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Slots(FullAttentionSpec):
+        tq_slot_size: int = 0
+
+    monkeypatch.setenv("HF_VQ_VLLM_KV", "u4")
+    monkeypatch.setattr(kv_cache_interface, "TQFullAttentionSpec", Slots, raising=False)
+    Server("u4")
+    plain = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    (patch,) = [each for each in patches.TABLE if patches.VLLM_KV in each.events]
+    assert callable(patches._get(patch.target))
+    asked = patches._get(patch.replacement)(lambda self, config: plain)
+    layer = SimpleNamespace(attn_backend=attention.VQAttentionBackend)
+    found = asked(layer, None)
+    size = found.tq_slot_size
+    assert (found.dtype, found.block_size, found.num_kv_heads) == (torch.uint8, 64, 2)
+    assert (3, 2, 64, size) == layer.attn_backend.get_kv_cache_shape(3, 64, 2, 128)
+    assert kv_cache.coded(plain).page_size_bytes == 64 * 2 * size < plain.page_size_bytes / 3.8
+    assert asked(SimpleNamespace(attn_backend=AttentionBackend), None) is plain
