@@ -55,7 +55,7 @@ class VQAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """As in vLLM's table of backends."""
+        """Name in vLLM's table of backends."""
         return "CUSTOM"
 
     @staticmethod
@@ -65,12 +65,12 @@ class VQAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[VQAttentionImpl]:
-        """What attends."""
+        """The class that attends."""
         return VQAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[VQMetadataBuilder]:
-        """What looks at a step first."""
+        """The class that looks at a step first."""
         return VQMetadataBuilder
 
     @classmethod
@@ -98,7 +98,7 @@ class VQAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Whether logits that attend to nothing are added."""
+        """True: logits that attend to nothing are added."""
         return True
 
     @classmethod
@@ -120,7 +120,7 @@ class VQCPUAttentionBackend(VQAttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """As in vLLM's table of backends."""
+        """Name in vLLM's table of backends."""
         return "CPU_ATTN"
 
     @staticmethod
@@ -130,7 +130,7 @@ class VQCPUAttentionBackend(VQAttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Those which kernels read."""
+        """Tokens of a block that kernels read."""
         return BLOCK
 
     @classmethod
@@ -179,7 +179,7 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
             f"a sliding window of {sliding_window} tokens": sliding_window is not None,
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
         }
-        if missing := [name for name, asked in lacks.items() if asked]:
+        if missing := [name for name, requested in lacks.items() if requested]:
             raise VQConfigError(
                 f"a layer has {missing[0]}, which vLLM's KV cache of codes does not have. Serve "
                 f"this model without {env.VLLM_KV.name}, or with Transformers, where layers with "
@@ -235,10 +235,10 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
             return output.zero_()
         pages, step = self._pages_of(layer, blocks), attn_metadata
         query = query[: step.tokens]
-        asked = query.transpose(0, 1)[None]  # [1, Hq, tokens, D]
+        queries = query.transpose(0, 1)[None]  # [1, Hq, tokens, D]
         if step.batch is not None:
             for group in pages.groups(step.batch):
-                self._read(pages, group, asked, output)
+                self._read(pages, group, queries, output)
             return output
         if step.table is not None:
             rows = len(step.table.length)
@@ -246,11 +246,11 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
             output[:rows] = self._attention(query[:rows, :, None], view)[:, :, 0]
         for chunks in step.chunks:
             options = {"softcap": self.softcap, "s_aux": self.sinks}
-            if is_flash(asked, self.num_kv_heads, chunks, options):
-                output[chunks.span] = flash(pages, chunks, asked, self.scale)[0].transpose(0, 1)
+            if is_flash(queries, self.num_kv_heads, chunks, options):
+                output[chunks.span] = flash(pages, chunks, queries, self.scale)[0].transpose(0, 1)
                 continue
-            for group in chunks.alone:
-                self._read(pages, group, asked, output)
+            for group in chunks.single:
+                self._read(pages, group, queries, output)
         return output
 
     def _read(self, pages: LayerPages, group: Group, query: Tensor, output: Tensor) -> None:
@@ -261,15 +261,15 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
             output: [tokens, Hq, D], written to.
         """
         rows = group.rows  # [requests, new]
-        asked = query[0][:, rows].transpose(0, 1)  # [requests, Hq, new, D]
-        view = pages.read(group, asked)
+        queries = query[0][:, rows].transpose(0, 1)  # [requests, Hq, new, D]
+        view = pages.read(group, queries)
         if group.past == 0 and group.shift is None and not self.softcap and self.sinks is None:
             out = F.scaled_dot_product_attention(
-                asked, view.key.recent, view.value.recent, is_causal=True, scale=self.scale,
+                queries, view.key.recent, view.value.recent, is_causal=True, scale=self.scale,
                 enable_gqa=self.num_heads != self.num_kv_heads,
             )  # fmt: skip
         else:
-            out = self._attention(asked, view, group.mask)
+            out = self._attention(queries, view, group.mask)
         output[rows.flatten()] = out.transpose(1, 2).flatten(0, 1)
 
     def _attention(self, query: Tensor, view: Any, mask: Tensor | None = None) -> Tensor:
@@ -303,8 +303,8 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
                 get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
             )  # fmt: skip
         rotary = None if known is None else Rotary.of(self.model.config, index, like, known)
-        turns = known is not None and known.rotary_mean is not None
-        page = PageFormat.of(self.scheme, heads, self.head_size, tokens, like, turns)
+        has_rotary = known is not None and known.rotary_mean is not None
+        page = PageFormat.of(self.scheme, heads, self.head_size, tokens, like, has_rotary)
         dense = memory[0].is_contiguous() and page.nbytes == memory[0].numel()
         if not dense or (memory.is_cuda and not page.tables):
             raise VQConfigError(
@@ -324,7 +324,7 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
 
 
 def _metadata(layer: str) -> VQMetadata:
-    """What the running step says of a layer."""
+    """Metadata of the running step for a layer."""
     found: Any = get_forward_context().attn_metadata
     found = found[0] if isinstance(found, list) else found
     return found[layer] if isinstance(found, dict) else found

@@ -39,8 +39,8 @@ SCHEMES = ("u4", "u3", "u2", "qserve-kv4")
 DTYPES = {f"vq_{name}": name for name in SCHEMES}
 """Scheme of each `--kv-cache-dtype` that vLLM takes from 0.33 on."""
 FOLDER = "kv"
-"""Of a model, where kv_codebooks.safetensors may be, too: vLLM takes all files beside dense weights
-for weights."""
+"""Of a model, where kv_codebooks.safetensors may be, too: vLLM takes all files next to dense
+weights for weights."""
 _CURE = f"Set {env.VLLM_KV.name} to {', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}"
 _chosen: list[KVScheme] = []  # that of the model which this process loads
 
@@ -51,20 +51,20 @@ def register() -> None:
     Raises:
         VQConfigError: `HF_VQ_VLLM_KV` names no scheme that blocks hold.
     """
-    asked = env.VLLM_KV.get()
-    if asked:
+    requested = env.VLLM_KV.get()
+    if requested:
         scheme_of("auto")
         logger.info(
             "%s=%s: KV caches are codes, on a GPU with --attention-backend CUSTOM.",
-            env.VLLM_KV.name, asked,
+            env.VLLM_KV.name, requested,
         )  # fmt: skip
         _register(AttentionBackendEnum.CPU_ATTN, "VQCPUAttentionBackend")
-    if asked or register_kv_cache_dtype is not None:
+    if requested or register_kv_cache_dtype is not None:
         _register(AttentionBackendEnum.CUSTOM, "VQAttentionBackend")
     if register_kv_cache_dtype is not None:
         for name in DTYPES:
             _register_dtype(name)
-    if asked and not hasattr(AttentionBackend, "customize_spec"):
+    if requested and not hasattr(AttentionBackend, "customize_spec"):
         patches.apply(patches.VLLM_KV)
 
 
@@ -78,7 +78,7 @@ def _register_dtype(dtype: str) -> None:
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     class Handler:
-        """What vLLM asks about a dtype of a KV cache."""
+        """A dtype of a KV cache, as vLLM asks about it."""
 
         name = dtype
 
@@ -100,10 +100,9 @@ def scheme_of(kv_cache_dtype: str) -> KVScheme:
     """
     name = DTYPES.get(kv_cache_dtype) or (env.VLLM_KV.get() if kv_cache_dtype == "auto" else "")
     if name not in SCHEMES:
-        asked = kv_cache_dtype if kv_cache_dtype != "auto" else f"{env.VLLM_KV.name}={name!r}"
+        given = f"{env.VLLM_KV.name}={name!r}" if kv_cache_dtype == "auto" else kv_cache_dtype
         raise VQConfigError(
-            f"{asked}: vLLM's KV cache is not coded like that. {_CURE}, and --kv-cache-dtype to "
-            "auto."
+            f"{given}: vLLM's KV cache is not coded like that. {_CURE}, and --kv-cache-dtype to auto."
         )
     return kv_scheme(name)
 

@@ -3,7 +3,7 @@
     batch on a GPU      [ tokens that generate | prompts, or chunks of them ]
                           Table: a row each      Chunks: decoded together
 
-A token of a request with several new ones, as speculative decoding has, is a row of its own: the
+A token of a request with several new ones, as speculative decoding has, is a separate row: the
 table of its request, and all tokens up to itself. Rows are made on the device, where vLLM knows how
 long requests are; of prompts the host knows it. On a CPU a `Batch` says all.
 """
@@ -76,7 +76,7 @@ class Chunks(Prompts):
         return found, (self.positions % self.tokens)[None, None]
 
     @cached_property
-    def alone(self) -> list[Chunk]:
+    def single(self) -> list[Chunk]:
         """Each of them."""
         return [
             Chunk(request, self.tokens, self.blocks[i : i + 1])
@@ -86,7 +86,7 @@ class Chunks(Prompts):
 
 @dataclass
 class VQMetadata(AttentionMetadata):
-    """What attention of all layers knows of a step.
+    """A step, as attention of all layers knows it.
 
     Args:
         tokens: of the batch, less those that fill it up.
@@ -107,8 +107,8 @@ class VQMetadata(AttentionMetadata):
     batch: Batch | None = None
 
     def positions(self) -> Tensor:
-        """Of each token in its request: int64 [tokens]. A graph may hold how they are found, so
-        that those of single tokens are found anew."""
+        """Position of each token in its request: int64 [tokens]. A graph may hold how they are
+        found, so that those of single tokens are found anew."""
         if self.batch is not None:
             return self.batch.positions
         if self.direct and self.table is not None and not self.chunks:
@@ -169,7 +169,7 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         return made
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> VQMetadata:
-        """As `build`, for requests of any length: a graph is replayed with longer ones."""
+        """Build for requests of any length: a graph is replayed with longer ones."""
         made = self.build(0, common_attn_metadata)
         if made.table is not None:
             made.table = Table(
