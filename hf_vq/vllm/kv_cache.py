@@ -102,7 +102,7 @@ def scheme_of(kv_cache_dtype: str) -> KVScheme:
     if name not in SCHEMES:
         given = f"{env.VLLM_KV.name}={name!r}" if kv_cache_dtype == "auto" else kv_cache_dtype
         raise VQConfigError(
-            f"{given}: vLLM's KV cache is not coded like that. {_CURE}, and --kv-cache-dtype to auto."
+            f"{given}: no scheme of vLLM's KV cache. {_CURE}, and --kv-cache-dtype to auto."
         )
     return kv_scheme(name)
 
