@@ -117,6 +117,12 @@ VERIFY = Variable(
     "`0`: load models, caches and codebooks without comparing them with their digests.",
     flag,
 )
+VLLM_KV = Variable(
+    "HF_VQ_VLLM_KV",
+    "",
+    "[vLLM's KV cache](vllm.md#kv-cache): `u4`, `u3`, `u2` or `qserve-kv4`.",
+    str.strip,
+)
 
 VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (
     AUTOLOAD,
@@ -127,6 +133,7 @@ VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (
     NO_NATIVE,
     STORE,
     VERIFY,
+    VLLM_KV,
 )
 
 

@@ -29,6 +29,7 @@ CACHE = "a VQCache is made"
 BACKEND = "a model with codes is made, or enable_cache_backend is called"
 CONFIG = "a VQConfig is made, or unpickled"
 TRACE = "torch.compile traces a product of codes"
+VLLM_KV = "a vLLM whose backends do not size their blocks is asked for a KV cache of codes"
 
 _ABSENT: Any = object()  # an attribute that its owner inherits, or does not have
 
@@ -95,6 +96,13 @@ TABLE = (
         (BACKEND,),
         "adapters that merge into codes, or read the dense weight; PEFT's backends for quantized "
         "layers are an if-chain, which LoRA, LoHa, IA3 and others do not ask",
+        waits=True,
+    ),
+    Patch(
+        "vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec",
+        "hf_vq.vllm.kv_cache:with_coded_blocks",
+        (VLLM_KV,),
+        "blocks of the size of their codes; a backend has no say in it before vLLM 0.32",
         waits=True,
     ),
     *(

@@ -132,7 +132,7 @@ def kv_append(
         value: [B, H, n, Dv] likewise.
         view: written to.
         slot_mapping: int64 [n], of pages: where each token goes, its page times T and its place
-            there. One that several tokens have gets any of them.
+            there. One that several tokens have gets any of them; below 0 a token goes nowhere.
         bound: of one token of a growing cache, its kernels.
 
     Raises:

@@ -6,6 +6,7 @@ What kernels and copies need to know of them is made once, for all layers, and s
 without waiting for it:
 
     Table      requests with one new token each, as kernels find their pages
+    Slots      where new tokens go, if that is all that is known of them
     Prompts    those with several new tokens, one behind the other
     Group      requests whose codes are copied side by side
 """
@@ -76,6 +77,40 @@ class Table:
         position = self.newest
         page = self.pages.gather(1, (position // tokens)[:, None])[:, 0]
         return torch.where(self.length > 0, page * tokens + position % tokens, trash)
+
+
+class Slots:
+    """Where new tokens go, by their slots.
+
+    Args:
+        slots: int64 [new tokens] on the host, of each its page times `tokens` and its place there.
+        tokens: of a page.
+        device: of the pages.
+        positions: of the tokens in their requests, int64 [new tokens]; for keys with a rotary mean.
+    """
+
+    def __init__(
+        self, slots: Tensor, tokens: int, device: torch.device, positions: Tensor | None = None
+    ) -> None:
+        self.slots, self.tokens, self.device, self.positions = slots, tokens, device, positions
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Page and place in it of every new token int64 [new tokens]."""
+        slots = _sent(self.slots, self.device)
+        return slots // self.tokens, slots % self.tokens
+
+    @cached_property
+    def spans(self) -> list[tuple[slice, int, int]]:
+        """New tokens that go to one page side by side: their rows in the batch, the page, their
+        place in it."""
+        steps = (self.slots[1:] != self.slots[:-1] + 1) | (self.slots[1:] % self.tokens == 0)
+        begins = [0, *(steps.nonzero()[:, 0] + 1).tolist()] if len(self.slots) else []
+        ends = [*begins[1:], len(self.slots)]
+        return [
+            (slice(begin, end), *divmod(int(self.slots[begin]), self.tokens))
+            for begin, end in zip(begins, ends, strict=False)
+        ]
 
 
 class Prompts:

@@ -35,7 +35,7 @@ from ..ops.layout import BLOCK, ROWS, block_bytes, layouts_for, to_rows
 from ..ops.library import without_autocast
 from ..ops.reference.codes import in_dtype
 from ..ops.rotary_mean import rotated
-from .batch import Batch, Group, Prompts, Table
+from .batch import Batch, Group, Prompts, Slots, Table
 
 ALIGNMENT = 16  # bytes: of the widest load
 
@@ -280,7 +280,7 @@ class LayerPages:
         tokens = recent[0].shape[2]
         return KVCacheView(key, value, None, None, None, None, tokens, 0, 0, tokens)
 
-    def write(self, keys: Tensor, values: Tensor, batch: Batch) -> None:
+    def write(self, keys: Tensor, values: Tensor, batch: Batch | Slots) -> None:
         """Encode the new tokens of a batch: keys and values [1, H, new tokens, dim]."""
         k, v = self.k, self.v
         keys = self._standing(keys, batch.positions if self.turns else None)

@@ -19,6 +19,11 @@ _LARGEST_HEAD, _ALIGNED = 256, 8  # numbers, of the kernel
 _DECODED = 12
 
 
+def decoded_bytes(kv_heads: int, head_dim: int) -> int:
+    """Bytes that a token's keys and values are decoded to."""
+    return kv_heads * head_dim * _DECODED
+
+
 def is_flash(query: Tensor, kv_heads: int, prompts: Prompts, options: dict[str, Any]) -> bool:
     """Whether the kernel computes it, and what keys and values are decoded to fits into
     `DECODED_BYTES`.
@@ -36,7 +41,7 @@ def is_flash(query: Tensor, kv_heads: int, prompts: Prompts, options: dict[str, 
         and dim % _ALIGNED == 0
         and not options["softcap"]
         and options["s_aux"] is None
-        and prompts.total * kv_heads * dim * _DECODED <= DECODED_BYTES
+        and prompts.total * decoded_bytes(kv_heads, dim) <= DECODED_BYTES
     )
 
 

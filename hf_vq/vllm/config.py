@@ -31,7 +31,7 @@ from ..errors import VQConfigError, VQFormatError
 from ..hf.checkpoint import integrity
 from ..hf.checkpoint.headers import CURE
 from ..hf.config import QUANT_METHODS, VQConfig
-from . import on_the_fly
+from . import kv_cache, on_the_fly
 from .embedding import VQEmbeddingMethod
 from .experts import VQExpertsMethod
 from .linear import VQLinearMethod
@@ -40,6 +40,8 @@ _SHARED = re.compile(r"^(?:transformer\.)?vq_(?:codebook|rotation)\.")
 """Top-level tensors that layers share. They do not depend on the model: the package has them.
 vLLM's GPT-2 puts its prefix before all names."""
 _EXPERTS = re.compile(r"\.experts\.(vq_\w+)$")
+_OF_KV_CACHE = re.compile(r"^layers\.\d+\.(key|value|key_mean|key_rotary_mean)$")
+"""Tensors of kv_codebooks.safetensors, which vLLM takes for weights."""
 
 
 class VQQuantizationConfig(QuantizationConfig):
@@ -96,9 +98,10 @@ class VQQuantizationConfig(QuantizationConfig):
 
     @staticmethod
     def get_cache_scale_mapper() -> WeightsMapper:
-        """See `QuantizationConfig`. Leave out the tensors that layers share, too, and name experts'
-        codes as vLLM's parameters. Only newer vLLM than 0.26 has an interface for that alone."""
-        own = {_SHARED: None, _EXPERTS: r".experts.routed_experts.\1"}
+        """See `QuantizationConfig`. Leave out the tensors that layers share and those of a KV cache,
+        too, and name experts' codes as vLLM's parameters. Only newer vLLM than 0.26 has an
+        interface for that alone."""
+        own = {_SHARED: None, _OF_KV_CACHE: None, _EXPERTS: r".experts.routed_experts.\1"}
         return QuantizationConfig.get_cache_scale_mapper() | WeightsMapper(orig_to_new_regex=own)
 
     def maybe_update_config(
@@ -185,7 +188,9 @@ def layers_with_codes(headers: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def register() -> None:
-    """Make `quant_method: "hf_vq"` known to vLLM; may be called again."""
+    """Make `quant_method: "hf_vq"`, and a KV cache that is asked for, known to vLLM; may be called
+    again."""
+    kv_cache.register()
     for name in QUANT_METHODS:
         if name not in QUANTIZATION_METHODS:
             register_quantization_config(name)(VQQuantizationConfig)

@@ -24,8 +24,9 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"formats", "transforms", "dispatch", "ops"},
     "hf": {"formats", "transforms", "dispatch", "ops", "fit", "nn", "cache"},
 }
-ALLOWED["calibration"] = ALLOWED["interop"] = ALLOWED["vllm"] = ALLOWED["hf"] | {"hf"}
+ALLOWED["calibration"] = ALLOWED["interop"] = ALLOWED["hf"] | {"hf"}
 ALLOWED["serving"] = ALLOWED["calibration"] | {"calibration"}
+ALLOWED["vllm"] = ALLOWED["serving"] | {"serving"}
 ALLOWED["__init__"] = set(ALLOWED)
 ALLOWED["evaluation"] = set(ALLOWED)
 ALLOWED["cli"] = set(ALLOWED)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import types
+from importlib.util import find_spec
 
 import pytest
 
@@ -303,7 +304,10 @@ def test_each_event_makes_what_it_needs(run_python):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by aqlm
 def test_every_entry_of_the_table_is_there():
-    """Under the names that the table has: another Transformers fails here first."""
+    """Under the names that the table has: another Transformers fails here first. vLLM has an
+    environment of its own (tests/vllm)."""
     for patch in patches.TABLE:
+        if patch.target.startswith("vllm.") and find_spec("vllm") is None:
+            continue
         patches._get(patch.target)
         assert callable(patches._get(patch.replacement)) and patch.why and patch.events

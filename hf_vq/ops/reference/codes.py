@@ -302,6 +302,7 @@ def _append(x: Tensor, side: KVSide, at: int) -> None:
 def _append_paged(x: Tensor, side: KVSide, slots: Tensor) -> None:
     rows = x.float() if side.mean is None else x.float() - side.mean
     packed, scales = encode(rows, side.codebook, None, side.parsed)
-    page, place = slots // side.codes.shape[2], slots % side.codes.shape[2]
-    side.codes[page, :, place] = packed[0].transpose(0, 1)
-    side.scale[page, :, place] = scales[0].transpose(0, 1)
+    kept = slots >= 0
+    page, place = slots[kept] // side.codes.shape[2], slots[kept] % side.codes.shape[2]
+    side.codes[page, :, place] = packed[0].transpose(0, 1)[kept]
+    side.scale[page, :, place] = scales[0].transpose(0, 1)[kept]

@@ -80,11 +80,12 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
   search.prepare();
   while (base < a.tokens) {
     const int token = base + team % teams;
-    const bool exists = token < a.tokens;
+    bool exists = token < a.tokens;
     int64_t at = token, page = 0;
     if constexpr (Plan::page > 0) {
-      const int slot = exists ? int(a.slots[token]) : 0;
-      page = slot / page_tokens, at = slot % page_tokens;
+      const int slot = exists ? int(a.slots[token]) : -1;
+      exists = slot >= 0;  // below 0: of no request, as servers fill up batches
+      page = max(slot, 0) / page_tokens, at = max(slot, 0) % page_tokens;
     }
     search.encode(row, exists, place.codes + page * a.codes_batch + at * Mine::bytes,
                   place.scale + page * a.scale_batch + at * Mine::numbers);

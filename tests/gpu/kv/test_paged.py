@@ -150,12 +150,14 @@ def test_a_graph_is_replayed_for_other_requests():
 @pytest.mark.parametrize("tokens", [1, 3, 40, 900])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_tokens_go_to_their_slots(name, tokens):
-    """The codes of a tape, and nothing else is touched."""
+    """The codes of a tape, and nothing else is touched; tokens of slots below 0 go nowhere."""
     heads, dim, page = 3, 128, 64
     layer = layer_of(name, page, 30, heads)
     layer.k.scale.fill_(7)
     layer.v.scale.fill_(7)
     slots = torch.randperm(30 * page)[:tokens].to(DEVICE)
+    slots[2::3] = -1
+    kept = slots >= 0
     whole = torch.randn(2, 1, tokens, heads, dim + 8, device=DEVICE).bfloat16()
     keys, values = whole.transpose(2, 3)[..., :dim].unbind()
     parts = layer.k.codes, layer.k.scale, layer.v.codes, layer.v.scale
@@ -167,8 +169,8 @@ def test_tokens_go_to_their_slots(name, tokens):
         shape = 1, heads, tokens, codes.shape[3]
         flat = codes.new_empty(shape), scale.new_empty(*shape[:3], scale.shape[3])
         append_kv(x, mean, side.codebook, *flat, 0, side.spec, "rows")
-        codes[slots // page, :, slots % page] = flat[0][0].transpose(0, 1)
-        scale[slots // page, :, slots % page] = flat[1][0].transpose(0, 1)
+        place = slots[kept] // page, slice(None), slots[kept] % page
+        codes[place], scale[place] = (part[0].transpose(0, 1)[kept] for part in flat)
     for part, expected in zip(parts, wanted, strict=True):
         assert torch.equal(part, expected)
 
