@@ -98,8 +98,8 @@ class VQQuantizationConfig(QuantizationConfig):
 
     @staticmethod
     def get_cache_scale_mapper() -> WeightsMapper:
-        """See `QuantizationConfig`. Leave out the tensors that layers share and those of a KV cache,
-        too, and name experts' codes as vLLM's parameters. Only newer vLLM than 0.26 has an
+        """See `QuantizationConfig`. Leave out the tensors that layers share, too, and those of a KV
+        cache, and name experts' codes as vLLM's parameters. Only newer vLLM than 0.26 has an
         interface for that alone."""
         own = {_SHARED: None, _OF_KV_CACHE: None, _EXPERTS: r".experts.routed_experts.\1"}
         return QuantizationConfig.get_cache_scale_mapper() | WeightsMapper(orig_to_new_regex=own)
